@@ -1,0 +1,22 @@
+"""What every test can use."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tests.real_files import FILES, path_of
+
+
+@pytest.fixture(scope="session")
+def real_file() -> Callable[[str], Path]:
+    """The path of a published checkpoint, by its name in `tests.real_files`; skips where it was not fetched."""
+
+    def find(name: str) -> Path:
+        path = path_of(name)
+        if not path.exists():
+            how = "make demo" if name == "minilm" else "make setup"
+            pytest.skip(f"{name} checkpoint ({FILES[name].requirement}) not fetched: run {how}")
+        return path
+
+    return find
