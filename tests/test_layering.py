@@ -1,0 +1,145 @@
+"""Who may import whom, and what an import does: nothing but define names."""
+
+import ast
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import modelstate
+
+SOURCE = Path(modelstate.__file__).parent
+
+LAYERS = (
+    {"errors", "spec"},
+    {"read", "write"},
+    {"plan"},
+    {"place", "extra"},
+    {"convert", "store", "live", "dist"},
+    {"report"},
+    {"cli"},
+)
+LEVEL = {name: level for level, names in enumerate(LAYERS) for name in names}
+FILES = sorted(path for path in SOURCE.rglob("*.py") if path != SOURCE / "__init__.py")
+
+
+def dotted(path: Path) -> tuple[str, ...]:
+    parts = path.relative_to(SOURCE.parent).with_suffix("").parts
+    return parts[:-1] if parts[-1] == "__init__" else parts
+
+
+def exists(parts: tuple[str, ...]) -> bool:
+    place = SOURCE.parent.joinpath(*parts)
+    return place.is_dir() or place.with_suffix(".py").exists()
+
+
+def imports_of(path: Path) -> Iterator[tuple[int, tuple[str, ...]]]:
+    """Line and dotted name of everything that a file imports, also inside functions and `TYPE_CHECKING`."""
+    package = dotted(path) if path.name == "__init__.py" else dotted(path)[:-1]
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            for alias in node.names:
+                yield node.lineno, tuple(alias.name.split("."))
+        elif isinstance(node, ast.ImportFrom):
+            base = tuple(node.module.split(".")) if node.module else ()
+            if node.level:
+                base = package[: len(package) - node.level + 1] + base
+            for alias in node.names:
+                whole = (*base, alias.name)
+                yield node.lineno, whole if base[0] == "modelstate" and exists(whole) else base
+
+
+def test_every_folder_has_a_layer() -> None:
+    assert {dotted(path)[1] for path in FILES} <= set(LEVEL)
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(SOURCE)))
+def test_imports_follow_the_order(path: Path) -> None:
+    here = dotted(path)[1]
+    wrong = []
+    for line, name in imports_of(path):
+        if name[0] != "modelstate":
+            continue
+        # The public names as a whole are for the command line, which is nobody's foundation.
+        there = name[1] if len(name) > 1 else "cli"
+        if LEVEL[there] > LEVEL[here]:
+            wrong.append(f"line {line}: {here} imports {'.'.join(name)}")
+    assert not wrong
+
+
+def test_exactly_one_file_imports_pickle() -> None:
+    pickles = {"pickle", "_pickle", "cloudpickle", "dill", "pickletools"}
+    found = [path.name for path in FILES if any(name[0] in pickles for _, name in imports_of(path))]
+    assert found == ["unpickle.py"]
+
+
+def test_the_public_module_only_names() -> None:
+    text = (SOURCE / "__init__.py").read_text()
+    assert len(text.splitlines()) < 80
+    allowed = (ast.ImportFrom, ast.Assign, ast.AnnAssign, ast.Expr)
+    for node in ast.parse(text).body:
+        assert isinstance(node, allowed), ast.dump(node)
+        assert not any(isinstance(part, ast.Call) for part in ast.walk(node)), f"line {node.lineno} calls something"
+
+
+def test_every_public_name_is_there() -> None:
+    assert len(modelstate.__all__) == len(set(modelstate.__all__))
+    assert not [name for name in modelstate.__all__ if not hasattr(modelstate, name)]
+
+
+def fresh(code: str) -> dict[str, object]:
+    """What a program prints as JSON on its last line, run in a fresh process."""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def test_what_an_import_pulls_in() -> None:
+    found = fresh(
+        "import json, sys, torch\n"
+        "before = set(sys.modules)\n"
+        "import modelstate\n"
+        "print(json.dumps({'new': sorted(set(sys.modules) - before)}))"
+    )["new"]
+    assert isinstance(found, list)
+    tops = {name.split(".")[0] for name in found}
+    assert tops - set(sys.stdlib_module_names) <= {"modelstate", "torch", "numpy"}
+    unwanted = {"transformers", "typer", "click", "rich", "accelerate", "safetensors", "torchao", "psutil", "asyncio"}
+    assert not tops & unwanted
+    heavy = ("torch._dynamo", "torch._inductor", "torch.export", "torch.distributed.tensor", "torch.onnx")
+    assert not [name for name in found if name.startswith(heavy)]
+    assert not [name for name in found if name.startswith(("modelstate.cli", "modelstate.report"))]
+
+
+def test_an_import_changes_nothing() -> None:
+    code = """
+import json, os, threading, warnings
+import torch
+import torch.utils, torch.__future__, torch.serialization
+
+places = (torch, torch.Tensor, torch.nn.Module, torch.nn.Parameter, torch.nn.Buffer, torch.utils, torch.serialization)
+settings = lambda: {
+    "environment": dict(os.environ),
+    "filters": list(map(repr, warnings.filters)),
+    "default dtype": str(torch.get_default_dtype()),
+    "threads": torch.get_num_threads(),
+    "python threads": threading.active_count(),
+    "swap": torch.__future__.get_swap_module_params_on_conversion(),
+    "overwrite": torch.__future__.get_overwrite_module_params_on_conversion(),
+    "safe globals": list(map(repr, torch.serialization.get_safe_globals())),
+    "directory": os.getcwd(),
+}
+names = [dict(vars(place)) for place in places]
+was = settings()
+import modelstate
+patched = [
+    f"{place.__name__}.{name}"
+    for place, old in zip(places, names)
+    for name, value in old.items()
+    if vars(place).get(name) is not value and name != "__warningregistry__"
+]
+print(json.dumps({"patched": patched, "same settings": was == settings()}))
+"""
+    assert fresh(code) == {"patched": [], "same settings": True}
