@@ -83,11 +83,15 @@ def model_factory(spec: str, debug: bool = False) -> Callable[[], object]:
     return made
 
 
-def build_model(spec: str, debug: bool = False) -> torch.nn.Module:
-    """The model that the factory makes, with its parameters on meta. What its code prints goes to stderr."""
+def build_model(spec: str, debug: bool = False, *, initialised: bool = False) -> torch.nn.Module:
+    """The model that the factory makes, with its parameters on meta unless they are to be `initialised`.
+
+    What the model's code prints goes to stderr.
+    """
     factory = model_factory(spec, debug)
+    how = contextlib.nullcontext() if initialised else ms.skeleton()
     try:
-        with contextlib.redirect_stdout(sys.stderr), ms.skeleton():
+        with contextlib.redirect_stdout(sys.stderr), how:
             model = factory()
     except Exception as error:
         raise ModelCodeError(

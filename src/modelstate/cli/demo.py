@@ -9,6 +9,7 @@ import logging
 import os
 import sys
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -116,9 +117,8 @@ def compare(runs: int) -> str:
     """Time and memory of both ways, as a table."""
     names = {"modelstate": "skeleton + modelstate.load", "stock": "BertModel(config) + load_file + load_state_dict"}
     environment = {"HF_HUB_OFFLINE": "1"}
-    results = alternate(
-        {way: lambda way=way: run(["-m", "modelstate.cli.demo", way], environment=environment) for way in names}, runs
-    )
+    contenders = {way: partial(run, ["-m", "modelstate.cli.demo", way], environment=environment) for way in names}
+    results = alternate(contenders, runs)
     rows = [["", "build", "load", "first use", "all", "own memory", "with file pages"]]
     for way, name in names.items():
         build, load, use = (median(results[way], stage) for stage in ("build", "load", "use"))

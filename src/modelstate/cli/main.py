@@ -29,7 +29,10 @@ Model = Annotated[
 Key = Annotated[str | None, typer.Option(help="The part of the checkpoint that is meant, such as model_state.")]
 Dtype = Annotated[str | None, typer.Option(help="Cast floating point tensors on the way, such as bfloat16.")]
 Device = Annotated[str | None, typer.Option(help="Where the tensors shall be, such as cpu or cuda:0.")]
-Missing = Annotated[list[str] | None, typer.Option(help="Pattern of names that the file may lack; may be repeated.")]
+Missing = Annotated[
+    list[str] | None,
+    typer.Option(help="Pattern of names that the file may lack and the model keeps its own of; may be repeated."),
+]
 Unexpected = Annotated[list[str] | None, typer.Option(help="Pattern of names to leave out; may be repeated.")]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 Debug = Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")]
@@ -72,7 +75,7 @@ def plan(
     """Show what loading a checkpoint into a model would do, and every problem, without reading its tensors."""
     with reported(debug):
         made = ms.plan(
-            build_model(model, debug),
+            build_model(model, debug, initialised=bool(allow_missing)),
             path,
             key=key,
             dtype=parse_dtype(dtype),
@@ -100,7 +103,7 @@ def load(
     """Load a checkpoint into a model, and show what happened to each tensor: a test that they fit."""
     with reported(debug):
         report = ms.load(
-            build_model(model, debug),
+            build_model(model, debug, initialised=bool(allow_missing)),
             path,
             key=key,
             dtype=parse_dtype(dtype),

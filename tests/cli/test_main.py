@@ -1,0 +1,275 @@
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch import nn
+from typer.testing import CliRunner, Result
+
+from modelstate.cli.main import app
+
+MODULE = """
+import torch
+from torch import nn
+
+def tiny():
+    print("building")
+    return nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3))
+
+def wide():
+    return nn.Sequential(nn.Linear(5, 3), nn.BatchNorm1d(3))
+
+def fails():
+    raise LookupError("no such size")
+
+def number():
+    return 3
+
+def needs(size):
+    return nn.Linear(size, size)
+
+class Zoo:
+    @staticmethod
+    def small():
+        return nn.Linear(4, 3)
+
+not_callable = 5
+"""
+
+
+@pytest.fixture(autouse=True)
+def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A working directory with a module and a checkpoint that fits its `tiny`."""
+    name = f"zoo_{tmp_path.name.replace('-', '_')}"
+    (tmp_path / f"{name}.py").write_text(MODULE)
+    (tmp_path / "broken_zoo.py").write_text("import there_is_no_such_module\n")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    monkeypatch.setenv("ZOO", name)
+    save_file(tiny().state_dict(), tmp_path / "tiny.safetensors")
+    torch.save({"epoch": 3, "model_state": tiny().state_dict()}, tmp_path / "training.pt")
+    return tmp_path
+
+
+def tiny() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3))
+
+
+def run(*arguments: str) -> Result:
+    return CliRunner().invoke(app, [argument.replace("ZOO", os.environ["ZOO"]) for argument in arguments])
+
+
+class TestInspect:
+    def test_shows_the_tree(self) -> None:
+        done = run("inspect", "tiny.safetensors")
+        assert done.exit_code == 0
+        assert "7 tensors" in done.stdout
+        assert "running_mean" in done.stdout
+        assert done.stderr == ""
+
+    def test_of_a_part(self) -> None:
+        done = run("inspect", "training.pt", "--key", "model_state")
+        assert done.exit_code == 0
+        assert "epoch" not in done.stdout
+
+    def test_json(self) -> None:
+        found = json.loads(run("inspect", "training.pt", "--json").stdout)
+        assert found["extra"] == {"epoch": 3}
+        assert found["totals"]["tensors"] == 7
+
+    def test_wrong_key(self) -> None:
+        done = run("inspect", "training.pt", "--key", "model")
+        assert done.exit_code == 1
+        assert "model_state" in done.stderr
+
+    @pytest.mark.parametrize(
+        ("content", "says"),
+        [(None, "missing.pt"), (b"", "empty"), (b"hello", ""), (b"<!DOCTYPE html><html></html>", "web page")],
+    )
+    def test_wrong_file(self, content: bytes | None, says: str) -> None:
+        path = Path("missing.pt")
+        if content is not None:
+            path.write_bytes(content)
+        done = run("inspect", "missing.pt")
+        assert done.exit_code == 1
+        assert done.stdout == ""
+        assert done.stderr.startswith("error: ")
+        assert says in done.stderr
+        assert "Traceback" not in done.stderr
+
+    def test_truncated_file(self, project: Path) -> None:
+        for name in ("tiny.safetensors", "training.pt"):
+            whole = (project / name).read_bytes()
+            (project / name).write_bytes(whole[: len(whole) // 2])
+            done = run("inspect", name)
+            assert done.exit_code == 1
+            assert "to do:" in done.stderr
+
+    def test_debug_shows_the_traceback_too(self) -> None:
+        done = run("inspect", "missing.pt", "--debug")
+        assert done.exit_code == 1
+        assert "Traceback" in done.stderr
+        assert done.stderr.splitlines()[-1] == run("inspect", "missing.pt").stderr.splitlines()[-1]
+
+
+class TestPlan:
+    def test_that_is_ok(self) -> None:
+        done = run("plan", "ZOO:tiny", "tiny.safetensors")
+        assert done.exit_code == 0
+        assert "building" not in done.stdout
+        assert "building" in done.stderr
+
+    def test_json(self) -> None:
+        done = run("plan", "ZOO:tiny", "training.pt", "--json")
+        assert done.exit_code == 0
+        assert json.loads(done.stdout)
+
+    def test_with_problems_is_printed_and_exits_1(self) -> None:
+        done = run("plan", "ZOO:wide", "tiny.safetensors")
+        assert done.exit_code == 1
+        assert "0.weight" in done.stdout
+        assert "Traceback" not in done.stderr
+
+    def test_allow_lists(self) -> None:
+        save_file({"0.weight": torch.zeros(3, 4), "more": torch.zeros(1)}, "part.safetensors")
+        missing = ["--allow-missing", "0.bias", "--allow-missing", "1.*"]
+        unexpected = ["--allow-unexpected", "m*"]
+        for command in ("plan", "load"):
+            assert run(command, "ZOO:tiny", "part.safetensors", *missing).exit_code == 1
+            assert run(command, "ZOO:tiny", "part.safetensors", *unexpected).exit_code == 1
+            done = run(command, "ZOO:tiny", "part.safetensors", *missing, *unexpected)
+            assert done.exit_code == 0, done.stderr
+
+
+class TestLoad:
+    @pytest.mark.parametrize("path", ["tiny.safetensors", "training.pt"])
+    def test_that_fits(self, path: str) -> None:
+        done = run("load", "ZOO:tiny", path)
+        assert done.exit_code == 0, done.stderr
+        assert done.stdout
+
+    def test_json(self) -> None:
+        done = run("load", "ZOO:tiny", "training.pt", "--key", "model_state", "--json")
+        assert done.exit_code == 0
+        assert json.loads(done.stdout)
+
+    def test_dtype(self) -> None:
+        done = run("load", "ZOO:tiny", "tiny.safetensors", "--dtype", "bfloat16", "--device", "cpu")
+        assert done.exit_code == 0, done.stderr
+        assert "bfloat16" in done.stdout
+
+    def test_a_class_attribute_names_a_factory_too(self) -> None:
+        save_file(nn.Linear(4, 3).state_dict(), "linear.safetensors")
+        assert run("load", "ZOO:Zoo.small", "linear.safetensors").exit_code == 0
+
+    def test_wrong_model(self) -> None:
+        done = run("load", "ZOO:wide", "tiny.safetensors")
+        assert done.exit_code == 1
+        assert done.stdout == ""
+        assert "0.weight" in done.stderr
+        assert "Traceback" not in done.stderr
+
+
+class TestModelArgument:
+    @pytest.mark.parametrize(
+        ("spec", "says"),
+        [
+            ("ZOO", "package.module:factory"),
+            (":tiny", "package.module:factory"),
+            ("ZOO:", "package.module:factory"),
+            ("no_such_module:tiny", "cannot import 'no_such_module'"),
+            ("broken_zoo:tiny", "there_is_no_such_module"),
+            ("ZOO:tinny", "no 'tinny'"),
+            ("ZOO:not_callable", "callable"),
+        ],
+    )
+    def test_that_leads_nowhere_is_a_usage_error(self, spec: str, says: str) -> None:
+        done = run("load", spec, "tiny.safetensors")
+        assert done.exit_code == 2
+        assert done.stdout == ""
+        assert says in done.stderr
+        assert "Traceback" not in done.stderr
+
+    @pytest.mark.parametrize(
+        ("spec", "says"),
+        [
+            ("ZOO:fails", "LookupError: no such size"),
+            ("ZOO:number", "gave a int"),
+            ("ZOO:needs", "must work without arguments"),
+        ],
+    )
+    def test_that_gives_no_model_is_a_problem(self, spec: str, says: str) -> None:
+        done = run("load", spec, "tiny.safetensors")
+        assert done.exit_code == 1
+        assert says in done.stderr
+        assert "Traceback" not in done.stderr
+        assert "Traceback" in run("load", spec, "tiny.safetensors", "--debug").stderr or spec == "ZOO:number"
+
+    def test_import_error_with_debug_shows_where(self) -> None:
+        done = run("load", "broken_zoo:tiny", "tiny.safetensors", "--debug")
+        assert done.exit_code == 2
+        assert "broken_zoo.py" in done.stderr
+
+
+class TestUsage:
+    @pytest.mark.parametrize(
+        "arguments",
+        [
+            ["inspect"],
+            ["inspect", "tiny.safetensors", "--no-such-option"],
+            ["no-such-command"],
+            ["load", "ZOO:tiny", "tiny.safetensors", "--dtype", "float33"],
+            ["load", "ZOO:tiny", "tiny.safetensors", "--device", "abacus"],
+            ["demo", "--runs", "0"],
+        ],
+    )
+    def test_a_wrong_command_line_exits_2(self, arguments: list[str]) -> None:
+        done = run(*arguments)
+        assert done.exit_code == 2
+        assert done.stdout == ""
+        assert done.stderr
+
+    def test_help_names_the_commands(self) -> None:
+        done = run("--help")
+        assert done.exit_code == 0
+        assert all(command in done.stdout for command in ("inspect", "plan", "load", "demo", "Exit codes"))
+
+    def test_version(self) -> None:
+        assert run("--version").stdout.startswith("modelstate 0.")
+
+
+def test_in_a_pipe_that_closes_early(project: Path) -> None:
+    save_file({f"a.{i}.{i}": torch.zeros(i + 1) for i in range(3000)}, project / "many.safetensors")
+    command = f"{sys.executable} -m modelstate.cli inspect many.safetensors | head -n 3"
+    done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, check=False)
+    assert len(done.stdout.splitlines()) == 3
+    assert "Traceback" not in done.stderr
+    assert "BrokenPipe" not in done.stderr
+
+
+def test_no_colours_and_no_wrapping_in_a_pipe(project: Path) -> None:
+    name = "a_very_long_name" * 20
+    save_file({name: torch.zeros(3), f"{name}.b.c": torch.zeros(3)}, project / "long.safetensors")
+    done = subprocess.run(
+        [sys.executable, "-m", "modelstate.cli", "inspect", "long.safetensors"],
+        capture_output=True,
+        text=True,
+        check=True,
+        env={**os.environ, "COLUMNS": "40"},
+    )
+    assert "\x1b" not in done.stdout
+    assert any(name in line and "float32" in line for line in done.stdout.splitlines())
+
+
+def test_the_installed_command(project: Path) -> None:
+    command = Path(sys.executable).with_name("modelstate")
+    done = subprocess.run([command, "inspect", "nothing.pt"], capture_output=True, text=True, check=False)
+    assert done.returncode == 1
+    assert done.stdout == ""
+    assert done.stderr.startswith("error: ")
+    assert "Traceback" not in done.stderr

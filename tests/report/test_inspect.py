@@ -1,0 +1,89 @@
+import json
+from collections import OrderedDict
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+import modelstate as ms
+from modelstate.report.inspect import inspect_json, inspect_text
+
+
+@pytest.fixture
+def training() -> dict[str, Any]:
+    """A training checkpoint: tied weights, repeated layers, an optimizer, and values of all kinds."""
+    shared = torch.randn(10, 4)
+    model: OrderedDict[str, torch.Tensor] = OrderedDict({"embed.weight": shared})
+    for i in range(12):
+        model[f"layer.{i}.weight"] = torch.randn(4, 4)
+        model[f"layer.{i}.bias"] = torch.randn(4)
+    model["head.weight"] = shared
+    model["steps_seen"] = torch.tensor(3)
+    return {
+        "model": model,
+        "step": 1000,
+        "config": {"lr": float("nan"), "betas": (0.9, 0.99), "name": "run\x1b[1m"},
+        "optimizer": {"state": {0: {"exp_avg": torch.zeros(4)}}, "param_groups": [{"lr": 0.1, "params": [0]}]},
+    }
+
+
+def test_text_of_a_training_checkpoint(training: dict[str, Any]) -> None:
+    text = inspect_text(ms.open(training))
+    lines = text.splitlines()
+    assert "28 tensors" in lines[1]
+    assert "285 parameters" in lines[1]
+    assert lines[2] == "dtypes: float32 (27), int64 (1)"
+    assert any(line.split() == ["layer.0", "…", "layer.11", "(12", "×)", "960", "B"] for line in lines)
+    assert any(line.split() == ["weight", "[4,", "4]", "float32", "64", "B"] for line in lines)
+    assert any(line.endswith("= model.embed.weight") and "head.weight" in line for line in lines)
+    assert "  model.embed.weight = model.head.weight" in lines
+    assert any(line.split() == ["step", "int", "1000"] for line in lines)
+    assert any("optimizer.param_groups" in line and "'lr': 0.1" in line for line in lines)
+    assert "\x1b" not in text
+    assert not [line for line in lines if line != line.rstrip()]
+
+
+def test_text_of_a_part(training: dict[str, Any]) -> None:
+    text = inspect_text(ms.open(training, key="model"))
+    assert "key 'model'" in text
+    assert "optimizer" not in text
+    assert "  embed.weight = head.weight" in text.splitlines()
+
+
+def test_text_of_an_empty_checkpoint() -> None:
+    assert "0 tensors, 0 parameters, 0 B" in inspect_text(ms.open({}))
+
+
+def test_json_is_json_and_complete(training: dict[str, Any]) -> None:
+    found = json.loads(inspect_json(ms.open(training)), parse_constant=pytest.fail)
+    assert found["totals"] == {
+        "tensors": 28,
+        "parameters": 285,
+        "bytes": 284 * 4 + 8,
+        "dtypes": {"float32": 27, "int64": 1},
+    }
+    assert len(found["tensors"]) == 28
+    assert found["aliases"] == [["model.embed.weight", "model.head.weight"]]
+    assert found["extra"]["step"] == 1000
+    assert found["extra"]["config"] == {"lr": "nan", "betas": [0.9, 0.99], "name": "run\x1b[1m"}
+
+
+def test_json_says_where_the_bytes_are(tmp_path: Path) -> None:
+    path = tmp_path / "model.safetensors"
+    value = torch.arange(6, dtype=torch.int32).reshape(2, 3)
+    save_file({"a": value}, path, metadata={"format": "pt"})
+    found = json.loads(inspect_json(ms.open(path)))
+    (tensor,) = found["tensors"]
+    assert found["metadata"] == {"format": "pt"}
+    assert (tensor["shape"], tensor["dtype"], tensor["bytes"]) == ([2, 3], "int32", 24)
+    stored = Path(tensor["file"]).read_bytes()[tensor["offset"] :][: tensor["bytes"]]
+    assert stored == value.numpy().tobytes()
+
+
+def test_json_of_a_strided_view(tmp_path: Path) -> None:
+    path = tmp_path / "view.pt"
+    torch.save({"t": torch.zeros(3, 2).t()}, path)
+    (tensor,) = json.loads(inspect_json(ms.open(path)))["tensors"]
+    assert tensor["stride"] == [1, 2]
