@@ -1,0 +1,254 @@
+"""Every error of modelstate.
+
+A message says what is wrong and where, what was expected, what was found, and what to do next. The same facts are
+fields of the error, so that a program need not parse the text. Whatever raises leaves files and models as they were.
+
+ModelStateError
+├── OpenError                         a source that cannot be opened as a checkpoint
+│   ├── SourceNotFoundError           (FileNotFoundError)
+│   ├── SourceAccessError             (PermissionError)
+│   ├── SourceTypeError               (TypeError) neither a path nor a mapping, or a URL that nothing here reads
+│   ├── EmptyFileError                (ValueError)
+│   ├── UnknownFormatError            (ValueError) the content is no checkpoint format
+│   │   ├── LfsPointerError           a Git LFS pointer in place of the file
+│   │   ├── HtmlPageError             a web page in place of the file
+│   │   └── NotACheckpointError       a known file of another kind: TorchScript, plain pickle, GGUF, ...
+│   ├── NoCheckpointError             (FileNotFoundError) a directory without one
+│   ├── AmbiguousDirectoryError       (ValueError) a directory with several
+│   ├── TruncatedFileError            (EOFError) fewer bytes than the file itself announces
+│   ├── HeaderLengthError             (ValueError) safetensors: length beyond the file
+│   ├── HeaderTooLargeError           (ValueError) safetensors: above 100 MB
+│   ├── HeaderSyntaxError             (ValueError) safetensors: not the JSON it must be
+│   ├── DuplicateNameError            (ValueError) one name twice in a file, or in two shards
+│   ├── UnknownDtypeError             (ValueError)
+│   ├── TensorRangeError              (ValueError) a tensor's bytes overlap, leave holes or leave the file
+│   ├── TensorSizeError               (ValueError) shape times dtype is not the size of the range, or overflows
+│   ├── ArchiveError                  (ValueError) a damaged zip container
+│   │   ├── MissingRecordError
+│   │   ├── CompressedRecordError
+│   │   ├── RecordSizeError           sizes that lie
+│   │   └── UnsafePathError           a path that leaves the archive, or a shard outside its directory
+│   ├── PickleError                   (ValueError) a damaged pickle
+│   ├── ForbiddenGlobalError          (ValueError) a pickle that asks for more than is allowed
+│   ├── UnsupportedTensorError        (NotImplementedError) quantized tensors and the like, by name
+│   ├── ShardIndexError               (ValueError) an index that is not what it must be
+│   └── MissingShardError             (FileNotFoundError)
+├── TensorNotFoundError               (KeyError)
+├── KeyNotFoundError                  (KeyError) `key=` selects nothing
+├── AmbiguousKeyError                 (ValueError) several state dicts, and none stands out
+├── ReadFailedError                   (OSError) an I/O error or a short read while tensors were read
+├── ReadTargetError                   (ValueError) `read_into` a tensor that does not fit
+├── RuleError                         (ValueError) a rule that cannot be applied
+├── PlanError                         (RuntimeError) a plan that has problems; see `.problems`
+├── StalePlanError                    (RuntimeError) the model is no longer what was planned for
+├── TransformError                    (ValueError) a transform that raised, or returned something unusable
+├── PlacementError                    (RuntimeError) a value that cannot be put in its place
+└── MemoryBudgetError                 (MemoryError)
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+
+class ModelStateError(Exception):
+    """What every error of modelstate derives from.
+
+    The text is made of the fields, a line each where they are given.
+    """
+
+    def __init__(
+        self, what: str, *, where: object = "", expected: object = "", found: object = "", remedy: object = ""
+    ) -> None:
+        super().__init__(what)
+        self.what = what
+        """What is wrong, in one sentence."""
+        self.where = str(where)
+        """The file, and the place in it; or the place in the model."""
+        self.expected = str(expected)
+        """What should have been there."""
+        self.found = str(found)
+        """What was there."""
+        self.remedy = str(remedy)
+        """What to do next."""
+
+    def __str__(self) -> str:
+        lines = [f"{self.where}: {self.what}" if self.where else self.what]
+        lines += [f"  {k}: {v}" for k, v in (("expected", self.expected), ("found", self.found)) if v]
+        if self.remedy:
+            lines.append(f"  to do: {self.remedy}")
+        return "\n".join(lines)
+
+
+class OpenError(ModelStateError):
+    """A source that cannot be opened as a checkpoint."""
+
+
+class SourceNotFoundError(OpenError, FileNotFoundError):
+    """There is nothing at the path."""
+
+
+class SourceAccessError(OpenError, PermissionError):
+    """The file or directory may not be read."""
+
+
+class SourceTypeError(OpenError, TypeError):
+    """The source is of a kind that cannot be opened."""
+
+
+class EmptyFileError(OpenError, ValueError):
+    """The file has no bytes."""
+
+
+class UnknownFormatError(OpenError, ValueError):
+    """The content is none of the formats that are read here."""
+
+
+class LfsPointerError(UnknownFormatError):
+    """A Git LFS pointer lies where the file should be."""
+
+
+class HtmlPageError(UnknownFormatError):
+    """A web page was saved where the file should be."""
+
+
+class NotACheckpointError(UnknownFormatError):
+    """A file of a known kind that does not hold a checkpoint."""
+
+
+class NoCheckpointError(OpenError, FileNotFoundError):
+    """A directory in which nothing is a checkpoint."""
+
+
+class AmbiguousDirectoryError(OpenError, ValueError):
+    """A directory in which several files could be meant."""
+
+
+class TruncatedFileError(OpenError, EOFError):
+    """The file ends before what it announces."""
+
+
+class HeaderLengthError(OpenError, ValueError):
+    """A safetensors header that would end behind the end of the file."""
+
+
+class HeaderTooLargeError(OpenError, ValueError):
+    """A safetensors header above the 100 MB that the format allows."""
+
+
+class HeaderSyntaxError(OpenError, ValueError):
+    """A safetensors header that is not JSON, or not the JSON that it must be."""
+
+
+class DuplicateNameError(OpenError, ValueError):
+    """One name stands twice in a file, or in two shards."""
+
+
+class UnknownDtypeError(OpenError, ValueError):
+    """A dtype that PyTorch does not have, or not in this version."""
+
+
+class TensorRangeError(OpenError, ValueError):
+    """The bytes of a tensor overlap others, leave holes, or lie outside the file."""
+
+
+class TensorSizeError(OpenError, ValueError):
+    """Shape times dtype does not give the number of bytes that are there, or no number at all."""
+
+
+class ArchiveError(OpenError, ValueError):
+    """A zip container that is damaged."""
+
+
+class MissingRecordError(ArchiveError):
+    """A record that the archive needs is not in it."""
+
+
+class CompressedRecordError(ArchiveError):
+    """A record is compressed, so its bytes cannot be mapped or bounded."""
+
+
+class RecordSizeError(ArchiveError):
+    """The sizes that the archive states of a record contradict each other or the file."""
+
+
+class UnsafePathError(ArchiveError):
+    """A path that leads out of the archive, or out of the directory of a shard index."""
+
+
+class PickleError(OpenError, ValueError):
+    """A pickle that is damaged."""
+
+
+class ForbiddenGlobalError(OpenError, ValueError):
+    """A pickle that asks for classes or functions outside the allow-list."""
+
+    def __init__(self, what: str, *, refused: Sequence[tuple[str, str]] = (), **fields: object) -> None:
+        super().__init__(what, **fields)
+        self.refused = tuple(refused)
+        """What was asked for: pairs of qualified name and path in the checkpoint."""
+
+
+class UnsupportedTensorError(OpenError, NotImplementedError):
+    """A tensor of a kind that is not read here."""
+
+
+class ShardIndexError(OpenError, ValueError):
+    """A shard index that is not what it must be."""
+
+
+class MissingShardError(OpenError, FileNotFoundError):
+    """A shard that the index names is not there."""
+
+
+class TensorNotFoundError(ModelStateError, KeyError):
+    """The checkpoint has no tensor of that name."""
+
+
+class KeyNotFoundError(ModelStateError, KeyError):
+    """`key=` names no part of the checkpoint."""
+
+
+class AmbiguousKeyError(ModelStateError, ValueError):
+    """The checkpoint holds several state dicts, and which one is meant is not clear."""
+
+    def __init__(self, what: str, *, candidates: Sequence[tuple[str, int]] = (), **fields: object) -> None:
+        super().__init__(what, **fields)
+        self.candidates = tuple(candidates)
+        """Pairs of key, and number of names that match the module's."""
+
+
+class ReadFailedError(ModelStateError, OSError):
+    """An I/O error, or fewer bytes than there were at opening, while tensors were read."""
+
+
+class ReadTargetError(ModelStateError, ValueError):
+    """The tensor to read into does not fit what is read."""
+
+
+class RuleError(ModelStateError, ValueError):
+    """A rule that cannot be applied."""
+
+
+class PlanError(ModelStateError, RuntimeError):
+    """A plan that has problems, all of them in `problems`."""
+
+    def __init__(self, what: str, *, problems: Sequence[Any] = (), **fields: object) -> None:
+        super().__init__(what, **fields)
+        self.problems = tuple(problems)
+        """The problems, each a `modelstate.plan.problems.Problem`."""
+
+
+class StalePlanError(ModelStateError, RuntimeError):
+    """The model or the checkpoint is no longer what was planned for, or the plan has been applied."""
+
+
+class TransformError(ModelStateError, ValueError):
+    """A transform raised, or returned something that cannot be loaded."""
+
+
+class PlacementError(ModelStateError, RuntimeError):
+    """A value cannot be put in its place."""
+
+
+class MemoryBudgetError(ModelStateError, MemoryError):
+    """The load would need more memory than it was given."""

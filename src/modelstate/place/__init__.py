@@ -1,0 +1,1 @@
+"""From a plan to a changed module: values into their places, all of them or none."""

@@ -1,0 +1,244 @@
+"""`torch.nn.Module.load_state_dict`, all or nothing."""
+
+import warnings
+import weakref
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.modules.module import _IncompatibleKeys
+
+from modelstate.place.swap import swap_back
+from modelstate.plan.journal import Journal, Write
+from modelstate.plan.memento import same_place
+from modelstate.plan.recorder import Outcome, walk
+
+
+def load_state_dict(
+    module: nn.Module, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
+) -> _IncompatibleKeys:
+    """Loads a state dict as `torch.nn.Module.load_state_dict` does, or leaves the module as it was.
+
+    Arguments, return value, warnings and error texts are torch's, under both settings of
+    `torch.__future__.set_swap_module_params_on_conversion`, and the model's own code (hooks, overrides, `module_load`
+    handlers, `set_extra_state`) runs when torch would run it and sees what it would see there. The differences: after
+    an error, whoever raised it, every tensor, buffer, attribute, gradient and extra state of the module is what it
+    was, bit for bit and object for object; the cost is linear in the number of tensors; and `_metadata` is not
+    written to. It can take the place of the method: `torch.nn.Module.load_state_dict = modelstate.load_state_dict`.
+
+    Where the model's code reads or changes tensors while it loads, the old values of those tensors are kept until
+    the end: that much memory is needed on top. Code that reaches tensors behind torch's back (through a NumPy array
+    or a pointer that it got before) is not seen.
+
+    Raises what torch raises: `TypeError` for a state dict that is no mapping, `RuntimeError` that lists everything
+    that does not fit, and whatever the model's code raises.
+    """
+    if not isinstance(state_dict, Mapping):
+        raise TypeError(f"Expected state_dict to be dict-like, got {type(state_dict)}.")
+    journal = Journal(module)
+    outcome = Outcome()
+    versions = getattr(state_dict, "_metadata", None)
+    try:
+        walk(module, state_dict, versions, assign=assign, journal=journal, take=_TorchTake(journal), outcome=outcome)
+        _raise_errors(module, outcome, strict)
+    except BaseException:
+        journal.rollback()
+        raise
+    journal.commit()
+    return _IncompatibleKeys(outcome.missing, outcome.unexpected)
+
+
+def _raise_errors(module: nn.Module, outcome: Outcome, strict: bool) -> None:
+    errors = outcome.errors
+    if strict and outcome.unexpected:
+        errors.insert(0, f"Unexpected key(s) in state_dict: {_quoted(outcome.unexpected)}. ")
+    if strict and outcome.missing:
+        errors.insert(0, f"Missing key(s) in state_dict: {_quoted(outcome.missing)}. ")
+    if errors:
+        lines = "\n\t".join(errors)
+        raise RuntimeError(f"Error(s) in loading state_dict for {type(module).__name__}:\n\t{lines}")
+
+
+def _quoted(keys: list[str]) -> str:
+    return ", ".join(f'"{key}"' for key in keys)
+
+
+class _TorchTake:
+    """What torch does with each value: checked now, written when it must be."""
+
+    def __init__(self, journal: Journal) -> None:
+        self._journal = journal
+        self._swaps = torch.__future__.get_swap_module_params_on_conversion()
+
+    def extra_state(self, module: nn.Module, key: str, value: Any) -> None:
+        module.set_extra_state(value)
+
+    def tensor(
+        self, module: nn.Module, name: str, key: str, param: torch.Tensor, value: Any, assign: bool, errors: list[str]
+    ) -> None:
+        if not torch.overrides.is_tensor_like(value):
+            errors.append(
+                f'While copying the parameter named "{key}", '
+                f"expected torch.Tensor or Tensor-like object from checkpoint but received {type(value)}"
+            )
+            return
+        lazy = torch.nn.parameter.is_lazy(param)
+        # Files from before torch 0.4 hold scalars as one element.
+        if not lazy and len(param.shape) == 0 and len(value.shape) == 1 and value.shape[0] == 1:
+            value = value[0]
+        if not lazy and value.shape != param.shape:
+            errors.append(
+                f"size mismatch for {key}: copying a param with shape {value.shape} from checkpoint, "
+                f"the shape in current model is {param.shape}."
+            )
+            return
+        if param.is_meta and not value.is_meta and not assign:
+            warnings.warn(
+                f"for {key}: copying from a non-meta parameter in the checkpoint to a meta "
+                "parameter in the current model, which is a no-op. (Did you mean to "
+                "pass `assign=True` to assign items in the state dictionary to their "
+                "corresponding key in the module instead of copying them in place?)",
+                stacklevel=2,
+            )
+        try:
+            with torch.no_grad():
+                self._write(module, name, param, value, assign)
+        except Exception as error:
+            action = "swapping" if self._swaps else "copying"
+            errors.append(
+                f'While {action} the parameter named "{key}", '
+                f"whose dimensions in the model are {param.size()} and "
+                f"whose dimensions in the checkpoint are {value.size()}, "
+                f"an exception occurred : {error.args}."
+            )
+
+    def _write(self, module: nn.Module, name: str, param: torch.Tensor, value: torch.Tensor, assign: bool) -> None:
+        journal = self._journal
+        write: Write
+        if self._swaps:
+            write, sure = _Swap(param, value, assign), _swap_cannot_fail(param, value, assign)
+        elif assign:
+            write, sure = _Assign(module, name, param, value), _assign_cannot_fail(module, param, value)
+        elif is_plain(param) and is_plain(value) and same_place(param, value):
+            return
+        else:
+            write, sure = _Copy(param, value), copy_cannot_fail(param, value)
+        if sure:
+            journal.add(write)
+        else:
+            journal.now(write)
+
+
+class _Copy(Write):
+    __slots__ = ()
+
+    def run(self, journal: Journal | None) -> None:
+        if journal is not None:
+            journal.save(self.target)
+        with torch.no_grad():
+            self.target.copy_(self.value)
+
+
+class _Assign(Write):
+    __slots__ = ("module", "name")
+    replaces_object = True
+
+    def __init__(self, module: nn.Module, name: str, target: torch.Tensor, value: torch.Tensor) -> None:
+        super().__init__(target, value)
+        self.module, self.name = module, name
+
+    def run(self, journal: Journal | None) -> None:
+        value, requires_grad = self.value, self.target.requires_grad
+        if isinstance(self.target, nn.Parameter):
+            if not isinstance(value, nn.Parameter):
+                value = nn.Parameter(value, requires_grad=requires_grad)
+            elif value.requires_grad != requires_grad:
+                before = value.requires_grad
+                value.requires_grad_(requires_grad)
+                if journal is not None:
+                    journal.undo(lambda: value.requires_grad_(before) and None)
+        setattr(self.module, self.name, value)
+
+
+class _Swap(Write):
+    __slots__ = ("assign",)
+
+    def __init__(self, target: torch.Tensor, value: torch.Tensor, assign: bool) -> None:
+        super().__init__(target, value)
+        self.assign = assign
+
+    def run(self, journal: Journal | None) -> None:
+        param = self.target
+        if journal is not None:
+            journal.save(param)
+        with torch.no_grad():
+            new = param.module_load(self.value, assign=self.assign)
+            if new is self.value or new is param:
+                raise RuntimeError(
+                    "module_load returned one of self or other, please .detach() "
+                    "the result if returning one of the inputs in module_load"
+                )
+            if isinstance(param, nn.Parameter):
+                if not isinstance(new, nn.Parameter):
+                    new = nn.Parameter(new, requires_grad=param.requires_grad)
+                else:
+                    new.requires_grad_(param.requires_grad)
+            torch.utils.swap_tensors(param, new)
+        if journal is not None:
+            journal.undo(lambda: swap_back(param, new))
+
+
+_COPYABLE = frozenset(
+    [
+        *(torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.complex64, torch.complex128),
+        *(torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool),
+    ]
+)
+
+
+def copy_cannot_fail(target: torch.Tensor, value: torch.Tensor) -> bool:
+    """Whether `target.copy_(value)` is sure to succeed, the shapes being equal."""
+    return (
+        is_plain(target)
+        and is_plain(value)
+        and target.dtype in _COPYABLE
+        and value.dtype in _COPYABLE
+        and not value.is_meta
+        and not target.is_inference()
+        and (target.is_meta or target.is_contiguous() or _is_dense(target))
+        and (target.is_meta or _has_its_memory(target))
+    )
+
+
+def is_plain(tensor: torch.Tensor) -> bool:
+    """Whether the tensor is a strided one with nothing on top: no subclass that has a say in what happens to it."""
+    return type(tensor) in (torch.Tensor, nn.Parameter, nn.Buffer) and tensor.layout is torch.strided
+
+
+def _is_dense(tensor: torch.Tensor) -> bool:
+    """Whether no two elements share memory and none lie apart."""
+    order = sorted(range(tensor.dim()), key=tensor.stride)
+    return tensor.permute(order[::-1]).is_contiguous()
+
+
+def _has_its_memory(tensor: torch.Tensor) -> bool:
+    return tensor.untyped_storage().nbytes() >= (tensor.storage_offset() + tensor.numel()) * tensor.itemsize
+
+
+def _assign_cannot_fail(module: nn.Module, param: torch.Tensor, value: torch.Tensor) -> bool:
+    """Whether wrapping the value and setting it as an attribute is sure to succeed."""
+    return (
+        type(module).__setattr__ is nn.Module.__setattr__
+        and is_plain(value)
+        and (not param.requires_grad or value.is_floating_point() or value.is_complex())
+    )
+
+
+def _swap_cannot_fail(param: torch.Tensor, value: torch.Tensor, assign: bool) -> bool:
+    """Whether torch's `module_load` and `swap_tensors` are sure to succeed."""
+    if not (is_plain(param) and is_plain(value)) or weakref.getweakrefs(param):
+        return False
+    if assign and param.requires_grad and not (value.is_floating_point() or value.is_complex()):
+        return False
+    return param._use_count() == 1 and (assign or copy_cannot_fail(param, value))

@@ -1,0 +1,252 @@
+"""The journal of a load: what it has changed so far, and what it still has to write.
+
+A load runs code of the model: hooks, `_load_from_state_dict` overrides, `module_load` handlers, `set_extra_state`.
+That code expects every earlier write to have happened, as it has in torch; a write that has happened must be undone
+if the load fails later. Saving the old bytes of all tensors would make every load slow and twice as large, for the
+sake of code that rarely looks at a tensor. So writes wait, and while the model's code runs, a guard watches the
+tensors that it uses: the first time it uses one, the old bytes of that one are saved and its write is carried out.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+from torch.overrides import TorchFunctionMode
+
+from modelstate.plan.memento import Memento, storage_id, tensor_state
+
+
+class Write:
+    """A write to a tensor of the module that may wait. `run` must be safe to repeat after an interrupt."""
+
+    __slots__ = ("done", "target", "value")
+    replaces_object = False
+    """Whether another object takes the tensor's place, which the model's code sees without using the tensor."""
+
+    def __init__(self, target: torch.Tensor, value: torch.Tensor) -> None:
+        self.target = target
+        self.value = value
+        self.done = False
+
+    def run(self, journal: "Journal | None") -> None:
+        """Carries the write out. With a journal it first takes down how to undo it."""
+        raise NotImplementedError
+
+
+class Journal:
+    """Everything one load has done to a module, so that all of it can be undone."""
+
+    def __init__(self, root: nn.Module) -> None:
+        self.writes: list[Write] = []
+        """All writes, in their order; those that were carried out already are `done`."""
+        self.entangled = False
+        """Whether a write reads from the module's own memory, so that the order of all writes matters."""
+        self._root = root
+        self._memento: Memento | None = None
+        self._saved: dict[int, tuple[torch.UntypedStorage, torch.UntypedStorage]] = {}
+        self._undo: list[Callable[[], None]] = []
+        self._waiting: dict[int, list[Write]] = {}
+        self._replacing: list[Write] = []
+        self._guard = _Guard(self)
+        self._storages: dict[int, torch.Tensor] = {}
+
+    @property
+    def armed(self) -> bool:
+        """Whether the model's own code has had a chance to change anything."""
+        return self._memento is not None
+
+    def arm(self) -> None:
+        """Takes down what the module and everything it holds is, before anything runs that could change it."""
+        if self._memento is None:
+            self._memento = Memento([self._root])
+            for tensor in self._memento.tensors.values():
+                if (key := storage_id(tensor)) != 0:
+                    self._storages[key] = tensor
+            self.entangled = any(self._reads_module(write) for write in self.writes)
+
+    def _reads_module(self, write: Write) -> bool:
+        return not write.replaces_object and storage_id(write.value) in self._storages
+
+    def add(self, write: Write) -> None:
+        """Lets a write wait."""
+        self.writes.append(write)
+        self.entangled = self.entangled or (self.armed and self._reads_module(write))
+        if write.replaces_object:
+            self._replacing.append(write)
+        for key in _keys(write.target):
+            self._waiting.setdefault(key, []).append(write)
+
+    def now(self, write: Write) -> None:
+        """Carries a write out at once, able to undo it."""
+        self.arm()
+        if self.entangled or self._reads_module(write):
+            self.flush()
+        self.writes.append(write)
+        write.run(self)
+        write.done = True
+
+    def undo(self, function: Callable[[], None]) -> None:
+        """Takes down how to undo what is about to be done."""
+        self._undo.append(function)
+
+    def save(self, tensor: torch.Tensor) -> None:
+        """Saves the bytes and the place of a tensor, once."""
+        with torch._C.DisableTorchFunctionSubclass():
+            self._undo.append(tensor_state(tensor))
+            self._save_bytes(tensor)
+            for inner in getattr(tensor, "__dict__", {}).values():
+                if isinstance(inner, torch.Tensor):
+                    self._save_bytes(inner)
+
+    def _save_bytes(self, tensor: torch.Tensor) -> None:
+        key = storage_id(tensor)
+        if key and key not in self._saved and tensor.device.type != "meta":
+            with torch._C.DisableTorchFunctionSubclass():
+                storage = tensor.untyped_storage()
+            self._saved[key] = (storage, storage.clone())
+
+    @contextmanager
+    def model_code(self) -> Iterator[None]:
+        """Around code of the model: it sees every earlier write, and what it changes can be undone."""
+        self.arm()
+        self._replace()
+        with self._guard.watching(True):
+            yield
+
+    @contextmanager
+    def our_code(self) -> Iterator[None]:
+        """Around our own code, when the model's code has called back into it."""
+        with self._guard.watching(False):
+            yield
+        self._replace()
+
+    def _replace(self) -> None:
+        for write in self._replacing:
+            self._run(write)
+        self._replacing.clear()
+
+    def touched(self, tensor: torch.Tensor) -> None:
+        """The model's code is about to use a tensor."""
+        keys = _keys(tensor)
+        if self.entangled:
+            self.flush()
+        for key in keys:
+            for write in self._waiting.pop(key, ()):
+                self._run(write)
+        if not self._storages.keys().isdisjoint(keys):
+            self._save_bytes(tensor)
+
+    def flush(self) -> None:
+        """Carries out every write that waits, able to undo it."""
+        self._waiting.clear()
+        for write in self.writes:
+            self._run(write)
+
+    def _run(self, write: Write) -> None:
+        if not write.done:
+            write.run(self)
+            write.done = True
+
+    def commit(self, on_write: Callable[[Write], None] | None = None) -> None:
+        """Carries out what waits, with no way back: every write has been checked, and needs nothing but memory copies.
+
+        An interrupt in the middle is raised when all is written, so that a load is never seen half done.
+        """
+        self._waiting.clear()
+        interrupt: BaseException | None = None
+        remaining = [write for write in self.writes if not write.done]
+        while remaining:
+            try:
+                for write in remaining:
+                    write.run(None)
+                    write.done = True
+                    if on_write:
+                        on_write(write)
+                break
+            except (KeyboardInterrupt, SystemExit) as error:
+                interrupt = error
+                remaining = [write for write in remaining if not write.done]
+        if interrupt is not None:
+            raise interrupt
+
+    def rollback(self) -> None:
+        """Undoes everything, in reverse."""
+        for function in reversed(self._undo):
+            function()
+        if self._memento is not None:
+            self._memento.restore()
+        with torch._C.DisableTorchFunctionSubclass(), torch.no_grad():
+            for storage, kept in self._saved.values():
+                storage.copy_(kept, non_blocking=False)
+        self._undo.clear()
+        self._saved.clear()
+        self.writes.clear()
+        self._waiting.clear()
+
+
+def _keys(tensor: torch.Tensor) -> tuple[int, ...]:
+    """What a tensor is found by: itself, and its storage, which the aliases of it share."""
+    storage = storage_id(tensor)
+    return (id(tensor), storage) if storage else (id(tensor),)
+
+
+class _Guard(TorchFunctionMode):
+    """Sees every use of a tensor through torch's functions and methods while the model's code runs."""
+
+    def __init__(self, journal: Journal) -> None:
+        super().__init__()
+        self._journal = journal
+        self._watching = False
+        self._depth = 0
+
+    @contextmanager
+    def watching(self, on: bool) -> Iterator[None]:
+        before, self._watching = self._watching, on
+        self._depth += 1
+        try:
+            if self._depth == 1:
+                with self:
+                    yield
+            else:
+                yield
+        finally:
+            self._depth -= 1
+            self._watching = before
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if self._watching and func not in _HARMLESS:
+            for tensor in _tensors((*args, *kwargs.values()), 0):
+                self._journal.touched(tensor)
+        return func(*args, **kwargs)
+
+
+def _tensors(values: Any, depth: int) -> Iterator[torch.Tensor]:
+    for value in values:
+        if isinstance(value, torch.Tensor):
+            yield value
+        elif depth < 3 and isinstance(value, list | tuple):
+            yield from _tensors(value, depth + 1)
+        elif depth < 3 and isinstance(value, dict):
+            yield from _tensors(value.values(), depth + 1)
+
+
+_HARMLESS = frozenset(
+    [
+        getattr(torch.Tensor, name).__get__
+        for name in (
+            *("shape", "dtype", "device", "layout", "ndim", "requires_grad", "is_leaf", "grad_fn", "is_meta"),
+            *("is_sparse", "is_quantized", "is_nested", "itemsize", "nbytes", "is_cuda", "is_cpu", "_version"),
+        )
+    ]
+    + [
+        getattr(torch.Tensor, name)
+        for name in (
+            *("size", "dim", "numel", "nelement", "stride", "is_contiguous", "is_floating_point", "is_complex"),
+            *("element_size", "__len__", "__hash__", "is_conj", "is_neg", "is_inference", "storage_offset"),
+        )
+    ]
+)
+"""What tells of a tensor nothing but its metadata, and changes nothing."""

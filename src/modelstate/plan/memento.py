@@ -1,0 +1,240 @@
+"""What Python objects were, so that they can be put back: attributes, containers, and what tensors they hold."""
+
+import random
+import types
+from collections import OrderedDict, deque
+from collections.abc import Callable, Iterable
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+
+_ATOMS = (str, int, float, complex, bool, bytes, type(None), type, torch.dtype, torch.device, torch.Size, range)
+_CODE = (
+    types.FunctionType,
+    types.BuiltinFunctionType,
+    types.MethodType,
+    types.ModuleType,
+    types.CodeType,
+    types.FrameType,
+    types.GeneratorType,
+)
+_MAX_OBJECTS = 1_000_000
+_UNSET = object()
+
+
+class Memento:
+    """The state of everything that can be reached from some objects, and the way back to it.
+
+    It descends through attributes, slots and containers, without leaving Python: dicts, lists, sets, deques, byte
+    arrays, NumPy arrays, random generators, modules and plain objects, a million of them at the most. Of tensors it
+    keeps what they are (class, storage, shape, `requires_grad`, `grad`, attributes), not their bytes.
+    """
+
+    def __init__(self, roots: Iterable[object]) -> None:
+        self.tensors: dict[int, torch.Tensor] = {}
+        """Every tensor that was found, gradients included, by its id."""
+        self._restores: list[Callable[[], None]] = []
+        self._seen: dict[int, object] = {}
+        queue = deque(roots)
+        while queue and len(self._seen) < _MAX_OBJECTS:
+            found = queue.popleft()
+            if not isinstance(found, _ATOMS) and id(found) not in self._seen:
+                self._seen[id(found)] = found
+                queue.extend(self._visit(found))
+
+    def restore(self) -> None:
+        """Puts everything back, the objects themselves and their order included."""
+        for restore in self._restores:
+            restore()
+
+    def _visit(self, found: Any) -> Iterable[object]:
+        if isinstance(found, torch.Tensor):
+            return self._visit_tensor(found)
+        for kind, visit in _BY_TYPE:
+            if isinstance(found, kind):
+                return visit(self, found)
+        if isinstance(found, _CODE):
+            return ()
+        return self._visit_attributes(found)
+
+    def _visit_tensor(self, tensor: torch.Tensor) -> Iterable[object]:
+        self.tensors[id(tensor)] = tensor
+        with torch._C.DisableTorchFunctionSubclass():
+            self._restores.append(tensor_state(tensor))
+            grad = tensor.grad if tensor.is_leaf else None
+        attributes = getattr(tensor, "__dict__", None)
+        return [grad, *(self._visit_dict(attributes) if isinstance(attributes, dict) else ())]
+
+    def _visit_dict(self, found: dict[Any, Any]) -> Iterable[object]:
+        # An OrderedDict keeps its order beside the dict, so it has to be emptied and filled by its own methods.
+        base: Any = OrderedDict if isinstance(found, OrderedDict) else dict
+        kept = list(base.items(found))
+
+        def restore() -> None:
+            now = list(base.items(found))
+            if len(now) != len(kept) or any(
+                a is not c or b is not d for (a, b), (c, d) in zip(now, kept, strict=True)
+            ):
+                base.clear(found)
+                for key, value in kept:
+                    base.__setitem__(found, key, value)
+
+        self._restores.append(restore)
+        return [value for _, value in kept]
+
+    def _visit_list(self, found: list[Any]) -> Iterable[object]:
+        kept = list(found)
+        self._restores.append(lambda: list.__setitem__(found, slice(None), kept))
+        return kept
+
+    def _visit_set(self, found: set[Any]) -> Iterable[object]:
+        kept = set(found)
+
+        def restore() -> None:
+            set.clear(found)
+            set.update(found, kept)
+
+        self._restores.append(restore)
+        return ()
+
+    def _visit_deque(self, found: deque[Any]) -> Iterable[object]:
+        kept = list(found)
+
+        def restore() -> None:
+            found.clear()
+            found.extend(kept)
+
+        self._restores.append(restore)
+        return kept
+
+    def _visit_bytes(self, found: bytearray) -> Iterable[object]:
+        kept = bytes(found)
+        self._restores.append(lambda: bytearray.__setitem__(found, slice(None), kept))
+        return ()
+
+    def _visit_array(self, found: "np.ndarray[Any, Any]") -> Iterable[object]:
+        if found.flags.writeable:
+            kept = found.copy()
+            self._restores.append(lambda: np.copyto(found, kept))
+        return ()
+
+    def _visit_attributes(self, found: Any) -> Iterable[object]:
+        below: list[object] = []
+        attributes = getattr(found, "__dict__", None)
+        if isinstance(attributes, dict):
+            below.extend(self._visit_dict(attributes))
+        for name in _slots(type(found)):
+            kept = getattr(found, name, _UNSET)
+            below.append(kept)
+            self._restores.append(partial(_set_slot, found, name, kept))
+        return below
+
+
+def _slots(cls: type) -> list[str]:
+    names: list[str] = []
+    for base in cls.__mro__:
+        slots = base.__dict__.get("__slots__", ())
+        names += [slots] if isinstance(slots, str) else list(slots)
+    return [name for name in names if name not in ("__dict__", "__weakref__")]
+
+
+def _set_slot(found: object, name: str, kept: object) -> None:
+    if getattr(found, name, _UNSET) is kept:
+        return
+    if kept is _UNSET:
+        object.__delattr__(found, name)
+    else:
+        object.__setattr__(found, name, kept)
+
+
+def _generator(get: str, set_: str) -> Callable[[Memento, Any], Iterable[object]]:
+    def visit(memento: Memento, found: Any) -> Iterable[object]:
+        kept = getattr(found, get)()
+        memento._restores.append(lambda: getattr(found, set_)(kept))
+        return ()
+
+    return visit
+
+
+def _numpy_generator(memento: Memento, found: Any) -> Iterable[object]:
+    bits = found.bit_generator
+    kept = bits.state
+    memento._restores.append(lambda: setattr(bits, "state", kept))
+    return ()
+
+
+_BY_TYPE: tuple[tuple[Any, Callable[[Memento, Any], Iterable[object]]], ...] = (
+    (dict, Memento._visit_dict),
+    (list, Memento._visit_list),
+    (tuple, lambda _, found: found),
+    (set, Memento._visit_set),
+    (deque, Memento._visit_deque),
+    (bytearray, Memento._visit_bytes),
+    (np.ndarray, Memento._visit_array),
+    (torch.Generator, _generator("get_state", "set_state")),
+    (random.Random, _generator("getstate", "setstate")),
+    (np.random.RandomState, _generator("get_state", "set_state")),
+    (np.random.Generator, _numpy_generator),
+)
+
+
+def tensor_state(tensor: torch.Tensor) -> Callable[[], None]:
+    """What a tensor is, but for its bytes and attributes; the function returned makes it that again.
+
+    The alias that is kept costs no memory: it shares the storage. A wrapper subclass is what its attributes are.
+    """
+    cls, requires_grad, is_leaf = type(tensor), tensor.requires_grad, tensor.is_leaf
+    alias = None if has_dispatch(tensor) else tensor.data if torch.nn.parameter.is_lazy(tensor) else tensor.detach()
+    grad = tensor.grad if is_leaf else None
+
+    def restore() -> None:
+        with torch._C.DisableTorchFunctionSubclass(), torch.no_grad():
+            if type(tensor) is not cls:
+                tensor.__class__ = cls
+            if alias is not None and not same_place(tensor, alias):
+                put_back(tensor, alias)
+            if is_leaf and tensor.is_leaf:
+                if tensor.requires_grad != requires_grad:
+                    tensor.requires_grad_(requires_grad)
+                if tensor.grad is not grad:
+                    tensor.grad = grad
+
+    return restore
+
+
+def has_dispatch(tensor: torch.Tensor) -> bool:
+    """Whether the class of the tensor handles every operation itself, as wrapper subclasses do."""
+    return type(tensor).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__
+
+
+def same_place(tensor: torch.Tensor, alias: torch.Tensor) -> bool:
+    """Whether two tensors are the same view of the same storage."""
+    if (tensor.layout, tensor.device, tensor.dtype) != (alias.layout, alias.device, alias.dtype):
+        return False
+    if tensor.layout is not torch.strided or tensor.is_nested:
+        return tensor is alias
+    return (
+        tensor.size() == alias.size()
+        and tensor.stride() == alias.stride()
+        and tensor.storage_offset() == alias.storage_offset()
+        and storage_id(tensor) == storage_id(alias)
+    )
+
+
+def put_back(tensor: torch.Tensor, alias: torch.Tensor) -> None:
+    """Makes `tensor` show what `alias` shows, under its own identity."""
+    if torch._has_compatible_shallow_copy_type(tensor, alias):
+        tensor.data = alias
+    else:
+        torch._C._swap_tensor_impl(tensor, alias.detach().requires_grad_(tensor.requires_grad))
+
+
+def storage_id(tensor: torch.Tensor) -> int:
+    """The address of the storage object of a strided tensor; 0 where it has none of its own (wrapper subclasses)."""
+    try:
+        with torch._C.DisableTorchFunctionSubclass():
+            return int(tensor.untyped_storage()._cdata)
+    except (NotImplementedError, RuntimeError):
+        return 0

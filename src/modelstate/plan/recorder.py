@@ -1,0 +1,230 @@
+"""PyTorch's loading protocol with the writing taken out.
+
+`walk` calls what `torch.nn.Module.load_state_dict` calls, in its order: pre-hooks, `_load_from_state_dict` with its
+overrides, `set_extra_state`, post-hooks. Only the part of the base class that writes a tensor is handed to a `Take`,
+which may let the write wait. Where the base class looks through the whole state dict once for every child module,
+which is quadratic in a wide model, this sorts the names by child once.
+"""
+
+import threading
+from collections import OrderedDict
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+from torch.nn.modules.module import _IncompatibleKeys
+
+from modelstate.plan.journal import Journal
+from modelstate.read.tree import EXTRA_STATE
+
+_stock_load = nn.Module._load_from_state_dict
+
+
+class Take(Protocol):
+    """What is done with each value that the base class would write."""
+
+    def tensor(
+        self, module: nn.Module, name: str, key: str, param: torch.Tensor, value: Any, assign: bool, errors: list[str]
+    ) -> None:
+        """`value`, which is `state_dict[key]`, is for `module.name`, which is `param` now."""
+
+    def extra_state(self, module: nn.Module, key: str, value: Any) -> None:
+        """`state_dict[key]` is for `module.set_extra_state`. Called as the model's code."""
+
+
+@dataclass(slots=True)
+class Outcome:
+    """What a walk found, in the words of torch."""
+
+    missing: list[str] = field(default_factory=list)
+    unexpected: list[str] = field(default_factory=list)
+    errors: list[str] = field(default_factory=list)
+
+
+def walk(
+    root: nn.Module,
+    state_dict: Mapping[str, Any],
+    versions: Mapping[str, dict[str, Any]] | None,
+    *,
+    assign: bool,
+    journal: Journal,
+    take: Take,
+    outcome: Outcome,
+) -> None:
+    """Runs the protocol over `root` and its descendants. Whatever the model's own code raises comes through."""
+    modules = list(root.modules())
+    recording = _Recording(journal, take, outcome, {id(module) for module in modules})
+    names = OrderedDict(state_dict)
+    if versions is not None:
+        names._metadata = versions  # type: ignore[attr-defined]
+    with _patched(recording) if any(_overrides_loading(module) for module in modules) else nullcontext():
+        _visit(recording, root, names, "", versions, assign)
+
+
+@dataclass(slots=True)
+class _Recording:
+    journal: Journal
+    take: Take
+    outcome: Outcome
+    modules: set[int]
+
+
+def _visit(
+    recording: _Recording,
+    module: nn.Module,
+    state_dict: "OrderedDict[str, Any]",
+    prefix: str,
+    versions: Mapping[str, dict[str, Any]] | None,
+    assign: bool,
+) -> None:
+    # A copy: torch writes the flag below into the state dict's own metadata, where it decides the next load too.
+    local_metadata = {} if versions is None else dict(versions.get(prefix[:-1], {}))
+    if assign:
+        local_metadata["assign_to_params_buffers"] = assign
+    outcome = recording.outcome
+    lists = (outcome.missing, outcome.unexpected, outcome.errors)
+    if _overrides_loading(module):
+        with recording.journal.model_code():
+            module._load_from_state_dict(state_dict, prefix, local_metadata, True, *lists)
+    else:
+        _load_local(recording, module, state_dict, prefix, local_metadata, True, *lists)
+    children = {name: child for name, child in module._modules.items() if child is not None}
+    if children:
+        parts = _split_by_child(state_dict, prefix, children)
+        for name, child in children.items():
+            _visit(recording, child, parts[name], f"{prefix}{name}.", versions, assign)
+    if module._load_state_dict_post_hooks:
+        _run_post_hooks(recording, module)
+
+
+def _run_post_hooks(recording: _Recording, module: nn.Module) -> None:
+    incompatible = _IncompatibleKeys(recording.outcome.missing, recording.outcome.unexpected)
+    for hook in module._load_state_dict_post_hooks.values():
+        with recording.journal.model_code():
+            returned = hook(module, incompatible)
+        if returned is not None:
+            raise AssertionError(
+                "Hooks registered with ``register_load_state_dict_post_hook`` are not "
+                "expected to return new values, if incompatible_keys need to be modified, "
+                "it should be done inplace."
+            )
+
+
+def _split_by_child(
+    state_dict: Mapping[str, Any], prefix: str, children: Mapping[str, nn.Module]
+) -> dict[str, "OrderedDict[str, Any]"]:
+    """For each child the items whose names begin with its prefix."""
+    if any("." in name for name in children):
+        return {
+            name: OrderedDict((k, v) for k, v in state_dict.items() if k.startswith(f"{prefix}{name}."))
+            for name in children
+        }
+    parts: dict[str, OrderedDict[str, Any]] = {name: OrderedDict() for name in children}
+    cut = len(prefix)
+    for key, value in state_dict.items():
+        if key.startswith(prefix):
+            child, dot, _ = key[cut:].partition(".")
+            if dot and child in parts:
+                parts[child][key] = value
+    return parts
+
+
+def _load_local(
+    recording: _Recording,
+    module: nn.Module,
+    state_dict: dict[str, Any],
+    prefix: str,
+    local_metadata: dict[str, Any],
+    strict: bool,
+    missing_keys: list[str],
+    unexpected_keys: list[str],
+    error_msgs: list[str],
+) -> None:
+    """What the base class does for one module, with `Take` in place of its writes."""
+    for hook in module._load_state_dict_pre_hooks.values():
+        with recording.journal.model_code():
+            hook(state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs)
+    hidden = module._non_persistent_buffers_set
+    local_state = {name: param for name, param in module._parameters.items() if param is not None}
+    local_state |= {
+        name: buffer for name, buffer in module._buffers.items() if buffer is not None and name not in hidden
+    }
+    assign = local_metadata.get("assign_to_params_buffers", False)
+    for name, param in local_state.items():
+        key = prefix + name
+        if key in state_dict:
+            recording.take.tensor(module, name, key, param, state_dict[key], assign, error_msgs)
+        elif strict:
+            missing_keys.append(key)
+    extra_key = prefix + EXTRA_STATE
+    if type(module).set_extra_state is not nn.Module.set_extra_state:
+        if extra_key in state_dict:
+            with recording.journal.model_code():
+                recording.take.extra_state(module, extra_key, state_dict[extra_key])
+        elif strict:
+            missing_keys.append(extra_key)
+    elif strict and extra_key in state_dict:
+        unexpected_keys.append(extra_key)
+    if strict:
+        _find_unexpected(module, state_dict, prefix, extra_key, local_state, unexpected_keys)
+
+
+def _find_unexpected(
+    module: nn.Module,
+    state_dict: Mapping[str, Any],
+    prefix: str,
+    extra_key: str,
+    local_state: Mapping[str, object],
+    unexpected_keys: list[str],
+) -> None:
+    cut = len(prefix)
+    for key in state_dict:
+        if key.startswith(prefix) and key != extra_key:
+            head, dot, _ = key[cut:].partition(".")
+            if head not in (module._modules if dot else local_state):
+                unexpected_keys.append(key)
+
+
+def _overrides_loading(module: nn.Module) -> bool:
+    method = module._load_from_state_dict
+    return getattr(method, "__func__", None) not in (_stock_load, _dispatch)
+
+
+_active = threading.local()
+_patch_lock = threading.Lock()
+_patch_count = 0
+
+
+@contextmanager
+def _patched(recording: _Recording) -> Iterator[None]:
+    """While this lasts, an override in this thread that calls the base class comes back to the recording."""
+    global _patch_count
+    stack: list[_Recording] = getattr(_active, "stack", [])
+    _active.stack = stack
+    with _patch_lock:
+        if _patch_count == 0:
+            nn.Module._load_from_state_dict = _dispatch  # type: ignore[method-assign]
+        _patch_count += 1
+    stack.append(recording)
+    try:
+        yield
+    finally:
+        stack.pop()
+        with _patch_lock:
+            _patch_count -= 1
+            if _patch_count == 0:
+                nn.Module._load_from_state_dict = _stock_load  # type: ignore[method-assign]
+
+
+def _dispatch(self: nn.Module, state_dict: Any, prefix: str, local_metadata: Any, *rest: Any, **named: Any) -> None:
+    stack: list[_Recording] = getattr(_active, "stack", [])
+    if stack and id(self) in stack[-1].modules:
+        with stack[-1].journal.our_code():
+            _load_local(stack[-1], self, state_dict, prefix, local_metadata, *rest, **named)
+    else:
+        _stock_load(self, state_dict, prefix, local_metadata, *rest, **named)
+
+

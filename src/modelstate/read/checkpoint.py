@@ -1,0 +1,313 @@
+"""The Checkpoint: a read-only mapping from names to tensor specs, and the ways to their bytes."""
+
+import os
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from difflib import get_close_matches
+from typing import Any
+
+import torch
+
+from modelstate.errors import KeyNotFoundError, ReadTargetError, TensorNotFoundError
+from modelstate.read.mapped import Maps
+from modelstate.read.ranges import Request, coalesce, read_batches
+from modelstate.read.tree import FlatTree, flatten, rebuild, subtree
+from modelstate.spec import ByteRange, Contents, Stored, StoredComposite, StoredTensor, TensorSpec
+
+BATCH_BYTES = 8 << 20
+"""What one call reads at the most: large enough to amortise the call, small enough to share work out evenly."""
+GAP_BYTES = 4 << 10
+"""Reading a page too much is cheaper than another call."""
+
+
+class Checkpoint(Mapping[str, TensorSpec]):
+    """What is in a checkpoint: names to `TensorSpec`, in the order of the file. Made by `modelstate.open`.
+
+    Nested containers are joined with dots, list items by their index: `optimizer_state.state.0.exp_avg`. Making it
+    has read names, shapes and offsets, and no tensor bytes. It holds no file open; `close` and `with` are there for
+    symmetry and drop the maps that `tensor` has made.
+    """
+
+    def __init__(self, contents: Contents, *, source: str, key: str | None = None) -> None:
+        self._contents = contents
+        self._source = source
+        self._sizes = {path: os.stat(path).st_size for path in contents.files}
+        self._maps = Maps(self._sizes)
+        flat = flatten(contents.tree, source)
+        self._set(flat, key or "")
+
+    def _set(self, flat: FlatTree, key: str) -> None:
+        if key:
+            flat = _below(flat, key, self._source)
+        self._flat, self._key = flat, key
+        self._specs = {
+            name: TensorSpec(name, tuple(stored.shape), stored.dtype, stored) for name, stored in flat.tensors.items()
+        }
+
+    # The mapping.
+
+    def __getitem__(self, name: str) -> TensorSpec:
+        try:
+            return self._specs[name]
+        except KeyError:
+            near = get_close_matches(str(name), self._specs, n=1)
+            raise TensorNotFoundError(
+                "the checkpoint has no tensor of this name",
+                where=self._source,
+                found=name,
+                remedy=f"did you mean {near[0]!r}?" if near else "iterate over the checkpoint to see its names",
+            ) from None
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._specs)
+
+    def __len__(self) -> int:
+        return len(self._specs)
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._specs
+
+    def __hash__(self) -> int:
+        return id(self)
+
+    def __eq__(self, other: object) -> bool:
+        return self is other
+
+    def __repr__(self) -> str:
+        part = f", key={self._key!r}" if self._key else ""
+        return f"<Checkpoint {self._source!r}{part}: {len(self)} tensors, {self.nbytes:,} bytes, {self.format}>"
+
+    # What it says of itself.
+
+    @property
+    def source(self) -> str:
+        """The path as it was given, or "mapping"."""
+        return self._source
+
+    @property
+    def key(self) -> str:
+        """The part of the source that this is; empty for all of it."""
+        return self._key
+
+    @property
+    def format(self) -> str:
+        """"torch zip", "torch legacy", "safetensors" or "mapping"; the shards' where there are several files."""
+        return self._contents.format
+
+    @property
+    def files(self) -> tuple[str, ...]:
+        """The files that were read."""
+        return self._contents.files
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all tensors, bytes that several share counted once."""
+        seen: set[object] = set()
+        total = 0
+        for name, spec in self._specs.items():
+            key = _bytes_key(spec.stored, name)
+            if key not in seen:
+                seen.add(key)
+                total += spec.nbytes
+        return total
+
+    @property
+    def metadata(self) -> Mapping[str, Any]:
+        """`versions`: torch's `_metadata` of the state dict, by module path, where it is there; and what a
+        safetensors file says of itself, by its own keys."""
+        found: dict[str, Any] = dict(self._contents.metadata)
+        versions = self.versions
+        if versions is not None:
+            found["versions"] = versions
+        return found
+
+    @property
+    def versions(self) -> dict[str, dict[str, Any]] | None:
+        """torch's `_metadata`: what modules saved of their versions, by module path; None where it is lost."""
+        path, rest = self._key, ""
+        while True:
+            try:
+                node = subtree(self._contents.tree, path, self._source)
+                break
+            except KeyNotFoundError:
+                head, _, tail = path.rpartition(".")
+                path, rest = head, f"{tail}.{rest}" if rest else tail
+        saved = getattr(node, "_metadata", None)
+        if not isinstance(saved, Mapping):
+            return None
+        within = {str(k): dict(v) for k, v in saved.items() if isinstance(v, Mapping)}
+        if not rest:
+            return within
+        return {
+            name[len(rest) + 1 :]: value
+            for name, value in within.items()
+            if name == rest or name.startswith(rest + ".")
+        }
+
+    @property
+    def extra(self) -> Mapping[str, Any]:
+        """The values that are no tensors, by their dotted paths.
+
+        Iterating gives the largest parts of the tree without tensors; any path within them works too. Each access
+        gives a copy of the containers, so nobody changes the checkpoint by it.
+        """
+        return _Extra(self)
+
+    @property
+    def containers(self) -> tuple[str, ...]:
+        """Paths of the dicts that hold tensors: what `key=` may name; the empty path is the whole."""
+        return tuple(self._flat.containers)
+
+    @property
+    def aliases(self) -> tuple[tuple[str, ...], ...]:
+        """Groups of names that are the same bytes in the same shape: tied tensors."""
+        groups: dict[object, list[str]] = {}
+        for name, spec in self._specs.items():
+            groups.setdefault(_bytes_key(spec.stored, name), []).append(name)
+        return tuple(tuple(group) for group in groups.values() if len(group) > 1)
+
+    # The bytes.
+
+    def select(self, key: str) -> "Checkpoint":
+        """The part under a dotted path, with names relative to it. Raises `KeyNotFoundError`."""
+        part = object.__new__(Checkpoint)
+        part._contents, part._source, part._sizes = self._contents, self._source, self._sizes
+        part._maps = self._maps
+        part._set(_below(self._flat, key, self._source) if key else self._flat, "")
+        part._key = f"{self._key}.{key}" if self._key and key else self._key or key
+        return part
+
+    def tensor(self, name: str) -> torch.Tensor:
+        """The tensor as a view of its file: nothing is copied, and nothing is read until it is used.
+
+        The map is private: writing to the tensor never changes the file, but shows in the tensors of this checkpoint
+        that share its bytes. See `modelstate.read.mapped.Maps` for what overwriting the file does to it. A mapping's
+        tensor comes as a detached alias. Raises `TensorNotFoundError`, `ReadFailedError`.
+        """
+        return self._maps.tensor(self[name].stored)
+
+    def read_into(self, name: str, out: torch.Tensor, start: int | None = None, stop: int | None = None) -> None:
+        """Reads a tensor, or the rows from `start` to before `stop` of it, into memory that exists.
+
+        `out` has the shape and dtype of what is read, on any device; contiguous CPU memory is read into directly, in
+        parallel, with no copy between. Raises `TensorNotFoundError`, `ReadTargetError` before anything is written,
+        and `ReadFailedError`, after which the content of `out` is undefined.
+        """
+        spec = self[name]
+        shape = spec.shape
+        if start is not None or stop is not None:
+            if not shape:
+                raise ReadTargetError("a tensor without dimensions has no rows", where=f"{self._source}: {name}")
+            start, stop, _ = slice(start, stop).indices(shape[0])
+            shape = (max(stop - start, 0), *shape[1:])
+        if tuple(out.shape) != shape or out.dtype != spec.dtype or out.is_meta:
+            raise ReadTargetError(
+                "the tensor to read into does not fit",
+                where=f"{self._source}: {name}",
+                expected=f"{spec.dtype} of shape {shape}",
+                found=f"{out.dtype} of shape {tuple(out.shape)} on {out.device}",
+                remedy=f"torch.empty({shape}, dtype={spec.dtype})",
+            )
+        stored = spec.stored
+        if isinstance(stored, StoredTensor) and stored.is_contiguous and is_plain_memory(out):
+            skip = 0 if not start else start * (stored.nbytes // stored.shape[0])
+            source = ByteRange(stored.extent.path, stored.extent.start + skip, out.nbytes)
+            self.read_all([Request(source, out.data_ptr())])
+        else:
+            whole = Maps(self._sizes).tensor(stored)
+            with torch.no_grad():
+                out.copy_(whole if start is None else whole[start:stop])
+
+    def read_all(self, requests: list[Request], on_read: Any = None, threads: int | None = None) -> None:
+        """Reads many ranges of this checkpoint's files at once. Raises `ReadFailedError`."""
+        batches = coalesce(requests, batch_bytes=BATCH_BYTES, gap_bytes=GAP_BYTES)
+        read_batches(batches, threads=threads or read_threads(), sizes=self._sizes, on_read=on_read)
+
+    def maps(self) -> Maps:
+        """New maps of the files, shared with no one."""
+        return Maps(self._sizes)
+
+    def close(self) -> None:
+        """Drops the maps; tensors that show them stay valid."""
+        self._maps = Maps(self._sizes)
+
+    def __enter__(self) -> "Checkpoint":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def read_threads() -> int:
+    """Threads for a read: as many as there are processors for this process, up to 8."""
+    return min(len(os.sched_getaffinity(0)), 8)
+
+
+def is_plain_memory(tensor: torch.Tensor) -> bool:
+    """Whether the tensor's elements are one run of CPU memory in their own order, with nothing on top."""
+    return (
+        tensor.layout is torch.strided
+        and tensor.device.type == "cpu"
+        and (type(tensor) is torch.Tensor or type(tensor) is torch.nn.Parameter)
+        and tensor.is_contiguous()
+        and not tensor.is_conj()
+        and not tensor.is_neg()
+        and not tensor.is_quantized
+    )
+
+
+class _Extra(Mapping[str, Any]):
+    def __init__(self, checkpoint: Checkpoint) -> None:
+        self._checkpoint = checkpoint
+
+    def __getitem__(self, path: str) -> Any:
+        checkpoint = self._checkpoint
+        values = checkpoint._flat.values
+        head, tail = path, ""
+        while head not in values:
+            head, _, last = head.rpartition(".")
+            tail = f"{last}.{tail}" if tail else last
+            if not head:
+                raise KeyNotFoundError("the checkpoint has no value here", where=checkpoint.source, found=path)
+        node = subtree(values[head], tail, checkpoint.source)
+        return rebuild(node, lambda stored: checkpoint._maps.tensor(stored).clone())
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._checkpoint._flat.values)
+
+    def __len__(self) -> int:
+        return len(self._checkpoint._flat.values)
+
+    def __repr__(self) -> str:
+        return repr(dict(self))
+
+
+def _bytes_key(stored: Stored, name: str) -> object:
+    if isinstance(stored, StoredTensor):
+        return (stored.storage, stored.offset, stored.shape, stored.stride, stored.dtype) if stored.nbytes else name
+    if isinstance(stored, StoredComposite):
+        return tuple(_bytes_key(part, name) for part in stored.parts) or name
+    if stored.layout is torch.strided and stored.device.type != "meta" and type(stored) in _PLAIN and stored.numel():
+        return (stored.data_ptr(), str(stored.device), stored.shape, stored.stride(), stored.dtype)
+    return id(stored)
+
+
+_PLAIN = (torch.Tensor, torch.nn.Parameter)
+
+
+def _below(flat: FlatTree, key: str, where: str) -> FlatTree:
+    prefix, cut = key + ".", len(key) + 1
+    part = FlatTree(
+        {name[cut:]: stored for name, stored in flat.tensors.items() if name.startswith(prefix)},
+        {name[cut:]: value for name, value in flat.values.items() if name.startswith(prefix)},
+        [path[cut:] for path in flat.containers if path == key or path.startswith(prefix)],
+    )
+    if not part.tensors and not part.values:
+        counts = Counter(name.split(".", 1)[0] for name in flat.tensors)
+        raise KeyNotFoundError(
+            f"nothing in the checkpoint is under {key!r}",
+            where=where,
+            expected="one of " + ", ".join(f"{k!r} ({n} tensors)" for k, n in counts.most_common(8)),
+            remedy="give one of these as key=, or none",
+        )
+    return part

@@ -1,0 +1,91 @@
+"""Tensors that are views of files: nothing is read until it is used, nothing is copied."""
+
+import mmap
+import os
+
+import torch
+
+from modelstate.errors import ReadFailedError
+from modelstate.spec import ByteRange, Stored, StoredComposite, StoredTensor
+
+
+class Maps:
+    """Private, copy-on-write maps of the files of a checkpoint.
+
+    Writing to a tensor changes neither the file nor the tensors of another `Maps`; it does change the other tensors
+    of this one that share its bytes. So every load takes a `Maps` of its own. A map lives as long as a tensor that
+    shows it.
+
+    The file must not be overwritten in place while a map of it lives: that changes the tensors, and shortening it
+    ends the process with SIGBUS when they are used. Replacing it by a rename is safe, for the map keeps the old file.
+    """
+
+    def __init__(self, sizes: dict[str, int] | None = None) -> None:
+        self._sizes = sizes or {}
+        self._maps: dict[str, mmap.mmap] = {}
+        self._storages: dict[ByteRange, torch.UntypedStorage] = {}
+
+    def tensor(self, stored: Stored) -> torch.Tensor:
+        """The tensor as a view of its file; in memory already: a detached alias.
+
+        Only where the file has put a number at an odd address are its bytes copied. Raises `ReadFailedError` where
+        the file cannot be mapped, or has become shorter than it was.
+        """
+        if isinstance(stored, StoredTensor):
+            if stored.nbytes == 0:
+                return torch.empty_strided(stored.shape, stored.stride, dtype=stored.dtype)
+            empty = torch.empty(0, dtype=stored.dtype)
+            return empty.set_(self._storage(stored), stored.offset, stored.shape, stored.stride)
+        if isinstance(stored, StoredComposite):
+            return stored.build([self.tensor(part) for part in stored.parts])
+        return stored.detach()
+
+    def _storage(self, stored: StoredTensor) -> torch.UntypedStorage:
+        region = stored.storage
+        storage = self._storages.get(region)
+        if storage is None:
+            whole = torch.frombuffer(self._map(region), dtype=torch.uint8, count=region.nbytes, offset=region.start)
+            # torch's vector code may assume that a number lies at a multiple of its size.
+            storage = (whole.clone() if region.start % stored.dtype.itemsize else whole).untyped_storage()
+            self._storages[region] = storage
+        return storage
+
+    def _map(self, region: ByteRange) -> mmap.mmap:
+        found = self._maps.get(region.path)
+        if found is None:
+            try:
+                descriptor = os.open(region.path, os.O_RDONLY | os.O_CLOEXEC)
+                try:
+                    check_size(descriptor, region.path, self._sizes.get(region.path))
+                    found = mmap.mmap(descriptor, 0, access=mmap.ACCESS_COPY)
+                finally:
+                    os.close(descriptor)
+            except (OSError, ValueError) as error:
+                if isinstance(error, ReadFailedError):
+                    raise
+                raise ReadFailedError(
+                    "the file cannot be mapped", where=region.path, found=error, remedy="open the checkpoint again"
+                ) from error
+            self._maps[region.path] = found
+        if region.start + region.nbytes > len(found):
+            raise ReadFailedError(
+                "the file has become shorter since it was opened",
+                where=region.path,
+                expected=f"at least {region.start + region.nbytes} bytes",
+                found=f"{len(found)} bytes",
+                remedy="open the checkpoint again, when nothing writes to it any more",
+            )
+        return found
+
+
+def check_size(descriptor: int, path: str, expected_bytes: int | None) -> None:
+    """Raises `ReadFailedError` where an open file has not the size that it had when its header was read."""
+    size = os.fstat(descriptor).st_size
+    if expected_bytes is not None and size != expected_bytes:
+        raise ReadFailedError(
+            "the file has changed since it was opened",
+            where=path,
+            expected=f"{expected_bytes} bytes",
+            found=f"{size} bytes",
+            remedy="open the checkpoint again, when nothing writes to it any more",
+        )

@@ -1,0 +1,176 @@
+"""Reading many byte ranges into memory that exists: a pure plan of the requests, and threads that carry it out."""
+
+import ctypes
+import os
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
+from dataclasses import dataclass
+
+from modelstate.errors import ReadFailedError
+from modelstate.read.mapped import check_size
+from modelstate.spec import ByteRange
+
+_IOV_MAX = 1024
+"""How many buffers Linux takes in one call."""
+_PyBUF_WRITE = 0x200
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """A byte range of a file, and the address in memory where it belongs."""
+
+    source: ByteRange
+    address: int
+    """Of memory that the caller keeps alive until the read has ended."""
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """What one call reads: a run of a file that is spread over several places in memory."""
+
+    path: str
+    start: int
+    """Bytes from the beginning of the file."""
+    pieces: tuple[tuple[int | None, int], ...]
+    """Address and length in bytes; a piece without an address is read and thrown away."""
+
+    @property
+    def nbytes(self) -> int:
+        return sum(length for _, length in self.pieces)
+
+
+def coalesce(requests: Iterable[Request], *, batch_bytes: int, gap_bytes: int) -> list[Batch]:
+    """The fewest calls that carry out `requests`, in the order of the file.
+
+    A call reads at most `batch_bytes`; larger requests are split. Two ranges that lie at most `gap_bytes` apart share
+    a call. The batches cover every byte of every request once.
+    """
+    batches: list[Batch] = []
+    pieces: list[tuple[int | None, int]] = []
+    path, start, end = "", 0, 0
+
+    def close() -> None:
+        if pieces:
+            batches.append(Batch(path, start, tuple(pieces)))
+            pieces.clear()
+
+    for request in sorted(requests, key=lambda r: (r.source.path, r.source.start)):
+        source, taken = request.source, 0
+        gap = source.start - end
+        if source.path != path or not 0 <= gap <= gap_bytes or end - start + gap >= batch_bytes:
+            close()
+        elif gap and pieces:
+            pieces.append((None, gap))
+        while taken < source.nbytes:
+            if not pieces:
+                path, start = source.path, source.start + taken
+                end = start
+            length = min(source.nbytes - taken, max(batch_bytes - (source.start + taken - start), 1))
+            pieces.append((request.address + taken, length))
+            taken += length
+            end = source.start + taken
+            if end - start >= batch_bytes or len(pieces) >= _IOV_MAX - 1:
+                close()
+    close()
+    return batches
+
+
+def read_batches(
+    batches: Sequence[Batch],
+    *,
+    threads: int,
+    sizes: dict[str, int] | None = None,
+    on_read: Callable[[int], None] | None = None,
+) -> None:
+    """Carries out `batches` with so many threads; `on_read` hears of the bytes of each as it ends.
+
+    `sizes` are the sizes in bytes that the files must still have. Raises `ReadFailedError` for the first I/O error,
+    short read or changed file. No thread writes to memory any more when this returns or raises.
+    """
+    descriptors: dict[str, int] = {}
+    try:
+        for path in dict.fromkeys(batch.path for batch in batches):
+            descriptors[path] = _open(path)
+            check_size(descriptors[path], path, (sizes or {}).get(path))
+        if threads <= 1 or len(batches) <= 1:
+            for batch in batches:
+                _read(descriptors[batch.path], batch)
+                if on_read:
+                    on_read(batch.nbytes)
+        else:
+            _read_in_threads(batches, descriptors, threads, on_read)
+    finally:
+        for descriptor in descriptors.values():
+            os.close(descriptor)
+
+
+def _read_in_threads(
+    batches: Sequence[Batch], descriptors: dict[str, int], threads: int, on_read: Callable[[int], None] | None
+) -> None:
+    stop = False
+
+    def work(batch: Batch) -> None:
+        if not stop:
+            _read(descriptors[batch.path], batch)
+
+    with ThreadPoolExecutor(min(threads, len(batches)), "modelstate-read") as pool:
+        waiting = {pool.submit(work, batch): batch for batch in batches}
+        try:
+            while waiting:
+                done, _ = wait(waiting, return_when=FIRST_EXCEPTION if on_read is None else "FIRST_COMPLETED")
+                for future in done:
+                    future.result()
+                    batch = waiting.pop(future)
+                    if on_read:
+                        on_read(batch.nbytes)
+        finally:
+            stop = True
+
+
+def _open(path: str) -> int:
+    try:
+        return os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    except OSError as error:
+        raise ReadFailedError(
+            "the file can no longer be opened", where=path, found=error, remedy="open the checkpoint again"
+        ) from error
+
+
+def _read(descriptor: int, batch: Batch) -> None:
+    at, left = batch.start, batch.nbytes
+    largest_gap = max((length for address, length in batch.pieces if address is None), default=0)
+    scratch = memoryview(bytearray(largest_gap))
+    views = [_memory(a, n) if a is not None else scratch[:n] for a, n in batch.pieces]
+    while left:
+        try:
+            got = os.preadv(descriptor, views, at)
+        except OSError as error:
+            raise ReadFailedError("reading failed", where=f"{batch.path}, byte {at}", found=error) from error
+        if got == 0:
+            raise ReadFailedError(
+                "the file ends before the tensor does",
+                where=f"{batch.path}, byte {at}",
+                expected=f"{left} more bytes",
+                remedy="open the checkpoint again, when nothing writes to it any more",
+            )
+        at, left = at + got, left - got
+        if left:
+            views = _after(views, got)
+
+
+def _after(views: list[memoryview], count: int) -> list[memoryview]:
+    """What remains of the buffers behind the first `count` bytes, after a call that read fewer than asked."""
+    for index, view in enumerate(views):
+        if count < len(view):
+            return [view[count:], *views[index + 1 :]]
+        count -= len(view)
+    return []
+
+
+def _memory(address: int, nbytes: int) -> memoryview:
+    return _view_of_memory(address, nbytes, _PyBUF_WRITE)
+
+
+_view_of_memory: Callable[[int, int, int], memoryview] = ctypes.PYFUNCTYPE(
+    ctypes.py_object, ctypes.c_void_p, ctypes.c_ssize_t, ctypes.c_int
+)(("PyMemoryView_FromMemory", ctypes.pythonapi))

@@ -1,0 +1,155 @@
+"""The tree of a checkpoint, and its flat view: names joined with dots, tensors on one side, values on the other."""
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from modelstate.errors import DuplicateNameError, KeyNotFoundError, SourceTypeError
+from modelstate.spec import Stored, StoredComposite, StoredTensor
+
+EXTRA_STATE = "_extra_state"
+"""The name under which torch keeps what `Module.get_extra_state` returns."""
+
+_MAX_DEPTH = 500
+_MAX_NODES = 5_000_000
+
+
+@dataclass(slots=True)
+class FlatTree:
+    """The flat view of a tree."""
+
+    tensors: dict[str, Stored] = field(default_factory=dict)
+    """In the order of the tree."""
+    values: dict[str, Any] = field(default_factory=dict)
+    """The largest parts of the tree without tensors, and every `_extra_state`, by their paths."""
+    containers: list[str] = field(default_factory=list)
+    """Paths of the mappings that hold tensors at any depth; the root is the empty path."""
+
+
+def is_container(node: object) -> bool:
+    """Whether the node's items are parts of the tree. A `torch.Size` is a value."""
+    return isinstance(node, Mapping | list | tuple) and not isinstance(node, torch.Size)
+
+
+def items_of(node: object) -> Iterator[tuple[str, Any]]:
+    """The children of a container with their names in a path."""
+    if isinstance(node, Mapping):
+        return ((str(key), value) for key, value in node.items())
+    assert isinstance(node, list | tuple)
+    return ((str(index), value) for index, value in enumerate(node))
+
+
+def join(path: str, name: str) -> str:
+    return f"{path}.{name}" if path else name
+
+
+def flatten(tree: object, where: str) -> FlatTree:
+    """The flat view of `tree`.
+
+    Raises `DuplicateNameError` where two leaves get one name, and `SourceTypeError` for a tree that holds itself, is
+    nested deeper than 500, or has more than 5 million nodes (a few shared lists can stand for more than any memory).
+    """
+    flat = FlatTree()
+    _Flattener(flat, where).visit(tree, "", 0)
+    flat.containers.reverse()
+    return flat
+
+
+class _Flattener:
+    def __init__(self, flat: FlatTree, where: str) -> None:
+        self.flat, self.where = flat, where
+        self.nodes = 0
+
+    def visit(self, node: Any, path: str, depth: int) -> bool:
+        """Adds what is below `node`; whether that includes a tensor."""
+        if isinstance(node, StoredTensor | StoredComposite | torch.Tensor):
+            self.add(self.flat.tensors, path or "tensor", node)
+            return True
+        if not is_container(node):
+            return False
+        if depth > _MAX_DEPTH or self.nodes > _MAX_NODES:
+            raise SourceTypeError(
+                "a tree without end" if depth > _MAX_DEPTH else "a tree with too many values",
+                where=f"{self.where}, at {path[:80]!r}",
+                expected=f"at most {_MAX_DEPTH} levels and {_MAX_NODES} values",
+                remedy="look for a container that holds itself, or the same list many times",
+            )
+        found: list[tuple[str, Any, bool]] = []
+        children = list(items_of(node))
+        self.nodes += len(children)
+        for name, child in children:
+            below = join(path, name)
+            whole = name.rpartition(".")[2] == EXTRA_STATE and is_container(child)
+            found.append((below, child, not whole and self.visit(child, below, depth + 1)))
+        if not any(has_tensors for _, _, has_tensors in found) and path and not _holds_extra_state(node):
+            return False
+        for below, child, has_tensors in found:
+            if not has_tensors:
+                self.add(self.flat.values, below, child)
+        if isinstance(node, Mapping):
+            self.flat.containers.append(path)
+        return True
+
+    def add(self, into: dict[str, Any], path: str, leaf: Any) -> None:
+        if path in self.flat.tensors or path in self.flat.values:
+            raise DuplicateNameError(
+                "two values have one name when their keys are joined with dots",
+                where=self.where,
+                found=path,
+                remedy="open one part of the checkpoint alone, or rename a key",
+            )
+        into[path] = leaf
+
+
+def _holds_extra_state(node: object) -> bool:
+    return isinstance(node, Mapping) and any(str(key).rpartition(".")[2] == EXTRA_STATE for key in node)
+
+
+def subtree(tree: object, path: str, where: str) -> Any:
+    """The node at a dotted path. Keys may have dots themselves; the longest key that fits is taken."""
+    node: Any = tree
+    rest = path
+    while rest:
+        if not is_container(node):
+            raise KeyNotFoundError("the checkpoint has nothing under this path", where=where, found=path)
+        children = dict(items_of(node))
+        cut = rest
+        while cut not in children:
+            cut = cut.rpartition(".")[0]
+            if not cut:
+                raise KeyNotFoundError("the checkpoint has nothing under this path", where=where, found=path)
+        node, rest = children[cut], rest[len(cut) + 1 :]
+    return node
+
+
+def rebuild(node: object, tensor: Callable[[Stored], torch.Tensor]) -> Any:
+    """A copy of the containers of a subtree, with `tensor` applied to its tensors.
+
+    Whoever gets it can keep it: nothing in it is shared with the checkpoint but immutable values.
+    """
+    if isinstance(node, StoredTensor | StoredComposite | torch.Tensor):
+        return tensor(node)
+    if not is_container(node):
+        return node
+    if isinstance(node, Mapping):
+        made = {key: rebuild(value, tensor) for key, value in node.items()}
+        return made if type(node) is dict else _as_type(node, made)
+    assert isinstance(node, list | tuple)
+    items = [rebuild(value, tensor) for value in node]
+    if isinstance(node, list):
+        return items
+    return type(node)(*items) if hasattr(node, "_fields") else tuple(items)
+
+
+def _as_type(node: Mapping[Any, Any], made: dict[Any, Any]) -> Any:
+    """The class of the mapping where it is one of the usual ones, which lose nothing by this."""
+    from collections import Counter, OrderedDict, defaultdict
+
+    if isinstance(node, defaultdict):
+        return defaultdict(node.default_factory, made)
+    for cls in (OrderedDict, Counter):
+        if type(node) is cls:
+            return cls(made)
+    return made

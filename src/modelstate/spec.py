@@ -1,0 +1,189 @@
+"""What a checkpoint holds, without its data: where the bytes of each tensor lie, and what they mean."""
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from modelstate.errors import TensorRangeError, TensorSizeError
+
+
+@dataclass(frozen=True, slots=True)
+class ByteRange:
+    """A run of bytes in one file."""
+
+    path: str
+    """The file."""
+    start: int
+    """Bytes from the beginning of the file."""
+    nbytes: int
+    """Length in bytes."""
+
+
+@dataclass(frozen=True, slots=True)
+class StoredTensor:
+    """A strided tensor as a file describes it: a view of a storage.
+
+    The constructor raises `TensorRangeError` where the view leaves its storage and `TensorSizeError` where its size
+    is no number of bytes, so that a value of this class is always safe to map.
+    """
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    """In elements, one for each dimension; contiguous tensors have torch's own."""
+    storage: ByteRange
+    """The whole storage, which other tensors may share."""
+    offset: int = 0
+    """Elements from the beginning of the storage to the first element."""
+    requires_grad: bool = False
+    is_parameter: bool = False
+    attributes: Mapping[str, object] | None = field(default=None, repr=False, compare=False)
+    """What Python code has hung on the tensor, where the file says so."""
+
+    def __post_init__(self) -> None:
+        if len(self.shape) != len(self.stride) or min((*self.shape, *self.stride, self.offset, 0)) < 0:
+            raise TensorSizeError(
+                "a tensor has an impossible layout",
+                where=self.storage.path,
+                expected="as many strides as dimensions, none of the numbers negative",
+                found=f"shape {self.shape}, stride {self.stride}, offset {self.offset}",
+            )
+        extent_bytes = self.extent_bytes
+        if self.nbytes >= 2**63 or extent_bytes >= 2**63:
+            raise TensorSizeError(
+                "a tensor has more bytes than any memory",
+                where=self.storage.path,
+                expected="fewer than 2**63 bytes",
+                found=f"shape {self.shape} of {self.dtype}",
+            )
+        if extent_bytes and self.offset * self.dtype.itemsize + extent_bytes > self.storage.nbytes:
+            raise TensorRangeError(
+                "a tensor leaves its storage",
+                where=self.storage.path,
+                expected=f"an end within {self.storage.nbytes} bytes",
+                found=f"shape {self.shape}, stride {self.stride} from element {self.offset} of {self.dtype}",
+            )
+
+    @property
+    def numel(self) -> int:
+        return math.prod(self.shape)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the elements, each counted once: what a copy of the tensor needs."""
+        return math.prod(self.shape) * self.dtype.itemsize
+
+    @property
+    def extent_bytes(self) -> int:
+        """Bytes from the first element to behind the last in the storage; 0 for an empty tensor."""
+        if 0 in self.shape:
+            return 0
+        last = sum((size - 1) * step for size, step in zip(self.shape, self.stride, strict=True))
+        return (last + 1) * self.dtype.itemsize
+
+    @property
+    def is_contiguous(self) -> bool:
+        return self.nbytes == 0 or _row_major(self.shape, self.stride)
+
+    @property
+    def extent(self) -> ByteRange:
+        """The bytes of the file in which the elements lie."""
+        start = self.storage.start + self.offset * self.dtype.itemsize
+        return ByteRange(self.storage.path, start, self.extent_bytes)
+
+
+@dataclass(frozen=True, slots=True)
+class StoredComposite:
+    """A tensor that is made of others: sparse layouts, wrapper subclasses."""
+
+    kind: str
+    """What it is, in the words of a user: "sparse_coo", "torchao.dtypes.AffineQuantizedTensor", ..."""
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    parts: tuple[StoredTensor, ...]
+    build: Callable[[Sequence[torch.Tensor]], torch.Tensor] = field(compare=False)
+    """Makes the tensor of its parts, in their order, neither a parameter nor requiring a gradient. Runs nothing that
+    was not allowed when the file was opened."""
+    is_parameter: bool = False
+    requires_grad: bool = False
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all parts."""
+        return sum(part.nbytes for part in self.parts)
+
+
+Stored = StoredTensor | StoredComposite | torch.Tensor
+"""Where a tensor is: in a file, in several pieces of a file, or in memory."""
+
+
+@dataclass(frozen=True, slots=True)
+class TensorSpec:
+    """A tensor of a checkpoint, without its data."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    stored: Stored = field(repr=False, compare=False)
+
+    @property
+    def stride(self) -> tuple[int, ...]:
+        """In elements; empty where the tensor is composite."""
+        if isinstance(self.stored, torch.Tensor):
+            return tuple(self.stored.stride()) if self.stored.layout is torch.strided else ()
+        return self.stored.stride if isinstance(self.stored, StoredTensor) else ()
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the elements, which a view with repeated elements counts in full."""
+        stored = self.stored
+        return stored.numel() * stored.itemsize if isinstance(stored, torch.Tensor) else stored.nbytes
+
+    @property
+    def kind(self) -> str:
+        """"strided", or what the tensor is made as."""
+        if isinstance(self.stored, StoredTensor):
+            return "strided"
+        if isinstance(self.stored, StoredComposite):
+            return self.stored.kind
+        return str(self.stored.layout).removeprefix("torch.")
+
+    @property
+    def location(self) -> ByteRange | None:
+        """The bytes of the file that hold the elements; None in memory, and for a composite."""
+        return self.stored.extent if isinstance(self.stored, StoredTensor) else None
+
+
+@dataclass(frozen=True, slots=True)
+class Contents:
+    """What a format's reader makes of a file: its table of contents, and nothing of its data."""
+
+    format: str
+    """"torch zip", "torch legacy", "safetensors" or "mapping"."""
+    tree: object
+    """Dicts, lists and tuples, with `Stored` and plain values as leaves. An `OrderedDict` may have torch's
+    `_metadata` as an attribute."""
+    files: tuple[str, ...] = ()
+    """Every file that was read, and that tensors may lie in."""
+    metadata: Mapping[str, str] = field(default_factory=dict)
+    """What the file says of itself as text (the `__metadata__` of safetensors)."""
+
+
+def contiguous_stride(shape: Sequence[int]) -> tuple[int, ...]:
+    """The stride, in elements, that torch gives a new tensor of this shape."""
+    steps, step = [], 1
+    for size in reversed(shape):
+        steps.append(step)
+        step *= max(size, 1)
+    return tuple(reversed(steps))
+
+
+def _row_major(shape: tuple[int, ...], stride: tuple[int, ...]) -> bool:
+    step = 1
+    for size, found in zip(reversed(shape), reversed(stride), strict=True):
+        if size != 1 and found != step:
+            return False
+        step *= size
+    return True
