@@ -1,0 +1,75 @@
+"""One contender in one process: `python -m bench.child KIND ARGUMENTS…`, as JSON in the last argument."""
+
+import hashlib
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from bench.contenders import MATERIALISED, META, Case
+from bench.models import QUICK, Leaves, Sizes
+from modelstate.cli.measure import Stages
+
+
+def load(*, target: str, contender: str, case: str, folder: str, quick: bool) -> None:
+    """From the file to the module, and to the end of the first forward."""
+    prepare = (META if target == "meta" else MATERIALISED)[contender]
+    prepare(Case("tiny", QUICK, Path(folder)))()
+    work = prepare(Case(case, QUICK if quick else Sizes(), Path(folder)))
+    stages = Stages()
+    model = work()
+    stages.end("ready")
+    with torch.inference_mode():
+        result = model()
+    stages.end("forward", result=hashlib.sha256(result.numpy().tobytes()).hexdigest())
+
+
+def state_dict(*, contender: str, count: int) -> None:
+    """`load_state_dict` from memory into a module with many children."""
+    import modelstate as ms
+
+    source, target = Leaves(count).state_dict(), Leaves(count)
+    stages = Stages()
+    if contender == "modelstate":
+        ms.load_state_dict(target, source)
+    else:
+        target.load_state_dict(source)
+    stages.end("ready")
+
+
+def opening(*, contender: str, path: str) -> None:
+    """From a path to the names and shapes of what is in it."""
+    openers: dict[str, Callable[[], object]] = {
+        "modelstate.open": _ours(path),
+        "torch.load(mmap)": lambda: torch.load(path, mmap=True, weights_only=True),
+        "safetensors safe_open + get_slice": _safe_open(path),
+    }
+    opener = openers[contender]
+    stages = Stages()
+    kept = opener()
+    stages.end("ready", kept=len(str(type(kept))))
+
+
+def _ours(path: str) -> Callable[[], object]:
+    import modelstate as ms
+
+    return lambda: ms.open(path)
+
+
+def _safe_open(path: str) -> Callable[[], object]:
+    from safetensors import safe_open
+
+    def work() -> dict[str, tuple[int, ...]]:
+        with safe_open(path, "pt") as file:
+            return {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
+
+    return work
+
+
+KINDS: dict[str, Callable[..., Any]] = {"load": load, "state_dict": state_dict, "opening": opening}
+
+if __name__ == "__main__":
+    KINDS[sys.argv[1]](**json.loads(sys.argv[2]))
