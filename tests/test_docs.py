@@ -1,0 +1,75 @@
+"""Every code block of the README and of the pages runs."""
+
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+WITH_CODE = [path for path in PAGES if "```python" in path.read_text()]
+
+MODULE = """
+import torch
+
+def build():
+    return torch.nn.Sequential(torch.nn.Linear(784, 256), torch.nn.BatchNorm1d(256), torch.nn.Linear(256, 10))
+"""
+
+
+def blocks(path: Path, language: str) -> list[str]:
+    return re.findall(rf"^```{language}\n(.*?)^```$", path.read_text(), re.MULTILINE | re.DOTALL)
+
+
+def run(folder: Path, *command: str, given: str | None = None) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(command, cwd=folder, input=given, capture_output=True, text=True, check=False)
+
+
+@pytest.mark.parametrize("path", WITH_CODE, ids=lambda path: path.name)
+def test_python_blocks_run_in_their_order(path: Path, tmp_path: Path) -> None:
+    done = run(tmp_path, sys.executable, "-W", "error::FutureWarning", "-c", "\n".join(blocks(path, "python")))
+    assert done.returncode == 0, done.stderr
+
+
+def test_the_quick_start_can_be_pasted_into_an_interpreter(tmp_path: Path) -> None:
+    code = "\n".join(blocks(ROOT / "README.md", "python"))
+    done = run(tmp_path, sys.executable, "-q", "-i", given=code)
+    assert "Error" not in done.stderr.replace("PlanError", "")
+    assert "torch.Size([8, 10])" in done.stdout
+
+
+def test_the_quick_start_is_short() -> None:
+    assert len(blocks(ROOT / "README.md", "python")[0].splitlines()) <= 18
+
+
+def test_the_commands_of_the_readme_run(tmp_path: Path) -> None:
+    (tmp_path / "mypackage").mkdir()
+    (tmp_path / "mypackage" / "models.py").write_text(MODULE)
+    run(tmp_path, sys.executable, "-c", blocks(ROOT / "README.md", "python")[0])
+    lines = "".join(blocks(ROOT / "README.md", "sh")).splitlines()
+    commands = [shlex.split(line, comments=True) for line in lines if line.startswith("modelstate ")]
+    assert [command[1] for command in commands] == ["inspect", "plan", "load", "demo"]
+    for command in commands[:-1]:
+        done = run(tmp_path, str(Path(sys.executable).with_name("modelstate")), *command[1:])
+        assert done.returncode == 0, done.stderr
+        assert done.stdout
+
+
+@pytest.mark.parametrize("path", PAGES, ids=lambda path: path.name)
+def test_links_lead_somewhere(path: Path) -> None:
+    for target in re.findall(r"\]\((?!https?://)([^)]+)\)", path.read_text()):
+        file, _, anchor = target.partition("#")
+        found = path.parent / file if file else path
+        assert found.exists(), target
+        if anchor:
+            headings = re.findall(r"^#+ (.+)$", found.read_text(), re.MULTILINE)
+            assert anchor in {re.sub(r"[^\w -]", "", heading).lower().replace(" ", "-") for heading in headings}
+
+
+def test_make_targets_that_are_named_exist() -> None:
+    targets = set(re.findall(r"^([a-z]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+    for path in PAGES:
+        assert set(re.findall(r"`make ([a-z]+)", path.read_text())) <= targets, path.name
