@@ -1,7 +1,7 @@
 """The commands, each a thin layer over the public functions."""
 
 from importlib.metadata import version
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -53,6 +53,19 @@ def _options(
     pass
 
 
+def _request(
+    key: str | None, dtype: str | None, device: str | None, missing: list[str] | None, unexpected: list[str] | None
+) -> dict[str, Any]:
+    """What `ms.plan` and `ms.load` are asked for, before a model is built for it."""
+    return {
+        "key": key,
+        "dtype": parse_dtype(dtype),
+        "device": parse_device(device),
+        "allow_missing": tuple(missing or ()),
+        "allow_unexpected": tuple(unexpected or ()),
+    }
+
+
 @app.command()
 def inspect(path: Path, key: Key = None, as_json: Json = False, debug: Debug = False) -> None:
     """Show what is in a checkpoint, without reading its tensors."""
@@ -74,15 +87,8 @@ def plan(
 ) -> None:
     """Show what loading a checkpoint into a model would do, and every problem, without reading its tensors."""
     with reported(debug):
-        made = ms.plan(
-            build_model(model, debug, initialised=bool(allow_missing)),
-            path,
-            key=key,
-            dtype=parse_dtype(dtype),
-            device=parse_device(device),
-            allow_missing=tuple(allow_missing or ()),
-            allow_unexpected=tuple(allow_unexpected or ()),
-        )
+        options = _request(key, dtype, device, allow_missing, allow_unexpected)
+        made = ms.plan(build_model(model, debug, initialised=bool(allow_missing)), path, **options)
         typer.echo(made.to_json() if as_json else str(made))
         if not made.ok:
             raise typer.Exit(PROBLEMS)
@@ -102,15 +108,8 @@ def load(
 ) -> None:
     """Load a checkpoint into a model, and show what happened to each tensor: a test that they fit."""
     with reported(debug):
-        report = ms.load(
-            build_model(model, debug, initialised=bool(allow_missing)),
-            path,
-            key=key,
-            dtype=parse_dtype(dtype),
-            device=parse_device(device),
-            allow_missing=tuple(allow_missing or ()),
-            allow_unexpected=tuple(allow_unexpected or ()),
-        )
+        options = _request(key, dtype, device, allow_missing, allow_unexpected)
+        report = ms.load(build_model(model, debug, initialised=bool(allow_missing)), path, **options)
         typer.echo(report.to_json() if as_json else str(report))
 
 
