@@ -161,6 +161,13 @@ def _options(arguments: Iterable[str] | None = None) -> argparse.Namespace:
     return options
 
 
+def _command(options: argparse.Namespace) -> str:
+    """What to type to get the same again, wherever the files are made."""
+    quick = ["--quick"] if options.quick else []
+    only = ["--only", *options.only] if options.only else []
+    return " ".join(["python -m bench", *quick, f"--runs {options.runs}", *only])
+
+
 def main(arguments: Sequence[str] | None = None) -> None:
     options = _options(arguments)
     parent = options.folder or os.environ.get("TMPDIR") or ROOT / ".venv"
@@ -178,8 +185,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             _clear(bench.folder)
     print(tables.machine())
     if options.out:
-        given = " ".join(sys.argv[1:] if arguments is None else arguments)
-        tables.write(sections, options.out, f"python -m bench {given}".strip(), options.runs)
+        tables.write(sections, options.out, _command(options), options.runs)
         print(f"written: {options.out}")
 
 

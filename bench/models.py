@@ -25,7 +25,7 @@ class Sizes:
     """Sizes of the sparse files that are opened."""
 
 
-QUICK = Sizes(hidden=64, layers=2, vocabulary=500, small_blocks=50, children=(50, 100, 200), open_bytes=(10**7, 10**9))
+QUICK = Sizes(hidden=64, layers=2, vocabulary=500, small_blocks=50, children=(50, 100), open_bytes=(10**7, 10**9))
 
 
 class DecoderLayer(nn.Module):
