@@ -145,6 +145,14 @@ class TestPlan:
             done = run(command, "ZOO:tiny", "part.safetensors", *missing, *unexpected)
             assert done.exit_code == 0, done.stderr
 
+    def test_a_prefix_is_proposed_and_taken_off(self) -> None:
+        save_file({f"module.{name}": value for name, value in tiny().state_dict().items()}, "wrapped.safetensors")
+        done = run("plan", "ZOO:tiny", "wrapped.safetensors")
+        assert done.exit_code == 1
+        assert "module." in done.stdout
+        for command in ("plan", "load"):
+            assert run(command, "ZOO:tiny", "wrapped.safetensors", "--strip-prefix", "module.").exit_code == 0
+
 
 class TestLoad:
     @pytest.mark.parametrize("path", ["tiny.safetensors", "training.pt"])

@@ -19,7 +19,7 @@ USAGE = 2
 """Exit code where the command line itself is wrong."""
 
 
-class ModelCodeError(Exception):
+class FactoryError(Exception):
     """The factory that was named raised, or gave no module."""
 
 
@@ -28,7 +28,7 @@ def reported(debug: bool) -> Iterator[None]:
     """Errors go to stderr as text, with a traceback where `debug` asks for it, and end the program."""
     try:
         yield
-    except (ms.ModelStateError, ModelCodeError, OSError, MemoryError) as error:
+    except (ms.ModelStateError, FactoryError, OSError, MemoryError) as error:
         if isinstance(error, BrokenPipeError):
             raise
         _say(error, debug)
@@ -94,11 +94,9 @@ def build_model(spec: str, debug: bool = False, *, initialised: bool = False) ->
         with contextlib.redirect_stdout(sys.stderr), how:
             model = factory()
     except Exception as error:
-        raise ModelCodeError(
-            f"{spec} raised {_one_line(error)}\n  to do: {spec} must work without arguments"
-        ) from error
+        raise FactoryError(f"{spec} raised {_one_line(error)}\n  to do: {spec} must work without arguments") from error
     if not isinstance(model, torch.nn.Module):
-        raise ModelCodeError(f"{spec} gave a {type(model).__name__}\n  expected: a torch.nn.Module")
+        raise FactoryError(f"{spec} gave a {type(model).__name__}\n  expected: a torch.nn.Module")
     return model
 
 

@@ -34,6 +34,7 @@ Missing = Annotated[
     typer.Option(help="Pattern of names that the file may lack and the model keeps its own of; may be repeated."),
 ]
 Unexpected = Annotated[list[str] | None, typer.Option(help="Pattern of names to leave out; may be repeated.")]
+Strip = Annotated[str | None, typer.Option(help="Prefix to take off the names of the file, such as module.")]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 Debug = Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")]
 
@@ -54,7 +55,12 @@ def _options(
 
 
 def _request(
-    key: str | None, dtype: str | None, device: str | None, missing: list[str] | None, unexpected: list[str] | None
+    key: str | None,
+    dtype: str | None,
+    device: str | None,
+    missing: list[str] | None,
+    unexpected: list[str] | None,
+    prefix: str | None,
 ) -> dict[str, Any]:
     """What `ms.plan` and `ms.load` are asked for, before a model is built for it."""
     return {
@@ -63,6 +69,7 @@ def _request(
         "device": parse_device(device),
         "allow_missing": tuple(missing or ()),
         "allow_unexpected": tuple(unexpected or ()),
+        "rules": (ms.Prefix(strip=prefix),) if prefix else (),
     }
 
 
@@ -82,12 +89,13 @@ def plan(
     device: Device = None,
     allow_missing: Missing = None,
     allow_unexpected: Unexpected = None,
+    strip_prefix: Strip = None,
     as_json: Json = False,
     debug: Debug = False,
 ) -> None:
     """Show what loading a checkpoint into a model would do, and every problem, without reading its tensors."""
     with reported(debug):
-        options = _request(key, dtype, device, allow_missing, allow_unexpected)
+        options = _request(key, dtype, device, allow_missing, allow_unexpected, strip_prefix)
         made = ms.plan(build_model(model, debug, initialised=bool(allow_missing)), path, **options)
         typer.echo(made.to_json() if as_json else str(made))
         if not made.ok:
@@ -103,12 +111,13 @@ def load(
     device: Device = None,
     allow_missing: Missing = None,
     allow_unexpected: Unexpected = None,
+    strip_prefix: Strip = None,
     as_json: Json = False,
     debug: Debug = False,
 ) -> None:
     """Load a checkpoint into a model, and show what happened to each tensor: a test that they fit."""
     with reported(debug):
-        options = _request(key, dtype, device, allow_missing, allow_unexpected)
+        options = _request(key, dtype, device, allow_missing, allow_unexpected, strip_prefix)
         report = ms.load(build_model(model, debug, initialised=bool(allow_missing)), path, **options)
         typer.echo(report.to_json() if as_json else str(report))
 
