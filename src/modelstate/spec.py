@@ -169,6 +169,8 @@ class Contents:
     """Every file that was read, and that tensors may lie in."""
     metadata: Mapping[str, str] = field(default_factory=dict)
     """What the file says of itself as text (the `__metadata__` of safetensors)."""
+    checksums: Mapping[ByteRange, int] = field(default_factory=dict)
+    """CRC-32 of whole storages, as far as the format keeps them."""
 
 
 def contiguous_stride(shape: Sequence[int]) -> tuple[int, ...]:

@@ -1,0 +1,276 @@
+"""From the value of a pickle to the tree of a checkpoint: audited first, then the allowed objects are made."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from modelstate.errors import ForbiddenGlobalError, ModelStateError, OpenError, PickleError, UnsupportedTensorError
+from modelstate.read.audit import INERT, MAPPINGS, TENSOR, UNFINISHED, Audit, Path, audit, dotted
+from modelstate.read.pickled import Allowed, Known, Recipe, Refused, Storage, TensorRecipe
+from modelstate.read.rebuild import set_state
+from modelstate.read.torch_globals import TorchGlobals, is_never
+from modelstate.spec import StoredComposite, StoredTensor
+
+
+def construct(value: object, *, path: str, data_nbytes: int, names: TorchGlobals, skip_forbidden: bool) -> object:
+    """The tree of a checkpoint out of the value that `unpickle` made of `data_nbytes` bytes.
+
+    What was refused stays in it as `Refused` with `skip_forbidden`, and raises `ForbiddenGlobalError` without. Raises
+    the error of the first tensor that is not read here or contradicts itself, with its place, and `PickleError` where
+    an allowed class raises.
+    """
+    found = audit(value, data_nbytes)
+    if not skip_forbidden:
+        _raise_refused(found, path, names)
+    for error, place in found.flawed:
+        error.where = f"{path}: {dotted(place)}" if place else path
+        raise error
+    return _Constructor(found, path).make(value, ())
+
+
+def _raise_refused(found: Audit, path: str, names: TorchGlobals) -> None:
+    refused = [(name, dotted(place)) for name, place in found.refused]
+    # What the pickle asked for and threw away has no place, but it was asked for.
+    refused += [(name, "") for name in sorted(names.refused - {name for name, _ in refused})]
+    if not refused:
+        return
+    unique = dict(reversed(refused))
+    ordered = list(dict.fromkeys(name for name, _ in refused))
+    shown = [f"{name}" + (f" at {unique[name]}" if unique[name] else "") for name in ordered[:10]]
+    if len(ordered) > 10:
+        shown.append(f"and {len(ordered) - 10} more")
+    never = [name for name in ordered if is_never(name)]
+    failed = "; ".join(f"{name} is allowed, but its import failed: {why}" for name, why in names.failed.items())
+    if never:
+        remedy = f"do not trust this file: {never[0]} has no place in a checkpoint"
+    elif any(name.startswith("torch.nn.modules.") for name in ordered):
+        remedy = "the file holds a whole module; where it can be loaded, save its state_dict() instead"
+    else:
+        listed = ", ".join(f'"{name}"' for name in ordered)
+        remedy = (
+            f'ms.open("{path}", allow=[{listed}]) if you trust them, or '
+            f'ms.open("{path}", skip_forbidden=True), which leaves placeholders in their places'
+        )
+    raise ForbiddenGlobalError(
+        f"the pickle asks for {len(ordered)} {'class or function' if len(ordered) == 1 else 'classes or functions'} "
+        "that {} not allowed".format("is" if len(ordered) == 1 else "are"),
+        refused=refused,
+        where=path,
+        found=", ".join(shown) + (f" ({failed})" if failed else ""),
+        remedy=remedy,
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _Slot:
+    """The place of a part in what a composite is made of."""
+
+    index: int
+    is_parameter: bool
+    requires_grad: bool
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Call:
+    """Something that is made when the tensors are there."""
+
+    make: Callable[[Any], Any]
+    template: Any
+
+
+class _Constructor:
+    def __init__(self, found: Audit, path: str) -> None:
+        self.found = found
+        self.path = path
+        self.made: dict[int, Any] = {}
+
+    def make(self, node: Any, path: Path) -> Any:
+        """The finished value; containers keep their identity where they can."""
+        flags = self.found.flags(node)
+        if not flags & UNFINISHED:
+            return node
+        if id(node) not in self.made:
+            self.made[id(node)] = self.finish(node, path, flags)
+        return self.made[id(node)]
+
+    def finish(self, node: Any, path: Path, flags: int) -> Any:
+        kind = type(node)
+        if kind in MAPPINGS:
+            return self.mapping(node, path)
+        if kind is list or kind is tuple:
+            items = [self.make(item, (path, index)) for index, item in enumerate(node)]
+            if kind is tuple:
+                return tuple(items)
+            node[:] = items
+            return node
+        if kind is set or kind is frozenset:
+            return kind(self.hashable(item, path) for item in node)
+        if kind is Allowed:
+            return node.real
+        if kind is Known:
+            return Refused(node.name) if node.real is None else node.real
+        if kind is Storage:
+            return StoredTensor(node.dtype, (node.numel,), (1,), node.region, node.offset)
+        if kind is StoredTensor:
+            return replace(node, attributes=self.make(node.attributes, path))
+        if kind is Refused:
+            return node
+        if flags & INERT:
+            return Refused(node.name if kind is Recipe else node.kind, node)
+        if kind is TensorRecipe:
+            return self.composite(node, path)
+        if flags & TENSOR:
+            raise UnsupportedTensorError(
+                f"tensors inside a {node.name} are not supported",
+                where=f"{self.path}: {dotted(path)}",
+                remedy="leave it out of what is allowed, and open with skip_forbidden=True to read the rest",
+            )
+        pieces = (node.args, node.kwargs, node.states, node.appended, node.inserted)
+        return self.run(node, tuple(self.make(piece, path) for piece in pieces), path)
+
+    def mapping(self, node: Any, path: Path) -> Any:
+        items = [(self.hashable(key, path), self.make(value, (path, key))) for key, value in node.items()]
+        if any(new is not old for (new, _), old in zip(items, node, strict=True)):
+            node.clear()
+        for key, value in items:
+            node[key] = value
+        if hasattr(node, "_metadata"):
+            node._metadata = self.make(node._metadata, (path, "_metadata"))
+        return node
+
+    def hashable(self, key: Any, path: Path) -> Any:
+        made = self.make(key, path)
+        try:
+            hash(made)
+        except Exception as error:
+            raise self.failed(type(made).__name__, path, error) from error
+        return made
+
+    def run(self, recipe: Recipe, pieces: Sequence[Any], path: Path) -> Any:
+        try:
+            return _follow(recipe, pieces)
+        except ModelStateError:
+            raise
+        except Exception as error:
+            # Whatever an allowed class raises at values that may be damaged.
+            raise self.failed(recipe.name, path, error) from error
+
+    def failed(self, name: str, path: Path, error: Exception) -> PickleError:
+        return PickleError(
+            f"a {name} cannot be made of what the pickle has",
+            where=f"{self.path}: {dotted(path)}",
+            found=f"{type(error).__name__}: {str(error)[:200]}",
+            remedy="use the version of the library that wrote it, or leave it out of what is allowed",
+        )
+
+    # Tensors that are made of others.
+
+    def composite(self, recipe: TensorRecipe, path: Path) -> StoredComposite:
+        parts: dict[int, tuple[int, StoredTensor]] = {}
+        template = self.template(recipe.parts, path, parts, {})
+        place, kind = f"{self.path}: {dotted(path)}", recipe.kind
+
+        def build(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+            try:
+                return recipe.make(_fill(template, tensors, {})).detach()
+            except OpenError as error:
+                error.where = error.where or place
+                raise
+            except Exception as error:
+                raise PickleError(
+                    f"a {kind} cannot be made of its parts",
+                    where=place,
+                    found=f"{type(error).__name__}: {str(error)[:200]}",
+                    remedy="use the version of the library that wrote it",
+                ) from error
+
+        return StoredComposite(
+            kind=kind,
+            dtype=recipe.dtype,
+            shape=recipe.shape,
+            parts=tuple(part for _, part in parts.values()),
+            build=build,
+            is_parameter=recipe.is_parameter,
+            requires_grad=recipe.requires_grad,
+        )
+
+    def template(self, node: Any, path: Path, parts: dict[int, tuple[int, StoredTensor]], memo: dict[int, Any]) -> Any:
+        """A copy of the tree with slots for the tensors, so that each build makes objects of its own."""
+        if not self.found.flags(node) & TENSOR:
+            return self.make(node, path)
+        if id(node) not in memo:
+            memo[id(node)] = self.templated(node, path, parts, memo)
+        return memo[id(node)]
+
+    def templated(self, node: Any, path: Path, parts: dict[int, tuple[int, StoredTensor]], memo: dict[int, Any]) -> Any:
+        def below(child: Any) -> Any:
+            return self.template(child, path, parts, memo)
+
+        kind = type(node)
+        if kind is Storage:
+            node = StoredTensor(node.dtype, (node.numel,), (1,), node.region, node.offset)
+            self.found.keep.append(node)
+            kind = StoredTensor
+        if kind is StoredTensor:
+            index, _ = parts.setdefault(id(node), (len(parts), replace(node, requires_grad=False, is_parameter=False)))
+            return _Slot(index, node.is_parameter, node.requires_grad)
+        if kind in MAPPINGS:
+            return {self.hashable(key, path): below(value) for key, value in node.items()}
+        if kind is list:
+            return [below(item) for item in node]
+        if kind is tuple:
+            return tuple(below(item) for item in node)
+        if kind is TensorRecipe:
+            return _Call(_as_saved(node), below(node.parts))
+        if kind is Recipe:
+            pieces = (node.args, node.kwargs, node.states, node.appended, node.inserted)
+            return _Call(lambda filled: _follow(node, filled), tuple(below(piece) for piece in pieces))
+        raise PickleError("the pickle is damaged: tensors where none can be", found=kind.__name__)
+
+
+def _as_saved(recipe: TensorRecipe) -> Callable[[Any], torch.Tensor]:
+    def make(parts: Any) -> torch.Tensor:
+        return _with_grad(recipe.make(parts), recipe.is_parameter, recipe.requires_grad)
+
+    return make
+
+
+def _with_grad(tensor: torch.Tensor, is_parameter: bool, requires_grad: bool) -> torch.Tensor:
+    if is_parameter:
+        return torch.nn.Parameter(tensor, requires_grad)
+    return tensor.detach().requires_grad_() if requires_grad else tensor
+
+
+def _fill(node: Any, tensors: Sequence[torch.Tensor], memo: dict[int, Any]) -> Any:
+    """The template with its tensors in place."""
+    kind = type(node)
+    if kind not in (_Slot, _Call, dict, list, tuple):
+        return node
+    if id(node) not in memo:
+        if kind is _Slot:
+            memo[id(node)] = _with_grad(tensors[node.index], node.is_parameter, node.requires_grad)
+        elif kind is _Call:
+            memo[id(node)] = node.make(_fill(node.template, tensors, memo))
+        elif kind is dict:
+            memo[id(node)] = {key: _fill(value, tensors, memo) for key, value in node.items()}
+        else:
+            memo[id(node)] = kind(_fill(item, tensors, memo) for item in node)
+    return memo[id(node)]
+
+
+def _follow(recipe: Recipe, pieces: Sequence[Any]) -> Any:
+    """Makes what the recipe says, in the order in which a pickle does."""
+    args, kwargs, states, appended, inserted = pieces
+    cls: Any = recipe.make
+    made: Any = cls.__new__(cls, *args, **kwargs) if recipe.new else cls(*args)
+    if appended:
+        add = made.append if hasattr(made, "append") else made.add
+        for item in appended:
+            add(item)
+    for key, value in inserted:
+        made[key] = value
+    for state in states:
+        set_state(made, state)
+    return made

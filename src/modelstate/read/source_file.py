@@ -1,0 +1,71 @@
+"""A file that is open for reading: every failure is one of our errors."""
+
+import os
+from types import TracebackType
+
+from modelstate.errors import OpenError, ReadFailedError, SourceAccessError, SourceNotFoundError, TruncatedFileError
+
+MAX_STRUCTURE_BYTES = 2**31
+"""More than any table of contents has; it keeps a sparse file from being read into memory."""
+
+
+class SourceFile:
+    """Reads exact pieces of a file. Use it as a context."""
+
+    def __init__(self, path: str) -> None:
+        """Raises `SourceNotFoundError`, `SourceAccessError`, or `ReadFailedError` for other errors of the system."""
+        self.path = path
+        try:
+            self._descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        except FileNotFoundError as error:
+            raise SourceNotFoundError("there is no such file", where=path) from error
+        except PermissionError as error:
+            raise SourceAccessError("the file may not be read", where=path, remedy=f"chmod u+r {path}") from error
+        except OSError as error:
+            raise ReadFailedError("the file cannot be opened", where=path, found=error) from error
+        self.nbytes = os.fstat(self._descriptor).st_size
+
+    def __enter__(self) -> "SourceFile":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        os.close(self._descriptor)
+
+    def read(self, start: int, nbytes: int, what: str) -> bytes:
+        """Exactly `nbytes` bytes; `TruncatedFileError` where the file ends before."""
+        if start + nbytes > self.nbytes:
+            raise self.truncated(what, start + nbytes)
+        if nbytes > MAX_STRUCTURE_BYTES:
+            raise OpenError(
+                f"{what} is larger than any checkpoint's",
+                where=self.path,
+                expected=f"at most {MAX_STRUCTURE_BYTES} bytes",
+                found=f"{nbytes} bytes",
+            )
+        pieces: list[bytes] = []
+        while nbytes:
+            try:
+                piece = os.pread(self._descriptor, nbytes, start)
+            except OSError as error:
+                raise ReadFailedError(f"{what} cannot be read", where=self.path, found=error) from error
+            if not piece:
+                raise self.truncated(what, start + nbytes)
+            pieces.append(piece)
+            start += len(piece)
+            nbytes -= len(piece)
+        return pieces[0] if len(pieces) == 1 else b"".join(pieces)
+
+    def truncated(self, what: str, end: int) -> TruncatedFileError:
+        """The error for a file that should reach to `end`."""
+        return TruncatedFileError(
+            f"the file ends within {what}",
+            where=self.path,
+            expected=f"at least {end} bytes",
+            found=f"{self.nbytes} bytes",
+            remedy=CUT_SHORT,
+        )
+
+
+CUT_SHORT = "the copy, the download or the save was cut short: compare the size with the original, and copy it again"

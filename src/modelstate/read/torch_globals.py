@@ -1,0 +1,239 @@
+"""What the names in a torch checkpoint stand for: the allow-list, and torch's functions as descriptions.
+
+The list is the one of torch's own `weights_only` loading. What torch would rebuild is described instead, so nothing
+here makes a tensor or calls what the pickle chooses.
+"""
+
+import codecs
+import pkgutil
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Sequence
+from functools import cache
+from typing import Any
+
+import torch
+
+from modelstate.errors import PickleError, SourceTypeError
+from modelstate.read import rebuild
+from modelstate.read.pickled import Allowed, Known, Refused, check_key
+
+STORAGE_DTYPES = {
+    "DoubleStorage": torch.float64,
+    "FloatStorage": torch.float32,
+    "HalfStorage": torch.float16,
+    "BFloat16Storage": torch.bfloat16,
+    "LongStorage": torch.int64,
+    "IntStorage": torch.int32,
+    "ShortStorage": torch.int16,
+    "CharStorage": torch.int8,
+    "ByteStorage": torch.uint8,
+    "BoolStorage": torch.bool,
+    "ComplexDoubleStorage": torch.complex128,
+    "ComplexFloatStorage": torch.complex64,
+    "UntypedStorage": torch.uint8,
+    "_UntypedStorage": torch.uint8,
+    "QUInt8Storage": torch.quint8,
+    "QInt8Storage": torch.qint8,
+    "QInt32Storage": torch.qint32,
+    "QUInt4x2Storage": torch.quint4x2,
+    "QUInt2x4Storage": torch.quint2x4,
+}
+"""The classes that a reference to a storage names, and the dtype that each implies."""
+
+NEVER = frozenset({"os", "posix", "nt", "sys", "subprocess", "builtins.eval", "builtins.exec", "builtins.compile"}) | {
+    f"builtins.{name}" for name in ("getattr", "setattr", "delattr", "__import__", "open", "globals", "breakpoint")
+}
+"""Modules and functions that stay refused whatever the caller says: to allow them is to run the file."""
+
+
+class StorageType:
+    """Stands for a storage class."""
+
+    __slots__ = ("dtype", "name")
+
+    def __init__(self, name: str, dtype: torch.dtype) -> None:
+        self.name = name
+        self.dtype = dtype
+
+
+class TorchGlobals:
+    """The names that may stand in a torch checkpoint."""
+
+    def __init__(self, allow: Sequence[object] = ()) -> None:
+        """`allow` has classes and functions, their qualified names, or pairs of both as torch takes them."""
+        self.by_name: dict[str, Any] = {}
+        self.to_import: set[str] = set()
+        self.refused: set[str] = set()
+        self.failed: dict[str, str] = {}
+        """Why an allowed name could not be imported."""
+        for registered in torch.serialization.get_safe_globals():
+            named = _named(registered)
+            if named:
+                self.by_name.setdefault(*named)
+        for entry in allow:
+            named = _named(entry)
+            if isinstance(entry, str):
+                self.to_import.add(entry)
+            elif named:
+                self.by_name[named[0]] = named[1]
+            else:
+                raise SourceTypeError(
+                    "what is allowed must have a name",
+                    where="allow",
+                    expected="classes, functions, or their qualified names as text",
+                    found=repr(entry)[:100],
+                )
+
+    def find(self, name: str) -> object:
+        """What `name` stands for; a `Refused` where it is not allowed."""
+        known = _builtin().get(name)
+        if known is not None:
+            return known
+        module, _, last = name.rpartition(".")
+        if last in STORAGE_DTYPES and (module in ("torch", "torch.storage") or module in _DEVICE_MODULES):
+            return StorageType(name, STORAGE_DTYPES[last])
+        if not is_never(name):
+            for alias in _aliases(name):
+                if alias in self.by_name:
+                    return Allowed(name, self.by_name[alias])
+                if alias in self.to_import:
+                    try:
+                        return Allowed(name, pkgutil.resolve_name(alias))
+                    except Exception as error:
+                        # An import runs whatever is in the module, which may raise anything.
+                        self.failed[name] = f"{type(error).__name__}: {error}"
+        self.refused.add(name)
+        return Refused(name)
+
+
+_DEVICE_MODULES = frozenset(f"torch.{device}" for device in ("cuda", "xpu", "hpu", "mps", "npu", "mtia"))
+
+
+def is_never(name: str) -> bool:
+    """Whether `name` may not be allowed at all."""
+    return name in NEVER or name.partition(".")[0] in NEVER
+
+
+def _aliases(name: str) -> tuple[str, ...]:
+    """numpy has moved what every array names."""
+    for old, new in (("numpy.core.", "numpy._core."), ("numpy._core.", "numpy.core.")):
+        if name.startswith(old):
+            return name, new + name.removeprefix(old)
+    return (name,)
+
+
+def _named(entry: object) -> tuple[str, object] | None:
+    if isinstance(entry, tuple) and len(entry) == 2 and isinstance(entry[1], str):
+        return entry[1], entry[0]
+    module, name = getattr(entry, "__module__", None), getattr(entry, "__qualname__", None)
+    return (f"{module}.{name}", entry) if isinstance(module, str) and isinstance(name, str) else None
+
+
+@cache
+def _builtin() -> dict[str, object]:
+    """Every name that is allowed without asking, but for the storage classes."""
+    found: dict[str, object] = {f"torch.{k}": v for k, v in vars(torch).items() if isinstance(v, torch.dtype)}
+
+    def know(name: str, call: Callable[..., object] | None, real: object = None, copies: bool = False) -> None:
+        found[name] = Known(name, call, real=real, copies=copies)
+
+    for name, (call, real) in _VALUES.items():
+        know(name, call, real, copies=True)
+    for name, call in rebuild.FUNCTIONS.items():
+        know(name, call)
+    for scheme in ("per_tensor_affine", "per_tensor_symmetric", "per_channel_affine", "per_channel_symmetric"):
+        found[f"torch.{scheme}"] = getattr(torch, scheme)
+    found["torch.per_channel_affine_float_qparams"] = torch.per_channel_affine_float_qparams
+    know("torch.Tensor", rebuild.old_tensor, torch.Tensor)
+    know("torch.nn.parameter.Parameter", rebuild.old_tensor, torch.nn.Parameter)
+    found["torch.nn.Parameter"] = found["torch.nn.parameter.Parameter"]
+    for storage in STORAGE_DTYPES:
+        for module in ("torch", "torch.cuda", "torch.sparse", "torch.cuda.sparse"):
+            know(f"{module}.{storage.replace('Storage', 'Tensor')}", rebuild.old_tensor)
+    return found
+
+
+# The plain values. Each copies at most what it is given.
+
+
+def _items(values: object) -> list[Any]:
+    if not isinstance(values, list | tuple | set | frozenset):
+        raise PickleError("the pickle is damaged: items that are no list", found=type(values).__name__)
+    items = list(values)
+    for item in items:
+        check_key(item)
+    return items
+
+
+def _ordered_dict(pairs: object = ()) -> OrderedDict[Any, Any]:
+    if type(pairs) is dict:
+        return OrderedDict(pairs)
+    made: OrderedDict[Any, Any] = OrderedDict()
+    if not isinstance(pairs, list | tuple):
+        raise PickleError("the pickle is damaged: a dict of what is no list", found=type(pairs).__name__)
+    for pair in pairs:
+        if type(pair) not in (list, tuple) or len(pair) != 2:
+            raise PickleError("the pickle is damaged: a dict of what is no pair", found=type(pair).__name__)
+        check_key(pair[0])
+        made[pair[0]] = pair[1]
+    return made
+
+
+def _counter(counts: object = None) -> Counter[Any]:
+    made: Counter[Any] = Counter()
+    if type(counts) is dict:
+        dict.update(made, counts)
+    elif counts is not None:
+        raise PickleError("the pickle is damaged: counts that are no dict", found=type(counts).__name__)
+    return made
+
+
+def _encode(text: str, encoding: str = "utf-8") -> bytes:
+    if encoding not in ("latin1", "latin-1", "utf-8", "utf8", "ascii"):
+        raise PickleError("the pickle is damaged: bytes in an encoding that pickle does not use", found=encoding)
+    return codecs.encode(text, encoding)
+
+
+def _bytearray(value: object = b"", encoding: str = "latin-1") -> bytearray:
+    if isinstance(value, str):
+        return bytearray(_encode(value, encoding))
+    if not isinstance(value, bytes | bytearray):
+        # A number would be the size of what is allocated.
+        raise PickleError("the pickle is damaged: a bytearray of what is no bytes", found=type(value).__name__)
+    return bytearray(value)
+
+
+def _bytes(value: object = b"") -> bytes:
+    return bytes(_bytearray(value))
+
+
+def _complex(real: float = 0.0, imaginary: float = 0.0) -> complex:
+    if type(real) not in (int, float) or type(imaginary) not in (int, float):
+        raise PickleError("the pickle is damaged: a complex number of what is no number")
+    return complex(real, imaginary)
+
+
+def _size(values: object = ()) -> torch.Size:
+    return torch.Size(rebuild.dims(values))
+
+
+def _layout(name: object) -> torch.layout:
+    found = getattr(torch, name.removeprefix("torch."), None) if isinstance(name, str) else None
+    if not isinstance(found, torch.layout):
+        raise PickleError("the pickle is damaged: an unknown layout", found=str(name)[:100])
+    return found
+
+
+_VALUES: dict[str, tuple[Callable[..., object], object]] = {
+    "collections.OrderedDict": (_ordered_dict, OrderedDict),
+    "collections.Counter": (_counter, Counter),
+    "builtins.set": (lambda values=(): set(_items(values)), set),
+    "builtins.frozenset": (lambda values=(): frozenset(_items(values)), frozenset),
+    "builtins.bytearray": (_bytearray, bytearray),
+    "builtins.bytes": (_bytes, bytes),
+    "builtins.complex": (_complex, complex),
+    "_codecs.encode": (_encode, codecs.encode),
+    "torch.Size": (_size, torch.Size),
+    "torch.device": (lambda kind, *index: torch.device(kind, *index), torch.device),
+    "torch.serialization._get_layout": (_layout, None),
+}

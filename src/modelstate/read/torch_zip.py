@@ -1,0 +1,163 @@
+"""The zip archives that `torch.save` writes since 1.6: `data.pkl`, and a record for each storage."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from modelstate.errors import (
+    ArchiveError,
+    MissingRecordError,
+    NotACheckpointError,
+    OpenError,
+    PickleError,
+    TensorSizeError,
+    UnsupportedTensorError,
+)
+from modelstate.read.construct import construct
+from modelstate.read.pickled import Flawed, Refused, Storage
+from modelstate.read.source_file import SourceFile
+from modelstate.read.torch_globals import StorageType, TorchGlobals
+from modelstate.read.unpickle import unpickle
+from modelstate.read.zip_directory import ZipDirectory
+from modelstate.spec import Contents
+
+FORMAT = "torch zip"
+
+
+def matches(head: bytes) -> bool:
+    """Whether a file that begins with `head` is a zip archive; what kind is for `read` to say."""
+    return head.startswith((b"PK\3\4", b"PK\5\6"))
+
+
+def read(path: str, *, allow: Sequence[object] = (), skip_forbidden: bool = False) -> Contents:
+    """The table of contents of a file that `torch.save` wrote.
+
+    Reads the archive's directory, its headers and the pickle; no tensor. A storage that was saved by itself is a
+    tensor of one dimension, of bytes where it was untyped. What was on another device is where the file has it.
+
+    Args:
+        path: The file.
+        allow: Classes and functions that the pickle may make and call, or their qualified names, in addition to
+            torch's own `weights_only` list and `torch.serialization.add_safe_globals`.
+        skip_forbidden: Leave placeholders in place of all else, rather than raise.
+
+    Raises:
+        ForbiddenGlobalError: The pickle asks for what is not allowed.
+        NotACheckpointError: A TorchScript program, or an archive of another kind.
+        UnsupportedTensorError: A quantized, nested or meta tensor, or a file of a big-endian machine.
+        OpenError: The file is damaged; a subclass says how.
+    """
+    with SourceFile(path) as file:
+        directory = ZipDirectory(file)
+        prefix = _prefix(directory)
+        _check_byteorder(directory, prefix)
+        data = directory.read(f"{prefix}/data.pkl")
+        names = TorchGlobals(allow)
+        try:
+            value, _ = unpickle(data, 0, _storages(directory, prefix), names)
+            tree = construct(value, path=path, data_nbytes=len(data), names=names, skip_forbidden=skip_forbidden)
+        except OpenError as error:
+            error.where = error.where if error.where.startswith(path) else f"{path}: {error.where or 'data.pkl'}"
+            raise
+    return Contents(FORMAT, tree, (path,))
+
+
+def _prefix(directory: ZipDirectory) -> str:
+    """The directory that everything is in: the one of the first record, as torch has it."""
+    records = directory.records
+    first = next(iter(records), "")
+    prefix = first.partition("/")[0]
+    if f"{prefix}/constants.pkl" in records or any(name.startswith(f"{prefix}/code/") for name in records):
+        raise NotACheckpointError(
+            "a TorchScript program, not a checkpoint",
+            where=directory.file.path,
+            remedy='torch.save(torch.jit.load(path).state_dict(), "state.pt"), and open that',
+        )
+    if "/" in first and f"{prefix}/data.pkl" in records:
+        return prefix
+    has_tensors = any(name.startswith(f"{prefix}/data/") for name in records)
+    if has_tensors and not {f"{prefix}/archive_format", f"{prefix}/.data/extern_modules"} & records.keys():
+        raise MissingRecordError(
+            "the archive has tensors, and no pickle that says what they are",
+            where=directory.file.path,
+            expected=f"{prefix}/data.pkl",
+            remedy="get the file again",
+        )
+    kind, remedy = _kind(records, prefix)
+    raise NotACheckpointError(
+        f"{kind}, not a checkpoint",
+        where=directory.file.path,
+        expected="a file that torch.save wrote",
+        found=", ".join(list(records)[:5]) or "no records",
+        remedy=remedy,
+    )
+
+
+def _kind(records: dict[str, Any], prefix: str) -> tuple[str, str]:
+    if not records:
+        return "an empty zip archive", "get the file again"
+    if f"{prefix}/archive_format" in records:
+        return "a PyTorch program package (.pt2)", "torch.export.load(path).state_dict, saved with torch.save"
+    if f"{prefix}/.data/extern_modules" in records:
+        return "a torch.package archive", "torch.package.PackageImporter(path).load_pickle(...)"
+    if all(name.endswith(".npy") for name in records):
+        return "a NumPy archive (.npz)", "open the mapping {name: torch.from_numpy(array)} that numpy.load(path) gives"
+    if "model.weights.h5" in records:
+        return "a Keras model", "save its weights with safetensors"
+    if "[Content_Types].xml" in records:
+        return "an office document", "give the path of the checkpoint"
+    if any(name.endswith((".dist-info/METADATA", "META-INF/MANIFEST.MF")) for name in records):
+        return "a package of programs", "unpack it, and open the checkpoint in it"
+    if any(name.endswith((".pt", ".pth", ".bin", ".ckpt", ".safetensors")) for name in records):
+        return "an archive with checkpoints in it", "unpack it, and open one of them"
+    return "a zip archive of another kind", "give the path of the checkpoint"
+
+
+def _check_byteorder(directory: ZipDirectory, prefix: str) -> None:
+    name = f"{prefix}/byteorder"
+    record = directory.records.get(name)
+    if record is None:
+        return
+    order = directory.read(name) if record.nbytes < 100 else b""
+    if order == b"big":
+        raise UnsupportedTensorError(
+            "the file was written on a big-endian machine, which is not supported",
+            where=directory.file.path,
+            remedy="load and save it once with torch.load and torch.save on this machine",
+        )
+    if order != b"little":
+        raise ArchiveError(
+            "the byte order is none", where=f"{directory.file.path}: {name}", expected="little", found=order[:20]
+        )
+
+
+def _storages(directory: ZipDirectory, prefix: str) -> Callable[[tuple[Any, ...]], object]:
+    """From what the pickle says of a storage to where it lies."""
+    found: dict[tuple[Any, ...], Storage] = {}
+
+    def persistent(key: tuple[Any, ...]) -> object:
+        if len(key) != 5 or key[0] not in ("storage", b"storage"):
+            raise PickleError("the pickle is damaged: it refers to what is no storage", found=len(key))
+        _, kind, name, _, numel = key
+        if type(kind) is Refused:
+            return kind
+        if type(kind) is not StorageType or type(name) is not str or type(numel) is not int or len(name) > 100:
+            raise PickleError("the pickle is damaged: it refers to a storage that cannot be")
+        short = (kind.dtype, name, numel)
+        if short not in found:
+            region = directory.region(f"{prefix}/data/{name}")
+            nbytes = numel * kind.dtype.itemsize
+            if not 0 <= nbytes <= region.nbytes:
+                return Flawed(
+                    TensorSizeError(
+                        "a storage is shorter in the archive than in the pickle",
+                        expected=f"{numel} elements of {kind.dtype}",
+                        found=f"{region.nbytes} bytes in data/{name}",
+                        remedy="get the file again",
+                    )
+                )
+            if nbytes < region.nbytes:
+                region = type(region)(region.path, region.start, nbytes)
+            found[short] = Storage(kind.dtype, region, numel=numel)
+        return found[short]
+
+    return persistent

@@ -1,0 +1,116 @@
+"""What the tests of torch's formats share: files that torch wrote, and torch as the oracle."""
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from modelstate.read.mapped import Maps
+from modelstate.spec import Contents, StoredComposite, StoredTensor
+
+DTYPES = sorted(
+    (
+        dtype
+        for name, dtype in vars(torch).items()
+        if isinstance(dtype, torch.dtype)
+        and str(dtype) == f"torch.{name}"
+        and not name.startswith(("q", "bits"))
+        and not (name.startswith(("int", "uint")) and int(name.lstrip("uint")) < 8)
+    ),
+    key=str,
+)
+"""Every dtype that torch can save and load, without the quantized ones."""
+
+
+def every_byte(dtype: torch.dtype, numel: int) -> torch.Tensor:
+    """A tensor whose bytes are all different patterns, as far as the dtype allows."""
+    if dtype is torch.bool:
+        return torch.arange(numel) % 3 == 0
+    return (torch.arange(numel * dtype.itemsize) * 37 % 251).to(torch.uint8).view(dtype)
+
+
+def saved(path: Path, value: object, **options: Any) -> str:
+    torch.save(value, path, **options)
+    return str(path)
+
+
+def values(contents: Contents) -> Any:
+    """The tree with its tensors in place of their descriptions."""
+    maps = Maps()
+
+    def made(node: Any) -> Any:
+        if isinstance(node, StoredTensor | StoredComposite):
+            return maps.tensor(node)
+        if isinstance(node, dict):
+            return {key: made(value) for key, value in node.items()}
+        if type(node) in (list, tuple):
+            return type(node)(map(made, node))
+        return node
+
+    return made(contents.tree)
+
+
+def as_bytes(tensor: torch.Tensor) -> bytes:
+    flat = tensor.detach().resolve_conj().resolve_neg().contiguous().reshape(-1)
+    return flat.view(torch.uint8).numpy().tobytes() if flat.numel() else b""
+
+
+def assert_same(found: Any, true: Any) -> None:
+    """Equal to the last bit, and of the same dtypes and shapes."""
+    if isinstance(true, torch.Tensor):
+        assert isinstance(found, torch.Tensor)
+        assert (found.dtype, found.shape, found.layout) == (true.dtype, true.shape, true.layout)
+        if true.layout is torch.sparse_coo:
+            assert found.is_coalesced() == true.is_coalesced()
+            assert_same([found._indices(), found._values()], [true._indices(), true._values()])
+        elif true.layout is not torch.strided:
+            rows = true.layout in (torch.sparse_csr, torch.sparse_bsr)
+            for part in ("crow_indices", "col_indices") if rows else ("ccol_indices", "row_indices"):
+                assert_same(getattr(found, part)(), getattr(true, part)())
+            assert_same(found.values(), true.values())
+        else:
+            if not (true.is_conj() or true.is_neg()):
+                assert found.stride() == true.stride()
+            assert as_bytes(found) == as_bytes(true)
+    elif isinstance(true, Mapping):
+        assert list(found) == list(true)
+        for key in true:
+            assert_same(found[key], true[key])
+    elif isinstance(true, list | tuple):
+        assert type(found) is type(true)
+        assert len(found) == len(true)
+        for one, other in zip(found, true, strict=True):
+            assert_same(one, other)
+    else:
+        assert type(found) is type(true)
+        assert found == true
+
+
+Read = Callable[..., Contents]
+
+
+def rich_tree() -> dict[str, Any]:
+    """Everything that a training checkpoint may hold, and what is hard to read in it."""
+    base = torch.arange(24.0).reshape(4, 6)
+    model = torch.nn.Sequential(torch.nn.Linear(3, 5), torch.nn.BatchNorm1d(5), torch.nn.Linear(5, 2))
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.randn(7, 3)).sum().backward()
+    optimizer.step()
+    return {
+        "step": 12,
+        "model_state": model.state_dict(),
+        "optimizer_state": optimizer.state_dict(),
+        "views": [base, base.t(), base[1:3, ::2], base[0].expand(3, 6), base.as_strided((3, 3), (2, 1), 1)],
+        "shared": (base.view(-1)[4:8], base.view(-1)[6:10]),
+        "scalar": torch.tensor(2.5),
+        "empty": [torch.empty(0), torch.empty(0, 3), torch.empty(2, 0, 5)[:, :, 1:3]],
+        "parameter": torch.nn.Parameter(torch.randn(3)),
+        "frozen": torch.nn.Parameter(torch.randn(3), requires_grad=False),
+        "leaf": torch.randn(2, requires_grad=True),
+        "complex": {"z": torch.randn(3, dtype=torch.complex64), "number": 1 + 2j},
+        "plain": [1, -1, 2**40, -(2**70), 1.5, float("inf"), True, None, "é\n", b"\x00\xff", bytearray(b"ab"), ()],
+        "by_number": {0: torch.ones(1), 1: {"nested": [{"deep": torch.ones(2)}]}},
+        "kinds": [{1, 2}, torch.float16, torch.device("cpu"), torch.Size([2, 3]), torch.strided],
+        "text": {"": "empty key", "a.b": "dots"},
+    }  # fmt: skip
