@@ -64,7 +64,7 @@ types: setup
 	$(BIN)/mypy
 
 pytest: setup
-	$(BIN)/python -m pytest -n $(JOBS) --dist loadgroup
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --dist worksteal
 
 format: setup
 	$(BIN)/ruff format .

@@ -31,7 +31,7 @@ stages.end("second")
     assert 195 * MEGABYTE < found["first"].anonymous_bytes < 230 * MEGABYTE
     assert 195 * MEGABYTE < found["first"].total_bytes < 240 * MEGABYTE
     assert found["first"].facts == {"answer": 42}
-    assert found["second"].seconds - found["first"].seconds == pytest.approx(0.05, abs=0.04)
+    assert found["second"].seconds - found["first"].seconds > 0.05
     assert found["first"].seconds > 0.05
 
 
