@@ -1,0 +1,161 @@
+"""Which file of a directory is the checkpoint.
+
+Every file is looked at, by its content where its name does not say it all. The shards of an index stand behind the
+index. Files that differ only in how they are written are one checkpoint: `model.safetensors` and `pytorch_model.bin`,
+`x.safetensors` and `x.pt`; the safetensors file is taken, or its index, since it can be read without a pickle. Of
+several checkpoints the one named `model` is taken, as in the repositories and training folders of Hugging Face, where
+optimizers lie beside it. Otherwise there must be one only. Subdirectories are not searched.
+"""
+
+import os
+import re
+import stat
+from typing import NamedTuple
+
+from modelstate.errors import (
+    AmbiguousDirectoryError,
+    NoCheckpointError,
+    NotACheckpointError,
+    OpenError,
+    ShardIndexError,
+)
+from modelstate.read import safetensors, sharded, torch_legacy, torch_zip
+from modelstate.read.diagnose import HEAD_BYTES, other_zip
+from modelstate.read.source_file import SourceFile
+
+MODEL = "model"
+_SHARD = re.compile(r"-\d{5}-of-\d{5}\.\w+$")
+_SUFFIX = re.compile(r"\.(safetensors|bin|pt|pth|ckpt|tar)$")
+_INDEX = re.compile(r"\.(safetensors|bin)\.index\.json$")
+_DCP = "python -m torch.distributed.checkpoint.format_utils dcp_to_torch {path} checkpoint.pt"
+_OTHER_TOOLS = (
+    (re.compile(r"\.metadata"), re.compile(r".*\.distcp"), "torch.distributed.checkpoint", _DCP),
+    (re.compile(r"\.snapshot_metadata"), None, "torchsnapshot", "load it with torchsnapshot, then torch.save"),
+    (re.compile(r"saved_model\.pb"), None, "TensorFlow (SavedModel)", "load it with TensorFlow, save with safetensors"),
+    (re.compile(r"_CHECKPOINT_METADATA|manifest\.ocdbt"), None, "Orbax", "load it with Orbax, save with safetensors"),
+)
+
+
+class _Candidate(NamedTuple):
+    name: str
+    is_safetensors: bool = False
+    shards: frozenset[str] = frozenset()
+
+    @property
+    def stem(self) -> str:
+        """What the file is called, however it is written."""
+        stem = self.name.removesuffix(".index.json")
+        return _SUFFIX.sub("", stem).replace("pytorch_model", "model")
+
+
+def find_in(directory: str) -> str:
+    """The path of the checkpoint in a directory.
+
+    Raises `NotACheckpointError` for a directory of another tool's format, `ShardIndexError` where there are shards
+    without their index, `NoCheckpointError`, `AmbiguousDirectoryError`, and `PermissionError`.
+    """
+    entries = sorted(os.scandir(directory), key=lambda entry: entry.name)
+    files = [entry.name for entry in entries if _is_file(entry)]
+    candidates = [found for name in files if (found := _candidate(directory, name))]
+    if not any(found.stem == MODEL for found in candidates):
+        _refuse_other_tools(directory, [entry.name for entry in entries])
+    if not candidates:
+        by_name = [name for name in files if _SUFFIX.search(name)]
+        if len(by_name) == 1:
+            # Reading it says what is wrong with it.
+            return os.path.join(directory, by_name[0])
+        raise _nothing(directory, entries)
+    indexed = frozenset[str]().union(*(found.shards for found in candidates))
+    candidates = [found for found in candidates if found.name not in indexed]
+    if candidates and all(_SHARD.search(found.name) for found in candidates):
+        raise ShardIndexError(
+            "the directory holds shards, and not the index that says what is in them",
+            where=directory,
+            expected="a file *.index.json",
+            found=", ".join(found.name for found in candidates[:4]),
+            remedy="download or copy the index too, or open one shard by itself",
+        )
+    candidates = [found for found in candidates if found.stem == MODEL] or candidates
+    chosen = [found for found in candidates if found.is_safetensors] or candidates
+    if len(chosen) > 1 or len({found.stem for found in candidates}) > 1:
+        raise _several(directory, candidates)
+    return os.path.join(directory, chosen[0].name)
+
+
+def _is_file(entry: os.DirEntry[str]) -> bool:
+    try:
+        return stat.S_ISREG(entry.stat().st_mode)
+    except OSError:
+        # A link whose target is missing is what an interrupted download leaves.
+        return entry.is_symlink()
+
+
+def _candidate(directory: str, name: str) -> _Candidate | None:
+    """What the file is a candidate as. By name alone where the name leaves no doubt: if such a file is damaged, or a
+    pointer to what was never downloaded, another must not be taken in its place."""
+    path = os.path.join(directory, name)
+    if name.startswith("."):
+        return None
+    if name.endswith(".safetensors"):
+        return _Candidate(name, is_safetensors=True)
+    if name == "pytorch_model.bin":
+        return _Candidate(name)
+    try:
+        with SourceFile(path) as file:
+            head = file.read(0, min(file.nbytes, HEAD_BYTES), "its beginning")
+    except OpenError:
+        return None
+    if sharded.matches(head, path) or _INDEX.search(name):
+        shards = _shards(path)
+        in_safetensors = any(shard.endswith(".safetensors") for shard in (*shards, name.removesuffix(".index.json")))
+        return _Candidate(name, in_safetensors, shards) if shards or _INDEX.search(name) else None
+    if safetensors.matches(head):
+        return _Candidate(name, is_safetensors=True)
+    if torch_legacy.matches(head) or (torch_zip.matches(head) and not other_zip(path, head)):
+        return _Candidate(name)
+    return None
+
+
+def _shards(index_path: str) -> frozenset[str]:
+    """The shards of an index; none where it is damaged, which opening it will say."""
+    try:
+        return frozenset(sharded.read_weight_map(index_path).values())
+    except OpenError:
+        return frozenset()
+
+
+def _refuse_other_tools(directory: str, names: list[str]) -> None:
+    for mark, other, tool, remedy in _OTHER_TOOLS:
+        if any(map(mark.fullmatch, names)) and (other is None or any(map(other.fullmatch, names))):
+            raise NotACheckpointError(
+                f"this is a checkpoint of {tool}, which is not read here",
+                where=directory,
+                found=", ".join(names[:6]),
+                remedy=remedy.replace("{path}", directory),
+            )
+
+
+def _nothing(directory: str, entries: list[os.DirEntry[str]]) -> NoCheckpointError:
+    below = [entry.name for entry in entries if entry.is_dir()]
+    there = [entry.name + ("/" if entry.name in below else "") for entry in entries]
+    more = f", and {len(there) - 12} more" if len(there) > 12 else ""
+    return NoCheckpointError(
+        "no file of this directory is a checkpoint",
+        where=directory,
+        expected="model.safetensors, pytorch_model.bin, an index of shards, or one file of torch.save or safetensors",
+        found=(", ".join(there[:12]) + more) or "an empty directory",
+        remedy=f"subdirectories are not searched: give one of {', '.join(below[:6])}" if below else
+        "finish the download or the copy, or give the path of the file to see what it is",
+    )  # fmt: skip
+
+
+def _several(directory: str, candidates: list[_Candidate]) -> AmbiguousDirectoryError:
+    names = [found.name for found in candidates]
+    more = f", and {len(names) - 12} more" if len(names) > 12 else ""
+    return AmbiguousDirectoryError(
+        f"several checkpoints are in this directory, {len(names)} of them",
+        where=directory,
+        expected="one, or one named model",
+        found=", ".join(names[:12]) + more,
+        remedy=f"give the path of the one that is meant: modelstate.open({os.path.join(directory, names[0])!r})",
+    )

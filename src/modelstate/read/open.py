@@ -1,0 +1,139 @@
+"""From a path, a directory or a mapping to a `Checkpoint`: which reader it is for, found by content."""
+
+import errno
+import os
+import stat
+from collections.abc import Mapping, Sequence
+from functools import partial
+from typing import Any
+
+from modelstate.errors import (
+    EmptyFileError,
+    ReadFailedError,
+    ShardIndexError,
+    SourceAccessError,
+    SourceNotFoundError,
+    SourceTypeError,
+)
+from modelstate.read import mapping, safetensors, sharded, torch_legacy, torch_zip
+from modelstate.read.checkpoint import Checkpoint
+from modelstate.read.diagnose import HEAD_BYTES, no_checkpoint, other_zip
+from modelstate.read.directory import find_in
+from modelstate.read.paths import local_path, no_access, not_found, special_file
+from modelstate.read.source_file import SourceFile
+from modelstate.spec import Contents
+
+Source = str | os.PathLike[str] | Mapping[Any, Any]
+
+
+def open(
+    source: Source, *, key: str | None = None, allow: Sequence[object] = (), skip_forbidden: bool = False
+) -> Checkpoint:
+    """Opens a checkpoint: reads names, shapes, dtypes and places, and no tensor bytes.
+
+    `source` is the path of a file of `torch.save`, of a safetensors file, of an index of shards (`*.index.json`), or
+    of a directory with one of these; a `file://` URL; a mapping in memory; or a `Checkpoint`. What a file is, its
+    content says and not its name. Of a directory, `model.safetensors` or its index is taken before `pytorch_model.bin`,
+    and these before other files; without them there must be one checkpoint only.
+
+    `key` is the dotted path of the part that is wanted ("model_state"). `allow` has the classes and functions, or their
+    qualified names, that a pickle may use besides those that torch allows; `skip_forbidden` leaves the others out
+    instead of raising.
+
+    Raises `SourceNotFoundError`, `SourceAccessError` and `SourceTypeError` for what is no readable path;
+    `EmptyFileError`, `UnknownFormatError` (`LfsPointerError`, `HtmlPageError`, `NotACheckpointError`) and
+    `TruncatedFileError` for a file that is no checkpoint or none any more; `NoCheckpointError` and
+    `AmbiguousDirectoryError` for directories; `HeaderLengthError`, `HeaderTooLargeError`, `HeaderSyntaxError`,
+    `UnknownDtypeError`, `TensorRangeError`, `TensorSizeError` and `UnsupportedTensorError` for damaged tensors;
+    `ArchiveError` (`MissingRecordError`, `CompressedRecordError`, `RecordSizeError`), `PickleError` and
+    `ForbiddenGlobalError` for files of torch; `ShardIndexError`, `MissingShardError`, `UnsafePathError` and
+    `DuplicateNameError` for shards: all of them `OpenError`. `KeyNotFoundError` where `key` selects nothing;
+    `ReadFailedError` for an I/O error.
+    """
+    if isinstance(source, Checkpoint):
+        return source if key is None else source.select(key)
+    contents = read_contents(source, allow=allow, skip_forbidden=skip_forbidden)
+    name = "mapping" if isinstance(source, Mapping) else os.fspath(source)
+    return Checkpoint(contents, source=name, key=key)
+
+
+def read_contents(source: Source, *, allow: Sequence[object] = (), skip_forbidden: bool = False) -> Contents:
+    """What a path or a mapping holds: what `open` makes a `Checkpoint` of. Raises what `open` raises."""
+    if isinstance(source, Mapping):
+        return mapping.read(source)
+    given = _path_of(source)
+    path = local_path(given)
+    mode = _mode(path, given)
+    if stat.S_ISDIR(mode):
+        try:
+            path = find_in(path)
+        except PermissionError as error:
+            raise no_access(path, error) from error
+    elif not stat.S_ISREG(mode):
+        raise special_file(path, mode)
+    read_file = partial(_read_file, allow=allow, skip_forbidden=skip_forbidden)
+    head = _head(path)
+    return sharded.read(path, read_file=read_file) if sharded.matches(head, path) else read_file(path)
+
+
+def _path_of(source: object) -> str:
+    found = os.fspath(source) if isinstance(source, str | os.PathLike) else None
+    if isinstance(found, str):
+        return found
+    if hasattr(source, "state_dict"):
+        remedy = "give its .state_dict()"
+    elif hasattr(source, "read"):
+        remedy = "give the path of the file; an open file cannot be mapped, or read from several threads"
+    else:
+        remedy = "give a str, a pathlib.Path or a dict"
+    raise SourceTypeError(
+        "this cannot be opened as a checkpoint",
+        expected="a path, or a mapping from names to tensors",
+        found=f"{type(source).__module__}.{type(source).__qualname__}",
+        remedy=remedy,
+    )
+
+
+def _mode(path: str, given: str) -> int:
+    try:
+        return os.stat(path).st_mode
+    except PermissionError as error:
+        raise no_access(path, error) from error
+    except OSError as error:
+        if error.errno in (errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.ENAMETOOLONG):
+            raise not_found(path, given) from error
+        raise ReadFailedError("the file cannot be opened", where=path, found=error) from error
+
+
+def _head(path: str) -> bytes:
+    try:
+        with SourceFile(path) as file:
+            return file.read(0, min(file.nbytes, HEAD_BYTES), "its beginning")
+    except SourceAccessError as error:
+        raise no_access(path, error) from error
+    except SourceNotFoundError as error:
+        raise not_found(path, path) from error
+
+
+def _read_file(path: str, *, allow: Sequence[object], skip_forbidden: bool) -> Contents:
+    """What one file holds that has the tensors themselves: a shard, or all of a checkpoint."""
+    head = _head(path)
+    if not head:
+        raise EmptyFileError(
+            "the file is empty",
+            where=path,
+            found="0 bytes",
+            remedy="its writer or its download was stopped, or the disk was full: take an older one, or copy it again",
+        )
+    other = other_zip(path, head)
+    if other:
+        raise other
+    if torch_zip.matches(head):
+        return torch_zip.read(path, allow=allow, skip_forbidden=skip_forbidden)
+    if torch_legacy.matches(head):
+        return torch_legacy.read(path, allow=allow, skip_forbidden=skip_forbidden)
+    if safetensors.matches(head):
+        return safetensors.read(path)
+    if sharded.matches(head, path):
+        raise ShardIndexError("an index names another index as a shard", where=path, remedy="open that index")
+    raise no_checkpoint(path, head)

@@ -1,0 +1,111 @@
+"""From what a user gives as a path to a path, and what is wrong where it leads to nothing that can be read."""
+
+import os
+import re
+import stat
+from difflib import get_close_matches
+from urllib.parse import urlsplit
+from urllib.request import url2pathname
+
+from modelstate.errors import SourceAccessError, SourceNotFoundError, SourceTypeError
+
+_URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+://")
+_REPOSITORY = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
+_DOWNLOADS = {
+    "s3": "aws s3 cp [--recursive] {url} .",
+    "gs": "gcloud storage cp [-r] {url} .",
+    "hf": "hf download {rest}",
+    "http": "curl -fLO {url}",
+    "https": "curl -fLO {url}",
+}
+
+
+def local_path(given: str) -> str:
+    """The absolute path, so that it means the same when the working directory changes. `file://` is one too.
+
+    Raises `SourceTypeError` for a URL of another kind, and for what can be no path.
+    """
+    if "\0" in given or not given:
+        raise SourceTypeError("this can be no path", where=repr(given[:80]), remedy="give the path of a checkpoint")
+    if _URL.match(given):
+        url = urlsplit(given)
+        if url.scheme.lower() != "file" or url.netloc not in ("", "localhost"):
+            how = _DOWNLOADS.get(url.scheme.lower(), "")
+            raise SourceTypeError(
+                "a URL is not opened here",
+                where=given,
+                expected="a path",
+                found=f"a URL of {url.scheme}://",
+                remedy=f"download it first: {how.format(url=given, rest=url.netloc + url.path)}".rstrip(": "),
+            )
+        given = url2pathname(url.path)
+    # Taking `x/..` away would be wrong where x is a symbolic link.
+    return os.path.abspath(given) if ".." not in given.split(os.sep) else os.path.join(os.getcwd(), given)
+
+
+def not_found(path: str, given: str) -> SourceNotFoundError:
+    """The error for a path at which there is nothing."""
+    if os.path.islink(path):
+        return SourceNotFoundError(
+            "this is a symbolic link to something that is not there",
+            where=path,
+            found=os.path.realpath(path),
+            remedy="finish the download, or mount what it points to",
+        )
+    parent = os.path.dirname(path)
+    while not os.path.exists(parent) and parent != os.path.dirname(parent):
+        parent = os.path.dirname(parent)
+    close = _nearest(parent, path.removeprefix(parent).lstrip(os.sep).split(os.sep)[0])
+    home = os.path.expanduser(given)
+    if given.startswith("~") and os.path.exists(home):
+        remedy = f"the shell expands ~ and Python does not: {home}"
+    elif close:
+        remedy = "did you mean " + " or ".join(os.path.join(parent, name) for name in close) + "?"
+    elif _REPOSITORY.fullmatch(given) and not os.path.exists(os.path.dirname(path)):
+        remedy = f"if this is a repository of huggingface.co, open what this prints: hf download {given}"
+    else:
+        remedy = "check the path, and the directory that it is relative to"
+    there = "the directory" if os.path.isdir(parent) else "the file"
+    return SourceNotFoundError(
+        "there is no such file or directory", where=path, found=f"{there} {parent} is there", remedy=remedy
+    )
+
+
+def no_access(path: str, error: Exception) -> SourceAccessError:
+    """The error for what may not be read."""
+    try:
+        status = os.stat(path)
+        found = f"{stat.filemode(status.st_mode)}, owner {status.st_uid}; this process is user {os.geteuid()}"
+    except OSError:
+        found = f"{getattr(error, 'strerror', '') or error}; this process is user {os.geteuid()}"
+    return SourceAccessError(
+        "the permission to read is missing",
+        where=path,
+        found=found,
+        remedy=f"ask the owner for: chmod +r {path} (and +x on the directories above), or copy it as the owner",
+    )
+
+
+_SPECIAL = {
+    stat.S_IFIFO: "a pipe",
+    stat.S_IFSOCK: "a socket",
+    stat.S_IFCHR: "a device",
+    stat.S_IFBLK: "a block device",
+}
+
+
+def special_file(path: str, mode: int) -> SourceTypeError:
+    """The error for what is neither a file nor a directory."""
+    return SourceTypeError(
+        "a checkpoint is read at many places, so it must be a file",
+        where=path,
+        found=_SPECIAL.get(stat.S_IFMT(mode), "something else"),
+        remedy="write what comes through it to a file first",
+    )
+
+
+def _nearest(directory: str, name: str) -> list[str]:
+    try:
+        return get_close_matches(name, sorted(os.listdir(directory))[:10_000], n=3)
+    except OSError:
+        return []

@@ -1,0 +1,222 @@
+"""Shards with an index, as Hugging Face's tools write them: `*.index.json`, whose `weight_map` maps names to files.
+
+An index comes from elsewhere as often as the shards do, so it may not make us read any other file. A shard is named
+relative to the directory of the index, never by an absolute path or with `..`. Where its name leads through symbolic
+links, the file it leads to must lie
+
+- in the directory of the index, or
+- in the directory of the file that the index itself is a link to (a tree of links, made by a tool), or
+- in `blobs` of the same repository, where the index lies in the `snapshots` of a Hugging Face cache.
+
+The headers of all shards are read at opening, each once.
+"""
+
+import os
+import stat
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import PurePosixPath, PureWindowsPath
+from typing import Any
+
+from modelstate.errors import (
+    DuplicateNameError,
+    HeaderTooLargeError,
+    MissingShardError,
+    ShardIndexError,
+    UnsafePathError,
+)
+from modelstate.read.json_text import JsonText, JsonTextError, RepeatedKeyError, quote
+from modelstate.read.source_file import SourceFile
+from modelstate.spec import Contents, Stored
+
+MAX_INDEX_BYTES = 100_000_000
+MAX_NAMES = 1_000_000
+WEIGHT_MAP = "weight_map"
+
+
+def matches(head: bytes, path: str) -> bool:
+    """Whether a file that begins so is an index; one that lacks its `weight_map` is known by its name."""
+    begins = head.lstrip(b" \t\r\n").startswith(b"{")
+    return begins and (b'"weight_map"' in head or path.endswith(".index.json"))
+
+
+def read(index_path: str, *, read_file: Callable[[str], Contents]) -> Contents:
+    """What all shards of an index hold: one flat dict, in the order of the shards' names and of their bytes.
+
+    `read_file` opens one shard, whatever its format. Raises `ShardIndexError` where the index is damaged or its names
+    are not those of the shards, `HeaderTooLargeError`, `UnsafePathError`, `MissingShardError`, `DuplicateNameError`,
+    and what `read_file` raises.
+    """
+    weight_map = read_weight_map(index_path)
+    directory = os.path.dirname(index_path)
+    shards = sorted(set(weight_map.values()))
+    paths = _safe_paths(index_path, directory, shards)
+    contents = {shard: read_file(path) for shard, path in zip(shards, paths, strict=True)}
+    trees = {shard: _flat(shard, contents[shard].tree, index_path) for shard in shards}
+    _check_names(index_path, weight_map, trees)
+
+    merged: dict[str, Any] = {}
+    versions: OrderedDict[str, Any] = OrderedDict()
+    for tree in trees.values():
+        merged.update(tree)
+        saved = getattr(tree, "_metadata", None)
+        if isinstance(saved, Mapping):
+            versions.update(saved)
+    if versions:
+        merged = OrderedDict(merged)
+        merged._metadata = versions  # type: ignore[attr-defined]
+    formats = sorted({found.format for found in contents.values()})
+    checksums = {place: crc for found in contents.values() for place, crc in found.checksums.items()}
+    return Contents(" and ".join(formats), merged, (index_path, *paths), _merged_metadata(contents), checksums)
+
+
+def read_weight_map(index_path: str) -> dict[str, str]:
+    """The names of the tensors, each with the name of its shard."""
+    with SourceFile(index_path) as file:
+        if file.nbytes > MAX_INDEX_BYTES:
+            raise HeaderTooLargeError(
+                "the index is larger than that of any model",
+                where=index_path,
+                expected=f"at most {MAX_INDEX_BYTES:,} bytes",
+                found=f"{file.nbytes:,} bytes",
+            )
+        text = file.read(0, file.nbytes, "the index")
+    weight_map: dict[str, str] | None = None
+    json = JsonText(text)
+    try:
+        for key in json.members():
+            if key != WEIGHT_MAP:
+                json.skip()
+            elif weight_map is not None:
+                raise RepeatedKeyError(key, json.at, json.excerpt())
+            else:
+                weight_map = json.strings(MAX_NAMES)
+        json.end()
+    except RepeatedKeyError as error:
+        raise DuplicateNameError(
+            f"the index maps {quote(error.key)} twice",
+            where=f"{index_path}: byte {error.at}",
+            found=error.found,
+            remedy="write the shards again: which of the two is meant cannot be known",
+        ) from error
+    except JsonTextError as error:
+        raise ShardIndexError(
+            f"the index is damaged: {error.what}",
+            where=f"{index_path}: byte {error.at}",
+            expected=error.expected or '{"weight_map": {"name of a tensor": "file", ...}}',
+            found=error.found,
+            remedy="download or copy the index again",
+        ) from error
+    if not weight_map:
+        raise ShardIndexError(
+            "the index has no weight_map, which says what is in which shard, or an empty one",
+            where=index_path,
+            expected='{"weight_map": {"name of a tensor": "file", ...}}',
+            remedy="open the file that holds the tensors, or its directory",
+        )
+    return weight_map
+
+
+def _safe_paths(index_path: str, directory: str, shards: list[str]) -> list[str]:
+    """The paths of the shards, all of which may be read."""
+    unsafe = [quote(shard) for shard in shards if not _is_below(shard)]
+    paths = [] if unsafe else [os.path.join(directory, shard) for shard in shards]
+    roots = _roots(index_path, directory)
+    unsafe += [
+        f"{quote(shard)} -> {os.path.realpath(path)}"
+        for shard, path in zip(shards, paths, strict=False)
+        if not any(os.path.realpath(path).startswith(os.path.join(root, "")) for root in roots)
+    ]
+    if unsafe:
+        raise UnsafePathError(
+            "the index names files outside its directory",
+            where=index_path,
+            expected=f"files in {directory or '.'}, or links to files in it",
+            found=_some(unsafe),
+            remedy="if you trust the index, put the files themselves beside it, or make the index a link to the one "
+            "in their directory",
+        )
+    missing = [shard for shard, path in zip(shards, paths, strict=True) if not os.path.exists(path)]
+    if missing:
+        raise MissingShardError(
+            f"{len(missing)} of {len(shards)} shards are missing",
+            where=index_path,
+            expected=f"in {directory or '.'}: {', '.join(map(quote, missing))}",
+            remedy="finish the download or the copy",
+        )
+    odd = [quote(shard) for shard, path in zip(shards, paths, strict=True) if not stat.S_ISREG(os.stat(path).st_mode)]
+    if odd:
+        raise ShardIndexError("the index names shards that are no files", where=index_path, found=_some(odd))
+    return paths
+
+
+def _is_below(shard: str) -> bool:
+    """Whether the name stays below its directory, as any system would read it."""
+    kinds = (PurePosixPath(shard), PureWindowsPath(shard))
+    return "\0" not in shard and not any(kind.anchor or kind.is_absolute() or ".." in kind.parts for kind in kinds)
+
+
+def _roots(index_path: str, directory: str) -> list[str]:
+    here = os.path.realpath(directory or os.curdir)
+    roots = [here, os.path.dirname(os.path.realpath(index_path))]
+    repository, inside, _ = here.rpartition(os.path.join(os.sep, "snapshots", ""))
+    if inside and os.path.isdir(os.path.join(repository, "blobs")):
+        roots.append(os.path.join(repository, "blobs"))
+    return roots
+
+
+def _flat(shard: str, tree: object, index_path: str) -> Mapping[str, Any]:
+    if isinstance(tree, Mapping) and all(isinstance(name, str) for name in tree):
+        return tree
+    raise ShardIndexError(
+        f"the shard {quote(shard)} is not a flat mapping of names to tensors",
+        where=index_path,
+        found=type(tree).__name__,
+        remedy="open the shard by itself",
+    )
+
+
+def _check_names(index_path: str, weight_map: Mapping[str, str], trees: Mapping[str, Mapping[str, Any]]) -> None:
+    """Every name is in the shard that the index gives for it, and in no other."""
+    holders: dict[str, list[str]] = {}
+    for shard, tree in trees.items():
+        for name, value in tree.items():
+            if isinstance(value, Stored) or name in weight_map:
+                holders.setdefault(name, []).append(shard)
+    twice = [
+        f"{quote(name)} in {' and '.join(map(quote, shards))}" for name, shards in holders.items() if len(shards) > 1
+    ]
+    if twice:
+        raise DuplicateNameError(
+            f"{len(twice)} names are in more than one shard",
+            where=index_path,
+            found=_some(twice),
+            remedy="shards of two checkpoints may be mixed here: download or write them again, elsewhere",
+        )
+    lacking = [f"{quote(name)} in {quote(shard)}" for name, shard in weight_map.items() if holders.get(name) != [shard]]
+    unnamed = [f"{quote(name)} in {quote(shards[0])}" for name, shards in holders.items() if name not in weight_map]
+    if lacking or unnamed:
+        raise ShardIndexError(
+            "the shards do not hold what the index says: "
+            f"{len(lacking)} tensors are not in their shard, {len(unnamed)} are not in the index",
+            where=index_path,
+            expected=_some(lacking),
+            found=_some(unnamed),
+            remedy="index and shards may be of different versions: download or write them again, elsewhere",
+        )
+
+
+def _merged_metadata(contents: Mapping[str, Contents]) -> dict[str, str]:
+    """What the shards say of themselves; where they differ, under `shard:key`."""
+    merged: dict[str, str] = {}
+    for key in dict.fromkeys(key for found in contents.values() for key in found.metadata):
+        said = {shard: found.metadata[key] for shard, found in contents.items() if key in found.metadata}
+        values = set(said.values())
+        merged |= {key: values.pop()} if len(values) == 1 else {f"{shard}:{key}": v for shard, v in said.items()}
+    return merged
+
+
+def _some(items: Iterable[str], most: int = 5) -> str:
+    items = list(items)
+    more = f", and {len(items) - most} more" if len(items) > most else ""
+    return ", ".join(items[:most]) + more
