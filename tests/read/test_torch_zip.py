@@ -7,6 +7,7 @@ import struct
 import time
 import warnings
 import zipfile
+import zlib
 from pathlib import Path
 from typing import Any
 
@@ -81,6 +82,14 @@ def test_what_a_tensor_says_of_itself(tmp_path: Path) -> None:
     assert found["q"].attributes == {"colour": "red"}
     assert (found["other"].is_parameter, found["other"].requires_grad) == (False, True)
     assert not found["buffer"].is_parameter
+
+
+def test_checksums_of_storages_are_kept(tmp_path: Path) -> None:
+    path = saved(tmp_path / "x.pt", {"a": torch.arange(5.0), "b": torch.empty(0)})
+    contents = torch_zip.read(path)
+    region = contents.tree["a"].storage  # type: ignore[index]
+    data = Path(path).read_bytes()[region.start : region.start + region.nbytes]
+    assert contents.checksums == {region: zlib.crc32(data)}
 
 
 def test_root_may_be_a_tensor_or_a_list(tmp_path: Path) -> None:

@@ -1,6 +1,7 @@
 """The zip archives that `torch.save` writes since 1.6: `data.pkl`, and a record for each storage."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 from modelstate.errors import (
@@ -18,7 +19,7 @@ from modelstate.read.source_file import SourceFile
 from modelstate.read.torch_globals import StorageType, TorchGlobals
 from modelstate.read.unpickle import unpickle
 from modelstate.read.zip_directory import ZipDirectory
-from modelstate.spec import Contents
+from modelstate.spec import ByteRange, Contents
 
 FORMAT = "torch zip"
 
@@ -53,12 +54,13 @@ def read(path: str, *, allow: Sequence[object] = (), skip_forbidden: bool = Fals
         data = directory.read(f"{prefix}/data.pkl")
         names = TorchGlobals(allow)
         try:
-            value, _ = unpickle(data, 0, _storages(directory, prefix), names)
+            storages = _Storages(directory, prefix)
+            value, _ = unpickle(data, 0, storages.find, names)
             tree = construct(value, path=path, data_nbytes=len(data), names=names, skip_forbidden=skip_forbidden)
         except OpenError as error:
             error.where = error.where if error.where.startswith(path) else f"{path}: {error.where or 'data.pkl'}"
             raise
-    return Contents(FORMAT, tree, (path,))
+    return Contents(FORMAT, tree, (path,), checksums=storages.checksums)
 
 
 def _prefix(directory: ZipDirectory) -> str:
@@ -130,11 +132,17 @@ def _check_byteorder(directory: ZipDirectory, prefix: str) -> None:
         )
 
 
-def _storages(directory: ZipDirectory, prefix: str) -> Callable[[tuple[Any, ...]], object]:
+class _Storages:
     """From what the pickle says of a storage to where it lies."""
-    found: dict[tuple[Any, ...], Storage] = {}
 
-    def persistent(key: tuple[Any, ...]) -> object:
+    def __init__(self, directory: ZipDirectory, prefix: str) -> None:
+        self.directory = directory
+        self.prefix = prefix
+        self.found: dict[tuple[Any, ...], Storage] = {}
+        self.checksums: dict[ByteRange, int] = {}
+
+    def find(self, key: tuple[Any, ...]) -> object:
+        """The storage that a persistent id names."""
         if len(key) != 5 or key[0] not in ("storage", b"storage"):
             raise PickleError("the pickle is damaged: it refers to what is no storage", found=len(key))
         _, kind, name, _, numel = key
@@ -143,8 +151,9 @@ def _storages(directory: ZipDirectory, prefix: str) -> Callable[[tuple[Any, ...]
         if type(kind) is not StorageType or type(name) is not str or type(numel) is not int or len(name) > 100:
             raise PickleError("the pickle is damaged: it refers to a storage that cannot be")
         short = (kind.dtype, name, numel)
-        if short not in found:
-            region = directory.region(f"{prefix}/data/{name}")
+        if short not in self.found:
+            record = f"{self.prefix}/data/{name}"
+            region = self.directory.region(record)
             nbytes = numel * kind.dtype.itemsize
             if not 0 <= nbytes <= region.nbytes:
                 return Flawed(
@@ -155,9 +164,9 @@ def _storages(directory: ZipDirectory, prefix: str) -> Callable[[tuple[Any, ...]
                         remedy="get the file again",
                     )
                 )
-            if nbytes < region.nbytes:
-                region = type(region)(region.path, region.start, nbytes)
-            found[short] = Storage(kind.dtype, region, numel=numel)
-        return found[short]
-
-    return persistent
+            crc32 = self.directory.records[record].crc32
+            if crc32:
+                self.checksums[region] = crc32
+            region = region if nbytes == region.nbytes else replace(region, nbytes=nbytes)
+            self.found[short] = Storage(kind.dtype, region, numel=numel)
+        return self.found[short]
