@@ -1,3 +1,17 @@
 """modelstate moves model state between files and live PyTorch models: all or nothing, with every reference kept."""
 
+from modelstate.errors import ModelStateError as ModelStateError
+from modelstate.errors import PlanError as PlanError
+from modelstate.place.load import load as load
+from modelstate.place.load import plan as plan
 from modelstate.place.load_state_dict import load_state_dict as load_state_dict
+from modelstate.place.report import Report as Report
+from modelstate.place.skeleton import skeleton as skeleton
+from modelstate.plan.plan import Plan as Plan
+from modelstate.plan.rules import Prefix as Prefix
+from modelstate.plan.rules import Rename as Rename
+from modelstate.read.checkpoint import Checkpoint as Checkpoint
+from modelstate.read.open import open as open
+from modelstate.spec import TensorSpec as TensorSpec
+
+__version__ = "0.1.0"

@@ -38,9 +38,12 @@ ModelStateError
 ├── AmbiguousKeyError                 (ValueError) several state dicts, and none stands out
 ├── ReadFailedError                   (OSError) an I/O error or a short read while tensors were read
 ├── ReadTargetError                   (ValueError) `read_into` a tensor that does not fit
+├── ChecksumError                     (ValueError) bytes that are not what their checksum says, or have none
+├── OptionError                       (TypeError) an argument that means nothing
 ├── RuleError                         (ValueError) a rule that cannot be applied
 ├── PlanError                         (RuntimeError) a plan that has problems; see `.problems`
 ├── StalePlanError                    (RuntimeError) the model is no longer what was planned for
+├── ModelCodeError                    (RuntimeError) a hook, an override or `set_extra_state` of the model raised
 ├── TransformError                    (ValueError) a transform that raised, or returned something unusable
 ├── PlacementError                    (RuntimeError) a value that cannot be put in its place
 └── MemoryBudgetError                 (MemoryError)
@@ -225,6 +228,14 @@ class ReadTargetError(ModelStateError, ValueError):
     """The tensor to read into does not fit what is read."""
 
 
+class ChecksumError(ModelStateError, ValueError):
+    """The bytes of a tensor are not what its checksum says; or there is no checksum to tell."""
+
+
+class OptionError(ModelStateError, TypeError):
+    """An argument of a kind that means nothing here."""
+
+
 class RuleError(ModelStateError, ValueError):
     """A rule that cannot be applied."""
 
@@ -240,6 +251,10 @@ class PlanError(ModelStateError, RuntimeError):
 
 class StalePlanError(ModelStateError, RuntimeError):
     """The model or the checkpoint is no longer what was planned for, or the plan has been applied."""
+
+
+class ModelCodeError(ModelStateError, RuntimeError):
+    """Code of the model raised while it was loaded; what it raised is the cause."""
 
 
 class TransformError(ModelStateError, ValueError):

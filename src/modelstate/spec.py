@@ -143,7 +143,7 @@ class TensorSpec:
 
     @property
     def kind(self) -> str:
-        """"strided", or what the tensor is made as."""
+        """ "strided", or what the tensor is made as."""
         if isinstance(self.stored, StoredTensor):
             return "strided"
         if isinstance(self.stored, StoredComposite):

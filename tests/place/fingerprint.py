@@ -12,7 +12,14 @@ def raw(tensor: torch.Tensor) -> Any:
         if torch.nn.parameter.is_lazy(tensor):
             return type(tensor).__name__, "lazy"
         attributes = {k: described(v) for k, v in getattr(tensor, "__dict__", {}).items()}
-        head = (type(tensor).__name__, tuple(tensor.shape), tensor.dtype, tensor.device, tensor.requires_grad, attributes)
+        head = (
+            type(tensor).__name__,
+            tuple(tensor.shape),
+            tensor.dtype,
+            tensor.device,
+            tensor.requires_grad,
+            attributes,
+        )
         if type(tensor).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__ or tensor.is_meta:
             return head
         if tensor.layout is not torch.strided:

@@ -121,9 +121,7 @@ CASES: dict[str, Callable[[nn.Module], Any]] = {
     "strided values": edited(first__weight=lambda t: t.t().contiguous().t(), table=lambda t: t[:, :1].expand(2, 3)),
     "values on meta": edited(first__weight=lambda t: t.to("meta")),
     "sparse into dense": edited(first__weight=lambda t: t.to_sparse()),
-    "quantized into dense": edited(
-        first__weight=lambda t: torch.quantize_per_tensor(t, 0.1, 0, torch.qint8)
-    ),
+    "quantized into dense": edited(first__weight=lambda t: torch.quantize_per_tensor(t, 0.1, 0, torch.qint8)),
     "float8": edited(first__weight=lambda t: t.to(torch.float8_e4m3fn)),
     "parameters as values": edited(first__weight=nn.Parameter, table=nn.Parameter),
     "integers into parameters": edited(first__weight=lambda t: t.to(torch.int64)),
@@ -191,7 +189,8 @@ def rename_before(module: nn.Module) -> None:
 
 def children_before(module: nn.Module) -> None:
     def hook(owner: nn.Module, state: Any, prefix: str, metadata: Any, strict: bool, missing: Any, *_: Any) -> None:
-        assert owner is module and strict is True
+        assert owner is module
+        assert strict is True
         for key in [key for key in state if key.startswith(prefix + "body.")]:
             state[key.replace("body.", "tail.")] = state.pop(key)
 
@@ -334,8 +333,8 @@ def spoiled(make_state: Callable[[nn.Module], Any]) -> Callable[[nn.Module], Any
 
 
 def old_weight_norm(module: nn.Module) -> Any:
-    state = randomised(nn.Sequential(nn.utils.weight_norm(nn.Linear(3, 4)), nn.Linear(4, 4)))  # type: ignore[no-untyped-call]
-    return state
+    old: Any = nn.utils.weight_norm
+    return randomised(nn.Sequential(old(nn.Linear(3, 4)), nn.Linear(4, 4)))
 
 
 def quantized() -> nn.Module:

@@ -3,6 +3,7 @@
 import warnings
 import weakref
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -12,7 +13,9 @@ from torch.nn.modules.module import _IncompatibleKeys
 from modelstate.place.swap import swap_back
 from modelstate.plan.journal import Journal, Write
 from modelstate.plan.memento import same_place
+from modelstate.plan.placement import copy_cannot_fail, is_plain
 from modelstate.plan.recorder import Outcome, walk
+from modelstate.plan.torch_private import is_tensor_like, module_load, swap_tensors, use_count
 
 
 def load_state_dict(
@@ -77,7 +80,7 @@ class _TorchTake:
     def tensor(
         self, module: nn.Module, name: str, key: str, param: torch.Tensor, value: Any, assign: bool, errors: list[str]
     ) -> None:
-        if not torch.overrides.is_tensor_like(value):
+        if not is_tensor_like(value):
             errors.append(
                 f'While copying the parameter named "{key}", '
                 f"expected torch.Tensor or Tensor-like object from checkpoint but received {type(value)}"
@@ -157,7 +160,7 @@ class _Assign(Write):
                 before = value.requires_grad
                 value.requires_grad_(requires_grad)
                 if journal is not None:
-                    journal.undo(lambda: value.requires_grad_(before) and None)
+                    journal.undo(partial(setattr, value, "requires_grad", before))
         setattr(self.module, self.name, value)
 
 
@@ -173,7 +176,7 @@ class _Swap(Write):
         if journal is not None:
             journal.save(param)
         with torch.no_grad():
-            new = param.module_load(self.value, assign=self.assign)
+            new = module_load(param, self.value, assign=self.assign)
             if new is self.value or new is param:
                 raise RuntimeError(
                     "module_load returned one of self or other, please .detach() "
@@ -184,46 +187,9 @@ class _Swap(Write):
                     new = nn.Parameter(new, requires_grad=param.requires_grad)
                 else:
                     new.requires_grad_(param.requires_grad)
-            torch.utils.swap_tensors(param, new)
+            swap_tensors(param, new)
         if journal is not None:
             journal.undo(lambda: swap_back(param, new))
-
-
-_COPYABLE = frozenset(
-    [
-        *(torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.complex64, torch.complex128),
-        *(torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool),
-    ]
-)
-
-
-def copy_cannot_fail(target: torch.Tensor, value: torch.Tensor) -> bool:
-    """Whether `target.copy_(value)` is sure to succeed, the shapes being equal."""
-    return (
-        is_plain(target)
-        and is_plain(value)
-        and target.dtype in _COPYABLE
-        and value.dtype in _COPYABLE
-        and not value.is_meta
-        and not target.is_inference()
-        and (target.is_meta or target.is_contiguous() or _is_dense(target))
-        and (target.is_meta or _has_its_memory(target))
-    )
-
-
-def is_plain(tensor: torch.Tensor) -> bool:
-    """Whether the tensor is a strided one with nothing on top: no subclass that has a say in what happens to it."""
-    return type(tensor) in (torch.Tensor, nn.Parameter, nn.Buffer) and tensor.layout is torch.strided
-
-
-def _is_dense(tensor: torch.Tensor) -> bool:
-    """Whether no two elements share memory and none lie apart."""
-    order = sorted(range(tensor.dim()), key=tensor.stride)
-    return tensor.permute(order[::-1]).is_contiguous()
-
-
-def _has_its_memory(tensor: torch.Tensor) -> bool:
-    return tensor.untyped_storage().nbytes() >= (tensor.storage_offset() + tensor.numel()) * tensor.itemsize
 
 
 def _assign_cannot_fail(module: nn.Module, param: torch.Tensor, value: torch.Tensor) -> bool:
@@ -241,4 +207,4 @@ def _swap_cannot_fail(param: torch.Tensor, value: torch.Tensor, assign: bool) ->
         return False
     if assign and param.requires_grad and not (value.is_floating_point() or value.is_complex()):
         return False
-    return param._use_count() == 1 and (assign or copy_cannot_fail(param, value))
+    return use_count(param) == 1 and (assign or copy_cannot_fail(param, value))

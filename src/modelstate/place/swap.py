@@ -1,10 +1,23 @@
 """Exchanging what two tensors are, under their identities."""
 
 import torch
+from torch import nn
+
+from modelstate.plan.torch_private import swap_impl
 
 
 def swap_back(a: torch.Tensor, b: torch.Tensor) -> None:
     """Undoes `torch.utils.swap_tensors(a, b)`, without its checks: what was swapped once can be swapped back."""
     a.__class__, b.__class__ = b.__class__, a.__class__
     a.__dict__, b.__dict__ = b.__dict__, a.__dict__
-    torch._C._swap_tensor_impl(a, b)
+    swap_impl(a, b)
+
+
+def give_memory(tensor: torch.Tensor, value: torch.Tensor) -> None:
+    """Makes a plain tensor show the memory of `value`, under its own identity, class and `requires_grad`.
+
+    This works where assigning `.data` does not: from the meta device. A gradient, which has no values either, is lost.
+    """
+    made = value.detach()
+    other = nn.Parameter(made, requires_grad=tensor.requires_grad) if isinstance(tensor, nn.Parameter) else made
+    swap_impl(tensor, other)

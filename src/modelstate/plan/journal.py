@@ -15,7 +15,8 @@ import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
-from modelstate.plan.memento import Memento, storage_id, tensor_state
+from modelstate.plan.memento import Memento, tensor_state
+from modelstate.plan.torch_private import storage_id, storage_of, without_subclasses
 
 
 class Write:
@@ -41,6 +42,8 @@ class Journal:
     def __init__(self, root: nn.Module) -> None:
         self.writes: list[Write] = []
         """All writes, in their order; those that were carried out already are `done`."""
+        self.used: set[int] = set()
+        """Storages that the model's code has used, whoever they belong to, by `storage_id`."""
         self.entangled = False
         """Whether a write reads from the module's own memory, so that the order of all writes matters."""
         self._root = root
@@ -93,7 +96,7 @@ class Journal:
 
     def save(self, tensor: torch.Tensor) -> None:
         """Saves the bytes and the place of a tensor, once."""
-        with torch._C.DisableTorchFunctionSubclass():
+        with without_subclasses():
             self._undo.append(tensor_state(tensor))
             self._save_bytes(tensor)
             for inner in getattr(tensor, "__dict__", {}).values():
@@ -103,8 +106,7 @@ class Journal:
     def _save_bytes(self, tensor: torch.Tensor) -> None:
         key = storage_id(tensor)
         if key and key not in self._saved and tensor.device.type != "meta":
-            with torch._C.DisableTorchFunctionSubclass():
-                storage = tensor.untyped_storage()
+            storage: Any = storage_of(tensor)
             self._saved[key] = (storage, storage.clone())
 
     @contextmanager
@@ -130,6 +132,7 @@ class Journal:
     def touched(self, tensor: torch.Tensor) -> None:
         """The model's code is about to use a tensor."""
         keys = _keys(tensor)
+        self.used.update(keys[1:])
         if self.entangled:
             self.flush()
         for key in keys:
@@ -177,7 +180,7 @@ class Journal:
             function()
         if self._memento is not None:
             self._memento.restore()
-        with torch._C.DisableTorchFunctionSubclass(), torch.no_grad():
+        with without_subclasses(), torch.no_grad():
             for storage, kept in self._saved.values():
                 storage.copy_(kept, non_blocking=False)
         self._undo.clear()

@@ -10,6 +10,8 @@ from typing import Any
 import numpy as np
 import torch
 
+from modelstate.plan.torch_private import can_set_data, storage_id, swap_impl, without_subclasses
+
 _ATOMS = (str, int, float, complex, bool, bytes, type(None), type, torch.dtype, torch.device, torch.Size, range)
 _CODE = (
     types.FunctionType,
@@ -61,7 +63,7 @@ class Memento:
 
     def _visit_tensor(self, tensor: torch.Tensor) -> Iterable[object]:
         self.tensors[id(tensor)] = tensor
-        with torch._C.DisableTorchFunctionSubclass():
+        with without_subclasses():
             self._restores.append(tensor_state(tensor))
             grad = tensor.grad if tensor.is_leaf else None
         attributes = getattr(tensor, "__dict__", None)
@@ -74,9 +76,7 @@ class Memento:
 
         def restore() -> None:
             now = list(base.items(found))
-            if len(now) != len(kept) or any(
-                a is not c or b is not d for (a, b), (c, d) in zip(now, kept, strict=True)
-            ):
+            if len(now) != len(kept) or any(a is not c or b is not d for (a, b), (c, d) in zip(now, kept, strict=True)):
                 base.clear(found)
                 for key, value in kept:
                     base.__setitem__(found, key, value)
@@ -190,7 +190,7 @@ def tensor_state(tensor: torch.Tensor) -> Callable[[], None]:
     grad = tensor.grad if is_leaf else None
 
     def restore() -> None:
-        with torch._C.DisableTorchFunctionSubclass(), torch.no_grad():
+        with without_subclasses(), torch.no_grad():
             if type(tensor) is not cls:
                 tensor.__class__ = cls
             if alias is not None and not same_place(tensor, alias):
@@ -225,16 +225,7 @@ def same_place(tensor: torch.Tensor, alias: torch.Tensor) -> bool:
 
 def put_back(tensor: torch.Tensor, alias: torch.Tensor) -> None:
     """Makes `tensor` show what `alias` shows, under its own identity."""
-    if torch._has_compatible_shallow_copy_type(tensor, alias):
+    if can_set_data(tensor, alias):
         tensor.data = alias
     else:
-        torch._C._swap_tensor_impl(tensor, alias.detach().requires_grad_(tensor.requires_grad))
-
-
-def storage_id(tensor: torch.Tensor) -> int:
-    """The address of the storage object of a strided tensor; 0 where it has none of its own (wrapper subclasses)."""
-    try:
-        with torch._C.DisableTorchFunctionSubclass():
-            return int(tensor.untyped_storage()._cdata)
-    except (NotImplementedError, RuntimeError):
-        return 0
+        swap_impl(tensor, alias.detach().requires_grad_(tensor.requires_grad))

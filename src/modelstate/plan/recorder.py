@@ -148,10 +148,8 @@ def _load_local(
         with recording.journal.model_code():
             hook(state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs)
     hidden = module._non_persistent_buffers_set
-    local_state = {name: param for name, param in module._parameters.items() if param is not None}
-    local_state |= {
-        name: buffer for name, buffer in module._buffers.items() if buffer is not None and name not in hidden
-    }
+    buffers = {name: buffer for name, buffer in module._buffers.items() if name not in hidden}
+    local_state = {name: there for name, there in (module._parameters | buffers).items() if there is not None}
     assign = local_metadata.get("assign_to_params_buffers", False)
     for name, param in local_state.items():
         key = prefix + name
@@ -226,5 +224,3 @@ def _dispatch(self: nn.Module, state_dict: Any, prefix: str, local_metadata: Any
             _load_local(stack[-1], self, state_dict, prefix, local_metadata, *rest, **named)
     else:
         _stock_load(self, state_dict, prefix, local_metadata, *rest, **named)
-
-

@@ -12,6 +12,7 @@ from modelstate.errors import KeyNotFoundError, ReadTargetError, TensorNotFoundE
 from modelstate.read.mapped import Maps
 from modelstate.read.ranges import Request, coalesce, read_batches
 from modelstate.read.tree import FlatTree, flatten, rebuild, subtree
+from modelstate.read.verify import verify
 from modelstate.spec import ByteRange, Contents, Stored, StoredComposite, StoredTensor, TensorSpec
 
 BATCH_BYTES = 8 << 20
@@ -91,13 +92,18 @@ class Checkpoint(Mapping[str, TensorSpec]):
 
     @property
     def format(self) -> str:
-        """"torch zip", "torch legacy", "safetensors" or "mapping"; the shards' where there are several files."""
+        """ "torch zip", "torch legacy", "safetensors" or "mapping"; the shards' where there are several files."""
         return self._contents.format
 
     @property
     def files(self) -> tuple[str, ...]:
         """The files that were read."""
         return self._contents.files
+
+    @property
+    def checksums(self) -> Mapping[ByteRange, int]:
+        """CRC-32 of the storages that the file keeps one of."""
+        return self._contents.checksums
 
     @property
     def nbytes(self) -> int:
@@ -222,6 +228,15 @@ class Checkpoint(Mapping[str, TensorSpec]):
         """Reads many ranges of this checkpoint's files at once. Raises `ReadFailedError`."""
         batches = coalesce(requests, batch_bytes=BATCH_BYTES, gap_bytes=GAP_BYTES)
         read_batches(batches, threads=threads or read_threads(), sizes=self._sizes, on_read=on_read)
+
+    def verify(self) -> int:
+        """Reads every tensor's storage and compares it with the checksum that the file keeps of it.
+
+        Returns the number of bytes that were verified. Raises `ChecksumError` that names the tensors whose bytes are
+        damaged, or that says that the file has no checksums (safetensors files and mappings have none; torch's zip
+        files do), and `ReadFailedError`.
+        """
+        return verify(self)
 
     def maps(self) -> Maps:
         """New maps of the files, shared with no one."""

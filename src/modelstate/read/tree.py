@@ -1,5 +1,6 @@
 """The tree of a checkpoint, and its flat view: names joined with dots, tensors on one side, values on the other."""
 
+from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -145,11 +146,8 @@ def rebuild(node: object, tensor: Callable[[Stored], torch.Tensor]) -> Any:
 
 def _as_type(node: Mapping[Any, Any], made: dict[Any, Any]) -> Any:
     """The class of the mapping where it is one of the usual ones, which lose nothing by this."""
-    from collections import Counter, OrderedDict, defaultdict
-
     if isinstance(node, defaultdict):
         return defaultdict(node.default_factory, made)
-    for cls in (OrderedDict, Counter):
-        if type(node) is cls:
-            return cls(made)
-    return made
+    if type(node) is OrderedDict:
+        return OrderedDict(made)
+    return Counter(made) if type(node) is Counter else made

@@ -46,7 +46,7 @@ def unpickle(
     except Exception as error:
         # Whatever a damaged pickle provokes (an empty stack, a key of the memo that is not there, text that is no
         # UTF-8) means the same to the caller.
-        if machine.pos >= len(data) or isinstance(error, struct.error):
+        if isinstance(error, struct.error) or str(error) == "index out of range":
             raise _ends_early(len(data)) from error
         raise PickleError(
             "the pickle is damaged",

@@ -1,0 +1,234 @@
+"""From a checkpoint into a live model: plan, stage, commit."""
+
+import os
+import time
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from modelstate.errors import ModelStateError, OptionError, PlacementError, ReadFailedError, StalePlanError
+from modelstate.place.optimizers import check_optimizers, follow
+from modelstate.place.place import Place
+from modelstate.place.progress import progress_bar
+from modelstate.place.report import Loaded, Report
+from modelstate.place.stage import check_budget, read_in_place, stage
+from modelstate.plan.plan import Options, Plan
+from modelstate.plan.prepare import Preparation
+from modelstate.plan.rules import Rule, check_rules
+from modelstate.read.checkpoint import Checkpoint
+from modelstate.read.open import open as open_checkpoint
+
+Source = str | os.PathLike[str] | Mapping[str, Any] | Checkpoint
+Transform = Callable[[str, torch.Tensor], torch.Tensor]
+
+
+def plan(
+    model: nn.Module,
+    source: Source,
+    *,
+    key: str | None = None,
+    rules: Iterable[Rule] = (),
+    allow_missing: Iterable[str] = (),
+    allow_unexpected: Iterable[str] = (),
+    dtype: torch.dtype | None = None,
+    device: torch.device | str | None = None,
+    transform: Transform | None = None,
+    map: bool = True,
+    in_place: bool = False,
+) -> Plan:
+    """What `load` with the same arguments would do, and everything that stands in its way.
+
+    The model is not changed. Its own loading code runs (hooks and `_load_from_state_dict` overrides; not
+    `set_extra_state`), and what that does is undone. No tensor's bytes are read, unless that code looks at them, or
+    two values have to be compared: of tied tensors, and of non-persistent buffers that the checkpoint has too.
+
+    Raises what opening raises, `AmbiguousKeyError`, `KeyNotFoundError`, `OptionError`, and `ModelCodeError` where the
+    model's code raises. Problems do not raise: see `Plan.ok`, `Plan.problems`.
+    """
+    options = _options(key, rules, allow_missing, allow_unexpected, dtype, device, transform, map, in_place)
+    preparation = Preparation(_model(model), open_checkpoint(source), options, Place, call_extra_state=False)
+    made = preparation.plan()
+    preparation.journal.rollback()
+    return made
+
+
+def load(
+    model: nn.Module,
+    source: Source | Plan,
+    *,
+    key: str | None = None,
+    rules: Iterable[Rule] = (),
+    allow_missing: Iterable[str] = (),
+    allow_unexpected: Iterable[str] = (),
+    dtype: torch.dtype | None = None,
+    device: torch.device | str | None = None,
+    transform: Transform | None = None,
+    map: bool = True,
+    in_place: bool = False,
+    verify: bool = False,
+    optimizers: Iterable[torch.optim.Optimizer] = (),
+    progress: bool | None = None,
+    max_memory_bytes: int | None = None,
+) -> Report:
+    """Loads a checkpoint into a model, all or nothing, with every reference kept.
+
+    Afterwards every parameter and buffer is the object that it was: optimizers, ties and hooks that refer to it go on
+    working. Every name of the checkpoint and every slot of the model has to be accounted for. On any error the model
+    is what it was, bit for bit.
+
+    Args:
+        model: a module, or a part of one; on the meta device (see `modelstate.skeleton`), materialised, or mixed.
+        source: a path, a directory, a mapping of names to tensors, a `Checkpoint`; or a `Plan`, which brings its own
+            arguments and is refused where the model has changed since.
+        key: the part of the checkpoint to load, by its dotted path. Without it, the part that has the model's names.
+        rules: changes of the checkpoint's names, applied in their order.
+        allow_missing: glob patterns of names that the model has and the checkpoint need not have.
+        allow_unexpected: glob patterns of names that the checkpoint has and the model need not have.
+        dtype: casts floating-point tensors on the way; the model's become that dtype. Without it, only casts that
+            lose nothing are made, to the dtype of the model.
+        device: where the tensors go. Without it they stay where they are, and those on meta go to the CPU.
+        transform: called once for each tensor, in the order of the file, with its name in the model and the tensor as
+            the file has it; returns the tensor to load, of the same shape. A tensor subclass is possible.
+        map: whether tensors on meta may show the file itself, copy-on-write, so that nothing is read before it is
+            used. Replacing that file by a rename is safe; overwriting it in place changes the model, or ends the
+            process. With False they get memory of their own. All other targets always do.
+        in_place: reads straight into the memory that is there, with no second copy. An I/O error in the middle then
+            leaves a model that is partly overwritten; every other error still leaves it as it was.
+        verify: compares the file with the checksums that it keeps, before anything else.
+        optimizers: their state follows where a parameter's dtype or device changes.
+        progress: a bar on the terminal; None shows it when the load takes longer than half a second.
+        max_memory_bytes: the most memory that the load may need beyond the final tensors.
+
+    Raises `PlanError` with all problems at once; what opening raises; `ModelCodeError`, `TransformError`,
+    `PlacementError`, `ReadFailedError`, `ChecksumError`, `MemoryBudgetError`, `OptionError`, `StalePlanError`.
+    """
+    started = time.perf_counter()
+    optimizers = check_optimizers(optimizers)
+    if isinstance(source, Plan):
+        options, checkpoint = source.options, source.checkpoint
+        assert checkpoint is not None
+    else:
+        options = _options(key, rules, allow_missing, allow_unexpected, dtype, device, transform, map, in_place)
+        checkpoint = open_checkpoint(source)
+    preparation = Preparation(_model(model), checkpoint, options, Place, call_extra_state=True)
+    try:
+        made = preparation.plan()
+        made.check()
+        if isinstance(source, Plan) and (made.steps, made.slots) != (source.steps, source.slots):
+            raise StalePlanError(
+                "the model is no longer what was planned for", where=made.target, remedy="make the plan again"
+            )
+        check_budget(preparation, max_memory_bytes)
+        verified = preparation.checkpoint.verify() if verify else 0
+        with progress_bar(progress, made.bytes) as advance:
+            stage(preparation, advance)
+            follows = _follows(preparation, optimizers)
+            _place_what_may_fail(preparation)
+            _read_in_place(preparation, advance)
+    except BaseException:
+        preparation.journal.rollback()
+        raise
+    preparation.journal.commit()
+    for state, name, value, _, _ in follows:
+        state[name] = value
+    return _report(preparation, time.perf_counter() - started, verified)
+
+
+def _follows(preparation: Preparation, optimizers: tuple[torch.optim.Optimizer, ...]) -> Any:
+    changed = [
+        (made.param, made.dtype, made.device)
+        for made in preparation.assignments
+        if not made.param.is_meta and (made.dtype, made.device) != (made.param.dtype, made.param.device)
+    ]
+    return follow(optimizers, changed) if optimizers else []
+
+
+def _place_what_may_fail(preparation: Preparation) -> None:
+    """Values that run code of a tensor subclass on their way in; they can still be undone."""
+    for write in preparation.journal.writes:
+        if isinstance(write, Place) and not write.done and not write.made.placement.direct and not write.cannot_fail:
+            try:
+                write.run(preparation.journal)
+            except ModelStateError:
+                raise
+            except Exception as error:
+                raise PlacementError(
+                    "a value cannot be put in its place; nothing has been changed",
+                    where=write.made.name,
+                    expected=f"{type(write.target).__name__}, {write.target.dtype}",
+                    found=f"{type(write.value).__name__}, {write.value.dtype}: {error}",
+                    remedy="give the tensor subclass a module_load handler, or convert the value with transform=",
+                ) from error
+            write.done = True
+
+
+def _read_in_place(preparation: Preparation, advance: Callable[[int], None]) -> None:
+    try:
+        read_in_place(preparation, advance)
+    except ReadFailedError as error:
+        raise ReadFailedError(
+            "reading failed while the model was read in place: its values are partly overwritten",
+            where=error.where,
+            found=error,
+            remedy="load again, or load without in_place=True, which keeps the old values until all is read",
+        ) from error
+
+
+def _report(preparation: Preparation, seconds: float, verified_bytes: int) -> Report:
+    made = preparation.plan()
+    times = [one.seconds for one in preparation.assignments] + [0.0] * len(preparation.extra_states)
+    return Report(
+        target=made.target,
+        source=made.source,
+        loaded=tuple(Loaded(step, took) for step, took in zip(made.steps, times, strict=True)),
+        notes=made.notes,
+        slots=made.slots,
+        seconds=seconds,
+        peak_memory_bytes=made.extra_bytes,
+        verified_bytes=verified_bytes,
+    )
+
+
+def _model(model: object) -> nn.Module:
+    if not isinstance(model, nn.Module):
+        raise OptionError("not a model", expected="torch.nn.Module", found=type(model).__name__)
+    return model
+
+
+def _options(
+    key: str | None,
+    rules: Iterable[Rule],
+    allow_missing: Iterable[str],
+    allow_unexpected: Iterable[str],
+    dtype: torch.dtype | None,
+    device: torch.device | str | None,
+    transform: Transform | None,
+    map: bool,
+    in_place: bool,
+) -> Options:
+    if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
+        raise OptionError("dtype= casts floats", expected="a floating-point torch.dtype, or None", found=repr(dtype))
+    for option, patterns in (("allow_missing", allow_missing), ("allow_unexpected", allow_unexpected)):
+        if isinstance(patterns, str):
+            raise OptionError(f"{option}= takes several patterns", expected=f"[{patterns!r}]", found=repr(patterns))
+    if transform is not None and not callable(transform):
+        raise OptionError("transform= is called", expected="a function of name and tensor", found=repr(transform))
+    try:
+        target = None if device is None else torch.device(device)
+    except RuntimeError as error:
+        raise OptionError("not a device", found=repr(device)) from error
+    if target is not None and target.type == "meta":
+        raise OptionError("nothing can be loaded onto the meta device", remedy="device='cpu', or none")
+    return Options(
+        key=key,
+        rules=check_rules(rules),
+        allow_missing=tuple(allow_missing),
+        allow_unexpected=tuple(allow_unexpected),
+        dtype=dtype,
+        device=target,
+        transform=transform,
+        map=map,
+        in_place=in_place,
+    )

@@ -1,0 +1,65 @@
+"""Fresh memory for tensors."""
+
+import mmap
+from collections.abc import Sequence
+from contextlib import suppress
+
+import torch
+
+from modelstate.spec import contiguous_stride
+
+_ALIGN = 64
+_HUGE_PAGE = 2 << 20
+_ARENA_BYTES = 256 << 20
+
+
+def fresh_tensors(like: Sequence[tuple[torch.Size, tuple[int, ...] | None, torch.dtype]]) -> list[torch.Tensor]:
+    """A new CPU tensor for each shape, stride (None for contiguous) and dtype, in memory that has not been touched.
+
+    Small tensors share mappings of up to 256 MB, each with a storage of its own; what asks the kernel for huge pages,
+    since faulting in small pages takes longer than reading into them.
+    """
+    made: list[torch.Tensor] = []
+    sizes = [_span(shape, stride) * dtype.itemsize for shape, stride, dtype in like]
+    arena: mmap.mmap | None = None
+    free = left = 0
+    for index, ((shape, stride, dtype), nbytes) in enumerate(zip(like, sizes, strict=True)):
+        if nbytes == 0:
+            made.append(torch.empty(shape, dtype=dtype))
+            continue
+        if arena is None or nbytes > left:
+            arena = _arena(_batch(sizes, index))
+            free, left = 0, len(arena)
+        storage = torch.frombuffer(arena, dtype=torch.uint8, count=nbytes, offset=free).untyped_storage()
+        used = -(-nbytes // _ALIGN) * _ALIGN
+        free, left = free + used, left - used
+        empty = torch.empty(0, dtype=dtype)
+        made.append(empty.set_(storage, 0, shape, stride or contiguous_stride(shape)))
+    return made
+
+
+def _batch(sizes: Sequence[int], start: int) -> int:
+    """Bytes for as many of the next tensors as share one mapping."""
+    total = 0
+    for nbytes in sizes[start:]:
+        used = -(-nbytes // _ALIGN) * _ALIGN
+        if total and total + used > _ARENA_BYTES:
+            break
+        total += used
+    return total
+
+
+def _arena(nbytes: int) -> mmap.mmap:
+    arena = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    if nbytes >= _HUGE_PAGE and hasattr(mmap, "MADV_HUGEPAGE"):
+        with suppress(OSError):  # a kernel without huge pages: the memory is as good, only slower to fault in
+            arena.madvise(mmap.MADV_HUGEPAGE)
+    return arena
+
+
+def _span(shape: Sequence[int], stride: Sequence[int] | None) -> int:
+    """Elements from the first to behind the last."""
+    if 0 in shape:
+        return 0
+    steps = stride or contiguous_stride(shape)
+    return 1 + sum((size - 1) * step for size, step in zip(shape, steps, strict=True))

@@ -1,0 +1,102 @@
+"""Putting a value into its slot."""
+
+import torch
+from torch import nn
+
+from modelstate.place.stage import stage_one
+from modelstate.place.swap import give_memory, swap_back
+from modelstate.plan.journal import Journal, Write
+from modelstate.plan.placement import copy_cannot_fail, is_plain
+from modelstate.plan.prepare import Assignment, Preparation
+from modelstate.plan.torch_private import can_set_data, module_load, swap_tensors, use_count
+
+
+class Place(Write):
+    """The write that carries an assignment out, by what the value has become in the end."""
+
+    __slots__ = ("made", "preparation")
+
+    def __init__(self, preparation: Preparation, made: Assignment) -> None:
+        super().__init__(made.param, made.value)
+        self.preparation, self.made = preparation, made
+
+    @property
+    def cannot_fail(self) -> bool:
+        """Whether nothing but memory has to be copied or exchanged, once the value is there."""
+        made, final = self.made, self.made.final
+        if final is None or made.placement.by_handler or not (is_plain(made.param) and is_plain(final)):
+            return False
+        if made.param.is_meta:
+            return use_count(made.param) == 1
+        if _fits(made.param, final):
+            return final is made.param or copy_cannot_fail(made.param, final)
+        return can_set_data(made.param, final)
+
+    def run(self, journal: Journal | None) -> None:
+        made, param = self.made, self.target
+        if made.final is None:
+            stage_one(self.preparation, made)
+        final = made.final
+        assert final is not None
+        if final is param:
+            return  # it was read in place
+        if journal is not None:
+            journal.save(param)
+        with torch.no_grad():
+            if made.placement.by_handler:
+                _by_handler(param, final, journal)
+            elif not is_plain(final):
+                _exchange(param, _as(param, final), journal)
+            elif param.is_meta:
+                give_memory(param, final)
+            elif _fits(param, final):
+                param.copy_(final)
+            else:
+                _point_to(param, final)
+
+
+def _fits(param: torch.Tensor, final: torch.Tensor) -> bool:
+    return param.dtype == final.dtype and param.device == final.device
+
+
+def _by_handler(param: torch.Tensor, value: torch.Tensor, journal: Journal | None) -> None:
+    """What torch does when swapping is switched on: the subclass says what becomes of the value.
+
+    See `torch.Tensor.module_load`.
+    """
+    new = module_load(param, value, assign=param.is_meta)
+    if new is value or new is param:
+        raise RuntimeError("module_load returned one of self or other; it must return a new tensor")
+    _exchange(param, _as(param, new), journal)
+
+
+def _as(param: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+    """The value as what the slot holds: a parameter that needs a gradient or does not, or a buffer."""
+    if not isinstance(param, nn.Parameter):
+        return value
+    differentiable = value.is_floating_point() or value.is_complex()
+    requires_grad = param.requires_grad and differentiable
+    if isinstance(value, nn.Parameter):
+        return value.requires_grad_(requires_grad)
+    return nn.Parameter(value, requires_grad=requires_grad)
+
+
+def _exchange(param: torch.Tensor, new: torch.Tensor, journal: Journal | None) -> None:
+    """Makes `param` what `new` is: class, attributes and memory; its gradient stays where that still fits."""
+    grad = param.grad if param.is_leaf else None
+    swap_tensors(param, new)
+    if journal is not None:
+        journal.undo(lambda: swap_back(param, new))
+    if grad is not None and (grad.shape, grad.dtype, grad.device) == (param.shape, param.dtype, param.device):
+        param.grad = grad
+
+
+def _point_to(param: torch.Tensor, final: torch.Tensor) -> None:
+    """Other memory of another dtype or device under the same object; its gradient goes with it."""
+    grad = param.grad if param.is_leaf else None
+    if grad is not None and final.is_floating_point():
+        param.grad = None
+        param.data = final
+        param.grad = grad.to(final.device, final.dtype)
+    else:
+        param.data = final

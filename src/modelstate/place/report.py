@@ -1,0 +1,83 @@
+"""The Report: what happened to each tensor."""
+
+import json
+from dataclasses import asdict, dataclass
+
+from modelstate.plan.plan import Step, in_bytes, placements
+
+
+@dataclass(frozen=True, slots=True)
+class Loaded:
+    """What happened to one slot."""
+
+    step: Step
+    seconds: float
+    """For reading, casting and transforming it; tensors that were read in one go share the time by their bytes."""
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """What a load has done. Made by `modelstate.load`."""
+
+    target: str
+    """The class of the model."""
+    source: str
+    """The path of the checkpoint, and the part of it that was meant."""
+    loaded: tuple[Loaded, ...]
+    """One for each slot that was filled."""
+    notes: tuple[str, ...]
+    """What was passed over, and what else is worth knowing."""
+    slots: int
+    """Tensors of the model and extra states: a tied tensor once, and no buffers that only the constructor fills."""
+    seconds: float
+    """From the call to the return."""
+    peak_memory_bytes: int
+    """The most memory that the load held beyond the final tensors."""
+    verified_bytes: int = 0
+    """Bytes that were compared with their checksums."""
+
+    @property
+    def bytes(self) -> int:
+        """Bytes of the tensors that were loaded, those of mapped tensors included."""
+        return sum(one.step.nbytes for one in self.loaded)
+
+    @property
+    def coverage(self) -> float:
+        """The part of the model's slots that was filled, from 0 to 1."""
+        return len(self.loaded) / self.slots if self.slots else 1.0
+
+    @property
+    def steps(self) -> tuple[Step, ...]:
+        """The steps that were carried out."""
+        return tuple(one.step for one in self.loaded)
+
+    def __str__(self) -> str:
+        mapped = sum(one.step.nbytes for one in self.loaded if one.step.mapped)
+        read = self.bytes - mapped
+        lines = [
+            f"{self.source} into {self.target}: {len(self.loaded)} of {self.slots} slots filled",
+            f"  {in_bytes(read)} read, {in_bytes(mapped)} mapped in {self.seconds:.3f} s, "
+            f"at most {in_bytes(self.peak_memory_bytes)} of memory beyond the final tensors",
+            *(f"  {line}" for line in placements(self.steps)),
+            *(f"  note: {note}" for note in self.notes),
+        ]
+        if self.verified_bytes:
+            lines.append(f"  {in_bytes(self.verified_bytes)} verified against their checksums")
+        return "\n".join(lines)
+
+    def to_json(self) -> str:
+        """All of it, machine-readable."""
+        return json.dumps(
+            {
+                "target": self.target,
+                "source": self.source,
+                "seconds": self.seconds,
+                "bytes": self.bytes,
+                "peak_memory_bytes": self.peak_memory_bytes,
+                "verified_bytes": self.verified_bytes,
+                "slots": self.slots,
+                "notes": list(self.notes),
+                "loaded": [{**asdict(one.step), "seconds": one.seconds} for one in self.loaded],
+            },
+            indent=1,
+        )

@@ -1,0 +1,133 @@
+"""The firewall: every name of the checkpoint and every slot of the model is accounted for."""
+
+from collections.abc import Iterable, Sequence
+from fnmatch import fnmatchcase
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from modelstate.plan.matching import nearest, regular_differences
+from modelstate.plan.problems import (
+    BufferConflict,
+    Complaint,
+    IdlePattern,
+    Missing,
+    Problem,
+    Unexpected,
+    Uninitialised,
+    WrongShape,
+)
+from modelstate.plan.recorder import Outcome
+from modelstate.plan.slots import HIDDEN, Slot, slots_of
+
+if TYPE_CHECKING:
+    from modelstate.plan.prepare import Preparation
+
+
+class Patterns:
+    """Glob patterns that allow names, and which of them have been of use."""
+
+    def __init__(self, option: str, patterns: Sequence[str]) -> None:
+        self.option, self.patterns = option, tuple(patterns)
+        self.used: set[str] = set()
+
+    def allow(self, name: str) -> bool:
+        hits = [pattern for pattern in self.patterns if fnmatchcase(name, pattern)]
+        self.used.update(hits)
+        return bool(hits)
+
+    def idle(self) -> list[Problem]:
+        return [IdlePattern(pattern, option=self.option) for pattern in self.patterns if pattern not in self.used]
+
+
+class Accounts:
+    """Settles what a walk has left open: names without a counterpart, and slots without a value."""
+
+    def __init__(self, preparation: "Preparation", outcome: Outcome) -> None:
+        self.of, self.outcome = preparation, outcome
+        options = preparation.options
+        self.may_miss = Patterns("allow_missing", options.allow_missing)
+        self.may_exceed = Patterns("allow_unexpected", options.allow_unexpected)
+
+    def settle(self) -> None:
+        """Adds the problems and notes that come of it to the preparation."""
+        problems = self.of.problems
+        missing = [name for name in dict.fromkeys(self.outcome.missing) if not self._is_filled(name)]
+        allowed = {name for name in missing if self.may_miss.allow(name)}
+        unexpected = self._unexpected()
+        problems += self._differences([name for name in missing if name not in allowed], unexpected)
+        problems += [Complaint("", message) for message in self.outcome.errors]
+        problems += self._uninitialised(set(missing) - allowed)
+        problems += self.may_miss.idle() + self.may_exceed.idle()
+        problems += [IdlePattern(rule, option="rules") for rule in self.of.renamed.idle]
+        if allowed:
+            self._note(allowed, "left as they are, as allowed by allow_missing")
+
+    def _is_filled(self, name: str) -> bool:
+        slot = self.of.slots.by_name.get(name)
+        return slot is not None and self.of.is_filled(slot.tensor)
+
+    def _unexpected(self) -> list[str]:
+        """Unexpected names that are not allowed, and fill no non-persistent buffer."""
+        left, passed, equal = [], [], []
+        for name in dict.fromkeys(self.outcome.unexpected):
+            slot = self.of.slots.by_name.get(name)
+            if self.may_exceed.allow(self.of.source_of(name)) or self.may_exceed.allow(name):
+                passed.append(name)
+            elif slot is not None and slot.kind == HIDDEN:
+                equal += self._hidden_buffer(slot, name)
+            else:
+                left.append(name)
+        if passed:
+            self._note(passed, "passed over, as allowed by allow_unexpected")
+        if equal:
+            self._note(equal, "passed over: non-persistent buffers that hold the same already")
+        return left
+
+    def _hidden_buffer(self, slot: Slot, name: str) -> list[str]:
+        """A value for a non-persistent buffer fills it on meta, and must agree with it elsewhere."""
+        value, buffer = self.of.value_of(name), slot.tensor
+        if not isinstance(value, torch.Tensor) or value.shape != buffer.shape:
+            found = tuple(value.shape) if isinstance(value, torch.Tensor) else ()
+            self.of.problems.append(WrongShape(name, tuple(buffer.shape), found))
+        elif buffer.is_meta:
+            self.of.assign(name, HIDDEN, buffer, value)
+        elif torch.equal(value.to(buffer.device, buffer.dtype), buffer):
+            return [name]
+        else:
+            self.of.problems.append(BufferConflict(name))
+        return []
+
+    def _differences(self, missing: list[str], unexpected: list[str]) -> Iterable[Problem]:
+        lacking = {name: self._slot_shape(name) for name in missing}
+        over = {name: self._value_shape(name) for name in unexpected}
+        regular, lacking_explained, over_explained = regular_differences(lacking, over)
+        yield from regular
+        lacking_left = [name for name in missing if name not in lacking_explained]
+        over_left = [name for name in unexpected if name not in over_explained]
+        few = len(lacking_left) + len(over_left) <= 200
+        for name in lacking_left:
+            yield Missing(name, lacking[name], nearest(name, over_left) if few else "")
+        for name in over_left:
+            why = "registered as None in the model" if name in self.of.slots.empty else ""
+            yield Unexpected(name, over[name], nearest(name, lacking_left) if few and not why else "", why)
+
+    def _uninitialised(self, reported: set[str]) -> Iterable[Problem]:
+        for slot in slots_of(self.of.model).tensors:
+            if slot.tensor.is_meta and not self.of.is_filled(slot.tensor) and reported.isdisjoint(slot.names):
+                yield Uninitialised(slot.name, slot.kind)
+
+    def _slot_shape(self, name: str) -> tuple[int, ...] | None:
+        slot = self.of.slots.by_name.get(name)
+        if slot is None or torch.nn.parameter.is_lazy(slot.tensor):
+            return None
+        return tuple(slot.tensor.shape)
+
+    def _value_shape(self, name: str) -> tuple[int, ...] | None:
+        value: Any = self.of.value_of(name)
+        return tuple(value.shape) if isinstance(value, torch.Tensor) else None
+
+    def _note(self, names: Iterable[str], what: str) -> None:
+        listed = sorted(names)
+        shown = ", ".join(listed[:4]) + (", ..." if len(listed) > 4 else "")
+        self.of.notes.append(f"{len(listed)} {what}: {shown}")

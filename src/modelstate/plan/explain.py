@@ -1,0 +1,37 @@
+"""Problems as text: grouped by their cause, a few lines each, with what to do next."""
+
+from collections.abc import Sequence
+
+from modelstate.errors import PlanError
+from modelstate.plan.problems import Problem
+
+_SHOWN = 8
+
+
+def grouped(problems: Sequence[Problem]) -> list[tuple[type[Problem], list[Problem]]]:
+    """Problems of one class together, in the order in which the classes first appear."""
+    groups: dict[type[Problem], list[Problem]] = {}
+    for problem in problems:
+        groups.setdefault(type(problem), []).append(problem)
+    return list(groups.items())
+
+
+def explain(problems: Sequence[Problem]) -> str:
+    """All problems on a screen."""
+    lines = []
+    for cause, members in grouped(problems):
+        lines.append(f"  {len(members)} {cause.title}:")
+        lines += [f"    {problem.line()}" for problem in members[:_SHOWN]]
+        if len(members) > _SHOWN:
+            lines.append(f"    ... and {len(members) - _SHOWN} more")
+        lines.append(f"    to do: {cause.remedy}")
+    return "\n".join(lines)
+
+
+def plan_error(target: str, source: str, problems: Sequence[Problem]) -> PlanError:
+    """The error that a plan with problems raises."""
+    noun = "problem" if len(problems) == 1 else "problems"
+    return PlanError(
+        f"cannot load {source} into {target}; nothing has been changed. {len(problems)} {noun}:\n{explain(problems)}",
+        problems=problems,
+    )

@@ -1,0 +1,92 @@
+"""How a value gets into its slot: the cheapest way that keeps every reference."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+_COPYABLE = frozenset(
+    [
+        *(torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.complex64, torch.complex128),
+        *(torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool),
+    ]
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Placement:
+    """A way, and why it was chosen."""
+
+    name: str
+    """"copy", "data" or "swap"."""
+    why: str
+    mapped: bool = False
+    """The slot will show the file itself."""
+    direct: bool = False
+    """The bytes are read into the memory of the slot, with nothing between; not undone by an I/O error."""
+    by_handler: bool = False
+    """A tensor subclass decides, through `module_load`."""
+
+    @property
+    def staged(self) -> bool:
+        """The value waits in memory of its own until all values are there, and is then copied."""
+        return self.name == "copy" and not self.direct
+
+
+def choose(
+    param: torch.Tensor,
+    value: torch.Tensor,
+    dtype: torch.dtype,
+    device: torch.device,
+    *,
+    map: bool,
+    in_place: bool,
+    transformed: bool,
+) -> Placement:
+    """The placement of `value` in `param`, which will have `dtype` and be on `device` afterwards.
+
+    `map` says that the slot may show the value's own memory, `transformed` that the value may still become anything.
+    """
+    if not (is_plain(param) and is_plain(value)):
+        return Placement("swap", "a tensor subclass or layout decides by module_load", by_handler=True)
+    if param.is_meta:
+        same = dtype == value.dtype and device.type == "cpu" and value.stride() == param.stride()
+        if map and same:
+            return Placement("swap", "had no memory: shows the file", mapped=True)
+        return Placement("swap", "had no memory: gets its own")
+    if dtype != param.dtype:
+        return Placement("data", f"changes its dtype to {str(dtype).removeprefix('torch.')}")
+    if device != param.device:
+        return Placement("data", f"moves to {device}")
+    if in_place and not transformed:
+        return Placement("copy", "into the memory that is there, at once", direct=True)
+    return Placement("copy", "into the memory that is there, when all is read")
+
+
+def is_plain(tensor: torch.Tensor) -> bool:
+    """Whether the tensor is a strided one with nothing on top: no subclass that has a say in what happens to it."""
+    return type(tensor) in (torch.Tensor, nn.Parameter, nn.Buffer) and tensor.layout is torch.strided
+
+
+def copy_cannot_fail(target: torch.Tensor, value: torch.Tensor) -> bool:
+    """Whether `target.copy_(value)` is sure to succeed, the shapes being equal."""
+    return (
+        is_plain(target)
+        and is_plain(value)
+        and target.dtype in _COPYABLE
+        and value.dtype in _COPYABLE
+        and not value.is_meta
+        and not target.is_inference()
+        and (target.is_meta or target.is_contiguous() or _is_dense(target))
+        and (target.is_meta or _has_its_memory(target))
+    )
+
+
+def _is_dense(tensor: torch.Tensor) -> bool:
+    """Whether no two elements share memory and none lie apart."""
+    order = sorted(range(tensor.dim()), key=tensor.stride)
+    return tensor.permute(order[::-1]).is_contiguous()
+
+
+def _has_its_memory(tensor: torch.Tensor) -> bool:
+    return tensor.untyped_storage().nbytes() >= (tensor.storage_offset() + tensor.numel()) * tensor.itemsize

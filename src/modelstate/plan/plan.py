@@ -1,0 +1,169 @@
+"""The Plan: frozen steps, and the problems that stand in their way. It can be printed and saved, and applied once."""
+
+import json
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import torch
+
+from modelstate.plan.dtypes import short
+from modelstate.plan.explain import explain, plan_error
+from modelstate.plan.problems import Problem
+from modelstate.plan.rules import Rule
+from modelstate.read.checkpoint import Checkpoint
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """How a checkpoint is to be loaded: the arguments of `modelstate.load` that decide about the plan."""
+
+    key: str | None = None
+    rules: tuple[Rule, ...] = ()
+    allow_missing: tuple[str, ...] = ()
+    allow_unexpected: tuple[str, ...] = ()
+    dtype: torch.dtype | None = None
+    device: torch.device | None = None
+    transform: Callable[[str, torch.Tensor], torch.Tensor] | None = None
+    map: bool = True
+    in_place: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """What happens to one slot."""
+
+    name: str
+    """The name in the model."""
+    kind: str
+    """"parameter", "buffer", "non-persistent buffer" or "extra state"."""
+    source: str
+    """The name in the checkpoint; empty where code of the model computed the value."""
+    placement: str
+    """"copy" into the memory that is there, "data" for other memory, "swap" for other memory under the identity of a
+    tensor that has none yet or changes its class, "call" for `set_extra_state`."""
+    why: str
+    """Why this placement."""
+    shape: tuple[int, ...] = ()
+    dtype: str = ""
+    """After the load."""
+    cast: str = ""
+    """"float16 to float32", where the checkpoint has another dtype."""
+    device: str = ""
+    nbytes: int = 0
+    """Bytes that are read."""
+    mapped: bool = False
+    """Whether the tensor will show the file itself, so that nothing is read before it is used."""
+    ties: tuple[str, ...] = ()
+    """Other names of the same tensor in the model."""
+    rules: tuple[str, ...] = ()
+    """The rules that led from the source to the name."""
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What a load would do. Made by `modelstate.plan`, carried out by `modelstate.load`."""
+
+    target: str
+    """The class of the model."""
+    source: str
+    """The path of the checkpoint, and the part of it that is meant."""
+    steps: tuple[Step, ...]
+    problems: tuple[Problem, ...]
+    notes: tuple[str, ...] = ()
+    """What was passed over, and what else is worth knowing."""
+    slots: int = 0
+    """Tensors of the model and extra states: a tied tensor once, and no buffers that only the constructor fills."""
+    extra_bytes: int = 0
+    """The most memory that the load needs beyond the final tensors, in bytes."""
+    options: Options = field(default_factory=Options, repr=False)
+    checkpoint: Checkpoint | None = field(default=None, repr=False, compare=False)
+    """What it reads from."""
+
+    @property
+    def ok(self) -> bool:
+        """Whether it can be carried out."""
+        return not self.problems
+
+    @property
+    def bytes(self) -> int:
+        """Bytes that are read, those of mapped tensors when they are first used."""
+        return sum(step.nbytes for step in self.steps)
+
+    @property
+    def coverage(self) -> float:
+        """The part of the model's slots that is filled, from 0 to 1."""
+        return len(self.steps) / self.slots if self.slots else 1.0
+
+    def check(self) -> None:
+        """Raises `PlanError` with all problems, where there are any."""
+        if self.problems:
+            raise plan_error(self.target, self.source, self.problems)
+
+    def __str__(self) -> str:
+        lines = [
+            f"{self.source} into {self.target}: {len(self.steps)} of {self.slots} slots filled",
+            f"  {in_bytes(self.bytes)} to read, at most {in_bytes(self.extra_bytes)} of memory beyond the final tensors",
+            *(f"  {line}" for line in placements(self.steps)),
+            *(f"  note: {note}" for note in self.notes),
+        ]
+        if self.problems:
+            lines += [f"{len(self.problems)} problems:", explain(self.problems)]
+        return "\n".join(lines)
+
+    def to_json(self) -> str:
+        """All of it, machine-readable."""
+        return json.dumps(
+            {
+                "target": self.target,
+                "source": self.source,
+                "ok": self.ok,
+                "bytes": self.bytes,
+                "extra_bytes": self.extra_bytes,
+                "slots": self.slots,
+                "notes": list(self.notes),
+                "problems": [problem_as_dict(problem) for problem in self.problems],
+                "steps": [asdict(step) for step in self.steps],
+            },
+            indent=1,
+        )
+
+
+def problem_as_dict(problem: Problem) -> dict[str, Any]:
+    """A problem with the name of its class and its remedy."""
+    return {"problem": type(problem).__name__, **asdict(problem), "remedy": type(problem).remedy}
+
+
+def placements(steps: tuple[Step, ...]) -> list[str]:
+    """A line for each way in which tensors are placed, and one for each cast."""
+    ways: Counter[tuple[str, str]] = Counter()
+    casts: Counter[str] = Counter()
+    sizes: Counter[tuple[str, str]] = Counter()
+    for step in steps:
+        ways[step.placement, step.why] += 1
+        sizes[step.placement, step.why] += step.nbytes
+        if step.cast:
+            casts[step.cast] += 1
+    lines = [
+        f"{placement}: {count} tensors, {in_bytes(sizes[placement, why])}: {why}"
+        if placement != "call"
+        else f"{placement}: {count} extra states: {why}"
+        for (placement, why), count in ways.most_common()
+    ]
+    return lines + [f"cast: {count} tensors from {cast}" for cast, count in casts.most_common()]
+
+
+def cast_text(source: torch.dtype, target: torch.dtype) -> str:
+    """ "float16 to float32"; empty where they are the same."""
+    return f"{short(source)} to {short(target)}" if source != target else ""
+
+
+def in_bytes(count: int) -> str:
+    """A number of bytes for people: "1.5 MB"."""
+    size, unit = float(count), "bytes"
+    for larger in ("kB", "MB", "GB", "TB"):
+        if size < 1000:
+            break
+        size, unit = size / 1000, larger
+    return f"{count} bytes" if unit == "bytes" else f"{size:.1f} {unit}"

@@ -1,0 +1,286 @@
+"""How a plan comes about: the model's loading protocol, run against tensors that are mapped and not read.
+
+What is left at the end is either a list of problems and a model that is as it was, or writes that wait for their
+bytes, with everything known that could keep them from being carried out.
+"""
+
+from collections import OrderedDict
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+
+from modelstate.errors import ModelCodeError, ModelStateError
+from modelstate.plan.account import Accounts
+from modelstate.plan.dtypes import cast_between, short
+from modelstate.plan.journal import Journal, Write
+from modelstate.plan.matching import matching_part
+from modelstate.plan.memento import same_place
+from modelstate.plan.placement import Placement, choose, is_plain
+from modelstate.plan.plan import Options, Plan, Step, cast_text
+from modelstate.plan.problems import Held, NameClash, NotATensor, Problem, TieConflict, WrongDtype, WrongShape
+from modelstate.plan.recorder import Outcome, walk
+from modelstate.plan.rules import apply_rules, renamed_by
+from modelstate.plan.slots import BUFFER, EXTRA, HIDDEN, PARAMETER, Slot, slots_of
+from modelstate.plan.torch_private import storage_id, use_count
+from modelstate.read.checkpoint import Checkpoint
+from modelstate.spec import Stored, StoredTensor
+
+
+@dataclass(slots=True, eq=False)
+class Assignment:
+    """A value on its way into a slot."""
+
+    name: str
+    """The name in the model."""
+    kind: str
+    param: torch.Tensor
+    """The tensor that is there now."""
+    value: torch.Tensor
+    """What goes there, as the checkpoint has it: a view of the file, whose bytes have not been read."""
+    source: str
+    """The name in the checkpoint; empty where code of the model computed the value."""
+    stored: Stored | None
+    """Where the value lies; None where it was computed, or in the hands of the model's code."""
+    placement: Placement
+    dtype: torch.dtype
+    """After the load."""
+    device: torch.device
+    """After the load."""
+    final: torch.Tensor | None = None
+    """The value as it will be, once it has been read, cast and transformed."""
+    seconds: float = 0.0
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes to read."""
+        return self.value.numel() * self.value.itemsize
+
+    @property
+    def final_bytes(self) -> int:
+        return self.param.numel() * self.dtype.itemsize
+
+
+class Preparation:
+    """A load that has been planned and not yet carried out.
+
+    The constructor runs the model's loading protocol. `make_write` gives the write that carries an assignment out,
+    which happens early where code of the model looks at the tensor. Raises `ModelCodeError` where that code raises;
+    the model is then as it was.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        checkpoint: Checkpoint,
+        options: Options,
+        make_write: Callable[["Preparation", Assignment], Write],
+        call_extra_state: bool,
+    ) -> None:
+        self.model, self.options = model, options
+        self.slots = slots_of(model)
+        wanted = [*self.slots.by_name, *self.slots.extra]
+        if options.key is not None:
+            self.checkpoint = checkpoint.select(options.key)
+        else:
+            self.checkpoint = matching_part(checkpoint, wanted, partial(renamed_by, options.rules))
+        self.journal = Journal(model)
+        self.maps = self.checkpoint.maps()
+        self.problems: list[Problem] = []
+        self.notes: list[str] = []
+        self.assignments: list[Assignment] = []
+        self.extra_states: list[str] = []
+        self._make_write, self._call_extra_state = make_write, call_extra_state
+        self._by_param: dict[int, Assignment] = {}
+        self._shown: set[object] = set()
+        self._source_of: dict[int, str] = {}
+        self._state = self._state_dict()
+        outcome = Outcome()
+        try:
+            self._walk(outcome)
+            Accounts(self, outcome).settle()
+        except BaseException:
+            self.journal.rollback()
+            raise
+
+    def _state_dict(self) -> "OrderedDict[str, Any]":
+        """The part of the checkpoint as the protocol wants it: by the names of the model, tensors mapped."""
+        checkpoint = self.checkpoint
+        values = dict(checkpoint.extra.items())
+        self.renamed = apply_rules(self.options.rules, [*checkpoint, *values])
+        self.problems += [NameClash(name, sources) for name, sources in self.renamed.clashes]
+        state: OrderedDict[str, Any] = OrderedDict()
+        for name, source in self.renamed.names.items():
+            if source in values:
+                state[name] = values[source]
+            else:
+                state[name] = value = self.maps.tensor(checkpoint[source].stored)
+                self._source_of[id(value)] = source
+        return state
+
+    def _walk(self, outcome: Outcome) -> None:
+        try:
+            walk(
+                self.model,
+                self._state,
+                self.checkpoint.versions,
+                assign=False,
+                journal=self.journal,
+                take=self,
+                outcome=outcome,
+            )
+        except ModelStateError:
+            raise
+        except Exception as error:
+            raise ModelCodeError(
+                "the model's own loading code raised; nothing has been changed",
+                where=type(self.model).__name__,
+                found=f"{type(error).__name__}: {error}",
+                remedy="see the traceback of the cause",
+            ) from error
+
+    # What the recorder hands over.
+
+    def extra_state(self, module: nn.Module, key: str, value: Any) -> None:
+        self.extra_states.append(key)
+        if self._call_extra_state:
+            module.set_extra_state(value)
+
+    def tensor(
+        self, module: nn.Module, name: str, key: str, param: torch.Tensor, value: Any, assign: bool, errors: list[str]
+    ) -> None:
+        if not isinstance(value, torch.Tensor):
+            self.problems.append(NotATensor(key, type(value).__name__))
+        elif param.size() != value.size():
+            self.problems.append(WrongShape(key, tuple(param.size()), tuple(value.size())))
+        else:
+            self.assign(key, PARAMETER if name in module._parameters else BUFFER, param, value)
+
+    def assign(self, name: str, kind: str, param: torch.Tensor, value: torch.Tensor) -> None:
+        """Takes down that `value` goes to `param`, or what keeps it from going there."""
+        first = self._by_param.get(id(param))
+        if first is not None:
+            if not same_values(first.value, value):
+                self.problems.append(TieConflict(name, (first.name,)))
+            return
+        source = self._source_of.get(id(value), "")
+        # What the model's code has had in its hands may have been changed there: the view counts, not the file.
+        untouched = source and storage_id(value) not in self.journal.used
+        stored = self.checkpoint[source].stored if untouched else None
+        made = self._assignment(name, kind, param, value, source, stored)
+        self._by_param[id(param)] = made
+        self.assignments.append(made)
+        if not made.placement.by_handler:
+            self._check_dtype(made)
+            if made.placement.name == "swap" and use_count(param) != 1:
+                self.problems.append(Held(name))
+        self.journal.add(self._make_write(self, made))
+
+    def _assignment(
+        self, name: str, kind: str, param: torch.Tensor, value: torch.Tensor, source: str, stored: Stored | None
+    ) -> Assignment:
+        options = self.options
+        casts = options.dtype is not None and param.is_floating_point() and value.is_floating_point()
+        dtype = options.dtype if casts and options.dtype is not None else param.dtype
+        device = options.device or (torch.device("cpu") if param.is_meta else param.device)
+        placement = choose(
+            param,
+            value,
+            dtype,
+            device,
+            map=options.map and self._may_show(stored),
+            in_place=options.in_place,
+            transformed=options.transform is not None,
+        )
+        if placement.mapped and isinstance(stored, StoredTensor):
+            self._shown.add(stored.storage)
+        return Assignment(name, kind, param, value, source, stored, placement, dtype, device)
+
+    def _may_show(self, stored: Stored | None) -> bool:
+        """Whether a slot may show these bytes of the file: no two slots that are not tied may show the same."""
+        return isinstance(stored, StoredTensor) and stored.is_contiguous and stored.storage not in self._shown
+
+    def _check_dtype(self, made: Assignment) -> None:
+        if self.options.transform is not None:
+            return  # what it returns is asked for
+        how = cast_between(made.value.dtype, made.dtype)
+        asked = self.options.dtype is not None and made.dtype == self.options.dtype
+        if how == "kind" or (how == "lossy" and not asked):
+            self.problems.append(WrongDtype(made.name, short(made.dtype), short(made.value.dtype), how))
+
+    # What comes of it.
+
+    def is_filled(self, param: torch.Tensor) -> bool:
+        """Whether a value goes to this tensor, under whatever name."""
+        return id(param) in self._by_param
+
+    def _wants_a_value(self, slot: Slot) -> bool:
+        return slot.kind != HIDDEN or self.is_filled(slot.tensor)
+
+    def value_of(self, name: str) -> Any:
+        """What the checkpoint has under a name of the model's; None for nothing."""
+        return self._state.get(name)
+
+    def source_of(self, name: str) -> str:
+        """What the checkpoint calls the value that the model calls `name`."""
+        return self.renamed.names.get(name, name)
+
+    @property
+    def extra_bytes(self) -> int:
+        """Memory that is needed beyond the final tensors: what is staged, and one tensor at a time that is cast."""
+        staged = sum(made.final_bytes for made in self.assignments if made.placement.staged)
+        cast = [made.nbytes for made in self.assignments if made.value.dtype != made.dtype]
+        return staged + max(cast, default=0)
+
+    def plan(self) -> Plan:
+        """The frozen plan of it."""
+        key = f" [{self.checkpoint.key}]" if self.checkpoint.key else ""
+        calls = [
+            Step(name, EXTRA, self.source_of(name), "call", "set_extra_state takes it") for name in self.extra_states
+        ]
+        return Plan(
+            target=type(self.model).__name__,
+            source=self.checkpoint.source + key,
+            steps=(*map(self._step, self.assignments), *calls),
+            problems=tuple(self.problems),
+            notes=tuple(self.notes),
+            slots=len(self.slots.extra) + sum(map(self._wants_a_value, self.slots.tensors)),
+            extra_bytes=self.extra_bytes,
+            options=self.options,
+            checkpoint=self.checkpoint,
+        )
+
+    def _step(self, made: Assignment) -> Step:
+        slot = self.slots.by_name.get(made.name)
+        return Step(
+            name=made.name,
+            kind=made.kind,
+            source=made.source,
+            placement=made.placement.name,
+            why=made.placement.why,
+            shape=tuple(made.value.shape),
+            dtype=short(made.dtype),
+            cast=cast_text(made.value.dtype, made.dtype),
+            device=str(made.device),
+            nbytes=made.nbytes,
+            mapped=made.placement.mapped,
+            ties=tuple(name for name in slot.names if name != made.name) if slot else (),
+            rules=self.renamed.used.get(made.name, ()),
+        )
+
+
+def same_values(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Whether two tensors are equal bit for bit, without looking where they are the same bytes."""
+    if a.dtype != b.dtype or a.shape != b.shape:
+        return False
+    if not (is_plain(a) and is_plain(b)):
+        return a is b
+    if same_place(a, b) or a.data_ptr() == b.data_ptr():
+        return True
+    bits = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}.get(a.itemsize)
+    if bits is None:
+        a, b, bits = torch.view_as_real(a), torch.view_as_real(b), torch.int64
+    return torch.equal(a.view(bits), b.view(bits))

@@ -1,0 +1,203 @@
+"""What can stand in the way of a load: one class a cause. A plan gathers all of them before anything is changed."""
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+
+@dataclass(frozen=True, slots=True)
+class Problem:
+    """Something that keeps a plan from being carried out."""
+
+    name: str
+    """The name in the model; in the checkpoint, where the model has none."""
+
+    title: ClassVar[str]
+    """What several of these are called, in the plural."""
+    remedy: ClassVar[str]
+    """What to do about them."""
+
+    def line(self) -> str:
+        """This one, on one line."""
+        return self.name
+
+
+@dataclass(frozen=True, slots=True)
+class Missing(Problem):
+    """The model has the slot and the checkpoint has nothing for it."""
+
+    shape: tuple[int, ...] | None = None
+    """None for extra state."""
+    near: str = ""
+    """A name of the checkpoint that nothing takes, and that is spelt almost like this one."""
+
+    title: ClassVar = "names of the model are missing in the checkpoint"
+    remedy: ClassVar = "if the model is right without them: allow_missing=[pattern, ...]"
+
+    def line(self) -> str:
+        shape = f" {list(self.shape)}" if self.shape is not None else ""
+        return f"{self.name}{shape}" + (f" (the checkpoint has {self.near!r})" if self.near else "")
+
+
+@dataclass(frozen=True, slots=True)
+class Unexpected(Problem):
+    """The checkpoint has a value and the model has no slot for it."""
+
+    shape: tuple[int, ...] | None = None
+    """None for a value that is no tensor."""
+    near: str = ""
+    """A name of the model that nothing fills, and that is spelt almost like this one."""
+    why: str = ""
+
+    title: ClassVar = "names of the checkpoint are unexpected by the model"
+    remedy: ClassVar = "if they are not needed: allow_unexpected=[pattern, ...]"
+
+    def line(self) -> str:
+        shape = f" {list(self.shape)}" if self.shape is not None else ""
+        note = f" (did you mean {self.near!r}?)" if self.near else f" ({self.why})" if self.why else ""
+        return f"{self.name}{shape}{note}"
+
+
+@dataclass(frozen=True, slots=True)
+class OtherNames(Problem):
+    """Names that differ in one regular way, which a rule takes back."""
+
+    count: int = 0
+    difference: str = ""
+    rule: str = ""
+    """The rule, as code that can be pasted."""
+
+    title: ClassVar = "groups of names differ in one regular way"
+    remedy: ClassVar = "pass the rule"
+
+    def line(self) -> str:
+        return f"{self.count} names differ only by {self.difference} (as {self.name!r}): rules=[{self.rule}]"
+
+
+@dataclass(frozen=True, slots=True)
+class WrongShape(Problem):
+    """The two shapes differ."""
+
+    expected: tuple[int, ...] = ()
+    """The model's."""
+    found: tuple[int, ...] = ()
+    """The checkpoint's."""
+
+    title: ClassVar = "tensors have another shape"
+    remedy: ClassVar = "build the model with the sizes of the checkpoint, or load another checkpoint"
+
+    def line(self) -> str:
+        return f"{self.name}: the model has {list(self.expected)}, the checkpoint {list(self.found)}"
+
+
+@dataclass(frozen=True, slots=True)
+class WrongDtype(Problem):
+    """The cast would lose values, or change what they are."""
+
+    expected: str = ""
+    found: str = ""
+    how: str = ""
+    """"lossy" or "kind"."""
+
+    title: ClassVar = "tensors have a dtype that cannot become the model's without loss"
+    remedy: ClassVar = "ask for the cast of floats with dtype=, for any other with transform=, or build the model so"
+
+    def line(self) -> str:
+        change = "loses values" if self.how == "lossy" else "changes their kind"
+        return f"{self.name}: the model has {self.expected}, the checkpoint {self.found}: casting {change}"
+
+
+@dataclass(frozen=True, slots=True)
+class NotATensor(Problem):
+    """A value of another type stands where a tensor belongs."""
+
+    found: str = ""
+
+    title: ClassVar = "values are no tensors"
+    remedy: ClassVar = "look at the file with `modelstate inspect`"
+
+    def line(self) -> str:
+        return f"{self.name}: found {self.found}"
+
+
+@dataclass(frozen=True, slots=True)
+class TieConflict(Problem):
+    """Tied names of the model get different values."""
+
+    others: tuple[str, ...] = ()
+
+    title: ClassVar = "tied tensors get several different values"
+    remedy: ClassVar = "untie them in the model, or take one value: allow_unexpected=[the other name] with a rule"
+
+    def line(self) -> str:
+        return f"{self.name} is the same tensor as {', '.join(self.others)}, but the checkpoint's values differ"
+
+
+@dataclass(frozen=True, slots=True)
+class BufferConflict(Problem):
+    """The checkpoint has another value than the constructor computed for a non-persistent buffer."""
+
+    title: ClassVar = "non-persistent buffers differ from the checkpoint"
+    remedy: ClassVar = "if the constructor is right: allow_unexpected=[pattern, ...]"
+
+
+@dataclass(frozen=True, slots=True)
+class Uninitialised(Problem):
+    """A slot would still be on the meta device after the load."""
+
+    kind: str = ""
+
+    title: ClassVar = "tensors would stay on the meta device, without values"
+    remedy: ClassVar = (
+        "build the model with `with modelstate.skeleton():`, which leaves buffers real, "
+        "or give parameters that no checkpoint fills their values before the load"
+    )
+
+    def line(self) -> str:
+        return f"{self.name} ({self.kind})"
+
+
+@dataclass(frozen=True, slots=True)
+class IdlePattern(Problem):
+    """An argument that applies to nothing."""
+
+    option: str = ""
+
+    title: ClassVar = "patterns or rules match nothing"
+    remedy: ClassVar = "take them out, or correct their spelling"
+
+    def line(self) -> str:
+        return f"{self.option}: {self.name}"
+
+
+@dataclass(frozen=True, slots=True)
+class NameClash(Problem):
+    """Rules lead several names of the checkpoint to one name of the model."""
+
+    sources: tuple[str, ...] = ()
+
+    title: ClassVar = "names are claimed by several tensors of the checkpoint"
+    remedy: ClassVar = "make the rules narrower"
+
+    def line(self) -> str:
+        return f"{self.name}: from {', '.join(self.sources)}"
+
+
+@dataclass(frozen=True, slots=True)
+class Held(Problem):
+    """Something in torch's core holds the tensor, so that it cannot be exchanged under its identity."""
+
+    title: ClassVar = "tensors cannot be exchanged, for something else holds them"
+    remedy: ClassVar = "let go of views and autograd graphs of these tensors before the load"
+
+
+@dataclass(frozen=True, slots=True)
+class Complaint(Problem):
+    """A message that code of the model added to torch's list of errors."""
+
+    message: str = ""
+
+    title: ClassVar = "messages come from the model's own loading code"
+    remedy: ClassVar = "see the code of the module"
+
+    def line(self) -> str:
+        return self.message

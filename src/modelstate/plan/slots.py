@@ -1,0 +1,63 @@
+"""The places of a module that a load can fill."""
+
+from dataclasses import dataclass, field
+
+import torch
+from torch import nn
+
+from modelstate.read.tree import EXTRA_STATE
+
+PARAMETER, BUFFER, HIDDEN, EXTRA = "parameter", "buffer", "non-persistent buffer", "extra state"
+
+
+@dataclass(frozen=True, slots=True)
+class Slot:
+    """A tensor of a module, and all the names under which it is reached: more than one where it is tied."""
+
+    names: tuple[str, ...]
+    kind: str
+    """"parameter", "buffer" or "non-persistent buffer"; the strictest of its places where they differ."""
+    tensor: torch.Tensor = field(compare=False)
+
+    @property
+    def name(self) -> str:
+        """The first of its names."""
+        return self.names[0]
+
+
+@dataclass(frozen=True, slots=True)
+class Slots:
+    """All slots of a module."""
+
+    tensors: tuple[Slot, ...]
+    by_name: dict[str, Slot]
+    empty: frozenset[str]
+    """Names that are registered with None."""
+    extra: tuple[str, ...]
+    """Names of the extra state of modules that take some."""
+
+
+def slots_of(root: nn.Module) -> Slots:
+    """The slots of `root` and its descendants, in the order of `state_dict`."""
+    found: dict[int, tuple[torch.Tensor, list[str], list[str]]] = {}
+    empty: set[str] = set()
+    extra: list[str] = []
+    for path, module in root.named_modules(remove_duplicate=False):
+        prefix = f"{path}." if path else ""
+        for kind, group in ((PARAMETER, module._parameters), (BUFFER, module._buffers)):
+            for name, tensor in group.items():
+                if tensor is None:
+                    empty.add(prefix + name)
+                    continue
+                hidden = kind == BUFFER and name in module._non_persistent_buffers_set
+                _, names, kinds = found.setdefault(id(tensor), (tensor, [], []))
+                names.append(prefix + name)
+                kinds.append(HIDDEN if hidden else kind)
+        if type(module).set_extra_state is not nn.Module.set_extra_state:
+            extra.append(prefix + EXTRA_STATE)
+    tensors = tuple(
+        Slot(tuple(names), min(kinds, key=(PARAMETER, BUFFER, HIDDEN).index), tensor)
+        for tensor, names, kinds in found.values()
+    )
+    by_name = {name: slot for slot in tensors for name in slot.names}
+    return Slots(tensors, by_name, frozenset(empty), tuple(extra))

@@ -1,0 +1,68 @@
+"""Comparing bytes with the checksums that a file keeps of them. This finds damage, not tampering."""
+
+import os
+import zlib
+from concurrent.futures import ThreadPoolExecutor
+from typing import TYPE_CHECKING
+
+from modelstate.errors import ChecksumError, ReadFailedError
+from modelstate.spec import ByteRange, StoredComposite, StoredTensor
+
+if TYPE_CHECKING:
+    from modelstate.read.checkpoint import Checkpoint
+
+_CHUNK_BYTES = 4 << 20
+
+
+def verify(checkpoint: "Checkpoint") -> int:
+    """The body of `Checkpoint.verify`."""
+    names_of: dict[ByteRange, list[str]] = {}
+    for name, spec in checkpoint.items():
+        stored = spec.stored
+        parts = stored.parts if isinstance(stored, StoredComposite) else (stored,)
+        for part in parts:
+            if isinstance(part, StoredTensor) and part.storage.nbytes:
+                names_of.setdefault(part.storage, []).append(name)
+    expected = checkpoint.checksums
+    without = [names[0] for storage, names in names_of.items() if storage not in expected]
+    if without or not names_of:
+        raise ChecksumError(
+            "there is nothing to verify the tensors against",
+            where=checkpoint.source,
+            expected="a checksum for every tensor",
+            found=f"{checkpoint.format}, which keeps none" if not expected else f"none for {without[:3]}",
+            remedy="load without verify=True",
+        )
+    with ThreadPoolExecutor(min(len(os.sched_getaffinity(0)), 8), "modelstate-verify") as pool:
+        found = dict(zip(names_of, pool.map(_crc32, names_of), strict=True))
+    damaged = [name for storage, names in names_of.items() if found[storage] != expected[storage] for name in names]
+    if damaged:
+        raise ChecksumError(
+            f"{len(damaged)} tensors are not what their checksums say",
+            where=checkpoint.source,
+            found=", ".join(damaged[:8]) + (", ..." if len(damaged) > 8 else ""),
+            remedy="the file is damaged (or was saved with checksums switched off): get it again from where it came",
+        )
+    return sum(storage.nbytes for storage in names_of)
+
+
+def _crc32(storage: ByteRange) -> int:
+    crc, at, end = 0, storage.start, storage.start + storage.nbytes
+    buffer = bytearray(min(_CHUNK_BYTES, storage.nbytes))
+    view = memoryview(buffer)
+    try:
+        descriptor = os.open(storage.path, os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            while at < end:
+                got = os.preadv(descriptor, [view[: end - at]], at)
+                if not got:
+                    raise ReadFailedError("the file ends before the tensor does", where=f"{storage.path}, byte {at}")
+                crc = zlib.crc32(view[:got], crc)
+                at += got
+        finally:
+            os.close(descriptor)
+    except OSError as error:
+        if isinstance(error, ReadFailedError):
+            raise
+        raise ReadFailedError("reading failed", where=f"{storage.path}, byte {at}", found=error) from error
+    return crc
