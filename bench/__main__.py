@@ -12,7 +12,7 @@ from typing import Any
 
 from bench import models, tables
 from bench.contenders import MATERIALISED, META
-from bench.tables import Section, different_results, grid, load_table
+from bench.tables import Section, different_weights, grid, load_table
 from modelstate.cli.measure import Stage, alternate, run
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -55,10 +55,10 @@ class Bench:
                     for name in names
                 }
             )
-            different = different_results(found)
-            words = "Every contender's model gives the same result, bit for bit."
+            different = different_weights(found)
+            words = "Every contender ends with the same weights, bit for bit."
             if different:
-                words = f"The result differs from the first row's: {', '.join(different)}."
+                words = f"The weights differ from the first row's: {', '.join(different)}."
             where = "a module on meta" if target == "meta" else "a module that has memory"
             sections.append(_shown(Section(f"{what}, {size}, into {where}", words, load_table(found))))
         return sections
@@ -120,7 +120,7 @@ def _by_name(found: Mapping[str, Runs]) -> dict[str, dict[str, Sequence[Mapping[
 def _announced(name: str, child: Callable[[], dict[str, Stage]]) -> Callable[[], dict[str, Stage]]:
     def measure() -> dict[str, Stage]:
         found = child()
-        times = ", ".join(f"{stage} {one.seconds * 1000:,.1f} ms" for stage, one in found.items())
+        times = ", ".join(f"{stage} {one.seconds * 1000:,.1f} ms" for stage, one in found.items() if stage != "check")
         print(f"  {name}: {times}", file=sys.stderr, flush=True)
         return found
 

@@ -65,9 +65,9 @@ def grid(results: Mapping[str, Mapping[str, Sequence[Mapping[str, Stage]]]], cor
     return table([corner, *cases], rows)
 
 
-def different_results(results: Results) -> list[str]:
-    """The contenders whose first forward did not give what the first contender's gave."""
-    prints = {name: {run["forward"].facts["result"] for run in runs} for name, runs in results.items()}
+def different_weights(results: Results) -> list[str]:
+    """The contenders that did not end with the weights that the first one has."""
+    prints = {name: {run["check"].facts["weights"] for run in runs} for name, runs in results.items()}
     expected = next(iter(prints.values()))
     return [name for name, found in prints.items() if found != expected]
 

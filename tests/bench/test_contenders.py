@@ -52,14 +52,15 @@ def test_a_run_prints_ratios_and_leaves_nothing_behind(tmp_path: Path, capsys: p
 
 
 def test_ratios_are_to_the_first_row() -> None:
-    def run(ready: float, forward: float, result: str) -> dict[str, Stage]:
-        return {"ready": Stage(ready, 1000, 2_000_000, {}), "forward": Stage(forward, 0, 0, {"result": result})}
+    def run(ready: float, forward: float, weights: str) -> dict[str, Stage]:
+        check = Stage(9.0, 0, 0, {"weights": weights})
+        return {"ready": Stage(ready, 1000, 2_000_000, {}), "forward": Stage(forward, 0, 0, {}), "check": check}
 
     results = {"ours": [run(0.1, 0.2, "x")] * 3, "theirs": [run(0.3, 0.3, "x"), run(0.5, 0.5, "y"), run(0.2, 0.2, "x")]}
     lines = tables.load_table(results).splitlines()
     assert lines[2] == "| ours | 100.0 | 1.00 | 200.0 | 1.00 | 1.0 kB | 2.0 MB |"
     assert lines[3] == "| theirs | 300.0 | 3.00 | 300.0 | 1.50 | 1.0 kB | 2.0 MB |"
-    assert tables.different_results(results) == ["theirs"]
+    assert tables.different_weights(results) == ["theirs"]
 
 
 def test_the_machine_is_described_without_its_name() -> None:
