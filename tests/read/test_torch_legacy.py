@@ -248,15 +248,14 @@ def test_flipped_bits(sample: tuple[Path, bytes], data: st.DataObject) -> None:
 def test_every_byte_changed(sample: tuple[Path, bytes]) -> None:
     path, true = sample
     for at in range(len(true)):
-        for change in (1 << at % 8, 0xFF):
-            damaged = bytearray(true)
-            damaged[at] ^= change
-            path.write_bytes(damaged)
-            torch_legacy.matches(bytes(damaged[:4096]))
-            try:
-                values(torch_legacy.read(str(path)))
-            except errors.ModelStateError:
-                continue
+        damaged = bytearray(true)
+        damaged[at] ^= 0xFF if at % 2 else 1 << at % 8
+        path.write_bytes(damaged)
+        torch_legacy.matches(bytes(damaged[:4096]))
+        try:
+            values(torch_legacy.read(str(path)))
+        except errors.ModelStateError:
+            continue
 
 
 def test_cut_anywhere(sample: tuple[Path, bytes]) -> None:

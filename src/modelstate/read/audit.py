@@ -12,7 +12,7 @@ from modelstate.read.pickled import Allowed, Flawed, Known, Recipe, Refused, Sto
 from modelstate.read.rebuild import QUANTIZED
 from modelstate.spec import StoredTensor
 
-MAX_DEPTH = 128
+MAX_DEPTH = 100
 
 TENSOR, INERT, UNFINISHED = 1, 2, 4
 """What a value has in it: tensors, refused or flawed parts, something that has still to be made."""
@@ -55,7 +55,7 @@ def dotted(path: Path) -> str:
 def audit(value: object, data_nbytes: int) -> Audit:
     """Looks through the value of a pickle of `data_nbytes` bytes.
 
-    Raises `PickleError` where containers hold themselves, are nested deeper than 128, or are shared so often that the
+    Raises `PickleError` where containers hold themselves, are nested deeper than 100, or are shared so often that the
     value stands for far more than the file has bytes.
     """
     walker = _Walker()
@@ -75,8 +75,11 @@ class _Walker:
         self.sizes: dict[int, tuple[int, int, int]] = {}
         self.open: set[int] = set()
 
-    def visit(self, node: Any, path: Path, depth: int) -> tuple[int, int, int]:
-        """Nodes, characters of names and flags of what is below `node`, as if nothing was shared."""
+    def visit(self, node: Any, path: Path, depth: int, bare: bool = False) -> tuple[int, int, int]:
+        """Nodes, characters of names and flags of what is below `node`, as if nothing was shared.
+
+        The items of a `bare` sequence, such as the arguments of a call, have the path of the sequence.
+        """
         kind = type(node)
         if kind in _PLAIN:
             return 1, 0, 0
@@ -91,11 +94,11 @@ class _Walker:
             raise PickleError("containers in the pickle are nested too deep", expected=f"at most {MAX_DEPTH} levels")
         self.open.add(key)
         nodes, characters, flags = 1, 0, self.own_flags(node, path)
-        for name, child in _children(node):
+        for name, child in _children(node, bare):
             if type(child) is StoredTensor and not child.attributes:
                 below = (1, 0, TENSOR)
             else:
-                below = self.visit(child, path if name is None else (path, name), depth + 1)
+                below = self.visit(child, path if name is _SAME else (path, name), depth + 1, name is _SAME)
             nodes += below[0]
             characters += below[1] + below[0] * (1 + len(name) if type(name) is str else 8)
             flags |= below[2]
@@ -126,27 +129,28 @@ class _Walker:
         return 0
 
 
-def _children(node: Any) -> Iterator[tuple[Any, Any]]:
-    """What is directly in a node, with its part of the path; None where the path stays the node's."""
+_SAME = object()
+"""In place of a key: the path stays that of the node."""
+
+
+def _children(node: Any, bare: bool) -> Iterator[tuple[Any, Any]]:
+    """What is directly in a node, with its part of the path."""
     kind = type(node)
     if kind in MAPPINGS:
         for key, value in node.items():
-            if type(key) is not str and type(key) not in _PLAIN:
-                yield None, key
+            if type(key) not in _PLAIN:
+                yield _SAME, key
             yield key, value
         if hasattr(node, "_metadata"):
             yield "_metadata", node._metadata
     elif kind in _SEQUENCES:
-        yield from enumerate(node)
+        yield from ((_SAME, item) for item in node) if bare else enumerate(node)
     elif kind is StoredTensor:
-        yield None, node.attributes
+        yield _SAME, node.attributes
     elif kind is Refused:
-        yield None, node.held
+        yield _SAME, node.held
     elif kind is TensorRecipe:
-        yield None, node.parts
+        yield _SAME, node.parts
     elif kind is Recipe:
-        yield None, node.args
-        yield None, node.kwargs
-        yield None, node.states
-        yield None, node.appended
-        yield None, node.inserted
+        for piece in (node.args, node.kwargs, node.states, node.appended, node.inserted):
+            yield _SAME, piece

@@ -21,6 +21,13 @@ def construct(value: object, *, path: str, data_nbytes: int, names: TorchGlobals
     the error of the first tensor that is not read here or contradicts itself, with its place, and `PickleError` where
     an allowed class raises.
     """
+    try:
+        return _constructed(value, path, data_nbytes, names, skip_forbidden)
+    except RecursionError as error:
+        raise PickleError("containers in the pickle are nested too deep for Python's stack", where=path) from error
+
+
+def _constructed(value: object, path: str, data_nbytes: int, names: TorchGlobals, skip_forbidden: bool) -> object:
     found = audit(value, data_nbytes)
     if not skip_forbidden:
         _raise_refused(found, path, names)
@@ -174,7 +181,7 @@ class _Constructor:
 
         def build(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
             try:
-                return recipe.make(_fill(template, tensors, {})).detach()
+                return recipe.make(_fill(template, tensors, {}))
             except OpenError as error:
                 error.where = error.where or place
                 raise

@@ -43,10 +43,16 @@ class Flawed:
 class Known:
     """A function of ours in place of the one that the pickle names."""
 
-    __slots__ = ("call", "copies", "name", "real")
+    __slots__ = ("call", "copies", "name", "real", "takes_inert")
 
     def __init__(
-        self, name: str, call: Callable[..., object] | None = None, *, real: object = None, copies: bool = False
+        self,
+        name: str,
+        call: Callable[..., object] | None = None,
+        *,
+        real: object = None,
+        copies: bool = False,
+        takes_inert: bool = False,
     ) -> None:
         self.name = name
         self.call = call
@@ -55,6 +61,8 @@ class Known:
         """What the name stands for where it is a value."""
         self.copies = copies
         """Whether a call costs time in proportion to its arguments."""
+        self.takes_inert = takes_inert
+        """Whether it is called with placeholders among its arguments."""
 
 
 class Allowed:

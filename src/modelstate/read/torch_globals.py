@@ -5,6 +5,7 @@ here makes a tensor or calls what the pickle chooses.
 """
 
 import codecs
+import enum
 import pkgutil
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Sequence
@@ -41,7 +42,7 @@ STORAGE_DTYPES = {
 """The classes that a reference to a storage names, and the dtype that each implies."""
 
 NEVER = frozenset({"os", "posix", "nt", "sys", "subprocess", "builtins.eval", "builtins.exec", "builtins.compile"}) | {
-    f"builtins.{name}" for name in ("getattr", "setattr", "delattr", "__import__", "open", "globals", "breakpoint")
+    f"builtins.{name}" for name in ("setattr", "delattr", "__import__", "open", "globals", "breakpoint")
 }
 """Modules and functions that stay refused whatever the caller says: to allow them is to run the file."""
 
@@ -89,6 +90,8 @@ class TorchGlobals:
         known = _builtin().get(name)
         if known is not None:
             return known
+        if name == "builtins.getattr":
+            return Known(name, self.attribute, takes_inert=True)
         module, _, last = name.rpartition(".")
         if last in STORAGE_DTYPES and (module in ("torch", "torch.storage") or module in _DEVICE_MODULES):
             return StorageType(name, STORAGE_DTYPES[last])
@@ -104,6 +107,16 @@ class TorchGlobals:
                         self.failed[name] = f"{type(error).__name__}: {error}"
         self.refused.add(name)
         return Refused(name)
+
+    def attribute(self, parent: object, name: object) -> object:
+        """What `getattr` stands for, by which pickle names nested classes and members of enums; it is not called."""
+        if not isinstance(parent, Allowed | Refused) or type(name) is not str or len(name) > 1000:
+            raise PickleError("the pickle is damaged: an attribute of what is no class", found=str(name)[:100])
+        if isinstance(parent, Allowed) and isinstance(parent.real, enum.EnumType) and name in parent.real.__members__:
+            return Allowed(f"{parent.name}.{name}", parent.real.__members__[name])
+        found = self.find(f"{parent.name}.{name}")
+        self.refused.discard(parent.name)
+        return found
 
 
 _DEVICE_MODULES = frozenset(f"torch.{device}" for device in ("cuda", "xpu", "hpu", "mps", "npu", "mtia"))

@@ -37,7 +37,8 @@ def unpickle(
     """
     machine = _Machine(data, start, persistent, names)
     collects = gc.isenabled()
-    # There is nothing to collect, and to look for it again and again doubles the time. No code of others runs here.
+    # There is nothing to collect, and to look for it again and again doubles the time.
+    # No code of others runs here, but for the imports that the caller asked for.
     gc.disable()
     try:
         return machine.run(), machine.pos
@@ -238,7 +239,7 @@ class _Machine:
         if type(function) is Known:
             if function.call is None or len(args) > MAX_ARGUMENTS:
                 raise _damaged("a call that cannot be", f"{function.name} of {len(args)} values")
-            if not _INERT.isdisjoint(map(type, args)):
+            if not _INERT.isdisjoint(map(type, args)) and not function.takes_inert:
                 inert = next(arg for arg in args if type(arg) in _INERT)
                 return Refused(inert.name, args) if type(inert) is Refused else inert
             if args and function.copies:
