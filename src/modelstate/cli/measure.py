@@ -5,6 +5,7 @@ child's anonymous memory meanwhile from `/proc`, so that no thread of the child'
 is reported is growth: the modules that were imported before the start do not count.
 """
 
+import gc
 import json
 import os
 import selectors
@@ -44,6 +45,8 @@ class Stages:
     def __init__(self) -> None:
         self._out = os.dup(1)
         os.dup2(2, 1)
+        # Imports leave so many new objects that the next few allocations would pay for a pass over all of them.
+        gc.collect()
         _reset_high_water_mark()
         self._send({"anonymous": _memory("self", "RssAnon"), "total": _memory("self", "VmRSS")})
         sys.stdin.readline()

@@ -105,21 +105,18 @@ def load(
     `PlacementError`, `ReadFailedError`, `ChecksumError`, `MemoryBudgetError`, `OptionError`, `StalePlanError`.
     """
     started = time.perf_counter()
-    optimizers = check_optimizers(optimizers)
+    model, optimizers = _model(model), check_optimizers(optimizers)
+    options = _options(key, rules, allow_missing, allow_unexpected, dtype, device, transform, map, in_place)
     if isinstance(source, Plan):
-        options, checkpoint = source.options, source.checkpoint
-        assert checkpoint is not None
+        checkpoint, options = _of_plan(source, options)
     else:
-        options = _options(key, rules, allow_missing, allow_unexpected, dtype, device, transform, map, in_place)
         checkpoint = open_checkpoint(source)
-    preparation = Preparation(_model(model), checkpoint, options, Place, call_extra_state=True)
+    preparation = Preparation(model, checkpoint, options, Place, call_extra_state=True)
     try:
         made = preparation.plan()
         made.check()
-        if isinstance(source, Plan) and (made.steps, made.slots) != (source.steps, source.slots):
-            raise StalePlanError(
-                "the model is no longer what was planned for", where=made.target, remedy="make the plan again"
-            )
+        if isinstance(source, Plan):
+            _check_unchanged(source, made)
         check_budget(preparation, max_memory_bytes)
         verified = preparation.checkpoint.verify() if verify else 0
         with progress_bar(progress, made.bytes) as advance:
@@ -131,9 +128,33 @@ def load(
         preparation.journal.rollback()
         raise
     preparation.journal.commit()
+    if isinstance(source, Plan):
+        source.carried_out.append(time.strftime("%F %T"))
     for state, name, value, _, _ in follows:
         state[name] = value
     return _report(preparation, time.perf_counter() - started, verified)
+
+
+def _of_plan(plan: Plan, options: Options) -> tuple[Checkpoint, Options]:
+    if options != Options():
+        raise OptionError("a plan brings its own arguments", remedy="give them to modelstate.plan")
+    if plan.carried_out or plan.checkpoint is None:
+        raise StalePlanError(
+            "the plan has been carried out", where=plan.target, found=plan.carried_out, remedy="make a new one"
+        )
+    # The files may have been replaced since; what is there now counts, and must be what was planned for.
+    return plan.checkpoint, plan.options
+
+
+def _check_unchanged(plan: Plan, now: Plan) -> None:
+    if (plan.steps, plan.slots) != (now.steps, now.slots):
+        changed = [step.name for step in {*plan.steps} ^ {*now.steps}]
+        raise StalePlanError(
+            "the model is no longer what was planned for; nothing has been changed",
+            where=now.target,
+            found=f"{len(changed)} steps differ: {', '.join(sorted(set(changed))[:4])}",
+            remedy="make the plan again",
+        )
 
 
 def _follows(preparation: Preparation, optimizers: tuple[torch.optim.Optimizer, ...]) -> Any:

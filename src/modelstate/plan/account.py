@@ -60,12 +60,18 @@ class Accounts:
         problems += self._uninitialised(set(missing) - allowed)
         problems += self.may_miss.idle() + self.may_exceed.idle()
         problems += [IdlePattern(rule, option="rules") for rule in self.of.renamed.idle]
+        if computed := self._computed():
+            self._note(computed, "not in the checkpoint: filled by the model's own loading code")
         if allowed:
             self._note(allowed, "left as they are, as allowed by allow_missing")
 
     def _is_filled(self, name: str) -> bool:
         slot = self.of.slots.by_name.get(name)
         return slot is not None and self.of.is_filled(slot.tensor)
+
+    def _computed(self) -> list[str]:
+        """Names that code of the model filled, which the checkpoint does not have."""
+        return [made.name for made in self.of.assignments if not made.source]
 
     def _unexpected(self) -> list[str]:
         """Unexpected names that are not allowed, and fill no non-persistent buffer."""
@@ -99,12 +105,17 @@ class Accounts:
         return []
 
     def _differences(self, missing: list[str], unexpected: list[str]) -> Iterable[Problem]:
-        lacking = {name: self._slot_shape(name) for name in missing}
+        lacking = {name: self._slot_shape(name) for name in (*missing, *self._computed())}
         over = {name: self._value_shape(name) for name in unexpected}
-        regular, lacking_explained, over_explained = regular_differences(lacking, over)
+        regular, explained = regular_differences(lacking, over)
         yield from regular
-        lacking_left = [name for name in missing if name not in lacking_explained]
-        over_left = [name for name in unexpected if name not in over_explained]
+        for name, source in explained.items():
+            expected, found = lacking[name], over[source]
+            if expected is not None and found is not None and expected != found:
+                yield WrongShape(name, expected, found)
+        taken = set(explained.values())
+        lacking_left = [name for name in missing if name not in explained]
+        over_left = [name for name in unexpected if name not in taken]
         few = len(lacking_left) + len(over_left) <= 200
         for name in lacking_left:
             yield Missing(name, lacking[name], nearest(name, over_left) if few else "")

@@ -20,7 +20,7 @@ def explain(problems: Sequence[Problem]) -> str:
     """All problems on a screen."""
     lines = []
     for cause, members in grouped(problems):
-        lines.append(f"  {len(members)} {cause.title}:")
+        lines.append(f"  {cause.title} ({len(members)}):")
         lines += [f"    {problem.line()}" for problem in members[:_SHOWN]]
         if len(members) > _SHOWN:
             lines.append(f"    ... and {len(members) - _SHOWN} more")

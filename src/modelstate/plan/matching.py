@@ -2,8 +2,9 @@
 
 import re
 from collections import Counter
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from difflib import get_close_matches
+from typing import NamedTuple
 
 from modelstate.errors import AmbiguousKeyError
 from modelstate.plan.problems import OtherNames
@@ -25,9 +26,10 @@ def matching_part(checkpoint: Checkpoint, wanted: Collection[str], rename: Calla
         return checkpoint
     counts = _matches(checkpoint, containers, set(wanted), rename)
     if not counts:
-        # Nothing matches as it is; a wrapper's prefix may be in the way.
+        # Nothing matches as it is; a prefix on either side may be in the way.
         bare = {_without_wrappers(name) for name in wanted}
-        counts = _matches(checkpoint, containers, bare, _without_wrappers)
+        ends = bare.union(name[len(prefix) :] for name in bare for prefix in _prefixes(name))
+        counts = _matches(checkpoint, containers, ends, _without_wrappers)
     if not counts:
         return checkpoint
     (best, most), *others = counts.most_common()
@@ -64,63 +66,71 @@ def _without_wrappers(name: str) -> str:
 
 def regular_differences(
     missing: Mapping[str, Shape], unexpected: Mapping[str, Shape]
-) -> tuple[list[OtherNames], set[str], set[str]]:
-    """Ways in which several unexpected names become missing ones of the same shape.
+) -> tuple[list[OtherNames], dict[str, str]]:
+    """Ways in which several unexpected names become missing ones.
 
-    Returns them with the names, of either side, that they explain.
+    A way is found by names of the same shape, and then explains all names that it fits. Returns the ways, and what
+    they explain: from missing to unexpected names.
     """
     found: list[OtherNames] = []
+    explained: dict[str, str] = {}
     left, over = dict(missing), dict(unexpected)
     while left and over:
-        best = max(
-            (_by_prefix(left, over, "strip"), _by_prefix(over, left, "add"), _by_wrappers(left, over)),
-            key=lambda pairs: len(pairs[1]),
-        )
-        rule, pairs, difference = best
-        if not pairs:
+        ways = (_by_prefix(left, over, "strip"), _by_prefix(over, left, "add"), _by_wrappers(left, over))
+        best = max(ways, key=lambda way: len(way.pairs))
+        if not best.pairs:
             break
-        found.append(OtherNames(pairs[0][1], count=len(pairs), difference=difference, rule=rule))
-        for name, source in pairs:
-            left.pop(name, None)
-            over.pop(source, None)
-    return found, missing.keys() - left.keys(), unexpected.keys() - over.keys()
+        name = next(iter(best.pairs))
+        found.append(OtherNames(name, count=len(best.pairs), difference=best.difference, rule=best.rule))
+        explained |= best.pairs
+        left = {name: shape for name, shape in left.items() if name not in best.pairs}
+        taken = set(best.pairs.values())
+        over = {name: shape for name, shape in over.items() if name not in taken}
+    return found, explained
 
 
-def _by_prefix(
-    short: Mapping[str, Shape], long: Mapping[str, Shape], option: str
-) -> tuple[str, list[tuple[str, str]], str]:
-    """The prefix that most names of `long` have more than a name of `short`; pairs are (missing, unexpected)."""
-    by_prefix: dict[str, list[tuple[str, str]]] = {}
+class _Way(NamedTuple):
+    rule: str
+    difference: str
+    pairs: dict[str, str]
+    """From missing to unexpected names."""
+
+
+def _by_prefix(short: Mapping[str, Shape], long: Mapping[str, Shape], option: str) -> _Way:
+    """The prefix that most names of `long` have more than a name of `short`."""
+    votes: Counter[str] = Counter()
     for name, shape in long.items():
-        at = name.find(".")
-        while at >= 0:
-            rest = name[at + 1 :]
-            if rest in short and short[rest] == shape:
-                pair = (rest, name) if option == "strip" else (name, rest)
-                by_prefix.setdefault(name[: at + 1], []).append(pair)
-            at = name.find(".", at + 1)
-    if not by_prefix:
-        return "", [], ""
-    prefix = max(by_prefix, key=lambda key: len(by_prefix[key]))
+        votes.update(prefix for prefix in _prefixes(name) if short.get(name[len(prefix) :], ...) == shape)
+    if not votes:
+        return _Way("", "", {})
+    prefix = votes.most_common(1)[0][0]
+    pairs = {name[len(prefix) :]: name for name in long if name.startswith(prefix) and name[len(prefix) :] in short}
+    if option == "add":
+        pairs = {long_name: short_name for short_name, long_name in pairs.items()}
     whose = "of the checkpoint" if option == "strip" else "of the model"
-    return f"ms.Prefix({option}={prefix!r})", by_prefix[prefix], f"the prefix {prefix!r} {whose}"
+    return _Way(f"ms.Prefix({option}={prefix!r})", f"the prefix {prefix!r} {whose}", pairs)
 
 
-def _by_wrappers(
-    missing: Mapping[str, Shape], unexpected: Mapping[str, Shape]
-) -> tuple[str, list[tuple[str, str]], str]:
-    """The wrapper whose name most unexpected names have somewhere within, and missing ones have not."""
-    best: tuple[str, list[tuple[str, str]], str] = ("", [], "")
-    for wrapper in WRAPPERS:
-        pattern = rf"(^|\.){re.escape(wrapper)}\."
-        pairs = [
-            (bare, name)
+def _prefixes(name: str) -> Iterator[str]:
+    at = name.find(".")
+    while at >= 0:
+        yield name[: at + 1]
+        at = name.find(".", at + 1)
+
+
+def _by_wrappers(missing: Mapping[str, Shape], unexpected: Mapping[str, Shape]) -> _Way:
+    """The wrappers whose names unexpected names have somewhere within, and missing ones have not."""
+    best = _Way("", "", {})
+    for wrapper in (*map(re.escape, WRAPPERS), "|".join(WRAPPERS)):
+        pattern = rf"(^|\.)({wrapper}\.)+" if "|" not in wrapper else rf"(^|\.)(({wrapper})\.)+"
+        pairs = {
+            bare: name
             for name, shape in unexpected.items()
-            if (bare := re.sub(pattern, r"\1", name)) != name and bare in missing and missing[bare] == shape
-        ]
-        if len(pairs) > len(best[1]):
-            rule = f'ms.Rename(r"(^|\\.){wrapper}\\.", r"\\1")'
-            best = (rule, pairs, f"the wrapper {wrapper!r} within")
+            if (bare := re.sub(pattern, r"\1", name)) != name and missing.get(bare, ...) == shape
+        }
+        if len(pairs) > len(best.pairs):
+            rule = f'ms.Rename(r"{pattern}", r"\1")'
+            best = _Way(rule, f"the wrapper {wrapper.replace('|', ' or ')} within", pairs)
     return best
 
 

@@ -80,6 +80,8 @@ class Plan:
     options: Options = field(default_factory=Options, repr=False)
     checkpoint: Checkpoint | None = field(default=None, repr=False, compare=False)
     """What it reads from."""
+    carried_out: list[str] = field(default_factory=list, repr=False, compare=False)
+    """When it was, if it was."""
 
     @property
     def ok(self) -> bool:
@@ -104,12 +106,12 @@ class Plan:
     def __str__(self) -> str:
         lines = [
             f"{self.source} into {self.target}: {len(self.steps)} of {self.slots} slots filled",
-            f"  {in_bytes(self.bytes)} to read, at most {in_bytes(self.extra_bytes)} of memory beyond the final tensors",
+            f"  {in_bytes(self.bytes)} to read, {in_bytes(self.extra_bytes)} of memory beyond the final tensors",
             *(f"  {line}" for line in placements(self.steps)),
             *(f"  note: {note}" for note in self.notes),
         ]
         if self.problems:
-            lines += [f"{len(self.problems)} problems:", explain(self.problems)]
+            lines += [f"problems ({len(self.problems)}):", explain(self.problems)]
         return "\n".join(lines)
 
     def to_json(self) -> str:

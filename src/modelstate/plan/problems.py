@@ -30,7 +30,7 @@ class Missing(Problem):
     near: str = ""
     """A name of the checkpoint that nothing takes, and that is spelt almost like this one."""
 
-    title: ClassVar = "names of the model are missing in the checkpoint"
+    title: ClassVar = "names of the model that the checkpoint lacks"
     remedy: ClassVar = "if the model is right without them: allow_missing=[pattern, ...]"
 
     def line(self) -> str:
@@ -48,7 +48,7 @@ class Unexpected(Problem):
     """A name of the model that nothing fills, and that is spelt almost like this one."""
     why: str = ""
 
-    title: ClassVar = "names of the checkpoint are unexpected by the model"
+    title: ClassVar = "names of the checkpoint that the model lacks"
     remedy: ClassVar = "if they are not needed: allow_unexpected=[pattern, ...]"
 
     def line(self) -> str:
@@ -66,7 +66,7 @@ class OtherNames(Problem):
     rule: str = ""
     """The rule, as code that can be pasted."""
 
-    title: ClassVar = "groups of names differ in one regular way"
+    title: ClassVar = "names that differ in one regular way"
     remedy: ClassVar = "pass the rule"
 
     def line(self) -> str:
@@ -82,7 +82,7 @@ class WrongShape(Problem):
     found: tuple[int, ...] = ()
     """The checkpoint's."""
 
-    title: ClassVar = "tensors have another shape"
+    title: ClassVar = "tensors of another shape"
     remedy: ClassVar = "build the model with the sizes of the checkpoint, or load another checkpoint"
 
     def line(self) -> str:
@@ -98,7 +98,7 @@ class WrongDtype(Problem):
     how: str = ""
     """"lossy" or "kind"."""
 
-    title: ClassVar = "tensors have a dtype that cannot become the model's without loss"
+    title: ClassVar = "tensors of a dtype that cannot become the model's without loss"
     remedy: ClassVar = "ask for the cast of floats with dtype=, for any other with transform=, or build the model so"
 
     def line(self) -> str:
@@ -112,7 +112,7 @@ class NotATensor(Problem):
 
     found: str = ""
 
-    title: ClassVar = "values are no tensors"
+    title: ClassVar = "values that are no tensors"
     remedy: ClassVar = "look at the file with `modelstate inspect`"
 
     def line(self) -> str:
@@ -125,7 +125,7 @@ class TieConflict(Problem):
 
     others: tuple[str, ...] = ()
 
-    title: ClassVar = "tied tensors get several different values"
+    title: ClassVar = "tied tensors with several different values"
     remedy: ClassVar = "untie them in the model, or take one value: allow_unexpected=[the other name] with a rule"
 
     def line(self) -> str:
@@ -136,7 +136,7 @@ class TieConflict(Problem):
 class BufferConflict(Problem):
     """The checkpoint has another value than the constructor computed for a non-persistent buffer."""
 
-    title: ClassVar = "non-persistent buffers differ from the checkpoint"
+    title: ClassVar = "non-persistent buffers that differ from the checkpoint"
     remedy: ClassVar = "if the constructor is right: allow_unexpected=[pattern, ...]"
 
 
@@ -146,7 +146,7 @@ class Uninitialised(Problem):
 
     kind: str = ""
 
-    title: ClassVar = "tensors would stay on the meta device, without values"
+    title: ClassVar = "tensors that would stay on the meta device, without values"
     remedy: ClassVar = (
         "build the model with `with modelstate.skeleton():`, which leaves buffers real, "
         "or give parameters that no checkpoint fills their values before the load"
@@ -162,7 +162,7 @@ class IdlePattern(Problem):
 
     option: str = ""
 
-    title: ClassVar = "patterns or rules match nothing"
+    title: ClassVar = "patterns and rules that match nothing"
     remedy: ClassVar = "take them out, or correct their spelling"
 
     def line(self) -> str:
@@ -175,7 +175,7 @@ class NameClash(Problem):
 
     sources: tuple[str, ...] = ()
 
-    title: ClassVar = "names are claimed by several tensors of the checkpoint"
+    title: ClassVar = "names that several tensors of the checkpoint claim"
     remedy: ClassVar = "make the rules narrower"
 
     def line(self) -> str:
@@ -186,7 +186,7 @@ class NameClash(Problem):
 class Held(Problem):
     """Something in torch's core holds the tensor, so that it cannot be exchanged under its identity."""
 
-    title: ClassVar = "tensors cannot be exchanged, for something else holds them"
+    title: ClassVar = "tensors that cannot be exchanged, for something else holds them"
     remedy: ClassVar = "let go of views and autograd graphs of these tensors before the load"
 
 
@@ -196,7 +196,7 @@ class Complaint(Problem):
 
     message: str = ""
 
-    title: ClassVar = "messages come from the model's own loading code"
+    title: ClassVar = "messages of the model's own loading code"
     remedy: ClassVar = "see the code of the module"
 
     def line(self) -> str:

@@ -11,6 +11,7 @@ import torch
 from modelstate.errors import KeyNotFoundError, ReadTargetError, TensorNotFoundError
 from modelstate.read.mapped import Maps
 from modelstate.read.ranges import Request, coalesce, read_batches
+from modelstate.read.stamp import Stamp, stamps_of
 from modelstate.read.tree import FlatTree, flatten, rebuild, subtree
 from modelstate.read.verify import verify
 from modelstate.spec import ByteRange, Contents, Stored, StoredComposite, StoredTensor, TensorSpec
@@ -32,8 +33,8 @@ class Checkpoint(Mapping[str, TensorSpec]):
     def __init__(self, contents: Contents, *, source: str, key: str | None = None) -> None:
         self._contents = contents
         self._source = source
-        self._sizes = {path: os.stat(path).st_size for path in contents.files}
-        self._maps = Maps(self._sizes)
+        self._stamps = stamps_of(contents.files)
+        self._maps = Maps(self._stamps)
         flat = flatten(contents.tree, source)
         self._set(flat, key or "")
 
@@ -99,6 +100,11 @@ class Checkpoint(Mapping[str, TensorSpec]):
     def files(self) -> tuple[str, ...]:
         """The files that were read."""
         return self._contents.files
+
+    @property
+    def stamps(self) -> Mapping[str, Stamp]:
+        """What each file was when its header had been read; reading from another one is refused."""
+        return self._stamps
 
     @property
     def checksums(self) -> Mapping[ByteRange, int]:
@@ -177,7 +183,7 @@ class Checkpoint(Mapping[str, TensorSpec]):
     def select(self, key: str) -> "Checkpoint":
         """The part under a dotted path, with names relative to it. Raises `KeyNotFoundError`."""
         part = object.__new__(Checkpoint)
-        part._contents, part._source, part._sizes = self._contents, self._source, self._sizes
+        part._contents, part._source, part._stamps = self._contents, self._source, self._stamps
         part._maps = self._maps
         part._set(_below(self._flat, key, self._source) if key else self._flat, "")
         part._key = f"{self._key}.{key}" if self._key and key else self._key or key
@@ -220,14 +226,14 @@ class Checkpoint(Mapping[str, TensorSpec]):
             source = ByteRange(stored.extent.path, stored.extent.start + skip, out.nbytes)
             self.read_all([Request(source, out.data_ptr())])
         else:
-            whole = Maps(self._sizes).tensor(stored)
+            whole = Maps(self._stamps).tensor(stored)
             with torch.no_grad():
                 out.copy_(whole if start is None else whole[start:stop])
 
     def read_all(self, requests: list[Request], on_read: Any = None, threads: int | None = None) -> None:
         """Reads many ranges of this checkpoint's files at once. Raises `ReadFailedError`."""
         batches = coalesce(requests, batch_bytes=BATCH_BYTES, gap_bytes=GAP_BYTES)
-        read_batches(batches, threads=threads or read_threads(), sizes=self._sizes, on_read=on_read)
+        read_batches(batches, threads=threads or read_threads(), stamps=self._stamps, on_read=on_read)
 
     def verify(self) -> int:
         """Reads every tensor's storage and compares it with the checksum that the file keeps of it.
@@ -240,11 +246,11 @@ class Checkpoint(Mapping[str, TensorSpec]):
 
     def maps(self) -> Maps:
         """New maps of the files, shared with no one."""
-        return Maps(self._sizes)
+        return Maps(self._stamps)
 
     def close(self) -> None:
         """Drops the maps; tensors that show them stay valid."""
-        self._maps = Maps(self._sizes)
+        self._maps = Maps(self._stamps)
 
     def __enter__(self) -> "Checkpoint":
         return self

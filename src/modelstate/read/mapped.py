@@ -2,10 +2,12 @@
 
 import mmap
 import os
+from collections.abc import Mapping
 
 import torch
 
 from modelstate.errors import ReadFailedError
+from modelstate.read.stamp import Stamp, open_unchanged
 from modelstate.spec import ByteRange, Stored, StoredComposite, StoredTensor
 
 
@@ -20,8 +22,8 @@ class Maps:
     ends the process with SIGBUS when they are used. Replacing it by a rename is safe, for the map keeps the old file.
     """
 
-    def __init__(self, sizes: dict[str, int] | None = None) -> None:
-        self._sizes = sizes or {}
+    def __init__(self, stamps: Mapping[str, Stamp]) -> None:
+        self._stamps = stamps
         self._maps: dict[str, mmap.mmap] = {}
         self._storages: dict[ByteRange, torch.UntypedStorage] = {}
 
@@ -35,37 +37,31 @@ class Maps:
             if stored.nbytes == 0:
                 return torch.empty_strided(stored.shape, stored.stride, dtype=stored.dtype)
             empty = torch.empty(0, dtype=stored.dtype)
-            return empty.set_(self._storage(stored), stored.offset, stored.shape, stored.stride)
+            return empty.set_(self._storage(stored.extent, stored.dtype), 0, stored.shape, stored.stride)
         if isinstance(stored, StoredComposite):
             return stored.build([self.tensor(part) for part in stored.parts])
         return stored.detach()
 
-    def _storage(self, stored: StoredTensor) -> torch.UntypedStorage:
-        region = stored.storage
+    def _storage(self, region: ByteRange, dtype: torch.dtype) -> torch.UntypedStorage:
+        """A storage that shows these bytes and no more, whatever larger storage they were a part of."""
         storage = self._storages.get(region)
         if storage is None:
             whole = torch.frombuffer(self._map(region), dtype=torch.uint8, count=region.nbytes, offset=region.start)
             # torch's vector code may assume that a number lies at a multiple of its size.
-            storage = (whole.clone() if region.start % stored.dtype.itemsize else whole).untyped_storage()
+            storage = (whole.clone() if region.start % dtype.itemsize else whole).untyped_storage()
             self._storages[region] = storage
         return storage
 
     def _map(self, region: ByteRange) -> mmap.mmap:
         found = self._maps.get(region.path)
         if found is None:
+            descriptor = open_unchanged(region.path, self._stamps.get(region.path))
             try:
-                descriptor = os.open(region.path, os.O_RDONLY | os.O_CLOEXEC)
-                try:
-                    check_size(descriptor, region.path, self._sizes.get(region.path))
-                    found = mmap.mmap(descriptor, 0, access=mmap.ACCESS_COPY)
-                finally:
-                    os.close(descriptor)
+                found = mmap.mmap(descriptor, 0, access=mmap.ACCESS_COPY)
             except (OSError, ValueError) as error:
-                if isinstance(error, ReadFailedError):
-                    raise
-                raise ReadFailedError(
-                    "the file cannot be mapped", where=region.path, found=error, remedy="open the checkpoint again"
-                ) from error
+                raise ReadFailedError("the file cannot be mapped", where=region.path, found=error) from error
+            finally:
+                os.close(descriptor)
             self._maps[region.path] = found
         if region.start + region.nbytes > len(found):
             raise ReadFailedError(
@@ -76,16 +72,3 @@ class Maps:
                 remedy="open the checkpoint again, when nothing writes to it any more",
             )
         return found
-
-
-def check_size(descriptor: int, path: str, expected_bytes: int | None) -> None:
-    """Raises `ReadFailedError` where an open file has not the size that it had when its header was read."""
-    size = os.fstat(descriptor).st_size
-    if expected_bytes is not None and size != expected_bytes:
-        raise ReadFailedError(
-            "the file has changed since it was opened",
-            where=path,
-            expected=f"{expected_bytes} bytes",
-            found=f"{size} bytes",
-            remedy="open the checkpoint again, when nothing writes to it any more",
-        )

@@ -2,12 +2,12 @@
 
 import ctypes
 import os
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 
 from modelstate.errors import ReadFailedError
-from modelstate.read.mapped import check_size
+from modelstate.read.stamp import Stamp, open_unchanged
 from modelstate.spec import ByteRange
 
 _IOV_MAX = 1024
@@ -79,19 +79,18 @@ def read_batches(
     batches: Sequence[Batch],
     *,
     threads: int,
-    sizes: dict[str, int] | None = None,
+    stamps: Mapping[str, Stamp],
     on_read: Callable[[int], None] | None = None,
 ) -> None:
     """Carries out `batches` with so many threads; `on_read` hears of the bytes of each as it ends.
 
-    `sizes` are the sizes in bytes that the files must still have. Raises `ReadFailedError` for the first I/O error,
+    `stamps` are what the files must still be. Raises `ReadFailedError` for the first I/O error,
     short read or changed file. No thread writes to memory any more when this returns or raises.
     """
     descriptors: dict[str, int] = {}
     try:
         for path in dict.fromkeys(batch.path for batch in batches):
-            descriptors[path] = _open(path)
-            check_size(descriptors[path], path, (sizes or {}).get(path))
+            descriptors[path] = open_unchanged(path, stamps.get(path))
         if threads <= 1 or len(batches) <= 1:
             for batch in batches:
                 _read(descriptors[batch.path], batch)
@@ -125,15 +124,6 @@ def _read_in_threads(
                         on_read(batch.nbytes)
         finally:
             stop = True
-
-
-def _open(path: str) -> int:
-    try:
-        return os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-    except OSError as error:
-        raise ReadFailedError(
-            "the file can no longer be opened", where=path, found=error, remedy="open the checkpoint again"
-        ) from error
 
 
 def _read(descriptor: int, batch: Batch) -> None:

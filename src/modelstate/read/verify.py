@@ -6,6 +6,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING
 
 from modelstate.errors import ChecksumError, ReadFailedError
+from modelstate.read.stamp import Stamp, open_unchanged
 from modelstate.spec import ByteRange, StoredComposite, StoredTensor
 
 if TYPE_CHECKING:
@@ -34,7 +35,13 @@ def verify(checkpoint: "Checkpoint") -> int:
             remedy="load without verify=True",
         )
     with ThreadPoolExecutor(min(len(os.sched_getaffinity(0)), 8), "modelstate-verify") as pool:
-        found = dict(zip(names_of, pool.map(_crc32, names_of), strict=True))
+        found = dict(
+            zip(
+                names_of,
+                pool.map(lambda storage: _crc32(storage, checkpoint.stamps.get(storage.path)), names_of),
+                strict=True,
+            )
+        )
     damaged = [name for storage, names in names_of.items() if found[storage] != expected[storage] for name in names]
     if damaged:
         raise ChecksumError(
@@ -46,12 +53,12 @@ def verify(checkpoint: "Checkpoint") -> int:
     return sum(storage.nbytes for storage in names_of)
 
 
-def _crc32(storage: ByteRange) -> int:
+def _crc32(storage: ByteRange, stamp: Stamp | None) -> int:
     crc, at, end = 0, storage.start, storage.start + storage.nbytes
     buffer = bytearray(min(_CHUNK_BYTES, storage.nbytes))
     view = memoryview(buffer)
     try:
-        descriptor = os.open(storage.path, os.O_RDONLY | os.O_CLOEXEC)
+        descriptor = open_unchanged(storage.path, stamp)
         try:
             while at < end:
                 got = os.preadv(descriptor, [view[: end - at]], at)

@@ -1,0 +1,50 @@
+"""Whether a file is still the one whose header was read."""
+
+import os
+from collections.abc import Iterable
+from typing import NamedTuple
+
+from modelstate.errors import ReadFailedError
+
+
+class Stamp(NamedTuple):
+    """What tells a file from another version of it, short of reading it."""
+
+    nbytes: int
+    modified_ns: int
+    inode: int
+    device: int
+
+
+def stamps_of(paths: Iterable[str]) -> dict[str, Stamp]:
+    """The stamps of files as they are now. Raises `ReadFailedError`."""
+    try:
+        return {path: _stamp(os.stat(path)) for path in paths}
+    except OSError as error:
+        raise ReadFailedError("the file is gone", found=error, remedy="open the checkpoint again") from error
+
+
+def open_unchanged(path: str, expected: Stamp | None) -> int:
+    """A descriptor of the file, for reading. Raises `ReadFailedError` where it is not the file of the stamp."""
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    except OSError as error:
+        raise ReadFailedError(
+            "the file can no longer be opened", where=path, found=error, remedy="open the checkpoint again"
+        ) from error
+    found = _stamp(os.fstat(descriptor))
+    if expected is not None and found != expected:
+        os.close(descriptor)
+        raise ReadFailedError(
+            "the file has changed since it was opened",
+            where=path,
+            expected=f"{expected.nbytes} bytes, modified at {expected.modified_ns} ns",
+            found=f"{found.nbytes} bytes, modified at {found.modified_ns} ns"
+            + (", another file under the same name" if found.inode != expected.inode else ""),
+            remedy="open the checkpoint again, when nothing writes to it any more",
+        )
+    return descriptor
+
+
+def _stamp(status: os.stat_result) -> Stamp:
+    return Stamp(status.st_size, status.st_mtime_ns, status.st_ino, status.st_dev)
