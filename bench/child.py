@@ -17,7 +17,9 @@ from modelstate.cli.measure import Stages
 def load(*, target: str, contender: str, case: str, folder: str, quick: bool) -> None:
     """From the file to the module, and to the end of the first forward."""
     prepare = (META if target == "meta" else MATERIALISED)[contender]
-    prepare(Case("tiny", QUICK, Path(folder)))()
+    tiny = prepare(Case("tiny", QUICK, Path(folder)))()
+    with torch.inference_mode():
+        tiny()
     work = prepare(Case(case, QUICK if quick else Sizes(), Path(folder)))
     stages = Stages()
     model = work()

@@ -98,8 +98,8 @@ def write(sections: Sequence[Section], path: Path, command: str, runs: int) -> N
 
 This page is written by `{command}`. Every contender runs in a fresh process, in alternation with the others; medians
 of {runs} runs. The files are in the page cache. Before the clock starts, the
-target module is built (unless the name of a contender says otherwise), and the contender has loaded a tiny checkpoint
-once, so that imports do not count.
+target module is built (unless the name of a contender says otherwise), and the contender has loaded and run a
+tiny model once, so that imports and the start of threads do not count.
 
 - **ready**: from the file to the module with its weights. **×**: compared with the first row of the table.
 - **own memory**: the most anonymous memory that the process grew by until then; pages of a mapped file are not in it.
