@@ -29,12 +29,11 @@ import modelstate
 from modelstate import errors
 from modelstate.read import torch_zip
 from modelstate.read.construct import construct
-from modelstate.read.mapped import Maps
 from modelstate.read.pickled import Refused
 from modelstate.read.torch_globals import TorchGlobals
 from modelstate.read.unpickle import unpickle
 from modelstate.spec import StoredComposite
-from tests.read.torch_files import assert_same, saved, values
+from tests.read.torch_files import assert_same, saved, tensor, values
 
 RUN: list[str] = []
 
@@ -424,9 +423,9 @@ def test_a_wrapper_subclass(tmp_path: Path) -> None:
 
 
 def test_a_subclass_with_a_storage(tmp_path: Path) -> None:
-    tensor = torch.arange(4.0).as_subclass(Marked)
-    tensor.note = ["a", torch.ones(1)]  # type: ignore[attr-defined]
-    path = saved(tmp_path / "x.pt", [tensor])
+    marked = torch.arange(4.0).as_subclass(Marked)
+    marked.note = ["a", torch.ones(1)]  # type: ignore[attr-defined]
+    path = saved(tmp_path / "x.pt", [marked])
     made = values(torch_zip.read(path, allow=[Marked]))[0]
     assert type(made) is Marked
     assert made.note[0] == "a"
@@ -577,7 +576,7 @@ def test_stride_0_stands_for_more_than_the_file(tmp_path: Path) -> None:
     path = saved(tmp_path / "x.pt", {"a": torch.ones(1).expand(10**12)})
     stored = torch_zip.read(path).tree["a"]
     assert (stored.nbytes, stored.extent_bytes) == (4 * 10**12, 4)
-    assert Maps().tensor(stored).stride() == (0,)
+    assert tensor(stored).stride() == (0,)
 
 
 @pytest.fixture(scope="module")
