@@ -1,5 +1,9 @@
 """What a module is, for comparing: before and after a failure, and between two ways of loading it."""
 
+import linecache
+import os
+import sys
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -79,3 +83,30 @@ def identities(module: nn.Module) -> Any:
 def whole(module: nn.Module) -> Any:
     """Everything about a module that a failed load must leave alone."""
     return described_module(module), identities(module)
+
+
+def interrupted_at(line: int, function: Callable[[], Any]) -> int:
+    """Calls a function with Ctrl-C at one of the lines of the library; returns how many lines ran.
+
+    Lines with a `with` do not count: Python never handles a signal between the end of its body and its exit, which a
+    trace function would.
+    """
+    count = 0
+
+    def trace(frame: Any, event: str, arg: Any) -> Any:
+        nonlocal count
+        if f"{os.sep}modelstate{os.sep}" in frame.f_code.co_filename and event == "line":
+            text = linecache.getline(frame.f_code.co_filename, frame.f_lineno).lstrip()
+            count += not text.startswith(("with ", "@contextmanager"))
+            if count == line and not text.startswith("with "):
+                raise KeyboardInterrupt
+        return trace
+
+    sys.settrace(trace)
+    try:
+        function()
+    except KeyboardInterrupt:
+        pass
+    finally:
+        sys.settrace(None)
+    return count

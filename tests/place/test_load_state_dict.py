@@ -14,7 +14,7 @@ from torch import nn
 from torch.nn.utils import parametrizations
 
 import modelstate as ms
-from tests.place.fingerprint import described_module, identities, whole
+from tests.place.fingerprint import described_module, identities, interrupted_at, whole
 
 
 @pytest.fixture(params=[False, True], ids=["copy", "swap"])
@@ -449,34 +449,17 @@ def test_in_place_of_the_method(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_an_interrupt_leaves_all_or_nothing() -> None:
     """Ctrl-C at every place of the walk and of the writing: the module is the old one or the new one."""
-    import sys
-
     torch.manual_seed(0)
     state = randomised(Net())
     new = Net()
     new.load_state_dict(state)
     goal = described_module(new)
     outcomes = set()
-    for after in range(1, 6000, 61):
+    lines = interrupted_at(0, lambda: ms.load_state_dict(Net(), state))
+    for line in [*range(5, lines, lines // 60), *range(lines - 90, lines, 3)]:
         module = Net()
         before = whole(module)
-        count = 0
-
-        def interrupt(frame: Any, event: str, arg: Any) -> Any:
-            nonlocal count
-            if "modelstate" in frame.f_code.co_filename and event == "line":
-                count += 1
-                if count == after:  # noqa: B023
-                    raise KeyboardInterrupt
-            return interrupt
-
-        sys.settrace(interrupt)
-        try:
-            ms.load_state_dict(module, state)
-        except KeyboardInterrupt:
-            pass
-        finally:
-            sys.settrace(None)
+        interrupted_at(line, lambda: ms.load_state_dict(module, state))  # noqa: B023
         now = whole(module)
         assert now == before or now[0] == goal
         outcomes.add(now == before)

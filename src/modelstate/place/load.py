@@ -14,6 +14,7 @@ from modelstate.place.place import Place
 from modelstate.place.progress import progress_bar
 from modelstate.place.report import Loaded, Report
 from modelstate.place.stage import check_budget, read_in_place, stage
+from modelstate.plan.journal import Journal
 from modelstate.plan.plan import Options, Plan
 from modelstate.plan.prepare import Preparation
 from modelstate.plan.rules import Rule, check_rules
@@ -48,10 +49,11 @@ def plan(
     model's code raises. Problems do not raise: see `Plan.ok`, `Plan.problems`.
     """
     options = _options(key, rules, allow_missing, allow_unexpected, dtype, device, transform, map, in_place)
-    preparation = Preparation(_model(model), open_checkpoint(source), options, Place, call_extra_state=False)
-    made = preparation.plan()
-    preparation.journal.rollback()
-    return made
+    journal = Journal(_model(model))
+    try:
+        return Preparation(journal, open_checkpoint(source), options, Place, call_extra_state=False).plan()
+    finally:
+        journal.rollback()
 
 
 def load(
@@ -111,8 +113,9 @@ def load(
         checkpoint, options = _of_plan(source, options)
     else:
         checkpoint = open_checkpoint(source)
-    preparation = Preparation(model, checkpoint, options, Place, call_extra_state=True)
+    journal = Journal(model)
     try:
+        preparation = Preparation(journal, checkpoint, options, Place, call_extra_state=True)
         made = preparation.plan()
         made.check()
         if isinstance(source, Plan):
@@ -125,9 +128,9 @@ def load(
             _place_what_may_fail(preparation)
             _read_in_place(preparation, advance)
     except BaseException:
-        preparation.journal.rollback()
+        journal.rollback()
         raise
-    preparation.journal.commit()
+    journal.commit()
     if isinstance(source, Plan):
         source.carried_out.append(time.strftime("%F %T"))
     for state, name, value, _, _ in follows:

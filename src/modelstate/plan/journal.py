@@ -46,7 +46,7 @@ class Journal:
         """Storages that the model's code has used, whoever they belong to, by `storage_id`."""
         self.entangled = False
         """Whether a write reads from the module's own memory, so that the order of all writes matters."""
-        self._root = root
+        self.root = root
         self._memento: Memento | None = None
         self._saved: dict[int, tuple[torch.UntypedStorage, torch.UntypedStorage]] = {}
         self._undo: list[Callable[[], None]] = []
@@ -63,7 +63,7 @@ class Journal:
     def arm(self) -> None:
         """Takes down what the module and everything it holds is, before anything runs that could change it."""
         if self._memento is None:
-            self._memento = Memento([self._root])
+            self._memento = Memento([self.root])
             for tensor in self._memento.tensors.values():
                 if (key := storage_id(tensor)) != 0:
                     self._storages[key] = tensor

@@ -68,26 +68,25 @@ class Preparation:
     """A load that has been planned and not yet carried out.
 
     The constructor runs the model's loading protocol. `make_write` gives the write that carries an assignment out,
-    which happens early where code of the model looks at the tensor. Raises `ModelCodeError` where that code raises;
-    the model is then as it was.
+    which happens early where code of the model looks at the tensor. Raises `ModelCodeError` where that code raises.
+    Whoever made the journal has to undo what that code has done, then and where there are problems.
     """
 
     def __init__(
         self,
-        model: nn.Module,
+        journal: Journal,
         checkpoint: Checkpoint,
         options: Options,
         make_write: Callable[["Preparation", Assignment], Write],
         call_extra_state: bool,
     ) -> None:
-        self.model, self.options = model, options
-        self.slots = slots_of(model)
+        self.journal, self.model, self.options = journal, journal.root, options
+        self.slots = slots_of(self.model)
         wanted = [*self.slots.by_name, *self.slots.extra]
         if options.key is not None:
             self.checkpoint = checkpoint.select(options.key)
         else:
             self.checkpoint = matching_part(checkpoint, wanted, partial(renamed_by, options.rules))
-        self.journal = Journal(model)
         self.maps = self.checkpoint.maps()
         self.problems: list[Problem] = []
         self.notes: list[str] = []
@@ -99,12 +98,8 @@ class Preparation:
         self._source_of: dict[int, str] = {}
         self._state = self._state_dict()
         outcome = Outcome()
-        try:
-            self._walk(outcome)
-            Accounts(self, outcome).settle()
-        except BaseException:
-            self.journal.rollback()
-            raise
+        self._walk(outcome)
+        Accounts(self, outcome).settle()
 
     def _state_dict(self) -> "OrderedDict[str, Any]":
         """The part of the checkpoint as the protocol wants it: by the names of the model, tensors mapped."""
