@@ -42,56 +42,56 @@ class StoredTensor:
     attributes: Mapping[str, object] | None = field(default=None, repr=False, compare=False)
     """What Python code has hung on the tensor, where the file says so."""
 
+    nbytes: int = field(init=False, repr=False, compare=False)
+    """Bytes of the elements, each counted once: what a copy of the tensor needs."""
+    extent: ByteRange = field(init=False, repr=False, compare=False)
+    """The bytes of the file from the first element to behind the last; none for an empty tensor."""
+
     def __post_init__(self) -> None:
-        if len(self.shape) != len(self.stride) or min((*self.shape, *self.stride, self.offset, 0)) < 0:
+        if len(self.shape) != len(self.stride) or min(0, self.offset, *self.shape, *self.stride) < 0:
             raise TensorSizeError(
                 "a tensor has an impossible layout",
                 where=self.storage.path,
                 expected="as many strides as dimensions, none of the numbers negative",
                 found=f"shape {self.shape}, stride {self.stride}, offset {self.offset}",
             )
-        extent_bytes = self.extent_bytes
-        if self.nbytes >= 2**63 or extent_bytes >= 2**63:
+        storage, itemsize = self.storage, self.dtype.itemsize
+        nbytes, start = math.prod(self.shape) * itemsize, self.offset * itemsize
+        extent_bytes = self._span() * itemsize if nbytes else 0
+        if nbytes >= 2**63 or extent_bytes >= 2**63:
             raise TensorSizeError(
                 "a tensor has more bytes than any memory",
-                where=self.storage.path,
+                where=storage.path,
                 expected="fewer than 2**63 bytes",
                 found=f"shape {self.shape} of {self.dtype}",
             )
-        if extent_bytes and self.offset * self.dtype.itemsize + extent_bytes > self.storage.nbytes:
+        if extent_bytes and start + extent_bytes > storage.nbytes:
             raise TensorRangeError(
                 "a tensor leaves its storage",
-                where=self.storage.path,
-                expected=f"an end within {self.storage.nbytes} bytes",
+                where=storage.path,
+                expected=f"an end within {storage.nbytes} bytes",
                 found=f"shape {self.shape}, stride {self.stride} from element {self.offset} of {self.dtype}",
             )
+        is_whole = not start and extent_bytes == storage.nbytes
+        extent = storage if is_whole else ByteRange(storage.path, storage.start + start, extent_bytes)
+        object.__setattr__(self, "nbytes", nbytes)
+        object.__setattr__(self, "extent", extent)
+
+    def _span(self) -> int:
+        """Elements from the first to behind the last."""
+        last = 0
+        for size, step in zip(self.shape, self.stride, strict=True):
+            last += (size - 1) * step
+        return last + 1
 
     @property
     def numel(self) -> int:
         return math.prod(self.shape)
 
     @property
-    def nbytes(self) -> int:
-        """Bytes of the elements, each counted once: what a copy of the tensor needs."""
-        return math.prod(self.shape) * self.dtype.itemsize
-
-    @property
-    def extent_bytes(self) -> int:
-        """Bytes from the first element to behind the last in the storage; 0 for an empty tensor."""
-        if 0 in self.shape:
-            return 0
-        last = sum((size - 1) * step for size, step in zip(self.shape, self.stride, strict=True))
-        return (last + 1) * self.dtype.itemsize
-
-    @property
     def is_contiguous(self) -> bool:
-        return self.nbytes == 0 or _row_major(self.shape, self.stride)
-
-    @property
-    def extent(self) -> ByteRange:
-        """The bytes of the file in which the elements lie."""
-        start = self.storage.start + self.offset * self.dtype.itemsize
-        return ByteRange(self.storage.path, start, self.extent_bytes)
+        """Whether the elements lie in the file in their own order, without gaps."""
+        return self.nbytes == 0 or (self.nbytes == self.extent.nbytes and _row_major(self.shape, self.stride))
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,7 +161,7 @@ class Contents:
     """What a format's reader makes of a file: its table of contents, and nothing of its data."""
 
     format: str
-    """"torch zip", "torch legacy", "safetensors" or "mapping"."""
+    """"torch zip", "torch legacy", "safetensors", "dcp" or "mapping"."""
     tree: object
     """Dicts, lists and tuples, with `Stored` and plain values as leaves. An `OrderedDict` may have torch's
     `_metadata` as an attribute."""

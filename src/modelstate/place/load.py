@@ -3,13 +3,14 @@
 import os
 import time
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import nullcontext
 from typing import Any
 
 import torch
 from torch import nn
 
 from modelstate.errors import ModelStateError, OptionError, PlacementError, ReadFailedError, StalePlanError
-from modelstate.place.optimizers import check_optimizers, follow
+from modelstate.place.optimizers import Follow, check_optimizers, follow
 from modelstate.place.place import Place
 from modelstate.place.progress import progress_bar
 from modelstate.place.report import Loaded, Report
@@ -20,6 +21,7 @@ from modelstate.plan.prepare import Preparation
 from modelstate.plan.rules import Rule, check_rules
 from modelstate.read.checkpoint import Checkpoint
 from modelstate.read.open import open as open_checkpoint
+from modelstate.read.quiet import no_collection
 
 Source = str | os.PathLike[str] | Mapping[str, Any] | Checkpoint
 Transform = Callable[[str, torch.Tensor], torch.Tensor]
@@ -51,7 +53,9 @@ def plan(
     options = _options(key, rules, allow_missing, allow_unexpected, dtype, device, transform, map, in_place)
     journal = Journal(_model(model))
     try:
-        return Preparation(journal, open_checkpoint(source), options, Place, call_extra_state=False).plan()
+        checkpoint = open_checkpoint(source)
+        with no_collection():
+            return Preparation(journal, checkpoint, options, Place, call_extra_state=False).plan()
     finally:
         journal.rollback()
 
@@ -115,27 +119,29 @@ def load(
         checkpoint = open_checkpoint(source)
     journal = Journal(model)
     try:
-        preparation = Preparation(journal, checkpoint, options, Place, call_extra_state=True)
-        made = preparation.plan()
-        made.check()
+        with no_collection():
+            preparation = Preparation(journal, checkpoint, options, Place, call_extra_state=True)
+        preparation.check()
         if isinstance(source, Plan):
-            _check_unchanged(source, made)
+            _check_unchanged(source, preparation.plan())
         check_budget(preparation, max_memory_bytes)
         verified = preparation.checkpoint.verify() if verify else 0
-        with progress_bar(progress, made.bytes) as advance:
-            stage(preparation, advance)
+        with progress_bar(progress, preparation.nbytes) as advance:
+            with no_collection() if options.transform is None else nullcontext():
+                stage(preparation, advance)
             follows = _follows(preparation, optimizers)
             _place_what_may_fail(preparation)
             _read_in_place(preparation, advance)
     except BaseException:
         journal.rollback()
         raise
-    journal.commit()
-    if isinstance(source, Plan):
-        source.carried_out.append(time.strftime("%F %T"))
-    for state, name, value, _, _ in follows:
-        state[name] = value
-    return _report(preparation, time.perf_counter() - started, verified)
+    with no_collection():
+        journal.commit()
+        for state, name, value in follows:
+            state[name] = value
+        if isinstance(source, Plan):
+            source.carried_out.append(time.strftime("%F %T"))
+        return _report(preparation, started, verified)
 
 
 def _of_plan(plan: Plan, options: Options) -> tuple[Checkpoint, Options]:
@@ -160,7 +166,7 @@ def _check_unchanged(plan: Plan, now: Plan) -> None:
         )
 
 
-def _follows(preparation: Preparation, optimizers: tuple[torch.optim.Optimizer, ...]) -> Any:
+def _follows(preparation: Preparation, optimizers: tuple[torch.optim.Optimizer, ...]) -> list[Follow]:
     changed = [
         (made.param, made.dtype, made.device)
         for made in preparation.assignments
@@ -200,7 +206,7 @@ def _read_in_place(preparation: Preparation, advance: Callable[[int], None]) -> 
         ) from error
 
 
-def _report(preparation: Preparation, seconds: float, verified_bytes: int) -> Report:
+def _report(preparation: Preparation, started: float, verified_bytes: int) -> Report:
     made = preparation.plan()
     times = [one.seconds for one in preparation.assignments] + [0.0] * len(preparation.extra_states)
     return Report(
@@ -209,7 +215,7 @@ def _report(preparation: Preparation, seconds: float, verified_bytes: int) -> Re
         loaded=tuple(Loaded(step, took) for step, took in zip(made.steps, times, strict=True)),
         notes=made.notes,
         slots=made.slots,
-        seconds=seconds,
+        seconds=time.perf_counter() - started,
         peak_memory_bytes=made.extra_bytes,
         verified_bytes=verified_bytes,
     )

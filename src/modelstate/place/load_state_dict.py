@@ -16,6 +16,7 @@ from modelstate.plan.memento import same_place
 from modelstate.plan.placement import copy_cannot_fail, is_plain
 from modelstate.plan.recorder import Outcome, walk
 from modelstate.plan.torch_private import is_tensor_like, module_load, swap_tensors, use_count
+from modelstate.read.quiet import no_collection
 
 
 def load_state_dict(
@@ -43,7 +44,10 @@ def load_state_dict(
     outcome = Outcome()
     versions = getattr(state_dict, "_metadata", None)
     try:
-        walk(module, state_dict, versions, assign=assign, journal=journal, take=_TorchTake(journal), outcome=outcome)
+        with no_collection():
+            walk(
+                module, state_dict, versions, assign=assign, journal=journal, take=_TorchTake(journal), outcome=outcome
+            )
         _raise_errors(module, outcome, strict)
     except BaseException:
         journal.rollback()

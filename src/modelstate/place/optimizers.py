@@ -7,7 +7,8 @@ import torch
 
 from modelstate.errors import OptionError
 
-Follow = tuple[dict[str, Any], str, torch.Tensor, torch.dtype, torch.device]
+Follow = tuple[dict[str, Any], str, torch.Tensor]
+"""The state of one parameter, a name in it, and the new value."""
 
 
 def check_optimizers(optimizers: Iterable[Any]) -> tuple[torch.optim.Optimizer, ...]:
@@ -37,5 +38,5 @@ def follow(
                     and old.is_floating_point()
                     and key != "step"
                 ):
-                    found.append((optimizer.state[param], key, old.to(device, dtype), dtype, device))
+                    found.append((optimizer.state[param], key, old.to(device, dtype)))
     return found

@@ -124,7 +124,9 @@ class Accounts:
             yield Unexpected(name, over[name], nearest(name, lacking_left) if few and not why else "", why)
 
     def _uninitialised(self, reported: set[str]) -> Iterable[Problem]:
-        for slot in slots_of(self.of.model).tensors:
+        # Code of the model may have put other tensors in place.
+        slots = slots_of(self.of.model) if self.of.journal.armed else self.of.slots
+        for slot in slots.tensors:
             if slot.tensor.is_meta and not self.of.is_filled(slot.tensor) and reported.isdisjoint(slot.names):
                 yield Uninitialised(slot.name, slot.kind)
 

@@ -67,7 +67,8 @@ class Journal:
             for tensor in self._memento.tensors.values():
                 if (key := storage_id(tensor)) != 0:
                     self._storages[key] = tensor
-            self.entangled = any(self._reads_module(write) for write in self.writes)
+            for write in self.writes:
+                self._watch(write)
 
     def _reads_module(self, write: Write) -> bool:
         return not write.replaces_object and storage_id(write.value) in self._storages
@@ -75,7 +76,11 @@ class Journal:
     def add(self, write: Write) -> None:
         """Lets a write wait."""
         self.writes.append(write)
-        self.entangled = self.entangled or (self.armed and self._reads_module(write))
+        if self.armed:
+            self._watch(write)
+
+    def _watch(self, write: Write) -> None:
+        self.entangled = self.entangled or self._reads_module(write)
         if write.replaces_object:
             self._replacing.append(write)
         for key in _keys(write.target):

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from modelstate.plan.dtypes import short
-from modelstate.plan.explain import explain, plan_error
+from modelstate.plan.explain import explain
 from modelstate.plan.problems import Problem
 from modelstate.plan.rules import Rule
 from modelstate.read.checkpoint import Checkpoint
@@ -97,11 +97,6 @@ class Plan:
     def coverage(self) -> float:
         """The part of the model's slots that is filled, from 0 to 1."""
         return len(self.steps) / self.slots if self.slots else 1.0
-
-    def check(self) -> None:
-        """Raises `PlanError` with all problems, where there are any."""
-        if self.problems:
-            raise plan_error(self.target, self.source, self.problems)
 
     def __str__(self) -> str:
         lines = [

@@ -16,6 +16,7 @@ from torch import nn
 from modelstate.errors import ModelCodeError, ModelStateError
 from modelstate.plan.account import Accounts
 from modelstate.plan.dtypes import cast_between, short
+from modelstate.plan.explain import plan_error
 from modelstate.plan.journal import Journal, Write
 from modelstate.plan.matching import matching_part
 from modelstate.plan.memento import same_place
@@ -163,7 +164,8 @@ class Preparation:
             return
         source = self._source_of.get(id(value), "")
         # What the model's code has had in its hands may have been changed there: the view counts, not the file.
-        untouched = source and storage_id(value) not in self.journal.used
+        used = self.journal.used
+        untouched = source and not (used and storage_id(value) in used)
         stored = self.checkpoint[source].stored if untouched else None
         made = self._assignment(name, kind, param, value, source, stored)
         self._by_param[id(param)] = made
@@ -224,21 +226,37 @@ class Preparation:
         return self.renamed.names.get(name, name)
 
     @property
+    def nbytes(self) -> int:
+        """Bytes to read, or to show."""
+        return sum(made.nbytes for made in self.assignments)
+
+    @property
     def extra_bytes(self) -> int:
         """Memory that is needed beyond the final tensors: what is staged, and one tensor at a time that is cast."""
         staged = sum(made.final_bytes for made in self.assignments if made.placement.staged)
         cast = [made.nbytes for made in self.assignments if made.value.dtype != made.dtype]
         return staged + max(cast, default=0)
 
+    @property
+    def names(self) -> tuple[str, str]:
+        """What is loaded into, and what from."""
+        key = f" [{self.checkpoint.key}]" if self.checkpoint.key else ""
+        return type(self.model).__name__, self.checkpoint.source + key
+
+    def check(self) -> None:
+        """Raises `PlanError` with all problems, where there are any."""
+        if self.problems:
+            raise plan_error(*self.names, self.problems)
+
     def plan(self) -> Plan:
         """The frozen plan of it."""
-        key = f" [{self.checkpoint.key}]" if self.checkpoint.key else ""
+        target, source = self.names
         calls = [
             Step(name, EXTRA, self.source_of(name), "call", "set_extra_state takes it") for name in self.extra_states
         ]
         return Plan(
-            target=type(self.model).__name__,
-            source=self.checkpoint.source + key,
+            target=target,
+            source=source,
             steps=(*map(self._step, self.assignments), *calls),
             problems=tuple(self.problems),
             notes=tuple(self.notes),

@@ -15,11 +15,12 @@ from modelstate.errors import (
     SourceNotFoundError,
     SourceTypeError,
 )
-from modelstate.read import mapping, safetensors, sharded, torch_legacy, torch_zip
+from modelstate.read import dcp, mapping, safetensors, sharded, torch_legacy, torch_zip
 from modelstate.read.checkpoint import Checkpoint
 from modelstate.read.diagnose import HEAD_BYTES, no_checkpoint, other_zip
 from modelstate.read.directory import find_in
 from modelstate.read.paths import local_path, no_access, not_found, special_file
+from modelstate.read.quiet import no_collection
 from modelstate.read.source_file import SourceFile
 from modelstate.spec import Contents
 
@@ -32,9 +33,9 @@ def open(
     """Opens a checkpoint: reads names, shapes, dtypes and places, and no tensor bytes.
 
     `source` is the path of a file of `torch.save`, of a safetensors file, of an index of shards (`*.index.json`), or
-    of a directory with one of these; a `file://` URL; a mapping in memory; or a `Checkpoint`. What a file is, its
-    content says and not its name. Of a directory, `model.safetensors` or its index is taken before `pytorch_model.bin`,
-    and these before other files; without them there must be one checkpoint only.
+    of a directory with one of these or of torch.distributed.checkpoint; a `file://` URL; a mapping in memory; or a
+    `Checkpoint`. What a file is, its content says and not its name. Of a directory, `model.safetensors` or its index is
+    taken before `pytorch_model.bin`, and these before other files; without them there must be one checkpoint only.
 
     `key` is the dotted path of the part that is wanted ("model_state"). `allow` has the classes and functions, or their
     qualified names, that a pickle may use besides those that torch allows; `skip_forbidden` leaves the others out
@@ -52,9 +53,10 @@ def open(
     """
     if isinstance(source, Checkpoint):
         return source if key is None else source.select(key)
-    contents = read_contents(source, allow=allow, skip_forbidden=skip_forbidden)
-    name = "mapping" if isinstance(source, Mapping) else os.fspath(source)
-    return Checkpoint(contents, source=name, key=key)
+    with no_collection():
+        contents = read_contents(source, allow=allow, skip_forbidden=skip_forbidden)
+        name = "mapping" if isinstance(source, Mapping) else os.fspath(source)
+        return Checkpoint(contents, source=name, key=key)
 
 
 def read_contents(source: Source, *, allow: Sequence[object] = (), skip_forbidden: bool = False) -> Contents:
@@ -73,7 +75,11 @@ def read_contents(source: Source, *, allow: Sequence[object] = (), skip_forbidde
         raise special_file(path, mode)
     read_file = partial(_read_file, allow=allow, skip_forbidden=skip_forbidden)
     head = _head(path)
-    return sharded.read(path, read_file=read_file) if sharded.matches(head, path) else read_file(path)
+    if sharded.matches(head, path):
+        return sharded.read(path, read_file=read_file)
+    if head and dcp.matches(head, path):
+        return dcp.read(path, allow=allow, skip_forbidden=skip_forbidden)
+    return read_file(path)
 
 
 def _path_of(source: object) -> str:
@@ -125,7 +131,7 @@ def _read_file(path: str, *, allow: Sequence[object], skip_forbidden: bool) -> C
             found="0 bytes",
             remedy="its writer or its download was stopped, or the disk was full: take an older one, or copy it again",
         )
-    other = other_zip(path, head)
+    other = dcp.part_of_one(path, head) or other_zip(path, head)
     if other:
         raise other
     if torch_zip.matches(head):

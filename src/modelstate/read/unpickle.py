@@ -5,7 +5,6 @@ The machine knows the opcodes and the types that they have of their own. What a 
 in proportion to the bytes that it consumes, or counts against a budget.
 """
 
-import gc
 import pickle
 import struct
 from _compat_pickle import IMPORT_MAPPING, NAME_MAPPING
@@ -15,6 +14,7 @@ from typing import Any
 
 from modelstate.errors import OpenError, PickleError, TruncatedFileError
 from modelstate.read.pickled import MAX_ARGUMENTS, Allowed, Flawed, Globals, Known, Recipe, Refused, check_key
+from modelstate.read.quiet import no_collection
 
 MAX_INT_BYTES = 256
 
@@ -36,12 +36,9 @@ def unpickle(
     before the pickle.
     """
     machine = _Machine(data, start, persistent, names)
-    collects = gc.isenabled()
-    # There is nothing to collect, and to look for it again and again doubles the time.
-    # No code of others runs here, but for the imports that the caller asked for.
-    gc.disable()
     try:
-        return machine.run(), machine.pos
+        with no_collection():
+            return machine.run(), machine.pos
     except OpenError:
         raise
     except Exception as error:
@@ -55,9 +52,6 @@ def unpickle(
             found=f"{type(error).__name__}: {str(error)[:200]}",
             remedy="get the file again; it was changed after it was written, or was never a checkpoint",
         ) from error
-    finally:
-        if collects:
-            gc.enable()
 
 
 def _ends_early(pos: int) -> TruncatedFileError:
