@@ -18,10 +18,13 @@ app = typer.Typer(
     epilog="Exit codes: 0 all is well, 1 problems were found, 2 the command line is wrong.",
 )
 
-Path = Annotated[str, typer.Argument(help="A checkpoint: a file, or a directory with one.", show_default=False)]
+Path = Annotated[
+    str, typer.Argument(metavar="PATH", help="A checkpoint: a file, or a directory with one.", show_default=False)
+]
 Model = Annotated[
     str,
     typer.Argument(
+        metavar="MODEL",
         help="package.module:factory, a callable that returns the model; the working directory is searched too.",
         show_default=False,
     ),
@@ -115,7 +118,7 @@ def load(
     as_json: Json = False,
     debug: Debug = False,
 ) -> None:
-    """Load a checkpoint into a model, and show what happened to each tensor: a test that they fit."""
+    """Load a checkpoint into a model, and show how it went: a test that they fit. --json lists every tensor."""
     with reported(debug):
         options = _request(key, dtype, device, allow_missing, allow_unexpected, strip_prefix)
         report = ms.load(build_model(model, debug, initialised=bool(allow_missing)), path, **options)
