@@ -1,5 +1,6 @@
 """modelstate moves model state between files and live PyTorch models: all or nothing, with every reference kept."""
 
+from modelstate import errors as errors
 from modelstate.errors import ModelStateError as ModelStateError
 from modelstate.errors import PlanError as PlanError
 from modelstate.place.load import load as load

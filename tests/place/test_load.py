@@ -418,6 +418,16 @@ def test_hooks_see_new_values_and_may_change_what_is_loaded(tmp_path: Path) -> N
     assert torch.load(tmp_path / "x.pt")["weight"].sum() == 4
 
 
+def test_lost_version_metadata_is_noted() -> None:
+    module = nn.Sequential(nn.BatchNorm1d(2))
+    state = module.state_dict()
+    assert ms.plan(module, state).notes == ()
+    del state["0.num_batches_tracked"]
+    notes = " ".join(ms.plan(module, dict(state)).notes)
+    assert "BatchNorm1d load it as one of the oldest version" in notes
+    assert "filled by the model's own loading code: 0.num_batches_tracked" in notes
+
+
 def test_planning_changes_nothing(source: Any) -> None:
     for target in ("materialised", "skeleton"):
         module = made(target)

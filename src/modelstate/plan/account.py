@@ -17,7 +17,7 @@ from modelstate.plan.problems import (
     Uninitialised,
     WrongShape,
 )
-from modelstate.plan.recorder import Outcome
+from modelstate.plan.recorder import Outcome, loads_by_version
 from modelstate.plan.slots import HIDDEN, Slot, slots_of
 
 if TYPE_CHECKING:
@@ -60,6 +60,7 @@ class Accounts:
         problems += self._uninitialised(set(missing) - allowed)
         problems += self.may_miss.idle() + self.may_exceed.idle()
         problems += [IdlePattern(rule, option="rules") for rule in self.of.renamed.idle]
+        self._note_lost_versions()
         if computed := self._computed():
             self._note(computed, "not in the checkpoint: filled by the model's own loading code")
         if allowed:
@@ -129,6 +130,17 @@ class Accounts:
         for slot in slots.tensors:
             if slot.tensor.is_meta and not self.of.is_filled(slot.tensor) and reported.isdisjoint(slot.names):
                 yield Uninitialised(slot.name, slot.kind)
+
+    def _note_lost_versions(self) -> None:
+        """Says so where modules decide by a version how to load, and the checkpoint has lost it."""
+        if self.of.checkpoint.versions is not None:
+            return
+        deciding = {type(module).__name__ for module in self.of.model.modules() if loads_by_version(module)}
+        if deciding:
+            self.of.notes.append(
+                f"the checkpoint has no version metadata (torch's _metadata): {', '.join(sorted(deciding))} "
+                "load it as one of the oldest version"
+            )
 
     def _slot_shape(self, name: str) -> tuple[int, ...] | None:
         slot = self.of.slots.by_name.get(name)

@@ -57,6 +57,9 @@ class Memento:
         for kind, visit in _BY_TYPE:
             if isinstance(found, kind):
                 return visit(self, found)
+        # Without their import, which is not ours to make, nobody has one.
+        if type(found).__module__.startswith("numpy.random"):
+            return _numpy_generator(self, found) if hasattr(found, "bit_generator") else _legacy_numpy(self, found)
         if isinstance(found, _CODE):
             return ()
         return self._visit_attributes(found)
@@ -158,6 +161,9 @@ def _generator(get: str, set_: str) -> Callable[[Memento, Any], Iterable[object]
     return visit
 
 
+_legacy_numpy = _generator("get_state", "set_state")
+
+
 def _numpy_generator(memento: Memento, found: Any) -> Iterable[object]:
     bits = found.bit_generator
     kept = bits.state
@@ -175,8 +181,6 @@ _BY_TYPE: tuple[tuple[Any, Callable[[Memento, Any], Iterable[object]]], ...] = (
     (np.ndarray, Memento._visit_array),
     (torch.Generator, _generator("get_state", "set_state")),
     (random.Random, _generator("getstate", "setstate")),
-    (np.random.RandomState, _generator("get_state", "set_state")),
-    (np.random.Generator, _numpy_generator),
 )
 
 

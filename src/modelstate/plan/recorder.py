@@ -191,6 +191,11 @@ def _overrides_loading(module: nn.Module) -> bool:
     return getattr(method, "__func__", None) not in (_stock_load, _dispatch)
 
 
+def loads_by_version(module: nn.Module) -> bool:
+    """Whether the module has loading code of its own, and a version for it to decide by."""
+    return _overrides_loading(module) and getattr(module, "_version", None) not in (None, 1)
+
+
 _active = threading.local()
 _patch_lock = threading.Lock()
 _patch_count = 0

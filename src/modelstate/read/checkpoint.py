@@ -12,7 +12,7 @@ from modelstate.errors import KeyNotFoundError, ReadTargetError, TensorNotFoundE
 from modelstate.read.mapped import Maps
 from modelstate.read.ranges import Request, coalesce, read_batches
 from modelstate.read.stamp import Stamp, stamps_of
-from modelstate.read.tree import FlatTree, flatten, rebuild, subtree
+from modelstate.read.tree import FlatTree, flatten, is_container, items_of, rebuild, subtree
 from modelstate.read.verify import verify
 from modelstate.spec import ByteRange, Contents, Stored, StoredComposite, StoredTensor, TensorSpec
 
@@ -93,7 +93,7 @@ class Checkpoint(Mapping[str, TensorSpec]):
 
     @property
     def format(self) -> str:
-        """ "torch zip", "torch legacy", "safetensors" or "mapping"; the shards' where there are several files."""
+        """ "torch zip", "torch legacy", "safetensors", "dcp" or "mapping"; the shards' where an index names them."""
         return self._contents.format
 
     @property
@@ -316,6 +316,20 @@ def _bytes_key(stored: Stored, name: str) -> object:
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
 
 
+def _values_below(flat: FlatTree, key: str, where: str) -> dict[str, Any]:
+    """The items of a container without tensors, which the flat view keeps whole."""
+    head = key
+    while head and head not in flat.values:
+        head = head.rpartition(".")[0]
+    if not head:
+        return {}
+    try:
+        node = subtree(flat.values[head], key[len(head) + 1 :], where)
+    except KeyNotFoundError:
+        return {}
+    return dict(items_of(node)) if is_container(node) else {}
+
+
 def _below(flat: FlatTree, key: str, where: str) -> FlatTree:
     prefix, cut = key + ".", len(key) + 1
     part = FlatTree(
@@ -323,6 +337,8 @@ def _below(flat: FlatTree, key: str, where: str) -> FlatTree:
         {name[cut:]: value for name, value in flat.values.items() if name.startswith(prefix)},
         [path[cut:] for path in flat.containers if path == key or path.startswith(prefix)],
     )
+    if not part.tensors and not part.values:
+        part.values = _values_below(flat, key, where)
     if not part.tensors and not part.values:
         counts = Counter(name.split(".", 1)[0] for name in flat.tensors)
         raise KeyNotFoundError(
