@@ -3,6 +3,9 @@
 import gc
 import json
 import os
+import pty
+import subprocess
+import sys
 import weakref
 from collections import OrderedDict
 from pathlib import Path
@@ -499,6 +502,8 @@ def test_nothing_is_kept_alive_by_a_load(source: Any) -> None:
         ({"dtype": torch.int8}, "dtype= casts floats"),
         ({"dtype": "bfloat16"}, "dtype= casts floats"),
         ({"device": "nowhere"}, "not a device"),
+        ({"device": "cuda:99"}, "not a device"),
+        ({"device": 1.5}, "not a device"),
         ({"device": "meta"}, "meta device"),
         ({"allow_missing": "bias"}, r"\['bias'\]"),
         ({"rules": [ms.Prefix]}, "not a rule"),
@@ -527,3 +532,38 @@ def test_a_progress_bar_on_request(source: Any, capfd: pytest.CaptureFixture[str
     assert capfd.readouterr().err == ""
     ms.load(made("materialised"), source, progress=True)
     assert "loading" in capfd.readouterr().err
+
+
+def test_a_progress_bar_on_a_terminal_after_half_a_second(tmp_path: Path) -> None:
+    """A terminal sees a bar for a slow load and none for a quick one; a pipe sees none."""
+    script = tmp_path / "slow.py"
+    script.write_text(
+        "import sys, time, torch, modelstate as ms\n"
+        "model = torch.nn.Sequential(*(torch.nn.Linear(2, 2) for _ in range(4)))\n"
+        "def slow(name, tensor):\n"
+        "    time.sleep(float(sys.argv[1]))\n"
+        "    return tensor\n"
+        "ms.load(model, model.state_dict(), transform=slow)\n"
+    )
+
+    def run(seconds: str, terminal: bool) -> str:
+        ours, theirs = pty.openpty()
+        process = subprocess.Popen(
+            [sys.executable, str(script), seconds],
+            stderr=theirs if terminal else subprocess.PIPE,
+            env={**os.environ, "TERM": "xterm", "COLUMNS": "80"},
+        )
+        _, piped = process.communicate(timeout=60)
+        os.close(theirs)
+        os.set_blocking(ours, False)
+        try:
+            shown = os.read(ours, 1 << 16) if terminal else piped
+        except (BlockingIOError, OSError):
+            shown = b""
+        os.close(ours)
+        assert process.returncode == 0, shown
+        return shown.decode()
+
+    assert "loading" in run("0.15", terminal=True)
+    assert "loading" not in run("0", terminal=True)
+    assert "loading" not in run("0.15", terminal=False)

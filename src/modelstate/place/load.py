@@ -246,9 +246,10 @@ def _options(
     if transform is not None and not callable(transform):
         raise OptionError("transform= is called", expected="a function of name and tensor", found=repr(transform))
     try:
-        target = None if device is None else torch.device(device)
-    except RuntimeError as error:
-        raise OptionError("not a device", found=repr(device)) from error
+        # A tensor knows which of several devices "cuda" means, and whether there is one.
+        target = None if device is None else torch.empty(0, device=device).device
+    except (RuntimeError, AssertionError, TypeError) as error:
+        raise OptionError("not a device that is here", found=f"{device!r}: {error}") from error
     if target is not None and target.type == "meta":
         raise OptionError("nothing can be loaded onto the meta device", remedy="device='cpu', or none")
     return Options(

@@ -60,6 +60,7 @@ class Accounts:
         problems += self._uninitialised(set(missing) - allowed)
         problems += self.may_miss.idle() + self.may_exceed.idle()
         problems += [IdlePattern(rule, option="rules") for rule in self.of.renamed.idle]
+        self._move_the_rest()
         self._note_lost_versions()
         if computed := self._computed():
             self._note(computed, "not in the checkpoint: filled by the model's own loading code")
@@ -72,7 +73,7 @@ class Accounts:
 
     def _computed(self) -> list[str]:
         """Names that code of the model filled, which the checkpoint does not have."""
-        return [made.name for made in self.of.assignments if not made.source]
+        return [made.name for made in self.of.assignments if not made.source and made.kind != HIDDEN]
 
     def _unexpected(self) -> list[str]:
         """Unexpected names that are not allowed, and fill no non-persistent buffer."""
@@ -141,6 +142,15 @@ class Accounts:
                 f"the checkpoint has no version metadata (torch's _metadata): {', '.join(sorted(deciding))} "
                 "load it as one of the oldest version"
             )
+
+    def _move_the_rest(self) -> None:
+        """With `device=` the tensors that the checkpoint does not fill go there too, as the model needs them there."""
+        device = self.of.options.device
+        if device is None:
+            return
+        for slot in self.of.slots.tensors:
+            if not self.of.is_filled(slot.tensor) and not slot.tensor.is_meta and slot.tensor.device != device:
+                self.of.assign(slot.name, slot.kind, slot.tensor, slot.tensor.detach())
 
     def _slot_shape(self, name: str) -> tuple[int, ...] | None:
         slot = self.of.slots.by_name.get(name)

@@ -1,0 +1,110 @@
+"""Models built without memory for their parameters, and with everything that their constructors compute."""
+
+import threading
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import modelstate as ms
+
+
+class Rotary(nn.Module):
+    """Computes a hidden buffer and a mask from its arguments, as real models do."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        inverse = 1.0 / 10000 ** (torch.arange(0, width, 2) / width)
+        self.register_buffer("inverse", inverse, persistent=False)
+        self.register_buffer("mask", torch.ones(width, width).tril())
+        self.weight = nn.Parameter(torch.randn(width, width))
+        self.other = self.weight
+        nn.init.normal_(self.weight)
+
+
+def test_parameters_have_no_memory_and_buffers_are_what_the_constructor_computes() -> None:
+    expected = Rotary(8)
+    with ms.skeleton():
+        module = Rotary(8)
+    assert module.weight.is_meta
+    assert module.weight.requires_grad
+    assert isinstance(module.weight, nn.Parameter)
+    assert module.weight.shape == (8, 8)
+    assert torch.equal(module.inverse, expected.inverse)
+    assert torch.equal(module.mask, expected.mask)
+
+
+def test_ties_made_in_the_constructor_stay() -> None:
+    with ms.skeleton():
+        module = Rotary(8)
+    assert module.other is module.weight
+    ms.load(module, Rotary(8).state_dict())
+    assert module.other is module.weight
+    assert not module.weight.is_meta
+
+
+def test_requires_grad_dtype_and_layout_are_kept() -> None:
+    class Odd(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.frozen = nn.Parameter(torch.zeros(2, 3, dtype=torch.int8), requires_grad=False)
+            self.images = nn.Parameter(torch.zeros(2, 3, 4, 4, dtype=torch.half).to(memory_format=torch.channels_last))
+            self.register_parameter("absent", None)
+
+    with ms.skeleton():
+        module = Odd()
+    assert (module.frozen.dtype, module.frozen.requires_grad) == (torch.int8, False)
+    assert module.images.is_contiguous(memory_format=torch.channels_last)
+    assert module.absent is None
+    ms.load(module, {"frozen": torch.ones(2, 3, dtype=torch.int8), "images": torch.randn(2, 3, 4, 4).half()})
+    assert module.images.is_contiguous(memory_format=torch.channels_last)
+
+
+def test_what_is_built_outside_is_real() -> None:
+    with ms.skeleton(), ms.skeleton():
+        inner = nn.Linear(2, 2)
+    outside = nn.Linear(2, 2)
+    assert inner.weight.is_meta
+    assert not outside.weight.is_meta
+    assert nn.Module.register_parameter.__name__ == "register_parameter"
+
+
+def test_an_error_in_a_constructor_ends_it() -> None:
+    with pytest.raises(ZeroDivisionError), ms.skeleton():
+        raise ZeroDivisionError
+    assert not nn.Linear(2, 2).weight.is_meta
+
+
+def test_other_threads_build_real_models() -> None:
+    built: list[Any] = []
+    with ms.skeleton():
+        thread = threading.Thread(target=lambda: built.append(nn.Linear(2, 2)))
+        thread.start()
+        thread.join()
+        built.append(nn.Linear(2, 2))
+    assert [module.weight.is_meta for module in built] == [False, True]
+
+
+def test_large_parameters_cost_nothing() -> None:
+    """A terabyte of parameters, on any machine."""
+
+    class Huge(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            for index in range(256):
+                self.register_parameter(str(index), nn.Parameter(torch.empty(1 << 30)))
+
+    with ms.skeleton():
+        module = Huge()
+    assert sum(p.numel() * p.itemsize for p in module.parameters()) == 1 << 40
+
+
+def test_lazy_and_parametrized_modules_can_be_built() -> None:
+    with ms.skeleton():
+        lazy = nn.LazyLinear(3)
+        normed = nn.utils.parametrizations.weight_norm(nn.Linear(2, 3))
+    assert isinstance(lazy.weight, nn.parameter.UninitializedParameter)
+    state = nn.utils.parametrizations.weight_norm(nn.Linear(2, 3)).state_dict()
+    ms.load(normed, state)
+    assert normed(torch.ones(1, 2)).shape == (1, 3)
