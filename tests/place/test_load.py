@@ -477,6 +477,9 @@ def test_the_memory_budget_is_kept_or_refused(source: Any) -> None:
     module = made("materialised")
     before = whole(module)
     needed = ms.plan(module, source).extra_bytes
+    if isinstance(source, dict):
+        assert needed == 0  # live tensors are copied straight into the model
+        return
     assert needed > 0
     with pytest.raises(errors.MemoryBudgetError, match=f"max_memory_bytes={needed}"):
         ms.load(module, source, max_memory_bytes=needed - 1)

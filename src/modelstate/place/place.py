@@ -28,7 +28,7 @@ class Place(Write):
             return False
         if made.param.is_meta:
             return use_count(made.param) == 1
-        if _fits(made.param, final):
+        if _fits(made):
             return final is made.param or copy_cannot_fail(made.param, final)
         return can_set_data(made.param, final)
 
@@ -49,14 +49,15 @@ class Place(Write):
                 _exchange(param, _as(param, final), journal)
             elif param.is_meta:
                 give_memory(param, final)
-            elif _fits(param, final):
+            elif _fits(made):
                 param.copy_(final)
             else:
                 _point_to(param, final)
 
 
-def _fits(param: torch.Tensor, final: torch.Tensor) -> bool:
-    return param.dtype == final.dtype and param.device == final.device
+def _fits(made: Assignment) -> bool:
+    """Whether the slot keeps the memory that it has."""
+    return made.param.dtype == made.dtype and made.param.device == made.device
 
 
 def _by_handler(param: torch.Tensor, value: torch.Tensor, journal: Journal | None) -> None:

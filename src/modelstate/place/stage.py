@@ -1,62 +1,59 @@
 """Bytes into values: read, cast, transformed, each in the memory where it can stay."""
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import TypeVar
 
 import torch
 
 from modelstate.errors import MemoryBudgetError, ModelStateError, TransformError
 from modelstate.place.memory import fresh_tensors
-from modelstate.plan.prepare import Assignment, Preparation
+from modelstate.plan.prepare import SCRATCH_BYTES, Assignment, Preparation
+from modelstate.plan.torch_private import storage_id
 from modelstate.read.checkpoint import is_plain_memory
 from modelstate.read.ranges import Request
-from modelstate.spec import StoredTensor
-
-_SCRATCH_BYTES = 64 << 20
-"""What is read at once for casts, unless a single tensor is larger."""
+from modelstate.spec import StoredComposite, StoredTensor, contiguous_stride
 
 Progress = Callable[[int], None]
+_ALIGN = 64
 
 
 def stage(preparation: Preparation, progress: Progress) -> None:
-    """Gives every assignment that has none its final value. Nothing of the model is changed but by `direct` ones.
+    """Gives every assignment its final value, but for those that are read in place. Nothing of the model is changed.
 
     Raises `ReadFailedError` and `TransformError`.
     """
-    waiting = [made for made in preparation.assignments if made.final is None]
+    waiting = [made for made in preparation.assignments if made.final is None and not made.placement.direct]
     waiting.sort(key=_place_in_file)
-    transform = preparation.options.transform
-    if transform is not None:
-        for made in waiting:
-            stage_one(preparation, made)
-            progress(made.nbytes)
-        return
-    as_they_are: list[Assignment] = []
-    cast: list[Assignment] = []
-    for made in waiting:
-        if made.placement.direct or made.placement.mapped or made.placement.by_handler or _is_in_memory(made):
-            continue
-        (as_they_are if made.value.dtype == made.dtype else cast).append(made)
-    _read_as_they_are(preparation, as_they_are, progress)
-    _read_and_cast(preparation, cast, progress)
-    for made in waiting:
-        if made.final is None and not made.placement.direct:
-            stage_one(preparation, made)
-            progress(made.nbytes)
+    rest = waiting
+    if preparation.options.transform is None:
+        from_file, rest = _split(waiting, lambda made: _is_run_of_bytes(made) and made.reads_plainly)
+        straight, others = _split(from_file, lambda made: made.value.dtype == made.dtype and made.on_cpu)
+        finals = fresh_tensors([_layout(made) for made in straight])
+        in_order, strided = _split(list(zip(straight, finals, strict=True)), lambda pair: is_plain_memory(pair[1]))
+        _read(preparation, in_order, progress)
+        for made, final in in_order:
+            made.final = final
+        _read_through_scratch(preparation, [*others, *(made for made, _ in strided)], progress, _finish)
+    for made in rest:
+        stage_one(preparation, made)
+        progress(made.nbytes)
 
 
 def read_in_place(preparation: Preparation, progress: Progress) -> None:
-    """Reads the assignments whose bytes go straight to the memory of their slots."""
+    """Reads the assignments whose bytes go straight to the memory of their slots. Raises `ReadFailedError`."""
     direct = [made for made in preparation.assignments if made.placement.direct and made.final is None]
-    simple = [made for made in direct if made.value.dtype == made.dtype and _can_read_into(made, made.param)]
-    _read(preparation, [(made, made.param) for made in simple], progress)
-    for made in simple:
+    from_file, rest = _split(direct, _is_run_of_bytes)
+    straight, cast = _split(
+        from_file, lambda made: made.value.dtype == made.param.dtype and is_plain_memory(made.param)
+    )
+    _read(preparation, [(made, made.param) for made in straight], progress)
+    for made in straight:
         made.final = made.param
-    done = set(map(id, simple))
-    for made in direct:
-        if id(made) not in done:
-            made.final = made.value
-            progress(made.nbytes)
+    _read_through_scratch(preparation, cast, progress, _finish_in_place)
+    for made in rest:
+        stage_one(preparation, made)
+        progress(made.nbytes)
 
 
 def stage_one(preparation: Preparation, made: Assignment) -> None:
@@ -64,10 +61,16 @@ def stage_one(preparation: Preparation, made: Assignment) -> None:
     started = time.perf_counter()
     if preparation.options.transform is not None:
         made.final = _transformed(preparation, made)
-    elif made.placement.mapped or made.placement.by_handler:
+    elif made.placement.mapped:
         made.final = made.value
+    elif made.placement.by_handler:
+        made.final = _own_value(preparation, made)
+    elif made.placement.name == "copy" and isinstance(made.stored, torch.Tensor):
+        # A live tensor is as good as a copy of it, unless the load itself is about to overwrite it.
+        overlaps = storage_id(made.value) in preparation.own_storages
+        made.final = made.value.clone() if overlaps else made.value
     else:
-        made.final = _own(made, made.value)
+        _finish(made, _own_value(preparation, made))
     made.seconds += time.perf_counter() - started
 
 
@@ -75,7 +78,7 @@ def check_budget(preparation: Preparation, max_memory_bytes: int | None) -> None
     """Raises `MemoryBudgetError` where the load would need more memory beyond the final tensors."""
     needed = preparation.extra_bytes
     if max_memory_bytes is not None and needed > max_memory_bytes:
-        staged = any(made.placement.staged for made in preparation.assignments)
+        staged = any(made.staged_bytes for made in preparation.assignments)
         raise MemoryBudgetError(
             "the load needs more memory beyond the final tensors than it was given; nothing has been changed",
             expected=f"at most {max_memory_bytes} bytes",
@@ -84,20 +87,37 @@ def check_budget(preparation: Preparation, max_memory_bytes: int | None) -> None
         )
 
 
-def _own(made: Assignment, value: torch.Tensor) -> torch.Tensor:
-    """A copy of the value, as the slot will have it."""
+def _own_value(preparation: Preparation, made: Assignment) -> torch.Tensor:
+    """The value in memory that nobody else has, read from the file where that is where it is."""
+    if _is_run_of_bytes(made):
+        (fresh,) = fresh_tensors([(made.value.size(), None, made.value.dtype)])
+        _read(preparation, [(made, fresh)], lambda _: None)
+        return fresh
+    if isinstance(made.stored, StoredComposite):
+        return made.stored.build([preparation.maps.tensor(part).clone() for part in made.stored.parts])
+    return made.value.detach().clone()
+
+
+def _finish(made: Assignment, value: torch.Tensor) -> None:
+    """Gives the slot's dtype, device and layout to a value that nobody else holds, or that is about to be reused."""
     with torch.no_grad():
-        stride = tuple(made.param.stride()) if _has_layout(made.param) else None
-        if made.device.type == "cpu":
-            (fresh,) = fresh_tensors([(made.param.size(), stride, made.dtype)])
-            return fresh.copy_(value)
-        return value.to(made.dtype).to(made.device)
+        if made.on_cpu:
+            (made.final,) = fresh_tensors([_layout(made)])
+            made.final.copy_(value)
+        else:
+            made.final = value.to(made.dtype).to(made.device)
+
+
+def _finish_in_place(made: Assignment, value: torch.Tensor) -> None:
+    with torch.no_grad():
+        made.param.copy_(value)
+    made.final = made.param
 
 
 def _transformed(preparation: Preparation, made: Assignment) -> torch.Tensor:
     transform, name = preparation.options.transform, made.name
     assert transform is not None
-    value = made.value if made.placement.mapped or _is_in_memory(made) else made.value.clone()
+    value = made.value if made.placement.mapped else _own_value(preparation, made)
     try:
         result = transform(name, value)
     except ModelStateError:
@@ -107,66 +127,71 @@ def _transformed(preparation: Preparation, made: Assignment) -> torch.Tensor:
             "the transform raised; nothing has been changed", where=name, found=f"{type(error).__name__}: {error}"
         ) from error
     if not isinstance(result, torch.Tensor) or result.shape != made.param.shape or result.is_meta:
-        found = (
-            f"{result.dtype} of shape {tuple(result.shape)} on {result.device}"
-            if isinstance(result, torch.Tensor)
-            else repr(result)[:80]
-        )
+        is_tensor = isinstance(result, torch.Tensor)
         raise TransformError(
             "the transform returned something that cannot be loaded; nothing has been changed",
             where=name,
             expected=f"a tensor of shape {tuple(made.param.shape)}",
-            found=found,
+            found=f"shape {tuple(result.shape)} on {result.device}" if is_tensor else repr(result)[:80],
         )
     return _as_asked(preparation, made, result.detach())
 
 
 def _as_asked(preparation: Preparation, made: Assignment, result: torch.Tensor) -> torch.Tensor:
-    """The result with the dtype and device that were asked for, in memory that nobody else has."""
-    options = preparation.options
-    if options.dtype is not None and result.is_floating_point() and type(result) is torch.Tensor:
-        result = result.to(options.dtype)
+    """The result with the dtype and device that were asked for."""
+    asked = preparation.options.dtype
+    if asked is not None and result.is_floating_point() and type(result) is torch.Tensor:
+        result = result.to(asked)
     result = result.to(made.device)
     made.dtype = result.dtype
-    shows_value = type(result) is torch.Tensor and result.data_ptr() == made.value.data_ptr()
-    return result.clone() if shows_value and not made.placement.mapped else result
+    memory = storage_id(result)
+    if memory in preparation.transformed:  # returned for another slot too: they must not become tied
+        return result.clone()
+    preparation.transformed.add(memory)
+    return result
 
 
-def _read_as_they_are(preparation: Preparation, made: Sequence[Assignment], progress: Progress) -> None:
-    layouts = [(m.param.size(), tuple(m.param.stride()) if _has_layout(m.param) else None, m.dtype) for m in made]
-    fresh = fresh_tensors(layouts)
-    pairs = [(m, t) for m, t in zip(made, fresh, strict=True) if _can_read_into(m, t)]
-    _read(preparation, pairs, progress)
-    direct = {id(m) for m, _ in pairs}
-    for m, tensor in zip(made, fresh, strict=True):
-        if id(m) not in direct:
-            with torch.no_grad():
-                tensor.copy_(m.value)
-            progress(m.nbytes)
-        m.final = tensor.to(m.device)
+def _read_through_scratch(
+    preparation: Preparation,
+    made: Sequence[Assignment],
+    progress: Progress,
+    finish: Callable[[Assignment, torch.Tensor], None],
+) -> None:
+    """Reads into one buffer that is used again and again, and lets `finish` cast or move what is there."""
+    groups = list(_groups(made))
+    if not groups:
+        return
+    (scratch,) = fresh_tensors([(torch.Size([max(size for _, size in groups)]), None, torch.uint8)])
+    storage = scratch.untyped_storage()
+    for group, _ in groups:
+        buffers, at = [], 0
+        for one in group:
+            empty, size = torch.empty(0, dtype=one.value.dtype), one.value.size()
+            buffers.append(empty.set_(storage, at // one.value.itemsize, size, contiguous_stride(size)))
+            at += _aligned(one.nbytes)
+        _read(preparation, list(zip(group, buffers, strict=True)), progress)
+        for one, buffer in zip(group, buffers, strict=True):
+            started = time.perf_counter()
+            finish(one, buffer)
+            one.seconds += time.perf_counter() - started
 
 
-def _read_and_cast(preparation: Preparation, made: Sequence[Assignment], progress: Progress) -> None:
-    """Reads into a buffer that is used again and again, and casts out of it."""
-    layouts = [(m.param.size(), tuple(m.param.stride()) if _has_layout(m.param) else None, m.dtype) for m in made]
-    finals = fresh_tensors(layouts)
-    start = 0
-    while start < len(made):
-        stop, total = start, 0
-        while stop < len(made) and (total == 0 or total + made[stop].nbytes <= _SCRATCH_BYTES):
-            total += -(-made[stop].nbytes // 64) * 64
-            stop += 1
-        group = list(zip(made[start:stop], finals[start:stop], strict=True))
-        buffers = fresh_tensors([(m.value.size(), None, m.value.dtype) for m, _ in group])
-        sources = {id(m): buffer for (m, _), buffer in zip(group, buffers, strict=True) if _can_read_into(m, buffer)}
-        _read(preparation, [(m, sources[id(m)]) for m, _ in group if id(m) in sources], progress)
-        with torch.no_grad():
-            for m, final in group:
-                started = time.perf_counter()
-                final.copy_(sources.get(id(m), m.value))
-                m.final = final.to(m.device)
-                m.seconds += time.perf_counter() - started
-        start = stop
+def _groups(made: Iterable[Assignment]) -> Iterator[tuple[list[Assignment], int]]:
+    """What is read at once, with the bytes that it takes: as much as the scratch buffer holds, or one larger tensor."""
+    group: list[Assignment] = []
+    total = 0
+    for one in made:
+        if group and total + _aligned(one.nbytes) > SCRATCH_BYTES:
+            yield group, total
+            group, total = [], 0
+        group.append(one)
+        total += _aligned(one.nbytes)
+    if group:
+        yield group, total
+
+
+def _aligned(nbytes: int) -> int:
+    return -(-nbytes // _ALIGN) * _ALIGN
 
 
 def _read(preparation: Preparation, pairs: Sequence[tuple[Assignment, torch.Tensor]], progress: Progress) -> None:
@@ -181,31 +206,37 @@ def _read(preparation: Preparation, pairs: Sequence[tuple[Assignment, torch.Tens
         made.seconds += seconds * made.nbytes / max(total, 1)
 
 
-def _can_read_into(made: Assignment, tensor: torch.Tensor) -> bool:
-    """Whether the bytes of the file are, in their order, the bytes of the tensor."""
+def _is_run_of_bytes(made: Assignment) -> bool:
+    """Whether the bytes of the file are, in their order, those of the value."""
     stored = made.stored
-    return (
-        isinstance(stored, StoredTensor)
-        and stored.nbytes > 0
-        and stored.is_contiguous
-        and stored.shape == tuple(made.value.shape)
-        and is_plain_memory(tensor)
-    )
+    return isinstance(stored, StoredTensor) and stored.nbytes > 0 and stored.is_contiguous
 
 
-def _has_layout(tensor: torch.Tensor) -> bool:
-    """Whether the tensor's strides are a layout to keep (channels last, say), and not a view with gaps."""
-    return (
-        tensor.layout is torch.strided and not tensor.is_contiguous() and tensor.dim() > 1 and 0 not in tensor.stride()
-    )
+def _layout(made: Assignment) -> tuple[torch.Size, tuple[int, ...] | None, torch.dtype]:
+    """Shape, stride and dtype of memory for a slot; the stride only where it is a layout, as channels last is."""
+    param = made.param
+    keeps = param.layout is torch.strided and not param.is_contiguous() and _is_layout(param)
+    return param.size(), tuple(param.stride()) if keeps else None, made.dtype
 
 
-def _is_in_memory(made: Assignment) -> bool:
-    """Whether the value is somebody's live tensor, and not a view of a file."""
-    return not isinstance(made.stored, StoredTensor)
+def _is_layout(tensor: torch.Tensor) -> bool:
+    """Whether the strides only order the dimensions, with no gaps and no repetition."""
+    order = sorted(range(tensor.dim()), key=tensor.stride, reverse=True)
+    return tensor.permute(order).is_contiguous()
 
 
 def _place_in_file(made: Assignment) -> tuple[str, int]:
     if isinstance(made.stored, StoredTensor):
         return made.stored.extent.path, made.stored.extent.start
     return "", 0
+
+
+_T = TypeVar("_T")
+
+
+def _split(items: Sequence[_T], goes_first: Callable[[_T], bool]) -> tuple[list[_T], list[_T]]:
+    first: list[_T] = []
+    second: list[_T] = []
+    for item in items:
+        (first if goes_first(item) else second).append(item)
+    return first, second

@@ -48,7 +48,8 @@ def choose(
     `map` says that the slot may show the value's own memory, `transformed` that the value may still become anything.
     """
     if not (is_plain(param) and is_plain(value)):
-        return Placement("swap", "a tensor subclass or layout decides by module_load", by_handler=True)
+        shows = map and param.is_meta and is_plain(value)
+        return Placement("swap", "a tensor subclass or layout decides by module_load", mapped=shows, by_handler=True)
     if param.is_meta:
         same = dtype == value.dtype and device.type == "cpu" and value.stride() == param.stride()
         if map and same:

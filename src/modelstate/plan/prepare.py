@@ -30,6 +30,9 @@ from modelstate.plan.torch_private import storage_id, use_count
 from modelstate.read.checkpoint import Checkpoint
 from modelstate.spec import Stored, StoredTensor
 
+SCRATCH_BYTES = 64 << 20
+"""What is read at once to be cast or moved, unless a single tensor is larger."""
+
 
 @dataclass(slots=True, eq=False)
 class Assignment:
@@ -61,8 +64,19 @@ class Assignment:
         return self.value.numel() * self.value.itemsize
 
     @property
-    def final_bytes(self) -> int:
-        return self.param.numel() * self.dtype.itemsize
+    def staged_bytes(self) -> int:
+        """Bytes of memory that the value takes until it is copied into its slot."""
+        waits = self.placement.staged and not isinstance(self.stored, torch.Tensor)
+        return self.value.numel() * self.dtype.itemsize if waits else 0
+
+    @property
+    def on_cpu(self) -> bool:
+        return self.device.type == "cpu"
+
+    @property
+    def reads_plainly(self) -> bool:
+        """Whether nothing but a read, and perhaps a cast, stands between the file and the slot."""
+        return not self.placement.mapped and not self.placement.by_handler
 
 
 class Preparation:
@@ -93,6 +107,9 @@ class Preparation:
         self.notes: list[str] = []
         self.assignments: list[Assignment] = []
         self.extra_states: list[str] = []
+        self.transformed: set[int] = set()
+        """Storages of what a transform has returned."""
+        self.own_storages = {storage_id(slot.tensor) for slot in self.slots.tensors}
         self._make_write, self._call_extra_state = make_write, call_extra_state
         self._by_param: dict[int, Assignment] = {}
         self._shown: set[object] = set()
@@ -232,10 +249,10 @@ class Preparation:
 
     @property
     def extra_bytes(self) -> int:
-        """Memory that is needed beyond the final tensors: what is staged, and one tensor at a time that is cast."""
-        staged = sum(made.final_bytes for made in self.assignments if made.placement.staged)
-        cast = [made.nbytes for made in self.assignments if made.value.dtype != made.dtype]
-        return staged + max(cast, default=0)
+        """Memory that is needed beyond the final tensors: what is staged, and a buffer for what is cast or moved."""
+        staged = sum(made.staged_bytes for made in self.assignments)
+        cast = [made.nbytes for made in self.assignments if made.value.dtype != made.dtype or not made.on_cpu]
+        return staged + max(max(cast, default=0), min(sum(cast), SCRATCH_BYTES))
 
     @property
     def names(self) -> tuple[str, str]:
