@@ -69,6 +69,10 @@ class Checkpoint(Mapping[str, TensorSpec]):
     def __contains__(self, name: object) -> bool:
         return name in self._specs
 
+    def get(self, name: str, default: Any = None) -> Any:
+        # Without the search for the nearest name, which an error needs.
+        return self._specs.get(name, default)
+
     def __hash__(self) -> int:
         return id(self)
 
@@ -205,30 +209,31 @@ class Checkpoint(Mapping[str, TensorSpec]):
         parallel, with no copy between. Raises `TensorNotFoundError`, `ReadTargetError` before anything is written,
         and `ReadFailedError`, after which the content of `out` is undefined.
         """
-        spec = self[name]
-        shape = spec.shape
+        spec, where = self[name], f"{self._source}: {name}"
+        shape, stored = spec.shape, spec.stored
         if start is not None or stop is not None:
             if not shape:
-                raise ReadTargetError("a tensor without dimensions has no rows", where=f"{self._source}: {name}")
+                raise ReadTargetError("a tensor without dimensions has no rows", where=where)
             start, stop, _ = slice(start, stop).indices(shape[0])
             shape = (max(stop - start, 0), *shape[1:])
-        if tuple(out.shape) != shape or out.dtype != spec.dtype or out.is_meta:
-            raise ReadTargetError(
-                "the tensor to read into does not fit",
-                where=f"{self._source}: {name}",
-                expected=f"{spec.dtype} of shape {shape}",
-                found=f"{out.dtype} of shape {tuple(out.shape)} on {out.device}",
-                remedy=f"torch.empty({shape}, dtype={spec.dtype})",
-            )
-        stored = spec.stored
+        _check_target(out, shape, spec.dtype, where)
         if isinstance(stored, StoredTensor) and stored.is_contiguous and is_plain_memory(out):
             skip = 0 if not start else start * (stored.nbytes // stored.shape[0])
             source = ByteRange(stored.extent.path, stored.extent.start + skip, out.nbytes)
             self.read_all([Request(source, out.data_ptr())])
-        else:
-            whole = Maps(self._stamps).tensor(stored)
+            return
+        whole = self.maps().tensor(stored)
+        try:
             with torch.no_grad():
                 out.copy_(whole if start is None else whole[start:stop])
+        except RuntimeError as error:
+            raise ReadTargetError(
+                "torch cannot copy this tensor, or these rows of it, to this memory",
+                where=where,
+                expected=f"memory that a {spec.kind} tensor can be copied to",
+                found=error,
+                remedy=f"take it with tensor({name!r}) and convert it",
+            ) from error
 
     def read_all(self, requests: list[Request], on_read: Any = None, threads: int | None = None) -> None:
         """Reads many ranges of this checkpoint's files at once. Raises `ReadFailedError`."""
@@ -277,6 +282,24 @@ def is_plain_memory(tensor: torch.Tensor) -> bool:
     )
 
 
+def _check_target(out: object, shape: tuple[int, ...], dtype: torch.dtype, where: str) -> None:
+    if not isinstance(out, torch.Tensor):
+        found = type(out).__name__
+    elif tuple(out.shape) != shape or out.dtype != dtype or out.is_meta:
+        found = f"{out.dtype} of shape {tuple(out.shape)} on {out.device}"
+    elif is_plain_memory(out) and out.untyped_storage().nbytes() < out.storage_offset() * out.itemsize + out.nbytes:
+        found = f"a tensor whose storage has been cut to {out.untyped_storage().nbytes()} bytes"
+    else:
+        return
+    raise ReadTargetError(
+        "the tensor to read into does not fit",
+        where=where,
+        expected=f"{dtype} of shape {shape}",
+        found=found,
+        remedy=f"torch.empty({shape}, dtype={dtype})",
+    )
+
+
 class _Extra(Mapping[str, Any]):
     def __init__(self, checkpoint: Checkpoint) -> None:
         self._checkpoint = checkpoint
@@ -284,13 +307,17 @@ class _Extra(Mapping[str, Any]):
     def __getitem__(self, path: str) -> Any:
         checkpoint = self._checkpoint
         values = checkpoint._flat.values
-        head, tail = path, ""
-        while head not in values:
-            head, _, last = head.rpartition(".")
-            tail = f"{last}.{tail}" if tail else last
-            if not head:
-                raise KeyNotFoundError("the checkpoint has no value here", where=checkpoint.source, found=path)
-        node = subtree(values[head], tail, checkpoint.source)
+        head, dot = str(path), "."
+        while head not in values and dot:
+            head, dot, _ = head.rpartition(".")
+        if head not in values:
+            raise KeyNotFoundError(
+                "the checkpoint has no value here",
+                where=checkpoint.source,
+                found=path,
+                remedy=self._remedy(str(path)),
+            )
+        node = subtree(values[head], str(path)[len(head) + 1 :], checkpoint.source)
         return rebuild(node, lambda stored: checkpoint._maps.tensor(stored).clone())
 
     def __iter__(self) -> Iterator[str]:
@@ -301,6 +328,15 @@ class _Extra(Mapping[str, Any]):
 
     def __repr__(self) -> str:
         return repr(dict(self))
+
+    def _remedy(self, path: str) -> str:
+        checkpoint = self._checkpoint
+        if path in checkpoint:
+            return f"it is a tensor: .tensor({path!r})"
+        if path in checkpoint.containers:
+            return f"there are tensors in it: .select({path!r})"
+        near = get_close_matches(path, checkpoint._flat.values, n=1)
+        return f"did you mean {near[0]!r}?" if near else "iterate over .extra to see its paths"
 
 
 def _bytes_key(stored: Stored, name: str) -> object:
@@ -340,11 +376,12 @@ def _below(flat: FlatTree, key: str, where: str) -> FlatTree:
     if not part.tensors and not part.values:
         part.values = _values_below(flat, key, where)
     if not part.tensors and not part.values:
-        counts = Counter(name.split(".", 1)[0] for name in flat.tensors)
+        counts = Counter(name.split(".", 1)[0] for name in flat.tensors if "." in name)
+        listed = ", ".join(f"{k!r} ({n} tensors)" for k, n in counts.most_common(8))
         raise KeyNotFoundError(
             f"nothing in the checkpoint is under {key!r}",
             where=where,
-            expected="one of " + ", ".join(f"{k!r} ({n} tensors)" for k, n in counts.most_common(8)),
-            remedy="give one of these as key=, or none",
+            expected=f"one of {listed}" if listed else "",
+            remedy="give one of these as key=, or none" if listed else "leave key= out: the checkpoint has no parts",
         )
     return part

@@ -25,7 +25,7 @@ class Maps:
     def __init__(self, stamps: Mapping[str, Stamp]) -> None:
         self._stamps = stamps
         self._maps: dict[str, mmap.mmap] = {}
-        self._storages: dict[ByteRange, torch.UntypedStorage] = {}
+        self._storages: dict[tuple[ByteRange, int], torch.UntypedStorage] = {}
 
     def tensor(self, stored: Stored) -> torch.Tensor:
         """The tensor as a view of its file; in memory already: a detached alias.
@@ -44,12 +44,13 @@ class Maps:
 
     def _storage(self, region: ByteRange, dtype: torch.dtype) -> torch.UntypedStorage:
         """A storage that shows these bytes and no more, whatever larger storage they were a part of."""
-        storage = self._storages.get(region)
+        key = region, dtype.itemsize
+        storage = self._storages.get(key)
         if storage is None:
             whole = torch.frombuffer(self._map(region), dtype=torch.uint8, count=region.nbytes, offset=region.start)
             # torch's vector code may assume that a number lies at a multiple of its size.
             storage = (whole.clone() if region.start % dtype.itemsize else whole).untyped_storage()
-            self._storages[region] = storage
+            self._storages[key] = storage
         return storage
 
     def _map(self, region: ByteRange) -> mmap.mmap:

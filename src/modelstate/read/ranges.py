@@ -3,7 +3,7 @@
 import ctypes
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
 
 from modelstate.errors import ReadFailedError
@@ -38,6 +38,11 @@ class Batch:
     def nbytes(self) -> int:
         return sum(length for _, length in self.pieces)
 
+    @property
+    def wanted_bytes(self) -> int:
+        """Without what is thrown away."""
+        return sum(length for address, length in self.pieces if address is not None)
+
 
 def coalesce(requests: Iterable[Request], *, batch_bytes: int, gap_bytes: int) -> list[Batch]:
     """The fewest calls that carry out `requests`, in the order of the file.
@@ -54,7 +59,8 @@ def coalesce(requests: Iterable[Request], *, batch_bytes: int, gap_bytes: int) -
             batches.append(Batch(path, start, tuple(pieces)))
             pieces.clear()
 
-    for request in sorted(requests, key=lambda r: (r.source.path, r.source.start)):
+    # An empty request must not open a gap: what follows it would count that gap again.
+    for request in sorted((r for r in requests if r.source.nbytes), key=lambda r: (r.source.path, r.source.start)):
         source, taken = request.source, 0
         gap = source.start - end
         if source.path != path or not 0 <= gap <= gap_bytes or end - start + gap >= batch_bytes:
@@ -82,7 +88,7 @@ def read_batches(
     stamps: Mapping[str, Stamp],
     on_read: Callable[[int], None] | None = None,
 ) -> None:
-    """Carries out `batches` with so many threads; `on_read` hears of the bytes of each as it ends.
+    """Carries out `batches` with so many threads; `on_read` hears of the wanted bytes of each as it ends.
 
     `stamps` are what the files must still be. Raises `ReadFailedError` for the first I/O error,
     short read or changed file. No thread writes to memory any more when this returns or raises.
@@ -95,7 +101,7 @@ def read_batches(
             for batch in batches:
                 _read(descriptors[batch.path], batch)
                 if on_read:
-                    on_read(batch.nbytes)
+                    on_read(batch.wanted_bytes)
         else:
             _read_in_threads(batches, descriptors, threads, on_read)
     finally:
@@ -113,15 +119,12 @@ def _read_in_threads(
             _read(descriptors[batch.path], batch)
 
     with ThreadPoolExecutor(min(threads, len(batches)), "modelstate-read") as pool:
-        waiting = {pool.submit(work, batch): batch for batch in batches}
         try:
-            while waiting:
-                done, _ = wait(waiting, return_when=FIRST_EXCEPTION if on_read is None else "FIRST_COMPLETED")
-                for future in done:
-                    future.result()
-                    batch = waiting.pop(future)
-                    if on_read:
-                        on_read(batch.nbytes)
+            waiting = {pool.submit(work, batch): batch for batch in batches}
+            for future in as_completed(waiting):
+                future.result()
+                if on_read:
+                    on_read(waiting[future].wanted_bytes)
         finally:
             stop = True
 

@@ -2,6 +2,7 @@
 
 from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Callable, Iterator, Mapping
+from copy import copy
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -42,10 +43,6 @@ def items_of(node: object) -> Iterator[tuple[str, Any]]:
     return ((str(index), value) for index, value in enumerate(node))
 
 
-def join(path: str, name: str) -> str:
-    return f"{path}.{name}" if path else name
-
-
 def flatten(tree: object, where: str) -> FlatTree:
     """The flat view of `tree`.
 
@@ -54,7 +51,6 @@ def flatten(tree: object, where: str) -> FlatTree:
     """
     flat = FlatTree()
     _Flattener(flat, where).visit(tree, "", 0)
-    flat.containers.reverse()
     return flat
 
 
@@ -66,7 +62,7 @@ class _Flattener:
     def visit(self, node: Any, path: str, depth: int) -> bool:
         """Adds what is below `node`; whether that includes a tensor."""
         if isinstance(node, StoredTensor | StoredComposite | torch.Tensor):
-            self.add(self.flat.tensors, path or "tensor", node)
+            self.add(self.flat.tensors, path if depth else "tensor", node)
             return True
         if not is_container(node):
             return False
@@ -78,19 +74,20 @@ class _Flattener:
                 remedy="look for a container that holds itself, or the same list many times",
             )
         found: list[tuple[str, Any, bool]] = []
+        place = len(self.flat.containers)
         children = list(items_of(node))
         self.nodes += len(children)
         for name, child in children:
-            below = join(path, name)
+            below = f"{path}.{name}" if depth else name
             whole = name.rpartition(".")[2] == EXTRA_STATE and is_container(child)
             found.append((below, child, not whole and self.visit(child, below, depth + 1)))
-        if not any(has_tensors for _, _, has_tensors in found) and path and not _holds_extra_state(node):
+        if not any(has_tensors for _, _, has_tensors in found) and depth and not _holds_extra_state(node):
             return False
         for below, child, has_tensors in found:
             if not has_tensors:
                 self.add(self.flat.values, below, child)
         if isinstance(node, Mapping):
-            self.flat.containers.append(path)
+            self.flat.containers.insert(place, path)
         return True
 
     def add(self, into: dict[str, Any], path: str, leaf: Any) -> None:
@@ -109,45 +106,70 @@ def _holds_extra_state(node: object) -> bool:
 
 
 def subtree(tree: object, path: str, where: str) -> Any:
-    """The node at a dotted path. Keys may have dots themselves; the longest key that fits is taken."""
-    node: Any = tree
-    rest = path
-    while rest:
-        if not is_container(node):
-            raise KeyNotFoundError("the checkpoint has nothing under this path", where=where, found=path)
-        children = dict(items_of(node))
-        cut = rest
-        while cut not in children:
-            cut = cut.rpartition(".")[0]
-            if not cut:
-                raise KeyNotFoundError("the checkpoint has nothing under this path", where=where, found=path)
-        node, rest = children[cut], rest[len(cut) + 1 :]
-    return node
+    """The node at a dotted path; the empty path is the tree. Keys may have dots themselves."""
+    found = _nodes_at(tree, path) if path else iter((tree,))
+    try:
+        return next(found)
+    except StopIteration:
+        raise KeyNotFoundError("the checkpoint has nothing under this path", where=where, found=path) from None
 
 
-def rebuild(node: object, tensor: Callable[[Stored], torch.Tensor]) -> Any:
+def _nodes_at(node: object, path: str) -> Iterator[Any]:
+    """What the path can mean: long keys come before short ones."""
+    if not is_container(node):
+        return
+    children = dict(items_of(node))
+    key, dot = path, "."
+    while dot:
+        if key in children:
+            below = path[len(key) + 1 :]
+            if key == path:
+                yield children[key]
+            else:
+                yield from _nodes_at(children[key], below)
+        key, dot, _ = key.rpartition(".")
+
+
+def rebuild(
+    node: object, tensor: Callable[[Stored], torch.Tensor], made: dict[int, tuple[object, Any]] | None = None
+) -> Any:
     """A copy of the containers of a subtree, with `tensor` applied to its tensors.
 
-    Whoever gets it can keep it: nothing in it is shared with the checkpoint but immutable values.
+    Whoever gets it can keep it: nothing in it is shared with the checkpoint but what is immutable, and objects of
+    other classes than Python's own. A container that stands in several places, or in itself, does so in the copy;
+    `made` has the copies so far.
     """
     if isinstance(node, StoredTensor | StoredComposite | torch.Tensor):
         return tensor(node)
+    if isinstance(node, set | bytearray):
+        return copy(node)
     if not is_container(node):
         return node
+    made = {} if made is None else made
+    if id(node) in made:
+        return made[id(node)][1]
     if isinstance(node, Mapping):
-        made = {key: rebuild(value, tensor) for key, value in node.items()}
-        return made if type(node) is dict else _as_type(node, made)
+        mapping = _empty_like(node)
+        made[id(node)] = node, mapping
+        for key, value in node.items():
+            mapping[key] = rebuild(value, tensor, made)
+        return mapping
     assert isinstance(node, list | tuple)
-    items = [rebuild(value, tensor) for value in node]
+    items: list[Any] = []
+    if isinstance(node, list):
+        made[id(node)] = node, items
+    for value in node:
+        # A comprehension would need a frame of the stack for each level.
+        items.append(rebuild(value, tensor, made))
     if isinstance(node, list):
         return items
-    return type(node)(*items) if hasattr(node, "_fields") else tuple(items)
+    return type(node)._make(items) if hasattr(node, "_make") else tuple(items)
 
 
-def _as_type(node: Mapping[Any, Any], made: dict[Any, Any]) -> Any:
-    """The class of the mapping where it is one of the usual ones, which lose nothing by this."""
+def _empty_like(node: Mapping[Any, Any]) -> dict[Any, Any]:
+    """Of the class of the mapping where it is one of the usual ones, which lose nothing by this."""
     if isinstance(node, defaultdict):
-        return defaultdict(node.default_factory, made)
+        return defaultdict(node.default_factory)
     if type(node) is OrderedDict:
-        return OrderedDict(made)
-    return Counter(made) if type(node) is Counter else made
+        return OrderedDict()
+    return Counter() if type(node) is Counter else {}
