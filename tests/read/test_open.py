@@ -582,7 +582,7 @@ def test_a_directory_without_a_checkpoint(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("names", "tool"),
     [
-        ((".metadata", "__0_0.distcp", "train_state.pt"), "torch.distributed.checkpoint"),
+        (("__0.metadata", "__0_0.distcp"), "torch.distributed.checkpoint"),
         ((".snapshot_metadata",), "torchsnapshot"),
         (("saved_model.pb", "keras_metadata.pb"), "TensorFlow"),
         (("_CHECKPOINT_METADATA", "manifest.ocdbt"), "Orbax"),

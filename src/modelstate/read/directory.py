@@ -4,7 +4,8 @@ Every file is looked at, by its content where its name does not say it all. The 
 index. Files that differ only in how they are written are one checkpoint: `model.safetensors` and `pytorch_model.bin`,
 `x.safetensors` and `x.pt`; the safetensors file is taken, or its index, since it can be read without a pickle. Of
 several checkpoints the one named `model` is taken, as in the repositories and training folders of Hugging Face, where
-optimizers lie beside it. Otherwise there must be one only. Subdirectories are not searched.
+optimizers lie beside it. Otherwise, where torch.distributed.checkpoint has written its `.metadata`, that is taken:
+what lies beside it belongs to it. Otherwise there must be one only. Subdirectories are not searched.
 """
 
 import os
@@ -19,7 +20,7 @@ from modelstate.errors import (
     OpenError,
     ShardIndexError,
 )
-from modelstate.read import safetensors, sharded, torch_legacy, torch_zip
+from modelstate.read import dcp, safetensors, sharded, torch_legacy, torch_zip
 from modelstate.read.diagnose import HEAD_BYTES, other_zip
 from modelstate.read.source_file import SourceFile
 
@@ -27,12 +28,20 @@ MODEL = "model"
 _SHARD = re.compile(r"-\d{5}-of-\d{5}\.\w+$")
 _SUFFIX = re.compile(r"\.(safetensors|bin|pt|pth|ckpt|tar)$")
 _INDEX = re.compile(r"\.(safetensors|bin)\.index\.json$")
-_DCP = "python -m torch.distributed.checkpoint.format_utils dcp_to_torch {path} checkpoint.pt"
 _OTHER_TOOLS = (
-    (re.compile(r"\.metadata"), re.compile(r".*\.distcp"), "torch.distributed.checkpoint", _DCP),
-    (re.compile(r"\.snapshot_metadata"), None, "torchsnapshot", "load it with torchsnapshot, then torch.save"),
-    (re.compile(r"saved_model\.pb"), None, "TensorFlow (SavedModel)", "load it with TensorFlow, save with safetensors"),
-    (re.compile(r"_CHECKPOINT_METADATA|manifest\.ocdbt"), None, "Orbax", "load it with Orbax, save with safetensors"),
+    (
+        re.compile(r"__\d+\.metadata"),
+        "torch.distributed.checkpoint, each rank's by itself",
+        "load it with torch.distributed.checkpoint on as many ranks, and save it with use_collectives=True",
+    ),
+    (
+        re.compile(r".*\.distcp"),
+        "torch.distributed.checkpoint, without its .metadata",
+        "it is written last: take a checkpoint whose save was finished, or copy this one again",
+    ),
+    (re.compile(r"\.snapshot_metadata"), "torchsnapshot", "load it with torchsnapshot, then torch.save"),
+    (re.compile(r"saved_model\.pb"), "TensorFlow (SavedModel)", "load it with TensorFlow, save with safetensors"),
+    (re.compile(r"_CHECKPOINT_METADATA|manifest\.ocdbt"), "Orbax", "load it with Orbax, save with safetensors"),
 )
 
 
@@ -58,6 +67,8 @@ def find_in(directory: str) -> str:
     files = [entry.name for entry in entries if _is_file(entry)]
     candidates = [found for name in files if (found := _candidate(directory, name))]
     if not any(found.stem == MODEL for found in candidates):
+        if dcp.METADATA in files and _is_dcp(directory, files):
+            return os.path.join(directory, dcp.METADATA)
         _refuse_other_tools(directory, [entry.name for entry in entries])
     if not candidates:
         by_name = [name for name in files if _SUFFIX.search(name)]
@@ -116,6 +127,18 @@ def _candidate(directory: str, name: str) -> _Candidate | None:
     return None
 
 
+def _is_dcp(directory: str, files: list[str]) -> bool:
+    """Whether the `.metadata` in the directory is of torch.distributed.checkpoint."""
+    if any(name.endswith(".distcp") for name in files):
+        return True
+    try:
+        with SourceFile(os.path.join(directory, dcp.METADATA)) as file:
+            # The name alone would do for a file that is given, but other tools have files of this name.
+            return dcp.matches(file.read(0, min(file.nbytes, HEAD_BYTES), "its beginning"), "")
+    except OpenError:
+        return False
+
+
 def _shards(index_path: str) -> frozenset[str]:
     """The shards of an index; none where it is damaged, which opening it will say."""
     try:
@@ -125,13 +148,13 @@ def _shards(index_path: str) -> frozenset[str]:
 
 
 def _refuse_other_tools(directory: str, names: list[str]) -> None:
-    for mark, other, tool, remedy in _OTHER_TOOLS:
-        if any(map(mark.fullmatch, names)) and (other is None or any(map(other.fullmatch, names))):
+    for mark, tool, remedy in _OTHER_TOOLS:
+        if any(map(mark.fullmatch, names)):
             raise NotACheckpointError(
                 f"this is a checkpoint of {tool}, which is not read here",
                 where=directory,
                 found=", ".join(names[:6]),
-                remedy=remedy.replace("{path}", directory),
+                remedy=remedy,
             )
 
 
@@ -142,7 +165,8 @@ def _nothing(directory: str, entries: list[os.DirEntry[str]]) -> NoCheckpointErr
     return NoCheckpointError(
         "no file of this directory is a checkpoint",
         where=directory,
-        expected="model.safetensors, pytorch_model.bin, an index of shards, or one file of torch.save or safetensors",
+        expected="model.safetensors, pytorch_model.bin, an index of shards, .metadata of torch.distributed.checkpoint, "
+        "or one file of torch.save or safetensors",
         found=(", ".join(there[:12]) + more) or "an empty directory",
         remedy=f"subdirectories are not searched: give one of {', '.join(below[:6])}" if below else
         "finish the download or the copy, or give the path of the file to see what it is",

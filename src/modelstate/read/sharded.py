@@ -50,7 +50,7 @@ def read(index_path: str, *, read_file: Callable[[str], Contents]) -> Contents:
     weight_map = read_weight_map(index_path)
     directory = os.path.dirname(index_path)
     shards = sorted(set(weight_map.values()))
-    paths = _safe_paths(index_path, directory, shards)
+    paths = safe_paths(index_path, directory, shards)
     contents = {shard: read_file(path) for shard, path in zip(shards, paths, strict=True)}
     trees = {shard: _flat(shard, contents[shard].tree, index_path) for shard in shards}
     _check_names(index_path, weight_map, trees)
@@ -117,8 +117,11 @@ def read_weight_map(index_path: str) -> dict[str, str]:
     return weight_map
 
 
-def _safe_paths(index_path: str, directory: str, shards: list[str]) -> list[str]:
-    """The paths of the shards, all of which may be read."""
+def safe_paths(index_path: str, directory: str, shards: list[str]) -> list[str]:
+    """The paths of the files that an index names, all of which may be read.
+
+    Raises `UnsafePathError`, `MissingShardError`, and `ShardIndexError` for what are no files.
+    """
     unsafe = [quote(shard) for shard in shards if not _is_below(shard)]
     paths = [] if unsafe else [os.path.join(directory, shard) for shard in shards]
     roots = _roots(index_path, directory)

@@ -7,10 +7,14 @@ from modelstate.errors import OpenError, ReadFailedError, SourceAccessError, Sou
 
 MAX_STRUCTURE_BYTES = 2**31
 """More than any table of contents has; it keeps a sparse file from being read into memory."""
+_AT_ONCE_BYTES = 1 << 16
 
 
 class SourceFile:
     """Reads exact pieces of a file. Use it as a context."""
+
+    start = 0
+    """Where it begins, in bytes from the beginning of the file at `path`."""
 
     def __init__(self, path: str) -> None:
         """Raises `SourceNotFoundError`, `SourceAccessError`, or `ReadFailedError` for other errors of the system."""
@@ -57,6 +61,12 @@ class SourceFile:
             nbytes -= len(piece)
         return pieces[0] if len(pieces) == 1 else b"".join(pieces)
 
+    def section(self, start: int, nbytes: int, what: str) -> "Section":
+        """A part of the file as a file; `TruncatedFileError` where the file ends before."""
+        if start + nbytes > self.nbytes:
+            raise self.truncated(what, start + nbytes)
+        return Section(self, start, nbytes)
+
     def truncated(self, what: str, end: int) -> TruncatedFileError:
         """The error for a file that should reach to `end`."""
         return TruncatedFileError(
@@ -66,6 +76,30 @@ class SourceFile:
             found=f"{self.nbytes} bytes",
             remedy=CUT_SHORT,
         )
+
+
+class Section(SourceFile):
+    """A run of bytes of an open file, read as if it were a file of its own. It closes nothing."""
+
+    def __init__(self, file: SourceFile, start: int, nbytes: int) -> None:
+        self.path = file.path
+        self.start = file.start + start
+        self.nbytes = nbytes
+        self._file, self._within = file, start
+        self._all = file.read(start, nbytes, "a part of the file") if nbytes <= _AT_ONCE_BYTES else None
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        pass
+
+    def read(self, start: int, nbytes: int, what: str) -> bytes:
+        """As of a file; what is small was read already."""
+        if start + nbytes > self.nbytes:
+            raise self.truncated(what, start + nbytes)
+        if self._all is None:
+            return self._file.read(self._within + start, nbytes, what)
+        return self._all[start : start + nbytes]
 
 
 CUT_SHORT = "the copy, the download or the save was cut short: compare the size with the original, and copy it again"

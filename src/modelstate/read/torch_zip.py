@@ -1,8 +1,8 @@
 """The zip archives that `torch.save` writes since 1.6: `data.pkl`, and a record for each storage."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 from modelstate.errors import (
     ArchiveError,
@@ -47,20 +47,38 @@ def read(path: str, *, allow: Sequence[object] = (), skip_forbidden: bool = Fals
         UnsupportedTensorError: A quantized, nested or meta tensor, or a file of a big-endian machine.
         OpenError: The file is damaged; a subclass says how.
     """
+    names = TorchGlobals(allow)
     with SourceFile(path) as file:
-        directory = ZipDirectory(file)
-        prefix = _prefix(directory)
-        _check_byteorder(directory, prefix)
-        data = directory.read(f"{prefix}/data.pkl")
-        names = TorchGlobals(allow)
         try:
-            storages = _Storages(directory, prefix)
-            value, _ = unpickle(data, 0, storages.find, names)
-            tree = construct(value, path=path, data_nbytes=len(data), names=names, skip_forbidden=skip_forbidden)
+            archive = read_archive(file, names)
+            tree = construct(
+                archive.value, path=path, data_nbytes=archive.pickle_nbytes, names=names, skip_forbidden=skip_forbidden
+            )
         except OpenError as error:
             error.where = error.where if error.where.startswith(path) else f"{path}: {error.where or 'data.pkl'}"
             raise
-    return Contents(FORMAT, tree, (path,), checksums=storages.checksums)
+    return Contents(FORMAT, tree, (path,), checksums=archive.checksums)
+
+
+class Archive(NamedTuple):
+    """What an archive of `torch.save` holds."""
+
+    value: object
+    """What the pickle describes; `construct` looks it through and makes it."""
+    pickle_nbytes: int
+    checksums: Mapping[ByteRange, int]
+    """CRC-32 of the storages."""
+
+
+def read_archive(file: SourceFile, names: TorchGlobals) -> Archive:
+    """The archive that a file, or a section of one, is. Raises what `read` raises for a damaged one."""
+    directory = ZipDirectory(file)
+    prefix = _prefix(directory)
+    _check_byteorder(directory, prefix)
+    data = directory.read(f"{prefix}/data.pkl")
+    storages = _Storages(directory, prefix)
+    value, _ = unpickle(data, 0, storages.find, names)
+    return Archive(value, len(data), storages.checksums)
 
 
 def _prefix(directory: ZipDirectory) -> str:

@@ -45,18 +45,18 @@ class Record:
     packed_nbytes: int
     nbytes: int
     header: int
-    """Bytes from the beginning of the file to the local header."""
+    """Bytes from the beginning of the archive to the local header."""
     start: int = -1
-    """Bytes from the beginning of the file to the data."""
+    """Bytes from the beginning of the archive to the data."""
     end: int = -1
-    """Bytes from the beginning of the file to where the next record begins, or the directory."""
+    """Bytes from the beginning of the archive to where the next record begins, or the directory."""
 
 
 class ZipDirectory:
-    """The records of an archive, by name; each lies within the file, apart from the others."""
+    """The records of an archive, by name; each lies within it, apart from the others."""
 
     def __init__(self, file: SourceFile) -> None:
-        """Reads the central directory and the local headers.
+        """`file` is the archive, or a section of a file that is one. Reads the central directory and the local headers.
 
         Raises `TruncatedFileError`, `RecordSizeError`, `UnsafePathError`, `DuplicateNameError`, and `ArchiveError` for
         all else that cannot be.
@@ -79,12 +79,12 @@ class ZipDirectory:
                 where=f"{self.file.path}: {name}",
                 remedy="unpack the archive and pack it again without compression (zip -0), or save it anew",
             )
-        return ByteRange(self.file.path, record.start, record.nbytes)
+        return ByteRange(self.file.path, self.file.start + record.start, record.nbytes)
 
     def read(self, name: str) -> bytes:
         """The data of a record, checked against its checksum. Raises `ArchiveError` where it was changed."""
-        region = self.region(name)
-        data = self.file.read(region.start, region.nbytes, name)
+        nbytes = self.region(name).nbytes
+        data = self.file.read(self.records[name].start, nbytes, name)
         stated = self.records[name].crc32
         if stated and zlib.crc32(data) != stated:
             raise ArchiveError(

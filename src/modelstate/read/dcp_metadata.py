@@ -1,0 +1,344 @@
+"""The `.metadata` of torch.distributed.checkpoint: what was saved, in which pieces, and where they lie.
+
+torch writes it as a pickle of its own classes, and loads it without restriction. Here the pickle is only described:
+none of its classes is made, and what they hold is taken out of the description and checked. Nothing keeps a checksum
+of the file, so whatever it says twice must agree.
+"""
+
+import enum
+import math
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from itertools import pairwise, product
+from typing import Any
+
+import torch
+
+from modelstate.errors import (
+    ForbiddenGlobalError,
+    OpenError,
+    PickleError,
+    TensorRangeError,
+    TensorSizeError,
+    UnsupportedTensorError,
+)
+from modelstate.read.pickled import Recipe
+from modelstate.read.rebuild import MAX_INDEX, dims
+from modelstate.read.source_file import SourceFile
+from modelstate.read.torch_globals import TorchGlobals, is_never
+from modelstate.read.unpickle import unpickle
+
+_DCP = "torch.distributed.checkpoint."
+_BEFORE_2_3 = "torch.distributed._shard.sharded_tensor.metadata."
+_MAX_SHARDED_DIMS = 8
+_MAX_PATH_STEPS = 100
+
+Path = tuple[str | int, ...]
+"""The keys, and indices of lists, that lead to a value."""
+Index = tuple[str, tuple[int, ...] | None]
+"""A name, and the offsets of a chunk where it is a tensor's."""
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where something was written."""
+
+    file: str
+    """Relative to the directory, and not checked."""
+    start: int
+    """Bytes from the beginning of the file."""
+    nbytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """A box of a tensor's elements that was saved by itself."""
+
+    offsets: tuple[int, ...]
+    shape: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class ChunkedTensor:
+    """A tensor as the sum of its chunks, which cover it exactly."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    chunks: tuple[Chunk, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Metadata:
+    """What a `.metadata` says, in itself free of contradictions."""
+
+    items: dict[str, ChunkedTensor | None]
+    """By the names under which they were written; None for what is no tensor."""
+    places: dict[Index, Place]
+    """Of every chunk, and of every item that is no tensor. They do not overlap."""
+    paths: dict[str, Path]
+    """Where each item was in the state dict, in the order of the state dict."""
+
+
+def read_metadata(path: str, *, allow: Sequence[object] = (), skip_forbidden: bool = False) -> Metadata:
+    """What the file at `path` says.
+
+    What is allowed besides torch's classes may stand in the file, and is not made either.
+
+    Raises `ForbiddenGlobalError`, `PickleError`, `TruncatedFileError`; `TensorRangeError` where chunks overlap or do
+    not cover their tensor, or bytes belong to two of them; `TensorSizeError`; and `UnsupportedTensorError` for items
+    that were transformed as they were written.
+    """
+    with SourceFile(path) as file:
+        data = file.read(0, file.nbytes, "the metadata")
+    names = TorchGlobals([*allow, *((stand_in, name) for name, stand_in in _STAND_INS.items())])
+    try:
+        value, end = unpickle(data, 0, _no_storage, names)
+        if names.refused and not skip_forbidden:
+            raise _forbidden(names)
+        if end != len(data):
+            raise _damaged("it goes on after its end", f"{len(data) - end} more bytes")
+        return _checked(value)
+    except OpenError as error:
+        error.where = error.where if error.where.startswith(path) else f"{path}: {error.where}".removesuffix(": ")
+        raise
+
+
+class _StandIn:
+    """In place of every class of torch.distributed.checkpoint; not made either."""
+
+
+class _MemoryFormat(enum.Enum):
+    TORCH_CONTIGUOUS_FORMAT = 0
+    TORCH_CHANNELS_LAST = 1
+    TORCH_PRESERVE_FORMAT = 2
+
+
+_STAND_INS: dict[str, type] = {
+    f"{_DCP}metadata._MEM_FORMAT_ENCODING": _MemoryFormat,
+    f"{_BEFORE_2_3}MEM_FORMAT_ENCODING": _MemoryFormat,
+} | dict.fromkeys(
+    (
+        f"{_DCP}metadata.Metadata",
+        f"{_DCP}metadata.TensorStorageMetadata",
+        f"{_DCP}metadata.BytesStorageMetadata",
+        f"{_DCP}metadata.ChunkStorageMetadata",
+        f"{_DCP}metadata.TensorProperties",
+        f"{_DCP}metadata.MetadataIndex",
+        f"{_DCP}metadata.StorageMeta",
+        f"{_DCP}filesystem._StorageInfo",
+        f"{_BEFORE_2_3}TensorProperties",
+        # The directory, as it was given to `save`.
+        "pathlib.PosixPath",
+        "pathlib.WindowsPath",
+        "pathlib._local.PosixPath",
+        "pathlib._local.WindowsPath",
+    ),
+    _StandIn,
+)
+
+
+def _no_storage(key: tuple[Any, ...]) -> object:
+    raise _damaged("it refers to a storage")
+
+
+def _damaged(what: str, found: object = "") -> PickleError:
+    return PickleError(f"the metadata is damaged: {what}", found=found, remedy="copy the checkpoint again")
+
+
+def _forbidden(names: TorchGlobals) -> ForbiddenGlobalError:
+    refused = sorted(names.refused)
+    never = [name for name in refused if is_never(name)]
+    listed = ", ".join(f'"{name}"' for name in refused[:10])
+    return ForbiddenGlobalError(
+        "the metadata asks for classes or functions that are not allowed",
+        refused=[(name, "") for name in refused],
+        expected="the classes of torch.distributed.checkpoint",
+        found=", ".join(refused[:10]) + (f", and {len(refused) - 10} more" if len(refused) > 10 else ""),
+        remedy=f"do not trust this checkpoint: {never[0]} has no place in its metadata"
+        if never
+        else f"if you know why they are there, open it with allow=[{listed}]; they are not made",
+    )
+
+
+# Taking the description apart.
+
+
+def _state(node: object, kind: str) -> dict[str, Any]:
+    """The fields of an object of a class of torch.distributed.checkpoint."""
+    if type(node) is not Recipe or node.name != _DCP + kind:
+        raise _damaged(f"a {kind.rpartition('.')[2]} is missing", getattr(node, "name", type(node).__name__))
+    state = node.states[0] if node.states else {}
+    if len(node.states) > 1 or type(state) is not dict:
+        raise _damaged(f"a {kind.rpartition('.')[2]} that is none", type(state).__name__)
+    return state
+
+
+def _typed(value: object, kind: type, what: str) -> Any:
+    if type(value) is not kind:
+        raise _damaged(f"{what} is missing", type(value).__name__)
+    return value
+
+
+def _checked(value: object) -> Metadata:
+    fields = _state(value, "metadata.Metadata")
+    items: dict[str, ChunkedTensor | None] = {}
+    seen: dict[int, ChunkedTensor] = {}
+    for name, node in _typed(fields.get("state_dict_metadata"), dict, "the table of contents").items():
+        _typed(name, str, "the name of an item")
+        if type(node) is Recipe and node.name == f"{_DCP}metadata.BytesStorageMetadata":
+            items[name] = None
+            continue
+        # A pickle may use one description for many names; it must not cost more than its bytes.
+        if id(node) not in seen:
+            try:
+                seen[id(node)] = _tensor(node)
+            except OpenError as error:
+                error.where = error.where or name
+                raise
+        items[name] = seen[id(node)]
+    written = _places(_typed(fields.get("storage_data"), dict, "the table of places"))
+    places = {index: _written(index, written) for index in _indices(items)}
+    _check_apart(written)
+    return Metadata(items, places, _paths(items, fields.get("planner_data")))
+
+
+def _tensor(node: object) -> ChunkedTensor:
+    fields = _state(node, "metadata.TensorStorageMetadata")
+    shape = dims(fields.get("size"))
+    dtype = _dtype(fields.get("properties"))
+    if min((*shape, 0)) < 0 or math.prod(filter(None, shape)) * dtype.itemsize >= MAX_INDEX:
+        raise TensorSizeError("a tensor has an impossible size", found=f"shape {shape} of {dtype}")
+    chunks: list[Chunk] = []
+    for chunk in _typed(fields.get("chunks"), list, "the list of chunks"):
+        box = _state(chunk, "metadata.ChunkStorageMetadata")
+        chunks.append(Chunk(dims(box.get("offsets")), dims(box.get("sizes"))))
+    _check_cover(shape, chunks)
+    return ChunkedTensor(dtype, shape, tuple(chunks))
+
+
+def _dtype(node: object) -> torch.dtype:
+    known = type(node) is Recipe and node.name in (f"{_DCP}metadata.TensorProperties", f"{_BEFORE_2_3}TensorProperties")
+    state = node.states[0] if known and isinstance(node, Recipe) and len(node.states) == 1 else None
+    found = state[0] if type(state) is tuple and len(state) == 5 else None
+    if not isinstance(found, torch.dtype):
+        raise _damaged("the dtype of a tensor is missing", type(found).__name__)
+    return found
+
+
+def _check_cover(shape: tuple[int, ...], chunks: Sequence[Chunk]) -> None:
+    """Raises `TensorRangeError` unless each element is in exactly one chunk.
+
+    A box is known by its corners, signed by how many of their coordinates are upper bounds: they are the mixed
+    derivative of the function that is 1 in the box and 0 outside. So the corners of the chunks add up to those of the
+    tensor exactly where the chunks add up to the tensor, whatever their arrangement.
+    """
+    for chunk in chunks:
+        inside = len(chunk.offsets) == len(chunk.shape) == len(shape) and all(
+            offset >= 0 and size >= 0 and offset + size <= whole
+            for offset, size, whole in zip(chunk.offsets, chunk.shape, shape, strict=True)
+        )
+        if not inside:
+            raise _not_covered("a chunk lies outside its tensor", shape, chunk)
+    dimensions = [at for at, size in enumerate(shape) if any(chunk.shape[at] != size for chunk in chunks)]
+    if len(dimensions) > _MAX_SHARDED_DIMS:
+        raise UnsupportedTensorError(f"a tensor that is split along {len(dimensions)} dimensions is not supported")
+    corners: Counter[tuple[int, ...]] = Counter()
+    for sign, box in [(1, chunk) for chunk in chunks] + [(-1, Chunk((0,) * len(shape), shape))]:
+        # The dimensions that are not split are of no interest, unless there is nothing along them.
+        if 0 in box.shape:
+            continue
+        for upper in product((0, 1), repeat=len(dimensions)):
+            corner = tuple(box.offsets[at] + box.shape[at] * up for at, up in zip(dimensions, upper, strict=True))
+            corners[corner] += -sign if sum(upper) % 2 else sign
+    if any(corners.values()):
+        saved = sum(math.prod(chunk.shape) for chunk in chunks)
+        raise _not_covered("the chunks of a tensor overlap, or leave holes", shape, f"{saved} of {math.prod(shape)}")
+    if len({chunk.offsets for chunk in chunks}) < len(chunks):
+        raise _not_covered("two chunks of a tensor are at one place", shape, len(chunks))
+
+
+def _not_covered(what: str, shape: tuple[int, ...], found: object) -> TensorRangeError:
+    return TensorRangeError(
+        what,
+        expected=f"chunks that make up a tensor of shape {shape}",
+        found=found if isinstance(found, Chunk) else f"{found} elements in chunks",
+        remedy="copy the checkpoint again; if it was saved so, save it without the rank that failed",
+    )
+
+
+def _indices(items: dict[str, ChunkedTensor | None]) -> Iterable[Index]:
+    for name, item in items.items():
+        if item is None:
+            yield name, None
+        else:
+            for chunk in item.chunks:
+                yield name, chunk.offsets
+
+
+def _places(table: dict[object, object]) -> dict[Index, Place]:
+    found: dict[Index, Place] = {}
+    for key, node in table.items():
+        index, info = _state(key, "metadata.MetadataIndex"), _state(node, "filesystem._StorageInfo")
+        name, offset = _typed(index.get("fqn"), str, "the name of a place"), index.get("offset")
+        at = name, None if offset is None else dims(offset)
+        if at in found:
+            raise _damaged("two places of one item", name)
+        place = Place(
+            _typed(info.get("relative_path"), str, "the file of an item"),
+            _typed(info.get("offset"), int, "the place of an item"),
+            _typed(info.get("length"), int, "the length of an item"),
+        )
+        if not 0 <= place.start < MAX_INDEX or not 0 <= place.nbytes < MAX_INDEX:
+            raise TensorRangeError("an item lies nowhere", where=name, found=place, remedy="copy the checkpoint again")
+        transforms = info.get("transform_descriptors")
+        if transforms:
+            raise UnsupportedTensorError(
+                "items that were compressed or otherwise transformed as they were written are not supported",
+                where=name,
+                found=str(transforms)[:200],
+                remedy="load it with the extensions that it was saved with, and save it without",
+            )
+        found[at] = place
+    return found
+
+
+def _written(index: Index, places: dict[Index, Place]) -> Place:
+    if index not in places:
+        raise _damaged(
+            "the place of an item is missing", index[0] + (f", chunk at {index[1]}" if index[1] is not None else "")
+        )
+    return places[index]
+
+
+def _check_apart(places: dict[Index, Place]) -> None:
+    """Raises `TensorRangeError` where bytes belong to two items: one of them would be the other."""
+    ordered = sorted(places.items(), key=lambda item: (item[1].file, item[1].start, item[1].nbytes))
+    for (one, before), (other, after) in pairwise(ordered):
+        if before.file == after.file and before.start + before.nbytes > after.start:
+            raise TensorRangeError(
+                "two items lie in the same bytes",
+                where=after.file,
+                found=f"{one[0]} and {other[0]}, at byte {after.start}",
+                remedy="copy the checkpoint again",
+            )
+
+
+def _paths(items: dict[str, ChunkedTensor | None], mapping: object) -> dict[str, Path]:
+    """From names to paths, as the planner kept them; without, the names themselves."""
+    if type(mapping) is not dict:
+        return {name: (name,) for name in items}
+    found: dict[str, Path] = {}
+    for name, path in mapping.items():
+        good = type(path) is tuple and 0 < len(path) <= _MAX_PATH_STEPS and type(path[0]) is str
+        if not good or not all(type(step) is str or (type(step) is int and 0 <= step < MAX_INDEX) for step in path):
+            raise _damaged("a path of the state dict that is none", str(name)[:200])
+        if name != ".".join(map(str, path)):
+            raise _damaged("a name is not that of its path", f"{str(name)[:200]!r} and {str(path)[:200]}")
+        # Other ranks may have had values that were not written.
+        if name in items:
+            found[name] = path
+    for name in items:
+        if name not in found:
+            raise _damaged("an item has no path in the state dict", name)
+    return found
