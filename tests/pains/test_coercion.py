@@ -1,0 +1,133 @@
+"""Values of another kind are bent into shape by stock torch, without a word."""
+
+import warnings
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import modelstate as ms
+from modelstate.plan.problems import Problem, WrongDtype, WrongShape
+from tests.pains.conftest import StockFails
+from tests.place.fingerprint import whole
+
+
+class Holder(nn.Module):
+    """One tensor, as a parameter or as a buffer."""
+
+    def __init__(self, tensor: torch.Tensor, *, parameter: bool = False) -> None:
+        super().__init__()
+        if parameter:
+            self.value = nn.Parameter(tensor.clone())
+        else:
+            self.register_buffer("value", tensor.clone())
+
+
+FLOATS, INTEGERS = torch.zeros(2), torch.zeros(2, dtype=torch.int64)
+
+BENT: dict[str, tuple[torch.Tensor, torch.Tensor, list[float], Problem]] = {
+    "an int8 payload into floats": (
+        FLOATS,
+        torch.tensor([-128, 127], dtype=torch.int8),
+        [-128.0, 127.0],
+        WrongDtype("value", "float32", "int8", "kind"),
+    ),
+    "complex into real": (
+        FLOATS,
+        torch.tensor([1 + 2j, 3 - 4j]),
+        [1.0, 3.0],
+        WrongDtype("value", "float32", "complex64", "kind"),
+    ),
+    "floats into integers": (
+        INTEGERS,
+        torch.tensor([1.75, -2.75]),
+        [1.0, -2.0],
+        WrongDtype("value", "int64", "float32", "kind"),
+    ),
+    "float64 into float32": (
+        FLOATS,
+        torch.tensor([1e300, 1.0], dtype=torch.float64),
+        [float("inf"), 1.0],
+        WrongDtype("value", "float32", "float64", "lossy"),
+    ),
+    "large integers into small ones": (
+        torch.zeros(2, dtype=torch.int8),
+        torch.tensor([300, 1]),
+        [44.0, 1.0],
+        WrongDtype("value", "int8", "int64", "lossy"),
+    ),
+    "one element into a scalar": (
+        torch.zeros(()),
+        torch.tensor([7.0]),
+        [7.0],
+        WrongShape("value", (), (1,)),
+    ),
+}
+
+
+@pytest.mark.parametrize("case", BENT)
+def test_what_does_not_fit_is_a_problem(case: str, stock_fails: StockFails) -> None:
+    there, value, bent, problem = BENT[case]
+    theirs, ours = Holder(there), Holder(there)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # complex numbers get one, once in a process
+        theirs.load_state_dict({"value": value})
+    stock_fails(f"{case}: silently", theirs.value.reshape(-1).tolist() == bent)
+
+    before = whole(ours)
+    with pytest.raises(ms.PlanError) as caught:
+        ms.load(ours, {"value": value})
+    assert caught.value.problems == (problem,)
+    assert whole(ours) == before
+
+
+@pytest.mark.parametrize("case", [name for name in BENT if name != "one element into a scalar"])
+def test_what_is_asked_for_is_done(case: str) -> None:
+    there, value, bent, _ = BENT[case]
+    ours = Holder(there)
+
+    def cast(name: str, tensor: torch.Tensor) -> torch.Tensor:
+        return (tensor.real if tensor.is_complex() else tensor).to(there.dtype)
+
+    ms.load(ours, {"value": value}, transform=cast)
+    assert ours.value.tolist() == bent
+    assert ours.value.dtype == there.dtype
+
+
+def test_a_lossy_cast_of_floats_that_is_asked_for() -> None:
+    ours = Holder(torch.zeros(2))
+    report = ms.load(ours, {"value": torch.tensor([0.1, 0.2], dtype=torch.float64)}, dtype=torch.float32)
+    assert torch.equal(ours.value, torch.tensor([0.1, 0.2]))
+    assert report.steps[0].cast == "float64 to float32"
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_a_cast_that_loses_nothing_is_done_and_reported(dtype: torch.dtype) -> None:
+    ours = Holder(torch.zeros(2))
+    value = torch.tensor([0.1, -3.0]).to(dtype)
+    report = ms.load(ours, {"value": value})
+    assert torch.equal(ours.value, value.float())
+    assert f"{str(dtype).removeprefix('torch.')} to float32" in str(report)
+
+
+def test_a_parameter_does_not_turn_a_buffer_into_one(stock_fails: StockFails) -> None:
+    state: dict[str, Any] = {"value": nn.Parameter(torch.ones(2))}
+    theirs, ours = Holder(FLOATS), Holder(FLOATS)
+    theirs.load_state_dict(state, assign=True)
+    stock_fails("a parameter takes a buffer's place, and trains", "value" in dict(theirs.named_parameters()))
+
+    ms.load(ours, state)
+    assert list(dict(ours.named_buffers())) == ["value"]
+    assert not list(ours.parameters())
+    assert ours.value.tolist() == [1.0, 1.0]
+
+
+def test_a_buffer_does_not_turn_a_parameter_into_one() -> None:
+    ours = Holder(FLOATS, parameter=True)
+    held = ours.value
+    ms.load(ours, Holder(torch.ones(2)).state_dict())
+    assert ours.value is held
+    assert type(held) is nn.Parameter
+    assert held.requires_grad
+    assert held.tolist() == [1.0, 1.0]
