@@ -118,16 +118,12 @@ def _nodes_at(node: object, path: str) -> Iterator[Any]:
     """What the path can mean: long keys come before short ones."""
     if not is_container(node):
         return
-    children = dict(items_of(node))
-    key, dot = path, "."
-    while dot:
-        if key in children:
-            below = path[len(key) + 1 :]
-            if key == path:
-                yield children[key]
-            else:
-                yield from _nodes_at(children[key], below)
-        key, dot, _ = key.rpartition(".")
+    fitting = [(key, child) for key, child in items_of(node) if path == key or path.startswith(f"{key}.")]
+    for key, child in sorted(fitting, key=lambda item: -len(item[0])):
+        if key == path:
+            yield child
+        else:
+            yield from _nodes_at(child, path[len(key) + 1 :])
 
 
 def rebuild(
