@@ -298,6 +298,37 @@ def test_other_classes_are_named_and_may_be_allowed(tmp_path: Path) -> None:
     assert ms.open(directory, skip_forbidden=True).extra["f"] == 1
 
 
+class OfAnotherLibrary(Metadata):
+    pass
+
+
+class PlaceOfAnotherLibrary(_StorageInfo):
+    pass
+
+
+def test_subclasses_of_other_libraries(tmp_path: Path) -> None:
+    def change(metadata: Metadata) -> None:
+        metadata.__class__ = OfAnotherLibrary
+        _first_place(metadata)[1].__class__ = PlaceOfAnotherLibrary
+
+    tensor = torch.randn(4)
+    directory = write(tmp_path / "x", {"a": halves(tensor)}, change=change)
+    true = (directory / ".metadata").read_bytes()
+    (directory / ".metadata").write_bytes(true.replace(__name__.encode(), b"x" * len(__name__)))
+    names = ["x" * len(__name__) + name for name in (".OfAnotherLibrary", ".PlaceOfAnotherLibrary")]
+    with pytest.raises(errors.ForbiddenGlobalError) as raised:
+        ms.open(directory)
+    assert raised.value.refused == tuple((name, "") for name in names)
+    assert torch.equal(ms.open(directory, allow=names).tensor("a"), tensor)
+
+
+def test_many_chunks(tmp_path: Path) -> None:
+    tensor = torch.arange(1600.0).reshape(40, 40)
+    chunks = {(row, column): tensor[row : row + 2, column : column + 2].clone()
+              for row in range(0, 40, 2) for column in range(0, 40, 2)}  # fmt: skip
+    assert_same(values(read_contents(write(tmp_path / "x", {"a": chunks}))), {"a": tensor})
+
+
 def _first_place(metadata: Metadata) -> tuple[MetadataIndex, _StorageInfo]:
     index: MetadataIndex = next(iter(metadata.storage_data))
     return index, metadata.storage_data[index]
@@ -366,6 +397,7 @@ FLAWS: dict[str, tuple[Change, type[errors.OpenError], str]] = {
     "another path": (_field("planner_data", {"a": ("b",)}), errors.PickleError, "not that of its path"),
     "no path": (_field("planner_data", {"a": "a"}), errors.PickleError, "a path"),
     "empty path": (_field("planner_data", {"": ()}), errors.PickleError, "a path"),
+    "number as a name": (_field("planner_data", {0: ("0",)}), errors.PickleError, "a path"),
     "path of lists": (_field("planner_data", {"0": (0,)}), errors.PickleError, "a path"),
 }
 

@@ -83,7 +83,8 @@ class Metadata:
 def read_metadata(path: str, *, allow: Sequence[object] = (), skip_forbidden: bool = False) -> Metadata:
     """What the file at `path` says.
 
-    What is allowed besides torch's classes may stand in the file, and is not made either.
+    What is allowed besides torch's classes may stand in the file, also in their place, as the subclasses of other
+    libraries do. It is not made either, and a name that is given as text is not imported.
 
     Raises `ForbiddenGlobalError`, `PickleError`, `TruncatedFileError`; `TensorRangeError` where chunks overlap or do
     not cover their tensor, or bytes belong to two of them; `TensorSizeError`; and `UnsupportedTensorError` for items
@@ -91,7 +92,8 @@ def read_metadata(path: str, *, allow: Sequence[object] = (), skip_forbidden: bo
     """
     with SourceFile(path) as file:
         data = file.read(0, file.nbytes, "the metadata")
-    names = TorchGlobals([*allow, *((stand_in, name) for name, stand_in in _STAND_INS.items())])
+    others = ((_StandIn, entry) if isinstance(entry, str) else entry for entry in allow)
+    names = TorchGlobals([*others, *((stand_in, name) for name, stand_in in _STAND_INS.items())])
     try:
         value, end = unpickle(data, 0, _no_storage, names)
         if names.refused and not skip_forbidden:
@@ -165,8 +167,8 @@ def _forbidden(names: TorchGlobals) -> ForbiddenGlobalError:
 
 
 def _state(node: object, kind: str) -> dict[str, Any]:
-    """The fields of an object of a class of torch.distributed.checkpoint."""
-    if type(node) is not Recipe or node.name != _DCP + kind:
+    """The fields of an object of a class of torch.distributed.checkpoint, or of one that was allowed in its place."""
+    if type(node) is not Recipe or (node.name != _DCP + kind and node.name in _STAND_INS):
         raise _damaged(f"a {kind.rpartition('.')[2]} is missing", getattr(node, "name", type(node).__name__))
     state = node.states[0] if node.states else {}
     if len(node.states) > 1 or type(state) is not dict:
@@ -330,7 +332,7 @@ def _paths(items: dict[str, ChunkedTensor | None], mapping: object) -> dict[str,
         return {name: (name,) for name in items}
     found: dict[str, Path] = {}
     for name, path in mapping.items():
-        good = type(path) is tuple and 0 < len(path) <= _MAX_PATH_STEPS and type(path[0]) is str
+        good = type(name) is str and type(path) is tuple and 0 < len(path) <= _MAX_PATH_STEPS and type(path[0]) is str
         if not good or not all(type(step) is str or (type(step) is int and 0 <= step < MAX_INDEX) for step in path):
             raise _damaged("a path of the state dict that is none", str(name)[:200])
         if name != ".".join(map(str, path)):

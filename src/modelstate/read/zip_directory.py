@@ -135,7 +135,7 @@ class ZipDirectory:
                 raise self._damaged("its 64-bit directory is not where it says")
         elif _MAX32 in (nbytes, start) or count == _MAX16:
             raise self._damaged("it has no 64-bit directory, and needs one")
-        if start + nbytes > end:
+        if start + nbytes != end:
             raise self._damaged("its directory is not where it says", f"{start} + {nbytes} bytes, end at {end}")
         if count * _ENTRY.size > nbytes:
             raise self._damaged("its directory is too short", f"{nbytes} bytes for {count} entries")
