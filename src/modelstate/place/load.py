@@ -10,12 +10,13 @@ import torch
 from torch import nn
 
 from modelstate.errors import ModelStateError, OptionError, PlacementError, ReadFailedError, StalePlanError
-from modelstate.place.optimizers import Follow, check_optimizers, follow
+from modelstate.place.optimizers import check_optimizers, following_state
 from modelstate.place.place import Place
 from modelstate.place.progress import progress_bar
 from modelstate.place.report import Loaded, Report
 from modelstate.place.stage import check_budget, read_in_place, stage
 from modelstate.plan.journal import Journal
+from modelstate.plan.placement import is_plain
 from modelstate.plan.plan import Options, Plan
 from modelstate.plan.prepare import Preparation
 from modelstate.plan.rules import Rule, check_rules
@@ -129,15 +130,15 @@ def load(
         with progress_bar(progress, preparation.nbytes) as advance:
             with no_collection() if options.transform is None else nullcontext():
                 stage(preparation, advance)
-            follows = _follows(preparation, optimizers)
             _place_what_may_fail(preparation)
+            new_state = following_state(optimizers, _finals(preparation)) if optimizers else []
             _read_in_place(preparation, advance)
     except BaseException:
         journal.rollback()
         raise
     with no_collection():
         journal.commit()
-        for state, name, value in follows:
+        for state, name, value in new_state:
             state[name] = value
         if isinstance(source, Plan):
             source.carried_out.append(time.strftime("%F %T"))
@@ -166,13 +167,10 @@ def _check_unchanged(plan: Plan, now: Plan) -> None:
         )
 
 
-def _follows(preparation: Preparation, optimizers: tuple[torch.optim.Optimizer, ...]) -> list[Follow]:
-    changed = [
-        (made.param, made.dtype, made.device)
-        for made in preparation.assignments
-        if not made.param.is_meta and (made.dtype, made.device) != (made.param.dtype, made.param.device)
-    ]
-    return follow(optimizers, changed) if optimizers else []
+def _finals(preparation: Preparation) -> dict[torch.Tensor, torch.Tensor]:
+    """What each parameter is going to be, before it is; what a tensor subclass has made is there already."""
+    made = preparation.assignments
+    return {one.param: one.final for one in made if one.final is not None and is_plain(one.final)}
 
 
 def _place_what_may_fail(preparation: Preparation) -> None:

@@ -1,13 +1,14 @@
-"""Optimizers whose parameters have changed their dtype or device."""
+"""Optimizers whose parameters get another dtype or device, or memory for the first time."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
+from torch import nn
 
-from modelstate.errors import OptionError
+from modelstate.errors import OptionError, PlacementError
 
-Follow = tuple[dict[str, Any], str, torch.Tensor]
+NewState = tuple[dict[str, Any], str, torch.Tensor]
 """The state of one parameter, a name in it, and the new value."""
 
 
@@ -20,23 +21,57 @@ def check_optimizers(optimizers: Iterable[Any]) -> tuple[torch.optim.Optimizer, 
     return checked
 
 
-def follow(
-    optimizers: Sequence[torch.optim.Optimizer], changes: Iterable[tuple[torch.Tensor, torch.dtype, torch.device]]
-) -> list[Follow]:
-    """What has to be cast or moved in the optimizers' state when parameters change to a dtype and device.
+def following_state(
+    optimizers: Sequence[torch.optim.Optimizer], finals: Mapping[torch.Tensor, torch.Tensor]
+) -> list[NewState]:
+    """What has to change in the optimizers' state when parameters become what `finals` says.
 
-    It is state of the parameter's own shape (Adam's moments); counters of steps stay where the optimizer wants them.
-    The new tensors are made here, so that nothing can fail when they are put in place.
+    State of the parameter's own shape (Adam's moments) gets its dtype and device; counters of steps stay where the
+    optimizer wants them. State that was made on meta is made again, by a new optimizer of the same class and options.
+    All new tensors are made here, so that nothing can fail when they are put in place. Raises `PlacementError`.
     """
-    found: list[Follow] = []
-    for param, dtype, device in changes:
-        for optimizer in optimizers:
+    found: list[NewState] = []
+    for optimizer in optimizers:
+        on_meta = [param for param in finals if _is_on_meta(optimizer.state.get(param, {}))]
+        found += _made_again(optimizer, on_meta, finals)
+        for param, final in finals.items():
             for key, old in optimizer.state.get(param, {}).items():
-                if (
-                    isinstance(old, torch.Tensor)
-                    and old.shape == param.shape
-                    and old.is_floating_point()
-                    and key != "step"
-                ):
-                    found.append((optimizer.state[param], key, old.to(device, dtype)))
+                follows = isinstance(old, torch.Tensor) and not old.is_meta and old.shape == param.shape
+                if follows and old.is_floating_point() and key != "step":
+                    new = old.to(final.device, final.dtype)
+                    if new is not old:
+                        found.append((optimizer.state[param], key, new))
     return found
+
+
+def _is_on_meta(state: Mapping[str, Any]) -> bool:
+    return any(isinstance(value, torch.Tensor) and value.is_meta for value in state.values())
+
+
+def _made_again(
+    optimizer: torch.optim.Optimizer, params: Sequence[torch.Tensor], finals: Mapping[torch.Tensor, torch.Tensor]
+) -> list[NewState]:
+    if not params:
+        return []
+    wanted = set(params)
+    twins = {param: nn.Parameter(finals[param].detach(), requires_grad=param.requires_grad) for param in params}
+    groups = [
+        {**group, "params": [twins[param] for param in group["params"] if param in wanted]}
+        for group in optimizer.param_groups
+    ]
+    build: Any = type(optimizer)
+    try:
+        twin: torch.optim.Optimizer = build([group for group in groups if group["params"]])
+    except Exception as error:
+        raise PlacementError(
+            "the optimizer's state was made on meta and cannot be made again; nothing has been changed",
+            where=type(optimizer).__name__,
+            found=error,
+            remedy="build the optimizer after the load",
+        ) from error
+    return [
+        (optimizer.state[param], key, twin.state[twins[param]][key])
+        for param in params
+        for key, old in optimizer.state[param].items()
+        if isinstance(old, torch.Tensor) and old.is_meta and key in twin.state[twins[param]]
+    ]

@@ -8,7 +8,7 @@ from modelstate.place.swap import give_memory, swap_back
 from modelstate.plan.journal import Journal, Write
 from modelstate.plan.placement import copy_cannot_fail, is_plain
 from modelstate.plan.prepare import Assignment, Preparation
-from modelstate.plan.torch_private import can_set_data, module_load, swap_tensors, use_count
+from modelstate.plan.torch_private import can_set_data, keep_hooks, module_load, swap_tensors, use_count
 
 
 class Place(Write):
@@ -45,6 +45,7 @@ class Place(Write):
         with torch.no_grad():
             if made.placement.by_handler:
                 _by_handler(param, final, journal)
+                made.dtype, made.device = param.dtype, param.device
             elif not is_plain(final):
                 _exchange(param, _as(param, final), journal)
             elif param.is_meta:
@@ -68,6 +69,8 @@ def _by_handler(param: torch.Tensor, value: torch.Tensor, journal: Journal | Non
     new = module_load(param, value, assign=param.is_meta)
     if new is value or new is param:
         raise RuntimeError("module_load returned one of self or other; it must return a new tensor")
+    if is_plain(new) and not is_plain(param):
+        raise RuntimeError(f"it would no longer be a {type(param).__name__}, for nothing says how a tensor becomes one")
     _exchange(param, _as(param, new), journal)
 
 
@@ -85,7 +88,9 @@ def _as(param: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
 def _exchange(param: torch.Tensor, new: torch.Tensor, journal: Journal | None) -> None:
     """Makes `param` what `new` is: class, attributes and memory; its gradient stays where that still fits."""
     grad = param.grad if param.is_leaf else None
+    restore_hooks = keep_hooks(param)
     swap_tensors(param, new)
+    restore_hooks()
     if journal is not None:
         journal.undo(lambda: swap_back(param, new))
     if grad is not None and (grad.shape, grad.dtype, grad.device) == (param.shape, param.dtype, param.device):

@@ -6,8 +6,9 @@ from typing import TypeVar
 
 import torch
 
-from modelstate.errors import MemoryBudgetError, ModelStateError, TransformError
+from modelstate.errors import MemoryBudgetError, ModelStateError, PlacementError, TransformError
 from modelstate.place.memory import fresh_tensors
+from modelstate.plan.placement import after_transform, is_plain
 from modelstate.plan.prepare import SCRATCH_BYTES, Assignment, Preparation
 from modelstate.plan.torch_private import storage_id
 from modelstate.read.checkpoint import is_plain_memory
@@ -57,21 +58,36 @@ def read_in_place(preparation: Preparation, progress: Progress) -> None:
 
 
 def stage_one(preparation: Preparation, made: Assignment) -> None:
-    """Gives one assignment its final value."""
+    """Gives one assignment its final value. Raises `PlacementError` where a tensor subclass cannot be copied."""
     started = time.perf_counter()
+    try:
+        _stage_one(preparation, made)
+    except ModelStateError:
+        raise
+    except Exception as error:
+        raise PlacementError(
+            "a value cannot be copied out of the checkpoint; nothing has been changed",
+            where=made.name,
+            found=f"{type(made.value).__name__}: {type(error).__name__}: {error}",
+            remedy="convert the value with transform=",
+        ) from error
+    made.seconds += time.perf_counter() - started
+
+
+def _stage_one(preparation: Preparation, made: Assignment) -> None:
     if preparation.options.transform is not None:
         made.final = _transformed(preparation, made)
     elif made.placement.mapped:
         made.final = made.value
     elif made.placement.by_handler:
-        made.final = _own_value(preparation, made)
+        value = _own_value(preparation, made)
+        made.final = value.to(made.dtype) if is_plain(value) else value
     elif made.placement.name == "copy" and isinstance(made.stored, torch.Tensor):
         # A live tensor is as good as a copy of it, unless the load itself is about to overwrite it.
         overlaps = storage_id(made.value) in preparation.own_storages
         made.final = made.value.clone() if overlaps else made.value
     else:
         _finish(made, _own_value(preparation, made))
-    made.seconds += time.perf_counter() - started
 
 
 def check_budget(preparation: Preparation, max_memory_bytes: int | None) -> None:
@@ -95,7 +111,9 @@ def _own_value(preparation: Preparation, made: Assignment) -> torch.Tensor:
         return fresh
     if isinstance(made.stored, StoredComposite):
         return made.stored.build([preparation.maps.tensor(part).clone() for part in made.stored.parts])
-    return made.value.detach().clone()
+    if is_plain(made.value):
+        return made.value.detach().clone()
+    return made.value.detach().to(copy=True)  # the one copy that even the smallest subclasses have
 
 
 def _finish(made: Assignment, value: torch.Tensor) -> None:
@@ -144,8 +162,9 @@ def _as_asked(preparation: Preparation, made: Assignment, result: torch.Tensor) 
         result = result.to(asked)
     result = result.to(made.device)
     made.dtype = result.dtype
+    made.placement = after_transform(made.placement, made.param, result, made.value)
     memory = storage_id(result)
-    if memory in preparation.transformed:  # returned for another slot too: they must not become tied
+    if memory and memory in preparation.transformed:  # returned for another slot too: they must not become tied
         return result.clone()
     preparation.transformed.add(memory)
     return result

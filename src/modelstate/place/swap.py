@@ -3,7 +3,7 @@
 import torch
 from torch import nn
 
-from modelstate.plan.torch_private import swap_impl
+from modelstate.plan.torch_private import keep_hooks, swap_impl
 
 
 def swap_back(a: torch.Tensor, b: torch.Tensor) -> None:
@@ -14,10 +14,11 @@ def swap_back(a: torch.Tensor, b: torch.Tensor) -> None:
 
 
 def give_memory(tensor: torch.Tensor, value: torch.Tensor) -> None:
-    """Makes a plain tensor show the memory of `value`, under its own identity, class and `requires_grad`.
+    """Makes a plain tensor show the memory of `value`, under its own identity, class, hooks and `requires_grad`.
 
     This works where assigning `.data` does not: from the meta device. A gradient, which has no values either, is lost.
     """
-    made = value.detach()
+    made, restore_hooks = value.detach(), keep_hooks(tensor)
     other = nn.Parameter(made, requires_grad=tensor.requires_grad) if isinstance(tensor, nn.Parameter) else made
     swap_impl(tensor, other)
+    restore_hooks()

@@ -12,6 +12,7 @@ from modelstate.plan.problems import (
     Complaint,
     IdlePattern,
     Missing,
+    NothingFits,
     Problem,
     Unexpected,
     Uninitialised,
@@ -61,9 +62,11 @@ class Accounts:
         problems += self.may_miss.idle() + self.may_exceed.idle()
         problems += [IdlePattern(rule, option="rules") for rule in self.of.renamed.idle]
         self._move_the_rest()
+        if self.of.slots.tensors and not self.of.assignments and not problems:
+            problems.append(NothingFits(type(self.of.model).__name__))
         self._note_lost_versions()
         if computed := self._computed():
-            self._note(computed, "not in the checkpoint: filled by the model's own loading code")
+            self._note(computed, "made by the model's own loading code")
         if allowed:
             self._note(allowed, "left as they are, as allowed by allow_missing")
 
@@ -134,13 +137,16 @@ class Accounts:
 
     def _note_lost_versions(self) -> None:
         """Says so where modules decide by a version how to load, and the checkpoint has lost it."""
-        if self.of.checkpoint.versions is not None:
-            return
-        deciding = {type(module).__name__ for module in self.of.model.modules() if loads_by_version(module)}
+        versions = self.of.versions or {}
+        deciding = {
+            type(module).__name__
+            for path, module in self.of.model.named_modules()
+            if path not in versions and loads_by_version(module)
+        }
         if deciding:
             self.of.notes.append(
-                f"the checkpoint has no version metadata (torch's _metadata): {', '.join(sorted(deciding))} "
-                "load it as one of the oldest version"
+                f"the checkpoint has no version metadata (torch's _metadata) for {', '.join(sorted(deciding))}: "
+                "they load it as one of the oldest version"
             )
 
     def _move_the_rest(self) -> None:

@@ -16,7 +16,7 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from modelstate.plan.memento import Memento, tensor_state
-from modelstate.plan.torch_private import storage_id, storage_of, without_subclasses
+from modelstate.plan.torch_private import payload_of, storage_id, storage_of, without_subclasses
 
 
 class Write:
@@ -103,10 +103,8 @@ class Journal:
         """Saves the bytes and the place of a tensor, once."""
         with without_subclasses():
             self._undo.append(tensor_state(tensor))
-            self._save_bytes(tensor)
-            for inner in getattr(tensor, "__dict__", {}).values():
-                if isinstance(inner, torch.Tensor):
-                    self._save_bytes(inner)
+            for part in payload_of(tensor):
+                self._save_bytes(part)
 
     def _save_bytes(self, tensor: torch.Tensor) -> None:
         key = storage_id(tensor)
@@ -143,8 +141,9 @@ class Journal:
         for key in keys:
             for write in self._waiting.pop(key, ()):
                 self._run(write)
-        if not self._storages.keys().isdisjoint(keys):
-            self._save_bytes(tensor)
+        for part in payload_of(tensor):
+            if storage_id(part) in self._storages:
+                self._save_bytes(part)
 
     def flush(self) -> None:
         """Carries out every write that waits, able to undo it."""

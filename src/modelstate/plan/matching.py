@@ -129,7 +129,7 @@ def _by_wrappers(missing: Mapping[str, Shape], unexpected: Mapping[str, Shape]) 
             if (bare := re.sub(pattern, r"\1", name)) != name and missing.get(bare, ...) == shape
         }
         if len(pairs) > len(best.pairs):
-            rule = f'ms.Rename(r"{pattern}", r"\1")'
+            rule = f'ms.Rename(r"{pattern}", r"\\1")'
             best = _Way(rule, f"the wrapper {wrapper.replace('|', ' or ')} within", pairs)
     return best
 

@@ -5,6 +5,8 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
+from modelstate.plan.torch_private import storage_id
+
 _COPYABLE = frozenset(
     [
         *(torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.complex64, torch.complex128),
@@ -48,7 +50,7 @@ def choose(
     `map` says that the slot may show the value's own memory, `transformed` that the value may still become anything.
     """
     if not (is_plain(param) and is_plain(value)):
-        shows = map and param.is_meta and is_plain(value)
+        shows = map and param.is_meta and is_plain(value) and dtype == value.dtype
         return Placement("swap", "a tensor subclass or layout decides by module_load", mapped=shows, by_handler=True)
     if param.is_meta:
         same = dtype == value.dtype and device.type == "cpu" and value.stride() == param.stride()
@@ -62,6 +64,20 @@ def choose(
     if in_place and not transformed:
         return Placement("copy", "into the memory that is there, at once", direct=True)
     return Placement("copy", "into the memory that is there, when all is read")
+
+
+def after_transform(planned: Placement, param: torch.Tensor, result: torch.Tensor, value: torch.Tensor) -> Placement:
+    """The placement of what a transform has made of `value`: what it returns is asked for."""
+    if not is_plain(result):
+        return Placement("swap", "takes the class of what the transform returned")
+    if not is_plain(param):
+        return Placement("swap", "a tensor subclass decides by module_load", by_handler=True)
+    if param.is_meta:
+        shows = planned.mapped and storage_id(result) == storage_id(value)
+        return planned if shows else Placement("swap", "had no memory: gets what the transform returned")
+    if result.dtype != param.dtype:
+        return Placement("data", f"changes its dtype to {str(result.dtype).removeprefix('torch.')}")
+    return planned
 
 
 def is_plain(tensor: torch.Tensor) -> bool:

@@ -26,9 +26,9 @@ from modelstate.plan.problems import Held, NameClash, NotATensor, Problem, TieCo
 from modelstate.plan.recorder import Outcome, walk
 from modelstate.plan.rules import apply_rules, renamed_by
 from modelstate.plan.slots import BUFFER, EXTRA, HIDDEN, PARAMETER, Slot, slots_of
-from modelstate.plan.torch_private import storage_id, use_count
+from modelstate.plan.torch_private import payload_of, storage_id, use_count
 from modelstate.read.checkpoint import Checkpoint
-from modelstate.spec import Stored, StoredTensor
+from modelstate.spec import Stored, StoredComposite, StoredTensor
 
 SCRATCH_BYTES = 64 << 20
 """What is read at once to be cast or moved, unless a single tensor is larger."""
@@ -60,8 +60,12 @@ class Assignment:
 
     @property
     def nbytes(self) -> int:
-        """Bytes to read."""
-        return self.value.numel() * self.value.itemsize
+        """Bytes to read: those of the parts, where the value is made of several tensors."""
+        if isinstance(self.stored, StoredComposite):
+            return self.stored.nbytes
+        return sum(part.numel() * part.itemsize for part in payload_of(self.value)) or (
+            self.value.numel() * self.value.itemsize
+        )
 
     @property
     def staged_bytes(self) -> int:
@@ -115,9 +119,20 @@ class Preparation:
         self._shown: set[object] = set()
         self._source_of: dict[int, str] = {}
         self._state = self._state_dict()
+        self.versions = self._renamed_versions()
         outcome = Outcome()
         self._walk(outcome)
         Accounts(self, outcome).settle()
+
+    def _renamed_versions(self) -> dict[str, dict[str, Any]] | None:
+        """The versions of the checkpoint's modules by the names that the rules make of them."""
+        versions = self.checkpoint.versions
+        if versions is None:
+            return None
+        return {
+            renamed_by(self.options.rules, f"{path}.x" if path else "x")[:-1].rstrip("."): v
+            for path, v in versions.items()
+        }
 
     def _state_dict(self) -> "OrderedDict[str, Any]":
         """The part of the checkpoint as the protocol wants it: by the names of the model, tensors mapped."""
@@ -139,7 +154,7 @@ class Preparation:
             walk(
                 self.model,
                 self._state,
-                self.checkpoint.versions,
+                self.versions,
                 assign=False,
                 journal=self.journal,
                 take=self,
@@ -167,7 +182,7 @@ class Preparation:
     ) -> None:
         if not isinstance(value, torch.Tensor):
             self.problems.append(NotATensor(key, type(value).__name__))
-        elif param.size() != value.size():
+        elif param.size() != value.size() and self.options.transform is None:
             self.problems.append(WrongShape(key, tuple(param.size()), tuple(value.size())))
         else:
             self.assign(key, PARAMETER if name in module._parameters else BUFFER, param, value)
@@ -187,10 +202,10 @@ class Preparation:
         made = self._assignment(name, kind, param, value, source, stored)
         self._by_param[id(param)] = made
         self.assignments.append(made)
-        if not made.placement.by_handler:
+        if is_plain(value):
             self._check_dtype(made)
-            if made.placement.name == "swap" and use_count(param) != 1:
-                self.problems.append(Held(name))
+        if made.placement.name == "swap" and not made.placement.by_handler and use_count(param) != 1:
+            self.problems.append(Held(name))
         self.journal.add(self._make_write(self, made))
 
     def _assignment(
@@ -291,7 +306,7 @@ class Preparation:
             source=made.source,
             placement=made.placement.name,
             why=made.placement.why,
-            shape=tuple(made.value.shape),
+            shape=tuple(made.param.shape),
             dtype=short(made.dtype),
             cast=cast_text(made.value.dtype, made.dtype),
             device=str(made.device),

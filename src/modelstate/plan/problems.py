@@ -126,7 +126,10 @@ class TieConflict(Problem):
     others: tuple[str, ...] = ()
 
     title: ClassVar = "tied tensors with several different values"
-    remedy: ClassVar = "untie them in the model, or take one value: allow_unexpected=[the other name] with a rule"
+    remedy: ClassVar = (
+        "untie them in the model, or move one value out of the way: "
+        "rules=[ms.Rename(r'^its\\.name$', 'unused')], allow_unexpected=['unused']"
+    )
 
     def line(self) -> str:
         return f"{self.name} is the same tensor as {', '.join(self.others)}, but the checkpoint's values differ"
@@ -167,6 +170,14 @@ class IdlePattern(Problem):
 
     def line(self) -> str:
         return f"{self.option}: {self.name}"
+
+
+@dataclass(frozen=True, slots=True)
+class NothingFits(Problem):
+    """Everything is allowed to be missing or unexpected, and not one tensor would be loaded."""
+
+    title: ClassVar = "models that would get nothing at all"
+    remedy: ClassVar = "narrow allow_missing and allow_unexpected to the names that they are meant for"
 
 
 @dataclass(frozen=True, slots=True)

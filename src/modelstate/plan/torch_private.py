@@ -3,6 +3,7 @@
 Each is used by torch's own `nn.Module` or `torch.utils.swap_tensors` for the same purpose.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -35,9 +36,34 @@ def storage_of(tensor: torch.Tensor) -> torch.UntypedStorage:
 def storage_id(tensor: torch.Tensor) -> int:
     """The address of the storage object of a tensor; 0 where it has none of its own (sparse, wrapper subclasses)."""
     try:
-        return int(storage_of(tensor)._cdata)
+        storage = storage_of(tensor)
+        storage.data_ptr()  # raises for the storage of a wrapper, which is there in name only
+        return int(storage._cdata)
     except (NotImplementedError, RuntimeError):
         return 0
+
+
+def payload_of(tensor: torch.Tensor) -> list[torch.Tensor]:
+    """The tensors of which a wrapper subclass is made, at any depth; the tensor itself where it is none."""
+    if storage_id(tensor):
+        return [tensor]
+    inner = [value for value in getattr(tensor, "__dict__", {}).values() if isinstance(value, torch.Tensor)]
+    return [part for value in inner if value is not tensor for part in payload_of(value)]
+
+
+def keep_hooks(tensor: torch.Tensor) -> Callable[[], None]:
+    """Takes down the gradient hooks of a tensor; the function returned gives them to what the tensor is then."""
+    held: Any = tensor
+    backward, accumulated = held._backward_hooks, held._post_accumulate_grad_hooks
+
+    def restore() -> None:
+        if held.requires_grad:
+            if backward is not None:
+                held._backward_hooks = backward
+            if accumulated is not None:
+                held._post_accumulate_grad_hooks = accumulated
+
+    return restore
 
 
 def module_load(tensor: torch.Tensor, value: torch.Tensor, assign: bool) -> torch.Tensor:
