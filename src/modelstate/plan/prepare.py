@@ -129,10 +129,9 @@ class Preparation:
         versions = self.checkpoint.versions
         if versions is None:
             return None
-        return {
-            renamed_by(self.options.rules, f"{path}.x" if path else "x")[:-1].rstrip("."): v
-            for path, v in versions.items()
-        }
+        # A module is renamed as its tensors are.
+        names = {path: renamed_by(self.options.rules, f"{path}.x" if path else "x") for path in versions}
+        return {name.rpartition(".")[0]: versions[path] for path, name in names.items()}
 
     def _state_dict(self) -> "OrderedDict[str, Any]":
         """The part of the checkpoint as the protocol wants it: by the names of the model, tensors mapped."""

@@ -84,7 +84,7 @@ def find_in(directory: str) -> str:
             where=directory,
             expected="a file *.index.json",
             found=", ".join(found.name for found in candidates[:4]),
-            remedy="download or copy the index too, or open one shard by itself",
+            remedy="download or copy the index too; shards of torch.distributed.checkpoint need consolidating first",
         )
     candidates = [found for found in candidates if found.stem == MODEL] or candidates
     chosen = [found for found in candidates if found.is_safetensors] or candidates
