@@ -1,0 +1,198 @@
+"""Problems: each says its name on one line, and many of them fit on a screen."""
+
+import dataclasses
+import json
+import pickle
+from typing import Any
+
+import pytest
+import torch
+
+import modelstate as ms
+from modelstate.errors import PlanError
+from modelstate.plan import problems as module
+from modelstate.plan.explain import explain, grouped, plan_error
+from modelstate.plan.plan import problem_as_dict
+from modelstate.plan.problems import (
+    BufferConflict,
+    Complaint,
+    Held,
+    IdlePattern,
+    Missing,
+    NameClash,
+    NotATensor,
+    NothingFits,
+    OtherNames,
+    Problem,
+    TieConflict,
+    Unexpected,
+    Uninitialised,
+    WrongDtype,
+    WrongShape,
+)
+
+CLASSES = {
+    name: found
+    for name, found in vars(module).items()
+    if isinstance(found, type) and issubclass(found, Problem) and found is not Problem
+}
+
+SAMPLES: dict[Problem, str] = {
+    Missing("a.w", (2, 3)): "a.w [2, 3]",
+    Missing("a.w", ()): "a.w []",
+    Missing("a._extra_state"): "a._extra_state",
+    Missing("a.w", (2,), "a.v"): "a.w [2] (the checkpoint has 'a.v')",
+    Unexpected("b.w", (4,)): "b.w [4]",
+    Unexpected("b.w", (4,), near="b.v"): "b.w [4] (did you mean 'b.v'?)",
+    Unexpected("b.w", (4,), why="registered as None"): "b.w [4] (registered as None)",
+    Unexpected("step"): "step",
+    OtherNames("a.w", 12, "the prefix 'module.' of the checkpoint", "ms.Prefix(strip='module.')"): (
+        "12 names differ only by the prefix 'module.' of the checkpoint (as 'a.w'): rules=[ms.Prefix(strip='module.')]"
+    ),
+    WrongShape("a.w", (2, 3), (3, 2)): "a.w: the model has [2, 3], the checkpoint [3, 2]",
+    WrongDtype("a.w", "float16", "float32", "lossy"): (
+        "a.w: the model has float16, the checkpoint float32: casting loses values"
+    ),
+    WrongDtype("a.w", "int64", "float32", "kind"): (
+        "a.w: the model has int64, the checkpoint float32: casting changes their kind"
+    ),
+    NotATensor("a.w", "list"): "a.w: found list",
+    TieConflict("a.w", ("b.w", "c.w")): "a.w is the same tensor as b.w, c.w, but the checkpoint's values differ",
+    BufferConflict("a.ids"): "a.ids",
+    Uninitialised("a.w", "buffer"): "a.w (buffer)",
+    IdlePattern("head.*", "allow_missing"): "allow_missing: head.*",
+    NameClash("a.w", ("x.w", "y.w")): "a.w: from x.w, y.w",
+    Held("a.w"): "a.w",
+    NothingFits("Net"): "Net",
+    Complaint("", "size mismatch for a.w"): "size mismatch for a.w",
+}
+
+every_sample = pytest.mark.parametrize("problem", SAMPLES, ids=repr)
+
+
+def test_there_is_a_sample_of_every_class() -> None:
+    assert {type(problem) for problem in SAMPLES} == set(CLASSES.values())
+
+
+@every_sample
+def test_the_line(problem: Problem) -> None:
+    assert problem.line() == SAMPLES[problem]
+    assert problem.name in problem.line()
+
+
+@pytest.mark.parametrize("kind", CLASSES.values(), ids=CLASSES)
+def test_every_class_has_a_title_and_a_remedy_of_its_own(kind: type[Problem]) -> None:
+    for other in CLASSES.values():
+        assert other is kind or other.title != kind.title
+    assert kind.remedy
+    assert "\n" not in kind.title + kind.remedy
+    assert not (kind.__doc__ or "").startswith(kind.__name__)  # what a dataclass without a docstring gets
+
+
+@every_sample
+def test_problems_are_values(problem: Problem) -> None:
+    assert pickle.loads(pickle.dumps(problem)) == problem
+    assert hash(dataclasses.replace(problem)) == hash(problem)
+    assert dataclasses.replace(problem, name="other") != problem
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        problem.name = "other"  # type: ignore[misc]
+
+
+@every_sample
+def test_problems_as_json(problem: Problem) -> None:
+    found = json.loads(json.dumps(problem_as_dict(problem)))
+    assert found.pop("problem") == type(problem).__name__
+    assert found.pop("remedy") == type(problem).remedy
+    assert found == json.loads(json.dumps(dataclasses.asdict(problem)))
+
+
+# Many of them.
+
+
+def test_groups_keep_their_order() -> None:
+    a, b, c = Missing("a"), Unexpected("b"), Missing("c")
+    assert grouped([a, b, c]) == [(Missing, [a, c]), (Unexpected, [b])]
+    assert grouped([]) == []
+
+
+def test_problems_are_explained_by_their_cause() -> None:
+    assert explain([Missing("a", (2,)), Unexpected("b"), Missing("c", (3,))]) == (
+        "  names of the model that the checkpoint lacks (2):\n"
+        "    a [2]\n"
+        "    c [3]\n"
+        "    to do: if the model is right without them: allow_missing=[pattern, ...]\n"
+        "  names of the checkpoint that the model lacks (1):\n"
+        "    b\n"
+        "    to do: if they are not needed: allow_unexpected=[pattern, ...]"
+    )
+    assert explain([]) == ""
+
+
+@pytest.mark.parametrize(("count", "more"), [(8, ""), (9, "    ... and 1 more"), (312, "    ... and 304 more")])
+def test_many_problems_are_cut_short(count: int, more: str) -> None:
+    lines = explain([Missing(f"layer{i}") for i in range(count)]).split("\n")
+    assert lines[0].endswith(f"({count}):")
+    assert lines[1:9] == [f"    layer{i}" for i in range(8)]
+    assert lines[9:-1] == ([more] if more else [])
+    assert lines[-1].startswith("    to do: ")
+
+
+def test_all_causes_at_once_fit_on_a_screen() -> None:
+    everything = [dataclasses.replace(problem, name=f"{problem.name}{i}") for problem in SAMPLES for i in range(100)]
+    text = explain(everything)
+    assert len(text.split("\n")) <= len(CLASSES) * 11
+    assert all(kind.title in text and kind.remedy in text for kind in CLASSES.values())
+
+
+# The error.
+
+
+def test_the_error_has_the_problems_and_their_text() -> None:
+    problems = list(SAMPLES)
+    error = plan_error("Net", "x.pt [model]", problems)
+    assert isinstance(error, PlanError)
+    assert isinstance(error, RuntimeError)
+    assert error.problems == tuple(problems)
+    first, rest = str(error).split("\n", 1)
+    assert first == f"cannot load x.pt [model] into Net; nothing has been changed. {len(problems)} problems:"
+    assert rest == explain(problems)
+    assert "1 problem:" in str(plan_error("Net", "x.pt", [Held("a")]))
+
+
+def test_the_error_survives_a_pickle() -> None:
+    error = plan_error("Net", "x.pt", list(SAMPLES))
+    made = pickle.loads(pickle.dumps(error))
+    assert (str(made), made.problems) == (str(error), error.problems)
+
+
+def broken() -> tuple[torch.nn.Module, dict[str, Any]]:
+    model = torch.nn.ModuleDict({name: torch.nn.Linear(2, 2) for name in ("a", "b", "c")})
+    state: dict[str, Any] = dict(model.state_dict())
+    del state["a.weight"]
+    state |= {
+        "b.weight": torch.ones(3),
+        "c.weight": "text",
+        "c.bias": torch.ones(2, dtype=torch.float64),
+        "d": torch.ones(1),
+    }
+    return model, state
+
+
+def test_a_plan_and_a_load_report_the_same_problems_at_once() -> None:
+    model, state = broken()
+    expected: set[Problem] = {
+        Missing("a.weight", (2, 2)),
+        WrongShape("b.weight", (2, 2), (3,)),
+        NotATensor("c.weight", "str"),
+        WrongDtype("c.bias", "float32", "float64", "lossy"),
+        Unexpected("d", (1,)),
+        IdlePattern("z*", "allow_missing"),
+    }
+    plan = ms.plan(model, state, allow_missing=["z*"])
+    assert not plan.ok
+    assert set(plan.problems) == expected
+    assert len(plan.problems) == len(expected)
+    assert explain(plan.problems) in str(plan)
+    with pytest.raises(PlanError, match="cannot load mapping into ModuleDict") as caught:
+        ms.load(model, state, allow_missing=["z*"])
+    assert caught.value.problems == plan.problems

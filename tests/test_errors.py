@@ -1,0 +1,133 @@
+"""Every error: it stands in the tree that the module draws, carries its fields, and survives a pickle."""
+
+import builtins
+import copy
+import pickle
+import re
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
+from typing import Any
+
+import pytest
+
+from modelstate import errors
+from modelstate.errors import AmbiguousKeyError, ForbiddenGlobalError, ModelStateError, PlanError
+from modelstate.plan.problems import Missing, WrongShape
+
+CLASSES = {
+    name: found
+    for name, found in vars(errors).items()
+    if isinstance(found, type) and issubclass(found, BaseException) and found.__module__ == errors.__name__
+}
+FIELDS = {"where": "x.pt, byte 7", "expected": "8 bytes", "found": "7 bytes", "remedy": "copy it again"}
+OWN: dict[type, dict[str, Any]] = {
+    ForbiddenGlobalError: {"refused": [("os.system", "a.b")]},
+    AmbiguousKeyError: {"candidates": [("model", 3), ("ema", 2)]},
+    PlanError: {"problems": [Missing("a", (2, 3), "b"), WrongShape("c", (1,), (2,))]},
+}
+LINE = re.compile(r"^(?P<stem>[│ ├└─]*)(?P<name>\w+Error)(?: +\((?P<builtin>\w+)\))?(?: |$)", re.MULTILINE)
+
+
+def drawn() -> dict[str, tuple[str, str]]:
+    """The tree of the docstring: from each class to its parent, and to the builtin that it names."""
+    found: dict[str, tuple[str, str]] = {}
+    above: list[str] = []
+    for match in LINE.finditer(errors.__doc__ or ""):
+        depth = len(match["stem"]) // 4
+        del above[depth:]
+        assert match["name"] not in found
+        found[match["name"]] = (above[-1] if above else "Exception", match["builtin"] or "")
+        above.append(match["name"])
+    return found
+
+
+TREE = drawn()
+
+
+def make(kind: type[ModelStateError]) -> ModelStateError:
+    return kind("something is wrong", **FIELDS, **OWN.get(kind, {}))
+
+
+every_class = pytest.mark.parametrize("kind", CLASSES.values(), ids=CLASSES)
+
+
+def test_every_class_stands_in_the_tree() -> None:
+    assert set(TREE) == set(CLASSES)
+    assert len(TREE) > 40
+
+
+@every_class
+def test_a_class_derives_from_what_the_tree_says(kind: type[ModelStateError]) -> None:
+    parent, builtin = TREE[kind.__name__]
+    assert kind.__bases__[0].__name__ == parent
+    assert issubclass(kind, ModelStateError)
+    named = {base.__name__ for base in kind.__bases__ if base.__module__ == "builtins"} - {"Exception"}
+    assert named == ({builtin} if builtin else set())
+    assert not builtin or issubclass(kind, getattr(builtins, builtin))
+
+
+@every_class
+def test_every_class_says_what_it_is_for(kind: type[ModelStateError]) -> None:
+    assert (kind.__doc__ or "").strip()
+    assert kind.__doc__ is not kind.__bases__[0].__doc__
+
+
+@every_class
+def test_the_text_has_all_fields(kind: type[ModelStateError]) -> None:
+    assert str(make(kind)) == (
+        "x.pt, byte 7: something is wrong\n  expected: 8 bytes\n  found: 7 bytes\n  to do: copy it again"
+    )
+    assert str(kind("something is wrong")) == "something is wrong"
+    assert str(kind("something is wrong", found=0)) == "something is wrong\n  found: 0"
+
+
+@every_class
+def test_fields_are_text(kind: type[ModelStateError]) -> None:
+    error = kind("wrong", where=OSError("cause"), expected=3, found=["a"])
+    assert (error.what, error.where, error.expected, error.found, error.remedy) == ("wrong", "cause", "3", "['a']", "")
+
+
+def assert_alike(made: ModelStateError, error: ModelStateError) -> None:
+    assert type(made) is type(error)
+    assert str(made) == str(error)
+    assert vars(made) == vars(error)
+    assert made.args == error.args
+
+
+@every_class
+@pytest.mark.parametrize("protocol", range(2, pickle.HIGHEST_PROTOCOL + 1))
+def test_pickles_and_copies_keep_everything(kind: type[ModelStateError], protocol: int) -> None:
+    error = make(kind)
+    error.add_note("in a worker")
+    assert_alike(pickle.loads(pickle.dumps(error, protocol)), error)
+    assert_alike(copy.copy(error), error)
+    assert_alike(copy.deepcopy(error), error)
+
+
+def raise_it(kind: type[ModelStateError]) -> None:
+    try:
+        raise KeyError("cause")
+    except KeyError as error:
+        raise make(kind) from error
+
+
+def test_errors_come_out_of_worker_processes() -> None:
+    with ProcessPoolExecutor(1, mp_context=get_context("fork")) as pool:
+        for kind in (errors.ReadFailedError, errors.TensorNotFoundError, errors.MemoryBudgetError, *OWN):
+            with pytest.raises(kind) as caught:
+                pool.submit(raise_it, kind).result()
+            assert {k: v for k, v in vars(caught.value).items() if k != "__notes__"} == vars(make(kind))
+
+
+@pytest.mark.parametrize("kind", OWN)
+def test_fields_of_their_own_are_tuples(kind: type[ModelStateError]) -> None:
+    ((name, value),) = OWN[kind].items()
+    assert getattr(make(kind), name) == tuple(value)
+    assert getattr(kind("wrong"), name) == ()
+
+
+def test_the_fields_are_named() -> None:
+    with pytest.raises(TypeError):
+        ModelStateError("wrong", "somewhere")  # type: ignore[misc]
+    with pytest.raises(TypeError):
+        errors.ReadFailedError("wrong", nonsense=1)  # type: ignore[call-arg]
