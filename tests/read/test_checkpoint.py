@@ -17,10 +17,12 @@ from safetensors.torch import save_file
 from modelstate.errors import (
     ChecksumError,
     KeyNotFoundError,
+    OptionError,
     ReadFailedError,
     ReadTargetError,
     TensorNotFoundError,
 )
+from modelstate.read import verify as verify_module
 from modelstate.read.checkpoint import Checkpoint, is_plain_memory
 from modelstate.read.open import open as open_checkpoint
 from modelstate.spec import TensorSpec
@@ -153,6 +155,13 @@ def test_a_key_that_selects_nothing(path: str, key: str) -> None:
         open_checkpoint(path, key=key)
     assert isinstance(caught.value, KeyError)
     assert repr(key) in caught.value.what
+
+
+@pytest.mark.parametrize("key", [3, ("a",), b"a"])
+def test_a_key_that_is_no_text(checkpoint: Checkpoint, key: Any) -> None:
+    for select in (checkpoint.select, lambda key: open_checkpoint({"a": {"b": WEIGHT}}, key=key)):
+        with pytest.raises(OptionError, match="dotted path"):
+            select(key)
 
 
 def test_a_key_for_a_flat_state_dict_is_not_answered_with_names_of_tensors() -> None:
@@ -573,6 +582,14 @@ def test_sparse_parts_are_verified(tmp_path: Path) -> None:
     with pytest.raises(ChecksumError) as caught:
         open_checkpoint(path).verify()
     assert caught.value.found == "s"
+
+
+def test_checksums_of_several_chunks(path: str, checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch) -> None:
+    verified = checkpoint.verify()
+    monkeypatch.setattr(verify_module, "_CHUNK_BYTES", 7)
+    assert checkpoint.verify() == verified
+    with pytest.raises(ChecksumError, match=r"found: optimizer\.state\.0\.exp_avg"):
+        damage(path, checkpoint, "optimizer.state.0.exp_avg").verify()
 
 
 @pytest.mark.parametrize("kind", ["safetensors", "mapping"])

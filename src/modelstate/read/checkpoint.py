@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from modelstate.errors import KeyNotFoundError, ReadTargetError, TensorNotFoundError
+from modelstate.errors import KeyNotFoundError, OptionError, ReadTargetError, TensorNotFoundError
 from modelstate.read.mapped import Maps
 from modelstate.read.ranges import Request, coalesce, read_batches
 from modelstate.read.stamp import Stamp, stamps_of
@@ -367,6 +367,8 @@ def _values_below(flat: FlatTree, key: str, where: str) -> dict[str, Any]:
 
 
 def _below(flat: FlatTree, key: str, where: str) -> FlatTree:
+    if not isinstance(key, str):
+        raise OptionError("key= is a dotted path", where=where, expected="a str", found=repr(key))
     prefix, cut = key + ".", len(key) + 1
     part = FlatTree(
         {name[cut:]: stored for name, stored in flat.tensors.items() if name.startswith(prefix)},
