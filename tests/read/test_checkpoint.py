@@ -440,6 +440,15 @@ def test_parameters_and_conjugates_can_be_read_into(rich: Checkpoint) -> None:
     assert torch.equal(out, rich.tensor("complex.z"))
 
 
+@pytest.mark.parametrize("name", ["views.0", "views.1"], ids=["contiguous", "strided"])
+def test_autograd_sees_that_memory_was_read_into(rich: Checkpoint, name: str) -> None:
+    out = torch.zeros(rich[name].shape)
+    product = (out * torch.ones_like(out, requires_grad=True)).sum()
+    rich.read_into(name, out)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        product.backward()
+
+
 def test_reading_from_a_mapping() -> None:
     live = WEIGHT.clone()
     out = torch.empty(2, 3)

@@ -220,6 +220,8 @@ class Checkpoint(Mapping[str, TensorSpec]):
         if isinstance(stored, StoredTensor) and stored.is_contiguous and is_plain_memory(out):
             skip = 0 if not start else start * (stored.nbytes // stored.shape[0])
             source = ByteRange(stored.extent.path, stored.extent.start + skip, out.nbytes)
+            # Autograd has to see that what it may have saved is no longer there.
+            torch.autograd.graph.increment_version(out)
             self.read_all([Request(source, out.data_ptr())])
             return
         whole = self.maps().tensor(stored)
