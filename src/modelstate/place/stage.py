@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TypeVar
 
 import torch
+from torch.autograd.graph import increment_version
 
 from modelstate.errors import MemoryBudgetError, ModelStateError, PlacementError, TransformError
 from modelstate.place.memory import fresh_tensors
@@ -50,6 +51,7 @@ def read_in_place(preparation: Preparation, progress: Progress) -> None:
     )
     _read(preparation, [(made, made.param) for made in straight], progress)
     for made in straight:
+        increment_version(made.param)  # autograd has not seen the write
         made.final = made.param
     _read_through_scratch(preparation, cast, progress, _finish_in_place)
     for made in rest:

@@ -6,7 +6,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from modelstate.plan.matching import nearest, regular_differences
+from modelstate.plan.differences import regular_differences
+from modelstate.plan.matching import nearest
 from modelstate.plan.problems import (
     BufferConflict,
     Complaint,
@@ -74,6 +75,10 @@ class Accounts:
         slot = self.of.slots.by_name.get(name)
         return slot is not None and self.of.is_filled(slot.tensor)
 
+    def _fitting(self) -> list[str]:
+        """Names that are the same on both sides."""
+        return [name for name in self.of.renamed.names if name in self.of.slots.by_name]
+
     def _computed(self) -> list[str]:
         """Names that code of the model filled, which the checkpoint does not have."""
         return [made.name for made in self.of.assignments if not made.source and made.kind != HIDDEN]
@@ -112,7 +117,7 @@ class Accounts:
     def _differences(self, missing: list[str], unexpected: list[str]) -> Iterable[Problem]:
         lacking = {name: self._slot_shape(name) for name in (*missing, *self._computed())}
         over = {name: self._value_shape(name) for name in unexpected}
-        regular, explained = regular_differences(lacking, over)
+        regular, explained = regular_differences(lacking, over, self._fitting())
         yield from regular
         for name, source in explained.items():
             expected, found = lacking[name], over[source]

@@ -4,6 +4,9 @@ from functools import cache
 
 import torch
 
+_WITHOUT_LIMITS = tuple(filter(None, [getattr(torch, "float4_e2m1fn_x2", None)]))
+"""Dtypes of which torch does not say what they can represent."""
+
 
 @cache
 def cast_between(source: torch.dtype, target: torch.dtype) -> str:
@@ -19,7 +22,7 @@ def cast_between(source: torch.dtype, target: torch.dtype) -> str:
     if _kind(source) == "integer":
         a, b = torch.iinfo(source), torch.iinfo(target)
         return "lossless" if b.min <= a.min and a.max <= b.max else "lossy"
-    if target.itemsize == 1:
+    if target.itemsize == 1 or source in _WITHOUT_LIMITS:
         return "lossy"  # none of the 8-bit floats has all the values of another
     f, g = torch.finfo(source), torch.finfo(target)
     wider = g.eps <= f.eps and g.max >= f.max and g.smallest_normal * g.eps <= f.smallest_normal * f.eps
@@ -33,6 +36,8 @@ def _kind(dtype: torch.dtype) -> str:
         return "complex"
     if dtype is torch.bool:
         return "bool"
+    if "torch.q" in str(dtype):  # qint8 and its kin, which torch.iinfo takes for integers
+        return "other"
     try:
         torch.iinfo(dtype)
     except (TypeError, RuntimeError):

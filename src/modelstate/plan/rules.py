@@ -27,6 +27,8 @@ class Prefix:
     add: str = ""
 
     def __post_init__(self) -> None:
+        if not (isinstance(self.strip, str) and isinstance(self.add, str)):
+            raise RuleError("a Prefix takes text", found=f"strip={self.strip!r}, add={self.add!r}")
         if not self.strip and not self.add:
             raise RuleError("a Prefix that changes nothing", expected="strip=, add= or both")
 
@@ -45,8 +47,12 @@ class Rename:
 
     def __post_init__(self) -> None:
         try:
-            re.compile(self.pattern).sub(self.replacement, "")
-        except (re.error, IndexError) as error:
+            compiled = re.compile(self.pattern)
+            # An expression with the same groups that surely matches shows whether the replacement fits them.
+            names = {number: f"?P<{name}>" for name, number in compiled.groupindex.items()}
+            groups = "".join(f"({names.get(number, '')})" for number in range(1, compiled.groups + 1))
+            re.sub(groups, self.replacement, "")
+        except (re.error, IndexError, TypeError) as error:
             raise RuleError("not a regular expression, or not its replacement", where=self, found=error) from error
 
     def rename(self, name: str) -> str | None:

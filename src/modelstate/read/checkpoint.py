@@ -117,7 +117,7 @@ class Checkpoint(Mapping[str, TensorSpec]):
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all tensors, bytes that several share counted once."""
+        """Bytes of all tensors; those of tied tensors, which are the same in all, counted once."""
         seen: set[object] = set()
         total = 0
         for name, spec in self._specs.items():
