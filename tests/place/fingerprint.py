@@ -2,6 +2,7 @@
 
 import linecache
 import os
+import signal
 import sys
 from collections.abc import Callable
 from typing import Any
@@ -99,7 +100,7 @@ def interrupted_at(line: int, function: Callable[[], Any]) -> int:
             text = linecache.getline(frame.f_code.co_filename, frame.f_lineno).lstrip()
             count += not text.startswith(("with ", "@contextmanager"))
             if count == line and not text.startswith("with "):
-                raise KeyboardInterrupt
+                signal.raise_signal(signal.SIGINT)
         return trace
 
     sys.settrace(trace)

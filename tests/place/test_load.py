@@ -467,7 +467,9 @@ def test_plan_and_report_as_json_and_text(source: Any) -> None:
     assert [step["name"] for step in decoded["steps"]] == [step.name for step in plan.steps]
     assert decoded["bytes"] == plan.bytes > 0
     report = ms.load(module, source)
-    assert [one["name"] for one in json.loads(report.to_json())["loaded"]] == [step.name for step in plan.steps]
+    told = json.loads(report.to_json())
+    assert [one["name"] for one in told["loaded"]] == [step.name for step in plan.steps]
+    assert told["coverage"] == report.coverage == 1.0
     assert len(str(plan).splitlines()) < 20
     assert len(str(report).splitlines()) < 20
     assert "7 of 7 slots" in str(report)

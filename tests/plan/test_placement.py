@@ -177,7 +177,7 @@ def test_promised_copies_between_dtypes_succeed() -> None:
         if copy_cannot_fail(memory.contiguous(), value):
             memory.contiguous().copy_(value)
             promised += 1
-    assert promised == 12 * 12
+    assert promised == 12 * 12 - 2 * 10  # complex into real warns, and a warning may be an error
 
 
 # After a transform.

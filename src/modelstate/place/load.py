@@ -4,6 +4,7 @@ import os
 import time
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -133,15 +134,14 @@ def load(
             _place_what_may_fail(preparation)
             new_state = following_state(optimizers, _finals(preparation)) if optimizers else []
             _read_in_place(preparation, advance)
+        with no_collection():
+            journal.commit(*(partial(state.__setitem__, name, value) for state, name, value in new_state))
     except BaseException:
         journal.rollback()
         raise
+    if isinstance(source, Plan):
+        source.carried_out.append(time.strftime("%F %T"))
     with no_collection():
-        journal.commit()
-        for state, name, value in new_state:
-            state[name] = value
-        if isinstance(source, Plan):
-            source.carried_out.append(time.strftime("%F %T"))
         return _report(preparation, started, verified)
 
 

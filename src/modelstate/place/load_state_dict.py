@@ -10,12 +10,12 @@ import torch
 from torch import nn
 from torch.nn.modules.module import _IncompatibleKeys
 
-from modelstate.place.swap import swap_back
+from modelstate.place.swap import swap_unchecked
 from modelstate.plan.journal import Journal, Write
 from modelstate.plan.memento import same_place
 from modelstate.plan.placement import copy_cannot_fail, is_plain
 from modelstate.plan.recorder import Outcome, walk
-from modelstate.plan.torch_private import is_tensor_like, module_load, swap_tensors, use_count
+from modelstate.plan.torch_private import has_registration_hooks, is_tensor_like, module_load, swap_tensors, use_count
 from modelstate.read.quiet import no_collection
 
 
@@ -32,8 +32,10 @@ def load_state_dict(
     written to. It can take the place of the method: `torch.nn.Module.load_state_dict = modelstate.load_state_dict`.
 
     Where the model's code reads or changes tensors while it loads, the old values of those tensors are kept until
-    the end: that much memory is needed on top. Code that reaches tensors behind torch's back (through a NumPy array
-    or a pointer that it got before) is not seen.
+    the end: that much memory is needed on top. What that code does is seen through torch's functions in its own
+    thread: what reaches tensors in other ways (through a NumPy array or a pointer that it got before, in another
+    thread, in a TorchScript function) is not, and neither are NumPy arrays above 64 MB, or Python objects beyond the
+    first million that the module holds.
 
     Raises what torch raises: `TypeError` for a state dict that is no mapping, `RuntimeError` that lists everything
     that does not fit, and whatever the model's code raises.
@@ -49,10 +51,10 @@ def load_state_dict(
                 module, state_dict, versions, assign=assign, journal=journal, take=_TorchTake(journal), outcome=outcome
             )
         _raise_errors(module, outcome, strict)
+        journal.commit()
     except BaseException:
         journal.rollback()
         raise
-    journal.commit()
     return _IncompatibleKeys(outcome.missing, outcome.unexpected)
 
 
@@ -124,7 +126,8 @@ class _TorchTake:
         journal = self._journal
         write: Write
         if self._swaps:
-            write, sure = _Swap(param, value, assign), _swap_cannot_fail(param, value, assign)
+            sure = _swap_cannot_fail(param, value, assign)
+            write = _Swap(param, value, assign, checked=sure)
         elif assign:
             write, sure = _Assign(module, name, param, value), _assign_cannot_fail(module, param, value)
         elif is_plain(param) and is_plain(value) and same_place(param, value):
@@ -169,11 +172,13 @@ class _Assign(Write):
 
 
 class _Swap(Write):
-    __slots__ = ("assign",)
+    __slots__ = ("assign", "checked")
 
-    def __init__(self, target: torch.Tensor, value: torch.Tensor, assign: bool) -> None:
+    def __init__(self, target: torch.Tensor, value: torch.Tensor, assign: bool, checked: bool) -> None:
         super().__init__(target, value)
         self.assign = assign
+        self.checked = checked
+        """Whether torch's checks have been passed: what has come to refer to the tensor since does not count."""
 
     def run(self, journal: Journal | None) -> None:
         param = self.target
@@ -191,15 +196,16 @@ class _Swap(Write):
                     new = nn.Parameter(new, requires_grad=param.requires_grad)
                 else:
                     new.requires_grad_(param.requires_grad)
-            swap_tensors(param, new)
+            (swap_unchecked if self.checked else swap_tensors)(param, new)
         if journal is not None:
-            journal.undo(lambda: swap_back(param, new))
+            journal.undo(lambda: swap_unchecked(param, new))
 
 
 def _assign_cannot_fail(module: nn.Module, param: torch.Tensor, value: torch.Tensor) -> bool:
     """Whether wrapping the value and setting it as an attribute is sure to succeed."""
     return (
         type(module).__setattr__ is nn.Module.__setattr__
+        and not has_registration_hooks()
         and is_plain(value)
         and (not param.requires_grad or value.is_floating_point() or value.is_complex())
     )

@@ -1,14 +1,16 @@
 """Putting a value into its slot."""
 
+from dataclasses import replace
+
 import torch
 from torch import nn
 
 from modelstate.place.stage import stage_one
-from modelstate.place.swap import give_memory, swap_back
+from modelstate.place.swap import give_memory, swap_unchecked
 from modelstate.plan.journal import Journal, Write
 from modelstate.plan.placement import copy_cannot_fail, is_plain
 from modelstate.plan.prepare import Assignment, Preparation
-from modelstate.plan.torch_private import can_set_data, keep_hooks, module_load, swap_tensors, use_count
+from modelstate.plan.torch_private import keep_hooks, module_load, swap_impl, swap_tensors
 
 
 class Place(Write):
@@ -22,37 +24,37 @@ class Place(Write):
 
     @property
     def cannot_fail(self) -> bool:
-        """Whether nothing but memory has to be copied or exchanged, once the value is there."""
+        """Whether all that remains is a copy between memory that is there."""
         made, final = self.made, self.made.final
-        if final is None or made.placement.by_handler or not (is_plain(made.param) and is_plain(final)):
+        if final is None or made.placement.by_handler or made.param.is_meta or not _fits(made):
             return False
-        if made.param.is_meta:
-            return use_count(made.param) == 1
-        if _fits(made):
-            return final is made.param or copy_cannot_fail(made.param, final)
-        return can_set_data(made.param, final)
+        return final is made.param or copy_cannot_fail(made.param, final)
 
     def run(self, journal: Journal | None) -> None:
         made, param = self.made, self.target
         if made.final is None:
+            if journal is not None:
+                made.placement = replace(made.placement, mapped=False)  # model code has the value in its hands
             stage_one(self.preparation, made)
         final = made.final
         assert final is not None
         if final is param:
             return  # it was read in place
-        if journal is not None:
-            journal.save(param)
         with torch.no_grad():
-            if made.placement.by_handler:
-                _by_handler(param, final, journal)
+            if journal is None:
+                param.copy_(final)
+            elif made.placement.by_handler or not is_plain(final):
+                journal.save(param)
+                _by_handler(param, final, journal) if made.placement.by_handler else _become(param, final, journal)
                 made.dtype, made.device = param.dtype, param.device
-            elif not is_plain(final):
-                _exchange(param, _as(param, final), journal)
             elif param.is_meta:
-                give_memory(param, final)
+                other = give_memory(param, final)
+                journal.undo(lambda: swap_impl(param, other))
             elif _fits(made):
+                journal.save(param)
                 param.copy_(final)
             else:
+                journal.save_place(param)
                 _point_to(param, final)
 
 
@@ -61,7 +63,7 @@ def _fits(made: Assignment) -> bool:
     return made.param.dtype == made.dtype and made.param.device == made.device
 
 
-def _by_handler(param: torch.Tensor, value: torch.Tensor, journal: Journal | None) -> None:
+def _by_handler(param: torch.Tensor, value: torch.Tensor, journal: Journal) -> None:
     """What torch does when swapping is switched on: the subclass says what becomes of the value.
 
     See `torch.Tensor.module_load`.
@@ -71,7 +73,7 @@ def _by_handler(param: torch.Tensor, value: torch.Tensor, journal: Journal | Non
         raise RuntimeError("module_load returned one of self or other; it must return a new tensor")
     if is_plain(new) and not is_plain(param):
         raise RuntimeError(f"it would no longer be a {type(param).__name__}, for nothing says how a tensor becomes one")
-    _exchange(param, _as(param, new), journal)
+    _become(param, new, journal)
 
 
 def _as(param: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
@@ -85,14 +87,14 @@ def _as(param: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
     return nn.Parameter(value, requires_grad=requires_grad)
 
 
-def _exchange(param: torch.Tensor, new: torch.Tensor, journal: Journal | None) -> None:
-    """Makes `param` what `new` is: class, attributes and memory; its gradient stays where that still fits."""
+def _become(param: torch.Tensor, value: torch.Tensor, journal: Journal) -> None:
+    """Makes `param` what `value` is: class, attributes and memory; its gradient stays where that still fits."""
+    new = _as(param, value)
     grad = param.grad if param.is_leaf else None
     restore_hooks = keep_hooks(param)
     swap_tensors(param, new)
+    journal.undo(lambda: swap_unchecked(param, new))
     restore_hooks()
-    if journal is not None:
-        journal.undo(lambda: swap_back(param, new))
     if grad is not None and (grad.shape, grad.dtype, grad.device) == (param.shape, param.dtype, param.device):
         param.grad = grad
 
@@ -100,9 +102,10 @@ def _exchange(param: torch.Tensor, new: torch.Tensor, journal: Journal | None) -
 def _point_to(param: torch.Tensor, final: torch.Tensor) -> None:
     """Other memory of another dtype or device under the same object; its gradient goes with it."""
     grad = param.grad if param.is_leaf else None
-    if grad is not None and final.is_floating_point():
-        param.grad = None
+    if grad is None or not final.is_floating_point():
         param.data = final
-        param.grad = grad.to(final.device, final.dtype)
-    else:
-        param.data = final
+        return
+    new_grad = grad.to(final.device, final.dtype)
+    param.grad = None
+    param.data = final
+    param.grad = new_grad

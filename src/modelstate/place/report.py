@@ -3,7 +3,8 @@
 import json
 from dataclasses import asdict, dataclass
 
-from modelstate.plan.plan import Step, in_bytes, placements
+from modelstate.plan.plan import Step, placements
+from modelstate.words import size
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,13 +57,13 @@ class Report:
         read = self.bytes - mapped
         lines = [
             f"{self.source} into {self.target}: {len(self.loaded)} of {self.slots} slots filled",
-            f"  {in_bytes(read)} read, {in_bytes(mapped)} mapped in {self.seconds:.3f} s, "
-            f"at most {in_bytes(self.peak_memory_bytes)} of memory beyond the final tensors",
+            f"  {size(read)} read, {size(mapped)} mapped in {self.seconds:.3f} s, "
+            f"at most {size(self.peak_memory_bytes)} of memory beyond the final tensors",
             *(f"  {line}" for line in placements(self.steps)),
             *(f"  note: {note}" for note in self.notes),
         ]
         if self.verified_bytes:
-            lines.append(f"  {in_bytes(self.verified_bytes)} verified against their checksums")
+            lines.append(f"  {size(self.verified_bytes)} verified against their checksums")
         return "\n".join(lines)
 
     def to_json(self) -> str:
@@ -76,6 +77,7 @@ class Report:
                 "peak_memory_bytes": self.peak_memory_bytes,
                 "verified_bytes": self.verified_bytes,
                 "slots": self.slots,
+                "coverage": self.coverage,
                 "notes": list(self.notes),
                 "loaded": [{**asdict(one.step), "seconds": one.seconds} for one in self.loaded],
             },

@@ -9,7 +9,7 @@ from torch.autograd.graph import increment_version
 
 from modelstate.errors import MemoryBudgetError, ModelStateError, PlacementError, TransformError
 from modelstate.place.memory import fresh_tensors
-from modelstate.plan.placement import after_transform, is_plain
+from modelstate.plan.placement import after_transform, is_dense, is_plain
 from modelstate.plan.prepare import SCRATCH_BYTES, Assignment, Preparation
 from modelstate.plan.torch_private import storage_id
 from modelstate.read.checkpoint import is_plain_memory
@@ -236,14 +236,8 @@ def _is_run_of_bytes(made: Assignment) -> bool:
 def _layout(made: Assignment) -> tuple[torch.Size, tuple[int, ...] | None, torch.dtype]:
     """Shape, stride and dtype of memory for a slot; the stride only where it is a layout, as channels last is."""
     param = made.param
-    keeps = param.layout is torch.strided and not param.is_contiguous() and _is_layout(param)
+    keeps = param.layout is torch.strided and not param.is_contiguous() and is_dense(param)
     return param.size(), tuple(param.stride()) if keeps else None, made.dtype
-
-
-def _is_layout(tensor: torch.Tensor) -> bool:
-    """Whether the strides only order the dimensions, with no gaps and no repetition."""
-    order = sorted(range(tensor.dim()), key=tensor.stride, reverse=True)
-    return tensor.permute(order).is_contiguous()
 
 
 def _place_in_file(made: Assignment) -> tuple[str, int]:

@@ -6,19 +6,21 @@ from torch import nn
 from modelstate.plan.torch_private import keep_hooks, swap_impl
 
 
-def swap_back(a: torch.Tensor, b: torch.Tensor) -> None:
-    """Undoes `torch.utils.swap_tensors(a, b)`, without its checks: what was swapped once can be swapped back."""
+def swap_unchecked(a: torch.Tensor, b: torch.Tensor) -> None:
+    """`torch.utils.swap_tensors(a, b)` without its checks, for what has passed them, or is swapped back."""
     a.__class__, b.__class__ = b.__class__, a.__class__
     a.__dict__, b.__dict__ = b.__dict__, a.__dict__
     swap_impl(a, b)
 
 
-def give_memory(tensor: torch.Tensor, value: torch.Tensor) -> None:
+def give_memory(tensor: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
     """Makes a plain tensor show the memory of `value`, under its own identity, class, hooks and `requires_grad`.
 
     This works where assigning `.data` does not: from the meta device. A gradient, which has no values either, is lost.
+    Returns the other tensor, with which the swap can be undone.
     """
     made, restore_hooks = value.detach(), keep_hooks(tensor)
     other = nn.Parameter(made, requires_grad=tensor.requires_grad) if isinstance(tensor, nn.Parameter) else made
     swap_impl(tensor, other)
     restore_hooks()
+    return other

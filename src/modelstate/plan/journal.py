@@ -15,12 +15,13 @@ import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
-from modelstate.plan.memento import Memento, tensor_state
+from modelstate.plan.memento import Memento, has_dispatch, put_back, tensor_state
+from modelstate.plan.shield import uninterrupted
 from modelstate.plan.torch_private import payload_of, storage_id, storage_of, without_subclasses
 
 
 class Write:
-    """A write to a tensor of the module that may wait. `run` must be safe to repeat after an interrupt."""
+    """A write to a tensor of the module that may wait."""
 
     __slots__ = ("done", "target", "value")
     replaces_object = False
@@ -44,11 +45,15 @@ class Journal:
         """All writes, in their order; those that were carried out already are `done`."""
         self.used: set[int] = set()
         """Storages that the model's code has used, whoever they belong to, by `storage_id`."""
+        self.committed = False
+        """Whether all is written, so that nothing is undone any more."""
         self.entangled = False
         """Whether a write reads from the module's own memory, so that the order of all writes matters."""
         self.root = root
         self._memento: Memento | None = None
         self._saved: dict[int, tuple[torch.UntypedStorage, torch.UntypedStorage]] = {}
+        self._saved_whole: set[int] = set()
+        self._protected: set[int] = set()
         self._undo: list[Callable[[], None]] = []
         self._waiting: dict[int, list[Write]] = {}
         self._replacing: list[Write] = []
@@ -83,7 +88,7 @@ class Journal:
         self.entangled = self.entangled or self._reads_module(write)
         if write.replaces_object:
             self._replacing.append(write)
-        for key in _keys(write.target):
+        for key in {*_keys(write.target), *_keys(write.value)}:
             self._waiting.setdefault(key, []).append(write)
 
     def now(self, write: Write) -> None:
@@ -91,9 +96,9 @@ class Journal:
         self.arm()
         if self.entangled or self._reads_module(write):
             self.flush()
-        self.writes.append(write)
         write.run(self)
         write.done = True
+        self.writes.append(write)
 
     def undo(self, function: Callable[[], None]) -> None:
         """Takes down how to undo what is about to be done."""
@@ -101,10 +106,28 @@ class Journal:
 
     def save(self, tensor: torch.Tensor) -> None:
         """Saves the bytes and the place of a tensor, once."""
+        self.save_place(tensor)
         with without_subclasses():
-            self._undo.append(tensor_state(tensor))
             for part in payload_of(tensor):
                 self._save_bytes(part)
+            self._save_whole(tensor)
+
+    def save_place(self, tensor: torch.Tensor) -> None:
+        """Saves what a tensor is, for a write that gives it other memory and leaves the old alone."""
+        with without_subclasses():
+            self._undo.append(tensor_state(tensor))
+
+    def protect(self, tensor: torch.Tensor) -> None:
+        """Counts a tensor that is not the module's among what is restored: its bytes, where model code uses them."""
+        self._protected.update(map(storage_id, payload_of(tensor)))
+
+    def _save_whole(self, tensor: torch.Tensor) -> None:
+        """A copy of a tensor that is no view of one storage: sparse, or in a layout of some library."""
+        exotic = not storage_id(tensor) and not has_dispatch(tensor) and not torch.nn.parameter.is_lazy(tensor)
+        if exotic and id(tensor) not in self._saved_whole:
+            self._saved_whole.add(id(tensor))
+            kept = tensor.detach().clone()
+            self._undo.append(lambda: put_back(tensor, kept))
 
     def _save_bytes(self, tensor: torch.Tensor) -> None:
         key = storage_id(tensor)
@@ -142,8 +165,19 @@ class Journal:
             for write in self._waiting.pop(key, ()):
                 self._run(write)
         for part in payload_of(tensor):
-            if storage_id(part) in self._storages:
+            if storage_id(part) in self._storages or storage_id(part) in self._protected:
                 self._save_bytes(part)
+        if self._memento is not None and id(tensor) in self._memento.tensors:
+            self._save_whole(tensor)
+
+    def gradients_change(self) -> None:
+        """The model's code is about to run a backward pass, which adds to gradients that are there."""
+        for tensor in list(self._memento.tensors.values() if self._memento else ()):
+            with without_subclasses():
+                grad = tensor.grad if tensor.is_leaf else None
+            if grad is not None:
+                for part in payload_of(grad):
+                    self._save_bytes(part)
 
     def flush(self) -> None:
         """Carries out every write that waits, able to undo it."""
@@ -156,41 +190,39 @@ class Journal:
             write.run(self)
             write.done = True
 
-    def commit(self, on_write: Callable[[Write], None] | None = None) -> None:
-        """Carries out what waits, with no way back: every write has been checked, and needs nothing but memory copies.
+    def commit(self, *last: Callable[[], None]) -> None:
+        """Carries out what waits, and then `last`, with no way back and uninterrupted.
 
-        An interrupt in the middle is raised when all is written, so that a load is never seen half done.
+        Every write that still waits has been checked, and needs nothing but a copy between memory that is there.
         """
-        self._waiting.clear()
-        interrupt: BaseException | None = None
-        remaining = [write for write in self.writes if not write.done]
-        while remaining:
-            try:
-                for write in remaining:
+        with uninterrupted():
+            self._waiting.clear()
+            for write in self.writes:
+                if not write.done:
                     write.run(None)
                     write.done = True
-                    if on_write:
-                        on_write(write)
-                break
-            except (KeyboardInterrupt, SystemExit) as error:
-                interrupt = error
-                remaining = [write for write in remaining if not write.done]
-        if interrupt is not None:
-            raise interrupt
+            for function in last:
+                function()
+            self.committed = True
 
     def rollback(self) -> None:
-        """Undoes everything, in reverse."""
-        for function in reversed(self._undo):
-            function()
-        if self._memento is not None:
-            self._memento.restore()
-        with without_subclasses(), torch.no_grad():
-            for storage, kept in self._saved.values():
-                storage.copy_(kept, non_blocking=False)
-        self._undo.clear()
-        self._saved.clear()
-        self.writes.clear()
-        self._waiting.clear()
+        """Undoes everything, in reverse and uninterrupted; nothing once it is committed."""
+        if self.committed:
+            return
+        with uninterrupted():
+            for function in reversed(self._undo):
+                function()
+            if self._memento is not None:
+                self._memento.restore()
+            with without_subclasses(), torch.no_grad():
+                for storage, kept in self._saved.values():
+                    if storage.nbytes() != kept.nbytes():
+                        storage.resize_(kept.nbytes())
+                    storage.copy_(kept, non_blocking=False)
+            self._undo.clear()
+            self._saved.clear()
+            self.writes.clear()
+            self._waiting.clear()
 
 
 def _keys(tensor: torch.Tensor) -> tuple[int, ...]:
@@ -224,6 +256,8 @@ class _Guard(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if self._watching and func in _BACKWARD:
+            self._journal.gradients_change()
         if self._watching and func not in _HARMLESS:
             for tensor in _tensors((*args, *kwargs.values()), 0):
                 self._journal.touched(tensor)
@@ -239,6 +273,8 @@ def _tensors(values: Any, depth: int) -> Iterator[torch.Tensor]:
         elif depth < 3 and isinstance(value, dict):
             yield from _tensors(value.values(), depth + 1)
 
+
+_BACKWARD = (torch.Tensor.backward, torch.autograd.backward)
 
 _HARMLESS = frozenset(
     [

@@ -10,19 +10,19 @@ from typing import Any
 import numpy as np
 import torch
 
-from modelstate.plan.torch_private import can_set_data, storage_id, swap_impl, without_subclasses
+from modelstate.plan.torch_private import can_set_data, slots_of_class, storage_id, swap_impl, without_subclasses
 
 _ATOMS = (str, int, float, complex, bool, bytes, type(None), type, torch.dtype, torch.device, torch.Size, range)
 _CODE = (
     types.FunctionType,
     types.BuiltinFunctionType,
-    types.MethodType,
     types.ModuleType,
     types.CodeType,
     types.FrameType,
     types.GeneratorType,
 )
 _MAX_OBJECTS = 1_000_000
+_MAX_ARRAY_BYTES = 64 << 20
 _UNSET = object()
 
 
@@ -31,7 +31,7 @@ class Memento:
 
     It descends through attributes, slots and containers, without leaving Python: dicts, lists, sets, deques, byte
     arrays, NumPy arrays, random generators, modules and plain objects, a million of them at the most. Of tensors it
-    keeps what they are (class, storage, shape, `requires_grad`, `grad`, attributes), not their bytes.
+    keeps what they are (class, storage, shape, `requires_grad`, `grad`, hooks, attributes), not their bytes.
     """
 
     def __init__(self, roots: Iterable[object]) -> None:
@@ -44,7 +44,9 @@ class Memento:
             found = queue.popleft()
             if not isinstance(found, _ATOMS) and id(found) not in self._seen:
                 self._seen[id(found)] = found
-                queue.extend(self._visit(found))
+                for below in self._visit(found):
+                    # Tensors first: they must not fall to the limit behind a vocabulary.
+                    (queue.appendleft if isinstance(below, torch.Tensor) else queue.append)(below)
 
     def restore(self) -> None:
         """Puts everything back, the objects themselves and their order included."""
@@ -60,6 +62,8 @@ class Memento:
         # Without their import, which is not ours to make, nobody has one.
         if type(found).__module__.startswith("numpy.random"):
             return _numpy_generator(self, found) if hasattr(found, "bit_generator") else _legacy_numpy(self, found)
+        if isinstance(found, types.MethodType):
+            return (found.__self__,)
         if isinstance(found, _CODE):
             return ()
         return self._visit_attributes(found)
@@ -69,8 +73,7 @@ class Memento:
         with without_subclasses():
             self._restores.append(tensor_state(tensor))
             grad = tensor.grad if tensor.is_leaf else None
-        attributes = getattr(tensor, "__dict__", None)
-        return [grad, *(self._visit_dict(attributes) if isinstance(attributes, dict) else ())]
+        return [grad, *self._visit_attributes(tensor)]
 
     def _visit_dict(self, found: dict[Any, Any]) -> Iterable[object]:
         # An OrderedDict keeps its order beside the dict, so it has to be emptied and filled by its own methods.
@@ -118,9 +121,10 @@ class Memento:
         return ()
 
     def _visit_array(self, found: "np.ndarray[Any, Any]") -> Iterable[object]:
-        if found.flags.writeable:
+        # A larger one, or one that is a file, is data that a model looks into, and no state that loading changes.
+        if found.flags.writeable and found.nbytes <= _MAX_ARRAY_BYTES and not isinstance(found, np.memmap):
             kept = found.copy()
-            self._restores.append(lambda: np.copyto(found, kept))
+            self._restores.append(partial(_restore_array, found, kept))
         return ()
 
     def _visit_attributes(self, found: Any) -> Iterable[object]:
@@ -128,19 +132,16 @@ class Memento:
         attributes = getattr(found, "__dict__", None)
         if isinstance(attributes, dict):
             below.extend(self._visit_dict(attributes))
-        for name in _slots(type(found)):
+        for name in slots_of_class(type(found)):
             kept = getattr(found, name, _UNSET)
             below.append(kept)
             self._restores.append(partial(_set_slot, found, name, kept))
         return below
 
 
-def _slots(cls: type) -> list[str]:
-    names: list[str] = []
-    for base in cls.__mro__:
-        slots = base.__dict__.get("__slots__", ())
-        names += [slots] if isinstance(slots, str) else list(slots)
-    return [name for name in names if name not in ("__dict__", "__weakref__")]
+def _restore_array(array: "np.ndarray[Any, Any]", kept: "np.ndarray[Any, Any]") -> None:
+    array.flags.writeable = True  # as it was when it was kept
+    np.copyto(array, kept)
 
 
 def _set_slot(found: object, name: str, kept: object) -> None:
@@ -192,20 +193,34 @@ def tensor_state(tensor: torch.Tensor) -> Callable[[], None]:
     cls, requires_grad, is_leaf = type(tensor), tensor.requires_grad, tensor.is_leaf
     alias = None if has_dispatch(tensor) else tensor.data if torch.nn.parameter.is_lazy(tensor) else tensor.detach()
     grad = tensor.grad if is_leaf else None
+    hooks = dict(tensor._backward_hooks or {}) if requires_grad and is_leaf else None
 
     def restore() -> None:
         with without_subclasses(), torch.no_grad():
             if type(tensor) is not cls:
                 tensor.__class__ = cls
-            if alias is not None and not same_place(tensor, alias):
+            if alias is not None and (tensor.is_quantized or not same_place(tensor, alias)):
                 put_back(tensor, alias)
             if is_leaf and tensor.is_leaf:
                 if tensor.requires_grad != requires_grad:
                     tensor.requires_grad_(requires_grad)
                 if tensor.grad is not grad:
                     tensor.grad = grad
+            if hooks is not None and dict(tensor._backward_hooks or {}) != hooks:
+                _restore_hooks(tensor, hooks)
 
     return restore
+
+
+def _restore_hooks(tensor: Any, hooks: dict[int, Any]) -> None:
+    now = tensor._backward_hooks
+    if now is None:
+        tensor._backward_hooks = OrderedDict(hooks)
+        return
+    now.clear()
+    now.update(hooks)
+    if not hooks:
+        tensor._backward_hooks = None
 
 
 def has_dispatch(tensor: torch.Tensor) -> bool:

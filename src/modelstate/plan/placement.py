@@ -61,7 +61,7 @@ def choose(
         return Placement("data", f"changes its dtype to {str(dtype).removeprefix('torch.')}")
     if device != param.device:
         return Placement("data", f"moves to {device}")
-    if in_place and not transformed:
+    if in_place and not transformed and copy_cannot_fail(param, value):
         return Placement("copy", "into the memory that is there, at once", direct=True)
     return Placement("copy", "into the memory that is there, when all is read")
 
@@ -94,15 +94,17 @@ def copy_cannot_fail(target: torch.Tensor, value: torch.Tensor) -> bool:
         and value.dtype in _COPYABLE
         and not value.is_meta
         and not target.is_inference()
-        and (target.is_meta or target.is_contiguous() or _is_dense(target))
+        and target.is_complex() >= value.is_complex()  # torch warns, and a warning may be made an error
+        and (target.is_meta or target.is_contiguous() or is_dense(target))
         and (target.is_meta or _has_its_memory(target))
+        and (storage_id(target) != storage_id(value))
     )
 
 
-def _is_dense(tensor: torch.Tensor) -> bool:
-    """Whether no two elements share memory and none lie apart."""
-    order = sorted(range(tensor.dim()), key=tensor.stride)
-    return tensor.permute(order[::-1]).is_contiguous()
+def is_dense(tensor: torch.Tensor) -> bool:
+    """Whether no two elements share memory and none lie apart: the strides only order the dimensions."""
+    order = sorted(range(tensor.dim()), key=tensor.stride, reverse=True)
+    return tensor.permute(order).is_contiguous()
 
 
 def _has_its_memory(tensor: torch.Tensor) -> bool:

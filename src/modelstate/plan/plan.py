@@ -13,6 +13,7 @@ from modelstate.plan.explain import explain
 from modelstate.plan.problems import Problem
 from modelstate.plan.rules import Rule
 from modelstate.read.checkpoint import Checkpoint
+from modelstate.words import size
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,7 +102,7 @@ class Plan:
     def __str__(self) -> str:
         lines = [
             f"{self.source} into {self.target}: {len(self.steps)} of {self.slots} slots filled",
-            f"  {in_bytes(self.bytes)} to read, {in_bytes(self.extra_bytes)} of memory beyond the final tensors",
+            f"  {size(self.bytes)} to read, {size(self.extra_bytes)} of memory beyond the final tensors",
             *(f"  {line}" for line in placements(self.steps)),
             *(f"  note: {note}" for note in self.notes),
         ]
@@ -143,7 +144,7 @@ def placements(steps: tuple[Step, ...]) -> list[str]:
         if step.cast:
             casts[step.cast] += 1
     lines = [
-        f"{placement}: {count} tensors, {in_bytes(sizes[placement, why])}: {why}"
+        f"{placement}: {count} tensors, {size(sizes[placement, why])}: {why}"
         if placement != "call"
         else f"{placement}: {count} extra states: {why}"
         for (placement, why), count in ways.most_common()
@@ -154,13 +155,3 @@ def placements(steps: tuple[Step, ...]) -> list[str]:
 def cast_text(source: torch.dtype, target: torch.dtype) -> str:
     """ "float16 to float32"; empty where they are the same."""
     return f"{short(source)} to {short(target)}" if source != target else ""
-
-
-def in_bytes(count: int) -> str:
-    """A number of bytes for people: "1.5 MB"."""
-    size, unit = float(count), "bytes"
-    for larger in ("kB", "MB", "GB", "TB"):
-        if size < 1000:
-            break
-        size, unit = size / 1000, larger
-    return f"{count} bytes" if unit == "bytes" else f"{size:.1f} {unit}"

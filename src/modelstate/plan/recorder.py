@@ -8,9 +8,11 @@ which is quadratic in a wide model, this sorts the names by child once.
 
 import threading
 from collections import OrderedDict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
+from copy import copy
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import Any, Protocol
 
 import torch
@@ -20,6 +22,7 @@ from torch.nn.modules.module import _IncompatibleKeys
 from modelstate.plan.journal import Journal
 from modelstate.read.tree import EXTRA_STATE
 
+_TORCHS_FILE = nn.Module.named_parameters.__code__.co_filename
 _stock_load = nn.Module._load_from_state_dict
 
 
@@ -81,9 +84,10 @@ def _visit(
     assign: bool,
 ) -> None:
     # A copy: torch writes the flag below into the state dict's own metadata, where it decides the next load too.
-    local_metadata = {} if versions is None else dict(versions.get(prefix[:-1], {}))
+    local_metadata = {} if versions is None else copy(versions.get(prefix[:-1], {}))
     if assign:
         local_metadata["assign_to_params_buffers"] = assign
+    recording.modules.add(id(module))
     outcome = recording.outcome
     lists = (outcome.missing, outcome.unexpected, outcome.errors)
     if _overrides_loading(module):
@@ -91,11 +95,12 @@ def _visit(
             module._load_from_state_dict(state_dict, prefix, local_metadata, True, *lists)
     else:
         _load_local(recording, module, state_dict, prefix, local_metadata, True, *lists)
-    children = {name: child for name, child in module._modules.items() if child is not None}
-    if children:
-        parts = _split_by_child(state_dict, prefix, children)
-        for name, child in children.items():
-            _visit(recording, child, parts[name], f"{prefix}{name}.", versions, assign)
+    if module._modules:
+        parts = _split_by_child(state_dict, prefix, module._modules)
+        # The modules as they are when it is their turn: code of another one may have replaced them.
+        for name, child in module._modules.items():
+            if child is not None:
+                _visit(recording, child, parts[name], f"{prefix}{name}.", versions, assign)
     if module._load_state_dict_post_hooks:
         _run_post_hooks(recording, module)
 
@@ -114,15 +119,16 @@ def _run_post_hooks(recording: _Recording, module: nn.Module) -> None:
 
 
 def _split_by_child(
-    state_dict: Mapping[str, Any], prefix: str, children: Mapping[str, nn.Module]
+    state_dict: Mapping[str, Any], prefix: str, children: Iterable[str]
 ) -> dict[str, "OrderedDict[str, Any]"]:
     """For each child the items whose names begin with its prefix."""
-    if any("." in name for name in children):
+    names = list(children)
+    if any("." in name for name in names):
         return {
             name: OrderedDict((k, v) for k, v in state_dict.items() if k.startswith(f"{prefix}{name}."))
-            for name in children
+            for name in names
         }
-    parts: dict[str, OrderedDict[str, Any]] = {name: OrderedDict() for name in children}
+    parts: dict[str, OrderedDict[str, Any]] = {name: OrderedDict() for name in names}
     cut = len(prefix)
     for key, value in state_dict.items():
         if key.startswith(prefix):
@@ -148,8 +154,8 @@ def _load_local(
         with recording.journal.model_code():
             hook(state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs)
     hidden = module._non_persistent_buffers_set
-    buffers = {name: buffer for name, buffer in module._buffers.items() if name not in hidden}
-    local_state = {name: there for name, there in (module._parameters | buffers).items() if there is not None}
+    buffers = ((name, buffer) for name, buffer in module._buffers.items() if name not in hidden)
+    local_state = {name: there for name, there in chain(module._parameters.items(), buffers) if there is not None}
     assign = local_metadata.get("assign_to_params_buffers", False)
     for name, param in local_state.items():
         key = prefix + name
@@ -187,8 +193,13 @@ def _find_unexpected(
 
 
 def _overrides_loading(module: nn.Module) -> bool:
-    method = module._load_from_state_dict
-    return getattr(method, "__func__", None) not in (_stock_load, _dispatch)
+    function = getattr(module._load_from_state_dict, "__func__", None)
+    return function is not _dispatch and not _is_torchs(function)
+
+
+def _is_torchs(function: Any) -> bool:
+    """Whether a function is written in torch's own file, and not put in the place of one that is."""
+    return getattr(getattr(function, "__code__", None), "co_filename", "") == _TORCHS_FILE
 
 
 def loads_by_version(module: nn.Module) -> bool:
@@ -204,12 +215,14 @@ _patch_count = 0
 @contextmanager
 def _patched(recording: _Recording) -> Iterator[None]:
     """While this lasts, an override in this thread that calls the base class comes back to the recording."""
-    global _patch_count
+    global _patch_count, _stock_load
     stack: list[_Recording] = getattr(_active, "stack", [])
     _active.stack = stack
     with _patch_lock:
         if _patch_count == 0:
-            nn.Module._load_from_state_dict = _dispatch  # type: ignore[method-assign]
+            _stock_load = nn.Module._load_from_state_dict  # torch's, or what someone has put in its place
+            if _is_torchs(_stock_load):
+                nn.Module._load_from_state_dict = _dispatch  # type: ignore[method-assign]
         _patch_count += 1
     stack.append(recording)
     try:

@@ -47,8 +47,29 @@ def payload_of(tensor: torch.Tensor) -> list[torch.Tensor]:
     """The tensors of which a wrapper subclass is made, at any depth; the tensor itself where it is none."""
     if storage_id(tensor):
         return [tensor]
-    inner = [value for value in getattr(tensor, "__dict__", {}).values() if isinstance(value, torch.Tensor)]
-    return [part for value in inner if value is not tensor for part in payload_of(value)]
+    flatten = getattr(tensor, "__tensor_flatten__", None)
+    names = flatten()[0] if flatten else [*getattr(tensor, "__dict__", {}), *slots_of_class(type(tensor))]
+    inner = [getattr(tensor, name, None) for name in names]
+    return [part for value in inner if isinstance(value, torch.Tensor) for part in payload_of(value)]
+
+
+def slots_of_class(cls: type) -> list[str]:
+    """The names of a class's `__slots__`, as attributes have them."""
+    names: list[str] = []
+    for base in cls.__mro__:
+        slots = base.__dict__.get("__slots__", ())
+        for name in [slots] if isinstance(slots, str) else list(slots):
+            private = name.startswith("__") and not name.endswith("__")
+            names.append(f"_{base.__name__.lstrip('_')}{name}" if private else name)
+    return [name for name in names if name not in ("__dict__", "__weakref__")]
+
+
+def address_range(tensor: torch.Tensor) -> tuple[int, int]:
+    """Where the storage of a tensor begins and ends in memory; nothing for one that has none."""
+    if not storage_id(tensor) or tensor.is_meta:
+        return 0, 0
+    storage = storage_of(tensor)
+    return storage.data_ptr(), storage.data_ptr() + storage.nbytes()
 
 
 def keep_hooks(tensor: torch.Tensor) -> Callable[[], None]:
@@ -77,6 +98,12 @@ def swap_tensors(a: torch.Tensor, b: torch.Tensor) -> None:
     """`torch.utils.swap_tensors`."""
     swap: Any = torch.utils.swap_tensors
     swap(a, b)
+
+
+def has_registration_hooks() -> bool:
+    """Whether anything is called whenever a module registers a parameter or a buffer."""
+    module = torch.nn.modules.module
+    return bool(module._global_parameter_registration_hooks or module._global_buffer_registration_hooks)
 
 
 def is_tensor_like(value: object) -> bool:
