@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 
 from modelstate.cli.measure import Stage, median
-from modelstate.report.text import size
+from modelstate.words import size
 
 Results = Mapping[str, Sequence[Mapping[str, Stage]]]
 

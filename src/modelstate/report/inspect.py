@@ -9,9 +9,10 @@ from typing import Any
 import torch
 
 from modelstate.read.checkpoint import Checkpoint
-from modelstate.report.text import columns, count, printable, shorten, size
+from modelstate.report.text import columns, count, shorten
 from modelstate.report.tree import build, rows
 from modelstate.spec import StoredTensor, TensorSpec
+from modelstate.words import printable, size
 
 _VALUE_WIDTH = 72
 _MAX_GROUPS = 20

@@ -1,22 +1,10 @@
-"""Words, numbers and columns, as they are printed."""
+"""Numbers and columns, as they are printed."""
 
 from collections.abc import Iterable, Sequence
 
 from rich.cells import cell_len
 
-_UNITS = ("kB", "MB", "GB", "TB", "PB")
-
-
-def size(nbytes: float) -> str:
-    """A number of bytes as people say it: "512 B", "1.5 kB", "90.9 MB"."""
-    if nbytes < 1000:
-        return f"{nbytes:.0f} B"
-    value = float(nbytes)
-    for unit in _UNITS:
-        value /= 1000
-        if round(value, 1) < 1000 or unit == _UNITS[-1]:
-            break
-    return f"{value:,.1f} {unit}"
+from modelstate.words import printable
 
 
 def count(number: int, noun: str) -> str:
@@ -27,13 +15,6 @@ def count(number: int, noun: str) -> str:
 def seconds(value: float) -> str:
     """ "12.3 ms", "1.23 s"."""
     return f"{value * 1000:.1f} ms" if value < 1 else f"{value:.2f} s"
-
-
-def printable(text: str) -> str:
-    """The text with what would move the cursor or break the line made visible: names in files are others' words."""
-    if text.isprintable():
-        return text
-    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
 
 
 def shorten(text: str, width: int) -> str:
