@@ -33,7 +33,7 @@ def test_text_of_a_training_checkpoint(training: dict[str, Any]) -> None:
     text = inspect_text(ms.open(training))
     lines = text.splitlines()
     assert "28 tensors" in lines[1]
-    assert "285 parameters" in lines[1]
+    assert "285 elements" in lines[1]
     assert lines[2] == "dtypes: float32 (27), int64 (1)"
     assert any(line.split() == ["layer.0", "…", "layer.11", "(12", "×)", "960", "B"] for line in lines)
     assert any(line.split() == ["weight", "[4,", "4]", "float32", "64", "B"] for line in lines)
@@ -52,15 +52,27 @@ def test_text_of_a_part(training: dict[str, Any]) -> None:
     assert "  embed.weight = head.weight" in text.splitlines()
 
 
+def test_the_state_of_an_optimizer_takes_few_lines() -> None:
+    def state(step: int) -> dict[str, Any]:
+        return {"step": step, "exp_avg": torch.zeros(4)}
+
+    steps = {140178894849152 + 72 * i: state(7) for i in range(20)} | {140178894999999: state(8)}
+    lines = inspect_text(ms.open({"state": steps})).splitlines()
+    assert any(line.split() == ["state.140178894849152.step", "…", "(20", "×)", "int", "7"] for line in lines)
+    assert any(line.split() == ["state.140178894999999.step", "int", "8"] for line in lines)
+    assert any(line.split() == ["140178894849152", "…", "(21", "×)", "336", "B"] for line in lines)
+    assert len(lines) < 12
+
+
 def test_text_of_an_empty_checkpoint() -> None:
-    assert "0 tensors, 0 parameters, 0 B" in inspect_text(ms.open({}))
+    assert "0 tensors, 0 elements, 0 B" in inspect_text(ms.open({}))
 
 
 def test_json_is_json_and_complete(training: dict[str, Any]) -> None:
     found = json.loads(inspect_json(ms.open(training)), parse_constant=pytest.fail)
     assert found["totals"] == {
         "tensors": 28,
-        "parameters": 285,
+        "elements": 285,
         "bytes": 284 * 4 + 8,
         "dtypes": {"float32": 27, "int64": 1},
     }

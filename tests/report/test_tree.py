@@ -56,6 +56,27 @@ def test_a_gap_in_the_numbers_is_kept() -> None:
     assert labels("l.0", "l.1", "l.3") == ["l", "  0 … 1 (2 ×)", "  3"]
 
 
+def test_many_numbers_are_folded_wherever_alike_ones_stand() -> None:
+    address = 140178894849152
+    names = [f"state.{address + 72 * i}.{part}" for i in range(10) for part in ("exp_avg", "exp_avg_sq")]
+    odd = f"state.{address + 72 * 3}.exp_avg"
+    assert labels(*names, shapes={odd: (5,)}) == [
+        "state",
+        f"  {address} … (9 ×)",
+        "    exp_avg",
+        "    exp_avg_sq",
+        f"  {address + 72 * 3}",
+        "    exp_avg",
+        "    exp_avg_sq",
+    ]
+
+
+def test_layers_in_turn_are_folded_where_there_are_many() -> None:
+    few, many = ([f"l.{i}.{'ab'[i % 2]}" for i in range(number)] for number in (8, 10))
+    assert labels(*few) == ["l", *(f"  {i}.{'ab'[i % 2]}" for i in range(8))]
+    assert labels(*many) == ["l", "  0 … (5 ×)", "    a", "  1 … (5 ×)", "    b"]
+
+
 def test_numbers_with_leading_zeros_are_names() -> None:
     assert labels("l.00", "l.01") == ["l", "  00", "  01"]
 
@@ -76,7 +97,7 @@ def test_a_name_of_ten_thousand_dots() -> None:
 
 @given(
     st.dictionaries(
-        st.lists(st.sampled_from(["0", "1", "2", "a", "b"]), min_size=1, max_size=4).map(".".join),
+        st.lists(st.sampled_from([*map(str, range(12)), "a", "b"]), min_size=1, max_size=4).map(".".join),
         st.sampled_from([(1,), (2, 2)]),
         min_size=1,
     )

@@ -10,7 +10,7 @@ import torch
 
 from modelstate.read.checkpoint import Checkpoint
 from modelstate.report.text import columns, count, shorten
-from modelstate.report.tree import build, rows
+from modelstate.report.tree import MAX_RUNS, build, is_number, rows
 from modelstate.spec import StoredTensor, TensorSpec
 from modelstate.words import printable, size
 
@@ -38,7 +38,7 @@ def inspect_json(checkpoint: Checkpoint) -> str:
             "extra": {path: _plain(value) for path, value in checkpoint.extra.items()},
             "totals": {
                 "tensors": len(checkpoint),
-                "parameters": _parameters(checkpoint),
+                "elements": _elements(checkpoint),
                 "bytes": checkpoint.nbytes,
                 "dtypes": {_dtype(dtype): number for dtype, number in _dtypes(checkpoint).items()},
             },
@@ -53,7 +53,7 @@ def _heading(checkpoint: Checkpoint) -> str:
     totals = [
         checkpoint.format + files,
         count(len(checkpoint), "tensor"),
-        count(_parameters(checkpoint), "parameter"),
+        count(_elements(checkpoint), "element"),
         size(checkpoint.nbytes),
     ]
     dtypes = _dtypes(checkpoint)
@@ -96,7 +96,14 @@ def _values(checkpoint: Checkpoint) -> str:
     extra = checkpoint.extra
     if not len(extra):
         return ""
-    table = [(f"  {path}", type(value).__name__, shorten(_text(value), _VALUE_WIDTH)) for path, value in extra.items()]
+    alike: dict[tuple[str, str, str], list[str]] = {}
+    for path, value in extra.items():
+        pattern = ".".join("*" if is_number(part) else part for part in path.split("."))
+        alike.setdefault((pattern, type(value).__name__, shorten(_text(value), _VALUE_WIDTH)), []).append(path)
+    table = []
+    for (_, kind, text), paths in alike.items():
+        folded = [f"{paths[0]} … ({len(paths)} ×)"] if len(paths) > MAX_RUNS else paths
+        table += [(f"  {path}", kind, text) for path in folded]
     return f"values that are no tensors ({len(extra):,}):\n{columns(table)}"
 
 
@@ -124,7 +131,8 @@ def _tensor_json(spec: TensorSpec) -> dict[str, object]:
     return found
 
 
-def _parameters(checkpoint: Checkpoint) -> int:
+def _elements(checkpoint: Checkpoint) -> int:
+    """Of all tensors, whatever they are for; those of tied names once."""
     repeated = {name for group in checkpoint.aliases for name in group[1:]}
     return sum(math.prod(spec.shape) for name, spec in checkpoint.items() if name not in repeated)
 

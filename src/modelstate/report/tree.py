@@ -7,6 +7,9 @@ from modelstate.spec import TensorSpec
 
 _MAX_DEPTH = 60
 """Parts of a name that become levels of the tree; the rest of a longer name stays in one piece."""
+MAX_RUNS = 8
+"""Runs of alike numbers that are shown by themselves. Where there are more, alike ones are folded wherever they stand:
+the state of an optimizer, whose numbers are those of parameters or addresses, or layers of two kinds in turn."""
 
 
 @dataclass(slots=True)
@@ -72,7 +75,8 @@ def _below(node: Node, depth: int) -> Iterator[Row]:
         first, last = group[0], group[-1]
         label = prefix + first.name
         if len(group) > 1:
-            label += f" … {prefix[prefix[:-1].rfind('.') + 1 :]}{last.name} ({len(group)} ×)"
+            to = f"{prefix[prefix[:-1].rfind('.') + 1 :]}{last.name} " if _is_run(group) else ""
+            label += f" … {to}({len(group)} ×)"
         yield Row(depth, label, first.spec, sum(one.nbytes for one in group), len(group))
         yield from _below(first, depth + 1)
 
@@ -88,13 +92,14 @@ def _follow(group: list[Node]) -> tuple[str, list[Node]]:
 
 def _runs(node: Node) -> list[list[Node]]:
     """The children, those with consecutive numbers that look alike in one list. Numbers stand in numeric order."""
-    numbered = sorted((int(name), child) for name, child in node.children.items() if _is_number(name))
+    numbered = sorted((int(name), child) for name, child in node.children.items() if is_number(name))
     found: list[list[Node]] = []
     for name, child in node.children.items():
-        if not _is_number(name):
+        if not is_number(name):
             found.append([child])
         elif numbered:
-            found += _numbered_runs(numbered)
+            runs = list(_numbered_runs(numbered))
+            found += _alike(runs) if len(runs) > MAX_RUNS else runs
             numbered = []
     return found
 
@@ -112,5 +117,18 @@ def _numbered_runs(numbered: list[tuple[int, Node]]) -> Iterator[list[Node]]:
         yield run
 
 
-def _is_number(name: str) -> bool:
+def _alike(runs: list[list[Node]]) -> list[list[Node]]:
+    """The runs with those that look alike in one, in the order of their first."""
+    groups: dict[int, list[Node]] = {}
+    for run in runs:
+        groups.setdefault(run[0].shape, []).extend(run)
+    return list(groups.values())
+
+
+def _is_run(group: list[Node]) -> bool:
+    return int(group[-1].name) - int(group[0].name) == len(group) - 1
+
+
+def is_number(name: str) -> bool:
+    """Whether a part of a name is a number, which may be one of a row of alike ones."""
     return name.isascii() and name.isdigit() and len(name) <= 18 and (name == "0" or name[0] != "0")
