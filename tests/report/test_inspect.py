@@ -60,7 +60,7 @@ def test_the_state_of_an_optimizer_takes_few_lines() -> None:
     lines = inspect_text(ms.open({"state": steps})).splitlines()
     assert any(line.split() == ["state.140178894849152.step", "…", "(20", "×)", "int", "7"] for line in lines)
     assert any(line.split() == ["state.140178894999999.step", "int", "8"] for line in lines)
-    assert any(line.split() == ["140178894849152", "…", "(21", "×)", "336", "B"] for line in lines)
+    assert any(line.split() == ["state.140178894849152", "…", "(21", "×)", "336", "B"] for line in lines)
     assert len(lines) < 12
 
 
