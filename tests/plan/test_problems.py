@@ -16,12 +16,12 @@ from modelstate.plan.plan import problem_as_dict
 from modelstate.plan.problems import (
     BufferConflict,
     Complaint,
-    Held,
     IdlePattern,
     Missing,
     NameClash,
     NotATensor,
     NothingFits,
+    NoValues,
     OtherNames,
     Problem,
     TieConflict,
@@ -62,7 +62,7 @@ SAMPLES: dict[Problem, str] = {
     Uninitialised("a.w", "buffer"): "a.w (buffer)",
     IdlePattern("head.*", "allow_missing"): "allow_missing: head.*",
     NameClash("a.w", ("x.w", "y.w")): "a.w: from x.w, y.w",
-    Held("a.w"): "a.w",
+    NoValues("a.w"): "a.w",
     NothingFits("Net"): "Net",
     Complaint("", "size mismatch for a.w"): "size mismatch for a.w",
 }
@@ -156,7 +156,7 @@ def test_the_error_has_the_problems_and_their_text() -> None:
     first, rest = str(error).split("\n", 1)
     assert first == f"cannot load x.pt [model] into Net; nothing has been changed. {len(problems)} problems:"
     assert rest == explain(problems)
-    assert "1 problem:" in str(plan_error("Net", "x.pt", [Held("a")]))
+    assert "1 problem:" in str(plan_error("Net", "x.pt", [NoValues("a")]))
 
 
 def test_the_error_survives_a_pickle() -> None:

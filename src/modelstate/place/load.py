@@ -56,7 +56,7 @@ def plan(
     journal = Journal(_model(model))
     try:
         checkpoint = open_checkpoint(source)
-        with no_collection():
+        with no_collection(), torch.random.fork_rng(devices=[]):
             return Preparation(journal, checkpoint, options, Place, call_extra_state=False).plan()
     finally:
         journal.rollback()

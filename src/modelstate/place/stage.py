@@ -1,5 +1,6 @@
 """Bytes into values: read, cast, transformed, each in the memory where it can stay."""
 
+import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TypeVar
@@ -11,7 +12,7 @@ from modelstate.errors import MemoryBudgetError, ModelStateError, PlacementError
 from modelstate.place.memory import fresh_tensors
 from modelstate.plan.placement import after_transform, is_dense, is_plain
 from modelstate.plan.prepare import SCRATCH_BYTES, Assignment, Preparation
-from modelstate.plan.torch_private import storage_id
+from modelstate.plan.torch_private import storage_owners
 from modelstate.read.checkpoint import is_plain_memory
 from modelstate.read.ranges import Request
 from modelstate.spec import StoredComposite, StoredTensor, contiguous_stride
@@ -86,8 +87,7 @@ def _stage_one(preparation: Preparation, made: Assignment) -> None:
         made.final = value.to(made.dtype) if is_plain(value) else value
     elif made.placement.name == "copy" and isinstance(made.stored, torch.Tensor):
         # A live tensor is as good as a copy of it, unless the load itself is about to overwrite it.
-        overlaps = storage_id(made.value) in preparation.own_storages
-        made.final = made.value.clone() if overlaps else made.value
+        made.final = made.value.clone() if preparation.own_memory.hold(made.value) else made.value
     else:
         _finish(made, _own_value(preparation, made))
 
@@ -154,22 +154,25 @@ def _transformed(preparation: Preparation, made: Assignment) -> torch.Tensor:
             expected=f"a tensor of shape {tuple(made.param.shape)}",
             found=f"shape {tuple(result.shape)} on {result.device}" if is_tensor else repr(result)[:80],
         )
-    return _as_asked(preparation, made, result.detach())
+    # A tensor that others hold, or memory that they do, cannot be the slot's own.
+    own = result is value or (sys.getrefcount(result) <= 2 and storage_owners(result) == 1)
+    return _as_asked(preparation, made, result.detach(), own)
 
 
-def _as_asked(preparation: Preparation, made: Assignment, result: torch.Tensor) -> torch.Tensor:
-    """The result with the dtype and device that were asked for."""
+def _as_asked(preparation: Preparation, made: Assignment, result: torch.Tensor, own: bool) -> torch.Tensor:
+    """The result with the dtype and device that were asked for, and memory that nobody else has."""
     asked = preparation.options.dtype
     if asked is not None and result.is_floating_point() and type(result) is torch.Tensor:
         result = result.to(asked)
     result = result.to(made.device)
     made.dtype = result.dtype
     made.placement = after_transform(made.placement, made.param, result, made.value)
-    memory = storage_id(result)
-    if memory and memory in preparation.transformed:  # returned for another slot too: they must not become tied
-        return result.clone()
-    preparation.transformed.add(memory)
-    return result
+    if not is_plain(result):
+        return result
+    if made.placement.name == "copy":
+        return result.clone() if preparation.own_memory.hold(result) else result
+    fits = own and is_dense(result) and (made.placement.mapped or not result.is_inference())
+    return result if fits else result.clone(memory_format=torch.contiguous_format)
 
 
 def _read_through_scratch(

@@ -8,6 +8,8 @@ import torch
 
 from modelstate.plan.differences import regular_differences
 from modelstate.plan.matching import nearest
+from modelstate.plan.overlap import same_values
+from modelstate.plan.placement import is_plain
 from modelstate.plan.problems import (
     BufferConflict,
     Complaint,
@@ -59,13 +61,15 @@ class Accounts:
         unexpected = self._unexpected()
         problems += self._differences([name for name in missing if name not in allowed], unexpected)
         problems += [Complaint("", message) for message in self.outcome.errors]
-        problems += self._uninitialised(set(missing) - allowed)
+        problems += self._uninitialised({problem.name for problem in problems})
         problems += self.may_miss.idle() + self.may_exceed.idle()
         problems += [IdlePattern(rule, option="rules") for rule in self.of.renamed.idle]
         self._move_the_rest()
         if self.of.slots.tensors and not self.of.assignments and not problems:
             problems.append(NothingFits(type(self.of.model).__name__))
         self._note_lost_versions()
+        self._note_own_code(missing, unexpected)
+        self._note_options()
         if computed := self._computed():
             self._note(computed, "made by the model's own loading code")
         if allowed:
@@ -108,11 +112,18 @@ class Accounts:
             self.of.problems.append(WrongShape(name, tuple(buffer.shape), found))
         elif buffer.is_meta:
             self.of.assign(name, HIDDEN, buffer, value)
-        elif torch.equal(value.to(buffer.device, buffer.dtype), buffer):
+        elif self._equal(value, buffer):
             return [name]
         else:
             self.of.problems.append(BufferConflict(name))
         return []
+
+    @staticmethod
+    def _equal(value: torch.Tensor, buffer: torch.Tensor) -> bool:
+        if not (is_plain(value) and is_plain(buffer)) or value.is_meta:
+            return False
+        common = torch.promote_types(value.dtype, buffer.dtype)
+        return same_values(value.to(buffer.device, common), buffer.to(common))
 
     def _differences(self, missing: list[str], unexpected: list[str]) -> Iterable[Problem]:
         lacking = {name: self._slot_shape(name) for name in (*missing, *self._computed())}
@@ -140,6 +151,24 @@ class Accounts:
             if slot.tensor.is_meta and not self.of.is_filled(slot.tensor) and reported.isdisjoint(slot.names):
                 yield Uninitialised(slot.name, slot.kind)
 
+    def _note_own_code(self, missing: list[str], unexpected: list[str]) -> None:
+        """Names that neither came to a slot nor were found to be missing: overrides and hooks have dealt with them."""
+        of = self.of
+        named = {*missing, *unexpected, *self.outcome.unexpected, *of.extra_states, *(p.name for p in of.problems)}
+        if gone := [name for name, source in of.renamed.names.items() if source not in of.used and name not in named]:
+            self._note(gone, "went into the model's own loading code")
+        still = [slot.name for slot in of.slots.tensors if slot.kind != HIDDEN and not of.is_filled(slot.tensor)]
+        if left := [name for name in still if name not in named]:
+            self._note(left, "left to the model's own loading code")
+
+    def _note_options(self) -> None:
+        """What the arguments mean for things that the plan cannot look into."""
+        changed = [m for m in self.of.assignments if not m.param.is_meta and m.param.dtype != m.dtype]
+        if changed:
+            self._note([m.name for m in changed], "change their dtype: pass optimizers= that have state for them")
+        if self.of.options.transform is not None:
+            self.of.notes.append("shapes and dtypes are checked when the transform has returned")
+
     def _note_lost_versions(self) -> None:
         """Says so where modules decide by a version how to load, and the checkpoint has lost it."""
         versions = self.of.versions or {}
@@ -161,7 +190,9 @@ class Accounts:
             return
         for slot in self.of.slots.tensors:
             if not self.of.is_filled(slot.tensor) and not slot.tensor.is_meta and slot.tensor.device != device:
-                self.of.assign(slot.name, slot.kind, slot.tensor, slot.tensor.detach())
+                self.of.move(slot, device)
+        if self.of.moves:
+            self._note([made.name for made in self.of.moves], f"only moved to {device}")
 
     def _slot_shape(self, name: str) -> tuple[int, ...] | None:
         slot = self.of.slots.by_name.get(name)

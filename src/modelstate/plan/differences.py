@@ -41,7 +41,7 @@ def regular_differences(
     ways: list[_Way] = []
     left, over = dict(missing), dict(unexpected)
     while left and over and len(ways) < _MOST_WAYS:
-        found = (_strip(left, over), _add(left, over), _unwrap(left, over), _wrap(left, over))
+        found = (_strip(left, over), _add(left, over), _unwrap(left, over), _wrap(left, over), _replace(left, over))
         best = max(found, key=lambda way: len(way.pairs))
         if not best.pairs or (len(best.pairs) == 1 and (ways or len(left) > 3)):
             break  # one name of many that ends like another is no regularity
@@ -96,6 +96,26 @@ def _add(missing: Mapping[str, Shape], unexpected: Mapping[str, Shape]) -> _Way:
     narrower = _narrowed("^", turned, prefix.replace("\\", r"\\"))
     pairs = {name: source for source, name in turned.items()}
     return _Way(Prefix(add=prefix or "."), f"the prefix {prefix!r} of the model", pairs, narrower)
+
+
+def _replace(missing: Mapping[str, Shape], unexpected: Mapping[str, Shape]) -> _Way:
+    """The prefix of unexpected names, and the one of missing names in its place, by which most of them differ."""
+    by_rest: dict[str, list[str]] = {}
+    for name in missing:
+        for prefix in prefixes(name):
+            by_rest.setdefault(name[len(prefix) :], []).append(prefix)
+    votes: Counter[tuple[str, str]] = Counter()
+    for name, shape in unexpected.items():
+        for prefix in prefixes(name):
+            rest = name[len(prefix) :]
+            votes.update((prefix, put) for put in by_rest.get(rest, [])[:16] if missing[put + rest] == shape)
+    if not votes or max(votes.values()) < 2:  # two single names may be anything to each other
+        return _Way(Prefix(strip="."), "", {})
+    strip, add = max(votes, key=lambda pair: (votes[pair], -len(pair[0])))
+    turned = {name: add + name[len(strip) :] for name in unexpected if name.startswith(strip)}
+    pairs = {put: name for name, put in turned.items() if put in missing}
+    narrower = _narrowed(rf"^{re.escape(strip)}", (name[len(strip) :] for name in pairs.values()), add)
+    return _Way(Prefix(strip, add), f"the prefix {strip!r} of the checkpoint for {add!r}", pairs, narrower)
 
 
 def _best_prefix(short: Mapping[str, Shape], long: Mapping[str, Shape]) -> tuple[str, dict[str, str]]:

@@ -17,24 +17,32 @@ def matching_part(checkpoint: Checkpoint, wanted: Collection[str], rename: Calla
     containers = {"", *checkpoint.containers}
     if len(containers) == 1:
         return checkpoint
-    counts = _matches(checkpoint, containers, set(wanted), rename)
+    exact = _matches(checkpoint, containers, set(wanted), rename)
+    # A wrapper's prefix may be in the way, on either side.
+    bare = _matches(checkpoint, containers, {without_wrappers(name) for name in wanted}, without_wrappers)
+    counts = exact | bare
     if not counts:
-        # Nothing matches as it is; a prefix on either side may be in the way.
-        bare = {without_wrappers(name) for name in wanted}
-        ends = bare.union(name[len(prefix) :] for name in bare for prefix in prefixes(name))
+        ends = {name[len(prefix) :] for name in wanted for prefix in prefixes(name)}
         counts = _matches(checkpoint, containers, ends, without_wrappers)
     if not counts:
         return checkpoint
-    (best, most), *others = counts.most_common()
-    if others and others[0][1] * 2 >= most:
-        rivals = [(key, count) for key, count in ((best, most), *others) if count * 2 >= most]
-        listed = ", ".join(f"{key or '(the whole)'!r} ({count} of {len(wanted)} names match)" for key, count in rivals)
+    best, most = max(counts.items(), key=lambda item: (item[1], exact[item[0]], len(item[0])))
+    rivals = {
+        key: count
+        for key, count in counts.items()
+        if count * 2 >= most and not (not exact[key] and best.startswith(f"{key}." if key else ""))
+    }
+    rivals[best] = most
+    if len(rivals) > 1:
+        listed = ", ".join(
+            f"{key or '(the whole)'!r} ({count} of {len(wanted)} names match)" for key, count in rivals.items()
+        )
         raise AmbiguousKeyError(
             "the checkpoint holds several state dicts that fit the model",
             where=checkpoint.source,
             found=listed,
-            remedy=f"say which: key={rivals[0][0]!r}",
-            candidates=rivals,
+            remedy=f"say which: key={best!r}",
+            candidates=tuple(rivals.items()),
         )
     return checkpoint.select(best) if best else checkpoint
 

@@ -19,14 +19,14 @@ from modelstate.plan.dtypes import cast_between, short
 from modelstate.plan.explain import plan_error
 from modelstate.plan.journal import Journal, Write
 from modelstate.plan.matching import matching_part
-from modelstate.plan.memento import same_place
+from modelstate.plan.overlap import Addresses, clash, overlap, same_values
 from modelstate.plan.placement import Placement, choose, is_plain
 from modelstate.plan.plan import Options, Plan, Step, cast_text
-from modelstate.plan.problems import Held, NameClash, NotATensor, Problem, TieConflict, WrongDtype, WrongShape
+from modelstate.plan.problems import NameClash, NotATensor, NoValues, Problem, TieConflict, WrongDtype, WrongShape
 from modelstate.plan.recorder import Outcome, walk
 from modelstate.plan.rules import apply_rules, renamed_by
 from modelstate.plan.slots import BUFFER, EXTRA, HIDDEN, PARAMETER, Slot, slots_of
-from modelstate.plan.torch_private import payload_of, storage_id, use_count
+from modelstate.plan.torch_private import payload_of, storage_id
 from modelstate.read.checkpoint import Checkpoint
 from modelstate.spec import Stored, StoredComposite, StoredTensor
 
@@ -102,20 +102,25 @@ class Preparation:
         self.journal, self.model, self.options = journal, journal.root, options
         self.slots = slots_of(self.model)
         wanted = [*self.slots.by_name, *self.slots.extra]
+        self.problems: list[Problem] = []
+        self.notes: list[str] = []
         if options.key is not None:
             self.checkpoint = checkpoint.select(options.key)
         else:
             self.checkpoint = matching_part(checkpoint, wanted, partial(renamed_by, options.rules))
+            if rest := len(checkpoint) - len(self.checkpoint):
+                self.notes.append(f"{rest} tensors of other parts of the checkpoint are not loaded")
         self.maps = self.checkpoint.maps()
-        self.problems: list[Problem] = []
-        self.notes: list[str] = []
         self.assignments: list[Assignment] = []
+        self.moves: list[Assignment] = []
+        """Tensors that no value goes to, and that only go to another device."""
+        self.used: set[str] = set()
+        """Names of the checkpoint whose values have come to a slot."""
         self.extra_states: list[str] = []
-        self.transformed: set[int] = set()
-        """Storages of what a transform has returned."""
-        self.own_storages = {storage_id(slot.tensor) for slot in self.slots.tensors}
+        self.own_memory = Addresses(slot.tensor for slot in self.slots.tensors)
         self._make_write, self._call_extra_state = make_write, call_extra_state
         self._by_param: dict[int, Assignment] = {}
+        self._by_storage: dict[int, list[Assignment]] = {}
         self._shown: set[object] = set()
         self._source_of: dict[int, str] = {}
         self._state = self._state_dict()
@@ -146,6 +151,7 @@ class Preparation:
             else:
                 state[name] = value = self.maps.tensor(checkpoint[source].stored)
                 self._source_of[id(value)] = source
+                self.journal.protect(value)
         return state
 
     def _walk(self, outcome: Outcome) -> None:
@@ -188,24 +194,46 @@ class Preparation:
 
     def assign(self, name: str, kind: str, param: torch.Tensor, value: torch.Tensor) -> None:
         """Takes down that `value` goes to `param`, or what keeps it from going there."""
+        source = self._source_of.get(id(value), "")
+        self.used.add(source)
         first = self._by_param.get(id(param))
         if first is not None:
             if not same_values(first.value, value):
                 self.problems.append(TieConflict(name, (first.name,)))
             return
-        source = self._source_of.get(id(value), "")
         # What the model's code has had in its hands may have been changed there: the view counts, not the file.
         used = self.journal.used
         untouched = source and not (used and storage_id(value) in used)
-        stored = self.checkpoint[source].stored if untouched else None
-        made = self._assignment(name, kind, param, value, source, stored)
+        made = self._assignment(name, kind, param, value, source, self.checkpoint[source].stored if untouched else None)
         self._by_param[id(param)] = made
         self.assignments.append(made)
-        if is_plain(value):
+        if value.is_meta:
+            self.problems.append(NoValues(name))
+        elif is_plain(value):
             self._check_dtype(made)
-        if made.placement.name == "swap" and not made.placement.by_handler and use_count(param) != 1:
-            self.problems.append(Held(name))
+        self._check_shared_memory(made)
         self.journal.add(self._make_write(self, made))
+
+    def move(self, slot: Slot, device: torch.device) -> None:
+        """Takes down that a tensor that gets no value goes to a device."""
+        value = slot.tensor.detach()
+        placement = Placement("data", f"moves to {device}")
+        made = Assignment(slot.name, slot.kind, slot.tensor, value, "", value, placement, value.dtype, device)
+        self.moves.append(made)
+        self.journal.add(self._make_write(self, made))
+
+    def _check_shared_memory(self, made: Assignment) -> None:
+        """Slots that show the same memory are tied as much as those that are the same tensor."""
+        if made.param.is_meta or not is_plain(made.param):
+            return
+        others = self._by_storage.setdefault(storage_id(made.param), [])
+        for other in others:
+            if other.value.shape == other.param.shape and overlap(other.param, made.param):
+                if made.placement.name != "copy":
+                    self.notes.append(f"{other.name} and {made.name} share memory, and will no longer")
+                elif clash(other.param, other.value, made.param, made.value):
+                    self.problems.append(TieConflict(made.name, (other.name,)))
+        others.append(made)
 
     def _assignment(
         self, name: str, kind: str, param: torch.Tensor, value: torch.Tensor, source: str, stored: Stored | None
@@ -265,6 +293,9 @@ class Preparation:
     def extra_bytes(self) -> int:
         """Memory that is needed beyond the final tensors: what is staged, and a buffer for what is cast or moved."""
         staged = sum(made.staged_bytes for made in self.assignments)
+        if self.options.transform is not None:
+            # What the transform is given, one tensor at a time; what it takes besides, nobody knows beforehand.
+            return staged + max((made.nbytes for made in self.assignments if not made.placement.mapped), default=0)
         cast = [made.nbytes for made in self.assignments if made.value.dtype != made.dtype or not made.on_cpu]
         return staged + max(max(cast, default=0), min(sum(cast), SCRATCH_BYTES))
 
@@ -314,17 +345,3 @@ class Preparation:
             ties=tuple(name for name in slot.names if name != made.name) if slot else (),
             rules=self.renamed.used.get(made.name, ()),
         )
-
-
-def same_values(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """Whether two tensors are equal bit for bit, without looking where they are the same bytes."""
-    if a.dtype != b.dtype or a.shape != b.shape:
-        return False
-    if not (is_plain(a) and is_plain(b)):
-        return a is b
-    if same_place(a, b) or a.data_ptr() == b.data_ptr():
-        return True
-    bits = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}.get(a.itemsize)
-    if bits is None:
-        a, b, bits = torch.view_as_real(a), torch.view_as_real(b), torch.int64
-    return torch.equal(a.view(bits), b.view(bits))

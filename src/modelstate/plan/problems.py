@@ -194,11 +194,11 @@ class NameClash(Problem):
 
 
 @dataclass(frozen=True, slots=True)
-class Held(Problem):
-    """Something in torch's core holds the tensor, so that it cannot be exchanged under its identity."""
+class NoValues(Problem):
+    """The source's tensor is on the meta device itself."""
 
-    title: ClassVar = "tensors that cannot be exchanged, for something else holds them"
-    remedy: ClassVar = "let go of views and autograd graphs of these tensors before the load"
+    title: ClassVar = "tensors of the source that are on meta, without values"
+    remedy: ClassVar = "take the state dict of a model that has been loaded"
 
 
 @dataclass(frozen=True, slots=True)

@@ -64,6 +64,12 @@ def slots_of_class(cls: type) -> list[str]:
     return [name for name in names if name not in ("__dict__", "__weakref__")]
 
 
+def storage_owners(tensor: torch.Tensor) -> int:
+    """How many tensors and storages have the memory of a tensor; 1 where it has it alone, 0 where it has none."""
+    storage = storage_of(tensor) if storage_id(tensor) else None
+    return int(torch._C._storage_Use_Count(storage._cdata)) - 1 if storage is not None else 0
+
+
 def address_range(tensor: torch.Tensor) -> tuple[int, int]:
     """Where the storage of a tensor begins and ends in memory; nothing for one that has none."""
     if not storage_id(tensor) or tensor.is_meta:
