@@ -185,10 +185,19 @@ class PickleError(OpenError, ValueError):
 class ForbiddenGlobalError(OpenError, ValueError):
     """A pickle that asks for classes or functions outside the allow-list."""
 
-    def __init__(self, what: str, *, refused: Sequence[tuple[str, str]] = (), **fields: object) -> None:
+    def __init__(
+        self,
+        what: str,
+        *,
+        refused: Sequence[tuple[str, str]] = (),
+        allow: Sequence[str] = (),
+        **fields: object,
+    ) -> None:
         super().__init__(what, **fields)
         self.refused = tuple(refused)
         """What was asked for: pairs of qualified name and path in the checkpoint."""
+        self.allow = tuple(allow)
+        """What `allow=` would have to hold to open it; nothing where that would not be right."""
 
 
 class UnsupportedTensorError(OpenError, NotImplementedError):

@@ -26,7 +26,7 @@ from modelstate.read import verify as verify_module
 from modelstate.read.checkpoint import Checkpoint, is_plain_memory
 from modelstate.read.open import open as open_checkpoint
 from modelstate.spec import TensorSpec
-from tests.read.files import entry, safetensors_bytes, same
+from tests.read.files import entry, index_text, safetensors_bytes, same
 from tests.read.torch_files import as_bytes, rich_tree, saved
 
 WEIGHT = torch.arange(12.0).reshape(4, 3)
@@ -607,6 +607,15 @@ def test_nothing_to_verify_against(tmp_path: Path, kind: str) -> None:
     source: Any = {"a": WEIGHT} if kind == "mapping" else tmp_path / "x.safetensors"
     with pytest.raises(ChecksumError, match=f"found: {kind}, which keeps none"):
         open_checkpoint(source).verify()
+
+
+def test_what_has_no_checksum_is_named(tmp_path: Path) -> None:
+    save_file({f"b{i}": WEIGHT + i for i in range(5)}, tmp_path / "b.safetensors")
+    torch.save({"a": WEIGHT}, tmp_path / "a.pt")
+    (tmp_path / "x.index.json").write_text(index_text({"a": "a.pt"} | {f"b{i}": "b.safetensors" for i in range(5)}))
+    with pytest.raises(ChecksumError) as caught:
+        open_checkpoint(tmp_path / "x.index.json").verify()
+    assert caught.value.found == "none for b0, b1, b2, ..."
 
 
 # Files that change.

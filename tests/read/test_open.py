@@ -15,6 +15,7 @@ import sys
 import tarfile
 import tempfile
 import textwrap
+import warnings
 import zipfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -23,6 +24,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import torch.package
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from safetensors.torch import save, save_file
@@ -207,6 +209,12 @@ FOREIGN: dict[str, tuple[type[OpenError], str, bytes]] = {
     "executorch": (NotACheckpointError, "ExecuTorch", b"\x1c\0\0\0ET12" + SOME),
     "json": (NotACheckpointError, "JSON", json.dumps({"hidden_size": 384, "vocab_size": 30522}).encode()),
     "json list": (NotACheckpointError, "JSON", b"[1, 2, 3]\n"),
+    "json of a server": (NotACheckpointError, "Repository not found", b'{"error": "Repository not found"}'),
+    "npy, as it begins": (NotACheckpointError, r"found: \x93NUMPY\x01", arrays(np.save)),
+    "a zip's first byte": (TruncatedFileError, "1 byte: 50", b"P"),
+    "a zip's first two": (TruncatedFileError, "2 bytes: 50 4b", b"PK"),
+    "a legacy file's first two": (TruncatedFileError, "2 bytes: 80 02", b"\x80\x02"),
+    "the length of a header": (TruncatedFileError, "1 byte: 40", b"@"),
     "program": (NotACheckpointError, "program", b"\x7fELF\x02\x01\x01" + bytes(60)),
     "text": (UnknownFormatError, "Entry not found", b"Entry not found"),
     "long text": (UnknownFormatError, "text file", "ein größerer Text 🙂\n".encode() * 1000),
@@ -229,6 +237,23 @@ def test_files_that_are_no_checkpoints(error: type[OpenError], text: str, conten
     assert str(path) in raised.value.where
     assert raised.value.remedy
     assert text in str(raised.value)
+
+
+def test_json_is_said_to_be_an_answer_where_it_stands_for_a_file(tmp_path: Path) -> None:
+    for name, what, remedy in (("model.pt", "server's answer", "download"), ("config.json", "JSON", str(tmp_path))):
+        (tmp_path / name).write_text('{"error": "Invalid credentials"}')
+        with pytest.raises(NotACheckpointError, match=what) as raised:
+            open_checkpoint(tmp_path / name)
+        assert "Invalid credentials" in raised.value.found
+        assert remedy in raised.value.remedy
+
+
+def test_bytes_and_letters_are_shown_as_they_are(tmp_path: Path) -> None:
+    path = tmp_path / "x"
+    path.write_bytes("größer".encode())
+    with pytest.raises(UnknownFormatError) as raised:
+        open_checkpoint(path)
+    assert raised.value.found == "größer"
 
 
 def test_data_of_tensorflow_is_known_by_its_name(tmp_path: Path) -> None:
@@ -535,8 +560,7 @@ def test_several_checkpoints(tmp_path: Path) -> None:
     with pytest.raises(AmbiguousDirectoryError) as raised:
         open_checkpoint(tmp_path)
     assert raised.value.found == "epoch=1.ckpt, epoch=2.ckpt, last.ckpt"
-    line = raised.value.remedy.partition(": ")[2]
-    assert line == f"modelstate.open({str(tmp_path / 'epoch=1.ckpt')!r})"
+    assert raised.value.remedy.endswith(f"such as {tmp_path / 'epoch=1.ckpt'}")
 
 
 def test_a_model_in_one_file_and_in_shards(tmp_path: Path) -> None:
@@ -594,6 +618,49 @@ def test_directories_of_other_tools(names: tuple[str, ...], tool: str, tmp_path:
     with pytest.raises(NotACheckpointError, match=tool) as raised:
         open_checkpoint(tmp_path)
     assert raised.value.remedy
+
+
+def foreign_zips() -> dict[str, Callable[[Path], None]]:
+    def script(path: Path) -> None:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            torch.jit.save(torch.jit.script(torch.nn.Linear(2, 2)), path)
+
+    def exported(path: Path) -> None:
+        torch.export.save(torch.export.export(torch.nn.Linear(2, 2), (torch.ones(2, 2),)), path)
+
+    def package(path: Path) -> None:
+        with torch.package.PackageExporter(path) as exporter:
+            exporter.save_text("notes", "notes.txt", "hello")
+
+    return {
+        "torchscript": script,
+        "exported program": exported,
+        "torch.package": package,
+        "numpy": lambda path: path.write_bytes(arrays(np.savez)) and None,
+        "onnx": lambda path: path.write_bytes(FOREIGN["onnx"][2]) and None,
+        "archive": lambda path: path.write_bytes(zipped("notes.txt", "model.pt")) and None,
+    }
+
+
+@pytest.mark.parametrize("name", ["model.pt", "model.pt2", "other.jit"])
+@pytest.mark.parametrize("kind", foreign_zips())
+def test_what_is_no_checkpoint_is_no_candidate(kind: str, name: str, tmp_path: Path) -> None:
+    foreign_zips()[kind](tmp_path / name)
+    with pytest.raises(OpenError):
+        open_checkpoint(tmp_path / name)
+    with pytest.raises((NoCheckpointError, NotACheckpointError)):
+        open_checkpoint(tmp_path)
+    WRITERS["torch zip"](tmp_path / "weights.pt")
+    assert_opens(tmp_path)
+    save_file(STATE, tmp_path / "weights.safetensors")
+    assert_opens(tmp_path)
+
+
+def test_the_directory_of_a_published_model_in_two_forms(real_file: Callable[[str], Path]) -> None:
+    path = real_file("silero-vad")
+    assert real_file("silero-vad-jit").parent == path.parent
+    assert open_checkpoint(path.parent).files == (str(path),)
 
 
 def test_special_files_in_a_directory_are_passed_over(tmp_path: Path) -> None:

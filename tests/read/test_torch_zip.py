@@ -184,6 +184,7 @@ def test_conjugated_and_negative_views(tmp_path: Path) -> None:
             lambda: torch.quantize_per_channel(torch.ones(2, 2), torch.ones(2), torch.zeros(2), 0, torch.quint8),
             "quantiz",
         ),
+        (lambda: torch.quantize_per_tensor(torch.ones(3), 0.1, 2, torch.qint8).storage(), "quantized storage"),
         (lambda: torch.nested.nested_tensor([torch.ones(2), torch.ones(3)]), "nested tensor"),
         (lambda: torch.ones(3, device="meta"), "meta device"),
     ],
@@ -192,7 +193,8 @@ def test_unsupported_tensors_are_named_with_their_place(tmp_path: Path, made: An
     path = saved(tmp_path / "x.pt", {"layers": [1, {"w": made()}]})
     with pytest.raises(errors.UnsupportedTensorError, match=kind) as caught:
         tree(path)
-    assert "layers.1.w" in str(caught.value)
+    assert str(caught.value).startswith(f"{path}: layers.1.w: ")
+    assert caught.value.remedy
 
 
 def test_opening_reads_no_tensor_and_is_fast(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -273,10 +273,11 @@ def test_every_refused_name_comes_at_once(tmp_path: Path) -> None:
     assert ("numpy.dtype", "best") in refused
     text = str(caught.value)
     assert "argparse.Namespace at args" in text
-    pasted = re.search(r"ms\.open\((.*?)\) if you trust", text)
+    pasted = re.search(r"if you trust them: ms\.load\(model, ms\.open\((.*?)\)\);", text)
     assert pasted
     given = eval(f"dict(path={pasted[1].partition(', ')[0]}, {pasted[1].partition(', ')[2]})")
     assert given["path"] == path
+    assert given["allow"] == list(caught.value.allow)
     contents = torch_zip.read(path, allow=given["allow"])
     assert repr(contents.tree) == repr(training_state())
     assert contents.tree["bag"].note == "n"
@@ -465,6 +466,18 @@ def laughs(levels: int) -> bytes:
 def copies(call: bytes, times: int) -> bytes:
     """Asks for many copies of one large argument."""
     return b"\x80\x02(" + call + (b"h\0h\1\x85R" * times) + b"l."
+
+
+def test_containers_that_cannot_be_loaded_have_a_remedy(tmp_path: Path) -> None:
+    ring: list[Any] = []
+    ring.append({"again": ring})
+    deep: list[Any] = []
+    for _ in range(200):
+        deep = [deep]
+    for number, value in enumerate((ring, deep)):
+        with pytest.raises(errors.PickleError, match=r"holds itself|too deep") as caught:
+            torch_zip.read(saved(tmp_path / f"{number}.pt", {"a": value}))
+        assert "state dicts" in caught.value.remedy
 
 
 HOSTILE = {

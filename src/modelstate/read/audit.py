@@ -89,9 +89,17 @@ class _Walker:
         if key in self.sizes:
             return self.sizes[key]
         if key in self.open:
-            raise PickleError("a container in the pickle holds itself", where=dotted(path)[:1000])
+            raise PickleError(
+                "a container in the pickle holds itself",
+                where=dotted(path)[:1000],
+                remedy="load it where it was written, and save the state dicts in it alone",
+            )
         if depth > MAX_DEPTH:
-            raise PickleError("containers in the pickle are nested too deep", expected=f"at most {MAX_DEPTH} levels")
+            raise PickleError(
+                "containers in the pickle are nested too deep",
+                expected=f"at most {MAX_DEPTH} levels",
+                remedy="load it where it was written, and save the state dicts in it alone",
+            )
         self.open.add(key)
         nodes, characters, flags = 1, 0, self.own_flags(node, path)
         for name, child in _children(node, bare):
@@ -120,13 +128,19 @@ class _Walker:
             return TENSOR
         if kind is Storage:
             if node.dtype in QUANTIZED:
-                self.found.flawed.append((UnsupportedTensorError("a quantized storage is not supported"), path))
+                self.found.flawed.append((_quantized_storage(node.dtype), path))
             return TENSOR | UNFINISHED
         if kind is TensorRecipe:
             return TENSOR | UNFINISHED
         if kind in (Recipe, Allowed, Known):
             return UNFINISHED
         return 0
+
+
+def _quantized_storage(dtype: torch.dtype) -> UnsupportedTensorError:
+    return UnsupportedTensorError(
+        f"a quantized storage ({dtype}) is not supported", remedy="save the dequantize()d form of its tensor"
+    )
 
 
 _SAME = object()

@@ -50,20 +50,23 @@ def _raise_refused(found: Audit, path: str, names: TorchGlobals) -> None:
         shown.append(f"and {len(ordered) - 10} more")
     never = [name for name in ordered if is_never(name)]
     failed = "; ".join(f"{name} is allowed, but its import failed: {why}" for name, why in names.failed.items())
+    allow: list[str] = []
     if never:
         remedy = f"do not trust this file: {never[0]} has no place in a checkpoint"
     elif any(name.startswith("torch.nn.modules.") for name in ordered):
         remedy = "the file holds a whole module; where it can be loaded, save its state_dict() instead"
     else:
+        allow = ordered
         listed = ", ".join(f'"{name}"' for name in ordered)
         remedy = (
-            f'ms.open("{path}", allow=[{listed}]) if you trust them, or '
-            f'ms.open("{path}", skip_forbidden=True), which leaves placeholders in their places'
+            f'if you trust them: ms.load(model, ms.open("{path}", allow=[{listed}])); '
+            f'without them: ms.open("{path}", skip_forbidden=True), which leaves placeholders in their places'
         )
     raise ForbiddenGlobalError(
         f"the pickle asks for {len(ordered)} {'class or function' if len(ordered) == 1 else 'classes or functions'} "
         "that {} not allowed".format("is" if len(ordered) == 1 else "are"),
         refused=refused,
+        allow=allow,
         where=path,
         found=", ".join(shown) + (f" ({failed})" if failed else ""),
         remedy=remedy,
@@ -130,7 +133,7 @@ class _Constructor:
             return self.composite(node, path)
         if flags & TENSOR:
             raise UnsupportedTensorError(
-                f"tensors inside a {node.name} are not supported",
+                f"tensors inside an object of {node.name} are not supported",
                 where=f"{self.path}: {dotted(path)}",
                 remedy="leave it out of what is allowed, and open with skip_forbidden=True to read the rest",
             )
@@ -166,7 +169,7 @@ class _Constructor:
 
     def failed(self, name: str, path: Path, error: Exception) -> PickleError:
         return PickleError(
-            f"a {name} cannot be made of what the pickle has",
+            f"an object of {name} cannot be made of what the pickle has",
             where=f"{self.path}: {dotted(path)}",
             found=f"{type(error).__name__}: {str(error)[:200]}",
             remedy="use the version of the library that wrote it, or leave it out of what is allowed",
@@ -187,7 +190,7 @@ class _Constructor:
                 raise
             except Exception as error:
                 raise PickleError(
-                    f"a {kind} cannot be made of its parts",
+                    f"a tensor of kind {kind} cannot be made of its parts",
                     where=place,
                     found=f"{type(error).__name__}: {str(error)[:200]}",
                     remedy="use the version of the library that wrote it",

@@ -21,6 +21,7 @@ from modelstate.errors import (
 from modelstate.read import torch_zip
 from modelstate.read.construct import construct
 from modelstate.read.dcp_metadata import ChunkedTensor, Index, Metadata, Place, read_metadata
+from modelstate.read.json_text import excerpt
 from modelstate.read.pickled import Refused
 from modelstate.read.sharded import safe_paths
 from modelstate.read.source_file import SourceFile
@@ -115,7 +116,7 @@ def _read_archive(file: SourceFile, index: Index, place: Place, names: TorchGlob
             raise PickleError(
                 "this is no archive of torch.save",
                 expected=f"one at byte {place.start}, as the metadata says",
-                found=repr(head),
+                found=excerpt(head),
                 remedy="copy the checkpoint again",
             )
         return torch_zip.read_archive(section, names)
@@ -171,7 +172,7 @@ def _assembled(item: ChunkedTensor, parts: Sequence[StoredTensor | StoredComposi
     ]
 
     def build(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-        whole = torch.empty(item.shape, dtype=item.dtype)
+        whole = torch.empty(item.shape, dtype=item.dtype, device="cpu")
         for box, tensor in zip(boxes, tensors, strict=True):
             whole[box].copy_(tensor)
         return whole

@@ -155,11 +155,12 @@ def _forbidden(names: TorchGlobals) -> ForbiddenGlobalError:
     return ForbiddenGlobalError(
         "the metadata asks for classes or functions that are not allowed",
         refused=[(name, "") for name in refused],
+        allow=() if never else refused,
         expected="the classes of torch.distributed.checkpoint",
         found=", ".join(refused[:10]) + (f", and {len(refused) - 10} more" if len(refused) > 10 else ""),
         remedy=f"do not trust this checkpoint: {never[0]} has no place in its metadata"
         if never
-        else f"if you know why they are there, open it with allow=[{listed}]; they are not made",
+        else f"if you know why they are there: ms.load(model, ms.open(path, allow=[{listed}])); they are not made",
     )
 
 

@@ -15,6 +15,11 @@ from modelstate.read.json_text import excerpt
 from modelstate.read.source_file import CUT_SHORT, SourceFile
 
 HEAD_BYTES = 4096
+_FORMATS = "a file of torch.save, safetensors, or an index of shards"
+_BEGINNINGS = (b"PK\x03\x04", b"\x80\x02\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19.")
+"""Of the files that torch.save writes; what has less is cut short."""
+_FEW_BYTES = 2
+"""What may as well be the beginning of a length in a safetensors file is not called a text."""
 _ZEROS_BYTES = 16 << 20
 """How far a file is read to find whether it is all zeros."""
 
@@ -85,6 +90,8 @@ def other_zip(path: str, head: bytes) -> NotACheckpointError | None:
 
 def no_checkpoint(path: str, head: bytes) -> UnknownFormatError | TruncatedFileError:
     """The error for a file of which no format recognises the first `HEAD_BYTES`."""
+    if any(beginning.startswith(head) for beginning in _BEGINNINGS):
+        return _too_short(path, head)
     text = head.removeprefix(b"\xef\xbb\xbf").lstrip()
     if _LFS.match(text):
         size = _LFS_SIZE.search(text)
@@ -107,13 +114,24 @@ def no_checkpoint(path: str, head: bytes) -> UnknownFormatError | TruncatedFileE
     if known:
         return known
     if text[:1] in (b"{", b"[") and _is_text(head):
+        return _json(path, text)
+    return _by_its_end(path) or _unknown(path, head)
+
+
+def _json(path: str, text: bytes) -> NotACheckpointError:
+    if path.endswith(".json"):
         return NotACheckpointError(
             "this is a JSON file; it holds no tensors, and no weight_map of an index of shards",
             where=path,
             found=excerpt(text[:60]),
             remedy=f"open its directory: {os.path.dirname(path) or '.'}",
         )
-    return _by_its_end(path) or _unknown(path, head)
+    return NotACheckpointError(
+        "this is a JSON text, probably a server's answer, saved in place of the file",
+        where=path,
+        found=excerpt(text[:200]),
+        remedy="read it: it may say why there was no file; then download the file again",
+    )
 
 
 def _known(kinds: tuple[Kind, ...], path: str, head: bytes) -> NotACheckpointError | None:
@@ -137,37 +155,40 @@ def _by_its_end(path: str) -> NotACheckpointError | None:
     )
 
 
+def _too_short(path: str, head: bytes) -> TruncatedFileError:
+    return TruncatedFileError(
+        "the file is shorter than the beginning of any checkpoint",
+        where=path,
+        expected=_FORMATS,
+        found=f"{len(head)} {'byte' if len(head) == 1 else 'bytes'}: {head.hex(' ')}",
+        remedy=CUT_SHORT,
+    )
+
+
 def _unknown(path: str, head: bytes) -> UnknownFormatError | TruncatedFileError:
-    formats = "a file of torch.save, safetensors, or an index of shards"
     if not head.strip(b"\0"):
-        return _zeros(path, formats)
-    if _is_text(head):
+        return _zeros(path)
+    if len(head) > _FEW_BYTES and _is_text(head):
         return UnknownFormatError(
             "this is a text file",
             where=path,
-            expected=formats,
+            expected=_FORMATS,
             found=excerpt(head[:120]),
             remedy="read it: it may be what a server answered in place of the file",
         )
     if len(head) < 8:
-        return TruncatedFileError(
-            "the file is shorter than the beginning of any checkpoint",
-            where=path,
-            expected=formats,
-            found=f"{len(head)} bytes: {head.hex(' ')}",
-            remedy=CUT_SHORT,
-        )
+        return _too_short(path, head)
     return UnknownFormatError(
         "this is no checkpoint of a format that is known here",
         where=path,
-        expected=formats,
+        expected=_FORMATS,
         found=f"a file that begins with {head[:16].hex(' ')} ({excerpt(head[:16])})",
         remedy="compare its size and its SHA-256 with those of the original; if they are right, convert it to "
         "safetensors with what wrote it",
     )
 
 
-def _zeros(path: str, formats: str) -> UnknownFormatError:
+def _zeros(path: str) -> UnknownFormatError:
     with SourceFile(path) as file:
         nbytes, begin = file.nbytes, 0
         while begin < min(nbytes, _ZEROS_BYTES):
@@ -181,7 +202,7 @@ def _zeros(path: str, formats: str) -> UnknownFormatError:
     return UnknownFormatError(
         "the file is empty space: its writer was stopped before it wrote, or the machine before the disk did",
         where=path,
-        expected=formats,
+        expected=_FORMATS,
         found=found,
         remedy="take an older checkpoint, or copy the file again",
     )

@@ -120,11 +120,11 @@ def _candidate(directory: str, name: str) -> _Candidate | None:
         shards = _shards(path)
         in_safetensors = any(shard.endswith(".safetensors") for shard in (*shards, name.removesuffix(".index.json")))
         return _Candidate(name, in_safetensors, shards) if shards or _INDEX.search(name) else None
-    if safetensors.matches(head):
-        return _Candidate(name, is_safetensors=True)
-    if torch_legacy.matches(head) or (torch_zip.matches(head) and not other_zip(path, head)):
+    if torch_zip.matches(head):
+        return None if other_zip(path, head) or torch_zip.is_foreign(path) else _Candidate(name)
+    if torch_legacy.matches(head):
         return _Candidate(name)
-    return None
+    return _Candidate(name, is_safetensors=True) if safetensors.matches(head) else None
 
 
 def _is_dcp(directory: str, files: list[str]) -> bool:
@@ -181,5 +181,5 @@ def _several(directory: str, candidates: list[_Candidate]) -> AmbiguousDirectory
         where=directory,
         expected="one, or one named model",
         found=", ".join(names[:12]) + more,
-        remedy=f"give the path of the one that is meant: modelstate.open({os.path.join(directory, names[0])!r})",
+        remedy=f"give the path of the one that is meant, such as {os.path.join(directory, names[0])}",
     )

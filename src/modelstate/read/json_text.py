@@ -9,6 +9,8 @@ import json
 import re
 from collections.abc import Iterator
 
+from modelstate.words import printable
+
 STRING = rb'"(?:[^"\\\x00-\x1f]++|\\.)*+"'
 SPACE = rb"[ \t\n\r]*+"
 
@@ -151,7 +153,7 @@ class JsonText:
 
 def excerpt(text: bytes) -> str:
     """Bytes for a message: as text where they are text."""
-    return text.decode(errors="backslashreplace").encode("unicode_escape").decode("ascii")
+    return printable(text.decode(errors="backslashreplace"))
 
 
 def quote(name: str) -> str:

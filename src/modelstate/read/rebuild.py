@@ -215,7 +215,7 @@ def _wrapper(
     requires_grad: Any,
 ) -> Described:
     """A subclass without a storage of its own; alone it has nothing inside."""
-    return unsupported(f"a {_class_name(cls)} without its contents")
+    return unsupported(f"a tensor of class {_class_name(cls)} without its contents")
 
 
 def _from_type(function: Any, cls: Any, args: Any, state: Any) -> Described:

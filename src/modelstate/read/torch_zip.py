@@ -14,6 +14,7 @@ from modelstate.errors import (
     UnsupportedTensorError,
 )
 from modelstate.read.construct import construct
+from modelstate.read.json_text import excerpt
 from modelstate.read.pickled import Flawed, Refused, Storage
 from modelstate.read.source_file import SourceFile
 from modelstate.read.torch_globals import StorageType, TorchGlobals
@@ -27,6 +28,18 @@ FORMAT = "torch zip"
 def matches(head: bytes) -> bool:
     """Whether a file that begins with `head` is a zip archive; what kind is for `read` to say."""
     return head.startswith((b"PK\3\4", b"PK\5\6"))
+
+
+def is_foreign(path: str) -> bool:
+    """Whether a zip archive is known to be something else than a file of `torch.save`; a damaged one is not."""
+    try:
+        with SourceFile(path) as file:
+            _prefix(ZipDirectory(file))
+    except NotACheckpointError:
+        return True
+    except OpenError:
+        return False
+    return False
 
 
 def read(path: str, *, allow: Sequence[object] = (), skip_forbidden: bool = False) -> Contents:
@@ -146,7 +159,10 @@ def _check_byteorder(directory: ZipDirectory, prefix: str) -> None:
         )
     if order != b"little":
         raise ArchiveError(
-            "the byte order is none", where=f"{directory.file.path}: {name}", expected="little", found=order[:20]
+            "the byte order is none",
+            where=f"{directory.file.path}: {name}",
+            expected="little",
+            found=excerpt(order[:20]),
         )
 
 

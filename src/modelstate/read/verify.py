@@ -27,11 +27,12 @@ def verify(checkpoint: "Checkpoint") -> int:
     expected = checkpoint.checksums
     without = [names[0] for storage, names in names_of.items() if storage not in expected]
     if without or not names_of:
+        listed = ", ".join(without[:3]) + (", ..." if len(without) > 3 else "")
         raise ChecksumError(
             "there is nothing to verify the tensors against",
             where=checkpoint.source,
             expected="a checksum for every tensor",
-            found=f"{checkpoint.format}, which keeps none" if not expected else f"none for {without[:3]}",
+            found=f"none for {listed}" if expected else f"{checkpoint.format}, which keeps none",
             remedy="load without verify=True",
         )
     with ThreadPoolExecutor(min(len(os.sched_getaffinity(0)), 8), "modelstate-verify") as pool:
