@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.nn.utils.prune import l1_unstructured
 
 import modelstate as ms
 
@@ -108,3 +109,70 @@ def test_lazy_and_parametrized_modules_can_be_built() -> None:
     state = nn.utils.parametrizations.weight_norm(nn.Linear(2, 3)).state_dict()
     ms.load(normed, state)
     assert normed(torch.ones(1, 2)).shape == (1, 3)
+
+
+def test_parameters_of_models_that_live_already_are_left_alone() -> None:
+    teacher = nn.Linear(3, 3)
+    expected = teacher.weight.detach().clone()
+    with ms.skeleton():
+        student = nn.Linear(3, 3)
+        student.weight = teacher.weight
+        other = nn.Linear(3, 3)
+        ms.load_state_dict(other, teacher.state_dict(keep_vars=True), assign=True)
+    assert torch.equal(teacher.weight, expected)
+    assert student.weight is teacher.weight
+    assert student.bias.is_meta
+
+
+def test_copies_made_inside_have_no_memory() -> None:
+    with ms.skeleton():
+        module = nn.TransformerEncoder(nn.TransformerEncoderLayer(8, 2, 16, batch_first=True), 2)
+    assert all(p.is_meta for p in module.parameters())
+    plain = nn.TransformerEncoder(nn.TransformerEncoderLayer(8, 2, 16, batch_first=True), 2)
+    ms.load(module, plain.state_dict())
+    assert torch.equal(module.layers[1].linear1.weight, plain.layers[1].linear1.weight)
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning")
+def test_old_weight_norm_and_pruning() -> None:
+    def build() -> nn.Module:
+        old: Any = nn.utils.weight_norm
+        prune: Any = l1_unstructured
+        return nn.Sequential(old(nn.Linear(3, 4)), prune(nn.Linear(4, 2), "weight", amount=0.5))
+
+    plain = build()
+    with ms.skeleton():
+        module = build()
+    ms.load(module, plain.state_dict())
+    x = torch.ones(1, 3)
+    assert torch.equal(module(x), plain(x))
+
+
+def test_a_load_under_inference_mode_can_be_trained_afterwards(tmp_path: Any) -> None:
+    torch.save(nn.Linear(3, 3).state_dict(), tmp_path / "x.pt")
+    for options in ({}, {"map": False}, {"dtype": torch.float64}, {"transform": lambda name, tensor: tensor * 2}):
+        with ms.skeleton():
+            module = nn.Linear(3, 3)
+        with torch.inference_mode():
+            ms.load(module, tmp_path / "x.pt", **options)
+        optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+        module(torch.ones(1, 3, dtype=module.weight.dtype)).sum().backward()
+        optimizer.step()
+
+
+@pytest.mark.parametrize("default", ["meta", "cpu"])
+def test_the_default_device_does_not_matter(default: str, tmp_path: Any) -> None:
+    state = nn.Linear(3, 3).state_dict()
+    torch.save(state, tmp_path / "x.pt")
+    with ms.skeleton():
+        skeleton = nn.Linear(3, 3)
+    plain = nn.Linear(3, 3)
+    torch.set_default_device(default)
+    try:
+        assert torch.equal(ms.open(tmp_path / "x.pt").tensor("weight"), state["weight"])
+        ms.load(skeleton, tmp_path / "x.pt", map=False)
+        ms.load(plain, tmp_path / "x.pt", dtype=torch.float64)
+    finally:
+        torch.set_default_device(None)
+    assert torch.equal(skeleton.weight, state["weight"])
+    assert torch.equal(plain.weight, state["weight"].double())

@@ -13,6 +13,7 @@ _HUGE_PAGE = 2 << 20
 _ARENA_BYTES = 256 << 20
 
 
+@torch.inference_mode(False)
 def fresh_tensors(like: Sequence[tuple[torch.Size, tuple[int, ...] | None, torch.dtype]]) -> list[torch.Tensor]:
     """A new CPU tensor for each shape, stride (None for contiguous) and dtype, in memory that has not been touched.
 
@@ -25,7 +26,7 @@ def fresh_tensors(like: Sequence[tuple[torch.Size, tuple[int, ...] | None, torch
     free = left = 0
     for index, ((shape, stride, dtype), nbytes) in enumerate(zip(like, sizes, strict=True)):
         if nbytes == 0:
-            made.append(torch.empty(shape, dtype=dtype))
+            made.append(torch.empty(shape, dtype=dtype, device="cpu"))
             continue
         if arena is None or nbytes > left:
             arena = _arena(_batch(sizes, index))
@@ -33,7 +34,7 @@ def fresh_tensors(like: Sequence[tuple[torch.Size, tuple[int, ...] | None, torch
         storage = torch.frombuffer(arena, dtype=torch.uint8, count=nbytes, offset=free).untyped_storage()
         used = -(-nbytes // _ALIGN) * _ALIGN
         free, left = free + used, left - used
-        empty = torch.empty(0, dtype=dtype)
+        empty = torch.empty(0, dtype=dtype, device="cpu")
         made.append(empty.set_(storage, 0, shape, stride or contiguous_stride(shape)))
     return made
 

@@ -118,14 +118,15 @@ def _own_value(preparation: Preparation, made: Assignment) -> torch.Tensor:
     return made.value.detach().to(copy=True)  # the one copy that even the smallest subclasses have
 
 
+@torch.inference_mode(False)
+@torch.no_grad()
 def _finish(made: Assignment, value: torch.Tensor) -> None:
     """Gives the slot's dtype, device and layout to a value that nobody else holds, or that is about to be reused."""
-    with torch.no_grad():
-        if made.on_cpu:
-            (made.final,) = fresh_tensors([_layout(made)])
-            made.final.copy_(value)
-        else:
-            made.final = value.to(made.dtype).to(made.device)
+    if made.on_cpu:
+        (made.final,) = fresh_tensors([_layout(made)])
+        made.final.copy_(value)
+    else:
+        made.final = value.to(made.dtype).to(made.device)
 
 
 def _finish_in_place(made: Assignment, value: torch.Tensor) -> None:
@@ -159,6 +160,8 @@ def _transformed(preparation: Preparation, made: Assignment) -> torch.Tensor:
     return _as_asked(preparation, made, result.detach(), own)
 
 
+@torch.inference_mode(False)
+@torch.no_grad()
 def _as_asked(preparation: Preparation, made: Assignment, result: torch.Tensor, own: bool) -> torch.Tensor:
     """The result with the dtype and device that were asked for, and memory that nobody else has."""
     asked = preparation.options.dtype
@@ -190,7 +193,7 @@ def _read_through_scratch(
     for group, _ in groups:
         buffers, at = [], 0
         for one in group:
-            empty, size = torch.empty(0, dtype=one.value.dtype), one.value.size()
+            empty, size = torch.empty(0, dtype=one.value.dtype, device="cpu"), one.value.size()
             buffers.append(empty.set_(storage, at // one.value.itemsize, size, contiguous_stride(size)))
             at += _aligned(one.nbytes)
         _read(preparation, list(zip(group, buffers, strict=True)), progress)

@@ -44,12 +44,13 @@ def clash(a: torch.Tensor, a_value: torch.Tensor, b: torch.Tensor, b_value: torc
     if a.dtype != b.dtype:
         return True
     size = a.untyped_storage().nbytes() // a.itemsize
-    memory, written = torch.zeros(size, dtype=a.dtype), torch.zeros(size, dtype=torch.bool)
+    memory = torch.zeros(size, dtype=a.dtype, device=a.device)
+    written = torch.zeros(size, dtype=torch.bool, device=a.device)
     memory.as_strided(a.size(), a.stride(), a.storage_offset()).copy_(a_value)
     written.as_strided(a.size(), a.stride(), a.storage_offset()).fill_(True)
     there = memory.as_strided(b.size(), b.stride(), b.storage_offset())
     mask = written.as_strided(b.size(), b.stride(), b.storage_offset())
-    new = b_value.to(a.dtype)
+    new = b_value.to(a.device, a.dtype)
     same = (there == new) | ((there != there) & (new != new))
     return not bool((same | ~mask).all())
 

@@ -33,10 +33,14 @@ class Maps:
         Only where the file has put a number at an odd address are its bytes copied. Raises `ReadFailedError` where
         the file cannot be mapped, or has become shorter than it was.
         """
+        if torch.is_inference_mode_enabled():
+            # What is made in that mode could never be trained.
+            with torch.inference_mode(False):
+                return self.tensor(stored)
         if isinstance(stored, StoredTensor):
             if stored.nbytes == 0:
-                return torch.empty_strided(stored.shape, stored.stride, dtype=stored.dtype)
-            empty = torch.empty(0, dtype=stored.dtype)
+                return torch.empty_strided(stored.shape, stored.stride, dtype=stored.dtype, device="cpu")
+            empty = torch.empty(0, dtype=stored.dtype, device="cpu")
             return empty.set_(self._storage(stored.extent, stored.dtype), 0, stored.shape, stored.stride)
         if isinstance(stored, StoredComposite):
             return stored.build([self.tensor(part) for part in stored.parts])
