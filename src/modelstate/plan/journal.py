@@ -68,7 +68,7 @@ class Journal:
     def arm(self) -> None:
         """Takes down what the module and everything it holds is, before anything runs that could change it."""
         if self._memento is None:
-            self._memento = Memento([self.root])
+            self._memento = Memento(self.root.modules())
             for tensor in self._memento.tensors.values():
                 if (key := storage_id(tensor)) != 0:
                     self._storages[key] = tensor

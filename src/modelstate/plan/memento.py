@@ -188,10 +188,11 @@ _BY_TYPE: tuple[tuple[Any, Callable[[Memento, Any], Iterable[object]]], ...] = (
 def tensor_state(tensor: torch.Tensor) -> Callable[[], None]:
     """What a tensor is, but for its bytes and attributes; the function returned makes it that again.
 
-    The alias that is kept costs no memory: it shares the storage. A wrapper subclass is what its attributes are.
+    The alias that is kept costs no memory: it shares the storage. A wrapper subclass is what its attributes are, and a
+    tensor in another layout than the strided one is not looked into.
     """
     cls, requires_grad, is_leaf = type(tensor), tensor.requires_grad, tensor.is_leaf
-    alias = None if has_dispatch(tensor) else tensor.data if torch.nn.parameter.is_lazy(tensor) else tensor.detach()
+    alias = tensor.data if torch.nn.parameter.is_lazy(tensor) else tensor.detach() if _is_view(tensor) else None
     grad = tensor.grad if is_leaf else None
     hooks = dict(tensor._backward_hooks or {}) if requires_grad and is_leaf else None
 
@@ -210,6 +211,10 @@ def tensor_state(tensor: torch.Tensor) -> Callable[[], None]:
                 _restore_hooks(tensor, hooks)
 
     return restore
+
+
+def _is_view(tensor: torch.Tensor) -> bool:
+    return not has_dispatch(tensor) and tensor.layout is torch.strided and not tensor.is_nested
 
 
 def _restore_hooks(tensor: Any, hooks: dict[int, Any]) -> None:
@@ -244,7 +249,7 @@ def same_place(tensor: torch.Tensor, alias: torch.Tensor) -> bool:
 
 def put_back(tensor: torch.Tensor, alias: torch.Tensor) -> None:
     """Makes `tensor` show what `alias` shows, under its own identity."""
-    if can_set_data(tensor, alias):
+    if tensor.layout is torch.strided and can_set_data(tensor, alias):  # for sparse tensors it does nothing at times
         tensor.data = alias
     else:
         swap_impl(tensor, alias.detach().requires_grad_(tensor.requires_grad))
