@@ -207,7 +207,7 @@ class TestModelArgument:
         ("spec", "says"),
         [
             ("ZOO:fails", "LookupError: no such size"),
-            ("ZOO:number", "gave a int"),
+            ("ZOO:number", "gave a value of type int"),
             ("ZOO:needs", "must work without arguments"),
         ],
     )

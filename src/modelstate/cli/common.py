@@ -2,16 +2,19 @@
 
 import contextlib
 import importlib
+import inspect
 import os
 import sys
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from operator import attrgetter
 
 import torch
 import typer
 
 import modelstate as ms
+from modelstate.cli import spelling
+from modelstate.plan.rules import Rule
 
 PROBLEMS = 1
 """Exit code where the work found problems: an error of modelstate, of the model's code, or a plan that is not ok."""
@@ -35,6 +38,10 @@ def reported(debug: bool) -> Iterator[None]:
         raise typer.Exit(PROBLEMS) from None
     except (typer.Exit, typer.Abort, typer.BadParameter):
         raise
+    except SystemExit as error:
+        # Code of the model, whose word on the exit code does not count.
+        _say(error, debug, kind=True)
+        raise typer.Exit(PROBLEMS) from None
     except Exception as error:
         _say(error, debug, kind=True)
         if not debug:
@@ -47,7 +54,17 @@ def _say(error: BaseException, debug: bool, kind: bool = False) -> None:
     if debug:
         traceback.print_exception(error)
     text = str(error) or type(error).__name__
+    text += spelling.as_text(spelling.of_error(error, debug))
     print(f"error: {type(error).__name__}: {text}" if kind else f"error: {text}", file=sys.stderr)
+
+
+@contextlib.contextmanager
+def code_of_others() -> Iterator[None]:
+    """Modules are found in the working directory too, and what their code prints goes to stderr."""
+    if os.getcwd() not in sys.path:
+        sys.path.insert(0, os.getcwd())
+    with contextlib.redirect_stdout(sys.stderr):
+        yield
 
 
 def model_factory(spec: str, debug: bool = False) -> Callable[[], object]:
@@ -60,12 +77,10 @@ def model_factory(spec: str, debug: bool = False) -> Callable[[], object]:
         raise typer.BadParameter(
             f"{spec!r} is no model: give package.module:factory, where factory() returns a torch.nn.Module"
         )
-    if os.getcwd() not in sys.path:
-        sys.path.insert(0, os.getcwd())
     try:
-        with contextlib.redirect_stdout(sys.stderr):
+        with code_of_others():
             module = importlib.import_module(module_name)
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         if debug:
             traceback.print_exception(error)
         raise typer.BadParameter(
@@ -78,26 +93,38 @@ def model_factory(spec: str, debug: bool = False) -> Callable[[], object]:
         known = f"; it has {', '.join(callables[:8])}" if callables else ""
         raise typer.BadParameter(f"module {module_name!r} has no {attribute!r}{known}") from error
     if not callable(factory):
-        raise typer.BadParameter(f"{spec!r} is a {type(factory).__name__}, and should be callable without arguments")
+        raise typer.BadParameter(f"{spec!r} is of type {type(factory).__name__}, and should be a function")
     made: Callable[[], object] = factory
     return made
 
 
-def build_model(spec: str, debug: bool = False, *, initialised: bool = False) -> torch.nn.Module:
-    """The model that the factory makes, with its parameters on meta unless they are to be `initialised`.
+def build_model(spec: str, factory: Callable[[], object], *, skeleton: bool = True) -> torch.nn.Module:
+    """The model that the factory makes: a skeleton, with its parameters on meta, or the real thing.
 
-    What the model's code prints goes to stderr.
+    What the model's code prints goes to stderr. Raises `FactoryError`.
     """
-    factory = model_factory(spec, debug)
-    how = contextlib.nullcontext() if initialised else ms.skeleton()
     try:
-        with contextlib.redirect_stdout(sys.stderr), how:
+        with code_of_others(), ms.skeleton() if skeleton else contextlib.nullcontext():
             model = factory()
-    except Exception as error:
-        raise FactoryError(f"{spec} raised {_one_line(error)}\n  to do: {spec} must work without arguments") from error
+    except (Exception, SystemExit) as error:
+        remedy = _factory_remedy(factory, error, skeleton)
+        raise FactoryError(f"{spec} raised {_one_line(error)}\n  to do: {remedy}") from error
     if not isinstance(model, torch.nn.Module):
-        raise FactoryError(f"{spec} gave a {type(model).__name__}\n  expected: a torch.nn.Module")
+        raise FactoryError(f"{spec} gave a value of type {type(model).__name__}\n  expected: a torch.nn.Module")
     return model
+
+
+def _factory_remedy(factory: Callable[[], object], error: BaseException, skeleton: bool) -> str:
+    with contextlib.suppress(ValueError):  # callables of other languages do not say what they take
+        try:
+            inspect.signature(factory).bind()
+        except TypeError:
+            return "it must work without arguments: write a function that calls it with them, and name that"
+    # torch has no class of its own for what cannot be done without values.
+    if skeleton and "meta" in f"{error} {error.__cause__}":
+        return "it reads the values of its parameters, which have none yet: --no-skeleton builds the model for real"
+    where = "--debug shows where"
+    return f"{where}; --no-skeleton builds the model with values in its parameters" if skeleton else where
 
 
 def parse_dtype(name: str | None) -> torch.dtype | None:
@@ -105,19 +132,52 @@ def parse_dtype(name: str | None) -> torch.dtype | None:
     if name is None:
         return None
     dtype = getattr(torch, name.removeprefix("torch."), None)
-    if not isinstance(dtype, torch.dtype):
-        raise typer.BadParameter(f"{name!r} is no dtype of torch: give float32, bfloat16, float16, ...")
+    if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
+        raise typer.BadParameter(f"{name!r} is no floating dtype of torch: give float32, bfloat16, float16, ...")
     return dtype
 
 
 def parse_device(name: str | None) -> torch.device | None:
-    """A device by torch's name for it."""
+    """A device by torch's name for it. Raises `modelstate.errors.OptionError` for one that is not here."""
     if name is None:
         return None
     try:
-        return torch.device(name)
+        device = torch.device(name)
     except RuntimeError as error:
         raise typer.BadParameter(f"{name!r} is no device of torch: give cpu, cuda, cuda:1, ...") from error
+    if device.type == "meta":
+        raise typer.BadParameter("nothing can be loaded onto the meta device: give cpu, cuda, ...")
+    try:
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError, TypeError) as error:
+        raise ms.errors.OptionError(
+            "there is no such device here",
+            where=f"--device {name}",
+            expected=", ".join(_devices()),
+            found=str(error).partition("\n")[0],
+            remedy=f"--device {_devices()[-1]}",
+        ) from error
+    return device
+
+
+def _devices() -> list[str]:
+    here = torch.accelerator.current_accelerator(check_available=True)
+    return ["cpu"] + [f"{here.type}:{index}" for index in range(torch.accelerator.device_count()) if here]
+
+
+def parse_rules(strip: Sequence[str], add: str | None, rename: Sequence[str]) -> tuple[Rule, ...]:
+    """The rules, in the order in which they apply: prefixes are taken off, then put on, then names are changed."""
+    try:
+        rules: list[Rule] = [ms.Prefix(strip=prefix) for prefix in strip]
+        rules += [ms.Prefix(add=add)] if add is not None else []
+        for text in rename:
+            pattern, equals, replacement = text.rpartition("=")
+            if not equals:
+                raise typer.BadParameter(f"{text!r} is no PATTERN=REPLACEMENT")
+            rules.append(ms.Rename(pattern, replacement))
+    except ms.errors.RuleError as error:
+        raise typer.BadParameter(str(error)) from error
+    return tuple(rules)
 
 
 def _one_line(error: BaseException) -> str:

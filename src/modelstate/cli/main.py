@@ -1,12 +1,25 @@
 """The commands, each a thin layer over the public functions."""
 
+from collections.abc import Callable
+from dataclasses import dataclass
 from importlib.metadata import version
 from typing import Annotated, Any
 
 import typer
 
 import modelstate as ms
-from modelstate.cli.common import PROBLEMS, build_model, parse_device, parse_dtype, reported
+from modelstate.cli import spelling
+from modelstate.cli.common import (
+    PROBLEMS,
+    build_model,
+    code_of_others,
+    model_factory,
+    parse_device,
+    parse_dtype,
+    parse_rules,
+    reported,
+)
+from modelstate.plan.rules import Rule
 from modelstate.report.inspect import inspect_json, inspect_text
 
 app = typer.Typer(
@@ -29,15 +42,50 @@ Model = Annotated[
         show_default=False,
     ),
 ]
-Key = Annotated[str | None, typer.Option(help="The part of the checkpoint that is meant, such as model_state.")]
-Dtype = Annotated[str | None, typer.Option(help="Cast floating point tensors on the way, such as bfloat16.")]
-Device = Annotated[str | None, typer.Option(help="Where the tensors shall be, such as cpu or cuda:0.")]
+Key = Annotated[
+    str | None, typer.Option(metavar="KEY", help="The part of the checkpoint that is meant, such as model_state.")
+]
+Dtype = Annotated[
+    str | None, typer.Option(metavar="DTYPE", help="Cast floating point tensors on the way, such as bfloat16.")
+]
+Device = Annotated[
+    str | None, typer.Option(metavar="DEVICE", help="Where the tensors shall be, such as cpu or cuda:0.")
+]
 Missing = Annotated[
     list[str] | None,
-    typer.Option(help="Pattern of names that the file may lack and the model keeps its own of; may be repeated."),
+    typer.Option(
+        metavar="PATTERN",
+        help="Pattern of names that the file may lack and the model keeps its own of; may be repeated.",
+    ),
 ]
-Unexpected = Annotated[list[str] | None, typer.Option(help="Pattern of names to leave out; may be repeated.")]
-Strip = Annotated[str | None, typer.Option(help="Prefix to take off the names of the file, such as module.")]
+Unexpected = Annotated[
+    list[str] | None, typer.Option(metavar="PATTERN", help="Pattern of names to leave out; may be repeated.")
+]
+Strip = Annotated[
+    list[str] | None,
+    typer.Option(metavar="PREFIX", help="Prefix to take off the names of the file, such as module.; may be repeated."),
+]
+Add = Annotated[
+    str | None, typer.Option(metavar="PREFIX", help="Prefix to put in front of the names of the file, such as encoder.")
+]
+Rename = Annotated[
+    list[str] | None,
+    typer.Option(
+        metavar="PATTERN=REPLACEMENT",
+        help="Regular expression in names of the file, and what to put there, as re.sub does; may be repeated. "
+        "The last = divides them.",
+    ),
+]
+Allow = Annotated[
+    list[str] | None,
+    typer.Option(
+        metavar="NAME", help="Class or function that the file may use, if you trust it: library.Class; may be repeated."
+    ),
+]
+Skip = Annotated[bool, typer.Option("--skip-forbidden", help="Leave out what the file may not use.")]
+NoSkeleton = Annotated[
+    bool, typer.Option("--no-skeleton", help="Build the model with values in its parameters; needs the memory.")
+]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 Debug = Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")]
 
@@ -57,30 +105,40 @@ def _options(
     pass
 
 
-def _request(
-    key: str | None,
-    dtype: str | None,
-    device: str | None,
-    missing: list[str] | None,
-    unexpected: list[str] | None,
-    prefix: str | None,
-) -> dict[str, Any]:
-    """What `ms.plan` and `ms.load` are asked for, before a model is built for it."""
-    return {
-        "key": key,
-        "dtype": parse_dtype(dtype),
-        "device": parse_device(device),
-        "allow_missing": tuple(missing or ()),
-        "allow_unexpected": tuple(unexpected or ()),
-        "rules": (ms.Prefix(strip=prefix),) if prefix else (),
-    }
+def _open(path: str, allow: list[str] | None, skip_forbidden: bool) -> ms.Checkpoint:
+    with code_of_others():
+        return ms.open(path, allow=allow or (), skip_forbidden=skip_forbidden)
 
 
 @app.command()
-def inspect(path: Path, key: Key = None, as_json: Json = False, debug: Debug = False) -> None:
+def inspect(
+    path: Path,
+    key: Key = None,
+    allow: Allow = None,
+    skip_forbidden: Skip = False,
+    as_json: Json = False,
+    debug: Debug = False,
+) -> None:
     """Show what is in a checkpoint, without reading its tensors."""
-    with reported(debug), ms.open(path, key=key) as checkpoint:
+    with reported(debug), _open(path, allow, skip_forbidden) as whole:
+        checkpoint = whole if key is None else whole.select(key)
         typer.echo(inspect_json(checkpoint) if as_json else inspect_text(checkpoint))
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """What `plan` and `load` are asked for; a wrong command line is noticed before anything is opened or built."""
+
+    model: str
+    factory: Callable[[], object]
+    skeleton: bool
+    options: dict[str, Any]
+
+    def run(self, do: Callable[..., Any], checkpoint: ms.Checkpoint) -> Any:
+        """What `modelstate.plan` or `modelstate.load` says of the checkpoint and the model."""
+        model = build_model(self.model, self.factory, skeleton=self.skeleton)
+        with code_of_others():
+            return do(model, checkpoint, **self.options)
 
 
 @app.command()
@@ -88,19 +146,26 @@ def plan(
     model: Model,
     path: Path,
     key: Key = None,
-    dtype: Dtype = None,
-    device: Device = None,
+    strip_prefix: Strip = None,
+    add_prefix: Add = None,
+    rename: Rename = None,
     allow_missing: Missing = None,
     allow_unexpected: Unexpected = None,
-    strip_prefix: Strip = None,
+    dtype: Dtype = None,
+    device: Device = None,
+    allow: Allow = None,
+    skip_forbidden: Skip = False,
+    no_skeleton: NoSkeleton = False,
     as_json: Json = False,
     debug: Debug = False,
 ) -> None:
     """Show what loading a checkpoint into a model would do, and every problem, without reading its tensors."""
     with reported(debug):
-        options = _request(key, dtype, device, allow_missing, allow_unexpected, strip_prefix)
-        made = ms.plan(build_model(model, debug, initialised=bool(allow_missing)), path, **options)
-        typer.echo(made.to_json() if as_json else str(made))
+        rules = parse_rules(strip_prefix or (), add_prefix, rename or ())
+        request = _request(model, key, rules, allow_missing, allow_unexpected, dtype, device, no_skeleton, debug)
+        with _open(path, allow, skip_forbidden) as checkpoint:
+            made = request.run(ms.plan, checkpoint)
+        typer.echo(made.to_json() if as_json else f"{made}{spelling.as_text(spelling.of_problems(made.problems))}")
         if not made.ok:
             raise typer.Exit(PROBLEMS)
 
@@ -110,19 +175,50 @@ def load(
     model: Model,
     path: Path,
     key: Key = None,
-    dtype: Dtype = None,
-    device: Device = None,
+    strip_prefix: Strip = None,
+    add_prefix: Add = None,
+    rename: Rename = None,
     allow_missing: Missing = None,
     allow_unexpected: Unexpected = None,
-    strip_prefix: Strip = None,
+    dtype: Dtype = None,
+    device: Device = None,
+    allow: Allow = None,
+    skip_forbidden: Skip = False,
+    no_skeleton: NoSkeleton = False,
     as_json: Json = False,
     debug: Debug = False,
 ) -> None:
     """Load a checkpoint into a model, and show how it went: a test that they fit. --json lists every tensor."""
     with reported(debug):
-        options = _request(key, dtype, device, allow_missing, allow_unexpected, strip_prefix)
-        report = ms.load(build_model(model, debug, initialised=bool(allow_missing)), path, **options)
+        rules = parse_rules(strip_prefix or (), add_prefix, rename or ())
+        request = _request(model, key, rules, allow_missing, allow_unexpected, dtype, device, no_skeleton, debug)
+        with _open(path, allow, skip_forbidden) as checkpoint:
+            report = request.run(ms.load, checkpoint)
         typer.echo(report.to_json() if as_json else str(report))
+
+
+def _request(
+    model: str,
+    key: str | None,
+    rules: tuple[Rule, ...],
+    missing: list[str] | None,
+    unexpected: list[str] | None,
+    dtype: str | None,
+    device: str | None,
+    no_skeleton: bool,
+    debug: bool,
+) -> Request:
+    # What the file may lack keeps the values of the model, so it has to have some.
+    skeleton = not (missing or no_skeleton)
+    options: dict[str, Any] = {
+        "key": key,
+        "rules": rules,
+        "allow_missing": tuple(missing or ()),
+        "allow_unexpected": tuple(unexpected or ()),
+        "dtype": parse_dtype(dtype),
+        "device": parse_device(device),
+    }
+    return Request(model, model_factory(model, debug), skeleton, options)
 
 
 @app.command()

@@ -1,0 +1,111 @@
+"""What errors and problems propose in Python, as the command line spells it.
+
+The translation goes from classes and their fields, so that it does not depend on the words of a message.
+"""
+
+import ast
+import re
+import shlex
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from modelstate import errors
+from modelstate.plan import problems as causes
+from modelstate.plan.explain import grouped
+from modelstate.plan.problems import Problem
+
+_MISSING = "--allow-missing PATTERN, which may be repeated"
+_UNEXPECTED = "--allow-unexpected PATTERN, which may be repeated"
+_IN_PYTHON = "a transform is given in Python: modelstate.load(model, path, transform=...)"
+
+
+def of_error(error: BaseException, debug: bool = False) -> list[str]:
+    """What to do about an error, a line each; nothing where the error itself says it as the command line does."""
+    if isinstance(error, errors.PlanError):
+        return of_problems(error.problems)
+    if isinstance(error, errors.ForbiddenGlobalError) and error.allow:
+        return [f"{' '.join(_option('--allow', name) for name in error.allow)} if you trust them", "--skip-forbidden"]
+    if isinstance(error, errors.AmbiguousKeyError):
+        return [_option("--key", next((key for key, _ in error.candidates if key), "KEY"))]
+    if isinstance(error, errors.KeyNotFoundError):
+        return ["--key KEY, or leave it out"]
+    if isinstance(error, errors.UnsupportedTensorError) and "skip_forbidden" in error.remedy:
+        return ["--skip-forbidden, without the --allow of it"]
+    if isinstance(error, errors.PlacementError):
+        return [_IN_PYTHON]
+    if isinstance(error, errors.ModelCodeError) and not debug:
+        return ["--debug shows the traceback of the cause"]
+    return []
+
+
+def of_problems(problems: Sequence[Problem]) -> list[str]:
+    """What to do about the problems of a plan, a line each."""
+    lines = [line for cause, members in grouped(problems) for line in _PROBLEMS.get(cause, _nothing)(members)]
+    return list(dict.fromkeys(lines))
+
+
+def as_text(lines: Sequence[str]) -> str:
+    """The lines below an error; empty for none."""
+    if len(lines) == 1:
+        return f"\n  on the command line: {lines[0]}"
+    return "\n  on the command line:" + "".join(f"\n    {line}" for line in lines) if lines else ""
+
+
+def rule_as_options(code: str) -> str | None:
+    """A rule as problems propose it (`ms.Prefix(strip='module.')`), as options; None where there are none for it."""
+    call = ast.parse(code, mode="eval").body
+    if not (isinstance(call, ast.Call) and isinstance(call.func, ast.Attribute)):
+        return None
+    given = [ast.literal_eval(argument) for argument in call.args]
+    named = {keyword.arg: ast.literal_eval(keyword.value) for keyword in call.keywords}
+    if call.func.attr == "Prefix" and named.keys() in ({"strip"}, {"add"}):
+        ((what, prefix),) = named.items()
+        return _option(f"--{what}-prefix", prefix)
+    if call.func.attr == "Rename" and len(given) == 2 and "=" not in given[1]:
+        return _option("--rename", "=".join(given))
+    return None
+
+
+def _option(name: str, value: str) -> str:
+    # What begins like an option would be taken for one.
+    return f"{name}={shlex.quote(value)}" if value.startswith("-") else f"{name} {shlex.quote(value)}"
+
+
+def _nothing(members: Sequence[Any]) -> list[str]:
+    return []
+
+
+def _rules(members: Sequence[causes.OtherNames]) -> list[str]:
+    spelled = [rule_as_options(problem.rule) for problem in members]
+    return [" ".join(filter(None, spelled))] if all(spelled) else []
+
+
+def _casts(members: Sequence[causes.WrongDtype]) -> list[str]:
+    floats = [one.expected for one in members if one.how == "lossy" and _is_float(one.expected)]
+    lines = [f"--dtype {floats[0]}"] if floats else []
+    return lines if len(floats) == len(members) else [*lines, _IN_PYTHON]
+
+
+def _is_float(name: str) -> bool:
+    dtype = getattr(torch, name, None)
+    return isinstance(dtype, torch.dtype) and dtype.is_floating_point
+
+
+def _ties(members: Sequence[causes.TieConflict]) -> list[str]:
+    rename = _option("--rename", f"^{re.escape(members[0].name)}$=unused")
+    return [f"{rename} --allow-unexpected unused"]
+
+
+_PROBLEMS: dict[type[Problem], Callable[[Sequence[Any]], list[str]]] = {
+    causes.Missing: lambda _: [_MISSING],
+    causes.Unexpected: lambda _: [_UNEXPECTED],
+    causes.BufferConflict: lambda _: [_UNEXPECTED],
+    causes.NothingFits: lambda _: ["narrower patterns for --allow-missing and --allow-unexpected"],
+    causes.OtherNames: _rules,
+    causes.NameClash: lambda _: ["a narrower --strip-prefix, --add-prefix or --rename"],
+    causes.WrongDtype: _casts,
+    causes.TieConflict: _ties,
+    causes.Uninitialised: lambda _: ["--no-skeleton, if the factory does not build on meta by itself"],
+}

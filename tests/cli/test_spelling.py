@@ -1,0 +1,290 @@
+"""What an error proposes on the command line works there, to the letter."""
+
+import os
+import shlex
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch import nn
+from typer.testing import CliRunner, Result
+
+from modelstate import errors
+from modelstate.cli.main import app
+from modelstate.cli.spelling import as_text, of_error, of_problems, rule_as_options
+from modelstate.plan import problems as causes
+
+MODULE = """
+import torch
+from torch import nn
+
+class Settings:
+    def __init__(self):
+        self.rate = 0.1
+
+def tiny():
+    return nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3))
+
+def half():
+    return tiny().half()
+
+def tied():
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    model[1].weight = model[0].weight
+    return model
+
+def looks():
+    model = nn.Linear(4, 3)
+    if model.weight.sum().item() > 1e9:
+        raise RuntimeError
+    return model
+
+def hooked():
+    def hook(module, state, *_):
+        raise ValueError("the hook is broken")
+    model = tiny()
+    model.register_load_state_dict_pre_hook(hook)
+    return model
+
+def ends():
+    raise SystemExit(0)
+
+def ends_in_a_hook():
+    def hook(module, state, *_):
+        raise SystemExit(0)
+    model = tiny()
+    model.register_load_state_dict_pre_hook(hook)
+    return model
+
+def prints():
+    def hook(module, state, *_):
+        print("loading")
+    model = tiny()
+    model.register_load_state_dict_pre_hook(hook)
+    return model
+
+def lost():
+    model = tiny()
+    model.register_buffer("table", torch.arange(3.0, device="meta"), persistent=False)
+    return model
+"""
+
+
+@pytest.fixture(autouse=True)
+def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A working directory with a module of factories."""
+    name = f"factories_{tmp_path.name.replace('-', '_')}"
+    (tmp_path / f"{name}.py").write_text(MODULE)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    monkeypatch.setenv("FACTORIES", name)
+    save_file(tiny(), tmp_path / "tiny.safetensors")
+    return tmp_path
+
+
+def tiny() -> dict[str, torch.Tensor]:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3)).state_dict()
+
+
+def run(*arguments: str) -> Result:
+    return CliRunner().invoke(app, [argument.replace("FACTORIES", os.environ["FACTORIES"]) for argument in arguments])
+
+
+def proposed(text: str) -> list[str]:
+    """The lines below "on the command line"."""
+    head, _, rest = text.partition("on the command line:")
+    assert rest, head
+    return [line.strip() for line in rest.splitlines() if line.strip()]
+
+
+def works_as_proposed(model: str, path: str, *more: str) -> str:
+    """Asserts that both commands fail, and work with the first line that they propose, which is returned."""
+    for command in ("plan", "load"):
+        done = run(command, model, path, *more)
+        assert done.exit_code == 1, done.output
+        line = proposed(done.stdout if command == "plan" else done.stderr)[0]
+        again = run(command, model, path, *more, *shlex.split(line))
+        assert again.exit_code == 0, again.output
+    return line
+
+
+@pytest.mark.parametrize(
+    ("change", "option"),
+    [
+        (lambda name: f"module.{name}", "--strip-prefix module."),
+        (lambda name: f"-odd name.{name}", "--strip-prefix='-odd name.'"),
+        (lambda name: name.replace(".", "._orig_mod."), "--rename "),
+        (lambda name: f"module.{name}" if name[0] == "0" else f"model.{name}", "--strip-prefix m"),
+    ],
+    ids=["a prefix", "an odd prefix", "a wrapper within", "two prefixes"],
+)
+def test_other_names(change: Any, option: str) -> None:
+    save_file({change(name): value for name, value in tiny().items()}, "other.safetensors")
+    assert works_as_proposed("FACTORIES:tiny", "other.safetensors").startswith(option)
+
+
+def test_a_prefix_that_the_file_lacks() -> None:
+    save_file({name.partition(".")[2]: value for name, value in tiny().items() if name[0] == "0"}, "part.safetensors")
+    line = works_as_proposed("FACTORIES:tiny", "part.safetensors", "--allow-missing", "1.*")
+    assert line == "--add-prefix 0."
+
+
+def test_two_different_values_for_a_tie() -> None:
+    state = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)).state_dict()
+    torch.save(state, "untied.pt")
+    assert works_as_proposed("FACTORIES:tied", "untied.pt").startswith("--rename '^1\\.weight$=unused'")
+
+
+def test_a_cast_that_loses_something() -> None:
+    assert works_as_proposed("FACTORIES:half", "tiny.safetensors") == "--dtype float16"
+
+
+def test_several_state_dicts() -> None:
+    torch.save({"model": tiny(), "ema": tiny()}, "two.pt")
+    for command in ("plan", "load"):
+        (line,) = proposed(run(command, "FACTORIES:tiny", "two.pt").stderr)
+        assert run(command, "FACTORIES:tiny", "two.pt", *shlex.split(line)).exit_code == 0
+    assert "--key KEY" in run("inspect", "two.pt", "--key", "modle").stderr
+
+
+def test_a_class_that_has_to_be_allowed(project: Path) -> None:
+    module = os.environ["FACTORIES"]
+    code = f"""
+import torch, {module} as made
+torch.manual_seed(0)
+torch.save({{"model": made.tiny().state_dict(), "settings": made.Settings()}}, "settings.pt")
+"""
+    os.system(f"{shlex.quote(sys.executable)} -c {shlex.quote(code)}")
+    for arguments in (["inspect"], ["plan", "FACTORIES:tiny"], ["load", "FACTORIES:tiny"]):
+        command = [*arguments, "settings.pt", "--key", "model"]
+        done = run(*command)
+        assert done.exit_code == 1
+        trusted, without = proposed(done.stderr)
+        assert trusted == f"--allow {module}.Settings if you trust them"
+        assert run(*command, "--allow", f"{module}.Settings").exit_code == 0
+        assert without == "--skip-forbidden"
+        assert run(*command, without).exit_code == 0
+
+
+def test_what_must_not_be_trusted_is_not_proposed(project: Path) -> None:
+    class Runs:
+        def __reduce__(self) -> object:
+            return os.system, ("true",)
+
+    torch.save({"a": Runs()}, "bad.pt")
+    done = run("inspect", "bad.pt")
+    assert done.exit_code == 1
+    assert "on the command line" not in done.stderr
+    assert "do not trust" in done.stderr
+
+
+def test_patterns() -> None:
+    save_file({"0.weight": torch.zeros(3, 4), "more": torch.zeros(7)}, "part.safetensors")
+    done = run("plan", "FACTORIES:tiny", "part.safetensors")
+    assert [line.split()[0] for line in proposed(done.stdout)] == ["--allow-missing", "--allow-unexpected"]
+
+
+def test_a_factory_that_reads_values() -> None:
+    save_file(nn.Linear(4, 3).state_dict(), "linear.safetensors")
+    for command in ("plan", "load"):
+        done = run(command, "FACTORIES:looks", "linear.safetensors")
+        assert done.exit_code == 1
+        assert "--no-skeleton" in done.stderr
+        assert "without arguments" not in done.stderr
+        assert run(command, "FACTORIES:looks", "linear.safetensors", "--no-skeleton").exit_code == 0
+
+
+def test_a_hook_that_raises() -> None:
+    for command in ("plan", "load"):
+        done = run(command, "FACTORIES:hooked", "tiny.safetensors")
+        assert done.exit_code == 1
+        assert proposed(done.stderr) == ["--debug shows the traceback of the cause"]
+        assert "the hook is broken" in run(command, "FACTORIES:hooked", "tiny.safetensors", "--debug").stderr
+
+
+@pytest.mark.parametrize("factory", ["ends", "ends_in_a_hook"])
+@pytest.mark.parametrize("command", ["plan", "load"])
+def test_code_of_the_model_does_not_decide_the_exit_code(factory: str, command: str) -> None:
+    done = run(command, f"FACTORIES:{factory}", "tiny.safetensors")
+    assert done.exit_code == 1
+    assert done.stderr.startswith("error: ")
+    assert "SystemExit" in done.stderr
+
+
+def test_what_a_model_prints_is_not_in_the_output() -> None:
+    for command in ("plan", "load"):
+        done = run(command, "FACTORIES:prints", "tiny.safetensors", "--json")
+        assert done.stdout.startswith("{")
+        assert "loading" in done.stderr
+
+
+def test_a_device_that_is_not_here() -> None:
+    done = run("load", "FACTORIES:tiny", "tiny.safetensors", "--device", "cuda:77")
+    assert done.exit_code == 1
+    assert "to do: --device " in done.stderr
+    assert "cuda:77" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("option", "says"),
+    [
+        (("--dtype", "int8"), "no floating dtype"),
+        (("--dtype", "nn"), "no floating dtype"),
+        (("--device", "meta"), "meta device"),
+        (("--device", "nowhere"), "no device"),
+        (("--rename", "("), "PATTERN=REPLACEMENT"),
+        (("--rename", "(=x"), "regular expression"),
+        (("--rename", r"a=\9"), "regular expression"),
+        (("--strip-prefix", ""), "changes nothing"),
+        (("--add-prefix", ""), "changes nothing"),
+    ],
+)
+def test_a_wrong_command_line_exits_2(option: tuple[str, str], says: str) -> None:
+    for command in ("plan", "load"):
+        done = run(command, "FACTORIES:tiny", "tiny.safetensors", *option)
+        assert done.exit_code == 2, done.output
+        assert says in " ".join(done.stderr.replace("│", "").split())
+
+
+def test_rules_apply_in_their_order() -> None:
+    state = {f"module.net.{name}": value for name, value in tiny().items()}
+    save_file(state, "other.safetensors")
+    rules = ["--strip-prefix", "module.", "--strip-prefix", "net.", "--add-prefix", "a=b.", "--rename", r"^a\=(?=b)="]
+    done = run("load", "FACTORIES:tiny", "other.safetensors", *rules, "--rename", r"^b\.=")
+    assert done.exit_code == 0, done.output
+
+
+def test_a_rule_that_applies_to_nothing_is_a_problem() -> None:
+    done = run("load", "FACTORIES:tiny", "tiny.safetensors", "--strip-prefix", "modul.")
+    assert done.exit_code == 1
+    assert "modul." in done.stderr
+
+
+def test_rules_as_options() -> None:
+    assert rule_as_options("ms.Prefix(strip='module.')") == "--strip-prefix module."
+    assert rule_as_options("ms.Prefix(add='a b.')") == "--add-prefix 'a b.'"
+    assert rule_as_options(r'ms.Rename(r"^(?=a\.)", "x.")') == r"--rename '^(?=a\.)=x.'"
+    assert rule_as_options("ms.Rename('a', 'b=c')") is None
+    assert rule_as_options("ms.Prefix(strip='a.', add='b.')") is None
+    assert rule_as_options("Other(1)") is None
+
+
+def test_what_needs_python_says_so() -> None:
+    lines = of_problems([causes.WrongDtype("a", "float32", "int8", "kind")])
+    assert lines == of_error(errors.PlacementError("x"))
+    assert "in Python" in lines[0]
+
+
+def test_nothing_to_translate() -> None:
+    assert of_problems([]) == of_error(ValueError("x")) == []
+    assert as_text([]) == ""
+
+
+def test_values_that_would_stay_on_meta() -> None:
+    done = run("plan", "FACTORIES:lost", "tiny.safetensors")
+    assert done.exit_code == 1
+    assert proposed(done.stdout)[0].startswith("--no-skeleton")
