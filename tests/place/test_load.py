@@ -514,6 +514,12 @@ def test_nothing_is_kept_alive_by_a_load(source: Any) -> None:
         ({"rules": [ms.Prefix]}, "not a rule"),
         ({"rules": "module."}, "not a rule"),
         ({"transform": 3}, "transform= is called"),
+        ({"allow_missing": 3}, "several patterns"),
+        ({"allow_unexpected": [3]}, "several patterns"),
+        ({"key": 3}, "key= is a path"),
+        ({"max_memory_bytes": "1GB"}, "is a number"),
+        ({"max_memory_bytes": -5}, "is a number"),
+        ({"optimizers": [torch.optim.SGD([torch.ones(1)])]}, "of another model"),
         ({"optimizers": [3]}, "not an optimizer"),
     ],
 )

@@ -364,6 +364,7 @@ CODED: dict[str, tuple[Callable[[], nn.Module], Callable[[nn.Module], Any]]] = {
     ),
     "a lazy model": (a_lazy_model, a_lazy_state),
     "a lazy model, then an error": (a_lazy_model, spoiled(a_lazy_state)),
+    "a lazy model from a lazy one": (lambda: nn.LazyLinear(4), lambda module: nn.LazyLinear(4).state_dict()),
     "weight norm": (lambda: nn.Sequential(parametrizations.weight_norm(nn.Linear(3, 4)), nn.Linear(4, 4)), randomised),
     "old weight norm": (
         lambda: nn.Sequential(parametrizations.weight_norm(nn.Linear(3, 4)), nn.Linear(4, 4)),

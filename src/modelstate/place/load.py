@@ -113,7 +113,11 @@ def load(
     `PlacementError`, `ReadFailedError`, `ChecksumError`, `MemoryBudgetError`, `OptionError`, `StalePlanError`.
     """
     started = time.perf_counter()
-    model, optimizers = _model(model), check_optimizers(optimizers)
+    model, optimizers = _model(model), check_optimizers(optimizers, model)
+    if max_memory_bytes is not None and not (isinstance(max_memory_bytes, int) and max_memory_bytes >= 0):
+        raise OptionError(
+            "max_memory_bytes= is a number of bytes", expected="int, from 0", found=repr(max_memory_bytes)
+        )
     options = _options(key, rules, allow_missing, allow_unexpected, dtype, device, transform, map, in_place)
     if isinstance(source, Plan):
         checkpoint, options = _of_plan(source, options)
@@ -238,9 +242,8 @@ def _options(
 ) -> Options:
     if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
         raise OptionError("dtype= casts floats", expected="a floating-point torch.dtype, or None", found=repr(dtype))
-    for option, patterns in (("allow_missing", allow_missing), ("allow_unexpected", allow_unexpected)):
-        if isinstance(patterns, str):
-            raise OptionError(f"{option}= takes several patterns", expected=f"[{patterns!r}]", found=repr(patterns))
+    if not (key is None or isinstance(key, str)):
+        raise OptionError("key= is a path", expected="text, as 'model.encoder'", found=repr(key))
     if transform is not None and not callable(transform):
         raise OptionError("transform= is called", expected="a function of name and tensor", found=repr(transform))
     try:
@@ -253,11 +256,18 @@ def _options(
     return Options(
         key=key,
         rules=check_rules(rules),
-        allow_missing=tuple(allow_missing),
-        allow_unexpected=tuple(allow_unexpected),
+        allow_missing=_patterns("allow_missing", allow_missing),
+        allow_unexpected=_patterns("allow_unexpected", allow_unexpected),
         dtype=dtype,
         device=target,
         transform=transform,
         map=map,
         in_place=in_place,
     )
+
+
+def _patterns(option: str, patterns: Iterable[str]) -> tuple[str, ...]:
+    found = () if isinstance(patterns, str) or not isinstance(patterns, Iterable) else tuple(patterns)
+    if not all(isinstance(pattern, str) for pattern in found) or (not found and patterns not in ((), [], set())):
+        raise OptionError(f"{option}= takes several patterns", expected=f"a list of text, as [{patterns!r}]")
+    return found

@@ -163,10 +163,10 @@ class _Assign(Write):
         if isinstance(self.target, nn.Parameter):
             if not isinstance(value, nn.Parameter):
                 value = nn.Parameter(value, requires_grad=requires_grad)
-            elif value.requires_grad != requires_grad:
+            else:
                 before = value.requires_grad
                 value.requires_grad_(requires_grad)
-                if journal is not None:
+                if journal is not None and before != requires_grad:
                     journal.undo(partial(setattr, value, "requires_grad", before))
         setattr(self.module, self.name, value)
 

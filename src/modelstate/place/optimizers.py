@@ -12,12 +12,15 @@ NewState = tuple[dict[str, Any], str, torch.Tensor]
 """The state of one parameter, a name in it, and the new value."""
 
 
-def check_optimizers(optimizers: Iterable[Any]) -> tuple[torch.optim.Optimizer, ...]:
-    """The optimizers, if that is what they are. Raises `OptionError`."""
+def check_optimizers(optimizers: Iterable[Any], model: nn.Module) -> tuple[torch.optim.Optimizer, ...]:
+    """The optimizers, if that is what they are, and of this model. Raises `OptionError`."""
     checked = tuple(optimizers) if isinstance(optimizers, Iterable) else (optimizers,)
     for optimizer in checked:
         if not isinstance(optimizer, torch.optim.Optimizer):
             raise OptionError("not an optimizer", expected="torch.optim.Optimizer", found=type(optimizer).__name__)
+        params = {id(param) for group in optimizer.param_groups for param in group["params"]}
+        if params.isdisjoint(map(id, model.parameters())):
+            raise OptionError("an optimizer of another model", where=type(optimizer).__name__)
     return checked
 
 

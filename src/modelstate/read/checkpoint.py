@@ -1,6 +1,5 @@
 """The Checkpoint: a read-only mapping from names to tensor specs, and the ways to their bytes."""
 
-import os
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from difflib import get_close_matches
@@ -10,7 +9,7 @@ import torch
 
 from modelstate.errors import KeyNotFoundError, OptionError, ReadTargetError, TensorNotFoundError
 from modelstate.read.mapped import Maps
-from modelstate.read.ranges import Request, coalesce, read_batches
+from modelstate.read.ranges import Request, coalesce, read_batches, read_threads
 from modelstate.read.stamp import Stamp, stamps_of
 from modelstate.read.tree import FlatTree, flatten, is_container, items_of, rebuild, subtree
 from modelstate.read.verify import verify
@@ -198,9 +197,15 @@ class Checkpoint(Mapping[str, TensorSpec]):
 
         The map is private: writing to the tensor never changes the file, but shows in the tensors of this checkpoint
         that share its bytes. See `modelstate.read.mapped.Maps` for what overwriting the file does to it. A mapping's
-        tensor comes as a detached alias. Raises `TensorNotFoundError`, `ReadFailedError`.
+        tensor comes as a detached alias, and what was saved as an `nn.Parameter` as one. Raises
+        `TensorNotFoundError`, `ReadFailedError`.
         """
-        return self._maps.tensor(self[name].stored)
+        stored = self[name].stored
+        tensor = self._maps.tensor(stored)
+        if isinstance(stored, torch.Tensor):
+            return tensor
+        differentiable = stored.requires_grad and (tensor.is_floating_point() or tensor.is_complex())
+        return torch.nn.Parameter(tensor, differentiable) if stored.is_parameter else tensor
 
     def read_into(self, name: str, out: torch.Tensor, start: int | None = None, stop: int | None = None) -> None:
         """Reads a tensor, or the rows from `start` to before `stop` of it, into memory that exists.
@@ -266,11 +271,6 @@ class Checkpoint(Mapping[str, TensorSpec]):
         self.close()
 
 
-def read_threads() -> int:
-    """Threads for a read: as many as there are processors for this process, up to 8."""
-    return min(len(os.sched_getaffinity(0)), 8)
-
-
 def is_plain_memory(tensor: torch.Tensor) -> bool:
     """Whether the tensor's elements are one run of CPU memory in their own order, with nothing on top."""
     return (
@@ -320,7 +320,7 @@ class _Extra(Mapping[str, Any]):
                 remedy=self._remedy(str(path)),
             )
         node = subtree(values[head], str(path)[len(head) + 1 :], checkpoint.source)
-        return rebuild(node, lambda stored: checkpoint._maps.tensor(stored).clone())
+        return rebuild(node, lambda stored: _copied(checkpoint._maps.tensor(stored)))
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._checkpoint._flat.values)
@@ -339,6 +339,15 @@ class _Extra(Mapping[str, Any]):
             return f"there are tensors in it: .select({path!r})"
         near = get_close_matches(path, checkpoint._flat.values, n=1)
         return f"did you mean {near[0]!r}?" if near else "iterate over .extra to see its paths"
+
+
+def _copied(tensor: torch.Tensor) -> torch.Tensor:
+    """A copy with no more memory than the bytes that the tensor shows, however often it repeats them."""
+    if tensor.layout is not torch.strided or type(tensor) is not torch.Tensor or 0 not in tensor.stride():
+        return tensor.clone()
+    storage: Any = tensor.untyped_storage()
+    empty = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+    return empty.set_(storage.clone(), tensor.storage_offset(), tensor.size(), tensor.stride())
 
 
 def _bytes_key(stored: Stored, name: str) -> object:

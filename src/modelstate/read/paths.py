@@ -27,6 +27,10 @@ def local_path(given: str) -> str:
     """
     if "\0" in given or not given:
         raise SourceTypeError("this can be no path", where=repr(given[:80]), remedy="give the path of a checkpoint")
+    try:
+        os.fsencode(given)
+    except UnicodeEncodeError as error:
+        raise SourceTypeError("this can be no path", where=repr(given[:80]), found=error) from error
     if _URL.match(given):
         url = urlsplit(given)
         if url.scheme.lower() != "file" or url.netloc not in ("", "localhost"):

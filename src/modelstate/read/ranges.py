@@ -167,3 +167,9 @@ def _memory(address: int, nbytes: int) -> memoryview:
 _view_of_memory: Callable[[int, int, int], memoryview] = ctypes.PYFUNCTYPE(
     ctypes.py_object, ctypes.c_void_p, ctypes.c_ssize_t, ctypes.c_int
 )(("PyMemoryView_FromMemory", ctypes.pythonapi))
+
+
+def read_threads() -> int:
+    """Threads for a read: as many as there are processors for this process, up to 8."""
+    affinity = getattr(os, "sched_getaffinity", None)
+    return min(len(affinity(0)) if affinity else os.cpu_count() or 1, 8)

@@ -90,7 +90,7 @@ def _with_bits(stored: StoredTensor, metadata: Any) -> Described:
         return Flawed(PickleError("the pickle is damaged: real numbers that are conjugated"))
 
     def make(parts: Sequence[torch.Tensor]) -> torch.Tensor:
-        value = parts[0].conj_physical() if conj else parts[0]
+        value = parts[0].conj() if conj else parts[0]  # a view: a small file may expand a number to any size
         return value.neg() if neg else value
 
     kind = " and ".join(name for name, there in (("conjugate", conj), ("negative", neg)) if there)

@@ -6,6 +6,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING
 
 from modelstate.errors import ChecksumError, ReadFailedError
+from modelstate.read.ranges import read_threads
 from modelstate.read.stamp import Stamp, open_unchanged
 from modelstate.spec import ByteRange, StoredComposite, StoredTensor
 
@@ -35,7 +36,7 @@ def verify(checkpoint: "Checkpoint") -> int:
             found=f"none for {listed}" if expected else f"{checkpoint.format}, which keeps none",
             remedy="load without verify=True",
         )
-    with ThreadPoolExecutor(min(len(os.sched_getaffinity(0)), 8), "modelstate-verify") as pool:
+    with ThreadPoolExecutor(read_threads(), "modelstate-verify") as pool:
         found = dict(
             zip(
                 names_of,

@@ -1,0 +1,85 @@
+"""What a load says of its memory is what it takes: the process is watched while it loads."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+# Samples the anonymous memory of the process every millisecond while a 256 MB model is loaded.
+PROGRAM = """
+import sys, threading, time, torch, modelstate as ms
+from torch import nn
+
+def anonymous():
+    with open("/proc/self/status") as status:
+        return next(int(line.split()[1]) << 10 for line in status if line.startswith("RssAnon"))
+
+def build():
+    return nn.Sequential(*(nn.Linear(2048, 2048, bias=False) for _ in range(16)))
+
+target, path = sys.argv[1], sys.argv[2]
+options = eval(sys.argv[3])
+if target == "skeleton":
+    with ms.skeleton():
+        model = build()
+else:
+    model = build()
+small = nn.Linear(8, 8)
+ms.load(small, small.state_dict(), transform=options.get("transform"))  # what is made once is made now
+torch.ones(2048, 2048).double().sum()
+peak, stop = 0, False
+def watch():
+    global peak
+    while not stop:
+        peak = max(peak, anonymous())
+        time.sleep(0.001)
+before = anonymous()
+thread = threading.Thread(target=watch)
+thread.start()
+report = ms.load(model, path, **options)
+stop = True
+thread.join()
+print(peak - before, report.peak_memory_bytes)
+"""
+MODEL_BYTES = 16 * 2048 * 2048 * 4
+SLACK_BYTES = 24 << 20
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    import torch
+    from safetensors.torch import save_file
+
+    path = tmp_path_factory.mktemp("memory") / "x.safetensors"
+    save_file({f"{index}.weight": torch.randn(2048, 2048) for index in range(16)}, path)
+    return path
+
+
+@pytest.mark.parametrize(
+    ("target", "options", "new_bytes", "extra_bytes"),
+    [
+        ("materialised", "dict()", 0, MODEL_BYTES),
+        ("materialised", "dict(in_place=True)", 0, 0),
+        ("materialised", "dict(dtype=torch.bfloat16)", MODEL_BYTES // 2, 64 << 20),
+        ("materialised", "dict(transform=lambda n, t: t * 2)", 0, MODEL_BYTES + MODEL_BYTES // 16),
+        ("skeleton", "dict()", 0, 0),
+        ("skeleton", "dict(map=False)", MODEL_BYTES, 0),
+        ("skeleton", "dict(dtype=torch.bfloat16)", MODEL_BYTES // 2, 64 << 20),
+    ],
+)
+def test_a_report_tells_the_memory_that_was_taken(
+    target: str, options: str, new_bytes: int, extra_bytes: int, path: Path
+) -> None:
+    """`new_bytes` is what the model has more than before, `extra_bytes` what the load may need beyond."""
+    if not Path("/proc/self/status").exists():
+        pytest.skip("no /proc: memory is not measured here")
+    done = subprocess.run(
+        [sys.executable, "-c", PROGRAM, target, str(path), options], capture_output=True, text=True, timeout=300
+    )
+    assert done.returncode == 0, done.stderr
+    taken, told = map(int, done.stdout.split())
+    assert told == extra_bytes
+    assert taken <= new_bytes + told + SLACK_BYTES
+    # It is no wild overestimate either. (Memory that the load gives back may come from what was there before.)
+    assert taken >= (new_bytes + told) * 0.5 - SLACK_BYTES
