@@ -14,6 +14,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from safetensors.torch import save_file
 
+from modelstate import errors
 from modelstate.errors import (
     ChecksumError,
     KeyNotFoundError,
@@ -680,3 +681,12 @@ def test_a_file_that_cannot_be_read(checkpoint: Checkpoint, monkeypatch: pytest.
     for name in ("read_into", "verify"):
         with pytest.raises(ReadFailedError, match="Input/output error"):
             READS[name](checkpoint)
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("kind", ["lazy", "nested"])
+def test_live_tensors_without_a_shape(kind: str) -> None:
+    lazy = torch.nn.LazyLinear(2).weight
+    tensor = lazy if kind == "lazy" else torch.nested.nested_tensor([torch.ones(1), torch.ones(2)])
+    with pytest.raises(errors.UnsupportedTensorError, match="without a shape"):
+        open_checkpoint({"w": tensor})

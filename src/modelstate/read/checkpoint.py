@@ -7,7 +7,13 @@ from typing import Any
 
 import torch
 
-from modelstate.errors import KeyNotFoundError, OptionError, ReadTargetError, TensorNotFoundError
+from modelstate.errors import (
+    KeyNotFoundError,
+    OptionError,
+    ReadTargetError,
+    TensorNotFoundError,
+    UnsupportedTensorError,
+)
 from modelstate.read.mapped import Maps
 from modelstate.read.ranges import Request, coalesce, read_batches, read_threads
 from modelstate.read.stamp import Stamp, stamps_of
@@ -41,9 +47,7 @@ class Checkpoint(Mapping[str, TensorSpec]):
         if key:
             flat = _below(flat, key, self._source)
         self._flat, self._key = flat, key
-        self._specs = {
-            name: TensorSpec(name, tuple(stored.shape), stored.dtype, stored) for name, stored in flat.tensors.items()
-        }
+        self._specs = {name: _spec(name, stored, self._source) for name, stored in flat.tensors.items()}
 
     # The mapping.
 
@@ -339,6 +343,18 @@ class _Extra(Mapping[str, Any]):
             return f"there are tensors in it: .select({path!r})"
         near = get_close_matches(path, checkpoint._flat.values, n=1)
         return f"did you mean {near[0]!r}?" if near else "iterate over .extra to see its paths"
+
+
+def _spec(name: str, stored: Stored, where: str) -> TensorSpec:
+    try:
+        return TensorSpec(name, tuple(stored.shape), stored.dtype, stored)
+    except RuntimeError as error:  # a live tensor that has no shape yet, or none that is a tuple
+        raise UnsupportedTensorError(
+            f"a tensor without a shape: {type(stored).__name__}",
+            where=f"{where}: {name}",
+            found=error,
+            remedy="run the module once, so that its parameters are made, or leave the name out",
+        ) from error
 
 
 def _copied(tensor: torch.Tensor) -> torch.Tensor:
