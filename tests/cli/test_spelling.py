@@ -106,7 +106,7 @@ def works_as_proposed(model: str, path: str, *more: str) -> str:
     for command in ("plan", "load"):
         done = run(command, model, path, *more)
         assert done.exit_code == 1, done.output
-        line = proposed(done.stdout if command == "plan" else done.stderr)[0]
+        (line,) = proposed(done.stdout if command == "plan" else done.stderr)
         again = run(command, model, path, *more, *shlex.split(line))
         assert again.exit_code == 0, again.output
     return line

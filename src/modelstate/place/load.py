@@ -154,7 +154,10 @@ def _of_plan(plan: Plan, options: Options) -> tuple[Checkpoint, Options]:
         raise OptionError("a plan brings its own arguments", remedy="give them to modelstate.plan")
     if plan.carried_out or plan.checkpoint is None:
         raise StalePlanError(
-            "the plan has been carried out", where=plan.target, found=plan.carried_out, remedy="make a new one"
+            "the plan has been carried out",
+            where=plan.target,
+            found=", ".join(plan.carried_out),
+            remedy="make a new one",
         )
     # The files may have been replaced since; what is there now counts, and must be what was planned for.
     return plan.checkpoint, plan.options
@@ -250,7 +253,9 @@ def _options(
         # A tensor knows which of several devices "cuda" means, and whether there is one.
         target = None if device is None else torch.empty(0, device=device).device
     except (RuntimeError, AssertionError, TypeError) as error:
-        raise OptionError("not a device that is here", found=f"{device!r}: {error}") from error
+        raise OptionError(
+            "not a device that is here", found=f"{device!r}: {error}", remedy="device='cpu', or none"
+        ) from error
     if target is not None and target.type == "meta":
         raise OptionError("nothing can be loaded onto the meta device", remedy="device='cpu', or none")
     return Options(

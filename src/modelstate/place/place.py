@@ -72,7 +72,9 @@ def _by_handler(param: torch.Tensor, value: torch.Tensor, journal: Journal) -> N
     if new is value or new is param:
         raise RuntimeError("module_load returned one of self or other; it must return a new tensor")
     if is_plain(new) and not is_plain(param):
-        raise RuntimeError(f"it would no longer be a {type(param).__name__}, for nothing says how a tensor becomes one")
+        raise RuntimeError(
+            f"its class would no longer be {type(param).__name__}, for nothing says how a tensor becomes one"
+        )
     _become(param, new, journal)
 
 

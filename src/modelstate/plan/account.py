@@ -61,7 +61,7 @@ class Accounts:
         unexpected = self._unexpected()
         problems += self._differences([name for name in missing if name not in allowed], unexpected)
         problems += [Complaint("", message) for message in self.outcome.errors]
-        problems += self._uninitialised({problem.name for problem in problems})
+        problems += self._uninitialised((set(missing) - allowed).union(problem.name for problem in problems))
         problems += self.may_miss.idle() + self.may_exceed.idle()
         problems += [IdlePattern(rule, option="rules") for rule in self.of.renamed.idle]
         self._move_the_rest()

@@ -120,6 +120,7 @@ class Plan:
                 "bytes": self.bytes,
                 "extra_bytes": self.extra_bytes,
                 "slots": self.slots,
+                "coverage": self.coverage,
                 "notes": list(self.notes),
                 "problems": [problem_as_dict(problem) for problem in self.problems],
                 "steps": [asdict(step) for step in self.steps],
