@@ -113,40 +113,49 @@ def load(
     `PlacementError`, `ReadFailedError`, `ChecksumError`, `MemoryBudgetError`, `OptionError`, `StalePlanError`.
     """
     started = time.perf_counter()
-    model, optimizers = _model(model), check_optimizers(optimizers, model)
+    checked = check_optimizers(optimizers, _model(model))
     if max_memory_bytes is not None and not (isinstance(max_memory_bytes, int) and max_memory_bytes >= 0):
         raise OptionError(
             "max_memory_bytes= is a number of bytes", expected="int, from 0", found=repr(max_memory_bytes)
         )
     options = _options(key, rules, allow_missing, allow_unexpected, dtype, device, transform, map, in_place)
-    if isinstance(source, Plan):
-        checkpoint, options = _of_plan(source, options)
-    else:
-        checkpoint = open_checkpoint(source)
+    # A transform is the user's code, and may leave cycles of tensors behind that have to be collected on the way.
+    with no_collection() if transform is None else nullcontext():
+        preparation, verified = _carry_out(model, source, options, verify, checked, progress, max_memory_bytes)
+        return _report(preparation, started, verified)
+
+
+def _carry_out(
+    model: nn.Module,
+    source: Source | Plan,
+    options: Options,
+    verify: bool,
+    optimizers: tuple[torch.optim.Optimizer, ...],
+    progress: bool | None,
+    max_memory_bytes: int | None,
+) -> tuple[Preparation, int]:
+    """The load itself; also returns the bytes that were verified."""
+    checkpoint, options = _of_plan(source, options) if isinstance(source, Plan) else (open_checkpoint(source), options)
     journal = Journal(model)
     try:
-        with no_collection():
-            preparation = Preparation(journal, checkpoint, options, Place, call_extra_state=True)
+        preparation = Preparation(journal, checkpoint, options, Place, call_extra_state=True)
         preparation.check()
         if isinstance(source, Plan):
             _check_unchanged(source, preparation.plan())
         check_budget(preparation, max_memory_bytes)
         verified = preparation.checkpoint.verify() if verify else 0
         with progress_bar(progress, preparation.nbytes) as advance:
-            with no_collection() if options.transform is None else nullcontext():
-                stage(preparation, advance)
+            stage(preparation, advance)
             _place_what_may_fail(preparation)
             new_state = following_state(optimizers, _finals(preparation)) if optimizers else []
             _read_in_place(preparation, advance)
-        with no_collection():
-            journal.commit(*(partial(state.__setitem__, name, value) for state, name, value in new_state))
+        journal.commit(*(partial(state.__setitem__, name, value) for state, name, value in new_state))
     except BaseException:
         journal.rollback()
         raise
     if isinstance(source, Plan):
         source.carried_out.append(time.strftime("%F %T"))
-    with no_collection():
-        return _report(preparation, started, verified)
+    return preparation, verified
 
 
 def _of_plan(plan: Plan, options: Options) -> tuple[Checkpoint, Options]:

@@ -1,6 +1,7 @@
 """Putting a value into its slot."""
 
 from dataclasses import replace
+from functools import partial
 
 import torch
 from torch import nn
@@ -40,22 +41,28 @@ class Place(Write):
         assert final is not None
         if final is param:
             return  # it was read in place
-        with torch.no_grad():
-            if journal is None:
+        if journal is None:
+            with torch.no_grad():
                 param.copy_(final)
-            elif made.placement.by_handler or not is_plain(final):
-                journal.save(param)
-                _by_handler(param, final, journal) if made.placement.by_handler else _become(param, final, journal)
-                made.dtype, made.device = param.dtype, param.device
-            elif param.is_meta:
-                other = give_memory(param, final)
-                journal.undo(lambda: swap_impl(param, other))
-            elif _fits(made):
-                journal.save(param)
-                param.copy_(final)
-            else:
-                journal.save_place(param)
-                _point_to(param, final)
+        elif param.is_meta and not made.placement.by_handler and is_plain(final):
+            other = give_memory(param, final)
+            journal.undo(partial(swap_impl, param, other))
+        else:
+            with torch.no_grad():
+                self._exchange(param, final, journal)
+
+    def _exchange(self, param: torch.Tensor, final: torch.Tensor, journal: Journal) -> None:
+        made = self.made
+        if made.placement.by_handler or not is_plain(final):
+            journal.save(param)
+            _by_handler(param, final, journal) if made.placement.by_handler else _become(param, final, journal)
+            made.dtype, made.device = param.dtype, param.device
+        elif _fits(made):
+            journal.save(param)
+            param.copy_(final)
+        else:
+            journal.save_place(param)
+            _point_to(param, final)
 
 
 def _fits(made: Assignment) -> bool:

@@ -1,14 +1,14 @@
 """The Report: what happened to each tensor."""
 
 import json
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
+from typing import NamedTuple
 
 from modelstate.plan.plan import Step, placements
 from modelstate.words import size
 
 
-@dataclass(frozen=True, slots=True)
-class Loaded:
+class Loaded(NamedTuple):
     """What happened to one slot."""
 
     step: Step
@@ -79,7 +79,7 @@ class Report:
                 "slots": self.slots,
                 "coverage": self.coverage,
                 "notes": list(self.notes),
-                "loaded": [{**asdict(one.step), "seconds": one.seconds} for one in self.loaded],
+                "loaded": [{**one.step._asdict(), "seconds": one.seconds} for one in self.loaded],
             },
             indent=1,
         )

@@ -1,4 +1,4 @@
-"""Which casts keep every value."""
+"""Which casts keep every value, and what dtypes and devices are called."""
 
 from functools import cache
 
@@ -45,6 +45,13 @@ def _kind(dtype: torch.dtype) -> str:
     return "integer"
 
 
+@cache
 def short(dtype: torch.dtype) -> str:
     """ "float32" for `torch.float32`."""
     return str(dtype).removeprefix("torch.")
+
+
+@cache
+def device_name(device: torch.device) -> str:
+    """ "cuda:0" for `torch.device("cuda", 0)`."""
+    return str(device)

@@ -53,6 +53,7 @@ class Journal:
         self._memento: Memento | None = None
         self._saved: dict[int, tuple[torch.UntypedStorage, torch.UntypedStorage]] = {}
         self._saved_whole: set[int] = set()
+        self._to_protect: list[torch.Tensor] = []
         self._protected: set[int] = set()
         self._undo: list[Callable[[], None]] = []
         self._waiting: dict[int, list[Write]] = {}
@@ -119,7 +120,7 @@ class Journal:
 
     def protect(self, tensor: torch.Tensor) -> None:
         """Counts a tensor that is not the module's among what is restored: its bytes, where model code uses them."""
-        self._protected.update(map(storage_id, payload_of(tensor)))
+        self._to_protect.append(tensor)
 
     def _save_whole(self, tensor: torch.Tensor) -> None:
         """A copy of a tensor that is no view of one storage: sparse, or in a layout of some library."""
@@ -157,6 +158,8 @@ class Journal:
 
     def touched(self, tensor: torch.Tensor) -> None:
         """The model's code is about to use a tensor."""
+        self._protected.update(storage_id(part) for kept in self._to_protect for part in payload_of(kept))
+        self._to_protect.clear()
         keys = _keys(tensor)
         self.used.update(keys[1:])
         if self.entangled:

@@ -35,6 +35,12 @@ class Placement:
         return self.name == "copy" and not self.direct
 
 
+_MAPPED = Placement("swap", "had no memory: shows the file", mapped=True)
+_NEW_MEMORY = Placement("swap", "had no memory: gets its own")
+_DIRECT = Placement("copy", "into the memory that is there, at once", direct=True)
+_STAGED = Placement("copy", "into the memory that is there, when all is read")
+
+
 def choose(
     param: torch.Tensor,
     value: torch.Tensor,
@@ -54,16 +60,14 @@ def choose(
         return Placement("swap", "a tensor subclass or layout decides by module_load", mapped=shows, by_handler=True)
     if param.is_meta:
         same = dtype == value.dtype and device.type == "cpu" and value.stride() == param.stride()
-        if map and same:
-            return Placement("swap", "had no memory: shows the file", mapped=True)
-        return Placement("swap", "had no memory: gets its own")
+        return _MAPPED if map and same else _NEW_MEMORY
     if dtype != param.dtype:
         return Placement("data", f"changes its dtype to {str(dtype).removeprefix('torch.')}")
     if device != param.device:
         return Placement("data", f"moves to {device}")
     if in_place and not transformed and copy_cannot_fail(param, value):
-        return Placement("copy", "into the memory that is there, at once", direct=True)
-    return Placement("copy", "into the memory that is there, when all is read")
+        return _DIRECT
+    return _STAGED
 
 
 def after_transform(planned: Placement, param: torch.Tensor, result: torch.Tensor, value: torch.Tensor) -> Placement:

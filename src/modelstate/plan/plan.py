@@ -4,7 +4,7 @@ import json
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -31,9 +31,8 @@ class Options:
     in_place: bool = False
 
 
-@dataclass(frozen=True, slots=True)
-class Step:
-    """What happens to one slot."""
+class Step(NamedTuple):
+    """What happens to one slot. (A named tuple, for a model may have very many of them.)"""
 
     name: str
     """The name in the model."""
@@ -123,7 +122,7 @@ class Plan:
                 "coverage": self.coverage,
                 "notes": list(self.notes),
                 "problems": [problem_as_dict(problem) for problem in self.problems],
-                "steps": [asdict(step) for step in self.steps],
+                "steps": [step._asdict() for step in self.steps],
             },
             indent=1,
         )

@@ -7,7 +7,7 @@ bytes, with everything known that could keep them from being carried out.
 from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -15,7 +15,7 @@ from torch import nn
 
 from modelstate.errors import ModelCodeError, ModelStateError
 from modelstate.plan.account import Accounts
-from modelstate.plan.dtypes import cast_between, short
+from modelstate.plan.dtypes import cast_between, device_name, short
 from modelstate.plan.explain import plan_error
 from modelstate.plan.journal import Journal, Write
 from modelstate.plan.matching import matching_part
@@ -61,7 +61,7 @@ class Assignment:
     @property
     def nbytes(self) -> int:
         """Bytes to read: those of the parts, where the value is made of several tensors."""
-        if isinstance(self.stored, StoredComposite):
+        if isinstance(self.stored, StoredTensor | StoredComposite):
             return self.stored.nbytes
         return sum(part.numel() * part.itemsize for part in payload_of(self.value)) or (
             self.value.numel() * self.value.itemsize
@@ -117,7 +117,6 @@ class Preparation:
         self.used: set[str] = set()
         """Names of the checkpoint whose values have come to a slot."""
         self.extra_states: list[str] = []
-        self.own_memory = Addresses(slot.tensor for slot in self.slots.tensors)
         self._make_write, self._call_extra_state = make_write, call_extra_state
         self._by_param: dict[int, Assignment] = {}
         self._by_storage: dict[int, list[Assignment]] = {}
@@ -267,6 +266,11 @@ class Preparation:
         if how == "kind" or (how == "lossy" and not asked):
             self.problems.append(WrongDtype(made.name, short(made.dtype), short(made.value.dtype), how))
 
+    @cached_property
+    def own_memory(self) -> Addresses:
+        """Where the tensors of the model lie."""
+        return Addresses(slot.tensor for slot in self.slots.tensors)
+
     # What comes of it.
 
     def is_filled(self, param: torch.Tensor) -> bool:
@@ -339,7 +343,7 @@ class Preparation:
             shape=tuple(made.param.shape),
             dtype=short(made.dtype),
             cast=cast_text(made.value.dtype, made.dtype),
-            device=str(made.device),
+            device=device_name(made.device),
             nbytes=made.nbytes,
             mapped=made.placement.mapped,
             ties=tuple(name for name in slot.names if name != made.name) if slot else (),

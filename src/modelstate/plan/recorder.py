@@ -78,7 +78,7 @@ class _Recording:
 def _visit(
     recording: _Recording,
     module: nn.Module,
-    state_dict: "OrderedDict[str, Any]",
+    state_dict: dict[str, Any],
     prefix: str,
     versions: Mapping[str, dict[str, Any]] | None,
     assign: bool,
@@ -118,17 +118,12 @@ def _run_post_hooks(recording: _Recording, module: nn.Module) -> None:
             )
 
 
-def _split_by_child(
-    state_dict: Mapping[str, Any], prefix: str, children: Iterable[str]
-) -> dict[str, "OrderedDict[str, Any]"]:
+def _split_by_child(state_dict: Mapping[str, Any], prefix: str, children: Iterable[str]) -> dict[str, dict[str, Any]]:
     """For each child the items whose names begin with its prefix."""
     names = list(children)
     if any("." in name for name in names):
-        return {
-            name: OrderedDict((k, v) for k, v in state_dict.items() if k.startswith(f"{prefix}{name}."))
-            for name in names
-        }
-    parts: dict[str, OrderedDict[str, Any]] = {name: OrderedDict() for name in names}
+        return {name: {k: v for k, v in state_dict.items() if k.startswith(f"{prefix}{name}.")} for name in names}
+    parts: dict[str, dict[str, Any]] = {name: {} for name in names}
     cut = len(prefix)
     for key, value in state_dict.items():
         if key.startswith(prefix):

@@ -1,5 +1,6 @@
 """The places of a module that a load can fill."""
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 import torch
@@ -8,6 +9,9 @@ from torch import nn
 from modelstate.read.tree import EXTRA_STATE
 
 PARAMETER, BUFFER, HIDDEN, EXTRA = "parameter", "buffer", "non-persistent buffer", "extra state"
+
+
+_STRICTEST = (PARAMETER, BUFFER, HIDDEN)
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,8 +46,7 @@ def slots_of(root: nn.Module) -> Slots:
     found: dict[int, tuple[torch.Tensor, list[str], list[str]]] = {}
     empty: set[str] = set()
     extra: list[str] = []
-    for path, module in root.named_modules(remove_duplicate=False):
-        prefix = f"{path}." if path else ""
+    for prefix, module in _modules_of(root, ""):
         for kind, group in ((PARAMETER, module._parameters), (BUFFER, module._buffers)):
             for name, tensor in group.items():
                 if tensor is None:
@@ -56,8 +59,18 @@ def slots_of(root: nn.Module) -> Slots:
         if type(module).set_extra_state is not nn.Module.set_extra_state:
             extra.append(prefix + EXTRA_STATE)
     tensors = tuple(
-        Slot(tuple(names), min(kinds, key=(PARAMETER, BUFFER, HIDDEN).index), tensor)
+        Slot(tuple(names), kinds[0] if len(kinds) == 1 else min(kinds, key=_STRICTEST.index), tensor)
         for tensor, names, kinds in found.values()
     )
     by_name = {name: slot for slot in tensors for name in slot.names}
     return Slots(tensors, by_name, frozenset(empty), tuple(extra))
+
+
+def _modules_of(module: nn.Module, prefix: str) -> Iterator[tuple[str, nn.Module]]:
+    """Every module under every name that it has, with its prefix."""
+    stack = [(prefix, module)]
+    while stack:
+        prefix, module = stack.pop()
+        yield prefix, module
+        children = [(f"{prefix}{name}.", child) for name, child in module._modules.items() if child is not None]
+        stack.extend(reversed(children))

@@ -25,7 +25,7 @@ class Maps:
     def __init__(self, stamps: Mapping[str, Stamp]) -> None:
         self._stamps = stamps
         self._maps: dict[str, mmap.mmap] = {}
-        self._storages: dict[tuple[ByteRange, int], torch.UntypedStorage] = {}
+        self._storages: dict[tuple[str, int, int, int], torch.UntypedStorage] = {}
 
     def tensor(self, stored: Stored) -> torch.Tensor:
         """The tensor as a view of its file; in memory already: a detached alias.
@@ -48,7 +48,7 @@ class Maps:
 
     def _storage(self, region: ByteRange, dtype: torch.dtype) -> torch.UntypedStorage:
         """A storage that shows these bytes and no more, whatever larger storage they were a part of."""
-        key = region, dtype.itemsize
+        key = region.path, region.start, region.nbytes, dtype.itemsize
         storage = self._storages.get(key)
         if storage is None:
             whole = torch.frombuffer(self._map(region), dtype=torch.uint8, count=region.nbytes, offset=region.start)
