@@ -1,6 +1,7 @@
 """Fresh memory for tensors."""
 
 import mmap
+import time
 from collections.abc import Sequence
 from contextlib import suppress
 
@@ -10,15 +11,49 @@ from modelstate.spec import contiguous_stride
 
 _ALIGN = 64
 _HUGE_PAGE = 2 << 20
+_SAMPLE_BYTES = 32 << 20
+_SLOW_BYTES_PER_SECOND = 2e9
+"""Less than reading into small pages gives."""
 _ARENA_BYTES = 256 << 20
 
 
+class PageWatch:
+    """Watches a read into fresh memory, and goes back to small pages where huge ones turn out to be slow.
+
+    A huge page is cleared at memory speed where the machine has it at hand. On a virtual machine whose host has to
+    find the memory first, it may take 5 ms, and small pages that the guest has used lately are three times as fast.
+    Only the read itself can tell. A slow disk looks the same, and then it does not matter.
+    """
+
+    def __init__(self) -> None:
+        self.arenas: list[mmap.mmap] = []
+        self._started = time.perf_counter()
+        self._nbytes = 0
+        self._settled = not hasattr(mmap, "MADV_NOHUGEPAGE")
+
+    def on_read(self, nbytes: int) -> None:
+        """Hears of bytes that have been read into the memory."""
+        self._nbytes += nbytes
+        if self._settled or self._nbytes < _SAMPLE_BYTES:
+            return
+        seconds = time.perf_counter() - self._started
+        if self._nbytes > _SLOW_BYTES_PER_SECOND * seconds:
+            self._started, self._nbytes = time.perf_counter(), 0  # fast so far: look again after the next bytes
+            return
+        self._settled = True
+        for arena in self.arenas:
+            with suppress(OSError):
+                arena.madvise(mmap.MADV_NOHUGEPAGE)
+
+
 @torch.inference_mode(False)
-def fresh_tensors(like: Sequence[tuple[torch.Size, tuple[int, ...] | None, torch.dtype]]) -> list[torch.Tensor]:
+def fresh_tensors(
+    like: Sequence[tuple[torch.Size, tuple[int, ...] | None, torch.dtype]], watch: "PageWatch | None" = None
+) -> list[torch.Tensor]:
     """A new CPU tensor for each shape, stride (None for contiguous) and dtype, in memory that has not been touched.
 
-    Small tensors share mappings of up to 256 MB, each with a storage of its own; what asks the kernel for huge pages,
-    since faulting in small pages takes longer than reading into them.
+    Small tensors share mappings of up to 256 MB, each with a storage of its own. The mappings ask the kernel for huge
+    pages, since faulting in small pages takes longer than reading into them; see `PageWatch`.
     """
     made: list[torch.Tensor] = []
     sizes = [_span(shape, stride) * dtype.itemsize for shape, stride, dtype in like]
@@ -30,6 +65,8 @@ def fresh_tensors(like: Sequence[tuple[torch.Size, tuple[int, ...] | None, torch
             continue
         if arena is None or nbytes > left:
             arena = _arena(_batch(sizes, index))
+            if watch is not None:
+                watch.arenas.append(arena)
             free, left = 0, len(arena)
         storage = torch.frombuffer(arena, dtype=torch.uint8, count=nbytes, offset=free).untyped_storage()
         used = -(-nbytes // _ALIGN) * _ALIGN

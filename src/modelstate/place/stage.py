@@ -9,7 +9,7 @@ import torch
 from torch.autograd.graph import increment_version
 
 from modelstate.errors import MemoryBudgetError, ModelStateError, PlacementError, TransformError
-from modelstate.place.memory import fresh_tensors
+from modelstate.place.memory import PageWatch, fresh_tensors
 from modelstate.plan.placement import after_transform, is_dense, is_plain
 from modelstate.plan.prepare import SCRATCH_BYTES, Assignment, Preparation
 from modelstate.plan.torch_private import storage_owners
@@ -32,9 +32,10 @@ def stage(preparation: Preparation, progress: Progress) -> None:
     if preparation.options.transform is None:
         from_file, rest = _split(waiting, lambda made: _is_run_of_bytes(made) and made.reads_plainly)
         straight, others = _split(from_file, lambda made: made.value.dtype == made.dtype and made.on_cpu)
-        finals = fresh_tensors([_layout(made) for made in straight])
+        watch = PageWatch()
+        finals = fresh_tensors([_layout(made) for made in straight], watch)
         in_order, strided = _split(list(zip(straight, finals, strict=True)), lambda pair: is_plain_memory(pair[1]))
-        _read(preparation, in_order, progress)
+        _read(preparation, in_order, _both(progress, watch.on_read))
         for made, final in in_order:
             made.final = final
         _read_through_scratch(preparation, [*others, *(made for made, _ in strided)], progress, _finish)
@@ -176,6 +177,14 @@ def _as_asked(preparation: Preparation, made: Assignment, result: torch.Tensor, 
         return result.clone() if preparation.own_memory.hold(result) else result
     fits = own and is_dense(result) and (made.placement.mapped or not result.is_inference())
     return result if fits else result.clone(memory_format=torch.contiguous_format)
+
+
+def _both(first: Progress, second: Progress) -> Progress:
+    def progress(nbytes: int) -> None:
+        first(nbytes)
+        second(nbytes)
+
+    return progress
 
 
 def _read_through_scratch(
