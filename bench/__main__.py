@@ -97,14 +97,14 @@ class Bench:
         memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
         for case, path in files.items():
             names = ["modelstate.open"]
-            if path.suffix == ".safetensors":
-                names.append("safetensors safe_open + get_slice")
-            elif path.stat().st_size < memory:  # torch maps it as memory that may be written, which must exist
-                names.append("torch.load(mmap)")
+            if path.stat().st_size < memory:  # the others map it as memory that may be written, which must exist
+                names.append(
+                    "safetensors safe_open + get_slice" if path.suffix == ".safetensors" else "torch.load(mmap)"
+                )
             found[case] = self.measure({n: self.child("opening", contender=n, path=str(path)) for n in names})
         words = (
             "From the path to the names and shapes of everything in it. The files of 1 and 100 GB have 100 tensors and "
-            "are sparse. `torch.load(mmap=True)` cannot map a file larger than memory."
+            "are sparse. `torch.load(mmap=True)` and `safe_open` cannot map a file larger than memory."
         )
         return [_shown(Section("Opening", words, grid(_by_name(found), "ready ms")))]
 

@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
@@ -690,3 +691,32 @@ def test_live_tensors_without_a_shape(kind: str) -> None:
     tensor = lazy if kind == "lazy" else torch.nested.nested_tensor([torch.ones(1), torch.ones(2)])
     with pytest.raises(errors.UnsupportedTensorError, match="without a shape"):
         open_checkpoint({"w": tensor})
+
+
+def test_a_file_larger_than_memory_can_be_mapped(tmp_path: Path) -> None:
+    """Four times what the machine has, of which hardly anything is there: the last tensor is read."""
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    rows = 4 * memory // 4096
+    header = safetensors_header({"large": ("U8", [rows, 4096]), "last": ("U8", [4096])})
+    path = tmp_path / "large.safetensors"
+    with path.open("wb") as file:
+        file.write(header)
+        file.truncate(len(header) + (rows + 1) * 4096)
+        file.seek(-1, os.SEEK_END)
+        file.write(b"\7")
+    checkpoint = open_checkpoint(path)
+    assert checkpoint.nbytes > 4 * memory
+    assert checkpoint.tensor("last")[-1] == 7
+    assert checkpoint.tensor("large").shape == (rows, 4096)
+
+
+def safetensors_header(tensors: dict[str, tuple[str, list[int]]]) -> bytes:
+    """The beginning of a safetensors file of unsigned bytes."""
+    entries, start = {}, 0
+    for name, (dtype, shape) in tensors.items():
+        end = start + int(np.prod(shape, dtype=np.int64))
+        entries[name] = {"dtype": dtype, "shape": shape, "data_offsets": [start, end]}
+        start = end
+    text = json.dumps(entries).encode()
+    text += b" " * (-len(text) % 8)
+    return len(text).to_bytes(8, "little") + text

@@ -2,6 +2,7 @@
 
 import mmap
 import os
+import sys
 from collections.abc import Mapping
 
 import torch
@@ -9,6 +10,9 @@ import torch
 from modelstate.errors import ReadFailedError
 from modelstate.read.stamp import Stamp, open_unchanged
 from modelstate.spec import ByteRange, Stored, StoredComposite, StoredTensor
+
+_NO_RESERVE = getattr(mmap, "MAP_NORESERVE", 0x4000 if sys.platform == "linux" else 0)
+"""Linux would count a map that may be written as memory, and refuse a file that is larger than there is."""
 
 
 class Maps:
@@ -62,7 +66,7 @@ class Maps:
         if found is None:
             descriptor = open_unchanged(region.path, self._stamps.get(region.path))
             try:
-                found = mmap.mmap(descriptor, 0, access=mmap.ACCESS_COPY)
+                found = mmap.mmap(descriptor, 0, flags=mmap.MAP_PRIVATE | _NO_RESERVE)
             except (OSError, ValueError) as error:
                 raise ReadFailedError("the file cannot be mapped", where=region.path, found=error) from error
             finally:
