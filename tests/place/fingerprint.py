@@ -111,3 +111,14 @@ def interrupted_at(line: int, function: Callable[[], Any]) -> int:
     finally:
         sys.settrace(None)
     return count
+
+
+def holding(**tensors: torch.Tensor) -> nn.Module:
+    """A module with just these parameters and buffers."""
+    module = nn.Module()
+    for name, tensor in tensors.items():
+        if isinstance(tensor, nn.Parameter):
+            module.register_parameter(name, tensor)
+        else:
+            module.register_buffer(name, tensor)
+    return module

@@ -15,7 +15,7 @@ from torch import nn
 
 import modelstate as ms
 from modelstate import errors
-from tests.place.fingerprint import described_module, whole
+from tests.place.fingerprint import described_module, holding, whole
 
 
 def pair() -> nn.Sequential:
@@ -40,16 +40,6 @@ def left_as_it_was(module: nn.Module, load: Callable[[], Any], error: type[BaseE
     with pytest.raises(error):
         load()
     assert whole(module) == before
-
-
-def holding(**tensors: torch.Tensor) -> nn.Module:
-    module = nn.Module()
-    for name, tensor in tensors.items():
-        if isinstance(tensor, nn.Parameter):
-            module.register_parameter(name, tensor)
-        else:
-            module.register_buffer(name, tensor)
-    return module
 
 
 # What looks as if it could not fail.

@@ -9,17 +9,7 @@ from torch import nn
 
 import modelstate as ms
 from modelstate.plan import problems
-from tests.place.fingerprint import whole
-
-
-def holding(**tensors: torch.Tensor) -> nn.Module:
-    module = nn.Module()
-    for name, tensor in tensors.items():
-        if isinstance(tensor, nn.Parameter):
-            module.register_parameter(name, tensor)
-        else:
-            module.register_buffer(name, tensor)
-    return module
+from tests.place.fingerprint import holding, whole
 
 
 def tied() -> nn.Module:
