@@ -171,6 +171,8 @@ class Accounts:
 
     def _note_lost_versions(self) -> None:
         """Says so where modules decide by a version how to load, and the checkpoint has lost it."""
+        if not self.of.journal.armed:
+            return  # no module has loading code of its own
         versions = self.of.versions or {}
         deciding = {
             type(module).__name__
