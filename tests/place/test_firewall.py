@@ -9,7 +9,11 @@ from torch import nn
 
 import modelstate as ms
 from modelstate import errors
+from modelstate.place.place import Place
 from modelstate.plan import problems
+from modelstate.plan.journal import Journal
+from modelstate.plan.plan import Options
+from modelstate.plan.prepare import Preparation
 
 
 def test_a_wrapped_state_dict_beside_another_one_is_not_passed_over(tmp_path: Path) -> None:
@@ -77,3 +81,15 @@ def test_nothing_at_all_is_not_a_load() -> None:
     with pytest.raises(ms.PlanError) as caught:
         ms.load(nn.Linear(2, 2), {"x": torch.ones(1)}, allow_missing=["*"], allow_unexpected=["*"])
     assert isinstance(caught.value.problems[0], problems.NothingFits)
+
+
+def test_what_is_only_moved_to_a_device_is_not_counted_as_loaded() -> None:
+    """The plan alone, so that the device need not be there."""
+    module = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    state = {name: value for name, value in module.state_dict().items() if name.startswith("0.")}
+    options = Options(allow_missing=("1.*",), device=torch.device("cuda:0"))
+    plan = Preparation(Journal(module), ms.open(state), options, Place, call_extra_state=False).plan()
+    assert plan.coverage == 0.5
+    assert [step.name for step in plan.steps] == ["0.weight", "0.bias"]
+    assert "2 only moved to cuda:0: 1.bias, 1.weight" in plan.notes
+    assert not any("own loading code" in note for note in plan.notes)

@@ -83,3 +83,32 @@ def test_a_report_tells_the_memory_that_was_taken(
     assert taken <= new_bytes + told + SLACK_BYTES
     # It is no wild overestimate either. (Memory that the load gives back may come from what was there before.)
     assert taken >= (new_bytes + told) * 0.5 - SLACK_BYTES
+
+
+SHORT = """
+import resource, sys, torch, modelstate as ms
+from torch import nn
+
+model = nn.Sequential(*(nn.Linear(2048, 2048, bias=False) for _ in range(16)))
+before = [p.detach().clone() for p in list(model.parameters())[:1]]
+objects = [id(p) for p in model.parameters()]
+ms.load(nn.Linear(8, 8), nn.Linear(8, 8).state_dict())
+now = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()
+resource.setrlimit(resource.RLIMIT_AS, (now + (400 << 20), resource.RLIM_INFINITY))
+try:
+    ms.load(model, sys.argv[1], **eval(sys.argv[2]))
+except ms.ModelStateError as error:
+    print(type(error).__name__)
+assert torch.equal(model[0].weight, before[0]) and model[15].weight.dtype is torch.float32
+assert [id(p) for p in model.parameters()] == objects
+"""
+
+
+@pytest.mark.parametrize("options", ["dict()", "dict(dtype=torch.float64)"])
+def test_a_machine_without_the_memory(options: str, path: Path) -> None:
+    """400 MB of addresses are too few for the file's map beside a copy of the model, or for wider weights."""
+    done = subprocess.run(
+        [sys.executable, "-c", SHORT, str(path), options], capture_output=True, text=True, timeout=300
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip() in ("MemoryBudgetError", "ReadFailedError")

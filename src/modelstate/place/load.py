@@ -94,18 +94,18 @@ def load(
         rules: changes of the checkpoint's names, applied in their order.
         allow_missing: glob patterns of names that the model has and the checkpoint need not have.
         allow_unexpected: glob patterns of names that the checkpoint has and the model need not have.
-        dtype: casts floating-point tensors on the way; the model's become that dtype. Without it, only casts that
-            lose nothing are made, to the dtype of the model.
+        dtype: casts floating-point tensors on the way; what is loaded has that dtype afterwards. Without it, only
+            casts that lose nothing are made, to the dtype of the model.
         device: where the tensors go. Without it they stay where they are, and those on meta go to the CPU.
         transform: called once for each tensor, in the order of the file, with its name in the model and the tensor as
             the file has it; returns the tensor to load, of the same shape. A tensor subclass is possible.
         map: whether tensors on meta may show the file itself, copy-on-write, so that nothing is read before it is
             used. Replacing that file by a rename is safe; overwriting it in place changes the model, or ends the
             process. With False they get memory of their own. All other targets always do.
-        in_place: reads straight into the memory that is there, with no second copy. An I/O error in the middle then
-            leaves a model that is partly overwritten; every other error still leaves it as it was.
-        verify: compares the file with the checksums that it keeps, before anything else.
-        optimizers: their state follows where a parameter's dtype or device changes.
+        in_place: reads straight into the memory that is there, with no second copy. An I/O error or an interrupt in
+            the middle of that read leaves a model that is partly overwritten; every other error leaves it as it was.
+        verify: compares the file with the checksums that it keeps, before any value is put in place.
+        optimizers: their state follows where a parameter's dtype or device changes, or it has had no memory.
         progress: a bar on the terminal; None shows it when the load takes longer than half a second.
         max_memory_bytes: the most memory that the load may need beyond the final tensors.
 
@@ -281,7 +281,8 @@ def _options(
 
 
 def _patterns(option: str, patterns: Iterable[str]) -> tuple[str, ...]:
-    found = () if isinstance(patterns, str) or not isinstance(patterns, Iterable) else tuple(patterns)
-    if not all(isinstance(pattern, str) for pattern in found) or (not found and patterns not in ((), [], set())):
+    several = isinstance(patterns, Iterable) and not isinstance(patterns, str)
+    found = tuple(patterns) if several else ()
+    if not several or not all(isinstance(pattern, str) for pattern in found):
         raise OptionError(f"{option}= takes several patterns", expected=f"a list of text, as [{patterns!r}]")
     return found

@@ -7,6 +7,7 @@ from contextlib import suppress
 
 import torch
 
+from modelstate.errors import MemoryBudgetError
 from modelstate.spec import contiguous_stride
 
 _ALIGN = 64
@@ -27,12 +28,15 @@ class PageWatch:
 
     def __init__(self) -> None:
         self.arenas: list[mmap.mmap] = []
-        self._started = time.perf_counter()
+        self._started: float | None = None
         self._nbytes = 0
         self._settled = not hasattr(mmap, "MADV_NOHUGEPAGE")
 
     def on_read(self, nbytes: int) -> None:
         """Hears of bytes that have been read into the memory."""
+        if self._started is None:  # the first one only starts the clock
+            self._started = time.perf_counter()
+            return
         self._nbytes += nbytes
         if self._settled or self._nbytes < _SAMPLE_BYTES:
             return
@@ -69,7 +73,7 @@ def fresh_tensors(
                 watch.arenas.append(arena)
             free, left = 0, len(arena)
         storage = torch.frombuffer(arena, dtype=torch.uint8, count=nbytes, offset=free).untyped_storage()
-        used = -(-nbytes // _ALIGN) * _ALIGN
+        used = aligned(nbytes)
         free, left = free + used, left - used
         empty = torch.empty(0, dtype=dtype, device="cpu")
         made.append(empty.set_(storage, 0, shape, stride or contiguous_stride(shape)))
@@ -80,7 +84,7 @@ def _batch(sizes: Sequence[int], start: int) -> int:
     """Bytes for as many of the next tensors as share one mapping."""
     total = 0
     for nbytes in sizes[start:]:
-        used = -(-nbytes // _ALIGN) * _ALIGN
+        used = aligned(nbytes)
         if total and total + used > _ARENA_BYTES:
             break
         total += used
@@ -88,11 +92,24 @@ def _batch(sizes: Sequence[int], start: int) -> int:
 
 
 def _arena(nbytes: int) -> mmap.mmap:
-    arena = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    try:
+        arena = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    except OSError as error:
+        raise MemoryBudgetError(
+            "the system has no memory for the tensors; nothing has been changed",
+            expected=f"{nbytes} bytes at once",
+            found=error,
+            remedy="map=True on a skeleton and in_place=True elsewhere need the least",
+        ) from error
     if nbytes >= _HUGE_PAGE and hasattr(mmap, "MADV_HUGEPAGE"):
         with suppress(OSError):  # a kernel without huge pages: the memory is as good, only slower to fault in
             arena.madvise(mmap.MADV_HUGEPAGE)
     return arena
+
+
+def aligned(nbytes: int) -> int:
+    """The next multiple of what a tensor's memory begins at."""
+    return -(-nbytes // _ALIGN) * _ALIGN
 
 
 def _span(shape: Sequence[int], stride: Sequence[int] | None) -> int:

@@ -9,7 +9,7 @@ import torch
 from torch.autograd.graph import increment_version
 
 from modelstate.errors import MemoryBudgetError, ModelStateError, PlacementError, TransformError
-from modelstate.place.memory import PageWatch, fresh_tensors
+from modelstate.place.memory import PageWatch, aligned, fresh_tensors
 from modelstate.plan.placement import after_transform, is_dense, is_plain
 from modelstate.plan.prepare import SCRATCH_BYTES, Assignment, Preparation
 from modelstate.plan.torch_private import storage_owners
@@ -18,7 +18,7 @@ from modelstate.read.ranges import Request
 from modelstate.spec import StoredComposite, StoredTensor, contiguous_stride
 
 Progress = Callable[[int], None]
-_ALIGN = 64
+_T = TypeVar("_T")
 
 
 def stage(preparation: Preparation, progress: Progress) -> None:
@@ -26,11 +26,13 @@ def stage(preparation: Preparation, progress: Progress) -> None:
 
     Raises `ReadFailedError` and `TransformError`.
     """
+    for made in preparation.moves:
+        _finish(made, made.value)
     waiting = [made for made in preparation.assignments if made.final is None and not made.placement.direct]
     waiting.sort(key=_place_in_file)
     rest = waiting
     if preparation.options.transform is None:
-        from_file, rest = _split(waiting, lambda made: _is_run_of_bytes(made) and made.reads_plainly)
+        from_file, rest = _split(waiting, lambda made: made.is_run_of_bytes and made.reads_plainly)
         straight, others = _split(from_file, lambda made: made.value.dtype == made.dtype and made.on_cpu)
         watch = PageWatch()
         finals = fresh_tensors([_layout(made) for made in straight], watch)
@@ -47,18 +49,19 @@ def stage(preparation: Preparation, progress: Progress) -> None:
 def read_in_place(preparation: Preparation, progress: Progress) -> None:
     """Reads the assignments whose bytes go straight to the memory of their slots. Raises `ReadFailedError`."""
     direct = [made for made in preparation.assignments if made.placement.direct and made.final is None]
-    from_file, rest = _split(direct, _is_run_of_bytes)
+    from_file, rest = _split(direct, lambda made: made.is_run_of_bytes)
     straight, cast = _split(
         from_file, lambda made: made.value.dtype == made.param.dtype and is_plain_memory(made.param)
     )
+    for made in rest:  # live tensors, which are copied when all is read
+        stage_one(preparation, made)
+        progress(made.nbytes)
+    # The buffer for casts is made before anything is written.
+    _read_through_scratch(preparation, cast, progress, _finish_in_place)
     _read(preparation, [(made, made.param) for made in straight], progress)
     for made in straight:
         increment_version(made.param)  # autograd has not seen the write
         made.final = made.param
-    _read_through_scratch(preparation, cast, progress, _finish_in_place)
-    for made in rest:
-        stage_one(preparation, made)
-        progress(made.nbytes)
 
 
 def stage_one(preparation: Preparation, made: Assignment) -> None:
@@ -108,7 +111,7 @@ def check_budget(preparation: Preparation, max_memory_bytes: int | None) -> None
 
 def _own_value(preparation: Preparation, made: Assignment) -> torch.Tensor:
     """The value in memory that nobody else has, read from the file where that is where it is."""
-    if _is_run_of_bytes(made):
+    if made.is_run_of_bytes:
         (fresh,) = fresh_tensors([(made.value.size(), None, made.value.dtype)])
         _read(preparation, [(made, fresh)], lambda _: None)
         return fresh
@@ -204,7 +207,7 @@ def _read_through_scratch(
         for one in group:
             empty, size = torch.empty(0, dtype=one.value.dtype, device="cpu"), one.value.size()
             buffers.append(empty.set_(storage, at // one.value.itemsize, size, contiguous_stride(size)))
-            at += _aligned(one.nbytes)
+            at += aligned(one.nbytes)
         _read(preparation, list(zip(group, buffers, strict=True)), progress)
         for one, buffer in zip(group, buffers, strict=True):
             started = time.perf_counter()
@@ -217,17 +220,13 @@ def _groups(made: Iterable[Assignment]) -> Iterator[tuple[list[Assignment], int]
     group: list[Assignment] = []
     total = 0
     for one in made:
-        if group and total + _aligned(one.nbytes) > SCRATCH_BYTES:
+        if group and total + aligned(one.nbytes) > SCRATCH_BYTES:
             yield group, total
             group, total = [], 0
         group.append(one)
-        total += _aligned(one.nbytes)
+        total += aligned(one.nbytes)
     if group:
         yield group, total
-
-
-def _aligned(nbytes: int) -> int:
-    return -(-nbytes // _ALIGN) * _ALIGN
 
 
 def _read(preparation: Preparation, pairs: Sequence[tuple[Assignment, torch.Tensor]], progress: Progress) -> None:
@@ -242,12 +241,6 @@ def _read(preparation: Preparation, pairs: Sequence[tuple[Assignment, torch.Tens
         made.seconds += seconds * made.nbytes / max(total, 1)
 
 
-def _is_run_of_bytes(made: Assignment) -> bool:
-    """Whether the bytes of the file are, in their order, those of the value."""
-    stored = made.stored
-    return isinstance(stored, StoredTensor) and stored.nbytes > 0 and stored.is_contiguous
-
-
 def _layout(made: Assignment) -> tuple[torch.Size, tuple[int, ...] | None, torch.dtype]:
     """Shape, stride and dtype of memory for a slot; the stride only where it is a layout, as channels last is."""
     param = made.param
@@ -259,9 +252,6 @@ def _place_in_file(made: Assignment) -> tuple[str, int]:
     if isinstance(made.stored, StoredTensor):
         return made.stored.extent.path, made.stored.extent.start
     return "", 0
-
-
-_T = TypeVar("_T")
 
 
 def _split(items: Sequence[_T], goes_first: Callable[[_T], bool]) -> tuple[list[_T], list[_T]]:

@@ -59,7 +59,7 @@ class Journal:
         self._waiting: dict[int, list[Write]] = {}
         self._replacing: list[Write] = []
         self._guard = _Guard(self)
-        self._storages: dict[int, torch.Tensor] = {}
+        self._storages: set[int] = set()
 
     @property
     def armed(self) -> bool:
@@ -70,9 +70,7 @@ class Journal:
         """Takes down what the module and everything it holds is, before anything runs that could change it."""
         if self._memento is None:
             self._memento = Memento(self.root.modules())
-            for tensor in self._memento.tensors.values():
-                if (key := storage_id(tensor)) != 0:
-                    self._storages[key] = tensor
+            self._storages = {storage_id(tensor) for tensor in self._memento.tensors.values()} - {0}
             for write in self.writes:
                 self._watch(write)
 

@@ -74,8 +74,20 @@ class Assignment:
         return self.value.numel() * self.dtype.itemsize if waits else 0
 
     @property
+    def is_run_of_bytes(self) -> bool:
+        """Whether the bytes of the file are, in their order, those of the value."""
+        return isinstance(self.stored, StoredTensor) and self.stored.nbytes > 0 and self.stored.is_contiguous
+
+    @property
     def on_cpu(self) -> bool:
         return self.device.type == "cpu"
+
+    @property
+    def needs_buffer(self) -> bool:
+        """Whether the value is read, or put together, in other memory than it ends in."""
+        if self.placement.mapped or isinstance(self.stored, torch.Tensor):
+            return False
+        return self.value.dtype != self.dtype or not self.on_cpu or not self.is_run_of_bytes
 
     @property
     def reads_plainly(self) -> bool:
@@ -247,12 +259,17 @@ class Preparation:
             dtype,
             device,
             map=options.map and self._may_show(stored),
-            in_place=options.in_place,
+            in_place=options.in_place and self._can_be_read_straight(stored),
             transformed=options.transform is not None,
         )
         if placement.mapped and isinstance(stored, StoredTensor):
             self._shown.add(stored.storage)
         return Assignment(name, kind, param, value, source, stored, placement, dtype, device)
+
+    @staticmethod
+    def _can_be_read_straight(stored: Stored | None) -> bool:
+        """Whether a value can get into memory that is there without memory of its own on the way."""
+        return isinstance(stored, torch.Tensor) or (isinstance(stored, StoredTensor) and stored.is_contiguous)
 
     def _may_show(self, stored: Stored | None) -> bool:
         """Whether a slot may show these bytes of the file: no two slots that are not tied may show the same."""
@@ -300,7 +317,7 @@ class Preparation:
         if self.options.transform is not None:
             # What the transform is given, one tensor at a time; what it takes besides, nobody knows beforehand.
             return staged + max((made.nbytes for made in self.assignments if not made.placement.mapped), default=0)
-        cast = [made.nbytes for made in self.assignments if made.value.dtype != made.dtype or not made.on_cpu]
+        cast = [made.nbytes for made in self.assignments if made.needs_buffer]
         return staged + max(max(cast, default=0), min(sum(cast), SCRATCH_BYTES))
 
     @property
