@@ -7,6 +7,7 @@ sake of code that rarely looks at a tensor. So writes wait, and while the model'
 tensors that it uses: the first time it uses one, the old bytes of that one are saved and its write is carried out.
 """
 
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -58,7 +59,7 @@ class Journal:
         self._undo: list[Callable[[], None]] = []
         self._waiting: dict[int, list[Write]] = {}
         self._replacing: list[Write] = []
-        self._guard = _Guard(self)
+        self._guard = _Guard(weakref.ref(self))
         self._storages: set[int] = set()
 
     @property
@@ -205,6 +206,7 @@ class Journal:
             for function in last:
                 function()
             self.committed = True
+            self._let_go()
 
     def rollback(self) -> None:
         """Undoes everything, in reverse and uninterrupted; nothing once it is committed."""
@@ -220,10 +222,15 @@ class Journal:
                     if storage.nbytes() != kept.nbytes():
                         storage.resize_(kept.nbytes())
                     storage.copy_(kept, non_blocking=False)
-            self._undo.clear()
-            self._saved.clear()
-            self.writes.clear()
-            self._waiting.clear()
+            self._let_go()
+
+    def _let_go(self) -> None:
+        """Drops everything, so that no cycle of references keeps staged values until the next cyclic collection."""
+        for held in (self.writes, self._replacing, self._undo, self._to_protect):
+            held.clear()
+        self._waiting.clear()
+        self._saved.clear()
+        self._memento = None
 
 
 def _keys(tensor: torch.Tensor) -> tuple[int, ...]:
@@ -235,7 +242,7 @@ def _keys(tensor: torch.Tensor) -> tuple[int, ...]:
 class _Guard(TorchFunctionMode):
     """Sees every use of a tensor through torch's functions and methods while the model's code runs."""
 
-    def __init__(self, journal: Journal) -> None:
+    def __init__(self, journal: "weakref.ref[Journal]") -> None:
         super().__init__()
         self._journal = journal
         self._watching = False
@@ -257,11 +264,12 @@ class _Guard(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if self._watching and func in _BACKWARD:
-            self._journal.gradients_change()
-        if self._watching and func not in _HARMLESS:
+        journal = self._journal() if self._watching else None
+        if journal is not None and func not in _HARMLESS:
+            if func in _BACKWARD:
+                journal.gradients_change()
             for tensor in _tensors((*args, *kwargs.values()), 0):
-                self._journal.touched(tensor)
+                journal.touched(tensor)
         return func(*args, **kwargs)
 
 

@@ -12,7 +12,6 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from copy import copy
 from dataclasses import dataclass, field
-from itertools import chain
 from typing import Any, Protocol
 
 import torch
@@ -59,11 +58,12 @@ def walk(
 ) -> None:
     """Runs the protocol over `root` and its descendants. Whatever the model's own code raises comes through."""
     modules = list(root.modules())
-    recording = _Recording(journal, take, outcome, {id(module) for module in modules})
+    overriding = _Overriding()
+    recording = _Recording(journal, take, outcome, {id(module) for module in modules}, overriding)
     names = OrderedDict(state_dict)
     if versions is not None:
         names._metadata = versions  # type: ignore[attr-defined]
-    with _patched(recording) if any(_overrides_loading(module) for module in modules) else nullcontext():
+    with _patched(recording) if any(map(overriding.has, modules)) else nullcontext():
         _visit(recording, root, names, "", versions, assign)
 
 
@@ -73,6 +73,7 @@ class _Recording:
     take: Take
     outcome: Outcome
     modules: set[int]
+    overriding: "_Overriding"
 
 
 def _visit(
@@ -90,7 +91,7 @@ def _visit(
     recording.modules.add(id(module))
     outcome = recording.outcome
     lists = (outcome.missing, outcome.unexpected, outcome.errors)
-    if _overrides_loading(module):
+    if recording.overriding.has(module):
         with recording.journal.model_code():
             module._load_from_state_dict(state_dict, prefix, local_metadata, True, *lists)
     else:
@@ -148,13 +149,13 @@ def _load_local(
     for hook in module._load_state_dict_pre_hooks.values():
         with recording.journal.model_code():
             hook(state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs)
-    hidden = module._non_persistent_buffers_set
-    buffers = ((name, buffer) for name, buffer in module._buffers.items() if name not in hidden)
-    local_state = {name: there for name, there in chain(module._parameters.items(), buffers) if there is not None}
+    local_state = _local_state(module)
     assign = local_metadata.get("assign_to_params_buffers", False)
+    taken = 0
     for name, param in local_state.items():
         key = prefix + name
         if key in state_dict:
+            taken += 1
             recording.take.tensor(module, name, key, param, state_dict[key], assign, error_msgs)
         elif strict:
             missing_keys.append(key)
@@ -167,8 +168,18 @@ def _load_local(
             missing_keys.append(extra_key)
     elif strict and extra_key in state_dict:
         unexpected_keys.append(extra_key)
-    if strict:
+    if strict and len(state_dict) > taken:
         _find_unexpected(module, state_dict, prefix, extra_key, local_state, unexpected_keys)
+
+
+def _local_state(module: nn.Module) -> dict[str, torch.Tensor]:
+    """The module's own parameters and persistent buffers, without those that are None."""
+    found = {name: there for name, there in module._parameters.items() if there is not None}
+    if module._buffers:
+        hidden = module._non_persistent_buffers_set
+        kept = ((name, there) for name, there in module._buffers.items() if name not in hidden)
+        found.update((name, there) for name, there in kept if there is not None)
+    return found
 
 
 def _find_unexpected(
@@ -185,6 +196,22 @@ def _find_unexpected(
             head, dot, _ = key[cut:].partition(".")
             if head not in (module._modules if dot else local_state):
                 unexpected_keys.append(key)
+
+
+class _Overriding:
+    """Which modules have loading code of their own; classes are asked once."""
+
+    def __init__(self) -> None:
+        self._classes: dict[type, bool] = {}
+
+    def has(self, module: nn.Module) -> bool:
+        if "_load_from_state_dict" in module.__dict__:
+            return _overrides_loading(module)
+        cls = type(module)
+        found = self._classes.get(cls)
+        if found is None:
+            found = self._classes[cls] = _overrides_loading(module)
+        return found
 
 
 def _overrides_loading(module: nn.Module) -> bool:

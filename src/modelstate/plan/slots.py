@@ -1,7 +1,8 @@
 """The places of a module that a load can fill."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import nn
@@ -14,14 +15,13 @@ PARAMETER, BUFFER, HIDDEN, EXTRA = "parameter", "buffer", "non-persistent buffer
 _STRICTEST = (PARAMETER, BUFFER, HIDDEN)
 
 
-@dataclass(frozen=True, slots=True)
-class Slot:
+class Slot(NamedTuple):
     """A tensor of a module, and all the names under which it is reached: more than one where it is tied."""
 
     names: tuple[str, ...]
     kind: str
     """"parameter", "buffer" or "non-persistent buffer"; the strictest of its places where they differ."""
-    tensor: torch.Tensor = field(compare=False)
+    tensor: torch.Tensor
 
     @property
     def name(self) -> str:
@@ -43,25 +43,26 @@ class Slots:
 
 def slots_of(root: nn.Module) -> Slots:
     """The slots of `root` and its descendants, in the order of `state_dict`."""
-    found: dict[int, tuple[torch.Tensor, list[str], list[str]]] = {}
+    found: dict[int, Slot] = {}
     empty: set[str] = set()
     extra: list[str] = []
     for prefix, module in _modules_of(root, ""):
-        for kind, group in ((PARAMETER, module._parameters), (BUFFER, module._buffers)):
-            for name, tensor in group.items():
-                if tensor is None:
-                    empty.add(prefix + name)
-                    continue
-                hidden = kind == BUFFER and name in module._non_persistent_buffers_set
-                _, names, kinds = found.setdefault(id(tensor), (tensor, [], []))
-                names.append(prefix + name)
-                kinds.append(HIDDEN if hidden else kind)
+        groups = [(PARAMETER, module._parameters), (BUFFER, module._buffers)]
+        for kind, name, tensor in ((kind, *item) for kind, group in groups for item in group.items()):
+            if tensor is None:
+                empty.add(prefix + name)
+                continue
+            if kind == BUFFER and name in module._non_persistent_buffers_set:
+                kind = HIDDEN
+            known = found.get(id(tensor))
+            if known is None:
+                found[id(tensor)] = Slot((prefix + name,), kind, tensor)
+            else:
+                strictest = min(known.kind, kind, key=_STRICTEST.index)
+                found[id(tensor)] = Slot((*known.names, prefix + name), strictest, tensor)
         if type(module).set_extra_state is not nn.Module.set_extra_state:
             extra.append(prefix + EXTRA_STATE)
-    tensors = tuple(
-        Slot(tuple(names), kinds[0] if len(kinds) == 1 else min(kinds, key=_STRICTEST.index), tensor)
-        for tensor, names, kinds in found.values()
-    )
+    tensors = tuple(found.values())
     by_name = {name: slot for slot in tensors for name in slot.names}
     return Slots(tensors, by_name, frozenset(empty), tuple(extra))
 
@@ -72,5 +73,6 @@ def _modules_of(module: nn.Module, prefix: str) -> Iterator[tuple[str, nn.Module
     while stack:
         prefix, module = stack.pop()
         yield prefix, module
-        children = [(f"{prefix}{name}.", child) for name, child in module._modules.items() if child is not None]
-        stack.extend(reversed(children))
+        if module._modules:
+            children = [(f"{prefix}{name}.", child) for name, child in module._modules.items() if child is not None]
+            stack.extend(reversed(children))
