@@ -46,18 +46,26 @@ class StoredTensor:
     """Bytes of the elements, each counted once: what a copy of the tensor needs."""
     extent: ByteRange = field(init=False, repr=False, compare=False)
     """The bytes of the file from the first element to behind the last; none for an empty tensor."""
+    is_contiguous: bool = field(init=False, repr=False, compare=False)
+    """Whether the elements lie in the file in their own order, without gaps."""
 
     def __post_init__(self) -> None:
-        if len(self.shape) != len(self.stride) or min(0, self.offset, *self.shape, *self.stride) < 0:
+        storage, itemsize = self.storage, self.dtype.itemsize
+        numel, last, in_order, possible = 1, 0, True, len(self.shape) == len(self.stride) and self.offset >= 0
+        for size, step in zip(reversed(self.shape), reversed(self.stride), strict=False):
+            possible = possible and size >= 0 and step >= 0
+            in_order = in_order and (size == 1 or step == numel)
+            last += (size - 1) * step
+            numel *= size
+        if not possible:
             raise TensorSizeError(
                 "a tensor has an impossible layout",
-                where=self.storage.path,
+                where=storage.path,
                 expected="as many strides as dimensions, none of the numbers negative",
                 found=f"shape {self.shape}, stride {self.stride}, offset {self.offset}",
             )
-        storage, itemsize = self.storage, self.dtype.itemsize
-        nbytes, start = math.prod(self.shape) * itemsize, self.offset * itemsize
-        extent_bytes = self._span() * itemsize if nbytes else 0
+        nbytes, start = numel * itemsize, self.offset * itemsize
+        extent_bytes = (last + 1) * itemsize if nbytes else 0
         if nbytes >= 2**63 or extent_bytes >= 2**63:
             raise TensorSizeError(
                 "a tensor has more bytes than any memory",
@@ -76,22 +84,31 @@ class StoredTensor:
         extent = storage if is_whole else ByteRange(storage.path, storage.start + start, extent_bytes)
         object.__setattr__(self, "nbytes", nbytes)
         object.__setattr__(self, "extent", extent)
+        object.__setattr__(self, "is_contiguous", in_order or nbytes == 0)
 
-    def _span(self) -> int:
-        """Elements from the first to behind the last."""
-        last = 0
-        for size, step in zip(self.shape, self.stride, strict=True):
-            last += (size - 1) * step
-        return last + 1
+    @classmethod
+    def whole(
+        cls, dtype: torch.dtype, shape: tuple[int, ...], stride: tuple[int, ...], storage: ByteRange
+    ) -> "StoredTensor":
+        """A contiguous tensor that is all of a storage, where the caller has made sure that it is."""
+        made = object.__new__(cls)
+        put = object.__setattr__
+        put(made, "dtype", dtype)
+        put(made, "shape", shape)
+        put(made, "stride", stride)
+        put(made, "storage", storage)
+        put(made, "offset", 0)
+        put(made, "requires_grad", False)
+        put(made, "is_parameter", False)
+        put(made, "attributes", None)
+        put(made, "nbytes", storage.nbytes)
+        put(made, "extent", storage)
+        put(made, "is_contiguous", True)
+        return made
 
     @property
     def numel(self) -> int:
         return math.prod(self.shape)
-
-    @property
-    def is_contiguous(self) -> bool:
-        """Whether the elements lie in the file in their own order, without gaps."""
-        return self.nbytes == 0 or (self.nbytes == self.extent.nbytes and _row_major(self.shape, self.stride))
 
 
 @dataclass(frozen=True, slots=True)
@@ -180,12 +197,3 @@ def contiguous_stride(shape: Sequence[int]) -> tuple[int, ...]:
         steps.append(step)
         step *= max(size, 1)
     return tuple(reversed(steps))
-
-
-def _row_major(shape: tuple[int, ...], stride: tuple[int, ...]) -> bool:
-    step = 1
-    for size, found in zip(reversed(shape), reversed(stride), strict=True):
-        if size != 1 and found != step:
-            return False
-        step *= size
-    return True

@@ -1,9 +1,10 @@
 """After any failure of `load` the module, and everything that refers to it, is what it was."""
 
 import copy
+import gc
 import os
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,9 @@ from torch import nn
 
 import modelstate as ms
 from modelstate import errors
+from modelstate.plan.journal import Journal
+from modelstate.plan.memento import Memento
+from modelstate.plan.prepare import Assignment, Preparation
 from tests.place.fingerprint import described, interrupted_at, whole
 
 
@@ -289,3 +293,23 @@ def test_random_modules_and_random_damage(data: st.DataObject) -> None:
             if isinstance(value, torch.Tensor):
                 expected = value + 1 if name.endswith(".seen") else value
                 assert torch.equal(model.state_dict()[name], expected)
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_nothing_of_a_load_outlives_it(tmp_path: Path, fails: bool) -> None:
+    """What was staged is let go of at the return, not when Python next looks for cycles of references."""
+    model, _ = trained()
+    path = checkpoint_of(model, tmp_path / "x.pt")
+
+    def load() -> None:
+        ms.load(model, path, allow_missing=["no such name"] if fails else ())
+
+    gc.collect()
+    gc.disable()
+    try:
+        with pytest.raises(ms.PlanError) if fails else nullcontext():
+            load()
+        kept = {type(one) for one in gc.get_objects()}
+    finally:
+        gc.enable()
+    assert not {Preparation, Assignment, Journal, Memento} & kept

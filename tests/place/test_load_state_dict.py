@@ -467,6 +467,16 @@ def test_an_interrupt_leaves_all_or_nothing() -> None:
     assert outcomes == {True, False}
 
 
+def test_an_interrupt_leaves_torch_as_it_was() -> None:
+    """Ctrl-C at any line: torch has its own method again, and the next load works."""
+    stock = nn.Module._load_from_state_dict
+    state = nn.BatchNorm1d(2).state_dict()
+    for line in range(1, interrupted_at(0, lambda: ms.load_state_dict(nn.BatchNorm1d(2), state))):
+        interrupted_at(line, lambda: ms.load_state_dict(nn.BatchNorm1d(2), state))
+        assert nn.Module._load_from_state_dict is stock
+        ms.load_state_dict(nn.BatchNorm1d(2), state)
+
+
 @st.composite
 def problems(draw: Any) -> dict[str, Any]:
     names = list(Net().state_dict())

@@ -79,7 +79,7 @@ def test_it_is_a_mapping_in_the_order_of_the_file(checkpoint: Checkpoint) -> Non
     assert "model_state.0.weight" in checkpoint
     assert "model_state" not in checkpoint
     assert 0 not in checkpoint
-    assert checkpoint.get("model_state.0.weight") is spec
+    assert checkpoint.get("model_state.0.weight") == spec
     assert checkpoint.get("nothing") is None
     assert checkpoint.get("nothing", 3) == 3
 

@@ -29,6 +29,11 @@ def stage(preparation: Preparation, progress: Progress) -> None:
     for made in preparation.moves:
         _finish(made, made.value)
     waiting = [made for made in preparation.assignments if made.final is None and not made.placement.direct]
+    if preparation.options.transform is None:
+        shown, waiting = _split(waiting, lambda made: made.placement.mapped and not made.placement.by_handler)
+        for made in shown:
+            made.final = made.value
+        progress(sum(made.nbytes for made in shown))
     waiting.sort(key=_place_in_file)
     rest = waiting
     if preparation.options.transform is None:
@@ -98,8 +103,7 @@ def _stage_one(preparation: Preparation, made: Assignment) -> None:
 
 def check_budget(preparation: Preparation, max_memory_bytes: int | None) -> None:
     """Raises `MemoryBudgetError` where the load would need more memory beyond the final tensors."""
-    needed = preparation.extra_bytes
-    if max_memory_bytes is not None and needed > max_memory_bytes:
+    if max_memory_bytes is not None and (needed := preparation.extra_bytes) > max_memory_bytes:
         staged = any(made.staged_bytes for made in preparation.assignments)
         raise MemoryBudgetError(
             "the load needs more memory beyond the final tensors than it was given; nothing has been changed",

@@ -1,7 +1,6 @@
 """Exchanging what two tensors are, under their identities."""
 
 import torch
-from torch import nn
 
 from modelstate.plan.torch_private import keep_hooks, swap_impl
 
@@ -19,8 +18,9 @@ def give_memory(tensor: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
     This works where assigning `.data` does not: from the meta device. A gradient, which has no values either, is lost.
     Returns the other tensor, with which the swap can be undone.
     """
-    made, restore_hooks = value.detach(), keep_hooks(tensor)
-    other = nn.Parameter(made, requires_grad=tensor.requires_grad) if isinstance(tensor, nn.Parameter) else made
+    restore_hooks, other = keep_hooks(tensor), value.detach()
+    if tensor.requires_grad:
+        other.requires_grad_()
     swap_impl(tensor, other)
     restore_hooks()
     return other

@@ -8,7 +8,7 @@ tensors that it uses: the first time it uses one, the old bytes of that one are 
 """
 
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -117,9 +117,9 @@ class Journal:
         with without_subclasses():
             self._undo.append(tensor_state(tensor))
 
-    def protect(self, tensor: torch.Tensor) -> None:
-        """Counts a tensor that is not the module's among what is restored: its bytes, where model code uses them."""
-        self._to_protect.append(tensor)
+    def protect(self, tensors: Iterable[torch.Tensor]) -> None:
+        """Counts tensors that are not the module's among what is restored: their bytes, where model code uses them."""
+        self._to_protect.extend(tensors)
 
     def _save_whole(self, tensor: torch.Tensor) -> None:
         """A copy of a tensor that is no view of one storage: sparse, or in a layout of some library."""

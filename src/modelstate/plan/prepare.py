@@ -34,6 +34,9 @@ SCRATCH_BYTES = 64 << 20
 """What is read at once to be cast or moved, unless a single tensor is larger."""
 
 
+_CPU = torch.device("cpu")
+
+
 @dataclass(slots=True, eq=False)
 class Assignment:
     """A value on its way into a slot."""
@@ -61,7 +64,7 @@ class Assignment:
     @property
     def nbytes(self) -> int:
         """Bytes to read: those of the parts, where the value is made of several tensors."""
-        if isinstance(self.stored, StoredTensor | StoredComposite):
+        if isinstance(self.stored, (StoredTensor, StoredComposite)):
             return self.stored.nbytes
         return sum(part.numel() * part.itemsize for part in payload_of(self.value)) or (
             self.value.numel() * self.value.itemsize
@@ -133,7 +136,6 @@ class Preparation:
         self._by_param: dict[int, Assignment] = {}
         self._by_storage: dict[int, list[Assignment]] = {}
         self._shown: set[object] = set()
-        self._source_of: dict[int, str] = {}
         self._state = self._state_dict()
         self.versions = self._renamed_versions()
         outcome = Outcome()
@@ -156,13 +158,14 @@ class Preparation:
         self.renamed = apply_rules(self.options.rules, [*checkpoint, *values])
         self.problems += [NameClash(name, sources) for name, sources in self.renamed.clashes]
         state: OrderedDict[str, Any] = OrderedDict()
+        mapped: dict[str, torch.Tensor] = {}
         for name, source in self.renamed.names.items():
             if source in values:
                 state[name] = values[source]
             else:
-                state[name] = value = self.maps.tensor(checkpoint[source].stored)
-                self._source_of[id(value)] = source
-                self.journal.protect(value)
+                mapped[source] = state[name] = self.maps.tensor(checkpoint.stored(source))
+        self._source_of = {id(value): source for source, value in mapped.items()}
+        self.journal.protect(mapped.values())
         return state
 
     def _walk(self, outcome: Outcome) -> None:
@@ -215,7 +218,7 @@ class Preparation:
         # What the model's code has had in its hands may have been changed there: the view counts, not the file.
         used = self.journal.used
         untouched = source and not (used and storage_id(value) in used)
-        made = self._assignment(name, kind, param, value, source, self.checkpoint[source].stored if untouched else None)
+        made = self._assignment(name, kind, param, value, source, self.checkpoint.stored(source) if untouched else None)
         self._by_param[id(param)] = made
         self.assignments.append(made)
         if value.is_meta:
@@ -252,7 +255,7 @@ class Preparation:
         options = self.options
         casts = options.dtype is not None and param.is_floating_point() and value.is_floating_point()
         dtype = options.dtype if casts and options.dtype is not None else param.dtype
-        device = options.device or (torch.device("cpu") if param.is_meta else param.device)
+        device = options.device or (_CPU if param.is_meta else param.device)
         placement = choose(
             param,
             value,
@@ -351,18 +354,20 @@ class Preparation:
 
     def _step(self, made: Assignment) -> Step:
         slot = self.slots.by_name.get(made.name)
+        placement = made.placement
+        ties = tuple(name for name in slot.names if name != made.name) if slot and len(slot.names) > 1 else ()
         return Step(
-            name=made.name,
-            kind=made.kind,
-            source=made.source,
-            placement=made.placement.name,
-            why=made.placement.why,
-            shape=tuple(made.param.shape),
-            dtype=short(made.dtype),
-            cast=cast_text(made.value.dtype, made.dtype),
-            device=device_name(made.device),
-            nbytes=made.nbytes,
-            mapped=made.placement.mapped,
-            ties=tuple(name for name in slot.names if name != made.name) if slot else (),
-            rules=self.renamed.used.get(made.name, ()),
+            made.name,
+            made.kind,
+            made.source,
+            placement.name,
+            placement.why,
+            tuple(made.param.shape),
+            short(made.dtype),
+            cast_text(made.value.dtype, made.dtype),
+            device_name(made.device),
+            made.nbytes,
+            placement.mapped,
+            ties,
+            self.renamed.used.get(made.name, ()),
         )

@@ -7,8 +7,9 @@ which is quadratic in a wide model, this sorts the names by child once.
 """
 
 import threading
+import weakref
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from copy import copy
 from dataclasses import dataclass, field
@@ -57,7 +58,7 @@ def walk(
     outcome: Outcome,
 ) -> None:
     """Runs the protocol over `root` and its descendants. Whatever the model's own code raises comes through."""
-    modules = list(root.modules())
+    modules = _modules(root)
     overriding = _Overriding()
     recording = _Recording(journal, take, outcome, {id(module) for module in modules}, overriding)
     names = OrderedDict(state_dict)
@@ -67,7 +68,19 @@ def walk(
         _visit(recording, root, names, "", versions, assign)
 
 
-@dataclass(slots=True)
+def _modules(root: nn.Module) -> list[nn.Module]:
+    """Every module once."""
+    found: dict[int, nn.Module] = {}
+    waiting: list[nn.Module | None] = [root]
+    while waiting:
+        module = waiting.pop()
+        if module is not None and id(module) not in found:
+            found[id(module)] = module
+            waiting.extend(module._modules.values())
+    return list(found.values())
+
+
+@dataclass(slots=True, weakref_slot=True, eq=False)
 class _Recording:
     journal: Journal
     take: Take
@@ -91,17 +104,19 @@ def _visit(
     recording.modules.add(id(module))
     outcome = recording.outcome
     lists = (outcome.missing, outcome.unexpected, outcome.errors)
+    own: set[str] | None = None
     if recording.overriding.has(module):
         with recording.journal.model_code():
             module._load_from_state_dict(state_dict, prefix, local_metadata, True, *lists)
     else:
-        _load_local(recording, module, state_dict, prefix, local_metadata, True, *lists)
-    if module._modules:
-        parts = _split_by_child(state_dict, prefix, module._modules)
-        # The modules as they are when it is their turn: code of another one may have replaced them.
-        for name, child in module._modules.items():
-            if child is not None:
-                _visit(recording, child, parts[name], f"{prefix}{name}.", versions, assign)
+        own = _load_local(recording, module, state_dict, prefix, local_metadata, True, *lists)
+    parts, rest = _by_child(state_dict, prefix, module._modules)
+    if own is not None and not own.issuperset(rest):
+        outcome.unexpected += [key for key in rest if key not in own]
+    # The modules as they are when it is their turn: code of another one may have replaced them.
+    for name, child in module._modules.items():
+        if child is not None:
+            _visit(recording, child, parts[name], f"{prefix}{name}.", versions, assign)
     if module._load_state_dict_post_hooks:
         _run_post_hooks(recording, module)
 
@@ -119,19 +134,26 @@ def _run_post_hooks(recording: _Recording, module: nn.Module) -> None:
             )
 
 
-def _split_by_child(state_dict: Mapping[str, Any], prefix: str, children: Iterable[str]) -> dict[str, dict[str, Any]]:
-    """For each child the items whose names begin with its prefix."""
-    names = list(children)
-    if any("." in name for name in names):
-        return {name: {k: v for k, v in state_dict.items() if k.startswith(f"{prefix}{name}.")} for name in names}
-    parts: dict[str, dict[str, Any]] = {name: {} for name in names}
+def _by_child(
+    state_dict: Mapping[str, Any], prefix: str, children: Mapping[str, object]
+) -> tuple[dict[str, dict[str, Any]], list[str]]:
+    """For each child the items whose names begin with its prefix, and the names that belong to none."""
+    if not children:
+        return {}, [key for key in state_dict if key.startswith(prefix)]
+    parts: dict[str, dict[str, Any]] = {name: {} for name in children.keys()}  # noqa: SIM118  (TorchScript's)
+    rest: list[str] = []
     cut = len(prefix)
     for key, value in state_dict.items():
         if key.startswith(prefix):
             child, dot, _ = key[cut:].partition(".")
             if dot and child in parts:
                 parts[child][key] = value
-    return parts
+            else:
+                rest.append(key)
+    for name in parts:
+        if "." in name:
+            parts[name] = {key: value for key, value in state_dict.items() if key.startswith(f"{prefix}{name}.")}
+    return parts, rest
 
 
 def _load_local(
@@ -144,22 +166,24 @@ def _load_local(
     missing_keys: list[str],
     unexpected_keys: list[str],
     error_msgs: list[str],
-) -> None:
-    """What the base class does for one module, with `Take` in place of its writes."""
+) -> set[str]:
+    """What the base class does for one module, with `Take` in place of its writes; but for what is unexpected.
+
+    Returns the keys of what is the module's own, whether they are there or not.
+    """
     for hook in module._load_state_dict_pre_hooks.values():
         with recording.journal.model_code():
             hook(state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs)
-    local_state = _local_state(module)
     assign = local_metadata.get("assign_to_params_buffers", False)
-    taken = 0
-    for name, param in local_state.items():
+    extra_key = prefix + EXTRA_STATE
+    own = {extra_key}
+    for name, param in _local_state(module):
         key = prefix + name
+        own.add(key)
         if key in state_dict:
-            taken += 1
             recording.take.tensor(module, name, key, param, state_dict[key], assign, error_msgs)
         elif strict:
             missing_keys.append(key)
-    extra_key = prefix + EXTRA_STATE
     if type(module).set_extra_state is not nn.Module.set_extra_state:
         if extra_key in state_dict:
             with recording.journal.model_code():
@@ -168,34 +192,16 @@ def _load_local(
             missing_keys.append(extra_key)
     elif strict and extra_key in state_dict:
         unexpected_keys.append(extra_key)
-    if strict and len(state_dict) > taken:
-        _find_unexpected(module, state_dict, prefix, extra_key, local_state, unexpected_keys)
+    return own
 
 
-def _local_state(module: nn.Module) -> dict[str, torch.Tensor]:
+def _local_state(module: nn.Module) -> list[tuple[str, torch.Tensor]]:
     """The module's own parameters and persistent buffers, without those that are None."""
-    found = {name: there for name, there in module._parameters.items() if there is not None}
+    found: list[tuple[str, torch.Tensor]] = [(name, p) for name, p in module._parameters.items() if p is not None]
     if module._buffers:
         hidden = module._non_persistent_buffers_set
-        kept = ((name, there) for name, there in module._buffers.items() if name not in hidden)
-        found.update((name, there) for name, there in kept if there is not None)
+        found += [(name, b) for name, b in module._buffers.items() if b is not None and name not in hidden]
     return found
-
-
-def _find_unexpected(
-    module: nn.Module,
-    state_dict: Mapping[str, Any],
-    prefix: str,
-    extra_key: str,
-    local_state: Mapping[str, object],
-    unexpected_keys: list[str],
-) -> None:
-    cut = len(prefix)
-    for key in state_dict:
-        if key.startswith(prefix) and key != extra_key:
-            head, dot, _ = key[cut:].partition(".")
-            if head not in (module._modules if dot else local_state):
-                unexpected_keys.append(key)
 
 
 class _Overriding:
@@ -231,36 +237,62 @@ def loads_by_version(module: nn.Module) -> bool:
 
 _active = threading.local()
 _patch_lock = threading.Lock()
-_patch_count = 0
+_patching: weakref.WeakSet[_Recording] = weakref.WeakSet()
 
 
 @contextmanager
 def _patched(recording: _Recording) -> Iterator[None]:
     """While this lasts, an override in this thread that calls the base class comes back to the recording."""
-    global _patch_count, _stock_load
     stack: list[_Recording] = getattr(_active, "stack", [])
     _active.stack = stack
-    with _patch_lock:
-        if _patch_count == 0:
-            _stock_load = nn.Module._load_from_state_dict  # torch's, or what someone has put in its place
-            if _is_torchs(_stock_load):
-                nn.Module._load_from_state_dict = _dispatch  # type: ignore[method-assign]
-        _patch_count += 1
-    stack.append(recording)
     try:
-        yield
-    finally:
-        stack.pop()
-        with _patch_lock:
-            _patch_count -= 1
-            if _patch_count == 0:
-                nn.Module._load_from_state_dict = _stock_load  # type: ignore[method-assign]
+        try:
+            _patch(recording)
+            stack.append(recording)
+            yield
+        finally:
+            _unpatch(recording, stack)
+    except BaseException:
+        _unpatch(recording, stack)  # an interrupt may have broken off the first time
+        raise
 
 
-def _dispatch(self: nn.Module, state_dict: Any, prefix: str, local_metadata: Any, *rest: Any, **named: Any) -> None:
+def _patch(recording: _Recording) -> None:
+    global _stock_load
+    with _patch_lock:
+        _patching.add(recording)
+        current = nn.Module._load_from_state_dict
+        if current is not _dispatch:
+            _stock_load = current  # torch's, or what someone has put in its place
+            if _is_torchs(current):
+                nn.Module._load_from_state_dict = _dispatch  # type: ignore[method-assign]
+
+
+def _unpatch(recording: _Recording, stack: list[_Recording]) -> None:
+    stack[:] = [one for one in stack if one is not recording]
+    with _patch_lock:
+        _patching.discard(recording)
+        if not _patching:
+            nn.Module._load_from_state_dict = _stock_load  # type: ignore[method-assign]
+
+
+def _dispatch(
+    self: nn.Module,
+    state_dict: Any,
+    prefix: str,
+    local_metadata: Any,
+    strict: bool,
+    missing_keys: list[str],
+    unexpected_keys: list[str],
+    error_msgs: list[str],
+) -> None:
+    lists = missing_keys, unexpected_keys, error_msgs
     stack: list[_Recording] = getattr(_active, "stack", [])
-    if stack and id(self) in stack[-1].modules:
-        with stack[-1].journal.our_code():
-            _load_local(stack[-1], self, state_dict, prefix, local_metadata, *rest, **named)
-    else:
-        _stock_load(self, state_dict, prefix, local_metadata, *rest, **named)
+    if not stack or id(self) not in stack[-1].modules:
+        _stock_load(self, state_dict, prefix, local_metadata, strict, *lists)
+        return
+    with stack[-1].journal.our_code():
+        own = _load_local(stack[-1], self, state_dict, prefix, local_metadata, strict, *lists)
+    if strict:
+        _, rest = _by_child(state_dict, prefix, self._modules)
+        unexpected_keys += [key for key in rest if key not in own]

@@ -93,6 +93,8 @@ def renamed_by(rules: Sequence[Rule], name: str) -> str:
 
 def apply_rules(rules: Sequence[Rule], names: Iterable[str]) -> Renamed:
     """Applies the rules in their order, each to what the ones before it made."""
+    if not rules:
+        return Renamed({name: name for name in names}, {}, (), ())
     sources: dict[str, list[str]] = {}
     used: dict[str, tuple[str, ...]] = {}
     applied = [0] * len(rules)

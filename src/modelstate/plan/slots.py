@@ -47,19 +47,20 @@ def slots_of(root: nn.Module) -> Slots:
     empty: set[str] = set()
     extra: list[str] = []
     for prefix, module in _modules_of(root, ""):
-        groups = [(PARAMETER, module._parameters), (BUFFER, module._buffers)]
-        for kind, name, tensor in ((kind, *item) for kind, group in groups for item in group.items()):
-            if tensor is None:
-                empty.add(prefix + name)
-                continue
-            if kind == BUFFER and name in module._non_persistent_buffers_set:
-                kind = HIDDEN
-            known = found.get(id(tensor))
-            if known is None:
-                found[id(tensor)] = Slot((prefix + name,), kind, tensor)
-            else:
-                strictest = min(known.kind, kind, key=_STRICTEST.index)
-                found[id(tensor)] = Slot((*known.names, prefix + name), strictest, tensor)
+        for group in (module._parameters, module._buffers):
+            for name, tensor in group.items():
+                if tensor is None:
+                    empty.add(prefix + name)
+                    continue
+                kind = PARAMETER if group is module._parameters else BUFFER
+                if kind is BUFFER and name in module._non_persistent_buffers_set:
+                    kind = HIDDEN
+                known = found.get(id(tensor))
+                if known is None:
+                    found[id(tensor)] = Slot((prefix + name,), kind, tensor)
+                else:
+                    strictest = min(known.kind, kind, key=_STRICTEST.index)
+                    found[id(tensor)] = Slot((*known.names, prefix + name), strictest, tensor)
         if type(module).set_extra_state is not nn.Module.set_extra_state:
             extra.append(prefix + EXTRA_STATE)
     tensors = tuple(found.values())

@@ -82,6 +82,8 @@ def keep_hooks(tensor: torch.Tensor) -> Callable[[], None]:
     """Takes down the gradient hooks of a tensor; the function returned gives them to what the tensor is then."""
     held: Any = tensor
     backward, accumulated = held._backward_hooks, held._post_accumulate_grad_hooks
+    if backward is None and accumulated is None:
+        return _nothing
 
     def restore() -> None:
         if held.requires_grad:
@@ -91,6 +93,10 @@ def keep_hooks(tensor: torch.Tensor) -> Callable[[], None]:
                 held._post_accumulate_grad_hooks = accumulated
 
     return restore
+
+
+def _nothing() -> None:
+    pass
 
 
 def module_load(tensor: torch.Tensor, value: torch.Tensor, assign: bool) -> torch.Tensor:

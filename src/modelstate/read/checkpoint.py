@@ -47,34 +47,42 @@ class Checkpoint(Mapping[str, TensorSpec]):
         if key:
             flat = _below(flat, key, self._source)
         self._flat, self._key = flat, key
-        self._specs = {name: _spec(name, stored, self._source) for name, stored in flat.tensors.items()}
+        for name, stored in flat.tensors.items():
+            if isinstance(stored, torch.Tensor):
+                _spec(name, stored, self._source)
 
     # The mapping.
 
     def __getitem__(self, name: str) -> TensorSpec:
+        return _spec(name, self.stored(name), self._source)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._flat.tensors)
+
+    def __len__(self) -> int:
+        return len(self._flat.tensors)
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._flat.tensors
+
+    def get(self, name: str, default: Any = None) -> Any:
+        # Without the search for the nearest name, which an error needs.
+        stored = self._flat.tensors.get(name)
+        return default if stored is None else _spec(name, stored, self._source)
+
+    def stored(self, name: str) -> Stored:
+        """Where a tensor is. Raises `TensorNotFoundError`."""
+        tensors = self._flat.tensors
         try:
-            return self._specs[name]
+            return tensors[name]
         except KeyError:
-            near = get_close_matches(str(name), self._specs, n=1)
+            near = get_close_matches(str(name), tensors, n=1)
             raise TensorNotFoundError(
                 "the checkpoint has no tensor of this name",
                 where=self._source,
                 found=name,
                 remedy=f"did you mean {near[0]!r}?" if near else "iterate over the checkpoint to see its names",
             ) from None
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._specs)
-
-    def __len__(self) -> int:
-        return len(self._specs)
-
-    def __contains__(self, name: object) -> bool:
-        return name in self._specs
-
-    def get(self, name: str, default: Any = None) -> Any:
-        # Without the search for the nearest name, which an error needs.
-        return self._specs.get(name, default)
 
     def __hash__(self) -> int:
         return id(self)
@@ -123,7 +131,7 @@ class Checkpoint(Mapping[str, TensorSpec]):
         """Bytes of all tensors; those of tied tensors, which are the same in all, counted once."""
         seen: set[object] = set()
         total = 0
-        for name, spec in self._specs.items():
+        for name, spec in self.items():
             key = _bytes_key(spec.stored, name)
             if key not in seen:
                 seen.add(key)
@@ -181,7 +189,7 @@ class Checkpoint(Mapping[str, TensorSpec]):
     def aliases(self) -> tuple[tuple[str, ...], ...]:
         """Groups of names that are the same bytes in the same shape: tied tensors."""
         groups: dict[object, list[str]] = {}
-        for name, spec in self._specs.items():
+        for name, spec in self.items():
             groups.setdefault(_bytes_key(spec.stored, name), []).append(name)
         return tuple(tuple(group) for group in groups.values() if len(group) > 1)
 

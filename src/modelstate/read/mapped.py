@@ -29,7 +29,7 @@ class Maps:
     def __init__(self, stamps: Mapping[str, Stamp]) -> None:
         self._stamps = stamps
         self._maps: dict[str, mmap.mmap] = {}
-        self._storages: dict[tuple[str, int, int, int], torch.UntypedStorage] = {}
+        self._shown: dict[tuple[str, int, int, int], torch.Tensor] = {}
 
     def tensor(self, stored: Stored) -> torch.Tensor:
         """The tensor as a view of its file; in memory already: a detached alias.
@@ -44,22 +44,31 @@ class Maps:
         if isinstance(stored, StoredTensor):
             if stored.nbytes == 0:
                 return torch.empty_strided(stored.shape, stored.stride, dtype=stored.dtype, device="cpu")
-            empty = torch.empty(0, dtype=stored.dtype, device="cpu")
-            return empty.set_(self._storage(stored.extent, stored.dtype), 0, stored.shape, stored.stride)
+            return self._strided(stored)
         if isinstance(stored, StoredComposite):
             return stored.build([self.tensor(part) for part in stored.parts])
         return stored.detach()
 
-    def _storage(self, region: ByteRange, dtype: torch.dtype) -> torch.UntypedStorage:
-        """A storage that shows these bytes and no more, whatever larger storage they were a part of."""
+    def _strided(self, stored: StoredTensor) -> torch.Tensor:
+        region, dtype = stored.extent, stored.dtype
         key = region.path, region.start, region.nbytes, dtype.itemsize
-        storage = self._storages.get(key)
-        if storage is None:
-            whole = torch.frombuffer(self._map(region), dtype=torch.uint8, count=region.nbytes, offset=region.start)
-            # torch's vector code may assume that a number lies at a multiple of its size.
-            storage = (whole.clone() if region.start % dtype.itemsize else whole).untyped_storage()
-            self._storages[key] = storage
-        return storage
+        shown = self._shown.get(key)
+        if shown is None:
+            shown = self._shown[key] = self._flat(region, dtype)
+            if stored.is_contiguous:
+                return shown.resize_(stored.shape)  # as many elements: only the shape changes
+        empty = torch.empty(0, dtype=dtype, device="cpu")
+        return empty.set_(shown.untyped_storage(), 0, stored.shape, stored.stride)
+
+    def _flat(self, region: ByteRange, dtype: torch.dtype) -> torch.Tensor:
+        """These bytes, in a storage that shows no more, whatever larger one of the file they are a part of."""
+        count = region.nbytes // dtype.itemsize
+        file = self._map(region)
+        if region.start % dtype.itemsize == 0:
+            return torch.frombuffer(file, dtype=dtype, count=count, offset=region.start)
+        # torch's vector code may assume that a number lies at a multiple of its size.
+        raw = torch.frombuffer(file, dtype=torch.uint8, count=region.nbytes, offset=region.start)
+        return torch.empty(0, dtype=dtype, device="cpu").set_(raw.clone().untyped_storage())
 
     def _map(self, region: ByteRange) -> mmap.mmap:
         found = self._maps.get(region.path)

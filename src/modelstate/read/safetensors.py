@@ -175,7 +175,7 @@ class _Header:
         metadata: dict[str, str] | None = None
         more = json.opens()
         while more:
-            at, member = json.at, json.take(_MEMBER)
+            at, member = json.at, _MEMBER.match(json.text, json.at)
             if member is None:
                 if metadata is not None or not json.take(_METADATA):
                     raise self._wrong_member(metadata)
@@ -185,8 +185,8 @@ class _Header:
             quoted, kind, shape, first, last, follows = member.groups()
             if first is None or kind is None or shape is None:
                 # Of a field that stands twice another one is missing.
-                json.at = at
                 raise self._wrong_member(metadata)
+            json.at = member.end()
             name = json.decode(quoted, at)
             if name in tensors:
                 raise DuplicateNameError(
@@ -234,9 +234,8 @@ class _Header:
                 found=f"{nbytes:,} bytes, from {start} to {start + nbytes}",
                 remedy=CUT_SHORT,
             )
-        return StoredTensor(
-            layout.dtype, layout.shape, layout.stride, ByteRange(self._path, self._begin + start, nbytes)
-        )
+        place = ByteRange(self._path, self._begin + start, nbytes)
+        return StoredTensor.whole(layout.dtype, layout.shape, layout.stride, place)
 
     def _layout(self, name: str, kind: str, text: bytes) -> _Layout:
         dtype = DTYPES.get(kind)

@@ -14,6 +14,7 @@ from modelstate.spec import Stored, StoredComposite, StoredTensor
 EXTRA_STATE = "_extra_state"
 """The name under which torch keeps what `Module.get_extra_state` returns."""
 
+_TENSORS = (StoredTensor, StoredComposite, torch.Tensor)
 _MAX_DEPTH = 500
 _MAX_NODES = 5_000_000
 
@@ -61,7 +62,7 @@ class _Flattener:
 
     def visit(self, node: Any, path: str, depth: int) -> bool:
         """Adds what is below `node`; whether that includes a tensor."""
-        if isinstance(node, StoredTensor | StoredComposite | torch.Tensor):
+        if isinstance(node, _TENSORS):
             self.add(self.flat.tensors, path if depth else "tensor", node)
             return True
         if not is_container(node):
@@ -79,7 +80,7 @@ class _Flattener:
         self.nodes += len(children)
         for name, child in children:
             below = f"{path}.{name}" if depth else name
-            whole = name.rpartition(".")[2] == EXTRA_STATE and is_container(child)
+            whole = name.endswith(EXTRA_STATE) and _is_extra_state(name) and is_container(child)
             found.append((below, child, not whole and self.visit(child, below, depth + 1)))
         if not any(has_tensors for _, _, has_tensors in found) and depth and not _holds_extra_state(node):
             return False
@@ -102,7 +103,11 @@ class _Flattener:
 
 
 def _holds_extra_state(node: object) -> bool:
-    return isinstance(node, Mapping) and any(str(key).rpartition(".")[2] == EXTRA_STATE for key in node)
+    return isinstance(node, Mapping) and any(_is_extra_state(str(key)) for key in node)
+
+
+def _is_extra_state(name: str) -> bool:
+    return name.rpartition(".")[2] == EXTRA_STATE
 
 
 def subtree(tree: object, path: str, where: str) -> Any:
@@ -135,7 +140,7 @@ def rebuild(
     other classes than Python's own. A container that stands in several places, or in itself, does so in the copy;
     `made` has the copies so far.
     """
-    if isinstance(node, StoredTensor | StoredComposite | torch.Tensor):
+    if isinstance(node, _TENSORS):
         return tensor(node)
     if isinstance(node, set | bytearray):
         return copy(node)
