@@ -1,6 +1,7 @@
 """`load_state_dict` against torch's own: the same in everything, but that an error leaves the module alone."""
 
 import copy
+import gc
 import warnings
 from collections import OrderedDict
 from collections.abc import Callable
@@ -467,13 +468,14 @@ def test_an_interrupt_leaves_all_or_nothing() -> None:
     assert outcomes == {True, False}
 
 
-def test_an_interrupt_leaves_torch_as_it_was() -> None:
-    """Ctrl-C at any line: torch has its own method again, and the next load works."""
+def test_an_interrupt_leaves_the_process_as_it_was() -> None:
+    """Ctrl-C at any line: torch has its own method, autograd and the collector are on, and the next load works."""
     stock = nn.Module._load_from_state_dict
     state = nn.BatchNorm1d(2).state_dict()
     for line in range(1, interrupted_at(0, lambda: ms.load_state_dict(nn.BatchNorm1d(2), state))):
         interrupted_at(line, lambda: ms.load_state_dict(nn.BatchNorm1d(2), state))
         assert nn.Module._load_from_state_dict is stock
+        assert torch.is_grad_enabled() and gc.isenabled()
         ms.load_state_dict(nn.BatchNorm1d(2), state)
 
 

@@ -51,6 +51,7 @@ class Journal:
         self.entangled = False
         """Whether a write reads from the module's own memory, so that the order of all writes matters."""
         self.root = root
+        self._grad_enabled = torch.is_grad_enabled()
         self._memento: Memento | None = None
         self._saved: dict[int, tuple[torch.UntypedStorage, torch.UntypedStorage]] = {}
         self._saved_whole: set[int] = set()
@@ -222,6 +223,7 @@ class Journal:
                     if storage.nbytes() != kept.nbytes():
                         storage.resize_(kept.nbytes())
                     storage.copy_(kept, non_blocking=False)
+            torch.set_grad_enabled(self._grad_enabled)  # an interrupt can break off what would have done it
             self._let_go()
 
     def _let_go(self) -> None:

@@ -12,10 +12,13 @@ def no_collection() -> Iterator[None]:
     There is nothing for it to find in tables of tensors, and with torch imported each of its passes over all objects
     of the process costs more than the table.
     """
-    collects = gc.isenabled()
-    gc.disable()
+    switch_back = gc.enable if gc.isenabled() else gc.disable
     try:
-        yield
-    finally:
-        if collects:
-            gc.enable()
+        try:
+            gc.disable()
+            yield
+        finally:
+            switch_back()
+    except BaseException:
+        switch_back()  # an interrupt may have come before the first time
+        raise
