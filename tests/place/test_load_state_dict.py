@@ -475,7 +475,8 @@ def test_an_interrupt_leaves_the_process_as_it_was() -> None:
     for line in range(1, interrupted_at(0, lambda: ms.load_state_dict(nn.BatchNorm1d(2), state))):
         interrupted_at(line, lambda: ms.load_state_dict(nn.BatchNorm1d(2), state))
         assert nn.Module._load_from_state_dict is stock
-        assert torch.is_grad_enabled() and gc.isenabled()
+        assert torch.is_grad_enabled()
+        assert gc.isenabled()
         ms.load_state_dict(nn.BatchNorm1d(2), state)
 
 
