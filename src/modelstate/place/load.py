@@ -121,8 +121,7 @@ def load(
     options = _options(key, rules, allow_missing, allow_unexpected, dtype, device, transform, map, in_place)
     # A transform is the user's code, and may leave cycles of tensors behind that have to be collected on the way.
     with no_collection() if transform is None else nullcontext():
-        preparation, verified = _carry_out(model, source, options, verify, checked, progress, max_memory_bytes)
-        return _report(preparation, started, verified)
+        return _carry_out(model, source, options, verify, checked, progress, max_memory_bytes, started)
 
 
 def _carry_out(
@@ -133,8 +132,9 @@ def _carry_out(
     optimizers: tuple[torch.optim.Optimizer, ...],
     progress: bool | None,
     max_memory_bytes: int | None,
-) -> tuple[Preparation, int]:
-    """The load itself; also returns the bytes that were verified."""
+    started: float,
+) -> Report:
+    """The load itself. All that it needed is gone when it returns."""
     checkpoint, options = _of_plan(source, options) if isinstance(source, Plan) else (open_checkpoint(source), options)
     journal = Journal(model)
     try:
@@ -155,7 +155,7 @@ def _carry_out(
         raise
     if isinstance(source, Plan):
         source.carried_out.append(time.strftime("%F %T"))
-    return preparation, verified
+    return _report(preparation, started, verified)
 
 
 def _of_plan(plan: Plan, options: Options) -> tuple[Checkpoint, Options]:

@@ -297,9 +297,6 @@ class Preparation:
         """Whether a value goes to this tensor, under whatever name."""
         return id(param) in self._by_param
 
-    def _wants_a_value(self, slot: Slot) -> bool:
-        return slot.kind != HIDDEN or self.is_filled(slot.tensor)
-
     def value_of(self, name: str) -> Any:
         """What the checkpoint has under a name of the model's; None for nothing."""
         return self._state.get(name)
@@ -316,11 +313,12 @@ class Preparation:
     @property
     def extra_bytes(self) -> int:
         """Memory that is needed beyond the final tensors: what is staged, and a buffer for what is cast or moved."""
-        staged = sum(made.staged_bytes for made in self.assignments)
+        needing = [made for made in self.assignments if not made.placement.mapped]
+        staged = sum(made.staged_bytes for made in needing)
         if self.options.transform is not None:
             # What the transform is given, one tensor at a time; what it takes besides, nobody knows beforehand.
-            return staged + max((made.nbytes for made in self.assignments if not made.placement.mapped), default=0)
-        cast = [made.nbytes for made in self.assignments if made.needs_buffer]
+            return staged + max((made.nbytes for made in needing), default=0)
+        cast = [made.nbytes for made in needing if made.needs_buffer]
         return staged + max(max(cast, default=0), min(sum(cast), SCRATCH_BYTES))
 
     @property
@@ -346,7 +344,8 @@ class Preparation:
             steps=(*map(self._step, self.assignments), *calls),
             problems=tuple(self.problems),
             notes=tuple(self.notes),
-            slots=len(self.slots.extra) + sum(map(self._wants_a_value, self.slots.tensors)),
+            slots=len(self.slots.extra)
+            + sum(1 for slot in self.slots.tensors if slot.kind != HIDDEN or self.is_filled(slot.tensor)),
             extra_bytes=self.extra_bytes,
             options=self.options,
             checkpoint=self.checkpoint,
