@@ -1,13 +1,19 @@
 """modelstate moves model state between files and live PyTorch models: all or nothing, with every reference kept."""
 
 from modelstate import errors as errors
+from modelstate.convert.convert import convert as convert
+from modelstate.convert.keeping import reference_keeping as reference_keeping
+from modelstate.convert.target import UNCHANGED as UNCHANGED
 from modelstate.errors import ModelStateError as ModelStateError
 from modelstate.errors import PlanError as PlanError
+from modelstate.place.identity import Identity as Identity
+from modelstate.place.identity import identity as identity
 from modelstate.place.load import load as load
 from modelstate.place.load import plan as plan
 from modelstate.place.load_state_dict import load_state_dict as load_state_dict
 from modelstate.place.report import Report as Report
 from modelstate.place.skeleton import skeleton as skeleton
+from modelstate.place.swap_tensors import swap_tensors as swap_tensors
 from modelstate.plan.plan import Plan as Plan
 from modelstate.plan.rules import Prefix as Prefix
 from modelstate.plan.rules import Rename as Rename

@@ -46,6 +46,7 @@ ModelStateError
 ├── ModelCodeError                    (RuntimeError) a hook, an override or `set_extra_state` of the model raised
 ├── TransformError                    (ValueError) a transform that raised, or returned something unusable
 ├── PlacementError                    (RuntimeError) a value that cannot be put in its place
+├── SwapError                         (RuntimeError) a tensor that somebody holds, who would go on with what it was
 └── MemoryBudgetError                 (MemoryError)
 """
 
@@ -272,6 +273,10 @@ class TransformError(ModelStateError, ValueError):
 
 class PlacementError(ModelStateError, RuntimeError):
     """A value cannot be put in its place."""
+
+
+class SwapError(ModelStateError, RuntimeError):
+    """A tensor cannot become another one, most often because somebody would go on with what it was."""
 
 
 class MemoryBudgetError(ModelStateError, MemoryError):

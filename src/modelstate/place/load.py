@@ -21,6 +21,7 @@ from modelstate.plan.placement import is_plain
 from modelstate.plan.plan import Options, Plan
 from modelstate.plan.prepare import Preparation
 from modelstate.plan.rules import Rule, check_rules
+from modelstate.plan.slots import slots_of
 from modelstate.read.checkpoint import Checkpoint
 from modelstate.read.open import open as open_checkpoint
 from modelstate.read.quiet import no_collection
@@ -146,8 +147,8 @@ def _carry_out(
         verified = preparation.checkpoint.verify() if verify else 0
         with progress_bar(progress, preparation.nbytes) as advance:
             stage(preparation, advance)
-            _place_what_may_fail(preparation)
             new_state = following_state(optimizers, _finals(preparation)) if optimizers else []
+            _place_what_may_fail(preparation)
             _read_in_place(preparation, advance)
         journal.commit(*(partial(state.__setitem__, name, value) for state, name, value in new_state))
     except BaseException:
@@ -232,6 +233,18 @@ def _report(preparation: Preparation, started: float, verified_bytes: int) -> Re
         seconds=time.perf_counter() - started,
         peak_memory_bytes=made.extra_bytes,
         verified_bytes=verified_bytes,
+        references_lost=_lost(preparation) if preparation.journal.armed else (),
+    )
+
+
+def _lost(preparation: Preparation) -> tuple[str, ...]:
+    """Names that have another object now, because code of the model replaced it; our own writes keep every object."""
+    now = slots_of(preparation.model).by_name
+    before = preparation.slots.by_name
+    return tuple(
+        f"{name} is {'another object' if name in now else 'gone'}"
+        for name, slot in before.items()
+        if name not in now or now[name].tensor is not slot.tensor
     )
 
 

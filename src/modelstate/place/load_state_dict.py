@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.nn.modules.module import _IncompatibleKeys
 
-from modelstate.place.swap import swap_unchecked
+from modelstate.place.swap import exchange, swap_back
 from modelstate.plan.journal import Journal, Write
 from modelstate.plan.memento import same_place
 from modelstate.plan.placement import copy_cannot_fail, is_plain
@@ -196,9 +196,13 @@ class _Swap(Write):
                     new = nn.Parameter(new, requires_grad=param.requires_grad)
                 else:
                     new.requires_grad_(param.requires_grad)
-            (swap_unchecked if self.checked else swap_tensors)(param, new)
+            if self.checked:
+                undo = exchange(param, new)
+            else:
+                swap_tensors(param, new)
+                undo = partial(swap_back, param, new)
         if journal is not None:
-            journal.undo(lambda: swap_unchecked(param, new))
+            journal.undo(undo)
 
 
 def _assign_cannot_fail(module: nn.Module, param: torch.Tensor, value: torch.Tensor) -> bool:

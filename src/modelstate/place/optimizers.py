@@ -8,7 +8,7 @@ from torch import nn
 
 from modelstate.errors import OptionError, PlacementError
 
-NewState = tuple[dict[str, Any], str, torch.Tensor]
+NewState = tuple[dict[str, Any], str, Any]
 """The state of one parameter, a name in it, and the new value."""
 
 
@@ -29,22 +29,49 @@ def following_state(
 ) -> list[NewState]:
     """What has to change in the optimizers' state when parameters become what `finals` says.
 
-    State of the parameter's own shape (Adam's moments) gets its dtype and device; counters of steps stay where the
-    optimizer wants them. State that was made on meta is made again, by a new optimizer of the same class and options.
-    All new tensors are made here, so that nothing can fail when they are put in place. Raises `PlacementError`.
+    State on a parameter's device goes where it goes, and state of its dtype (Adam's moments, the directions of LBFGS)
+    gets its new dtype, at any depth of lists and dicts. Counters and other scalars keep their dtype; `step` moves only
+    where the optimizer is capturable or fused and wants it beside the parameter. State that was made on meta is made
+    again, by a new optimizer of the same class and options. All new tensors are made here, so that nothing can fail
+    when they are put in place. Raises `PlacementError`.
     """
     found: list[NewState] = []
     for optimizer in optimizers:
         on_meta = [param for param in finals if _is_on_meta(optimizer.state.get(param, {}))]
         found += _made_again(optimizer, on_meta, finals)
-        for param, final in finals.items():
-            for key, old in optimizer.state.get(param, {}).items():
-                follows = isinstance(old, torch.Tensor) and not old.is_meta and old.shape == param.shape
-                if follows and old.is_floating_point() and key != "step":
-                    new = old.to(final.device, final.dtype)
-                    if new is not old:
-                        found.append((optimizer.state[param], key, new))
+        for group in optimizer.param_groups:
+            beside = bool(group.get("capturable") or group.get("fused"))
+            for param in group["params"]:
+                if param in finals:
+                    state = optimizer.state.get(param, {})
+                    for key, old in state.items():
+                        new = old if key == "step" and not beside else _following(key, old, param, finals[param])
+                        if new is not old:
+                            found.append((state, key, new))
     return found
+
+
+def _following(key: str, value: Any, param: torch.Tensor, final: torch.Tensor) -> Any:
+    """What a value in a parameter's state becomes; the value itself where that is what it is already."""
+    if isinstance(value, torch.Tensor):
+        if value.is_meta or final.is_meta:
+            return value
+        scalar = key in _SCALARS or (value.dim() == 0 and param.dim() > 0)
+        casts = value.dtype == param.dtype and final.is_floating_point() and not scalar
+        return value.to(
+            final.device if value.device == param.device else value.device, final.dtype if casts else value.dtype
+        )
+    if type(value) in (list, tuple):
+        items = [_following(key, item, param, final) for item in value]
+        return type(value)(items) if any(a is not b for a, b in zip(items, value, strict=True)) else value
+    if type(value) is dict:
+        made = {name: _following(key, item, param, final) for name, item in value.items()}
+        return made if any(made[name] is not value[name] for name in value) else value
+    return value
+
+
+_SCALARS = ("step", "eta", "mu", "mu_product")
+"""What torch's optimizers keep as one number for a parameter, in a dtype of its own."""
 
 
 def _is_on_meta(state: Mapping[str, Any]) -> bool:

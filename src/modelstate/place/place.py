@@ -1,17 +1,17 @@
 """Putting a value into its slot."""
 
 from dataclasses import replace
-from functools import partial
 
 import torch
-from torch import nn
 
+from modelstate.place.holders import holders_of
 from modelstate.place.stage import stage_one
-from modelstate.place.swap import give_memory, swap_unchecked
+from modelstate.place.swap import become, give_memory, point_to
+from modelstate.place.swap_tensors import check_unheld
 from modelstate.plan.journal import Journal, Write
 from modelstate.plan.placement import copy_cannot_fail, is_plain
 from modelstate.plan.prepare import Assignment, Preparation
-from modelstate.plan.torch_private import keep_hooks, module_load, swap_impl, swap_tensors
+from modelstate.plan.torch_private import module_load
 
 
 class Place(Write):
@@ -45,8 +45,7 @@ class Place(Write):
             with torch.no_grad():
                 param.copy_(final)
         elif param.is_meta and not made.placement.by_handler and is_plain(final):
-            other = give_memory(param, final)
-            journal.undo(partial(swap_impl, param, other))
+            journal.undo(give_memory(param, final))
         else:
             with torch.no_grad():
                 self._exchange(param, final, journal)
@@ -55,14 +54,17 @@ class Place(Write):
         made = self.made
         if made.placement.by_handler or not is_plain(final):
             journal.save(param)
-            _by_handler(param, final, journal) if made.placement.by_handler else _become(param, final, journal)
+            _by_handler(made.name, param, final, journal) if made.placement.by_handler else _become(
+                made.name, param, final, journal
+            )
             made.dtype, made.device = param.dtype, param.device
         elif _fits(made):
             journal.save(param)
             param.copy_(final)
         else:
-            journal.save_place(param)
-            _point_to(param, final)
+            grad = param.grad if param.is_leaf and final.is_floating_point() else None
+            new_grad = None if grad is None else grad.to(final.device, final.dtype)
+            journal.undo(point_to(param, final, new_grad))
 
 
 def _fits(made: Assignment) -> bool:
@@ -70,7 +72,7 @@ def _fits(made: Assignment) -> bool:
     return made.param.dtype == made.dtype and made.param.device == made.device
 
 
-def _by_handler(param: torch.Tensor, value: torch.Tensor, journal: Journal) -> None:
+def _by_handler(name: str, param: torch.Tensor, value: torch.Tensor, journal: Journal) -> None:
     """What torch does when swapping is switched on: the subclass says what becomes of the value.
 
     See `torch.Tensor.module_load`.
@@ -82,39 +84,14 @@ def _by_handler(param: torch.Tensor, value: torch.Tensor, journal: Journal) -> N
         raise RuntimeError(
             f"its class would no longer be {type(param).__name__}, for nothing says how a tensor becomes one"
         )
-    _become(param, new, journal)
+    _become(name, param, new, journal)
 
 
-def _as(param: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-    """The value as what the slot holds: a parameter that needs a gradient or does not, or a buffer."""
-    if not isinstance(param, nn.Parameter):
-        return value
-    differentiable = value.is_floating_point() or value.is_complex()
-    requires_grad = param.requires_grad and differentiable
-    if isinstance(value, nn.Parameter):
-        return value.requires_grad_(requires_grad)
-    return nn.Parameter(value, requires_grad=requires_grad)
-
-
-def _become(param: torch.Tensor, value: torch.Tensor, journal: Journal) -> None:
-    """Makes `param` what `value` is: class, attributes and memory; its gradient stays where that still fits."""
-    new = _as(param, value)
+def _become(name: str, param: torch.Tensor, value: torch.Tensor, journal: Journal) -> None:
+    """Makes `param` what `value` is; its gradient stays where that still fits."""
+    holders = holders_of([param])
+    if holders:
+        check_unheld(name, holders[id(param)])
     grad = param.grad if param.is_leaf else None
-    restore_hooks = keep_hooks(param)
-    swap_tensors(param, new)
-    journal.undo(lambda: swap_unchecked(param, new))
-    restore_hooks()
-    if grad is not None and (grad.shape, grad.dtype, grad.device) == (param.shape, param.dtype, param.device):
-        param.grad = grad
-
-
-def _point_to(param: torch.Tensor, final: torch.Tensor) -> None:
-    """Other memory of another dtype or device under the same object; its gradient goes with it."""
-    grad = param.grad if param.is_leaf else None
-    if grad is None or not final.is_floating_point():
-        param.data = final
-        return
-    new_grad = grad.to(final.device, final.dtype)
-    param.grad = None
-    param.data = final
-    param.grad = new_grad
+    fits = grad is not None and (grad.shape, grad.dtype, grad.device) == (value.shape, value.dtype, value.device)
+    journal.undo(become(param, value, grad if fits else None))

@@ -36,6 +36,11 @@ class Report:
     """The most memory that the load held beyond the final tensors."""
     verified_bytes: int = 0
     """Bytes that were compared with their checksums."""
+    references_lost: tuple[str, ...] = ()
+    """Names, ties, views and places in optimizers that have another object now, or another partner: what the model's
+    own code has replaced. Empty where every reference was kept."""
+    action: str = ""
+    """What was done, where it was no load: "converted to bfloat16"."""
 
     @property
     def bytes(self) -> int:
@@ -53,18 +58,32 @@ class Report:
         return tuple(one.step for one in self.loaded)
 
     def __str__(self) -> str:
+        lines = self._conversion() if self.action else self._load()
+        lines += [f"  {line}" for line in placements(self.steps)]
+        lines += [f"  note: {note}" for note in self.notes]
+        if self.verified_bytes:
+            lines.append(f"  {size(self.verified_bytes)} verified against their checksums")
+        if self.references_lost:
+            lines.append(f"  references lost: {'; '.join(self.references_lost[:8])}")
+        else:
+            lines.append("  all references kept")
+        return "\n".join(lines)
+
+    def _conversion(self) -> list[str]:
+        return [
+            f"{self.target} {self.action}: {len(self.loaded)} of {self.slots} tensors changed",
+            f"  {size(self.bytes)} in {self.seconds:.3f} s, "
+            f"at most {size(self.peak_memory_bytes)} of memory beyond what the module had",
+        ]
+
+    def _load(self) -> list[str]:
         mapped = sum(one.step.nbytes for one in self.loaded if one.step.mapped)
         read = self.bytes - mapped
-        lines = [
+        return [
             f"{self.source} into {self.target}: {len(self.loaded)} of {self.slots} slots filled",
             f"  {size(read)} read, {size(mapped)} mapped in {self.seconds:.3f} s, "
             f"at most {size(self.peak_memory_bytes)} of memory beyond the final tensors",
-            *(f"  {line}" for line in placements(self.steps)),
-            *(f"  note: {note}" for note in self.notes),
         ]
-        if self.verified_bytes:
-            lines.append(f"  {size(self.verified_bytes)} verified against their checksums")
-        return "\n".join(lines)
 
     def to_json(self) -> str:
         """All of it, machine-readable."""
@@ -76,6 +95,8 @@ class Report:
                 "bytes": self.bytes,
                 "peak_memory_bytes": self.peak_memory_bytes,
                 "verified_bytes": self.verified_bytes,
+                "references_lost": list(self.references_lost),
+                "action": self.action or "loaded",
                 "slots": self.slots,
                 "coverage": self.coverage,
                 "notes": list(self.notes),

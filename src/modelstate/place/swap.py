@@ -1,26 +1,144 @@
-"""Exchanging what two tensors are, under their identities."""
+"""Exchanging what two tensors are, under their identities. Every function that changes a tensor returns the undo."""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
 
 import torch
+from torch import nn
 
-from modelstate.plan.torch_private import keep_hooks, swap_impl
+from modelstate.plan.memento import has_dispatch
+from modelstate.plan.placement import is_plain
+from modelstate.plan.torch_private import keep_hooks, slots_of_class, swap_impl
+
+Undo = Callable[[], None]
+_UNSET = object()
 
 
-def swap_unchecked(a: torch.Tensor, b: torch.Tensor) -> None:
-    """`torch.utils.swap_tensors(a, b)` without its checks, for what has passed them, or is swapped back."""
-    a.__class__, b.__class__ = b.__class__, a.__class__
-    a.__dict__, b.__dict__ = b.__dict__, a.__dict__
+def exchange(a: torch.Tensor, b: torch.Tensor) -> Undo:
+    """Exchanges class, attributes, slots, and what the tensors are in torch's core: all of it, or nothing.
+
+    `torch.utils.swap_tensors` without its checks, in an order in which whatever can fail comes before anything has
+    changed. Raises what torch raises.
+    """
+    classes = type(a), type(b)
     swap_impl(a, b)
+    if classes[0] is not classes[1]:
+        try:
+            a.__class__ = classes[1]
+            b.__class__ = classes[0]
+        except TypeError:
+            a.__class__ = classes[0]
+            swap_impl(a, b)
+            raise
+    a.__dict__, b.__dict__ = b.__dict__, a.__dict__
+    for name in slots_of_class(classes[0]):
+        _exchange_slot(a, b, name)
+    return partial(swap_back, a, b)
 
 
-def give_memory(tensor: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+def swap_back(a: torch.Tensor, b: torch.Tensor) -> None:
+    """Undoes an exchange."""
+    exchange(a, b)
+
+
+def _exchange_slot(a: torch.Tensor, b: torch.Tensor, name: str) -> None:
+    values = getattr(a, name, _UNSET), getattr(b, name, _UNSET)
+    for tensor, old, new in ((a, *values), (b, values[1], values[0])):
+        if new is not _UNSET:
+            object.__setattr__(tensor, name, new)
+        elif old is not _UNSET:
+            object.__delattr__(tensor, name)
+
+
+def give_memory(tensor: torch.Tensor, value: torch.Tensor) -> Undo:
     """Makes a plain tensor show the memory of `value`, under its own identity, class, hooks and `requires_grad`.
 
-    This works where assigning `.data` does not: from the meta device. A gradient, which has no values either, is lost.
-    Returns the other tensor, with which the swap can be undone.
+    This works where assigning `.data` does not: from the meta device, and to it. A gradient is lost.
     """
     restore_hooks, other = keep_hooks(tensor), value.detach()
     if tensor.requires_grad:
         other.requires_grad_()
     swap_impl(tensor, other)
     restore_hooks()
-    return other
+    return lambda: swap_impl(tensor, other)
+
+
+def point_to(tensor: torch.Tensor, value: torch.Tensor, grad: torch.Tensor | None = None) -> Undo:
+    """Gives a tensor the memory of `value`, of another dtype or device, under its own identity, class and attributes.
+
+    `grad` is what its gradient becomes, which keeps its identity too; without it the gradient is dropped.
+    """
+    held: Any = tensor
+    old, old_grad = tensor.detach(), tensor.grad if tensor.is_leaf else None
+    if old_grad is None:
+        held.data = value
+        return lambda: setattr(held, "data", old)
+    held.grad = None
+    held.data = value
+    undo_grad = _replace(old_grad, grad) if grad is not None else _nothing
+    if grad is not None:
+        held.grad = old_grad
+
+    def undo() -> None:
+        held.grad = None
+        held.data = old
+        undo_grad()
+        held.grad = old_grad
+
+    return undo
+
+
+def become(tensor: torch.Tensor, value: torch.Tensor, grad: torch.Tensor | None = None) -> Undo:
+    """Makes `tensor` what `value` is: class, payload and memory, under its own identity, with its hooks.
+
+    A parameter stays one. What Python code has hung on the tensor stays, where the value has nothing of that name.
+    `grad` is what its gradient becomes; without it the gradient is dropped. Raises what torch raises, unchanged.
+    """
+    new, restore_hooks = as_slot(tensor, value), keep_hooks(tensor)
+    old_grad = tensor.grad if tensor.is_leaf else None
+    attributes = {} if has_dispatch(tensor) and type(tensor) is not type(new) else dict(tensor.__dict__)
+    tensor.grad = None  # its owner counts
+    try:
+        undo = exchange(tensor, new)
+    except BaseException:
+        tensor.grad = old_grad
+        raise
+    for name, attribute in attributes.items():
+        tensor.__dict__.setdefault(name, attribute)
+    restore_hooks()
+    undo_grad = _nothing
+    if old_grad is not None and grad is not None and tensor.requires_grad:
+        undo_grad = _replace(old_grad, grad)
+        tensor.grad = old_grad
+
+    def back() -> None:
+        tensor.grad = None
+        undo()
+        undo_grad()
+        tensor.grad = old_grad
+
+    return back
+
+
+def as_slot(slot: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+    """The value as what the slot holds: a parameter that needs a gradient or does not, or a buffer."""
+    if not isinstance(slot, nn.Parameter):
+        return value
+    differentiable = value.is_floating_point() or value.is_complex()
+    requires_grad = slot.requires_grad and differentiable
+    if isinstance(value, nn.Parameter):
+        return value.requires_grad_(requires_grad)
+    return nn.Parameter(value, requires_grad=requires_grad)
+
+
+def _replace(grad: torch.Tensor, new: torch.Tensor) -> Undo:
+    if new is grad:
+        return _nothing
+    if is_plain(grad) and is_plain(new) and not (grad.is_meta or new.is_meta):
+        return point_to(grad, new)
+    return exchange(grad, new)
+
+
+def _nothing() -> None:
+    pass

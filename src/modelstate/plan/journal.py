@@ -50,6 +50,8 @@ class Journal:
         """Whether all is written, so that nothing is undone any more."""
         self.entangled = False
         """Whether a write reads from the module's own memory, so that the order of all writes matters."""
+        self.armed = False
+        """Whether the model's own code has had a chance to change anything."""
         self.root = root
         self._grad_enabled = torch.is_grad_enabled()
         self._memento: Memento | None = None
@@ -63,14 +65,10 @@ class Journal:
         self._guard = _Guard(weakref.ref(self))
         self._storages: set[int] = set()
 
-    @property
-    def armed(self) -> bool:
-        """Whether the model's own code has had a chance to change anything."""
-        return self._memento is not None
-
     def arm(self) -> None:
         """Takes down what the module and everything it holds is, before anything runs that could change it."""
-        if self._memento is None:
+        if not self.armed:
+            self.armed = True
             self._memento = Memento(self.root.modules())
             self._storages = {storage_id(tensor) for tensor in self._memento.tensors.values()} - {0}
             for write in self.writes:

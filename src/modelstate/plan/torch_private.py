@@ -17,6 +17,15 @@ def use_count(tensor: torch.Tensor) -> int:
     return int(tensor._use_count())  # type: ignore[attr-defined]
 
 
+def has_gradient_node(tensor: torch.Tensor) -> bool:
+    """Whether autograd has a node that accumulates the gradient of the tensor: it is, or was, used by a graph."""
+    if not (tensor.requires_grad and tensor.is_leaf) or tensor.is_inference():
+        return False
+    before = use_count(tensor)
+    edge = torch.autograd.graph.get_gradient_edge(tensor)  # makes the node where there is none, which then owns too
+    return use_count(tensor) == before and edge is not None
+
+
 def swap_impl(a: torch.Tensor, b: torch.Tensor) -> None:
     """Exchanges what two Python tensors stand for in torch's core; classes and attributes stay where they are."""
     torch._C._swap_tensor_impl(a, b)

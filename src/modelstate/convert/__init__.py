@@ -1,0 +1,1 @@
+"""Changing what the tensors of a module are, and keeping who they are."""

@@ -1,0 +1,132 @@
+"""Converting a module: another dtype, another device, or whatever a function makes of its tensors."""
+
+import time
+from collections.abc import Callable, Iterable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+
+from modelstate.convert.conversion import Conversion, overrides_apply
+from modelstate.convert.keeping import replaced_apply
+from modelstate.convert.target import Made, Target, To, takes_name
+from modelstate.errors import ModelCodeError, ModelStateError, OptionError
+from modelstate.place.identity import Identity, identity
+from modelstate.place.optimizers import check_optimizers, following_state
+from modelstate.place.report import Loaded, Report
+from modelstate.read.quiet import no_collection
+
+
+def convert(
+    module: nn.Module,
+    dtype: torch.dtype | None = None,
+    device: torch.device | str | None = None,
+    fn: Callable[..., torch.Tensor] | None = None,
+    optimizers: Iterable[torch.optim.Optimizer] = (),
+    *,
+    empty: bool = False,
+    max_memory_bytes: int | None = None,
+) -> Report:
+    """Changes what the parameters and buffers of a module are, and keeps who they are: all of them, or none.
+
+    What `module.to(dtype)`, `.to(device)`, `.bfloat16()`, `.cpu()` and `.to_empty(device=...)` do, and any function
+    of tensors. Afterwards every parameter and buffer is the object that it was, so that optimizers, ties, hooks and
+    weak references still have the live one; `requires_grad`, gradients (converted too), attributes and memory formats
+    are kept, and tensors that show common memory go on doing so. New tensors are made and checked before the first is
+    put in its place; on any error the module is what it was, bit for bit.
+
+    Args:
+        module: the module; with everything below it.
+        dtype: for floating-point tensors. Integers and booleans stay what they are, and complex numbers do unless the
+            dtype is complex.
+        device: for all tensors. From meta, which has no values, only with `empty`.
+        fn: called with each tensor, or with its name and the tensor where it takes two arguments; returns a new tensor
+            of the same shape, of any dtype or tensor subclass, or `modelstate.UNCHANGED`. A tied tensor comes once.
+            `dtype` and `device` apply to what it returns.
+        optimizers: their state follows, in dtype and device, what the parameters become; counters of steps stay where
+            the optimizer wants them, and `param_groups` is not touched.
+        empty: gives memory without values, as `to_empty` does.
+        max_memory_bytes: the most that it may take on top of the memory that the module has. Casts on the CPU free the
+            old tensors one by one as they go; for a device or a function, all new tensors are made beside the old ones.
+
+    Raises `OptionError`, `TransformError` where the function raises or returns something unusable, `SwapError` where
+    an autograd graph that waits for backward, a reducer of distributed training or a view would go on with a tensor
+    as it was (it says who, and where), `PlacementError` for tensors on meta, `MemoryBudgetError`, and `ModelCodeError`
+    where an `_apply` of the model's own raises.
+    """
+    started = time.perf_counter()
+    if not isinstance(module, nn.Module):
+        raise OptionError("not a module", expected="torch.nn.Module", found=type(module).__name__)
+    checked = check_optimizers(optimizers, module)
+    target = _target(dtype, device, fn, empty)
+    before = identity(module, checked)
+    with no_collection():
+        conversion = Conversion(module, target, max_memory_bytes)
+        try:
+            _record(conversion)
+            finals = {change.target: change.value for change in conversion.changes}
+            state = following_state(checked, finals)
+            conversion.commit(*(partial(one.__setitem__, key, value) for one, key, value in state))
+        except BaseException:
+            conversion.rollback()
+            raise
+    return report(conversion, before, identity(module, checked), started)
+
+
+def _record(conversion: Conversion) -> None:
+    if not any(map(overrides_apply, conversion.root.modules())):
+        conversion.record()
+        return
+    with replaced_apply():
+        try:
+            conversion.record()
+        except ModelStateError:
+            raise
+        except Exception as error:
+            raise ModelCodeError(
+                "the model's own _apply raised; nothing has been changed",
+                where=type(conversion.root).__name__,
+                found=f"{type(error).__name__}: {error}",
+                remedy="see the traceback of the cause",
+            ) from error
+
+
+def report(conversion: Conversion, before: Identity, after: Identity, started: float) -> Report:
+    """What a conversion has done."""
+    lost = before.differences(after)
+    return Report(
+        target=type(conversion.root).__name__,
+        source="",
+        loaded=tuple(Loaded(change.step, 0.0) for change in conversion.changes),
+        notes=tuple(conversion.notes),
+        slots=len(conversion.slots.tensors),
+        seconds=time.perf_counter() - started,
+        peak_memory_bytes=conversion.peak_bytes,
+        action=f"converted to {conversion.target.words}",
+        references_lost=tuple(lost),
+    )
+
+
+def _target(dtype: Any, device: Any, fn: Any, empty: bool) -> Target:
+    if dtype is not None and not (isinstance(dtype, torch.dtype) and (dtype.is_floating_point or dtype.is_complex)):
+        raise OptionError(
+            "dtype= casts floats", expected="a floating-point or complex torch.dtype, or None", found=repr(dtype)
+        )
+    if fn is not None and not callable(fn):
+        raise OptionError("fn= is called", expected="a function of a tensor, or of name and tensor", found=repr(fn))
+    if dtype is None and device is None and fn is None:
+        raise OptionError("nothing to convert to", expected="dtype=, device= or fn=", found="none of them")
+    if empty and fn is not None:
+        raise OptionError("empty= keeps no values that fn= could be called with", remedy="give one of them")
+    try:
+        # A tensor knows which of several devices "cuda" means, and whether there is one.
+        place = None if device is None else torch.empty(0, device=device).device
+    except (RuntimeError, AssertionError, TypeError) as error:
+        raise OptionError(
+            "not a device that is here", found=f"{device!r}: {error}", remedy="device='cpu', or none"
+        ) from error
+    to = To(dtype, place, empty)
+    if fn is None:
+        return to
+    return Made(fn, takes_name(fn), None if dtype is None and place is None else to)

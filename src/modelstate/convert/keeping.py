@@ -1,0 +1,107 @@
+"""`torch.nn.Module._apply` that keeps references, so that `.to()` on an unchanged model does."""
+
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import TracebackType
+from typing import Any
+
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor
+
+from modelstate.convert.conversion import Conversion, dispatch, running, stock_apply
+from modelstate.read.quiet import no_collection
+
+Apply = Callable[[torch.Tensor], torch.Tensor]
+_lock = threading.Lock()
+_conversions = 0
+_kept = False
+
+
+class reference_keeping:
+    """Makes `.to()`, `.cpu()`, `.half()`, `.to_empty()` and all that stands on `nn.Module._apply` keep references.
+
+    `with modelstate.reference_keeping(): model.to(...)` does it for a while; calling it without `with` switches it on
+    for good, and `modelstate.reference_keeping(False)` off again, for all threads. What `modelstate.convert` promises
+    holds then: all or nothing, with parameters, buffers and ties the objects that they were. Errors of the conversion
+    itself (`torch` saying that there is no such device) come as torch raises them; that a tensor is held by a graph
+    that waits for backward, which torch finds out at the backward or never, raises `modelstate.errors.SwapError`.
+    """
+
+    def __init__(self, on: bool = True) -> None:
+        self._before = _kept
+        _switch(on)
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        _switch(self._before)
+
+
+def _switch(on: bool) -> None:
+    global _kept
+    with _lock:
+        _kept = on
+        _install()
+
+
+@contextmanager
+def replaced_apply() -> Iterator[None]:
+    """While this lasts, torch's part of `_apply` comes back to the conversion that runs in the thread."""
+    global _conversions
+    with _lock:
+        _conversions += 1
+        _install()
+    try:
+        yield
+    finally:
+        with _lock:
+            _conversions -= 1
+            _install()
+
+
+def _install() -> None:
+    wanted: Any = _apply if _kept or _conversions else stock_apply
+    nn.Module._apply = wanted  # type: ignore[method-assign]
+
+
+def _apply(self: nn.Module, fn: Apply, recurse: bool = True) -> nn.Module:
+    if running(self) is not None or not _kept or _has_fakes(self):
+        return dispatch(self, fn, recurse)
+    with no_collection():
+        conversion = Conversion(self, _Given(fn))
+        try:
+            conversion.record(recurse)
+            conversion.commit()
+        except BaseException:
+            conversion.rollback()
+            raise
+    return self
+
+
+def _has_fakes(module: nn.Module) -> bool:
+    """Whether a module is being traced, where tensors stand for others."""
+    return any(isinstance(one, FakeTensor) for one in (*module.parameters(), *module.buffers()))
+
+
+class _Given:
+    """What torch has been asked for, as a function."""
+
+    words = "what was asked for"
+    keeps_sharing = True
+
+    def __init__(self, fn: Apply) -> None:
+        self._fn = fn
+
+    def make(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
+        return self._fn(tensor)
+
+    def grad(self, grad: torch.Tensor, new: torch.Tensor) -> torch.Tensor | None:
+        return self._fn(grad)
+
+    def room(self, tensor: torch.Tensor) -> torch.Tensor | None:
+        return None

@@ -1,0 +1,239 @@
+"""Who else holds a tensor, in the words of a person.
+
+torch counts the owners of a tensor in its core: views of it, autograd graphs, the reducers of distributed training. It
+does not say who they are. Here they are looked for among all objects of the process, which takes a fraction of a
+second, and is done only where the count says that there is somebody.
+"""
+
+import gc
+import sys
+from collections.abc import Collection, Iterable, Iterator
+from dataclasses import dataclass, field
+from types import FrameType, ModuleType
+from typing import Any
+
+import torch
+
+from modelstate.plan.torch_private import has_gradient_node, use_count, without_subclasses
+
+_OWN_PACKAGE = __name__.partition(".")[0]
+_MAX_DEPTH = 4
+_UNSEEN = "something in torch's core that Python cannot see"
+
+
+@dataclass(slots=True)
+class Holders:
+    """What holds one tensor besides Python's references to it."""
+
+    views: list[torch.Tensor] = field(default_factory=list)
+    """Views of it, which show its memory and refer to it."""
+    waiting: list[torch.Tensor] = field(default_factory=list)
+    """Results of autograd graphs that use it, and through which a backward pass is still possible."""
+    reducers: list[torch.nn.Module] = field(default_factory=list)
+    """DistributedDataParallel modules that it belongs to."""
+    nodes: list[object] = field(default_factory=list)
+    """Python's references to the node of autograd that accumulates its gradient."""
+    spent: bool = False
+    """Whether it is part of a graph that has been used up: no backward pass can come through it any more."""
+    has_node: bool = False
+    """Whether autograd has a node that accumulates its gradient."""
+    unknown: bool = False
+    """Whether there is somebody whom Python cannot see."""
+
+    def of_the_graph(self) -> list[str]:
+        """Those that a change of memory, dtype or device under the same tensor leaves with something else."""
+        texts = [
+            f"an autograd graph that still waits for backward: its result is {where_held(root)}"
+            for root in self.waiting[:3]
+        ]
+        texts += [f"{type(one).__name__}'s reducer" for one in self.reducers]
+        texts += [f"its AccumulateGrad node, {where_held(node)}" for node in self.nodes[:3]]
+        return texts + ([_UNSEEN] if self.unknown and self.has_node else [])
+
+    def all(self) -> list[str]:
+        """All of them that are in the way of a swap."""
+        texts = self.of_the_graph() + [f"a view, {where_held(view)}" for view in self.views[:3]]
+        return texts + ([_UNSEEN] if self.unknown and not self.has_node else [])
+
+    @property
+    def remedy(self) -> str:
+        """What to do about the first of them."""
+        if self.waiting:
+            return "run backward first, or drop the result of the forward pass (del loss)"
+        if self.reducers:
+            return "do it to the module before it is wrapped, or wrap it again afterwards"
+        if self.nodes:
+            return "remove the hooks from the node first, and register them again afterwards"
+        if self.views:
+            return "drop the view first, and take it again afterwards"
+        return "find the extension or the graph that has taken it, and do this before that"
+
+
+def holders_of(tensors: Iterable[torch.Tensor]) -> dict[int, Holders]:
+    """By their ids, who holds those tensors that have more than one owner. One search for all of them."""
+    held = {id(tensor): tensor for tensor in tensors if use_count(tensor) > 1}
+    if not held:
+        return {}
+    found = {key: Holders(has_node=has_gradient_node(tensor)) for key, tensor in held.items()}
+    objects = gc.get_objects()
+    with without_subclasses():
+        roots = [one for one in _tensors(objects) if _look_at(one, held, found)]
+    _search_graphs(roots, held, found)
+    reducer = getattr(sys.modules.get("torch.nn.parallel.distributed"), "DistributedDataParallel", ())
+    for one in objects:
+        if reducer and issubclass(type(one), reducer):
+            for parameter in one.parameters():
+                if id(parameter) in found and found[id(parameter)].has_node:
+                    found[id(parameter)].reducers.append(one)
+        elif type(one).__name__ == "AccumulateGrad" and id(one.variable) in held and _is_held(one, objects):
+            found[id(one.variable)].nodes.append(one)
+    for holders in found.values():
+        explained = holders.spent or holders.waiting or holders.reducers or holders.nodes
+        holders.unknown = not (explained or (holders.views and not holders.has_node))
+    return found
+
+
+def _tensors(objects: Iterable[Any]) -> Iterator[torch.Tensor]:
+    return (one for one in objects if issubclass(type(one), torch.Tensor))
+
+
+def _look_at(one: torch.Tensor, held: Collection[int], found: dict[int, Holders]) -> bool:
+    """Takes down whose view a tensor is; whether it is a result of an autograd graph."""
+    try:
+        base, result = one._base, one.grad_fn
+    except RuntimeError:  # a view whose base was changed in a way that torch forbids
+        return False
+    if base is not None and id(base) in held:
+        found[id(base)].views.append(one)
+    return result is not None
+
+
+def _search_graphs(roots: Iterable[torch.Tensor], held: dict[int, torch.Tensor], found: dict[int, Holders]) -> None:
+    """Follows the graphs from their results down to the tensors, first through what a backward pass can still use."""
+    spent: dict[int, Any] = {}
+    seen: dict[int, Any] = {}
+    # What was computed last comes first: it is what a person knows, and not something that its graph has saved.
+    for root in sorted(roots, key=_order, reverse=True):
+        for node in _below(root.grad_fn, seen, spent):
+            for key in _used_by(node, held):
+                found[key].waiting.append(root)
+    for start in list(spent.values()):
+        for node in _below(start, seen, None):
+            for key in _used_by(node, held):
+                found[key].spent = True
+
+
+def _order(root: torch.Tensor) -> int:
+    number = getattr(root.grad_fn, "_sequence_nr", None)
+    return int(number()) if callable(number) else 0
+
+
+def _below(start: Any, seen: dict[int, Any], spent: dict[int, Any] | None) -> Iterator[Any]:
+    """Nodes of a graph from `start` on, each once; what lies behind used-up nodes is left out, where `spent` is given
+    to collect these."""
+    stack = [start]
+    while stack:
+        node = stack.pop()
+        if node is None or id(node) in seen:
+            continue
+        if spent is not None and _is_spent(node):
+            spent[id(node)] = node
+            continue
+        seen[id(node)] = node  # its Python object has to live, or another one gets its id
+        yield node
+        stack.extend(next_node for next_node, _ in node.next_functions)
+
+
+def _is_spent(node: Any) -> bool:
+    """Whether a backward pass has freed what the node saved for it, so that there cannot be another."""
+    return any(_freed(node, name) for name in _saved_names(node))
+
+
+def _saved_names(node: Any) -> list[str]:
+    if hasattr(node, "saved_tensors"):
+        return ["saved_tensors"]
+    return [name for name in dir(type(node)) if name.startswith("_saved_")]
+
+
+def _freed(node: Any, name: str) -> bool:
+    try:
+        getattr(node, name)
+    except RuntimeError as error:
+        return "second time" in str(error) or "already been freed" in str(error)
+    return False
+
+
+def _used_by(node: Any, held: Collection[int]) -> set[int]:
+    """Which of the tensors a node uses: the one whose gradient it accumulates, or those that it has saved."""
+    used = {id(getattr(node, "variable", None))}
+    for name in _saved_names(node):
+        try:
+            saved = getattr(node, name)
+        except RuntimeError:
+            continue
+        used.update(id(one) for one in (saved if isinstance(saved, list | tuple) else [saved]))
+    return used & set(held)
+
+
+def where_held(wanted: object) -> str:
+    """Where Python refers to an object: "`loss` in frame `train`", "list `cache` in frame `train`"."""
+    return _place(wanted, 0, {id(wanted)}) or f"a {type(wanted).__name__} that no variable of Python leads to"
+
+
+def _place(wanted: object, depth: int, seen: set[int]) -> str:
+    name = _name_in_frames(wanted)
+    if name or depth >= _MAX_DEPTH:
+        return name
+    referrers = [one for one in gc.get_referrers(wanted) if id(one) not in seen and not _is_ours(one)]
+    seen.update(map(id, referrers))
+    for one in referrers:
+        text = _through(one, wanted, depth, seen)
+        if text:
+            return text
+    return ""
+
+
+def _name_in_frames(wanted: object) -> str:
+    for frame in _frames():
+        for name, value in frame.f_locals.items():
+            if value is wanted:
+                return f"held by `{name}` in frame `{frame.f_code.co_name}`"
+    return ""
+
+
+def _frames() -> Iterator[FrameType]:
+    for frame in sys._current_frames().values():
+        at: FrameType | None = frame
+        while at is not None:
+            if at.f_globals.get("__name__", "").partition(".")[0] != _OWN_PACKAGE:
+                yield at
+            at = at.f_back
+
+
+def _is_held(node: object, objects: list[Any]) -> bool:
+    """Whether Python refers to a node; that it has an object in Python is not enough, for torch keeps that."""
+    others = [one for one in gc.get_referrers(node) if one is not objects and not _is_ours(one)]
+    return bool(others) or bool(_name_in_frames(node))
+
+
+def _through(referrer: Any, wanted: object, depth: int, seen: set[int]) -> str:
+    """Where one referrer can be found, if it is one that has a name."""
+    if type(referrer) is dict:
+        key = next((key for key, value in referrer.items() if value is wanted), "")
+        for owner in gc.get_referrers(referrer):
+            if getattr(owner, "__dict__", None) is referrer:
+                if isinstance(owner, ModuleType):
+                    return f"held by `{key}` of module `{owner.__name__}`"
+                within = _place(owner, depth + 1, seen)
+                return f"attribute `{key}` of a {type(owner).__name__}" + (f" {within}" if within else "")
+    if type(referrer) in (list, tuple, set, dict) or type(referrer).__name__ in ("cell", "deque", "OrderedDict"):
+        within = _place(referrer, depth + 1, seen)
+        return within.replace("held by `", f"held by {type(referrer).__name__} `", 1) if within else ""
+    if hasattr(referrer, "__slots__"):
+        within = _place(referrer, depth + 1, seen)
+        return f"in a {type(referrer).__name__} {within}" if within else ""
+    return ""
+
+
+def _is_ours(one: object) -> bool:
+    return isinstance(one, FrameType) or type(one).__module__.partition(".")[0] == _OWN_PACKAGE
