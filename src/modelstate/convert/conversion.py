@@ -6,8 +6,10 @@ part returns, as they would in torch, and what they did is undone if the convers
 """
 
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import cached_property
+from operator import is_
 from typing import Any
 
 import torch
@@ -16,6 +18,7 @@ from torch import nn
 from modelstate.convert.target import Target
 from modelstate.errors import MemoryBudgetError, ModelStateError, PlacementError, SwapError, TransformError
 from modelstate.place.holders import holders_of
+from modelstate.place.identity import lost_references
 from modelstate.place.swap import become, give_memory, point_to
 from modelstate.plan.dtypes import device_name, short
 from modelstate.plan.journal import Journal, Write
@@ -23,72 +26,106 @@ from modelstate.plan.memento import has_dispatch
 from modelstate.plan.overlap import overlap
 from modelstate.plan.placement import is_plain
 from modelstate.plan.plan import Step, cast_text
-from modelstate.plan.slots import Slot, slots_of
+from modelstate.plan.slots import Slot, modules_of, slots_of
 from modelstate.plan.torch_private import can_set_data, payload_of, storage_id
 
 Apply = Callable[[torch.Tensor], torch.Tensor]
+_PLAIN = (torch.Tensor, nn.Parameter, nn.Buffer)
 stock_apply: Any = nn.Module._apply
+
+
+Way = tuple[str, str]
+"""A placement, and why it was chosen."""
+_DATA = "data", "other memory under the same object"
+_SUBCLASS = "swap", "a tensor subclass: its payload has to change with it"
+_LAYOUT = "swap", "a layout that has no data pointer to be changed"
+_MEMORY = "swap", "has no memory, or will have none"
+_CORE = "swap", "torch cannot change what it points to"
+
+
+def _way(tensor: torch.Tensor, value: torch.Tensor) -> Way:
+    """The cheapest placement of a new value that keeps every reference."""
+    if has_dispatch(tensor) or has_dispatch(value):
+        return _SUBCLASS
+    if tensor.layout is not torch.strided or value.layout is not torch.strided or tensor.is_nested or value.is_nested:
+        return _LAYOUT
+    if tensor.is_meta is not value.is_meta:
+        return _MEMORY
+    return _CORE if tensor.is_inference() or not can_set_data(tensor, value) else _DATA
 
 
 class Change(Write):
     """A tensor that becomes another one: the write that does it."""
 
-    __slots__ = ("fills", "grad", "how", "name", "step", "why")
+    __slots__ = ("grad", "has_grad", "slot", "to", "way")
 
-    def __init__(self, slot: Slot, value: torch.Tensor, grad: torch.Tensor | None, fills: bool) -> None:
-        super().__init__(slot.tensor, value)
-        self.name = slot.name
-        self.grad = grad
-        self.fills = fills
-        """Whether `value` is memory that the tensor has yet to be copied to."""
-        self.how, self.why = _way(slot.tensor, value)
-        self.step = self._describe(slot)
+    def __init__(
+        self,
+        slot: Slot,
+        value: torch.Tensor,
+        way: Way,
+        has_grad: bool,
+        grad: torch.Tensor | None = None,
+        to: Target | None = None,
+    ) -> None:
+        self.target, self.value, self.done = slot.tensor, value, False
+        self.slot, self.way = slot, way
+        self.has_grad, self.grad = has_grad, grad
+        """What the gradient becomes; None where there is none, or where it has no place any more."""
+        self.to = to
+        """What makes the value when it is time, which is certain to succeed; `value` tells dtype and device only."""
+
+    @property
+    def name(self) -> str:
+        return self.slot.names[0]
 
     def run(self, journal: Journal | None) -> None:
-        tensor, value = self.target, self.value
-        with torch.no_grad():
-            if self.fills:
-                value.copy_(tensor)
-                if self.grad is not None and tensor.grad is not None:
-                    self.grad.copy_(tensor.grad)
-            if self.how == "data":
-                undo = point_to(tensor, value, self.grad)
-            elif is_plain(tensor) and is_plain(value):
-                undo = give_memory(tensor, value)
-            else:
-                undo = become(tensor, value, self.grad)
+        tensor, value, grad = self.target, self.value, self.grad
+        if self.to is not None:
+            value = self.to.make(self.slot.names[0], tensor)
+            if self.has_grad and tensor.grad is not None:
+                grad = self.to.grad(tensor.grad, value)
+        if self.way is _DATA:
+            if journal is None and not self.has_grad:
+                tensor.data = value
+                return
+            undo = point_to(tensor, value, grad, undoable=journal is not None)
+        elif is_plain(tensor) and is_plain(value):
+            undo = give_memory(tensor, value)
+        else:
+            undo = become(tensor, value, grad)
         if journal is not None:
             journal.undo(undo)
 
-    def _describe(self, slot: Slot) -> Step:
-        tensor, value = slot.tensor, self.value
-        return Step(
-            slot.name,
-            slot.kind,
-            "",
-            self.how,
-            self.why,
-            () if torch.nn.parameter.is_lazy(tensor) else tuple(tensor.shape),
-            short(value.dtype),
-            cast_text(tensor.dtype, value.dtype),
-            device_name(value.device),
-            nbytes_of(tensor),
-            False,
-            slot.names[1:],
-        )
+
+Row = tuple[tuple[str, ...], str, Way, Any, torch.dtype, torch.dtype, torch.device, int]
+"""Names, kind, way, shape, old and new dtype, device, and bytes."""
 
 
-def _way(tensor: torch.Tensor, value: torch.Tensor) -> tuple[str, str]:
-    """The placement of a new value, and why: the cheapest that keeps every reference."""
-    if has_dispatch(tensor) or has_dispatch(value):
-        return "swap", "a tensor subclass: its payload has to change with it"
-    if tensor.layout is not torch.strided or value.layout is not torch.strided or tensor.is_nested or value.is_nested:
-        return "swap", "a layout that has no data pointer to be changed"
-    if tensor.is_meta is not value.is_meta:
-        return "swap", "has no memory, or will have none"
-    if tensor.is_inference() or not can_set_data(tensor, value):
-        return "swap", "torch cannot change what it points to"
-    return "data", "other memory under the same object"
+def row_of(change: Change) -> Row:
+    """What has to be known of a change before it is carried out, to describe it afterwards. It holds no tensor."""
+    tensor, value, slot = change.target, change.value, change.slot
+    shape = () if torch.nn.parameter.is_lazy(tensor) else tensor.shape
+    return slot.names, slot.kind, change.way, shape, tensor.dtype, value.dtype, value.device, nbytes_of(tensor)
+
+
+def step_of(row: Row) -> Step:
+    """The description of a change."""
+    (name, *ties), kind, (placement, why), shape, old, new, device, nbytes = row
+    return Step(
+        name,
+        kind,
+        "",
+        placement,
+        why,
+        tuple(shape),
+        short(new),
+        cast_text(old, new),
+        device_name(device),
+        nbytes,
+        False,
+        tuple(ties),
+    )
 
 
 class Conversion:
@@ -99,25 +136,40 @@ class Conversion:
         self.journal = Journal(root)
         self.changes: list[Change] = []
         self.notes: list[str] = []
+        self.modules = modules_of(root)
         self.slots = slots_of(root)
-        self.extra_bytes = 0
+        self._objects = _registered(self.modules)
+        self.peak_bytes = 0
         """The most memory that it takes on top of what the module has, at any time."""
+        self._now = self._reserve = 0
         self._max_memory_bytes = max_memory_bytes
-        self._slot_of = {id(slot.tensor): slot for slot in self.slots.tensors}
-        self._modules = {id(module) for module in root.modules()}
         self._recorded: list[tuple[Slot, Apply | None]] = []
         self._seen: set[int] = set()
-        self._sources: dict[int, tuple[str, int]] = {}
+        self._sources: dict[int, str] = {}
+
+    @cached_property
+    def _slot_of(self) -> dict[int, Slot]:
+        return {id(slot.tensor): slot for slot in self.slots.tensors}
+
+    @cached_property
+    def _ids(self) -> set[int]:
+        return {id(module) for module in self.modules}
+
+    def has(self, module: nn.Module) -> bool:
+        """Whether a module is the root, or below it."""
+        return id(module) in self._ids
 
     # Phase one: every new tensor is made and checked.
 
     def record(self, recurse: bool = True) -> None:
         """Makes every new tensor."""
-        with _active(self):
-            if overrides_apply(self.root) and recurse:
+        with _active(self), torch.inference_mode(False), torch.no_grad():
+            if recurse and not overriding(self.modules):
+                self._recorded = [(slot, None) for slot in self.slots.tensors]
+            elif recurse:
                 self.visit(self.root, None)
             else:
-                self._base(self.root, None, recurse)
+                self._base(self.root, None, False)
             self._make()
         self.check(self.changes)
 
@@ -128,7 +180,7 @@ class Conversion:
 
     def visit(self, module: nn.Module, fn: Apply | None) -> None:
         """Converts a module, by its own `_apply` where it has one."""
-        if overrides_apply(module):
+        if overriding([module]):
             own_apply: Any = module._apply
             with self.journal.model_code():
                 own_apply(fn or self.fn)
@@ -137,7 +189,7 @@ class Conversion:
 
     def base(self, module: nn.Module, fn: Apply, recurse: bool) -> None:
         """torch's part, when a module's own `_apply` calls it: it sees its tensors converted afterwards."""
-        with self.journal.our_code():
+        with self.journal.our_code(), torch.inference_mode(False), torch.no_grad():
             first, waiting = len(self.changes), self._recorded
             self._recorded = []
             self._base(module, None if fn == self.fn else fn, recurse)
@@ -162,35 +214,51 @@ class Conversion:
 
     def _make(self) -> None:
         """Makes the new tensors of everything that has been recorded."""
-        together, alone = self._by_memory() if self._recorded else ([], [])
-        for group in together:
-            self._make_together(group)
-        for slot, fn in alone:
-            self._make_one(slot, fn)
+        plain = [slot for slot, fn in self._recorded if fn is None and is_plain(slot.tensor)]
+        others = [(slot, fn) for slot, fn in self._recorded if fn is not None or not is_plain(slot.tensor)]
+        if self.target.keeps_sharing:
+            for group in sharing(plain):
+                self._make_together(group)
+                together = {id(slot.tensor) for slot in group}
+                plain = [slot for slot in plain if id(slot.tensor) not in together]
+        later = self.target.later
+        for slot in plain:
+            stand_in = later(slot.tensor)
+            if stand_in is None:
+                self._make_one(slot, None, True)
+            elif stand_in.dtype != slot.tensor.dtype:
+                self._put_off(slot, stand_in)
+        for slot, fn in others:
+            self._make_one(slot, fn, False)
 
-    def _make_one(self, slot: Slot, fn: Apply | None) -> None:
+    def _make_one(self, slot: Slot, fn: Apply | None, plain: bool) -> None:
+        tensor, target = slot.tensor, self.target
+        value = target.make(slot.names[0], tensor) if fn is None else fn(tensor)
+        if value is tensor:
+            return
+        old_grad = grad = tensor.grad if tensor.is_leaf else None
+        if target.by_user:
+            _check_shape(slot.name, tensor, value)
+            self._check_alone(slot, value)
+            value = value.detach() if not value.is_leaf else value
+        if grad is not None:
+            grad = target.grad(grad, value) if fn is None else fn(grad)
+            if grad is None:
+                self.notes.append(f"{slot.name}: its gradient is dropped, for it does not fit any more")
+        simple = plain and not target.by_user and can_set_data(tensor, value) and not tensor.is_inference()
+        way = _DATA if simple and not tensor.is_nested else _way(tensor, value)
+        self._add(Change(slot, value, way, old_grad is not None, grad))
+
+    def _put_off(self, slot: Slot, stand_in: torch.Tensor) -> None:
+        """Leaves a cast that is certain to succeed to the end, where the old memory can go at once."""
         tensor = slot.tensor
         grad = tensor.grad if tensor.is_leaf else None
-        room = self.target.room(tensor) if fn is None else None
-        if room is tensor:
-            return
-        grad_room = self.target.room(grad) if room is not None and grad is not None else None
-        if room is not None and (grad is None or (grad_room is not None and grad_room is not grad)):
-            self._add(slot, room, grad_room, True)
-            return
-        with torch.no_grad():
-            value = self.target.make(slot.name, tensor) if fn is None else fn(tensor)
-            if value is tensor:
-                return
-            _check_shape(slot.name, tensor, value)
-            value = value.detach() if value.requires_grad and not value.is_leaf else value
-            new_grad = None
-            if grad is not None:
-                new_grad = self.target.grad(grad, value) if fn is None else fn(grad)
-                if new_grad is None:
-                    self.notes.append(f"{slot.name}: its gradient is dropped, for it does not fit any more")
-        self._check_alone(slot, value)
-        self._add(slot, value, new_grad, False)
+        self._add(Change(slot, stand_in, _DATA, grad is not None, to=self.target))
+        count = tensor.numel() + (0 if grad is None else grad.numel())
+        new = count * stand_in.itemsize
+        self._reserve += new
+        self.peak_bytes = max(self.peak_bytes, self._now + new)
+        self._now += new - count * tensor.itemsize
 
     def _check_alone(self, slot: Slot, value: torch.Tensor) -> None:
         """Two tensors that are not tied must not be made to share memory."""
@@ -198,49 +266,39 @@ class Conversion:
             key = storage_id(part)
             if not key or part.is_meta or not part.numel():
                 continue
-            if key in self._sources:
+            other = self._sources.setdefault(key, slot.name)
+            if other != slot.name:
                 raise TransformError(
                     "the function returned the same tensor, or the same memory, for two names",
-                    where=f"{self._sources[key][0]} and {slot.name}",
+                    where=f"{other} and {slot.name}",
                     expected="a tensor of its own for each",
                     remedy="return a clone, or tie the two in the module",
                 )
-            self._sources[key] = slot.name, id(value)
 
-    def _add(self, slot: Slot, value: torch.Tensor, grad: torch.Tensor | None, fills: bool) -> None:
-        change = Change(slot, value, grad, fills)
+    def _add(self, change: Change) -> None:
         self.changes.append(change)
         self.journal.add(change)
-        if not fills:
-            self.extra_bytes += nbytes_of(value) + (nbytes_of(grad) if grad is not None else 0)
-            self._check_budget(self.extra_bytes)
+        if change.to is None:
+            made = nbytes_of(change.value) + (nbytes_of(change.grad) if change.grad is not None else 0)
+            self._now += made
+            self.peak_bytes += made  # it is there all the time
+            self._check_budget()
 
-    def _check_budget(self, needed: int) -> None:
-        if self._max_memory_bytes is not None and needed > self._max_memory_bytes:
+    def _check_budget(self) -> None:
+        if self._max_memory_bytes is not None and self.peak_bytes > self._max_memory_bytes:
             raise MemoryBudgetError(
                 "the conversion needs more memory than it was given, for new tensors beside the old ones; "
                 "nothing has been changed",
                 expected=f"at most {self._max_memory_bytes} bytes",
-                found=f"{needed} bytes, or more",
+                found=f"{self.peak_bytes} bytes, or more",
                 remedy="convert the parts of the module one after the other",
             )
 
-    # Tensors that show common memory go on doing so.
-
-    def _by_memory(self) -> tuple[list[list[Slot]], list[tuple[Slot, Apply | None]]]:
-        by_storage: dict[int, list[Slot]] = {}
-        for slot, fn in self._recorded:
-            if fn is None and is_plain(slot.tensor) and not slot.tensor.is_meta:
-                by_storage.setdefault(storage_id(slot.tensor), []).append(slot)
-        groups = [group for group in by_storage.values() if len(group) > 1 and self.target.keeps_sharing]
-        together = [clique for group in groups for clique in _overlapping(group)]
-        taken = {id(slot.tensor) for clique in together for slot in clique}
-        return together, [(slot, fn) for slot, fn in self._recorded if id(slot.tensor) not in taken]
-
     def _make_together(self, group: Sequence[Slot]) -> None:
+        """Tensors that show common memory go on doing so."""
         tensors = [slot.tensor for slot in group]
         if any(tensor.dtype != tensors[0].dtype for tensor in tensors):
-            if all(self.target.make("", tensor[:0] if tensor.dim() else tensor) is tensor for tensor in tensors):
+            if all(self.target.make(slot.name, slot.tensor) is slot.tensor for slot in group):
                 return
             raise PlacementError(
                 "tensors that show the same memory as different dtypes cannot be converted together",
@@ -249,31 +307,33 @@ class Conversion:
                 remedy="give each memory of its own first",
             )
         start = min(tensor.storage_offset() for tensor in tensors)
-        end = max(_end(tensor) for tensor in tensors)
-        with torch.no_grad():
-            flat = tensors[0].detach().as_strided((end - start,), (1,), start)
-            new = self.target.make(group[0].name, flat)
-            if new is flat:
-                return
-            for slot in group:
-                tensor = slot.tensor
-                value = new.as_strided(tensor.size(), tensor.stride(), tensor.storage_offset() - start)
-                grad = tensor.grad if tensor.is_leaf else None
-                self._add(slot, value.detach(), self.target.grad(grad, value) if grad is not None else None, False)
+        end = max(tensor.storage_offset() + _span(tensor) for tensor in tensors)
+        flat = tensors[0].detach().as_strided((end - start,), (1,), start)
+        new = self.target.make(group[0].name, flat)
+        if new is flat:
+            return
+        for slot in group:
+            tensor = slot.tensor
+            value = new.as_strided(tensor.size(), tensor.stride(), tensor.storage_offset() - start).detach()
+            old_grad = tensor.grad if tensor.is_leaf else None
+            grad = self.target.grad(old_grad, value) if old_grad is not None else None
+            way = _way(tensor, value)
+            self._add(Change(slot, value, way, old_grad is not None, grad))
 
     # Between the phases.
 
     def check(self, changes: Sequence[Change]) -> None:
         """Raises `SwapError` for tensors that somebody would go on with as they were, and `MemoryBudgetError`."""
-        self._check_budget(self._peak())
-        waiting = [change for change in changes if not change.done]
-        holders = holders_of(change.target for change in waiting)
+        self._check_budget()
+        holders = holders_of(change.target for change in changes if not change.done)
+        if not holders:
+            return
         found: list[tuple[Change, list[str]]] = []
-        for change in waiting:
+        for change in changes:
             held = holders.get(id(change.target))
             if held is None:
                 continue
-            texts = held.all() if change.how == "swap" else held.of_the_graph()
+            texts = held.of_the_graph() if change.way is _DATA else held.all()
             if texts:
                 found.append((change, texts))
             elif held.views:
@@ -289,27 +349,35 @@ class Conversion:
                 remedy=first.remedy,
             )
 
-    def _peak(self) -> int:
-        """What is made beforehand, and the most that the copying adds, which frees the old memory as it goes."""
-        now = self.extra_bytes
-        most = now
-        for change in self.changes:
-            if change.fills and not change.done:
-                grad, old_grad = change.grad, change.target.grad
-                now += nbytes_of(change.value) + (nbytes_of(grad) if grad is not None else 0)
-                most = max(most, now)
-                now -= nbytes_of(change.target) + (nbytes_of(old_grad) if old_grad is not None else 0)
-        self.peak_bytes = most
-        return most
-
     # Phase two.
 
     def commit(self, *last: Callable[[], None]) -> None:
         """Puts everything in its place: first what may fail and can be undone, then the rest, uninterrupted."""
         for change in self.changes:
-            if not change.done and change.how == "swap":
+            if not change.done and change.way is not _DATA:
                 _run(change, self.journal)
-        self.journal.commit(*last)
+        self._try_memory()
+        with torch.inference_mode(False), torch.no_grad():
+            self.journal.commit(*last)
+
+    def _try_memory(self) -> None:
+        """Takes as much memory as all that has been put off needs, and gives it back untouched: it is there."""
+        if self._reserve:
+            try:
+                torch.empty(self._reserve, dtype=torch.uint8, device="cpu")
+            except RuntimeError as error:
+                raise MemoryBudgetError(
+                    "the system has no memory for the new tensors; nothing has been changed",
+                    expected=f"{self._reserve} bytes",
+                    found=error,
+                    remedy="convert the parts of the module one after the other",
+                ) from error
+
+    def references_lost(self) -> tuple[str, ...]:
+        """What is no longer the object that it was, by its names."""
+        now = _registered(modules_of(self.root) if self.journal.armed else self.modules)
+        same = len(now) == len(self._objects) and all(map(is_, now, self._objects))
+        return () if same else lost_references(self.slots, self.root)
 
     def rollback(self) -> None:
         """Makes everything what it was."""
@@ -345,23 +413,44 @@ def _check_shape(name: str, tensor: torch.Tensor, value: torch.Tensor) -> None:
         )
 
 
-def _overlapping(group: Sequence[Slot]) -> Iterator[list[Slot]]:
-    """The parts of a group with one storage that show common elements of it."""
-    cliques: list[list[Slot]] = []
-    for slot in group:
-        touching = [clique for clique in cliques if any(overlap(slot.tensor, one.tensor) for one in clique)]
-        cliques = [clique for clique in cliques if clique not in touching]
-        cliques.append([*(one for clique in touching for one in clique), slot])
-    return (clique for clique in cliques if len(clique) > 1)
+def sharing(slots: Sequence[Slot]) -> list[list[Slot]]:
+    """Groups of slots with plain tensors that show common elements of one storage."""
+    ranges = sorted((slot.tensor.data_ptr(), _span_bytes(slot.tensor), index) for index, slot in enumerate(slots))
+    groups: list[list[Slot]] = []
+    run: list[Slot] = []
+    end = 0
+    for start, nbytes, index in ranges:
+        if not (start and nbytes):  # empty, or on meta
+            continue
+        if start < end and any(overlap(slots[index].tensor, one.tensor) for one in run):
+            run.append(slots[index])
+        else:
+            run = [slots[index]]
+            groups.append(run)
+        end = max(end, start + nbytes)
+    return [group for group in groups if len(group) > 1]
 
 
-def _end(tensor: torch.Tensor) -> int:
+def _span_bytes(tensor: torch.Tensor) -> int:
+    return tensor.nbytes if tensor.is_contiguous() else _span(tensor) * tensor.itemsize
+
+
+def _span(tensor: torch.Tensor) -> int:
+    """Elements from the first to behind the last."""
+    if tensor.is_contiguous():
+        return tensor.numel()
     steps = zip(tensor.size(), tensor.stride(), strict=True)
-    return int(tensor.storage_offset()) + (1 + sum((size - 1) * step for size, step in steps) if tensor.numel() else 0)
+    return 1 + sum((size - 1) * step for size, step in steps) if tensor.numel() else 0
+
+
+def _registered(modules: Iterable[nn.Module]) -> list[torch.Tensor | None]:
+    return [one for module in modules for one in (*module._parameters.values(), *module._buffers.values())]
 
 
 def nbytes_of(tensor: torch.Tensor) -> int:
     """Bytes of a tensor's elements, or of its parts' where it is made of several."""
+    if type(tensor) in _PLAIN and tensor.layout is torch.strided:
+        return 0 if tensor.is_meta else tensor.nbytes
     if torch.nn.parameter.is_lazy(tensor) or tensor.is_meta:
         return 0
     return sum(part.numel() * part.itemsize for part in payload_of(tensor))
@@ -370,19 +459,19 @@ def nbytes_of(tensor: torch.Tensor) -> int:
 # torch's own part, replaced while a conversion runs.
 
 _running = threading.local()
-_lock = threading.Lock()
 
 
-def overrides_apply(module: nn.Module) -> bool:
-    """Whether a module converts itself in a way of its own."""
-    function = getattr(module._apply, "__func__", module._apply)
-    return function is not nn.Module._apply and function is not stock_apply
+def overriding(modules: Iterable[nn.Module]) -> bool:
+    """Whether any of the modules converts itself in a way of its own."""
+    torchs = nn.Module._apply, stock_apply
+    classes: set[Any] = set(map(type, modules))
+    return any(cls._apply not in torchs for cls in classes) or any("_apply" in module.__dict__ for module in modules)
 
 
 def running(module: nn.Module) -> "Conversion | None":
     """The conversion in this thread that a module belongs to."""
     stack: list[Conversion] = getattr(_running, "stack", [])
-    return stack[-1] if stack and id(module) in stack[-1]._modules else None
+    return stack[-1] if stack and stack[-1].has(module) else None
 
 
 @contextmanager

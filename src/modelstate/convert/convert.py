@@ -1,18 +1,17 @@
 """Converting a module: another dtype, another device, or whatever a function makes of its tensors."""
 
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, overload
 
 import torch
 from torch import nn
 
-from modelstate.convert.conversion import Conversion, overrides_apply
+from modelstate.convert.conversion import Conversion, Row, overriding, row_of, step_of
 from modelstate.convert.keeping import replaced_apply
 from modelstate.convert.target import Made, Target, To, takes_name
 from modelstate.errors import ModelCodeError, ModelStateError, OptionError
-from modelstate.place.identity import Identity, identity
 from modelstate.place.optimizers import check_optimizers, following_state
 from modelstate.place.report import Loaded, Report
 from modelstate.read.quiet import no_collection
@@ -60,22 +59,22 @@ def convert(
         raise OptionError("not a module", expected="torch.nn.Module", found=type(module).__name__)
     checked = check_optimizers(optimizers, module)
     target = _target(dtype, device, fn, empty)
-    before = identity(module, checked)
     with no_collection():
         conversion = Conversion(module, target, max_memory_bytes)
         try:
             _record(conversion)
-            finals = {change.target: change.value for change in conversion.changes}
+            rows = [row_of(change) for change in conversion.changes]
+            finals = {change.target: change.value for change in conversion.changes} if checked else {}
             state = following_state(checked, finals)
             conversion.commit(*(partial(one.__setitem__, key, value) for one, key, value in state))
         except BaseException:
             conversion.rollback()
             raise
-    return report(conversion, before, identity(module, checked), started)
+        return _report(conversion, rows, started)
 
 
 def _record(conversion: Conversion) -> None:
-    if not any(map(overrides_apply, conversion.root.modules())):
+    if not overriding(conversion.modules):
         conversion.record()
         return
     with replaced_apply():
@@ -92,20 +91,37 @@ def _record(conversion: Conversion) -> None:
             ) from error
 
 
-def report(conversion: Conversion, before: Identity, after: Identity, started: float) -> Report:
-    """What a conversion has done."""
-    lost = before.differences(after)
+def _report(conversion: Conversion, rows: list[Row], started: float) -> Report:
     return Report(
         target=type(conversion.root).__name__,
         source="",
-        loaded=tuple(Loaded(change.step, 0.0) for change in conversion.changes),
+        loaded=Described(rows),
         notes=tuple(conversion.notes),
         slots=len(conversion.slots.tensors),
         seconds=time.perf_counter() - started,
         peak_memory_bytes=conversion.peak_bytes,
+        references_lost=conversion.references_lost(),
         action=f"converted to {conversion.target.words}",
-        references_lost=tuple(lost),
     )
+
+
+class Described(Sequence[Loaded]):
+    """The descriptions of changes, each made when it is asked for: few look at all of very many."""
+
+    def __init__(self, rows: Sequence[Row]) -> None:
+        self._rows = rows
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    @overload
+    def __getitem__(self, index: int) -> Loaded: ...
+    @overload
+    def __getitem__(self, index: slice) -> Sequence[Loaded]: ...
+    def __getitem__(self, index: int | slice) -> Loaded | Sequence[Loaded]:
+        if isinstance(index, slice):
+            return Described(self._rows[index])
+        return Loaded(step_of(self._rows[index]), 0.0)
 
 
 def _target(dtype: Any, device: Any, fn: Any, empty: bool) -> Target:

@@ -92,6 +92,7 @@ class _Given:
     """What torch has been asked for, as a function."""
 
     words = "what was asked for"
+    by_user = False
     keeps_sharing = True
 
     def __init__(self, fn: Apply) -> None:
@@ -103,5 +104,5 @@ class _Given:
     def grad(self, grad: torch.Tensor, new: torch.Tensor) -> torch.Tensor | None:
         return self._fn(grad)
 
-    def room(self, tensor: torch.Tensor) -> torch.Tensor | None:
+    def later(self, tensor: torch.Tensor) -> torch.Tensor | None:
         return None

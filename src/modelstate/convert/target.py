@@ -3,13 +3,14 @@
 import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
 from typing import Any, Protocol
 
 import torch
 
 from modelstate.errors import ModelStateError, PlacementError, TransformError
 from modelstate.plan.dtypes import device_name, short
-from modelstate.plan.placement import copy_cannot_fail, is_plain
+from modelstate.plan.placement import COPYABLE
 
 UNCHANGED: Any = type("Unchanged", (), {"__repr__": lambda _: "modelstate.UNCHANGED"})()
 """What a function returns that is given to `modelstate.convert`, for a tensor that is to stay as it is."""
@@ -23,6 +24,10 @@ class Target(Protocol):
         """For a report: "bfloat16", "what quantize makes of it"."""
 
     @property
+    def by_user(self) -> bool:
+        """Whether a function of the user's makes it, which may return anything."""
+
+    @property
     def keeps_sharing(self) -> bool:
         """Whether tensors that show common memory may be made as one run of elements."""
 
@@ -32,8 +37,9 @@ class Target(Protocol):
     def grad(self, grad: torch.Tensor, new: torch.Tensor) -> torch.Tensor | None:
         """What becomes of the gradient of a tensor that becomes `new`; None where it has no place any more."""
 
-    def room(self, tensor: torch.Tensor) -> torch.Tensor | None:
-        """Memory that the tensor can be copied to later, which cannot fail then; None where `make` has to do it."""
+    def later(self, tensor: torch.Tensor) -> torch.Tensor | None:
+        """Something of the dtype and device to be, where `make` is certain to succeed for this plain tensor as long
+        as there is memory, so that it can be put off; else None."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +49,10 @@ class To:
     dtype: torch.dtype | None = None
     device: torch.device | None = None
     empty: bool = False
+
+    @property
+    def by_user(self) -> bool:
+        return False
 
     @property
     def keeps_sharing(self) -> bool:
@@ -78,16 +88,19 @@ class To:
             return None
         return grad.to(new.device, new.dtype if grad.is_floating_point() or grad.is_complex() else grad.dtype)
 
-    def room(self, tensor: torch.Tensor) -> torch.Tensor | None:
-        if self.empty or not is_plain(tensor) or tensor.device.type != "cpu":
-            return None
-        if (self.device is not None and self.device.type != "cpu") or torch.nn.parameter.is_lazy(tensor):
+    def later(self, tensor: torch.Tensor) -> torch.Tensor | None:
+        if self.empty or not tensor.is_cpu or (self.device is not None and self.device.type != "cpu"):
             return None
         dtype = self._dtype_of(tensor)
-        if dtype == tensor.dtype:
-            return tensor
-        new = torch.empty_like(tensor, dtype=dtype, requires_grad=False)
-        return new if copy_cannot_fail(new, tensor) else None
+        if dtype not in COPYABLE or tensor.dtype not in COPYABLE or tensor.is_inference():
+            return None
+        return _stand_in(dtype)
+
+
+@cache
+def _stand_in(dtype: torch.dtype) -> torch.Tensor:
+    with torch.inference_mode(False):
+        return torch.empty(0, dtype=dtype, device="cpu")
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,6 +110,10 @@ class Made:
     function: Callable[..., Any]
     by_name: bool
     then: To | None
+
+    @property
+    def by_user(self) -> bool:
+        return True
 
     @property
     def keeps_sharing(self) -> bool:
@@ -155,7 +172,7 @@ class Made:
             return None
         return grad.to(new.device, new.dtype)
 
-    def room(self, tensor: torch.Tensor) -> torch.Tensor | None:
+    def later(self, tensor: torch.Tensor) -> torch.Tensor | None:
         return None
 
 

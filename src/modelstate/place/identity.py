@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from modelstate.plan.overlap import overlap
-from modelstate.plan.slots import slots_of
+from modelstate.plan.slots import Slots, slots_of
 from modelstate.plan.torch_private import storage_id
 
 
@@ -73,6 +73,13 @@ def identity(module: nn.Module, optimizers: Iterable[torch.optim.Optimizer] = ()
             for place, param in enumerate(group["params"])
         },
     )
+
+
+def lost_references(before: Slots, module: nn.Module) -> tuple[str, ...]:
+    """Names of a module that have lost the object that they had, a line each."""
+    now = slots_of(module).by_name
+    changed = [name for name, slot in before.by_name.items() if name not in now or now[name].tensor is not slot.tensor]
+    return tuple(f"{name} is {'another object' if name in now else 'gone'}" for name in changed)
 
 
 def _views(tensors: Mapping[str, torch.Tensor]) -> Iterable[tuple[str, str]]:

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from modelstate.errors import ModelStateError, OptionError, PlacementError, ReadFailedError, StalePlanError
+from modelstate.place.identity import lost_references
 from modelstate.place.optimizers import check_optimizers, following_state
 from modelstate.place.place import Place
 from modelstate.place.progress import progress_bar
@@ -21,7 +22,6 @@ from modelstate.plan.placement import is_plain
 from modelstate.plan.plan import Options, Plan
 from modelstate.plan.prepare import Preparation
 from modelstate.plan.rules import Rule, check_rules
-from modelstate.plan.slots import slots_of
 from modelstate.read.checkpoint import Checkpoint
 from modelstate.read.open import open as open_checkpoint
 from modelstate.read.quiet import no_collection
@@ -233,18 +233,8 @@ def _report(preparation: Preparation, started: float, verified_bytes: int) -> Re
         seconds=time.perf_counter() - started,
         peak_memory_bytes=made.extra_bytes,
         verified_bytes=verified_bytes,
-        references_lost=_lost(preparation) if preparation.journal.armed else (),
-    )
-
-
-def _lost(preparation: Preparation) -> tuple[str, ...]:
-    """Names that have another object now, because code of the model replaced it; our own writes keep every object."""
-    now = slots_of(preparation.model).by_name
-    before = preparation.slots.by_name
-    return tuple(
-        f"{name} is {'another object' if name in now else 'gone'}"
-        for name, slot in before.items()
-        if name not in now or now[name].tensor is not slot.tensor
+        # Our own writes keep every object; code of the model may put another one in its place.
+        references_lost=lost_references(preparation.slots, preparation.model) if preparation.journal.armed else (),
     )
 
 

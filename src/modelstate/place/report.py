@@ -1,6 +1,7 @@
 """The Report: what happened to each tensor."""
 
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -24,7 +25,7 @@ class Report:
     """The class of the model."""
     source: str
     """The path of the checkpoint, and the part of it that was meant."""
-    loaded: tuple[Loaded, ...]
+    loaded: Sequence[Loaded]
     """One for each slot that was filled."""
     notes: tuple[str, ...]
     """What was passed over, and what else is worth knowing."""

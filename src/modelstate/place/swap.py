@@ -64,21 +64,26 @@ def give_memory(tensor: torch.Tensor, value: torch.Tensor) -> Undo:
     return lambda: swap_impl(tensor, other)
 
 
-def point_to(tensor: torch.Tensor, value: torch.Tensor, grad: torch.Tensor | None = None) -> Undo:
+def point_to(
+    tensor: torch.Tensor, value: torch.Tensor, grad: torch.Tensor | None = None, *, undoable: bool = True
+) -> Undo:
     """Gives a tensor the memory of `value`, of another dtype or device, under its own identity, class and attributes.
 
-    `grad` is what its gradient becomes, which keeps its identity too; without it the gradient is dropped.
+    `grad` is what its gradient becomes, which keeps its identity too; without it the gradient is dropped. Without
+    `undoable` the old memory is let go of at once, and what is returned does nothing.
     """
     held: Any = tensor
-    old, old_grad = tensor.detach(), tensor.grad if tensor.is_leaf else None
+    old, old_grad = tensor.detach() if undoable else None, tensor.grad if tensor.is_leaf else None
     if old_grad is None:
         held.data = value
-        return lambda: setattr(held, "data", old)
+        return partial(setattr, held, "data", old) if undoable else _nothing
     held.grad = None
     held.data = value
-    undo_grad = _replace(old_grad, grad) if grad is not None else _nothing
+    undo_grad = _replace(old_grad, grad, undoable) if grad is not None else _nothing
     if grad is not None:
         held.grad = old_grad
+    if not undoable:
+        return _nothing
 
     def undo() -> None:
         held.grad = None
@@ -132,11 +137,11 @@ def as_slot(slot: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
     return nn.Parameter(value, requires_grad=requires_grad)
 
 
-def _replace(grad: torch.Tensor, new: torch.Tensor) -> Undo:
+def _replace(grad: torch.Tensor, new: torch.Tensor, undoable: bool = True) -> Undo:
     if new is grad:
         return _nothing
     if is_plain(grad) and is_plain(new) and not (grad.is_meta or new.is_meta):
-        return point_to(grad, new)
+        return point_to(grad, new, undoable=undoable)
     return exchange(grad, new)
 
 

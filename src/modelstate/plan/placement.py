@@ -7,12 +7,13 @@ from torch import nn
 
 from modelstate.plan.torch_private import storage_id
 
-_COPYABLE = frozenset(
+COPYABLE = frozenset(
     [
         *(torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.complex64, torch.complex128),
         *(torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool),
     ]
 )
+"""Dtypes between which torch copies without fail."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,8 +95,8 @@ def copy_cannot_fail(target: torch.Tensor, value: torch.Tensor) -> bool:
     return (
         is_plain(target)
         and is_plain(value)
-        and target.dtype in _COPYABLE
-        and value.dtype in _COPYABLE
+        and target.dtype in COPYABLE
+        and value.dtype in COPYABLE
         and not value.is_meta
         and not target.is_inference()
         and target.is_complex() >= value.is_complex()  # torch warns, and a warning may be made an error

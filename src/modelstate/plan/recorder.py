@@ -20,6 +20,7 @@ from torch import nn
 from torch.nn.modules.module import _IncompatibleKeys
 
 from modelstate.plan.journal import Journal
+from modelstate.plan.slots import modules_of
 from modelstate.read.tree import EXTRA_STATE
 
 _TORCHS_FILE = nn.Module.named_parameters.__code__.co_filename
@@ -58,7 +59,7 @@ def walk(
     outcome: Outcome,
 ) -> None:
     """Runs the protocol over `root` and its descendants. Whatever the model's own code raises comes through."""
-    modules = _modules(root)
+    modules = modules_of(root)
     overriding = _Overriding()
     recording = _Recording(journal, take, outcome, {id(module) for module in modules}, overriding)
     names = OrderedDict(state_dict)
@@ -66,18 +67,6 @@ def walk(
         names._metadata = versions  # type: ignore[attr-defined]
     with _patched(recording) if any(map(overriding.has, modules)) else nullcontext():
         _visit(recording, root, names, "", versions, assign)
-
-
-def _modules(root: nn.Module) -> list[nn.Module]:
-    """Every module once."""
-    found: dict[int, nn.Module] = {}
-    waiting: list[nn.Module | None] = [root]
-    while waiting:
-        module = waiting.pop()
-        if module is not None and id(module) not in found:
-            found[id(module)] = module
-            waiting.extend(module._modules.values())
-    return list(found.values())
 
 
 @dataclass(slots=True, weakref_slot=True, eq=False)

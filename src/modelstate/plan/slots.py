@@ -77,3 +77,15 @@ def _modules_of(module: nn.Module, prefix: str) -> Iterator[tuple[str, nn.Module
         if module._modules:
             children = [(f"{prefix}{name}.", child) for name, child in module._modules.items() if child is not None]
             stack.extend(reversed(children))
+
+
+def modules_of(root: nn.Module) -> list[nn.Module]:
+    """Every module once."""
+    found: dict[int, nn.Module] = {}
+    waiting: list[nn.Module | None] = [root]
+    while waiting:
+        module = waiting.pop()
+        if module is not None and id(module) not in found:
+            found[id(module)] = module
+            waiting.extend(module._modules.values())
+    return list(found.values())
