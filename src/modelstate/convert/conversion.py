@@ -27,7 +27,7 @@ from modelstate.plan.overlap import overlap
 from modelstate.plan.placement import is_plain
 from modelstate.plan.plan import Step, cast_text
 from modelstate.plan.slots import Slot, modules_of, slots_of
-from modelstate.plan.torch_private import can_set_data, payload_of, storage_id
+from modelstate.plan.torch_private import can_set_data, payload_of, shards_in_use, storage_id
 
 Apply = Callable[[torch.Tensor], torch.Tensor]
 _PLAIN = (torch.Tensor, nn.Parameter, nn.Buffer)
@@ -43,12 +43,18 @@ _MEMORY = "swap", "has no memory, or will have none"
 _CORE = "swap", "torch cannot change what it points to"
 
 
+Row = tuple[tuple[str, ...], str, Way, Any, torch.dtype, torch.dtype, torch.device, int]
+"""Names, kind, way, shape, old and new dtype, device, and bytes."""
+
+
 def _way(tensor: torch.Tensor, value: torch.Tensor) -> Way:
     """The cheapest placement of a new value that keeps every reference."""
     if has_dispatch(tensor) or has_dispatch(value):
         return _SUBCLASS
     if tensor.layout is not torch.strided or value.layout is not torch.strided or tensor.is_nested or value.is_nested:
         return _LAYOUT
+    if torch.nn.parameter.is_lazy(tensor):
+        return _DATA
     if tensor.is_meta is not value.is_meta:
         return _MEMORY
     return _CORE if tensor.is_inference() or not can_set_data(tensor, value) else _DATA
@@ -57,7 +63,7 @@ def _way(tensor: torch.Tensor, value: torch.Tensor) -> Way:
 class Change(Write):
     """A tensor that becomes another one: the write that does it."""
 
-    __slots__ = ("grad", "has_grad", "slot", "to", "way")
+    __slots__ = ("grad", "has_grad", "row", "slot", "to", "way")
 
     def __init__(
         self,
@@ -74,6 +80,7 @@ class Change(Write):
         """What the gradient becomes; None where there is none, or where it has no place any more."""
         self.to = to
         """What makes the value when it is time, which is certain to succeed; `value` tells dtype and device only."""
+        self.row: Row = _row(slot, value, way)
 
     @property
     def name(self) -> str:
@@ -98,15 +105,11 @@ class Change(Write):
             journal.undo(undo)
 
 
-Row = tuple[tuple[str, ...], str, Way, Any, torch.dtype, torch.dtype, torch.device, int]
-"""Names, kind, way, shape, old and new dtype, device, and bytes."""
-
-
-def row_of(change: Change) -> Row:
+def _row(slot: Slot, value: torch.Tensor, way: Way) -> Row:
     """What has to be known of a change before it is carried out, to describe it afterwards. It holds no tensor."""
-    tensor, value, slot = change.target, change.value, change.slot
-    shape = () if torch.nn.parameter.is_lazy(tensor) else tensor.shape
-    return slot.names, slot.kind, change.way, shape, tensor.dtype, value.dtype, value.device, nbytes_of(tensor)
+    tensor = slot.tensor
+    shape: Any = () if torch.nn.parameter.is_lazy(tensor) or tensor.is_nested else tensor.shape
+    return slot.names, slot.kind, way, shape, tensor.dtype, value.dtype, value.device, nbytes_of(tensor)
 
 
 def step_of(row: Row) -> Step:
@@ -196,6 +199,8 @@ class Conversion:
             self._make()
             self._recorded = waiting
             made = self.changes[first:]
+            if made and shards_in_use(module):
+                raise _sharded(module, made)
             self.check(made)
             for change in made:
                 if not change.done:
@@ -214,8 +219,13 @@ class Conversion:
 
     def _make(self) -> None:
         """Makes the new tensors of everything that has been recorded."""
-        plain = [slot for slot, fn in self._recorded if fn is None and is_plain(slot.tensor)]
-        others = [(slot, fn) for slot, fn in self._recorded if fn is not None or not is_plain(slot.tensor)]
+        plain: list[Slot] = []
+        others: list[tuple[Slot, Apply | None]] = []
+        for slot, fn in self._recorded:
+            if fn is None and is_plain(slot.tensor) and not slot.tensor.is_nested:
+                plain.append(slot)
+            else:
+                others.append((slot, fn))
         if self.target.keeps_sharing:
             for group in sharing(plain):
                 self._make_together(group)
@@ -246,7 +256,7 @@ class Conversion:
             if grad is None:
                 self.notes.append(f"{slot.name}: its gradient is dropped, for it does not fit any more")
         simple = plain and not target.by_user and can_set_data(tensor, value) and not tensor.is_inference()
-        way = _DATA if simple and not tensor.is_nested else _way(tensor, value)
+        way = _DATA if simple else _way(tensor, value)
         self._add(Change(slot, value, way, old_grad is not None, grad))
 
     def _put_off(self, slot: Slot, stand_in: torch.Tensor) -> None:
@@ -398,6 +408,16 @@ def _run(change: Change, journal: Journal) -> None:
             remedy="replace the parameter by hand, and build the optimizer afterwards",
         ) from error
     change.done = True
+
+
+def _sharded(module: nn.Module, made: Sequence[Change]) -> SwapError:
+    return SwapError(
+        "FSDP has taken note of what the parameters are, and would go on with that; nothing has been changed",
+        where=", ".join(change.name for change in made[:4]),
+        found=type(module).__name__,
+        remedy="convert before fully_shard, or before the first forward pass; for a dtype to compute in, use its "
+        "MixedPrecisionPolicy",
+    )
 
 
 def _check_shape(name: str, tensor: torch.Tensor, value: torch.Tensor) -> None:

@@ -8,11 +8,11 @@ from typing import Any, overload
 import torch
 from torch import nn
 
-from modelstate.convert.conversion import Conversion, Row, overriding, row_of, step_of
+from modelstate.convert.conversion import Conversion, Row, overriding, step_of
 from modelstate.convert.keeping import replaced_apply
 from modelstate.convert.target import Made, Target, To, takes_name
 from modelstate.errors import ModelCodeError, ModelStateError, OptionError
-from modelstate.place.optimizers import check_optimizers, following_state
+from modelstate.place.optimizers import check_optimizers, following_state, placed
 from modelstate.place.report import Loaded, Report
 from modelstate.read.quiet import no_collection
 
@@ -59,18 +59,18 @@ def convert(
         raise OptionError("not a module", expected="torch.nn.Module", found=type(module).__name__)
     checked = check_optimizers(optimizers, module)
     target = _target(dtype, device, fn, empty)
+    before = placed(checked)
     with no_collection():
         conversion = Conversion(module, target, max_memory_bytes)
         try:
             _record(conversion)
-            rows = [row_of(change) for change in conversion.changes]
             finals = {change.target: change.value for change in conversion.changes} if checked else {}
-            state = following_state(checked, finals)
+            state = following_state(checked, finals, before)
             conversion.commit(*(partial(one.__setitem__, key, value) for one, key, value in state))
         except BaseException:
             conversion.rollback()
             raise
-        return _report(conversion, rows, started)
+        return _report(conversion, [change.row for change in conversion.changes], started)
 
 
 def _record(conversion: Conversion) -> None:

@@ -60,8 +60,9 @@ class To:
 
     @property
     def words(self) -> str:
-        dtype = short(self.dtype) if self.dtype else "the same"
-        return f"{dtype} on {device_name(self.device)}" if self.device else dtype
+        dtype = f" {short(self.dtype)}" if self.dtype else ""
+        place = f" device {device_name(self.device)}" if self.device else ""
+        return f"{dtype}{' on' if dtype and place else ''}{place}".strip()
 
     def _dtype_of(self, tensor: torch.Tensor) -> torch.dtype:
         """Integers and booleans stay what they are, and so do complex numbers unless a complex dtype is asked for."""

@@ -12,7 +12,7 @@ from torch import nn
 
 from modelstate.errors import ModelStateError, OptionError, PlacementError, ReadFailedError, StalePlanError
 from modelstate.place.identity import lost_references
-from modelstate.place.optimizers import check_optimizers, following_state
+from modelstate.place.optimizers import check_optimizers, following_state, placed
 from modelstate.place.place import Place
 from modelstate.place.progress import progress_bar
 from modelstate.place.report import Loaded, Report
@@ -137,7 +137,7 @@ def _carry_out(
 ) -> Report:
     """The load itself. All that it needed is gone when it returns."""
     checkpoint, options = _of_plan(source, options) if isinstance(source, Plan) else (open_checkpoint(source), options)
-    journal = Journal(model)
+    journal, before = Journal(model), placed(optimizers)
     try:
         preparation = Preparation(journal, checkpoint, options, Place, call_extra_state=True)
         preparation.check()
@@ -147,7 +147,7 @@ def _carry_out(
         verified = preparation.checkpoint.verify() if verify else 0
         with progress_bar(progress, preparation.nbytes) as advance:
             stage(preparation, advance)
-            new_state = following_state(optimizers, _finals(preparation)) if optimizers else []
+            new_state = following_state(optimizers, _finals(preparation), before) if optimizers else []
             _place_what_may_fail(preparation)
             _read_in_place(preparation, advance)
         journal.commit(*(partial(state.__setitem__, name, value) for state, name, value in new_state))

@@ -8,6 +8,8 @@ from torch import nn
 
 from modelstate.errors import OptionError, PlacementError
 
+Placed = Mapping[torch.Tensor, tuple[torch.dtype, torch.device]]
+"""Dtype and device of parameters."""
 NewState = tuple[dict[str, Any], str, Any]
 """The state of one parameter, a name in it, and the new value."""
 
@@ -24,10 +26,16 @@ def check_optimizers(optimizers: Iterable[Any], model: nn.Module) -> tuple[torch
     return checked
 
 
+def placed(optimizers: Iterable[torch.optim.Optimizer]) -> Placed:
+    """Where the parameters of optimizers are, and in which dtype."""
+    groups = (group for optimizer in optimizers for group in optimizer.param_groups)
+    return {param: (param.dtype, param.device) for group in groups for param in group["params"]}
+
+
 def following_state(
-    optimizers: Sequence[torch.optim.Optimizer], finals: Mapping[torch.Tensor, torch.Tensor]
+    optimizers: Sequence[torch.optim.Optimizer], finals: Mapping[torch.Tensor, torch.Tensor], before: Placed
 ) -> list[NewState]:
-    """What has to change in the optimizers' state when parameters become what `finals` says.
+    """What has to change in the optimizers' state when parameters, which were as `before` says, become `finals`.
 
     State on a parameter's device goes where it goes, and state of its dtype (Adam's moments, the directions of LBFGS)
     gets its new dtype, at any depth of lists and dicts. Counters and other scalars keep their dtype; `step` moves only
@@ -45,27 +53,33 @@ def following_state(
                 if param in finals:
                     state = optimizer.state.get(param, {})
                     for key, old in state.items():
-                        new = old if key == "step" and not beside else _following(key, old, param, finals[param])
+                        new = (
+                            old
+                            if key == "step" and not beside
+                            else _following(key, old, param, finals[param], before[param])
+                        )
                         if new is not old:
                             found.append((state, key, new))
     return found
 
 
-def _following(key: str, value: Any, param: torch.Tensor, final: torch.Tensor) -> Any:
+def _following(
+    key: str, value: Any, param: torch.Tensor, final: torch.Tensor, before: tuple[torch.dtype, torch.device]
+) -> Any:
     """What a value in a parameter's state becomes; the value itself where that is what it is already."""
     if isinstance(value, torch.Tensor):
         if value.is_meta or final.is_meta:
             return value
         scalar = key in _SCALARS or (value.dim() == 0 and param.dim() > 0)
-        casts = value.dtype == param.dtype and final.is_floating_point() and not scalar
+        casts = value.dtype == before[0] and final.is_floating_point() and not scalar
         return value.to(
-            final.device if value.device == param.device else value.device, final.dtype if casts else value.dtype
+            final.device if value.device == before[1] else value.device, final.dtype if casts else value.dtype
         )
     if type(value) in (list, tuple):
-        items = [_following(key, item, param, final) for item in value]
+        items = [_following(key, item, param, final, before) for item in value]
         return type(value)(items) if any(a is not b for a, b in zip(items, value, strict=True)) else value
     if type(value) is dict:
-        made = {name: _following(key, item, param, final) for name, item in value.items()}
+        made = {name: _following(key, item, param, final, before) for name, item in value.items()}
         return made if any(made[name] is not value[name] for name in value) else value
     return value
 

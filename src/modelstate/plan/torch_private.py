@@ -3,6 +3,7 @@
 Each is used by torch's own `nn.Module` or `torch.utils.swap_tensors` for the same purpose.
 """
 
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -24,6 +25,22 @@ def has_gradient_node(tensor: torch.Tensor) -> bool:
     before = use_count(tensor)
     edge = torch.autograd.graph.get_gradient_edge(tensor)  # makes the node where there is none, which then owns too
     return use_count(tensor) == before and edge is not None
+
+
+def shards_in_use(module: torch.nn.Module) -> bool:
+    """Whether a module is sharded by FSDP in a way that remembers the dtype and device of its parameters.
+
+    FSDP2 does from its first forward pass on, when it makes buffers for what it gathers, and FSDP1 from the beginning.
+    """
+    fsdp = sys.modules.get("torch.distributed.fsdp")
+    if fsdp is None:
+        return False
+    if isinstance(module, fsdp.FullyShardedDataParallel):
+        return True
+    if not isinstance(module, fsdp.FSDPModule):
+        return False
+    state: Any = module._get_fsdp_state()
+    return getattr(state, "_is_root", True) is not None
 
 
 def swap_impl(a: torch.Tensor, b: torch.Tensor) -> None:
