@@ -7,6 +7,7 @@ second, and is done only where the count says that there is somebody.
 
 import gc
 import sys
+from collections import OrderedDict, deque
 from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass, field
 from types import FrameType, ModuleType
@@ -18,6 +19,7 @@ from modelstate.plan.torch_private import has_gradient_node, use_count, without_
 
 _OWN_PACKAGE = __name__.partition(".")[0]
 _MAX_DEPTH = 4
+_CONTAINERS = (list, tuple, set, dict, deque, OrderedDict)
 _UNSEEN = "something in torch's core that Python cannot see"
 
 
@@ -219,20 +221,24 @@ def _is_held(node: object, objects: list[Any]) -> bool:
 def _through(referrer: Any, wanted: object, depth: int, seen: set[int]) -> str:
     """Where one referrer can be found, if it is one that has a name."""
     if type(referrer) is dict:
-        key = next((key for key, value in referrer.items() if value is wanted), "")
-        for owner in gc.get_referrers(referrer):
-            if getattr(owner, "__dict__", None) is referrer:
-                if isinstance(owner, ModuleType):
-                    return f"held by `{key}` of module `{owner.__name__}`"
-                within = _place(owner, depth + 1, seen)
-                return f"attribute `{key}` of a {type(owner).__name__}" + (f" {within}" if within else "")
-    if type(referrer) in (list, tuple, set, dict) or type(referrer).__name__ in ("cell", "deque", "OrderedDict"):
+        owners = [one for one in gc.get_referrers(referrer) if getattr(one, "__dict__", None) is referrer]
+        if owners:
+            return _attribute(owners[0], wanted, depth, seen)
+    if type(referrer) in _CONTAINERS or type(referrer).__name__ == "cell":
         within = _place(referrer, depth + 1, seen)
         return within.replace("held by `", f"held by {type(referrer).__name__} `", 1) if within else ""
-    if hasattr(referrer, "__slots__"):
-        within = _place(referrer, depth + 1, seen)
-        return f"in a {type(referrer).__name__} {within}" if within else ""
-    return ""
+    return _attribute(referrer, wanted, depth, seen)
+
+
+def _attribute(owner: Any, wanted: object, depth: int, seen: set[int]) -> str:
+    attributes = getattr(owner, "__dict__", None)
+    if not isinstance(attributes, dict):
+        return ""
+    name = next((name for name, value in attributes.items() if value is wanted), "")
+    if isinstance(owner, ModuleType):
+        return f"held by `{name}` of module `{owner.__name__}`"
+    within = _place(owner, depth + 1, seen)
+    return f"attribute `{name}` of a {type(owner).__name__}" + (f" {within}" if within else "") if name else ""
 
 
 def _is_ours(one: object) -> bool:

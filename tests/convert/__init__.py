@@ -1,0 +1,1 @@
+"""Tests of modelstate.convert and what stands on it."""
