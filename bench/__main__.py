@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from bench import models, tables
-from bench.contenders import MATERIALISED, META
-from bench.tables import Section, different_weights, grid, load_table
+from bench.contenders import CONVERT, MATERIALISED, META
+from bench.tables import Section, convert_table, different_weights, grid, load_table
 from modelstate.cli.measure import Stage, alternate, run
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -83,6 +83,23 @@ class Bench:
         )
         return [_shown(Section("load_state_dict by the number of modules", words, table))]
 
+    def convert(self) -> list[Section]:
+        sections = []
+        for case in ("large", "small"):
+            found = self.measure(
+                {name: self.child("convert", contender=name, case=case, quick=self.quick) for name in CONVERT}
+            )
+            module = models.on_meta(case, self.sizes)
+            nbytes = sum(parameter.nbytes for parameter in module.parameters())
+            what = "a decoder" if case == "large" else f"{4 * self.sizes.small_blocks:,} small tensors"
+            words = (
+                "A module in memory. The ratios are to torch's own. Own memory is what the process grew by on the way, "
+                "at the most; the module itself is half as large afterwards."
+            )
+            title = f"From float32 to bfloat16: {what}, {nbytes / 1e6:,.0f} MB"
+            sections.append(_shown(Section(title, words, convert_table(found))))
+        return sections
+
     def opening(self) -> list[Section]:
         files: dict[str, Path] = {}
         models.write("small", self.sizes, self.folder)
@@ -151,7 +168,9 @@ def _options(arguments: Iterable[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m bench", description=__doc__)
     parser.add_argument("--quick", action="store_true", help="tiny sizes, one run, writes no page: a smoke test")
     parser.add_argument("--runs", type=int, help="runs of each contender (default 5)")
-    parser.add_argument("--only", nargs="+", choices=("large", "small", "state-dict", "opening"), help="some of it")
+    parser.add_argument(
+        "--only", nargs="+", choices=("large", "small", "state-dict", "opening", "convert"), help="some of it"
+    )
     parser.add_argument("--out", type=Path, help="the page to write (default docs/benchmarks.md if all is measured)")
     parser.add_argument("--folder", type=Path, help="where the files are made and removed (default $TMPDIR, or .venv)")
     options = parser.parse_args(arguments)
@@ -179,6 +198,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             "small": partial(bench.load, "small"),
             "state-dict": bench.state_dict,
             "opening": bench.opening,
+            "convert": bench.convert,
         }
         for part in options.only or parts:
             sections += parts[part]()

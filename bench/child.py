@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 
-from bench.contenders import MATERIALISED, META, Case
-from bench.models import QUICK, Leaves, Sizes
+from bench.contenders import CONVERT, MATERIALISED, META, Case
+from bench.models import QUICK, Leaves, Sizes, with_memory
 from modelstate.cli.measure import Stages
 
 
@@ -52,6 +52,17 @@ def state_dict(*, contender: str, count: int) -> None:
     stages.end("ready")
 
 
+def convert(*, contender: str, case: str, quick: bool) -> None:
+    """From a module in float32 to the same in bfloat16."""
+    work = CONVERT[contender]
+    work(with_memory("tiny", QUICK))
+    model = with_memory(case, QUICK if quick else Sizes())
+    stages = Stages()
+    work(model)
+    stages.end("ready")
+    stages.end("check", weights=str({value.dtype for value in model.state_dict().values()}))
+
+
 def opening(*, contender: str, path: str) -> None:
     """From a path to the names and shapes of what is in it."""
     openers: dict[str, Callable[[], object]] = {
@@ -81,7 +92,7 @@ def _safe_open(path: str) -> Callable[[], object]:
     return work
 
 
-KINDS: dict[str, Callable[..., Any]] = {"load": load, "state_dict": state_dict, "opening": opening}
+KINDS: dict[str, Callable[..., Any]] = {"load": load, "state_dict": state_dict, "opening": opening, "convert": convert}
 
 if __name__ == "__main__":
     KINDS[sys.argv[1]](**json.loads(sys.argv[2]))

@@ -171,3 +171,29 @@ MATERIALISED = {
     "accelerate load_checkpoint_in_model": accelerate_load(meta=False),
 }
 """Into a module that has memory."""
+
+
+def to_bfloat16(*, swap: bool = False, keeping: bool = False) -> Callable[[nn.Module], object]:
+    def work(model: nn.Module) -> object:
+        import modelstate as ms
+
+        torch.__future__.set_swap_module_params_on_conversion(swap)
+        with ms.reference_keeping(keeping):
+            return model.to(torch.bfloat16)
+
+    return work
+
+
+def converted(model: nn.Module) -> object:
+    import modelstate as ms
+
+    return ms.convert(model, torch.bfloat16)
+
+
+CONVERT: dict[str, Callable[[nn.Module], object]] = {
+    "module.to": to_bfloat16(),
+    "module.to, swap_tensors switched on": to_bfloat16(swap=True),
+    "modelstate.convert": converted,
+    "module.to, modelstate.reference_keeping": to_bfloat16(keeping=True),
+}
+"""From float32 to bfloat16. The first is what the others are compared with."""

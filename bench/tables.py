@@ -55,6 +55,17 @@ def load_table(results: Results) -> str:
     )
 
 
+def convert_table(results: Results) -> str:
+    """Times with their ratio to the first contender's, and the memory on top while it ran."""
+    medians = {name: median(runs, "ready") for name, runs in results.items()}
+    first = next(iter(medians.values()))
+    rows = [
+        [name, milliseconds(one.seconds), ratio(one.seconds, first.seconds), size(one.anonymous_bytes)]
+        for name, one in medians.items()
+    ]
+    return table(["", "ready ms", "×", "own memory"], rows)
+
+
 def grid(results: Mapping[str, Mapping[str, Sequence[Mapping[str, Stage]]]], corner: str) -> str:
     """Milliseconds until ready by contender (rows) and case (columns); empty where a contender has no such case."""
     cases = list(dict.fromkeys(case for by_case in results.values() for case in by_case))
