@@ -46,6 +46,7 @@ ModelStateError
 ├── ModelCodeError                    (RuntimeError) a hook, an override or `set_extra_state` of the model raised
 ├── TransformError                    (ValueError) a transform that raised, or returned something unusable
 ├── PlacementError                    (RuntimeError) a value that cannot be put in its place
+├── RollbackError                     (RuntimeError) after a failure something could not be made what it was
 ├── SwapError                         (RuntimeError) a tensor that somebody holds, who would go on with what it was
 └── MemoryBudgetError                 (MemoryError)
 """
@@ -273,6 +274,10 @@ class TransformError(ModelStateError, ValueError):
 
 class PlacementError(ModelStateError, RuntimeError):
     """A value cannot be put in its place."""
+
+
+class RollbackError(ModelStateError, RuntimeError):
+    """After a failure, something of the model could not be made what it was. The only error that leaves a change."""
 
 
 class SwapError(ModelStateError, RuntimeError):

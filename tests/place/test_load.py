@@ -578,3 +578,53 @@ def test_a_progress_bar_on_a_terminal_after_half_a_second(tmp_path: Path) -> Non
     assert "loading" in run("0.15", terminal=True)
     assert "loading" not in run("0", terminal=True)
     assert "loading" not in run("0.15", terminal=False)
+
+
+class Tagged(nn.Parameter):
+    """A parameter that differs from torch's in nothing."""
+
+
+@pytest.mark.parametrize("on_meta", [False, True])
+def test_a_mere_subclass_of_parameter(on_meta: bool, tmp_path: Path) -> None:
+    def made() -> nn.Module:
+        module = nn.Module()
+        module.p = Tagged(torch.zeros(3))
+        return module
+
+    save_file({"p": torch.ones(3)}, tmp_path / "x.safetensors")
+    if on_meta:
+        with ms.skeleton():
+            module = made()
+    else:
+        module = made()
+    parameter = module.p
+    assert ms.plan(module, tmp_path / "x.safetensors").ok
+    ms.load(module, tmp_path / "x.safetensors")
+    assert module.p is parameter
+    assert type(parameter) is Tagged
+    assert parameter.tolist() == [1, 1, 1]
+
+
+class LoadsItsChildren(nn.Module):
+    """A module that loads its children by itself, by shorter names."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.x, self.y = nn.Linear(2, 2), nn.Linear(2, 2)
+
+    def _load_from_state_dict(self, state_dict: Any, prefix: str, *rest: Any) -> None:
+        for name in "xy":
+            start = f"{prefix}{name}."
+            part = {key[len(start) :]: state_dict.pop(key) for key in list(state_dict) if key.startswith(start)}
+            getattr(self, name).load_state_dict(part)
+
+
+def test_names_are_the_models_whoever_loads() -> None:
+    module, seen = nn.Sequential(nn.Linear(2, 2), LoadsItsChildren()), []
+    state = {name: torch.ones_like(value) for name, value in module.state_dict().items()}
+    report = ms.load(module, state, transform=lambda name, value: (seen.append(name), value)[1])
+    assert sorted(seen) == sorted(step.name for step in report.steps) == sorted(state)
+    assert all(bool((value == 1).all()) for value in module.state_dict().values())
+    wrong = {**state, "1.x.weight": torch.ones(3, 3)}
+    found = ms.plan(module, wrong)
+    assert [one.name for one in found.problems] == ["1.x.weight"]

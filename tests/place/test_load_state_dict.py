@@ -477,6 +477,7 @@ def test_an_interrupt_leaves_the_process_as_it_was() -> None:
         assert nn.Module._load_from_state_dict is stock
         assert torch.is_grad_enabled()
         assert gc.isenabled()
+        assert torch.overrides._get_current_function_mode() is None
         ms.load_state_dict(nn.BatchNorm1d(2), state)
 
 
@@ -498,3 +499,108 @@ def problems(draw: Any) -> dict[str, Any]:
 def test_any_mixture_of_problems(changes: dict[str, Any], strict: bool, assign: bool, hooks: bool) -> None:
     make = with_hooks(derive_after, change_after) if hooks else Net
     same_as_torch(make, edited(**changes), strict=strict, assign=assign)
+
+
+# The order of writes to one place.
+
+
+class Tied(nn.Module):
+    """A tie, and a buffer that shows a part of it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a = nn.Linear(2, 2, bias=False)
+        self.b = self.a
+        self.register_buffer("view", self.a.weight.detach()[0])
+
+
+LATER = {
+    "float8": lambda t: t.to(torch.float8_e4m3fn),
+    "complex": lambda t: t.to(torch.complex64),
+    "uint16": lambda t: t.to(torch.uint16),
+    "sparse": lambda t: t.to_sparse(),
+    "parameter": nn.Parameter,
+}
+
+
+@pytest.mark.parametrize("kind", LATER)
+@pytest.mark.parametrize("assign", [False, True])
+@pytest.mark.parametrize("swap", [False, True])
+def test_the_last_write_to_a_tied_tensor_wins(kind: str, assign: bool, swap: bool) -> None:
+    def load(load_into: Callable[..., Any]) -> Any:
+        module = nn.Module()
+        module.a = module.c = nn.Linear(2, 2, bias=False)
+        if assign:
+            module.a.weight.requires_grad_(False)
+        state = {"a.weight": torch.full((2, 2), 1.0), "c.weight": LATER[kind](torch.full((2, 2), 2.0))}
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            try:
+                load_into(module, state, assign=assign)
+            except RuntimeError as error:
+                return str(error)
+        found = module.a.weight
+        return type(found), found.dtype, found.detach().to_dense().to(torch.complex64).tolist()
+
+    torch.__future__.set_swap_module_params_on_conversion(swap)
+    try:
+        assert load(ms.load_state_dict) == load(nn.Module.load_state_dict)
+    finally:
+        torch.__future__.set_swap_module_params_on_conversion(False)
+
+
+@pytest.mark.parametrize("order", [("view", "a.weight"), ("a.weight", "view")])
+@pytest.mark.parametrize("reads", [False, True])
+def test_writes_to_overlapping_memory_keep_their_order(order: tuple[str, str], reads: bool) -> None:
+    def load(load_into: Callable[..., Any]) -> list[Any]:
+        module: Any = Tied()
+        if reads:
+            module.register_load_state_dict_post_hook(lambda owner, _: [p.sum() for p in owner.parameters()] and None)
+        values = {"view": torch.ones(2), "a.weight": torch.full((2, 2), 2.0)}
+        load_into(module, {name: values[name] for name in order}, strict=False)
+        found: list[Any] = module.a.weight.tolist()
+        return found
+
+    assert load(ms.load_state_dict) == load(nn.Module.load_state_dict)
+
+
+@pytest.mark.parametrize("swap", [False, True])
+def test_inference_tensors_are_refused_as_torch_refuses_them(swap: bool) -> None:
+    with torch.inference_mode():
+        value = torch.ones(3, 3)
+    module = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
+    state = {"0.weight": torch.ones(3, 3), "0.bias": torch.ones(3), "1.weight": value, "1.bias": torch.ones(3)}
+    before = whole(module)
+    torch.__future__.set_swap_module_params_on_conversion(swap)
+    try:
+        with pytest.raises(RuntimeError, match=r'parameter named "1\.weight"'):
+            ms.load_state_dict(module, state, assign=True)
+    finally:
+        torch.__future__.set_swap_module_params_on_conversion(False)
+    assert whole(module) == before
+
+
+def test_a_child_that_another_one_puts_in() -> None:
+    parent = nn.Module()
+    parent.a, parent.b = nn.Linear(2, 2), nn.Linear(2, 2)
+
+    def replace(*_: Any) -> None:
+        del parent._modules["b"]
+        parent._modules["c"] = nn.Linear(2, 2)
+
+    parent.a.register_load_state_dict_pre_hook(replace)
+    state = {
+        f"{child}.{name}": torch.ones(shape) for child in "ac" for name, shape in (("weight", (2, 2)), ("bias", 2))
+    }
+    ms.load_state_dict(parent, state, strict=False)
+    assert parent.c.bias.tolist() == [1, 1]
+
+
+def test_a_child_that_adds_to_the_state_dict_of_its_parent() -> None:
+    parent, seen = nn.Module(), []
+    parent.a, parent.b = nn.Linear(2, 2), nn.Linear(2, 2)
+    parent.register_load_state_dict_pre_hook(lambda _, state, *rest: seen.append(state))
+    parent.a.register_load_state_dict_pre_hook(lambda *_: seen[-1].__setitem__("b.bias", torch.full((2,), 7.0)))
+    state = {name: torch.ones_like(value) for name, value in parent.state_dict().items() if name != "b.bias"}
+    ms.load_state_dict(parent, state)
+    assert parent.b.bias.tolist() == [7, 7]

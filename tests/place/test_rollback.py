@@ -1,10 +1,12 @@
 """What is hard to restore, and what is hard to foresee: each of these once left a module half loaded."""
 
+import random
 import signal
 import warnings
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +17,7 @@ from torch import nn
 
 import modelstate as ms
 from modelstate import errors
+from modelstate.plan import journal as journal_module
 from tests.place.fingerprint import described_module, holding, whole
 
 
@@ -330,3 +333,165 @@ def test_modules_that_change_while_they_are_loaded() -> None:
     ms.load_state_dict(ours, state)
     assert torch.equal(ours[1].weight, torch.ones(2, 2))
     assert described_module(ours) == described_module(theirs)
+
+
+# What a rollback meets on its way.
+
+
+def failing_with(module: nn.Module, hook: Callable[[nn.Module], object]) -> None:
+    """Loads into a module whose code runs `hook`, with a name too many."""
+    module.register_load_state_dict_post_hook(lambda owner, _: hook(owner) and None)
+    state = {name: torch.full_like(value, 3) for name, value in module.state_dict().items()}
+    with pytest.raises(RuntimeError, match=r"Unexpected key\(s\)"):
+        ms.load_state_dict(module, {**state, "zz": torch.ones(1)})
+
+
+class Holding(nn.Module):
+    """A module that holds `held` besides a parameter."""
+
+    def __init__(self, held: Any = None) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(2))
+        self.held = held
+
+
+class Settings(dict[str, int]):
+    """A dict with attributes."""
+
+
+class Items(list[int]):
+    """A list with attributes."""
+
+
+def with_attribute(value: Any) -> Any:
+    value.number = 1
+    return value
+
+
+def test_arrays_that_show_the_memory_of_tensors() -> None:
+    module = Holding(torch.arange(3.0).numpy())
+
+    def change(owner: Any) -> None:
+        owner.held[:] = 7
+        with torch.no_grad():
+            owner.weight.fill_(9)
+
+    failing_with(module, change)
+    assert module.held.tolist() == [0, 1, 2]
+    assert module.weight.tolist() == [0, 0]
+    assert ms.plan(module, {"weight": torch.ones(2)}).ok
+    assert module.weight.tolist() == [0, 0]
+
+
+@pytest.mark.parametrize("how", [lambda g: g.resize_(5), lambda g: setattr(g, "data", torch.zeros(5))])
+def test_a_gradient_of_another_size(how: Callable[[torch.Tensor], object]) -> None:
+    module = Holding()
+    module.weight.grad = grad = torch.ones(2)
+
+    def change(owner: Any) -> None:
+        owner.weight.grad = None
+        how(grad)
+
+    failing_with(module, change)
+    assert module.weight.grad is grad
+    assert grad.tolist() == [1, 1]
+
+
+def change_attribute(owner: Any) -> None:
+    owner.held.number = 2
+
+
+def change_element(owner: Any) -> None:
+    for one in owner.held:
+        with torch.no_grad():
+            one.fill_(9)
+
+
+def change_argument(owner: Any) -> None:
+    owner.held.args[0].append(2)
+
+
+def change_hooks(owner: Any) -> None:
+    owner.weight.register_post_accumulate_grad_hook(print)
+    owner.weight.register_hook(print)
+
+
+def change_class(owner: Any) -> None:
+    owner.__class__ = type("Other", (Holding,), {})
+
+
+def change_leaf(owner: Any) -> None:
+    owner.held.add_(torch.ones(2, requires_grad=True))
+
+
+@pytest.mark.parametrize(
+    ("held", "change", "look"),
+    [
+        (lambda: with_attribute(Settings(a=1)), change_attribute, lambda m: (dict(m.held), m.held.number)),
+        (lambda: with_attribute(Items([1])), change_attribute, lambda m: (list(m.held), m.held.number)),
+        (lambda: {torch.ones(2)}, change_element, lambda m: [one.tolist() for one in m.held]),
+        (lambda: {torch.ones(2): 1}, change_element, lambda m: [one.tolist() for one in m.held]),
+        (lambda: partial(print, [1]), change_argument, lambda m: m.held.args),
+        (
+            lambda: None,
+            change_hooks,
+            lambda m: (dict(m.weight._backward_hooks or {}), dict(m.weight._post_accumulate_grad_hooks or {})),
+        ),
+        (lambda: None, change_class, type),
+        (lambda: torch.ones(2), change_leaf, lambda m: (m.held.is_leaf, m.held.tolist())),
+    ],
+)
+def test_everything_that_can_be_reached(held: Any, change: Any, look: Any) -> None:
+    module = Holding(held())
+    before = look(module)
+    failing_with(module, change)
+    assert look(module) == before
+
+
+class Refusing:
+    """An object that cannot say what it holds."""
+
+    @property
+    def __dict__(self) -> Any:
+        raise OSError
+
+
+class Pretending:
+    """An object that says that it is a dict, and is none."""
+
+    __class__ = dict  # type: ignore[assignment]
+
+
+@pytest.mark.parametrize("held", [random.SystemRandom, Refusing, Pretending])
+def test_objects_that_cannot_be_looked_into(held: Any) -> None:
+    module = nn.Sequential(nn.BatchNorm1d(3), Holding(held()))
+    ms.load_state_dict(module, {name: value + 1 for name, value in module.state_dict().items()})
+    assert module[1].weight.tolist() == [1, 1]
+    ms.load(module, {name: value + 1 for name, value in module.state_dict().items()})
+    assert module[1].weight.tolist() == [2, 2]
+
+
+def test_what_cannot_be_put_back_is_said_and_the_rest_is_put_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    module = Holding()
+    broken = torch.ones(2)
+    module.held = [broken]
+
+    def change(owner: Any) -> None:
+        with torch.no_grad():
+            owner.weight.fill_(9)
+        owner.held[0].data = torch.ones(3)
+
+    original = journal_module._put_bytes
+
+    def fails(storage: Any, kept: Any) -> None:
+        if storage.nbytes() == 8 and storage._cdata == module.weight.untyped_storage()._cdata:
+            original(storage, kept)
+            raise OSError("worn out")
+        original(storage, kept)
+
+    module.register_load_state_dict_post_hook(lambda owner, _: change(owner))
+    monkeypatch.setattr(journal_module, "_put_bytes", fails)
+    with pytest.raises(errors.RollbackError, match="worn out"):
+        ms.load_state_dict(module, {"weight": torch.ones(2), "zz": torch.ones(1)})
+    assert module.weight.tolist() == [0, 0]
+    assert broken.tolist() == [1, 1]

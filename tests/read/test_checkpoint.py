@@ -720,3 +720,14 @@ def safetensors_header(tensors: dict[str, tuple[str, list[int]]]) -> bytes:
     text = json.dumps(entries).encode()
     text += b" " * (-len(text) % 8)
     return len(text).to_bytes(8, "little") + text
+
+
+@pytest.mark.parametrize("change", [lambda t: t.float(), lambda t: torch.full((1,), -5.0), lambda t: t[1:]])
+def test_what_is_done_to_a_tensor_does_not_show_in_the_next(change: Any, tmp_path: Path) -> None:
+    torch.save({"w": torch.arange(4.0).half()}, tmp_path / "x.pt")
+    checkpoint = open_checkpoint(tmp_path / "x.pt")
+    tensor = checkpoint.tensor("w")
+    tensor.data = change(tensor.data)
+    again = checkpoint.tensor("w")
+    assert again.dtype is torch.float16
+    assert again.tolist() == [0, 1, 2, 3]

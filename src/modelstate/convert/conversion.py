@@ -258,9 +258,7 @@ class Conversion:
         simple = plain and not target.by_user and can_set_data(tensor, value) and not tensor.is_inference()
         way = _DATA if simple else _way(tensor, value)
         if way is _SUBCLASS and not target.by_user and (value.dtype, value.device) == (tensor.dtype, tensor.device):
-            self.notes.append(
-                f"{slot.name} stays {short(tensor.dtype)}: {type(tensor).__name__} decides that"
-            )
+            self.notes.append(f"{slot.name} stays {short(tensor.dtype)}: {type(tensor).__name__} decides that")
         self._add(Change(slot, value, way, old_grad is not None, grad))
 
     def _put_off(self, slot: Slot, stand_in: torch.Tensor) -> None:

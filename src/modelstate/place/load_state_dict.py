@@ -34,8 +34,8 @@ def load_state_dict(
     Where the model's code reads or changes tensors while it loads, the old values of those tensors are kept until
     the end: that much memory is needed on top. What that code does is seen through torch's functions in its own
     thread: what reaches tensors in other ways (through a NumPy array or a pointer that it got before, in another
-    thread, in a TorchScript function) is not, and neither are NumPy arrays above 64 MB, or Python objects beyond the
-    first million that the module holds.
+    thread, in a TorchScript function, by `torch.utils.swap_tensors`) is not, and neither are attributes of classes, a
+    move to shared memory, NumPy arrays above 64 MB, or Python objects beyond the first million that the module holds.
 
     Raises what torch raises: `TypeError` for a state dict that is no mapping, `RuntimeError` that lists everything
     that does not fit, and whatever the model's code raises.
@@ -211,13 +211,14 @@ def _assign_cannot_fail(module: nn.Module, param: torch.Tensor, value: torch.Ten
         type(module).__setattr__ is nn.Module.__setattr__
         and not has_registration_hooks()
         and is_plain(value)
+        and not value.is_inference()
         and (not param.requires_grad or value.is_floating_point() or value.is_complex())
     )
 
 
 def _swap_cannot_fail(param: torch.Tensor, value: torch.Tensor, assign: bool) -> bool:
     """Whether torch's `module_load` and `swap_tensors` are sure to succeed."""
-    if not (is_plain(param) and is_plain(value)) or weakref.getweakrefs(param):
+    if not (is_plain(param) and is_plain(value)) or value.is_inference() or weakref.getweakrefs(param):
         return False
     if assign and param.requires_grad and not (value.is_floating_point() or value.is_complex()):
         return False

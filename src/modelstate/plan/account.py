@@ -56,7 +56,10 @@ class Accounts:
     def settle(self) -> None:
         """Adds the problems and notes that come of it to the preparation."""
         problems = self.of.problems
-        missing = [name for name in dict.fromkeys(self.outcome.missing) if not self._is_filled(name)]
+        came = {problem.name for problem in problems}  # a value that does not fit
+        missing = [
+            name for name in dict.fromkeys(self.outcome.missing) if not self._is_filled(name) and name not in came
+        ]
         allowed = {name for name in missing if self.may_miss.allow(name)}
         unexpected = self._unexpected()
         problems += self._differences([name for name in missing if name not in allowed], unexpected)

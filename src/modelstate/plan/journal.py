@@ -10,21 +10,25 @@ tensors that it uses: the first time it uses one, the old bytes of that one are 
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
+from modelstate.errors import RollbackError
 from modelstate.plan.memento import Memento, has_dispatch, put_back, tensor_state
 from modelstate.plan.shield import uninterrupted
-from modelstate.plan.torch_private import payload_of, storage_id, storage_of, without_subclasses
+from modelstate.plan.torch_private import leave_mode, payload_of, storage_id, storage_of, without_subclasses
 
 
 class Write:
     """A write to a tensor of the module that may wait."""
 
-    __slots__ = ("done", "target", "value")
+    __slots__ = ("done", "order", "target", "value")
+    order: int
+    """Its place among the writes that are watched."""
     replaces_object = False
     """Whether another object takes the tensor's place, which the model's code sees without using the tensor."""
 
@@ -32,6 +36,7 @@ class Write:
         self.target = target
         self.value = value
         self.done = False
+        self.order = 0
 
     def run(self, journal: "Journal | None") -> None:
         """Carries the write out. With a journal it first takes down how to undo it."""
@@ -62,6 +67,7 @@ class Journal:
         self._undo: list[Callable[[], None]] = []
         self._waiting: dict[int, list[Write]] = {}
         self._replacing: list[Write] = []
+        self._watched = 0
         self._guard = _Guard(weakref.ref(self))
         self._storages: set[int] = set()
 
@@ -87,6 +93,8 @@ class Journal:
         self.entangled = self.entangled or self._reads_module(write)
         if write.replaces_object:
             self._replacing.append(write)
+        write.order = self._watched
+        self._watched += 1
         for key in {*_keys(write.target), *_keys(write.value)}:
             self._waiting.setdefault(key, []).append(write)
 
@@ -95,6 +103,7 @@ class Journal:
         self.arm()
         if self.entangled or self._reads_module(write):
             self.flush()
+        self._run_waiting((*_keys(write.target), *_keys(write.value)))
         write.run(self)
         write.done = True
         self.writes.append(write)
@@ -162,14 +171,18 @@ class Journal:
         self.used.update(keys[1:])
         if self.entangled:
             self.flush()
-        for key in keys:
-            for write in self._waiting.pop(key, ()):
-                self._run(write)
+        self._run_waiting(keys)
         for part in payload_of(tensor):
             if storage_id(part) in self._storages or storage_id(part) in self._protected:
                 self._save_bytes(part)
         if self._memento is not None and id(tensor) in self._memento.tensors:
             self._save_whole(tensor)
+
+    def _run_waiting(self, keys: Iterable[int]) -> None:
+        """Carries out, in their order, the writes that have to do with these tensors and storages."""
+        found = {id(write): write for key in keys for write in self._waiting.pop(key, ())}
+        for write in sorted(found.values(), key=lambda write: write.order):
+            self._run(write)
 
     def gradients_change(self) -> None:
         """The model's code is about to run a backward pass, which adds to gradients that are there."""
@@ -211,18 +224,30 @@ class Journal:
         """Undoes everything, in reverse and uninterrupted; nothing once it is committed."""
         if self.committed:
             return
+        try:
+            self._roll_back()
+        except RollbackError:
+            raise
+        except BaseException:
+            self._roll_back()  # an interrupt may have come before the first time had begun
+            raise
+
+    def _roll_back(self) -> None:
         with uninterrupted():
-            for function in reversed(self._undo):
-                function()
-            if self._memento is not None:
-                self._memento.restore()
-            with without_subclasses(), torch.no_grad():
-                for storage, kept in self._saved.values():
-                    if storage.nbytes() != kept.nbytes():
-                        storage.resize_(kept.nbytes())
-                    storage.copy_(kept, non_blocking=False)
-            torch.set_grad_enabled(self._grad_enabled)  # an interrupt can break off what would have done it
+            steps = [*reversed(self._undo), *(self._memento.restores if self._memento is not None else ())]
+            steps += [partial(_put_bytes, *saved) for saved in self._saved.values()]
+            failures = _all_of(steps)
+            # An interrupt can break off what would have done these.
+            torch.set_grad_enabled(self._grad_enabled)
+            leave_mode(self._guard)
             self._let_go()
+        if failures:
+            raise RollbackError(
+                f"{len(failures)} things could not be made what they were; everything else has been",
+                where=type(self.root).__name__,
+                found=failures[0],
+                remedy="the error before this one says what went wrong first; make the model again",
+            ) from failures[0]
 
     def _let_go(self) -> None:
         """Drops everything, so that no cycle of references keeps staged values until the next cyclic collection."""
@@ -231,6 +256,24 @@ class Journal:
         self._waiting.clear()
         self._saved.clear()
         self._memento = None
+
+
+def _all_of(steps: Iterable[Callable[[], None]]) -> list[Exception]:
+    """Takes every step, whatever becomes of the others."""
+    failures: list[Exception] = []
+    for step in steps:
+        try:
+            step()
+        except Exception as error:
+            failures.append(error)
+    return failures
+
+
+def _put_bytes(storage: torch.UntypedStorage, kept: torch.UntypedStorage) -> None:
+    with without_subclasses(), torch.no_grad():
+        if storage.nbytes() != kept.nbytes():
+            storage.resize_(kept.nbytes())
+        storage.copy_(kept, non_blocking=False)
 
 
 def _keys(tensor: torch.Tensor) -> tuple[int, ...]:

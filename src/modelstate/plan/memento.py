@@ -37,21 +37,21 @@ class Memento:
     def __init__(self, roots: Iterable[object]) -> None:
         self.tensors: dict[int, torch.Tensor] = {}
         """Every tensor that was found, gradients included, by its id."""
-        self._restores: list[Callable[[], None]] = []
+        self.restores: list[Callable[[], None]] = []
+        """What puts everything back, the objects themselves and their order included, a step each."""
         self._seen: dict[int, object] = {}
         queue = deque(roots)
         while queue and len(self._seen) < _MAX_OBJECTS:
             found = queue.popleft()
             if not isinstance(found, _ATOMS) and id(found) not in self._seen:
                 self._seen[id(found)] = found
-                for below in self._visit(found):
+                try:
+                    visited = list(self._visit(found))
+                except Exception:  # an object that cannot say what it holds cannot be put back either
+                    continue
+                for below in visited:
                     # Tensors first: they must not fall to the limit behind a vocabulary.
                     (queue.appendleft if isinstance(below, torch.Tensor) else queue.append)(below)
-
-    def restore(self) -> None:
-        """Puts everything back, the objects themselves and their order included."""
-        for restore in self._restores:
-            restore()
 
     def _visit(self, found: Any) -> Iterable[object]:
         if isinstance(found, torch.Tensor):
@@ -71,7 +71,7 @@ class Memento:
     def _visit_tensor(self, tensor: torch.Tensor) -> Iterable[object]:
         self.tensors[id(tensor)] = tensor
         with without_subclasses():
-            self._restores.append(tensor_state(tensor))
+            self.restores.append(tensor_state(tensor))
             grad = tensor.grad if tensor.is_leaf else None
         return [grad, *self._visit_attributes(tensor)]
 
@@ -87,13 +87,14 @@ class Memento:
                 for key, value in kept:
                     base.__setitem__(found, key, value)
 
-        self._restores.append(restore)
-        return [value for _, value in kept]
+        self.restores.append(restore)
+        below = [part for item in kept for part in item]
+        return below if type(found) in (dict, OrderedDict) else [*below, *self._visit_attributes(found)]
 
     def _visit_list(self, found: list[Any]) -> Iterable[object]:
         kept = list(found)
-        self._restores.append(lambda: list.__setitem__(found, slice(None), kept))
-        return kept
+        self.restores.append(lambda: list.__setitem__(found, slice(None), kept))
+        return kept if type(found) is list else [*kept, *self._visit_attributes(found)]
 
     def _visit_set(self, found: set[Any]) -> Iterable[object]:
         kept = set(found)
@@ -102,8 +103,8 @@ class Memento:
             set.clear(found)
             set.update(found, kept)
 
-        self._restores.append(restore)
-        return ()
+        self.restores.append(restore)
+        return kept
 
     def _visit_deque(self, found: deque[Any]) -> Iterable[object]:
         kept = list(found)
@@ -112,36 +113,44 @@ class Memento:
             found.clear()
             found.extend(kept)
 
-        self._restores.append(restore)
+        self.restores.append(restore)
         return kept
 
     def _visit_bytes(self, found: bytearray) -> Iterable[object]:
         kept = bytes(found)
-        self._restores.append(lambda: bytearray.__setitem__(found, slice(None), kept))
+        self.restores.append(lambda: bytearray.__setitem__(found, slice(None), kept))
         return ()
 
     def _visit_array(self, found: "np.ndarray[Any, Any]") -> Iterable[object]:
         # A larger one, or one that is a file, is data that a model looks into, and no state that loading changes.
         if found.flags.writeable and found.nbytes <= _MAX_ARRAY_BYTES and not isinstance(found, np.memmap):
             kept = found.copy()
-            self._restores.append(partial(_restore_array, found, kept))
+            self.restores.append(partial(_restore_array, found, kept))
         return ()
 
     def _visit_attributes(self, found: Any) -> Iterable[object]:
         below: list[object] = []
+        if not isinstance(found, torch.Tensor):  # whose class is put back with what it is
+            self.restores.append(partial(_set_class, found, type(found)))
         attributes = getattr(found, "__dict__", None)
         if isinstance(attributes, dict):
             below.extend(self._visit_dict(attributes))
         for name in slots_of_class(type(found)):
             kept = getattr(found, name, _UNSET)
             below.append(kept)
-            self._restores.append(partial(_set_slot, found, name, kept))
+            self.restores.append(partial(_set_slot, found, name, kept))
         return below
 
 
 def _restore_array(array: "np.ndarray[Any, Any]", kept: "np.ndarray[Any, Any]") -> None:
-    array.flags.writeable = True  # as it was when it was kept
+    if not array.flags.writeable:  # as it was when it was kept
+        array.flags.writeable = True
     np.copyto(array, kept)
+
+
+def _set_class(found: Any, cls: type) -> None:
+    if type(found) is not cls:
+        found.__class__ = cls
 
 
 def _set_slot(found: object, name: str, kept: object) -> None:
@@ -156,7 +165,7 @@ def _set_slot(found: object, name: str, kept: object) -> None:
 def _generator(get: str, set_: str) -> Callable[[Memento, Any], Iterable[object]]:
     def visit(memento: Memento, found: Any) -> Iterable[object]:
         kept = getattr(found, get)()
-        memento._restores.append(lambda: getattr(found, set_)(kept))
+        memento.restores.append(lambda: getattr(found, set_)(kept))
         return ()
 
     return visit
@@ -168,7 +177,7 @@ _legacy_numpy = _generator("get_state", "set_state")
 def _numpy_generator(memento: Memento, found: Any) -> Iterable[object]:
     bits = found.bit_generator
     kept = bits.state
-    memento._restores.append(lambda: setattr(bits, "state", kept))
+    memento.restores.append(lambda: setattr(bits, "state", kept))
     return ()
 
 
@@ -182,6 +191,7 @@ _BY_TYPE: tuple[tuple[Any, Callable[[Memento, Any], Iterable[object]]], ...] = (
     (np.ndarray, Memento._visit_array),
     (torch.Generator, _generator("get_state", "set_state")),
     (random.Random, _generator("getstate", "setstate")),
+    (partial, lambda _, found: (found.args, found.keywords)),
 )
 
 
@@ -194,21 +204,30 @@ def tensor_state(tensor: torch.Tensor) -> Callable[[], None]:
     cls, requires_grad, is_leaf = type(tensor), tensor.requires_grad, tensor.is_leaf
     alias = tensor.data if torch.nn.parameter.is_lazy(tensor) else tensor.detach() if _is_view(tensor) else None
     grad = tensor.grad if is_leaf else None
-    hooks = dict(tensor._backward_hooks or {}) if requires_grad and is_leaf else None
+    restore_grad = tensor_state(grad) if grad is not None else None
+    held: Any = tensor
+    hooks = dict(held._backward_hooks or {}) if requires_grad and is_leaf else None
+    accumulated = dict(held._post_accumulate_grad_hooks or {}) if requires_grad and is_leaf else None
 
     def restore() -> None:
         with without_subclasses(), torch.no_grad():
             if type(tensor) is not cls:
                 tensor.__class__ = cls
+            if is_leaf and not tensor.is_leaf:
+                tensor.detach_()
             if alias is not None and (tensor.is_quantized or not same_place(tensor, alias)):
                 put_back(tensor, alias)
             if is_leaf and tensor.is_leaf:
                 if tensor.requires_grad != requires_grad:
                     tensor.requires_grad_(requires_grad)
+                if restore_grad is not None:
+                    restore_grad()  # a gradient is taken only where it fits
                 if tensor.grad is not grad:
                     tensor.grad = grad
-            if hooks is not None and dict(tensor._backward_hooks or {}) != hooks:
-                _restore_hooks(tensor, hooks)
+            if hooks is not None and dict(held._backward_hooks or {}) != hooks:
+                _restore_hooks(tensor, "_backward_hooks", hooks)
+            if accumulated is not None and dict(held._post_accumulate_grad_hooks or {}) != accumulated:
+                _restore_hooks(tensor, "_post_accumulate_grad_hooks", accumulated)
 
     return restore
 
@@ -217,15 +236,15 @@ def _is_view(tensor: torch.Tensor) -> bool:
     return not has_dispatch(tensor) and tensor.layout is torch.strided and not tensor.is_nested
 
 
-def _restore_hooks(tensor: Any, hooks: dict[int, Any]) -> None:
-    now = tensor._backward_hooks
+def _restore_hooks(tensor: Any, name: str, hooks: dict[int, Any]) -> None:
+    now = getattr(tensor, name)
     if now is None:
-        tensor._backward_hooks = OrderedDict(hooks)
+        setattr(tensor, name, OrderedDict(hooks))
         return
     now.clear()
     now.update(hooks)
     if not hooks:
-        tensor._backward_hooks = None
+        setattr(tensor, name, None)
 
 
 def has_dispatch(tensor: torch.Tensor) -> bool:

@@ -1,9 +1,12 @@
 """How a value gets into its slot: the cheapest way that keeps every reference."""
 
 from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 
 from modelstate.plan.torch_private import storage_id
 
@@ -87,7 +90,23 @@ def after_transform(planned: Placement, param: torch.Tensor, result: torch.Tenso
 
 def is_plain(tensor: torch.Tensor) -> bool:
     """Whether the tensor is a strided one with nothing on top: no subclass that has a say in what happens to it."""
-    return type(tensor) in (torch.Tensor, nn.Parameter, nn.Buffer) and tensor.layout is torch.strided
+    cls = type(tensor)
+    return (cls in _PLAIN or _is_mere_parameter(cls)) and tensor.layout is torch.strided
+
+
+_PLAIN = (torch.Tensor, nn.Parameter, nn.Buffer)
+
+
+@lru_cache(maxsize=1024)
+def _is_mere_parameter(cls: Any) -> bool:
+    """Whether a class is one of parameters that differ from torch's in their attributes only."""
+    return (
+        issubclass(cls, nn.Parameter)
+        and not issubclass(cls, UninitializedParameter | UninitializedBuffer)
+        and cls.__torch_dispatch__ is nn.Parameter.__torch_dispatch__
+        and cls.__torch_function__ is nn.Parameter.__torch_function__
+        and cls.module_load is nn.Parameter.module_load
+    )
 
 
 def copy_cannot_fail(target: torch.Tensor, value: torch.Tensor) -> bool:

@@ -199,6 +199,9 @@ class Preparation:
     def tensor(
         self, module: nn.Module, name: str, key: str, param: torch.Tensor, value: Any, assign: bool, errors: list[str]
     ) -> None:
+        slot = self.slots.by_name.get(key)
+        if slot is None or slot.tensor is not param:  # a module that loads a child by itself calls it by a shorter name
+            key = self._names.get(id(param), key)
         if not isinstance(value, torch.Tensor):
             self.problems.append(NotATensor(key, type(value).__name__))
         elif param.size() != value.size() and self.options.transform is None:
@@ -285,6 +288,10 @@ class Preparation:
         asked = self.options.dtype is not None and made.dtype == self.options.dtype
         if how == "kind" or (how == "lossy" and not asked):
             self.problems.append(WrongDtype(made.name, short(made.dtype), short(made.value.dtype), how))
+
+    @cached_property
+    def _names(self) -> dict[int, str]:
+        return {id(slot.tensor): slot.name for slot in self.slots.tensors}
 
     @cached_property
     def own_memory(self) -> Addresses:

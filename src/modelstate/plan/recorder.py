@@ -102,9 +102,13 @@ def _visit(
     parts, rest = _by_child(state_dict, prefix, module._modules)
     if own is not None and not own.issuperset(rest):
         outcome.unexpected += [key for key in rest if key not in own]
-    # The modules as they are when it is their turn: code of another one may have replaced them.
+    # The modules and values as they are when it is their turn: code of another one may have put in others.
+    count = len(state_dict)
     for name, child in module._modules.items():
         if child is not None:
+            if len(state_dict) != count or name not in parts:
+                parts, _ = _by_child(state_dict, prefix, module._modules)
+                count = len(state_dict)
             _visit(recording, child, parts[name], f"{prefix}{name}.", versions, assign)
     if module._load_state_dict_post_hooks:
         _run_post_hooks(recording, module)

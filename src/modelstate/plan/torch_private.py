@@ -138,6 +138,13 @@ def swap_tensors(a: torch.Tensor, b: torch.Tensor) -> None:
     swap(a, b)
 
 
+def leave_mode(mode: torch.overrides.TorchFunctionMode) -> None:
+    """Takes a mode off the top of torch's stack, where an interrupt has left it."""
+    overrides: Any = torch.overrides
+    while overrides._get_current_function_mode() is mode:
+        overrides._pop_mode()
+
+
 def has_registration_hooks() -> bool:
     """Whether anything is called whenever a module registers a parameter or a buffer."""
     module = torch.nn.modules.module

@@ -29,7 +29,7 @@ class Maps:
     def __init__(self, stamps: Mapping[str, Stamp]) -> None:
         self._stamps = stamps
         self._maps: dict[str, mmap.mmap] = {}
-        self._shown: dict[tuple[str, int, int, int], torch.Tensor] = {}
+        self._shown: dict[tuple[str, int, int, int], tuple[torch.Tensor, int]] = {}
 
     def tensor(self, stored: Stored) -> torch.Tensor:
         """The tensor as a view of its file; in memory already: a detached alias.
@@ -52,9 +52,11 @@ class Maps:
     def _strided(self, stored: StoredTensor) -> torch.Tensor:
         region, dtype = stored.extent, stored.dtype
         key = region.path, region.start, region.nbytes, dtype.itemsize
-        shown = self._shown.get(key)
-        if shown is None:
-            shown = self._shown[key] = self._flat(region, dtype)
+        shown, address = self._shown.get(key, (None, 0))
+        # Whoever got the first tensor may have made it point elsewhere.
+        if shown is None or shown.data_ptr() != address or shown.untyped_storage().nbytes() != region.nbytes:
+            shown = self._flat(region, dtype)
+            self._shown[key] = shown, shown.data_ptr()
             if stored.is_contiguous:
                 return shown.resize_(stored.shape)  # as many elements: only the shape changes
         empty = torch.empty(0, dtype=dtype, device="cpu")
