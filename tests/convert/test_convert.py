@@ -297,3 +297,15 @@ def test_a_system_without_memory_changes_nothing() -> None:
     finally:
         resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
     assert (module.weight.dtype, module.weight.sum().item()) == (torch.float32, before)
+
+
+def test_parameters_that_become_integers_need_no_gradient_any_more() -> None:
+    module = nn.Linear(3, 2)
+    module(torch.ones(1, 3)).sum().backward()
+    weight, bias = module.weight, module.bias
+    report = ms.convert(module, fn=lambda name, t: t.to(torch.int8) if name == "bias" else t * 2)
+    assert module.bias is bias
+    assert (bias.dtype, bias.requires_grad, bias.grad) == (torch.int8, False, None)
+    assert module.weight is weight
+    assert weight.requires_grad
+    assert any("bias: its gradient is dropped" in note for note in report.notes)

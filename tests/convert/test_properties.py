@@ -430,16 +430,6 @@ def test_a_gradient_that_cannot_follow(kind: str, monkeypatch: pytest.MonkeyPatc
     assert [one.grad.dtype for one in tree.tensors if one.grad is not None] == [torch.float64] * 2
 
 
-def test_a_sparse_gradient_that_two_share() -> None:
-    module = nn.Sequential(nn.Embedding(3, 2), nn.Embedding(3, 2))
-    grad = torch.ones(3, 2).to_sparse()
-    module[0].weight.grad = module[1].weight.grad = grad
-    ms.convert(module, torch.float64)
-    assert module[0].weight.grad is grad
-    assert module[1].weight.grad is grad
-    assert grad.dtype is torch.float64
-
-
 class Uncastable(torch.Tensor):
     """A tensor that refuses to become anything else."""
 

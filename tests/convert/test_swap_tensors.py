@@ -240,3 +240,52 @@ def test_with_itself() -> None:
     view = a.view(2)
     ms.swap_tensors(a, a)
     assert view.grad_fn is not None
+
+
+class Square(torch.autograd.Function):
+    """A function with a backward pass of its own."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(x)
+        return x * x
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
+        (x,) = ctx.saved_tensors
+        return 2 * grad * x
+
+
+def test_used_up_graphs_of_functions_with_their_own_backward() -> None:
+    weight = nn.Parameter(torch.ones(2))
+    kept = Square.apply(weight).sum()
+    with pytest.raises(errors.SwapError, match="its result is held by `kept`"):
+        ms.swap_tensors(weight, torch.zeros(3))
+    kept.backward()
+    ms.swap_tensors(weight, torch.zeros(3))
+    assert weight.shape == (3,)
+
+
+def test_what_the_error_tells_to_do_helps() -> None:
+    """In the frame in which it was raised, with the error kept, as a notebook keeps it."""
+    weight = nn.Parameter(torch.ones(2))
+    loss = (weight * 2).sum()
+    try:
+        ms.swap_tensors(weight, torch.zeros(3))
+    except errors.SwapError as error:
+        kept = error
+    del loss
+    ms.swap_tensors(weight, torch.zeros(3))
+    assert "del loss" in kept.remedy
+
+
+def test_looking_for_holders_leaves_variables_alone() -> None:
+    weight, counter = nn.Parameter(torch.ones(2)), 1
+    with torch.no_grad():
+        view = weight[:1]
+    mine = locals()
+    counter += 1
+    with pytest.raises(errors.SwapError):
+        ms.swap_tensors(weight, torch.zeros(3))
+    assert mine["view"] is view
+    assert counter == 2

@@ -26,7 +26,8 @@ from modelstate.plan.memento import has_dispatch
 from modelstate.plan.overlap import overlap
 from modelstate.plan.placement import is_plain
 from modelstate.plan.plan import Step, cast_text
-from modelstate.plan.slots import Slot, modules_of, slots_of
+from modelstate.plan.shield import uninterrupted
+from modelstate.plan.slots import BUFFER, PARAMETER, Slot, modules_of, slots_of
 from modelstate.plan.torch_private import can_set_data, payload_of, shards_in_use, storage_id
 
 Apply = Callable[[torch.Tensor], torch.Tensor]
@@ -57,7 +58,14 @@ def _way(tensor: torch.Tensor, value: torch.Tensor) -> Way:
         return _DATA
     if tensor.is_meta is not value.is_meta:
         return _MEMORY
-    return _CORE if tensor.is_inference() or not can_set_data(tensor, value) else _DATA
+    if tensor.is_inference() or _stops_training(tensor, value) or not can_set_data(tensor, value):
+        return _CORE
+    return _DATA
+
+
+def _stops_training(tensor: torch.Tensor, value: torch.Tensor) -> bool:
+    """Whether a tensor that needs a gradient becomes one that cannot have any."""
+    return tensor.requires_grad and not (value.is_floating_point() or value.is_complex())
 
 
 class Change(Write):
@@ -149,10 +157,20 @@ class Conversion:
         self._recorded: list[tuple[Slot, Apply | None]] = []
         self._seen: set[int] = set()
         self._sources: dict[int, str] = {}
+        self._parted: list[list[Slot]] = []
 
     @cached_property
     def _slot_of(self) -> dict[int, Slot]:
         return {id(slot.tensor): slot for slot in self.slots.tensors}
+
+    @cached_property
+    def _memory(self) -> dict[int, str]:
+        """Whose memory is there already, by storage."""
+        return {storage_id(part): slot.name for slot in self.slots.tensors for part in _parts(slot.tensor)}
+
+    @cached_property
+    def _prefixes(self) -> dict[int, str]:
+        return {id(module): f"{path}." if path else "" for path, module in self.root.named_modules()}
 
     @cached_property
     def _ids(self) -> set[int]:
@@ -202,19 +220,20 @@ class Conversion:
             if made and shards_in_use(module):
                 raise _sharded(module, made)
             self.check(made)
-            for change in made:
-                if not change.done:
-                    _run(change, self.journal)
+            self._run(made)
 
     def _base(self, module: nn.Module, fn: Apply | None, recurse: bool) -> None:
         if recurse:
             for child in module.children():
                 self.visit(child, fn)
-        for group in (module._parameters, module._buffers):
-            for tensor in group.values():
+        for kind, group in ((PARAMETER, module._parameters), (BUFFER, module._buffers)):
+            for name, tensor in group.items():
                 if tensor is not None and id(tensor) not in self._seen:
                     self._seen.add(id(tensor))
-                    slot = self._slot_of.get(id(tensor)) or Slot(("",), "", tensor)
+                    slot = self._slot_of.get(id(tensor))
+                    if slot is None:  # the module's own code has put it there
+                        slot = Slot((self._prefixes.get(id(module), "") + name,), kind, tensor)
+                        self._slot_of[id(tensor)] = slot
                     self._recorded.append((slot, fn))
 
     def _make(self) -> None:
@@ -231,10 +250,12 @@ class Conversion:
                 self._make_together(group)
                 together = {id(slot.tensor) for slot in group}
                 plain = [slot for slot in plain if id(slot.tensor) not in together]
+        else:
+            self._parted += sharing(plain)
         later = self.target.later
         for slot in plain:
             stand_in = later(slot.tensor)
-            if stand_in is None:
+            if stand_in is None or not self._gradient_can_wait(slot.tensor):
                 self._make_one(slot, None, True)
             elif stand_in.dtype != slot.tensor.dtype:
                 self._put_off(slot, stand_in)
@@ -261,6 +282,10 @@ class Conversion:
             self.notes.append(f"{slot.name} stays {short(tensor.dtype)}: {type(tensor).__name__} decides that")
         self._add(Change(slot, value, way, old_grad is not None, grad))
 
+    def _gradient_can_wait(self, tensor: torch.Tensor) -> bool:
+        grad = tensor.grad if tensor.is_leaf else None
+        return grad is None or (is_plain(grad) and not grad.is_nested and self.target.later(grad) is not None)
+
     def _put_off(self, slot: Slot, stand_in: torch.Tensor) -> None:
         """Leaves a cast that is certain to succeed to the end, where the old memory can go at once."""
         tensor = slot.tensor
@@ -274,11 +299,13 @@ class Conversion:
 
     def _check_alone(self, slot: Slot, value: torch.Tensor) -> None:
         """Two tensors that are not tied must not be made to share memory."""
-        for part in payload_of(value):
-            key = storage_id(part)
-            if not key or part.is_meta or not part.numel():
+        own = set(map(storage_id, _parts(slot.tensor)))
+        for key in [id(value), *(storage_id(part) for part in _parts(value) if not part.is_meta and part.numel())]:
+            if not key:
                 continue
             other = self._sources.setdefault(key, slot.name)
+            if key not in own:
+                other = self._memory.get(key, other)
             if other != slot.name:
                 raise TransformError(
                     "the function returned the same tensor, or the same memory, for two names",
@@ -292,11 +319,12 @@ class Conversion:
         self.journal.add(change)
         if change.to is None:
             made = nbytes_of(change.value) + (nbytes_of(change.grad) if change.grad is not None else 0)
-            self._now += made
-            self.peak_bytes += made  # it is there all the time
-            self._check_budget()
+            self.spend(made)
 
-    def _check_budget(self) -> None:
+    def spend(self, nbytes: int) -> None:
+        """Counts memory for something that is there beside the old all the time. Raises `MemoryBudgetError`."""
+        self._now += nbytes
+        self.peak_bytes += nbytes
         if self._max_memory_bytes is not None and self.peak_bytes > self._max_memory_bytes:
             raise MemoryBudgetError(
                 "the conversion needs more memory than it was given, for new tensors beside the old ones; "
@@ -336,12 +364,16 @@ class Conversion:
 
     def check(self, changes: Sequence[Change]) -> None:
         """Raises `SwapError` for tensors that somebody would go on with as they were, and `MemoryBudgetError`."""
-        self._check_budget()
+        self.spend(0)
+        error = self._refusal(changes)
+        if error is not None:
+            raise error
+
+    def _refusal(self, changes: Sequence[Change]) -> SwapError | None:
+        """The error, returned so that no frame in its traceback keeps the holders alive."""
         holders = holders_of(change.target for change in changes if not change.done)
-        if not holders:
-            return
         found: list[tuple[Change, list[str]]] = []
-        for change in changes:
+        for change in changes if holders else ():
             held = holders.get(id(change.target))
             if held is None:
                 continue
@@ -350,24 +382,23 @@ class Conversion:
                 found.append((change, texts))
             elif held.views:
                 self.notes.append(f"{change.name}: views of it that were taken before keep the old memory")
-        if found:
-            first = holders[id(found[0][0].target)]
-            raise SwapError(
-                f"{len(found)} tensors are held by somebody who would go on with what they were; "
-                "nothing has been changed",
-                where=", ".join(change.name for change, _ in found[:4]) + (", ..." if len(found) > 4 else ""),
-                expected="tensors that only Python refers to",
-                found="; ".join(dict.fromkeys(text for _, texts in found[:4] for text in texts)),
-                remedy=first.remedy,
-            )
+        if not found:
+            return None
+        names = ", ".join(change.name for change, _ in found[:4]) + (", ..." if len(found) > 4 else "")
+        many = f"{len(found)} tensors are" if len(found) > 1 else "the tensor is"
+        return SwapError(
+            f"{many} held by somebody who would go on with what was there before; nothing has been changed",
+            where=names,
+            expected="tensors that only Python refers to",
+            found="; ".join(dict.fromkeys(text for _, texts in found[:4] for text in texts)),
+            remedy=holders[id(found[0][0].target)].remedy,
+        )
 
     # Phase two.
 
     def commit(self, *last: Callable[[], None]) -> None:
         """Puts everything in its place: first what may fail and can be undone, then the rest, uninterrupted."""
-        for change in self.changes:
-            if not change.done and change.way is not _DATA:
-                _run(change, self.journal)
+        self._run([change for change in self.changes if change.to is None])
         self._try_memory()
         with torch.inference_mode(False), torch.no_grad():
             self.journal.commit(*last)
@@ -385,11 +416,24 @@ class Conversion:
                     remedy="convert the parts of the module one after the other",
                 ) from error
 
+    def _run(self, changes: Iterable[Change]) -> None:
+        """Carries changes out, able to undo them; an interrupt waits until it is known how."""
+        with uninterrupted():
+            for change in changes:
+                if not change.done:
+                    _run(change, self.journal)
+
     def references_lost(self) -> tuple[str, ...]:
         """What is no longer the object that it was, by its names."""
         now = _registered(modules_of(self.root) if self.journal.armed else self.modules)
         same = len(now) == len(self._objects) and all(map(is_, now, self._objects))
-        return () if same else lost_references(self.slots, self.root)
+        changed = {id(change.target) for change in self.changes} if self._parted else set()
+        parted = tuple(
+            f"{' and '.join(slot.name for slot in group)} no longer share memory"
+            for group in self._parted
+            if any(id(slot.tensor) in changed for slot in group)
+        )
+        return parted + (() if same else lost_references(self.slots, self.root))
 
     def rollback(self) -> None:
         """Makes everything what it was."""
@@ -420,6 +464,17 @@ def _sharded(module: nn.Module, made: Sequence[Change]) -> SwapError:
         remedy="convert before fully_shard, or before the first forward pass; for a dtype to compute in, use its "
         "MixedPrecisionPolicy",
     )
+
+
+def _parts(tensor: torch.Tensor) -> list[torch.Tensor]:
+    """The tensors that hold the values of one."""
+    if torch.nn.parameter.is_lazy(tensor):
+        return []
+    if tensor.layout is torch.sparse_coo:
+        return [tensor.detach()._values()]
+    if tensor.layout in (torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc):
+        return [tensor.detach().values()]
+    return payload_of(tensor)
 
 
 def _check_shape(name: str, tensor: torch.Tensor, value: torch.Tensor) -> None:

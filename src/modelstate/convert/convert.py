@@ -12,6 +12,7 @@ from modelstate.convert.conversion import Conversion, Row, overriding, step_of
 from modelstate.convert.keeping import replaced_apply
 from modelstate.convert.target import Made, Target, To, takes_name
 from modelstate.errors import ModelCodeError, ModelStateError, OptionError
+from modelstate.place.memory import check_budget_option
 from modelstate.place.optimizers import check_optimizers, following_state, placed
 from modelstate.place.report import Loaded, Report
 from modelstate.read.quiet import no_collection
@@ -57,6 +58,7 @@ def convert(
     started = time.perf_counter()
     if not isinstance(module, nn.Module):
         raise OptionError("not a module", expected="torch.nn.Module", found=type(module).__name__)
+    check_budget_option(max_memory_bytes)
     checked = check_optimizers(optimizers, module)
     target = _target(dtype, device, fn, empty)
     before = placed(checked)
@@ -65,7 +67,7 @@ def convert(
         try:
             _record(conversion)
             finals = {change.target: change.value for change in conversion.changes} if checked else {}
-            state = following_state(checked, finals, before)
+            state = following_state(checked, finals, before, conversion.spend)
             conversion.commit(*(partial(one.__setitem__, key, value) for one, key, value in state))
         except BaseException:
             conversion.rollback()

@@ -6,6 +6,7 @@ second, and is done only where the count says that there is somebody.
 """
 
 import gc
+import inspect
 import sys
 from collections import OrderedDict, deque
 from collections.abc import Collection, Iterable, Iterator
@@ -152,7 +153,7 @@ def _is_spent(node: Any) -> bool:
 
 
 def _saved_names(node: Any) -> list[str]:
-    if hasattr(node, "saved_tensors"):
+    if hasattr(type(node), "saved_tensors"):
         return ["saved_tensors"]
     return [name for name in dir(type(node)) if name.startswith("_saved_")]
 
@@ -197,10 +198,22 @@ def _place(wanted: object, depth: int, seen: set[int]) -> str:
 
 def _name_in_frames(wanted: object) -> str:
     for frame in _frames():
-        for name, value in frame.f_locals.items():
+        for name, value in _variables(frame):
             if value is wanted:
                 return f"held by `{name}` in frame `{frame.f_code.co_name}`"
     return ""
+
+
+def _variables(frame: FrameType) -> list[tuple[str, object]]:
+    """The local variables of a frame. Nothing stays behind that would keep their values alive."""
+    variables = frame.f_locals
+    found = list(variables.items())
+    # Until Python 3.12 the frame keeps a copy of its variables, which outlives their deletion. Ours are the only
+    # references to it, unless somebody has called locals() there.
+    is_copy = bool(frame.f_code.co_flags & inspect.CO_OPTIMIZED) and type(variables) is dict
+    if is_copy and sys.getrefcount(variables) <= 3:
+        variables.clear()
+    return found
 
 
 def _frames() -> Iterator[FrameType]:

@@ -12,6 +12,7 @@ from torch import nn
 
 from modelstate.errors import ModelStateError, OptionError, PlacementError, ReadFailedError, StalePlanError
 from modelstate.place.identity import lost_references
+from modelstate.place.memory import check_budget_option
 from modelstate.place.optimizers import check_optimizers, following_state, placed
 from modelstate.place.place import Place
 from modelstate.place.progress import progress_bar
@@ -115,10 +116,7 @@ def load(
     """
     started = time.perf_counter()
     checked = check_optimizers(optimizers, _model(model))
-    if max_memory_bytes is not None and not (isinstance(max_memory_bytes, int) and max_memory_bytes >= 0):
-        raise OptionError(
-            "max_memory_bytes= is a number of bytes", expected="int, from 0", found=repr(max_memory_bytes)
-        )
+    check_budget_option(max_memory_bytes)
     options = _options(key, rules, allow_missing, allow_unexpected, dtype, device, transform, map, in_place)
     # A transform is the user's code, and may leave cycles of tensors behind that have to be collected on the way.
     with no_collection() if transform is None else nullcontext():

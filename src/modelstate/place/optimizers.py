@@ -1,6 +1,6 @@
 """Optimizers whose parameters get another dtype or device, or memory for the first time."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -33,7 +33,10 @@ def placed(optimizers: Iterable[torch.optim.Optimizer]) -> Placed:
 
 
 def following_state(
-    optimizers: Sequence[torch.optim.Optimizer], finals: Mapping[torch.Tensor, torch.Tensor], before: Placed
+    optimizers: Sequence[torch.optim.Optimizer],
+    finals: Mapping[torch.Tensor, torch.Tensor],
+    before: Placed,
+    spend: Callable[[int], None] = lambda _: None,
 ) -> list[NewState]:
     """What has to change in the optimizers' state when parameters, which were as `before` says, become `finals`.
 
@@ -41,7 +44,7 @@ def following_state(
     gets its new dtype, at any depth of lists and dicts. Counters and other scalars keep their dtype; `step` moves only
     where the optimizer is capturable or fused and wants it beside the parameter. State that was made on meta is made
     again, by a new optimizer of the same class and options. All new tensors are made here, so that nothing can fail
-    when they are put in place. Raises `PlacementError`.
+    when they are put in place; `spend` hears of the bytes of each before. Raises `PlacementError`.
     """
     found: list[NewState] = []
     for optimizer in optimizers:
@@ -56,7 +59,7 @@ def following_state(
                         new = (
                             old
                             if key == "step" and not beside
-                            else _following(key, old, param, finals[param], before[param])
+                            else _following(key, old, param, finals[param], before[param], spend)
                         )
                         if new is not old:
                             found.append((state, key, new))
@@ -64,7 +67,12 @@ def following_state(
 
 
 def _following(
-    key: str, value: Any, param: torch.Tensor, final: torch.Tensor, before: tuple[torch.dtype, torch.device]
+    key: str,
+    value: Any,
+    param: torch.Tensor,
+    final: torch.Tensor,
+    before: tuple[torch.dtype, torch.device],
+    spend: Callable[[int], None],
 ) -> Any:
     """What a value in a parameter's state becomes; the value itself where that is what it is already."""
     if isinstance(value, torch.Tensor):
@@ -72,14 +80,17 @@ def _following(
             return value
         scalar = key in _SCALARS or (value.dim() == 0 and param.dim() > 0)
         casts = value.dtype == before[0] and final.is_floating_point() and not scalar
-        return value.to(
-            final.device if value.device == before[1] else value.device, final.dtype if casts else value.dtype
-        )
+        device, dtype = final.device if value.device == before[1] else value.device, final.dtype
+        if not casts:
+            dtype = value.dtype
+        if (device, dtype) != (value.device, value.dtype):
+            spend(value.numel() * dtype.itemsize)
+        return value.to(device, dtype)
     if type(value) in (list, tuple):
-        items = [_following(key, item, param, final, before) for item in value]
+        items = [_following(key, item, param, final, before, spend) for item in value]
         return type(value)(items) if any(a is not b for a, b in zip(items, value, strict=True)) else value
     if type(value) is dict:
-        made = {name: _following(key, item, param, final, before) for name, item in value.items()}
+        made = {name: _following(key, item, param, final, before, spend) for name, item in value.items()}
         return made if any(made[name] is not value[name] for name in value) else value
     return value
 

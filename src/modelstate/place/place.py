@@ -4,10 +4,9 @@ from dataclasses import replace
 
 import torch
 
-from modelstate.place.holders import holders_of
 from modelstate.place.stage import stage_one
 from modelstate.place.swap import become, give_memory, point_to
-from modelstate.place.swap_tensors import check_unheld
+from modelstate.place.swap_tensors import refusals
 from modelstate.plan.journal import Journal, Write
 from modelstate.plan.placement import copy_cannot_fail, is_plain
 from modelstate.plan.prepare import Assignment, Preparation
@@ -89,9 +88,8 @@ def _by_handler(name: str, param: torch.Tensor, value: torch.Tensor, journal: Jo
 
 def _become(name: str, param: torch.Tensor, value: torch.Tensor, journal: Journal) -> None:
     """Makes `param` what `value` is; its gradient stays where that still fits."""
-    holders = holders_of([param])
-    if holders:
-        check_unheld(name, holders[id(param)])
+    for error in refusals({name: param}):
+        raise error
     grad = param.grad if param.is_leaf else None
     fits = grad is not None and (grad.shape, grad.dtype, grad.device) == (value.shape, value.dtype, value.device)
     journal.undo(become(param, value, grad if fits else None))

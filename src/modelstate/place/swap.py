@@ -57,7 +57,7 @@ def give_memory(tensor: torch.Tensor, value: torch.Tensor) -> Undo:
     This works where assigning `.data` does not: from the meta device, and to it. A gradient is lost.
     """
     restore_hooks, other = keep_hooks(tensor), value.detach()
-    if tensor.requires_grad:
+    if tensor.requires_grad and (value.is_floating_point() or value.is_complex()):
         other.requires_grad_()
     swap_impl(tensor, other)
     restore_hooks()
@@ -73,13 +73,20 @@ def point_to(
     `undoable` the old memory is let go of at once, and what is returned does nothing.
     """
     held: Any = tensor
-    old, old_grad = tensor.detach() if undoable else None, tensor.grad if tensor.is_leaf else None
+    old_grad = tensor.grad if tensor.is_leaf else None
+    old = None if not undoable else tensor.data if torch.nn.parameter.is_lazy(tensor) else tensor.detach()
     if old_grad is None:
         held.data = value
         return partial(setattr, held, "data", old) if undoable else _nothing
     held.grad = None
+    undo_grad = _nothing
+    if grad is not None:
+        try:
+            undo_grad = _replace(old_grad, grad, undoable)
+        except BaseException:
+            held.grad = old_grad
+            raise
     held.data = value
-    undo_grad = _replace(old_grad, grad, undoable) if grad is not None else _nothing
     if grad is not None:
         held.grad = old_grad
     if not undoable:
@@ -114,8 +121,14 @@ def become(tensor: torch.Tensor, value: torch.Tensor, grad: torch.Tensor | None 
     restore_hooks()
     undo_grad = _nothing
     if old_grad is not None and grad is not None and tensor.requires_grad:
-        undo_grad = _replace(old_grad, grad)
-        tensor.grad = old_grad
+        try:
+            undo_grad = _replace(old_grad, grad)
+            tensor.grad = old_grad
+        except BaseException:
+            undo_grad()
+            undo()
+            tensor.grad = old_grad
+            raise
 
     def back() -> None:
         tensor.grad = None
@@ -129,7 +142,7 @@ def become(tensor: torch.Tensor, value: torch.Tensor, grad: torch.Tensor | None 
 def as_slot(slot: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
     """The value as what the slot holds: a parameter that needs a gradient or does not, or a buffer."""
     if not isinstance(slot, nn.Parameter):
-        return value
+        return value.detach() if isinstance(value, nn.Parameter) else value
     differentiable = value.is_floating_point() or value.is_complex()
     requires_grad = slot.requires_grad and differentiable
     if isinstance(value, nn.Parameter):

@@ -1,9 +1,11 @@
 """`torch.utils.swap_tensors`, which says beforehand what is in its way."""
 
+from collections.abc import Mapping
+
 import torch
 
 from modelstate.errors import OptionError, SwapError
-from modelstate.place.holders import Holders, holders_of
+from modelstate.place.holders import holders_of
 from modelstate.place.swap import exchange
 from modelstate.plan.shield import uninterrupted
 from modelstate.plan.torch_private import slots_of_class
@@ -25,10 +27,8 @@ def swap_tensors(a: torch.Tensor, b: torch.Tensor) -> None:
     if a is b:
         return
     check_slots(a, b)
-    holders = holders_of([a, b])
-    for name, one in (("the first tensor", a), ("the second tensor", b)):
-        if id(one) in holders:
-            check_unheld(name, holders[id(one)])
+    for error in refusals({"the first tensor": a, "the second tensor": b}):
+        raise error
     with uninterrupted():
         try:
             exchange(a, b)
@@ -53,14 +53,20 @@ def check_slots(a: torch.Tensor, b: torch.Tensor) -> None:
         )
 
 
-def check_unheld(name: str, holders: Holders) -> None:
-    """Raises `SwapError` where somebody would go on with the tensor as it was."""
-    found = holders.all()
-    if found:
-        raise SwapError(
+def refusals(tensors: Mapping[str, torch.Tensor]) -> list[SwapError]:
+    """The errors for tensors, by their names, that somebody holds who would go on with them as they were.
+
+    They are returned and not raised, so that no frame in their traceback keeps those holders alive.
+    """
+    held = holders_of(tensors.values())
+    found = [(name, held[id(one)]) for name, one in tensors.items() if id(one) in held and held[id(one)].all()]
+    return [
+        SwapError(
             "somebody else holds the tensor, and would go on with what it was; nothing has been changed",
             where=name,
             expected="a tensor that only Python refers to",
-            found="; ".join(found),
+            found="; ".join(holders.all()),
             remedy=holders.remedy,
         )
+        for name, holders in found
+    ]
