@@ -71,7 +71,7 @@ def _stops_training(tensor: torch.Tensor, value: torch.Tensor) -> bool:
 class Change(Write):
     """A tensor that becomes another one: the write that does it."""
 
-    __slots__ = ("grad", "has_grad", "row", "slot", "to", "way")
+    __slots__ = ("grad", "has_grad", "row", "slot", "waits", "way")
 
     def __init__(
         self,
@@ -80,14 +80,14 @@ class Change(Write):
         way: Way,
         has_grad: bool,
         grad: torch.Tensor | None = None,
-        to: Target | None = None,
+        waits: bool = False,
     ) -> None:
         self.target, self.value, self.done = slot.tensor, value, False
         self.slot, self.way = slot, way
         self.has_grad, self.grad = has_grad, grad
         """What the gradient becomes; None where there is none, or where it has no place any more."""
-        self.to = to
-        """What makes the value when it is time, which is certain to succeed; `value` tells dtype and device only."""
+        self.waits = waits
+        """Whether the value is a cast that is made when it is time; until then `value` has its dtype only."""
         self.row: Row = _row(slot, value, way)
 
     @property
@@ -96,10 +96,10 @@ class Change(Write):
 
     def run(self, journal: Journal | None) -> None:
         tensor, value, grad = self.target, self.value, self.grad
-        if self.to is not None:
-            value = self.to.make(self.slot.names[0], tensor)
+        if self.waits:
+            value = tensor.to(self.value.dtype)
             if self.has_grad and tensor.grad is not None:
-                grad = self.to.grad(tensor.grad, value)
+                grad = tensor.grad.to(self.value.dtype)
         if self.way is _DATA:
             if journal is None and not self.has_grad:
                 tensor.data = value
@@ -252,13 +252,19 @@ class Conversion:
                 plain = [slot for slot in plain if id(slot.tensor) not in together]
         else:
             self._parted += sharing(plain)
-        later = self.target.later
+        later: dict[torch.dtype, torch.Tensor | None] = {}
         for slot in plain:
-            stand_in = later(slot.tensor)
-            if stand_in is None or not self._gradient_can_wait(slot.tensor):
+            tensor = slot.tensor
+            grad = tensor.grad if tensor.is_leaf else None
+            if not _can_wait(tensor) or (grad is not None and not (grad.dtype == tensor.dtype and _can_wait(grad))):
                 self._make_one(slot, None, True)
-            elif stand_in.dtype != slot.tensor.dtype:
-                self._put_off(slot, stand_in)
+                continue
+            dtype = tensor.dtype
+            stand_in = later[dtype] if dtype in later else later.setdefault(dtype, self.target.later(dtype))
+            if stand_in is None:
+                self._make_one(slot, None, True)
+            elif stand_in.dtype != dtype:
+                self._put_off(slot, grad, stand_in)
         for slot, fn in others:
             self._make_one(slot, fn, False)
 
@@ -282,15 +288,11 @@ class Conversion:
             self.notes.append(f"{slot.name} stays {short(tensor.dtype)}: {type(tensor).__name__} decides that")
         self._add(Change(slot, value, way, old_grad is not None, grad))
 
-    def _gradient_can_wait(self, tensor: torch.Tensor) -> bool:
-        grad = tensor.grad if tensor.is_leaf else None
-        return grad is None or (is_plain(grad) and not grad.is_nested and self.target.later(grad) is not None)
-
-    def _put_off(self, slot: Slot, stand_in: torch.Tensor) -> None:
+    def _put_off(self, slot: Slot, grad: torch.Tensor | None, stand_in: torch.Tensor) -> None:
         """Leaves a cast that is certain to succeed to the end, where the old memory can go at once."""
-        tensor = slot.tensor
-        grad = tensor.grad if tensor.is_leaf else None
-        self._add(Change(slot, stand_in, _DATA, grad is not None, to=self.target))
+        tensor, change = slot.tensor, Change(slot, stand_in, _DATA, grad is not None, waits=True)
+        self.changes.append(change)
+        self.journal.add(change)
         count = tensor.numel() + (0 if grad is None else grad.numel())
         new = count * stand_in.itemsize
         self._reserve += new
@@ -317,9 +319,7 @@ class Conversion:
     def _add(self, change: Change) -> None:
         self.changes.append(change)
         self.journal.add(change)
-        if change.to is None:
-            made = nbytes_of(change.value) + (nbytes_of(change.grad) if change.grad is not None else 0)
-            self.spend(made)
+        self.spend(nbytes_of(change.value) + (nbytes_of(change.grad) if change.grad is not None else 0))
 
     def spend(self, nbytes: int) -> None:
         """Counts memory for something that is there beside the old all the time. Raises `MemoryBudgetError`."""
@@ -398,7 +398,7 @@ class Conversion:
 
     def commit(self, *last: Callable[[], None]) -> None:
         """Puts everything in its place: first what may fail and can be undone, then the rest, uninterrupted."""
-        self._run([change for change in self.changes if change.to is None])
+        self._run([change for change in self.changes if not change.waits])
         self._try_memory()
         with torch.inference_mode(False), torch.no_grad():
             self.journal.commit(*last)
@@ -475,6 +475,10 @@ def _parts(tensor: torch.Tensor) -> list[torch.Tensor]:
     if tensor.layout in (torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc):
         return [tensor.detach().values()]
     return payload_of(tensor)
+
+
+def _can_wait(tensor: torch.Tensor) -> bool:
+    return tensor.is_cpu and is_plain(tensor) and not tensor.is_nested and not tensor.is_inference()
 
 
 def _check_shape(name: str, tensor: torch.Tensor, value: torch.Tensor) -> None:

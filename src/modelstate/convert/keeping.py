@@ -104,5 +104,5 @@ class _Given:
     def grad(self, grad: torch.Tensor, new: torch.Tensor) -> torch.Tensor | None:
         return self._fn(grad)
 
-    def later(self, tensor: torch.Tensor) -> torch.Tensor | None:
+    def later(self, dtype: torch.dtype) -> torch.Tensor | None:
         return None

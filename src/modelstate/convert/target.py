@@ -37,9 +37,9 @@ class Target(Protocol):
     def grad(self, grad: torch.Tensor, new: torch.Tensor) -> torch.Tensor | None:
         """What becomes of the gradient of a tensor that becomes `new`; None where it has no place any more."""
 
-    def later(self, tensor: torch.Tensor) -> torch.Tensor | None:
-        """Something of the dtype and device to be, where `make` is certain to succeed for this plain tensor as long
-        as there is memory, so that it can be put off; else None."""
+    def later(self, dtype: torch.dtype) -> torch.Tensor | None:
+        """What becomes of plain CPU tensors of a dtype, as an empty tensor, where that is a cast (or nothing), which is
+        certain to succeed as long as there is memory, and can be put off; else None."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,14 +64,14 @@ class To:
         place = f" device {device_name(self.device)}" if self.device else ""
         return f"{dtype}{' on' if dtype and place else ''}{place}".strip()
 
-    def _dtype_of(self, tensor: torch.Tensor) -> torch.dtype:
+    def _dtype_of(self, dtype: torch.dtype) -> torch.dtype:
         """Integers and booleans stay what they are, and so do complex numbers unless a complex dtype is asked for."""
-        if self.dtype is None or not (tensor.is_floating_point() or (tensor.is_complex() and self.dtype.is_complex)):
-            return tensor.dtype
+        if self.dtype is None or not (dtype.is_floating_point or (dtype.is_complex and self.dtype.is_complex)):
+            return dtype
         return self.dtype
 
     def make(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
-        dtype, device = self._dtype_of(tensor), self.device or tensor.device
+        dtype, device = self._dtype_of(tensor.dtype), self.device or tensor.device
         if self.empty:
             return torch.empty_like(tensor, dtype=dtype, device=device)
         if tensor.is_meta and device.type != "meta":
@@ -89,13 +89,11 @@ class To:
             return None
         return grad.to(new.device, new.dtype if grad.is_floating_point() or grad.is_complex() else grad.dtype)
 
-    def later(self, tensor: torch.Tensor) -> torch.Tensor | None:
-        if self.empty or not tensor.is_cpu or (self.device is not None and self.device.type != "cpu"):
+    def later(self, dtype: torch.dtype) -> torch.Tensor | None:
+        if self.empty or (self.device is not None and self.device.type != "cpu"):
             return None
-        dtype = self._dtype_of(tensor)
-        if dtype not in COPYABLE or tensor.dtype not in COPYABLE or tensor.is_inference():
-            return None
-        return _stand_in(dtype)
+        new = self._dtype_of(dtype)
+        return _stand_in(new) if new in COPYABLE and dtype in COPYABLE else None
 
 
 @cache
@@ -173,7 +171,7 @@ class Made:
             return None
         return grad.to(new.device, new.dtype)
 
-    def later(self, tensor: torch.Tensor) -> torch.Tensor | None:
+    def later(self, dtype: torch.dtype) -> torch.Tensor | None:
         return None
 
 
