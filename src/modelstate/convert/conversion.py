@@ -81,6 +81,7 @@ class Change(Write):
         has_grad: bool,
         grad: torch.Tensor | None = None,
         waits: bool = False,
+        row: Row | None = None,
     ) -> None:
         self.target, self.value, self.done = slot.tensor, value, False
         self.slot, self.way = slot, way
@@ -88,7 +89,7 @@ class Change(Write):
         """What the gradient becomes; None where there is none, or where it has no place any more."""
         self.waits = waits
         """Whether the value is a cast that is made when it is time; until then `value` has its dtype only."""
-        self.row: Row = _row(slot, value, way)
+        self.row: Row = row or _row(slot, value, way)
 
     @property
     def name(self) -> str:
@@ -256,10 +257,10 @@ class Conversion:
         for slot in plain:
             tensor = slot.tensor
             grad = tensor.grad if tensor.is_leaf else None
-            if not _can_wait(tensor) or (grad is not None and not (grad.dtype == tensor.dtype and _can_wait(grad))):
+            dtype = tensor.dtype
+            if not tensor.is_cpu or tensor.is_inference() or (grad is not None and not _can_wait(grad, dtype)):
                 self._make_one(slot, None, True)
                 continue
-            dtype = tensor.dtype
             stand_in = later[dtype] if dtype in later else later.setdefault(dtype, self.target.later(dtype))
             if stand_in is None:
                 self._make_one(slot, None, True)
@@ -290,14 +291,17 @@ class Conversion:
 
     def _put_off(self, slot: Slot, grad: torch.Tensor | None, stand_in: torch.Tensor) -> None:
         """Leaves a cast that is certain to succeed to the end, where the old memory can go at once."""
-        tensor, change = slot.tensor, Change(slot, stand_in, _DATA, grad is not None, waits=True)
+        tensor, new_dtype = slot.tensor, stand_in.dtype
+        nbytes = tensor.nbytes
+        row: Row = slot.names, slot.kind, _DATA, tensor.shape, tensor.dtype, new_dtype, stand_in.device, nbytes
+        change = Change(slot, stand_in, _DATA, grad is not None, None, True, row)
         self.changes.append(change)
         self.journal.add(change)
-        count = tensor.numel() + (0 if grad is None else grad.numel())
-        new = count * stand_in.itemsize
+        old = nbytes if grad is None else nbytes + grad.nbytes
+        new = old // tensor.itemsize * new_dtype.itemsize
         self._reserve += new
         self.peak_bytes = max(self.peak_bytes, self._now + new)
-        self._now += new - count * tensor.itemsize
+        self._now += new - old
 
     def _check_alone(self, slot: Slot, value: torch.Tensor) -> None:
         """Two tensors that are not tied must not be made to share memory."""
@@ -477,8 +481,10 @@ def _parts(tensor: torch.Tensor) -> list[torch.Tensor]:
     return payload_of(tensor)
 
 
-def _can_wait(tensor: torch.Tensor) -> bool:
-    return tensor.is_cpu and is_plain(tensor) and not tensor.is_nested and not tensor.is_inference()
+def _can_wait(grad: torch.Tensor, dtype: torch.dtype) -> bool:
+    """Whether the cast of a gradient is as certain to succeed as that of its plain tensor."""
+    plain = is_plain(grad) and not grad.is_nested and grad.is_cpu and not grad.is_inference()
+    return plain and grad.dtype == dtype
 
 
 def _check_shape(name: str, tensor: torch.Tensor, value: torch.Tensor) -> None:
@@ -496,17 +502,19 @@ def _check_shape(name: str, tensor: torch.Tensor, value: torch.Tensor) -> None:
 
 def sharing(slots: Sequence[Slot]) -> list[list[Slot]]:
     """Groups of slots with plain tensors that show common elements of one storage."""
-    ranges = sorted((slot.tensor.data_ptr(), _span_bytes(slot.tensor), index) for index, slot in enumerate(slots))
+    starts = [slot.tensor.data_ptr() for slot in slots]
     groups: list[list[Slot]] = []
     run: list[Slot] = []
     end = 0
-    for start, nbytes, index in ranges:
-        if not (start and nbytes):  # empty, or on meta
+    for index in sorted(range(len(slots)), key=starts.__getitem__):
+        start, slot = starts[index], slots[index]
+        nbytes = _span_bytes(slot.tensor) if start else 0
+        if not nbytes:  # empty, or on meta
             continue
-        if start < end and any(overlap(slots[index].tensor, one.tensor) for one in run):
-            run.append(slots[index])
+        if start < end and any(overlap(slot.tensor, one.tensor) for one in run):
+            run.append(slot)
         else:
-            run = [slots[index]]
+            run = [slot]
             groups.append(run)
         end = max(end, start + nbytes)
     return [group for group in groups if len(group) > 1]
