@@ -1,9 +1,9 @@
 """Converting a module: another dtype, another device, or whatever a function makes of its tensors."""
 
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from functools import partial
-from typing import Any, overload
+from typing import Any
 
 import torch
 from torch import nn
@@ -14,7 +14,7 @@ from modelstate.convert.target import Made, Target, To, takes_name
 from modelstate.errors import ModelCodeError, ModelStateError, OptionError
 from modelstate.place.memory import check_budget_option
 from modelstate.place.optimizers import check_optimizers, following_state, placed
-from modelstate.place.report import Loaded, Report
+from modelstate.place.report import Described, Loaded, Report
 from modelstate.read.quiet import no_collection
 
 
@@ -93,11 +93,15 @@ def _record(conversion: Conversion) -> None:
             ) from error
 
 
+def _described(row: Row) -> Loaded:
+    return Loaded(step_of(row), 0.0)
+
+
 def _report(conversion: Conversion, rows: list[Row], started: float) -> Report:
     return Report(
         target=type(conversion.root).__name__,
         source="",
-        loaded=Described(rows),
+        loaded=Described(rows, _described),
         notes=tuple(conversion.notes),
         slots=len(conversion.slots.tensors),
         seconds=time.perf_counter() - started,
@@ -105,25 +109,6 @@ def _report(conversion: Conversion, rows: list[Row], started: float) -> Report:
         references_lost=conversion.references_lost(),
         action=f"converted to {conversion.target.words}",
     )
-
-
-class Described(Sequence[Loaded]):
-    """The descriptions of changes, each made when it is asked for: few look at all of very many."""
-
-    def __init__(self, rows: Sequence[Row]) -> None:
-        self._rows = rows
-
-    def __len__(self) -> int:
-        return len(self._rows)
-
-    @overload
-    def __getitem__(self, index: int) -> Loaded: ...
-    @overload
-    def __getitem__(self, index: slice) -> Sequence[Loaded]: ...
-    def __getitem__(self, index: int | slice) -> Loaded | Sequence[Loaded]:
-        if isinstance(index, slice):
-            return Described(self._rows[index])
-        return Loaded(step_of(self._rows[index]), 0.0)
 
 
 def _target(dtype: Any, device: Any, fn: Any, empty: bool) -> Target:

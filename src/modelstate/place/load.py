@@ -16,12 +16,12 @@ from modelstate.place.memory import check_budget_option
 from modelstate.place.optimizers import check_optimizers, following_state, placed
 from modelstate.place.place import Place
 from modelstate.place.progress import progress_bar
-from modelstate.place.report import Loaded, Report
+from modelstate.place.report import Described, Loaded, Report
 from modelstate.place.stage import check_budget, read_in_place, stage
 from modelstate.plan.journal import Journal
 from modelstate.plan.placement import is_plain
-from modelstate.plan.plan import Options, Plan
-from modelstate.plan.prepare import Preparation
+from modelstate.plan.plan import Options, Plan, Step
+from modelstate.plan.prepare import Preparation, Row, step_of
 from modelstate.plan.rules import Rule, check_rules
 from modelstate.read.checkpoint import Checkpoint
 from modelstate.read.open import open as open_checkpoint
@@ -220,20 +220,24 @@ def _read_in_place(preparation: Preparation, advance: Callable[[int], None]) -> 
 
 
 def _report(preparation: Preparation, started: float, verified_bytes: int) -> Report:
-    made = preparation.plan()
-    times = [one.seconds for one in preparation.assignments] + [0.0] * len(preparation.extra_states)
+    target, source = preparation.names
+    rows: list[Row | Step] = [*preparation.rows(), *preparation.calls()]
     return Report(
-        target=made.target,
-        source=made.source,
-        loaded=tuple(Loaded(step, took) for step, took in zip(made.steps, times, strict=True)),
-        notes=made.notes,
-        slots=made.slots,
+        target=target,
+        source=source,
+        loaded=Described(rows, _described),
+        notes=tuple(preparation.notes),
+        slots=preparation.slot_count,
         seconds=time.perf_counter() - started,
-        peak_memory_bytes=made.extra_bytes,
+        peak_memory_bytes=preparation.extra_bytes,
         verified_bytes=verified_bytes,
         # Our own writes keep every object; code of the model may put another one in its place.
         references_lost=lost_references(preparation.slots, preparation.model) if preparation.journal.armed else (),
     )
+
+
+def _described(row: Row | Step) -> Loaded:
+    return Loaded(row, 0.0) if isinstance(row, Step) else Loaded(step_of(row), row[-1])
 
 
 def _model(model: object) -> nn.Module:

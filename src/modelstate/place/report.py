@@ -1,9 +1,9 @@
 """The Report: what happened to each tensor."""
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Generic, NamedTuple, TypeVar, overload
 
 from modelstate.plan.plan import Step, placements
 from modelstate.words import size
@@ -15,6 +15,37 @@ class Loaded(NamedTuple):
     step: Step
     seconds: float
     """For reading, casting and transforming it; tensors that were read in one go share the time by their bytes."""
+
+
+_Row = TypeVar("_Row")
+
+
+class Described(Sequence[Loaded], Generic[_Row]):
+    """What happened to very many slots, each described when it is asked for, of notes that hold no tensor."""
+
+    def __init__(self, rows: Sequence[_Row], describe: Callable[[_Row], Loaded]) -> None:
+        self._rows, self._describe = rows, describe
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    @overload
+    def __getitem__(self, index: int) -> Loaded: ...
+    @overload
+    def __getitem__(self, index: slice) -> Sequence[Loaded]: ...
+    def __getitem__(self, index: int | slice) -> Loaded | Sequence[Loaded]:
+        if isinstance(index, slice):
+            return Described(self._rows[index], self._describe)
+        return self._describe(self._rows[index])
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Sequence) and list(self) == list(other)
+
+    def __hash__(self) -> int:
+        return hash(tuple(self))
+
+    def __repr__(self) -> str:
+        return repr(tuple(self))
 
 
 @dataclass(frozen=True, slots=True)

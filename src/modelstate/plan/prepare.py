@@ -4,7 +4,6 @@ What is left at the end is either a list of problems and a model that is as it w
 bytes, with everything known that could keep them from being carried out.
 """
 
-from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property, partial
@@ -151,13 +150,13 @@ class Preparation:
         names = {path: renamed_by(self.options.rules, f"{path}.x" if path else "x") for path in versions}
         return {name.rpartition(".")[0]: versions[path] for path, name in names.items()}
 
-    def _state_dict(self) -> "OrderedDict[str, Any]":
+    def _state_dict(self) -> dict[str, Any]:
         """The part of the checkpoint as the protocol wants it: by the names of the model, tensors mapped."""
         checkpoint = self.checkpoint
         values = dict(checkpoint.extra.items())
         self.renamed = apply_rules(self.options.rules, [*checkpoint, *values])
         self.problems += [NameClash(name, sources) for name, sources in self.renamed.clashes]
-        state: OrderedDict[str, Any] = OrderedDict()
+        state: dict[str, Any] = {}
         mapped: dict[str, torch.Tensor] = {}
         for name, source in self.renamed.names.items():
             if source in values:
@@ -199,9 +198,10 @@ class Preparation:
     def tensor(
         self, module: nn.Module, name: str, key: str, param: torch.Tensor, value: Any, assign: bool, errors: list[str]
     ) -> None:
-        slot = self.slots.by_name.get(key)
-        if slot is None or slot.tensor is not param:  # a module that loads a child by itself calls it by a shorter name
-            key = self._names.get(id(param), key)
+        if self.journal.armed:
+            slot = self.slots.by_name.get(key)
+            if slot is None or slot.tensor is not param:  # a module that loads a child by itself uses a shorter name
+                key = self._names.get(id(param), key)
         if not isinstance(value, torch.Tensor):
             self.problems.append(NotATensor(key, type(value).__name__))
         elif param.size() != value.size() and self.options.transform is None:
@@ -342,38 +342,88 @@ class Preparation:
     def plan(self) -> Plan:
         """The frozen plan of it."""
         target, source = self.names
-        calls = [
-            Step(name, EXTRA, self.source_of(name), "call", "set_extra_state takes it") for name in self.extra_states
-        ]
         return Plan(
             target=target,
             source=source,
-            steps=(*map(self._step, self.assignments), *calls),
+            steps=(*map(step_of, self.rows()), *self.calls()),
             problems=tuple(self.problems),
             notes=tuple(self.notes),
-            slots=len(self.slots.extra)
-            + sum(1 for slot in self.slots.tensors if slot.kind != HIDDEN or self.is_filled(slot.tensor)),
+            slots=self.slot_count,
             extra_bytes=self.extra_bytes,
             options=self.options,
             checkpoint=self.checkpoint,
         )
 
-    def _step(self, made: Assignment) -> Step:
-        slot = self.slots.by_name.get(made.name)
-        placement = made.placement
-        ties = tuple(name for name in slot.names if name != made.name) if slot and len(slot.names) > 1 else ()
-        return Step(
-            made.name,
-            made.kind,
-            made.source,
-            placement.name,
-            placement.why,
-            tuple(made.param.shape),
-            short(made.dtype),
-            cast_text(made.value.dtype, made.dtype),
-            device_name(made.device),
-            made.nbytes,
-            placement.mapped,
-            ties,
-            self.renamed.used.get(made.name, ()),
-        )
+    @property
+    def slot_count(self) -> int:
+        """Slots that want a value."""
+        tensors = sum(1 for slot in self.slots.tensors if slot.kind != HIDDEN or self.is_filled(slot.tensor))
+        return tensors + len(self.slots.extra)
+
+    def calls(self) -> list[Step]:
+        """The steps of extra states."""
+        return [
+            Step(name, EXTRA, self.source_of(name), "call", "set_extra_state takes it") for name in self.extra_states
+        ]
+
+    def rows(self) -> "list[Row]":
+        """What has to be known of each assignment to describe it. It holds no tensor."""
+        return [
+            (
+                made.name,
+                made.kind,
+                made.source,
+                made.placement,
+                made.param.shape,
+                made.dtype,
+                made.value.dtype,
+                made.device,
+                made.nbytes,
+                self._ties.get(made.name, ()),
+                self.renamed.used.get(made.name, ()),
+                made.seconds,
+            )
+            for made in self.assignments
+        ]
+
+    @cached_property
+    def _ties(self) -> dict[str, tuple[str, ...]]:
+        tied = [slot.names for slot in self.slots.tensors if len(slot.names) > 1]
+        return {name: tuple(other for other in names if other != name) for names in tied for name in names}
+
+
+Row = tuple[
+    str,
+    str,
+    str,
+    Placement,
+    torch.Size,
+    torch.dtype,
+    torch.dtype,
+    torch.device,
+    int,
+    tuple[str, ...],
+    tuple[str, ...],
+    float,
+]
+"""Name, kind, source, placement, shape, dtype, dtype in the checkpoint, device, bytes, ties, rules and seconds."""
+
+
+def step_of(row: Row) -> Step:
+    """The step of an assignment."""
+    name, kind, source, placement, shape, dtype, stored, device, nbytes, ties, rules, _ = row
+    return Step(
+        name,
+        kind,
+        source,
+        placement.name,
+        placement.why,
+        tuple(shape),
+        short(dtype),
+        cast_text(stored, dtype),
+        device_name(device),
+        nbytes,
+        placement.mapped,
+        ties,
+        rules,
+    )

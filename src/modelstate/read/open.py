@@ -79,7 +79,7 @@ def read_contents(source: Source, *, allow: Sequence[object] = (), skip_forbidde
         return sharded.read(path, read_file=read_file)
     if head and dcp.matches(head, path):
         return dcp.read(path, allow=allow, skip_forbidden=skip_forbidden)
-    return read_file(path)
+    return read_file(path, head)
 
 
 def _path_of(source: object) -> str:
@@ -121,9 +121,9 @@ def _head(path: str) -> bytes:
         raise not_found(path, path) from error
 
 
-def _read_file(path: str, *, allow: Sequence[object], skip_forbidden: bool) -> Contents:
-    """What one file holds that has the tensors themselves: a shard, or all of a checkpoint."""
-    head = _head(path)
+def _read_file(path: str, head: bytes | None = None, *, allow: Sequence[object], skip_forbidden: bool) -> Contents:
+    """What one file holds that has the tensors themselves: a shard, or all of a checkpoint. It begins with `head`."""
+    head = _head(path) if head is None else head
     if not head:
         raise EmptyFileError(
             "the file is empty",
