@@ -70,7 +70,11 @@ def convert(
             state = following_state(checked, finals, before, conversion.spend)
             conversion.commit(*(partial(one.__setitem__, key, value) for one, key, value in state))
         except BaseException:
-            conversion.rollback()
+            try:
+                conversion.rollback()
+            except BaseException:
+                conversion.rollback()
+                raise
             raise
         return _report(conversion, [change.row for change in conversion.changes], started)
 

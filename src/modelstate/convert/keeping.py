@@ -78,7 +78,11 @@ def _apply(self: nn.Module, fn: Apply, recurse: bool = True) -> nn.Module:
             conversion.record(recurse)
             conversion.commit()
         except BaseException:
-            conversion.rollback()
+            try:
+                conversion.rollback()
+            except BaseException:
+                conversion.rollback()
+                raise
             raise
     return self
 

@@ -61,7 +61,11 @@ def plan(
         with no_collection(), torch.random.fork_rng(devices=[]):
             return Preparation(journal, checkpoint, options, Place, call_extra_state=False).plan()
     finally:
-        journal.rollback()
+        try:
+            journal.rollback()
+        except BaseException:
+            journal.rollback()
+            raise
 
 
 def load(
@@ -150,7 +154,11 @@ def _carry_out(
             _read_in_place(preparation, advance)
         journal.commit(*(partial(state.__setitem__, name, value) for state, name, value in new_state))
     except BaseException:
-        journal.rollback()
+        try:
+            journal.rollback()
+        except BaseException:
+            journal.rollback()
+            raise
         raise
     if isinstance(source, Plan):
         source.carried_out.append(time.strftime("%F %T"))

@@ -53,7 +53,11 @@ def load_state_dict(
         _raise_errors(module, outcome, strict)
         journal.commit()
     except BaseException:
-        journal.rollback()
+        try:
+            journal.rollback()
+        except BaseException:
+            journal.rollback()
+            raise
         raise
     return _IncompatibleKeys(outcome.missing, outcome.unexpected)
 

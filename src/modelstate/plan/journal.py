@@ -20,7 +20,7 @@ from torch.overrides import TorchFunctionMode
 from modelstate.errors import RollbackError
 from modelstate.plan.memento import Memento, has_dispatch, put_back, tensor_state
 from modelstate.plan.shield import uninterrupted
-from modelstate.plan.torch_private import leave_mode, payload_of, storage_id, storage_of, without_subclasses
+from modelstate.plan.torch_private import enter_mode, leave_mode, payload_of, storage_id, storage_of, without_subclasses
 
 
 class Write:
@@ -221,25 +221,19 @@ class Journal:
             self._let_go()
 
     def rollback(self) -> None:
-        """Undoes everything, in reverse and uninterrupted; nothing once it is committed."""
+        """Undoes everything, in reverse and uninterrupted; nothing once it is committed, or done before.
+
+        An interrupt can come before it has begun, at the call itself. So it is called in a `try`, and once more where
+        that fails.
+        """
         if self.committed:
             return
-        try:
-            self._roll_back()
-        except RollbackError:
-            raise
-        except BaseException:
-            self._roll_back()  # an interrupt may have come before the first time had begun
-            raise
-
-    def _roll_back(self) -> None:
         with uninterrupted():
+            self._guard.stop()
             steps = [*reversed(self._undo), *(self._memento.restores if self._memento is not None else ())]
             steps += [partial(_put_bytes, *saved) for saved in self._saved.values()]
             failures = _all_of(steps)
-            # An interrupt can break off what would have done these.
-            torch.set_grad_enabled(self._grad_enabled)
-            leave_mode(self._guard)
+            torch.set_grad_enabled(self._grad_enabled)  # an interrupt can break off what would have done it
             self._let_go()
         if failures:
             raise RollbackError(
@@ -297,13 +291,18 @@ class _Guard(TorchFunctionMode):
         self._depth += 1
         try:
             if self._depth == 1:
-                with self:
-                    yield
-            else:
-                yield
+                enter_mode(self)
+            yield
         finally:
             self._depth -= 1
             self._watching = before
+            if self._depth == 0:
+                leave_mode(self)
+
+    def stop(self) -> None:
+        """Sees nothing any more, wherever an interrupt has broken off."""
+        self._watching, self._depth = False, 0
+        leave_mode(self)
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}

@@ -2,7 +2,7 @@
 
 import signal
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from types import FrameType
 from typing import Any
@@ -22,19 +22,24 @@ def uninterrupted() -> Iterator[None]:
     def note(number: int, _: FrameType | None) -> None:
         arrived.append(number)
 
-    handlers: dict[int, Any] = {}
-    for number in _HANDLED:
-        handler = signal.getsignal(number)
-        if callable(handler):
-            signal.signal(number, note)
-            handlers[number] = handler
+    handlers = {number: handler for number in _HANDLED if callable(handler := signal.getsignal(number))}
     try:
+        for number in handlers:
+            signal.signal(number, note)
         yield
     finally:
-        for number, handler in handlers.items():
-            signal.signal(number, handler)
+        try:
+            _install(handlers)
+        except BaseException:
+            _install(handlers)  # the first that was put back has been called
+            raise
         for number in dict.fromkeys(arrived):
             signal.raise_signal(number)
+
+
+def _install(handlers: Mapping[int, Any]) -> None:
+    for number, handler in handlers.items():
+        signal.signal(number, handler)
 
 
 _HANDLED: list[int] = sorted({int(number) for number in signal.valid_signals()} - {signal.SIGKILL, signal.SIGSTOP})

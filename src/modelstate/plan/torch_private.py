@@ -138,6 +138,12 @@ def swap_tensors(a: torch.Tensor, b: torch.Tensor) -> None:
     swap(a, b)
 
 
+def enter_mode(mode: torch.overrides.TorchFunctionMode) -> None:
+    """Puts a mode on torch's stack."""
+    enter: Any = mode.__enter__
+    enter()
+
+
 def leave_mode(mode: torch.overrides.TorchFunctionMode) -> None:
     """Takes a mode off the top of torch's stack, where an interrupt has left it."""
     overrides: Any = torch.overrides
