@@ -309,3 +309,47 @@ def test_parameters_that_become_integers_need_no_gradient_any_more() -> None:
     assert module.weight is weight
     assert weight.requires_grad
     assert any("bias: its gradient is dropped" in note for note in report.notes)
+
+
+def test_within_a_transform_of_torch_func_it_is_refused() -> None:
+    """What a tensor stands for there is gone afterwards."""
+    module = nn.Linear(3, 3)
+    before = whole(module)
+    for change in (lambda: ms.convert(module, torch.float64), lambda: ms.swap_tensors(module.bias, torch.ones(3))):
+        with pytest.raises(errors.SwapError, match="transform"):
+            torch.func.grad(lambda x, change=change: (change(), x.sum())[1])(torch.randn(2, 3))
+    assert whole(module) == before
+
+
+def test_a_function_can_leave_lazy_tensors_alone() -> None:
+    module = nn.Sequential(nn.Linear(3, 3), nn.LazyLinear(2))
+    ms.convert(module, fn=lambda name, t: ms.UNCHANGED if name.startswith("1") else t.half())
+    assert module[0].weight.dtype is torch.float16
+
+
+def test_a_dtype_that_torch_cannot_copy_to_is_named() -> None:
+    module = nn.Linear(2, 2)
+    with pytest.raises(errors.PlacementError, match="weight: torch cannot convert this tensor"):
+        ms.convert(module, torch.float4_e2m1fn_x2)
+    assert module.weight.dtype is torch.float32
+
+
+def test_a_gradient_of_another_layout_is_dropped_and_noted() -> None:
+    module = nn.Linear(2, 2, bias=False)
+    module(torch.ones(1, 2)).sum().backward()
+    report = ms.convert(module, fn=lambda t: t.detach().to_sparse())
+    assert module.weight.is_sparse
+    assert module.weight.grad is None
+    assert any("gradient is dropped" in note for note in report.notes)
+
+
+@pytest.mark.parametrize("fn", [lambda t: torch.zeros(1).expand(t.shape), lambda t: torch.zeros(1000)[:4].view(2, 2)])
+def test_what_a_function_returns_becomes_memory_of_its_own(fn: Any) -> None:
+    module = nn.Linear(2, 2, bias=False)
+    module.others = nn.ParameterList(nn.Parameter(torch.ones(2, 2)) for _ in range(20))
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+    ms.convert(module, fn=fn)
+    assert {one.untyped_storage().nbytes() for one in module.parameters()} == {16}
+    module(torch.ones(1, 2)).sum().backward()
+    optimizer.step()
+    assert torch.allclose(module.weight, torch.full((2, 2), -0.1))

@@ -167,3 +167,35 @@ def test_threads() -> None:
             thread.join()
     assert [objects(module) for module in modules] == kept
     assert {p.dtype for module in modules for p in module.parameters()} == {torch.float32}
+
+
+def test_one_switch_can_be_used_again() -> None:
+    switch = ms.reference_keeping()
+    module = network()
+    buffer = module[1].running_mean
+    for _ in range(2):
+        with switch, switch:
+            module.double()
+            module.float()
+    assert nn.Module._apply is STOCK
+    assert module[1].running_mean is buffer
+
+
+@pytest.mark.parametrize("first_to_leave", [0, 1])
+def test_blocks_of_several_threads_that_overlap(first_to_leave: int) -> None:
+    inside, leave = ([threading.Event() for _ in range(2)] for _ in range(2))
+
+    def work(number: int) -> None:
+        with ms.reference_keeping():
+            inside[number].set()
+            leave[number].wait(10)
+
+    threads = [threading.Thread(target=work, args=(number,)) for number in range(2)]
+    for number, thread in enumerate(threads):
+        thread.start()
+        inside[number].wait(10)
+    for number in (first_to_leave, 1 - first_to_leave):
+        assert nn.Module._apply is not STOCK
+        leave[number].set()
+        threads[number].join()
+    assert nn.Module._apply is STOCK

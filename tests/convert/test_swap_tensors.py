@@ -3,6 +3,7 @@
 import gc
 import threading
 import weakref
+from collections import namedtuple
 from collections.abc import Callable
 from typing import Any
 
@@ -155,6 +156,27 @@ def with_a_node(weight: torch.Tensor) -> None:
     ms.swap_tensors(weight, torch.ones(2, 3))
 
 
+Output = namedtuple("Output", "loss")
+
+
+def waiting_in_a_named_tuple(weight: torch.Tensor) -> None:
+    output = Output((weight * 2).sum())
+    ms.swap_tensors(weight, torch.ones(2, 3))
+    del output
+
+
+class Slotted:
+    """An object without a dict."""
+
+    __slots__ = ("result",)
+
+
+def waiting_in_a_slot(weight: torch.Tensor) -> None:
+    keeper = Slotted()
+    keeper.result = (weight * 2).sum()
+    ms.swap_tensors(weight, torch.ones(2, 3))
+
+
 HOLDERS: dict[Callable[[torch.Tensor], None], tuple[str, str]] = {
     holding_a_view: (r"a view, held by list `cache` in frame `holding_a_view`", "drop the view"),
     holding_it_in_an_object: (
@@ -165,6 +187,11 @@ HOLDERS: dict[Callable[[torch.Tensor], None], tuple[str, str]] = {
     waiting: (r"graph that still waits for backward: its result is held by `loss` in frame `waiting`", "run backward"),
     waiting_again: (r"still waits for backward: its result is held by `loss` in frame `waiting_again`", "run backward"),
     waiting_in_an_object: (r"still waits for backward: .* `history` in frame `waiting_in_an_object`", "run backward"),
+    waiting_in_a_named_tuple: (r"still waits for backward: .* Output `output` in frame", "run backward"),
+    waiting_in_a_slot: (
+        r"attribute `result` of a Slotted held by `keeper` in frame `waiting_in_a_slot`",
+        "run backward",
+    ),
     with_a_node: (r"its AccumulateGrad node, held by `node` in frame `with_a_node`", "remove the hooks"),
 }
 

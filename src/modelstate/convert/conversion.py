@@ -15,135 +15,38 @@ from typing import Any
 import torch
 from torch import nn
 
+from modelstate.convert.change import DATA, SUBCLASS, Change, Row, carry_out, nbytes_of, way_of
+from modelstate.convert.memory import of_its_own, parts_of, sharing, span
 from modelstate.convert.target import Target
-from modelstate.errors import MemoryBudgetError, ModelStateError, PlacementError, SwapError, TransformError
+from modelstate.errors import MemoryBudgetError, PlacementError, SwapError, TransformError
 from modelstate.place.holders import holders_of
 from modelstate.place.identity import lost_references
-from modelstate.place.swap import become, give_memory, point_to
-from modelstate.plan.dtypes import device_name, short
-from modelstate.plan.journal import Journal, Write
-from modelstate.plan.memento import has_dispatch
-from modelstate.plan.overlap import overlap
+from modelstate.plan.dtypes import short
+from modelstate.plan.journal import Journal
 from modelstate.plan.placement import is_plain
-from modelstate.plan.plan import Step, cast_text
 from modelstate.plan.shield import uninterrupted
 from modelstate.plan.slots import BUFFER, PARAMETER, Slot, modules_of, slots_of
-from modelstate.plan.torch_private import can_set_data, payload_of, shards_in_use, storage_id
+from modelstate.plan.torch_private import (
+    can_set_data,
+    is_transforming,
+    shards_in_use,
+    storage_id,
+)
 
 Apply = Callable[[torch.Tensor], torch.Tensor]
-_PLAIN = (torch.Tensor, nn.Parameter, nn.Buffer)
 stock_apply: Any = nn.Module._apply
-
-
-Way = tuple[str, str]
-"""A placement, and why it was chosen."""
-_DATA = "data", "other memory under the same object"
-_SUBCLASS = "swap", "a tensor subclass: its payload has to change with it"
-_LAYOUT = "swap", "a layout that has no data pointer to be changed"
-_MEMORY = "swap", "has no memory, or will have none"
-_CORE = "swap", "torch cannot change what it points to"
-
-
-Row = tuple[tuple[str, ...], str, Way, Any, torch.dtype, torch.dtype, torch.device, int]
-"""Names, kind, way, shape, old and new dtype, device, and bytes."""
-
-
-def _way(tensor: torch.Tensor, value: torch.Tensor) -> Way:
-    """The cheapest placement of a new value that keeps every reference."""
-    if has_dispatch(tensor) or has_dispatch(value):
-        return _SUBCLASS
-    if tensor.layout is not torch.strided or value.layout is not torch.strided or tensor.is_nested or value.is_nested:
-        return _LAYOUT
-    if torch.nn.parameter.is_lazy(tensor):
-        return _DATA
-    if tensor.is_meta is not value.is_meta:
-        return _MEMORY
-    if tensor.is_inference() or _stops_training(tensor, value) or not can_set_data(tensor, value):
-        return _CORE
-    return _DATA
-
-
-def _stops_training(tensor: torch.Tensor, value: torch.Tensor) -> bool:
-    """Whether a tensor that needs a gradient becomes one that cannot have any."""
-    return tensor.requires_grad and not (value.is_floating_point() or value.is_complex())
-
-
-class Change(Write):
-    """A tensor that becomes another one: the write that does it."""
-
-    __slots__ = ("grad", "has_grad", "row", "slot", "waits", "way")
-
-    def __init__(
-        self,
-        slot: Slot,
-        value: torch.Tensor,
-        way: Way,
-        has_grad: bool,
-        grad: torch.Tensor | None = None,
-        waits: bool = False,
-        row: Row | None = None,
-    ) -> None:
-        self.target, self.value, self.done = slot.tensor, value, False
-        self.slot, self.way = slot, way
-        self.has_grad, self.grad = has_grad, grad
-        """What the gradient becomes; None where there is none, or where it has no place any more."""
-        self.waits = waits
-        """Whether the value is a cast that is made when it is time; until then `value` has its dtype only."""
-        self.row: Row = row or _row(slot, value, way)
-
-    @property
-    def name(self) -> str:
-        return self.slot.names[0]
-
-    def run(self, journal: Journal | None) -> None:
-        tensor, value, grad = self.target, self.value, self.grad
-        if self.waits:
-            value = tensor.to(self.value.dtype)
-            if self.has_grad and tensor.grad is not None:
-                grad = tensor.grad.to(self.value.dtype)
-        if self.way is _DATA:
-            if journal is None and not self.has_grad:
-                tensor.data = value
-                return
-            undo = point_to(tensor, value, grad, undoable=journal is not None)
-        elif is_plain(tensor) and is_plain(value):
-            undo = give_memory(tensor, value)
-        else:
-            undo = become(tensor, value, grad)
-        if journal is not None:
-            journal.undo(undo)
-
-
-def _row(slot: Slot, value: torch.Tensor, way: Way) -> Row:
-    """What has to be known of a change before it is carried out, to describe it afterwards. It holds no tensor."""
-    tensor = slot.tensor
-    shape: Any = () if torch.nn.parameter.is_lazy(tensor) or tensor.is_nested else tensor.shape
-    return slot.names, slot.kind, way, shape, tensor.dtype, value.dtype, value.device, nbytes_of(tensor)
-
-
-def step_of(row: Row) -> Step:
-    """The description of a change."""
-    (name, *ties), kind, (placement, why), shape, old, new, device, nbytes = row
-    return Step(
-        name,
-        kind,
-        "",
-        placement,
-        why,
-        tuple(shape),
-        short(new),
-        cast_text(old, new),
-        device_name(device),
-        nbytes,
-        False,
-        tuple(ties),
-    )
 
 
 class Conversion:
     """The conversion of a module and everything below it."""
 
     def __init__(self, root: nn.Module, target: Target, max_memory_bytes: int | None = None) -> None:
+        if is_transforming():
+            raise SwapError(
+                "within a transform of torch.func a tensor stands for others, and a module cannot be converted",
+                where=type(root).__name__,
+                remedy="convert it before the transform",
+            )
         self.root, self.target = root, target
         self.journal = Journal(root)
         self.changes: list[Change] = []
@@ -158,6 +61,8 @@ class Conversion:
         self._recorded: list[tuple[Slot, Apply | None]] = []
         self._seen: set[int] = set()
         self._sources: dict[int, str] = {}
+        self._returned: list[torch.Tensor] = []
+        """What functions have returned: no other tensor may get the identity or the memory of one that is gone."""
         self._parted: list[list[Slot]] = []
 
     @cached_property
@@ -167,7 +72,7 @@ class Conversion:
     @cached_property
     def _memory(self) -> dict[int, str]:
         """Whose memory is there already, by storage."""
-        return {storage_id(part): slot.name for slot in self.slots.tensors for part in _parts(slot.tensor)}
+        return {storage_id(part): slot.name for slot in self.slots.tensors for part in parts_of(slot.tensor)}
 
     @cached_property
     def _prefixes(self) -> dict[int, str]:
@@ -193,6 +98,7 @@ class Conversion:
             else:
                 self._base(self.root, None, False)
             self._make()
+        self._returned.clear()
         self.check(self.changes)
 
     def fn(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -278,14 +184,14 @@ class Conversion:
         if target.by_user:
             _check_shape(slot.name, tensor, value)
             self._check_alone(slot, value)
-            value = value.detach() if not value.is_leaf else value
+            value = of_its_own(value)
         if grad is not None:
             grad = target.grad(grad, value) if fn is None else fn(grad)
             if grad is None:
                 self.notes.append(f"{slot.name}: its gradient is dropped, for it does not fit any more")
         simple = plain and not target.by_user and can_set_data(tensor, value) and not tensor.is_inference()
-        way = _DATA if simple else _way(tensor, value)
-        if way is _SUBCLASS and not target.by_user and (value.dtype, value.device) == (tensor.dtype, tensor.device):
+        way = DATA if simple else way_of(tensor, value)
+        if way is SUBCLASS and not target.by_user and (value.dtype, value.device) == (tensor.dtype, tensor.device):
             self.notes.append(f"{slot.name} stays {short(tensor.dtype)}: {type(tensor).__name__} decides that")
         self._add(Change(slot, value, way, old_grad is not None, grad))
 
@@ -293,8 +199,8 @@ class Conversion:
         """Leaves a cast that is certain to succeed to the end, where the old memory can go at once."""
         tensor, new_dtype = slot.tensor, stand_in.dtype
         nbytes = tensor.nbytes
-        row: Row = slot.names, slot.kind, _DATA, tensor.shape, tensor.dtype, new_dtype, stand_in.device, nbytes
-        change = Change(slot, stand_in, _DATA, grad is not None, None, True, row)
+        row: Row = slot.names, slot.kind, DATA, tensor.shape, tensor.dtype, new_dtype, stand_in.device, nbytes
+        change = Change(slot, stand_in, DATA, grad is not None, None, True, row)
         self.changes.append(change)
         self.journal.add(change)
         old = nbytes if grad is None else nbytes + grad.nbytes
@@ -305,8 +211,9 @@ class Conversion:
 
     def _check_alone(self, slot: Slot, value: torch.Tensor) -> None:
         """Two tensors that are not tied must not be made to share memory."""
-        own = set(map(storage_id, _parts(slot.tensor)))
-        for key in [id(value), *(storage_id(part) for part in _parts(value) if not part.is_meta and part.numel())]:
+        self._returned.append(value)
+        own = set(map(storage_id, parts_of(slot.tensor)))
+        for key in [id(value), *(storage_id(part) for part in parts_of(value) if not part.is_meta and part.numel())]:
             if not key:
                 continue
             other = self._sources.setdefault(key, slot.name)
@@ -351,7 +258,7 @@ class Conversion:
                 remedy="give each memory of its own first",
             )
         start = min(tensor.storage_offset() for tensor in tensors)
-        end = max(tensor.storage_offset() + _span(tensor) for tensor in tensors)
+        end = max(tensor.storage_offset() + span(tensor) for tensor in tensors)
         flat = tensors[0].detach().as_strided((end - start,), (1,), start)
         new = self.target.make(group[0].name, flat)
         if new is flat:
@@ -361,7 +268,7 @@ class Conversion:
             value = new.as_strided(tensor.size(), tensor.stride(), tensor.storage_offset() - start).detach()
             old_grad = tensor.grad if tensor.is_leaf else None
             grad = self.target.grad(old_grad, value) if old_grad is not None else None
-            way = _way(tensor, value)
+            way = way_of(tensor, value)
             self._add(Change(slot, value, way, old_grad is not None, grad))
 
     # Between the phases.
@@ -381,7 +288,7 @@ class Conversion:
             held = holders.get(id(change.target))
             if held is None:
                 continue
-            texts = held.of_the_graph() if change.way is _DATA else held.all()
+            texts = held.of_the_graph() if change.way is DATA else held.all()
             if texts:
                 found.append((change, texts))
             elif held.views:
@@ -425,7 +332,7 @@ class Conversion:
         with uninterrupted():
             for change in changes:
                 if not change.done:
-                    _run(change, self.journal)
+                    carry_out(change, self.journal)
 
     def references_lost(self) -> tuple[str, ...]:
         """What is no longer the object that it was, by its names."""
@@ -444,22 +351,6 @@ class Conversion:
         self.journal.rollback()
 
 
-def _run(change: Change, journal: Journal) -> None:
-    try:
-        change.run(journal)
-    except ModelStateError:
-        raise
-    except (RuntimeError, TypeError) as error:
-        raise SwapError(
-            "torch cannot put the new tensor in the place of the old one; nothing has been changed",
-            where=change.name,
-            expected=f"something that a {type(change.target).__name__} can become",
-            found=f"{type(change.value).__name__}, {short(change.value.dtype)}: {error}",
-            remedy="replace the parameter by hand, and build the optimizer afterwards",
-        ) from error
-    change.done = True
-
-
 def _sharded(module: nn.Module, made: Sequence[Change]) -> SwapError:
     return SwapError(
         "FSDP has taken note of what the parameters are, and would go on with that; nothing has been changed",
@@ -468,17 +359,6 @@ def _sharded(module: nn.Module, made: Sequence[Change]) -> SwapError:
         remedy="convert before fully_shard, or before the first forward pass; for a dtype to compute in, use its "
         "MixedPrecisionPolicy",
     )
-
-
-def _parts(tensor: torch.Tensor) -> list[torch.Tensor]:
-    """The tensors that hold the values of one."""
-    if torch.nn.parameter.is_lazy(tensor):
-        return []
-    if tensor.layout is torch.sparse_coo:
-        return [tensor.detach()._values()]
-    if tensor.layout in (torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc):
-        return [tensor.detach().values()]
-    return payload_of(tensor)
 
 
 def _can_wait(grad: torch.Tensor, dtype: torch.dtype) -> bool:
@@ -500,49 +380,8 @@ def _check_shape(name: str, tensor: torch.Tensor, value: torch.Tensor) -> None:
         )
 
 
-def sharing(slots: Sequence[Slot]) -> list[list[Slot]]:
-    """Groups of slots with plain tensors that show common elements of one storage."""
-    starts = [slot.tensor.data_ptr() for slot in slots]
-    groups: list[list[Slot]] = []
-    run: list[Slot] = []
-    end = 0
-    for index in sorted(range(len(slots)), key=starts.__getitem__):
-        start, slot = starts[index], slots[index]
-        nbytes = _span_bytes(slot.tensor) if start else 0
-        if not nbytes:  # empty, or on meta
-            continue
-        if start < end and any(overlap(slot.tensor, one.tensor) for one in run):
-            run.append(slot)
-        else:
-            run = [slot]
-            groups.append(run)
-        end = max(end, start + nbytes)
-    return [group for group in groups if len(group) > 1]
-
-
-def _span_bytes(tensor: torch.Tensor) -> int:
-    return tensor.nbytes if tensor.is_contiguous() else _span(tensor) * tensor.itemsize
-
-
-def _span(tensor: torch.Tensor) -> int:
-    """Elements from the first to behind the last."""
-    if tensor.is_contiguous():
-        return tensor.numel()
-    steps = zip(tensor.size(), tensor.stride(), strict=True)
-    return 1 + sum((size - 1) * step for size, step in steps) if tensor.numel() else 0
-
-
 def _registered(modules: Iterable[nn.Module]) -> list[torch.Tensor | None]:
     return [one for module in modules for one in (*module._parameters.values(), *module._buffers.values())]
-
-
-def nbytes_of(tensor: torch.Tensor) -> int:
-    """Bytes of a tensor's elements, or of its parts' where it is made of several."""
-    if type(tensor) in _PLAIN and tensor.layout is torch.strided:
-        return 0 if tensor.is_meta else tensor.nbytes
-    if torch.nn.parameter.is_lazy(tensor) or tensor.is_meta:
-        return 0
-    return sum(part.numel() * part.itemsize for part in payload_of(tensor))
 
 
 # torch's own part, replaced while a conversion runs.

@@ -8,7 +8,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from modelstate.convert.conversion import Conversion, Row, overriding, step_of
+from modelstate.convert.change import Row, step_of
+from modelstate.convert.conversion import Conversion, overriding
 from modelstate.convert.keeping import replaced_apply
 from modelstate.convert.target import Made, Target, To, takes_name
 from modelstate.errors import ModelCodeError, ModelStateError, OptionError

@@ -16,7 +16,8 @@ from modelstate.read.quiet import no_collection
 Apply = Callable[[torch.Tensor], torch.Tensor]
 _lock = threading.Lock()
 _conversions = 0
-_kept = False
+_switches: "list[reference_keeping]" = []
+"""In the order in which they were asked for, those of all threads."""
 
 
 class reference_keeping:
@@ -30,23 +31,31 @@ class reference_keeping:
     """
 
     def __init__(self, on: bool = True) -> None:
-        self._before = _kept
-        _switch(on)
+        self._on, self._waits = on, True
+        with _lock:
+            _switches.append(self)
+            _install()
 
     def __enter__(self) -> None:
-        pass
+        with _lock:
+            if not self._waits:  # it is used again
+                _switches.append(self)
+            self._waits = False
+            _install()
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        _switch(self._before)
+        with _lock:
+            _switches.reverse()
+            _switches.remove(self)
+            _switches.reverse()
+            _install()
 
-
-def _switch(on: bool) -> None:
-    global _kept
-    with _lock:
-        _kept = on
-        _install()
+    @staticmethod
+    def holds() -> bool:
+        """Whether references are kept now: what was asked for last, and not left since."""
+        return bool(_switches) and _switches[-1]._on
 
 
 @contextmanager
@@ -65,12 +74,12 @@ def replaced_apply() -> Iterator[None]:
 
 
 def _install() -> None:
-    wanted: Any = _apply if _kept or _conversions else stock_apply
+    wanted: Any = _apply if reference_keeping.holds() or _conversions else stock_apply
     nn.Module._apply = wanted  # type: ignore[method-assign]
 
 
 def _apply(self: nn.Module, fn: Apply, recurse: bool = True) -> nn.Module:
-    if running(self) is not None or not _kept or _has_fakes(self):
+    if running(self) is not None or not reference_keeping.holds() or _has_fakes(self):
         return dispatch(self, fn, recurse)
     with no_collection():
         conversion = Conversion(self, _Given(fn))

@@ -82,7 +82,16 @@ class To:
                 found=f"{short(tensor.dtype)} of shape {tuple(tensor.shape)} on meta",
                 remedy="fill it with modelstate.load, or convert(..., empty=True) for memory without values",
             )
-        return tensor.to(device, dtype)
+        try:
+            return tensor.to(device, dtype)
+        except (NotImplementedError, RuntimeError) as error:
+            raise PlacementError(
+                "torch cannot convert this tensor; nothing has been changed",
+                where=name,
+                expected=self.words,
+                found=f"{short(tensor.dtype)} on {device_name(tensor.device)}: {error}",
+                remedy="give fn= for it, or another dtype",
+            ) from error
 
     def grad(self, grad: torch.Tensor, new: torch.Tensor) -> torch.Tensor | None:
         if self.empty and (grad.is_meta or new.is_meta):
@@ -127,7 +136,7 @@ class Made:
         return new if self.then is None else self.then.make(name, new)
 
     def _call(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
-        version = None if tensor.is_inference() else tensor._version
+        version = None if torch.nn.parameter.is_lazy(tensor) or tensor.is_inference() else tensor._version
         try:
             new = self.function(name, tensor) if self.by_name else self.function(tensor)
         except ModelStateError:
@@ -167,7 +176,9 @@ class Made:
         return new
 
     def grad(self, grad: torch.Tensor, new: torch.Tensor) -> torch.Tensor | None:
-        if not (new.is_floating_point() or new.is_complex()) or grad.shape != new.shape:
+        if not (new.is_floating_point() or new.is_complex()) or new.layout is not grad.layout:
+            return None
+        if new.is_nested or grad.is_nested or grad.shape != new.shape:
             return None
         return grad.to(new.device, new.dtype)
 

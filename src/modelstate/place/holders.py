@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from modelstate.plan.torch_private import has_gradient_node, use_count, without_subclasses
+from modelstate.plan.torch_private import has_gradient_node, slots_of_class, use_count, without_subclasses
 
 _OWN_PACKAGE = __name__.partition(".")[0]
 _MAX_DEPTH = 4
@@ -62,7 +62,7 @@ class Holders:
     def remedy(self) -> str:
         """What to do about the first of them."""
         if self.waiting:
-            return "run backward first, or drop the result of the forward pass (del loss)"
+            return "run backward first; where it has been run, drop the result of the forward pass (del loss)"
         if self.reducers:
             return "do it to the module before it is wrapped, or wrap it again afterwards"
         if self.nodes:
@@ -237,7 +237,7 @@ def _through(referrer: Any, wanted: object, depth: int, seen: set[int]) -> str:
         owners = [one for one in gc.get_referrers(referrer) if getattr(one, "__dict__", None) is referrer]
         if owners:
             return _attribute(owners[0], wanted, depth, seen)
-    if type(referrer) in _CONTAINERS or type(referrer).__name__ == "cell":
+    if isinstance(referrer, _CONTAINERS) or type(referrer).__name__ == "cell":
         within = _place(referrer, depth + 1, seen)
         return within.replace("held by `", f"held by {type(referrer).__name__} `", 1) if within else ""
     return _attribute(referrer, wanted, depth, seen)
@@ -246,7 +246,7 @@ def _through(referrer: Any, wanted: object, depth: int, seen: set[int]) -> str:
 def _attribute(owner: Any, wanted: object, depth: int, seen: set[int]) -> str:
     attributes = getattr(owner, "__dict__", None)
     if not isinstance(attributes, dict):
-        return ""
+        attributes = {name: getattr(owner, name, None) for name in slots_of_class(type(owner))}
     name = next((name for name, value in attributes.items() if value is wanted), "")
     if isinstance(owner, ModuleType):
         return f"held by `{name}` of module `{owner.__name__}`"

@@ -8,7 +8,7 @@ from modelstate.errors import OptionError, SwapError
 from modelstate.place.holders import holders_of
 from modelstate.place.swap import exchange
 from modelstate.plan.shield import uninterrupted
-from modelstate.plan.torch_private import slots_of_class
+from modelstate.plan.torch_private import is_transforming, slots_of_class
 
 
 def swap_tensors(a: torch.Tensor, b: torch.Tensor) -> None:
@@ -24,6 +24,11 @@ def swap_tensors(a: torch.Tensor, b: torch.Tensor) -> None:
     for one in (a, b):
         if not isinstance(one, torch.Tensor):
             raise OptionError("not a tensor", expected="two torch.Tensor", found=type(one).__name__)
+    if is_transforming():
+        raise SwapError(
+            "within a transform of torch.func a tensor stands for others, and cannot be swapped",
+            remedy="swap before the transform",
+        )
     if a is b:
         return
     check_slots(a, b)

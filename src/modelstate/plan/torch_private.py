@@ -43,6 +43,11 @@ def shards_in_use(module: torch.nn.Module) -> bool:
     return getattr(state, "_is_root", True) is not None
 
 
+def is_transforming() -> bool:
+    """Whether a transform of `torch.func` is running, in which tensors stand for others."""
+    return torch._C._functorch.peek_interpreter_stack() is not None
+
+
 def swap_impl(a: torch.Tensor, b: torch.Tensor) -> None:
     """Exchanges what two Python tensors stand for in torch's core; classes and attributes stay where they are."""
     torch._C._swap_tensor_impl(a, b)
