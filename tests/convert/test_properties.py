@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 import modelstate as ms
-from modelstate.convert import conversion
+from modelstate.convert import change
 from modelstate.convert import convert as convert_module
 from modelstate.place import swap
 from tests.pains.quantized import quantized_class
@@ -386,7 +386,7 @@ def test_a_function_that_raises_on_each_of_its_calls_in_turn(spec: Spec) -> None
 
 
 PARTS = [
-    *((conversion, name) for name in ("become", "give_memory")),
+    *((change, name) for name in ("become", "give_memory")),
     *((swap, name) for name in ("swap_impl", "exchange", "as_slot", "keep_hooks")),
 ]
 TARGETS: dict[str, dict[str, Any]] = {
