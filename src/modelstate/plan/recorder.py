@@ -61,12 +61,20 @@ def walk(
     """Runs the protocol over `root` and its descendants. Whatever the model's own code raises comes through."""
     modules = modules_of(root)
     overriding = _Overriding()
-    recording = _Recording(journal, take, outcome, {id(module) for module in modules}, overriding)
+    copies = not assign and not _ask_for_assigning(versions)
+    recording = _Recording(journal, take, outcome, {id(module) for module in modules}, overriding, copies)
     names = OrderedDict(state_dict)
     if versions is not None:
         names._metadata = versions  # type: ignore[attr-defined]
     with _patched(recording) if any(map(overriding.has, modules)) else nullcontext():
         _visit(recording, root, names, "", versions, assign)
+
+
+def _ask_for_assigning(versions: object) -> bool:
+    """Whether versions may have torch's flag of an earlier load in them."""
+    if not isinstance(versions, Mapping):
+        return versions is not None
+    return any(not isinstance(saved, Mapping) or "assign_to_params_buffers" in saved for saved in versions.values())
 
 
 @dataclass(slots=True, weakref_slot=True, eq=False)
@@ -76,6 +84,8 @@ class _Recording:
     outcome: Outcome
     modules: set[int]
     overriding: "_Overriding"
+    copies: bool
+    """Whether values are copied everywhere, and nowhere assigned."""
 
 
 def _visit(
@@ -109,9 +119,28 @@ def _visit(
             if len(state_dict) != count or name not in parts:
                 parts, _ = _by_child(state_dict, prefix, module._modules)
                 count = len(state_dict)
-            _visit(recording, child, parts[name], f"{prefix}{name}.", versions, assign)
+            below = f"{prefix}{name}."
+            simple = recording.copies and recording.overriding.is_mere_leaf(child)
+            if not (simple and _visit_leaf(recording, child, parts[name], below)):
+                _visit(recording, child, parts[name], below, versions, assign)
     if module._load_state_dict_post_hooks:
         _run_post_hooks(recording, module)
+
+
+def _visit_leaf(recording: _Recording, module: nn.Module, part: dict[str, Any], prefix: str) -> bool:
+    """Visits a module of the simplest kind, of which a model has very many; False where it takes more than that."""
+    found: list[tuple[str, str, torch.Tensor]] = []
+    for name, param in module._parameters.items():
+        if param is not None:
+            if prefix + name not in part:
+                return False
+            found.append((name, prefix + name, param))
+    if len(found) != len(part):
+        return False
+    recording.modules.add(id(module))
+    for name, key, there in found:
+        recording.take.tensor(module, name, key, there, part[key], False, recording.outcome.errors)
+    return True
 
 
 def _run_post_hooks(recording: _Recording, module: nn.Module) -> None:
@@ -211,6 +240,12 @@ class _Overriding:
         if found is None:
             found = self._classes[cls] = _overrides_loading(module)
         return found
+
+    def is_mere_leaf(self, module: nn.Module) -> bool:
+        """Whether a module has parameters and nothing else that has to do with loading."""
+        if module._modules or module._buffers or module._load_state_dict_pre_hooks or self.has(module):
+            return False
+        return not module._load_state_dict_post_hooks and (type(module).set_extra_state is nn.Module.set_extra_state)
 
 
 def _overrides_loading(module: nn.Module) -> bool:
