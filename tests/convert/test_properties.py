@@ -453,6 +453,16 @@ def test_a_gradient_that_cannot_be_converted() -> None:
     assert type(last.grad) is Uncastable
 
 
+def test_a_sparse_gradient_that_two_share() -> None:
+    module = nn.Sequential(nn.Embedding(3, 2), nn.Embedding(3, 2))
+    grad = torch.ones(3, 2).to_sparse()
+    module[0].weight.grad = module[1].weight.grad = grad
+    ms.convert(module, torch.float64)
+    assert module[0].weight.grad is grad
+    assert module[1].weight.grad is grad
+    assert grad.dtype is torch.float64
+
+
 def test_a_sparse_gradient_that_torch_cannot_swap() -> None:
     """torch refuses to exchange a tensor to which its core has a weak reference."""
     module = nn.Sequential(nn.Embedding(3, 2), nn.Embedding(3, 2))

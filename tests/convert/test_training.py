@@ -32,7 +32,6 @@ OPTIONS: dict[str, dict[str, Any]] = {
 }
 STEADY = {"LBFGS": {"lr": 0.1, "max_iter": 3}}
 """Where the defaults overshoot on a tiny model, so that any rounding would grow."""
-EPS = torch.finfo(torch.bfloat16).eps
 
 
 class Tokens(nn.Module):
@@ -51,13 +50,24 @@ class Training:
 
     def __init__(self, name: str, options: dict[str, Any]) -> None:
         torch.manual_seed(0)
+        self.name, self.options = name, options
         self.model: nn.Module = Tokens()
         if name != "SparseAdam":
             self.model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.BatchNorm1d(4), nn.Linear(4, 3))
-        params = [p for p in self.model.parameters() if p.dim() == 2 or name != "Muon"]
-        self.optimizer: Any = CLASSES[name](params, **STEADY.get(name, {}), **options)
+        self.optimizer = self._new_optimizer()
         self.batch = torch.randn(8, 3, generator=torch.Generator().manual_seed(1))
         self.losses: list[float] = []
+
+    def _new_optimizer(self) -> Any:
+        params = [p for p in self.model.parameters() if p.dim() == 2 or self.name != "Muon"]
+        return CLASSES[self.name](params, **STEADY.get(self.name, {}), **copy.deepcopy(self.options))
+
+    def renew(self, dtype: torch.dtype) -> None:
+        """Another dtype without `convert`: a new optimizer, with the old state cast by hand."""
+        self.model.to(dtype)
+        old, self.optimizer = self.optimizer, self._new_optimizer()
+        for param, state in old.state.items():
+            self.optimizer.state[param] = cast(state, dtype)
 
     def train(self, steps: int = 5) -> "Training":
         for _ in range(steps):
@@ -97,6 +107,14 @@ def tensors_in(value: Any, at: tuple[Any, ...]) -> Iterator[tuple[tuple[Any, ...
             yield from tensors_in(one, (*at, index))
 
 
+def cast(value: Any, dtype: torch.dtype) -> Any:
+    if isinstance(value, torch.Tensor):
+        return value.to(dtype) if value.dim() else value.clone()
+    if isinstance(value, dict):
+        return {key: cast(one, dtype) for key, one in value.items()}
+    return [cast(one, dtype) for one in value] if isinstance(value, list) else value
+
+
 def works(name: str, options: dict[str, Any]) -> bool:
     try:
         Training(name, options).train(1)
@@ -116,7 +134,7 @@ every_optimizer = pytest.mark.parametrize("variant", VARIANTS)
 
 def training(variant: str) -> Training:
     name, options = VARIANTS[variant]
-    return Training(name, copy.deepcopy(options))
+    return Training(name, options)
 
 
 def same_bits(one: Training, other: Training) -> None:
@@ -125,11 +143,16 @@ def same_bits(one: Training, other: Training) -> None:
     assert one.losses == other.losses
 
 
-def close(one: Training, other: Training, tolerance: float) -> None:
-    """Equal within a tolerance; what was learned, not every moment of the optimizer on the way."""
+def close(one: Training, other: Training, tolerance: float = 1e-6) -> None:
+    """Equal within a tolerance; what was learned, not every moment of the optimizer on the way.
+
+    Both have to have computed the same in the same dtypes: a line search, or a batch norm of a tiny batch, makes much
+    of a difference in rounding.
+    """
     for key, value in other.model.state_dict().items():
-        now = one.model.state_dict()[key].to(value.dtype)
-        torch.testing.assert_close(now, value, atol=tolerance, rtol=tolerance, msg=lambda m, key=key: f"{key}: {m}")
+        torch.testing.assert_close(
+            one.model.state_dict()[key], value, atol=tolerance, rtol=tolerance, msg=lambda m, key=key: f"{key}: {m}"
+        )
     assert one.losses == pytest.approx(other.losses, rel=tolerance, abs=tolerance)
 
 
@@ -165,11 +188,13 @@ def test_there_and_back_without_loss(variant: str) -> None:
 
 @every_optimizer
 def test_there_and_back_with_loss(variant: str) -> None:
-    one, other = training(variant).train(), training(variant).train(10)
-    ms.convert(one.model, torch.bfloat16, optimizers=[one.optimizer])
-    ms.convert(one.model, torch.float32, optimizers=[one.optimizer])
-    close(one.train(), other, 4 * EPS)
-    assert {at: value.dtype for at, value in one.state()} == {at: value.dtype for at, value in other.state()}
+    one, other = training(variant).train(), training(variant).train()
+    before = {at: value.dtype for at, value in one.state()}
+    for dtype in (torch.bfloat16, torch.float32):
+        ms.convert(one.model, dtype, optimizers=[one.optimizer])
+        other.renew(dtype)
+    assert {at: value.dtype for at, value in one.state()} == before
+    close(one.train(), other.train())
 
 
 @every_optimizer
@@ -199,19 +224,20 @@ def test_what_follows_and_what_stays(variant: str, dtype: torch.dtype) -> None:
 
 @every_optimizer
 def test_training_while_converted(variant: str) -> None:
-    """In float64 it learns what it would have learned in float32, within the latter's precision."""
-    one, other = training(variant).train(), training(variant).train(15)
-    ms.convert(one.model, torch.float64, optimizers=[one.optimizer])
-    one.train()
-    assert all(param.dtype is torch.float64 for param in one.model.parameters())
-    ms.convert(one.model, torch.float32, optimizers=[one.optimizer])
-    close(one.train(), other, 1e-2)
+    """It learns what it learns with new optimizers for the cast model, to which everything was carried by hand."""
+    one, other = training(variant).train(), training(variant).train()
+    for dtype in (torch.float64, torch.float32):
+        ms.convert(one.model, dtype, optimizers=[one.optimizer])
+        other.renew(dtype)
+        assert all(param.dtype is dtype for param in one.model.parameters())
+        assert {at: value.dtype for at, value in one.state()} == {at: value.dtype for at, value in other.state()}
+        close(one.train(), other.train())
 
 
 @every_optimizer
 def test_training_in_bfloat16(variant: str) -> None:
     name, options = VARIANTS[variant]
-    fresh = Training(name, copy.deepcopy(options))
+    fresh = Training(name, options)
     fresh.model.bfloat16()
     try:
         fresh.train(2)
@@ -225,23 +251,6 @@ def test_training_in_bfloat16(variant: str) -> None:
     ms.convert(one.model, torch.float32, optimizers=[one.optimizer])
     one.train()
     assert all(math.isfinite(loss) for loss in one.losses)
-
-
-@every_optimizer
-def test_as_if_loaded_into_a_new_optimizer(variant: str) -> None:
-    """The way of today: a new optimizer on the converted model, which loads the old one's state."""
-    one, other = training(variant).train(), training(variant).train()
-    ms.convert(one.model, torch.float64, optimizers=[one.optimizer])
-    other.model.double()
-    renewed = training(variant)
-    renewed.model.double()
-    renewed.optimizer.load_state_dict(other.optimizer.state_dict())
-    renewed.model.load_state_dict(other.model.state_dict())
-    renewed.losses = list(other.losses)
-    ours = {at: (value.dtype, value.device) for at, value in one.state() if value.dim()}
-    theirs = {at: (value.dtype, value.device) for at, value in renewed.state() if value.dim()}
-    assert ours == theirs
-    close(one.train(), renewed.train(), 1e-6)
 
 
 def test_two_optimizers_of_one_model_and_a_parameter_without_state() -> None:

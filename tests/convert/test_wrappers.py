@@ -54,7 +54,9 @@ def test_it_works_before_wrapping_and_after_unwrapping() -> None:
     del wrapped
     ms.convert(module, torch.float32)
     again = nn.parallel.DistributedDataParallel(module)
+    module.zero_grad()
     again(torch.ones(2, 3)).pow(2).sum().backward()
+    assert all(param.grad is not None and param.grad.dtype is torch.float32 for param in module.parameters())
 
 
 def sharded() -> Any:

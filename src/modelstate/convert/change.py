@@ -3,7 +3,6 @@
 from typing import Any
 
 import torch
-from torch import nn
 
 from modelstate.errors import ModelStateError, SwapError
 from modelstate.place.swap import become, give_memory, point_to
@@ -14,8 +13,6 @@ from modelstate.plan.placement import is_plain
 from modelstate.plan.plan import Step, cast_text
 from modelstate.plan.slots import Slot
 from modelstate.plan.torch_private import can_set_data, payload_of
-
-_PLAIN = (torch.Tensor, nn.Parameter, nn.Buffer)
 
 Way = tuple[str, str]
 """A placement, and why it was chosen."""
@@ -53,21 +50,21 @@ def _stops_training(tensor: torch.Tensor, value: torch.Tensor) -> bool:
 class Change(Write):
     """A tensor that becomes another one: the write that does it."""
 
-    __slots__ = ("grad", "has_grad", "row", "slot", "waits", "way")
+    __slots__ = ("grad", "held_grad", "row", "slot", "waits", "way")
 
     def __init__(
         self,
         slot: Slot,
         value: torch.Tensor,
         way: Way,
-        has_grad: bool,
+        held_grad: torch.Tensor | None,
         grad: torch.Tensor | None = None,
         waits: bool = False,
         row: Row | None = None,
     ) -> None:
         self.target, self.value, self.done = slot.tensor, value, False
         self.slot, self.way = slot, way
-        self.has_grad, self.grad = has_grad, grad
+        self.held_grad, self.grad = held_grad, grad
         """What the gradient becomes; None where there is none, or where it has no place any more."""
         self.waits = waits
         """Whether the value is a cast that is made when it is time; until then `value` has its dtype only."""
@@ -81,13 +78,13 @@ class Change(Write):
         tensor, value, grad = self.target, self.value, self.grad
         if self.waits:
             value = tensor.to(self.value.dtype)
-            if self.has_grad and tensor.grad is not None:
+            if tensor.is_leaf and tensor.grad is not None:
                 grad = tensor.grad.to(self.value.dtype)
         if self.way is DATA:
-            if journal is None and not self.has_grad:
+            if journal is None and self.held_grad is None:
                 tensor.data = value
                 return
-            undo = point_to(tensor, value, grad, undoable=journal is not None)
+            undo = point_to(tensor, value, grad, held_grad=self.held_grad, undoable=journal is not None)
         elif is_plain(tensor) and is_plain(value):
             undo = give_memory(tensor, value)
         else:
@@ -140,7 +137,7 @@ def carry_out(change: Change, journal: Journal) -> None:
 
 def nbytes_of(tensor: torch.Tensor) -> int:
     """Bytes of a tensor's elements, or of its parts' where it is made of several."""
-    if type(tensor) in _PLAIN and tensor.layout is torch.strided:
+    if is_plain(tensor) and not tensor.is_nested:
         return 0 if tensor.is_meta else tensor.nbytes
     if torch.nn.parameter.is_lazy(tensor) or tensor.is_meta:
         return 0

@@ -16,13 +16,14 @@ import torch
 from torch import nn
 
 from modelstate.convert.change import DATA, SUBCLASS, Change, Row, carry_out, nbytes_of, way_of
-from modelstate.convert.memory import of_its_own, parts_of, sharing, span
+from modelstate.convert.memory import of_its_own, parts_of
 from modelstate.convert.target import Target
 from modelstate.errors import MemoryBudgetError, PlacementError, SwapError, TransformError
 from modelstate.place.holders import holders_of
 from modelstate.place.identity import lost_references
 from modelstate.plan.dtypes import short
 from modelstate.plan.journal import Journal
+from modelstate.plan.overlap import extent, sharing
 from modelstate.plan.placement import is_plain
 from modelstate.plan.shield import uninterrupted
 from modelstate.plan.slots import BUFFER, PARAMETER, Slot, modules_of, slots_of
@@ -63,6 +64,7 @@ class Conversion:
         self._sources: dict[int, str] = {}
         self._returned: list[torch.Tensor] = []
         """What functions have returned: no other tensor may get the identity or the memory of one that is gone."""
+        self._grads: dict[int, torch.Tensor] = {}
         self._parted: list[list[Slot]] = []
 
     @cached_property
@@ -152,7 +154,7 @@ class Conversion:
                 plain.append(slot)
             else:
                 others.append((slot, fn))
-        if self.target.keeps_sharing:
+        if not self.target.by_user:
             for group in sharing(plain):
                 self._make_together(group)
                 together = {id(slot.tensor) for slot in group}
@@ -186,21 +188,23 @@ class Conversion:
             self._check_alone(slot, value)
             value = of_its_own(value)
         if grad is not None:
-            grad = target.grad(grad, value) if fn is None else fn(grad)
+            if id(grad) not in self._grads:  # else it becomes what it becomes with the tensor that came first
+                self._grads[id(grad)] = grad
+                grad = target.grad(grad, value) if fn is None else fn(grad)
             if grad is None:
                 self.notes.append(f"{slot.name}: its gradient is dropped, for it does not fit any more")
         simple = plain and not target.by_user and can_set_data(tensor, value) and not tensor.is_inference()
         way = DATA if simple else way_of(tensor, value)
         if way is SUBCLASS and not target.by_user and (value.dtype, value.device) == (tensor.dtype, tensor.device):
             self.notes.append(f"{slot.name} stays {short(tensor.dtype)}: {type(tensor).__name__} decides that")
-        self._add(Change(slot, value, way, old_grad is not None, grad))
+        self._add(Change(slot, value, way, old_grad, grad))
 
     def _put_off(self, slot: Slot, grad: torch.Tensor | None, stand_in: torch.Tensor) -> None:
         """Leaves a cast that is certain to succeed to the end, where the old memory can go at once."""
         tensor, new_dtype = slot.tensor, stand_in.dtype
         nbytes = tensor.nbytes
         row: Row = slot.names, slot.kind, DATA, tensor.shape, tensor.dtype, new_dtype, stand_in.device, nbytes
-        change = Change(slot, stand_in, DATA, grad is not None, None, True, row)
+        change = Change(slot, stand_in, DATA, grad, None, True, row)
         self.changes.append(change)
         self.journal.add(change)
         old = nbytes if grad is None else nbytes + grad.nbytes
@@ -236,6 +240,9 @@ class Conversion:
         """Counts memory for something that is there beside the old all the time. Raises `MemoryBudgetError`."""
         self._now += nbytes
         self.peak_bytes += nbytes
+        self._check_budget()
+
+    def _check_budget(self) -> None:
         if self._max_memory_bytes is not None and self.peak_bytes > self._max_memory_bytes:
             raise MemoryBudgetError(
                 "the conversion needs more memory than it was given, for new tensors beside the old ones; "
@@ -257,8 +264,8 @@ class Conversion:
                 found=", ".join(short(tensor.dtype) for tensor in tensors),
                 remedy="give each memory of its own first",
             )
-        start = min(tensor.storage_offset() for tensor in tensors)
-        end = max(tensor.storage_offset() + span(tensor) for tensor in tensors)
+        extents = [extent(tensor) for tensor in tensors]
+        start, end = min(one[0] for one in extents), max(one[1] for one in extents)
         flat = tensors[0].detach().as_strided((end - start,), (1,), start)
         new = self.target.make(group[0].name, flat)
         if new is flat:
@@ -269,13 +276,13 @@ class Conversion:
             old_grad = tensor.grad if tensor.is_leaf else None
             grad = self.target.grad(old_grad, value) if old_grad is not None else None
             way = way_of(tensor, value)
-            self._add(Change(slot, value, way, old_grad is not None, grad))
+            self._add(Change(slot, value, way, old_grad, grad))
 
     # Between the phases.
 
     def check(self, changes: Sequence[Change]) -> None:
         """Raises `SwapError` for tensors that somebody would go on with as they were, and `MemoryBudgetError`."""
-        self.spend(0)
+        self._check_budget()
         error = self._refusal(changes)
         if error is not None:
             raise error

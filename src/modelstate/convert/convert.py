@@ -12,10 +12,11 @@ from modelstate.convert.change import Row, step_of
 from modelstate.convert.conversion import Conversion, overriding
 from modelstate.convert.keeping import replaced_apply
 from modelstate.convert.target import Made, Target, To, takes_name
-from modelstate.errors import ModelCodeError, ModelStateError, OptionError
-from modelstate.place.memory import check_budget_option
+from modelstate.errors import OptionError
+from modelstate.place.arguments import check_budget_option, device_of
 from modelstate.place.optimizers import check_optimizers, following_state, placed
 from modelstate.place.report import Described, Loaded, Report
+from modelstate.plan.explain import model_errors
 from modelstate.read.quiet import no_collection
 
 
@@ -73,9 +74,8 @@ def convert(
         except BaseException:
             try:
                 conversion.rollback()
-            except BaseException:
+            finally:
                 conversion.rollback()
-                raise
             raise
         return _report(conversion, [change.row for change in conversion.changes], started)
 
@@ -84,18 +84,8 @@ def _record(conversion: Conversion) -> None:
     if not overriding(conversion.modules):
         conversion.record()
         return
-    with replaced_apply():
-        try:
-            conversion.record()
-        except ModelStateError:
-            raise
-        except Exception as error:
-            raise ModelCodeError(
-                "the model's own _apply raised; nothing has been changed",
-                where=type(conversion.root).__name__,
-                found=f"{type(error).__name__}: {error}",
-                remedy="see the traceback of the cause",
-            ) from error
+    with replaced_apply(), model_errors("the model's own _apply", conversion.root):
+        conversion.record()
 
 
 def _described(row: Row) -> Loaded:
@@ -127,13 +117,7 @@ def _target(dtype: Any, device: Any, fn: Any, empty: bool) -> Target:
         raise OptionError("nothing to convert to", expected="dtype=, device= or fn=", found="none of them")
     if empty and fn is not None:
         raise OptionError("empty= keeps no values that fn= could be called with", remedy="give one of them")
-    try:
-        # A tensor knows which of several devices "cuda" means, and whether there is one.
-        place = None if device is None else torch.empty(0, device=device).device
-    except (RuntimeError, AssertionError, TypeError) as error:
-        raise OptionError(
-            "not a device that is here", found=f"{device!r}: {error}", remedy="device='cpu', or none"
-        ) from error
+    place = device_of(device)
     to = To(dtype, place, empty)
     if fn is None:
         return to

@@ -89,9 +89,8 @@ def _apply(self: nn.Module, fn: Apply, recurse: bool = True) -> nn.Module:
         except BaseException:
             try:
                 conversion.rollback()
-            except BaseException:
+            finally:
                 conversion.rollback()
-                raise
             raise
     return self
 
@@ -106,7 +105,6 @@ class _Given:
 
     words = "what was asked for"
     by_user = False
-    keeps_sharing = True
 
     def __init__(self, fn: Apply) -> None:
         self._fn = fn

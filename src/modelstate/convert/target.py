@@ -25,11 +25,8 @@ class Target(Protocol):
 
     @property
     def by_user(self) -> bool:
-        """Whether a function of the user's makes it, which may return anything."""
-
-    @property
-    def keeps_sharing(self) -> bool:
-        """Whether tensors that show common memory may be made as one run of elements."""
+        """Whether a function of the user's makes it, which may return anything; what torch does to tensors can be done
+        to the common memory of several as well."""
 
     def make(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
         """The new tensor, complete; the tensor itself where it stays as it is."""
@@ -53,10 +50,6 @@ class To:
     @property
     def by_user(self) -> bool:
         return False
-
-    @property
-    def keeps_sharing(self) -> bool:
-        return True
 
     @property
     def words(self) -> str:
@@ -122,10 +115,6 @@ class Made:
     @property
     def by_user(self) -> bool:
         return True
-
-    @property
-    def keeps_sharing(self) -> bool:
-        return False
 
     @property
     def words(self) -> str:

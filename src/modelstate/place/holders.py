@@ -88,8 +88,10 @@ def holders_of(tensors: Iterable[torch.Tensor]) -> dict[int, Holders]:
             for parameter in one.parameters():
                 if id(parameter) in found and found[id(parameter)].has_node:
                     found[id(parameter)].reducers.append(one)
-        elif type(one).__name__ == "AccumulateGrad" and id(one.variable) in held and _is_held(one, objects):
-            found[id(one.variable)].nodes.append(one)
+        elif type(one).__name__ == "AccumulateGrad" and _is_held(one, objects):
+            node = found.get(id(getattr(one, "variable", None)))
+            if node is not None:
+                node.nodes.append(one)
     for holders in found.values():
         explained = holders.spent or holders.waiting or holders.reducers or holders.nodes
         holders.unknown = not (explained or (holders.views and not holders.has_node))

@@ -7,9 +7,9 @@ from itertools import combinations
 import torch
 from torch import nn
 
-from modelstate.plan.overlap import overlap
+from modelstate.plan.overlap import overlap, sharing
+from modelstate.plan.placement import is_plain
 from modelstate.plan.slots import Slots, slots_of
-from modelstate.plan.torch_private import storage_id
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -65,7 +65,12 @@ def identity(module: nn.Module, optimizers: Iterable[torch.optim.Optimizer] = ()
     slots = slots_of(module)
     return Identity(
         objects={name: slot.tensor for name, slot in slots.by_name.items()},
-        views=frozenset(_views({slot.name: slot.tensor for slot in slots.tensors})),
+        views=frozenset(
+            (one.name, other.name)
+            for group in sharing([slot for slot in slots.tensors if is_plain(slot.tensor)])
+            for one, other in combinations(sorted(group, key=lambda slot: slot.name), 2)
+            if overlap(one.tensor, other.tensor)
+        ),
         optimized={
             (number, index, place): param
             for number, optimizer in enumerate(optimizers)
@@ -80,14 +85,3 @@ def lost_references(before: Slots, module: nn.Module) -> tuple[str, ...]:
     now = slots_of(module).by_name
     changed = [name for name, slot in before.by_name.items() if name not in now or now[name].tensor is not slot.tensor]
     return tuple(f"{name} is {'another object' if name in now else 'gone'}" for name in changed)
-
-
-def _views(tensors: Mapping[str, torch.Tensor]) -> Iterable[tuple[str, str]]:
-    sharing: dict[int, list[str]] = {}
-    for name, tensor in tensors.items():
-        if not torch.nn.parameter.is_lazy(tensor) and not tensor.is_meta and (key := storage_id(tensor)):
-            sharing.setdefault(key, []).append(name)
-    for names in sharing.values():
-        for one, other in combinations(names, 2):
-            if overlap(tensors[one], tensors[other]):
-                yield one, other

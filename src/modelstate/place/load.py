@@ -11,8 +11,8 @@ import torch
 from torch import nn
 
 from modelstate.errors import ModelStateError, OptionError, PlacementError, ReadFailedError, StalePlanError
+from modelstate.place.arguments import check_budget_option, device_of
 from modelstate.place.identity import lost_references
-from modelstate.place.memory import check_budget_option
 from modelstate.place.optimizers import check_optimizers, following_state, placed
 from modelstate.place.place import Place
 from modelstate.place.progress import progress_bar
@@ -63,9 +63,8 @@ def plan(
     finally:
         try:
             journal.rollback()
-        except BaseException:
+        finally:
             journal.rollback()
-            raise
 
 
 def load(
@@ -156,9 +155,8 @@ def _carry_out(
     except BaseException:
         try:
             journal.rollback()
-        except BaseException:
+        finally:
             journal.rollback()
-            raise
         raise
     if isinstance(source, Plan):
         source.carried_out.append(time.strftime("%F %T"))
@@ -271,13 +269,7 @@ def _options(
         raise OptionError("key= is a path", expected="text, as 'model.encoder'", found=repr(key))
     if transform is not None and not callable(transform):
         raise OptionError("transform= is called", expected="a function of name and tensor", found=repr(transform))
-    try:
-        # A tensor knows which of several devices "cuda" means, and whether there is one.
-        target = None if device is None else torch.empty(0, device=device).device
-    except (RuntimeError, AssertionError, TypeError) as error:
-        raise OptionError(
-            "not a device that is here", found=f"{device!r}: {error}", remedy="device='cpu', or none"
-        ) from error
+    target = device_of(device)
     if target is not None and target.type == "meta":
         raise OptionError("nothing can be loaded onto the meta device", remedy="device='cpu', or none")
     return Options(

@@ -35,7 +35,8 @@ def load_state_dict(
     the end: that much memory is needed on top. What that code does is seen through torch's functions in its own
     thread: what reaches tensors in other ways (through a NumPy array or a pointer that it got before, in another
     thread, in a TorchScript function, by `torch.utils.swap_tensors`) is not, and neither are attributes of classes, a
-    move to shared memory, NumPy arrays above 64 MB, or Python objects beyond the first million that the module holds.
+    move to shared memory, NumPy arrays above 64 MB, Python objects beyond the first million that the module holds, or
+    those that raise when they are asked what they hold.
 
     Raises what torch raises: `TypeError` for a state dict that is no mapping, `RuntimeError` that lists everything
     that does not fit, and whatever the model's code raises.
@@ -55,9 +56,8 @@ def load_state_dict(
     except BaseException:
         try:
             journal.rollback()
-        except BaseException:
+        finally:
             journal.rollback()
-            raise
         raise
     return _IncompatibleKeys(outcome.missing, outcome.unexpected)
 

@@ -7,7 +7,7 @@ from contextlib import suppress
 
 import torch
 
-from modelstate.errors import MemoryBudgetError, OptionError
+from modelstate.errors import MemoryBudgetError
 from modelstate.spec import contiguous_stride
 
 _ALIGN = 64
@@ -16,13 +16,6 @@ _SAMPLE_BYTES = 32 << 20
 _SLOW_BYTES_PER_SECOND = 2e9
 """Less than reading into small pages gives."""
 _ARENA_BYTES = 256 << 20
-
-
-def check_budget_option(max_memory_bytes: object) -> None:
-    """Raises `OptionError` for what is no number of bytes, and not None."""
-    given = max_memory_bytes
-    if given is not None and not (isinstance(given, int) and not isinstance(given, bool) and given >= 0):
-        raise OptionError("max_memory_bytes= is a number of bytes", expected="int, from 0", found=repr(given))
 
 
 class PageWatch:

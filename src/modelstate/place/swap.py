@@ -65,12 +65,18 @@ def give_memory(tensor: torch.Tensor, value: torch.Tensor) -> Undo:
 
 
 def point_to(
-    tensor: torch.Tensor, value: torch.Tensor, grad: torch.Tensor | None = None, *, undoable: bool = True
+    tensor: torch.Tensor,
+    value: torch.Tensor,
+    grad: torch.Tensor | None = None,
+    *,
+    held_grad: torch.Tensor | None = None,
+    undoable: bool = True,
 ) -> Undo:
     """Gives a tensor the memory of `value`, of another dtype or device, under its own identity, class and attributes.
 
-    `grad` is what its gradient becomes, which keeps its identity too; without it the gradient is dropped. Without
-    `undoable` the old memory is let go of at once, and what is returned does nothing.
+    `grad` is what its gradient becomes, which keeps its identity too; without it the gradient is dropped. `held_grad`
+    is the gradient's object, where it may have become another by now, as one that two tensors have. Without `undoable`
+    the old memory is let go of at once, and what is returned does nothing.
     """
     held: Any = tensor
     old_grad = tensor.grad if tensor.is_leaf else None
@@ -78,17 +84,18 @@ def point_to(
     if old_grad is None:
         held.data = value
         return partial(setattr, held, "data", old) if undoable else _nothing
+    new_grad = old_grad if held_grad is None else held_grad
     held.grad = None
     undo_grad = _nothing
     if grad is not None:
         try:
-            undo_grad = _replace(old_grad, grad, undoable)
+            undo_grad = _replace(new_grad, grad, undoable)
         except BaseException:
             held.grad = old_grad
             raise
     held.data = value
     if grad is not None:
-        held.grad = old_grad
+        held.grad = new_grad
     if not undoable:
         return _nothing
 

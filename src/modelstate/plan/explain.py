@@ -1,8 +1,9 @@
 """Problems as text: grouped by their cause, a few lines each, with what to do next."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
-from modelstate.errors import PlanError
+from modelstate.errors import ModelCodeError, ModelStateError, PlanError
 from modelstate.plan.problems import Problem
 
 _SHOWN = 8
@@ -35,3 +36,19 @@ def plan_error(target: str, source: str, problems: Sequence[Problem]) -> PlanErr
         f"cannot load {source} into {target}; nothing has been changed. {len(problems)} {noun}:\n{explain(problems)}",
         problems=problems,
     )
+
+
+@contextmanager
+def model_errors(what: str, model: object) -> Iterator[None]:
+    """Around code of a model: what it raises becomes a `ModelCodeError`."""
+    try:
+        yield
+    except ModelStateError:
+        raise
+    except Exception as error:
+        raise ModelCodeError(
+            f"{what} raised; nothing has been changed",
+            where=type(model).__name__,
+            found=f"{type(error).__name__}: {error}",
+            remedy="see the traceback of the cause",
+        ) from error

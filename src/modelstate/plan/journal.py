@@ -223,8 +223,8 @@ class Journal:
     def rollback(self) -> None:
         """Undoes everything, in reverse and uninterrupted; nothing once it is committed, or done before.
 
-        An interrupt can come before it has begun, at the call itself. So it is called in a `try`, and once more where
-        that fails.
+        An interrupt can come before it has begun, at the call itself. So it is called twice, the second time in the
+        `finally` of the first; what has been done is not done again.
         """
         if self.committed:
             return

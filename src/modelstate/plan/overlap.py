@@ -1,12 +1,13 @@
 """Tensors that show the same memory without being the same tensor."""
 
 from bisect import bisect_right
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import torch
 
 from modelstate.plan.memento import same_place
 from modelstate.plan.placement import is_plain
+from modelstate.plan.slots import Slot
 from modelstate.plan.torch_private import address_range, storage_id
 
 
@@ -33,8 +34,28 @@ def overlap(a: torch.Tensor, b: torch.Tensor) -> bool:
     """Whether two plain tensors with memory may have elements in common."""
     if not (is_plain(a) and is_plain(b)) or a.is_meta or b.is_meta or storage_id(a) != storage_id(b):
         return False
-    (a_start, a_end), (b_start, b_end) = _extent(a), _extent(b)
+    (a_start, a_end), (b_start, b_end) = extent(a), extent(b)
     return a_start < b_end and b_start < a_end
+
+
+def sharing(slots: Sequence[Slot]) -> list[list[Slot]]:
+    """Groups of slots with plain tensors that show common elements of one storage. Sorting finds them."""
+    starts = [slot.tensor.data_ptr() for slot in slots]
+    groups: list[list[Slot]] = []
+    run: list[Slot] = []
+    end = 0
+    for index in sorted(range(len(slots)), key=starts.__getitem__):
+        start, slot = starts[index], slots[index]
+        nbytes = _extent_bytes(slot.tensor) if start else 0
+        if not nbytes:  # empty, or on meta
+            continue
+        if start < end and any(overlap(slot.tensor, one.tensor) for one in run):
+            run.append(slot)
+        else:
+            run = [slot]
+            groups.append(run)
+        end = max(end, start + nbytes)
+    return [group for group in groups if len(group) > 1]
 
 
 def clash(a: torch.Tensor, a_value: torch.Tensor, b: torch.Tensor, b_value: torch.Tensor) -> bool:
@@ -70,7 +91,14 @@ def same_values(a: torch.Tensor, b: torch.Tensor) -> bool:
     return torch.equal(a.view(bits[a.itemsize]), b.view(bits[b.itemsize]))
 
 
-def _extent(tensor: torch.Tensor) -> tuple[int, int]:
+def _extent_bytes(tensor: torch.Tensor) -> int:
+    if tensor.is_contiguous():
+        return tensor.nbytes
+    start, end = extent(tensor)
+    return (end - start) * tensor.itemsize
+
+
+def extent(tensor: torch.Tensor) -> tuple[int, int]:
     """Elements from the beginning of the storage to the first and behind the last."""
     if not tensor.numel():
         return 0, 0

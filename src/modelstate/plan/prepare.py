@@ -12,10 +12,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from modelstate.errors import ModelCodeError, ModelStateError
 from modelstate.plan.account import Accounts
 from modelstate.plan.dtypes import cast_between, device_name, short
-from modelstate.plan.explain import plan_error
+from modelstate.plan.explain import model_errors, plan_error
 from modelstate.plan.journal import Journal, Write
 from modelstate.plan.matching import matching_part
 from modelstate.plan.overlap import Addresses, clash, overlap, same_values
@@ -168,7 +167,7 @@ class Preparation:
         return state
 
     def _walk(self, outcome: Outcome) -> None:
-        try:
+        with model_errors("the model's own loading code", self.model):
             walk(
                 self.model,
                 self._state,
@@ -178,15 +177,6 @@ class Preparation:
                 take=self,
                 outcome=outcome,
             )
-        except ModelStateError:
-            raise
-        except Exception as error:
-            raise ModelCodeError(
-                "the model's own loading code raised; nothing has been changed",
-                where=type(self.model).__name__,
-                found=f"{type(error).__name__}: {error}",
-                remedy="see the traceback of the cause",
-            ) from error
 
     # What the recorder hands over.
 

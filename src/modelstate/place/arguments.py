@@ -1,0 +1,25 @@
+"""Arguments that loading and converting have in common."""
+
+from typing import Any
+
+import torch
+
+from modelstate.errors import OptionError
+
+
+def check_budget_option(max_memory_bytes: object) -> None:
+    """Raises `OptionError` for what is no number of bytes, and not None."""
+    given = max_memory_bytes
+    if given is not None and not (isinstance(given, int) and not isinstance(given, bool) and given >= 0):
+        raise OptionError("max_memory_bytes= is a number of bytes", expected="int, from 0", found=repr(given))
+
+
+def device_of(device: Any) -> torch.device | None:
+    """The device that is meant. Raises `OptionError` for what is none, or not here."""
+    try:
+        # A tensor knows which of several devices "cuda" means, and whether there is one.
+        return None if device is None else torch.empty(0, device=device).device
+    except (RuntimeError, AssertionError, TypeError) as error:
+        raise OptionError(
+            "not a device that is here", found=f"{device!r}: {error}", remedy="device='cpu', or none"
+        ) from error
