@@ -21,6 +21,11 @@ class ByteRange:
     """Length in bytes."""
 
 
+def overlapping(one: ByteRange, other: ByteRange) -> bool:
+    """Whether two ranges of one file have bytes in common."""
+    return one.start < other.start + other.nbytes and other.start < one.start + one.nbytes
+
+
 @dataclass(frozen=True, slots=True)
 class StoredTensor:
     """A strided tensor as a file describes it: a view of a storage.

@@ -1,5 +1,6 @@
 """Wrappers leave their names in checkpoints: they are recognised, and the rule that takes them out is proposed."""
 
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -60,7 +61,7 @@ WRAPPED: dict[str, Callable[[str], str]] = {
 def proposed(problems: tuple[Problem, ...]) -> list[Any]:
     """The rules of the problems, from the lines that a reader would paste."""
     assert all(isinstance(problem, OtherNames) for problem in problems)
-    return [eval(problem.rule, {"ms": ms}) for problem in problems if isinstance(problem, OtherNames)]
+    return [eval(problem.rule, {"ms": ms, "re": re}) for problem in problems if isinstance(problem, OtherNames)]
 
 
 @pytest.mark.parametrize("case", WRAPPED)

@@ -1,5 +1,6 @@
 """Files of the old `weight_norm`, which the parametrization of that name reads, and what else they need."""
 
+import re
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,12 +17,12 @@ from tests.pains.conftest import StockFails
 from tests.place.fingerprint import whole
 
 BACK = [
-    ms.Rename(r"parametrizations\.weight\.original0$", "weight_g"),
-    ms.Rename(r"parametrizations\.weight\.original1$", "weight_v"),
+    ms.Rename(re.compile(r"parametrizations\.weight\.original0$"), "weight_g"),
+    ms.Rename(re.compile(r"parametrizations\.weight\.original1$"), "weight_v"),
 ]
 SPECTRAL = [
-    ms.Rename(r"weight_orig$", "parametrizations.weight.original"),
-    ms.Rename(r"weight_([uv])$", r"parametrizations.weight.0._\1"),
+    ms.Rename(re.compile(r"weight_orig$"), "parametrizations.weight.original"),
+    ms.Rename(re.compile(r"weight_([uv])$"), r"parametrizations.weight.0._\1"),
 ]
 X = torch.eye(3)
 

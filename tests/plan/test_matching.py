@@ -15,7 +15,9 @@ from modelstate.errors import AmbiguousKeyError
 from modelstate.plan.differences import WRAPPERS, regular_differences
 from modelstate.plan.matching import matching_part, nearest
 from modelstate.plan.problems import OtherNames
-from modelstate.plan.rules import Rule, apply_rules, renamed_by
+from modelstate.plan.rules.chain import renamed_by
+from modelstate.plan.rules.rule import Rule
+from tests.plan.rules.naming import renamed
 
 Shapes = dict[str, tuple[int, ...] | None]
 LAYERS: Shapes = {
@@ -39,14 +41,14 @@ def within(wrapper: str, shapes: Shapes) -> Shapes:
 
 def pasted(problem: OtherNames) -> Rule:
     """The rule, from the code that the problem proposes."""
-    rule: Rule = eval(problem.rule, {"ms": ms})
+    rule: Rule = eval(problem.rule, {"ms": ms, "re": re})
     return rule
 
 
 def assert_explained(problem: OtherNames, missing: Shapes, unexpected: Shapes) -> None:
     """The proposed rule makes the model's names of the checkpoint's."""
     assert problem.count == len(missing)
-    assert apply_rules([pasted(problem)], unexpected).names == dict(zip(missing, unexpected, strict=True))
+    assert renamed([pasted(problem)], unexpected) == dict(zip(missing, unexpected, strict=True))
 
 
 # Differences that a rule takes back.
@@ -102,7 +104,7 @@ def test_several_groups_at_once() -> None:
     assert explained.keys() == missing.keys()
     assert set(explained.values()) == unexpected.keys()
     rules = [pasted(problem) for problem in problems]
-    assert set(apply_rules(rules, unexpected).names) == missing.keys()
+    assert set(renamed(rules, unexpected)) == missing.keys()
 
 
 def test_names_that_are_left_over_stay_unexplained() -> None:
@@ -151,14 +153,14 @@ def test_a_rule_leaves_names_alone_that_fit_already() -> None:
     checkpoint = {"a": (1,), "b": (2,), "head": (3,)}
     lacking: Shapes = {"encoder.a": (1,), "encoder.b": (2,)}
     (problem,), _ = regular_differences(lacking, {"a": (1,), "b": (2,)}, fitting=["head"])
-    assert apply_rules([pasted(problem)], checkpoint).names.keys() == model.keys()
+    assert renamed([pasted(problem)], checkpoint).keys() == model.keys()
 
 
 def test_several_proposals_work_together() -> None:
     missing: Shapes = {"enc.a": (1,), "enc.b": (2,), "c": (3,), "d": (4,)}
     unexpected: Shapes = {"a": (1,), "b": (2,), "module.c": (3,), "module.d": (4,)}
     problems, _ = regular_differences(missing, unexpected)
-    assert apply_rules([pasted(problem) for problem in problems], unexpected).names.keys() == missing.keys()
+    assert renamed([pasted(problem) for problem in problems], unexpected).keys() == missing.keys()
 
 
 def test_a_wrapper_within_the_names_of_the_model() -> None:

@@ -14,8 +14,10 @@ from modelstate.plan import problems as module
 from modelstate.plan.explain import explain, grouped, plan_error
 from modelstate.plan.plan import problem_as_dict
 from modelstate.plan.problems import (
+    BadRule,
     BufferConflict,
     Complaint,
+    CyclicRules,
     IdlePattern,
     Missing,
     NameClash,
@@ -64,6 +66,8 @@ SAMPLES: dict[Problem, str] = {
     NameClash("a.w", ("x.w", "y.w")): "a.w: from x.w, y.w",
     NoValues("a.w"): "a.w",
     NothingFits("Net"): "Net",
+    BadRule("a.w", "Transpose('*.w')", "it has one dimension"): "Transpose('*.w') on a.w: it has one dimension",
+    CyclicRules("a", ("Rename('a', 'b')", "Rename('b', 'a')")): "a: by Rename('a', 'b'), then Rename('b', 'a')",
     Complaint("", "size mismatch for a.w"): "size mismatch for a.w",
 }
 

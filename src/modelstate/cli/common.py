@@ -4,6 +4,7 @@ import contextlib
 import importlib
 import inspect
 import os
+import re
 import sys
 import traceback
 from collections.abc import Callable, Iterator, Sequence
@@ -14,7 +15,7 @@ import typer
 
 import modelstate as ms
 from modelstate.cli import spelling
-from modelstate.plan.rules import Rule
+from modelstate.plan.rules.rule import Rule
 
 PROBLEMS = 1
 """Exit code where the work found problems: an error of modelstate, of the model's code, or a plan that is not ok."""
@@ -165,19 +166,28 @@ def _devices() -> list[str]:
     return ["cpu"] + [f"{here.type}:{index}" for index in range(torch.accelerator.device_count()) if here]
 
 
-def parse_rules(strip: Sequence[str], add: str | None, rename: Sequence[str]) -> tuple[Rule, ...]:
-    """The rules, in the order in which they apply: prefixes are taken off, then put on, then names are changed."""
+def parse_rules(
+    strip: Sequence[str], add: str | None, rename: Sequence[str], rename_regex: Sequence[str], ignore: Sequence[str]
+) -> tuple[Rule, ...]:
+    """The rules, in the order of the arguments."""
     try:
         rules: list[Rule] = [ms.Prefix(strip=prefix) for prefix in strip]
         rules += [ms.Prefix(add=add)] if add is not None else []
-        for text in rename:
-            pattern, equals, replacement = text.rpartition("=")
-            if not equals:
-                raise typer.BadParameter(f"{text!r} is no PATTERN=REPLACEMENT")
-            rules.append(ms.Rename(pattern, replacement))
+        rules += [ms.Rename(*_both_sides(text)) for text in rename]
+        rules += [ms.Rename(re.compile(pattern), put) for pattern, put in map(_both_sides, rename_regex)]
+        rules += [ms.Ignore(pattern) for pattern in ignore]
+    except re.error as error:
+        raise typer.BadParameter(f"not a regular expression: {error}") from error
     except ms.errors.RuleError as error:
         raise typer.BadParameter(str(error)) from error
     return tuple(rules)
+
+
+def _both_sides(text: str) -> tuple[str, str]:
+    pattern, equals, replacement = text.rpartition("=")
+    if not equals:
+        raise typer.BadParameter(f"{text!r} is no PATTERN=REPLACEMENT")
+    return pattern, replacement
 
 
 def _one_line(error: BaseException) -> str:

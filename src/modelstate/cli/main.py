@@ -19,7 +19,7 @@ from modelstate.cli.common import (
     parse_rules,
     reported,
 )
-from modelstate.plan.rules import Rule
+from modelstate.plan.rules.rule import Rule
 from modelstate.report.inspect import inspect_json, inspect_text
 
 app = typer.Typer(
@@ -72,9 +72,20 @@ Rename = Annotated[
     list[str] | None,
     typer.Option(
         metavar="PATTERN=REPLACEMENT",
-        help="Regular expression in names of the file, and what to put there, as re.sub does; may be repeated. "
-        "The last = divides them.",
+        help="Names of the file, with * for any part of them, and what they become, such as old.*.w=new.*.weight; "
+        "may be repeated. The last = divides them.",
     ),
+]
+RenameRegex = Annotated[
+    list[str] | None,
+    typer.Option(
+        metavar="PATTERN=REPLACEMENT",
+        help="Regular expression in names of the file, and what to put there, as re.sub does; may be repeated.",
+    ),
+]
+Ignore = Annotated[
+    list[str] | None,
+    typer.Option(metavar="PATTERN", help="Names of the file, after these changes, to leave out; may be repeated."),
 ]
 Allow = Annotated[
     list[str] | None,
@@ -149,6 +160,8 @@ def plan(
     strip_prefix: Strip = None,
     add_prefix: Add = None,
     rename: Rename = None,
+    rename_regex: RenameRegex = None,
+    ignore: Ignore = None,
     allow_missing: Missing = None,
     allow_unexpected: Unexpected = None,
     dtype: Dtype = None,
@@ -161,7 +174,7 @@ def plan(
 ) -> None:
     """Show what loading a checkpoint into a model would do, and every problem, without reading its tensors."""
     with reported(debug):
-        rules = parse_rules(strip_prefix or (), add_prefix, rename or ())
+        rules = parse_rules(strip_prefix or (), add_prefix, rename or (), rename_regex or (), ignore or ())
         request = _request(model, key, rules, allow_missing, allow_unexpected, dtype, device, no_skeleton, debug)
         with _open(path, allow, skip_forbidden) as checkpoint:
             made = request.run(ms.plan, checkpoint)
@@ -178,6 +191,8 @@ def load(
     strip_prefix: Strip = None,
     add_prefix: Add = None,
     rename: Rename = None,
+    rename_regex: RenameRegex = None,
+    ignore: Ignore = None,
     allow_missing: Missing = None,
     allow_unexpected: Unexpected = None,
     dtype: Dtype = None,
@@ -190,7 +205,7 @@ def load(
 ) -> None:
     """Load a checkpoint into a model, and show how it went: a test that they fit. --json lists every tensor."""
     with reported(debug):
-        rules = parse_rules(strip_prefix or (), add_prefix, rename or ())
+        rules = parse_rules(strip_prefix or (), add_prefix, rename or (), rename_regex or (), ignore or ())
         request = _request(model, key, rules, allow_missing, allow_unexpected, dtype, device, no_skeleton, debug)
         with _open(path, allow, skip_forbidden) as checkpoint:
             report = request.run(ms.load, checkpoint)

@@ -4,7 +4,6 @@ The translation goes from classes and their fields, so that it does not depend o
 """
 
 import ast
-import re
 import shlex
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -58,13 +57,14 @@ def rule_as_options(code: str) -> str | None:
     call = ast.parse(code, mode="eval").body
     if not (isinstance(call, ast.Call) and isinstance(call.func, ast.Attribute)):
         return None
-    given = [ast.literal_eval(argument) for argument in call.args]
+    expression = bool(call.args) and isinstance(call.args[0], ast.Call)  # re.compile(...)
+    given = [ast.literal_eval(one.args[0] if isinstance(one, ast.Call) else one) for one in call.args]
     named = {keyword.arg: ast.literal_eval(keyword.value) for keyword in call.keywords}
     if call.func.attr == "Prefix" and named.keys() in ({"strip"}, {"add"}):
         ((what, prefix),) = named.items()
         return _option(f"--{what}-prefix", prefix)
     if call.func.attr == "Rename" and len(given) == 2 and "=" not in given[1]:
-        return _option("--rename", "=".join(given))
+        return _option("--rename-regex" if expression else "--rename", "=".join(given))
     return None
 
 
@@ -94,8 +94,7 @@ def _is_float(name: str) -> bool:
 
 
 def _ties(members: Sequence[causes.TieConflict]) -> list[str]:
-    rename = _option("--rename", f"^{re.escape(members[0].name)}$=unused")
-    return [f"{rename} --allow-unexpected unused"]
+    return [_option("--ignore", members[0].name)]
 
 
 _PROBLEMS: dict[type[Problem], Callable[[Sequence[Any]], list[str]]] = {

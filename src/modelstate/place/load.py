@@ -22,7 +22,8 @@ from modelstate.plan.journal import Journal
 from modelstate.plan.placement import is_plain
 from modelstate.plan.plan import Options, Plan, Step
 from modelstate.plan.prepare import Preparation, Row, step_of
-from modelstate.plan.rules import Rule, check_rules
+from modelstate.plan.rules.chain import check_rules
+from modelstate.plan.rules.rule import Rule
 from modelstate.read.checkpoint import Checkpoint
 from modelstate.read.open import open as open_checkpoint
 from modelstate.read.quiet import no_collection

@@ -10,6 +10,7 @@ from torch.autograd.graph import increment_version
 
 from modelstate.errors import MemoryBudgetError, ModelStateError, PlacementError, TransformError
 from modelstate.place.memory import PageWatch, aligned, fresh_tensors
+from modelstate.plan.derived import Derived, values_of
 from modelstate.plan.placement import after_transform, is_dense, is_plain
 from modelstate.plan.prepare import SCRATCH_BYTES, Assignment, Preparation
 from modelstate.plan.torch_private import storage_owners
@@ -121,6 +122,9 @@ def _own_value(preparation: Preparation, made: Assignment) -> torch.Tensor:
         return fresh
     if isinstance(made.stored, StoredComposite):
         return made.stored.build([preparation.maps.tensor(part).clone() for part in made.stored.parts])
+    if isinstance(made.stored, Derived):
+        value = values_of(made.stored, preparation.maps.tensor)
+        return value.clone() if storage_owners(value) > 1 else value.detach()
     if is_plain(made.value):
         return made.value.detach().clone()
     return made.value.detach().to(copy=True)  # the one copy that even the smallest subclasses have

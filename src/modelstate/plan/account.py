@@ -66,7 +66,7 @@ class Accounts:
         problems += [Complaint("", message) for message in self.outcome.errors]
         problems += self._uninitialised((set(missing) - allowed).union(problem.name for problem in problems))
         problems += self.may_miss.idle() + self.may_exceed.idle()
-        problems += [IdlePattern(rule, option="rules") for rule in self.of.renamed.idle]
+        problems += [IdlePattern(rule, option="rules") for rule in self.of.applied.idle]
         self._move_the_rest()
         if self.of.slots.tensors and not self.of.assignments and not problems:
             problems.append(NothingFits(type(self.of.model).__name__))
@@ -84,11 +84,11 @@ class Accounts:
 
     def _fitting(self) -> list[str]:
         """Names that are the same on both sides."""
-        return [name for name in self.of.renamed.names if name in self.of.slots.by_name]
+        return [name for name in self.of.applied.entries if name in self.of.slots.by_name]
 
     def _computed(self) -> list[str]:
         """Names that code of the model filled, which the checkpoint does not have."""
-        return [made.name for made in self.of.assignments if not made.source and made.kind != HIDDEN]
+        return [made.name for made in self.of.assignments if not made.given and made.kind != HIDDEN]
 
     def _unexpected(self) -> list[str]:
         """Unexpected names that are not allowed, and fill no non-persistent buffer."""
@@ -158,7 +158,7 @@ class Accounts:
         """Names that neither came to a slot nor were found to be missing: overrides and hooks have dealt with them."""
         of = self.of
         named = {*missing, *unexpected, *self.outcome.unexpected, *of.extra_states, *(p.name for p in of.problems)}
-        if gone := [name for name, source in of.renamed.names.items() if source not in of.used and name not in named]:
+        if gone := [name for name in of.applied.entries if name not in of.used and name not in named]:
             self._note(gone, "went into the model's own loading code")
         still = [slot.name for slot in of.slots.tensors if slot.kind != HIDDEN and not of.is_filled(slot.tensor)]
         if left := [name for name in still if name not in named]:

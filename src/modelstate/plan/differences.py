@@ -6,7 +6,8 @@ from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 from modelstate.plan.problems import OtherNames
-from modelstate.plan.rules import Prefix, Rename, Rule
+from modelstate.plan.rules.names import Prefix, Rename
+from modelstate.plan.rules.rule import Rule, as_code
 
 WRAPPERS = ("module", "_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module")
 """What DataParallel, torch.compile, FSDP and activation checkpointing put into names."""
@@ -56,17 +57,6 @@ def regular_differences(
         for way in ways
     ]
     return problems, explained
-
-
-def as_code(rule: Rule) -> str:
-    """The rule as a user writes it."""
-    if isinstance(rule, Rename):
-        return f"ms.Rename({_raw(rule.pattern)}, {_raw(rule.replacement)})"
-    return "ms." + repr(rule).replace("strip='', ", "").replace(", add=''", "")
-
-
-def _raw(text: str) -> str:
-    return f'r"{text}"' if "\\" in text and '"' not in text else repr(text)
 
 
 def _working_together(ways: list[_Way], fitting: Collection[str]) -> list[_Way]:
@@ -135,7 +125,7 @@ def _narrowed(start: str, rests: Iterable[str], replacement: str) -> tuple[Rule,
     for parts in ({rest.partition(".")[0] for rest in rests}, set(rests)):
         if parts and len(parts) <= _MOST_HEADS:
             choice = "|".join(sorted(map(re.escape, parts)))
-            rules.append(Rename(rf"{start}(?=(?:{choice})(?:\.|$))", replacement))
+            rules.append(Rename(re.compile(rf"{start}(?=(?:{choice})(?:\.|$))"), replacement))
     return tuple(rules)
 
 
@@ -158,7 +148,7 @@ def _unwrap(missing: Mapping[str, Shape], unexpected: Mapping[str, Shape]) -> _W
     for wrappers in _choices(unexpected):
         pairs = _pairs_without(wrappers, missing, unexpected)
         if len(pairs) > len(best.pairs):
-            rule = Rename(rf"(^|\.)(?:(?:{'|'.join(wrappers)})\.)+", r"\1")
+            rule = Rename(re.compile(rf"(^|\.)(?:(?:{'|'.join(wrappers)})\.)+"), r"\1")
             best = _Way(rule, f"{' or '.join(map(repr, wrappers))} within the names of the checkpoint", pairs)
     return best
 
@@ -174,7 +164,7 @@ def _wrap(missing: Mapping[str, Shape], unexpected: Mapping[str, Shape]) -> _Way
         heads = {name.partition(f"{wrapper}.")[0] for name in turned.values()}
         places = {re.sub(r"(?<=\\.)\d+(?=\\.)", r"\\d+", re.escape(head)) for head in heads}
         if len(places) <= _MOST_HEADS:
-            rule = Rename(f"^({'|'.join(sorted(places))})", rf"\1{wrapper}.")
+            rule = Rename(re.compile(f"^({'|'.join(sorted(places))})"), rf"\1{wrapper}.")
             pairs = {name: source for source, name in turned.items()}
             best = _Way(rule, f"{wrapper!r} within the names of the model", pairs)
     return best

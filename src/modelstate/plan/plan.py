@@ -11,7 +11,7 @@ import torch
 from modelstate.plan.dtypes import short
 from modelstate.plan.explain import explain
 from modelstate.plan.problems import Problem
-from modelstate.plan.rules import Rule
+from modelstate.plan.rules.rule import Rule
 from modelstate.read.checkpoint import Checkpoint
 from modelstate.words import size
 

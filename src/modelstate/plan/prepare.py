@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from modelstate.plan.account import Accounts
+from modelstate.plan.derived import Derived, Source, values_of
 from modelstate.plan.dtypes import cast_between, device_name, short
 from modelstate.plan.explain import model_errors, plan_error
 from modelstate.plan.journal import Journal, Write
@@ -20,13 +21,16 @@ from modelstate.plan.matching import matching_part
 from modelstate.plan.overlap import Addresses, clash, overlap, same_values
 from modelstate.plan.placement import Placement, choose, is_plain
 from modelstate.plan.plan import Options, Plan, Step, cast_text
-from modelstate.plan.problems import NameClash, NotATensor, NoValues, Problem, TieConflict, WrongDtype, WrongShape
+from modelstate.plan.problems import NotATensor, NoValues, Problem, TieConflict, WrongDtype, WrongShape
 from modelstate.plan.recorder import Outcome, walk
-from modelstate.plan.rules import apply_rules, renamed_by
+from modelstate.plan.rules.chain import Applied, apply_rules, renamed_by
+from modelstate.plan.rules.rule import Entry, Value
 from modelstate.plan.slots import BUFFER, EXTRA, HIDDEN, PARAMETER, Slot, slots_of
 from modelstate.plan.torch_private import payload_of, storage_id
+from modelstate.plan.wanted import Places
 from modelstate.read.checkpoint import Checkpoint
-from modelstate.spec import Stored, StoredComposite, StoredTensor
+from modelstate.read.mapped import Maps
+from modelstate.spec import ByteRange, StoredComposite, StoredTensor, overlapping
 
 SCRATCH_BYTES = 64 << 20
 """What is read at once to be cast or moved, unless a single tensor is larger."""
@@ -48,13 +52,15 @@ class Assignment:
     """What goes there, as the checkpoint has it: a view of the file, whose bytes have not been read."""
     source: str
     """The name in the checkpoint; empty where code of the model computed the value."""
-    stored: Stored | None
+    stored: Source | None
     """Where the value lies; None where it was computed, or in the hands of the model's code."""
     placement: Placement
     dtype: torch.dtype
     """After the load."""
     device: torch.device
     """After the load."""
+    given: str = ""
+    """The name under which the value was handed to the model; empty where code of the model computed it."""
     final: torch.Tensor | None = None
     """The value as it will be, once it has been read, cast and transformed."""
     seconds: float = 0.0
@@ -62,11 +68,16 @@ class Assignment:
     @property
     def nbytes(self) -> int:
         """Bytes to read: those of the parts, where the value is made of several tensors."""
-        if isinstance(self.stored, (StoredTensor, StoredComposite)):
+        if isinstance(self.stored, (StoredTensor, StoredComposite, Derived)):
             return self.stored.nbytes
         return sum(part.numel() * part.itemsize for part in payload_of(self.value)) or (
             self.value.numel() * self.value.itemsize
         )
+
+    @property
+    def buffer_bytes(self) -> int:
+        """Bytes of memory beside its own that the value passes through."""
+        return self.value.numel() * self.value.itemsize if isinstance(self.stored, Derived) else self.nbytes
 
     @property
     def staged_bytes(self) -> int:
@@ -94,6 +105,20 @@ class Assignment:
     def reads_plainly(self) -> bool:
         """Whether nothing but a read, and perhaps a cast, stands between the file and the slot."""
         return not self.placement.mapped and not self.placement.by_handler
+
+
+class Late(Write):
+    """The values of a tensor that rules compute, for when code of the model looks at them during the walk."""
+
+    __slots__ = ("maps", "stored")
+
+    def __init__(self, value: torch.Tensor, stored: Derived, maps: Maps) -> None:
+        super().__init__(value, value)
+        self.stored, self.maps = stored, maps
+
+    def run(self, journal: Journal | None) -> None:
+        with torch.no_grad():
+            self.target.copy_(values_of(self.stored, self.maps.tensor))
 
 
 class Preparation:
@@ -128,17 +153,21 @@ class Preparation:
         self.moves: list[Assignment] = []
         """Tensors that no value goes to, and that only go to another device."""
         self.used: set[str] = set()
-        """Names of the checkpoint whose values have come to a slot."""
+        """Names, after the rules, whose values have come to a slot."""
         self.extra_states: list[str] = []
         self._make_write, self._call_extra_state = make_write, call_extra_state
         self._by_param: dict[int, Assignment] = {}
         self._by_storage: dict[int, list[Assignment]] = {}
-        self._shown: set[object] = set()
+        self._shown: dict[ByteRange, list[ByteRange]] = {}
+        self._late: dict[int, Late] = {}
+        self.applied = self._apply_rules()
         self._state = self._state_dict()
         self.versions = self._renamed_versions()
         outcome = Outcome()
         self._walk(outcome)
         Accounts(self, outcome).settle()
+        for late in self._late.values():
+            late.done = True  # nobody looks at the values any more before they are wanted in their slots
 
     def _renamed_versions(self) -> dict[str, dict[str, Any]] | None:
         """The versions of the checkpoint's modules by the names that the rules make of them."""
@@ -146,25 +175,60 @@ class Preparation:
         if versions is None:
             return None
         # A module is renamed as its tensors are.
-        names = {path: renamed_by(self.options.rules, f"{path}.x" if path else "x") for path in versions}
-        return {name.rpartition(".")[0]: versions[path] for path, name in names.items()}
+        moved: dict[str, set[str]] = {}
+        for name, entry in self.applied.entries.items():
+            if entry.rules and len(entry.sources) == 1:
+                moved.setdefault(entry.sources[0].rpartition(".")[0], set()).add(name.rpartition(".")[0])
+        found: dict[str, dict[str, Any]] = {}
+        for path, saved in versions.items():
+            (only,) = moved[path] if len(moved.get(path, ())) == 1 else (None,)
+            by_rules = renamed_by(self.options.rules, f"{path}.x" if path else "x").rpartition(".")[0]
+            found[by_rules if only is None else only] = saved
+        return found
+
+    def _apply_rules(self) -> Applied:
+        """The checkpoint by the names, and in the pieces, of the model."""
+        checkpoint, rules = self.checkpoint, self.options.rules
+        entries = {name: Entry(checkpoint.stored(name), (name,)) for name in checkpoint}
+        entries |= {name: Entry(Value(value), (name,)) for name, value in checkpoint.extra.items()}
+        if not rules:
+            return Applied(entries)
+        places = Places(self.model, self.slots)
+        applied = apply_rules(rules, entries, self.maps.tensor, places.before)
+        self.problems += applied.problems
+        return applied
 
     def _state_dict(self) -> dict[str, Any]:
         """The part of the checkpoint as the protocol wants it: by the names of the model, tensors mapped."""
-        checkpoint = self.checkpoint
-        values = dict(checkpoint.extra.items())
-        self.renamed = apply_rules(self.options.rules, [*checkpoint, *values])
-        self.problems += [NameClash(name, sources) for name, sources in self.renamed.clashes]
         state: dict[str, Any] = {}
-        mapped: dict[str, torch.Tensor] = {}
-        for name, source in self.renamed.names.items():
-            if source in values:
-                state[name] = values[source]
-            else:
-                mapped[source] = state[name] = self.maps.tensor(checkpoint.stored(source))
-        self._source_of = {id(value): source for source, value in mapped.items()}
-        self.journal.protect(mapped.values())
+        self._name_of: dict[int, str] = {}
+        for name, entry in self.applied.entries.items():
+            content = entry.content
+            if isinstance(content, Value):
+                state[name] = content.value
+                continue
+            value = self._late_value(content) if isinstance(content, Derived) else self.maps.tensor(content)
+            state[name] = value
+            self._name_of[id(value)] = name
+            self.journal.protect([value])
         return state
+
+    def _late_value(self, stored: Derived) -> torch.Tensor:
+        """A tensor that gets its values when somebody looks at them: memory that takes none until then."""
+        if stored.lacks_values:
+            return torch.empty(stored.shape, dtype=stored.dtype, device="meta")
+        value = torch.empty(stored.shape, dtype=stored.dtype, device="cpu")
+        self._late[id(value)] = late = Late(value, stored, self.maps)
+        self.journal.add(late)
+        return value
+
+    def _seen(self, value: torch.Tensor) -> torch.Tensor:
+        """The value with its values, for our own eyes."""
+        late = self._late.get(id(value))
+        if late is not None and not late.done:
+            late.run(None)
+            late.done = True
+        return value
 
     def _walk(self, outcome: Outcome) -> None:
         with model_errors("the model's own loading code", self.model):
@@ -201,17 +265,18 @@ class Preparation:
 
     def assign(self, name: str, kind: str, param: torch.Tensor, value: torch.Tensor) -> None:
         """Takes down that `value` goes to `param`, or what keeps it from going there."""
-        source = self._source_of.get(id(value), "")
-        self.used.add(source)
+        given = self._name_of.get(id(value), "")
+        self.used.add(given)
         first = self._by_param.get(id(param))
         if first is not None:
-            if not same_values(first.value, value):
+            if first.value is not value and not same_values(self._seen(first.value), self._seen(value)):
                 self.problems.append(TieConflict(name, (first.name,)))
             return
         # What the model's code has had in its hands may have been changed there: the view counts, not the file.
         used = self.journal.used
-        untouched = source and not (used and storage_id(value) in used)
-        made = self._assignment(name, kind, param, value, source, self.checkpoint.stored(source) if untouched else None)
+        untouched = given and not (used and storage_id(value) in used)
+        stored = self.applied.entries[given].tensor if untouched else None
+        made = self._assignment(name, kind, param, value, given, stored)
         self._by_param[id(param)] = made
         self.assignments.append(made)
         if value.is_meta:
@@ -238,12 +303,12 @@ class Preparation:
             if other.value.shape == other.param.shape and overlap(other.param, made.param):
                 if made.placement.name != "copy":
                     self.notes.append(f"{other.name} and {made.name} share memory, and will no longer")
-                elif clash(other.param, other.value, made.param, made.value):
+                elif clash(other.param, self._seen(other.value), made.param, self._seen(made.value)):
                     self.problems.append(TieConflict(made.name, (other.name,)))
         others.append(made)
 
     def _assignment(
-        self, name: str, kind: str, param: torch.Tensor, value: torch.Tensor, source: str, stored: Stored | None
+        self, name: str, kind: str, param: torch.Tensor, value: torch.Tensor, given: str, stored: Source | None
     ) -> Assignment:
         options = self.options
         casts = options.dtype is not None and param.is_floating_point() and value.is_floating_point()
@@ -259,17 +324,20 @@ class Preparation:
             transformed=options.transform is not None,
         )
         if placement.mapped and isinstance(stored, StoredTensor):
-            self._shown.add(stored.storage)
-        return Assignment(name, kind, param, value, source, stored, placement, dtype, device)
+            self._shown.setdefault(stored.storage, []).append(stored.extent)
+        return Assignment(name, kind, param, value, self.source_of(given), stored, placement, dtype, device, given)
 
     @staticmethod
-    def _can_be_read_straight(stored: Stored | None) -> bool:
+    def _can_be_read_straight(stored: Source | None) -> bool:
         """Whether a value can get into memory that is there without memory of its own on the way."""
         return isinstance(stored, torch.Tensor) or (isinstance(stored, StoredTensor) and stored.is_contiguous)
 
-    def _may_show(self, stored: Stored | None) -> bool:
+    def _may_show(self, stored: Source | None) -> bool:
         """Whether a slot may show these bytes of the file: no two slots that are not tied may show the same."""
-        return isinstance(stored, StoredTensor) and stored.is_contiguous and stored.storage not in self._shown
+        if not isinstance(stored, StoredTensor) or not stored.is_contiguous:
+            return False
+        shown = self._shown.get(stored.storage)
+        return not shown or not any(overlapping(stored.extent, other) for other in shown)
 
     def _check_dtype(self, made: Assignment) -> None:
         if self.options.transform is not None:
@@ -299,8 +367,9 @@ class Preparation:
         return self._state.get(name)
 
     def source_of(self, name: str) -> str:
-        """What the checkpoint calls the value that the model calls `name`."""
-        return self.renamed.names.get(name, name)
+        """What the checkpoint calls the value that the model calls `name`; all names, where it is made of several."""
+        entry = self.applied.entries.get(name)
+        return name if entry is None else ", ".join(entry.sources)
 
     @property
     def nbytes(self) -> int:
@@ -315,7 +384,7 @@ class Preparation:
         if self.options.transform is not None:
             # What the transform is given, one tensor at a time; what it takes besides, nobody knows beforehand.
             return staged + max((made.nbytes for made in needing), default=0)
-        cast = [made.nbytes for made in needing if made.needs_buffer]
+        cast = [made.buffer_bytes for made in needing if made.needs_buffer]
         return staged + max(max(cast, default=0), min(sum(cast), SCRATCH_BYTES))
 
     @property
@@ -370,11 +439,15 @@ class Preparation:
                 made.device,
                 made.nbytes,
                 self._ties.get(made.name, ()),
-                self.renamed.used.get(made.name, ()),
+                self._rules_of(made.given),
                 made.seconds,
             )
             for made in self.assignments
         ]
+
+    def _rules_of(self, given: str) -> tuple[str, ...]:
+        entry = self.applied.entries.get(given)
+        return () if entry is None else entry.rules
 
     @cached_property
     def _ties(self) -> dict[str, tuple[str, ...]]:

@@ -126,10 +126,7 @@ class TieConflict(Problem):
     others: tuple[str, ...] = ()
 
     title: ClassVar = "tied tensors with several different values"
-    remedy: ClassVar = (
-        "untie them in the model, or move one value out of the way: "
-        "rules=[ms.Rename(r'^its\\.name$', 'unused')], allow_unexpected=['unused']"
-    )
+    remedy: ClassVar = "untie them in the model, or move one value out of the way: rules=[ms.Ignore('its.name')]"
 
     def line(self) -> str:
         return f"{self.name} is the same tensor as {', '.join(self.others)}, but the checkpoint's values differ"
@@ -212,3 +209,32 @@ class Complaint(Problem):
 
     def line(self) -> str:
         return self.message
+
+
+@dataclass(frozen=True, slots=True)
+class BadRule(Problem):
+    """A rule that cannot be carried out on this tensor."""
+
+    rule: str = ""
+    why: str = ""
+
+    title: ClassVar = "rules that cannot be carried out"
+    remedy: ClassVar = "correct the rule, or make its pattern narrower"
+
+    def line(self) -> str:
+        return f"{self.rule} on {self.name}: {self.why}"
+
+
+@dataclass(frozen=True, slots=True)
+class CyclicRules(Problem):
+    """Rules that lead a name back to one that it had before."""
+
+    rules: tuple[str, ...] = ()
+
+    title: ClassVar = "names that rules change back and forth"
+    remedy: ClassVar = (
+        "take one of the rules out; to exchange two names, give one of them a third name for the time being"
+    )
+
+    def line(self) -> str:
+        return f"{self.name}: by {', then '.join(self.rules)}"

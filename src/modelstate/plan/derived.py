@@ -1,0 +1,81 @@
+"""Tensors that are made of those of a checkpoint, without reading them before they are wanted."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from modelstate.spec import Stored, StoredTensor
+
+Change = Callable[..., torch.Tensor]
+"""Makes a tensor of others, whose values it may look at or not."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Derived:
+    """A tensor that is computed from others when it is wanted."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    parts: tuple["Source", ...]
+    change: Change
+    """Called with the parts. What it returns may share their memory."""
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of what it is computed from."""
+        return sum(part.nbytes for part in self.parts)
+
+    @property
+    def lacks_values(self) -> bool:
+        """Whether it is made of tensors on the meta device."""
+        return any(part.lacks_values if isinstance(part, Derived) else on_meta(part) for part in self.parts)
+
+
+Source = Stored | Derived
+"""Where the values of a tensor come from."""
+
+
+def on_meta(stored: Stored) -> bool:
+    return isinstance(stored, torch.Tensor) and stored.is_meta
+
+
+def values_of(source: Source, read: Callable[[Stored], torch.Tensor]) -> torch.Tensor:
+    """The values; `read` gives those of the tensors of the checkpoint."""
+    if isinstance(source, Derived):
+        return source.change(*(values_of(part, read) for part in source.parts))
+    return read(source)
+
+
+def derived(change: Change, parts: Sequence[Source]) -> Source:
+    """What `change` makes of tensors that have not been read.
+
+    Where that only shows other elements of one tensor, in another order or shape, it is a tensor of the file like any
+    other. Otherwise `change` is called again when the values are wanted. What it raises comes through.
+    """
+    stand_ins = [_stand_in(part) for part in parts]
+    result = change(*stand_ins)
+    if len(parts) == 1 and result is stand_ins[0]:
+        return parts[0]
+    if len(parts) == 1 and result._base is stand_ins[0] and result.dtype == parts[0].dtype:
+        shown = _shown(change, parts[0], result)
+        if shown is not None:
+            return shown
+    return Derived(result.dtype, tuple(result.shape), tuple(parts), change)
+
+
+def _stand_in(part: Source) -> torch.Tensor:
+    if isinstance(part, StoredTensor):
+        return torch.empty_strided(part.shape, part.stride, dtype=part.dtype, device="meta")
+    if isinstance(part, torch.Tensor):
+        return part.detach().to("meta")
+    return torch.empty(part.shape, dtype=part.dtype, device="meta")
+
+
+def _shown(change: Change, part: Source, view: torch.Tensor) -> Stored | None:
+    if isinstance(part, StoredTensor):
+        offset = part.offset + int(view.storage_offset()) if view.numel() else 0
+        if view.is_conj() or view.is_neg():
+            return None
+        return StoredTensor(part.dtype, tuple(view.shape), tuple(view.stride()), part.storage, offset)
+    return change(part.detach()) if isinstance(part, torch.Tensor) else None

@@ -1,0 +1,1 @@
+"""Explicit changes between the names and tensors of a checkpoint and those of a model."""

@@ -1,0 +1,208 @@
+"""What a rule is, and what it works on."""
+
+import re
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import MISSING, dataclass, fields
+from typing import Any, Protocol, runtime_checkable
+
+import torch
+
+from modelstate.errors import RuleError
+from modelstate.plan.derived import Change, Source, derived, values_of
+from modelstate.plan.overlap import same_values
+from modelstate.plan.problems import BadRule, CyclicRules, NameClash, Problem
+from modelstate.plan.rules.template import Template
+from modelstate.spec import Stored, StoredTensor
+
+
+@runtime_checkable
+class Rule(Protocol):
+    """A change of names. It says of each name what becomes of it. A class of one's own can be a rule."""
+
+    def rename(self, name: str) -> str | None:
+        """The name in the model of what the checkpoint calls `name`; None where the rule does not apply."""
+
+
+@dataclass(frozen=True, slots=True)
+class Value:
+    """A value that is no tensor."""
+
+    value: object
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """What a name stands for, in the course of the rules."""
+
+    content: Source | Value
+    sources: tuple[str, ...]
+    """Names in the checkpoint of what it is made of."""
+    rules: tuple[str, ...] = ()
+    """The rules that led here."""
+    names: tuple[str, ...] = ()
+    """Names that it had before."""
+
+    @property
+    def tensor(self) -> Source | None:
+        return None if isinstance(self.content, Value) else self.content
+
+
+Entries = dict[str, Entry]
+
+
+class Wanted(Protocol):
+    """What the model has places for, as far as rules ask: names in the way of the rule that asks."""
+
+    def lacking(self, entries: Entries) -> Iterator[str]:
+        """Names of the model that are not among the entries."""
+
+    def shape_and_dtype(self, name: str) -> tuple[tuple[int, ...], torch.dtype] | None:
+        """What the model has there; None where it has no tensor of that name."""
+
+    def initialiser(self, name: str) -> Callable[[], torch.Tensor] | None:
+        """What makes a first value of that tensor, as its owner does; None where the owner says nothing of it."""
+
+
+class Course:
+    """One application of rules: what they made so far, and what was wrong with it."""
+
+    def __init__(self, entries: Entries, read: Callable[[Stored], torch.Tensor], wanted: Wanted | None = None) -> None:
+        self.entries = entries
+        self.wanted = wanted
+        self._read = read
+        self.problems: list[Problem] = []
+        self.idle: list[str] = []
+        self.rule: object = None
+        self._made: Entries = {}
+        self._hits = 0
+
+    def run(self, rule: Any) -> None:
+        """Applies one rule to all names."""
+        self.rule, self._made, self._hits = rule, {}, 0
+        if hasattr(rule, "apply"):
+            rule.apply(self)
+        else:
+            rename_all(rule, self)
+        if not self._hits:
+            self.idle.append(repr(rule))
+        self.entries = self._made
+
+    def keep(self, name: str, entry: Entry) -> None:
+        """Leaves an entry as it is."""
+        self._put(name, entry)
+
+    def drop(self) -> None:
+        """Leaves an entry out."""
+        self._hits += 1
+
+    def make(self, name: str, content: Source | Value, of: Sequence[tuple[str, Entry]]) -> None:
+        """Puts what the rule made of these entries under a name."""
+        self._hits += 1
+        sources = tuple(dict.fromkeys(source for _, entry in of for source in entry.sources))
+        chain = tuple(dict.fromkeys(rule for _, entry in of for rule in entry.rules))
+        before = tuple(dict.fromkeys(one for old, entry in of for one in (*entry.names, old) if old != name))
+        if len(of) == 1 and name in of[0][1].names:
+            self.problems.append(CyclicRules(name, (*chain, repr(self.rule))))
+        self._put(name, Entry(content, sources, (*chain, repr(self.rule)), before))
+
+    def tensor(self, name: str, of: Sequence[tuple[str, Entry]], change: Change) -> None:
+        """Puts the tensor that `change` makes of these entries' under a name; where it cannot, that is a problem."""
+        self._hits += 1
+        parts: list[Source] = []
+        for old, entry in of:
+            if entry.tensor is None:
+                return self.fail(old, "it is no tensor")
+            parts.append(entry.tensor)
+        try:
+            made = derived(change, parts)
+        except Exception as error:  # what torch says of these shapes
+            return self.fail(of[0][0], describe(error))
+        return self.make(name, made, of)
+
+    def values(self, source: Source) -> torch.Tensor:
+        """The values of a tensor, for rules that cannot do without. They are not to be changed."""
+        return values_of(source, self._read)
+
+    def equal(self, one: Entry, other: Entry) -> bool:
+        """Whether two entries are the same, bit for bit."""
+        if one.tensor is None or other.tensor is None:
+            return one.content is other.content
+        if one.tensor is other.tensor or (isinstance(one.tensor, StoredTensor) and one.tensor == other.tensor):
+            return True
+        first, second = self.values(one.tensor), self.values(other.tensor)
+        return first.dtype == second.dtype and first.shape == second.shape and same_values(first, second)
+
+    def fail(self, name: str, why: str) -> None:
+        """Takes down why the rule cannot be carried out here."""
+        self._hits += 1
+        self.problems.append(BadRule(name, repr(self.rule), why))
+
+    def _put(self, name: str, entry: Entry) -> None:
+        first = self._made.setdefault(name, entry)
+        if first is not entry:
+            self.problems.append(NameClash(name, (*first.sources, *entry.sources)))
+
+
+def rename_all(rule: Rule, course: Course) -> None:
+    """What a rule that only changes names does."""
+    for name, entry in course.entries.items():
+        changed = rule.rename(name)
+        if changed is None:
+            course.keep(name, entry)
+        else:
+            course.make(changed, entry.content, [(name, entry)])
+
+
+def describe(error: Exception) -> str:
+    """An error on one line."""
+    return f"{type(error).__name__}: {error}".partition("\n")[0]
+
+
+class Shown:
+    """Rules print as the code that makes them."""
+
+    __slots__ = ()
+
+    def __repr__(self) -> str:
+        given = []
+        for field in fields(self):  # type: ignore[arg-type]
+            value = getattr(self, field.name)
+            if field.init and field.default is MISSING:
+                given.append(_shown(value))
+            elif field.init and value is not field.default and value != field.default:
+                given.append(f"{field.name}={_shown(value)}")
+        return f"{type(self).__name__}({', '.join(given)})"
+
+
+def _shown(value: object) -> str:
+    if isinstance(value, re.Pattern):
+        return f"re.compile({raw(value.pattern)})"
+    if isinstance(value, str):
+        return raw(value)
+    if isinstance(value, tuple):
+        return f"[{', '.join(map(_shown, value))}]"
+    return getattr(value, "__qualname__", None) or repr(value)
+
+
+def raw(text: str) -> str:
+    """Text as code, raw where that reads better."""
+    return f'r"{text}"' if "\\" in text and not re.search(r'"|\n|\\$', text) else repr(text)
+
+
+def as_code(rule: object) -> str:
+    """The rule as a user writes it."""
+    return f"ms.{rule!r}" if type(rule).__module__.startswith("modelstate.") else repr(rule)
+
+
+def matching(pattern: str, entries: Entries) -> Iterator[tuple[str, Entry, tuple[str, ...] | None]]:
+    """Every entry, with what the wildcards of the pattern stand for in its name."""
+    template = Template(pattern)
+    for name, entry in entries.items():
+        yield name, entry, template.match(name)
+
+
+def irreversible(rule: object, why: str) -> RuleError:
+    """The error for a rule that nothing takes back."""
+    return RuleError(
+        "the rule cannot be reversed", where=repr(rule), found=why, remedy="write the rules of the way back by hand"
+    )
