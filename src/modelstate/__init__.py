@@ -19,6 +19,9 @@ from modelstate.plan.rules.chain import Rules as Rules
 from modelstate.plan.rules.names import Ignore as Ignore
 from modelstate.plan.rules.names import Prefix as Prefix
 from modelstate.plan.rules.names import Rename as Rename
+from modelstate.plan.rules.rule import Rule as Rule
+from modelstate.plan.rules.schema import Migration as Migration
+from modelstate.plan.rules.schema import Schema as Schema
 from modelstate.plan.rules.tensors import Apply as Apply
 from modelstate.plan.rules.tensors import Cast as Cast
 from modelstate.plan.rules.tensors import Concat as Concat

@@ -41,6 +41,7 @@ ModelStateError
 ├── ChecksumError                     (ValueError) bytes that are not what their checksum says, or have none
 ├── OptionError                       (TypeError) an argument that means nothing
 ├── RuleError                         (ValueError) a rule that cannot be applied
+├── SchemaError                       (ValueError) a checkpoint whose version a schema does not know
 ├── PlanError                         (RuntimeError) a plan that has problems; see `.problems`
 ├── StalePlanError                    (RuntimeError) the model is no longer what was planned for
 ├── ModelCodeError                    (RuntimeError) a hook, an override or `set_extra_state` of the model raised
@@ -249,6 +250,10 @@ class OptionError(ModelStateError, TypeError):
 
 class RuleError(ModelStateError, ValueError):
     """A rule that cannot be applied."""
+
+
+class SchemaError(ModelStateError, ValueError):
+    """A version that is none of a schema's, or a checkpoint of which nothing says its version."""
 
 
 class PlanError(ModelStateError, RuntimeError):

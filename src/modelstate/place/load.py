@@ -24,6 +24,7 @@ from modelstate.plan.plan import Options, Plan, Step
 from modelstate.plan.prepare import Preparation, Row, step_of
 from modelstate.plan.rules.chain import check_rules
 from modelstate.plan.rules.rule import Rule
+from modelstate.plan.rules.schema import Schema
 from modelstate.read.checkpoint import Checkpoint
 from modelstate.read.open import open as open_checkpoint
 from modelstate.read.quiet import no_collection
@@ -37,7 +38,7 @@ def plan(
     source: Source,
     *,
     key: str | None = None,
-    rules: Iterable[Rule] = (),
+    rules: Iterable[Rule] | Schema = (),
     allow_missing: Iterable[str] = (),
     allow_unexpected: Iterable[str] = (),
     dtype: torch.dtype | None = None,
@@ -73,7 +74,7 @@ def load(
     source: Source | Plan,
     *,
     key: str | None = None,
-    rules: Iterable[Rule] = (),
+    rules: Iterable[Rule] | Schema = (),
     allow_missing: Iterable[str] = (),
     allow_unexpected: Iterable[str] = (),
     dtype: torch.dtype | None = None,
@@ -97,7 +98,8 @@ def load(
         source: a path, a directory, a mapping of names to tensors, a `Checkpoint`; or a `Plan`, which brings its own
             arguments and is refused where the model has changed since.
         key: the part of the checkpoint to load, by its dotted path. Without it, the part that has the model's names.
-        rules: changes of the checkpoint's names, applied in their order.
+        rules: changes of the checkpoint's names and tensors, applied in their order; or a `Schema`, which gives those
+            that lead from the checkpoint's version to the current one.
         allow_missing: glob patterns of names that the model has and the checkpoint need not have.
         allow_unexpected: glob patterns of names that the checkpoint has and the model need not have.
         dtype: casts floating-point tensors on the way; what is loaded has that dtype afterwards. Without it, only
@@ -255,7 +257,7 @@ def _model(model: object) -> nn.Module:
 
 def _options(
     key: str | None,
-    rules: Iterable[Rule],
+    rules: Iterable[Rule] | Schema,
     allow_missing: Iterable[str],
     allow_unexpected: Iterable[str],
     dtype: torch.dtype | None,
@@ -275,7 +277,8 @@ def _options(
         raise OptionError("nothing can be loaded onto the meta device", remedy="device='cpu', or none")
     return Options(
         key=key,
-        rules=check_rules(rules),
+        rules=() if isinstance(rules, Schema) else check_rules(rules),
+        schema=rules if isinstance(rules, Schema) else None,
         allow_missing=_patterns("allow_missing", allow_missing),
         allow_unexpected=_patterns("allow_unexpected", allow_unexpected),
         dtype=dtype,

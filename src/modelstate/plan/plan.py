@@ -12,6 +12,7 @@ from modelstate.plan.dtypes import short
 from modelstate.plan.explain import explain
 from modelstate.plan.problems import Problem
 from modelstate.plan.rules.rule import Rule
+from modelstate.plan.rules.schema import Schema
 from modelstate.read.checkpoint import Checkpoint
 from modelstate.words import size
 
@@ -22,6 +23,8 @@ class Options:
 
     key: str | None = None
     rules: tuple[Rule, ...] = ()
+    schema: Schema | None = None
+    """Gives the rules, once the checkpoint is known."""
     allow_missing: tuple[str, ...] = ()
     allow_unexpected: tuple[str, ...] = ()
     dtype: torch.dtype | None = None

@@ -5,7 +5,7 @@ bytes, with everything known that could keep them from being carried out.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import Any
 
@@ -137,6 +137,9 @@ class Preparation:
         make_write: Callable[["Preparation", Assignment], Write],
         call_extra_state: bool,
     ) -> None:
+        if options.schema is not None:
+            part = checkpoint if options.key is None else checkpoint.select(options.key)
+            options = replace(options, rules=options.schema.rules_for(part), schema=None)
         self.journal, self.model, self.options = journal, journal.root, options
         self.slots = slots_of(self.model)
         wanted = [*self.slots.by_name, *self.slots.extra]

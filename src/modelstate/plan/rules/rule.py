@@ -2,7 +2,7 @@
 
 import re
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import MISSING, dataclass, fields
+from dataclasses import MISSING, dataclass, fields, replace
 from typing import Any, Protocol, runtime_checkable
 
 import torch
@@ -90,6 +90,11 @@ class Course:
     def keep(self, name: str, entry: Entry) -> None:
         """Leaves an entry as it is."""
         self._put(name, entry)
+
+    def begin_again(self) -> None:
+        """Leaves everything as it is, and forgets which names it had."""
+        self._hits += 1
+        self._made = {name: replace(entry, names=()) for name, entry in self.entries.items()}
 
     def drop(self) -> None:
         """Leaves an entry out."""

@@ -121,25 +121,34 @@ class Concat(Shown):
     def _join(self, course: Course, target: str, group: Sequence[_Named | None]) -> None:
         found = [one for one in group if one is not None]
         if len(found) < len(group):
-            absent = [pattern for pattern, one in zip(self.patterns, group, strict=True) if one is None]
-            return course.fail(
-                target, f"only {', '.join(name for name, _ in found)} is there: nothing is like {absent}"
-            )
-        sizes = [
-            entry.tensor.shape[self.dim] for _, entry in found if entry.tensor is not None and self._has_dim(entry)
-        ]
-        if len(sizes) == len(found):
-            wanted = list(self.sizes) if self.sizes is not None else sizes[:1] * len(sizes)
-            if sizes != wanted:
-                return course.fail(target, f"the parts have the sizes {sizes}, not {wanted}: give sizes=")
-        return course.tensor(target, found, self._cat)
+            absent = ", ".join(pattern for pattern, one in zip(self.patterns, group, strict=True) if one is None)
+            there = ", ".join(name for name, _ in found)
+            return course.fail(target, f"there is {there}, and nothing like {absent}")
+        tensors = [entry.tensor for _, entry in found if entry.tensor is not None]
+        why = "a part is no tensor" if len(tensors) < len(found) else self._why_not(tensors)
+        if why:
+            return course.fail(target, why)
+        # Not by torch.cat on meta: to know a shape that way takes it a second, the first time.
+        shape = list(tensors[0].shape)
+        shape[self.dim] = sum(tensor.shape[self.dim] for tensor in tensors)
+        return course.make(target, Derived(tensors[0].dtype, tuple(shape), tuple(tensors), self._cat), found)
 
-    def _has_dim(self, entry: Entry) -> bool:
-        return entry.tensor is not None and -len(entry.tensor.shape) <= self.dim < len(entry.tensor.shape)
+    def _why_not(self, tensors: Sequence[Source]) -> str:
+        shapes = [list(tensor.shape) for tensor in tensors]
+        if not all(-len(shape) <= self.dim < len(shape) for shape in shapes):
+            return f"there is no dimension {self.dim} in the shapes {shapes}"
+        sizes = [shape.pop(self.dim) for shape in map(list, shapes)]
+        wanted = list(self.sizes) if self.sizes is not None else sizes[:1] * len(sizes)
+        if sizes != wanted:
+            return f"the parts have the sizes {sizes}, not {wanted}: give sizes="
+        rest = [shape[: self.dim] + shape[self.dim :][1:] for shape in shapes]
+        if any(one != rest[0] for one in rest):
+            return f"the shapes {shapes} differ in more than dimension {self.dim}"
+        if len({tensor.dtype for tensor in tensors}) > 1:
+            return "the parts have several dtypes"
+        return ""
 
     def _cat(self, *parts: torch.Tensor) -> torch.Tensor:
-        if len({part.dtype for part in parts}) > 1:
-            raise ValueError("the parts have several dtypes")
         return torch.cat(parts, self.dim)
 
     def reverse(self) -> "Split":

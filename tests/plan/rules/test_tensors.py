@@ -1,0 +1,238 @@
+"""Rules that make tensors of tensors: what they make, what they cannot, and the way back."""
+
+import re
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+import modelstate as ms
+from modelstate.errors import RuleError
+
+ROWS = torch.arange(24.0).reshape(6, 4)
+
+
+def equal(one: dict[str, Any], other: dict[str, Any]) -> bool:
+    same = one.keys() == other.keys()
+    return same and all(a.dtype == b.dtype and torch.equal(a, b) for a, b in ((one[k], other[k]) for k in one))
+
+
+@pytest.mark.parametrize(
+    ("rule", "state", "becomes"),
+    [
+        (ms.Split("*.qk", ["*.q", "*.k"]), {"a.qk": ROWS}, {"a.q": ROWS[:3], "a.k": ROWS[3:]}),
+        (ms.Split("w", ["a", "b"], dim=1, sizes=[1, 3]), {"w": ROWS}, {"a": ROWS[:, :1], "b": ROWS[:, 1:]}),
+        (ms.Split("w", ["a", "b"], dim=-1), {"w": ROWS}, {"a": ROWS[:, :2], "b": ROWS[:, 2:]}),
+        (ms.Split("w", ["a", "b"], sizes=[0, 6]), {"w": ROWS}, {"a": ROWS[:0], "b": ROWS}),
+        (ms.Concat(["*.q", "*.k"], "*.qk"), {"0.q": ROWS, "0.k": -ROWS}, {"0.qk": torch.cat([ROWS, -ROWS])}),
+        (ms.Concat(["k", "q"], "w", dim=1), {"q": ROWS, "k": -ROWS}, {"w": torch.cat([-ROWS, ROWS], 1)}),
+        (ms.Concat(["a", "b"], "w", sizes=[2, 6]), {"a": ROWS[:2], "b": ROWS}, {"w": torch.cat([ROWS[:2], ROWS])}),
+        (ms.Transpose("w"), {"w": ROWS}, {"w": ROWS.T}),
+        (ms.Transpose("w", 0, 2), {"w": ROWS.reshape(3, 2, 4)}, {"w": ROWS.reshape(3, 2, 4).transpose(0, 2)}),
+        (ms.Reshape("w", [2, -1]), {"w": ROWS}, {"w": ROWS.reshape(2, 12)}),
+        (ms.Cast("w", torch.float16), {"w": ROWS}, {"w": ROWS.half()}),
+        (ms.Cast("w", torch.float32), {"w": ROWS}, {"w": ROWS}),
+        (ms.Copy("wte.*", "head.*"), {"wte.w": ROWS}, {"wte.w": ROWS, "head.w": ROWS}),
+        (ms.Same("wte.*", "head.*"), {"wte.w": ROWS, "head.w": ROWS.clone()}, {"wte.w": ROWS}),
+        (ms.Fill("b", torch.ones(2)), {"a": ROWS}, {"a": ROWS, "b": torch.ones(2)}),
+        (ms.Apply("w", torch.neg), {"w": ROWS}, {"w": -ROWS}),
+        (ms.Apply("w", lambda w: torch.tensor(w.sum().item())), {"w": ROWS}, {"w": ROWS.sum()}),
+    ],
+    ids=lambda value: repr(value) if isinstance(value, ms.Rule) else "",
+)  # fmt: skip
+def test_what_a_rule_makes(rule: Any, state: dict[str, Any], becomes: dict[str, Any]) -> None:
+    before = {name: value.clone() for name, value in state.items()}
+    assert equal(ms.Rules([rule]).apply(state), becomes)
+    assert equal(state, before)
+
+
+@pytest.mark.parametrize(
+    ("rule", "state", "says"),
+    [
+        (ms.Split("w", ["a", "b"], sizes=[2, 3]), {"w": ROWS}, r"add up to 5, and dimension 0 of \[6, 4\] has 6"),
+        (ms.Split("w", ["a", "b", "c", "d"]), {"w": ROWS}, "6 cannot be cut into 4 parts"),
+        (ms.Split("w", ["a", "b"], dim=2), {"w": ROWS}, "no dimension 2"),
+        (ms.Split("w", ["a", "b"]), {"w": torch.tensor(1.0)}, "no dimension 0"),
+        (ms.Split("w", ["a", "b"]), {"w": "text"}, "no tensor"),
+        (ms.Split("w", ["a", "b"]), {"w": ROWS, "b": ROWS}, "b: from w, b"),
+        (ms.Concat(["a", "b"], "w"), {"a": ROWS}, "there is a, and nothing like b"),
+        (ms.Concat(["a", "b"], "w"), {"a": ROWS, "b": ROWS[:2]}, r"sizes \[6, 2\], not \[6, 6\]"),
+        (ms.Concat(["a", "b"], "w", sizes=[2, 6]), {"a": ROWS, "b": ROWS[:2]}, "sizes"),
+        (ms.Concat(["a", "b"], "w"), {"a": ROWS, "b": ROWS[:, :2]}, "differ in more than dimension 0"),
+        (ms.Concat(["a", "b"], "w"), {"a": ROWS, "b": ROWS.half()}, "several dtypes"),
+        (ms.Concat(["a", "b"], "w"), {"a": ROWS, "b": 7}, "no tensor"),
+        (ms.Concat(["a", "b"], "w", dim=2), {"a": ROWS, "b": ROWS}, "no dimension 2"),
+        (ms.Concat(["a", "b"], "w", dim=-1), {"a": ROWS, "b": ROWS[:3]}, "differ in more"),
+        (ms.Transpose("w"), {"w": torch.ones(3)}, "Dimension out of range"),
+        (ms.Reshape("w", [5, 5]), {"w": ROWS}, "invalid for input of size"),
+        (ms.Reshape("w", [24], before=[4, 6]), {"w": ROWS}, r"shape is \[6, 4\], not \[4, 6\]"),
+        (ms.Cast("w", torch.float16, before=torch.float64), {"w": ROWS}, "dtype is torch.float32"),
+        (ms.Fill("w", 0), {"w": ROWS}, "has it already"),
+        (ms.Fill("b", 0), {"w": ROWS}, "match nothing"),
+        (ms.Same("a", "b"), {"a": ROWS, "b": -ROWS}, "differs from a"),
+        (ms.Same("a", "b"), {"b": ROWS}, "no a"),
+        (ms.Apply("w", lambda w: 7), {"w": ROWS}, "returned int"),
+        (ms.Apply("w", lambda w: 1 / 0), {"w": ROWS}, "ZeroDivisionError"),
+        (ms.Apply("w", lambda w: 1 / 0), {"w": "text"}, "ZeroDivisionError"),
+        (ms.Copy("a", "b"), {"a": ROWS, "b": ROWS}, "b: from a, b"),
+        (ms.Transpose("other"), {"w": ROWS}, "match nothing"),
+    ],
+)
+def test_what_a_rule_cannot(rule: Any, state: dict[str, Any], says: str) -> None:
+    with pytest.raises(RuleError, match=says):
+        ms.Rules([rule]).apply(state)
+
+
+@pytest.mark.parametrize(
+    ("make", "says"),
+    [
+        (lambda: ms.Split("w", "ab"), "several names"),
+        (lambda: ms.Split("w", []), "several names"),
+        (lambda: ms.Split("w", ["a", "a"]), "twice"),
+        (lambda: ms.Split("w.*", ["a", "b"]), "as many"),
+        (lambda: ms.Split("w", ["a", "b"], sizes=[1]), "as many sizes"),
+        (lambda: ms.Split("w", ["a", "b"], sizes=[-1, 7]), "whole numbers"),
+        (lambda: ms.Split("w", ["a", "b"], sizes=7), "sizes= takes"),
+        (lambda: ms.Split("w", ["a", "b"], dim="x"), "dim= is a number"),
+        (lambda: ms.Concat(["a", 7], "w"), "a name"),
+        (lambda: ms.Reshape("w", 7), "shape= takes"),
+        (lambda: ms.Reshape("w", [2.5]), "whole numbers"),
+        (lambda: ms.Transpose(""), "a name"),
+        (lambda: ms.Cast("w", "float16"), "takes dtypes"),
+        (lambda: ms.Apply("w", 7), "takes functions"),
+        (lambda: ms.Apply("w", abs, inverse=7), "takes functions"),
+        (lambda: ms.Fill("w", "zero"), "number or a tensor"),
+        (lambda: ms.Copy("a.*", "b"), "as many"),
+    ],
+)
+def test_what_is_no_rule(make: Any, says: str) -> None:
+    with pytest.raises(RuleError, match=says):
+        make()
+
+
+@pytest.mark.parametrize(
+    "rule",
+    [
+        ms.Split("*.qkv", ["*.q", "*.k", "*.v"], dim=1, sizes=[1, 2, 3]),
+        ms.Concat(["q", "k"], "qk"),
+        ms.Transpose("w", 1, 2),
+        ms.Reshape("w", [1, -1], before=[4]),
+        ms.Cast("*", torch.float64, before=torch.float32),
+        ms.Copy("a", "b"),
+        ms.Same("a", "b"),
+        ms.Fill("a.*", 0),
+        ms.Fill("a"),
+    ],
+    ids=repr,
+)
+def test_rules_print_as_the_code_that_makes_them(rule: Any) -> None:
+    pasted = eval(repr(rule), {**vars(ms), "re": re, "torch": torch})
+    assert repr(pasted) == repr(rule)
+
+
+@pytest.mark.parametrize(
+    "rule",
+    [
+        ms.Ignore("a"),
+        ms.Rename(re.compile("a"), "b"),
+        ms.Reshape("a", [4]),
+        ms.Cast("a", torch.float64),
+        ms.Cast("a", torch.float16, before=torch.float32),
+        ms.Cast("a", torch.int8, before=torch.float32),
+        ms.Apply("a", torch.neg),
+    ],
+    ids=repr,
+)
+def test_what_nothing_takes_back(rule: Any) -> None:
+    with pytest.raises(RuleError, match="cannot be reversed") as caught:
+        ms.Rules([rule]).reverse()
+    assert repr(rule) in str(caught.value)
+
+
+# Chains, and the way back.
+
+
+@st.composite
+def chains(draw: st.DrawFn) -> tuple[ms.Rules, dict[str, torch.Tensor]]:
+    """A state dict, and rules that each apply to some of it. New names are new, so that the way back is exact."""
+    state = {
+        f"n{index}.{leaf}": torch.randint(-9, 9, draw(st.sampled_from([(6, 4), (4, 6, 2), (12,), (6, 6)]))).float()
+        for index in range(draw(st.integers(1, 3)))
+        for leaf in draw(st.sampled_from([("w",), ("w", "b"), ("w", "b", "c")]))
+    }
+    rules: list[Any] = []
+    now = dict(state)
+    for step in range(draw(st.integers(1, 6))):
+        name = draw(st.sampled_from(sorted(now)))
+        new = [f"s{step}.{index}.{name.rpartition('.')[2]}" for index in range(3)]
+        last, dims = now[name].shape[-1], now[name].dim()
+        fitting: list[Any] = [
+            ms.Rename(name, new[0]),
+            ms.Prefix(add=f"p{step}."),
+            ms.Rename(f"*.{name.rpartition('.')[2]}", f"*.r{step}"),
+            ms.Copy(name, new[1]),
+            ms.Cast(name, torch.float64, before=torch.float32) if now[name].dtype is torch.float32 else None,
+            ms.Reshape(name, [-1], before=list(now[name].shape)),
+            ms.Transpose(name, 0, dims - 1),
+            ms.Apply(name, torch.neg, inverse=torch.neg),
+            ms.Split(name, new, dim=-1) if last % 3 == 0 else None,
+            ms.Split(name, new[:2], dim=dims - 1, sizes=[1, last - 1]),
+            ms.Fill(new[2], torch.ones(3)),
+        ]
+        same = [other for other in now if other != name and now[other].shape == now[name].shape]
+        if same:
+            fitting.append(ms.Concat([name, same[0]], new[0]))
+        rule = draw(st.sampled_from([one for one in fitting if one is not None]))
+        try:
+            now = ms.Rules([rule]).apply(now)
+        except RuleError:
+            continue  # dtypes that differ, or nothing to rename but itself
+        rules.append(rule)
+    return ms.Rules(rules), state
+
+
+@given(chains())
+@settings(suppress_health_check=[HealthCheck.too_slow])
+def test_a_chain_and_then_its_reverse_change_nothing(chain: tuple[ms.Rules, dict[str, torch.Tensor]]) -> None:
+    rules, state = chain
+    there = rules.apply(state)
+    assert equal(rules.reverse().apply(there), state)
+
+
+@given(chains())
+@settings(suppress_health_check=[HealthCheck.too_slow])
+def test_a_chain_of_rules_is_one_rule_after_the_other(chain: tuple[ms.Rules, dict[str, torch.Tensor]]) -> None:
+    rules, state = chain
+    now: dict[str, Any] = state
+    for rule in rules:
+        now = ms.Rules([rule]).apply(now)
+    assert equal(rules.apply(state), now)
+
+
+@given(chains())
+@settings(suppress_health_check=[HealthCheck.too_slow])
+def test_a_load_by_rules_gives_what_the_rules_give(chain: tuple[ms.Rules, dict[str, torch.Tensor]]) -> None:
+    rules, state = chain
+    wanted = rules.apply(state)
+    module = nn.Module()
+    for name, value in wanted.items():
+        owner = module
+        *path, leaf = name.split(".")
+        for part in path:
+            if part not in owner._modules:
+                owner.add_module(part, nn.Module())
+            owner = owner.get_submodule(part)
+        owner.register_buffer(leaf, torch.zeros_like(value))
+    ms.load(module, state, rules=rules)
+    assert equal(dict(module.state_dict()), wanted)
+
+
+def test_rules_add_up_and_flatten() -> None:
+    first, second = ms.Rules([ms.Prefix(add="a.")]), ms.Rules([[ms.Transpose("*")], ms.Ignore("b")])
+    assert first + second == ms.Rules([first, second]) == (ms.Prefix(add="a."), ms.Transpose("*"), ms.Ignore("b"))
+    assert isinstance(first + second, ms.Rules)
+    with pytest.raises(ms.errors.OptionError, match="not a rule"):
+        ms.Rules([7])
