@@ -11,10 +11,13 @@ from modelstate.place.identity import identity as identity
 from modelstate.place.load import load as load
 from modelstate.place.load import plan as plan
 from modelstate.place.load_state_dict import load_state_dict as load_state_dict
+from modelstate.place.optimizer_state import load_optimizer_state as load_optimizer_state
+from modelstate.place.optimizer_state import optimizer_state as optimizer_state
 from modelstate.place.report import Report as Report
 from modelstate.place.skeleton import skeleton as skeleton
 from modelstate.place.swap_tensors import swap_tensors as swap_tensors
 from modelstate.plan.plan import Plan as Plan
+from modelstate.plan.rules import known as known
 from modelstate.plan.rules.chain import Rules as Rules
 from modelstate.plan.rules.names import Ignore as Ignore
 from modelstate.plan.rules.names import Prefix as Prefix

@@ -42,6 +42,7 @@ ModelStateError
 ├── OptionError                       (TypeError) an argument that means nothing
 ├── RuleError                         (ValueError) a rule that cannot be applied
 ├── SchemaError                       (ValueError) a checkpoint whose version a schema does not know
+├── OptimizerStateError               (ValueError) the state of an optimizer that does not fit
 ├── PlanError                         (RuntimeError) a plan that has problems; see `.problems`
 ├── StalePlanError                    (RuntimeError) the model is no longer what was planned for
 ├── ModelCodeError                    (RuntimeError) a hook, an override or `set_extra_state` of the model raised
@@ -254,6 +255,10 @@ class RuleError(ModelStateError, ValueError):
 
 class SchemaError(ModelStateError, ValueError):
     """A version that is none of a schema's, or a checkpoint of which nothing says its version."""
+
+
+class OptimizerStateError(ModelStateError, ValueError):
+    """The state of an optimizer that goes by no names, or does not fit the parameters."""
 
 
 class PlanError(ModelStateError, RuntimeError):

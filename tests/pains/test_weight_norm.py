@@ -1,6 +1,5 @@
 """Files of the old `weight_norm`, which the parametrization of that name reads, and what else they need."""
 
-import re
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,14 +15,8 @@ import modelstate as ms
 from tests.pains.conftest import StockFails
 from tests.place.fingerprint import whole
 
-BACK = [
-    ms.Rename(re.compile(r"parametrizations\.weight\.original0$"), "weight_g"),
-    ms.Rename(re.compile(r"parametrizations\.weight\.original1$"), "weight_v"),
-]
-SPECTRAL = [
-    ms.Rename(re.compile(r"weight_orig$"), "parametrizations.weight.original"),
-    ms.Rename(re.compile(r"weight_([uv])$"), r"parametrizations.weight.0._\1"),
-]
+BACK = ms.known.weight_norm().reverse()
+SPECTRAL = ms.known.spectral_norm()
 X = torch.eye(3)
 
 

@@ -12,10 +12,11 @@ from hypothesis import strategies as st
 
 import modelstate as ms
 from modelstate.errors import AmbiguousKeyError
-from modelstate.plan.differences import WRAPPERS, regular_differences
+from modelstate.plan.differences import regular_differences
 from modelstate.plan.matching import matching_part, nearest
 from modelstate.plan.problems import OtherNames
 from modelstate.plan.rules.chain import renamed_by
+from modelstate.plan.rules.known import WRAPPERS
 from modelstate.plan.rules.rule import Rule
 from tests.plan.rules.naming import renamed
 

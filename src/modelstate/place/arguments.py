@@ -3,6 +3,7 @@
 from typing import Any
 
 import torch
+from torch import nn
 
 from modelstate.errors import OptionError
 
@@ -23,3 +24,10 @@ def device_of(device: Any) -> torch.device | None:
         raise OptionError(
             "not a device that is here", found=f"{device!r}: {error}", remedy="device='cpu', or none"
         ) from error
+
+
+def check_model(model: object) -> nn.Module:
+    """The model, if it is one. Raises `OptionError`."""
+    if not isinstance(model, nn.Module):
+        raise OptionError("not a model", expected="torch.nn.Module", found=type(model).__name__)
+    return model

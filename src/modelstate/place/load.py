@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from modelstate.errors import ModelStateError, OptionError, PlacementError, ReadFailedError, StalePlanError
-from modelstate.place.arguments import check_budget_option, device_of
+from modelstate.place.arguments import check_budget_option, check_model, device_of
 from modelstate.place.identity import lost_references
 from modelstate.place.optimizers import check_optimizers, following_state, placed
 from modelstate.place.place import Place
@@ -57,7 +57,7 @@ def plan(
     model's code raises. Problems do not raise: see `Plan.ok`, `Plan.problems`.
     """
     options = _options(key, rules, allow_missing, allow_unexpected, dtype, device, transform, map, in_place)
-    journal = Journal(_model(model))
+    journal = Journal(check_model(model))
     try:
         checkpoint = open_checkpoint(source)
         with no_collection(), torch.random.fork_rng(devices=[]):
@@ -121,7 +121,7 @@ def load(
     `PlacementError`, `ReadFailedError`, `ChecksumError`, `MemoryBudgetError`, `OptionError`, `StalePlanError`.
     """
     started = time.perf_counter()
-    checked = check_optimizers(optimizers, _model(model))
+    checked = check_optimizers(optimizers, check_model(model))
     check_budget_option(max_memory_bytes)
     options = _options(key, rules, allow_missing, allow_unexpected, dtype, device, transform, map, in_place)
     # A transform is the user's code, and may leave cycles of tensors behind that have to be collected on the way.
@@ -247,12 +247,6 @@ def _report(preparation: Preparation, started: float, verified_bytes: int) -> Re
 
 def _described(row: Row | Step) -> Loaded:
     return Loaded(row, 0.0) if isinstance(row, Step) else Loaded(step_of(row), row[-1])
-
-
-def _model(model: object) -> nn.Module:
-    if not isinstance(model, nn.Module):
-        raise OptionError("not a model", expected="torch.nn.Module", found=type(model).__name__)
-    return model
 
 
 def _options(

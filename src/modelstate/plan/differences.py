@@ -6,11 +6,9 @@ from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 from modelstate.plan.problems import OtherNames
+from modelstate.plan.rules.known import WRAPPERS
 from modelstate.plan.rules.names import Prefix, Rename
 from modelstate.plan.rules.rule import Rule, as_code
-
-WRAPPERS = ("module", "_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module")
-"""What DataParallel, torch.compile, FSDP and activation checkpointing put into names."""
 
 _MOST_WAYS = 8
 _MOST_HEADS = 12

@@ -179,7 +179,7 @@ def chains(draw: st.DrawFn) -> tuple[ms.Rules, dict[str, torch.Tensor]]:
             ms.Transpose(name, 0, dims - 1),
             ms.Apply(name, torch.neg, inverse=torch.neg),
             ms.Split(name, new, dim=-1) if last % 3 == 0 else None,
-            ms.Split(name, new[:2], dim=dims - 1, sizes=[1, last - 1]),
+            ms.Split(name, new[:2], dim=dims - 1, sizes=[1, last - 1]) if last else None,
             ms.Fill(new[2], torch.ones(3)),
         ]
         same = [other for other in now if other != name and now[other].shape == now[name].shape]

@@ -54,18 +54,19 @@ class Rules(tuple[Rule, ...]):
             name: Entry(value if isinstance(value, torch.Tensor) else Value(value), (name,))
             for name, value in state.items()
         }
-        applied = apply_rules(self, entries, _in_memory)
-        problems = [*applied.problems, *(IdlePattern(rule, option="rules") for rule in applied.idle)]
+        applied = apply_rules(self, entries, in_memory)
+        problems: list[Problem] = [*applied.problems, *(IdlePattern(rule, option="rules") for rule in applied.idle)]
         if problems:
             raise RuleError(f"the rules cannot be applied; nothing has been changed\n{explain(problems)}")
         return {name: _value(entry) for name, entry in applied.entries.items()}
 
 
 def _value(entry: Entry) -> Any:
-    return entry.content.value if isinstance(entry.content, Value) else values_of(entry.content, _in_memory)
+    return entry.content.value if isinstance(entry.content, Value) else values_of(entry.content, in_memory)
 
 
-def _in_memory(stored: Stored) -> torch.Tensor:
+def in_memory(stored: Stored) -> torch.Tensor:
+    """The values of a tensor that no file has."""
     assert isinstance(stored, torch.Tensor)  # what a mapping of tensors holds
     return stored.detach()
 

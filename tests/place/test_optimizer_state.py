@@ -1,0 +1,230 @@
+"""The state of an optimizer by names: it finds its parameters wherever they are, or says what does not fit."""
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import modelstate as ms
+from modelstate.errors import OptimizerStateError, OptionError, RuleError
+from tests.place.fingerprint import described
+
+
+class Separate(nn.Module):
+    def __init__(self, *order: str) -> None:
+        super().__init__()
+        for name in order or ("q", "k", "v", "out"):
+            self.add_module(name, nn.Linear(4, 4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.get_submodule("out")(self.q(x) + self.k(x) * self.v(x))
+
+
+class Fused(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.out = nn.Linear(4, 4)
+        self.qkv = nn.Linear(4, 12)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        q, k, v = self.qkv(x).chunk(3, -1)
+        return self.out(q + k * v)
+
+
+FUSE = ms.known.separate_qkv("qkv", ["q", "k", "v"]).reverse()
+X = torch.eye(4)
+
+
+def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: int = 3) -> None:
+    for _ in range(steps):
+        optimizer.zero_grad()
+        model(X).square().mean().backward()
+        optimizer.step()
+
+
+def trained(model: nn.Module, **options: Any) -> torch.optim.Optimizer:
+    optimizer = torch.optim.AdamW(model.parameters(), **options)
+    train(model, optimizer)
+    return optimizer
+
+
+def test_parameters_that_have_changed_places() -> None:
+    """By position, the moments of one parameter would go to another of the same shape."""
+    torch.manual_seed(0)
+    one, other = Separate(), Separate("out", "v", "k", "q")
+    first = trained(one, lr=0.01)
+    second = torch.optim.AdamW(other.parameters(), lr=0.5)
+    ms.load(other, one.state_dict())
+    ms.load_optimizer_state(other, second, ms.optimizer_state(one, first))
+    train(one, first)
+    train(other, second)
+    for name, value in one.state_dict().items():
+        torch.testing.assert_close(other.state_dict()[name], value, rtol=1e-6, atol=1e-7)
+    assert second.param_groups[0]["lr"] == 0.01
+
+
+@pytest.mark.parametrize("kind", ["AdamW", "SGD", "RMSprop", "Adagrad"])
+def test_training_goes_on_in_a_model_with_other_pieces(kind: str) -> None:
+    torch.manual_seed(0)
+    options = {"momentum": 0.9} if kind == "SGD" else {}
+    separate, fused = Separate(), Fused()
+    first = getattr(torch.optim, kind)(separate.parameters(), lr=0.01, **options)
+    second = getattr(torch.optim, kind)(fused.parameters(), lr=0.01, **options)
+    train(separate, first)
+    ms.load(fused, separate.state_dict(), rules=FUSE)
+    ms.load_optimizer_state(fused, second, ms.optimizer_state(separate, first), rules=FUSE)
+    train(separate, first)
+    train(fused, second)
+    for name, value in FUSE.apply(separate.state_dict()).items():
+        torch.testing.assert_close(fused.state_dict()[name], value, rtol=1e-5, atol=1e-6)
+    again = Separate()
+    back = getattr(torch.optim, kind)(again.parameters(), lr=0.01, **options)
+    ms.load(again, fused.state_dict(), rules=FUSE.reverse())
+    ms.load_optimizer_state(again, back, ms.optimizer_state(fused, second), rules=FUSE.reverse())
+    assert ms.optimizer_state(again, back)["state"].keys() == ms.optimizer_state(separate, first)["state"].keys()
+
+
+def test_a_file_in_between(tmp_path: Any) -> None:
+    model = Separate()
+    optimizer = trained(model, lr=0.25)
+    torch.save(ms.optimizer_state(model, optimizer), tmp_path / "state.pt")
+    fresh = torch.optim.AdamW(model.parameters())
+    ms.load_optimizer_state(model, fresh, torch.load(tmp_path / "state.pt"))
+    assert described(fresh.state_dict()) == described(optimizer.state_dict())
+
+
+def test_torchs_own_state_with_names() -> None:
+    model = Separate()
+    optimizer = torch.optim.AdamW(model.named_parameters())
+    train(model, optimizer)
+    other = Separate("v", "out", "q", "k")
+    fresh = torch.optim.AdamW(other.parameters())
+    ms.load_optimizer_state(other, fresh, optimizer.state_dict())
+    assert torch.equal(fresh.state[other.q.weight]["exp_avg"], optimizer.state[model.q.weight]["exp_avg"])
+
+
+def test_what_is_loaded_is_a_copy_in_the_dtype_of_the_parameter() -> None:
+    model = Separate()
+    optimizer = trained(model)
+    saved = ms.optimizer_state(model, optimizer)
+    half = copy.deepcopy(model).bfloat16()
+    fresh = torch.optim.AdamW(half.parameters())
+    ms.load_optimizer_state(half, fresh, saved)
+    state = fresh.state[half.q.weight]
+    assert (state["exp_avg"].dtype, state["step"].dtype) == (torch.bfloat16, torch.float32)
+    ms.load_optimizer_state(model, optimizer, saved)
+    kept = optimizer.state[model.q.weight]["exp_avg"]
+    assert kept is not saved["state"]["q.weight"]["exp_avg"]
+    assert torch.equal(kept, saved["state"]["q.weight"]["exp_avg"])
+
+
+def test_groups_are_found_by_their_parameters() -> None:
+    model = Separate()
+    groups = [{"params": [*model.q.parameters()], "lr": 0.5}, {"params": [*model.out.parameters()], "lr": 0.25}]
+    first = torch.optim.SGD(groups)
+    second = torch.optim.SGD([{"params": [*model.out.parameters()]}, {"params": [*model.q.parameters()]}], lr=1.0)
+    ms.load_optimizer_state(model, second, ms.optimizer_state(model, first))
+    assert [group["lr"] for group in second.param_groups] == [0.25, 0.5]
+    together = torch.optim.SGD([*model.q.parameters(), *model.out.parameters()], lr=1.0)
+    with pytest.raises(OptimizerStateError, match="groups with other options"):
+        ms.load_optimizer_state(model, together, ms.optimizer_state(model, first))
+
+
+def no_change(state: dict[str, Any]) -> None:
+    pass
+
+
+def without(name: str) -> Any:
+    def change(state: dict[str, Any]) -> None:
+        del state["state"][name]
+
+    return change
+
+
+def changed(name: str, key: str, value: Any) -> Any:
+    def change(state: dict[str, Any]) -> None:
+        state["state"][name][key] = value
+
+    return change
+
+
+def with_other(name: str) -> Any:
+    def change(state: dict[str, Any]) -> None:
+        state["state"][name] = state["state"]["q.weight"]
+
+    return change
+
+
+@pytest.mark.parametrize(
+    ("change", "rules", "error", "says"),
+    [
+        (without("q.weight"), (), OptimizerStateError, "q.weight: there is no state"),
+        (with_other("x"), (), OptimizerStateError, "x: the optimizer has no such parameter"),
+        (changed("q.bias", "exp_avg", torch.ones(4, 4)), (), OptimizerStateError, r"exp_avg has the shape \[4, 4\]"),
+        (changed("q.bias", "exp_avg", torch.ones(1, 1)), (), OptimizerStateError, r"exp_avg has the shape \[1, 1\]"),
+        (changed("q.bias", "step", torch.tensor(99.0)), FUSE, RuleError, "step on qkv.bias: it differs between"),
+        (without("q.weight"), FUSE, RuleError, "nothing like q"),
+        (no_change, [ms.Apply("q.weight", torch.neg)], RuleError, "moves=True"),
+        (no_change, [ms.Split("q.*", ["a.*", "b.*", "c.*"])], RuleError, "cannot be cut"),
+        (lambda state: state.pop("state"), (), OptimizerStateError, "not the state of an optimizer"),
+        (lambda state: state.update(param_groups=3), (), OptimizerStateError, "not the state of an optimizer"),
+        (lambda state: state["param_groups"][0].pop("params"), (), OptimizerStateError, "not the state"),
+    ],
+)  # fmt: skip
+def test_what_does_not_fit_changes_nothing(change: Any, rules: Any, error: type, says: str) -> None:
+    model = Separate()
+    optimizer = trained(model)
+    state: Any = copy.deepcopy(ms.optimizer_state(model, optimizer))
+    change(state)
+    target: nn.Module = Fused() if rules is FUSE else model
+    fresh = trained(target)
+    before = described(fresh.state_dict())
+    with pytest.raises(error, match=says):
+        ms.load_optimizer_state(target, fresh, state, rules=rules)
+    assert described(fresh.state_dict()) == before
+
+
+def test_positions_without_names_are_refused() -> None:
+    model = Separate()
+    optimizer = trained(model)
+    with pytest.raises(OptimizerStateError, match="positions"):
+        ms.load_optimizer_state(model, optimizer, optimizer.state_dict())
+
+
+def test_parameters_of_another_model() -> None:
+    model = Separate()
+    optimizer = torch.optim.SGD([*model.parameters(), nn.Parameter(torch.ones(1))])
+    with pytest.raises(OptimizerStateError, match="1 of 9"):
+        ms.optimizer_state(model, optimizer)
+    with pytest.raises(OptionError):
+        ms.optimizer_state(model, 7)  # type: ignore[arg-type]
+
+
+def test_new_parameters_without_state_on_request() -> None:
+    model = Separate()
+    optimizer = trained(model)
+    state = ms.optimizer_state(model, optimizer)
+    model.add_module("new", nn.Linear(2, 2))
+    fresh = torch.optim.AdamW(model.parameters())
+    with pytest.raises(OptimizerStateError, match=r"new\.weight"):
+        ms.load_optimizer_state(model, fresh, state)
+    ms.load_optimizer_state(model, fresh, state, allow_missing=True)
+    train(model, fresh)
+    with pytest.raises(OptionError, match="not a model"):
+        ms.load_optimizer_state(7, fresh, state)  # type: ignore[arg-type]
+
+
+def test_sums_over_rows_are_moved_by_names_only() -> None:
+    model = Separate()
+    optimizer = torch.optim.Adafactor(model.parameters())
+    train(model, optimizer)
+    state = ms.optimizer_state(model, optimizer)
+    with pytest.raises(RuleError, match="several shapes"):
+        ms.load_optimizer_state(model, optimizer, state, rules=[ms.Transpose("q.weight")])
+    ms.load_optimizer_state(model, optimizer, state)
+    swap = [ms.Rename("q.*", "x.*"), ms.Rename("k.*", "q.*"), ms.Rename("x.*", "k.*")]
+    expected = state["state"]["k.weight"]["row_var"].clone()
+    ms.load_optimizer_state(model, optimizer, state, rules=swap)
+    assert torch.equal(optimizer.state[model.q.weight]["row_var"], expected)
