@@ -40,6 +40,7 @@ ModelStateError
 ├── ReadTargetError                   (ValueError) `read_into` a tensor that does not fit
 ├── ChecksumError                     (ValueError) bytes that are not what their checksum says, or have none
 ├── OptionError                       (TypeError) an argument that means nothing
+├── BufferNameError                   (KeyError) a name that a module cannot take for a lazy buffer
 ├── RuleError                         (ValueError) a rule that cannot be applied
 ├── SchemaError                       (ValueError) a checkpoint whose version a schema does not know
 ├── OptimizerStateError               (ValueError) the state of an optimizer that does not fit
@@ -247,6 +248,10 @@ class ChecksumError(ModelStateError, ValueError):
 
 class OptionError(ModelStateError, TypeError):
     """An argument of a kind that means nothing here."""
+
+
+class BufferNameError(ModelStateError, KeyError):
+    """A name that a module cannot take for a lazy buffer."""
 
 
 class RuleError(ModelStateError, ValueError):

@@ -241,7 +241,9 @@ def _report(preparation: Preparation, started: float, verified_bytes: int) -> Re
         peak_memory_bytes=preparation.extra_bytes,
         verified_bytes=verified_bytes,
         # Our own writes keep every object; code of the model may put another one in its place.
-        references_lost=lost_references(preparation.slots, preparation.model) if preparation.journal.armed else (),
+        references_lost=lost_references(preparation.slots_before, preparation.model)
+        if preparation.journal.armed
+        else (),
     )
 
 

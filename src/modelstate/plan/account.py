@@ -22,7 +22,7 @@ from modelstate.plan.problems import (
     WrongShape,
 )
 from modelstate.plan.recorder import Outcome, loads_by_version
-from modelstate.plan.slots import HIDDEN, Slot, slots_of
+from modelstate.plan.slots import HIDDEN, Slot
 
 if TYPE_CHECKING:
     from modelstate.plan.prepare import Preparation
@@ -148,9 +148,7 @@ class Accounts:
             yield Unexpected(name, over[name], nearest(name, lacking_left) if few and not why else "", why)
 
     def _uninitialised(self, reported: set[str]) -> Iterable[Problem]:
-        # Code of the model may have put other tensors in place.
-        slots = slots_of(self.of.model) if self.of.journal.armed else self.of.slots
-        for slot in slots.tensors:
+        for slot in self.of.slots.tensors:
             if slot.tensor.is_meta and not self.of.is_filled(slot.tensor) and reported.isdisjoint(slot.names):
                 yield Uninitialised(slot.name, slot.kind)
 
@@ -163,6 +161,8 @@ class Accounts:
         still = [slot.name for slot in of.slots.tensors if slot.kind != HIDDEN and not of.is_filled(slot.tensor)]
         if left := [name for name in still if name not in named]:
             self._note(left, "left to the model's own loading code")
+        if emptied := [name for name in of.slots_before.by_name if name in of.slots.empty]:
+            self._note(emptied, "become None, as the model's own loading code says")
 
     def _note_options(self) -> None:
         """What the arguments mean for things that the plan cannot look into."""

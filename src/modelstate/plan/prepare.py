@@ -141,8 +141,9 @@ class Preparation:
             part = checkpoint if options.key is None else checkpoint.select(options.key)
             options = replace(options, rules=options.schema.rules_for(part), schema=None)
         self.journal, self.model, self.options = journal, journal.root, options
-        self.slots = slots_of(self.model)
-        wanted = [*self.slots.by_name, *self.slots.extra]
+        self.slots = self.slots_before = slots_of(self.model)
+        """What is there, from the end of the walk on: code of the model may have put in other tensors, or None."""
+        wanted = [*self.slots.by_name, *self.slots.extra, *self.slots.lazy]
         self.problems: list[Problem] = []
         self.notes: list[str] = []
         if options.key is not None:
@@ -168,6 +169,8 @@ class Preparation:
         self.versions = self._renamed_versions()
         outcome = Outcome()
         self._walk(outcome)
+        if journal.armed:
+            self.slots = slots_of(self.model)
         Accounts(self, outcome).settle()
         for late in self._late.values():
             late.done = True  # nobody looks at the values any more before they are wanted in their slots

@@ -26,7 +26,7 @@ class Missing(Problem):
     """The model has the slot and the checkpoint has nothing for it."""
 
     shape: tuple[int, ...] | None = None
-    """None for extra state."""
+    """None for extra state, and for a lazy buffer that is None in the model."""
     near: str = ""
     """A name of the checkpoint that nothing takes, and that is spelt almost like this one."""
 

@@ -11,6 +11,8 @@ from modelstate.read.tree import EXTRA_STATE
 
 PARAMETER, BUFFER, HIDDEN, EXTRA = "parameter", "buffer", "non-persistent buffer", "extra state"
 
+LAZY = "_modelstate_lazy_buffers"
+"""The attribute in which a module names the buffers that may be None; see `modelstate.extra.lazy`."""
 
 _STRICTEST = (PARAMETER, BUFFER, HIDDEN)
 
@@ -37,6 +39,8 @@ class Slots:
     by_name: dict[str, Slot]
     empty: frozenset[str]
     """Names that are registered with None."""
+    lazy: frozenset[str]
+    """Those of them that are lazy buffers, which may get a value all the same."""
     extra: tuple[str, ...]
     """Names of the extra state of modules that take some."""
 
@@ -45,12 +49,15 @@ def slots_of(root: nn.Module) -> Slots:
     """The slots of `root` and its descendants, in the order of `state_dict`."""
     found: dict[int, Slot] = {}
     empty: set[str] = set()
+    lazy: set[str] = set()
     extra: list[str] = []
     for prefix, module in _modules_of(root, ""):
         for group in (module._parameters, module._buffers):
             for name, tensor in group.items():
                 if tensor is None:
                     empty.add(prefix + name)
+                    if name in module.__dict__.get(LAZY, ()):
+                        lazy.add(prefix + name)
                     continue
                 kind = PARAMETER if group is module._parameters else BUFFER
                 if kind is BUFFER and name in module._non_persistent_buffers_set:
@@ -65,7 +72,7 @@ def slots_of(root: nn.Module) -> Slots:
             extra.append(prefix + EXTRA_STATE)
     tensors = tuple(found.values())
     by_name = {name: slot for slot in tensors for name in slot.names}
-    return Slots(tensors, by_name, frozenset(empty), tuple(extra))
+    return Slots(tensors, by_name, frozenset(empty), frozenset(lazy), tuple(extra))
 
 
 def _modules_of(module: nn.Module, prefix: str) -> Iterator[tuple[str, nn.Module]]:

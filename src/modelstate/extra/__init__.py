@@ -1,0 +1,1 @@
+"""State that torch's own state dicts have no place for."""
