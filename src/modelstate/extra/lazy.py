@@ -165,7 +165,7 @@ def _make_room(
     elif buffer is None or not _has_its_shape(buffer, value):
         if assigns:
             module._buffers[name] = value
-        elif buffer is not None and _can_be_resized(buffer) and is_plain(value):
+        elif buffer is not None and _can_be_resized(buffer) and _is_ordinary(value):
             _resize(buffer, value.shape)
         else:
             module._buffers[name] = _empty(value, _device(module) if buffer is None else buffer.device)
@@ -178,7 +178,11 @@ def _has_its_shape(buffer: torch.Tensor, value: torch.Tensor) -> bool:
 
 
 def _can_be_resized(buffer: torch.Tensor) -> bool:
-    return is_plain(buffer) and buffer.is_leaf and not buffer.is_quantized and not buffer.is_inference()
+    return _is_ordinary(buffer) and buffer.is_leaf and not buffer.is_inference()
+
+
+def _is_ordinary(tensor: torch.Tensor) -> bool:
+    return is_plain(tensor) and not tensor.is_quantized
 
 
 @torch.inference_mode(False)
@@ -192,7 +196,7 @@ def _resize(buffer: torch.Tensor, shape: torch.Size) -> None:
 @torch.inference_mode(False)
 @torch.no_grad()
 def _empty(value: torch.Tensor, device: torch.device) -> torch.Tensor:
-    if is_plain(value) and not value.is_quantized:
+    if _is_ordinary(value):
         return torch.empty(value.shape, dtype=value.dtype, device=device)
     return value.detach().clone().to(device)  # only its class knows what an empty one is
 
