@@ -104,8 +104,12 @@ def test_what_else_is_assigned() -> None:
     del module.p
     assert not hasattr(module, "p")
     ms.register_lazy_buffer(module, "p")
-    ms.load(module, Lazy(torch.ones(2)).state_dict())
+    state = Lazy(torch.ones(2)).state_dict()
+    ms.load(module, state)
     assert same(module.p, torch.ones(2))
+    module.p = None
+    del state["p"]
+    assert module.load_state_dict(state, strict=False).missing_keys == ["p"]
 
 
 # Loading.
@@ -190,7 +194,11 @@ def test_a_part_of_a_model_says_nothing_of_the_rest() -> None:
     model.load_state_dict(part, strict=False)
     assert model[0].p is None
     assert model[1].p is kept
+    model[0].register_parameter("weight", nn.Parameter(torch.ones(1)))
     model[0].p = torch.ones(3)
+    assert model.load_state_dict(part, strict=False).missing_keys[:2] == ["0.weight", "0.p"]
+    assert model[0].p is not None
+    del model[0].weight
     ms.load(model, part, allow_missing=["1.*"])
     assert (model[0].p, model[1].p) == (None, kept)
 
@@ -206,11 +214,22 @@ def test_a_note_of_another_kind(note: Any) -> None:
 
 
 @every_load
+@pytest.mark.parametrize("note", [3, {"p": 0}, {"q": True}, {"p": None}, []])
+def test_a_note_of_another_kind_where_nothing_is(load: Load, note: Any) -> None:
+    state: Any = Lazy().state_dict()
+    state._metadata[""]["modelstate.lazy_buffers"] = note
+    target = Lazy(torch.zeros(2))
+    load(target, state)
+    assert target.p is None
+
+
+@every_load
 @pytest.mark.parametrize("there", [None, torch.zeros(2)], ids=["None", "set"])
 def test_values_that_are_no_tensors(load: Load, there: torch.Tensor | None) -> None:
     target = Lazy(there)
-    with pytest.raises(RuntimeError, match="int"):
+    with pytest.raises(RuntimeError, match="int") as caught:
         load(target, {**Lazy().state_dict(), "p": 3})
+    assert "nexpected" not in str(caught.value)  # the name is right
     assert target.p is there
 
 
@@ -258,6 +277,18 @@ def test_buffers_that_cannot_be_resized_are_replaced() -> None:
         target = Lazy(there)
         ms.load(target, Lazy(torch.ones(3)).state_dict())
         assert same(target.p, torch.ones(3))
+        assert target.p.is_leaf
+
+
+@every_load
+def test_a_gradient_of_another_shape_goes(load: Load) -> None:
+    target = Lazy(torch.ones(2, requires_grad=True))
+    target(torch.ones(1, 2)).sum().backward()
+    held = target.p
+    load(target, Lazy(torch.ones(3)).state_dict())
+    assert target.p is held
+    assert held.requires_grad
+    assert held.grad is None
 
 
 def test_loading_within_inference_mode_makes_a_normal_tensor() -> None:
@@ -417,6 +448,13 @@ def test_it_goes_where_the_module_is() -> None:
         target.load_state_dict(source.state_dict())
     assert target.p is not None
     assert target.p.is_meta
+    with ms.skeleton():
+        real = nn.BatchNorm1d(2)
+    ms.register_lazy_buffer(real, "p")
+    with pytest.warns(UserWarning, match="no-op"):
+        real.load_state_dict({**nn.BatchNorm1d(2).state_dict(), "p": torch.ones(3)})
+    assert real.weight.is_meta
+    assert same(real.p, torch.ones(3))  # beside the running mean
 
 
 # Trees of modules.

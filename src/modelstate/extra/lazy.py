@@ -39,11 +39,12 @@ def register_lazy_buffer(module: nn.Module, name: str) -> None:
     _check(module, name)
     typed: Any = module
     typed.register_buffer(name, None)
-    known: tuple[str, ...] | None = vars(module).get(LAZY)
-    if known is None:
+    known: tuple[str, ...] = vars(module).get(LAZY, ())
+    if not known:
         typed.register_load_state_dict_pre_hook(_before_loading)
         typed.register_state_dict_post_hook(_after_saving)
-    setattr(module, LAZY, (*(other for other in known or () if other != name), name))
+    if name not in known:  # as it is where the buffer was deleted
+        setattr(module, LAZY, (*known, name))
 
 
 def _check(module: nn.Module, name: str) -> None:
