@@ -207,16 +207,16 @@ class Preparation:
     def _state_dict(self) -> dict[str, Any]:
         """The part of the checkpoint as the protocol wants it: by the names of the model, tensors mapped."""
         state: dict[str, Any] = {}
-        self._name_of: dict[int, str] = {}
+        mapped: dict[str, torch.Tensor] = {}
         for name, entry in self.applied.entries.items():
             content = entry.content
             if isinstance(content, Value):
                 state[name] = content.value
                 continue
             value = self._late_value(content) if isinstance(content, Derived) else self.maps.tensor(content)
-            state[name] = value
-            self._name_of[id(value)] = name
-            self.journal.protect([value])
+            state[name] = mapped[name] = value
+        self._name_of = {id(value): name for name, value in mapped.items()}
+        self.journal.protect(mapped.values())
         return state
 
     def _late_value(self, stored: Derived) -> torch.Tensor:

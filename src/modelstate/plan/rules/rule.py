@@ -2,8 +2,8 @@
 
 import re
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import MISSING, dataclass, fields, replace
-from typing import Any, Protocol, runtime_checkable
+from dataclasses import MISSING, dataclass, fields
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import torch
 
@@ -30,9 +30,8 @@ class Value:
     value: object
 
 
-@dataclass(frozen=True, slots=True)
-class Entry:
-    """What a name stands for, in the course of the rules."""
+class Entry(NamedTuple):
+    """What a name stands for, in the course of the rules. (A named tuple, for a checkpoint may have very many.)"""
 
     content: Source | Value
     sources: tuple[str, ...]
@@ -94,7 +93,7 @@ class Course:
     def begin_again(self) -> None:
         """Leaves everything as it is, and forgets which names it had."""
         self._hits += 1
-        self._made = {name: replace(entry, names=()) for name, entry in self.entries.items()}
+        self._made = {name: entry._replace(names=()) for name, entry in self.entries.items()}
 
     def drop(self) -> None:
         """Leaves an entry out."""
