@@ -1,6 +1,7 @@
 """modelstate moves model state between files and live PyTorch models: all or nothing, with every reference kept."""
 
 from modelstate import errors as errors
+from modelstate.codec.codec import register_codec as register_codec
 from modelstate.convert.convert import convert as convert
 from modelstate.convert.keeping import reference_keeping as reference_keeping
 from modelstate.convert.target import UNCHANGED as UNCHANGED

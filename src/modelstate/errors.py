@@ -50,6 +50,11 @@ ModelStateError
 ├── TransformError                    (ValueError) a transform that raised, or returned something unusable
 ├── PlacementError                    (RuntimeError) a value that cannot be put in its place
 ├── RollbackError                     (RuntimeError) after a failure something could not be made what it was
+├── CodecError                        (ValueError) a value that cannot be encoded, or made of its encoding
+│   ├── UnsupportedValueError         a value of a kind that has no encoding
+│   ├── EncodedValueError             an encoding that is damaged
+│   ├── UnknownClassError             its class is not imported, not registered, or has other fields
+│   └── CodecNameError                a name that belongs to another class
 ├── SwapError                         (RuntimeError) a tensor that somebody holds, who would go on with what it was
 └── MemoryBudgetError                 (MemoryError)
 """
@@ -293,6 +298,26 @@ class PlacementError(ModelStateError, RuntimeError):
 
 class RollbackError(ModelStateError, RuntimeError):
     """After a failure, something of the model could not be made what it was. The only error that leaves a change."""
+
+
+class CodecError(ModelStateError, ValueError):
+    """A value cannot be encoded, or cannot be made of its encoding."""
+
+
+class UnsupportedValueError(CodecError):
+    """A value of a kind that has no encoding, that holds itself, or that is nested too deeply."""
+
+
+class EncodedValueError(CodecError):
+    """What should be an encoded value is none."""
+
+
+class UnknownClassError(CodecError):
+    """The class of an encoded value is not imported, not registered, of another kind, or has other fields."""
+
+
+class CodecNameError(CodecError):
+    """Two classes would have one name in files."""
 
 
 class SwapError(ModelStateError, RuntimeError):

@@ -1,0 +1,224 @@
+"""What NumPy has: scalars, arrays, dtypes, random generators."""
+
+import math
+from typing import Any
+
+import numpy as np
+import torch
+
+from modelstate.codec.walk import FIELD, REGISTER, Decoder, Encoder, Kind, Tree
+
+_DTYPE_KINDS = "biufcmMSUV"
+_BIT_GENERATORS: dict[str, Any] = {
+    cls.__name__: cls
+    for cls in (np.random.MT19937, np.random.PCG64, np.random.PCG64DXSM, np.random.Philox, np.random.SFC64)
+}
+_POSITIONS = {"MT19937": ("state", "pos", 624), "Philox": ("", "buffer_pos", 4)}
+"""Where a state has an index into itself, which NumPy does not check, and how large that can be."""
+_MAX_POOL = 64
+
+
+def _is_portable(dtype: Any) -> bool:
+    """Whether the bytes of the dtype mean the same everywhere."""
+    if dtype.subdtype is not None:
+        return _is_portable(dtype.subdtype[0])
+    if dtype.fields is not None:
+        return dtype.itemsize > 0 and all(_is_portable(entry[0]) for entry in dtype.fields.values())
+    return dtype.kind in _DTYPE_KINDS and dtype.char not in "gG" and dtype.itemsize > 0
+
+
+def _encode_dtype(dtype: Any, encoder: Encoder) -> Tree:
+    try:
+        text = _descr(dtype)
+        made = _dtype_of(text)
+        exact = _is_portable(dtype) and made == dtype and made.type is dtype.type
+    except (TypeError, ValueError):
+        exact = False
+    if not exact:
+        remedy = "save a list of it, or an array of another dtype"
+        raise encoder.fail(f"there is no encoding for NumPy's dtype {dtype}", remedy=remedy)
+    return text
+
+
+def _descr(dtype: Any) -> Any:
+    if dtype.fields is None:
+        # NumPy has two integers of one size, of which only one has a portable name.
+        same = np.dtype(dtype.str).char == dtype.char
+        return dtype.str if same else dtype.type.__name__
+    return _listed(np.lib.format.dtype_to_descr(dtype))
+
+
+def _listed(descr: Any) -> Any:
+    return [_listed(part) for part in descr] if isinstance(descr, list | tuple) else descr
+
+
+def _dtype_of(descr: Any) -> Any:
+    return np.dtype(descr) if type(descr) is str else np.lib.format.descr_to_dtype(_fields_of(descr))
+
+
+def _fields_of(descr: list[Any]) -> list[tuple[Any, ...]]:
+    """The description of a structure as NumPy wants it: with tuples, where JSON has lists."""
+    fields = []
+    for name, inner, *shape in descr:
+        title = name if type(name) is str else tuple(name)
+        fields.append((title, inner if type(inner) is str else _fields_of(inner), *map(tuple, shape)))
+    return fields
+
+
+def _dtype(tree: Tree, decoder: Decoder) -> Any:
+    made = _dtype_of(tree)
+    if not _is_portable(made):
+        raise decoder.fail("a dtype that is not stored here", found=str(made)[:80])
+    return made
+
+
+def _encode_array(value: Any, encoder: Encoder) -> Tree:
+    order = "F" if value.flags.f_contiguous and not value.flags.c_contiguous else "C"
+    dtype = encoder.child(value.dtype, (FIELD, "dtype"))["$numpy.dtype"]
+    data = bytearray(value.tobytes(order))
+    tensor = torch.frombuffer(data, dtype=torch.uint8) if data else torch.empty(0, dtype=torch.uint8)
+    return {"dtype": dtype, "shape": list(value.shape), "order": order, "data": encoder.tensor(tensor)}
+
+
+def _array(tree: Tree, decoder: Decoder) -> Any:
+    text, shape, order, data = decoder.fields(tree, "dtype", "shape", "order", "data")
+    dtype = _dtype(text, decoder)
+    sizes = [decoder.expect(size, int) for size in decoder.expect(shape, list)]
+    tensor = decoder.tensor(data)
+    if tensor.dtype != torch.uint8 or tensor.device.type != "cpu" or order not in ("C", "F"):
+        raise decoder.fail("the data of an array are not bytes, or their order is unknown")
+    raw = tensor.numpy().tobytes()
+    if min(sizes, default=0) < 0 or math.prod(sizes) * dtype.itemsize != len(raw):
+        raise decoder.fail("the bytes of an array are not as many as its shape and dtype need", found=len(raw))
+    made = np.empty(sizes, dtype, order)
+    if raw:
+        # As bytes, so that what fills gaps in a structure comes along.
+        (made.T if order == "F" else made).reshape(-1).view(np.uint8)[:] = np.frombuffer(raw, np.uint8)
+    return made
+
+
+def _encode_scalar(value: Any, encoder: Encoder) -> Tree:
+    dtype = encoder.child(value.dtype, (FIELD, "dtype"))["$numpy.dtype"]
+    kind = value.dtype.kind
+    if kind in "biu" or (kind == "f" and math.isfinite(value)):
+        return [dtype, encoder.value(value.item())]
+    if kind in "mM":
+        return [dtype, encoder.value(value.view(np.int64).item())]
+    return [dtype, encoder.value(value.tobytes())]
+
+
+def _scalar(tree: Tree, decoder: Decoder) -> Any:
+    text, inner = decoder.expect(tree, list)
+    dtype = _dtype(text, decoder)
+    value = decoder.value(inner)
+    if type(value) is bytes:
+        if len(value) != dtype.itemsize:
+            raise decoder.fail("the bytes of a scalar are not as many as its dtype needs", found=len(value))
+        return np.ndarray((), dtype, value).copy()[()]
+    expected: dict[str, type] = {"b": bool, "i": int, "u": int, "f": float, "m": int, "M": int}
+    decoder.expect(value, expected[dtype.kind])
+    if dtype.kind in "mM":
+        return np.int64(value).view(dtype)
+    made = dtype.type(value)
+    if made.item() != value:
+        raise decoder.fail("a number that its dtype does not have", found=text)
+    return made
+
+
+def _encode_bit_generator(value: Any, encoder: Encoder) -> Tree:
+    if _BIT_GENERATORS.get(type(value).__name__) is not type(value):
+        raise encoder.fail("an unknown bit generator", expected=", ".join(_BIT_GENERATORS), remedy=REGISTER)
+    # Its children are made from the seed.
+    seed: Any = getattr(value, "seed_seq", None)
+    known = type(seed) is np.random.SeedSequence and seed.pool_size <= _MAX_POOL
+    return encoder.named({"state": value.state, "seed": dict(seed.state) if known else None})
+
+
+def _bit_generator(tree: Tree, decoder: Decoder) -> Any:
+    state_tree, seed_tree = decoder.fields(tree, "state", "seed")
+    values = decoder.named({"state": state_tree, "seed": seed_tree})
+    seed = values["seed"]
+    if seed is not None:
+        if set(seed) != {"entropy", "spawn_key", "pool_size", "n_children_spawned"} or seed["pool_size"] > _MAX_POOL:
+            raise decoder.fail("this is no seed sequence")
+        seed = np.random.SeedSequence(**seed)
+    return _with_state(values["state"], seed, decoder)
+
+
+def _with_state(state: Any, seed: Any, decoder: Decoder) -> Any:
+    name = decoder.expect(state, dict)["bit_generator"]
+    made = _BIT_GENERATORS[name](0 if seed is None else seed)
+    if name in _POSITIONS:
+        part, key, most = _POSITIONS[name]
+        if not 0 <= decoder.expect((state[part] if part else state)[key], int) <= most:
+            raise decoder.fail("the position in a random state is outside it", expected=f"0 to {most}")
+    made.state = state
+    if not _same(made.state, {key: state[key] for key in made.state}):
+        raise decoder.fail(f"this is no state of {name}")
+    return made
+
+
+def _same(a: Any, b: Any) -> bool:
+    if isinstance(a, dict):
+        return type(b) is dict and a.keys() == b.keys() and all(_same(a[key], b[key]) for key in a)
+    if isinstance(a, np.ndarray):
+        return type(b) is np.ndarray and a.dtype == b.dtype and np.array_equal(a, b)
+    return type(a) is type(b) and bool(a == b)
+
+
+def _encode_random_state(value: Any, encoder: Encoder) -> Tree:
+    return encoder.named({"state": value.get_state(legacy=False)})
+
+
+def _random_state(tree: Tree, decoder: Decoder) -> Any:
+    decoder.fields(tree, "state")
+    state = decoder.named(tree)["state"]
+    own = {key: value for key, value in state.items() if key not in ("has_gauss", "gauss")}
+    made = np.random.RandomState(_with_state(own, None, decoder))
+    made.set_state(state)
+    return made
+
+
+def _generator(tree: Tree, decoder: Decoder) -> Any:
+    (bits,) = decoder.children([tree])
+    if type(bits) not in _BIT_GENERATORS.values():
+        raise decoder.fail("a generator without a bit generator")
+    return np.random.Generator(bits)
+
+
+def _is_dtype(cls: type) -> bool:
+    return issubclass(cls, np.dtype)
+
+
+def _is_scalar(cls: type) -> bool:
+    return issubclass(cls, np.generic) and cls.__module__ == "numpy"
+
+
+def _is_bit_generator(cls: type) -> bool:
+    return issubclass(cls, np.random.BitGenerator)
+
+
+# `str()` and `bytes()` of NumPy's classes drop zeros at the end.
+KINDS: dict[type, Kind] = {
+    np.ndarray: Kind("numpy.array", _encode_array, _array),
+    np.str_: Kind(
+        "numpy.str",
+        lambda value, encoder: encoder.value("".join(value)),
+        lambda tree, decoder: np.str_(decoder.expect(decoder.value(tree), str)),
+    ),
+    np.bytes_: Kind(
+        "numpy.bytes",
+        lambda value, encoder: encoder.value(b"".join([value, b""])),
+        lambda tree, decoder: np.bytes_(decoder.expect(decoder.value(tree), bytes)),
+    ),
+    np.random.Generator: Kind(
+        "numpy.random.Generator",
+        lambda value, encoder: encoder.children([value.bit_generator])[0],
+        _generator,
+    ),
+    np.random.RandomState: Kind("numpy.random.RandomState", _encode_random_state, _random_state),
+}
+SCALAR = Kind("numpy.scalar", _encode_scalar, _scalar)
+DTYPE = Kind("numpy.dtype", _encode_dtype, _dtype)
+BIT_GENERATOR = Kind("numpy.random.BitGenerator", _encode_bit_generator, _bit_generator)
+RULES = ((_is_scalar, SCALAR), (_is_dtype, DTYPE), (_is_bit_generator, BIT_GENERATOR))

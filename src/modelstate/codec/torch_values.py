@@ -1,0 +1,68 @@
+"""What torch has: tensors with their flags, sizes, dtypes, devices, generators."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+from modelstate.codec.walk import Decoder, Encoder, Kind, Tree
+
+
+def _by_name(cls: type) -> tuple[Callable[[Any, Encoder], Tree], Callable[[Any, Decoder], Any]]:
+    """The two ways of what torch has as constants of its own."""
+
+    def encode(value: Any, encoder: Encoder) -> Tree:
+        return str(value).removeprefix("torch.")
+
+    def decode(tree: Tree, decoder: Decoder) -> Any:
+        found = vars(torch).get(decoder.expect(tree, str))
+        if type(found) is not cls:
+            raise decoder.fail(f"torch has no such {cls.__name__}", found=tree[:80], remedy="a newer torch may have it")
+        return found
+
+    return encode, decode
+
+
+def _encode_parameter(value: nn.Parameter, encoder: Encoder) -> Tree:
+    return {"data": encoder.tensor(value), "requires_grad": value.requires_grad}
+
+
+def _parameter(tree: Tree, decoder: Decoder) -> torch.Tensor:
+    data, requires_grad = decoder.fields(tree, "data", "requires_grad")
+    return decoder.tensor(data, True, decoder.expect(requires_grad, bool))
+
+
+def _size(tree: Tree, decoder: Decoder) -> torch.Size:
+    return torch.Size([decoder.expect(size, int) for size in decoder.expect(tree, list)])
+
+
+def _device(tree: Tree, decoder: Decoder) -> torch.device:
+    return torch.device(decoder.expect(tree, str))
+
+
+def _encode_generator(value: torch.Generator, encoder: Encoder) -> Tree:
+    return {"device": str(value.device), "state": encoder.tensor(value.get_state())}
+
+
+def _generator(tree: Tree, decoder: Decoder) -> torch.Generator:
+    device, state = decoder.fields(tree, "device", "state")
+    made = torch.Generator(decoder.expect(device, str))
+    made.set_state(decoder.tensor(state))
+    return made
+
+
+KINDS: dict[type, Kind] = {
+    torch.Tensor: Kind(
+        "requires_grad",
+        lambda value, encoder: encoder.tensor(value),
+        lambda tree, decoder: decoder.tensor(tree, False, True),
+    ),
+    nn.Parameter: Kind("Parameter", _encode_parameter, _parameter),
+    torch.Size: Kind("torch.Size", lambda value, encoder: list(value), _size),
+    torch.dtype: Kind("torch.dtype", *_by_name(torch.dtype)),
+    torch.layout: Kind("torch.layout", *_by_name(torch.layout)),
+    torch.memory_format: Kind("torch.memory_format", *_by_name(torch.memory_format)),
+    torch.device: Kind("torch.device", lambda value, encoder: str(value), _device),
+    torch.Generator: Kind("torch.Generator", _encode_generator, _generator),
+}

@@ -1,0 +1,337 @@
+"""How a value is walked when it is encoded, and a tree when it is decoded.
+
+A tree is made of None, bool, int, finite float, str, lists, dicts with text as keys, and plain tensors. What JSON has
+no word for is a dict with one key, a tag: `{"$tuple": [1, 2]}`. A dict of the user's that looks like one is written
+with `$dict`, so a tag is always a tag.
+"""
+
+import math
+import struct
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from modelstate.errors import CodecError, EncodedValueError, ModelStateError, UnsupportedValueError
+from modelstate.words import printable
+
+MAX_DEPTH = 100
+"""Levels of containers. It leaves room for JSON, which needs up to four for one, below Python's limit."""
+MAX_NODES = 5_000_000
+"""A few lists that hold each other many times can stand for more values than any memory has room for."""
+MAX_PLAIN_INT = 2**53
+"""Beyond it other readers of JSON round."""
+
+Tree = Any
+"""JSON types and tensors."""
+Leaf = Callable[[Any], Any]
+"""At encoding from a tensor to the JSON that refers to it; at decoding the way back."""
+
+ITEM, FIELD, KEY = "[{}]", ".{}", "[key {}]"
+Step = tuple[str, object]
+"""One step of a path: how it is written, and the key, index or name."""
+_SHOWN_KEYS = (str, int, float, bool, bytes, tuple, type(None))
+REGISTER = "give its class an encoding with ms.register_codec, or save something else in its place"
+
+
+@dataclass(frozen=True, slots=True)
+class Kind:
+    """A kind of value: its tag, and the ways from the value to what stands behind the tag and back."""
+
+    tag: str
+    encode: Callable[[Any, "Encoder"], Tree]
+    decode: Callable[[Any, "Decoder"], Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Kinds:
+    """All kinds that are known."""
+
+    by_type: dict[type, Kind]
+    """For exactly this class, not for those derived from it."""
+    by_tag: dict[str, Kind] = field(repr=False)
+    by_rule: tuple[tuple[Callable[[type], bool], Kind], ...]
+    """For classes that nobody lists. The first that applies."""
+
+    def of(self, cls: type) -> Kind | None:
+        found = self.by_type.get(cls)
+        return found or next((kind for applies, kind in self.by_rule if applies(cls)), None)
+
+
+class Walk:
+    """Where one is in a value or a tree, and how much of it has been seen."""
+
+    def __init__(self, kinds: Kinds, where: str, leaf: Leaf | None, error: type[CodecError]) -> None:
+        self.kinds, self.where, self.leaf, self._error = kinds, where, leaf, error
+        self.own_hashes = 0
+        """Objects so far whose class has a `__hash__` of its own, which would run where one is a key."""
+        self._path: list[Step] = []
+        self._nodes = 0
+
+    def enter(self, step: Step) -> None:
+        self._nodes += 1
+        if len(self._path) >= MAX_DEPTH or self._nodes > MAX_NODES:
+            deep = len(self._path) >= MAX_DEPTH
+            raise self.fail(
+                "this is nested too deeply" if deep else "these are too many values",
+                expected=f"at most {MAX_DEPTH} levels and {MAX_NODES:,} values",
+                remedy="save it flatter, or as one tensor or array",
+            )
+        self._path.append(step)
+
+    def leave(self) -> None:
+        self._path.pop()
+
+    def fail(self, what: str, **fields: object) -> CodecError:
+        return self._error(what, where=self.place, **fields)
+
+    @property
+    def place(self) -> str:
+        """Where one is, as code that would reach it."""
+        steps = (how.format(key if how == FIELD else _shown(key)) for how, key in self._path)
+        return printable(self.where + "".join(steps))
+
+
+class Encoder(Walk):
+    """From a value to its tree."""
+
+    def __init__(self, kinds: Kinds, where: str, leaf: Leaf | None) -> None:
+        super().__init__(kinds, where, leaf, UnsupportedValueError)
+        self._open: set[int] = set()
+        self._snapshots: dict[int, tuple[torch.Tensor, Tree]] = {}
+
+    def child(self, value: Any, step: Step) -> Tree:
+        self.enter(step)
+        tree = self.value(value)
+        self.leave()
+        return tree
+
+    def children(self, values: Iterable[Any]) -> list[Tree]:
+        trees = []
+        for index, value in enumerate(values):
+            trees.append(self.child(value, (ITEM, index)))
+        return trees
+
+    def named(self, values: dict[str, Any]) -> dict[str, Tree]:
+        """Fields of an object, by their names."""
+        trees = {}
+        for name, value in values.items():
+            trees[name] = self.child(value, (FIELD, name))
+        return trees
+
+    def pairs(self, mapping: dict[Any, Any]) -> list[list[Tree]]:
+        return [[self.key(key), self.child(value, (ITEM, key))] for key, value in mapping.items()]
+
+    def key(self, key: Any) -> Tree:
+        """What is going to be hashed when it is decoded."""
+        before = self.own_hashes
+        tree = self.child(key, (KEY, key))
+        if self.own_hashes != before:
+            raise self.fail(
+                "a key, or a member of a set, whose class has a __hash__ of its own: it would run at every load",
+                found=_shown(key),
+                remedy=REGISTER,
+            )
+        return tree
+
+    def tensor(self, tensor: torch.Tensor) -> Tree:
+        """A snapshot with no more memory than what the tensor shows; the same for the same tensor."""
+        found = self._snapshots.get(id(tensor))
+        if found is None:
+            if problem := why_not_plain(tensor):
+                raise self.fail(problem, remedy="save its parts, or tensor.dense() or the like; " + REGISTER)
+            tree = {"$tensor": self.leaf(tensor.detach())} if self.leaf else self._snapshot(tensor)
+            found = self._snapshots[id(tensor)] = tensor, tree
+        return found[1]
+
+    def _snapshot(self, tensor: torch.Tensor) -> torch.Tensor:
+        try:
+            return own_copy(tensor)
+        except RuntimeError as error:
+            raise self.fail(f"torch cannot copy a tensor of {tensor.dtype}", found=error, remedy=REGISTER) from error
+
+    def value(self, value: Any) -> Tree:
+        cls = type(value)
+        if value is None or cls is bool:
+            return value
+        if cls is str:
+            return (
+                value if is_unicode(value) else {"$str": self.value(value.encode("utf-8", "surrogatepass"))["$bytes"]}
+            )
+        if cls is int:
+            return value if -MAX_PLAIN_INT <= value <= MAX_PLAIN_INT else {"$int": hex(value)}
+        if cls is float:
+            return value if math.isfinite(value) else {"$float": struct.pack(">d", value).hex()}
+        if cls is torch.Tensor and not value.requires_grad:
+            return self.tensor(value)
+        if id(value) in self._open:
+            raise self.fail("a value that holds itself", found=cls.__qualname__, remedy="save it without the loop")
+        self._open.add(id(value))
+        tree = self._container(cls, value)
+        self._open.discard(id(value))
+        return tree
+
+    def _container(self, cls: type, value: Any) -> Tree:
+        if cls is list:
+            return self.children(value)
+        if cls is dict and all(type(key) is str and is_unicode(key) for key in value) and not looks_like_tag(value):
+            trees = {}
+            for key, item in value.items():
+                trees[key] = self.child(item, (ITEM, key))
+            return trees
+        kind = self.kinds.of(cls)
+        if kind is None:
+            raise self.fail(
+                f"there is no encoding for values of {cls.__module__}.{cls.__qualname__}",
+                found=_shown(value),
+                remedy=REGISTER,
+            )
+        return {f"${kind.tag}": kind.encode(value, self)}
+
+
+class Decoder(Walk):
+    """From a tree to its value."""
+
+    def __init__(self, kinds: Kinds, where: str, leaf: Leaf | None) -> None:
+        super().__init__(kinds, where, leaf, EncodedValueError)
+        self._copies: dict[tuple[int, bool, bool], tuple[torch.Tensor, torch.Tensor]] = {}
+
+    def child(self, tree: Tree, step: Step) -> Any:
+        self.enter(step)
+        value = self.value(tree)
+        self.leave()
+        return value
+
+    def children(self, trees: Tree) -> list[Any]:
+        values = []
+        for index, tree in enumerate(self.expect(trees, list)):
+            values.append(self.child(tree, (ITEM, index)))
+        return values
+
+    def named(self, trees: Tree) -> dict[str, Any]:
+        values = {}
+        for name, tree in self.expect(trees, dict).items():
+            values[self.expect(name, str)] = self.child(tree, (FIELD, name))
+        return values
+
+    def pairs(self, trees: Tree, into: Any) -> Any:
+        """Puts the pairs into a dict that is empty."""
+        for pair in self.expect(trees, list):
+            if type(pair) is not list or len(pair) != 2:
+                raise self.fail("no pair of key and value", expected="[key, value]", found=_shown(pair))
+            key = self.key(pair[0])
+            if key in into:
+                raise self.fail("a key stands twice", found=_shown(key))
+            into[key] = self.child(pair[1], (ITEM, key))
+        return into
+
+    def key(self, tree: Tree) -> Any:
+        before = self.own_hashes
+        key = self.child(tree, (KEY, "…"))
+        if self.own_hashes != before:
+            raise self.fail("a key whose class has a __hash__ of its own, which would run", found=_shown(key))
+        return key
+
+    def expect(self, tree: Tree, cls: type) -> Any:
+        """The tree, if it is of the class. Raises `EncodedValueError`."""
+        if type(tree) is not cls:
+            raise self.fail("this is not what a tag needs", expected=cls.__name__, found=_shown(tree))
+        return tree
+
+    def fields(self, tree: Tree, *names: str) -> list[Tree]:
+        """What stands under these names, and under no others."""
+        if set(self.expect(tree, dict)) != set(names):
+            raise self.fail("the fields of a tag are wrong", expected=", ".join(names), found=_shown(list(tree)))
+        return [tree[name] for name in names]
+
+    def tensor(self, tree: Tree, parameter: bool = False, requires_grad: bool = False) -> torch.Tensor:
+        """A tensor of its own memory; the same for the same tensor of the tree."""
+        if self.leaf and type(tree) is dict and list(tree) == ["$tensor"]:
+            tree = self.leaf(tree["$tensor"])
+        if not isinstance(tree, torch.Tensor):
+            raise self.fail("this is no tensor", found=_shown(tree))
+        found = self._copies.get((id(tree), parameter, requires_grad))
+        if found is None:
+            if problem := why_not_plain(tree):
+                raise self.fail(problem)
+            copy = own_copy(tree)
+            made = torch.nn.Parameter(copy, requires_grad) if parameter else copy.requires_grad_(requires_grad)
+            found = self._copies[id(tree), parameter, requires_grad] = tree, made
+        return found[1]
+
+    def value(self, tree: Tree) -> Any:
+        cls = type(tree)
+        if tree is None or cls in (bool, int, str):
+            return tree
+        if cls is float and math.isfinite(tree):
+            return tree
+        if cls is list:
+            return self.children(tree)
+        if cls is dict:
+            return self._tagged(tree) if looks_like_tag(tree) else self._dict(tree)
+        if isinstance(tree, torch.Tensor):
+            return self.tensor(tree)
+        raise self.fail("this is nothing that an encoded value holds", found=_shown(tree))
+
+    def _dict(self, tree: dict[str, Tree]) -> dict[str, Any]:
+        values = {}
+        for key, item in tree.items():
+            values[self.expect(key, str)] = self.child(item, (ITEM, key))
+        return values
+
+    def _tagged(self, tree: dict[str, Tree]) -> Any:
+        ((name, payload),) = tree.items()
+        if name == "$tensor":
+            return self.tensor(tree)
+        kind = self.kinds.by_tag.get(name[1:])
+        if kind is None:
+            raise self.fail("an unknown tag", found=_shown(name), remedy="a newer version may know it")
+        try:
+            return kind.decode(payload, self)
+        except (ModelStateError, MemoryError, RecursionError):
+            raise
+        except Exception as error:
+            what = f"what stands behind {name} makes no value"
+            raise self.fail(what, found=f"{_shown(payload)}: {type(error).__name__}") from error
+
+
+def is_unicode(text: str) -> bool:
+    """Whether any other program could read the text, too."""
+    return text.isascii() or not any("\ud800" <= char <= "\udfff" for char in text)
+
+
+def looks_like_tag(tree: dict[Any, Any]) -> bool:
+    return len(tree) == 1 and all(type(key) is str and key.startswith("$") for key in tree)
+
+
+def why_not_plain(tensor: torch.Tensor) -> str:
+    """Why a tensor is not a plain one with values; empty where it is."""
+    if type(tensor) is not torch.Tensor and type(tensor) is not torch.nn.Parameter:
+        return (
+            f"a tensor of the class {type(tensor).__module__}.{type(tensor).__qualname__}, which is more than a tensor"
+        )
+    if tensor.is_meta:
+        return "a tensor on the meta device, which has no values"
+    if tensor.layout is not torch.strided:
+        return f"a tensor of the layout {tensor.layout}"
+    return "a quantized tensor" if tensor.is_quantized else ""
+
+
+def own_copy(tensor: torch.Tensor) -> torch.Tensor:
+    """The values in memory that nobody else has."""
+    with torch.inference_mode(False), torch.no_grad():
+        plain = tensor.detach().resolve_conj().resolve_neg()
+        return plain.clone(memory_format=torch.contiguous_format)
+
+
+def _shown(value: object) -> str:
+    """A value for a message. Of objects only the class: their `__repr__` is code of somebody else."""
+    if type(value) not in _SHOWN_KEYS and type(value) is not list:
+        return f"a {type(value).__qualname__}"
+    if isinstance(value, list | tuple):
+        return f"a {type(value).__name__} of {len(value)}" if value else repr(value)
+    if type(value) is int and abs(value) > 10**40:
+        return "a large int"
+    text = repr(value)
+    return text if len(text) <= 80 else text[:80] + "…"

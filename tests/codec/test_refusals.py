@@ -1,0 +1,240 @@
+"""What has no encoding is refused by name, with its place and the way out."""
+
+import dataclasses
+import enum
+import io
+import warnings
+from collections import OrderedDict, defaultdict, namedtuple
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+import modelstate as ms
+from modelstate.codec.codec import decode, encode
+from modelstate.codec.walk import MAX_DEPTH
+from modelstate.errors import CodecError, UnsupportedValueError
+from tests.codec.values import Access, Config, Pair, Point
+
+
+class Plain:
+    pass
+
+
+class SubTensor(torch.Tensor):
+    pass
+
+
+class Text(str):
+    __slots__ = ()
+
+
+@dataclasses.dataclass
+class WithProperty:
+    rate: float
+
+    @property  # type: ignore[no-redef]
+    def rate(self) -> float:
+        return 1.0
+
+    @rate.setter
+    def rate(self, value: float) -> None:
+        pass
+
+
+@dataclasses.dataclass
+class WithEnd:
+    x: int
+
+    def __del__(self) -> None:
+        pass
+
+
+@dataclasses.dataclass
+class OfDict(dict):  # type: ignore[type-arg]
+    x: int
+
+
+class More(Pair):
+    pass
+
+
+def more() -> More:
+    made = More(1, 2)
+    made.note = 3
+    return made
+
+
+def with_attribute() -> Any:
+    made: Any = OrderedDict()
+    made.note = 1
+    return made
+
+
+def local() -> Any:
+    @dataclasses.dataclass
+    class Inside:
+        x: int
+
+    return Inside(1)
+
+
+def local_enum() -> Any:
+    return enum.Enum("Outside", "A").A
+
+
+def unset() -> Any:
+    made = Config(1)
+    del made.name
+    return made
+
+
+def quantized() -> torch.Tensor:
+    with warnings.catch_warnings(action="ignore"):
+        return torch.quantize_per_tensor(torch.ones(2), 1.0, 0, torch.qint8)
+
+
+REFUSED = {
+    "object": (Plain(), "Plain"),
+    "class": (Plain, "type"),
+    "function": (unset, "function"),
+    "lambda": (lambda: 0, "function"),
+    "module": (nn.Linear(1, 1), "torch.nn.modules.linear.Linear"),
+    "file": (io.BytesIO(), "BytesIO"),
+    "subclass of str": (Text("a"), "Text"),
+    "property": (WithProperty(1.0), "'rate' is a property"),
+    "destructor": (WithEnd(1), "__del__"),
+    "dict below": (OfDict(1), "made empty"),
+    "more than a namedtuple": (more(), "more than its fields"),
+    "attributes": (with_attribute(), "attributes"),
+    "local dataclass": (local(), "found by its name"),
+    "local enum": (local_enum(), "found by its name"),
+    "local namedtuple": (namedtuple("Nowhere", "a")(1), "found by its name"),
+    "unset field": (unset(), "'name' has not been set"),
+    "own factory": (defaultdict(lambda: 0), "factory"),
+    "meta": (torch.empty(2, device="meta"), "meta device"),
+    "sparse": (torch.ones(2, 2).to_sparse(), "sparse_coo"),
+    "quantized": (quantized(), "quantized"),
+    "tensor subclass": (torch.ones(2).as_subclass(SubTensor), "SubTensor"),
+    "no shape": (nn.UninitializedParameter(), "UninitializedParameter"),
+    "objects": (np.array([Plain()]), "dtype object"),
+    "objects within": (np.zeros(1, [("a", "i4"), ("b", "O")]), "'b'"),
+    "long double": (np.longdouble(1), "float128"),
+    "long doubles": (np.ones(2, np.clongdouble), "complex256"),
+    "texts that are no array": (np.array(["a"], "T"), "StringDType"),
+    "no bytes": (np.void(b""), "V0"),
+    "matrix": (np.ma.masked_array([1], [True]), "MaskedArray"),
+    "generator": ((x for x in ()), "generator"),
+    "result of max": (torch.max(torch.ones(2, 2), 0), "torch.return_types"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_has_no_encoding_is_named(name: str) -> None:
+    value, named = REFUSED[name]
+    with pytest.raises(UnsupportedValueError, match="(?s)" + named.replace("(", r"\(")) as caught:
+        encode({"cfg": Config([1, 2, 3, value])}, "model._extra_state")
+    assert caught.value.where.startswith("model._extra_state['cfg'].name[3]")
+    assert caught.value.remedy
+
+
+def test_places_are_written_as_code() -> None:
+    for value, where in (
+        ({"cfg": Config(1, [0, 0, 0, Plain()])}, "['cfg'].items[3]"),
+        ({3: (Plain(),)}, "[3][0]"),
+        (Point(OrderedDict(a=Pair(1, Plain()))), ".x['a'].second"),
+        ({(1, Plain): 2}, "[key a tuple of 2][1]"),
+        (Plain(), ""),
+    ):
+        with pytest.raises(UnsupportedValueError) as caught:
+            encode(value)
+        assert caught.value.where == where
+        assert "register_codec" in caught.value.remedy
+
+
+def test_what_holds_itself_is_refused() -> None:
+    items: list[Any] = []
+    items.append({"a": (items,)})
+    mapping: dict[Any, Any] = {}
+    mapping[1] = mapping
+    config = Config(1)
+    config.items = config
+    for value, where in ((items, "[0]['a'][0]"), (mapping, "[1]"), (config, ".items")):
+        with pytest.raises(UnsupportedValueError, match="holds itself") as caught:
+            encode(value)
+        assert caught.value.where == where
+
+
+def test_what_stands_twice_is_no_loop() -> None:
+    items = [1]
+    assert decode(encode([items, items, (items,)])) == [[1], [1], ([1],)]
+
+
+@pytest.mark.parametrize("wrap", [lambda x: [x], lambda x: (x,), lambda x: {"a": x}, lambda x: {1: x}, Point, Config])
+def test_depth_is_bounded(wrap: Any) -> None:
+    value: Any = 1
+    for _ in range(MAX_DEPTH):
+        value = wrap(value)
+    assert repr(decode(encode(value))) == repr(value)
+    with pytest.raises(UnsupportedValueError, match="nested too deeply"):
+        encode(wrap(value))
+    for _ in range(100_000):
+        value = [value]
+    with pytest.raises(UnsupportedValueError, match="nested too deeply"):
+        encode(value)
+
+
+def test_a_short_stack_is_no_recursion_error() -> None:
+    value: Any = 1
+    for _ in range(MAX_DEPTH):
+        value = Config(value)
+    tree = encode(value)
+
+    def deeper(levels: int, function: Any, given: Any) -> Any:
+        return deeper(levels - 1, function, given) if levels else function(given)
+
+    for function, given in ((encode, value), (decode, tree)):
+        with pytest.raises(CodecError, match="stack that is left"):
+            deeper(700, function, given)
+
+
+def test_few_lists_that_stand_for_very_many_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("modelstate.codec.walk.MAX_NODES", 10_000)
+    items: list[Any] = [0]
+    for _ in range(60):
+        items = [items, items]
+    for function in (encode, decode):
+        with pytest.raises(CodecError, match="too many values"):
+            function(items)
+
+
+def test_values_that_would_run_code_as_keys_are_refused() -> None:
+    for value in ({Hashed(1): 2}, {Hashed(1)}, {(1, Point(Hashed(1))): 1}, frozenset({Shy.A})):
+        with pytest.raises(UnsupportedValueError, match="__hash__ of its own"):
+            encode(value)
+    assert decode(encode([Hashed(1), {1: Shy.A}])) == [Hashed(1), {1: Shy.A}]
+
+
+@dataclasses.dataclass(frozen=True)
+class Hashed:
+    x: int
+
+    def __hash__(self) -> int:
+        return 3
+
+
+class Shy(enum.Enum):
+    A = 1
+
+    def __hash__(self) -> int:
+        return 3
+
+
+def test_errors_are_of_modelstate() -> None:
+    with pytest.raises(ms.ModelStateError):
+        encode(object())
+    with pytest.raises(ValueError, match=r"builtins\.object"):
+        encode(object())
+    assert encode(Access.READ)
