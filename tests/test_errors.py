@@ -11,7 +11,13 @@ from typing import Any
 import pytest
 
 from modelstate import errors
-from modelstate.errors import AmbiguousKeyError, ForbiddenGlobalError, ModelStateError, PlanError
+from modelstate.errors import (
+    AmbiguousKeyError,
+    ExtraStateNamesError,
+    ForbiddenGlobalError,
+    ModelStateError,
+    PlanError,
+)
 from modelstate.plan.problems import Missing, WrongShape
 
 CLASSES = {
@@ -23,6 +29,7 @@ FIELDS = {"where": "x.pt, byte 7", "expected": "8 bytes", "found": "7 bytes", "r
 OWN: dict[type, dict[str, Any]] = {
     ForbiddenGlobalError: {"refused": [("os.system", "a.b")]},
     AmbiguousKeyError: {"candidates": [("model", 3), ("ema", 2)]},
+    ExtraStateNamesError: {"names": ["p", "epoch"]},
     PlanError: {"problems": [Missing("a", (2, 3), "b"), WrongShape("c", (1,), (2,))]},
 }
 LINE = re.compile(r"^(?P<stem>[│ ├└─]*)(?P<name>\w+Error)(?: +\((?P<builtin>\w+)\))?(?: |$)", re.MULTILINE)

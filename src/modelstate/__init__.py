@@ -7,6 +7,8 @@ from modelstate.convert.keeping import reference_keeping as reference_keeping
 from modelstate.convert.target import UNCHANGED as UNCHANGED
 from modelstate.errors import ModelStateError as ModelStateError
 from modelstate.errors import PlanError as PlanError
+from modelstate.extra.fields import declare_extra_state as declare_extra_state
+from modelstate.extra.fields import extra_state as extra_state
 from modelstate.extra.lazy import register_lazy_buffer as register_lazy_buffer
 from modelstate.place.identity import Identity as Identity
 from modelstate.place.identity import identity as identity

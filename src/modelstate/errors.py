@@ -47,6 +47,12 @@ ModelStateError
 ├── PlanError                         (RuntimeError) a plan that has problems; see `.problems`
 ├── StalePlanError                    (RuntimeError) the model is no longer what was planned for
 ├── ModelCodeError                    (RuntimeError) a hook, an override or `set_extra_state` of the model raised
+├── ExtraStateError                   (ValueError) declared extra state that cannot be saved or loaded
+│   ├── ExtraStateFormatError         a value that is not what a declaration saves
+│   ├── ExtraStateNamesError          names that are missing, or that nothing declares
+│   ├── ExtraStateVersionError        a version that the class does not take
+│   ├── ExtraStateAttributeError      an attribute that is not there, cannot be set, or is in the state dict already
+│   └── UpgradeError                  an `upgrade` that raised, or returned no values
 ├── TransformError                    (ValueError) a transform that raised, or returned something unusable
 ├── PlacementError                    (RuntimeError) a value that cannot be put in its place
 ├── RollbackError                     (RuntimeError) after a failure something could not be made what it was
@@ -286,6 +292,35 @@ class StalePlanError(ModelStateError, RuntimeError):
 
 class ModelCodeError(ModelStateError, RuntimeError):
     """Code of the model raised while it was loaded; what it raised is the cause."""
+
+
+class ExtraStateError(ModelStateError, ValueError):
+    """Declared extra state cannot be saved or loaded. The module's attributes are what they were."""
+
+
+class ExtraStateFormatError(ExtraStateError):
+    """The value is not what a declaration saves: another class's, or edited by hand."""
+
+
+class ExtraStateNamesError(ExtraStateError):
+    """The extra state lacks declared names, or has names that nothing declares."""
+
+    def __init__(self, what: str, *, names: Sequence[str] = (), **fields: object) -> None:
+        super().__init__(what, **fields)
+        self.names = tuple(names)
+        """The names that are missing or too many."""
+
+
+class ExtraStateVersionError(ExtraStateError):
+    """The extra state is of a newer version than the class, or of an older one that nothing upgrades."""
+
+
+class ExtraStateAttributeError(ExtraStateError):
+    """A declared attribute is not there, cannot be set, or is a parameter, a buffer or a module."""
+
+
+class UpgradeError(ExtraStateError):
+    """An `upgrade` raised, or returned something that is no mapping from names to values."""
 
 
 class TransformError(ModelStateError, ValueError):

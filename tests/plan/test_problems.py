@@ -14,6 +14,7 @@ from modelstate.plan import problems as module
 from modelstate.plan.explain import explain, grouped, plan_error
 from modelstate.plan.plan import problem_as_dict
 from modelstate.plan.problems import (
+    BadExtraState,
     BadRule,
     BufferConflict,
     Complaint,
@@ -69,6 +70,7 @@ SAMPLES: dict[Problem, str] = {
     BadRule("a.w", "Transpose('*.w')", "it has one dimension"): "Transpose('*.w') on a.w: it has one dimension",
     CyclicRules("a", ("Rename('a', 'b')", "Rename('b', 'a')")): "a: by Rename('a', 'b'), then Rename('b', 'a')",
     Complaint("", "size mismatch for a.w"): "size mismatch for a.w",
+    BadExtraState("a._extra_state", "it lacks 'p'", "ExtraStateNamesError"): "a._extra_state: it lacks 'p'",
 }
 
 every_sample = pytest.mark.parametrize("problem", SAMPLES, ids=repr)

@@ -5,6 +5,7 @@ from contextlib import contextmanager
 
 from modelstate.errors import ModelCodeError, ModelStateError, PlanError
 from modelstate.plan.problems import Problem
+from modelstate.words import printable
 
 _SHOWN = 8
 
@@ -52,3 +53,10 @@ def model_errors(what: str, model: object) -> Iterator[None]:
             found=f"{type(error).__name__}: {error}",
             remedy="see the traceback of the cause",
         ) from error
+
+
+def one_line(error: ModelStateError) -> str:
+    """What an error says, but for where."""
+    fields = [f"{what} {value}" for what, value in (("expected", error.expected), ("found", error.found)) if value]
+    text = error.what + (f" ({', '.join(fields)})" if fields else "") + (f"; {error.remedy}" if error.remedy else "")
+    return printable(text.replace("\n", " "))

@@ -12,16 +12,25 @@ from typing import Any
 import torch
 from torch import nn
 
+from modelstate.errors import CodecError, ExtraStateError
 from modelstate.plan.account import Accounts
 from modelstate.plan.derived import Derived, Source, values_of
 from modelstate.plan.dtypes import cast_between, device_name, short
-from modelstate.plan.explain import model_errors, plan_error
+from modelstate.plan.explain import model_errors, one_line, plan_error
 from modelstate.plan.journal import Journal, Write
 from modelstate.plan.matching import matching_part
 from modelstate.plan.overlap import Addresses, clash, overlap, same_values
 from modelstate.plan.placement import Placement, choose, is_plain
 from modelstate.plan.plan import Options, Plan, Step, cast_text
-from modelstate.plan.problems import NotATensor, NoValues, Problem, TieConflict, WrongDtype, WrongShape
+from modelstate.plan.problems import (
+    BadExtraState,
+    NotATensor,
+    NoValues,
+    Problem,
+    TieConflict,
+    WrongDtype,
+    WrongShape,
+)
 from modelstate.plan.recorder import Outcome, walk
 from modelstate.plan.rules.chain import Applied, apply_rules, renamed_by
 from modelstate.plan.rules.rule import Entry, Value
@@ -252,8 +261,14 @@ class Preparation:
 
     def extra_state(self, module: nn.Module, key: str, value: Any) -> None:
         self.extra_states.append(key)
-        if self._call_extra_state:
-            module.set_extra_state(value)
+        # Who declares extra state can say what is wrong with a value without setting it. A load need not ask before
+        # it sets: a value that cannot be set sets nothing, and all is undone where there are problems.
+        take = module.set_extra_state if self._call_extra_state else getattr(module, "_check_extra_state", None)
+        try:
+            if take is not None:
+                take(value)
+        except (ExtraStateError, CodecError) as error:
+            self.problems.append(BadExtraState(key, one_line(error), type(error).__name__))
 
     def tensor(
         self, module: nn.Module, name: str, key: str, param: torch.Tensor, value: Any, assign: bool, errors: list[str]

@@ -238,3 +238,20 @@ class CyclicRules(Problem):
 
     def line(self) -> str:
         return f"{self.name}: by {', then '.join(self.rules)}"
+
+
+@dataclass(frozen=True, slots=True)
+class BadExtraState(Problem):
+    """A module that declares its extra state cannot take the checkpoint's."""
+
+    why: str = ""
+    error: str = ""
+    """The class of the error that `set_extra_state` raises: an `ExtraStateError` or a `CodecError`."""
+
+    title: ClassVar = "extra states that their modules cannot take"
+    remedy: ClassVar = (
+        "load a checkpoint that was saved with this declaration, or let the declaration's upgrade= take it"
+    )
+
+    def line(self) -> str:
+        return f"{self.name}: {self.why}"

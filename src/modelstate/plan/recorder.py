@@ -263,6 +263,12 @@ def loads_by_version(module: nn.Module) -> bool:
     return _overrides_loading(module) and getattr(module, "_version", None) not in (None, 1)
 
 
+def is_recorded(module: nn.Module) -> bool:
+    """Whether a load of ours is calling the module's loading code: what that does can then be undone."""
+    stack: list[_Recording] = getattr(_active, "stack", [])
+    return bool(stack) and id(module) in stack[-1].modules
+
+
 _active = threading.local()
 _patch_lock = threading.Lock()
 _patching: weakref.WeakSet[_Recording] = weakref.WeakSet()
