@@ -247,6 +247,30 @@ def test_a_base_that_was_declared_after_the_subclass(load: Load) -> None:
     assert (made.a, made.b) == (1, 3)
 
 
+def test_a_subclass_of_the_same_name(load: Load) -> None:
+    again = type("Net", (Net,), {"__qualname__": Net.__qualname__, "more": 1})
+    ms.declare_extra_state(again, "more")
+    made = again()
+    load(made, with_values(again(3), more=2).state_dict())
+    assert (made.epoch, made.more) == (3, 2)
+
+
+def test_a_base_is_set_before_its_subclass(load: Load) -> None:
+    class Seeing(Net):
+        @property
+        def doubled(self) -> int:
+            return 2 * int(self.epoch)
+
+        @doubled.setter
+        def doubled(self, value: int) -> None:
+            self.seen = (self.epoch, value)
+
+    ms.declare_extra_state(Seeing, "doubled")
+    made = Seeing()
+    load(made, Seeing(3).state_dict())
+    assert made.seen == (3, 6)
+
+
 def test_a_class_that_was_renamed(load: Load) -> None:
     state = Net(3).state_dict()
     state["_extra_state"]["class"] = "OldName"
