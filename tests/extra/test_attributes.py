@@ -12,6 +12,7 @@ from torch import nn
 
 import modelstate as ms
 from modelstate import errors
+from modelstate.plan.recorder import device_after
 from tests.extra.nets import Lenient, Load, Net, Plain, saved_as, stock, with_values
 from tests.place.fingerprint import described_module
 
@@ -110,6 +111,29 @@ def test_tensors_go_where_the_module_is() -> None:
     assert torch.equal(skeleton.p, torch.ones(2))
 
 
+def test_where_the_module_is_going_to_be() -> None:
+    """When the extra state is set, the parameters may still have to get there."""
+    seen: list[torch.device] = []
+
+    class Asking(Plain):
+        def get_extra_state(self) -> Any:
+            return {}
+
+        def set_extra_state(self, state: Any) -> None:
+            seen.append(device_after(self, self.weight))
+
+        def _load_from_state_dict(self, *args: Any) -> None:
+            super()._load_from_state_dict(*args)
+
+    with ms.skeleton():
+        model = Asking()
+    assert device_after(model, model.weight).type == "meta"
+    ms.load(model, Asking().state_dict())
+    ms.load_state_dict(model, Asking().state_dict())
+    Asking().load_state_dict(Asking().state_dict())
+    assert [device.type for device in seen] == ["cpu", "cpu", "cpu"]
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_tensors_go_to_the_device_that_is_there(load: Load) -> None:
@@ -117,6 +141,11 @@ def test_tensors_go_to_the_device_that_is_there(load: Load) -> None:
     made = Net().cuda()
     load(made, state)
     assert made.p[0].device.type == "cuda"
+    with ms.skeleton():
+        skeleton = Net()
+    for model in (Net(), skeleton):
+        ms.load(model, state, device="cuda")  # the parameters are not there yet when the extra state is set
+        assert model.p[0].device.type == "cuda"
     made = with_values(Net().cuda(), p=[torch.ones(1)])
     load(made, state)
     assert made.p[0].device.type == "cpu"

@@ -1,5 +1,6 @@
 """What is declared wrongly is refused at once."""
 
+import threading
 from typing import Any
 
 import pytest
@@ -26,6 +27,7 @@ WRONG: dict[str, tuple[tuple[Any, ...], dict[str, Any]]] = {
     "version True": (("p",), {"version": True}),
     "a default for another name": (("p",), {"defaults": {"q": 1}}),
     "defaults that are no mapping": (("p",), {"defaults": ["p"]}),
+    "a default that cannot be copied": (("p",), {"defaults": {"p": threading.Lock()}}),
     "an upgrade that is no function": (("p",), {"upgrade": 3}),
     "an upgrade of one argument": (("p",), {"upgrade": lambda values: values}),
     "an upgrade of three arguments": (("p",), {"upgrade": lambda a, b, c: c}),

@@ -50,6 +50,7 @@ NONSENSE: dict[str, Any] = {
     "no values": {"modelstate": 1, "class": "Two", "version": 1},
     "a list of values": {"modelstate": 1, "class": "Two", "version": 1, "values": ["p", "epoch"]},
     "names that are numbers": {"modelstate": 1, "class": "Two", "version": 1, "values": {1: 2}},
+    "values that are an encoded tuple": {"modelstate": 1, "class": "Two", "version": 1, "values": {"$tuple": ["p", 1]}},
     "a key too many": {"modelstate": 1, "class": "Two", "version": 1, "values": {"p": 1, "epoch": 2}, "more": 1},
     "a base that is none": {**saved_as("Two", p=1, epoch=2), "base": {"a": 1}},
 }
@@ -58,6 +59,34 @@ NONSENSE: dict[str, Any] = {
 @pytest.mark.parametrize("value", NONSENSE.values(), ids=NONSENSE)
 def test_nonsense(value: Any) -> None:
     refused(errors.ExtraStateFormatError, Two(), {"weight": torch.zeros(2), "_extra_state": value})
+
+
+DAMAGED: dict[str, tuple[Any, type[Exception]]] = {
+    "an unknown tag": ({"$nonsense": 1}, errors.EncodedValueError),
+    "the wrong thing behind a tag": ([{"$torch.dtype": 3}], errors.EncodedValueError),
+    "an object that is no JSON": ({1, 2}, errors.EncodedValueError),
+    "a class that is not there": ({"$object": {"codec": "no.such:Thing", "value": 1}}, errors.UnknownClassError),
+}
+
+
+@pytest.mark.parametrize(("tree", "kind"), DAMAGED.values(), ids=DAMAGED)
+def test_values_that_are_damaged_or_of_an_unknown_type(tree: Any, kind: type[Exception]) -> None:
+    saved = saved_as("Two", p=1, epoch=2)
+    saved["values"]["p"] = tree
+    refused(kind, Two(), {"weight": torch.zeros(2), "_extra_state": saved})
+
+
+def test_a_value_that_has_no_encoding() -> None:
+    with pytest.raises(errors.UnsupportedValueError, match=r"Net\['p'\]\[1\]"):
+        with_values(Net(), p=[1, object()]).state_dict()
+
+
+def test_many_names_are_cut_short() -> None:
+    saved = saved_as("Two", p=1, epoch=2)
+    saved["values"] |= {f"name{index}" * 100: 1 for index in range(1000)}
+    with pytest.raises(errors.ExtraStateNamesError, match="and 992 more") as caught:
+        Two().load_state_dict({"weight": torch.zeros(2), "_extra_state": saved})
+    assert len(str(caught.value)) < 2000
 
 
 def test_what_an_empty_dict_stands_for() -> None:

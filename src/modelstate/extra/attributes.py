@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from modelstate.errors import ExtraStateAttributeError
+from modelstate.plan.recorder import device_after
 
 Undo = list[Callable[[], None]]
 
@@ -122,10 +123,11 @@ def _continue_stream(there: Any, value: Any) -> Callable[[], None] | None:
 
 def _device(module: nn.Module, there: Any) -> torch.device | None:
     """Where tensors of a value belong: where those are that it replaces, or else the module's parameters."""
-    for tensor in (*_tensors(there), *module.parameters()):
+    for tensor in _tensors(there):
         if not tensor.is_meta:
             return tensor.device
-    return None
+    devices = (device_after(module, param) for param in module.parameters())
+    return next((device for device in devices if device.type != "meta"), None)
 
 
 def _tensors(value: Any) -> Iterator[torch.Tensor]:

@@ -1,6 +1,7 @@
 """What is declared of a class, checked when it is declared."""
 
 import inspect
+import itertools
 from collections.abc import Callable, Collection, Mapping
 from copy import deepcopy
 from dataclasses import dataclass, field
@@ -10,6 +11,8 @@ import torch
 from torch import nn
 
 from modelstate.errors import OptionError
+
+_SHOWN = 8
 
 Upgrade = Callable[[int, dict[str, Any]], Mapping[str, Any]]
 """Makes the values of an older version those of the present one."""
@@ -40,7 +43,10 @@ class Declaration:
         if unknown := [name for name in self.defaults if name not in self.names]:
             _refuse("a default is for a name that is declared", unknown, f"the names are {listed(self.names)}")
         # Whoever changes what was passed does not change the declaration.
-        object.__setattr__(self, "defaults", deepcopy(dict(self.defaults)))
+        try:
+            object.__setattr__(self, "defaults", deepcopy(dict(self.defaults)))
+        except Exception as error:
+            _refuse("a default cannot be copied", error)
         if self.upgrade is not None and not isinstance(self.upgrade, str):
             _check_takes_two(self.upgrade, "upgrade=")
 
@@ -89,7 +95,8 @@ class Declaration:
 
 def listed(names: Collection[str]) -> str:
     """Names as a message has them."""
-    return ", ".join(map(repr, names)) or "none"
+    shown = [f"{name!r:.60}" for name in itertools.islice(names, _SHOWN)]
+    return ", ".join(shown) + (f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else "") or "none"
 
 
 def _check_takes_two(function: object, what: str) -> None:

@@ -112,10 +112,10 @@ def _methods(layer: Layer) -> tuple[Any, ...]:
     ) -> None:
         layer.load(self, state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs)
 
-    def _check_extra_state(self: nn.Module, state: Any) -> None:
+    def check_extra_state(self: nn.Module, state: Any) -> None:
         # A subclass that has overridden the method may have wrapped what this one would get.
         top = layer_of(type(self).set_extra_state)
         if top is not None:
             top.prepare(self, state)
 
-    return get_extra_state, set_extra_state, _load_from_state_dict, _check_extra_state
+    return get_extra_state, set_extra_state, _load_from_state_dict, check_extra_state

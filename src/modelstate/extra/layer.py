@@ -28,6 +28,7 @@ from modelstate.errors import (
 )
 from modelstate.extra import attributes
 from modelstate.extra.declaration import Declaration, listed
+from modelstate.plan.prepare import CHECK_EXTRA_STATE
 from modelstate.plan.recorder import is_recorded
 from modelstate.read.tree import EXTRA_STATE
 
@@ -151,7 +152,7 @@ class Layer:
             "modelstate": type(number) is not int or number < 1,
             "class": not isinstance(value.get("class"), str),
             "version": type(version) is not int or version < 1,
-            "values": not isinstance(values, Mapping) or not all(isinstance(name, str) for name in values),
+            "values": not isinstance(values, Mapping) or not all(map(_is_name, values)),
         }
         if found := [f"{key!r} is {_kind(value.get(key))}" for key, is_wrong in wrong.items() if is_wrong]:
             raise _bad_format(self.name, "a format, a class, a version and values", ", ".join(found))
@@ -264,7 +265,7 @@ class Layer:
         )
 
 
-METHODS = ("get_extra_state", "set_extra_state", "_load_from_state_dict", "_check_extra_state")
+METHODS = ("get_extra_state", "set_extra_state", "_load_from_state_dict", CHECK_EXTRA_STATE)
 """What a declaration puts into a class."""
 
 
@@ -290,6 +291,10 @@ def _handing_over(layer: Layer, module: nn.Module, value: Any, key: str) -> Iter
         _handed.prepared = before
 
 
+def _is_name(name: object) -> bool:
+    return isinstance(name, str) and name.isidentifier()
+
+
 def _is_by_hand(value: Any) -> bool:
     """Whether a value may be what a hand-written `get_extra_state` has returned: version 0."""
     if not isinstance(value, Mapping) or not all(isinstance(name, str) for name in value):
@@ -303,7 +308,7 @@ def _owner(method: Any) -> str:
 
 def _kind(value: Any) -> str:
     if isinstance(value, Mapping):
-        return f"a {type(value).__name__} with the keys {listed([str(key) for key in value][:8])}"
+        return f"a {type(value).__name__} with the keys {listed([str(key) for key in value])}"
     if value is None or isinstance(value, bool | int | float | str):
         return f"{value!r:.60}"
     return f"a {type(value).__name__}"

@@ -87,6 +87,9 @@ class _TorchTake:
     def extra_state(self, module: nn.Module, key: str, value: Any) -> None:
         module.set_extra_state(value)
 
+    def device_after(self, param: torch.Tensor) -> torch.device:
+        return param.device
+
     def tensor(
         self, module: nn.Module, name: str, key: str, param: torch.Tensor, value: Any, assign: bool, errors: list[str]
     ) -> None:

@@ -46,6 +46,8 @@ SCRATCH_BYTES = 64 << 20
 
 
 _CPU = torch.device("cpu")
+CHECK_EXTRA_STATE = "_modelstate_check_extra_state"
+"""The method of modules that can say what is wrong with an extra state without taking it."""
 
 
 @dataclass(slots=True, eq=False)
@@ -263,12 +265,15 @@ class Preparation:
         self.extra_states.append(key)
         # Who declares extra state can say what is wrong with a value without setting it. A load need not ask before
         # it sets: a value that cannot be set sets nothing, and all is undone where there are problems.
-        take = module.set_extra_state if self._call_extra_state else getattr(module, "_check_extra_state", None)
+        take = module.set_extra_state if self._call_extra_state else getattr(module, CHECK_EXTRA_STATE, None)
         try:
             if take is not None:
                 take(value)
         except (ExtraStateError, CodecError) as error:
             self.problems.append(BadExtraState(key, one_line(error), type(error).__name__))
+
+    def device_after(self, param: torch.Tensor) -> torch.device:
+        return self.options.device or (_CPU if param.is_meta else param.device)
 
     def tensor(
         self, module: nn.Module, name: str, key: str, param: torch.Tensor, value: Any, assign: bool, errors: list[str]
@@ -334,7 +339,7 @@ class Preparation:
         options = self.options
         casts = options.dtype is not None and param.is_floating_point() and value.is_floating_point()
         dtype = options.dtype if casts and options.dtype is not None else param.dtype
-        device = options.device or (_CPU if param.is_meta else param.device)
+        device = self.device_after(param)
         placement = choose(
             param,
             value,

@@ -38,6 +38,9 @@ class Take(Protocol):
     def extra_state(self, module: nn.Module, key: str, value: Any) -> None:
         """`state_dict[key]` is for `module.set_extra_state`. Called as the model's code."""
 
+    def device_after(self, param: torch.Tensor) -> torch.device:
+        """Where a tensor of the model will be when all writes have been carried out."""
+
 
 @dataclass(slots=True)
 class Outcome:
@@ -265,8 +268,18 @@ def loads_by_version(module: nn.Module) -> bool:
 
 def is_recorded(module: nn.Module) -> bool:
     """Whether a load of ours is calling the module's loading code: what that does can then be undone."""
+    return _recording_of(module) is not None
+
+
+def device_after(module: nn.Module, param: torch.Tensor) -> torch.device:
+    """Where a tensor of a module will be after the load that is going on: it may go to another device later."""
+    recording = _recording_of(module)
+    return param.device if recording is None else recording.take.device_after(param)
+
+
+def _recording_of(module: nn.Module) -> _Recording | None:
     stack: list[_Recording] = getattr(_active, "stack", [])
-    return bool(stack) and id(module) in stack[-1].modules
+    return stack[-1] if stack and id(module) in stack[-1].modules else None
 
 
 _active = threading.local()
@@ -321,12 +334,12 @@ def _dispatch(
     error_msgs: list[str],
 ) -> None:
     lists = missing_keys, unexpected_keys, error_msgs
-    stack: list[_Recording] = getattr(_active, "stack", [])
-    if not stack or id(self) not in stack[-1].modules:
+    recording = _recording_of(self)
+    if recording is None:
         _stock_load(self, state_dict, prefix, local_metadata, strict, *lists)
         return
-    with stack[-1].journal.our_code():
-        own = _load_local(stack[-1], self, state_dict, prefix, local_metadata, strict, *lists)
+    with recording.journal.our_code():
+        own = _load_local(recording, self, state_dict, prefix, local_metadata, strict, *lists)
     if strict:
         _, rest = _by_child(state_dict, prefix, self._modules)
         unexpected_keys += [key for key in rest if key not in own]
