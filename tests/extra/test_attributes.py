@@ -19,6 +19,24 @@ from tests.place.fingerprint import described_module
 # Attributes.
 
 
+def test_a_property_that_raises(load: Load) -> None:
+    class Raising(Plain):
+        @property
+        def p(self) -> Any:
+            raise KeyError("not yet")
+
+        @p.setter
+        def p(self, value: Any) -> None:
+            self.taken = value
+
+    ms.declare_extra_state(Raising, "p")
+    model = Raising()
+    with pytest.raises(errors.ExtraStateAttributeError, match=r"Raising\.p[^!]*not yet"):
+        model.state_dict()
+    load(model, {**Plain().state_dict(), "_extra_state": saved_as("Raising", p=3)})
+    assert model.taken == 3
+
+
 def test_an_attribute_that_is_not_there() -> None:
     model = Net()
     del model.p

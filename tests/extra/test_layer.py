@@ -181,6 +181,10 @@ def test_an_upgrade_that_raises() -> None:
     with pytest.raises(errors.UpgradeError) as caught:
         versioned(raising).load_state_dict(state_of(2, p=1))
     assert isinstance(caught.value.__cause__, KeyError)
+    with pytest.raises(errors.PlanError) as raised:
+        ms.load(versioned(raising), state_of(2, p=1))
+    assert isinstance(raised.value.__cause__, errors.UpgradeError)
+    assert isinstance(raised.value.__cause__.__cause__, KeyError)
 
 
 @pytest.mark.parametrize("returned", [None, [1], {1: 2}])

@@ -19,11 +19,11 @@ def read(module: nn.Module, name: str) -> Any:
     check(module, name)
     try:
         value = getattr(module, name)
-    except AttributeError as error:
+    except Exception as error:
         raise ExtraStateAttributeError(
             "an attribute that is declared as extra state is not there",
             where=place(module, name),
-            found=error,
+            found=f"{type(error).__name__}: {error}",
             remedy="set it in __init__, to None if it has no value yet",
         ) from error
     check_value(module, name, value)
@@ -85,7 +85,7 @@ def _undone_by_an_error(module: nn.Module) -> Iterator[Undo]:
 
 
 def _put(module: nn.Module, name: str, value: Any, undo: Undo) -> None:
-    there = getattr(module, name, None)
+    there = _there(module, name)
     if undo_stream := _continue_stream(there, value):
         undo.append(undo_stream)
         return
@@ -99,6 +99,14 @@ def _put(module: nn.Module, name: str, value: Any, undo: Undo) -> None:
             where=place(module, name),
             found=f"{type(error).__name__}: {error}",
         ) from error
+
+
+def _there(module: nn.Module, name: str) -> Any:
+    """The value that is there now; None where there is none, or a property raises."""
+    try:
+        return getattr(module, name, None)
+    except Exception:
+        return None
 
 
 def _continue_stream(there: Any, value: Any) -> Callable[[], None] | None:

@@ -201,11 +201,11 @@ class Layer:
                 if old > new
                 else "give upgrade=, a function of the old version and its values",
             )
-        values: dict[str, Any] = decode(dict(raw), self.name) if old else deepcopy(dict(raw))
+        values: dict[str, Any] = decode(dict(raw), self.name) if old else {}
         if old == new or upgrade is None:
             return values, "the extra state"
         try:
-            made = upgrade(old, values)
+            made = upgrade(old, values if old else deepcopy(dict(raw)))
         except Exception as error:
             raise self._upgrade_error(f"raised for version {old}", f"{type(error).__name__}: {error}") from error
         if not isinstance(made, Mapping) or not all(isinstance(name, str) for name in made):

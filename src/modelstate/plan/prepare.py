@@ -173,6 +173,7 @@ class Preparation:
         self._make_write, self._call_extra_state = make_write, call_extra_state
         self._by_param: dict[int, Assignment] = {}
         self._by_storage: dict[int, list[Assignment]] = {}
+        self._cause: Exception | None = None
         self._shown: dict[ByteRange, list[ByteRange]] = {}
         self._late: dict[int, Late] = {}
         self.applied = self._apply_rules()
@@ -270,6 +271,7 @@ class Preparation:
             if take is not None:
                 take(value)
         except (ExtraStateError, CodecError) as error:
+            self._cause = self._cause or error
             self.problems.append(BadExtraState(key, one_line(error), type(error).__name__))
 
     def device_after(self, param: torch.Tensor) -> torch.device:
@@ -422,7 +424,7 @@ class Preparation:
     def check(self) -> None:
         """Raises `PlanError` with all problems, where there are any."""
         if self.problems:
-            raise plan_error(*self.names, self.problems)
+            raise plan_error(*self.names, self.problems) from self._cause
 
     def plan(self) -> Plan:
         """The frozen plan of it."""
