@@ -134,6 +134,8 @@ def test_any_other_missing_key_still_fails(load: Load) -> None:
 def test_the_plan_lists_nothing_missing() -> None:
     plan = ms.plan(deep(Lenient()), deep(Plain()).state_dict())
     assert plan.ok
+    assert plan.notes == ("1 extra states that the checkpoint lacks, as their classes allow: 0.body.1._extra_state",)
+    assert ms.plan(deep(Lenient()), deep(Lenient()).state_dict()).notes == ()
     assert ms.load_state_dict(deep(Lenient()), deep(Plain()).state_dict()).missing_keys == []
 
 

@@ -158,6 +158,9 @@ class Accounts:
         named = {*missing, *unexpected, *self.outcome.unexpected, *of.extra_states, *(p.name for p in of.problems)}
         if gone := [name for name in of.applied.entries if name not in of.used and name not in named]:
             self._note(gone, "went into the model's own loading code")
+        known = {*named, *self.outcome.missing}
+        if absent := [name for name in of.slots.extra if name not in known]:
+            self._note(absent, "extra states that the checkpoint lacks, as their classes allow")
         still = [slot.name for slot in of.slots.tensors if slot.kind != HIDDEN and not of.is_filled(slot.tensor)]
         if left := [name for name in still if name not in named]:
             self._note(left, "left to the model's own loading code")
