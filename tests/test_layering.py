@@ -14,7 +14,7 @@ import modelstate
 SOURCE = Path(modelstate.__file__).parent
 
 LAYERS = (
-    {"errors", "spec", "words", "codec"},
+    {"errors", "spec", "words", "version", "codec"},
     {"read", "write"},
     {"plan"},
     {"place", "extra"},

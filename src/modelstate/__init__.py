@@ -41,5 +41,6 @@ from modelstate.plan.rules.tensors import Transpose as Transpose
 from modelstate.read.checkpoint import Checkpoint as Checkpoint
 from modelstate.read.open import open as open
 from modelstate.spec import TensorSpec as TensorSpec
-
-__version__ = "0.1.0"
+from modelstate.version import __version__ as __version__
+from modelstate.write.save import SaveReport as SaveReport
+from modelstate.write.save import save as save

@@ -31,6 +31,8 @@ ModelStateError
 │   ├── PickleError                   (ValueError) a damaged pickle
 │   ├── ForbiddenGlobalError          (ValueError) a pickle that asks for more than is allowed
 │   ├── UnsupportedTensorError        (NotImplementedError) quantized tensors and the like, by name
+│   ├── ManifestError                 (ValueError) what `modelstate.save` has put into the file is damaged
+│   │   └── NewerManifestError        it comes from a newer version
 │   ├── ShardIndexError               (ValueError) an index that is not what it must be
 │   └── MissingShardError             (FileNotFoundError)
 ├── TensorNotFoundError               (KeyError)
@@ -61,6 +63,11 @@ ModelStateError
 │   ├── EncodedValueError             an encoding that is damaged
 │   ├── UnknownClassError             its class is not imported, not registered, or has other fields
 │   └── CodecNameError                a name that belongs to another class
+├── SaveError                         a state that cannot be saved
+│   ├── SaveTargetError               (TypeError) no module or flat state dict, or no path of a file
+│   ├── UnsavableError                (ValueError) tensors or names that the format does not have
+│   ├── TargetExistsError             (FileExistsError) a file that may not be replaced
+│   └── WriteFailedError              (OSError) an I/O error; what was there before still is
 ├── SwapError                         (RuntimeError) a tensor that somebody holds, who would go on with what it was
 └── MemoryBudgetError                 (MemoryError)
 """
@@ -220,6 +227,14 @@ class UnsupportedTensorError(OpenError, NotImplementedError):
     """A tensor of a kind that is not read here."""
 
 
+class ManifestError(OpenError, ValueError):
+    """What `modelstate.save` has put into a file beside its tensors is damaged."""
+
+
+class NewerManifestError(ManifestError):
+    """The file was written by a version of modelstate that is newer than this one."""
+
+
 class ShardIndexError(OpenError, ValueError):
     """A shard index that is not what it must be."""
 
@@ -353,6 +368,26 @@ class UnknownClassError(CodecError):
 
 class CodecNameError(CodecError):
     """Two classes would have one name in files."""
+
+
+class SaveError(ModelStateError):
+    """A state that cannot be saved."""
+
+
+class SaveTargetError(SaveError, TypeError):
+    """What should be saved is no module and no flat state dict, or where it should be saved no file can be."""
+
+
+class UnsavableError(SaveError, ValueError):
+    """Tensors or names that the format does not have, or more of them than it holds."""
+
+
+class TargetExistsError(SaveError, FileExistsError):
+    """There is a file already, which may not be replaced."""
+
+
+class WriteFailedError(SaveError, OSError):
+    """An I/O error while a file was written. What was there before still is."""
 
 
 class SwapError(ModelStateError, RuntimeError):

@@ -141,6 +141,18 @@ Stored = StoredTensor | StoredComposite | torch.Tensor
 """Where a tensor is: in a file, in several pieces of a file, or in memory."""
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class Encoded:
+    """A value that is no tensor, as `modelstate.codec` has written it. It is decoded when somebody asks for it."""
+
+    tree: object
+    """JSON."""
+    tensors: Mapping[str, StoredTensor]
+    """What it refers to."""
+    where: str
+    """The file and the name, for messages."""
+
+
 @dataclass(frozen=True, slots=True)
 class TensorSpec:
     """A tensor of a checkpoint, without its data."""
@@ -185,7 +197,7 @@ class Contents:
     format: str
     """"torch zip", "torch legacy", "safetensors", "dcp" or "mapping"."""
     tree: object
-    """Dicts, lists and tuples, with `Stored` and plain values as leaves. An `OrderedDict` may have torch's
+    """Dicts, lists and tuples, with `Stored`, `Encoded` and plain values as leaves. An `OrderedDict` may have torch's
     `_metadata` as an attribute."""
     files: tuple[str, ...] = ()
     """Every file that was read, and that tensors may lie in."""

@@ -91,6 +91,12 @@ def unset() -> Any:
     return made
 
 
+def emptied() -> torch.Tensor:
+    made = torch.ones(5)
+    made.untyped_storage().resize_(8)
+    return made
+
+
 def quantized() -> torch.Tensor:
     with warnings.catch_warnings(action="ignore"):
         return torch.quantize_per_tensor(torch.ones(2), 1.0, 0, torch.qint8)
@@ -118,6 +124,7 @@ REFUSED = {
     "sparse": (torch.ones(2, 2).to_sparse(), "sparse_coo"),
     "quantized": (quantized(), "quantized"),
     "tensor subclass": (torch.ones(2).as_subclass(SubTensor), "SubTensor"),
+    "no memory": (emptied(), "memory has been given back"),
     "no shape": (nn.UninitializedParameter(), "UninitializedParameter"),
     "objects": (np.array([Plain()]), "dtype object"),
     "objects within": (np.zeros(1, [("a", "i4"), ("b", "O")]), "'b'"),

@@ -27,8 +27,8 @@ def encode(value: Any, where: str = "", *, leaf: Leaf | None = None) -> Tree:
     written several times. The tree can go through `torch.save` and `torch.load(weights_only=True)`.
 
     `where` is what messages put before the place within the value. `leaf` is given each tensor, not copied, and
-    returns JSON that refers to it: then the tree is JSON alone. Raises `UnsupportedValueError` for values without an
-    encoding, those that hold themselves and those that are nested too deeply.
+    returns a text or number that refers to it: then the tree is JSON alone. Raises `UnsupportedValueError` for values
+    without an encoding, those that hold themselves and those that are nested too deeply.
     """
     encoder = Encoder(KINDS, where, leaf)
     try:
@@ -41,8 +41,8 @@ def decode(tree: Tree, where: str = "", *, leaf: Leaf | None = None) -> Any:
     """The value of a tree, equal to the one that was encoded in type and content. Its tensors have their own memory.
 
     Nothing is imported, no class of a user's is called: enums, dataclasses and namedtuples are found among the modules
-    that have been imported, and filled. Only functions given to `register_codec` run. `leaf` finds the tensor for the
-    JSON that refers to it. Raises `EncodedValueError` for what is no encoded value and `UnknownClassError` where its
+    that have been imported, and filled. Only functions given to `register_codec` run. `leaf` finds the tensor that a
+    text or number refers to. Raises `EncodedValueError` for what is no encoded value and `UnknownClassError` where its
     class is not there, is of another kind, or has other fields.
     """
     decoder = Decoder(KINDS, where, leaf)

@@ -26,7 +26,7 @@ MAX_PLAIN_INT = 2**53
 Tree = Any
 """JSON types and tensors."""
 Leaf = Callable[[Any], Any]
-"""At encoding from a tensor to the JSON that refers to it; at decoding the way back."""
+"""At encoding from a tensor to the text or number that refers to it; at decoding the way back."""
 
 ITEM, FIELD, KEY = "[{}]", ".{}", "[key {}]"
 Step = tuple[str, object]
@@ -195,6 +195,7 @@ class Decoder(Walk):
 
     def __init__(self, kinds: Kinds, where: str, leaf: Leaf | None) -> None:
         super().__init__(kinds, where, leaf, EncodedValueError)
+        self._leaves: dict[str | int, Any] = {}
         self._copies: dict[tuple[int, bool, bool], tuple[torch.Tensor, torch.Tensor]] = {}
 
     def child(self, tree: Tree, step: Step) -> Any:
@@ -248,7 +249,7 @@ class Decoder(Walk):
     def tensor(self, tree: Tree, parameter: bool = False, requires_grad: bool = False) -> torch.Tensor:
         """A tensor of its own memory; the same for the same tensor of the tree."""
         if self.leaf and type(tree) is dict and list(tree) == ["$tensor"]:
-            tree = self.leaf(tree["$tensor"])
+            tree = self._referred(tree["$tensor"], self.leaf)
         if not isinstance(tree, torch.Tensor):
             raise self.fail("this is no tensor", found=_shown(tree))
         found = self._copies.get((id(tree), parameter, requires_grad))
@@ -259,6 +260,16 @@ class Decoder(Walk):
             made = torch.nn.Parameter(copy, requires_grad) if parameter else copy.requires_grad_(requires_grad)
             found = self._copies[id(tree), parameter, requires_grad] = tree, made
         return found[1]
+
+    def _referred(self, reference: Any, leaf: Leaf) -> Any:
+        if type(reference) not in (str, int):
+            raise self.fail("this refers to no tensor", found=_shown(reference))
+        if reference not in self._leaves:
+            try:
+                self._leaves[reference] = leaf(reference)
+            except (LookupError, TypeError) as error:
+                raise self.fail("it refers to a tensor that is not there", found=_shown(reference)) from error
+        return self._leaves[reference]
 
     def value(self, tree: Tree) -> Any:
         cls = type(tree)
@@ -315,7 +326,11 @@ def why_not_plain(tensor: torch.Tensor) -> str:
         return "a tensor on the meta device, which has no values"
     if tensor.layout is not torch.strided:
         return f"a tensor of the layout {tensor.layout}"
-    return "a quantized tensor" if tensor.is_quantized else ""
+    if tensor.is_quantized:
+        return "a quantized tensor"
+    last = sum((size - 1) * step for size, step in zip(tensor.shape, tensor.stride(), strict=True))
+    needed = (tensor.storage_offset() + last + 1) * tensor.itemsize if tensor.numel() else 0
+    return "a tensor whose memory has been given back" if needed > tensor.untyped_storage().nbytes() else ""
 
 
 def own_copy(tensor: torch.Tensor) -> torch.Tensor:

@@ -17,9 +17,9 @@ from modelstate.errors import (
 from modelstate.read.mapped import Maps
 from modelstate.read.ranges import Request, coalesce, read_batches, read_threads
 from modelstate.read.stamp import Stamp, stamps_of
-from modelstate.read.tree import FlatTree, flatten, is_container, items_of, rebuild, subtree
+from modelstate.read.tree import FlatTree, decoded, flatten, is_container, items_of, rebuild, subtree
 from modelstate.read.verify import verify
-from modelstate.spec import ByteRange, Contents, Stored, StoredComposite, StoredTensor, TensorSpec
+from modelstate.spec import ByteRange, Contents, Encoded, Stored, StoredComposite, StoredTensor, TensorSpec
 
 BATCH_BYTES = 8 << 20
 """What one call reads at the most: large enough to amortise the call, small enough to share work out evenly."""
@@ -176,7 +176,8 @@ class Checkpoint(Mapping[str, TensorSpec]):
         """The values that are no tensors, by their dotted paths.
 
         Iterating gives the largest parts of the tree without tensors; any path within them works too. Each access
-        gives a copy of the containers, so nobody changes the checkpoint by it.
+        gives a copy of the containers, so nobody changes the checkpoint by it. What `modelstate.save` has encoded is
+        decoded at the access, which raises `CodecError` where that fails.
         """
         return _Extra(self)
 
@@ -331,7 +332,10 @@ class _Extra(Mapping[str, Any]):
                 found=path,
                 remedy=self._remedy(str(path)),
             )
-        node = subtree(values[head], str(path)[len(head) + 1 :], checkpoint.source)
+        node = decoded(values[head], checkpoint._maps.tensor)
+        node = subtree(node, str(path)[len(head) + 1 :], checkpoint.source)
+        if isinstance(values[head], Encoded):
+            return node  # made for this access alone
         return rebuild(node, lambda stored: _copied(checkpoint._maps.tensor(stored)))
 
     def __iter__(self) -> Iterator[str]:

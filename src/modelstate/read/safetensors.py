@@ -26,6 +26,7 @@ from modelstate.errors import (
     UnknownDtypeError,
     UnsupportedTensorError,
 )
+from modelstate.read import manifest
 from modelstate.read.json_text import SPACE, STRING, JsonText, JsonTextError, RepeatedKeyError, quote
 from modelstate.read.source_file import CUT_SHORT, SourceFile
 from modelstate.spec import ByteRange, Contents, StoredTensor, contiguous_stride
@@ -102,7 +103,8 @@ def read(path: str) -> Contents:
 
     Raises `HeaderLengthError`, `HeaderTooLargeError`, `HeaderSyntaxError`, `DuplicateNameError`, `UnknownDtypeError`,
     `UnsupportedTensorError` (6-bit floats, and 4-bit ones whose last dimension is odd), `TensorSizeError`,
-    `TensorRangeError`, `TruncatedFileError`, and what `SourceFile` raises where the file cannot be read.
+    `TensorRangeError`, `TruncatedFileError`, `ManifestError` for what `modelstate.save` has added, and what
+    `SourceFile` raises where the file cannot be read.
     """
     header, file_bytes = _read_header(path)
     begin = 8 + len(header)
@@ -120,7 +122,11 @@ def read(path: str) -> Contents:
             found=error.found,
             remedy=CUT_SHORT,
         ) from error
-    return Contents("safetensors", _in_file_order(tensors, path, begin, file_bytes), (path,), metadata)
+    ordered = _in_file_order(tensors, path, begin, file_bytes)
+    if manifest.KEY not in metadata:
+        return Contents("safetensors", ordered, (path,), metadata)
+    state, said = manifest.apply(ordered, metadata.pop(manifest.KEY), path)
+    return Contents("safetensors", state, (path,), metadata | said)
 
 
 def _read_header(path: str) -> tuple[bytes, int]:

@@ -8,8 +8,9 @@ from typing import Any
 
 import torch
 
+from modelstate.codec.codec import decode
 from modelstate.errors import DuplicateNameError, KeyNotFoundError, SourceTypeError
-from modelstate.spec import Stored, StoredComposite, StoredTensor
+from modelstate.spec import Encoded, Stored, StoredComposite, StoredTensor
 
 EXTRA_STATE = "_extra_state"
 """The name under which torch keeps what `Module.get_extra_state` returns."""
@@ -129,6 +130,13 @@ def _nodes_at(node: object, path: str) -> Iterator[Any]:
             yield child
         else:
             yield from _nodes_at(child, path[len(key) + 1 :])
+
+
+def decoded(node: Any, tensor: Callable[[Stored], torch.Tensor]) -> Any:
+    """The value of an `Encoded`, made anew; anything else as it is. Raises `CodecError`."""
+    if not isinstance(node, Encoded):
+        return node
+    return decode(node.tree, node.where, leaf=lambda name: tensor(node.tensors[name]))
 
 
 def rebuild(

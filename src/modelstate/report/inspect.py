@@ -3,11 +3,12 @@
 import json
 import math
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 
+from modelstate.errors import CodecError
 from modelstate.read.checkpoint import Checkpoint
 from modelstate.report.text import columns, count, shorten
 from modelstate.report.tree import MAX_RUNS, build, is_number, rows
@@ -35,7 +36,7 @@ def inspect_json(checkpoint: Checkpoint) -> str:
             "metadata": _plain(checkpoint.metadata),
             "tensors": [_tensor_json(spec) for spec in checkpoint.values()],
             "aliases": [list(group) for group in checkpoint.aliases],
-            "extra": {path: _plain(value) for path, value in checkpoint.extra.items()},
+            "extra": {path: _plain(value) for path, value in _extra(checkpoint)},
             "totals": {
                 "tensors": len(checkpoint),
                 "elements": _elements(checkpoint),
@@ -93,18 +94,41 @@ def _ties(checkpoint: Checkpoint) -> str:
 
 
 def _values(checkpoint: Checkpoint) -> str:
-    extra = checkpoint.extra
-    if not len(extra):
+    extra = list(_extra(checkpoint))
+    if not extra:
         return ""
     alike: dict[tuple[str, str, str], list[str]] = {}
-    for path, value in extra.items():
+    for path, value in extra:
         pattern = ".".join("*" if is_number(part) else part for part in path.split("."))
-        alike.setdefault((pattern, type(value).__name__, shorten(_text(value), _VALUE_WIDTH)), []).append(path)
+        alike.setdefault((pattern, _kind(value), shorten(_text(value), _VALUE_WIDTH)), []).append(path)
     table = []
     for (_, kind, text), paths in alike.items():
         folded = [f"{paths[0]} … ({len(paths)} ×)"] if len(paths) > MAX_RUNS else paths
         table += [(f"  {path}", kind, text) for path in folded]
     return f"values that are no tensors ({len(extra):,}):\n{columns(table)}"
+
+
+def _kind(value: object) -> str:
+    return "?" if isinstance(value, _Unknown) else type(value).__name__
+
+
+class _Unknown:
+    """A value that cannot be decoded here."""
+
+    def __init__(self, error: CodecError) -> None:
+        self._error = error
+
+    def __repr__(self) -> str:
+        return f"not decoded: {printable(self._error.what)}"
+
+
+def _extra(checkpoint: Checkpoint) -> Iterator[tuple[str, Any]]:
+    """The values that are no tensors. One whose class is not imported does not hide the others."""
+    for path in checkpoint.extra:
+        try:
+            yield path, checkpoint.extra[path]
+        except CodecError as error:
+            yield path, _Unknown(error)
 
 
 def _metadata(checkpoint: Checkpoint) -> str:

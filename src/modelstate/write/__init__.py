@@ -1,0 +1,1 @@
+"""From state in memory to files: complete and durable, or not there."""

@@ -1,0 +1,104 @@
+"""What cannot be saved is refused, all of it at once, and nothing is written."""
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import modelstate as ms
+from modelstate.errors import (
+    ModelCodeError,
+    OptionError,
+    SaveTargetError,
+    TargetExistsError,
+    UnsavableError,
+    UnsupportedValueError,
+)
+
+
+class Sub(torch.Tensor):
+    pass
+
+
+class Failing(nn.Module):
+    def state_dict(self, *args: Any, **named: Any) -> Any:
+        raise LookupError("gone")
+
+
+class Odd(nn.Module):
+    def get_extra_state(self) -> Any:
+        return {"cfg": [object()]}
+
+
+def emptied() -> torch.Tensor:
+    made = torch.ones(3)
+    made.untyped_storage().resize_(0)
+    return made
+
+
+NESTED = {"model": {"a": torch.ones(1)}, "step": 3, "b": torch.ones(1)}
+REFUSED: dict[str, tuple[Any, type[Exception], str]] = {
+    "number": (3, SaveTargetError, "builtins.int"),
+    "list": ([torch.ones(1)], SaveTargetError, "builtins.list"),
+    "tensor": (torch.ones(1), SaveTargetError, "torch.Tensor"),
+    "nested": (NESTED, SaveTargetError, "2 of 3 values .*'model': dict.*'step': int.*of its own"),
+    "name": ({3: torch.ones(1)}, UnsavableError, "'3': not a name"),
+    "reserved": ({"__metadata__": torch.ones(1)}, UnsavableError, "not a name"),
+    "surrogate": ({"\ud800": torch.ones(1)}, UnsavableError, "not a name"),
+    "extra surrogate": ({"\ud800._extra_state": 1}, SaveTargetError, "int"),
+    "subclass": ({"a": torch.ones(1).as_subclass(Sub)}, UnsavableError, "'a': .*Sub"),
+    "sparse": ({"a": torch.eye(2).to_sparse()}, UnsavableError, "'a': .*sparse_coo"),
+    "meta": (nn.Linear(2, 2, device="meta"), UnsavableError, "'weight': .*meta.*'bias': .*meta"),
+    "dtype": ({"a": torch.ones(1, dtype=torch.complex128)}, UnsavableError, "'a': torch.complex128, which safetensors"),
+    "lazy": (nn.LazyLinear(3), UnsavableError, "UninitializedParameter"),
+    "no memory": ({"a": emptied()}, UnsavableError, "memory has been given back"),
+    "state_dict": (Failing(), ModelCodeError, "Failing: .*state_dict raised LookupError.*gone"),
+    "extra": (Odd(), UnsupportedValueError, r"_extra_state\['cfg'\]\[0\]: .*builtins.object.*register_codec"),
+    "extra dtype": ({"a._extra_state": [torch.ones(1, dtype=torch.complex128)]}, UnsavableError, "complex128"),
+    "extra too large": ({"a._extra_state": [0] * 4_000_001}, UnsavableError, "more than the header"),
+    "header too large": ({"a" * 100_000_000: torch.ones(1)}, UnsavableError, "more than the header"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_cannot_be_saved(tmp_path: Path, name: str) -> None:
+    target, kind, text = REFUSED[name]
+    path = tmp_path / "x.safetensors"
+    path.write_bytes(b"the old file")
+    with pytest.raises(kind) as caught:
+        ms.save(target, path)
+    assert re.search(f"(?s){text}", str(caught.value)), caught.value
+    assert isinstance(caught.value, ms.ModelStateError)
+    assert [file.name for file in tmp_path.iterdir()] == ["x.safetensors"]
+    assert path.read_bytes() == b"the old file"
+
+
+def test_a_checkpoint_says_how_it_is_saved(tmp_path: Path) -> None:
+    with pytest.raises(SaveTargetError, match=r"checkpoint\.tensor\(name\)"):
+        ms.save(ms.open({"a": torch.ones(1)}), tmp_path / "x")
+
+
+def test_many_problems_are_counted(tmp_path: Path) -> None:
+    with pytest.raises(UnsavableError, match=r"20 of 21 tensors .*\n.*and 12 more"):
+        ms.save({"ok": torch.ones(1), **{f"w{n}": torch.ones(1, device="meta") for n in range(20)}}, tmp_path / "x")
+
+
+@pytest.mark.parametrize("path", [3, None, b"x", "", "a\0b", "s3://bucket/x"])
+def test_what_is_no_path(path: Any) -> None:
+    with pytest.raises(SaveTargetError):
+        ms.save({}, path)
+
+
+def test_options(tmp_path: Path) -> None:
+    with pytest.raises(OptionError, match="schema="):
+        ms.save({}, tmp_path / "x", schema=2)  # type: ignore[arg-type]
+    ms.save({}, tmp_path / "x")
+    with pytest.raises(TargetExistsError, match="overwrite=True"):
+        ms.save({"a": torch.ones(1)}, tmp_path / "x", overwrite=False)
+    assert not list(ms.open(tmp_path / "x"))
+    ms.save({"a": torch.ones(1)}, tmp_path / "y", overwrite=False)
+    assert list(ms.open(tmp_path / "y")) == ["a"]
+    assert sorted(file.name for file in tmp_path.iterdir()) == ["x", "y"]
