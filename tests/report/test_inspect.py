@@ -99,3 +99,26 @@ def test_json_of_a_strided_view(tmp_path: Path) -> None:
     torch.save({"t": torch.zeros(3, 2).t()}, path)
     (tensor,) = json.loads(inspect_json(ms.open(path)))["tensors"]
     assert tensor["stride"] == [1, 2]
+
+
+def test_values_that_were_encoded(tmp_path: Path) -> None:
+    state = {"a": torch.ones(2), "x._extra_state": {"step": (1, torch.ones(3))}, "y._extra_state": 3}
+    path = tmp_path / "saved.safetensors"
+    ms.save(state, path)
+    text = inspect_text(ms.open(path))
+    assert "x._extra_state  dict  {'step': [1, 'tensor([3], float32)']}" in text
+    assert "_modelstate_extra" not in text
+    assert json.loads(inspect_json(ms.open(path)))["extra"]["y._extra_state"] == 3
+
+
+def test_a_value_that_cannot_be_decoded_hides_no_other(tmp_path: Path) -> None:
+    manifest = {
+        "format": 1,
+        "extra": {"x._extra_state": {"$object": {"codec": "gone", "value": 1}}, "y._extra_state": 3},
+    }
+    path = tmp_path / "saved.safetensors"
+    save_file({"a": torch.ones(2)}, path, metadata={"modelstate": json.dumps(manifest)})
+    lines = [line.split(maxsplit=2) for line in inspect_text(ms.open(path)).splitlines()]
+    assert ["x._extra_state", "?", "not decoded: nothing is registered under 'gone'"] in lines
+    assert ["y._extra_state", "int", "3"] in lines
+    assert "not decoded" in json.loads(inspect_json(ms.open(path)))["extra"]["x._extra_state"]
