@@ -1,12 +1,10 @@
 """Versions of a model's state: checkpoints of any of them load into the present one."""
 
-import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import save_file
 from torch import nn
 
 import modelstate as ms
@@ -52,11 +50,8 @@ def test_a_checkpoint_of_any_version(version: str, source: str, tmp_path: Path) 
     if version == "3.0":
         state["old.extra"] = torch.zeros(2)
     path = tmp_path / "state.safetensors"
-    noted = {"modelstate": json.dumps({"format": 1, "schema": version})} if source == "noted" else {}
-    save_file({name: value.contiguous() for name, value in state.items()}, path, noted)
+    ms.save(state, path, schema=version if source == "noted" else None)
     given: Any = {"step": 3, "model": state} if source == "nested" else path
-    if source == "noted" and ms.open(path).metadata.get("schema") != version:
-        pytest.skip("no manifests yet")
     ms.load(wanted, given, rules=SCHEMA.rules(version) if source == "given" else SCHEMA)
     old = wanted["old"]
     assert torch.equal(torch.cat([old.q.weight, old.k.weight]), FIRST["old.qk.weight"])
