@@ -113,3 +113,11 @@ def test_extra_values_are_snapshots(stock_fails: StockFails, tmp_path: Path) -> 
         assert checkpoint.extra["config"] == {"sizes": [1, 2]}
         with pytest.raises(TypeError):
             checkpoint.extra["config"] = {}
+
+
+def test_saving_writes_what_is_shown(tmp_path: Path) -> None:
+    ms.save(rows(), tmp_path / "rows.safetensors")
+    assert (tmp_path / "rows.safetensors").stat().st_size < 10_000
+    model = Rows()
+    ms.load(model, tmp_path / "rows.safetensors")
+    assert all(torch.equal(model.get_buffer(name), value) for name, value in rows().items())
