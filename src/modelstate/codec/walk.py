@@ -26,7 +26,8 @@ MAX_PLAIN_INT = 2**53
 Tree = Any
 """JSON types and tensors."""
 Leaf = Callable[[Any], Any]
-"""At encoding from a tensor to the text or number that refers to it; at decoding the way back."""
+"""At encoding from a tensor to the text or number that refers to it, or a `ValueError`; at decoding the way back, or a
+`LookupError`."""
 
 ITEM, FIELD, KEY = "[{}]", ".{}", "[key {}]"
 Step = tuple[str, object]
@@ -141,9 +142,15 @@ class Encoder(Walk):
         if found is None:
             if problem := why_not_plain(tensor):
                 raise self.fail(problem, remedy="save its parts, or tensor.dense() or the like; " + REGISTER)
-            tree = {"$tensor": self.leaf(tensor.detach())} if self.leaf else self._snapshot(tensor)
+            tree = {"$tensor": self._reference(tensor, self.leaf)} if self.leaf else self._snapshot(tensor)
             found = self._snapshots[id(tensor)] = tensor, tree
         return found[1]
+
+    def _reference(self, tensor: torch.Tensor, leaf: Leaf) -> Any:
+        try:
+            return leaf(tensor.detach())
+        except ValueError as error:
+            raise self.fail(f"a tensor that cannot be stored: {error}", remedy="convert it; " + REGISTER) from error
 
     def _snapshot(self, tensor: torch.Tensor) -> torch.Tensor:
         try:

@@ -12,6 +12,7 @@ from modelstate.read.checkpoint import Checkpoint
 from modelstate.read.manifest import FORMAT
 from modelstate.spec import Contents
 from modelstate.version import __version__
+from modelstate.write.safetensors import why_not
 
 
 @dataclass(slots=True)
@@ -41,13 +42,15 @@ class Draft:
 def draft(
     tensors: Mapping[str, torch.Tensor], values: Mapping[str, Any], versions: Mapping[str, Any] | None, where: str
 ) -> Draft:
-    """Sorts out what goes where. Raises `UnsupportedValueError` for a value without an encoding."""
+    """Sorts out what goes where. Raises `UnsupportedValueError` for a value that cannot be encoded."""
     others = {other: first for first, *rest in _ties(tensors) for other in rest}
     made = Draft({name: tensor for name, tensor in tensors.items() if name not in others}, others, None)
     prefix = _free_prefix(tensors)
 
     def put(tensor: torch.Tensor) -> str:
         name = f"{prefix}{len(made.extra_tensors)}"
+        if problem := why_not(name, tensor):
+            raise ValueError(problem)
         made.tensors[name] = tensor
         made.extra_tensors.append(name)
         return name

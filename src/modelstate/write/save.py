@@ -153,9 +153,7 @@ def _draft(state: Mapping[Any, Any], where: str) -> tuple[Draft, int]:
     # What conjugates or negates when it is read has the memory of what does not, and is not tied to it.
     tensors = {name: tensor.resolve_conj().resolve_neg() for name, tensor in tensors.items()}
     versions = getattr(state, "_metadata", None)
-    made = draft(tensors, values, versions if isinstance(versions, Mapping) else None, where)
-    _check_tensors({name: made.tensors[name] for name in made.extra_tensors}, where)
-    return made, len(tensors)
+    return draft(tensors, values, versions if isinstance(versions, Mapping) else None, where), len(tensors)
 
 
 def _check_tensors(tensors: Mapping[str, torch.Tensor], where: str) -> None:
