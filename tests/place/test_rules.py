@@ -256,3 +256,26 @@ def test_versions_follow_a_module_whose_tensors_were_renamed_one_by_one() -> Non
     plan = ms.plan(nn.ModuleDict({"1": nn.BatchNorm1d(2)}), source.state_dict(), rules=rules)
     assert plan.ok
     assert not any("version metadata" in note for note in plan.notes)
+
+
+def test_a_value_that_cannot_be_decoded_matters_only_to_who_takes_it(tmp_path: Path) -> None:
+    class Held:
+        pass
+
+    class Keeps(nn.Module):
+        def get_extra_state(self) -> Any:
+            return Held()
+
+        def set_extra_state(self, state: Any) -> None:
+            pass
+
+    ms.register_codec(Held, lambda held: 1, lambda value: Held(), name="test.Held")
+    ms.save(nn.ModuleDict({"a": Keeps(), "b": nn.Linear(1, 1)}), tmp_path / "held.safetensors")
+    text = (tmp_path / "held.safetensors").read_bytes().replace(b"test.Held", b"test.Gone")
+    (tmp_path / "held.safetensors").write_bytes(text)
+    without = nn.ModuleDict({"b": nn.Linear(1, 1)})
+    ms.load(without, tmp_path / "held.safetensors", allow_unexpected=["a.*"])
+    ms.load(without, tmp_path / "held.safetensors", rules=[ms.Ignore("a.*")])
+    plan = ms.plan(nn.ModuleDict({"a": Keeps(), "b": nn.Linear(1, 1)}), tmp_path / "held.safetensors")
+    assert [type(problem).__name__ for problem in plan.problems] == ["BadExtraState"]
+    assert "test.Gone" in str(plan)

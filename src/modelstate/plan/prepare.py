@@ -132,6 +132,20 @@ class Late(Write):
             self.target.copy_(values_of(self.stored, self.maps.tensor))
 
 
+@dataclass(frozen=True, slots=True)
+class Undecoded:
+    """A value of the checkpoint that cannot be decoded here, which is no matter where nobody takes it."""
+
+    error: CodecError
+
+
+def _decoded(checkpoint: Checkpoint, name: str) -> Any:
+    try:
+        return checkpoint.extra[name]
+    except CodecError as error:
+        return Undecoded(error)
+
+
 class Preparation:
     """A load that has been planned and not yet carried out.
 
@@ -208,7 +222,7 @@ class Preparation:
         """The checkpoint by the names, and in the pieces, of the model."""
         checkpoint, rules = self.checkpoint, self.options.rules
         entries = {name: Entry(checkpoint.stored(name), (name,)) for name in checkpoint}
-        entries |= {name: Entry(Value(value), (name,)) for name, value in checkpoint.extra.items()}
+        entries |= {name: Entry(Value(_decoded(checkpoint, name)), (name,)) for name in checkpoint.extra}
         if not rules:
             return Applied(entries)
         places = Places(self.model, self.slots)
@@ -268,6 +282,8 @@ class Preparation:
         # it sets: a value that cannot be set sets nothing, and all is undone where there are problems.
         take = module.set_extra_state if self._call_extra_state else getattr(module, CHECK_EXTRA_STATE, None)
         try:
+            if isinstance(value, Undecoded):
+                raise value.error
             if take is not None:
                 take(value)
         except (ExtraStateError, CodecError) as error:
