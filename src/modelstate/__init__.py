@@ -38,6 +38,8 @@ from modelstate.plan.rules.tensors import Reshape as Reshape
 from modelstate.plan.rules.tensors import Same as Same
 from modelstate.plan.rules.tensors import Split as Split
 from modelstate.plan.rules.tensors import Transpose as Transpose
+from modelstate.plan.suggest.suggest import suggest as suggest
+from modelstate.plan.suggest.suggestion import Suggestion as Suggestion
 from modelstate.read.checkpoint import Checkpoint as Checkpoint
 from modelstate.read.open import open as open
 from modelstate.spec import TensorSpec as TensorSpec

@@ -138,7 +138,7 @@ def inspect(
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """What `plan` and `load` are asked for; a wrong command line is noticed before anything is opened or built."""
+    """What `plan` and its like are asked for; a wrong command line is noticed before anything is opened or built."""
 
     model: str
     factory: Callable[[], object]
@@ -146,7 +146,7 @@ class Request:
     options: dict[str, Any]
 
     def run(self, do: Callable[..., Any], checkpoint: ms.Checkpoint) -> Any:
-        """What `modelstate.plan` or `modelstate.load` says of the checkpoint and the model."""
+        """What a function of modelstate says of the checkpoint and the model."""
         model = build_model(self.model, self.factory, skeleton=self.skeleton)
         with code_of_others():
             return do(model, checkpoint, **self.options)
@@ -234,6 +234,27 @@ def _request(
         "device": parse_device(device),
     }
     return Request(model, model_factory(model, debug), skeleton, options)
+
+
+@app.command()
+def suggest(
+    model: Model,
+    path: Path,
+    key: Key = None,
+    allow: Allow = None,
+    skip_forbidden: Skip = False,
+    no_skeleton: NoSkeleton = False,
+    as_json: Json = False,
+    debug: Debug = False,
+) -> None:
+    """Work out rules by which a checkpoint fits a model, and print them as Python; nothing is loaded."""
+    with reported(debug):
+        request = Request(model, model_factory(model, debug), not no_skeleton, {"key": key})
+        with _open(path, allow, skip_forbidden) as checkpoint:
+            made = request.run(ms.suggest, checkpoint)
+        typer.echo(made.to_json() if as_json else str(made))
+        if not made.complete:
+            raise typer.Exit(PROBLEMS)
 
 
 @app.command()

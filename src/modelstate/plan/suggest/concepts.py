@@ -1,0 +1,206 @@
+"""What the words in names mean, as far as model authors agree on it."""
+
+import re
+from collections.abc import Iterable
+from functools import lru_cache
+
+_PHRASES = {
+    # Whole segments, whose words alone would mislead.
+    "c_attn": "qkv",
+    "in_proj": "qkv",
+    "wqkv": "qkv",
+    "qkv_proj": "qkv",
+    "query_key_value": "interleaved",
+    "c_proj": "out",
+    "o_proj": "out",
+    "out_proj": "out",
+    "to_out": "out",
+    "wo": "out",
+    "o": "out",
+    "proj": "out",
+    "c_fc": "up",
+    "fc1": "up",
+    "linear1": "up",
+    "lin1": "up",
+    "dense_h_to_4h": "up",
+    "wi": "up",
+    "intermediate": "up mlp",
+    "up_proj": "up",
+    "w3": "up",
+    "fc2": "down",
+    "linear2": "down",
+    "lin2": "down",
+    "dense_4h_to_h": "down",
+    "down_proj": "down",
+    "w2": "down",
+    "w1": "gate",
+    "gate_proj": "gate",
+    "gate_up_proj": "gate_up",
+    "gate_up": "gate_up",
+    "kv_proj": "kv",
+    "wq": "q",
+    "wk": "k",
+    "wv": "v",
+    "wte": "tok embedding",
+    "wpe": "pos embedding",
+    "embed_tokens": "tok embedding",
+    "embed_in": "tok embedding",
+    "tok_embeddings": "tok embedding",
+    "shared": "tok",
+    "embed_positions": "pos embedding",
+    "embed_out": "head",
+    "lm_head": "head",
+    "ln_f": "norm final",
+    "norm_f": "norm final",
+    "input_layernorm": "norm attention",
+    "layernorm_before": "norm attention",
+    "ffn_norm": "norm mlp",
+    "post_attention_layernorm": "norm mlp",
+    "layernorm_after": "norm mlp",
+    "encoder_attn": "cross attention",
+    "multihead_attn": "cross attention",
+    "encdecattention": "cross attention",
+    "selfattention": "self attention",
+    "densereludense": "mlp",
+}
+_WORDS = {
+    "query": "q",
+    "key": "k",
+    "value": "v",
+    "attn": "attention",
+    "att": "attention",
+    "mha": "attention",
+    "ln": "norm",
+    "layernorm": "norm",
+    "rmsnorm": "norm",
+    "layrnorm": "norm",
+    "normalization": "norm",
+    "batchnorm": "norm",
+    "bn": "norm",
+    "convolution": "conv",
+    "ffn": "mlp",
+    "feedforward": "mlp",
+    "ff": "mlp",
+    "output": "out",
+    "embeddings": "embedding",
+    "embed": "embedding",
+    "embedder": "embedding",
+    "emb": "embedding",
+    "position": "pos",
+    "positional": "pos",
+    "positions": "pos",
+    "word": "tok",
+    "token": "tok",
+    "tokens": "tok",
+    "crossattention": "cross",
+    "shortcut": "downsample",
+    "cls": "class",
+    "enc": "encoder",
+    "dec": "decoder",
+    "classifier": "head",
+    "patches": "patch",
+}
+_GENERIC = {
+    *(
+        "linear",
+        "dense",
+        "lin",
+        "fc",
+        "layer",
+        "layers",
+        "block",
+        "blocks",
+        "module",
+        "model",
+        "h",
+        "net",
+        "list",
+        "to",
+    ),
+    *("modules", "transformer", "projection", "backbone", "base", "w", "c", "parametrizations", "original"),
+}
+_ROLES = {
+    "weight": "weight",
+    "gamma": "weight",
+    "kernel": "weight",
+    "bias": "bias",
+    "beta": "bias",
+    "running_mean": "running_mean",
+    "moving_mean": "running_mean",
+    "running_var": "running_var",
+    "moving_variance": "running_var",
+    "num_batches_tracked": "num_batches_tracked",
+}
+_EXCLUSIVE = (
+    {"q", "k", "v", "qkv", "kv", "interleaved", "out"},
+    {"tok", "pos", "type", "patch"},
+    {"encoder", "decoder"},
+    {"up", "down", "gate", "gate_up"},
+    {"self", "cross"},
+    {"head", "embedding"},
+    {"norm", "embedding"},
+    {"norm", "conv"},
+    {"class", "pos"},
+)
+_KNOWN = {word for text in (*_PHRASES.values(), *_WORDS.values()) for word in text.split()} | {"gate", "up", "down"}
+
+PARTS = {"qkv": ("q", "k", "v"), "kv": ("k", "v"), "gate_up": ("gate", "up")}
+"""What is often stored as one tensor, and in which order its parts lie."""
+INTERLEAVED = "interleaved"
+"""A fused projection whose parts take turns, head by head: it cannot be cut in three."""
+
+_SHARED, _GENERIC_SHARED, _LACKED = 1.0, 0.05, 0.3
+
+
+def role_of(last: str) -> tuple[str, str]:
+    """The last part of a name as what is left of it, and what the tensor is to its owner: weight, bias, ..."""
+    if last.lower() in _ROLES:
+        return "", _ROLES[last.lower()]
+    head, _, tail = last.rpartition("_")
+    if head and tail in ("weight", "bias"):
+        return head, tail
+    return last, ""
+
+
+@lru_cache(maxsize=65536)
+def concepts(segment: str) -> frozenset[str]:
+    """What one part of a name means. Words that nothing is known of stand for themselves; numbers are left out."""
+    phrase = _PHRASES.get(segment.lower())
+    if phrase is not None:
+        return frozenset(phrase.split())
+    bare = re.sub(r"[\d#]+", "_", segment)
+    words = re.findall(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+|[^\W_a-zA-Z]+", bare)
+    if "".join(words).lower() in _PHRASES:
+        return frozenset(_PHRASES["".join(words).lower()].split())
+    if "".join(words).lower() in _WORDS:
+        return frozenset({_WORDS["".join(words).lower()]})
+    found = {_WORDS.get(word.lower(), word.lower()) for word in words}
+    return frozenset(found - {"layer", "proj"} if len(found) > 1 else found)
+
+
+def of_path(segments: Iterable[str]) -> frozenset[str]:
+    """What all parts of a name mean together."""
+    *path, last = [concepts(segment) for segment in segments]
+    found = frozenset[str]().union(*path, last)
+    return found | {"out"} if "attention" in found and last == {"dense"} else found
+
+
+def contradict(one: frozenset[str], other: frozenset[str]) -> bool:
+    """Whether the same tensor cannot be called both: a key is no query."""
+    for group in _EXCLUSIVE:
+        first, second = one & group, other & group
+        if first and second and not first & second:
+            return True
+    return False
+
+
+@lru_cache(maxsize=65536)
+def shared(one: frozenset[str], other: frozenset[str]) -> float:
+    """How much two names have in common in what they mean."""
+    return sum(_GENERIC_SHARED if word in _GENERIC else _SHARED for word in one & other)
+
+
+@lru_cache(maxsize=65536)
+def lacked(one: frozenset[str], other: frozenset[str]) -> float:
+    """How much one of them says that the other does not."""
+    return _LACKED * sum(1 for word in one ^ other if word in _KNOWN or word.startswith("#"))

@@ -1,0 +1,197 @@
+"""What the parts of the search find together."""
+
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from modelstate.plan.differences import prefixes, without_wrappers
+from modelstate.plan.slots import Slots
+from modelstate.plan.suggest.concepts import contradict
+from modelstate.plan.suggest.fused import Fusion, fusions, interleaved
+from modelstate.plan.suggest.orientation import Orientation, orientation, without_numbers
+from modelstate.plan.suggest.pairing import Pairing, buckets, match, units
+from modelstate.plan.suggest.skeletons import Leaf, Level
+from modelstate.plan.suggest.suggestion import Ambiguous
+
+
+@dataclass(slots=True)
+class Found:
+    """Who is who, and how the one becomes the other."""
+
+    sources: Sequence[Leaf]
+    targets: Sequence[Leaf]
+    pairs: dict[str, str] = field(default_factory=dict)
+    by_shape: set[str] = field(default_factory=set)
+    splits: list[tuple[Fusion, int]] = field(default_factory=list)
+    """Tensors of the checkpoint that are cut, and along which dimension."""
+    joins: list[tuple[Fusion, int]] = field(default_factory=list)
+    transposed: set[str] = field(default_factory=set)
+    """Names of the checkpoint that certainly lie the other way round."""
+    inferred: set[str] = field(default_factory=set)
+    """Square ones, which lie as their neighbours do."""
+    doubtful: list[str] = field(default_factory=list)
+    """Square ones of which nothing is known."""
+    ambiguous: list[Ambiguous] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+
+
+def find(sources: Sequence[Leaf], targets: Sequence[Leaf], slots: Slots) -> Found:
+    """Matches both sides: first what is called the same, then what is called alike, then what there is one of."""
+    found, pairing = Found(sources, targets), Pairing()
+    _same_names(sources, targets, pairing)
+    _without_wrappers(sources, targets, pairing)
+    _one_prefix(sources, targets, pairing)
+    lying, wanted = orientation(sources), orientation(targets)
+    straight, places = lying.straight(sources), wanted.straight(targets)
+    fused = _Fused(found, pairing, lying, wanted)
+    fused.look(straight, places, named=True)
+    match(straight, places, pairing)
+    fused.look(straight, places, named=False)
+    found.pairs = {leaf.name: pairing.pairs[leaf.name] for leaf in sources if leaf.name in pairing.pairs}
+    found.by_shape = pairing.by_shape
+    _turned(found, lying, wanted)
+    left, lacking = pairing.open_sources(straight), pairing.open_targets(places)
+    tied = {name for slot in slots.tensors if pairing.targets.intersection(slot.names) for name in slot.names}
+    lacking = [leaf for leaf in lacking if leaf.name not in tied]
+    found.ambiguous = _ambiguous(left, lacking)
+    mixed = interleaved(left)
+    if mixed and lacking:
+        found.notes.append(f"{_folded(mixed)}: query, key and value may take turns in it, head by head; it is not cut")
+    return found
+
+
+def _folded(leaves: Iterable[Leaf]) -> str:
+    return ", ".join(dict.fromkeys(without_numbers(leaf.name).replace("#", "*") for leaf in leaves))
+
+
+def _same_names(sources: Sequence[Leaf], targets: Sequence[Leaf], pairing: Pairing) -> None:
+    there = {leaf.name: leaf for leaf in sources}
+    for leaf in targets:
+        if there.get(leaf.name) == leaf:
+            pairing.add(leaf.name, leaf.name)
+
+
+def _without_wrappers(sources: Sequence[Leaf], targets: Sequence[Leaf], pairing: Pairing) -> None:
+    """What is called the same but for what DataParallel, torch.compile and others put into names."""
+    _pair_by(pairing, sources, targets, without_wrappers)
+
+
+def _pair_by(pairing: Pairing, sources: Sequence[Leaf], targets: Sequence[Leaf], short: Callable[[str], str]) -> None:
+    first = _by_key(pairing.open_sources(sources), short)
+    second = _by_key(pairing.open_targets(targets), short)
+    for key, (one, *rivals) in first.items():
+        others = second.get(key, [])
+        if not rivals and len(others) == 1 and (one.shape, one.kind) == (others[0].shape, others[0].kind):
+            pairing.add(one.name, others[0].name)
+
+
+def _by_key(leaves: Iterable[Leaf], short: Callable[[str], str]) -> Mapping[str, list[Leaf]]:
+    found: dict[str, list[Leaf]] = defaultdict(list)
+    for leaf in leaves:
+        found[short(leaf.name)].append(leaf)
+    return found
+
+
+def _one_prefix(sources: Sequence[Leaf], targets: Sequence[Leaf], pairing: Pairing) -> None:
+    """The prefix that one side has more than the other, where no other prefix would do as well."""
+    for turn in (False, True):
+        for _ in range(4):
+            longer, shorter = pairing.open_sources(sources), pairing.open_targets(targets)
+            if turn:
+                longer, shorter = shorter, longer
+            pairs = _prefixed(longer, shorter)
+            for long, short in pairs:
+                pairing.add(*((short, long) if turn else (long, short)))
+            if not pairs:
+                break
+
+
+def _prefixed(longer: Sequence[Leaf], shorter: Sequence[Leaf]) -> list[tuple[str, str]]:
+    wanted = {leaf.name: (leaf.shape, leaf.kind) for leaf in shorter}
+    hits: dict[str, list[tuple[str, str]]] = defaultdict(list)
+    for leaf in longer:
+        for prefix in prefixes(leaf.name):
+            rest = leaf.name[len(prefix) :]
+            if wanted.get(rest) == (leaf.shape, leaf.kind):
+                hits[prefix].append((leaf.name, rest))
+    if not hits:
+        return []
+    best = max(hits, key=lambda prefix: len(hits[prefix]))
+    claims = Counter(rest for pairs in hits.values() for _, rest in pairs)
+    claims.update(name for pairs in hits.values() for name, _ in pairs)
+    return hits[best] if all(claims[name] == 1 and claims[rest] == 1 for name, rest in hits[best]) else []
+
+
+class _Fused:
+    """The search for tensors that are parts of others."""
+
+    def __init__(self, found: Found, pairing: Pairing, lying: Orientation, wanted: Orientation) -> None:
+        self.found, self.pairing, self.lying, self.wanted = found, pairing, lying, wanted
+
+    def look(self, sources: Sequence[Leaf], targets: Sequence[Leaf], named: bool) -> None:
+        left, lacking = self.pairing.open_sources(sources), self.pairing.open_targets(targets)
+        for fusion in fusions(left, lacking, self.pairing, named=named):
+            self._take(fusion, split=True)
+        left, lacking = self.pairing.open_sources(sources), self.pairing.open_targets(targets)
+        for fusion in fusions(lacking, left, self.pairing, named=named, turned=True):
+            self._take(fusion, split=False)
+
+    def _take(self, fusion: Fusion, split: bool) -> None:
+        whole = list(fusion.whole.leaves.values())
+        parts = [list(one.leaves.values()) for one in fusion.parts]
+        of_source, of_target = (whole, parts[0]) if split else (parts[0], whole)
+        turned = self._is_turned(self.lying, of_source[0])
+        straight = not self._is_turned(self.wanted, of_target[0])
+        if not turned and not straight:
+            return  # it would have to be turned after it was made
+        if turned and straight:
+            self.found.transposed |= {
+                leaf.name for leaf in (whole if split else [one for part in parts for one in part])
+            }
+        dim = 0 if straight else 1
+        (self.found.splits if split else self.found.joins).append((fusion, dim))
+        for ranks, leaf in fusion.whole.leaves.items():
+            for part in fusion.parts:
+                pair = (leaf.name, part.leaves[ranks].name)
+                self.pairing.take(*(pair if split else pair[::-1]))
+
+    @staticmethod
+    def _is_turned(side: Orientation, leaf: Leaf) -> bool:
+        return leaf.name in side.transposed or (
+            len(leaf.shape) == 2 and leaf.shape[0] == leaf.shape[1] and side.of_square(leaf.name) is True
+        )
+
+
+def _turned(found: Found, lying: Orientation, wanted: Orientation) -> None:
+    """Which of the pairs lie differently."""
+    sources, targets = ({leaf.name: leaf for leaf in side} for side in (found.sources, found.targets))
+    for name, goal in found.pairs.items():
+        source, target = sources[name], targets[goal]
+        if source.shape != target.shape:
+            found.transposed.add(name)
+        elif len(source.shape) == 2 and source.shape[0] == source.shape[1] > 1 and name.endswith("weight"):
+            here, there = lying.of_square(name), wanted.of_square(goal)
+            if None not in (here, there):
+                found.inferred |= {name} if here != there else set()
+            elif here is True or there is True:
+                found.doubtful.append(name)
+
+
+def _ambiguous(sources: Iterable[Leaf], targets: Iterable[Leaf]) -> list[Ambiguous]:
+    """What is left on both sides, and could be each other."""
+    found = []
+    first, second = (buckets(units(side, Level.WHOLE, owners=False), False) for side in (sources, targets))
+    for signature, left in first.items():
+        right = [
+            one for one in second.get(signature, []) if any(not contradict(one.means, other.means) for other in left)
+        ]
+        left = [one for one in left if any(not contradict(one.means, other.means) for other in right)]
+        if left and right:
+            names, candidates = (
+                tuple(
+                    leaf.name for unit in side for skeleton in unit.roles.values() for leaf in skeleton.leaves.values()
+                )
+                for side in (right, left)
+            )
+            found.append(Ambiguous(names, candidates))
+    return found

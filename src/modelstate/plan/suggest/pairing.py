@@ -1,0 +1,209 @@
+"""Who is who: tensors of a checkpoint and of a model, matched by what they are and by what they are called."""
+
+from collections import defaultdict
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass, field
+
+from modelstate.plan.suggest.concepts import contradict, lacked, role_of, shared
+from modelstate.plan.suggest.orientation import family, without_numbers
+from modelstate.plan.suggest.skeletons import Leaf, Level, Profile, Skeleton, skeletons
+
+_MARGIN = 0.25
+"""By how much the best answer has to be better than the next one."""
+_EVIDENT = 0.2
+"""What has to speak for a pair that is not the only one possible."""
+_SAME_OWNER, _SAME_PARENT, _SAME_LAYER, _OTHER_LAYER = 2.0, 0.75, 0.25, -0.5
+_MOST_CANDIDATES = 20_000
+
+Signature = tuple[tuple[str, Profile], ...]
+
+
+@dataclass(slots=True)
+class Unit:
+    """What is matched as one: the tensors of an owner, such as weight and bias; or a single tensor."""
+
+    roles: dict[str, Skeleton]
+    means: frozenset[str]
+    owner: str
+    parent: str
+    layer: str
+
+    def signature(self, flipped: bool = False) -> Signature:
+        return tuple(sorted((role, one.profile(flipped)) for role, one in self.roles.items()))
+
+
+@dataclass(slots=True)
+class Pairing:
+    """What has been matched so far."""
+
+    pairs: dict[str, str] = field(default_factory=dict)
+    """From names of the checkpoint to names of the model."""
+    by_shape: set[str] = field(default_factory=set)
+    """Names of the model that were matched although nothing in the names speaks for it."""
+    sources: set[str] = field(default_factory=set)
+    """Names of the checkpoint that are settled, matched or parts of something."""
+    targets: set[str] = field(default_factory=set)
+    """Names of the model that are."""
+    _owners: dict[str, str] = field(default_factory=dict)
+    _parents: set[tuple[str, str]] = field(default_factory=set)
+    _layers: dict[str, set[str]] = field(default_factory=lambda: defaultdict(set))
+    _layers_back: dict[str, set[str]] = field(default_factory=lambda: defaultdict(set))
+
+    def add(self, source: str, target: str, by_shape: bool = False) -> None:
+        """Takes down that two tensors are the same."""
+        self.pairs[source] = target
+        if by_shape:
+            self.by_shape.add(target)
+        self._owners[owner_of(source)] = owner_of(target)
+        self.take(source, target)
+
+    def open_sources(self, leaves: Iterable[Leaf]) -> list[Leaf]:
+        return [leaf for leaf in leaves if leaf.name not in self.sources]
+
+    def open_targets(self, leaves: Iterable[Leaf]) -> list[Leaf]:
+        return [leaf for leaf in leaves if leaf.name not in self.targets]
+
+    def take(self, source: str, target: str) -> None:
+        """Takes down that one of them is a part of the other."""
+        self.sources.add(source)
+        self.targets.add(target)
+        self.relate(source, target)
+
+    def relate(self, source: str, target: str) -> None:
+        """Takes down that two tensors have to do with each other, and so have their surroundings."""
+        own, other = owner_of(source), owner_of(target)
+        self._parents.add((own.rpartition(".")[0], other.rpartition(".")[0]))
+        first, second = family(source), family(target)
+        self._layers[first].add(second)
+        self._layers_back[second].add(first)
+
+    def context(self, source: Unit, target: Unit) -> float:
+        """How much what is known of the surroundings speaks for a pair."""
+        score = 0.0
+        if source.owner in self._owners and not any(one.role == "" for one in source.roles.values()):
+            score += _SAME_OWNER if self._owners[source.owner] == target.owner else -_SAME_OWNER
+        if (source.parent, target.parent) in self._parents:
+            score += _SAME_PARENT
+        if target.layer in self._layers.get(source.layer, ()):
+            score += _SAME_LAYER
+        elif source.layer in self._layers or target.layer in self._layers_back:
+            score += _OTHER_LAYER
+        return score
+
+
+def owner_of(name: str) -> str:
+    """The module that has the tensor, with # for numbers."""
+    path, _, last = name.rpartition(".")
+    return without_numbers(".".join(filter(None, (path, role_of(last)[0]))))
+
+
+def match(sources: Sequence[Leaf], targets: Sequence[Leaf], pairing: Pairing) -> None:
+    """Matches what there is only one good answer for, with more and more detail."""
+    for level in Level:
+        for owners in (True, False):
+            one_level(sources, targets, pairing, level, owners=owners)
+    for level in (Level.WHOLE, Level.NONE):
+        one_level(sources, targets, pairing, level, owners=False, flipped=True)
+
+
+def one_level(
+    sources: Sequence[Leaf],
+    targets: Sequence[Leaf],
+    pairing: Pairing,
+    level: Level,
+    *,
+    owners: bool,
+    flipped: bool = False,
+) -> None:
+    """Matches what is left, as long as that goes on; `flipped` with the shapes of the checkpoint reversed."""
+    # What numbers mean is seen from all names, also those that are settled.
+    first = buckets(units(sources, level, owners, pairing.sources), flipped)
+    second = buckets(units(targets, level, owners, pairing.targets), False)
+    for signature in [one for one in first if one in second]:
+        left, right = first[signature], second[signature]
+        if flipped and not any(len(shape) == 2 for _, profile in signature for _, shape, _ in profile):
+            continue
+        if len(left) * len(right) > _MOST_CANDIDATES:
+            first[signature] = []
+    started = {
+        signature: (len(left), len(second[signature])) for signature, left in first.items() if signature in second
+    }
+    going = True
+    while going:
+        going = False
+        for signature, (had, wanted) in started.items():
+            for source, target, evident in _sure(
+                first[signature], second[signature], pairing, balanced=had == wanted and not flipped
+            ):
+                _accept(source, target, pairing, evident)
+                first[signature].remove(source)
+                second[signature].remove(target)
+                going = True
+
+
+def _accept(source: Unit, target: Unit, pairing: Pairing, evident: bool) -> None:
+    for role, skeleton in source.roles.items():
+        for ranks, leaf in skeleton.leaves.items():
+            pairing.add(leaf.name, target.roles[role].leaves[ranks].name, by_shape=not evident)
+
+
+def _sure(
+    sources: list[Unit], targets: list[Unit], pairing: Pairing, *, balanced: bool
+) -> list[tuple[Unit, Unit, bool]]:
+    """Pairs of which each is the other's best answer, and clearly so; and whether their names speak for it."""
+    if not sources or not targets:
+        return []
+    rows: dict[int, list[_Score]] = defaultdict(list)
+    columns: dict[int, list[_Score]] = defaultdict(list)
+    for i, source in enumerate(sources):
+        for j, target in enumerate(targets):
+            if not contradict(source.means, target.means):
+                speaks = shared(source.means, target.means) + pairing.context(source, target)
+                total = speaks - lacked(source.means, target.means)
+                rows[i].append((total, speaks, j))
+                columns[j].append((total, speaks, i))
+    found = []
+    for i, candidates in rows.items():
+        best = _clearly_best(candidates)
+        if best is not None and _clearly_best(columns[best]) == i:
+            source, target = sources[i], targets[best]
+            evident = shared(source.means, target.means) + max(pairing.context(source, target), 0) >= _EVIDENT
+            if balanced or evident:
+                found.append((source, target, evident))
+    return found
+
+
+_Score = tuple[float, float, int]
+"""How well a candidate fits, what speaks for it, and which it is."""
+
+
+def _clearly_best(candidates: list[_Score]) -> int | None:
+    """The one that is better than all others, and has more to speak for it: less against it is not enough."""
+    (best, speaks, which), *others = sorted(candidates, reverse=True)
+    clear = all(best - total >= _MARGIN and speaks > said for total, said, _ in others)
+    return which if clear else None
+
+
+def buckets(given: Iterable[Unit], flipped: bool) -> dict[Signature, list[Unit]]:
+    """Units that cannot be told apart without their names."""
+    found: dict[Signature, list[Unit]] = defaultdict(list)
+    for unit in given:
+        found[unit.signature(flipped)].append(unit)
+    return found
+
+
+def units(leaves: Iterable[Leaf], level: Level, owners: bool, settled: Collection[str] = ()) -> list[Unit]:
+    """The tensors by their owners, or one by one."""
+    groups: dict[object, list[Skeleton]] = defaultdict(list)
+    for skeleton in skeletons(leaves, level):
+        skeleton.leaves = {ranks: leaf for ranks, leaf in skeleton.leaves.items() if leaf.name not in settled}
+        if skeleton.leaves:
+            alone = not owners or not skeleton.role
+            groups[skeleton.text if alone else (skeleton.owner, "")].append(skeleton)
+    found = []
+    for members in groups.values():
+        sample = next(iter(members[0].leaves.values())).name
+        owner = owner_of(sample)
+        roles = {skeleton.role: skeleton for skeleton in members}
+        found.append(Unit(roles, members[0].means, owner, owner.rpartition(".")[0], family(sample)))
+    return found

@@ -1,0 +1,150 @@
+"""Names with their numbers taken out: what the layers of a model have in common."""
+
+import re
+from collections import defaultdict
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from enum import Enum
+
+import torch
+
+from modelstate.plan.suggest.concepts import of_path, role_of
+
+Shape = tuple[int, ...]
+Ranks = tuple[int, ...]
+Profile = tuple[tuple[Ranks, Shape, str], ...]
+"""What a skeleton is like, whatever its name: shape and kind of dtype, at each combination of its numbers."""
+
+_ALIKE = 0.5
+
+
+class Level(Enum):
+    """Which numbers are taken out."""
+
+    ALL = "all"
+    WHOLE = "whole"
+    """Only those that are a whole part of a name."""
+    NONE = "none"
+
+
+_NUMBER = re.compile(r"(\d+)")
+
+
+@dataclass(frozen=True, slots=True)
+class Leaf:
+    """A tensor, by what is known without its values."""
+
+    name: str
+    shape: Shape
+    kind: str
+    """The kind of its dtype: "float", "int", "bool" or "complex"."""
+
+
+def kind_of(dtype: torch.dtype) -> str:
+    if dtype.is_floating_point:
+        return "float"
+    return "complex" if dtype.is_complex else "bool" if dtype is torch.bool else "int"
+
+
+@dataclass(slots=True)
+class Skeleton:
+    """Tensors whose names differ in numbers only."""
+
+    text: str
+    """The name, with # for the numbers that were taken out."""
+    leaves: dict[Ranks, Leaf]
+    """By what place each number has among all that stand there; numbers that are always the same are left out."""
+    role: str
+    owner: str
+    """The text without what says the role."""
+    means: frozenset[str]
+
+    def profile(self, flipped: bool = False) -> Profile:
+        return tuple(
+            sorted(
+                (ranks, leaf.shape[::-1] if flipped else leaf.shape, leaf.kind) for ranks, leaf in self.leaves.items()
+            )
+        )
+
+
+@dataclass(slots=True)
+class _Name:
+    leaf: Leaf
+    texts: list[str]
+    numbers: list[str]
+    text: str = ""
+    taken: list[tuple[str, str]] = field(default_factory=list)
+    """Numbers that were taken out, each with the text before it."""
+    ordinals: list[tuple[str, str]] = field(default_factory=list)
+    """Numbers that were left, each with the text before it."""
+
+
+def skeletons(leaves: Iterable[Leaf], level: Level) -> list[Skeleton]:
+    """The skeletons of names, in their order.
+
+    A number is taken out where the parts that it tells apart are alike, as the layers of an encoder are; not where
+    they differ, as the members of most `nn.Sequential` do.
+    """
+    names = []
+    for leaf in leaves:
+        pieces = _NUMBER.split(leaf.name)
+        names.append(_Name(leaf, pieces[::2], pieces[1::2], pieces[0]))
+    places: dict[str, set[str]] = defaultdict(set)
+    for depth in range(max((len(name.numbers) for name in names), default=0)):
+        _take_out(names, depth, places, level)
+    return _collected(names, places)
+
+
+def _take_out(names: list[_Name], depth: int, places: dict[str, set[str]], level: Level) -> None:
+    """Decides about the number at this depth of every name."""
+    below: dict[str, dict[str, set[tuple[str, int]]]] = defaultdict(lambda: defaultdict(set))
+    deep = [name for name in names if depth < len(name.numbers)]
+    for name in deep:
+        rest = "#".join(name.texts[depth + 1 :])
+        below[name.text][name.numbers[depth]].add((rest, len(name.leaf.shape)))
+    lists = {text: _are_alike(list(values.values())) for text, values in below.items()}
+    for text, values in below.items():
+        places[text] |= values.keys()
+    for name in deep:
+        number, text = name.numbers[depth], name.text
+        after = name.texts[depth + 1]
+        is_whole = (not text or text[-1] == ".") and (not after or after[0] == ".")
+        taken = lists[text] and (level is Level.ALL or (level is Level.WHOLE and is_whole))
+        (name.taken if taken else name.ordinals).append((text, number))
+        name.text += ("#" if taken else number) + after
+
+
+def _are_alike(contents: list[set[tuple[str, int]]]) -> bool:
+    most = max(contents, key=len)
+    return all(len(one & most) >= _ALIKE * len(one | most) for one in contents)
+
+
+def _collected(names: list[_Name], places: Mapping[str, set[str]]) -> list[Skeleton]:
+    rank = {
+        (text, number): (at, len(numbers))
+        for text, numbers in places.items()
+        for at, number in enumerate(sorted(numbers, key=lambda one: (int(one), one)))
+    }
+    groups: dict[str, list[_Name]] = defaultdict(list)
+    for name in names:
+        groups[name.text].append(name)
+    found = []
+    for text, members in groups.items():
+        columns = list(zip(*(name.taken for name in members), strict=True))
+        varied = [at for at, column in enumerate(columns) if len(set(column)) > 1]
+        leaves = {tuple(rank[name.taken[at]][0] for at in varied): name.leaf for name in members}
+        ordinals = [rank[one] for one in members[0].ordinals]
+        found.append(_skeleton(text, leaves, ordinals))
+    return found
+
+
+def _skeleton(text: str, leaves: dict[Ranks, Leaf], ordinals: list[tuple[int, int]]) -> Skeleton:
+    owner, _, last = text.rpartition(".")
+    rest, role = role_of(last)
+    owner = ".".join(filter(None, (owner, rest)))
+    means = set(of_path(owner.split(".")))
+    means |= {f"#{at}/{count}" for at, count in ordinals if count > 1}
+    if "norm" in means and "#" in owner and ordinals and ordinals[-1][1] == 2:
+        # Of two norms in a layer the first goes with attention, the second with what follows.
+        means.add("mlp" if ordinals[-1][0] else "attention")
+    return Skeleton(text, leaves, role, owner, frozenset(means))
