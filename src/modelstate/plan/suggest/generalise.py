@@ -14,6 +14,8 @@ from modelstate.plan.rules.template import Template
 
 Names = tuple[str, ...]
 _MOST_ROUNDS = 400
+_MANY = 48
+"""So many kinds of names are taken in steps, if that is possible at all: a rule for each would be too much to read."""
 _FEW = 8
 """So few rules need not become fewer."""
 
@@ -84,8 +86,12 @@ def rename_rules(
     open_pairs = {name: goal for name, goal in pairs.items() if name != goal}
     keep = set(fixed) | {name for name, goal in pairs.items() if name == goal}
     bounds = _Bounds(_Lines(list(keep)), list(loose), set(barred))
+    many = len(families(open_pairs.items())) > _MANY
+    stepwise, left_over = _greedy(open_pairs, bounds, _nearer) if many else ([], True)
+    if many and not left_over:
+        return stepwise
     direct, left = _greedy(open_pairs, bounds, _completed)
-    if not left and len(direct) <= _FEW:
+    if many or (not left and len(direct) <= _FEW):
         return direct
     stepwise, left_over = _greedy(open_pairs, bounds, _nearer)
     if left_over or (not left and len(direct) <= len(stepwise)):
@@ -143,18 +149,17 @@ def _greedy(pairs: Mapping[str, str], bounds: _Bounds, gain: Gain) -> tuple[list
 def _best_change(
     waiting: Sequence[_Class], classes: Sequence[_Class], gain: Gain, keeps: Callable[["_Change"], bool]
 ) -> "_Change | None":
-    candidates: dict[tuple[str, str], None] = {}
+    candidates: dict[_Change, None] = {}
     for one in waiting:
         for pair in families(zip(one.now, one.goal, strict=True)):
-            candidates.update(dict.fromkeys(_candidates(*pair.patterns)))
+            candidates.update(dict.fromkeys(_changes_of(*pair.patterns)))
     places = [(one, at) for one in classes for at in one.ends]
     lines = _Lines([one.now[at] for one, at in places])
     worth = []
-    for candidate in candidates:
-        change = _Change(*candidate)
+    for change in candidates:
         total = _worth(change, places, lines, gain)
         if total > 0:
-            rank = (total, isinstance(change.rule, Prefix), -candidate[0].count("*"), len(candidate[0]), candidate)
+            rank = (total, change.is_prefix, -change.text[0].count("*"), len(change.text[0]), change.text)
             worth.append((rank, change))
     for _, change in sorted(worth, key=lambda one: one[0], reverse=True):
         if keeps(change) and _is_right(change, classes, gain):
@@ -177,6 +182,7 @@ class _Change:
         self._pieces = replacement.split("*")
         # Many names are looked at as one text, a name a line.
         wild = "([^\n]*?)".join(map(re.escape, pattern.split("*")))
+        self.is_prefix = pattern == "*" or (replacement == "*" and pattern[:-1].count("*") == 0)
         self.expression = re.compile(f"^{wild}$", re.MULTILINE)
 
     def filled(self, found: re.Match[str]) -> str:
@@ -189,10 +195,8 @@ class _Change:
     @property
     def rule(self) -> Rule:
         pattern, replacement = self.text
-        if replacement == "*" and pattern.count("*") == 1 and pattern.endswith(".*"):
-            return Prefix(strip=pattern[:-1])
-        if pattern == "*":
-            return Prefix(add=replacement[:-1])
+        if self.is_prefix:
+            return Prefix(add=replacement[:-1]) if pattern == "*" else Prefix(strip=pattern[:-1])
         return Rename(pattern, replacement)
 
 
@@ -262,6 +266,17 @@ def _distance(name: str, goal: str) -> int:
     one, other = name.split("."), goal.split(".")
     same = sum(block.size for block in SequenceMatcher(None, one, other, autojunk=False).get_matching_blocks())
     return len(one) + len(other) - 2 * same
+
+
+@lru_cache(maxsize=4096)
+def _changes_of(name: str, goal: str) -> "tuple[_Change, ...]":
+    """Changes that could be meant, for a pattern and what it is to become."""
+    return tuple(map(_change, dict.fromkeys(_candidates(name, goal))))
+
+
+@lru_cache(maxsize=65536)
+def _change(texts: tuple[str, str]) -> "_Change":
+    return _Change(*texts)
 
 
 def _candidates(name: str, goal: str) -> Iterator[tuple[str, str]]:
