@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from modelstate.errors import RuleError
 from modelstate.plan.rules.rule import Course, Shown, irreversible, matching
-from modelstate.plan.rules.template import Template, same_stars
+from modelstate.plan.rules.template import Template, same_stars, template
 
 
 @dataclass(frozen=True, repr=False)
@@ -58,8 +58,8 @@ class Rename(Shown):
         if isinstance(self.pattern, re.Pattern):
             changed, count = self.pattern.subn(self.replacement, name)
             return changed if count else None
-        parts = Template(self.pattern).match(name)
-        return None if parts is None else Template(self.replacement).fill(parts)
+        parts = template(self.pattern).match(name)
+        return None if parts is None else template(self.replacement).fill(parts)
 
     def reverse(self) -> "Rename":
         if isinstance(self.pattern, re.Pattern):

@@ -2,6 +2,7 @@
 
 import re
 from dataclasses import dataclass, field
+from functools import lru_cache
 
 from modelstate.errors import RuleError
 
@@ -32,6 +33,12 @@ class Template:
         """The name with these parts for the wildcards."""
         pieces = self.text.split("*")
         return "".join(piece + part for piece, part in zip(pieces, (*parts, ""), strict=True))
+
+
+@lru_cache(maxsize=8192)
+def template(text: str) -> Template:
+    """The template of a text that has been checked; rules ask for theirs once for every name."""
+    return Template(text)
 
 
 def same_stars(first: str, *others: str) -> None:
