@@ -11,6 +11,7 @@ _PHRASES = {
     "wqkv": "qkv",
     "qkv_proj": "qkv",
     "query_key_value": "interleaved",
+    "linear_qkv": "interleaved",
     "c_proj": "out",
     "o_proj": "out",
     "out_proj": "out",
@@ -185,6 +186,7 @@ def of_path(segments: Iterable[str]) -> frozenset[str]:
     return found | {"out"} if "attention" in found and last == {"dense"} else found
 
 
+@lru_cache(maxsize=65536)
 def contradict(one: frozenset[str], other: frozenset[str]) -> bool:
     """Whether the same tensor cannot be called both: a key is no query."""
     for group in _EXCLUSIVE:

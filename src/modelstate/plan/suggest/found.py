@@ -1,5 +1,6 @@
 """What the parts of the search find together."""
 
+import re
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -12,6 +13,8 @@ from modelstate.plan.suggest.orientation import Orientation, orientation, withou
 from modelstate.plan.suggest.pairing import Pairing, buckets, match, units
 from modelstate.plan.suggest.skeletons import Leaf, Level
 from modelstate.plan.suggest.suggestion import Ambiguous
+
+_ORDINARY = re.compile(r"[^*#\n]+")
 
 
 @dataclass(slots=True)
@@ -39,6 +42,8 @@ def find(sources: Sequence[Leaf], targets: Sequence[Leaf], slots: Slots) -> Foun
     """Matches both sides: first what is called the same, then what is called alike, then what there is one of."""
     found, pairing = Found(sources, targets), Pairing()
     _same_names(sources, targets, pairing)
+    # What patterns are made of cannot be a part of names that they are to fit.
+    sources, targets = ([leaf for leaf in side if _ORDINARY.fullmatch(leaf.name)] for side in (sources, targets))
     _without_wrappers(sources, targets, pairing)
     _one_prefix(sources, targets, pairing)
     lying, wanted = orientation(sources), orientation(targets)
@@ -47,7 +52,7 @@ def find(sources: Sequence[Leaf], targets: Sequence[Leaf], slots: Slots) -> Foun
     fused.look(straight, places, named=True)
     match(straight, places, pairing)
     fused.look(straight, places, named=False)
-    found.pairs = {leaf.name: pairing.pairs[leaf.name] for leaf in sources if leaf.name in pairing.pairs}
+    found.pairs = {leaf.name: pairing.pairs[leaf.name] for leaf in found.sources if leaf.name in pairing.pairs}
     found.by_shape = pairing.by_shape
     _turned(found, lying, wanted)
     left, lacking = pairing.open_sources(straight), pairing.open_targets(places)

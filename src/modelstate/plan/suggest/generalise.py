@@ -5,7 +5,7 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from difflib import SequenceMatcher
-from functools import lru_cache, partial
+from functools import lru_cache
 from itertools import accumulate
 
 from modelstate.plan.rules.names import Prefix, Rename
@@ -13,7 +13,8 @@ from modelstate.plan.rules.rule import Rule
 from modelstate.plan.rules.template import Template
 
 Names = tuple[str, ...]
-_MOST_ROUNDS = 400
+_MOST_LOOKS = 3_000_000
+"""How often a rule is tried on a name, before each kind of name gets a rule of its own. A second, at most."""
 _MANY = 48
 """So many kinds of names are taken in steps, if that is possible at all: a rule for each would be too much to read."""
 _FEW = 8
@@ -86,17 +87,28 @@ def rename_rules(
     open_pairs = {name: goal for name, goal in pairs.items() if name != goal}
     keep = set(fixed) | {name for name, goal in pairs.items() if name == goal}
     bounds = _Bounds(_Lines(list(keep)), list(loose), set(barred))
-    many = len(families(open_pairs.items())) > _MANY
+    kinds = families(open_pairs.items())
+    many = len(kinds) > _MANY
     stepwise, left_over = _greedy(open_pairs, bounds, _nearer) if many else ([], True)
     if many and not left_over:
         return stepwise
     direct, left = _greedy(open_pairs, bounds, _completed)
+    if left:
+        done = {name for name, goal in open_pairs.items() if _made(direct, name) == goal}
+        rest = [one for one in kinds if not done.issuperset(name for name, _ in one.members)]
+        direct += [Rename(*one.patterns) for one in rest]
     if many or (not left and len(direct) <= _FEW):
         return direct
     stepwise, left_over = _greedy(open_pairs, bounds, _nearer)
     if left_over or (not left and len(direct) <= len(stepwise)):
         return direct
     return stepwise
+
+
+def _made(rules: Sequence[Rule], name: str) -> str:
+    for rule in rules:
+        name = rule.rename(name) or name
+    return name
 
 
 Gain = Callable[[str, str, str], int]
@@ -116,13 +128,15 @@ class _Class:
         return range(0, len(self.now), max(len(self.now) - 1, 1))
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class _Bounds:
-    """What rules may not do."""
+    """What rules may not do, and how long to look for better ones."""
 
     fixed: "_Lines"
     loose: list[str]
     barred: set[str]
+    left: int = _MOST_LOOKS
+    """How often a rule may still be tried on a name."""
 
 
 def _greedy(pairs: Mapping[str, str], bounds: _Bounds, gain: Gain) -> tuple[list[Rule], bool]:
@@ -132,11 +146,11 @@ def _greedy(pairs: Mapping[str, str], bounds: _Bounds, gain: Gain) -> tuple[list
     ]
     loose = _Lines(bounds.loose)
     rules: list[Rule] = []
-    for _ in range(_MOST_ROUNDS):
+    while bounds.left > 0:
         waiting = [one for one in classes if one.now != one.goal]
         if not waiting:
             return rules, False
-        chosen = _best_change(waiting, classes, gain, partial(_keeps, bounds, loose))
+        chosen = _best_change(waiting, classes, gain, bounds, loose)
         if chosen is None:
             return rules, True
         rules.append(chosen.rule)
@@ -147,7 +161,7 @@ def _greedy(pairs: Mapping[str, str], bounds: _Bounds, gain: Gain) -> tuple[list
 
 
 def _best_change(
-    waiting: Sequence[_Class], classes: Sequence[_Class], gain: Gain, keeps: Callable[["_Change"], bool]
+    waiting: Sequence[_Class], classes: Sequence[_Class], gain: Gain, bounds: _Bounds, loose: "_Lines"
 ) -> "_Change | None":
     candidates: dict[_Change, None] = {}
     for one in waiting:
@@ -156,13 +170,14 @@ def _best_change(
     places = [(one, at) for one in classes for at in one.ends]
     lines = _Lines([one.now[at] for one, at in places])
     worth = []
+    bounds.left -= len(candidates) * len(places)
     for change in candidates:
         total = _worth(change, places, lines, gain)
         if total > 0:
             rank = (total, change.is_prefix, -change.text[0].count("*"), len(change.text[0]), change.text)
             worth.append((rank, change))
     for _, change in sorted(worth, key=lambda one: one[0], reverse=True):
-        if keeps(change) and _is_right(change, classes, gain):
+        if _keeps(bounds, loose, change) and _is_right(change, classes, gain):
             return change
     return None
 

@@ -119,11 +119,9 @@ def one_level(
     # What numbers mean is seen from all names, also those that are settled.
     first = buckets(units(sources, level, owners, pairing.sources), flipped)
     second = buckets(units(targets, level, owners, pairing.targets), False)
-    for signature in [one for one in first if one in second]:
-        left, right = first[signature], second[signature]
-        if flipped and not any(len(shape) == 2 for _, profile in signature for _, shape, _ in profile):
-            continue
-        if len(left) * len(right) > _MOST_CANDIDATES:
+    for signature, left in first.items():
+        turns = any(len(shape) == 2 and shape[0] != shape[1] for _, profile in signature for _, shape, _ in profile)
+        if (flipped and not turns) or len(left) * len(second.get(signature, ())) > _MOST_CANDIDATES:
             first[signature] = []
     started = {
         signature: (len(left), len(second[signature])) for signature, left in first.items() if signature in second

@@ -123,7 +123,7 @@ def _collected(names: list[_Name], places: Mapping[str, set[str]]) -> list[Skele
     rank = {
         (text, number): (at, len(numbers))
         for text, numbers in places.items()
-        for at, number in enumerate(sorted(numbers, key=lambda one: (int(one), one)))
+        for at, number in enumerate(sorted(numbers, key=_in_order))
     }
     groups: dict[str, list[_Name]] = defaultdict(list)
     for name in names:
@@ -136,6 +136,12 @@ def _collected(names: list[_Name], places: Mapping[str, set[str]]) -> list[Skele
         ordinals = [rank[one] for one in members[0].ordinals]
         found.append(_skeleton(text, leaves, ordinals))
     return found
+
+
+def _in_order(number: str) -> tuple[int, str, str]:
+    """By size, however long it is."""
+    bare = number.lstrip("0")
+    return len(bare), bare, number
 
 
 def _skeleton(text: str, leaves: dict[Ranks, Leaf], ordinals: list[tuple[int, int]]) -> Skeleton:
