@@ -51,7 +51,7 @@ def test_the_commands_of_the_readme_run(tmp_path: Path) -> None:
     run(tmp_path, sys.executable, "-c", blocks(ROOT / "README.md", "python")[0])
     lines = "".join(blocks(ROOT / "README.md", "sh")).splitlines()
     commands = [shlex.split(line, comments=True) for line in lines if line.startswith("modelstate ")]
-    assert [command[1] for command in commands] == ["inspect", "plan", "load", "demo"]
+    assert [command[1] for command in commands] == ["inspect", "plan", "load", "suggest", "demo"]
     for command in commands[:-1]:
         done = run(tmp_path, str(Path(sys.executable).with_name("modelstate")), *command[1:])
         assert done.returncode == 0, done.stderr

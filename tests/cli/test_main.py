@@ -10,6 +10,7 @@ from safetensors.torch import save_file
 from torch import nn
 from typer.testing import CliRunner, Result
 
+import modelstate as ms
 from modelstate.cli.main import app
 
 MODULE = """
@@ -115,6 +116,49 @@ class TestInspect:
         assert done.exit_code == 1
         assert "Traceback" in done.stderr
         assert done.stderr.splitlines()[-1] == run("inspect", "missing.pt").stderr.splitlines()[-1]
+
+
+class TestSuggest:
+    @pytest.fixture(autouse=True)
+    def renamed(self) -> None:
+        state = {f"net.{name}".replace(".1.", ".bn."): tensor for name, tensor in tiny().state_dict().items()}
+        save_file(state, "renamed.safetensors")
+        torch.save({"epoch": 3, "model_state": state}, "nested.pt")
+
+    def test_prints_python_that_works(self) -> None:
+        done = run("suggest", "ZOO:tiny", "renamed.safetensors")
+        assert done.exit_code == 0, done.output
+        scope: dict[str, object] = {"ms": ms}
+        exec(done.stdout, scope)
+        model = tiny()
+        assert ms.plan(model, "renamed.safetensors", rules=scope["rules"]).ok
+        assert "building" in done.stderr
+
+    def test_nothing_to_do(self) -> None:
+        done = run("suggest", "ZOO:tiny", "tiny.safetensors")
+        assert done.exit_code == 0
+        assert done.stdout.startswith("rules = []")
+
+    def test_what_stays_open_is_exit_code_1(self) -> None:
+        done = run("suggest", "ZOO:wide", "renamed.safetensors")
+        assert done.exit_code == 1
+        assert "0.weight" in done.stdout
+        assert done.stderr.replace("building", "").strip() == ""
+
+    def test_json(self) -> None:
+        done = run("suggest", "ZOO:tiny", "nested.pt", "--key", "model_state", "--json")
+        assert done.exit_code == 0
+        found = json.loads(done.stdout)
+        assert found["complete"]
+        assert found["explained"] == found["total"] == 7
+
+    def test_a_file_that_is_not_there(self) -> None:
+        done = run("suggest", "ZOO:tiny", "no.safetensors")
+        assert done.exit_code == 1
+        assert "no.safetensors" in done.stderr
+
+    def test_a_model_that_is_not_there(self) -> None:
+        assert run("suggest", "ZOO:none", "tiny.safetensors").exit_code == 2
 
 
 class TestPlan:
@@ -245,7 +289,7 @@ class TestUsage:
     def test_help_names_the_commands(self) -> None:
         done = run("--help")
         assert done.exit_code == 0
-        assert all(command in done.stdout for command in ("inspect", "plan", "load", "demo", "Exit codes"))
+        assert all(command in done.stdout for command in ("inspect", "plan", "load", "suggest", "demo", "Exit codes"))
 
     def test_version(self) -> None:
         assert run("--version").stdout.startswith("modelstate 0.")

@@ -224,3 +224,52 @@ def test_it_never_guesses_wrong(given_names: tuple[dict[str, tuple[int, ...]], d
     applied = ms.Rules(found).apply(state)
     assert opened.isdisjoint(applied)
     assert found.explained == len(shapes) - len(opened)
+
+
+_SAID = {
+    "query": ["q", "q_proj", "zip"],
+    "key": ["k", "zap"],
+    "value": ["v", "v_proj", "zup"],
+    "attn": ["attention", "self_attn", "zork"],
+    "norm1": ["ln_1", "input_layernorm", "zen"],
+    "norm2": ["ln_2", "post_attention_layernorm", "zing"],
+    "fc1": ["c_fc", "up_proj", "zeal"],
+    "fc2": ["down_proj", "zest"],
+    "proj": ["out_proj", "dense", "zany"],
+    "encoder": ["enc", "zoom"],
+    "decoder": ["dec", "zone"],
+    "wte": ["word_embeddings", "zinc"],
+    "wpe": ["position_embeddings", "zero"],
+}
+"""Words of models, and how else the same thing is called: in other words, or in words that say nothing."""
+
+
+@st.composite
+def said_otherwise(draw: st.DrawFn) -> tuple[dict[str, tuple[int, ...]], dict[str, str]]:
+    """Tensors that are all alike, with the usual words; what each name becomes when these are said otherwise."""
+    words = {word: draw(st.sampled_from(others)) for word, others in _SAID.items()}
+    shapes: dict[str, tuple[int, ...]] = {}
+    for stack in draw(st.lists(st.sampled_from(["encoder", "decoder", "h"]), min_size=1, max_size=3, unique=True)):
+        members = draw(st.lists(st.sampled_from(sorted(_SAID)), min_size=1, max_size=6, unique=True))
+        inside = {word: draw(st.sampled_from(["", "attn.", "mlp."])) for word in members}
+        for layer in range(draw(st.integers(1, 3))):
+            shapes |= {f"{stack}.{layer}.{inside[word]}{word}.weight": (4, 4) for word in members}
+    return shapes, {name: ".".join(words.get(part, part) for part in name.split(".")) for name in shapes}
+
+
+@settings(max_examples=250, deadline=None)
+@given(said_otherwise(), st.data())
+def test_words_that_say_something_never_mislead(
+    given_names: tuple[dict[str, tuple[int, ...]], dict[str, str]], data: st.DataObject
+) -> None:
+    shapes, new = given_names
+    order = data.draw(st.permutations(sorted(shapes)))  # that of registration says nothing
+    model, state = tree({new[name]: shapes[name] for name in order}), values(shapes)
+    loads_right(model, state, new, ms.suggest(model, state))
+
+
+@pytest.mark.parametrize("name", ["a*b", "a.#.b", "a\nb", "a..b", ".", "é.²", f"a.{'9' * 5000}.b"])
+def test_strange_names_do_no_harm(name: str) -> None:
+    found = ms.suggest(nn.Linear(3, 4), {name: torch.zeros(4, 3), "net.bias": torch.zeros(4)})
+    assert found.missing in ((), ("weight",))
+    assert str(found)

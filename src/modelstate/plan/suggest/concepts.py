@@ -1,7 +1,7 @@
 """What the words in names mean, as far as model authors agree on it."""
 
 import re
-from collections.abc import Iterable
+from collections.abc import Sequence
 from functools import lru_cache
 
 _PHRASES = {
@@ -53,11 +53,10 @@ _PHRASES = {
     "lm_head": "head",
     "ln_f": "norm final",
     "norm_f": "norm final",
-    "input_layernorm": "norm attention",
-    "layernorm_before": "norm attention",
-    "ffn_norm": "norm mlp",
-    "post_attention_layernorm": "norm mlp",
-    "layernorm_after": "norm mlp",
+    "input_layernorm": "norm first",
+    "layernorm_before": "norm first",
+    "post_attention_layernorm": "norm second",
+    "layernorm_after": "norm second",
     "encoder_attn": "cross attention",
     "multihead_attn": "cross attention",
     "encdecattention": "cross attention",
@@ -142,6 +141,7 @@ _EXCLUSIVE = (
     {"norm", "embedding"},
     {"norm", "conv"},
     {"class", "pos"},
+    {"first", "second"},
 )
 _KNOWN = {word for text in (*_PHRASES.values(), *_WORDS.values()) for word in text.split()} | {"gate", "up", "down"}
 
@@ -150,6 +150,7 @@ PARTS = {"qkv": ("q", "k", "v"), "kv": ("k", "v"), "gate_up": ("gate", "up")}
 INTERLEAVED = "interleaved"
 """A fused projection whose parts take turns, head by head: it cannot be cut in three."""
 
+_DIGIT = re.compile(r"[\d#]")
 _SHARED, _GENERIC_SHARED, _LACKED = 1.0, 0.05, 0.3
 
 
@@ -176,14 +177,22 @@ def concepts(segment: str) -> frozenset[str]:
     if "".join(words).lower() in _WORDS:
         return frozenset({_WORDS["".join(words).lower()]})
     found = {_WORDS.get(word.lower(), word.lower()) for word in words}
+    # The norms of a layer are called by what they stand before or behind, or numbered.
+    if found - {"layer", "self"} == {"norm", "attention"}:
+        return frozenset({"norm", "first"})
+    if found - {"layer"} == {"norm", "mlp"}:
+        return frozenset({"norm", "second"})
     return frozenset(found - {"layer", "proj"} if len(found) > 1 else found)
 
 
-def of_path(segments: Iterable[str]) -> frozenset[str]:
+def of_path(segments: Sequence[str]) -> frozenset[str]:
     """What all parts of a name mean together."""
     *path, last = [concepts(segment) for segment in segments]
     found = frozenset[str]().union(*path, last)
-    return found | {"out"} if "attention" in found and last == {"dense"} else found
+    if "attention" in found and last == {"dense"}:
+        return found | {"out"}
+    is_first = last == {"norm"} and "attention" in found and "cross" not in found and not _DIGIT.search(segments[-1])
+    return found | {"first"} if is_first else found
 
 
 @lru_cache(maxsize=65536)

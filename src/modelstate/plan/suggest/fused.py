@@ -111,7 +111,7 @@ def _fits(unit: Unit, group: _Parts) -> bool:
 def _best(fitting: Sequence[Unit], group: _Parts, pairing: Pairing, turned: bool) -> Unit | None:
     scored = []
     for at, one in enumerate(fitting):
-        if not contradict(one.means - PARTS.keys(), group.means):
+        if not contradict(one.means - frozenset(PARTS), group.means):
             pair = (group.units[0], one) if turned else (one, group.units[0])
             scored.append((shared(one.means, group.means) + pairing.context(*pair), at))
     scored.sort(reverse=True)

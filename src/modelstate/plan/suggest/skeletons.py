@@ -152,5 +152,5 @@ def _skeleton(text: str, leaves: dict[Ranks, Leaf], ordinals: list[tuple[int, in
     means |= {f"#{at}/{count}" for at, count in ordinals if count > 1}
     if "norm" in means and "#" in owner and ordinals and ordinals[-1][1] == 2:
         # Of two norms in a layer the first goes with attention, the second with what follows.
-        means.add("mlp" if ordinals[-1][0] else "attention")
+        means.add("second" if ordinals[-1][0] else "first")
     return Skeleton(text, leaves, role, owner, frozenset(means))
