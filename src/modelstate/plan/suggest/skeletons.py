@@ -133,7 +133,7 @@ def _collected(names: list[_Name], places: Mapping[str, set[str]]) -> list[Skele
         columns = list(zip(*(name.taken for name in members), strict=True))
         varied = [at for at, column in enumerate(columns) if len(set(column)) > 1]
         leaves = {tuple(rank[name.taken[at]][0] for at in varied): name.leaf for name in members}
-        ordinals = [rank[one] for one in members[0].ordinals]
+        ordinals = [(before[-1:] in ("", "."), *rank[before, number]) for before, number in members[0].ordinals]
         found.append(_skeleton(text, leaves, ordinals))
     return found
 
@@ -144,13 +144,19 @@ def _in_order(number: str) -> tuple[int, str, str]:
     return len(bare), bare, number
 
 
-def _skeleton(text: str, leaves: dict[Ranks, Leaf], ordinals: list[tuple[int, int]]) -> Skeleton:
+def _skeleton(text: str, leaves: dict[Ranks, Leaf], ordinals: list[tuple[bool, int, int]]) -> Skeleton:
+    """`ordinals` are the numbers that were left: whether each is a part of its own, its place, and of how many."""
     owner, _, last = text.rpartition(".")
     rest, role = role_of(last)
     owner = ".".join(filter(None, (owner, rest)))
     means = set(of_path(owner.split(".")))
-    means |= {f"#{at}/{count}" for at, count in ordinals if count > 1}
-    if "norm" in means and "#" in owner and ordinals and ordinals[-1][1] == 2:
-        # Of two norms in a layer the first goes with attention, the second with what follows.
-        means.add("second" if ordinals[-1][0] else "first")
+    for is_whole in (True, False):
+        # The last number of a kind has to do with the last one of the other side.
+        places = [(at, count) for whole, at, count in reversed(ordinals) if whole is is_whole]
+        means |= {f"#{is_whole}{back}:{at}/{count}" for back, (at, count) in enumerate(places) if count > 1}
+    if ordinals and "norm" in means and "#" in owner and owner[-1].isdecimal():
+        is_whole, at, count = ordinals[-1]
+        if count == 2 and not is_whole:
+            # Of two norms in a layer the first goes with attention, the second with what follows.
+            means.add("second" if at else "first")
     return Skeleton(text, leaves, role, owner, frozenset(means))
