@@ -122,3 +122,14 @@ class TestMatch:
         pairing = Pairing()
         match([Leaf("a.steps", (), "int")], [Leaf("b.scale", (), "float")], pairing)
         assert pairing.pairs == {}
+
+    def test_members_of_one_layer_are_not_layers(self) -> None:
+        old = {"encoder.0.norm1.weight": (4,), "encoder.0.norm2.weight": (4,)}
+        assert matched(old, {"h.0.ln_1.weight": (4,), "h.1.ln_1.weight": (4,)}) == {}
+
+    def test_norms_that_are_numbered_and_norms_that_are_named(self) -> None:
+        old = {f"h.{i}.ln_{n}.{role}": (4,) for i in range(2) for n in (1, 2) for role in ("weight", "bias")}
+        for first, second in (("input_layernorm", "post_attention_layernorm"), ("attention_norm", "ffn_norm")):
+            words = {"h": "layers", "ln_1": first, "ln_2": second}
+            new = {name: ".".join(words.get(part, part) for part in name.split(".")) for name in old}
+            assert matched(old, dict.fromkeys(new.values(), (4,))) == new

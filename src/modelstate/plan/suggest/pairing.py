@@ -77,6 +77,11 @@ class Pairing:
         self._layers[first].add(second)
         self._layers_back[second].add(first)
 
+    def are_apart(self, source: Unit, target: Unit) -> bool:
+        """Whether both are in layers that are known to be other ones."""
+        known = self._layers.get(source.layer, set()), self._layers_back.get(target.layer, set())
+        return bool(source.layer and target.layer and all(known)) and target.layer not in known[0]
+
     def context(self, source: Unit, target: Unit) -> float:
         """How much what is known of the surroundings speaks for a pair."""
         score = 0.0
@@ -89,6 +94,15 @@ class Pairing:
         elif source.layer in self._layers or target.layer in self._layers_back:
             score += _OTHER_LAYER
         return score
+
+
+def _can_be(source: Unit, target: Unit, pairing: Pairing) -> bool:
+    """Whether nothing speaks against it that counts more than all that speaks for it."""
+    if contradict(source.means, target.means) or pairing.are_apart(source, target):
+        return False
+    # A layer is no part of a layer: where both names have as many numbers, the same ones have to vary.
+    sides = ((one, target.roles[role]) for role, one in source.roles.items())
+    return all(one.taken != other.taken or one.varied == other.varied for one, other in sides)
 
 
 def owner_of(name: str) -> str:
@@ -155,7 +169,7 @@ def _sure(
     columns: dict[int, list[_Score]] = defaultdict(list)
     for i, source in enumerate(sources):
         for j, target in enumerate(targets):
-            if not contradict(source.means, target.means):
+            if _can_be(source, target, pairing):
                 speaks = shared(source.means, target.means) + pairing.context(source, target)
                 total = speaks - lacked(source.means, target.means)
                 rows[i].append((total, speaks, j))

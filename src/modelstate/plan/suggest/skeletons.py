@@ -58,6 +58,10 @@ class Skeleton:
     owner: str
     """The text without what says the role."""
     means: frozenset[str]
+    taken: int = 0
+    """How many numbers were taken out."""
+    varied: tuple[int, ...] = ()
+    """Which of them are not always the same."""
 
     def profile(self, flipped: bool = False) -> Profile:
         return tuple(
@@ -134,7 +138,9 @@ def _collected(names: list[_Name], places: Mapping[str, set[str]]) -> list[Skele
         varied = [at for at, column in enumerate(columns) if len(set(column)) > 1]
         leaves = {tuple(rank[name.taken[at]][0] for at in varied): name.leaf for name in members}
         ordinals = [(before[-1:] in ("", "."), *rank[before, number]) for before, number in members[0].ordinals]
-        found.append(_skeleton(text, leaves, ordinals))
+        skeleton = _skeleton(text, leaves, ordinals)
+        skeleton.taken, skeleton.varied = len(columns), tuple(varied)
+        found.append(skeleton)
     return found
 
 
