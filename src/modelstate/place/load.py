@@ -28,6 +28,8 @@ from modelstate.plan.rules.schema import Schema
 from modelstate.read.checkpoint import Checkpoint
 from modelstate.read.open import open as open_checkpoint
 from modelstate.read.quiet import no_collection
+from modelstate.spec import StoredTensor
+from modelstate.words import size
 
 Source = str | os.PathLike[str] | Mapping[str, Any] | Checkpoint
 Transform = Callable[[str, torch.Tensor], torch.Tensor]
@@ -149,6 +151,7 @@ def _carry_out(
             _check_unchanged(source, preparation.plan())
         check_budget(preparation, max_memory_bytes)
         verified = preparation.checkpoint.verify() if verify else 0
+        _read_ahead(preparation)
         with progress_bar(progress, preparation.nbytes) as advance:
             stage(preparation, advance)
             new_state = following_state(optimizers, _finals(preparation), before) if optimizers else []
@@ -164,6 +167,14 @@ def _carry_out(
     if isinstance(source, Plan):
         source.carried_out.append(time.strftime("%F %T"))
     return _report(preparation, started, verified)
+
+
+def _read_ahead(preparation: Preparation) -> None:
+    """A file that is cold is asked for at once, for reading it and for the first use of what shows it."""
+    stored = [made.stored for made in preparation.assignments]
+    asked = preparation.checkpoint.read_ahead(one.extent for one in stored if isinstance(one, StoredTensor))
+    if asked:
+        preparation.notes.append(f"the file was not in the page cache: {size(asked)} of it are read ahead")
 
 
 def _of_plan(plan: Plan, options: Options) -> tuple[Checkpoint, Options]:

@@ -1,7 +1,7 @@
 """The Checkpoint: a read-only mapping from names to tensor specs, and the ways to their bytes."""
 
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from difflib import get_close_matches
 from typing import Any
 
@@ -16,6 +16,7 @@ from modelstate.errors import (
 )
 from modelstate.read.mapped import Maps
 from modelstate.read.ranges import Request, coalesce, read_batches, read_threads
+from modelstate.read.readahead import read_ahead
 from modelstate.read.stamp import Stamp, stamps_of
 from modelstate.read.tree import FlatTree, decoded, flatten, is_container, items_of, rebuild, subtree
 from modelstate.read.verify import verify
@@ -259,6 +260,11 @@ class Checkpoint(Mapping[str, TensorSpec]):
         """Reads many ranges of this checkpoint's files at once. Raises `ReadFailedError`."""
         batches = coalesce(requests, batch_bytes=BATCH_BYTES, gap_bytes=GAP_BYTES)
         read_batches(batches, threads=threads or read_threads(), stamps=self._stamps, on_read=on_read)
+
+    def read_ahead(self, ranges: Iterable[ByteRange]) -> int:
+        """Has the kernel begin to read ranges of this checkpoint's files that are not in its page cache, and does not
+        wait. Returns the bytes that it is asked for."""
+        return read_ahead(ranges, self._stamps)
 
     def verify(self) -> int:
         """Reads every tensor's storage and compares it with the checksum that the file keeps of it.

@@ -1,0 +1,131 @@
+"""Files that are not in the page cache: the kernel is asked for them before they are needed, all at once.
+
+A mapped file that is cold is read page by page as it is used, one small request after another, and so is one that a
+few threads read. The kernel can have many requests under way at once, which is what a disk needs to be fast.
+"""
+
+import ctypes
+import os
+import threading
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import suppress
+
+from modelstate.errors import ReadFailedError
+from modelstate.read.stamp import Stamp, open_unchanged
+from modelstate.spec import ByteRange
+
+LEAST_BYTES = 16 << 20
+"""Less than this is read before a thread has been started."""
+_GAP_BYTES = 1 << 20
+_STEP_BYTES = 128 << 10
+"""What one call asks for. The kernel cuts larger ones down to what its block device reads ahead, without saying so."""
+_PROBES, _PROBE_BYTES = 16, 1 << 20
+_CACHESTAT = 451
+"""The number of the system call, the same on all processors that have got it since Linux 6.5."""
+_MOST_OF_MEMORY = 0.5
+
+
+class _Range(ctypes.Structure):
+    _fields_ = (("offset", ctypes.c_uint64), ("length", ctypes.c_uint64))
+
+
+class _Pages(ctypes.Structure):
+    _fields_ = tuple((name, ctypes.c_uint64) for name in ("cached", "dirty", "writeback", "evicted", "recent"))
+
+
+def read_ahead(ranges: Iterable[ByteRange], stamps: Mapping[str, Stamp]) -> int:
+    """Has the kernel begin to read what of these ranges is not in the page cache, without waiting for it.
+
+    Returns the bytes that it is asked for; none where they are there already, where nobody can tell, or where they
+    are too few to matter. Never more than half of the memory that is available.
+    """
+    spans = merged(ranges)
+    if sum(span.nbytes for span in spans) < LEAST_BYTES:
+        return 0
+    cold = [span for span in spans if is_cold(span, stamps.get(span.path))]
+    total = min(sum(span.nbytes for span in cold), int(_available_bytes() * _MOST_OF_MEMORY))
+    if total:
+        threading.Thread(target=_ask, args=(cold, total, stamps), name="modelstate-readahead", daemon=True).start()
+    return total
+
+
+def merged(ranges: Iterable[ByteRange]) -> list[ByteRange]:
+    """The ranges in the order of their files, those that lie near each other as one."""
+    spans: list[ByteRange] = []
+    for one in sorted((one for one in ranges if one.nbytes), key=lambda one: (one.path, one.start)):
+        last = spans[-1] if spans else None
+        if last is not None and last.path == one.path and one.start - (last.start + last.nbytes) <= _GAP_BYTES:
+            end = max(last.start + last.nbytes, one.start + one.nbytes)
+            spans[-1] = ByteRange(one.path, last.start, end - last.start)
+        else:
+            spans.append(one)
+    return spans
+
+
+def is_cold(span: ByteRange, stamp: Stamp | None = None) -> bool:
+    """Whether less than half of a range is in the page cache, by samples; False where nobody can tell."""
+    try:
+        descriptor = open_unchanged(span.path, stamp)
+    except ReadFailedError:
+        return False  # the read itself will say it
+    try:
+        probes = list(_probes(span))
+        shares = [cached_share(descriptor, start, nbytes) for start, nbytes in probes]
+    finally:
+        os.close(descriptor)
+    known = [share for share in shares if share is not None]
+    return bool(known) and sum(known) < len(known) / 2
+
+
+def _probes(span: ByteRange) -> Iterator[tuple[int, int]]:
+    if span.nbytes <= _PROBES * _PROBE_BYTES:
+        yield span.start, span.nbytes
+        return
+    apart = (span.nbytes - _PROBE_BYTES) // (_PROBES - 1)
+    for index in range(_PROBES):
+        yield span.start + index * apart, _PROBE_BYTES
+
+
+def cached_share(descriptor: int, start: int, nbytes: int) -> float | None:
+    """The part of a range that is in the page cache, from 0 to 1; None where the kernel does not say."""
+    page = os.sysconf("SC_PAGESIZE")
+    first, behind = start // page, -(-(start + nbytes) // page)
+    asked, pages = _Range(first * page, (behind - first) * page), _Pages()
+    if _syscall is None or _syscall(_CACHESTAT, descriptor, ctypes.byref(asked), ctypes.byref(pages), 0):
+        return None
+    return float(min(pages.cached / max(behind - first, 1), 1.0))
+
+
+def _ask(spans: list[ByteRange], total: int, stamps: Mapping[str, Stamp]) -> None:
+    with suppress(OSError, ReadFailedError):  # whoever reads will say what is wrong
+        for span in spans:
+            descriptor = open_unchanged(span.path, stamps.get(span.path))
+            try:
+                for start in range(span.start, span.start + min(span.nbytes, total), _STEP_BYTES):
+                    length = min(_STEP_BYTES, span.start + span.nbytes - start)
+                    os.posix_fadvise(descriptor, start, length, os.POSIX_FADV_WILLNEED)
+            finally:
+                os.close(descriptor)
+            total -= span.nbytes
+            if total <= 0:
+                return
+
+
+def _available_bytes() -> int:
+    try:
+        with open("/proc/meminfo", encoding="ascii") as file:
+            facts = dict(line.split(":", 1) for line in file)
+        return int(facts["MemAvailable"].split()[0]) << 10
+    except (OSError, KeyError, ValueError):
+        return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGESIZE")
+
+
+def _find_syscall() -> Callable[..., int] | None:
+    try:
+        found: Callable[..., int] = ctypes.CDLL(None, use_errno=True).syscall
+    except (OSError, AttributeError):
+        return None
+    return found
+
+
+_syscall = _find_syscall()
