@@ -73,14 +73,17 @@ ModelStateError
 """
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 
 class ModelStateError(Exception):
     """What every error of modelstate derives from.
 
-    The text is made of the fields, a line each where they are given.
+    The text is made of the fields, a line each where they are given; the last line names the page about the error.
     """
+
+    page: ClassVar[str] = ""
+    """The page that shows the cause and the fix: `modelstate explain PAGE` prints it."""
 
     def __init__(
         self, what: str, *, where: object = "", expected: object = "", found: object = "", remedy: object = ""
@@ -102,15 +105,22 @@ class ModelStateError(Exception):
         lines += [f"  {k}: {v}" for k, v in (("expected", self.expected), ("found", self.found)) if v]
         if self.remedy:
             lines.append(f"  to do: {self.remedy}")
-        return "\n".join(lines)
+        return "\n".join(lines + self._more())
+
+    def _more(self) -> list[str]:
+        return [f"  more: modelstate explain {self.page}"] if self.page else []
 
 
 class OpenError(ModelStateError):
     """A source that cannot be opened as a checkpoint."""
 
+    page = "no-checkpoint"
+
 
 class SourceNotFoundError(OpenError, FileNotFoundError):
     """There is nothing at the path."""
+
+    page = "no-checkpoint"
 
 
 class SourceAccessError(OpenError, PermissionError):
@@ -120,13 +130,19 @@ class SourceAccessError(OpenError, PermissionError):
 class SourceTypeError(OpenError, TypeError):
     """The source is of a kind that cannot be opened."""
 
+    page = "argument"
+
 
 class EmptyFileError(OpenError, ValueError):
     """The file has no bytes."""
 
+    page = "truncated-file"
+
 
 class UnknownFormatError(OpenError, ValueError):
     """The content is none of the formats that are read here."""
+
+    page = "unknown-format"
 
 
 class LfsPointerError(UnknownFormatError):
@@ -148,41 +164,61 @@ class NoCheckpointError(OpenError, FileNotFoundError):
 class AmbiguousDirectoryError(OpenError, ValueError):
     """A directory in which several files could be meant."""
 
+    page = "several-checkpoints"
+
 
 class TruncatedFileError(OpenError, EOFError):
     """The file ends before what it announces."""
+
+    page = "truncated-file"
 
 
 class HeaderLengthError(OpenError, ValueError):
     """A safetensors header that would end behind the end of the file."""
 
+    page = "damaged-header"
+
 
 class HeaderTooLargeError(OpenError, ValueError):
     """A safetensors header above the 100 MB that the format allows."""
+
+    page = "damaged-header"
 
 
 class HeaderSyntaxError(OpenError, ValueError):
     """A safetensors header that is not JSON, or not the JSON that it must be."""
 
+    page = "damaged-header"
+
 
 class DuplicateNameError(OpenError, ValueError):
     """One name stands twice in a file, or in two shards."""
+
+    page = "damaged-header"
 
 
 class UnknownDtypeError(OpenError, ValueError):
     """A dtype that PyTorch does not have, or not in this version."""
 
+    page = "damaged-header"
+
 
 class TensorRangeError(OpenError, ValueError):
     """The bytes of a tensor overlap others, leave holes, or lie outside the file."""
+
+    page = "damaged-header"
 
 
 class TensorSizeError(OpenError, ValueError):
     """Shape times dtype does not give the number of bytes that are there, or no number at all."""
 
+    page = "damaged-header"
+
 
 class ArchiveError(OpenError, ValueError):
     """A zip container that is damaged."""
+
+    page = "damaged-archive"
 
 
 class MissingRecordError(ArchiveError):
@@ -204,9 +240,13 @@ class UnsafePathError(ArchiveError):
 class PickleError(OpenError, ValueError):
     """A pickle that is damaged."""
 
+    page = "damaged-archive"
+
 
 class ForbiddenGlobalError(OpenError, ValueError):
     """A pickle that asks for classes or functions outside the allow-list."""
+
+    page = "forbidden-global"
 
     def __init__(
         self,
@@ -226,6 +266,8 @@ class ForbiddenGlobalError(OpenError, ValueError):
 class UnsupportedTensorError(OpenError, NotImplementedError):
     """A tensor of a kind that is not read here."""
 
+    page = "unsupported-tensor"
+
 
 class ManifestError(OpenError, ValueError):
     """What `modelstate.save` has put into a file beside its tensors is damaged."""
@@ -238,21 +280,31 @@ class NewerManifestError(ManifestError):
 class ShardIndexError(OpenError, ValueError):
     """A shard index that is not what it must be."""
 
+    page = "missing-shard"
+
 
 class MissingShardError(OpenError, FileNotFoundError):
     """A shard that the index names is not there."""
+
+    page = "missing-shard"
 
 
 class TensorNotFoundError(ModelStateError, KeyError):
     """The checkpoint has no tensor of that name."""
 
+    page = "no-such-key"
+
 
 class KeyNotFoundError(ModelStateError, KeyError):
     """`key=` names no part of the checkpoint."""
 
+    page = "no-such-key"
+
 
 class AmbiguousKeyError(ModelStateError, ValueError):
     """The checkpoint holds several state dicts, and which one is meant is not clear."""
+
+    page = "several-checkpoints"
 
     def __init__(self, what: str, *, candidates: Sequence[tuple[str, int]] = (), **fields: object) -> None:
         super().__init__(what, **fields)
@@ -263,50 +315,76 @@ class AmbiguousKeyError(ModelStateError, ValueError):
 class ReadFailedError(ModelStateError, OSError):
     """An I/O error, or fewer bytes than there were at opening, while tensors were read."""
 
+    page = "file-changed"
+
 
 class ReadTargetError(ModelStateError, ValueError):
     """The tensor to read into does not fit what is read."""
+
+    page = "argument"
 
 
 class ChecksumError(ModelStateError, ValueError):
     """The bytes of a tensor are not what its checksum says; or there is no checksum to tell."""
 
+    page = "checksum"
+
 
 class OptionError(ModelStateError, TypeError):
     """An argument of a kind that means nothing here."""
+
+    page = "argument"
 
 
 class BufferNameError(ModelStateError, KeyError):
     """A name that a module cannot take for a lazy buffer."""
 
+    page = "attribute-already-exists"
+
 
 class RuleError(ModelStateError, ValueError):
     """A rule that cannot be applied."""
+
+    page = "bad-rule"
 
 
 class SchemaError(ModelStateError, ValueError):
     """A version that is none of a schema's, or a checkpoint of which nothing says its version."""
 
+    page = "schema-version"
+
 
 class OptimizerStateError(ModelStateError, ValueError):
     """The state of an optimizer that goes by no names, or does not fit the parameters."""
 
+    page = "optimizer-state"
+
 
 class PlanError(ModelStateError, RuntimeError):
     """A plan that has problems, all of them in `problems`."""
+
+    page = "plan-problems"
 
     def __init__(self, what: str, *, problems: Sequence[Any] = (), **fields: object) -> None:
         super().__init__(what, **fields)
         self.problems = tuple(problems)
         """The problems, each a `modelstate.plan.problems.Problem`."""
 
+    def _more(self) -> list[str]:
+        # The text has the problems by their causes, each with its page.
+        return [] if self.problems else super()._more()
+
 
 class StalePlanError(ModelStateError, RuntimeError):
     """The model or the checkpoint is no longer what was planned for, or the plan has been applied."""
 
+    page = "stale-plan"
+
 
 class ModelCodeError(ModelStateError, RuntimeError):
     """Code of the model raised while it was loaded; what it raised is the cause."""
+
+    page = "model-code"
 
 
 class ExtraStateError(ModelStateError, ValueError):
@@ -341,13 +419,19 @@ class UpgradeError(ExtraStateError):
 class TransformError(ModelStateError, ValueError):
     """A transform raised, or returned something that cannot be loaded."""
 
+    page = "transform"
+
 
 class PlacementError(ModelStateError, RuntimeError):
     """A value cannot be put in its place."""
 
+    page = "cannot-be-placed"
+
 
 class RollbackError(ModelStateError, RuntimeError):
     """After a failure, something of the model could not be made what it was. The only error that leaves a change."""
+
+    page = "rollback"
 
 
 class CodecError(ModelStateError, ValueError):
@@ -393,6 +477,10 @@ class WriteFailedError(SaveError, OSError):
 class SwapError(ModelStateError, RuntimeError):
     """A tensor cannot become another one, most often because somebody would go on with what it was."""
 
+    page = "somebody-holds-it"
+
 
 class MemoryBudgetError(ModelStateError, MemoryError):
     """The load would need more memory than it was given."""
+
+    page = "memory-budget"

@@ -227,6 +227,41 @@ class TestLoad:
         assert "Traceback" not in done.stderr
 
 
+class TestExplain:
+    def test_a_page(self) -> None:
+        done = run("explain", "WrongShape")
+        assert done.exit_code == 0
+        assert done.stdout.startswith("# size mismatch for p")
+        assert done.stderr == ""
+
+    def test_all_of_them(self) -> None:
+        lines = run("explain").stdout.splitlines()
+        assert len(lines) > 30
+        assert any(line.split()[:3] == ["size-mismatch", "size", "mismatch"] for line in lines)
+
+    def test_several(self) -> None:
+        lines = run("explain", "Unexpected key(s) in state_dict").stdout.splitlines()
+        assert {"unexpected-keys", "other-names"} <= {line.split()[0] for line in lines}
+
+    def test_a_typo(self) -> None:
+        done = run("explain", "WrongShap")
+        assert done.exit_code == 0
+        assert done.stdout == run("explain", "size-mismatch").stdout
+        assert "no page about 'WrongShap'; the nearest is size-mismatch" in done.stderr
+
+    def test_what_errors_say_works(self) -> None:
+        for command in (["inspect", "missing.pt"], ["load", "ZOO:wide", "tiny.safetensors"]):
+            (line,) = [line for line in run(*command).stderr.splitlines() if "more: " in line]
+            _, _, asked = line.partition("more: modelstate ")
+            assert run(*asked.split()).exit_code == 0
+
+    def test_nothing(self) -> None:
+        done = run("explain", "zzzz")
+        assert done.exit_code == 2
+        assert done.stdout == ""
+        assert "zzzz" in done.stderr
+
+
 class TestModelArgument:
     @pytest.mark.parametrize(
         ("spec", "says"),
@@ -289,7 +324,7 @@ class TestUsage:
     def test_help_names_the_commands(self) -> None:
         done = run("--help")
         assert done.exit_code == 0
-        assert all(command in done.stdout for command in ("inspect", "plan", "load", "suggest", "demo", "Exit codes"))
+        assert all(command in done.stdout for command in ("inspect", "plan", "load", "suggest", "explain", "demo", "Exit codes"))
 
     def test_version(self) -> None:
         assert run("--version").stdout.startswith("modelstate 0.")

@@ -127,9 +127,11 @@ def test_problems_are_explained_by_their_cause() -> None:
         "    a [2]\n"
         "    c [3]\n"
         "    to do: if the model is right without them: allow_missing=[pattern, ...]\n"
+        "    more: modelstate explain missing-keys\n"
         "  names of the checkpoint that the model lacks (1):\n"
         "    b\n"
-        "    to do: if they are not needed: allow_unexpected=[pattern, ...]"
+        "    to do: if they are not needed: allow_unexpected=[pattern, ...]\n"
+        "    more: modelstate explain unexpected-keys"
     )
     assert explain([]) == ""
 
@@ -139,14 +141,15 @@ def test_many_problems_are_cut_short(count: int, more: str) -> None:
     lines = explain([Missing(f"layer{i}") for i in range(count)]).split("\n")
     assert lines[0].endswith(f"({count}):")
     assert lines[1:9] == [f"    layer{i}" for i in range(8)]
-    assert lines[9:-1] == ([more] if more else [])
-    assert lines[-1].startswith("    to do: ")
+    assert lines[9:-2] == ([more] if more else [])
+    assert lines[-2].startswith("    to do: ")
+    assert lines[-1] == "    more: modelstate explain missing-keys"
 
 
 def test_all_causes_at_once_fit_on_a_screen() -> None:
     everything = [dataclasses.replace(problem, name=f"{problem.name}{i}") for problem in SAMPLES for i in range(100)]
     text = explain(everything)
-    assert len(text.split("\n")) <= len(CLASSES) * 11
+    assert len(text.split("\n")) <= len(CLASSES) * 12
     assert all(kind.title in text and kind.remedy in text for kind in CLASSES.values())
 
 

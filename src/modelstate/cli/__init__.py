@@ -1,1 +1,1 @@
-"""The command line: `modelstate inspect | plan | load | demo`."""
+"""The command line: `modelstate inspect | plan | load | explain | demo`."""

@@ -1,6 +1,6 @@
 """The commands, each a thin layer over the public functions."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from importlib.metadata import version
 from typing import Annotated, Any
@@ -21,6 +21,8 @@ from modelstate.cli.common import (
 )
 from modelstate.plan.rules.rule import Rule
 from modelstate.report.inspect import inspect_json, inspect_text
+from modelstate.report.pages import Page, find, pages
+from modelstate.report.text import columns
 
 app = typer.Typer(
     help="Move model state between files and live PyTorch models.",
@@ -255,6 +257,33 @@ def suggest(
         typer.echo(made.to_json() if as_json else str(made))
         if not made.complete:
             raise typer.Exit(PROBLEMS)
+
+
+@app.command()
+def explain(
+    name: Annotated[
+        str | None,
+        typer.Argument(
+            metavar="NAME",
+            help="A page, a class of errors or problems, or words of an error's text; without it, all pages.",
+            show_default=False,
+        ),
+    ] = None,
+) -> None:
+    """Show the page about an error: its cause, code that fails, and code that works."""
+    if name is None:
+        typer.echo(_listed(pages().values()))
+        return
+    found = find(name)
+    if not found.pages:
+        raise typer.BadParameter(f"there is no page about {name!r}: modelstate explain lists all of them")
+    if found.guess:
+        typer.echo(f"there is no page about {name!r}; the nearest is {found.pages[0].name}", err=True)
+    typer.echo(found.pages[0].text.rstrip() if len(found.pages) == 1 else _listed(found.pages))
+
+
+def _listed(several: Iterable[Page]) -> str:
+    return columns([[page.name, page.title] for page in several])
 
 
 @app.command()

@@ -26,7 +26,7 @@ def explain(problems: Sequence[Problem]) -> str:
         lines += [f"    {problem.line()}" for problem in members[:_SHOWN]]
         if len(members) > _SHOWN:
             lines.append(f"    ... and {len(members) - _SHOWN} more")
-        lines.append(f"    to do: {cause.remedy}")
+        lines += [f"    to do: {cause.remedy}", f"    more: modelstate explain {cause.page}"]
     return "\n".join(lines)
 
 

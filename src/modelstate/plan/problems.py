@@ -15,6 +15,8 @@ class Problem:
     """What several of these are called, in the plural."""
     remedy: ClassVar[str]
     """What to do about them."""
+    page: ClassVar[str]
+    """The page that shows the cause and the fix: `modelstate explain PAGE` prints it."""
 
     def line(self) -> str:
         """This one, on one line."""
@@ -32,6 +34,7 @@ class Missing(Problem):
 
     title: ClassVar = "names of the model that the checkpoint lacks"
     remedy: ClassVar = "if the model is right without them: allow_missing=[pattern, ...]"
+    page: ClassVar = "missing-keys"
 
     def line(self) -> str:
         shape = f" {list(self.shape)}" if self.shape is not None else ""
@@ -50,6 +53,7 @@ class Unexpected(Problem):
 
     title: ClassVar = "names of the checkpoint that the model lacks"
     remedy: ClassVar = "if they are not needed: allow_unexpected=[pattern, ...]"
+    page: ClassVar = "unexpected-keys"
 
     def line(self) -> str:
         shape = f" {list(self.shape)}" if self.shape is not None else ""
@@ -68,6 +72,7 @@ class OtherNames(Problem):
 
     title: ClassVar = "names that differ in one regular way"
     remedy: ClassVar = "pass the rule"
+    page: ClassVar = "other-names"
 
     def line(self) -> str:
         return f"{self.count} names differ only by {self.difference} (as {self.name!r}): rules=[{self.rule}]"
@@ -84,6 +89,7 @@ class WrongShape(Problem):
 
     title: ClassVar = "tensors of another shape"
     remedy: ClassVar = "build the model with the sizes of the checkpoint, or load another checkpoint"
+    page: ClassVar = "size-mismatch"
 
     def line(self) -> str:
         return f"{self.name}: the model has {list(self.expected)}, the checkpoint {list(self.found)}"
@@ -100,6 +106,7 @@ class WrongDtype(Problem):
 
     title: ClassVar = "tensors of a dtype that cannot become the model's without loss"
     remedy: ClassVar = "ask for the cast of floats with dtype=, for any other with transform=, or build the model so"
+    page: ClassVar = "lossy-cast"
 
     def line(self) -> str:
         change = "loses values" if self.how == "lossy" else "changes their kind"
@@ -114,6 +121,7 @@ class NotATensor(Problem):
 
     title: ClassVar = "values that are no tensors"
     remedy: ClassVar = "look at the file with `modelstate inspect`"
+    page: ClassVar = "not-a-tensor"
 
     def line(self) -> str:
         return f"{self.name}: found {self.found}"
@@ -127,6 +135,7 @@ class TieConflict(Problem):
 
     title: ClassVar = "tied tensors with several different values"
     remedy: ClassVar = "untie them in the model, or move one value out of the way: rules=[ms.Ignore('its.name')]"
+    page: ClassVar = "tied-values"
 
     def line(self) -> str:
         return f"{self.name} is the same tensor as {', '.join(self.others)}, but the checkpoint's values differ"
@@ -138,6 +147,7 @@ class BufferConflict(Problem):
 
     title: ClassVar = "non-persistent buffers that differ from the checkpoint"
     remedy: ClassVar = "if the constructor is right: allow_unexpected=[pattern, ...]"
+    page: ClassVar = "hidden-buffer"
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,6 +161,7 @@ class Uninitialised(Problem):
         "build the model with `with modelstate.skeleton():`, which leaves buffers real, "
         "or give parameters that no checkpoint fills their values before the load"
     )
+    page: ClassVar = "left-on-meta"
 
     def line(self) -> str:
         return f"{self.name} ({self.kind})"
@@ -164,6 +175,7 @@ class IdlePattern(Problem):
 
     title: ClassVar = "patterns and rules that match nothing"
     remedy: ClassVar = "take them out, or correct their spelling"
+    page: ClassVar = "matches-nothing"
 
     def line(self) -> str:
         return f"{self.option}: {self.name}"
@@ -175,6 +187,7 @@ class NothingFits(Problem):
 
     title: ClassVar = "models that would get nothing at all"
     remedy: ClassVar = "narrow allow_missing and allow_unexpected to the names that they are meant for"
+    page: ClassVar = "matches-nothing"
 
 
 @dataclass(frozen=True, slots=True)
@@ -185,6 +198,7 @@ class NameClash(Problem):
 
     title: ClassVar = "names that several tensors of the checkpoint claim"
     remedy: ClassVar = "make the rules narrower"
+    page: ClassVar = "bad-rule"
 
     def line(self) -> str:
         return f"{self.name}: from {', '.join(self.sources)}"
@@ -196,6 +210,7 @@ class NoValues(Problem):
 
     title: ClassVar = "tensors of the source that are on meta, without values"
     remedy: ClassVar = "take the state dict of a model that has been loaded"
+    page: ClassVar = "left-on-meta"
 
 
 @dataclass(frozen=True, slots=True)
@@ -206,6 +221,7 @@ class Complaint(Problem):
 
     title: ClassVar = "messages of the model's own loading code"
     remedy: ClassVar = "see the code of the module"
+    page: ClassVar = "model-code"
 
     def line(self) -> str:
         return self.message
@@ -220,6 +236,7 @@ class BadRule(Problem):
 
     title: ClassVar = "rules that cannot be carried out"
     remedy: ClassVar = "correct the rule, or make its pattern narrower"
+    page: ClassVar = "bad-rule"
 
     def line(self) -> str:
         return f"{self.rule} on {self.name}: {self.why}"
@@ -235,6 +252,7 @@ class CyclicRules(Problem):
     remedy: ClassVar = (
         "take one of the rules out; to exchange two names, give one of them a third name for the time being"
     )
+    page: ClassVar = "bad-rule"
 
     def line(self) -> str:
         return f"{self.name}: by {', then '.join(self.rules)}"
