@@ -19,6 +19,9 @@ FOLDER = ROOT / "docs" / "errors"
 PAGES = pages()
 BLOCKS = re.compile(r"^```python\n(?P<code>.*?)^```$(?:\n\n^```text\n(?P<text>.*?)^```$)?", re.MULTILINE | re.DOTALL)
 
+OF_TORCH = {"missing-extra-state"}
+"""Pages about a text of torch's, where ours is that of a page with more cases."""
+
 every_page = pytest.mark.parametrize("page", PAGES.values(), ids=PAGES)
 
 
@@ -96,7 +99,7 @@ def test_a_page_has_what_fails_and_then_what_works(page: Page) -> None:
 @every_page
 def test_a_page_is_about_the_classes_that_name_it(page: Page) -> None:
     prose = re.sub(r"^```.*?^```$", "", source(page), flags=re.MULTILINE | re.DOTALL)
-    assert page.classes
+    assert page.classes or page.name in OF_TORCH
     assert [name for name in page.classes if f"`{name}`" not in prose] == []
 
 
@@ -104,7 +107,7 @@ def test_a_page_is_about_the_classes_that_name_it(page: Page) -> None:
 def test_the_errors_of_a_page_name_it(page: Page) -> None:
     shown = [text for _, text in blocks(page) if text and text.startswith("modelstate.")]
     assert shown
-    if page.name != "plan-problems":  # whose problems name pages of their own
+    if page.name not in {"plan-problems", *OF_TORCH}:  # the problems of a plan name pages of their own
         assert all(f"more: modelstate explain {page.name}\n" in text for text in shown)
 
 
@@ -112,7 +115,7 @@ def test_every_class_names_a_page_that_is_there() -> None:
     named = {kind.__name__: kind.page for kind in classes()}
     assert len(named) > 50
     assert {name: page for name, page in named.items() if page not in PAGES} == {}
-    assert set(named.values()) == set(PAGES)
+    assert {*named.values(), *OF_TORCH} == set(PAGES)
 
 
 @pytest.mark.parametrize(
@@ -121,7 +124,8 @@ def test_every_class_names_a_page_that_is_there() -> None:
         ("unexpected-keys", 'Unexpected key(s) in state_dict: "p"'),
         ("attribute-already-exists", "attribute 'p' already exists"),
         ("size-mismatch", "size mismatch for p"),
-        ("missing-keys", "Missing key(s) in state_dict: "),
+        ("missing-keys", 'Missing key(s) in state_dict: "'),
+        ("missing-extra-state", 'Missing key(s) in state_dict: "_extra_state"'),
     ],
 )
 def test_the_texts_of_torch_have_pages_with_these_titles(name: str, text: str) -> None:
@@ -138,7 +142,7 @@ def rows(path: Path, pattern: str) -> list[tuple[str, ...]]:
 def test_the_index_and_the_site_list_all_pages() -> None:
     listed = rows(FOLDER / "index.md", r"^\| \[([\w-]+)\]\(\1\.md\) \| (.*) \| (.*) \|$")
     assert listed == [
-        (page.name, page.title, ", ".join(f"`{name}`" for name in page.classes)) for page in PAGES.values()
+        (page.name, page.title, ", ".join(f"`{name}`" for name in page.classes) or "none") for page in PAGES.values()
     ]
     assert rows(ROOT / "mkdocs.yml", r"^    - ([\w-]+): errors/\1\.md$") == list(PAGES)
 

@@ -85,6 +85,10 @@ class ModelStateError(Exception):
     page: ClassVar[str] = ""
     """The page that shows the cause and the fix: `modelstate explain PAGE` prints it."""
 
+    def __init_subclass__(cls, *, page: str = "", **options: Any) -> None:
+        super().__init_subclass__(**options)
+        cls.page = page or cls.page
+
     def __init__(
         self, what: str, *, where: object = "", expected: object = "", found: object = "", remedy: object = ""
     ) -> None:
@@ -111,38 +115,28 @@ class ModelStateError(Exception):
         return [f"  more: modelstate explain {self.page}"] if self.page else []
 
 
-class OpenError(ModelStateError):
+class OpenError(ModelStateError, page="no-checkpoint"):
     """A source that cannot be opened as a checkpoint."""
-
-    page = "no-checkpoint"
 
 
 class SourceNotFoundError(OpenError, FileNotFoundError):
     """There is nothing at the path."""
-
-    page = "no-checkpoint"
 
 
 class SourceAccessError(OpenError, PermissionError):
     """The file or directory may not be read."""
 
 
-class SourceTypeError(OpenError, TypeError):
+class SourceTypeError(OpenError, TypeError, page="argument"):
     """The source is of a kind that cannot be opened."""
 
-    page = "argument"
 
-
-class EmptyFileError(OpenError, ValueError):
+class EmptyFileError(OpenError, ValueError, page="truncated-file"):
     """The file has no bytes."""
 
-    page = "truncated-file"
 
-
-class UnknownFormatError(OpenError, ValueError):
+class UnknownFormatError(OpenError, ValueError, page="unknown-format"):
     """The content is none of the formats that are read here."""
-
-    page = "unknown-format"
 
 
 class LfsPointerError(UnknownFormatError):
@@ -161,64 +155,44 @@ class NoCheckpointError(OpenError, FileNotFoundError):
     """A directory in which nothing is a checkpoint."""
 
 
-class AmbiguousDirectoryError(OpenError, ValueError):
+class AmbiguousDirectoryError(OpenError, ValueError, page="several-checkpoints"):
     """A directory in which several files could be meant."""
 
-    page = "several-checkpoints"
 
-
-class TruncatedFileError(OpenError, EOFError):
+class TruncatedFileError(OpenError, EOFError, page="truncated-file"):
     """The file ends before what it announces."""
 
-    page = "truncated-file"
 
-
-class HeaderLengthError(OpenError, ValueError):
+class HeaderLengthError(OpenError, ValueError, page="damaged-header"):
     """A safetensors header that would end behind the end of the file."""
 
-    page = "damaged-header"
 
-
-class HeaderTooLargeError(OpenError, ValueError):
+class HeaderTooLargeError(OpenError, ValueError, page="damaged-header"):
     """A safetensors header above the 100 MB that the format allows."""
 
-    page = "damaged-header"
 
-
-class HeaderSyntaxError(OpenError, ValueError):
+class HeaderSyntaxError(OpenError, ValueError, page="damaged-header"):
     """A safetensors header that is not JSON, or not the JSON that it must be."""
 
-    page = "damaged-header"
 
-
-class DuplicateNameError(OpenError, ValueError):
+class DuplicateNameError(OpenError, ValueError, page="damaged-header"):
     """One name stands twice in a file, or in two shards."""
 
-    page = "damaged-header"
 
-
-class UnknownDtypeError(OpenError, ValueError):
+class UnknownDtypeError(OpenError, ValueError, page="damaged-header"):
     """A dtype that PyTorch does not have, or not in this version."""
 
-    page = "damaged-header"
 
-
-class TensorRangeError(OpenError, ValueError):
+class TensorRangeError(OpenError, ValueError, page="damaged-header"):
     """The bytes of a tensor overlap others, leave holes, or lie outside the file."""
 
-    page = "damaged-header"
 
-
-class TensorSizeError(OpenError, ValueError):
+class TensorSizeError(OpenError, ValueError, page="damaged-header"):
     """Shape times dtype does not give the number of bytes that are there, or no number at all."""
 
-    page = "damaged-header"
 
-
-class ArchiveError(OpenError, ValueError):
+class ArchiveError(OpenError, ValueError, page="damaged-archive"):
     """A zip container that is damaged."""
-
-    page = "damaged-archive"
 
 
 class MissingRecordError(ArchiveError):
@@ -237,16 +211,12 @@ class UnsafePathError(ArchiveError):
     """A path that leads out of the archive, or out of the directory of a shard index."""
 
 
-class PickleError(OpenError, ValueError):
+class PickleError(OpenError, ValueError, page="damaged-archive"):
     """A pickle that is damaged."""
 
-    page = "damaged-archive"
 
-
-class ForbiddenGlobalError(OpenError, ValueError):
+class ForbiddenGlobalError(OpenError, ValueError, page="forbidden-global"):
     """A pickle that asks for classes or functions outside the allow-list."""
-
-    page = "forbidden-global"
 
     def __init__(
         self,
@@ -263,13 +233,11 @@ class ForbiddenGlobalError(OpenError, ValueError):
         """What `allow=` would have to hold to open it; nothing where that would not be right."""
 
 
-class UnsupportedTensorError(OpenError, NotImplementedError):
+class UnsupportedTensorError(OpenError, NotImplementedError, page="unsupported-tensor"):
     """A tensor of a kind that is not read here."""
 
-    page = "unsupported-tensor"
 
-
-class ManifestError(OpenError, ValueError):
+class ManifestError(OpenError, ValueError, page="damaged-manifest"):
     """What `modelstate.save` has put into a file beside its tensors is damaged."""
 
 
@@ -277,34 +245,24 @@ class NewerManifestError(ManifestError):
     """The file was written by a version of modelstate that is newer than this one."""
 
 
-class ShardIndexError(OpenError, ValueError):
+class ShardIndexError(OpenError, ValueError, page="missing-shard"):
     """A shard index that is not what it must be."""
 
-    page = "missing-shard"
 
-
-class MissingShardError(OpenError, FileNotFoundError):
+class MissingShardError(OpenError, FileNotFoundError, page="missing-shard"):
     """A shard that the index names is not there."""
 
-    page = "missing-shard"
 
-
-class TensorNotFoundError(ModelStateError, KeyError):
+class TensorNotFoundError(ModelStateError, KeyError, page="no-such-key"):
     """The checkpoint has no tensor of that name."""
 
-    page = "no-such-key"
 
-
-class KeyNotFoundError(ModelStateError, KeyError):
+class KeyNotFoundError(ModelStateError, KeyError, page="no-such-key"):
     """`key=` names no part of the checkpoint."""
 
-    page = "no-such-key"
 
-
-class AmbiguousKeyError(ModelStateError, ValueError):
+class AmbiguousKeyError(ModelStateError, ValueError, page="several-checkpoints"):
     """The checkpoint holds several state dicts, and which one is meant is not clear."""
-
-    page = "several-checkpoints"
 
     def __init__(self, what: str, *, candidates: Sequence[tuple[str, int]] = (), **fields: object) -> None:
         super().__init__(what, **fields)
@@ -312,58 +270,40 @@ class AmbiguousKeyError(ModelStateError, ValueError):
         """Pairs of key, and number of names that match the module's."""
 
 
-class ReadFailedError(ModelStateError, OSError):
+class ReadFailedError(ModelStateError, OSError, page="file-changed"):
     """An I/O error, or fewer bytes than there were at opening, while tensors were read."""
 
-    page = "file-changed"
 
-
-class ReadTargetError(ModelStateError, ValueError):
+class ReadTargetError(ModelStateError, ValueError, page="argument"):
     """The tensor to read into does not fit what is read."""
 
-    page = "argument"
 
-
-class ChecksumError(ModelStateError, ValueError):
+class ChecksumError(ModelStateError, ValueError, page="checksum"):
     """The bytes of a tensor are not what its checksum says; or there is no checksum to tell."""
 
-    page = "checksum"
 
-
-class OptionError(ModelStateError, TypeError):
+class OptionError(ModelStateError, TypeError, page="argument"):
     """An argument of a kind that means nothing here."""
 
-    page = "argument"
 
-
-class BufferNameError(ModelStateError, KeyError):
+class BufferNameError(ModelStateError, KeyError, page="attribute-already-exists"):
     """A name that a module cannot take for a lazy buffer."""
 
-    page = "attribute-already-exists"
 
-
-class RuleError(ModelStateError, ValueError):
+class RuleError(ModelStateError, ValueError, page="bad-rule"):
     """A rule that cannot be applied."""
 
-    page = "bad-rule"
 
-
-class SchemaError(ModelStateError, ValueError):
+class SchemaError(ModelStateError, ValueError, page="schema-version"):
     """A version that is none of a schema's, or a checkpoint of which nothing says its version."""
 
-    page = "schema-version"
 
-
-class OptimizerStateError(ModelStateError, ValueError):
+class OptimizerStateError(ModelStateError, ValueError, page="optimizer-state"):
     """The state of an optimizer that goes by no names, or does not fit the parameters."""
 
-    page = "optimizer-state"
 
-
-class PlanError(ModelStateError, RuntimeError):
+class PlanError(ModelStateError, RuntimeError, page="plan-problems"):
     """A plan that has problems, all of them in `problems`."""
-
-    page = "plan-problems"
 
     def __init__(self, what: str, *, problems: Sequence[Any] = (), **fields: object) -> None:
         super().__init__(what, **fields)
@@ -375,19 +315,15 @@ class PlanError(ModelStateError, RuntimeError):
         return [] if self.problems else super()._more()
 
 
-class StalePlanError(ModelStateError, RuntimeError):
+class StalePlanError(ModelStateError, RuntimeError, page="stale-plan"):
     """The model or the checkpoint is no longer what was planned for, or the plan has been applied."""
 
-    page = "stale-plan"
 
-
-class ModelCodeError(ModelStateError, RuntimeError):
+class ModelCodeError(ModelStateError, RuntimeError, page="model-code"):
     """Code of the model raised while it was loaded; what it raised is the cause."""
 
-    page = "model-code"
 
-
-class ExtraStateError(ModelStateError, ValueError):
+class ExtraStateError(ModelStateError, ValueError, page="extra-state"):
     """Declared extra state cannot be saved or loaded. The module's attributes are what they were."""
 
 
@@ -416,25 +352,19 @@ class UpgradeError(ExtraStateError):
     """An `upgrade` raised, or returned something that is no mapping from names to values."""
 
 
-class TransformError(ModelStateError, ValueError):
+class TransformError(ModelStateError, ValueError, page="transform"):
     """A transform raised, or returned something that cannot be loaded."""
 
-    page = "transform"
 
-
-class PlacementError(ModelStateError, RuntimeError):
+class PlacementError(ModelStateError, RuntimeError, page="cannot-be-placed"):
     """A value cannot be put in its place."""
 
-    page = "cannot-be-placed"
 
-
-class RollbackError(ModelStateError, RuntimeError):
+class RollbackError(ModelStateError, RuntimeError, page="rollback"):
     """After a failure, something of the model could not be made what it was. The only error that leaves a change."""
 
-    page = "rollback"
 
-
-class CodecError(ModelStateError, ValueError):
+class CodecError(ModelStateError, ValueError, page="no-encoding"):
     """A value cannot be encoded, or cannot be made of its encoding."""
 
 
@@ -454,7 +384,7 @@ class CodecNameError(CodecError):
     """Two classes would have one name in files."""
 
 
-class SaveError(ModelStateError):
+class SaveError(ModelStateError, page="cannot-be-saved"):
     """A state that cannot be saved."""
 
 
@@ -474,13 +404,9 @@ class WriteFailedError(SaveError, OSError):
     """An I/O error while a file was written. What was there before still is."""
 
 
-class SwapError(ModelStateError, RuntimeError):
+class SwapError(ModelStateError, RuntimeError, page="somebody-holds-it"):
     """A tensor cannot become another one, most often because somebody would go on with what it was."""
 
-    page = "somebody-holds-it"
 
-
-class MemoryBudgetError(ModelStateError, MemoryError):
+class MemoryBudgetError(ModelStateError, MemoryError, page="memory-budget"):
     """The load would need more memory than it was given."""
-
-    page = "memory-budget"

@@ -60,7 +60,7 @@ def test_the_nearest(asked: str, name: str) -> None:
     ("asked", "names"),
     [
         ("attribute 'p' already exists", {"attribute-already-exists"}),
-        ("unexpected KEY(S)  in state_dict", {"unexpected-keys", "other-names"}),
+        ("unexpected KEY(S)  in state_dict", {"unexpected-keys", "other-names", "missing-extra-state"}),
         ("poisoned", {"somebody-holds-it"}),
         ("--strip-prefix", {"other-names"}),
     ],

@@ -270,6 +270,7 @@ class BadExtraState(Problem):
     remedy: ClassVar = (
         "load a checkpoint that was saved with this declaration, or let the declaration's upgrade= take it"
     )
+    page: ClassVar = "extra-state"
 
     def line(self) -> str:
         return f"{self.name}: {self.why}"
