@@ -54,8 +54,8 @@ def pages() -> dict[str, Page]:
 
 
 def classes() -> Iterator[type[ModelStateError] | type[Problem]]:
-    """Every class of errors and of problems that names a page."""
-    yield from (kind for kind in _defined(errors) if issubclass(kind, ModelStateError) and kind.page)
+    """Every class of errors and of problems, each of which names a page."""
+    yield from (kind for kind in _defined(errors) if issubclass(kind, ModelStateError) and kind is not ModelStateError)
     yield from (kind for kind in _defined(problems) if issubclass(kind, Problem) and kind is not Problem)
 
 
@@ -73,8 +73,9 @@ def find(asked: str) -> Found:
     having = tuple(page for page in pages().values() if words and words in _words(page.text))
     if having or is_name:
         return Found(having)
-    alike = max(pages().values(), key=lambda page: _share(page.title, asked))
-    return Found((alike,), guess=True) if _share(alike.title, asked) > 0.5 else Found(())
+    shares = {_share(page.title, asked): page for page in pages().values()}
+    most = max(shares, default=0)
+    return Found((shares[most],), guess=True) if most > 0.5 else Found(())
 
 
 def _folder() -> Path:
