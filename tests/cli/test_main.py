@@ -324,7 +324,10 @@ class TestUsage:
     def test_help_names_the_commands(self) -> None:
         done = run("--help")
         assert done.exit_code == 0
-        assert all(command in done.stdout for command in ("inspect", "plan", "load", "suggest", "explain", "demo", "Exit codes"))
+        assert all(
+            command in done.stdout
+            for command in ("inspect", "plan", "load", "suggest", "explain", "demo", "Exit codes")
+        )
 
     def test_version(self) -> None:
         assert run("--version").stdout.startswith("modelstate 0.")
