@@ -3,13 +3,8 @@
 Prints a table; `--write` puts it into docs/converting.md. Every verdict is found by looking at the module afterwards.
 """
 
-import argparse
-import io
-import re
-import sys
 import warnings
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import redirect_stderr
 from pathlib import Path
 from typing import Any
 
@@ -17,10 +12,9 @@ import torch
 from torch import nn
 
 import modelstate as ms
+from bench.in_page import InPage
 from bench.kinds import KINDS, Case, NotHere, first_line, name_of
 
-PAGE = Path(__file__).resolve().parent.parent / "docs" / "converting.md"
-BEGIN, END = "<!-- The table: python -m bench.convert_kinds --write -->", "<!-- End of the table -->"
 HEAD = ("kind", "`m.to()`", "`m.to()`, swapping", "`ms.convert`")
 Part = tuple[str, torch.dtype, str, Any]
 
@@ -175,35 +169,13 @@ def rows() -> list[tuple[str, ...]]:
         return [row(kind) for kind in KINDS]
 
 
-def cells(one: tuple[str, ...]) -> str:
-    texts = [re.sub(r"\s+", " ", text).replace("|", "\\|").replace("<", "\\<") for text in one]
-    return f"| {' | '.join(texts)} |"
-
-
-def table() -> str:
-    head = [cells(HEAD), "|---" * len(HEAD) + "|"]
-    return "\n".join([*head, *map(cells, rows())])
-
-
-def written() -> list[str]:
-    """The rows that the page has."""
-    inside = PAGE.read_text().partition(BEGIN)[2].partition(END)[0]
-    return [line for line in inside.splitlines() if line.startswith("| ")][1:]
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--write", action="store_true", help="put the table into docs/converting.md")
-    write = parser.parse_args().write
-    with redirect_stderr(io.StringIO()):
-        text = table()
-    if not write:
-        print(text)
-        return
-    before, _, rest = PAGE.read_text().partition(BEGIN)
-    made = f"Seen on torch {torch.__version__.partition('+')[0]}.\n\n{text}"
-    PAGE.write_text(f"{before}{BEGIN}\n{made}\n{END}{rest.partition(END)[2]}")
-
+TABLE = InPage(
+    Path(__file__).resolve().parent.parent / "docs" / "converting.md",
+    "<!-- The table: python -m bench.convert_kinds --write -->",
+    "<!-- End of the table -->",
+    HEAD,
+    rows,
+)
 
 if __name__ == "__main__":
-    sys.exit(main())
+    TABLE.main(__doc__)

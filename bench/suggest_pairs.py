@@ -4,14 +4,10 @@ Prints a table; `--write` puts it into docs/suggest.md. Whether it is right is f
 running both models.
 """
 
-import argparse
-import io
 import logging
-import sys
 import time
 import warnings
 from collections.abc import Callable, Mapping
-from contextlib import redirect_stderr
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,9 +17,8 @@ from torch import Tensor, nn
 
 import modelstate as ms
 from bench import pair_models as models
+from bench.in_page import InPage
 
-PAGE = Path(__file__).resolve().parent.parent / "docs" / "suggest.md"
-BEGIN, END = "<!-- The table: python -m bench.suggest_pairs --write -->", "<!-- End of the table -->"
 HEAD = ("checkpoint", "model", "explained", "rules", "open", "ambiguous", "loaded with the rules", "ms")
 
 
@@ -359,33 +354,13 @@ def rows() -> list[tuple[str, ...]]:
         return [row(what) for what in PAIRS]
 
 
-def cells(one: tuple[str, ...]) -> str:
-    return f"| {' | '.join(one)} |"
-
-
-def table() -> str:
-    return "\n".join([cells(HEAD), "|---" * len(HEAD) + "|", *map(cells, rows())])
-
-
-def written() -> list[str]:
-    """The rows that the page has."""
-    inside = PAGE.read_text().partition(BEGIN)[2].partition(END)[0]
-    return [line for line in inside.splitlines() if line.startswith("| ")][1:]
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--write", action="store_true", help="put the table into docs/suggest.md")
-    write = parser.parse_args().write
-    with redirect_stderr(io.StringIO()):
-        text = table()
-    if not write:
-        print(text)
-        return
-    before, _, rest = PAGE.read_text().partition(BEGIN)
-    made = f"Seen on torch {torch.__version__.partition('+')[0]}.\n\n{text}"
-    PAGE.write_text(f"{before}{BEGIN}\n{made}\n{END}{rest.partition(END)[2]}")
-
+TABLE = InPage(
+    Path(__file__).resolve().parent.parent / "docs" / "suggest.md",
+    "<!-- The table: python -m bench.suggest_pairs --write -->",
+    "<!-- End of the table -->",
+    HEAD,
+    rows,
+)
 
 if __name__ == "__main__":
-    sys.exit(main())
+    TABLE.main(__doc__)

@@ -7,19 +7,19 @@ from pathlib import Path
 import pytest
 import torch
 
-from bench.convert_kinds import HEAD, PAGE, written
+from bench.convert_kinds import HEAD, TABLE
 from bench.kinds import KINDS
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 
 
 def test_the_page_has_every_kind() -> None:
-    assert [line.split(" | ")[0].removeprefix("| ") for line in written()] == list(KINDS)
+    assert [line.split(" | ")[0].removeprefix("| ") for line in TABLE.written()] == list(KINDS)
 
 
 def test_the_page_shows_what_is_seen() -> None:
     version = torch.__version__.partition("+")[0]
-    if f"Seen on torch {version}." not in PAGE.read_text():
+    if f"Seen on torch {version}." not in TABLE.page.read_text():
         pytest.skip(f"the table was not made with torch {version}")
     done = subprocess.run(  # it makes a process group, and has torch compile
         [sys.executable, "-m", "bench.convert_kinds"], cwd=ROOT, capture_output=True, text=True, check=False
@@ -27,12 +27,12 @@ def test_the_page_shows_what_is_seen() -> None:
     assert done.returncode == 0, done.stderr
     seen = [line for line in done.stdout.splitlines() if line.startswith("| ")]
     assert seen[0] == f"| {' | '.join(HEAD)} |"
-    for now, then in zip(seen[1:], written(), strict=True):
+    for now, then in zip(seen[1:], TABLE.written(), strict=True):
         if "not run: needs" not in now and "not run: needs" not in then:
             assert now == then, "python -m bench.convert_kinds --write"
 
 
 def test_ours_is_never_silently_wrong() -> None:
-    for line in written():
+    for line in TABLE.written():
         ours = line.removesuffix(" |").rpartition(" | ")[2]
         assert ours == "right" or ours.startswith(("refused: ", "not run: ")), line

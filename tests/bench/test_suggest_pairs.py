@@ -3,20 +3,21 @@
 import pytest
 import torch
 
-from bench.suggest_pairs import HEAD, PAGE, PAIRS, cells, row, written
+from bench.in_page import cells
+from bench.suggest_pairs import HEAD, PAIRS, TABLE, row
 
 
 def test_the_page_has_every_pair() -> None:
-    assert [tuple(line.removeprefix("| ").split(" | ")[:2]) for line in written()] == list(PAIRS)
+    assert [tuple(line.removeprefix("| ").split(" | ")[:2]) for line in TABLE.written()] == list(PAIRS)
     assert len(PAIRS) >= 12
 
 
 @pytest.mark.parametrize(("at", "what"), list(enumerate(PAIRS)), ids=[" to ".join(what) for what in PAIRS])
 def test_the_page_shows_what_is_seen(at: int, what: tuple[str, str]) -> None:
     version = torch.__version__.partition("+")[0]
-    if f"Seen on torch {version}." not in PAGE.read_text():
+    if f"Seen on torch {version}." not in TABLE.page.read_text():
         pytest.skip(f"the table was not made with torch {version}")
-    now, then = row(what), written()[at]
+    now, then = row(what), TABLE.written()[at]
     if "not run: needs" in now[2] or "not run: needs" in then:
         pytest.skip(now[2])
     assert len(now) == len(HEAD)
@@ -24,7 +25,7 @@ def test_the_page_shows_what_is_seen(at: int, what: tuple[str, str]) -> None:
 
 
 def test_nothing_is_wrong_or_slow() -> None:
-    for line in written():
+    for line in TABLE.written():
         *_, loaded, milliseconds = line.removesuffix(" |").split(" | ")
         assert loaded.startswith(("same ", "loads", "not loaded")), line
         assert not milliseconds or int(milliseconds) < 2000, line
