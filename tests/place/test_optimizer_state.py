@@ -143,6 +143,15 @@ def without(name: str) -> Any:
     return change
 
 
+def unlisted(name: str, instead: str = "") -> Any:
+    def change(state: dict[str, Any]) -> None:
+        (group,) = state["param_groups"]
+        group["params"] = [*(one for one in group["params"] if one != name), *([instead] if instead else [])]
+        del state["state"][name]
+
+    return change
+
+
 def changed(name: str, key: str, value: Any) -> Any:
     def change(state: dict[str, Any]) -> None:
         state["state"][name][key] = value
@@ -160,7 +169,17 @@ def with_other(name: str) -> Any:
 @pytest.mark.parametrize(
     ("change", "rules", "error", "says"),
     [
-        (without("q.weight"), (), OptimizerStateError, "q.weight: there is no state"),
+        (unlisted("q.weight"), (), OptimizerStateError, "q.weight: nothing was saved for it"),
+        (unlisted("q.weight", "x"), (), OptimizerStateError, "x: the optimizer has no such parameter"),
+        (changed("q.weight", "exp_avg", "x"), (), OptimizerStateError, "exp_avg is str"),
+        (changed("q.weight", "exp_avg", torch.eye(4).to_sparse()), (), OptimizerStateError, "no values"),
+        (changed("q.weight", "exp_avg", torch.ones(4, 4, device="meta")), (), OptimizerStateError, "no values"),
+        (changed("q.weight", "exp_avg", torch.ones(4, 4) * 1j), (), OptimizerStateError, "complex"),
+        (changed("q.weight", "momentum_buffer", torch.ones(4, 4)), (), OptimizerStateError, "another optimizer keeps"),
+        (changed("q.weight", "exp_avg", torch.ones(1, 4)), (), OptimizerStateError, r"shape \[1, 4\]"),
+        (lambda state: state["state"]["q.weight"].pop("step"), (), OptimizerStateError, "step is lacking"),
+        (lambda state: state["param_groups"][0].update(lr="high"), (), OptimizerStateError, "should be a number"),
+        (lambda state: state["param_groups"][0].update(nesterov=1), (), OptimizerStateError, "another optimizer"),
         (with_other("x"), (), OptimizerStateError, "x: the optimizer has no such parameter"),
         (changed("q.bias", "exp_avg", torch.ones(4, 4)), (), OptimizerStateError, r"exp_avg has the shape \[4, 4\]"),
         (changed("q.bias", "exp_avg", torch.ones(1, 1)), (), OptimizerStateError, r"exp_avg has the shape \[1, 1\]"),
@@ -208,7 +227,7 @@ def test_new_parameters_without_state_on_request() -> None:
     state = ms.optimizer_state(model, optimizer)
     model.add_module("new", nn.Linear(2, 2))
     fresh = torch.optim.AdamW(model.parameters())
-    with pytest.raises(OptimizerStateError, match=r"new\.weight"):
+    with pytest.raises(OptimizerStateError, match=r"new\.weight: nothing was saved"):
         ms.load_optimizer_state(model, fresh, state)
     ms.load_optimizer_state(model, fresh, state, allow_missing=True)
     train(model, fresh)
@@ -228,3 +247,91 @@ def test_sums_over_rows_are_moved_by_names_only() -> None:
     expected = state["state"]["k.weight"]["row_var"].clone()
     ms.load_optimizer_state(model, optimizer, state, rules=swap)
     assert torch.equal(optimizer.state[model.q.weight]["row_var"], expected)
+
+
+def test_a_parameter_that_never_had_a_gradient() -> None:
+    model = Separate()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    for param in (model.q.weight, model.k.weight):
+        param.grad = torch.ones_like(param)
+    optimizer.step()
+    fresh = trained(model)
+    ms.load_optimizer_state(model, fresh, ms.optimizer_state(model, optimizer))
+    assert described(fresh.state_dict()) == described(optimizer.state_dict())
+
+
+def test_lbfgs_takes_the_same_parameters_in_the_same_order() -> None:
+    def stepped(model: nn.Module) -> torch.optim.LBFGS:
+        optimizer = torch.optim.LBFGS(model.parameters(), max_iter=2)
+
+        def closure() -> torch.Tensor:
+            optimizer.zero_grad()
+            loss = model(X).square().mean()
+            loss.backward()
+            return loss
+
+        for _ in range(2):
+            optimizer.step(closure)
+        return optimizer
+
+    model = Separate()
+    state = ms.optimizer_state(model, stepped(model))
+    same = torch.optim.LBFGS(model.parameters(), max_iter=2)
+    ms.load_optimizer_state(model, same, state)
+    assert torch.equal(same.state[model.q.weight]["d"], state["state"]["q.weight"]["d"])
+    other = Separate("out", "q", "k", "v")
+    fused = Fused()
+    for target, rules in ((other, ()), (fused, FUSE)):
+        fresh = stepped(target)
+        before = described(fresh.state_dict())
+        for allow in (False, True):
+            with pytest.raises((OptimizerStateError, RuleError)):
+                ms.load_optimizer_state(target, fresh, state, rules=rules, allow_missing=allow)
+        assert described(fresh.state_dict()) == before
+
+
+def test_options_follow_by_rules_that_go_one_way() -> None:
+    model = Separate()
+    wrapped = nn.ModuleDict({"module": model})
+    saved = torch.optim.SGD(wrapped.parameters(), lr=0.5)
+    fresh = torch.optim.SGD(model.parameters(), lr=1e-9)
+    ms.load_optimizer_state(model, fresh, ms.optimizer_state(wrapped, saved), rules=ms.known.unwrapped())
+    assert fresh.param_groups[0]["lr"] == 0.5
+    with pytest.raises(OptimizerStateError, match="no such parameter"):
+        ms.load_optimizer_state(model, fresh, ms.optimizer_state(wrapped, saved))
+
+
+def test_options_of_another_optimizer() -> None:
+    model = Separate()
+    adam, sgd = trained(model), torch.optim.SGD(model.parameters())
+    with pytest.raises(OptimizerStateError, match="another optimizer"):
+        ms.load_optimizer_state(model, sgd, ms.optimizer_state(model, adam))
+    with pytest.raises(OptimizerStateError, match="another optimizer"):
+        ms.load_optimizer_state(model, adam, ms.optimizer_state(model, sgd))
+
+
+def test_a_step_from_before_it_was_a_tensor() -> None:
+    model = Separate()
+    optimizer = trained(model)
+    state = ms.optimizer_state(model, optimizer)
+    for values in state["state"].values():
+        values["step"] = int(values["step"])
+    ms.load_optimizer_state(model, optimizer, state)
+    train(model, optimizer)
+    assert optimizer.state[model.q.weight]["step"].item() == 6
+
+
+def test_a_tied_parameter_under_its_other_name() -> None:
+    def tied(*order: str) -> nn.ModuleDict:
+        linear = nn.Linear(2, 2)
+        return nn.ModuleDict(dict.fromkeys(order, linear))
+
+    one, other = tied("a", "b"), tied("b", "a")
+    first = torch.optim.SGD(one.parameters(), momentum=0.5)
+    one["a"](torch.ones(1, 2)).sum().backward()
+    first.step()
+    second = torch.optim.SGD(other.parameters(), momentum=0.5)
+    ms.load_optimizer_state(other, second, ms.optimizer_state(one, first))
+    assert torch.equal(
+        second.state[other["a"].weight]["momentum_buffer"], first.state[one["a"].weight]["momentum_buffer"]
+    )

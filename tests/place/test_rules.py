@@ -279,3 +279,56 @@ def test_a_value_that_cannot_be_decoded_matters_only_to_who_takes_it(tmp_path: P
     plan = ms.plan(nn.ModuleDict({"a": Keeps(), "b": nn.Linear(1, 1)}), tmp_path / "held.safetensors")
     assert [type(problem).__name__ for problem in plan.problems] == ["BadExtraState"]
     assert "test.Gone" in str(plan)
+
+
+def test_what_is_computed_in_place_takes_one_tensor_at_a_time(tmp_path: Path) -> None:
+    path = tmp_path / "parts.safetensors"
+    save_file({f"{layer}.{half}": torch.full((256, 512), float(layer)) for layer in range(8) for half in "ab"}, path)
+    model = nn.ParameterList([nn.Parameter(torch.zeros(512, 512)) for _ in range(8)])
+    rules = [ms.Concat(["*.a", "*.b"], "*")]
+    plan = ms.plan(model, path, rules=rules, in_place=True)
+    assert plan.bytes == 8 << 20
+    assert plan.extra_bytes <= 4 << 20
+    identities = [id(param) for param in model]
+    ms.load(model, plan)
+    assert [id(param) for param in model] == identities
+    assert [param[0, 0].item() for param in model] == [*range(8)]
+
+
+def test_in_place_from_the_model_itself() -> None:
+    """What is computed from tensors that the load overwrites is computed before."""
+    model = nn.ParameterList([nn.Parameter(torch.full((2,), float(index))) for index in range(4)])
+    halves = {f"{index}.{half}": model[index].detach()[half : half + 1] for index in range(4) for half in range(2)}
+    swapped = {f"{3 - int(name[0])}{name[1:]}": value for name, value in halves.items()}
+    ms.load(model, swapped, rules=[ms.Concat(["*.0", "*.1"], "*")], in_place=True)
+    assert [param.tolist() for param in model] == [[3, 3], [2, 2], [1, 1], [0, 0]]
+
+
+def test_a_fill_where_some_have_it() -> None:
+    model = nn.Sequential(nn.BatchNorm1d(1), nn.BatchNorm1d(1))
+    state = {name: value for name, value in model.state_dict().items() if name != "1.num_batches_tracked"}
+    state["0.num_batches_tracked"] = torch.tensor(5)
+    ms.load(model, state, rules=ms.known.batch_norm_counter())
+    assert [norm.num_batches_tracked.item() for norm in model] == [5, 0]
+    alone = nn.BatchNorm1d(1)
+    without = {name: value for name, value in alone.state_dict().items() if name != "num_batches_tracked"}
+    ms.load(alone, without, rules=ms.known.batch_norm_counter(""))
+
+
+def test_the_initialiser_of_an_owner_leaves_its_children_alone() -> None:
+    class Owner(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.scale = nn.Parameter(torch.zeros(3))
+            self.child = nn.Linear(4, 4)
+
+        def reset_parameters(self) -> None:
+            nn.init.ones_(self.scale)
+            self.child.reset_parameters()
+
+    owner = Owner()
+    kept = owner.child.weight.detach().clone()
+    source = {name: value for name, value in owner.state_dict().items() if name != "scale"}
+    ms.load(owner, source, rules=[ms.Fill("scale")])
+    assert owner.scale.tolist() == [1, 1, 1]
+    assert torch.equal(owner.child.weight, kept)

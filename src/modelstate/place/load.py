@@ -52,8 +52,9 @@ def plan(
     """What `load` with the same arguments would do, and everything that stands in its way.
 
     The model is not changed. Its own loading code runs (hooks and `_load_from_state_dict` overrides; not
-    `set_extra_state`), and what that does is undone. No tensor's bytes are read, unless that code looks at them, or
-    two values have to be compared: of tied tensors, and of non-persistent buffers that the checkpoint has too.
+    `set_extra_state`), and what that does is undone. No tensor's bytes are read, unless that code or the function of
+    an `Apply` looks at them, or two values have to be compared: of tied tensors, of a `Same`, and of non-persistent
+    buffers that the checkpoint has too.
 
     Raises what opening raises, `AmbiguousKeyError`, `KeyNotFoundError`, `OptionError`, and `ModelCodeError` where the
     model's code raises. Problems do not raise: see `Plan.ok`, `Plan.problems`.

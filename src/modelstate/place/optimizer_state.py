@@ -15,7 +15,7 @@ from torch import nn
 from modelstate.errors import OptimizerStateError
 from modelstate.place.arguments import check_model
 from modelstate.place.optimizers import check_optimizers
-from modelstate.plan.rules.chain import before_rules, check_rules
+from modelstate.plan.rules.chain import before_rules, check_rules, renamed_by
 from modelstate.plan.rules.optimizer import apply_to_optimizer
 from modelstate.plan.rules.rule import Rule
 from modelstate.plan.shield import uninterrupted
@@ -54,30 +54,41 @@ def load_optimizer_state(
     each element is cut, joined and moved with its parameter. Tensors take the dtype and device of their parameter;
     `step` stays where the optimizer keeps it. Options of a group (`lr`, ...) are taken over.
 
-    Raises `OptimizerStateError` with everything that does not fit: names, shapes, groups; without `allow_missing`,
-    also where a parameter is without state that the others have. Raises `RuleError` for the rules.
+    A parameter that had no state when it was saved has none afterwards. LBFGS, which has all parameters in one vector,
+    takes the same ones in the same order only.
+
+    Raises `OptimizerStateError` with everything that does not fit: names, shapes, groups, options of another optimizer;
+    without `allow_missing`, also where nothing was saved for a parameter. Raises `RuleError` for the rules.
     """
     names = _names(model, optimizer)
+    params = _by_any_name(model, names)
     by_name, groups = _by_name(state)
     checked = check_rules(rules)
-    sources: dict[str, tuple[str, ...]] = {name: (before_rules(checked, name),) for name in names.values()}
+    made_of: dict[str, tuple[str, ...]] = {}
     if checked:
         by_name, made_of = apply_to_optimizer(checked, by_name)
-        sources |= made_of
-    params = {name: param for param, name in names.items()}
-    wrong = [*_wrong_names(by_name, params, allow_missing), *_wrong_shapes(by_name, params, optimizer)]
-    matched = _matched(groups, optimizer, {param: sources[name] for param, name in names.items()}, wrong)
+    sources = _sources(params, groups, checked, made_of)
+    wrong = [f"{name}: the optimizer has no such parameter" for name in by_name if name not in params]
+    by_param = {params[name]: values for name, values in by_name.items() if name in params and values}
+    matched = _matched(groups, optimizer, names, sources, wrong, allow_missing)
+    if isinstance(optimizer, torch.optim.LBFGS):
+        wrong += _wrong_order(groups, optimizer, sources)
+    wrong += [
+        line for param, values in by_param.items() for line in _wrong_values(names[param], values, param, optimizer)
+    ]
     if wrong:
         more = f"\n    and {len(wrong) - 12} more" if len(wrong) > 12 else ""
         raise OptimizerStateError(
             "the state does not fit the optimizer; nothing has been changed",
             where=type(optimizer).__name__,
             found="\n    ".join(wrong[:12]) + more,
-            remedy="give the rules by which the model was loaded: rules=[...]",
+            remedy="give the rules by which the model was loaded: rules=[...]; for parameters that are new in the "
+            "model: allow_missing=True",
         )
-    made = {params[name]: _placed(values, params[name], optimizer) for name, values in by_name.items()}
+    made = {param: _placed(values, param, optimizer) for param, values in by_param.items()}
     with uninterrupted():
-        optimizer.state.clear()
+        for param in names:
+            optimizer.state.pop(param, None)
         optimizer.state.update(made)
         for group, options in matched:
             group.update(options)
@@ -133,50 +144,113 @@ def _are_groups(state: Mapping[str, Any]) -> bool:
     return several and all(isinstance(g, Mapping) and isinstance(g.get("params"), Sequence) for g in groups or ())
 
 
-def _wrong_names(state: Mapping[str, Any], params: Mapping[str, torch.Tensor], allow_missing: bool) -> list[str]:
-    wrong = [f"{name}: the optimizer has no such parameter" for name in state if name not in params]
-    if state and not allow_missing:
-        wrong += [
-            f"{name}: there is no state for it" for name in params if name not in state and params[name].requires_grad
-        ]
-    return wrong
+def _by_any_name(model: nn.Module, names: Mapping[torch.Tensor, str]) -> dict[str, torch.Tensor]:
+    """The optimizer's parameters by all names that the model has for them."""
+    named = model.named_parameters(remove_duplicate=False)
+    return {name: param for name, param in named if param in names}
 
 
-def _wrong_shapes(
-    state: Mapping[str, Any], params: Mapping[str, torch.Tensor], optimizer: torch.optim.Optimizer
-) -> list[str]:
-    if isinstance(optimizer, torch.optim.LBFGS):
-        return []  # has all parameters in one vector, under the first
-    return [
-        f"{name}: {key} has the shape {list(value.shape)}, the parameter {list(params[name].shape)}"
-        for name, values in state.items()
-        if name in params
-        for key, value in values.items()
-        if isinstance(value, torch.Tensor) and value.dim() and not _fits(value.shape, params[name].shape)
-    ]
-
-
-def _fits(shape: torch.Size, param: torch.Size) -> bool:
-    """Whether there is one value for each element, or for each row or column."""
-    return len(shape) == len(param) and all(a in (1, b) for a, b in zip(shape, param, strict=True))
+def _sources(
+    params: Mapping[str, torch.Tensor],
+    groups: Sequence[Mapping[str, Any]],
+    rules: Sequence[Rule],
+    made_of: Mapping[str, tuple[str, ...]],
+) -> dict[torch.Tensor, set[str]]:
+    """Under which saved names each parameter may have been."""
+    found: dict[torch.Tensor, set[str]] = {param: set() for param in params.values()}
+    for name, param in params.items():
+        found[param].update(made_of.get(name, ()), [before_rules(rules, name)])
+    for group in groups:
+        for saved in group["params"]:
+            if (now := renamed_by(rules, saved)) in params:
+                found[params[now]].add(saved)
+    return found
 
 
 def _matched(
     groups: Sequence[Mapping[str, Any]],
     optimizer: torch.optim.Optimizer,
-    sources: Mapping[torch.Tensor, tuple[str, ...]],
+    names: Mapping[torch.Tensor, str],
+    sources: Mapping[torch.Tensor, set[str]],
     wrong: list[str],
+    allow_missing: bool,
 ) -> list[tuple[dict[str, Any], dict[str, Any]]]:
     """Each group of the optimizer with the options that were saved for its parameters."""
     found = []
+    listed = {name for group in groups for name in group["params"]}
+    known = set().union(*sources.values())
+    wrong += [f"{name}: the optimizer has no such parameter" for name in sorted(listed - known)]
     for group in optimizer.param_groups:
+        lacking = [names[param] for param in group["params"] if listed.isdisjoint(sources[param])]
+        if not allow_missing:
+            wrong += [f"{name}: nothing was saved for it" for name in lacking]
         wanted = {source for param in group["params"] for source in sources[param]}
         fitting = [_options(saved) for saved in groups if wanted & set(saved["params"])]
         if any(one != fitting[0] for one in fitting):
             wrong.append(f"the group of {min(wanted)}: its parameters were in {len(fitting)} groups with other options")
         elif fitting:
+            wrong += _wrong_options(fitting[0], group)
             found.append((group, deepcopy(fitting[0])))
     return found
+
+
+def _wrong_options(saved: Mapping[str, Any], group: Mapping[str, Any]) -> list[str]:
+    """Options of another optimizer. Schedulers put `initial_lr` there."""
+    foreign = sorted(set(saved) - set(group) - {"initial_lr"})
+    wrong = [f"the option {', '.join(foreign)} is one of another optimizer"] if foreign else []
+    for key, value in saved.items():
+        if key in group and _is_number(group[key]) and not _is_number(value):
+            wrong.append(f"the option {key} is {value!r}, and should be a number")
+    return wrong
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) or (isinstance(value, torch.Tensor) and value.numel() == 1)
+
+
+def _wrong_order(
+    groups: Sequence[Mapping[str, Any]], optimizer: torch.optim.Optimizer, sources: Mapping[torch.Tensor, set[str]]
+) -> list[str]:
+    """LBFGS has all parameters in one vector, one behind the other."""
+    saved = [name for group in groups for name in group["params"]]
+    params = [param for group in optimizer.param_groups for param in group["params"]]
+    same = len(saved) == len(params) and all(name in sources[param] for name, param in zip(saved, params, strict=True))
+    return [] if same else ["LBFGS has all parameters in one vector, which only fits the same ones in the same order"]
+
+
+def _wrong_values(
+    name: str, values: Mapping[str, Any], param: torch.Tensor, optimizer: torch.optim.Optimizer
+) -> list[str]:
+    there = optimizer.state.get(param, {})
+    wrong = [f"{name}: {key} is what another optimizer keeps" for key in values if there and key not in there]
+    wrong += [f"{name}: {key} is lacking" for key in there if key not in values]
+    for key, value in values.items():
+        why = _why_not(value, param, optimizer)
+        if why:
+            wrong.append(f"{name}: {key} {why}")
+    return wrong
+
+
+def _why_not(value: object, param: torch.Tensor, optimizer: torch.optim.Optimizer) -> str:
+    if not isinstance(value, torch.Tensor):
+        return "" if value is None or isinstance(value, int | float | list | tuple) else f"is {type(value).__name__}"
+    if value.layout is not torch.strided or value.is_meta:
+        return f"has no values that could be copied: {value.layout} on {value.device}"
+    if value.is_complex() and not param.is_complex():
+        return "is complex, and the parameter is not"
+    if not value.dim() or isinstance(optimizer, torch.optim.LBFGS):
+        return ""
+    fits = (
+        _fits_by_rows(value.shape, param.shape)
+        if isinstance(optimizer, torch.optim.Adafactor)
+        else (value.shape == param.shape)
+    )
+    return "" if fits else f"has the shape {list(value.shape)}, the parameter {list(param.shape)}"
+
+
+def _fits_by_rows(shape: torch.Size, param: torch.Size) -> bool:
+    """Whether there is one value for each element, or for each row or column."""
+    return len(shape) == len(param) and all(a in (1, b) for a, b in zip(shape, param, strict=True))
 
 
 def _options(group: Mapping[str, Any]) -> dict[str, Any]:
@@ -191,6 +265,8 @@ def _placed(values: Mapping[str, Any], param: torch.Tensor, optimizer: torch.opt
 
 def _copied(key: str, value: Any, param: torch.Tensor, beside: bool) -> Any:
     """As torch's own loading has it: floats become what the parameter is, `step` stays unless it is wanted beside."""
+    if key == "step" and isinstance(value, int | float):  # as torch had it before 1.12
+        value = torch.tensor(float(value))
     if isinstance(value, torch.Tensor):
         if key == "step":
             return value.clone().to(torch.float32).to(param.device) if beside else value.clone()

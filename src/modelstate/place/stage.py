@@ -59,11 +59,15 @@ def read_in_place(preparation: Preparation, progress: Progress) -> None:
     straight, cast = _split(
         from_file, lambda made: made.value.dtype == made.param.dtype and is_plain_memory(made.param)
     )
-    for made in rest:  # live tensors, which are copied when all is read
+    computed, live = _split(rest, lambda made: isinstance(made.stored, Derived))
+    for made in live:  # they are copied when all is read
         stage_one(preparation, made)
         progress(made.nbytes)
     # The buffer for casts is made before anything is written.
     _read_through_scratch(preparation, cast, progress, _finish_in_place)
+    for made in computed:  # by torch, of tensors that are there: one at a time
+        _finish_in_place(made, _own_value(preparation, made))
+        progress(made.nbytes)
     _read(preparation, [(made, made.param) for made in straight], progress)
     for made in straight:
         increment_version(made.param)  # autograd has not seen the write
@@ -99,7 +103,19 @@ def _stage_one(preparation: Preparation, made: Assignment) -> None:
         # A live tensor is as good as a copy of it, unless the load itself is about to overwrite it.
         made.final = made.value.clone() if preparation.own_memory.hold(made.value) else made.value
     else:
-        _finish(made, _own_value(preparation, made))
+        value = _own_value(preparation, made)
+        if isinstance(made.stored, Derived) and _is_as_wanted(made, value):
+            made.final = value
+        else:
+            _finish(made, value)
+
+
+def _is_as_wanted(made: Assignment, value: torch.Tensor) -> bool:
+    """Whether a value that nobody else has can stay where it is."""
+    _, stride, dtype = _layout(made)
+    in_order = value.is_contiguous() if stride is None else tuple(value.stride()) == stride
+    fits = value.dtype == dtype and value.device == made.device and value.shape == made.param.shape
+    return is_plain(value) and fits and in_order and not value.is_inference() and not value.is_conj()
 
 
 def check_budget(preparation: Preparation, max_memory_bytes: int | None) -> None:

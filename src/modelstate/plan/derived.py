@@ -5,7 +5,8 @@ from dataclasses import dataclass
 
 import torch
 
-from modelstate.spec import Stored, StoredTensor
+from modelstate.plan.placement import is_plain
+from modelstate.spec import Stored, StoredComposite, StoredTensor
 
 Change = Callable[..., torch.Tensor]
 """Makes a tensor of others, whose values it may look at or not."""
@@ -20,11 +21,18 @@ class Derived:
     parts: tuple["Source", ...]
     change: Change
     """Called with the parts. What it returns may share their memory."""
+    is_certain: bool = True
+    """Whether it cannot fail once the parts are there: it is no function of a user's."""
 
     @property
     def nbytes(self) -> int:
         """Bytes of what it is computed from."""
-        return sum(part.nbytes for part in self.parts)
+        return sum(_nbytes(part) for part in self.parts)
+
+    @property
+    def of_files(self) -> bool:
+        """Whether it is computed from files alone, and from nothing that a load could be about to change."""
+        return all(part.of_files if isinstance(part, Derived) else not on_memory(part) for part in self.parts)
 
     @property
     def lacks_values(self) -> bool:
@@ -34,6 +42,10 @@ class Derived:
 
 Source = Stored | Derived
 """Where the values of a tensor come from."""
+
+
+def on_memory(stored: Stored) -> bool:
+    return isinstance(stored, torch.Tensor)
 
 
 def on_meta(stored: Stored) -> bool:
@@ -48,12 +60,12 @@ def values_of(source: Source, read: Callable[[Stored], torch.Tensor]) -> torch.T
 
 
 def derived(change: Change, parts: Sequence[Source]) -> Source:
-    """What `change` makes of tensors that have not been read.
+    """What `change`, an operation of torch, makes of tensors that have not been read.
 
     Where that only shows other elements of one tensor, in another order or shape, it is a tensor of the file like any
     other. Otherwise `change` is called again when the values are wanted. What it raises comes through.
     """
-    stand_ins = [_stand_in(part) for part in parts]
+    stand_ins = [stand_in(part) for part in parts]
     result = change(*stand_ins)
     if len(parts) == 1 and result is stand_ins[0]:
         return parts[0]
@@ -64,7 +76,24 @@ def derived(change: Change, parts: Sequence[Source]) -> Source:
     return Derived(result.dtype, tuple(result.shape), tuple(parts), change)
 
 
-def _stand_in(part: Source) -> torch.Tensor:
+def why_not_plain(part: Source) -> str:
+    """What a tensor is, if it is more than elements in order, or less; else empty."""
+    if isinstance(part, StoredComposite) and (part.kind.startswith("sparse") or "." in part.kind):
+        return f"it is {part.kind}, and not a plain tensor"
+    if isinstance(part, torch.Tensor):
+        if not is_plain(part):
+            return f"it is {type(part).__name__} of layout {part.layout}, and not a plain tensor"
+        if not part.is_meta and part.numel() and part.untyped_storage().nbytes() == 0:
+            return "its memory has been taken away"
+    return ""
+
+
+def _nbytes(part: Source) -> int:
+    return part.numel() * part.itemsize if isinstance(part, torch.Tensor) else part.nbytes
+
+
+def stand_in(part: Source) -> torch.Tensor:
+    """A tensor without values that is like this one."""
     if isinstance(part, StoredTensor):
         return torch.empty_strided(part.shape, part.stride, dtype=part.dtype, device="meta")
     if isinstance(part, torch.Tensor):

@@ -87,8 +87,8 @@ class Assignment:
 
     @property
     def buffer_bytes(self) -> int:
-        """Bytes of memory beside its own that the value passes through."""
-        return self.value.numel() * self.value.itemsize if isinstance(self.stored, Derived) else self.nbytes
+        """Bytes of memory, beside its own, in which a value is computed."""
+        return self.value.numel() * self.value.itemsize
 
     @property
     def staged_bytes(self) -> int:
@@ -373,7 +373,9 @@ class Preparation:
 
     @staticmethod
     def _can_be_read_straight(stored: Source | None) -> bool:
-        """Whether a value can get into memory that is there without memory of its own on the way."""
+        """Whether a value can get into memory that is there with none for all of them on the way."""
+        if isinstance(stored, Derived):
+            return stored.is_certain and stored.of_files
         return isinstance(stored, torch.Tensor) or (isinstance(stored, StoredTensor) and stored.is_contiguous)
 
     def _may_show(self, stored: Source | None) -> bool:
@@ -428,8 +430,10 @@ class Preparation:
         if self.options.transform is not None:
             # What the transform is given, one tensor at a time; what it takes besides, nobody knows beforehand.
             return staged + max((made.nbytes for made in needing), default=0)
-        cast = [made.buffer_bytes for made in needing if made.needs_buffer]
-        return staged + max(max(cast, default=0), min(sum(cast), SCRATCH_BYTES))
+        buffers = [made for made in needing if made.needs_buffer]
+        cast = [made.nbytes for made in buffers if not isinstance(made.stored, Derived)]
+        computed = [made.buffer_bytes for made in buffers if isinstance(made.stored, Derived)]  # one by one
+        return staged + max(max(computed, default=0), max(cast, default=0), min(sum(cast), SCRATCH_BYTES))
 
     @property
     def names(self) -> tuple[str, str]:

@@ -47,9 +47,16 @@ class _Before:
 
 def _initialised(owner: nn.Module, attribute: str) -> torch.Tensor:
     """The tensor as a new owner would have it; the owner itself is left alone."""
-    twin = copy.deepcopy(owner)
-    if any(tensor.is_meta for tensor in (*twin.parameters(recurse=False), *twin.buffers(recurse=False))):
-        twin.to_empty(device="cpu", recurse=False)
+    below = (tensor for child in owner.children() for tensor in (*child.parameters(), *child.buffers()))
+    memo: dict[int, object] = {id(tensor): _empty(tensor, torch.device("meta")) for tensor in below}
+    for tensor in (*owner.parameters(recurse=False), *owner.buffers(recurse=False)):
+        memo[id(tensor)] = _empty(tensor, torch.device("cpu") if tensor.is_meta else tensor.device)
+    twin = copy.deepcopy(owner, memo)
     twin.reset_parameters()  # type: ignore[operator]
     made: torch.Tensor = getattr(twin, attribute).detach()
     return made
+
+
+def _empty(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    fresh = torch.empty_like(tensor, device=device)
+    return nn.Parameter(fresh, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else fresh

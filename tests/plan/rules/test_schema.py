@@ -130,3 +130,10 @@ def test_recognising_a_version_that_is_none() -> None:
 def test_a_schema_prints_as_code() -> None:
     assert repr(eval(repr(SCHEMA), vars(ms))) == repr(SCHEMA)
     assert SCHEMA.version == "3.0"
+
+
+@pytest.mark.parametrize("predicate", [lambda names: names["absent"].shape == (1,), lambda names: 1 / 0])
+def test_a_predicate_that_raises(predicate: Any) -> None:
+    schema = ms.Schema("1", recognise={"1": predicate})
+    with pytest.raises(SchemaError, match="predicate that recognises version 1 raised"):
+        ms.plan(nn.Linear(1, 1), {"weight": torch.ones(1, 1)}, rules=schema)

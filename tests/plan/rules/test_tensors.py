@@ -70,7 +70,7 @@ def test_what_a_rule_makes(rule: Any, state: dict[str, Any], becomes: dict[str, 
         (ms.Reshape("w", [5, 5]), {"w": ROWS}, "invalid for input of size"),
         (ms.Reshape("w", [24], before=[4, 6]), {"w": ROWS}, r"shape is \[6, 4\], not \[4, 6\]"),
         (ms.Cast("w", torch.float16, before=torch.float64), {"w": ROWS}, "dtype is torch.float32"),
-        (ms.Fill("w", 0), {"w": ROWS}, "has it already"),
+        (ms.Fill("w", 0), {"w": ROWS}, "there already"),
         (ms.Fill("b", 0), {"w": ROWS}, "match nothing"),
         (ms.Same("a", "b"), {"a": ROWS, "b": -ROWS}, "differs from a"),
         (ms.Same("a", "b"), {"b": ROWS}, "no a"),
@@ -150,6 +150,116 @@ def test_what_nothing_takes_back(rule: Any) -> None:
     with pytest.raises(RuleError, match="cannot be reversed") as caught:
         ms.Rules([rule]).reverse()
     assert repr(rule) in str(caught.value)
+
+
+# Functions of a user's.
+
+
+def halves_in_place(tensor: torch.Tensor) -> torch.Tensor:
+    tensor[0].zero_()
+    return tensor[:3]
+
+
+@pytest.mark.parametrize(
+    ("fn", "becomes"),
+    [
+        (lambda t: t.mul_(2), ROWS * 2),
+        (lambda t: t.neg_().T, -ROWS.T),
+        (halves_in_place, torch.cat([torch.zeros(1, 4), ROWS[1:3]])),
+        (lambda t: t[:, 1:], ROWS[:, 1:]),
+        (lambda t: t.mul_(t.max().item()), ROWS * 23),
+        (lambda t: torch.from_numpy(t.numpy() * 2), ROWS * 2),
+    ],
+)
+@pytest.mark.parametrize("way", ["apply", "mapping", "file"])
+def test_a_function_gets_a_copy_and_what_it_returns_counts(
+    fn: Any, becomes: torch.Tensor, way: str, tmp_path: Any
+) -> None:
+    state = {"w": ROWS.clone()}
+    rules = ms.Rules([ms.Apply("w", fn)])
+    if way == "apply":
+        made = rules.apply(state)["w"]
+    else:
+        ms.save(state, tmp_path / "w.safetensors")
+        module = nn.Module()
+        module.register_buffer("w", torch.zeros_like(becomes, memory_format=torch.contiguous_format))
+        source = state if way == "mapping" else tmp_path / "w.safetensors"
+        assert ms.plan(module, source, rules=rules).ok
+        ms.load(module, source, rules=rules)
+        made = module.w
+    assert torch.equal(made, becomes)
+    assert torch.equal(state["w"], ROWS)
+
+
+def test_a_function_that_changes_its_mind() -> None:
+    module = nn.Module()
+    module.register_buffer("w", torch.zeros(6, 4))
+    rule = ms.Apply("w", lambda t: t if t.is_meta else t[:1])
+    with pytest.raises(ms.ModelStateError, match="something else of the values"):
+        ms.load(module, {"w": ROWS}, rules=[rule])
+    assert not module.w.any()
+
+
+def test_extra_state_that_a_function_changes_in_place() -> None:
+    state: dict[str, Any] = {"_extra_state": [1]}
+    rules = ms.Rules([ms.Apply("_extra_state", lambda value: [*value, value.append(2)])])
+    assert rules.apply(state)["_extra_state"] == [1, None]
+    assert state == {"_extra_state": [1]}
+
+
+def emptied() -> torch.Tensor:
+    tensor = torch.ones(2)
+    tensor.untyped_storage().resize_(0)
+    return tensor
+
+
+@pytest.mark.parametrize(
+    "value",
+    [emptied(), torch.eye(2).to_sparse(), torch.eye(2).to_sparse_csr(), nn.parameter.UninitializedParameter()],
+    ids=["emptied", "sparse", "csr", "uninitialised"],
+)
+@pytest.mark.parametrize(
+    "rule",
+    [ms.Concat(["w", "x"], "a"), ms.Split("w", ["a", "b"]), ms.Cast("w", torch.half), ms.Transpose("w")],
+    ids=repr,
+)
+def test_tensors_that_are_not_just_elements(value: torch.Tensor, rule: Any) -> None:
+    state = {"w": value, "x": torch.ones(2)}
+    with pytest.raises(RuleError, match=r"it is \w+ of layout|taken away"):
+        ms.Rules([rule]).apply(state)
+    if "Uninit" not in type(value).__name__ and value.layout is not torch.strided:
+        module = nn.Module()
+        module.register_buffer("a", torch.ones(4))
+        with pytest.raises(ms.ModelStateError):
+            ms.load(module, state, rules=[rule], allow_unexpected=["*"])
+
+
+@pytest.mark.parametrize(
+    ("value", "dtype", "fits"),
+    [
+        (0, torch.int64, True),
+        (0.5, torch.int64, False),
+        (1.9, torch.int8, False),
+        (-1, torch.uint8, False),
+        (300, torch.int8, False),
+        (2, torch.bool, False),
+        (True, torch.bool, True),
+        (0.1, torch.float16, True),
+        (1j, torch.float32, False),
+        (1j, torch.complex64, True),
+        (float("nan"), torch.float32, True),
+        (float("nan"), torch.int64, False),
+    ],
+)
+def test_fill_with_a_number_of_another_kind(value: Any, dtype: torch.dtype, fits: bool) -> None:
+    module = nn.Module()
+    module.register_buffer("w", torch.ones(2, dtype=dtype))
+    module.register_buffer("x", torch.ones(2))
+    plan = ms.plan(module, {"x": torch.zeros(2)}, rules=[ms.Fill("w", value)])
+    assert plan.ok == fits
+    if fits:
+        ms.load(module, plan)
+        assert module.w.isnan().all() if value != value else torch.equal(module.w, torch.full((2,), value, dtype=dtype))
 
 
 # Chains, and the way back.

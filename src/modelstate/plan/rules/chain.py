@@ -6,11 +6,11 @@ from typing import Any, overload
 
 import torch
 
-from modelstate.errors import OptionError, RuleError
+from modelstate.errors import ModelStateError, OptionError, RuleError
 from modelstate.plan.derived import values_of
 from modelstate.plan.explain import explain
 from modelstate.plan.problems import IdlePattern, Problem
-from modelstate.plan.rules.rule import Course, Entries, Entry, Rule, Value, Wanted, irreversible
+from modelstate.plan.rules.rule import Course, Entries, Entry, Rule, Value, Wanted, describe, irreversible
 from modelstate.spec import Stored
 
 
@@ -58,7 +58,12 @@ class Rules(tuple[Rule, ...]):
         problems: list[Problem] = [*applied.problems, *(IdlePattern(rule, option="rules") for rule in applied.idle)]
         if problems:
             raise RuleError(f"the rules cannot be applied; nothing has been changed\n{explain(problems)}")
-        return {name: _value(entry) for name, entry in applied.entries.items()}
+        try:
+            return {name: _value(entry) for name, entry in applied.entries.items()}
+        except ModelStateError:
+            raise
+        except Exception as error:  # what a function of the user's raises when there are values
+            raise RuleError("a rule cannot be carried out; nothing has been changed", found=describe(error)) from error
 
 
 def _value(entry: Entry) -> Any:

@@ -1,6 +1,7 @@
 """Rules for what has often changed: wrappers, reparametrized weights, fused projections, tied heads.
 
-Each function gives `Rules`, with patterns in which `*` is any part of a name; `.reverse()` gives the way back.
+Each function gives `Rules`, with patterns in which `*` is any part of a name; `.reverse()` gives the way back. An
+`owner` is the path of a module, or a pattern for several; empty, it is the model itself.
 """
 
 import re
@@ -8,7 +9,9 @@ from collections.abc import Collection, Sequence
 
 from modelstate.plan.rules.chain import Rules
 from modelstate.plan.rules.names import Rename
-from modelstate.plan.rules.tensors import Copy, Fill, Reshape, Same, Split, Transpose
+from modelstate.plan.rules.pieces import Split
+from modelstate.plan.rules.tensors import Reshape, Transpose
+from modelstate.plan.rules.values import Copy, Fill, Same
 
 WRAPPERS = ("module", "_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module")
 """What DataParallel, torch.compile, FSDP and activation checkpointing put into names."""
@@ -21,26 +24,33 @@ def unwrapped(wrappers: Collection[str] = WRAPPERS) -> Rules:
 
 
 def weight_norm(owner: str = "*", name: str = "weight") -> Rules:
-    """From `torch.nn.utils.weight_norm` to `torch.nn.utils.parametrizations.weight_norm`."""
-    new = f"{owner}.parametrizations.{name}"
-    return Rules([Rename(f"{owner}.{name}_g", f"{new}.original0"), Rename(f"{owner}.{name}_v", f"{new}.original1")])
+    """From `torch.nn.utils.weight_norm` to `torch.nn.utils.parametrizations.weight_norm`.
+
+    The old `spectral_norm` has a `weight_v` too: in a model with both, say which modules are meant.
+    """
+    old, new = _below(owner, name), _below(owner, f"parametrizations.{name}")
+    return Rules([Rename(f"{old}_g", f"{new}.original0"), Rename(f"{old}_v", f"{new}.original1")])
 
 
 def spectral_norm(owner: str = "*", name: str = "weight") -> Rules:
     """From `torch.nn.utils.spectral_norm` to `torch.nn.utils.parametrizations.spectral_norm`."""
-    new = f"{owner}.parametrizations.{name}"
+    old, new = _below(owner, name), _below(owner, f"parametrizations.{name}")
     return Rules(
         [
-            Rename(f"{owner}.{name}_orig", f"{new}.original"),
-            Rename(f"{owner}.{name}_u", f"{new}.0._u"),
-            Rename(f"{owner}.{name}_v", f"{new}.0._v"),
+            Rename(f"{old}_orig", f"{new}.original"),
+            Rename(f"{old}_u", f"{new}.0._u"),
+            Rename(f"{old}_v", f"{new}.0._v"),
         ]
     )
 
 
 def batch_norm_counter(owner: str = "*") -> Rules:
     """Gives batch norms the counter that they have had since PyTorch 0.4.1, which begins at 0."""
-    return Rules([Fill(f"{owner}.num_batches_tracked", 0)])
+    return Rules([Fill(_below(owner, "num_batches_tracked"), 0)])
+
+
+def _below(owner: str, name: str) -> str:
+    return f"{owner}.{name}" if owner else name
 
 
 def separate_qkv(fused: str, parts: Sequence[str], sizes: Sequence[int] | None = None) -> Rules:

@@ -11,7 +11,8 @@ from modelstate.plan.explain import explain
 from modelstate.plan.problems import BadRule, Problem
 from modelstate.plan.rules.chain import apply_rules, in_memory
 from modelstate.plan.rules.rule import Entries, Entry, Rule, Value
-from modelstate.plan.rules.tensors import Apply, Cast, Fill
+from modelstate.plan.rules.tensors import Apply, Cast
+from modelstate.plan.rules.values import Fill
 
 State = Mapping[str, Mapping[str, Any]]
 """From the name of a parameter to what the optimizer has for it: "exp_avg", "step", ..."""

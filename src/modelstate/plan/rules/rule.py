@@ -8,7 +8,7 @@ from typing import Any, NamedTuple, Protocol, runtime_checkable
 import torch
 
 from modelstate.errors import RuleError
-from modelstate.plan.derived import Change, Source, derived, values_of
+from modelstate.plan.derived import Change, Source, derived, values_of, why_not_plain
 from modelstate.plan.overlap import same_values
 from modelstate.plan.problems import BadRule, CyclicRules, NameClash, Problem
 from modelstate.plan.rules.template import Template
@@ -44,6 +44,11 @@ class Entry(NamedTuple):
     @property
     def tensor(self) -> Source | None:
         return None if isinstance(self.content, Value) else self.content
+
+    @property
+    def why_not_plain(self) -> str:
+        """Why nothing can be done with its elements; empty where it can."""
+        return "it is no tensor" if isinstance(self.content, Value) else why_not_plain(self.content)
 
 
 Entries = dict[str, Entry]
@@ -112,11 +117,10 @@ class Course:
     def tensor(self, name: str, of: Sequence[tuple[str, Entry]], change: Change) -> None:
         """Puts the tensor that `change` makes of these entries' under a name; where it cannot, that is a problem."""
         self._hits += 1
-        parts: list[Source] = []
         for old, entry in of:
-            if entry.tensor is None:
-                return self.fail(old, "it is no tensor")
-            parts.append(entry.tensor)
+            if why := entry.why_not_plain:
+                return self.fail(old, why)
+        parts = [entry.tensor for _, entry in of if entry.tensor is not None]
         try:
             made = derived(change, parts)
         except Exception as error:  # what torch says of these shapes

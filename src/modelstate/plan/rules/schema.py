@@ -100,7 +100,7 @@ class Schema:
             return self.versions[self._index(str(noted), checkpoint.source)]
         for key in ("", *checkpoint.containers):
             part = checkpoint.select(key) if key else checkpoint
-            found = [version for version, predicate in self.recognise.items() if predicate(part)]
+            found = [version for version in self.recognise if self._recognises(version, part)]
             if len(found) > 1:
                 raise SchemaError(
                     "several versions recognise the checkpoint as theirs",
@@ -116,6 +116,17 @@ class Schema:
             expected=f"one of {', '.join(self.versions)}, noted by modelstate.save or recognised by a predicate",
             remedy="give the version: rules=schema.rules(version)",
         )
+
+    def _recognises(self, version: str, checkpoint: Checkpoint) -> bool:
+        try:
+            return bool(self.recognise[version](checkpoint))
+        except Exception as error:
+            raise SchemaError(
+                f"the predicate that recognises version {version} raised",
+                where=checkpoint.source,
+                found=f"{type(error).__name__}: {error}".partition("\n")[0],
+                remedy='let it ask for names that are there: "name" in checkpoint, checkpoint.get("name")',
+            ) from error
 
     def _index(self, version: str, where: str = "") -> int:
         if version not in self.versions:

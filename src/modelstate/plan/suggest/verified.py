@@ -8,9 +8,10 @@ import torch
 
 from modelstate.plan.rules.chain import Applied, apply_rules
 from modelstate.plan.rules.names import Rename
+from modelstate.plan.rules.pieces import Concat, Split
 from modelstate.plan.rules.rule import Entry, Rule, Value
 from modelstate.plan.rules.template import Template
-from modelstate.plan.rules.tensors import Concat, Split, Transpose
+from modelstate.plan.rules.tensors import Transpose
 from modelstate.plan.slots import HIDDEN, Slots
 from modelstate.plan.suggest.found import Found
 from modelstate.plan.suggest.fused import Fusion
