@@ -261,6 +261,33 @@ def test_rules_apply_in_their_order() -> None:
     assert done.exit_code == 0, done.output
 
 
+def test_rules_from_a_module() -> None:
+    Path("their_rules.py").write_text(
+        "import modelstate as ms\n"
+        "rules = [ms.Prefix(strip='net.')]\n"
+        "schema = ms.Schema('1', [ms.Migration('2', rules)], recognise={'1': lambda names: True})\n"
+        "nothing = 7\n"
+    )
+    save_file({f"net.{name}": value for name, value in tiny().items()}, "old.safetensors")
+    save_file({f"net.{name.replace('0.', 'x.')}": value for name, value in tiny().items()}, "older.safetensors")
+    for command in ("plan", "load"):
+        assert run(command, "FACTORIES:tiny", "old.safetensors", "--rules", "their_rules:rules").exit_code == 0
+        assert run(command, "FACTORIES:tiny", "old.safetensors", "--rules", "their_rules:schema").exit_code == 0
+        more = ["--rules", "their_rules:rules", "--rename", "x.*=0.*"]
+        assert run(command, "FACTORIES:tiny", "older.safetensors", *more).exit_code == 0
+        for wrong, says in (
+            ("their_rules:nothing", "has no rules"),
+            ("their_rules:absent", "it has rules, schema, nothing"),
+            ("absent:rules", "cannot import"),
+            ("rules", "no rules: give"),
+        ):
+            done = run(command, "FACTORIES:tiny", "old.safetensors", "--rules", wrong)
+            assert done.exit_code == 2
+            assert says in " ".join(done.stderr.replace("│", "").split())
+        both = run(command, "FACTORIES:tiny", "old.safetensors", "--rules", "their_rules:schema", "--ignore", "a")
+        assert both.exit_code == 2
+
+
 def test_a_rule_that_applies_to_nothing_is_a_problem() -> None:
     done = run("load", "FACTORIES:tiny", "tiny.safetensors", "--strip-prefix", "modul.")
     assert done.exit_code == 1

@@ -15,6 +15,7 @@ import typer
 
 import modelstate as ms
 from modelstate.cli import spelling
+from modelstate.plan.rules.chain import check_rules
 from modelstate.plan.rules.rule import Rule
 
 PROBLEMS = 1
@@ -73,11 +74,28 @@ def model_factory(spec: str, debug: bool = False) -> Callable[[], object]:
 
     Raises `typer.BadParameter` where the text does not lead to one.
     """
+    made = _named(spec, "no model: give package.module:factory, where factory() returns a torch.nn.Module", debug)
+    if not callable(made):
+        raise typer.BadParameter(f"{spec!r} is of type {type(made).__name__}, and should be a function")
+    factory: Callable[[], object] = made
+    return factory
+
+
+def named_rules(spec: str | None, debug: bool = False) -> tuple[Rule, ...] | ms.Schema:
+    """The rules that `package.module:name` names: a list of them, `ms.Rules`, or an `ms.Schema`."""
+    if spec is None:
+        return ()
+    made = _named(spec, "no rules: give package.module:name of a list of rules, or of a Schema", debug)
+    try:
+        return made if isinstance(made, ms.Schema) else check_rules(made)
+    except ms.errors.OptionError as error:
+        raise typer.BadParameter(f"{spec!r} has no rules: {_one_line(error)}") from error
+
+
+def _named(spec: str, what: str, debug: bool) -> object:
     module_name, colon, attribute = spec.partition(":")
     if not (module_name and colon and attribute):
-        raise typer.BadParameter(
-            f"{spec!r} is no model: give package.module:factory, where factory() returns a torch.nn.Module"
-        )
+        raise typer.BadParameter(f"{spec!r} is {what}")
     try:
         with code_of_others():
             module = importlib.import_module(module_name)
@@ -88,15 +106,11 @@ def model_factory(spec: str, debug: bool = False) -> Callable[[], object]:
             f"cannot import {module_name!r} from {os.getcwd()} or the installed packages: {_one_line(error)}"
         ) from error
     try:
-        factory = attrgetter(attribute)(module)
+        return attrgetter(attribute)(module)
     except AttributeError as error:
-        callables = [name for name, value in vars(module).items() if callable(value) and name[0] != "_"]
-        known = f"; it has {', '.join(callables[:8])}" if callables else ""
-        raise typer.BadParameter(f"module {module_name!r} has no {attribute!r}{known}") from error
-    if not callable(factory):
-        raise typer.BadParameter(f"{spec!r} is of type {type(factory).__name__}, and should be a function")
-    made: Callable[[], object] = factory
-    return made
+        known = [name for name, value in vars(module).items() if name[0] != "_" and not inspect.ismodule(value)]
+        listed = f"; it has {', '.join(known[:8])}" if known else ""
+        raise typer.BadParameter(f"module {module_name!r} has no {attribute!r}{listed}") from error
 
 
 def build_model(spec: str, factory: Callable[[], object], *, skeleton: bool = True) -> torch.nn.Module:

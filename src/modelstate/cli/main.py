@@ -14,6 +14,7 @@ from modelstate.cli.common import (
     build_model,
     code_of_others,
     model_factory,
+    named_rules,
     parse_device,
     parse_dtype,
     parse_rules,
@@ -88,6 +89,13 @@ RenameRegex = Annotated[
 Ignore = Annotated[
     list[str] | None,
     typer.Option(metavar="PATTERN", help="Names of the file, after these changes, to leave out; may be repeated."),
+]
+NamedRules = Annotated[
+    str | None,
+    typer.Option(
+        metavar="RULES",
+        help="package.module:name, a list of rules or a Schema; the options that change names come after it.",
+    ),
 ]
 Allow = Annotated[
     list[str] | None,
@@ -164,6 +172,7 @@ def plan(
     rename: Rename = None,
     rename_regex: RenameRegex = None,
     ignore: Ignore = None,
+    rules: NamedRules = None,
     allow_missing: Missing = None,
     allow_unexpected: Unexpected = None,
     dtype: Dtype = None,
@@ -176,8 +185,18 @@ def plan(
 ) -> None:
     """Show what loading a checkpoint into a model would do, and every problem, without reading its tensors."""
     with reported(debug):
-        rules = parse_rules(strip_prefix or (), add_prefix, rename or (), rename_regex or (), ignore or ())
-        request = _request(model, key, rules, allow_missing, allow_unexpected, dtype, device, no_skeleton, debug)
+        changes = parse_rules(strip_prefix or (), add_prefix, rename or (), rename_regex or (), ignore or ())
+        request = _request(
+            model,
+            key,
+            _both(named_rules(rules, debug), changes),
+            allow_missing,
+            allow_unexpected,
+            dtype,
+            device,
+            no_skeleton,
+            debug,
+        )
         with _open(path, allow, skip_forbidden) as checkpoint:
             made = request.run(ms.plan, checkpoint)
         typer.echo(made.to_json() if as_json else f"{made}{spelling.as_text(spelling.of_problems(made.problems))}")
@@ -195,6 +214,7 @@ def load(
     rename: Rename = None,
     rename_regex: RenameRegex = None,
     ignore: Ignore = None,
+    rules: NamedRules = None,
     allow_missing: Missing = None,
     allow_unexpected: Unexpected = None,
     dtype: Dtype = None,
@@ -207,17 +227,35 @@ def load(
 ) -> None:
     """Load a checkpoint into a model, and show how it went: a test that they fit. --json lists every tensor."""
     with reported(debug):
-        rules = parse_rules(strip_prefix or (), add_prefix, rename or (), rename_regex or (), ignore or ())
-        request = _request(model, key, rules, allow_missing, allow_unexpected, dtype, device, no_skeleton, debug)
+        changes = parse_rules(strip_prefix or (), add_prefix, rename or (), rename_regex or (), ignore or ())
+        request = _request(
+            model,
+            key,
+            _both(named_rules(rules, debug), changes),
+            allow_missing,
+            allow_unexpected,
+            dtype,
+            device,
+            no_skeleton,
+            debug,
+        )
         with _open(path, allow, skip_forbidden) as checkpoint:
             report = request.run(ms.load, checkpoint)
         typer.echo(report.to_json() if as_json else str(report))
 
 
+def _both(named: tuple[Rule, ...] | ms.Schema, changes: tuple[Rule, ...]) -> tuple[Rule, ...] | ms.Schema:
+    if isinstance(named, ms.Schema):
+        if changes:
+            raise typer.BadParameter("a Schema has all the rules: give it, or the options that change names")
+        return named
+    return (*named, *changes)
+
+
 def _request(
     model: str,
     key: str | None,
-    rules: tuple[Rule, ...],
+    rules: tuple[Rule, ...] | ms.Schema,
     missing: list[str] | None,
     unexpected: list[str] | None,
     dtype: str | None,
