@@ -17,6 +17,7 @@ from modelstate.place.load import plan as plan
 from modelstate.place.load_state_dict import load_state_dict as load_state_dict
 from modelstate.place.optimizer_state import load_optimizer_state as load_optimizer_state
 from modelstate.place.optimizer_state import optimizer_state as optimizer_state
+from modelstate.place.quantize import Quantize as Quantize
 from modelstate.place.report import Report as Report
 from modelstate.place.skeleton import skeleton as skeleton
 from modelstate.place.swap_tensors import swap_tensors as swap_tensors
@@ -40,6 +41,7 @@ from modelstate.plan.rules.values import Fill as Fill
 from modelstate.plan.rules.values import Same as Same
 from modelstate.plan.suggest.suggest import suggest as suggest
 from modelstate.plan.suggest.suggestion import Suggestion as Suggestion
+from modelstate.plan.transforms import ModuleTransform as ModuleTransform
 from modelstate.read.checkpoint import Checkpoint as Checkpoint
 from modelstate.read.open import open as open
 from modelstate.spec import TensorSpec as TensorSpec

@@ -42,6 +42,7 @@ ModelStateError
 ├── ReadTargetError                   (ValueError) `read_into` a tensor that does not fit
 ├── ChecksumError                     (ValueError) bytes that are not what their checksum says, or have none
 ├── OptionError                       (TypeError) an argument that means nothing
+├── PackageError                      (ImportError) a package that is needed and is not there
 ├── BufferNameError                   (KeyError) a name that a module cannot take for a lazy buffer
 ├── RuleError                         (ValueError) a rule that cannot be applied
 ├── SchemaError                       (ValueError) a checkpoint whose version a schema does not know
@@ -284,6 +285,10 @@ class ChecksumError(ModelStateError, ValueError, page="checksum"):
 
 class OptionError(ModelStateError, TypeError, page="argument"):
     """An argument of a kind that means nothing here."""
+
+
+class PackageError(ModelStateError, ImportError, page="missing-package"):
+    """A package that this needs, and modelstate itself does not, is not installed."""
 
 
 class BufferNameError(ModelStateError, KeyError, page="attribute-already-exists"):

@@ -28,6 +28,7 @@ from modelstate.plan.problems import (
     OtherNames,
     Problem,
     TieConflict,
+    UnevenTransform,
     Unexpected,
     Uninitialised,
     WrongDtype,
@@ -64,6 +65,10 @@ SAMPLES: dict[Problem, str] = {
     BufferConflict("a.ids"): "a.ids",
     Uninitialised("a.w", "buffer"): "a.w (buffer)",
     IdlePattern("head.*", "allow_missing"): "allow_missing: head.*",
+    IdlePattern("head", "transform", "f is for none of what it matches"): (
+        "transform: head (f is for none of what it matches)"
+    ),
+    UnevenTransform("a.w", "f", ("b.w", "c.w")): "f is for a.w, but not for b.w, c.w, which is the same tensor",
     NameClash("a.w", ("x.w", "y.w")): "a.w: from x.w, y.w",
     NoValues("a.w"): "a.w",
     NothingFits("Net"): "Net",

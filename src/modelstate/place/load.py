@@ -25,6 +25,7 @@ from modelstate.plan.prepare import Preparation, Row, step_of
 from modelstate.plan.rules.chain import check_rules
 from modelstate.plan.rules.rule import Rule
 from modelstate.plan.rules.schema import Schema
+from modelstate.plan.transforms import ModuleTransform, Pairs, Transform
 from modelstate.read.checkpoint import Checkpoint
 from modelstate.read.open import open as open_checkpoint
 from modelstate.read.quiet import no_collection
@@ -32,7 +33,7 @@ from modelstate.spec import StoredTensor
 from modelstate.words import size
 
 Source = str | os.PathLike[str] | Mapping[str, Any] | Checkpoint
-Transform = Callable[[str, torch.Tensor], torch.Tensor]
+AnyTransform = Transform | ModuleTransform
 
 
 def plan(
@@ -45,7 +46,7 @@ def plan(
     allow_unexpected: Iterable[str] = (),
     dtype: torch.dtype | None = None,
     device: torch.device | str | None = None,
-    transform: Transform | None = None,
+    transform: AnyTransform | Mapping[str, AnyTransform | None] | None = None,
     map: bool = True,
     in_place: bool = False,
 ) -> Plan:
@@ -82,7 +83,7 @@ def load(
     allow_unexpected: Iterable[str] = (),
     dtype: torch.dtype | None = None,
     device: torch.device | str | None = None,
-    transform: Transform | None = None,
+    transform: AnyTransform | Mapping[str, AnyTransform | None] | None = None,
     map: bool = True,
     in_place: bool = False,
     verify: bool = False,
@@ -109,7 +110,9 @@ def load(
             casts that lose nothing are made, to the dtype of the model.
         device: where the tensors go. Without it they stay where they are, and those on meta go to the CPU.
         transform: called once for each tensor, in the order of the file, with its name in the model and the tensor as
-            the file has it; returns the tensor to load, of the same shape. A tensor subclass is possible.
+            the file has it; returns the tensor to load, of the same shape. A tensor subclass is possible. Or a mapping
+            from glob patterns, of names or of the paths of modules, to transforms, or to None for what is left alone:
+            the first pattern that matches counts. See also `modelstate.Quantize`.
         map: whether tensors on meta may show the file itself, copy-on-write, so that nothing is read before it is
             used. Replacing that file by a rename is safe; overwriting it in place changes the model, or ends the
             process. With False they get memory of their own. All other targets always do.
@@ -128,7 +131,8 @@ def load(
     check_budget_option(max_memory_bytes)
     options = _options(key, rules, allow_missing, allow_unexpected, dtype, device, transform, map, in_place)
     # A transform is the user's code, and may leave cycles of tensors behind that have to be collected on the way.
-    with no_collection() if transform is None else nullcontext():
+    chosen = source.options if isinstance(source, Plan) else options
+    with no_collection() if chosen.transform is None else nullcontext():
         return _carry_out(model, source, options, verify, checked, progress, max_memory_bytes, started)
 
 
@@ -151,6 +155,7 @@ def _carry_out(
         if isinstance(source, Plan):
             _check_unchanged(source, preparation.plan())
         check_budget(preparation, max_memory_bytes)
+        _check_trained(preparation, optimizers)
         verified = preparation.checkpoint.verify() if verify else 0
         _read_ahead(preparation)
         with progress_bar(progress, preparation.nbytes) as advance:
@@ -201,6 +206,21 @@ def _check_unchanged(plan: Plan, now: Plan) -> None:
             found=f"{len(changed)} steps differ: {', '.join(sorted(set(changed))[:4])}",
             remedy="make the plan again",
         )
+
+
+def _check_trained(preparation: Preparation, optimizers: tuple[torch.optim.Optimizer, ...]) -> None:
+    """Nothing is known of the state that fits what a module's transform makes of a parameter."""
+    if not optimizers:
+        return
+    trained = {param for optimizer in optimizers for group in optimizer.param_groups for param in group["params"]}
+    for made in preparation.assignments:
+        if made.remake is not None and made.param in trained:
+            raise OptionError(
+                "an optimizer's state cannot follow what the transform makes of its parameter",
+                where=made.name,
+                found=made.placement.why,
+                remedy="build the optimizer after the load, or leave the parameter alone: transform={name: None, ...}",
+            )
 
 
 def _finals(preparation: Preparation) -> dict[torch.Tensor, torch.Tensor]:
@@ -270,7 +290,7 @@ def _options(
     allow_unexpected: Iterable[str],
     dtype: torch.dtype | None,
     device: torch.device | str | None,
-    transform: Transform | None,
+    transform: AnyTransform | Mapping[str, AnyTransform | None] | None,
     map: bool,
     in_place: bool,
 ) -> Options:
@@ -278,8 +298,6 @@ def _options(
         raise OptionError("dtype= casts floats", expected="a floating-point torch.dtype, or None", found=repr(dtype))
     if not (key is None or isinstance(key, str)):
         raise OptionError("key= is a path", expected="text, as 'model.encoder'", found=repr(key))
-    if transform is not None and not callable(transform):
-        raise OptionError("transform= is called", expected="a function of name and tensor", found=repr(transform))
     target = device_of(device)
     if target is not None and target.type == "meta":
         raise OptionError("nothing can be loaded onto the meta device", remedy="device='cpu', or none")
@@ -291,10 +309,33 @@ def _options(
         allow_unexpected=_patterns("allow_unexpected", allow_unexpected),
         dtype=dtype,
         device=target,
-        transform=transform,
+        transform=_transforms(transform),
         map=map,
         in_place=in_place,
     )
+
+
+def _transforms(given: Any) -> AnyTransform | Pairs | None:
+    if isinstance(given, Mapping):
+        pairs = tuple(given.items())
+        for pattern, transform in pairs:
+            if not isinstance(pattern, str):
+                raise OptionError(
+                    "transform= goes by patterns of names", expected="text, as '*.mlp.*'", found=repr(pattern)
+                )
+            if transform is not None and not callable(transform):
+                raise OptionError(
+                    "transform= is called",
+                    where=repr(pattern),
+                    expected="a function of name and tensor, or None",
+                    found=repr(transform),
+                )
+        return pairs or None
+    if given is not None and not callable(given):
+        expected = "a function of name and tensor, or a mapping from patterns to such"
+        raise OptionError("transform= is called", expected=expected, found=repr(given))
+    found: AnyTransform | None = given
+    return found
 
 
 def _patterns(option: str, patterns: Iterable[str]) -> tuple[str, ...]:

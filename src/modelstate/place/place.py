@@ -48,14 +48,17 @@ class Place(Write):
         else:
             with torch.no_grad():
                 self._exchange(param, final, journal)
+        if made.requires_grad is False and param.requires_grad:
+            _freeze(param, journal)
 
     def _exchange(self, param: torch.Tensor, final: torch.Tensor, journal: Journal) -> None:
         made = self.made
         if made.placement.by_handler or not is_plain(final):
             journal.save(param)
-            _by_handler(made.name, param, final, journal) if made.placement.by_handler else _become(
-                made.name, param, final, journal
-            )
+            if made.placement.by_handler:
+                _by_handler(made.name, param, final, journal)
+            else:
+                _become(made.name, param, final, journal, made.requires_grad)
             made.dtype, made.device = param.dtype, param.device
         elif _fits(made):
             journal.save(param)
@@ -86,10 +89,26 @@ def _by_handler(name: str, param: torch.Tensor, value: torch.Tensor, journal: Jo
     _become(name, param, new, journal)
 
 
-def _become(name: str, param: torch.Tensor, value: torch.Tensor, journal: Journal) -> None:
+def _freeze(param: torch.Tensor, journal: Journal | None) -> None:
+    """A parameter that gets no gradient any more, and has none."""
+    grad = param.grad
+
+    def undo() -> None:
+        param.requires_grad_()
+        param.grad = grad
+
+    if journal is not None:
+        journal.undo(undo)
+    param.grad = None
+    param.requires_grad_(False)
+
+
+def _become(
+    name: str, param: torch.Tensor, value: torch.Tensor, journal: Journal, requires_grad: bool | None = None
+) -> None:
     """Makes `param` what `value` is; its gradient stays where that still fits."""
     for error in refusals({name: param}):
         raise error
     grad = param.grad if param.is_leaf else None
     fits = grad is not None and (grad.shape, grad.dtype, grad.device) == (value.shape, value.dtype, value.device)
-    journal.undo(become(param, value, grad if fits else None))
+    journal.undo(become(param, value, grad if fits else None, requires_grad=requires_grad))

@@ -6,14 +6,16 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TypeVar
 
 import torch
+from torch import nn
 from torch.autograd.graph import increment_version
 
 from modelstate.errors import MemoryBudgetError, ModelStateError, PlacementError, TransformError
 from modelstate.place.memory import PageWatch, aligned, fresh_tensors
 from modelstate.plan.derived import Derived, values_of
-from modelstate.plan.placement import after_transform, is_dense, is_plain
+from modelstate.plan.placement import after_remaking, after_transform, is_dense, is_plain
 from modelstate.plan.prepare import SCRATCH_BYTES, Assignment, Preparation
-from modelstate.plan.torch_private import storage_owners
+from modelstate.plan.torch_private import payload_of, storage_id, storage_owners
+from modelstate.plan.transforms import Transform
 from modelstate.read.checkpoint import is_plain_memory
 from modelstate.read.ranges import Request
 from modelstate.spec import StoredComposite, StoredTensor, contiguous_stride
@@ -30,23 +32,20 @@ def stage(preparation: Preparation, progress: Progress) -> None:
     for made in preparation.moves:
         _finish(made, made.value)
     waiting = [made for made in preparation.assignments if made.final is None and not made.placement.direct]
-    if preparation.options.transform is None:
-        shown, waiting = _split(waiting, lambda made: made.placement.mapped and not made.placement.by_handler)
-        for made in shown:
-            made.final = made.value
-        progress(sum(made.nbytes for made in shown))
+    shown, waiting = _split(waiting, _is_shown)
+    for made in shown:
+        made.final = made.value
+    progress(sum(made.nbytes for made in shown))
     waiting.sort(key=_place_in_file)
-    rest = waiting
-    if preparation.options.transform is None:
-        from_file, rest = _split(waiting, lambda made: made.is_run_of_bytes and made.reads_plainly)
-        straight, others = _split(from_file, lambda made: made.value.dtype == made.dtype and made.on_cpu)
-        watch = PageWatch()
-        finals = fresh_tensors([_layout(made) for made in straight], watch)
-        in_order, strided = _split(list(zip(straight, finals, strict=True)), lambda pair: is_plain_memory(pair[1]))
-        _read(preparation, in_order, _both(progress, watch.on_read))
-        for made, final in in_order:
-            made.final = final
-        _read_through_scratch(preparation, [*others, *(made for made, _ in strided)], progress, _finish)
+    from_file, rest = _split(waiting, lambda made: made.is_run_of_bytes and made.reads_plainly)
+    straight, others = _split(from_file, lambda made: made.reads_unchanged)
+    watch = PageWatch()
+    finals = fresh_tensors([_layout(made) for made in straight], watch)
+    in_order, strided = _split(list(zip(straight, finals, strict=True)), lambda pair: is_plain_memory(pair[1]))
+    _read(preparation, in_order, _both(progress, watch.on_read))
+    for made, final in in_order:
+        made.final = final
+    _read_through_scratch(preparation, [*others, *(made for made, _ in strided)], progress, _finish)
     for made in rest:
         stage_one(preparation, made)
         progress(made.nbytes)
@@ -91,9 +90,14 @@ def stage_one(preparation: Preparation, made: Assignment) -> None:
     made.seconds += time.perf_counter() - started
 
 
+def _is_shown(made: Assignment) -> bool:
+    """Whether the slot shows the file, with nobody to ask."""
+    return made.placement.mapped and not made.placement.by_handler and made.transform is None
+
+
 def _stage_one(preparation: Preparation, made: Assignment) -> None:
-    if preparation.options.transform is not None:
-        made.final = _transformed(preparation, made)
+    if made.transform is not None:
+        made.final = _transformed(preparation, made.transform, made)
     elif made.placement.mapped:
         made.final = made.value
     elif made.placement.by_handler:
@@ -150,7 +154,9 @@ def _own_value(preparation: Preparation, made: Assignment) -> torch.Tensor:
 @torch.no_grad()
 def _finish(made: Assignment, value: torch.Tensor) -> None:
     """Gives the slot's dtype, device and layout to a value that nobody else holds, or that is about to be reused."""
-    if made.on_cpu:
+    if made.remake is not None:
+        _remake(made, made.remake, value)
+    elif made.on_cpu:
         (made.final,) = fresh_tensors([_layout(made)])
         made.final.copy_(value)
     else:
@@ -163,10 +169,32 @@ def _finish_in_place(made: Assignment, value: torch.Tensor) -> None:
     made.final = made.param
 
 
-def _transformed(preparation: Preparation, made: Assignment) -> torch.Tensor:
-    transform, name = preparation.options.transform, made.name
-    assert transform is not None
+def _remake(made: Assignment, remake: Transform, value: torch.Tensor) -> None:
+    """Lets a module's transform have the last word on a value that is about to be reused."""
+    if is_plain(value):
+        value = value.to(made.dtype).to(made.device)
+    result = _called(remake, made, value)
+    made.requires_grad = result.requires_grad if isinstance(result, nn.Parameter) else None
+    result = result.detach().to(made.device)
+    made.dtype = result.dtype
+    made.placement = after_remaking(made.placement, made.param, result)
+    held = {storage_id(part) for part in payload_of(value)}
+    kept = any(storage_id(part) in held or storage_owners(part) > 1 for part in payload_of(result))
+    kept = kept or (is_plain(result) and not is_dense(result))
+    made.final = result.clone() if kept else result
+
+
+def _transformed(preparation: Preparation, transform: Transform, made: Assignment) -> torch.Tensor:
     value = made.value if made.placement.mapped else _own_value(preparation, made)
+    result = _called(transform, made, value)
+    # A tensor that others hold, or memory that they do, cannot be the slot's own.
+    own = result is value or (sys.getrefcount(result) <= 2 and storage_owners(result) == 1)
+    return _as_asked(preparation, made, result.detach(), own)
+
+
+def _called(transform: Transform, made: Assignment, value: torch.Tensor) -> torch.Tensor:
+    """What the transform returns, if it can be loaded. Raises `TransformError`."""
+    name = made.name
     try:
         result = transform(name, value)
     except ModelStateError:
@@ -183,9 +211,7 @@ def _transformed(preparation: Preparation, made: Assignment) -> torch.Tensor:
             expected=f"a tensor of shape {tuple(made.param.shape)}",
             found=f"shape {tuple(result.shape)} on {result.device}" if is_tensor else repr(result)[:80],
         )
-    # A tensor that others hold, or memory that they do, cannot be the slot's own.
-    own = result is value or (sys.getrefcount(result) <= 2 and storage_owners(result) == 1)
-    return _as_asked(preparation, made, result.detach(), own)
+    return result
 
 
 @torch.inference_mode(False)

@@ -67,6 +67,7 @@ class Accounts:
         problems += self._uninitialised((set(missing) - allowed).union(problem.name for problem in problems))
         problems += self.may_miss.idle() + self.may_exceed.idle()
         problems += [IdlePattern(rule, option="rules") for rule in self.of.applied.idle]
+        problems += [*self.of.transforms.problems, *self.of.transforms.idle()]
         self._move_the_rest()
         if self.of.slots.tensors and not self.of.assignments and not problems:
             problems.append(NothingFits(type(self.of.model).__name__))
@@ -172,8 +173,11 @@ class Accounts:
         changed = [m for m in self.of.assignments if not m.param.is_meta and m.param.dtype != m.dtype]
         if changed:
             self._note([m.name for m in changed], "change their dtype: pass optimizers= that have state for them")
-        if self.of.options.transform is not None:
-            self.of.notes.append("shapes and dtypes are checked when the transform has returned")
+        if later := [made.name for made in self.of.assignments if made.transform is not None]:
+            if len(later) == len(self.of.assignments):
+                self.of.notes.append("shapes and dtypes are checked when the transform has returned")
+            else:
+                self._note(later, "have their shapes and dtypes checked when their transform has returned")
 
     def _note_lost_versions(self) -> None:
         """Says so where modules decide by a version how to load, and the checkpoint has lost it."""

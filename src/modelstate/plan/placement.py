@@ -88,6 +88,13 @@ def after_transform(planned: Placement, param: torch.Tensor, result: torch.Tenso
     return planned
 
 
+def after_remaking(planned: Placement, param: torch.Tensor, result: torch.Tensor) -> Placement:
+    """The placement of what a module's transform has made, which `planned` says: its class is asked for."""
+    if not is_plain(result):
+        return Placement("swap", f"{type(result).__name__} {planned.why}")
+    return choose(param, result, result.dtype, result.device, map=False, in_place=False, transformed=True)
+
+
 def is_plain(tensor: torch.Tensor) -> bool:
     """Whether the tensor is a strided one with nothing on top: no subclass that has a say in what happens to it."""
     cls = type(tensor)

@@ -2,7 +2,6 @@
 
 import json
 from collections import Counter
-from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from typing import Any, NamedTuple
 
@@ -13,6 +12,7 @@ from modelstate.plan.explain import explain
 from modelstate.plan.problems import Problem
 from modelstate.plan.rules.rule import Rule
 from modelstate.plan.rules.schema import Schema
+from modelstate.plan.transforms import ModuleTransform, Pairs, Transform
 from modelstate.read.checkpoint import Checkpoint
 from modelstate.words import size
 
@@ -29,7 +29,7 @@ class Options:
     allow_unexpected: tuple[str, ...] = ()
     dtype: torch.dtype | None = None
     device: torch.device | None = None
-    transform: Callable[[str, torch.Tensor], torch.Tensor] | None = None
+    transform: Transform | ModuleTransform | Pairs | None = None
     map: bool = True
     in_place: bool = False
 

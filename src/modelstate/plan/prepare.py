@@ -36,6 +36,7 @@ from modelstate.plan.rules.chain import Applied, apply_rules, renamed_by
 from modelstate.plan.rules.rule import Entry, Value
 from modelstate.plan.slots import BUFFER, EXTRA, HIDDEN, PARAMETER, Slot, slots_of
 from modelstate.plan.torch_private import payload_of, storage_id
+from modelstate.plan.transforms import Transform, Transforms, bound
 from modelstate.plan.wanted import Places
 from modelstate.read.checkpoint import Checkpoint
 from modelstate.read.mapped import Maps
@@ -72,6 +73,14 @@ class Assignment:
     """After the load."""
     given: str = ""
     """The name under which the value was handed to the model; empty where code of the model computed it."""
+    transform: Transform | None = None
+    """Called with the value as the checkpoint has it; what it returns is asked for."""
+    remake: Transform | None = None
+    """Called with the value as it would be loaded: cast, and on its device."""
+    remake_bytes: int = 0
+    """Bytes of memory that it takes beside that value and what it returns."""
+    requires_grad: bool | None = None
+    """What a remade value says of it; None where it stays what it is."""
     final: torch.Tensor | None = None
     """The value as it will be, once it has been read, cast and transformed."""
     seconds: float = 0.0
@@ -110,12 +119,29 @@ class Assignment:
         """Whether the value is read, or put together, in other memory than it ends in."""
         if self.placement.mapped or isinstance(self.stored, torch.Tensor):
             return False
-        return self.value.dtype != self.dtype or not self.on_cpu or not self.is_run_of_bytes
+        changes = self.value.dtype != self.dtype or self.remake is not None
+        return changes or not self.on_cpu or not self.is_run_of_bytes
+
+    @property
+    def passing_bytes(self) -> int:
+        """Bytes of memory that a transform takes for this value, as far as anybody knows beforehand."""
+        if self.transform is not None:
+            return 0 if self.placement.mapped else self.nbytes  # what it is given
+        if self.remake is None:
+            return 0
+        is_cast = self.on_cpu and self.value.dtype != self.dtype
+        cast_bytes = self.value.numel() * self.dtype.itemsize if is_cast else 0
+        return self.remake_bytes + cast_bytes + (self.nbytes if isinstance(self.stored, torch.Tensor) else 0)
 
     @property
     def reads_plainly(self) -> bool:
         """Whether nothing but a read, and perhaps a cast, stands between the file and the slot."""
-        return not self.placement.mapped and not self.placement.by_handler
+        return self.transform is None and not self.placement.mapped and not self.placement.by_handler
+
+    @property
+    def reads_unchanged(self) -> bool:
+        """Whether what is read is what is wanted, where it is wanted."""
+        return self.value.dtype == self.dtype and self.on_cpu and self.remake is None
 
 
 class Late(Write):
@@ -169,6 +195,7 @@ class Preparation:
         self.slots = self.slots_before = slots_of(self.model)
         """What is there, from the end of the walk on: code of the model may have put in other tensors, or None."""
         wanted = [*self.slots.by_name, *self.slots.extra, *self.slots.lazy]
+        self.transforms = Transforms(options.transform, self.model, self.slots)
         self.problems: list[Problem] = []
         self.notes: list[str] = []
         if options.key is not None:
@@ -302,7 +329,7 @@ class Preparation:
                 key = self._names.get(id(param), key)
         if not isinstance(value, torch.Tensor):
             self.problems.append(NotATensor(key, type(value).__name__))
-        elif param.size() != value.size() and self.options.transform is None:
+        elif param.size() != value.size() and self.transforms.of(key).first is None:
             self.problems.append(WrongShape(key, tuple(param.size()), tuple(value.size())))
         else:
             self.assign(key, PARAMETER if name in module._parameters else BUFFER, param, value)
@@ -358,6 +385,7 @@ class Preparation:
         casts = options.dtype is not None and param.is_floating_point() and value.is_floating_point()
         dtype = options.dtype if casts and options.dtype is not None else param.dtype
         device = self.device_after(param)
+        choice = self.transforms.of(name)
         placement = choose(
             param,
             value,
@@ -365,11 +393,17 @@ class Preparation:
             device,
             map=options.map and self._may_show(stored),
             in_place=options.in_place and self._can_be_read_straight(stored),
-            transformed=options.transform is not None,
+            transformed=choice.first is not None,
         )
+        if choice.last is not None:
+            placement = Placement("swap", f"made by {choice.last}")
         if placement.mapped and isinstance(stored, StoredTensor):
             self._shown.setdefault(stored.storage, []).append(stored.extent)
-        return Assignment(name, kind, param, value, self.source_of(given), stored, placement, dtype, device, given)
+        made = Assignment(name, kind, param, value, self.source_of(given), stored, placement, dtype, device, given)
+        made.transform, made.remake = choice.first, bound(choice)
+        if choice.last is not None:
+            made.remake_bytes = choice.last.extra_bytes(tuple(param.shape), dtype)
+        return made
 
     @staticmethod
     def _can_be_read_straight(stored: Source | None) -> bool:
@@ -386,7 +420,7 @@ class Preparation:
         return not shown or not any(overlapping(stored.extent, other) for other in shown)
 
     def _check_dtype(self, made: Assignment) -> None:
-        if self.options.transform is not None:
+        if made.transform is not None:
             return  # what it returns is asked for
         how = cast_between(made.value.dtype, made.dtype)
         asked = self.options.dtype is not None and made.dtype == self.options.dtype
@@ -427,13 +461,14 @@ class Preparation:
         """Memory that is needed beyond the final tensors: what is staged, and a buffer for what is cast or moved."""
         needing = [made for made in self.assignments if not made.placement.mapped]
         staged = sum(made.staged_bytes for made in needing)
-        if self.options.transform is not None:
-            # What the transform is given, one tensor at a time; what it takes besides, nobody knows beforehand.
-            return staged + max((made.nbytes for made in needing), default=0)
-        buffers = [made for made in needing if made.needs_buffer]
-        cast = [made.nbytes for made in buffers if not isinstance(made.stored, Derived)]
-        computed = [made.buffer_bytes for made in buffers if isinstance(made.stored, Derived)]  # one by one
-        return staged + max(max(computed, default=0), max(cast, default=0), min(sum(cast), SCRATCH_BYTES))
+        cast = [made for made in needing if made.needs_buffer and made.transform is None]
+        sizes = [made.buffer_bytes for made in cast if not isinstance(made.stored, Derived)]
+        computed = [made.buffer_bytes for made in cast if isinstance(made.stored, Derived)]  # one by one
+        scratch = max(max(computed, default=0), max(sizes, default=0), min(sum(sizes), SCRATCH_BYTES))
+        # The buffer is there while values are remade out of it, and gone when transforms get theirs one by one.
+        remade = scratch + max((made.passing_bytes for made in needing if made.remake is not None), default=0)
+        alone = max((made.passing_bytes for made in needing if made.transform is not None), default=0)
+        return staged + max(remade, alone)
 
     @property
     def names(self) -> tuple[str, str]:

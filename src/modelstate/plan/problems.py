@@ -172,13 +172,31 @@ class IdlePattern(Problem):
     """An argument that applies to nothing."""
 
     option: str = ""
+    why: str = ""
+    """Where it does match something."""
 
     title: ClassVar = "patterns and rules that match nothing"
     remedy: ClassVar = "take them out, or correct their spelling"
     page: ClassVar = "matches-nothing"
 
     def line(self) -> str:
-        return f"{self.option}: {self.name}"
+        return f"{self.option}: {self.name}" + (f" ({self.why})" if self.why else "")
+
+
+@dataclass(frozen=True, slots=True)
+class UnevenTransform(Problem):
+    """A transform is for a tensor in one of its places, and not in another."""
+
+    transform: str = ""
+    others: tuple[str, ...] = ()
+
+    title: ClassVar = "tied tensors of which a transform is for some places only"
+    remedy: ClassVar = (
+        "leave them alone, with a pattern before the others: transform={'its.name': None, ...}; or untie them"
+    )
+
+    def line(self) -> str:
+        return f"{self.transform} is for {self.name}, but not for {', '.join(self.others)}, which is the same tensor"
 
 
 @dataclass(frozen=True, slots=True)

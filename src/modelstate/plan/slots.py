@@ -86,6 +86,11 @@ def _modules_of(module: nn.Module, prefix: str) -> Iterator[tuple[str, nn.Module
             stack.extend(reversed(children))
 
 
+def named_modules_of(root: nn.Module) -> dict[str, nn.Module]:
+    """Every module by every path that leads to it."""
+    return {prefix.removesuffix("."): module for prefix, module in _modules_of(root, "")}
+
+
 def modules_of(root: nn.Module) -> list[nn.Module]:
     """Every module once."""
     found: dict[int, nn.Module] = {}

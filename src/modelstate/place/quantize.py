@@ -1,0 +1,98 @@
+"""Weights that torchao quantizes on their way into a model."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from modelstate.errors import OptionError, PackageError, TransformError
+from modelstate.plan.transforms import ModuleTransform
+
+
+@dataclass(frozen=True, slots=True)
+class Quantize(ModuleTransform):
+    """Gives the weights of `nn.Linear` what `torchao.quantization.quantize_(model, config)` would after the load.
+
+    For `transform=` of `modelstate.load`, alone or under a pattern. Each weight is read, cast to its dtype, and
+    quantized, one at a time; everything else is loaded as it is. A weight gets torchao's tensor class, and the
+    `requires_grad` that torchao gives it: False. Like `quantize_`, most configs change settings of inductor for the
+    whole process, unless they are built with `set_inductor_config=False`.
+
+    Raises `PackageError` without torchao, `OptionError` for a config that is not one of a weight.
+    """
+
+    config: Any
+    """One of torchao's configs, as `Int8WeightOnlyConfig()`."""
+
+    def __post_init__(self) -> None:
+        quantization = _torchao()
+        from torchao.core.config import AOBaseConfig
+
+        if not isinstance(self.config, AOBaseConfig):
+            raise OptionError(
+                "not a config of torchao", expected="as torchao.quantization.Int8WeightOnlyConfig()", found=self.config
+            )
+        if isinstance(self.config, quantization.FqnToConfig):
+            raise OptionError(
+                "names go to configs by the patterns of transform=",
+                found=type(self.config).__name__,
+                remedy="transform={'*.mlp.*': Quantize(config), ...}",
+            )
+
+    def __str__(self) -> str:
+        return f"Quantize({type(self.config).__name__})"
+
+    def applies_to(self, name: str, module: nn.Module) -> bool:
+        """Whether `quantize_` would take it: the weight of a Linear, but for the output of `nn.MultiheadAttention`."""
+        is_linear = isinstance(module, nn.Linear)
+        takes_part = is_linear and not isinstance(module, nn.modules.linear.NonDynamicallyQuantizableLinear)
+        return takes_part and name.rpartition(".")[2] == "weight"
+
+    def __call__(self, name: str, tensor: torch.Tensor, module: nn.Module) -> torch.Tensor:
+        """The weight that a Linear has after `quantize_`."""
+        layer = _linear(tensor, module)
+        model, bias = nn.Sequential(layer), layer.bias
+        _torchao().quantize_(model, self.config)
+        weight: Any = layer.weight
+        touched = model[0] is not layer or type(layer) is not nn.Linear or layer.bias is not bias
+        vars(layer).pop("extra_repr", None)  # a method that torchao has bound to the layer, and that keeps it alive
+        if touched or not isinstance(weight, torch.Tensor):
+            raise TransformError(
+                "the config changes more than the weight; nothing has been changed",
+                where=name,
+                found=f"{type(self.config).__name__} makes of the layer: {model[0]}",
+                remedy="load without it, then quantize_(model, config)",
+            )
+        return weight
+
+    def extra_bytes(self, shape: tuple[int, ...], dtype: torch.dtype) -> int:
+        """What torchao takes meanwhile: copies of the weight as float32."""
+        copies = next((n for part, n in _COPIES.items() if part in type(self.config).__name__), _MOST_COPIES)
+        return copies * torch.Size(shape).numel() * max(dtype.itemsize, 4)
+
+
+# As measured with torchao 0.18, on float32 and bfloat16 weights, by what is in the name of a config.
+_COPIES = {"Int8WeightOnly": 2, "Int8DynamicActivation": 2, "IntxWeightOnly": 2}
+_MOST_COPIES = 4
+
+
+def _linear(weight: torch.Tensor, like: nn.Module) -> nn.Linear:
+    """A Linear with this weight, and a bias where the other has one."""
+    layer = nn.Linear(1, 1, bias=False, device="meta")
+    layer.out_features, layer.in_features = weight.shape
+    needs_grad = like.weight.requires_grad if isinstance(like.weight, torch.Tensor) else True
+    layer.weight = nn.Parameter(weight, requires_grad=needs_grad)
+    if like.bias is not None:
+        layer.bias = nn.Parameter(torch.zeros(weight.shape[0], dtype=weight.dtype, device=weight.device))
+    return layer
+
+
+def _torchao() -> Any:
+    try:
+        from torchao import quantization
+    except ImportError as error:
+        raise PackageError(
+            "quantizing needs torchao, which is not here", found=error, remedy="pip install torchao"
+        ) from error
+    return quantization
