@@ -43,6 +43,8 @@ thread.join()
 print(peak - before, report.peak_memory_bytes)
 """
 MODEL_BYTES = 16 * 2048 * 2048 * 4
+SCRATCH_BYTES = 64 << 20
+INT8 = "transform=ms.Quantize(__import__('torchao.quantization').quantization.Int8WeightOnlyConfig())"
 SLACK_BYTES = 24 << 20
 
 
@@ -66,6 +68,10 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ("skeleton", "dict()", 0, 0),
         ("skeleton", "dict(map=False)", MODEL_BYTES, 0),
         ("skeleton", "dict(dtype=torch.bfloat16)", MODEL_BYTES // 2, 64 << 20),
+        # torchao takes two copies of a weight at a time.
+        ("skeleton", f"dict({INT8})", MODEL_BYTES // 4, SCRATCH_BYTES + MODEL_BYTES // 8),
+        ("skeleton", f"dict({INT8}, dtype=torch.bfloat16)", MODEL_BYTES // 4, SCRATCH_BYTES + MODEL_BYTES * 5 // 32),
+        ("materialised", f"dict({INT8})", MODEL_BYTES // 4, SCRATCH_BYTES + MODEL_BYTES // 8),
     ],
 )
 def test_a_report_tells_the_memory_that_was_taken(

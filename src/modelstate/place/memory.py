@@ -1,9 +1,12 @@
 """Fresh memory for tensors."""
 
+import ctypes
 import mmap
+import sys
 import time
 from collections.abc import Sequence
 from contextlib import suppress
+from typing import Any
 
 import torch
 
@@ -16,6 +19,7 @@ _SAMPLE_BYTES = 32 << 20
 _SLOW_BYTES_PER_SECOND = 2e9
 """Less than reading into small pages gives."""
 _ARENA_BYTES = 256 << 20
+_TRIM_BYTES = 16 << 20
 
 
 class PageWatch:
@@ -78,6 +82,25 @@ def fresh_tensors(
         empty = torch.empty(0, dtype=dtype, device="cpu")
         made.append(empty.set_(storage, 0, shape, stride or contiguous_stride(shape)))
     return made
+
+
+class HeapTrim:
+    """Gives back what code of others has freed on the heap between what it keeps.
+
+    A large tensor that is freed there leaves a hole, and the next small one that is kept takes a bit of it: then the
+    hole is too small for the next large tensor, and the heap grows by all that it has ever allocated.
+    """
+
+    def __init__(self) -> None:
+        self._nbytes = 0
+        self._trim: Any = getattr(ctypes.CDLL(None), "malloc_trim", None) if sys.platform == "linux" else None
+
+    def on_freed(self, nbytes: int) -> None:
+        """Hears of bytes that have been freed."""
+        self._nbytes += nbytes
+        if self._trim is not None and self._nbytes >= _TRIM_BYTES:
+            self._nbytes = 0
+            self._trim(0)
 
 
 def _batch(sizes: Sequence[int], start: int) -> int:

@@ -54,10 +54,11 @@ class Place(Write):
     def _exchange(self, param: torch.Tensor, final: torch.Tensor, journal: Journal) -> None:
         made = self.made
         if made.placement.by_handler or not is_plain(final):
-            journal.save(param)
             if made.placement.by_handler:
+                journal.save(param)
                 _by_handler(made.name, param, final, journal)
             else:
+                journal.save_place(param)
                 _become(made.name, param, final, journal, made.requires_grad)
             made.dtype, made.device = param.dtype, param.device
         elif _fits(made):

@@ -10,7 +10,7 @@ from torch import nn
 from torch.autograd.graph import increment_version
 
 from modelstate.errors import MemoryBudgetError, ModelStateError, PlacementError, TransformError
-from modelstate.place.memory import PageWatch, aligned, fresh_tensors
+from modelstate.place.memory import HeapTrim, PageWatch, aligned, fresh_tensors
 from modelstate.plan.derived import Derived, values_of
 from modelstate.plan.placement import after_remaking, after_transform, is_dense, is_plain
 from modelstate.plan.prepare import SCRATCH_BYTES, Assignment, Preparation
@@ -46,8 +46,10 @@ def stage(preparation: Preparation, progress: Progress) -> None:
     for made, final in in_order:
         made.final = final
     _read_through_scratch(preparation, [*others, *(made for made, _ in strided)], progress, _finish)
+    trim = HeapTrim()
     for made in rest:
         stage_one(preparation, made)
+        trim.on_freed(made.remake_bytes)
         progress(made.nbytes)
 
 
@@ -156,11 +158,16 @@ def _finish(made: Assignment, value: torch.Tensor) -> None:
     """Gives the slot's dtype, device and layout to a value that nobody else holds, or that is about to be reused."""
     if made.remake is not None:
         _remake(made, made.remake, value)
-    elif made.on_cpu:
-        (made.final,) = fresh_tensors([_layout(made)])
-        made.final.copy_(value)
     else:
-        made.final = value.to(made.dtype).to(made.device)
+        made.final = _settled(made, value)
+
+
+def _settled(made: Assignment, value: torch.Tensor) -> torch.Tensor:
+    """The value in memory of its own, as the slot wants it."""
+    if not made.on_cpu:
+        return value.to(made.dtype).to(made.device)
+    (final,) = fresh_tensors([_layout(made)])
+    return final.copy_(value)
 
 
 def _finish_in_place(made: Assignment, value: torch.Tensor) -> None:
@@ -171,17 +178,24 @@ def _finish_in_place(made: Assignment, value: torch.Tensor) -> None:
 
 def _remake(made: Assignment, remake: Transform, value: torch.Tensor) -> None:
     """Lets a module's transform have the last word on a value that is about to be reused."""
-    if is_plain(value):
-        value = value.to(made.dtype).to(made.device)
+    if is_plain(value) and not (made.on_cpu and value.dtype == made.dtype and value.stride() == _stride(made)):
+        value = _settled(made, value)
     result = _called(remake, made, value)
     made.requires_grad = result.requires_grad if isinstance(result, nn.Parameter) else None
-    result = result.detach().to(made.device)
+    try:
+        result = result.detach().to(made.device)
+        held = {storage_id(part) for part in payload_of(value)}
+        kept = any(storage_id(part) in held or storage_owners(part) > 1 for part in payload_of(result))
+        kept = kept or (is_plain(result) and not is_dense(result))
+        made.final = result.clone() if kept else result
+    except Exception as error:
+        raise TransformError(
+            "what the transform returned cannot be given memory of its own; nothing has been changed",
+            where=made.name,
+            found=f"{type(result).__name__}: {type(error).__name__}: {error}",
+        ) from error
     made.dtype = result.dtype
     made.placement = after_remaking(made.placement, made.param, result)
-    held = {storage_id(part) for part in payload_of(value)}
-    kept = any(storage_id(part) in held or storage_owners(part) > 1 for part in payload_of(result))
-    kept = kept or (is_plain(result) and not is_dense(result))
-    made.final = result.clone() if kept else result
 
 
 def _transformed(preparation: Preparation, transform: Transform, made: Assignment) -> torch.Tensor:
@@ -252,6 +266,7 @@ def _read_through_scratch(
         return
     (scratch,) = fresh_tensors([(torch.Size([max(size for _, size in groups)]), None, torch.uint8)])
     storage = scratch.untyped_storage()
+    trim = HeapTrim()
     for group, _ in groups:
         buffers, at = [], 0
         for one in group:
@@ -262,6 +277,7 @@ def _read_through_scratch(
         for one, buffer in zip(group, buffers, strict=True):
             started = time.perf_counter()
             finish(one, buffer)
+            trim.on_freed(one.remake_bytes)
             one.seconds += time.perf_counter() - started
 
 
@@ -294,8 +310,13 @@ def _read(preparation: Preparation, pairs: Sequence[tuple[Assignment, torch.Tens
 def _layout(made: Assignment) -> tuple[torch.Size, tuple[int, ...] | None, torch.dtype]:
     """Shape, stride and dtype of memory for a slot; the stride only where it is a layout, as channels last is."""
     param = made.param
-    keeps = param.layout is torch.strided and not param.is_contiguous() and is_dense(param)
+    keeps = is_plain(param) and not param.is_contiguous() and is_dense(param)
     return param.size(), tuple(param.stride()) if keeps else None, made.dtype
+
+
+def _stride(made: Assignment) -> tuple[int, ...]:
+    shape, stride, _ = _layout(made)
+    return stride or contiguous_stride(shape)
 
 
 def _place_in_file(made: Assignment) -> tuple[str, int]:

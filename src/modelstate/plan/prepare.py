@@ -129,9 +129,10 @@ class Assignment:
             return 0 if self.placement.mapped else self.nbytes  # what it is given
         if self.remake is None:
             return 0
-        is_cast = self.on_cpu and self.value.dtype != self.dtype
-        cast_bytes = self.value.numel() * self.dtype.itemsize if is_cast else 0
-        return self.remake_bytes + cast_bytes + (self.nbytes if isinstance(self.stored, torch.Tensor) else 0)
+        ordered = all(one.is_contiguous() for one in (self.value, self.param) if is_plain(one))
+        straight = self.value.dtype == self.dtype and ordered and not isinstance(self.stored, Derived)
+        copied = 0 if straight or not self.on_cpu else self.value.numel() * self.dtype.itemsize
+        return self.remake_bytes + copied + (self.nbytes if isinstance(self.stored, torch.Tensor) else 0)
 
     @property
     def reads_plainly(self) -> bool:
