@@ -150,12 +150,13 @@ def test_quantised_file_into_plain_model_dequantised(files: Files) -> None:
     torch.testing.assert_close(ours(files.x), files.twin(files.x))
 
 
+@pytest.mark.parametrize("transform", [quantize, ms.Quantize(quantization.Int8WeightOnlyConfig())])
 @pytest.mark.parametrize("make", [plain, on_meta, skeleton])
-def test_quantise_on_load(make: Callable[[int], nn.Module], files: Files) -> None:
+def test_quantise_on_load(make: Callable[[int], nn.Module], transform: Any, files: Files) -> None:
     ours = make(2)
     held = objects(ours)
     optimizer = torch.optim.SGD(ours.parameters(), lr=0.1)
-    ms.load(ours, files.plain, transform=quantize)
+    ms.load(ours, files.plain, transform=transform)
     assert files.is_twin(ours)
     assert objects(ours) == held
     assert [id(p) for p in optimizer.param_groups[0]["params"]] == list(held.values())
