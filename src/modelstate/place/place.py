@@ -48,7 +48,7 @@ class Place(Write):
         else:
             with torch.no_grad():
                 self._exchange(param, final, journal)
-        if made.requires_grad is False and param.requires_grad:
+        if made.freezes and param.requires_grad:
             _freeze(param, journal)
 
     def _exchange(self, param: torch.Tensor, final: torch.Tensor, journal: Journal) -> None:
@@ -59,7 +59,7 @@ class Place(Write):
                 _by_handler(made.name, param, final, journal)
             else:
                 journal.save_place(param)
-                _become(made.name, param, final, journal, made.requires_grad)
+                _become(made.name, param, final, journal)
             made.dtype, made.device = param.dtype, param.device
         elif _fits(made):
             journal.save(param)
@@ -104,12 +104,10 @@ def _freeze(param: torch.Tensor, journal: Journal | None) -> None:
     param.requires_grad_(False)
 
 
-def _become(
-    name: str, param: torch.Tensor, value: torch.Tensor, journal: Journal, requires_grad: bool | None = None
-) -> None:
+def _become(name: str, param: torch.Tensor, value: torch.Tensor, journal: Journal) -> None:
     """Makes `param` what `value` is; its gradient stays where that still fits."""
     for error in refusals({name: param}):
         raise error
     grad = param.grad if param.is_leaf else None
     fits = grad is not None and (grad.shape, grad.dtype, grad.device) == (value.shape, value.dtype, value.device)
-    journal.undo(become(param, value, grad if fits else None, requires_grad=requires_grad))
+    journal.undo(become(param, value, grad if fits else None))

@@ -181,7 +181,7 @@ def _remake(made: Assignment, remake: Transform, value: torch.Tensor) -> None:
     if is_plain(value) and not (made.on_cpu and value.dtype == made.dtype and value.stride() == _stride(made)):
         value = _settled(made, value)
     result = _called(remake, made, value)
-    made.requires_grad = result.requires_grad if isinstance(result, nn.Parameter) else None
+    made.freezes = isinstance(result, nn.Parameter) and not result.requires_grad
     try:
         result = result.detach().to(made.device)
         held = {storage_id(part) for part in payload_of(value)}

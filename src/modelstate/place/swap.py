@@ -108,20 +108,13 @@ def point_to(
     return undo
 
 
-def become(
-    tensor: torch.Tensor,
-    value: torch.Tensor,
-    grad: torch.Tensor | None = None,
-    *,
-    requires_grad: bool | None = None,
-) -> Undo:
+def become(tensor: torch.Tensor, value: torch.Tensor, grad: torch.Tensor | None = None) -> Undo:
     """Makes `tensor` what `value` is: class, payload and memory, under its own identity, with its hooks.
 
     A parameter stays one. What Python code has hung on the tensor stays, where the value has nothing of that name.
-    `grad` is what its gradient becomes; without it the gradient is dropped. `requires_grad` is what a parameter says
-    afterwards; without it that stays. Raises what torch raises, unchanged.
+    `grad` is what its gradient becomes; without it the gradient is dropped. Raises what torch raises, unchanged.
     """
-    new, restore_hooks = as_slot(tensor, value, requires_grad), keep_hooks(tensor)
+    new, restore_hooks = as_slot(tensor, value), keep_hooks(tensor)
     old_grad = tensor.grad if tensor.is_leaf else None
     attributes = {} if has_dispatch(tensor) and type(tensor) is not type(new) else dict(tensor.__dict__)
     tensor.grad = None  # its owner counts
@@ -153,12 +146,12 @@ def become(
     return back
 
 
-def as_slot(slot: torch.Tensor, value: torch.Tensor, requires_grad: bool | None = None) -> torch.Tensor:
+def as_slot(slot: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
     """The value as what the slot holds: a parameter that needs a gradient or does not, or a buffer."""
     if not isinstance(slot, nn.Parameter):
         return value.detach() if isinstance(value, nn.Parameter) else value
     differentiable = value.is_floating_point() or value.is_complex()
-    requires_grad = (slot.requires_grad if requires_grad is None else requires_grad) and differentiable
+    requires_grad = slot.requires_grad and differentiable
     if isinstance(value, nn.Parameter):
         return value.requires_grad_(requires_grad)
     return nn.Parameter(value, requires_grad=requires_grad)

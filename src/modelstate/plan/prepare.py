@@ -79,8 +79,8 @@ class Assignment:
     """Called with the value as it would be loaded: cast, and on its device."""
     remake_bytes: int = 0
     """Bytes of memory that it takes beside that value and what it returns."""
-    requires_grad: bool | None = None
-    """What a remade value says of it; None where it stays what it is."""
+    freezes: bool = False
+    """Whether the slot gets no gradient any more, as the remade value says."""
     final: torch.Tensor | None = None
     """The value as it will be, once it has been read, cast and transformed."""
     seconds: float = 0.0

@@ -22,7 +22,7 @@ class ModuleTransform(ABC):
 
     It gets each tensor as the load would leave it, checked, cast and on its device, and the module that owns it. What
     it is not for is loaded as without a transform. The result gives the tensor's place its class and dtype; where it
-    is an `nn.Parameter`, its `requires_grad` as well.
+    is an `nn.Parameter` without `requires_grad`, the place gets no gradient any more.
     """
 
     @abstractmethod
