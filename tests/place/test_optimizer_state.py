@@ -178,7 +178,15 @@ def with_other(name: str) -> Any:
         (changed("q.weight", "momentum_buffer", torch.ones(4, 4)), (), OptimizerStateError, "another optimizer keeps"),
         (changed("q.weight", "exp_avg", torch.ones(1, 4)), (), OptimizerStateError, r"shape \[1, 4\]"),
         (lambda state: state["state"]["q.weight"].pop("step"), (), OptimizerStateError, "step is lacking"),
-        (lambda state: state["param_groups"][0].update(lr="high"), (), OptimizerStateError, "should be a number"),
+        (changed("q.weight", "exp_avg", 1.0), (), OptimizerStateError, "is float, where the optimizer has Tensor"),
+        (changed("q.weight", "exp_avg", torch.tensor(1.0)), (), OptimizerStateError, "0 dimensions"),
+        (changed("q.weight", "exp_avg", torch.ones(4, 4) > 0), (), OptimizerStateError, "is torch.bool"),
+        (changed("q.weight", "step", torch.ones(4, 4)), (), OptimizerStateError, "step has 2 dimensions"),
+        (lambda state: state["state"].update({"q.weight": 5}), (), OptimizerStateError, "not the state of a parameter"),
+        (lambda state: state["param_groups"][0].update(betas=(1, 2, 3)), (), OptimizerStateError, "the option betas"),
+        (lambda state: state["param_groups"][0].update({3: 3}), (), OptimizerStateError, "another optimizer"),
+        (lambda state: state["param_groups"][0].update(lr=iter(())), (), OptimizerStateError, "the option lr"),
+        (lambda state: state["param_groups"][0].update(lr="high"), (), OptimizerStateError, "the option lr is 'high'"),
         (lambda state: state["param_groups"][0].update(nesterov=1), (), OptimizerStateError, "another optimizer"),
         (with_other("x"), (), OptimizerStateError, "x: the optimizer has no such parameter"),
         (changed("q.bias", "exp_avg", torch.ones(4, 4)), (), OptimizerStateError, r"exp_avg has the shape \[4, 4\]"),
@@ -335,3 +343,49 @@ def test_a_tied_parameter_under_its_other_name() -> None:
     assert torch.equal(
         second.state[other["a"].weight]["momentum_buffer"], first.state[one["a"].weight]["momentum_buffer"]
     )
+
+
+@pytest.mark.parametrize(
+    ("saved", "fresh"), [("RAdam", "NAdam"), ("Adamax", "Adam"), ("Adam", "Adagrad"), ("RMSprop", "Rprop")]
+)
+def test_the_state_of_another_optimizer_that_looks_alike(saved: str, fresh: str) -> None:
+    model = Separate()
+    first = getattr(torch.optim, saved)(model.parameters())
+    train(model, first)
+    second = getattr(torch.optim, fresh)(model.parameters())
+    before = described(second.state_dict())
+    with pytest.raises(OptimizerStateError):
+        ms.load_optimizer_state(model, second, ms.optimizer_state(model, first))
+    assert described(second.state_dict()) == before
+
+
+OPTIMIZERS = sorted(
+    name
+    for name, found in vars(torch.optim).items()
+    if isinstance(found, type) and issubclass(found, torch.optim.Optimizer) and name not in ("Optimizer", "LBFGS")
+)
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_a_round_trip_with_every_optimizer(name: str) -> None:
+    torch.manual_seed(0)
+    model: nn.Module = Separate()
+    if name == "SparseAdam":
+        model = nn.Sequential(nn.Embedding(4, 4, sparse=True))
+    if name == "Muon":
+        model = nn.Sequential(nn.Linear(4, 4, bias=False))
+    inputs = torch.arange(4) if name == "SparseAdam" else X
+
+    def step(of: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        optimizer.zero_grad()
+        of(inputs).square().mean().backward()
+        optimizer.step()
+
+    first = getattr(torch.optim, name)(model.parameters(), lr=0.01)
+    step(model, first)
+    twin = copy.deepcopy(model)
+    second = getattr(torch.optim, name)(twin.parameters(), lr=0.5)
+    ms.load_optimizer_state(twin, second, ms.optimizer_state(model, first))
+    step(model, first)
+    step(twin, second)
+    assert all(torch.equal(twin.state_dict()[key], value) for key, value in model.state_dict().items())

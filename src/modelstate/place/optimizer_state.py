@@ -4,6 +4,7 @@ torch keeps it by the parameters' positions: after a parameter has been added or
 the wrong ones, without a word where the shapes allow it. Names do not move.
 """
 
+import inspect
 from collections.abc import Iterable, Mapping, Sequence
 from copy import deepcopy
 from functools import partial
@@ -15,7 +16,7 @@ from torch import nn
 from modelstate.errors import OptimizerStateError
 from modelstate.place.arguments import check_model
 from modelstate.place.optimizers import check_optimizers
-from modelstate.plan.rules.chain import before_rules, check_rules, renamed_by
+from modelstate.plan.rules.chain import check_rules, renamed_by, way_back
 from modelstate.plan.rules.optimizer import apply_to_optimizer
 from modelstate.plan.rules.rule import Rule
 from modelstate.plan.shield import uninterrupted
@@ -85,12 +86,20 @@ def load_optimizer_state(
             remedy="give the rules by which the model was loaded: rules=[...]; for parameters that are new in the "
             "model: allow_missing=True",
         )
-    made = {param: _placed(values, param, optimizer) for param, values in by_param.items()}
+    try:
+        made = {param: _placed(values, param, optimizer) for param, values in by_param.items()}
+        chosen = [(group, deepcopy(options)) for group, options in matched]
+    except Exception as error:
+        raise OptimizerStateError(
+            "a value of the state cannot be copied; nothing has been changed",
+            where=type(optimizer).__name__,
+            found=error,
+        ) from error
     with uninterrupted():
         for param in names:
             optimizer.state.pop(param, None)
         optimizer.state.update(made)
-        for group, options in matched:
+        for group, options in chosen:
             group.update(options)
 
 
@@ -120,12 +129,16 @@ def _by_name(state: Mapping[str, Any]) -> tuple[dict[str, Any], list[dict[str, A
             else type(state).__name__,
         )
     groups = [dict(group) for group in state[_GROUPS]]
+    for name, values in state["state"].items():
+        if not isinstance(values, Mapping):
+            raise OptimizerStateError("not the state of a parameter", where=name, found=repr(values)[:80])
     if all(isinstance(name, str) for group in groups for name in group["params"]):
         return {str(name): dict(values) for name, values in state["state"].items()}, groups
     names: dict[int, str] = {}
     for group in groups:
         listed = group.pop("param_names", None)
-        if listed is None or len(listed) != len(group["params"]):
+        are_names = isinstance(listed, list | tuple) and all(isinstance(name, str) for name in listed)
+        if listed is None or not are_names or len(listed) != len(group["params"]):
             raise OptimizerStateError(
                 "the state goes by the positions of the parameters, and nothing says their names",
                 expected="names: from modelstate.optimizer_state, or of an optimizer made of named_parameters()",
@@ -158,8 +171,9 @@ def _sources(
 ) -> dict[torch.Tensor, set[str]]:
     """Under which saved names each parameter may have been."""
     found: dict[torch.Tensor, set[str]] = {param: set() for param in params.values()}
+    back = way_back(rules)
     for name, param in params.items():
-        found[param].update(made_of.get(name, ()), [before_rules(rules, name)])
+        found[param].update(made_of.get(name, ()), [renamed_by(back, name)])
     for group in groups:
         for saved in group["params"]:
             if (now := renamed_by(rules, saved)) in params:
@@ -190,18 +204,28 @@ def _matched(
             wrong.append(f"the group of {min(wanted)}: its parameters were in {len(fitting)} groups with other options")
         elif fitting:
             wrong += _wrong_options(fitting[0], group)
-            found.append((group, deepcopy(fitting[0])))
+            found.append((group, fitting[0]))
     return found
 
 
 def _wrong_options(saved: Mapping[str, Any], group: Mapping[str, Any]) -> list[str]:
-    """Options of another optimizer. Schedulers put `initial_lr` there."""
-    foreign = sorted(set(saved) - set(group) - {"initial_lr"})
-    wrong = [f"the option {', '.join(foreign)} is one of another optimizer"] if foreign else []
-    for key, value in saved.items():
-        if key in group and _is_number(group[key]) and not _is_number(value):
-            wrong.append(f"the option {key} is {value!r}, and should be a number")
-    return wrong
+    """Options of another optimizer, or of other kinds. Schedulers put `initial_lr` there."""
+    foreign = sorted(set(saved) - set(group) - {"initial_lr"}, key=str)
+    wrong = [f"the option {', '.join(map(str, foreign))} is one of another optimizer"] if foreign else []
+    return wrong + [
+        f"the option {key} is {value!r}, where the optimizer has {group[key]!r}"
+        for key, value in saved.items()
+        if key in group and not _alike(value, group[key])
+    ]
+
+
+def _alike(saved: object, there: object) -> bool:
+    """Whether an option is of the kind that the optimizer has: None may stand for anything that is optional."""
+    if isinstance(saved, tuple | list) and isinstance(there, tuple | list):
+        return len(saved) == len(there) and all(map(_alike, saved, there))
+    if _is_number(there):
+        return _is_number(saved)
+    return saved is None or there is None or isinstance(saved, type(there)) or isinstance(there, type(saved))
 
 
 def _is_number(value: object) -> bool:
@@ -221,14 +245,50 @@ def _wrong_order(
 def _wrong_values(
     name: str, values: Mapping[str, Any], param: torch.Tensor, optimizer: torch.optim.Optimizer
 ) -> list[str]:
-    there = optimizer.state.get(param, {})
+    there = optimizer.state.get(param) or _likeness(optimizer, param)
     wrong = [f"{name}: {key} is what another optimizer keeps" for key in values if there and key not in there]
     wrong += [f"{name}: {key} is lacking" for key in there if key not in values]
     for key, value in values.items():
-        why = _why_not(value, param, optimizer)
+        why = _why_not(value, param, optimizer) or (_unlike(value, there[key]) if key in there else "")
         if why:
             wrong.append(f"{name}: {key} {why}")
     return wrong
+
+
+def _likeness(optimizer: torch.optim.Optimizer, param: torch.Tensor) -> dict[str, Any]:
+    """What an optimizer of torch's keeps for a parameter, found by a step with one like it; empty where none can be."""
+    build: Any = type(optimizer)
+    if not build.__module__.startswith("torch.optim"):
+        return {}
+    group = next(group for group in optimizer.param_groups if any(one is param for one in group["params"]))
+    options = {key: group[key] for key in inspect.signature(build).parameters if key in group and key != "params"}
+    twin = nn.Parameter(torch.zeros([2] * param.dim()))
+    twin.grad = torch.ones_like(twin)
+    try:
+        likely: torch.optim.Optimizer = build([twin], **{**options, **_on_cpu(options)})
+        likely.step()
+    except Exception:  # it wants a closure, sparse gradients, another device
+        return {}
+    return dict(likely.state.get(twin, {}))
+
+
+def _on_cpu(options: Mapping[str, Any]) -> dict[str, Any]:
+    return {"capturable": False} if "capturable" in options else {}
+
+
+def _unlike(value: object, there: object) -> str:
+    """How a value differs from what the optimizer has in its place; a `step` may be a number or a tensor."""
+    number = _is_number(value) and _is_number(there)
+    if number or value is None or there is None:
+        return ""
+    if isinstance(value, torch.Tensor) != isinstance(there, torch.Tensor):
+        return f"is {type(value).__name__}, where the optimizer has {type(there).__name__}"
+    if isinstance(value, torch.Tensor) and isinstance(there, torch.Tensor):
+        if value.dim() != there.dim():
+            return f"has {value.dim()} dimensions, where the optimizer has {there.dim()}"
+        if value.is_floating_point() != there.is_floating_point():
+            return f"is {value.dtype}, where the optimizer has {there.dtype}"
+    return ""
 
 
 def _why_not(value: object, param: torch.Tensor, optimizer: torch.optim.Optimizer) -> str:
@@ -260,17 +320,19 @@ def _options(group: Mapping[str, Any]) -> dict[str, Any]:
 def _placed(values: Mapping[str, Any], param: torch.Tensor, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     group = next(group for group in optimizer.param_groups if any(one is param for one in group["params"]))
     beside = bool(group.get("capturable") or group.get("fused"))
-    return {key: _copied(key, value, param, beside) for key, value in values.items()}
+    made = {key: _copied(key, value, param, beside) for key, value in values.items()}
+    there = optimizer.state.get(param) or _likeness(optimizer, param)
+    if isinstance(there.get("step"), torch.Tensor) and isinstance(made.get("step"), int | float):
+        made["step"] = torch.tensor(float(made["step"]))  # torch has had it as a tensor since 1.12
+    return made
 
 
 def _copied(key: str, value: Any, param: torch.Tensor, beside: bool) -> Any:
     """As torch's own loading has it: floats become what the parameter is, `step` stays unless it is wanted beside."""
-    if key == "step" and isinstance(value, int | float):  # as torch had it before 1.12
-        value = torch.tensor(float(value))
     if isinstance(value, torch.Tensor):
         if key == "step":
-            return value.clone().to(torch.float32).to(param.device) if beside else value.clone()
-        cast = partial(value.to, copy=True)
+            return value.detach().clone().to(torch.float32).to(param.device) if beside else value.detach().clone()
+        cast = partial(value.detach().to, copy=True)
         return cast(param.device, param.dtype) if param.is_floating_point() else cast(param.device)
     if isinstance(value, list | tuple):
         return type(value)(_copied(key, one, param, beside) for one in value)

@@ -96,8 +96,8 @@ class Assignment:
 
     @property
     def buffer_bytes(self) -> int:
-        """Bytes of memory, beside its own, in which a value is computed."""
-        return self.value.numel() * self.value.itemsize
+        """Bytes of memory beside its own that a value passes through."""
+        return self.value.numel() * self.value.itemsize if isinstance(self.stored, Derived) else self.nbytes
 
     @property
     def staged_bytes(self) -> int:

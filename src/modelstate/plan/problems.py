@@ -191,6 +191,7 @@ class UnevenTransform(Problem):
     others: tuple[str, ...] = ()
 
     title: ClassVar = "tied tensors of which a transform is for some places only"
+    page: ClassVar = "transform"
     remedy: ClassVar = (
         "leave them alone, with a pattern before the others: transform={'its.name': None, ...}; or untie them"
     )

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Iterator
 import torch
 from torch import nn
 
-from modelstate.plan.rules.chain import before_rules
+from modelstate.plan.rules.chain import renamed_by, way_back
 from modelstate.plan.rules.rule import Entries, Rule, Wanted
 from modelstate.plan.slots import HIDDEN, Slots
 
@@ -19,9 +19,9 @@ class Places:
 
     def before(self, rules: Iterable[Rule]) -> Wanted:
         """The places by the names that they would have before these rules."""
-        rules = tuple(rules)
+        back = way_back(rules)
         wanted = [slot.name for slot in self._slots.tensors if slot.kind != HIDDEN]
-        return _Before(self._model, self._slots, {before_rules(rules, name): name for name in wanted})
+        return _Before(self._model, self._slots, {renamed_by(back, name): name for name in wanted})
 
 
 class _Before:

@@ -1,7 +1,9 @@
 """Several rules, one after the other."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, overload
 
 import torch
@@ -101,7 +103,7 @@ def apply_rules(
     rules = tuple(rules)
     course = Course(entries, read)
     for index, rule in enumerate(rules):
-        course.wanted = wanted(rules[index + 1 :]) if wanted is not None else None
+        course.find_wanted = None if wanted is None else partial(wanted, rules[index + 1 :])
         course.run(rule)
     return Applied(course.entries, tuple(course.idle), tuple(course.problems))
 
@@ -129,12 +131,10 @@ def renamed_by(rules: Iterable[Rule], name: str) -> str:
     return name
 
 
-def before_rules(rules: Iterable[Rule], name: str) -> str:
-    """The name that became this one by these rules, as far as they can be reversed."""
+def way_back(rules: Iterable[Rule]) -> tuple[Rule, ...]:
+    """The reverses of those rules that have one, the last one first: they lead to the names from before, nearly."""
+    found: list[Rule] = []
     for rule in reversed(tuple(rules)):
-        try:
-            back = rule.reverse().rename(name) if hasattr(rule, "reverse") else None
-        except RuleError:
-            back = None
-        name = name if back is None else back
-    return name
+        with suppress(RuleError):
+            found += [rule.reverse()] if hasattr(rule, "reverse") else []
+    return tuple(found)

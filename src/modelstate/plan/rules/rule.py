@@ -70,9 +70,10 @@ class Wanted(Protocol):
 class Course:
     """One application of rules: what they made so far, and what was wrong with it."""
 
-    def __init__(self, entries: Entries, read: Callable[[Stored], torch.Tensor], wanted: Wanted | None = None) -> None:
+    def __init__(self, entries: Entries, read: Callable[[Stored], torch.Tensor]) -> None:
         self.entries = entries
-        self.wanted = wanted
+        self.find_wanted: Callable[[], Wanted] | None = None
+        """Says what the model has places for, by the names of the rule that is run."""
         self._read = read
         self.problems: list[Problem] = []
         self.idle: list[str] = []
@@ -90,6 +91,10 @@ class Course:
         if not self._hits:
             self.idle.append(repr(rule))
         self.entries = self._made
+
+    @property
+    def wanted(self) -> Wanted | None:
+        return None if self.find_wanted is None else self.find_wanted()
 
     def keep(self, name: str, entry: Entry) -> None:
         """Leaves an entry as it is."""

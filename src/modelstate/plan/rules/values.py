@@ -1,5 +1,6 @@
 """Rules that add values, or leave out what is there already."""
 
+import cmath
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
@@ -10,7 +11,7 @@ from modelstate.errors import RuleError
 from modelstate.plan.derived import Derived
 from modelstate.plan.dtypes import short
 from modelstate.plan.rules.names import Ignore
-from modelstate.plan.rules.rule import Course, Entry, Shown, matching
+from modelstate.plan.rules.rule import Course, Entry, Shown, Wanted, matching
 from modelstate.plan.rules.template import Template, same_stars
 
 _Named = tuple[str, Entry]
@@ -95,16 +96,18 @@ class Fill(Shown):
             course.keep(name, entry)
         if there and not template.stars:
             return course.fail(self.pattern, "it is there already")
-        named = [self.pattern] if isinstance(self.value, torch.Tensor) and not template.stars else []
-        lacking = course.wanted.lacking(course.entries) if course.wanted is not None else iter(())
-        for name in named or [name for name in lacking if template.match(name) is not None]:
-            self._fill(course, name)
+        if isinstance(self.value, torch.Tensor) and not template.stars:
+            return course.make(self.pattern, self.value.detach(), [])
+        wanted = course.wanted
+        if wanted is not None:
+            for name in [name for name in wanted.lacking(course.entries) if template.match(name) is not None]:
+                self._fill(course, wanted, name)
         return None
 
-    def _fill(self, course: Course, name: str) -> None:
+    def _fill(self, course: Course, wanted: Wanted, name: str) -> None:
         if isinstance(self.value, torch.Tensor):
             return course.make(name, self.value.detach(), [])
-        found = course.wanted.shape_and_dtype(name) if course.wanted is not None else None
+        found = wanted.shape_and_dtype(name)
         if found is None:
             return course.fail(name, "the model has no tensor of this name")
         shape, dtype = found
@@ -113,7 +116,7 @@ class Fill(Shown):
                 return course.fail(name, f"{self.value} is no {short(dtype)}")
             build: Callable[[], torch.Tensor] = partial(torch.full, shape, self.value, dtype=dtype)
         else:
-            initialiser = course.wanted.initialiser(name) if course.wanted is not None else None
+            initialiser = wanted.initialiser(name)
             if initialiser is None:
                 return course.fail(name, "its owner has no reset_parameters that would make it: give a value")
             build = initialiser
@@ -130,5 +133,6 @@ def _can_be(value: float | complex, dtype: torch.dtype) -> bool:
     except (RuntimeError, TypeError, ValueError, OverflowError):
         return False
     if dtype.is_floating_point or dtype.is_complex:
-        return isinstance(value, complex) <= dtype.is_complex and (kept == kept or value != value)
+        is_real = isinstance(value, complex) <= dtype.is_complex
+        return is_real and cmath.isfinite(kept) == cmath.isfinite(value)
     return bool(kept == value)
