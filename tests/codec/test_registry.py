@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from typing import Any
+from weakref import WeakSet
 
 import pytest
 import torch
@@ -30,6 +31,7 @@ class Other:
 def _alone(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(registry, "_BY_CLASS", {})
     monkeypatch.setattr(registry, "_BY_NAME", {})
+    monkeypatch.setattr(registry, "_REPLACED", WeakSet())
 
 
 def register(**options: Any) -> None:
@@ -147,3 +149,31 @@ def test_what_is_not_registered_where_it_is_read() -> None:
     registry._BY_NAME.clear()
     with pytest.raises(UnknownClassError, match=r"(?s)file\[0\]: nothing is registered under 'meter'.*register_codec"):
         decode(tree, "file")
+
+
+def local() -> type[Meter]:
+    class Local(Meter):
+        pass
+
+    return Local
+
+
+def test_a_class_says_that_another_one_has_its_name() -> None:
+    first, second = local(), local()
+    for cls in (first, second):
+        ms.register_codec(cls, lambda meter: meter.total, cls)
+    assert type(decode(encode(second(1)))) is second
+    with pytest.raises(UnsupportedValueError, match=r"(?s)\[0\]: another class .* registered after.*local.*name="):
+        encode([first(1)])
+    ms.register_codec(first, lambda meter: meter.total, first)
+    assert type(decode(encode(first(1)))) is first
+    with pytest.raises(UnsupportedValueError, match="another class"):
+        encode(second(1))
+
+
+def test_classes_of_one_name_may_have_names_of_their_own() -> None:
+    classes = {name: local() for name in ("a", "b")}
+    for name, cls in classes.items():
+        ms.register_codec(cls, lambda meter: meter.total, cls, name)
+    for cls in classes.values():
+        assert type(decode(encode(cls(1)))) is cls

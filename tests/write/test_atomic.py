@@ -205,3 +205,11 @@ def test_a_kill_leaves_a_complete_version(tmp_path: Path) -> None:
         seen.add(extra["version"])
     assert seen
     assert all(name == "x.safetensors" or name.endswith(SUFFIX) for name in names(tmp_path))
+
+
+@pytest.mark.parametrize("name", ["é" * 127, "x" * 255, "a" + "é" * 127, "日" * 85, "\udcff" * 255, "😀" * 63])
+def test_names_as_long_as_they_may_be(tmp_path: Path, name: str) -> None:
+    for data in (b"one", b"two"):
+        put(tmp_path / name, data)
+        assert (tmp_path / name).read_bytes() == data
+    assert names(tmp_path) == [name]

@@ -94,8 +94,10 @@ def test_what_is_no_path(path: Any) -> None:
 
 
 def test_options(tmp_path: Path) -> None:
-    with pytest.raises(OptionError, match="schema="):
-        ms.save({}, tmp_path / "x", schema=2)  # type: ignore[arg-type]
+    for schema in (2, ""):
+        with pytest.raises(OptionError, match="schema="):
+            ms.save({}, tmp_path / "x", schema=schema)  # type: ignore[arg-type]
+    assert not list(tmp_path.iterdir())
     ms.save({}, tmp_path / "x")
     with pytest.raises(TargetExistsError, match="overwrite=True"):
         ms.save({"a": torch.ones(1)}, tmp_path / "x", overwrite=False)

@@ -13,6 +13,7 @@ from functools import partial
 from typing import Any
 from uuid import UUID
 
+from modelstate.codec.bounds import MAX_BITS, MAX_RATIO_BITS, Collisions, check_bits
 from modelstate.codec.walk import Decoder, Encoder, Kind, Tree
 
 FACTORIES: dict[str, type] = {
@@ -28,6 +29,7 @@ def _int(tree: Tree, decoder: Decoder) -> int:
     value = int(text, 16)
     if hex(value) != text:
         raise ValueError("not as hex() writes it")
+    decoder.large_ints += value.bit_length() > MAX_BITS
     return value
 
 
@@ -55,7 +57,10 @@ def _complex(tree: Tree, decoder: Decoder) -> complex:
 
 def _members(value: Any, encoder: Encoder) -> list[Tree]:
     """The members of a set, in an order that does not depend on their hashes where that is possible."""
-    trees = [encoder.key(member) for member in value]
+    trees, collisions = [], Collisions(len(value), encoder.fail)
+    for member in value:
+        trees.append(encoder.key(member))
+        collisions.add(member)
     try:
         return sorted(trees, key=json.dumps)
     except TypeError:
@@ -64,6 +69,9 @@ def _members(value: Any, encoder: Encoder) -> list[Tree]:
 
 def _set(tree: Tree, decoder: Decoder) -> set[Any]:
     members = [decoder.key(member) for member in decoder.expect(tree, list)]
+    collisions = Collisions(len(members), decoder.fail)
+    for member in members:
+        collisions.add(member)
     made = set(members)
     if len(made) != len(members):
         raise decoder.fail("a member of a set stands twice")
@@ -128,8 +136,15 @@ def _ints(tree: Tree, decoder: Decoder, count: int) -> list[int]:
     return values
 
 
+def _encode_range(value: range, encoder: Encoder) -> Tree:
+    check_bits(encoder.fail, MAX_RATIO_BITS, value.start, value.stop, value.step)
+    return encoder.children([value.start, value.stop, value.step])
+
+
 def _range(tree: Tree, decoder: Decoder) -> range:
-    return range(*_ints(tree, decoder, 3))
+    start, stop, step = _ints(tree, decoder, 3)
+    check_bits(decoder.fail, MAX_RATIO_BITS, start, stop, step)
+    return range(start, stop, step)
 
 
 def _slice(tree: Tree, decoder: Decoder) -> slice:
@@ -177,8 +192,14 @@ def _decimal(tree: Tree, decoder: Decoder) -> Decimal:
     return Decimal(decoder.expect(tree, str))
 
 
+def _encode_fraction(value: Fraction, encoder: Encoder) -> Tree:
+    check_bits(encoder.fail, MAX_RATIO_BITS, value.numerator, value.denominator)
+    return encoder.children([value.numerator, value.denominator])
+
+
 def _fraction(tree: Tree, decoder: Decoder) -> Fraction:
     numerator, denominator = _ints(tree, decoder, 2)
+    check_bits(decoder.fail, MAX_RATIO_BITS, numerator, denominator)
     return Fraction(numerator, denominator)
 
 
@@ -217,7 +238,7 @@ KINDS: dict[type, Kind] = {
     defaultdict: Kind("defaultdict", _encode_default, _default),
     Counter: Kind("Counter", _pairs, lambda tree, decoder: decoder.pairs(tree, Counter())),
     deque: Kind("deque", lambda value, encoder: {"maxlen": value.maxlen, "items": encoder.children(value)}, _deque),
-    range: Kind("range", lambda value, encoder: encoder.children([value.start, value.stop, value.step]), _range),
+    range: Kind("range", _encode_range, _range),
     slice: Kind("slice", lambda value, encoder: encoder.children([value.start, value.stop, value.step]), _slice),
     datetime: Kind("datetime", _encode_datetime, partial(_clock, cls=datetime)),
     date: Kind("date", _plainly(date.isoformat), _date),
@@ -225,9 +246,7 @@ KINDS: dict[type, Kind] = {
     timedelta: Kind("timedelta", lambda value, encoder: [value.days, value.seconds, value.microseconds], _timedelta),
     timezone: Kind("timezone", _encode_timezone, _timezone),
     Decimal: Kind("Decimal", _plainly(str), _decimal),
-    Fraction: Kind(
-        "Fraction", lambda value, encoder: encoder.children([value.numerator, value.denominator]), _fraction
-    ),
+    Fraction: Kind("Fraction", _encode_fraction, _fraction),
     UUID: Kind("UUID", _plainly(str), _uuid),
     **{cls: Kind(cls.__name__, _plainly(str), partial(_path, cls=cls)) for cls in _PATHS},
 }

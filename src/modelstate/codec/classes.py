@@ -10,6 +10,7 @@ from enum import Enum, Flag
 from types import MemberDescriptorType, ModuleType
 from typing import Any
 
+from modelstate.codec.bounds import MAX_BITS, check_bits
 from modelstate.codec.walk import REGISTER, Decoder, Encoder, Kind, Tree
 from modelstate.errors import UnknownClassError
 
@@ -106,6 +107,7 @@ def _encode_enum(value: Any, encoder: Encoder) -> Tree:
     if vars(type(value))["_member_map_"].get(name) is value:
         return {"class": cls, "name": name}
     if isinstance(value, Flag) and type(value._value_) is int:
+        check_bits(encoder.fail, MAX_BITS, value._value_)
         return {"class": cls, "value": encoder.value(value._value_)}
     raise encoder.fail("an Enum member that its class does not have", found=cls, remedy=REGISTER)
 
@@ -125,6 +127,7 @@ def _enum(tree: Tree, decoder: Decoder) -> Any:
     if vars(cls)["_member_type_"] not in (object, int):
         raise decoder.fail("a Flag of another kind than int", found=text)
     number = decoder.expect(decoder.value(value), int)
+    check_bits(decoder.fail, MAX_BITS, number)
     known = vars(cls)["_value2member_map_"].get(number)
     # What `cls(number)` does, less what the class may have put in its place.
     return known if known is not None else Flag._missing_.__func__(cls, number)  # type: ignore[attr-defined]

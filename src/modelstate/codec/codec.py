@@ -23,12 +23,14 @@ def encode(value: Any, where: str = "", *, leaf: Leaf | None = None) -> Tree:
     """The value as a tree of JSON types in which the only other leaves are plain tensors.
 
     The tree shares nothing with the value: its tensors are copies, detached, on their devices, of what they show and
-    no more. A tensor that stands in several places is one tensor in the tree as well; other objects that do are
+    no more. A tensor that stands in several places is one tensor in the tree as well, and so are the bytes of an array
+    and the state of a `torch.Generator`, which are one object again when they are decoded; other objects that do are
     written several times. The tree can go through `torch.save` and `torch.load(weights_only=True)`.
 
     `where` is what messages put before the place within the value. `leaf` is given each tensor, not copied, and
-    returns a text or number that refers to it: then the tree is JSON alone. Raises `UnsupportedValueError` for values
-    without an encoding, those that hold themselves and those that are nested too deeply.
+    returns a text or number that refers to it and to no other: then the tree is JSON alone. Raises
+    `UnsupportedValueError` for values without an encoding, those that hold themselves, those that are nested too
+    deeply, and those that take too long to decode (`modelstate.codec.bounds`).
     """
     encoder = Encoder(KINDS, where, leaf)
     try:
@@ -59,8 +61,9 @@ def register_codec(
 
     `encode` makes a value of the object that has an encoding itself; `decode` makes the object of that value, at every
     load. `name` is what files have for the class, its module and qualified name unless given: with a name of its own
-    the class can move. Registering a class again replaces what was there. Raises `CodecNameError` where the name
-    belongs to another class, and `OptionError` for what cannot be registered.
+    the class can move. Registering a class again replaces what was there; so does another class of the same module,
+    qualified name and `name`, as a cell of a notebook makes one when it runs again. Raises `CodecNameError` where the
+    name belongs to another class, and `OptionError` for what cannot be registered.
     """
     if not isinstance(cls, type):
         raise OptionError("what is registered is a class", found=repr(cls))

@@ -1,12 +1,14 @@
 """What NumPy has: scalars, arrays, dtypes, random generators."""
 
 import math
+from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
 
-from modelstate.codec.walk import FIELD, REGISTER, Decoder, Encoder, Kind, Tree
+from modelstate.codec.bounds import MAX_BITS, check_bits
+from modelstate.codec.walk import FIELD, REGISTER, Decoder, Encoder, Kind, Tree, Walk
 
 _DTYPE_KINDS = "biufcmMSUV"
 _BIT_GENERATORS: dict[str, Any] = {
@@ -16,6 +18,11 @@ _BIT_GENERATORS: dict[str, Any] = {
 _POSITIONS = {"MT19937": ("state", "pos", 624), "Philox": ("", "buffer_pos", 4)}
 """Where a state has an index into itself, which NumPy does not check, and how large that can be."""
 _MAX_POOL = 64
+_POOL = 4
+_FIELD_COST = 20
+"""Values that a field of a dtype counts for: it takes so much longer."""
+_MAX_DIMENSIONS = 64
+_MAX_SIZE = 2**63 - 1
 
 
 def _is_portable(dtype: Any) -> bool:
@@ -30,7 +37,7 @@ def _is_portable(dtype: Any) -> bool:
 def _encode_dtype(dtype: Any, encoder: Encoder) -> Tree:
     try:
         text = _descr(dtype)
-        made = _dtype_of(text)
+        made = _dtype_of(text, encoder)
         exact = _is_portable(dtype) and made == dtype and made.type is dtype.type
     except (TypeError, ValueError):
         exact = False
@@ -52,21 +59,22 @@ def _listed(descr: Any) -> Any:
     return [_listed(part) for part in descr] if isinstance(descr, list | tuple) else descr
 
 
-def _dtype_of(descr: Any) -> Any:
-    return np.dtype(descr) if type(descr) is str else np.lib.format.descr_to_dtype(_fields_of(descr))
+def _dtype_of(descr: Any, walk: Walk) -> Any:
+    return np.dtype(descr) if type(descr) is str else np.lib.format.descr_to_dtype(_fields_of(descr, walk))
 
 
-def _fields_of(descr: list[Any]) -> list[tuple[Any, ...]]:
+def _fields_of(descr: list[Any], walk: Walk) -> list[tuple[Any, ...]]:
     """The description of a structure as NumPy wants it: with tuples, where JSON has lists."""
     fields = []
     for name, inner, *shape in descr:
+        walk.count(_FIELD_COST)
         title = name if type(name) is str else tuple(name)
-        fields.append((title, inner if type(inner) is str else _fields_of(inner), *map(tuple, shape)))
+        fields.append((title, inner if type(inner) is str else _fields_of(inner, walk), *map(tuple, shape)))
     return fields
 
 
 def _dtype(tree: Tree, decoder: Decoder) -> Any:
-    made = _dtype_of(tree)
+    made = _dtype_of(tree, decoder)
     if not _is_portable(made):
         raise decoder.fail("a dtype that is not stored here", found=str(made)[:80])
     return made
@@ -75,25 +83,36 @@ def _dtype(tree: Tree, decoder: Decoder) -> Any:
 def _encode_array(value: Any, encoder: Encoder) -> Tree:
     order = "F" if value.flags.f_contiguous and not value.flags.c_contiguous else "C"
     dtype = encoder.child(value.dtype, (FIELD, "dtype"))["$numpy.dtype"]
+    data = encoder.state_of(value, lambda: _bytes_of(value, order))
+    return {"dtype": dtype, "shape": list(value.shape), "order": order, "data": data}
+
+
+def _bytes_of(value: Any, order: Any) -> torch.Tensor:
     data = bytearray(value.tobytes(order))
-    tensor = torch.frombuffer(data, dtype=torch.uint8) if data else torch.empty(0, dtype=torch.uint8)
-    return {"dtype": dtype, "shape": list(value.shape), "order": order, "data": encoder.tensor(tensor)}
+    return torch.frombuffer(data, dtype=torch.uint8) if data else torch.empty(0, dtype=torch.uint8)
 
 
 def _array(tree: Tree, decoder: Decoder) -> Any:
     text, shape, order, data = decoder.fields(tree, "dtype", "shape", "order", "data")
-    dtype = _dtype(text, decoder)
     sizes = [decoder.expect(size, int) for size in decoder.expect(shape, list)]
-    tensor = decoder.tensor(data)
-    if tensor.dtype != torch.uint8 or tensor.device.type != "cpu" or order not in ("C", "F"):
-        raise decoder.fail("the data of an array are not bytes, or their order is unknown")
-    raw = tensor.numpy().tobytes()
-    if min(sizes, default=0) < 0 or math.prod(sizes) * dtype.itemsize != len(raw):
+    if len(sizes) > _MAX_DIMENSIONS or not all(0 <= size <= _MAX_SIZE for size in sizes):
+        raise decoder.fail("no shape of an array", found=f"{len(sizes)} dimensions")
+    if order not in ("C", "F"):
+        raise decoder.fail("the order of an array is unknown", expected="C or F")
+    dtype = _dtype(text, decoder)
+    return decoder.object_of(data, (dtype, sizes, order), partial(_filled, dtype, sizes, order, decoder))
+
+
+def _filled(dtype: Any, sizes: list[int], order: Any, decoder: Decoder, stored: torch.Tensor) -> Any:
+    if stored.dtype != torch.uint8 or stored.device.type != "cpu":
+        raise decoder.fail("the data of an array are not bytes")
+    raw = stored.contiguous().view(-1).numpy()
+    if math.prod(sizes) * dtype.itemsize != len(raw):
         raise decoder.fail("the bytes of an array are not as many as its shape and dtype need", found=len(raw))
     made = np.empty(sizes, dtype, order)
-    if raw:
+    if len(raw):
         # As bytes, so that what fills gaps in a structure comes along.
-        (made.T if order == "F" else made).reshape(-1).view(np.uint8)[:] = np.frombuffer(raw, np.uint8)
+        (made.T if order == "F" else made).reshape(-1).view(np.uint8)[:] = raw
     return made
 
 
@@ -131,7 +150,31 @@ def _encode_bit_generator(value: Any, encoder: Encoder) -> Tree:
     # Its children are made from the seed.
     seed: Any = getattr(value, "seed_seq", None)
     known = type(seed) is np.random.SeedSequence and seed.pool_size <= _MAX_POOL
+    if known:
+        _check_seed(seed.state, encoder)
     return encoder.named({"state": value.state, "seed": dict(seed.state) if known else None})
+
+
+def _check_seed(seed: dict[str, Any], walk: Walk) -> None:
+    """Raises for what NumPy would take long to make a seed sequence of. Others it refuses itself."""
+    check_bits(walk.fail, MAX_BITS, seed["n_children_spawned"])
+    # Each word of a seed is mixed into the whole pool.
+    _count_words([seed["entropy"], seed["spawn_key"]], walk, max(1, seed["pool_size"] // _POOL))
+
+
+def _count_words(part: Any, walk: Walk, cost: int) -> None:
+    if isinstance(part, int):
+        check_bits(walk.fail, MAX_BITS, part)
+    elif type(part) in (str, range):
+        walk.count(len(part) * cost)
+    elif isinstance(part, np.ndarray):
+        walk.count(part.size * cost)
+    elif type(part) in (list, tuple):
+        walk.count(len(part) * cost)
+        for inner in part:
+            _count_words(inner, walk, cost)
+    elif part is not None and not isinstance(part, np.generic):
+        raise walk.fail("this is no seed", found=f"a {type(part).__qualname__}")
 
 
 def _bit_generator(tree: Tree, decoder: Decoder) -> Any:
@@ -141,6 +184,7 @@ def _bit_generator(tree: Tree, decoder: Decoder) -> Any:
     if seed is not None:
         if set(seed) != {"entropy", "spawn_key", "pool_size", "n_children_spawned"} or seed["pool_size"] > _MAX_POOL:
             raise decoder.fail("this is no seed sequence")
+        _check_seed(seed, decoder)
         seed = np.random.SeedSequence(**seed)
     return _with_state(values["state"], seed, decoder)
 

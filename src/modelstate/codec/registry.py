@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
+from weakref import WeakSet
 
 from modelstate.codec.walk import FIELD, Decoder, Encoder, Kind, Tree
 from modelstate.errors import CodecNameError, ModelStateError, OptionError, UnknownClassError
@@ -20,6 +21,8 @@ class Codec:
 
 _BY_CLASS: dict[type, Codec] = {}
 _BY_NAME: dict[str, Codec] = {}
+_REPLACED: WeakSet[type] = WeakSet()
+"""Classes whose name in files has gone to another class of the same module and qualified name."""
 
 
 def register(cls: type, encode: Callable[[Any], Any], decode: Callable[[Any], Any], name: str | None) -> None:
@@ -38,14 +41,17 @@ def register(cls: type, encode: Callable[[Any], Any], decode: Callable[[Any], An
             found=_name_of(cls),
             remedy="give it a name of its own with name=",
         )
-    for old in [old for old in (*_BY_CLASS.values(), *_BY_NAME.values()) if _is_same(old.cls, cls)]:
-        _BY_CLASS.pop(old.cls, None)
-        _BY_NAME.pop(old.name, None)
+    for old in (_BY_CLASS.get(cls), other):
+        if old is not None:
+            _BY_CLASS.pop(old.cls, None)
+            _BY_NAME.pop(old.name, None)
+            _REPLACED.add(old.cls)
+    _REPLACED.discard(cls)
     _BY_CLASS[cls] = _BY_NAME[name] = Codec(cls, name, encode, decode)
 
 
 def is_registered(cls: type) -> bool:
-    return cls in _BY_CLASS
+    return cls in _BY_CLASS or cls in _REPLACED
 
 
 def _name_of(cls: type) -> str:
@@ -58,7 +64,13 @@ def _is_same(a: type, b: type) -> bool:
 
 
 def _encode(value: Any, encoder: Encoder) -> Tree:
-    codec = _BY_CLASS[type(value)]
+    codec = _BY_CLASS.get(type(value))
+    if codec is None:
+        raise encoder.fail(
+            "another class of the same module and name has been registered after the class of this object",
+            found=_name_of(type(value)),
+            remedy="give each of the classes a name of its own, register_codec(..., name=)",
+        )
     try:
         encoded = codec.encode(value)
     except ModelStateError:

@@ -6,6 +6,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from modelstate.codec.bounds import MAX_SIZE_BITS, check_bits
+from modelstate.codec.plain import own_copy
 from modelstate.codec.walk import Decoder, Encoder, Kind, Tree
 
 
@@ -33,8 +35,15 @@ def _parameter(tree: Tree, decoder: Decoder) -> torch.Tensor:
     return decoder.tensor(data, True, decoder.expect(requires_grad, bool))
 
 
+def _encode_size(value: torch.Size, encoder: Encoder) -> Tree:
+    check_bits(encoder.fail, MAX_SIZE_BITS, *value)
+    return list(value)
+
+
 def _size(tree: Tree, decoder: Decoder) -> torch.Size:
-    return torch.Size([decoder.expect(size, int) for size in decoder.expect(tree, list)])
+    sizes = [decoder.expect(size, int) for size in decoder.expect(tree, list)]
+    check_bits(decoder.fail, MAX_SIZE_BITS, *sizes)
+    return torch.Size(sizes)
 
 
 def _device(tree: Tree, decoder: Decoder) -> torch.device:
@@ -42,14 +51,19 @@ def _device(tree: Tree, decoder: Decoder) -> torch.device:
 
 
 def _encode_generator(value: torch.Generator, encoder: Encoder) -> Tree:
-    return {"device": str(value.device), "state": encoder.tensor(value.get_state())}
+    return {"device": str(value.device), "state": encoder.state_of(value, value.get_state)}
 
 
 def _generator(tree: Tree, decoder: Decoder) -> torch.Generator:
     device, state = decoder.fields(tree, "device", "state")
-    made = torch.Generator(decoder.expect(device, str))
-    made.set_state(decoder.tensor(state))
-    return made
+    where = decoder.expect(device, str)
+
+    def make(stored: torch.Tensor) -> torch.Generator:
+        made = torch.Generator(where)
+        made.set_state(own_copy(stored))
+        return made
+
+    return decoder.object_of(state, (torch.Generator, where), make)  # type: ignore[no-any-return]
 
 
 KINDS: dict[type, Kind] = {
@@ -59,7 +73,7 @@ KINDS: dict[type, Kind] = {
         lambda tree, decoder: decoder.tensor(tree, False, True),
     ),
     nn.Parameter: Kind("Parameter", _encode_parameter, _parameter),
-    torch.Size: Kind("torch.Size", lambda value, encoder: list(value), _size),
+    torch.Size: Kind("torch.Size", _encode_size, _size),
     torch.dtype: Kind("torch.dtype", *_by_name(torch.dtype)),
     torch.layout: Kind("torch.layout", *_by_name(torch.layout)),
     torch.memory_format: Kind("torch.memory_format", *_by_name(torch.memory_format)),

@@ -13,6 +13,8 @@ from typing import Any
 
 import torch
 
+from modelstate.codec.bounds import FREE_DRAWN_BYTES, MAX_BITS, MAX_DRAWN, Collisions
+from modelstate.codec.plain import own_copy, why_not_plain
 from modelstate.errors import CodecError, EncodedValueError, ModelStateError, UnsupportedValueError
 from modelstate.words import printable
 
@@ -67,22 +69,43 @@ class Walk:
         self.kinds, self.where, self.leaf, self._error = kinds, where, leaf, error
         self.own_hashes = 0
         """Objects so far whose class has a `__hash__` of its own, which would run where one is a key."""
+        self.large_ints = 0
+        """Ints so far that are too large for a key: to compare one with a `Decimal` takes long."""
         self._path: list[Step] = []
         self._nodes = 0
 
-    def enter(self, step: Step) -> None:
-        self._nodes += 1
-        if len(self._path) >= MAX_DEPTH or self._nodes > MAX_NODES:
-            deep = len(self._path) >= MAX_DEPTH
+    def count(self, nodes: int) -> None:
+        """Takes what is looked at in another way for so many values."""
+        self._nodes += nodes
+        deep = len(self._path) > MAX_DEPTH
+        if deep or self._nodes > MAX_NODES:
             raise self.fail(
                 "this is nested too deeply" if deep else "these are too many values",
                 expected=f"at most {MAX_DEPTH} levels and {MAX_NODES:,} values",
                 remedy="save it flatter, or as one tensor or array",
             )
+
+    def enter(self, step: Step) -> None:
         self._path.append(step)
+        self.count(1)
 
     def leave(self) -> None:
         self._path.pop()
+
+    def check_key(self, key: object, own_hashes: int, large_ints: int) -> None:
+        """Raises for what may not be hashed and compared, given the counts from before the key."""
+        if self.own_hashes != own_hashes:
+            raise self.fail(
+                "a key, or a member of a set, whose class has a __hash__ of its own: it would run at every load",
+                found=_shown(key),
+                remedy=REGISTER,
+            )
+        if self.large_ints != large_ints:
+            raise self.fail(
+                "an int that is too large for a key, or a member of a set",
+                expected=f"at most {MAX_BITS:,} bits",
+                found=_shown(key),
+            )
 
     def fail(self, what: str, **fields: object) -> CodecError:
         return self._error(what, where=self.place, **fields)
@@ -101,6 +124,7 @@ class Encoder(Walk):
         super().__init__(kinds, where, leaf, UnsupportedValueError)
         self._open: set[int] = set()
         self._snapshots: dict[int, tuple[torch.Tensor, Tree]] = {}
+        self._states: dict[int, tuple[Any, torch.Tensor]] = {}
 
     def child(self, value: Any, step: Step) -> Tree:
         self.enter(step)
@@ -122,18 +146,18 @@ class Encoder(Walk):
         return trees
 
     def pairs(self, mapping: dict[Any, Any]) -> list[list[Tree]]:
-        return [[self.key(key), self.child(value, (ITEM, key))] for key, value in mapping.items()]
+        trees, collisions = [], Collisions(len(mapping), self.fail)
+        for key, value in mapping.items():
+            tree = self.key(key)
+            collisions.add(key)
+            trees.append([tree, self.child(value, (ITEM, key))])
+        return trees
 
     def key(self, key: Any) -> Tree:
         """What is going to be hashed when it is decoded."""
-        before = self.own_hashes
+        before = self.own_hashes, self.large_ints
         tree = self.child(key, (KEY, key))
-        if self.own_hashes != before:
-            raise self.fail(
-                "a key, or a member of a set, whose class has a __hash__ of its own: it would run at every load",
-                found=_shown(key),
-                remedy=REGISTER,
-            )
+        self.check_key(key, *before)
         return tree
 
     def tensor(self, tensor: torch.Tensor) -> Tree:
@@ -145,6 +169,13 @@ class Encoder(Walk):
             tree = {"$tensor": self._reference(tensor, self.leaf)} if self.leaf else self._snapshot(tensor)
             found = self._snapshots[id(tensor)] = tensor, tree
         return found[1]
+
+    def state_of(self, value: Any, state: Callable[[], torch.Tensor]) -> Tree:
+        """The tensor that a value is made of; the same for the same object, which it is again when it is decoded."""
+        found = self._states.get(id(value))
+        if found is None:
+            found = self._states[id(value)] = value, state()
+        return self.tensor(found[1])
 
     def _reference(self, tensor: torch.Tensor, leaf: Leaf) -> Any:
         try:
@@ -167,6 +198,7 @@ class Encoder(Walk):
                 value if is_unicode(value) else {"$str": self.value(value.encode("utf-8", "surrogatepass"))["$bytes"]}
             )
         if cls is int:
+            self.large_ints += value.bit_length() > MAX_BITS
             return value if -MAX_PLAIN_INT <= value <= MAX_PLAIN_INT else {"$int": hex(value)}
         if cls is float:
             return value if math.isfinite(value) else {"$float": struct.pack(">d", value).hex()}
@@ -204,6 +236,8 @@ class Decoder(Walk):
         super().__init__(kinds, where, leaf, EncodedValueError)
         self._leaves: dict[str | int, Any] = {}
         self._copies: dict[tuple[int, bool, bool], tuple[torch.Tensor, torch.Tensor]] = {}
+        self._made: dict[int, tuple[torch.Tensor, object, Any]] = {}
+        self._drawn: dict[int, int] = {}
 
     def child(self, tree: Tree, step: Step) -> Any:
         self.enter(step)
@@ -225,20 +259,21 @@ class Decoder(Walk):
 
     def pairs(self, trees: Tree, into: Any) -> Any:
         """Puts the pairs into a dict that is empty."""
-        for pair in self.expect(trees, list):
+        collisions = Collisions(len(self.expect(trees, list)), self.fail)
+        for pair in trees:
             if type(pair) is not list or len(pair) != 2:
                 raise self.fail("no pair of key and value", expected="[key, value]", found=_shown(pair))
             key = self.key(pair[0])
+            collisions.add(key)
             if key in into:
                 raise self.fail("a key stands twice", found=_shown(key))
             into[key] = self.child(pair[1], (ITEM, key))
         return into
 
     def key(self, tree: Tree) -> Any:
-        before = self.own_hashes
+        before = self.own_hashes, self.large_ints
         key = self.child(tree, (KEY, "…"))
-        if self.own_hashes != before:
-            raise self.fail("a key whose class has a __hash__ of its own, which would run", found=_shown(key))
+        self.check_key(key, *before)
         return key
 
     def expect(self, tree: Tree, cls: type) -> Any:
@@ -255,18 +290,50 @@ class Decoder(Walk):
 
     def tensor(self, tree: Tree, parameter: bool = False, requires_grad: bool = False) -> torch.Tensor:
         """A tensor of its own memory; the same for the same tensor of the tree."""
-        if self.leaf and type(tree) is dict and list(tree) == ["$tensor"]:
-            tree = self._referred(tree["$tensor"], self.leaf)
-        if not isinstance(tree, torch.Tensor):
-            raise self.fail("this is no tensor", found=_shown(tree))
+        tree = self._stored(tree)
         found = self._copies.get((id(tree), parameter, requires_grad))
         if found is None:
-            if problem := why_not_plain(tree):
-                raise self.fail(problem)
+            self._draw(tree)
             copy = own_copy(tree)
             made = torch.nn.Parameter(copy, requires_grad) if parameter else copy.requires_grad_(requires_grad)
             found = self._copies[id(tree), parameter, requires_grad] = tree, made
         return found[1]
+
+    def object_of(self, tree: Tree, description: object, make: Callable[[torch.Tensor], Any]) -> Any:
+        """What is no tensor and is made of one; the same object for the same tensor of the tree.
+
+        `make` may keep nothing of the tensor, which is that of the tree.
+        """
+        tree = self._stored(tree)
+        found = self._made.get(id(tree))
+        if found is None:
+            self._draw(tree)
+            found = self._made[id(tree)] = tree, description, make(tree.detach())
+        elif found[1] != description:
+            raise self.fail("two values that differ are made of one tensor")
+        return found[2]
+
+    def _stored(self, tree: Tree) -> torch.Tensor:
+        if self.leaf and type(tree) is dict and list(tree) == ["$tensor"]:
+            tree = self._referred(tree["$tensor"], self.leaf)
+        if not isinstance(tree, torch.Tensor):
+            raise self.fail("this is no tensor", found=_shown(tree))
+        return tree
+
+    def _draw(self, tree: torch.Tensor) -> None:
+        """Raises for a tensor that cannot be copied, and where the copies of one memory are many times as large."""
+        if problem := why_not_plain(tree):
+            raise self.fail(problem)
+        storage = tree.untyped_storage()
+        drawn = self._drawn.get(storage.data_ptr(), 0) + tree.numel() * tree.itemsize
+        self._drawn[storage.data_ptr()] = drawn
+        if drawn > MAX_DRAWN * storage.nbytes() + FREE_DRAWN_BYTES:
+            raise self.fail(
+                "tensors that show the same memory over and over",
+                expected=f"at most {MAX_DRAWN} times {storage.nbytes():,} bytes",
+                found=f"{drawn:,} bytes",
+                remedy="save them as tensors with memory of their own",
+            )
 
     def _referred(self, reference: Any, leaf: Leaf) -> Any:
         if type(reference) not in (str, int):
@@ -280,7 +347,10 @@ class Decoder(Walk):
 
     def value(self, tree: Tree) -> Any:
         cls = type(tree)
-        if tree is None or cls in (bool, int, str):
+        if tree is None or cls in (bool, str):
+            return tree
+        if cls is int:
+            self.large_ints += tree.bit_length() > MAX_BITS
             return tree
         if cls is float and math.isfinite(tree):
             return tree
@@ -321,30 +391,6 @@ def is_unicode(text: str) -> bool:
 
 def looks_like_tag(tree: dict[Any, Any]) -> bool:
     return len(tree) == 1 and all(type(key) is str and key.startswith("$") for key in tree)
-
-
-def why_not_plain(tensor: torch.Tensor) -> str:
-    """Why a tensor is not a plain one with values; empty where it is."""
-    if type(tensor) is not torch.Tensor and type(tensor) is not torch.nn.Parameter:
-        return (
-            f"a tensor of the class {type(tensor).__module__}.{type(tensor).__qualname__}, which is more than a tensor"
-        )
-    if tensor.is_meta:
-        return "a tensor on the meta device, which has no values"
-    if tensor.layout is not torch.strided:
-        return f"a tensor of the layout {tensor.layout}"
-    if tensor.is_quantized:
-        return "a quantized tensor"
-    last = sum((size - 1) * step for size, step in zip(tensor.shape, tensor.stride(), strict=True))
-    needed = (tensor.storage_offset() + last + 1) * tensor.itemsize if tensor.numel() else 0
-    return "a tensor whose memory has been given back" if needed > tensor.untyped_storage().nbytes() else ""
-
-
-def own_copy(tensor: torch.Tensor) -> torch.Tensor:
-    """The values in memory that nobody else has."""
-    with torch.inference_mode(False), torch.no_grad():
-        plain = tensor.detach().resolve_conj().resolve_neg()
-        return plain.clone(memory_format=torch.contiguous_format)
 
 
 def _shown(value: object) -> str:

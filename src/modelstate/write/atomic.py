@@ -15,6 +15,7 @@ from contextlib import contextmanager, suppress
 from modelstate.errors import ModelStateError, SaveTargetError, TargetExistsError, WriteFailedError
 
 SUFFIX = ".unfinished"
+_BEGINNING_BYTES = 200
 _NO_SYNC = (errno.EINVAL, errno.ENOTSUP, errno.ENOSYS)
 """What file systems answer that have no way to sync a directory."""
 _NO_LINKS = (errno.EPERM, errno.ENOTSUP, errno.ENOSYS, errno.EMLINK)
@@ -54,7 +55,7 @@ def atomic_file(path: str, *, overwrite: bool) -> Iterator[Output]:
     """
     check(path, overwrite=overwrite)
     directory, name = os.path.split(path)
-    beside = os.path.join(directory, f".{name[:200]}.{secrets.token_hex(6)}{SUFFIX}")
+    beside = os.path.join(directory, f".{_beginning(name)}.{secrets.token_hex(6)}{SUFFIX}")
     try:
         descriptor = os.open(beside, os.O_WRONLY | os.O_CREAT | os.O_EXCL | getattr(os, "O_CLOEXEC", 0), 0o666)
     except OSError as error:
@@ -74,6 +75,11 @@ def atomic_file(path: str, *, overwrite: bool) -> Iterator[Output]:
     finally:
         with suppress(OSError):
             os.unlink(beside)  # nothing is there any more after the rename
+
+
+def _beginning(name: str) -> str:
+    """As much of a name as leaves room for more: file systems count bytes."""
+    return name.encode("utf-8", "surrogateescape")[:_BEGINNING_BYTES].decode("utf-8", "ignore")
 
 
 def check(path: str, *, overwrite: bool) -> None:

@@ -10,7 +10,8 @@ from typing import Any
 
 import torch
 
-from modelstate.codec.walk import is_unicode, why_not_plain
+from modelstate.codec.plain import why_not_plain
+from modelstate.codec.walk import is_unicode
 from modelstate.read.json_text import quote
 from modelstate.read.safetensors import DTYPES, MAX_ENTRIES, MAX_HEADER_BYTES
 

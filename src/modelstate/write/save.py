@@ -60,7 +60,7 @@ def save(
     which are written once, under all their names, torch's versions of modules, and what `get_extra_state` returned.
     Tensors are written from their own memory, one after the other; of a view, what it shows.
 
-    `schema` is a text of yours, by which the file says how its state is to be understood; it comes back in
+    `schema` is a text of yours, not empty, by which the file says how its state is to be understood; it comes back in
     `Checkpoint.metadata`. Without `overwrite` a file that is there stays.
 
     Raises `SaveTargetError` for what is no module or flat state dict, and for a path where no file can be,
@@ -70,7 +70,7 @@ def save(
     the old file is as it was and nothing new is left.
     """
     begin = perf_counter()
-    if schema is not None and not isinstance(schema, str):
+    if schema is not None and (not isinstance(schema, str) or not schema):
         raise OptionError("schema= is a text", expected='such as "2.0"', found=repr(schema))
     where = _path(path)
     check(where, overwrite=overwrite)

@@ -1,0 +1,276 @@
+"""No small tree takes long to decode, or much memory; and what is refused then is refused when it is encoded."""
+
+import enum
+import tracemalloc
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from decimal import Decimal
+from fractions import Fraction
+from time import process_time
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from modelstate.codec.bounds import MAX_BITS, MAX_RATIO_BITS
+from modelstate.codec.codec import decode, encode
+from modelstate.errors import CodecError, EncodedValueError, UnsupportedValueError
+from tests.codec.test_codec import every_way
+from tests.codec.values import Bits, Point, same
+
+PRIME = 2**61 - 1
+"""Ints that differ by a multiple of it have the same hash."""
+
+
+@contextmanager
+def quickly() -> Iterator[None]:
+    """Each of these took many seconds, or all memory, without a bound."""
+    begin = process_time()
+    yield
+    assert process_time() - begin < 8
+
+
+def same_words(tree: Any, value: Any, match: str) -> None:
+    with quickly():
+        with pytest.raises(EncodedValueError, match=match) as decoding:
+            decode(tree)
+        with pytest.raises(UnsupportedValueError, match=match) as encoding:
+            encode(value)
+    assert decoding.value.what == encoding.value.what
+
+
+# Large ints.
+
+
+def seed(entropy: Any, **changed: Any) -> Any:
+    tree = encode(np.random.PCG64(1))
+    fields = {"entropy": encode(entropy), **{key: encode(value) for key, value in changed.items()}}
+    tree["$numpy.random.BitGenerator"]["seed"].update(fields)
+    return tree
+
+
+def huge(bits: int) -> int:
+    return 1 << (bits - 1)
+
+
+@pytest.mark.parametrize("wrap", [lambda n: n, lambda n: [1, n], lambda n: [[n]]], ids=["int", "list", "nested"])
+def test_seeds(wrap: Callable[[int], Any]) -> None:
+    made = np.random.PCG64(wrap(huge(MAX_BITS)))
+    assert same(decode(encode(made)), made)
+    same_words(seed(wrap(huge(4_000_000))), np.random.PCG64(wrap(huge(MAX_BITS + 1))), "int that is too large")
+
+
+@pytest.mark.parametrize(
+    "tree",
+    [
+        seed(range(10**12)),
+        seed([np.zeros(1000, np.uint32)] * 6000),
+        seed([[range(10**9)]]),
+        seed(1, spawn_key=(1 << 4_000_000,)),
+        seed(1, spawn_key=range(10**12)),
+        seed(1, n_children_spawned=1 << 4_000_000),
+        seed([b"x"]),
+        seed(1, pool_size="4"),
+    ],
+    ids=["range", "arrays", "range within", "spawn key", "range of keys", "children", "bytes", "pool"],
+)
+def test_seeds_that_take_long(tree: Any) -> None:
+    with quickly(), pytest.raises(EncodedValueError):
+        decode(tree)
+
+
+def test_seeds_that_are_ordinary() -> None:
+    for entropy in (
+        None,
+        0,
+        True,
+        [1, 2**70],
+        range(5),
+        np.arange(700, dtype=np.uint32),
+        (1, (2, np.int64(3))),
+        ["0x1f"],
+    ):
+        made = np.random.PCG64(np.random.SeedSequence(entropy))
+        copy = decode(encode(made))
+        assert np.array_equal(copy.seed_seq.generate_state(9), made.seed_seq.generate_state(9))
+
+
+def test_fractions_and_ranges() -> None:
+    fine, large = huge(MAX_RATIO_BITS) + 1, huge(MAX_RATIO_BITS + 1) + 1
+    for value in (Fraction(fine, 2), Fraction(2, fine), range(0, fine, 3), range(-fine, 0)):
+        assert decode(encode(value)) == value
+    trees = [encode(huge(4_000_000) + n) for n in (1, 3)]
+    for value in (Fraction(large, 2), Fraction(2, large)):
+        same_words({"$Fraction": trees}, value, "int that is too large")
+    for bounds in (range(large), range(large, 0, -1), range(0, 1, large)):
+        same_words({"$range": [0, *trees]}, bounds, "int that is too large")
+
+
+def test_flags() -> None:
+    class_ = {"class": f"{Bits.__module__}:Bits"}
+    assert decode(encode(Bits(huge(MAX_BITS)))) == Bits(huge(MAX_BITS))
+    tree = {"$enum": {**class_, "value": encode(huge(4_000_000))}}
+    same_words(tree, enum.Flag._missing_.__func__(Bits, huge(MAX_BITS + 1)), "int that is too large")  # type: ignore[attr-defined]
+
+
+def test_large_ints_of_other_values() -> None:
+    large = encode(1 << 4_000_000)
+    for tree in (
+        {"$timedelta": [0, 0, large]},
+        {"$deque": {"maxlen": large, "items": []}},
+        {"$numpy.scalar": ["<i8", large]},
+        {"$datetime": ["2020-01-01T00:00:00", 1 << 4_000_000, None]},
+    ):
+        with quickly(), pytest.raises(EncodedValueError):
+            decode(tree)
+    same_words({"$torch.Size": [1 << 4_000_000]}, torch.Size([1 << 63]), "int that is too large")
+    assert decode(large) == 1 << 4_000_000
+
+
+@pytest.mark.parametrize("shape", [[10**4000] * 500, [10] * 500_000, [2**63], [-1], [1] * 65, [0, 2**64]])
+def test_shapes(shape: list[int]) -> None:
+    tree = {"$numpy.array": {"dtype": "u1", "shape": shape, "order": "C", "data": torch.zeros(0, dtype=torch.uint8)}}
+    with quickly(), pytest.raises(EncodedValueError):
+        decode(tree)
+
+
+def test_dtypes_of_parts_that_are_shared() -> None:
+    descr: Any = "<f4"
+    for _ in range(40):
+        descr = [["a", descr], ["b", descr]]
+    with quickly(), pytest.raises(EncodedValueError):
+        decode({"$numpy.dtype": descr})
+
+
+# Keys of one hash.
+
+
+def ints(count: int) -> list[Any]:
+    return [PRIME * n for n in range(count)]
+
+
+def complexes(count: int) -> list[Any]:
+    return [complex(-1_000_003.0 * n, float(n)) for n in range(count)]
+
+
+KEYS: dict[str, Callable[[int], list[Any]]] = {
+    "ints": ints,
+    "complex": complexes,
+    "tuples": lambda count: [(n, "a") for n in ints(count)],
+    "points": lambda count: [Point(n, (0,)) for n in ints(count)],
+    "sets": lambda count: [frozenset([n]) for n in ints(count)],
+    "fractions": lambda count: [Fraction(n * PRIME * 2 + 1, 2) for n in range(count)],
+    "decimals": lambda count: [Decimal(n) for n in ints(count)],
+}
+CONTAINERS: dict[str, Callable[[list[Any]], Any]] = {
+    "set": set,
+    "frozenset": frozenset,
+    "dict": dict.fromkeys,
+    "Counter": Counter,
+}
+
+
+def tree_of(keys: list[Any], container: str) -> Any:
+    trees = [encode(key) for key in keys]
+    return {f"${container}": trees if "set" in container else [[tree, 1] for tree in trees]}
+
+
+@pytest.mark.parametrize("kind", KEYS)
+@pytest.mark.parametrize("container", CONTAINERS)
+def test_keys_of_one_hash(kind: str, container: str) -> None:
+    few = KEYS[kind](45)
+    assert len({hash(key) for key in few}) == 1
+    made = CONTAINERS[container](few)
+    assert decode(encode(made)) == made
+    many = CONTAINERS[container](KEYS[kind](300))
+    same_words(tree_of(KEYS[kind](10_000), container), many, "have the same hash")
+
+
+def test_many_small_groups_are_bounded_too() -> None:
+    keys = [PRIME * n + h for h in range(300) for n in range(100)]
+    same_words(tree_of(keys, "set"), set(keys), "have the same hash")
+
+
+def test_ordinary_keys() -> None:
+    for keys in (
+        [2.0**n for n in range(-1000, 1000)],
+        [-1, -2, 1.5, *range(10_000)],
+        [1 << n for n in range(1000)],
+        [(a, b / 8) for a in range(100) for b in range(100)],
+        [str(n) for n in range(10_000)],
+    ):
+        assert decode(encode(set(keys))) == set(keys)
+        assert decode(encode({**dict.fromkeys(keys), 1: 2})) == {**dict.fromkeys(keys), 1: 2}
+
+
+def test_large_ints_as_keys() -> None:
+    # A Decimal of the same hash is compared by making one of the int.
+    fine, large = huge(MAX_BITS), huge(MAX_BITS + 1)
+    for key in (fine, (fine,)):
+        assert decode(encode({key: 1, Decimal(1): 2})) == {key: 1, Decimal(1): 2}
+    tree = {"$set": [{"$Decimal": str(large % PRIME)}, encode(large)]}
+    same_words(tree, {large}, "too large for a key")
+    same_words({"$dict": [[{"$tuple": [encode(-large)]}, 1]]}, {(-large,): 1}, "too large for a key")
+    with pytest.raises(EncodedValueError, match="too large for a key"):
+        decode({"$set": [large]})
+
+
+# Memory.
+
+
+def array_tree(tensor: Any, **changed: Any) -> Any:
+    return {"$numpy.array": {"dtype": "<f4", "shape": [1000, 1000], "order": "C", "data": tensor, **changed}}
+
+
+def test_arrays_of_one_tensor_are_one() -> None:
+    stored = torch.zeros(4_000_000, dtype=torch.uint8)
+    tracemalloc.start()
+    values = decode([array_tree({"$tensor": "x"}) for _ in range(500)], leaf={"x": stored}.__getitem__)
+    most = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert most < 40_000_000
+    assert len({id(value) for value in values}) == 1
+    values[0][:] = 1
+    assert not stored.any()
+
+
+def test_arrays_that_differ_are_not_of_one_tensor() -> None:
+    stored = torch.zeros(4_000_000, dtype=torch.uint8)
+    for changed in ({"dtype": "<i4"}, {"shape": [10**6]}, {"order": "F"}):
+        with pytest.raises(EncodedValueError, match="differ"):
+            decode([array_tree(stored), array_tree(stored, **changed)])
+
+
+def test_generators_of_one_tensor_are_one() -> None:
+    tree = encode(torch.Generator().manual_seed(3))
+    values = decode([tree, tree])
+    assert values[0] is values[1]
+
+
+def test_views_of_one_memory_are_bounded() -> None:
+    base = torch.zeros(1_000_000)
+    with pytest.raises(EncodedValueError, match="over and over"):
+        decode([base[n:] for n in range(500)])
+    with pytest.raises(EncodedValueError, match="over and over"):
+        decode(torch.zeros(1000).expand(10**12, 1000))
+    assert len(decode([base[n : n + 1000] for n in range(0, 1_000_000, 1000)])) == 1000
+
+
+@every_way
+def test_one_array_or_generator_stays_one(way: Callable[[Any], Any]) -> None:
+    array, generator = np.asfortranarray(np.arange(6).reshape(2, 3)), torch.Generator().manual_seed(3)
+    a, b, c, d, e = way([array, {"again": array}, array.copy("F"), generator, (generator,)])
+    assert a is b["again"]
+    assert c is not a
+    assert same(a, array)
+    assert same(c, a)
+    assert d is e[0]
+    assert same(d, generator)
+
+
+def test_every_error_here_has_its_place() -> None:
+    with pytest.raises(CodecError) as caught:
+        decode([0, tree_of(ints(300), "set")], "file")
+    assert caught.value.where == "file[1]"
