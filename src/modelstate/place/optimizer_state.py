@@ -77,6 +77,7 @@ def load_optimizer_state(
     wrong += [
         line for param, values in by_param.items() for line in _wrong_values(names[param], values, param, optimizer)
     ]
+    wrong = list(dict.fromkeys(wrong))
     if wrong:
         more = f"\n    and {len(wrong) - 12} more" if len(wrong) > 12 else ""
         raise OptimizerStateError(
