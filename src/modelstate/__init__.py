@@ -42,7 +42,9 @@ from modelstate.plan.rules.values import Same as Same
 from modelstate.plan.suggest.suggest import suggest as suggest
 from modelstate.plan.suggest.suggestion import Suggestion as Suggestion
 from modelstate.plan.transforms import ModuleTransform as ModuleTransform
+from modelstate.read.average import Average as Average
 from modelstate.read.checkpoint import Checkpoint as Checkpoint
+from modelstate.read.lora import LoRA as LoRA
 from modelstate.read.open import open as open
 from modelstate.spec import TensorSpec as TensorSpec
 from modelstate.version import __version__ as __version__

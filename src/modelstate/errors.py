@@ -34,7 +34,9 @@ ModelStateError
 │   ├── ManifestError                 (ValueError) what `modelstate.save` has put into the file is damaged
 │   │   └── NewerManifestError        it comes from a newer version
 │   ├── ShardIndexError               (ValueError) an index that is not what it must be
-│   └── MissingShardError             (FileNotFoundError)
+│   ├── MissingShardError             (FileNotFoundError)
+│   └── CombineError                  (ValueError) checkpoints that cannot be combined
+│       └── AdapterError              an adapter that does not fit its base
 ├── TensorNotFoundError               (KeyError)
 ├── KeyNotFoundError                  (KeyError) `key=` selects nothing
 ├── AmbiguousKeyError                 (ValueError) several state dicts, and none stands out
@@ -252,6 +254,14 @@ class ShardIndexError(OpenError, ValueError, page="missing-shard"):
 
 class MissingShardError(OpenError, FileNotFoundError, page="missing-shard"):
     """A shard that the index names is not there."""
+
+
+class CombineError(OpenError, ValueError, page="combine"):
+    """Several checkpoints that cannot be combined as they should be."""
+
+
+class AdapterError(CombineError):
+    """An adapter that does not fit its base, or that is of a kind which is not merged here."""
 
 
 class TensorNotFoundError(ModelStateError, KeyError, page="no-such-key"):

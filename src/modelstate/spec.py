@@ -1,8 +1,9 @@
 """What a checkpoint holds, without its data: where the bytes of each tensor lie, and what they mean."""
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import ClassVar
 
 import torch
 
@@ -137,8 +138,41 @@ class StoredComposite:
         return sum(part.nbytes for part in self.parts)
 
 
-Stored = StoredTensor | StoredComposite | torch.Tensor
-"""Where a tensor is: in a file, in several pieces of a file, or in memory."""
+@dataclass(frozen=True, slots=True, eq=False)
+class Combined:
+    """A strided tensor that is computed from those of several checkpoints, each time it is wanted."""
+
+    kind: str
+    """What it is, in the words of a user: "average of 3", ..."""
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    parts: tuple["Stored", ...]
+    build: Callable[[Sequence[torch.Tensor]], torch.Tensor]
+    """Computes the values from the parts, in their order. What it returns may be one of them, and it changes none."""
+    scratch_bytes: int = 0
+    """Memory that `build` needs beside its parts and its result."""
+    is_parameter: ClassVar[bool] = False
+    requires_grad: ClassVar[bool] = False
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all parts: what is read."""
+        return sum(
+            part.numel() * part.itemsize if isinstance(part, torch.Tensor) else part.nbytes for part in self.parts
+        )
+
+
+Stored = StoredTensor | StoredComposite | Combined | torch.Tensor
+"""Where a tensor is: in a file, in several pieces of a file, in several checkpoints, or in memory."""
+
+
+def pieces(stored: Stored) -> Iterator[StoredTensor | torch.Tensor]:
+    """What the tensor is made of, in the end."""
+    if isinstance(stored, StoredTensor | torch.Tensor):
+        yield stored
+    else:
+        for part in stored.parts:
+            yield from pieces(part)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -173,6 +207,8 @@ class TensorSpec:
     def nbytes(self) -> int:
         """Bytes of the elements, which a view with repeated elements counts in full."""
         stored = self.stored
+        if isinstance(stored, Combined):
+            return math.prod(stored.shape) * stored.dtype.itemsize
         return stored.numel() * stored.itemsize if isinstance(stored, torch.Tensor) else stored.nbytes
 
     @property
@@ -180,7 +216,7 @@ class TensorSpec:
         """ "strided", or what the tensor is made as."""
         if isinstance(self.stored, StoredTensor):
             return "strided"
-        if isinstance(self.stored, StoredComposite):
+        if isinstance(self.stored, StoredComposite | Combined):
             return self.stored.kind
         return str(self.stored.layout).removeprefix("torch.")
 

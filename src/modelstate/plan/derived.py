@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import torch
 
 from modelstate.plan.placement import is_plain
-from modelstate.spec import Stored, StoredComposite, StoredTensor
+from modelstate.spec import Combined, Stored, StoredComposite, StoredTensor, pieces
 
 Change = Callable[..., torch.Tensor]
 """Makes a tensor of others, whose values it may look at or not."""
@@ -35,6 +35,11 @@ class Derived:
         return all(part.of_files if isinstance(part, Derived) else not on_memory(part) for part in self.parts)
 
     @property
+    def scratch_bytes(self) -> int:
+        """Memory that computing it is known to need beside parts and result."""
+        return sum(part.scratch_bytes for part in self.parts if isinstance(part, Combined | Derived))
+
+    @property
     def lacks_values(self) -> bool:
         """Whether it is made of tensors on the meta device."""
         return any(part.lacks_values if isinstance(part, Derived) else on_meta(part) for part in self.parts)
@@ -45,11 +50,24 @@ Source = Stored | Derived
 
 
 def on_memory(stored: Stored) -> bool:
-    return isinstance(stored, torch.Tensor)
+    return any(isinstance(piece, torch.Tensor) for piece in pieces(stored))
 
 
 def on_meta(stored: Stored) -> bool:
-    return isinstance(stored, torch.Tensor) and stored.is_meta
+    return any(isinstance(piece, torch.Tensor) and piece.is_meta for piece in pieces(stored))
+
+
+def to_be_computed(stored: Stored, made: dict[Stored, Derived]) -> Source:
+    """What is computed when it is wanted, as such; any other tensor as it is. `made` has those so far."""
+    if not isinstance(stored, Combined):
+        return stored
+    if stored not in made:
+        made[stored] = Derived(stored.dtype, stored.shape, (stored,), _itself, is_certain=False)
+    return made[stored]
+
+
+def _itself(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor
 
 
 def values_of(source: Source, read: Callable[[Stored], torch.Tensor]) -> torch.Tensor:

@@ -14,7 +14,7 @@ from torch import nn
 
 from modelstate.errors import CodecError, ExtraStateError
 from modelstate.plan.account import Accounts
-from modelstate.plan.derived import Derived, Source, values_of
+from modelstate.plan.derived import Derived, Source, to_be_computed, values_of
 from modelstate.plan.dtypes import cast_between, device_name, short
 from modelstate.plan.explain import model_errors, one_line, plan_error
 from modelstate.plan.journal import Journal, Write
@@ -40,7 +40,7 @@ from modelstate.plan.transforms import Transform, Transforms, bound
 from modelstate.plan.wanted import Places
 from modelstate.read.checkpoint import Checkpoint
 from modelstate.read.mapped import Maps
-from modelstate.spec import ByteRange, StoredComposite, StoredTensor, overlapping
+from modelstate.spec import ByteRange, Stored, StoredComposite, StoredTensor, overlapping
 
 SCRATCH_BYTES = 64 << 20
 """What is read at once to be cast or moved, unless a single tensor is larger."""
@@ -96,8 +96,10 @@ class Assignment:
 
     @property
     def buffer_bytes(self) -> int:
-        """Bytes of memory beside its own that a value passes through."""
-        return self.value.numel() * self.value.itemsize if isinstance(self.stored, Derived) else self.nbytes
+        """Bytes of memory beside its own that the value passes through."""
+        if isinstance(self.stored, Derived):
+            return self.value.numel() * self.value.itemsize + self.stored.scratch_bytes
+        return self.nbytes
 
     @property
     def staged_bytes(self) -> int:
@@ -218,6 +220,7 @@ class Preparation:
         self._cause: Exception | None = None
         self._shown: dict[ByteRange, list[ByteRange]] = {}
         self._late: dict[int, Late] = {}
+        self._late_of: dict[int, Late] = {}
         self.applied = self._apply_rules()
         self._state = self._state_dict()
         self.versions = self._renamed_versions()
@@ -249,7 +252,8 @@ class Preparation:
     def _apply_rules(self) -> Applied:
         """The checkpoint by the names, and in the pieces, of the model."""
         checkpoint, rules = self.checkpoint, self.options.rules
-        entries = {name: Entry(checkpoint.stored(name), (name,)) for name in checkpoint}
+        computed: dict[Stored, Derived] = {}
+        entries = {name: Entry(to_be_computed(checkpoint.stored(name), computed), (name,)) for name in checkpoint}
         entries |= {name: Entry(Value(_decoded(checkpoint, name)), (name,)) for name in checkpoint.extra}
         if not rules:
             return Applied(entries)
@@ -277,9 +281,14 @@ class Preparation:
         """A tensor that gets its values when somebody looks at them: memory that takes none until then."""
         if stored.lacks_values:
             return torch.empty(stored.shape, dtype=stored.dtype, device="meta")
-        value = torch.empty(stored.shape, dtype=stored.dtype, device="cpu")
-        self._late[id(value)] = late = Late(value, stored, self.maps)
-        self.journal.add(late)
+        late = self._late_of.get(id(stored))
+        if late is not None:  # another name of a tied tensor
+            value = late.target.detach()
+        else:
+            value = torch.empty(stored.shape, dtype=stored.dtype, device="cpu")
+            self._late_of[id(stored)] = late = Late(value, stored, self.maps)
+            self.journal.add(late)
+        self._late[id(value)] = late
         return value
 
     def _seen(self, value: torch.Tensor) -> torch.Tensor:
@@ -341,7 +350,7 @@ class Preparation:
         self.used.add(given)
         first = self._by_param.get(id(param))
         if first is not None:
-            if first.value is not value and not same_values(self._seen(first.value), self._seen(value)):
+            if first.value is not value and not self._equal(first.value, value):
                 self.problems.append(TieConflict(name, (first.name,)))
             return
         # What the model's code has had in its hands may have been changed there: the view counts, not the file.
@@ -357,6 +366,12 @@ class Preparation:
             self._check_dtype(made)
         self._check_shared_memory(made)
         self.journal.add(self._make_write(self, made))
+
+    def _equal(self, one: torch.Tensor, other: torch.Tensor) -> bool:
+        late = self._late.get(id(one))
+        if late is not None and late is self._late.get(id(other)):
+            return True  # nothing has to be computed to know
+        return same_values(self._seen(one), self._seen(other))
 
     def move(self, slot: Slot, device: torch.device) -> None:
         """Takes down that a tensor that gets no value goes to a device."""

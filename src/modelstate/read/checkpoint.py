@@ -20,7 +20,7 @@ from modelstate.read.readahead import read_ahead
 from modelstate.read.stamp import Stamp, stamps_of
 from modelstate.read.tree import FlatTree, decoded, flatten, is_container, items_of, rebuild, subtree
 from modelstate.read.verify import verify
-from modelstate.spec import ByteRange, Contents, Encoded, Stored, StoredComposite, StoredTensor, TensorSpec
+from modelstate.spec import ByteRange, Combined, Contents, Encoded, Stored, StoredComposite, StoredTensor, TensorSpec
 
 BATCH_BYTES = 8 << 20
 """What one call reads at the most: large enough to amortise the call, small enough to share work out evenly."""
@@ -36,10 +36,12 @@ class Checkpoint(Mapping[str, TensorSpec]):
     symmetry and drop the maps that `tensor` has made.
     """
 
-    def __init__(self, contents: Contents, *, source: str, key: str | None = None) -> None:
+    def __init__(
+        self, contents: Contents, *, source: str, key: str | None = None, stamps: Mapping[str, Stamp] | None = None
+    ) -> None:
         self._contents = contents
         self._source = source
-        self._stamps = stamps_of(contents.files)
+        self._stamps = stamps_of(contents.files) if stamps is None else stamps
         self._maps = Maps(self._stamps)
         flat = flatten(contents.tree, source)
         self._set(flat, key or "")
@@ -133,7 +135,7 @@ class Checkpoint(Mapping[str, TensorSpec]):
         seen: set[object] = set()
         total = 0
         for name, spec in self.items():
-            key = _bytes_key(spec.stored, name)
+            key = bytes_key(spec.stored, name)
             if key not in seen:
                 seen.add(key)
                 total += spec.nbytes
@@ -183,6 +185,16 @@ class Checkpoint(Mapping[str, TensorSpec]):
         return _Extra(self)
 
     @property
+    def contents(self) -> Contents:
+        """What was read of the source, all of it."""
+        return self._contents
+
+    @property
+    def flat(self) -> FlatTree:
+        """Tensors, values and containers by their paths. Not to be changed."""
+        return self._flat
+
+    @property
     def containers(self) -> tuple[str, ...]:
         """Paths of the dicts that hold tensors: what `key=` may name; the empty path is the whole."""
         return tuple(self._flat.containers)
@@ -192,7 +204,7 @@ class Checkpoint(Mapping[str, TensorSpec]):
         """Groups of names that are the same bytes in the same shape: tied tensors."""
         groups: dict[object, list[str]] = {}
         for name, spec in self.items():
-            groups.setdefault(_bytes_key(spec.stored, name), []).append(name)
+            groups.setdefault(bytes_key(spec.stored, name), []).append(name)
         return tuple(tuple(group) for group in groups.values() if len(group) > 1)
 
     # The bytes.
@@ -211,8 +223,8 @@ class Checkpoint(Mapping[str, TensorSpec]):
 
         The map is private: writing to the tensor never changes the file, but shows in the tensors of this checkpoint
         that share its bytes. See `modelstate.read.mapped.Maps` for what overwriting the file does to it. A mapping's
-        tensor comes as a detached alias, and what was saved as an `nn.Parameter` as one. Raises
-        `TensorNotFoundError`, `ReadFailedError`.
+        tensor comes as a detached alias, and what was saved as an `nn.Parameter` as one. What is combined from several
+        checkpoints is computed anew by each call. Raises `TensorNotFoundError`, `ReadFailedError`, `CombineError`.
         """
         stored = self[name].stored
         tensor = self._maps.tensor(stored)
@@ -384,11 +396,14 @@ def _copied(tensor: torch.Tensor) -> torch.Tensor:
     return empty.set_(storage.clone(), tensor.storage_offset(), tensor.size(), tensor.stride())
 
 
-def _bytes_key(stored: Stored, name: str) -> object:
+def bytes_key(stored: Stored, name: str) -> object:
+    """Equal for tensors that are the same bytes in the same shape; `name` for those without bytes."""
+    if isinstance(stored, Combined):
+        return stored
     if isinstance(stored, StoredTensor):
         return (stored.storage, stored.offset, stored.shape, stored.stride, stored.dtype) if stored.nbytes else name
     if isinstance(stored, StoredComposite):
-        return tuple(_bytes_key(part, name) for part in stored.parts) or name
+        return tuple(bytes_key(part, name) for part in stored.parts) or name
     if stored.layout is torch.strided and stored.device.type != "meta" and type(stored) in _PLAIN and stored.numel():
         return (stored.data_ptr(), str(stored.device), stored.shape, stored.stride(), stored.dtype)
     return id(stored)

@@ -9,7 +9,7 @@ import torch
 
 from modelstate.errors import ReadFailedError
 from modelstate.read.stamp import Stamp, open_unchanged
-from modelstate.spec import ByteRange, Stored, StoredComposite, StoredTensor
+from modelstate.spec import ByteRange, Combined, Stored, StoredComposite, StoredTensor
 
 _NO_RESERVE = getattr(mmap, "MAP_NORESERVE", 0x4000 if sys.platform == "linux" else 0)
 """Linux would count a map that may be written as memory, and refuse a file that is larger than there is."""
@@ -47,6 +47,11 @@ class Maps:
             return self._strided(stored)
         if isinstance(stored, StoredComposite):
             return stored.build([self.tensor(part) for part in stored.parts])
+        if isinstance(stored, Combined):
+            # Maps of its own, which end with it: what was read of the parts leaves the process's memory.
+            own = Maps(self._stamps)
+            with torch.no_grad():
+                return stored.build([own.tensor(part) for part in stored.parts])
         return stored.detach()
 
     def _strided(self, stored: StoredTensor) -> torch.Tensor:

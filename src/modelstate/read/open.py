@@ -5,10 +5,11 @@ import os
 import stat
 from collections.abc import Mapping, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 from modelstate.errors import (
     EmptyFileError,
+    OptionError,
     ReadFailedError,
     ShardIndexError,
     SourceAccessError,
@@ -17,6 +18,8 @@ from modelstate.errors import (
 )
 from modelstate.read import dcp, mapping, safetensors, sharded, torch_legacy, torch_zip
 from modelstate.read.checkpoint import Checkpoint
+from modelstate.read.combine import Combination, CombineFunction
+from modelstate.read.combine import combine as combined
 from modelstate.read.diagnose import HEAD_BYTES, no_checkpoint, other_zip
 from modelstate.read.directory import find_in
 from modelstate.read.paths import local_path, no_access, not_found, special_file
@@ -28,7 +31,12 @@ Source = str | os.PathLike[str] | Mapping[Any, Any]
 
 
 def open(
-    source: Source, *, key: str | None = None, allow: Sequence[object] = (), skip_forbidden: bool = False
+    source: Source | Sequence[Source],
+    *,
+    key: str | None = None,
+    allow: Sequence[object] = (),
+    skip_forbidden: bool = False,
+    combine: Combination | CombineFunction | None = None,
 ) -> Checkpoint:
     """Opens a checkpoint: reads names, shapes, dtypes and places, and no tensor bytes.
 
@@ -41,6 +49,12 @@ def open(
     qualified names, that a pickle may use besides those that torch allows; `skip_forbidden` leaves the others out
     instead of raising.
 
+    A list of sources is opened as one checkpoint, with what the other arguments say for each of them. Their names must
+    be disjoint, unless `combine` says how to make one tensor of several: `Average`, `LoRA`, or a function of a name
+    and of the tensors of all checkpoints that have it, in their order. It is called with tensors on the meta device
+    first, for the shape and dtype of its result, and with the values when they are wanted: then one name at a time, so
+    that no more is in memory than what one name takes.
+
     Raises `SourceNotFoundError`, `SourceAccessError` and `SourceTypeError` for what is no readable path;
     `EmptyFileError`, `UnknownFormatError` (`LfsPointerError`, `HtmlPageError`, `NotACheckpointError`) and
     `TruncatedFileError` for a file that is no checkpoint or none any more; `NoCheckpointError` and
@@ -48,11 +62,18 @@ def open(
     `UnknownDtypeError`, `TensorRangeError`, `TensorSizeError` and `UnsupportedTensorError` for damaged tensors;
     `ArchiveError` (`MissingRecordError`, `CompressedRecordError`, `RecordSizeError`), `PickleError` and
     `ForbiddenGlobalError` for files of torch; `ShardIndexError`, `MissingShardError`, `UnsafePathError` and
-    `DuplicateNameError` for shards: all of them `OpenError`. `KeyNotFoundError` where `key` selects nothing;
-    `ReadFailedError` for an I/O error.
+    `DuplicateNameError` for shards; `CombineError` for a list: all of them `OpenError`. `KeyNotFoundError` where `key`
+    selects nothing; `ReadFailedError` for an I/O error.
     """
+    if isinstance(source, list | tuple):
+        return combined([open(one, key=key, allow=allow, skip_forbidden=skip_forbidden) for one in source], combine)
+    if combine is not None:
+        raise OptionError(
+            "combine= is for several checkpoints", expected="a list of sources", found=type(source).__name__
+        )
     if isinstance(source, Checkpoint):
         return source if key is None else source.select(key)
+    source = cast(Source, source)
     with no_collection():
         contents = read_contents(source, allow=allow, skip_forbidden=skip_forbidden)
         name = "mapping" if isinstance(source, Mapping) else os.fspath(source)

@@ -67,7 +67,7 @@ def read(index_path: str, *, read_file: Callable[[str], Contents]) -> Contents:
         merged._metadata = versions  # type: ignore[attr-defined]
     formats = sorted({found.format for found in contents.values()})
     checksums = {place: crc for found in contents.values() for place, crc in found.checksums.items()}
-    return Contents(" and ".join(formats), merged, (index_path, *paths), _merged_metadata(contents), checksums)
+    return Contents(" and ".join(formats), merged, (index_path, *paths), merged_metadata(contents), checksums)
 
 
 def read_weight_map(index_path: str) -> dict[str, str]:
@@ -209,7 +209,7 @@ def _check_names(index_path: str, weight_map: Mapping[str, str], trees: Mapping[
         )
 
 
-def _merged_metadata(contents: Mapping[str, Contents]) -> dict[str, str]:
+def merged_metadata(contents: Mapping[str, Contents]) -> dict[str, str]:
     """What the shards say of themselves; where they differ, under `shard:key`."""
     merged: dict[str, str] = {}
     for key in dict.fromkeys(key for found in contents.values() for key in found.metadata):

@@ -10,12 +10,12 @@ import torch
 
 from modelstate.codec.codec import decode
 from modelstate.errors import DuplicateNameError, KeyNotFoundError, SourceTypeError
-from modelstate.spec import Encoded, Stored, StoredComposite, StoredTensor
+from modelstate.spec import Combined, Encoded, Stored, StoredComposite, StoredTensor
 
 EXTRA_STATE = "_extra_state"
 """The name under which torch keeps what `Module.get_extra_state` returns."""
 
-_TENSORS = (StoredTensor, StoredComposite, torch.Tensor)
+_TENSORS = (StoredTensor, StoredComposite, Combined, torch.Tensor)
 _MAX_DEPTH = 500
 _MAX_NODES = 5_000_000
 

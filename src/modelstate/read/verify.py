@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from modelstate.errors import ChecksumError, ReadFailedError
 from modelstate.read.ranges import read_threads
 from modelstate.read.stamp import Stamp, open_unchanged
-from modelstate.spec import ByteRange, StoredComposite, StoredTensor
+from modelstate.spec import ByteRange, StoredTensor, pieces
 
 if TYPE_CHECKING:
     from modelstate.read.checkpoint import Checkpoint
@@ -20,9 +20,7 @@ def verify(checkpoint: "Checkpoint") -> int:
     """The body of `Checkpoint.verify`."""
     names_of: dict[ByteRange, list[str]] = {}
     for name, spec in checkpoint.items():
-        stored = spec.stored
-        parts = stored.parts if isinstance(stored, StoredComposite) else (stored,)
-        for part in parts:
+        for part in pieces(spec.stored):
             if isinstance(part, StoredTensor) and part.storage.nbytes:
                 names_of.setdefault(part.storage, []).append(name)
     expected = checkpoint.checksums

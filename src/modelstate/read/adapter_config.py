@@ -1,0 +1,149 @@
+"""`adapter_config.json`, which peft writes beside an adapter: what its weights are multiplied with."""
+
+import json
+import math
+import os
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TypeVar
+
+from modelstate.errors import AdapterError
+
+NAME = "adapter_config.json"
+_T = TypeVar("_T")
+_MAX_BYTES = 10_000_000
+_MAX_PATTERN = 500
+_NOT_MERGED = (
+    *("use_dora", "use_qalora", "use_bdlora", "layer_replication", "target_parameters", "trainable_token_indices"),
+    *("alora_invocation_tokens", "arrow_config", "velora_config", "monteclora_config", "megatron_config"),
+)
+"""Settings by which an adapter is more than two matrices, or stands for another model than its base."""
+
+
+@dataclass(frozen=True, slots=True)
+class AdapterConfig:
+    """How an adapter is scaled. The patterns are regular expressions for the ends of module paths."""
+
+    alpha: float | None = None
+    rank: int | None = None
+    alphas: Mapping[str, float] = field(default_factory=dict)
+    ranks: Mapping[str, int] = field(default_factory=dict)
+    by_root: bool = False
+    """Whether alpha is divided by the square root of the rank (rsLoRA, arXiv:2312.03732)."""
+    fan_in_fan_out: bool | None = None
+    modules_to_save: tuple[str, ...] = ()
+    """Modules that are replaced as a whole."""
+
+    def alpha_of(self, module: str) -> float | None:
+        return _by_pattern(self.alphas, module, self.alpha)
+
+    def rank_of(self, module: str) -> int | None:
+        return _by_pattern(self.ranks, module, self.rank)
+
+
+def _by_pattern(patterns: Mapping[str, _T], module: str, otherwise: _T | None) -> _T | None:
+    """As peft finds it: the first pattern that is the end of the path."""
+    for pattern, value in patterns.items():
+        if re.match(rf"(.*\.)?({pattern})$", module):
+            return value
+    return otherwise
+
+
+def config_beside(files: Sequence[str]) -> AdapterConfig | None:
+    """The configuration in the directory of an adapter's first file; None where there is none.
+
+    Raises `AdapterError` where it is damaged, or says that the adapter is of a kind that is not merged here.
+    """
+    if not files:
+        return None
+    path = os.path.join(os.path.dirname(files[0]), NAME)
+    try:
+        with open(path, "rb") as file:
+            text = file.read(_MAX_BYTES + 1)
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        raise AdapterError("the adapter's configuration cannot be read", where=path, found=error) from error
+    try:
+        if len(text) > _MAX_BYTES:
+            raise ValueError(f"more than {_MAX_BYTES} bytes")
+        return _checked(json.loads(text), path)
+    except (ValueError, RecursionError) as error:
+        if isinstance(error, AdapterError):
+            raise
+        raise AdapterError(
+            "the adapter's configuration is damaged",
+            where=path,
+            found=f"{type(error).__name__}: {error}",
+            remedy="copy it again; or remove it, and give ms.LoRA(alpha=...)",
+        ) from error
+
+
+def _checked(found: object, path: str) -> AdapterConfig:
+    if not isinstance(found, dict):
+        raise ValueError(f"a {type(found).__name__} where an object should be")
+    kind = found.get("peft_type", "LORA")
+    unsupported = [name for name in _NOT_MERGED if found.get(name)]
+    if kind != "LORA" or unsupported:
+        raise AdapterError(
+            "an adapter of this kind is not merged here",
+            where=path,
+            expected='peft_type "LORA", with none of its variants',
+            found=f"peft_type {kind!r}"
+            if kind != "LORA"
+            else ", ".join(f"{name}: {found[name]!r}" for name in unsupported),
+            remedy="merge it with peft: PeftModel.merge_and_unload()",
+        )
+    alphas, ranks = found.get("alpha_pattern") or {}, found.get("rank_pattern") or {}
+    for patterns in (alphas, ranks):
+        if not isinstance(patterns, dict):
+            raise ValueError("a pattern that is no object")
+        for pattern in patterns:
+            _check_pattern(pattern)
+    modules = found.get("modules_to_save") or []
+    if not isinstance(modules, list) or not all(isinstance(name, str) for name in modules):
+        raise ValueError("modules_to_save is no list of names")
+    return AdapterConfig(
+        alpha=_alpha(found.get("lora_alpha")),
+        rank=_rank(found.get("r")),
+        alphas={pattern: _alpha(value) or 0.0 for pattern, value in alphas.items()},
+        ranks={pattern: _rank(value) or 0 for pattern, value in ranks.items()},
+        by_root=_flag(found, "use_rslora"),
+        fan_in_fan_out=_flag(found, "fan_in_fan_out"),
+        modules_to_save=tuple(modules),
+    )
+
+
+def _alpha(value: object) -> float | None:
+    if value is None:
+        return None
+    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+        raise ValueError(f"an alpha of {value!r}")
+    return value
+
+
+def _rank(value: object) -> int | None:
+    if value is None:
+        return None
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise ValueError(f"a rank of {value!r}")
+    return value
+
+
+def _flag(found: Mapping[str, object], name: str) -> bool:
+    value = found.get(name, False)
+    if value is not None and not isinstance(value, bool):
+        raise ValueError(f"{name} is {value!r}")
+    return bool(value)
+
+
+def _check_pattern(pattern: str) -> None:
+    """Refuses expressions that could take for ever, which the file of a stranger may have."""
+    repeats = sum(pattern.count(sign) for sign in "*+{")
+    if len(pattern) > _MAX_PATTERN or repeats > 3 or re.search(r"\)[*+{?]", pattern) or re.search(r"\\\d", pattern):
+        raise ValueError(f"the pattern {pattern[:80]!r} is not read: it could take very long to match")
+    try:
+        re.compile(rf"(.*\.)?({pattern})$")
+    except re.error as error:
+        raise ValueError(f"the pattern {pattern[:80]!r} is no regular expression: {error}") from error

@@ -1,0 +1,271 @@
+"""Adapters of peft's LoRA, added to the weights of their base as these are read.
+
+Method: "LoRA: Low-Rank Adaptation of Large Language Models", Hu et al., arXiv:2106.09685. The arithmetic is that of
+peft's `merge_and_unload`, step by step, so that the results are the same.
+"""
+
+import math
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from difflib import get_close_matches
+
+import torch
+
+from modelstate.errors import AdapterError, OptionError
+from modelstate.read.adapter_config import AdapterConfig, config_beside
+from modelstate.read.checkpoint import Checkpoint, bytes_key
+from modelstate.read.combine import Combination, Merged, is_plain, label, listed, versions_of
+from modelstate.read.tree import FlatTree
+from modelstate.spec import Combined, Stored
+
+_PREFIX = "base_model.model."
+_MATRIX = re.compile(r"(?P<module>.+)\.lora_(?P<kind>embedding_A|embedding_B|A|B)(?:\.(?P<rest>.+))?$")
+_WRAPPED = re.compile(r"\.(?:modules_to_save\.[^.]+|base_layer)(?=\.)")
+_CONV = {3: torch.nn.functional.conv1d, 4: torch.nn.functional.conv2d, 5: torch.nn.functional.conv3d}
+_SAVED_HALF = (torch.float16, torch.bfloat16)
+
+
+@dataclass(frozen=True, slots=True)
+class LoRA(Combination):
+    """A base with its adapters merged, for `ms.open([base, adapter, ...], combine=ms.LoRA())`.
+
+    Each weight W that an adapter has matrices A and B for becomes W + alpha / r * B @ A, for linear layers,
+    embeddings, `Conv1D` of transformers and convolutions, in the base's dtype. Biases and `modules_to_save` of an
+    adapter take the place of the base's. Several adapters are added one after the other. `alpha`, `r`, their overrides
+    for single modules and the scaling of rsLoRA are read from the `adapter_config.json` beside an adapter; what is
+    given here counts instead, for all adapters and modules. DoRA and other variants are refused.
+
+    A matrix that is added to a tied weight of the base changes all its names, as it does in a live model.
+    """
+
+    alpha: float | None = None
+    """What the product is multiplied with, before it is divided by the rank."""
+    rank: int | None = None
+    """The rank that all matrices must have; None takes it from their shapes."""
+    rslora: bool | None = None
+    """Whether alpha is divided by the square root of the rank instead."""
+    fan_in_fan_out: bool | None = None
+    """Whether square weights have their inputs first; other shapes tell by themselves."""
+
+    def __post_init__(self) -> None:
+        alpha, rank = self.alpha, self.rank
+        if alpha is not None and (
+            isinstance(alpha, bool) or not isinstance(alpha, int | float) or not math.isfinite(alpha)
+        ):
+            raise OptionError("alpha= is no finite number", found=repr(alpha))
+        if rank is not None and (isinstance(rank, bool) or not isinstance(rank, int) or rank < 1):
+            raise OptionError("rank= is no positive integer", found=repr(rank))
+
+    def merge(self, sources: Sequence[Checkpoint]) -> Merged:
+        """The weights of the base, with what is added to them when they are wanted."""
+        base = sources[0]
+        if len(sources) < 2:
+            raise AdapterError("there is no adapter", where=base.source, expected="a base, and one adapter or more")
+        problems: list[str] = []
+        deltas: dict[str, list[_Delta]] = {}
+        replaced: dict[str, tuple[int, Stored]] = {}
+        for index, adapter in enumerate(sources[1:], 1):
+            reading = _Adapter(base, adapter, label(sources, index), self._config(adapter), self.rank)
+            reading.read()
+            problems += reading.problems
+            for delta in reading.deltas:
+                deltas.setdefault(delta.name, []).append(delta)
+            for name, stored in reading.replaced.items():
+                if name in replaced:
+                    problems.append(f"{name!r} is replaced by {label(sources, index)} and by [{replaced[name][0]}]")
+                replaced[name] = index, stored
+        problems += [f"{name!r} is both replaced and added to" for name in deltas if name in replaced]
+        if problems:
+            raise AdapterError(
+                f"{len(problems)} tensors of adapters do not fit the base",
+                where=base.source,
+                found=listed(problems, most=12, between="; "),
+                remedy="open the base that the adapter was trained for; its names may need the prefix of a wrapper",
+            )
+        tensors = _added(base, deltas)
+        for name, (_, stored) in replaced.items():
+            like = base.get(name)
+            tensors[name] = stored if like is None or like.dtype == stored.dtype else _cast(stored, like.dtype)
+        return Merged(FlatTree(tensors, dict(base.flat.values), base.flat.containers), versions_of([base]))
+
+    def _config(self, adapter: Checkpoint) -> AdapterConfig:
+        found = config_beside(adapter.files) or AdapterConfig()
+        return AdapterConfig(
+            alpha=found.alpha if self.alpha is None else self.alpha,
+            rank=found.rank,
+            alphas=found.alphas if self.alpha is None else {},
+            ranks=found.ranks,
+            by_root=found.by_root if self.rslora is None else self.rslora,
+            fan_in_fan_out=found.fan_in_fan_out if self.fan_in_fan_out is None else self.fan_in_fan_out,
+            modules_to_save=found.modules_to_save,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class _Delta:
+    """What is added to one tensor of the base."""
+
+    name: str
+    layout: str
+    """"linear", "transposed", "conv", or "bias", which is one tensor and no product."""
+    factors: tuple[Stored, ...]
+    """A and B."""
+    scaling: float
+
+    def of(self, factors: Sequence[torch.Tensor]) -> torch.Tensor:
+        # peft loads adapters in half precision as float32.
+        wide = [one.detach().cpu() for one in factors]
+        wide = [one.float() if one.dtype in _SAVED_HALF else one for one in wide]
+        if self.layout == "bias":
+            return wide[0] * self.scaling
+        a, b = wide
+        product = _convolved(a, b) if self.layout == "conv" else b @ a
+        return (product.T if self.layout == "transposed" else product).mul_(self.scaling)
+
+
+def _convolved(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    if a.dim() == 4 and a.shape[2:] == (1, 1):
+        return (b.squeeze(3).squeeze(2) @ a.squeeze(3).squeeze(2)).unsqueeze(2).unsqueeze(3)
+    return _CONV[a.dim()](a.transpose(0, 1), b).transpose(0, 1)
+
+
+class _Adapter:
+    """An adapter's tensors, each with its place in the base; or what is wrong with it."""
+
+    def __init__(
+        self, base: Checkpoint, adapter: Checkpoint, label: str, config: AdapterConfig, rank: int | None
+    ) -> None:
+        self.base, self.adapter, self.label, self.config, self.rank = base, adapter, label, config, rank
+        self.problems: list[str] = []
+        self.deltas: list[_Delta] = []
+        self.replaced: dict[str, Stored] = {}
+
+    def read(self) -> None:
+        matrices: dict[str, dict[str, str]] = {}
+        adapters: set[str] = set()
+        for full in self.adapter:
+            name = full.removeprefix(_PREFIX)
+            match = _MATRIX.match(name)
+            if match is None:
+                self._replacement(full, _WRAPPED.sub("", name))
+                continue
+            adapter, kind = _kind(match["kind"], match["rest"])
+            adapters.add(adapter)
+            matrices.setdefault(match["module"].replace(".base_layer", ""), {})[kind] = full
+        if len(adapters) > 1:
+            self.problems.append(f"{self.label} holds several adapters: {listed(sorted(adapters))}")
+            return
+        for module, names in matrices.items():
+            self._matrices(module, names)
+
+    def _matrices(self, module: str, names: dict[str, str]) -> None:
+        embedding = names.keys() == {"embedding_A", "embedding_B"}
+        if not embedding and not {"A", "B"} <= names.keys() <= {"A", "B", "B.bias"}:
+            self._problem(next(iter(names.values())), f"has not its counterpart: there are {', '.join(sorted(names))}")
+            return
+        first, second = (names[f"embedding_{kind}" if embedding else kind] for kind in "AB")
+        a, b = self.adapter[first], self.adapter[second]
+        weight = self._base_name(f"{module}.weight", first)
+        if weight is None:
+            return
+        layout = _layout(self.base[weight].shape, a.shape, b.shape, embedding, bool(self.config.fan_in_fan_out))
+        if layout is None:
+            shape = self.base[weight].shape
+            self._problem(first, f"of shape {a.shape}, with B of {b.shape}, does not fit {weight!r} of shape {shape}")
+            return
+        rank = a.shape[0]
+        wanted = {found for found in (self.rank, self.config.rank_of(module)) if found is not None}
+        if wanted - {rank}:
+            self._problem(first, f"has rank {rank}, and rank {sorted(wanted)} was said")
+            return
+        alpha = self.config.alpha_of(module)
+        if alpha is None:
+            self._problem(first, "comes without adapter_config.json: give ms.LoRA(alpha=...)")
+            return
+        scaling = alpha / math.sqrt(rank) if self.config.by_root else alpha / rank
+        self._add(weight, layout, (first, second), scaling)
+        if "B.bias" in names:
+            bias = self._base_name(f"{module}.bias", names["B.bias"])
+            if bias is not None and self.base[bias].shape == self.adapter[names["B.bias"]].shape:
+                self._add(bias, "bias", (names["B.bias"],), scaling)
+            elif bias is not None:
+                self._problem(names["B.bias"], f"does not fit {bias!r} of shape {self.base[bias].shape}")
+
+    def _add(self, name: str, layout: str, factors: tuple[str, ...], scaling: float) -> None:
+        stored = tuple(self.adapter.stored(factor) for factor in factors)
+        for full, one in ((name, self.base.stored(name)), *zip(factors, stored, strict=True)):
+            if not (one.dtype.is_floating_point and one.dtype.itemsize > 1 and is_plain(one)):
+                self._problem(full, f"is {one.dtype}, to which nothing can be added")
+                return
+        self.deltas.append(_Delta(name, layout, stored, scaling))
+
+    def _replacement(self, full: str, name: str) -> None:
+        module = name.rpartition(".")[0]
+        new = any(module == one or f".{module}.".find(f".{one}.") >= 0 for one in self.config.modules_to_save)
+        if new or self._base_name(name, full) is not None:
+            if name in self.replaced:
+                self._problem(full, f"stands for {name!r}, as another tensor does")
+            self.replaced[name] = self.adapter.stored(full)
+
+    def _base_name(self, name: str, full: str) -> str | None:
+        if name in self.base:
+            return name
+        near = get_close_matches(name, self.base, n=1)
+        self._problem(full, f"is for {name!r}, which the base has not" + (f" (but {near[0]!r})" if near else ""))
+        return None
+
+    def _problem(self, full: str, what: str) -> None:
+        self.problems.append(f"{full!r} of {self.label} {what}")
+
+
+def _kind(kind: str, rest: str | None) -> tuple[str, str]:
+    """The adapter's name, empty where it is not in the file, and the kind of tensor."""
+    parts = (rest or "").split(".")
+    last = parts.pop() if parts[-1] in ("weight", "bias", "") else ""
+    return ".".join(parts), f"{kind}.bias" if last == "bias" else kind
+
+
+def _layout(
+    weight: tuple[int, ...], a: tuple[int, ...], b: tuple[int, ...], embedding: bool, fan_in_fan_out: bool
+) -> str | None:
+    """How B @ A becomes what is added to a weight; None where it cannot."""
+    if len(a) < 2 or len(a) != len(b) or a[0] != b[1] or not a[0]:
+        return None
+    if len(a) in _CONV:
+        return "conv" if weight == (b[0], *a[1:]) and set(b[2:]) == {1} else None
+    straight, across = weight == (b[0], a[1]), weight == (a[1], b[0])
+    if len(a) != 2 or not (straight or across):
+        return None
+    if embedding:
+        return "transposed" if across else None
+    return "transposed" if across and (fan_in_fan_out or not straight) else "linear"
+
+
+def _added(base: Checkpoint, deltas: dict[str, list[_Delta]]) -> dict[str, Stored]:
+    """The tensors of the base; those that something is added to are computed, once for all names of a tied one."""
+    keys = {name: bytes_key(stored, name) for name, stored in base.flat.tensors.items()}
+    tied: dict[object, list[_Delta]] = {}
+    for name, found in deltas.items():
+        tied.setdefault(keys[name], []).extend(found)
+    made = {key: _merged(base.stored(found[0].name), found) for key, found in tied.items()}
+    return {name: made.get(keys[name], stored) for name, stored in base.flat.tensors.items()}
+
+
+def _merged(weight: Stored, deltas: Sequence[_Delta]) -> Combined:
+    def build(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+        merged = tensors[0].detach().cpu().clone(memory_format=torch.contiguous_format)
+        at = 1
+        for delta in deltas:
+            merged += delta.of(tensors[at : at + len(delta.factors)])
+            at += len(delta.factors)
+        return merged
+
+    factors = tuple(factor for delta in deltas for factor in delta.factors)
+    # The product, and a factor that is cast.
+    scratch = 4 * math.prod(weight.shape) + 8 * max(math.prod(factor.shape) for factor in factors)
+    return Combined(f"merged with {len(deltas)}", weight.dtype, tuple(weight.shape), (weight, *factors), build, scratch)
+
+
+def _cast(stored: Stored, dtype: torch.dtype) -> Combined:
+    return Combined(str(dtype), dtype, tuple(stored.shape), (stored,), lambda tensors: tensors[0].to(dtype))
