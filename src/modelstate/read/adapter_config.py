@@ -110,7 +110,7 @@ def _checked(found: object, path: str) -> AdapterConfig:
         alphas={pattern: _alpha(value) or 0.0 for pattern, value in alphas.items()},
         ranks={pattern: _rank(value) or 0 for pattern, value in ranks.items()},
         by_root=_flag(found, "use_rslora"),
-        fan_in_fan_out=_flag(found, "fan_in_fan_out"),
+        fan_in_fan_out=_flag(found, "fan_in_fan_out") if "fan_in_fan_out" in found else None,
         modules_to_save=tuple(modules),
     )
 

@@ -21,7 +21,8 @@ from modelstate.spec import Combined, Stored
 
 _PREFIX = "base_model.model."
 _MATRIX = re.compile(r"(?P<module>.+)\.lora_(?P<kind>embedding_A|embedding_B|A|B)(?:\.(?P<rest>.+))?$")
-_WRAPPED = re.compile(r"\.(?:modules_to_save\.[^.]+|base_layer)(?=\.)")
+_SAVED = re.compile(r"\.modules_to_save(\.[^.]+)?(?=\.)")
+_ORIGINAL = ".original_module."
 _CONV = {3: torch.nn.functional.conv1d, 4: torch.nn.functional.conv2d, 5: torch.nn.functional.conv3d}
 _SAVED_HALF = (torch.float16, torch.bfloat16)
 
@@ -46,7 +47,8 @@ class LoRA(Combination):
     rslora: bool | None = None
     """Whether alpha is divided by the square root of the rank instead."""
     fan_in_fan_out: bool | None = None
-    """Whether square weights have their inputs first; other shapes tell by themselves."""
+    """Whether square weights have their inputs first, as `Conv1D` has them. Other shapes tell by themselves, and None
+    takes square ones for what these and the adapter's configuration say; where they differ, it has to be said here."""
 
     def __post_init__(self) -> None:
         alpha, rank = self.alpha, self.rank
@@ -66,7 +68,7 @@ class LoRA(Combination):
         deltas: dict[str, list[_Delta]] = {}
         replaced: dict[str, tuple[int, Stored]] = {}
         for index, adapter in enumerate(sources[1:], 1):
-            reading = _Adapter(base, adapter, label(sources, index), self._config(adapter), self.rank)
+            reading = _Adapter(base, adapter, label(sources, index), self._config(adapter), self)
             reading.read()
             problems += reading.problems
             for delta in reading.deltas:
@@ -97,7 +99,7 @@ class LoRA(Combination):
             alphas=found.alphas if self.alpha is None else {},
             ranks=found.ranks,
             by_root=found.by_root if self.rslora is None else self.rslora,
-            fan_in_fan_out=found.fan_in_fan_out if self.fan_in_fan_out is None else self.fan_in_fan_out,
+            fan_in_fan_out=found.fan_in_fan_out,
             modules_to_save=found.modules_to_save,
         )
 
@@ -108,12 +110,13 @@ class _Delta:
 
     name: str
     layout: str
-    """"linear", "transposed", "conv", or "bias", which is one tensor and no product."""
+    """"linear", "transposed", "embedding", "conv", or "bias", which is one tensor and no product."""
     factors: tuple[Stored, ...]
     """A and B."""
     scaling: float
 
-    def of(self, factors: Sequence[torch.Tensor]) -> torch.Tensor:
+    def of(self, factors: Sequence[torch.Tensor], dtype: torch.dtype) -> torch.Tensor:
+        """What is added to a weight of `dtype`, from A and B."""
         # peft loads adapters in half precision as float32.
         wide = [one.detach().cpu() for one in factors]
         wide = [one.float() if one.dtype in _SAVED_HALF else one for one in wide]
@@ -121,6 +124,8 @@ class _Delta:
             return wide[0] * self.scaling
         a, b = wide
         product = _convolved(a, b) if self.layout == "conv" else b @ a
+        if self.layout == "embedding":
+            return product.T.mul_(self.scaling).to(dtype)  # peft rounds these alone before it adds them
         return (product.T if self.layout == "transposed" else product).mul_(self.scaling)
 
 
@@ -133,13 +138,14 @@ def _convolved(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
 class _Adapter:
     """An adapter's tensors, each with its place in the base; or what is wrong with it."""
 
-    def __init__(
-        self, base: Checkpoint, adapter: Checkpoint, label: str, config: AdapterConfig, rank: int | None
-    ) -> None:
-        self.base, self.adapter, self.label, self.config, self.rank = base, adapter, label, config, rank
+    def __init__(self, base: Checkpoint, adapter: Checkpoint, label: str, config: AdapterConfig, asked: LoRA) -> None:
+        self.base, self.adapter, self.label, self.config = base, adapter, label, config
+        self.rank, self.asked = asked.rank, asked.fan_in_fan_out
+        self.flips_square: bool | None = False
         self.problems: list[str] = []
         self.deltas: list[_Delta] = []
         self.replaced: dict[str, Stored] = {}
+        """By their names in the base."""
 
     def read(self) -> None:
         matrices: dict[str, dict[str, str]] = {}
@@ -148,16 +154,33 @@ class _Adapter:
             name = full.removeprefix(_PREFIX)
             match = _MATRIX.match(name)
             if match is None:
-                self._replacement(full, _WRAPPED.sub("", name))
+                self._replacement(full, name.replace(".base_layer.", "."))
                 continue
             adapter, kind = _kind(match["kind"], match["rest"])
             adapters.add(adapter)
-            matrices.setdefault(match["module"].replace(".base_layer", ""), {})[kind] = full
+            matrices.setdefault(match["module"], {})[kind] = full
         if len(adapters) > 1:
             self.problems.append(f"{self.label} holds several adapters: {listed(sorted(adapters))}")
             return
+        self.flips_square = self._flips_square(matrices)
         for module, names in matrices.items():
             self._matrices(module, names)
+
+    def _flips_square(self, matrices: dict[str, dict[str, str]]) -> bool | None:
+        """Whether square weights have their inputs first, as those of `Conv1D` do; None where that is not clear.
+
+        peft sees the class of the module, and writes down that of the last one; here the other weights tell too.
+        """
+        if self.asked is not None:
+            return self.asked
+        seen = set()
+        for module, names in matrices.items():
+            spec = self.base.get(f"{module}.weight")
+            if spec is not None and names.keys() >= {"A", "B"} and len(spec.shape) == 2 and len(set(spec.shape)) == 2:
+                seen.add(spec.shape[0] != self.adapter[names["B"]].shape[0])
+        if self.config.fan_in_fan_out is not None:
+            seen.add(self.config.fan_in_fan_out)
+        return (True in seen) if len(seen) < 2 else None
 
     def _matrices(self, module: str, names: dict[str, str]) -> None:
         embedding = names.keys() == {"embedding_A", "embedding_B"}
@@ -169,9 +192,18 @@ class _Adapter:
         weight = self._base_name(f"{module}.weight", first)
         if weight is None:
             return
-        layout = _layout(self.base[weight].shape, a.shape, b.shape, embedding, bool(self.config.fan_in_fan_out))
+        shape = self.base[weight].shape
+        layout = _layout(shape, a.shape, b.shape, embedding)
+        if layout == "square":
+            if self.flips_square is None:
+                self._problem(
+                    first,
+                    f"is for the square {weight!r}, which may have its inputs first or last: give "
+                    "ms.LoRA(fan_in_fan_out=...)",
+                )
+                return
+            layout = "transposed" if self.flips_square else "linear"
         if layout is None:
-            shape = self.base[weight].shape
             self._problem(first, f"of shape {a.shape}, with B of {b.shape}, does not fit {weight!r} of shape {shape}")
             return
         rank = a.shape[0]
@@ -201,11 +233,17 @@ class _Adapter:
         self.deltas.append(_Delta(name, layout, stored, scaling))
 
     def _replacement(self, full: str, name: str) -> None:
-        module = name.rpartition(".")[0]
-        new = any(module == one or f".{module}.".find(f".{one}.") >= 0 for one in self.config.modules_to_save)
-        if new or self._base_name(name, full) is not None:
-            if name in self.replaced:
-                self._problem(full, f"stands for {name!r}, as another tensor does")
+        """Takes a tensor that stands for one of the base."""
+        if _ORIGINAL in name:
+            return  # what the base had there when the adapter was made
+        plain = {_SAVED.sub(r"\1", name), _SAVED.sub("", name)}  # with and without the adapter's name
+        if len(plain) > 1 or plain != {name}:
+            # The same tensor may be there by its plain name too.
+            name = next((one for one in sorted(plain) if one in self.base), _SAVED.sub("", name))
+            if _PREFIX + name in self.adapter or name in self.replaced:
+                return
+        module = f".{name.rpartition('.')[0]}."
+        if any(f".{one}." in module for one in self.config.modules_to_save) or self._base_name(name, full) is not None:
             self.replaced[name] = self.adapter.stored(full)
 
     def _base_name(self, name: str, full: str) -> str | None:
@@ -226,9 +264,7 @@ def _kind(kind: str, rest: str | None) -> tuple[str, str]:
     return ".".join(parts), f"{kind}.bias" if last == "bias" else kind
 
 
-def _layout(
-    weight: tuple[int, ...], a: tuple[int, ...], b: tuple[int, ...], embedding: bool, fan_in_fan_out: bool
-) -> str | None:
+def _layout(weight: tuple[int, ...], a: tuple[int, ...], b: tuple[int, ...], embedding: bool) -> str | None:
     """How B @ A becomes what is added to a weight; None where it cannot."""
     if len(a) < 2 or len(a) != len(b) or a[0] != b[1] or not a[0]:
         return None
@@ -238,8 +274,10 @@ def _layout(
     if len(a) != 2 or not (straight or across):
         return None
     if embedding:
-        return "transposed" if across else None
-    return "transposed" if across and (fan_in_fan_out or not straight) else "linear"
+        return "embedding" if across else None
+    if straight and across:
+        return "square"
+    return "transposed" if across else "linear"
 
 
 def _added(base: Checkpoint, deltas: dict[str, list[_Delta]]) -> dict[str, Stored]:
@@ -257,7 +295,7 @@ def _merged(weight: Stored, deltas: Sequence[_Delta]) -> Combined:
         merged = tensors[0].detach().cpu().clone(memory_format=torch.contiguous_format)
         at = 1
         for delta in deltas:
-            merged += delta.of(tensors[at : at + len(delta.factors)])
+            merged += delta.of(tensors[at : at + len(delta.factors)], weight.dtype)
             at += len(delta.factors)
         return merged
 
