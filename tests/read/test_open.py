@@ -350,7 +350,7 @@ def test_a_repository(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         (None, "NoneType"),
         (3, "int"),
         (b"x.pt", "bytes"),
-        (["x.pt"], "list"),
+        ({"x.pt"}, "set"),
         (torch.nn.Linear(1, 1), "state_dict"),
         (io.BytesIO(b""), "the path of the file"),
         ("", "no path"),

@@ -108,6 +108,8 @@ def _stage_one(preparation: Preparation, made: Assignment) -> None:
     elif made.placement.name == "copy" and isinstance(made.stored, torch.Tensor):
         # A live tensor is as good as a copy of it, unless the load itself is about to overwrite it.
         made.final = made.value.clone() if preparation.own_memory.hold(made.value) else made.value
+    elif isinstance(made.stored, Derived):
+        _finish(made, values_of(made.stored, preparation.maps.tensor))  # which copies it out of what it may share
     else:
         value = _own_value(preparation, made)
         if isinstance(made.stored, Derived) and _is_as_wanted(made, value):

@@ -478,9 +478,8 @@ class Preparation:
         needing = [made for made in self.assignments if not made.placement.mapped]
         staged = sum(made.staged_bytes for made in needing)
         cast = [made for made in needing if made.needs_buffer and made.transform is None]
-        sizes = [made.buffer_bytes for made in cast if not isinstance(made.stored, Derived)]
-        computed = [made.buffer_bytes for made in cast if isinstance(made.stored, Derived)]  # one by one
-        scratch = max(max(computed, default=0), max(sizes, default=0), min(sum(sizes), SCRATCH_BYTES))
+        read_together = sum(made.buffer_bytes for made in cast if made.is_run_of_bytes)
+        scratch = max(max((made.buffer_bytes for made in cast), default=0), min(read_together, SCRATCH_BYTES))
         # The buffer is there while values are remade out of it, and gone when transforms get theirs one by one.
         remade = scratch + max((made.passing_bytes for made in needing if made.remake is not None), default=0)
         alone = max((made.passing_bytes for made in needing if made.transform is not None), default=0)

@@ -10,6 +10,7 @@ from modelstate.errors import CombineError, OptionError
 from modelstate.read.checkpoint import Checkpoint, bytes_key
 from modelstate.read.combine import Combination, Merged, check_values, is_plain, label, listed, versions_of, where
 from modelstate.read.equality import same_tensor
+from modelstate.read.fresh import fresh
 from modelstate.read.tree import FlatTree
 from modelstate.spec import Combined, Stored
 
@@ -138,14 +139,16 @@ def _sum(
 ) -> torch.Tensor:
     """The weighted sum; with `keep`, an element that is the same in all stays what it is, whatever the rounding."""
     wide = _COMPUTED_IN[dtype]
-    out = torch.zeros(shape, dtype=dtype, device="cpu")
+    out = fresh(shape, dtype)
     flat = [tensor.detach().to("cpu").resolve_conj().resolve_neg().reshape(-1) for tensor in tensors]
     into = out.view(-1)
+    scratch = fresh((2, min(_CHUNK, into.numel())), wide)  # one for all chunks
     for start in range(0, into.numel() if flat else 0, _CHUNK):
         pieces = [tensor[start : start + _CHUNK] for tensor in flat]
-        total = pieces[0].to(wide, copy=True).mul_(weights[0])
+        total, widened = scratch[:, : pieces[0].numel()]
+        total.copy_(pieces[0]).mul_(weights[0])
         for piece, weight in zip(pieces[1:], weights[1:], strict=True):
-            total.add_(piece.to(wide), alpha=weight)
+            total.add_(widened.copy_(piece), alpha=weight)
         if keep:
             same = torch.ones_like(total, dtype=torch.bool)
             for piece in pieces[1:]:

@@ -16,6 +16,7 @@ from modelstate.errors import AdapterError, OptionError
 from modelstate.read.adapter_config import AdapterConfig, config_beside
 from modelstate.read.checkpoint import Checkpoint, bytes_key
 from modelstate.read.combine import Combination, Merged, is_plain, label, listed, versions_of
+from modelstate.read.fresh import fresh
 from modelstate.read.tree import FlatTree
 from modelstate.spec import Combined, Stored
 
@@ -123,7 +124,10 @@ class _Delta:
         if self.layout == "bias":
             return wide[0] * self.scaling
         a, b = wide
-        product = _convolved(a, b) if self.layout == "conv" else b @ a
+        if self.layout == "conv":
+            product = _convolved(a, b)
+        else:
+            product = torch.mm(b, a, out=fresh((b.shape[0], a.shape[1]), a.dtype))
         if self.layout == "embedding":
             return product.T.mul_(self.scaling).to(dtype)  # peft rounds these alone before it adds them
         return (product.T if self.layout == "transposed" else product).mul_(self.scaling)
@@ -189,6 +193,9 @@ class _Adapter:
             return
         first, second = (names[f"embedding_{kind}" if embedding else kind] for kind in "AB")
         a, b = self.adapter[first], self.adapter[second]
+        if a.dtype != b.dtype:
+            self._problem(first, f"is {a.dtype}, and its B is {b.dtype}")
+            return
         weight = self._base_name(f"{module}.weight", first)
         if weight is None:
             return
@@ -292,7 +299,7 @@ def _added(base: Checkpoint, deltas: dict[str, list[_Delta]]) -> dict[str, Store
 
 def _merged(weight: Stored, deltas: Sequence[_Delta]) -> Combined:
     def build(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-        merged = tensors[0].detach().cpu().clone(memory_format=torch.contiguous_format)
+        merged = fresh(weight.shape, weight.dtype).copy_(tensors[0].detach())
         at = 1
         for delta in deltas:
             merged += delta.of(tensors[at : at + len(delta.factors)], weight.dtype)
