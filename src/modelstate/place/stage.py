@@ -109,21 +109,22 @@ def _stage_one(preparation: Preparation, made: Assignment) -> None:
         # A live tensor is as good as a copy of it, unless the load itself is about to overwrite it.
         made.final = made.value.clone() if preparation.own_memory.hold(made.value) else made.value
     elif isinstance(made.stored, Derived):
-        _finish(made, values_of(made.stored, preparation.maps.tensor))  # which copies it out of what it may share
-    else:
-        value = _own_value(preparation, made)
-        if isinstance(made.stored, Derived) and _is_as_wanted(made, value):
-            made.final = value
+        value = values_of(made.stored, preparation.maps.tensor)
+        if made.remake is None and _is_as_wanted(made, value):
+            made.final = value.detach()
         else:
-            _finish(made, value)
+            _finish(made, value)  # which copies it out of what it may share
+    else:
+        _finish(made, _own_value(preparation, made))
 
 
 def _is_as_wanted(made: Assignment, value: torch.Tensor) -> bool:
-    """Whether a value that nobody else has can stay where it is."""
+    """Whether a value can stay where it is: nobody else has it, and it is as the slot wants it."""
     _, stride, dtype = _layout(made)
     in_order = value.is_contiguous() if stride is None else tuple(value.stride()) == stride
     fits = value.dtype == dtype and value.device == made.device and value.shape == made.param.shape
-    return is_plain(value) and fits and in_order and not value.is_inference() and not value.is_conj()
+    own = is_plain(value) and storage_owners(value) == 1 and not value.is_inference() and not value.is_conj()
+    return own and fits and in_order
 
 
 def check_budget(preparation: Preparation, max_memory_bytes: int | None) -> None:
