@@ -68,10 +68,10 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ("skeleton", "dict()", 0, 0),
         ("skeleton", "dict(map=False)", MODEL_BYTES, 0),
         ("skeleton", "dict(dtype=torch.bfloat16)", MODEL_BYTES // 2, 64 << 20),
-        # torchao takes two copies of a weight at a time.
-        ("skeleton", f"dict({INT8})", MODEL_BYTES // 4, SCRATCH_BYTES + MODEL_BYTES // 8),
-        ("skeleton", f"dict({INT8}, dtype=torch.bfloat16)", MODEL_BYTES // 4, SCRATCH_BYTES + MODEL_BYTES * 5 // 32),
-        ("materialised", f"dict({INT8})", MODEL_BYTES // 4, SCRATCH_BYTES + MODEL_BYTES // 8),
+        # torchao takes up to three copies of a weight at a time.
+        ("skeleton", f"dict({INT8})", MODEL_BYTES // 4, SCRATCH_BYTES + MODEL_BYTES * 3 // 16),
+        ("skeleton", f"dict({INT8}, dtype=torch.bfloat16)", MODEL_BYTES // 4, SCRATCH_BYTES + MODEL_BYTES * 7 // 32),
+        ("materialised", f"dict({INT8})", MODEL_BYTES // 4, SCRATCH_BYTES + MODEL_BYTES * 3 // 16),
     ],
 )
 def test_a_report_tells_the_memory_that_was_taken(
