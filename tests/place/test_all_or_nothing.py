@@ -17,9 +17,10 @@ from torch import nn
 
 import modelstate as ms
 from modelstate import errors
+from modelstate.plan.assignment import Assignment
 from modelstate.plan.journal import Journal
 from modelstate.plan.memento import Memento
-from modelstate.plan.prepare import Assignment, Preparation
+from modelstate.plan.prepare import Preparation
 from tests.place.fingerprint import described, interrupted_at, whole
 
 

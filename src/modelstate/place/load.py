@@ -18,10 +18,11 @@ from modelstate.place.place import Place
 from modelstate.place.progress import progress_bar
 from modelstate.place.report import Described, Loaded, Report
 from modelstate.place.stage import check_budget, read_in_place, stage
+from modelstate.plan.assignment import Row, step_of
 from modelstate.plan.journal import Journal
 from modelstate.plan.placement import is_plain
 from modelstate.plan.plan import Options, Plan, Step
-from modelstate.plan.prepare import Preparation, Row, step_of
+from modelstate.plan.prepare import Preparation
 from modelstate.plan.rules.chain import check_rules
 from modelstate.plan.rules.rule import Rule
 from modelstate.plan.rules.schema import Schema

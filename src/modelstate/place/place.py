@@ -7,9 +7,10 @@ import torch
 from modelstate.place.stage import stage_one
 from modelstate.place.swap import become, give_memory, point_to
 from modelstate.place.swap_tensors import refusals
+from modelstate.plan.assignment import Assignment
 from modelstate.plan.journal import Journal, Write
 from modelstate.plan.placement import copy_cannot_fail, is_plain
-from modelstate.plan.prepare import Assignment, Preparation
+from modelstate.plan.prepare import Preparation
 from modelstate.plan.torch_private import module_load
 
 

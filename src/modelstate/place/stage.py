@@ -11,9 +11,10 @@ from torch.autograd.graph import increment_version
 
 from modelstate.errors import MemoryBudgetError, ModelStateError, PlacementError, TransformError
 from modelstate.place.memory import HeapTrim, PageWatch, aligned, fresh_tensors
+from modelstate.plan.assignment import SCRATCH_BYTES, Assignment
 from modelstate.plan.derived import Derived, values_of
 from modelstate.plan.placement import after_remaking, after_transform, is_dense, is_plain
-from modelstate.plan.prepare import SCRATCH_BYTES, Assignment, Preparation
+from modelstate.plan.prepare import Preparation
 from modelstate.plan.torch_private import payload_of, storage_id, storage_owners
 from modelstate.plan.transforms import Transform
 from modelstate.read.checkpoint import is_plain_memory
@@ -109,7 +110,7 @@ def _stage_one(preparation: Preparation, made: Assignment) -> None:
         # A live tensor is as good as a copy of it, unless the load itself is about to overwrite it.
         made.final = made.value.clone() if preparation.own_memory.hold(made.value) else made.value
     elif isinstance(made.stored, Derived):
-        value = values_of(made.stored, preparation.maps.tensor)
+        value = values_of(made.stored, preparation.incoming.maps.tensor)
         if made.remake is None and _is_as_wanted(made, value):
             made.final = value.detach()
         else:
@@ -146,9 +147,9 @@ def _own_value(preparation: Preparation, made: Assignment) -> torch.Tensor:
         _read(preparation, [(made, fresh)], lambda _: None)
         return fresh
     if isinstance(made.stored, StoredComposite):
-        return made.stored.build([preparation.maps.tensor(part).clone() for part in made.stored.parts])
+        return made.stored.build([preparation.incoming.maps.tensor(part).clone() for part in made.stored.parts])
     if isinstance(made.stored, Derived):
-        value = values_of(made.stored, preparation.maps.tensor)
+        value = values_of(made.stored, preparation.incoming.maps.tensor)
         return value.clone() if storage_owners(value) > 1 else value.detach()
     if is_plain(made.value):
         return made.value.detach().clone()

@@ -66,7 +66,7 @@ class Accounts:
         problems += [Complaint("", message) for message in self.outcome.errors]
         problems += self._uninitialised((set(missing) - allowed).union(problem.name for problem in problems))
         problems += self.may_miss.idle() + self.may_exceed.idle()
-        problems += [IdlePattern(rule, option="rules") for rule in self.of.applied.idle]
+        problems += [IdlePattern(rule, option="rules") for rule in self.of.incoming.applied.idle]
         problems += [*self.of.transforms.problems, *self.of.transforms.idle()]
         self._move_the_rest()
         if self.of.slots.tensors and not self.of.assignments and not problems:
@@ -85,7 +85,7 @@ class Accounts:
 
     def _fitting(self) -> list[str]:
         """Names that are the same on both sides."""
-        return [name for name in self.of.applied.entries if name in self.of.slots.by_name]
+        return [name for name in self.of.incoming.applied.entries if name in self.of.slots.by_name]
 
     def _computed(self) -> list[str]:
         """Names that code of the model filled, which the checkpoint does not have."""
@@ -96,7 +96,7 @@ class Accounts:
         left, passed, equal = [], [], []
         for name in dict.fromkeys(self.outcome.unexpected):
             slot = self.of.slots.by_name.get(name)
-            if self.may_exceed.allow(self.of.source_of(name)) or self.may_exceed.allow(name):
+            if self.may_exceed.allow(self.of.incoming.source_of(name)) or self.may_exceed.allow(name):
                 passed.append(name)
             elif slot is not None and slot.kind == HIDDEN:
                 equal += self._hidden_buffer(slot, name)
@@ -157,7 +157,7 @@ class Accounts:
         """Names that neither came to a slot nor were found to be missing: overrides and hooks have dealt with them."""
         of = self.of
         named = {*missing, *unexpected, *self.outcome.unexpected, *of.extra_states, *(p.name for p in of.problems)}
-        if gone := [name for name in of.applied.entries if name not in of.used and name not in named]:
+        if gone := [name for name in of.incoming.applied.entries if name not in of.used and name not in named]:
             self._note(gone, "went into the model's own loading code")
         known = {*named, *self.outcome.missing}
         if absent := [name for name in of.slots.extra if name not in known]:
@@ -183,7 +183,7 @@ class Accounts:
         """Says so where modules decide by a version how to load, and the checkpoint has lost it."""
         if not self.of.journal.armed:
             return  # no module has loading code of its own
-        versions = self.of.versions or {}
+        versions = self.of.incoming.versions or {}
         deciding = {
             type(module).__name__
             for path, module in self.of.model.named_modules()

@@ -5,7 +5,7 @@ bytes, with everything known that could keep them from being carried out.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cached_property, partial
 from typing import Any
 
@@ -14,14 +14,16 @@ from torch import nn
 
 from modelstate.errors import CodecError, ExtraStateError
 from modelstate.plan.account import Accounts
-from modelstate.plan.derived import Derived, Source, to_be_computed, values_of
-from modelstate.plan.dtypes import cast_between, device_name, short
+from modelstate.plan.assignment import SCRATCH_BYTES, Assignment, Row, step_of
+from modelstate.plan.derived import Derived, Source
+from modelstate.plan.dtypes import cast_between, short
 from modelstate.plan.explain import model_errors, one_line, plan_error
+from modelstate.plan.incoming import Incoming, Undecoded
 from modelstate.plan.journal import Journal, Write
 from modelstate.plan.matching import matching_part
-from modelstate.plan.overlap import Addresses, clash, overlap, same_values
+from modelstate.plan.overlap import Addresses, clash, overlap
 from modelstate.plan.placement import Placement, choose, is_plain
-from modelstate.plan.plan import Options, Plan, Step, cast_text
+from modelstate.plan.plan import Options, Plan, Step
 from modelstate.plan.problems import (
     BadExtraState,
     NotATensor,
@@ -32,147 +34,16 @@ from modelstate.plan.problems import (
     WrongShape,
 )
 from modelstate.plan.recorder import Outcome, walk
-from modelstate.plan.rules.chain import Applied, apply_rules, renamed_by
-from modelstate.plan.rules.rule import Entry, Value
+from modelstate.plan.rules.chain import renamed_by
 from modelstate.plan.slots import BUFFER, EXTRA, HIDDEN, PARAMETER, Slot, slots_of
-from modelstate.plan.torch_private import payload_of, storage_id
-from modelstate.plan.transforms import Transform, Transforms, bound
-from modelstate.plan.wanted import Places
+from modelstate.plan.torch_private import storage_id
+from modelstate.plan.transforms import Transforms, bound
 from modelstate.read.checkpoint import Checkpoint
-from modelstate.read.mapped import Maps
-from modelstate.spec import ByteRange, Stored, StoredComposite, StoredTensor, overlapping
-
-SCRATCH_BYTES = 64 << 20
-"""What is read at once to be cast or moved, unless a single tensor is larger."""
-
+from modelstate.spec import ByteRange, StoredTensor, overlapping
 
 _CPU = torch.device("cpu")
 CHECK_EXTRA_STATE = "_modelstate_check_extra_state"
 """The method of modules that can say what is wrong with an extra state without taking it."""
-
-
-@dataclass(slots=True, eq=False)
-class Assignment:
-    """A value on its way into a slot."""
-
-    name: str
-    """The name in the model."""
-    kind: str
-    param: torch.Tensor
-    """The tensor that is there now."""
-    value: torch.Tensor
-    """What goes there, as the checkpoint has it: a view of the file, whose bytes have not been read."""
-    source: str
-    """The name in the checkpoint; empty where code of the model computed the value."""
-    stored: Source | None
-    """Where the value lies; None where it was computed, or in the hands of the model's code."""
-    placement: Placement
-    dtype: torch.dtype
-    """After the load."""
-    device: torch.device
-    """After the load."""
-    given: str = ""
-    """The name under which the value was handed to the model; empty where code of the model computed it."""
-    transform: Transform | None = None
-    """Called with the value as the checkpoint has it; what it returns is asked for."""
-    remake: Transform | None = None
-    """Called with the value as it would be loaded: cast, and on its device."""
-    remake_bytes: int = 0
-    """Bytes of memory that it takes beside that value and what it returns."""
-    freezes: bool = False
-    """Whether the slot gets no gradient any more, as the remade value says."""
-    final: torch.Tensor | None = None
-    """The value as it will be, once it has been read, cast and transformed."""
-    seconds: float = 0.0
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes to read: those of the parts, where the value is made of several tensors."""
-        if isinstance(self.stored, (StoredTensor, StoredComposite, Derived)):
-            return self.stored.nbytes
-        return sum(part.numel() * part.itemsize for part in payload_of(self.value)) or (
-            self.value.numel() * self.value.itemsize
-        )
-
-    @property
-    def buffer_bytes(self) -> int:
-        """Bytes of memory beside its own that the value passes through."""
-        if isinstance(self.stored, Derived):
-            return self.value.numel() * self.value.itemsize + self.stored.scratch_bytes
-        return self.nbytes
-
-    @property
-    def staged_bytes(self) -> int:
-        """Bytes of memory that the value takes until it is copied into its slot."""
-        waits = self.placement.staged and not isinstance(self.stored, torch.Tensor)
-        return self.value.numel() * self.dtype.itemsize if waits else 0
-
-    @property
-    def is_run_of_bytes(self) -> bool:
-        """Whether the bytes of the file are, in their order, those of the value."""
-        return isinstance(self.stored, StoredTensor) and self.stored.nbytes > 0 and self.stored.is_contiguous
-
-    @property
-    def on_cpu(self) -> bool:
-        return self.device.type == "cpu"
-
-    @property
-    def needs_buffer(self) -> bool:
-        """Whether the value is read, or put together, in other memory than it ends in."""
-        if self.placement.mapped or isinstance(self.stored, torch.Tensor):
-            return False
-        changes = self.value.dtype != self.dtype or self.remake is not None
-        return changes or not self.on_cpu or not self.is_run_of_bytes
-
-    @property
-    def passing_bytes(self) -> int:
-        """Bytes of memory that a transform takes for this value, as far as anybody knows beforehand."""
-        if self.transform is not None:
-            return 0 if self.placement.mapped else self.nbytes  # what it is given
-        if self.remake is None:
-            return 0
-        ordered = all(one.is_contiguous() for one in (self.value, self.param) if is_plain(one))
-        straight = self.value.dtype == self.dtype and ordered and not isinstance(self.stored, Derived)
-        copied = 0 if straight or not self.on_cpu else self.value.numel() * self.dtype.itemsize
-        return self.remake_bytes + copied + (self.nbytes if isinstance(self.stored, torch.Tensor) else 0)
-
-    @property
-    def reads_plainly(self) -> bool:
-        """Whether nothing but a read, and perhaps a cast, stands between the file and the slot."""
-        return self.transform is None and not self.placement.mapped and not self.placement.by_handler
-
-    @property
-    def reads_unchanged(self) -> bool:
-        """Whether what is read is what is wanted, where it is wanted."""
-        return self.value.dtype == self.dtype and self.on_cpu and self.remake is None
-
-
-class Late(Write):
-    """The values of a tensor that rules compute, for when code of the model looks at them during the walk."""
-
-    __slots__ = ("maps", "stored")
-
-    def __init__(self, value: torch.Tensor, stored: Derived, maps: Maps) -> None:
-        super().__init__(value, value)
-        self.stored, self.maps = stored, maps
-
-    def run(self, journal: Journal | None) -> None:
-        with torch.no_grad():
-            self.target.copy_(values_of(self.stored, self.maps.tensor))
-
-
-@dataclass(frozen=True, slots=True)
-class Undecoded:
-    """A value of the checkpoint that cannot be decoded here, which is no matter where nobody takes it."""
-
-    error: CodecError
-
-
-def _decoded(checkpoint: Checkpoint, name: str) -> Any:
-    try:
-        return checkpoint.extra[name]
-    except CodecError as error:
-        return Undecoded(error)
 
 
 class Preparation:
@@ -207,7 +78,6 @@ class Preparation:
             self.checkpoint = matching_part(checkpoint, wanted, partial(renamed_by, options.rules))
             if rest := len(checkpoint) - len(self.checkpoint):
                 self.notes.append(f"{rest} tensors of other parts of the checkpoint are not loaded")
-        self.maps = self.checkpoint.maps()
         self.assignments: list[Assignment] = []
         self.moves: list[Assignment] = []
         """Tensors that no value goes to, and that only go to another device."""
@@ -219,92 +89,21 @@ class Preparation:
         self._by_storage: dict[int, list[Assignment]] = {}
         self._cause: Exception | None = None
         self._shown: dict[ByteRange, list[ByteRange]] = {}
-        self._late: dict[int, Late] = {}
-        self._late_of: dict[int, Late] = {}
-        self.applied = self._apply_rules()
-        self._state = self._state_dict()
-        self.versions = self._renamed_versions()
+        self.incoming = Incoming(self.checkpoint, self.options.rules, self.model, self.slots, journal)
+        self.problems += self.incoming.applied.problems
         outcome = Outcome()
         self._walk(outcome)
         if journal.armed:
             self.slots = slots_of(self.model)
         Accounts(self, outcome).settle()
-        for late in self._late.values():
-            late.done = True  # nobody looks at the values any more before they are wanted in their slots
-
-    def _renamed_versions(self) -> dict[str, dict[str, Any]] | None:
-        """The versions of the checkpoint's modules by the names that the rules make of them."""
-        versions = self.checkpoint.versions
-        if versions is None:
-            return None
-        # A module is renamed as its tensors are.
-        moved: dict[str, set[str]] = {}
-        for name, entry in self.applied.entries.items():
-            if entry.rules and len(entry.sources) == 1:
-                moved.setdefault(entry.sources[0].rpartition(".")[0], set()).add(name.rpartition(".")[0])
-        found: dict[str, dict[str, Any]] = {}
-        for path, saved in versions.items():
-            (only,) = moved[path] if len(moved.get(path, ())) == 1 else (None,)
-            by_rules = renamed_by(self.options.rules, f"{path}.x" if path else "x").rpartition(".")[0]
-            found[by_rules if only is None else only] = saved
-        return found
-
-    def _apply_rules(self) -> Applied:
-        """The checkpoint by the names, and in the pieces, of the model."""
-        checkpoint, rules = self.checkpoint, self.options.rules
-        computed: dict[Stored, Derived] = {}
-        entries = {name: Entry(to_be_computed(checkpoint.stored(name), computed), (name,)) for name in checkpoint}
-        entries |= {name: Entry(Value(_decoded(checkpoint, name)), (name,)) for name in checkpoint.extra}
-        if not rules:
-            return Applied(entries)
-        places = Places(self.model, self.slots)
-        applied = apply_rules(rules, entries, self.maps.tensor, places.before)
-        self.problems += applied.problems
-        return applied
-
-    def _state_dict(self) -> dict[str, Any]:
-        """The part of the checkpoint as the protocol wants it: by the names of the model, tensors mapped."""
-        state: dict[str, Any] = {}
-        mapped: dict[str, torch.Tensor] = {}
-        for name, entry in self.applied.entries.items():
-            content = entry.content
-            if isinstance(content, Value):
-                state[name] = content.value
-                continue
-            value = self._late_value(content) if isinstance(content, Derived) else self.maps.tensor(content)
-            state[name] = mapped[name] = value
-        self._name_of = {id(value): name for name, value in mapped.items()}
-        self.journal.protect(mapped.values())
-        return state
-
-    def _late_value(self, stored: Derived) -> torch.Tensor:
-        """A tensor that gets its values when somebody looks at them: memory that takes none until then."""
-        if stored.lacks_values:
-            return torch.empty(stored.shape, dtype=stored.dtype, device="meta")
-        late = self._late_of.get(id(stored))
-        if late is not None:  # another name of a tied tensor
-            value = late.target.detach()
-        else:
-            value = torch.empty(stored.shape, dtype=stored.dtype, device="cpu")
-            self._late_of[id(stored)] = late = Late(value, stored, self.maps)
-            self.journal.add(late)
-        self._late[id(value)] = late
-        return value
-
-    def _seen(self, value: torch.Tensor) -> torch.Tensor:
-        """The value with its values, for our own eyes."""
-        late = self._late.get(id(value))
-        if late is not None and not late.done:
-            late.run(None)
-            late.done = True
-        return value
+        self.incoming.settle()
 
     def _walk(self, outcome: Outcome) -> None:
         with model_errors("the model's own loading code", self.model):
             walk(
                 self.model,
-                self._state,
-                self.versions,
+                self.incoming.state,
+                self.incoming.versions,
                 assign=False,
                 journal=self.journal,
                 take=self,
@@ -346,17 +145,17 @@ class Preparation:
 
     def assign(self, name: str, kind: str, param: torch.Tensor, value: torch.Tensor) -> None:
         """Takes down that `value` goes to `param`, or what keeps it from going there."""
-        given = self._name_of.get(id(value), "")
+        given = self.incoming.name_of(value)
         self.used.add(given)
         first = self._by_param.get(id(param))
         if first is not None:
-            if first.value is not value and not self._equal(first.value, value):
+            if first.value is not value and not self.incoming.equal(first.value, value):
                 self.problems.append(TieConflict(name, (first.name,)))
             return
         # What the model's code has had in its hands may have been changed there: the view counts, not the file.
         used = self.journal.used
         untouched = given and not (used and storage_id(value) in used)
-        stored = self.applied.entries[given].tensor if untouched else None
+        stored = self.incoming.applied.entries[given].tensor if untouched else None
         made = self._assignment(name, kind, param, value, given, stored)
         self._by_param[id(param)] = made
         self.assignments.append(made)
@@ -366,12 +165,6 @@ class Preparation:
             self._check_dtype(made)
         self._check_shared_memory(made)
         self.journal.add(self._make_write(self, made))
-
-    def _equal(self, one: torch.Tensor, other: torch.Tensor) -> bool:
-        late = self._late.get(id(one))
-        if late is not None and late is self._late.get(id(other)):
-            return True  # nothing has to be computed to know
-        return same_values(self._seen(one), self._seen(other))
 
     def move(self, slot: Slot, device: torch.device) -> None:
         """Takes down that a tensor that gets no value goes to a device."""
@@ -390,7 +183,7 @@ class Preparation:
             if other.value.shape == other.param.shape and overlap(other.param, made.param):
                 if made.placement.name != "copy":
                     self.notes.append(f"{other.name} and {made.name} share memory, and will no longer")
-                elif clash(other.param, self._seen(other.value), made.param, self._seen(made.value)):
+                elif clash(other.param, self.incoming.seen(other.value), made.param, self.incoming.seen(made.value)):
                     self.problems.append(TieConflict(made.name, (other.name,)))
         others.append(made)
 
@@ -415,7 +208,8 @@ class Preparation:
             placement = Placement("swap", f"made by {choice.last}")
         if placement.mapped and isinstance(stored, StoredTensor):
             self._shown.setdefault(stored.storage, []).append(stored.extent)
-        made = Assignment(name, kind, param, value, self.source_of(given), stored, placement, dtype, device, given)
+        source = self.incoming.source_of(given)
+        made = Assignment(name, kind, param, value, source, stored, placement, dtype, device, given)
         made.transform, made.remake = choice.first, bound(choice)
         if choice.last is not None:
             made.remake_bytes = choice.last.extra_bytes(tuple(param.shape), dtype)
@@ -460,12 +254,7 @@ class Preparation:
 
     def value_of(self, name: str) -> Any:
         """What the checkpoint has under a name of the model's; None for nothing."""
-        return self._state.get(name)
-
-    def source_of(self, name: str) -> str:
-        """What the checkpoint calls the value that the model calls `name`; all names, where it is made of several."""
-        entry = self.applied.entries.get(name)
-        return name if entry is None else ", ".join(entry.sources)
+        return self.incoming.state.get(name)
 
     @property
     def nbytes(self) -> int:
@@ -519,9 +308,8 @@ class Preparation:
 
     def calls(self) -> list[Step]:
         """The steps of extra states."""
-        return [
-            Step(name, EXTRA, self.source_of(name), "call", "set_extra_state takes it") for name in self.extra_states
-        ]
+        source_of = self.incoming.source_of
+        return [Step(name, EXTRA, source_of(name), "call", "set_extra_state takes it") for name in self.extra_states]
 
     def rows(self) -> "list[Row]":
         """What has to be known of each assignment to describe it. It holds no tensor."""
@@ -537,54 +325,13 @@ class Preparation:
                 made.device,
                 made.nbytes,
                 self._ties.get(made.name, ()),
-                self._rules_of(made.given),
+                self.incoming.rules_of(made.given),
                 made.seconds,
             )
             for made in self.assignments
         ]
 
-    def _rules_of(self, given: str) -> tuple[str, ...]:
-        entry = self.applied.entries.get(given)
-        return () if entry is None else entry.rules
-
     @cached_property
     def _ties(self) -> dict[str, tuple[str, ...]]:
         tied = [slot.names for slot in self.slots.tensors if len(slot.names) > 1]
         return {name: tuple(other for other in names if other != name) for names in tied for name in names}
-
-
-Row = tuple[
-    str,
-    str,
-    str,
-    Placement,
-    torch.Size,
-    torch.dtype,
-    torch.dtype,
-    torch.device,
-    int,
-    tuple[str, ...],
-    tuple[str, ...],
-    float,
-]
-"""Name, kind, source, placement, shape, dtype, dtype in the checkpoint, device, bytes, ties, rules and seconds."""
-
-
-def step_of(row: Row) -> Step:
-    """The step of an assignment."""
-    name, kind, source, placement, shape, dtype, stored, device, nbytes, ties, rules, _ = row
-    return Step(
-        name,
-        kind,
-        source,
-        placement.name,
-        placement.why,
-        tuple(shape),
-        short(dtype),
-        cast_text(stored, dtype),
-        device_name(device),
-        nbytes,
-        placement.mapped,
-        ties,
-        rules,
-    )

@@ -1,0 +1,149 @@
+"""A value on its way into a slot, and what can be said of it."""
+
+from dataclasses import dataclass
+
+import torch
+
+from modelstate.plan.derived import Derived, Source
+from modelstate.plan.dtypes import device_name, short
+from modelstate.plan.placement import Placement, is_plain
+from modelstate.plan.plan import Step, cast_text
+from modelstate.plan.torch_private import payload_of
+from modelstate.plan.transforms import Transform
+from modelstate.spec import StoredComposite, StoredTensor
+
+SCRATCH_BYTES = 64 << 20
+"""What is read at once to be cast or moved, unless a single tensor is larger."""
+
+
+@dataclass(slots=True, eq=False)
+class Assignment:
+    """A value on its way into a slot."""
+
+    name: str
+    """The name in the model."""
+    kind: str
+    param: torch.Tensor
+    """The tensor that is there now."""
+    value: torch.Tensor
+    """What goes there, as the checkpoint has it: a view of the file, whose bytes have not been read."""
+    source: str
+    """The name in the checkpoint; empty where code of the model computed the value."""
+    stored: Source | None
+    """Where the value lies; None where it was computed, or in the hands of the model's code."""
+    placement: Placement
+    dtype: torch.dtype
+    """After the load."""
+    device: torch.device
+    """After the load."""
+    given: str = ""
+    """The name under which the value was handed to the model; empty where code of the model computed it."""
+    transform: Transform | None = None
+    """Called with the value as the checkpoint has it; what it returns is asked for."""
+    remake: Transform | None = None
+    """Called with the value as it would be loaded: cast, and on its device."""
+    remake_bytes: int = 0
+    """Bytes of memory that it takes beside that value and what it returns."""
+    freezes: bool = False
+    """Whether the slot gets no gradient any more, as the remade value says."""
+    final: torch.Tensor | None = None
+    """The value as it will be, once it has been read, cast and transformed."""
+    seconds: float = 0.0
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes to read: those of the parts, where the value is made of several tensors."""
+        if isinstance(self.stored, (StoredTensor, StoredComposite, Derived)):
+            return self.stored.nbytes
+        return sum(part.numel() * part.itemsize for part in payload_of(self.value)) or (
+            self.value.numel() * self.value.itemsize
+        )
+
+    @property
+    def buffer_bytes(self) -> int:
+        """Bytes of memory beside its own that the value passes through."""
+        if isinstance(self.stored, Derived):
+            return self.value.numel() * self.value.itemsize + self.stored.scratch_bytes
+        return self.nbytes
+
+    @property
+    def staged_bytes(self) -> int:
+        """Bytes of memory that the value takes until it is copied into its slot."""
+        waits = self.placement.staged and not isinstance(self.stored, torch.Tensor)
+        return self.value.numel() * self.dtype.itemsize if waits else 0
+
+    @property
+    def is_run_of_bytes(self) -> bool:
+        """Whether the bytes of the file are, in their order, those of the value."""
+        return isinstance(self.stored, StoredTensor) and self.stored.nbytes > 0 and self.stored.is_contiguous
+
+    @property
+    def on_cpu(self) -> bool:
+        return self.device.type == "cpu"
+
+    @property
+    def needs_buffer(self) -> bool:
+        """Whether the value is read, or put together, in other memory than it ends in."""
+        if self.placement.mapped or isinstance(self.stored, torch.Tensor):
+            return False
+        changes = self.value.dtype != self.dtype or self.remake is not None
+        return changes or not self.on_cpu or not self.is_run_of_bytes
+
+    @property
+    def passing_bytes(self) -> int:
+        """Bytes of memory that a transform takes for this value, as far as anybody knows beforehand."""
+        if self.transform is not None:
+            return 0 if self.placement.mapped else self.nbytes  # what it is given
+        if self.remake is None:
+            return 0
+        ordered = all(one.is_contiguous() for one in (self.value, self.param) if is_plain(one))
+        straight = self.value.dtype == self.dtype and ordered and not isinstance(self.stored, Derived)
+        copied = 0 if straight or not self.on_cpu else self.value.numel() * self.dtype.itemsize
+        return self.remake_bytes + copied + (self.nbytes if isinstance(self.stored, torch.Tensor) else 0)
+
+    @property
+    def reads_plainly(self) -> bool:
+        """Whether nothing but a read, and perhaps a cast, stands between the file and the slot."""
+        return self.transform is None and not self.placement.mapped and not self.placement.by_handler
+
+    @property
+    def reads_unchanged(self) -> bool:
+        """Whether what is read is what is wanted, where it is wanted."""
+        return self.value.dtype == self.dtype and self.on_cpu and self.remake is None
+
+
+Row = tuple[
+    str,
+    str,
+    str,
+    Placement,
+    torch.Size,
+    torch.dtype,
+    torch.dtype,
+    torch.device,
+    int,
+    tuple[str, ...],
+    tuple[str, ...],
+    float,
+]
+"""Name, kind, source, placement, shape, dtype, dtype in the checkpoint, device, bytes, ties, rules and seconds."""
+
+
+def step_of(row: Row) -> Step:
+    """The step of an assignment."""
+    name, kind, source, placement, shape, dtype, stored, device, nbytes, ties, rules, _ = row
+    return Step(
+        name,
+        kind,
+        source,
+        placement.name,
+        placement.why,
+        tuple(shape),
+        short(dtype),
+        cast_text(stored, dtype),
+        device_name(device),
+        nbytes,
+        placement.mapped,
+        ties,
+        rules,
+    )

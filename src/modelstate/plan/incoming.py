@@ -1,0 +1,157 @@
+"""What comes in: a checkpoint by the names, and in the pieces, that the model has, once the rules are applied."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from modelstate.errors import CodecError
+from modelstate.plan.derived import Derived, to_be_computed, values_of
+from modelstate.plan.journal import Journal, Write
+from modelstate.plan.overlap import same_values
+from modelstate.plan.rules.chain import Applied, apply_rules, renamed_by
+from modelstate.plan.rules.rule import Entry, Rule, Value
+from modelstate.plan.slots import Slots
+from modelstate.plan.wanted import Places
+from modelstate.read.checkpoint import Checkpoint
+from modelstate.read.mapped import Maps
+from modelstate.spec import Stored
+
+
+class Late(Write):
+    """The values of a tensor that rules compute, for when code of the model looks at them during the walk."""
+
+    __slots__ = ("maps", "stored")
+
+    def __init__(self, value: torch.Tensor, stored: Derived, maps: Maps) -> None:
+        super().__init__(value, value)
+        self.stored, self.maps = stored, maps
+
+    def run(self, journal: Journal | None) -> None:
+        with torch.no_grad():
+            self.target.copy_(values_of(self.stored, self.maps.tensor))
+
+
+@dataclass(frozen=True, slots=True)
+class Undecoded:
+    """A value of the checkpoint that cannot be decoded here, which is no matter where nobody takes it."""
+
+    error: CodecError
+
+
+def _decoded(checkpoint: Checkpoint, name: str) -> Any:
+    try:
+        return checkpoint.extra[name]
+    except CodecError as error:
+        return Undecoded(error)
+
+
+class Incoming:
+    """A checkpoint as the rules make it fit a model: what the model's loading protocol is run against.
+
+    Tensors are mapped. Those that rules compute get their values when somebody looks at them.
+    """
+
+    def __init__(
+        self, checkpoint: Checkpoint, rules: Sequence[Rule], model: nn.Module, slots: Slots, journal: Journal
+    ) -> None:
+        self._checkpoint, self._rules, self._journal = checkpoint, rules, journal
+        self.maps = checkpoint.maps()
+        self._late: dict[int, Late] = {}
+        self._late_of: dict[int, Late] = {}
+        self.applied = self._apply_rules(Places(model, slots))
+        self.state = self._state_dict()
+        """By the names of the model: tensors, and values that are none."""
+        self.versions = self._renamed_versions()
+        """The versions of modules, by their paths in the model; None where the checkpoint has none."""
+
+    def settle(self) -> None:
+        """Nobody looks at values any more before they are wanted in their slots."""
+        for late in self._late.values():
+            late.done = True
+
+    def name_of(self, value: torch.Tensor) -> str:
+        """Under which name a tensor was handed out; empty for one that code of the model has made."""
+        return self._name_of.get(id(value), "")
+
+    def source_of(self, name: str) -> str:
+        """What the checkpoint calls the value that the model calls `name`; all names, where it is made of several."""
+        entry = self.applied.entries.get(name)
+        return name if entry is None else ", ".join(entry.sources)
+
+    def rules_of(self, name: str) -> tuple[str, ...]:
+        """The rules that led to a name."""
+        entry = self.applied.entries.get(name)
+        return () if entry is None else entry.rules
+
+    def _renamed_versions(self) -> dict[str, dict[str, Any]] | None:
+        """The versions of the checkpoint's modules by the names that the rules make of them."""
+        versions = self._checkpoint.versions
+        if versions is None:
+            return None
+        # A module is renamed as its tensors are.
+        moved: dict[str, set[str]] = {}
+        for name, entry in self.applied.entries.items():
+            if entry.rules and len(entry.sources) == 1:
+                moved.setdefault(entry.sources[0].rpartition(".")[0], set()).add(name.rpartition(".")[0])
+        found: dict[str, dict[str, Any]] = {}
+        for path, saved in versions.items():
+            (only,) = moved[path] if len(moved.get(path, ())) == 1 else (None,)
+            by_rules = renamed_by(self._rules, f"{path}.x" if path else "x").rpartition(".")[0]
+            found[by_rules if only is None else only] = saved
+        return found
+
+    def _apply_rules(self, places: Places) -> Applied:
+        """The checkpoint by the names, and in the pieces, of the model."""
+        checkpoint, rules = self._checkpoint, self._rules
+        computed: dict[Stored, Derived] = {}
+        entries = {name: Entry(to_be_computed(checkpoint.stored(name), computed), (name,)) for name in checkpoint}
+        entries |= {name: Entry(Value(_decoded(checkpoint, name)), (name,)) for name in checkpoint.extra}
+        if not rules:
+            return Applied(entries)
+        return apply_rules(rules, entries, self.maps.tensor, places.before)
+
+    def _state_dict(self) -> dict[str, Any]:
+        """The part of the checkpoint as the protocol wants it: by the names of the model, tensors mapped."""
+        state: dict[str, Any] = {}
+        mapped: dict[str, torch.Tensor] = {}
+        for name, entry in self.applied.entries.items():
+            content = entry.content
+            if isinstance(content, Value):
+                state[name] = content.value
+                continue
+            value = self._late_value(content) if isinstance(content, Derived) else self.maps.tensor(content)
+            state[name] = mapped[name] = value
+        self._name_of = {id(value): name for name, value in mapped.items()}
+        self._journal.protect(mapped.values())
+        return state
+
+    def _late_value(self, stored: Derived) -> torch.Tensor:
+        """A tensor that gets its values when somebody looks at them: memory that takes none until then."""
+        if stored.lacks_values:
+            return torch.empty(stored.shape, dtype=stored.dtype, device="meta")
+        late = self._late_of.get(id(stored))
+        if late is not None:  # another name of a tied tensor
+            value = late.target.detach()
+        else:
+            value = torch.empty(stored.shape, dtype=stored.dtype, device="cpu")
+            self._late_of[id(stored)] = late = Late(value, stored, self.maps)
+            self._journal.add(late)
+        self._late[id(value)] = late
+        return value
+
+    def seen(self, value: torch.Tensor) -> torch.Tensor:
+        """The value with its values, for our own eyes."""
+        late = self._late.get(id(value))
+        if late is not None and not late.done:
+            late.run(None)
+            late.done = True
+        return value
+
+    def equal(self, one: torch.Tensor, other: torch.Tensor) -> bool:
+        late = self._late.get(id(one))
+        if late is not None and late is self._late.get(id(other)):
+            return True  # nothing has to be computed to know
+        return same_values(self.seen(one), self.seen(other))
