@@ -1,7 +1,7 @@
 """What the words in names mean, as far as model authors agree on it."""
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import lru_cache
 
 _PHRASES = {
@@ -27,14 +27,11 @@ _PHRASES = {
     "wi": "up",
     "intermediate": "up mlp",
     "up_proj": "up",
-    "w3": "up",
     "fc2": "down",
     "linear2": "down",
     "lin2": "down",
     "dense_4h_to_h": "down",
     "down_proj": "down",
-    "w2": "down",
-    "w1": "gate",
     "gate_proj": "gate",
     "gate_up_proj": "gate_up",
     "gate_up": "gate_up",
@@ -142,6 +139,7 @@ _EXCLUSIVE = (
     {"norm", "conv"},
     {"class", "pos"},
     {"first", "second"},
+    {"before", "behind"},
 )
 _KNOWN = {word for text in (*_PHRASES.values(), *_WORDS.values()) for word in text.split()} | {"gate", "up", "down"}
 
@@ -150,6 +148,7 @@ PARTS = {"qkv": ("q", "k", "v"), "kv": ("k", "v"), "gate_up": ("gate", "up")}
 INTERLEAVED = "interleaved"
 """A fused projection whose parts take turns, head by head: it cannot be cut in three."""
 
+_NOTHING: Mapping[int, frozenset[str]] = {}
 _DIGIT = re.compile(r"[\d#]")
 _SHARED, _GENERIC_SHARED, _LACKED = 1.0, 0.05, 0.3
 
@@ -185,9 +184,9 @@ def concepts(segment: str) -> frozenset[str]:
     return frozenset(found - {"layer", "proj"} if len(found) > 1 else found)
 
 
-def of_path(segments: Sequence[str]) -> frozenset[str]:
-    """What all parts of a name mean together."""
-    *path, last = [concepts(segment) for segment in segments]
+def of_path(segments: Sequence[str], told: Mapping[int, frozenset[str]] = _NOTHING) -> frozenset[str]:
+    """What all parts of a name mean together; `told` says what some mean where they stand."""
+    *path, last = [told.get(at) or concepts(segment) for at, segment in enumerate(segments)]
     found = frozenset[str]().union(*path, last)
     if "attention" in found and last == {"dense"}:
         return found | {"out"}

@@ -9,6 +9,7 @@ from modelstate.plan.differences import prefixes, without_wrappers
 from modelstate.plan.slots import Slots
 from modelstate.plan.suggest.concepts import contradict
 from modelstate.plan.suggest.fused import Fusion, fusions, interleaved
+from modelstate.plan.suggest.in_place import by_convention, in_place
 from modelstate.plan.suggest.orientation import Orientation, orientation, without_numbers
 from modelstate.plan.suggest.pairing import Pairing, buckets, match, units
 from modelstate.plan.suggest.skeletons import Leaf, Level
@@ -25,6 +26,8 @@ class Found:
     targets: Sequence[Leaf]
     pairs: dict[str, str] = field(default_factory=dict)
     by_shape: set[str] = field(default_factory=set)
+    conventional: tuple[set[str], set[str]] = field(default_factory=lambda: (set(), set()))
+    """Names of both sides of which only a convention says what they are."""
     splits: list[tuple[Fusion, int]] = field(default_factory=list)
     """Tensors of the checkpoint that are cut, and along which dimension."""
     joins: list[tuple[Fusion, int]] = field(default_factory=list)
@@ -46,14 +49,16 @@ def find(sources: Sequence[Leaf], targets: Sequence[Leaf], slots: Slots) -> Foun
     sources, targets = ([leaf for leaf in side if _ORDINARY.fullmatch(leaf.name)] for side in (sources, targets))
     _without_wrappers(sources, targets, pairing)
     _one_prefix(sources, targets, pairing)
+    sources, targets = in_place(sources), in_place(targets)
     lying, wanted = orientation(sources), orientation(targets)
     straight, places = lying.straight(sources), wanted.straight(targets)
     fused = _Fused(found, pairing, lying, wanted)
     fused.look(straight, places, named=True)
-    match(straight, places, pairing)
+    match(straight, places, pairing, lying.turned_layers, wanted.turned_layers)
     fused.look(straight, places, named=False)
     found.pairs = {leaf.name: pairing.pairs[leaf.name] for leaf in found.sources if leaf.name in pairing.pairs}
     found.by_shape = pairing.by_shape
+    found.conventional = by_convention(sources), by_convention(targets)
     _turned(found, lying, wanted)
     left, lacking = pairing.open_sources(straight), pairing.open_targets(places)
     tied = {name for slot in slots.tensors if pairing.targets.intersection(slot.names) for name in slot.names}

@@ -4,7 +4,8 @@ from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from modelstate.plan.suggest.concepts import INTERLEAVED, PARTS, concepts, contradict, of_path, shared
+from modelstate.plan.suggest.concepts import INTERLEAVED, PARTS, contradict, of_path, shared
+from modelstate.plan.suggest.order import order_is_told
 from modelstate.plan.suggest.pairing import Pairing, Unit, units
 from modelstate.plan.suggest.skeletons import Leaf, Level, Skeleton
 
@@ -62,7 +63,11 @@ def interleaved(leaves: Iterable[Leaf]) -> list[Leaf]:
 
 
 def _words(unit: Unit) -> frozenset[str]:
-    return concepts(unit.owner.rpartition(".")[2])
+    return _sample(unit).words(unit.owner.count("."))
+
+
+def _sample(unit: Unit) -> Leaf:
+    return next(iter(next(iter(unit.roles.values())).leaves.values()))
 
 
 def _groups(single: Iterable[Unit]) -> list[_Parts]:
@@ -72,7 +77,7 @@ def _groups(single: Iterable[Unit]) -> list[_Parts]:
     for unit in single:
         segments = unit.owner.split(".")
         for at in range(len(segments) - 1, max(len(segments) - 3, -1), -1):
-            (part, *others) = [word for word in concepts(segments[at]) if word in kinds] or [""]
+            (part, *others) = [word for word in _sample(unit).words(at) if word in kinds] or [""]
             if part and not others:
                 stem = ".".join([*segments[:at], "?", *segments[at + 1 :]])
                 stems[stem, next(iter(unit.roles)), kinds[part]][part] = unit
@@ -95,6 +100,8 @@ def _fits(unit: Unit, group: _Parts) -> bool:
     ((role, whole),) = unit.roles.items()
     first, *others = group.skeletons
     if role != first.role or any(one.leaves.keys() != whole.leaves.keys() for one in (first, *others)):
+        return False
+    if not order_is_told(whole, first):
         return False
     sizes = set()
     for ranks, leaf in whole.leaves.items():

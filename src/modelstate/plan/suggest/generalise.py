@@ -286,7 +286,8 @@ def _distance(name: str, goal: str) -> int:
 @lru_cache(maxsize=4096)
 def _changes_of(name: str, goal: str) -> "tuple[_Change, ...]":
     """Changes that could be meant, for a pattern and what it is to become."""
-    return tuple(map(_change, dict.fromkeys(_candidates(name, goal))))
+    texts = dict.fromkeys(_candidates(name, goal))
+    return tuple(_change(one) for one in texts if one[0].count("*") == one[1].count("*"))
 
 
 @lru_cache(maxsize=65536)

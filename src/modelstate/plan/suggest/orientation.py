@@ -25,6 +25,11 @@ class Orientation:
         known = self.families.get(family(name), frozenset())
         return next(iter(known)) if len(known) == 1 else None
 
+    @property
+    def turned_layers(self) -> set[str]:
+        """Layers in which nothing certain lies otherwise."""
+        return {layer for layer, known in self.families.items() if known == {True}}
+
     def straight(self, leaves: Iterable[Leaf]) -> list[Leaf]:
         """The tensors with the shapes that they have in a Linear."""
         return [replace(leaf, shape=leaf.shape[::-1]) if leaf.name in self.transposed else leaf for leaf in leaves]

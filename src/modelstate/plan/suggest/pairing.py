@@ -1,12 +1,15 @@
 """Who is who: tensors of a checkpoint and of a model, matched by what they are and by what they are called."""
 
+import re
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from modelstate.plan.suggest.concepts import contradict, lacked, role_of, shared
+from modelstate.plan.suggest.order import order_is_told
 from modelstate.plan.suggest.orientation import family, without_numbers
 from modelstate.plan.suggest.skeletons import Leaf, Level, Profile, Skeleton, skeletons
+from modelstate.plan.suggest.turned import Turns, turns
 
 _MARGIN = 0.25
 """By how much the best answer has to be better than the next one."""
@@ -44,6 +47,8 @@ class Pairing:
     """Names of the checkpoint that are settled, matched or parts of something."""
     targets: set[str] = field(default_factory=set)
     """Names of the model that are."""
+    crossed: set[tuple[str, str]] = field(default_factory=set)
+    """Names without their digits, of which it is not certain which number is which."""
     _owners: dict[str, str] = field(default_factory=dict)
     _parents: set[tuple[str, str]] = field(default_factory=set)
     _layers: dict[str, set[str]] = field(default_factory=lambda: defaultdict(set))
@@ -101,8 +106,18 @@ def _can_be(source: Unit, target: Unit, pairing: Pairing) -> bool:
     if contradict(source.means, target.means) or pairing.are_apart(source, target):
         return False
     # A layer is no part of a layer: where both names have as many numbers, the same ones have to vary.
-    sides = ((one, target.roles[role]) for role, one in source.roles.items())
-    return all(one.taken != other.taken or one.varied == other.varied for one, other in sides)
+    sides = [(one, target.roles[role]) for role, one in source.roles.items()]
+    if not all(one.taken != other.taken or one.varied == other.varied for one, other in sides):
+        return False
+    # What is not certain of all layers together is not certain of one of them.
+    names = _without_digits(source.owner), _without_digits(target.owner)
+    if names not in pairing.crossed and not all(order_is_told(one, other) for one, other in sides):
+        pairing.crossed.add(names)
+    return names not in pairing.crossed
+
+
+def _without_digits(name: str) -> str:
+    return re.sub(r"\d+", "#", name)
 
 
 def owner_of(name: str) -> str:
@@ -111,13 +126,23 @@ def owner_of(name: str) -> str:
     return without_numbers(".".join(filter(None, (path, role_of(last)[0]))))
 
 
-def match(sources: Sequence[Leaf], targets: Sequence[Leaf], pairing: Pairing) -> None:
-    """Matches what there is only one good answer for, with more and more detail."""
+def match(
+    sources: Sequence[Leaf],
+    targets: Sequence[Leaf],
+    pairing: Pairing,
+    layers: Collection[str] = (),
+    places: Collection[str] = (),
+) -> None:
+    """Matches what there is only one good answer for, with more and more detail.
+
+    `layers` and `places` are those of the checkpoint and of the model in which weights certainly lie transposed.
+    """
     for level in Level:
         for owners in (True, False):
             one_level(sources, targets, pairing, level, owners=owners)
+    certain = turns(sources, targets, pairing.sources, pairing.targets, layers, places)
     for level in (Level.WHOLE, Level.NONE):
-        one_level(sources, targets, pairing, level, owners=False, flipped=True)
+        one_level(sources, targets, pairing, level, owners=False, flipped=certain)
 
 
 def one_level(
@@ -127,15 +152,17 @@ def one_level(
     level: Level,
     *,
     owners: bool,
-    flipped: bool = False,
+    flipped: Turns | None = None,
 ) -> None:
-    """Matches what is left, as long as that goes on; `flipped` with the shapes of the checkpoint reversed."""
+    """Matches what is left, as long as that goes on; with the shapes of the checkpoint reversed where `flipped`."""
     # What numbers mean is seen from all names, also those that are settled.
-    first = buckets(units(sources, level, owners, pairing.sources), flipped)
+    first = buckets(units(sources, level, owners, pairing.sources), flipped is not None)
     second = buckets(units(targets, level, owners, pairing.targets), False)
     for signature, left in first.items():
-        turns = any(len(shape) == 2 and shape[0] != shape[1] for _, profile in signature for _, shape, _ in profile)
-        if (flipped and not turns) or len(left) * len(second.get(signature, ())) > _MOST_CANDIDATES:
+        turning = any(len(shape) == 2 and shape[0] != shape[1] for _, profile in signature for _, shape, _ in profile)
+        if flipped is not None:
+            left = first[signature] = [one for one in left if turning and not _fits_straight(one, second)]
+        if len(left) * len(second.get(signature, ())) > _MOST_CANDIDATES:
             first[signature] = []
     started = {
         signature: (len(left), len(second[signature])) for signature, left in first.items() if signature in second
@@ -145,12 +172,25 @@ def one_level(
         going = False
         for signature, (had, wanted) in started.items():
             for source, target, evident in _sure(
-                first[signature], second[signature], pairing, balanced=had == wanted and not flipped
+                first[signature], second[signature], pairing, flipped, balanced=had == wanted and flipped is None
             ):
                 _accept(source, target, pairing, evident)
                 first[signature].remove(source)
                 second[signature].remove(target)
                 going = True
+
+
+def _fits_straight(source: Unit, targets: Mapping[Signature, Sequence[Unit]]) -> bool:
+    """Whether it could be something as it lies: then nothing shows that it is to be transposed."""
+    return any(not contradict(source.means, one.means) for one in targets.get(source.signature(), ()))
+
+
+def _turned(source: Unit, target: Unit, certain: Turns) -> bool:
+    return all(
+        certain.certain(leaf, target.roles[role].leaves[ranks])
+        for role, skeleton in source.roles.items()
+        for ranks, leaf in skeleton.leaves.items()
+    )
 
 
 def _accept(source: Unit, target: Unit, pairing: Pairing, evident: bool) -> None:
@@ -160,7 +200,7 @@ def _accept(source: Unit, target: Unit, pairing: Pairing, evident: bool) -> None
 
 
 def _sure(
-    sources: list[Unit], targets: list[Unit], pairing: Pairing, *, balanced: bool
+    sources: list[Unit], targets: list[Unit], pairing: Pairing, flipped: Turns | None, *, balanced: bool
 ) -> list[tuple[Unit, Unit, bool]]:
     """Pairs of which each is the other's best answer, and clearly so; and whether their names speak for it."""
     if not sources or not targets:
@@ -169,7 +209,7 @@ def _sure(
     columns: dict[int, list[_Score]] = defaultdict(list)
     for i, source in enumerate(sources):
         for j, target in enumerate(targets):
-            if _can_be(source, target, pairing):
+            if _can_be(source, target, pairing) and (flipped is None or _turned(source, target, flipped)):
                 speaks = shared(source.means, target.means) + pairing.context(source, target)
                 total = speaks - lacked(source.means, target.means)
                 rows[i].append((total, speaks, j))

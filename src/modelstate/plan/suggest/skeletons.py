@@ -8,13 +8,18 @@ from enum import Enum
 
 import torch
 
-from modelstate.plan.suggest.concepts import of_path, role_of
+from modelstate.plan.suggest.concepts import concepts, of_path, role_of
 
 Shape = tuple[int, ...]
 Ranks = tuple[int, ...]
 Profile = tuple[tuple[Ranks, Shape, str], ...]
 """What a skeleton is like, whatever its name: shape and kind of dtype, at each combination of its numbers."""
 
+Told = tuple[int, frozenset[str]]
+"""What a part of a name means where it stands, and which part."""
+
+NUMBERED = frozenset({"linear"})
+"""What is told of weights that come one after the other: their numbers count."""
 _ALIKE = 0.5
 
 
@@ -38,6 +43,12 @@ class Leaf:
     shape: Shape
     kind: str
     """The kind of its dtype: "float", "int", "bool" or "complex"."""
+    told: tuple[Told, ...] = field(default=(), compare=False)
+    """What parts of the name mean beside those of its neighbours, where that is not what they mean alone."""
+
+    def words(self, at: int) -> frozenset[str]:
+        """What one part of the name means."""
+        return dict(self.told)[at] if at in dict(self.told) else concepts(self.name.split(".")[at])
 
 
 def kind_of(dtype: torch.dtype) -> str:
@@ -91,12 +102,25 @@ def skeletons(leaves: Iterable[Leaf], level: Level) -> list[Skeleton]:
     """
     names = []
     for leaf in leaves:
-        pieces = _NUMBER.split(leaf.name)
+        pieces = _pieces(leaf)
         names.append(_Name(leaf, pieces[::2], pieces[1::2], pieces[0]))
     places: dict[str, set[str]] = defaultdict(set)
     for depth in range(max((len(name.numbers) for name in names), default=0)):
         _take_out(names, depth, places, level)
     return _collected(names, places)
+
+
+def _pieces(leaf: Leaf) -> list[str]:
+    """The name, cut at its numbers; those that say nothing certain of the order, as in w1, are none."""
+    kept = {at for at, words in leaf.told if words != NUMBERED}
+    if not kept:
+        return _NUMBER.split(leaf.name)
+    pieces = [""]
+    for at, segment in enumerate(leaf.name.split(".")):
+        first, *others = [segment] if at in kept else _NUMBER.split(segment)
+        pieces[-1] += f".{first}" if at else first
+        pieces += others
+    return pieces
 
 
 def _take_out(names: list[_Name], depth: int, places: dict[str, set[str]], level: Level) -> None:
@@ -155,7 +179,7 @@ def _skeleton(text: str, leaves: dict[Ranks, Leaf], ordinals: list[tuple[bool, i
     owner, _, last = text.rpartition(".")
     rest, role = role_of(last)
     owner = ".".join(filter(None, (owner, rest)))
-    means = set(of_path(owner.split(".")))
+    means = set(of_path(owner.split("."), dict(next(iter(leaves.values())).told)))
     for is_whole in (True, False):
         # The last number of a kind has to do with the last one of the other side.
         places = [(at, count) for whole, at, count in reversed(ordinals) if whole is is_whole]

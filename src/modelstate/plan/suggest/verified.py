@@ -23,6 +23,7 @@ from modelstate.spec import Stored
 
 _INFERRED = "square, so its shape does not show it: transposed because the weights beside it are"
 _BY_SHAPE = "by shape alone: the names have nothing in common"
+_BY_CONVENTION = "gate (w1) and up (w3) told apart by Llama's convention alone"
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,9 +148,12 @@ def _patterns(names: Collection[str], entries: Collection[str]) -> list[str]:
 
 
 def _comment(rule: Rule, found: Found) -> str:
-    renamed = [goal for name, goal in found.pairs.items() if rule.rename(name) == goal]
-    unsaid = sum(1 for goal in renamed if goal in found.by_shape)
-    return _BY_SHAPE if unsaid and unsaid == len(renamed) else f"{unsaid} {_BY_SHAPE}" if unsaid else ""
+    renamed = [(name, goal) for name, goal in found.pairs.items() if rule.rename(name) == goal]
+    unsaid = sum(1 for _, goal in renamed if goal in found.by_shape)
+    said = [_BY_SHAPE if unsaid == len(renamed) else f"{unsaid} {_BY_SHAPE}"] if unsaid else []
+    here, there = found.conventional
+    said += [_BY_CONVENTION] if any((name in here) != (goal in there) for name, goal in renamed) else []
+    return "; ".join(said)
 
 
 def _fused(found: Found, entries: Collection[str]) -> list[_Made]:
@@ -162,8 +166,13 @@ def _fused(found: Found, entries: Collection[str]) -> list[_Made]:
         for (dim, sizes), members in rows.items():
             for patterns in _merged([family.patterns for family in families(members)], entries, split):
                 whole, parts = patterns[0], patterns[1:]
-                made.append(_Made(Split(whole, parts, dim, sizes) if split else Concat(parts, whole, dim, sizes)))
+                rule = Split(whole, parts, dim, sizes) if split else Concat(parts, whole, dim, sizes)
+                made.append(_Made(rule, _of_parts(parts, found.conventional[split])))
     return made
+
+
+def _of_parts(parts: Sequence[str], conventional: Collection[str]) -> str:
+    return _BY_CONVENTION if any(_fitting(part, conventional) for part in parts) else ""
 
 
 def _has_two(fusion: Fusion) -> bool:
