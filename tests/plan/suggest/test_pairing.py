@@ -127,6 +127,12 @@ class TestMatch:
         old = {"encoder.0.norm1.weight": (4,), "encoder.0.norm2.weight": (4,)}
         assert matched(old, {"h.0.ln_1.weight": (4,), "h.1.ln_1.weight": (4,)}) == {}
 
+    def test_the_first_norm_of_one_stack_is_not_the_second_of_another(self) -> None:
+        names = {"encoder.0.norm1": "zoom.0.zen", "h.0.norm1": "h.0.zen", "h.0.norm2": "h.0.ln_2"}
+        names |= {"encoder.0.attn": "zoom.0.attention", "h.0.attn": "h.0.attention"}
+        old, new = ({f"{name}.weight": (4, 4) for name in side} for side in (names, names.values()))
+        assert matched(old, new).get("encoder.0.norm1.weight") != "h.0.ln_2.weight"
+
     def test_norms_that_are_numbered_and_norms_that_are_named(self) -> None:
         old = {f"h.{i}.ln_{n}.{role}": (4,) for i in range(2) for n in (1, 2) for role in ("weight", "bias")}
         for first, second in (("input_layernorm", "post_attention_layernorm"), ("attention_norm", "ffn_norm")):

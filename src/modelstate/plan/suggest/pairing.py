@@ -109,6 +109,8 @@ def _can_be(source: Unit, target: Unit, pairing: Pairing) -> bool:
     sides = [(one, target.roles[role]) for role, one in source.roles.items()]
     if not all(one.taken != other.taken or one.varied == other.varied for one, other in sides):
         return False
+    if any(one.constant and other.constant and one.constant != other.constant for one, other in sides):
+        return False
     # What is not certain of all layers together is not certain of one of them.
     names = _without_digits(source.owner), _without_digits(target.owner)
     if names not in pairing.crossed and not all(order_is_told(one, other) for one, other in sides):

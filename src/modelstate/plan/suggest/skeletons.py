@@ -73,6 +73,8 @@ class Skeleton:
     """How many numbers were taken out."""
     varied: tuple[int, ...] = ()
     """Which of them are not always the same."""
+    constant: tuple[str, ...] = ()
+    """Those within words that are: norm1 alone is not ln_2 alone."""
 
     def profile(self, flipped: bool = False) -> Profile:
         return tuple(
@@ -164,6 +166,8 @@ def _collected(names: list[_Name], places: Mapping[str, set[str]]) -> list[Skele
         ordinals = [(before[-1:] in ("", "."), *rank[before, number]) for before, number in members[0].ordinals]
         skeleton = _skeleton(text, leaves, ordinals)
         skeleton.taken, skeleton.varied = len(columns), tuple(varied)
+        within = (at for at, column in enumerate(columns) if at not in varied and column[0][0][-1:] not in ("", "."))
+        skeleton.constant = tuple(columns[at][0][1] for at in within)
         found.append(skeleton)
     return found
 
