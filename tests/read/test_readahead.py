@@ -58,28 +58,44 @@ def model() -> nn.Module:
         return nn.Sequential(*[nn.Linear(2048, 1024, bias=False) for _ in range(8)])
 
 
-def test_what_is_mapped_is_read_ahead(cold: Path) -> None:
+def test_what_is_read_is_read_ahead(cold: Path) -> None:
     module = model()
-    report = ms.load(module, cold)
+    report = ms.load(module, cold, map=False)
     assert "67.1 MB of it are read ahead" in " ".join(report.notes)
     settled()
     deadline = time.monotonic() + 10
     while (share(cold) or 0) < 0.99 and time.monotonic() < deadline:
         time.sleep(0.01)
-    assert (share(cold) or 0) > 0.99  # and nobody has used a tensor yet
+    assert (share(cold) or 0) > 0.99
     assert module[5].weight[3, 3] == 5
+
+
+def test_what_is_mapped_is_left_to_the_kernel(cold: Path) -> None:
+    report = ms.load(model(), cold)
+    assert not any("read ahead" in note for note in report.notes)
+    assert (share(cold) or 0) < 0.1  # nothing was read
+
+
+def test_the_kernel_reads_what_it_was_asked_for(cold: Path) -> None:
+    nbytes = cold.stat().st_size
+    assert read_ahead([ByteRange(str(cold), 0, nbytes)], {}) == nbytes
+    settled()
+    deadline = time.monotonic() + 10
+    while (share(cold) or 0) < 0.99 and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert (share(cold) or 0) > 0.99  # and nobody has read a byte
 
 
 def test_what_is_warm_is_left_alone(cold: Path) -> None:
     cold.read_bytes()
-    report = ms.load(model(), cold)
+    report = ms.load(model(), cold, map=False)
     assert not any("read ahead" in note for note in report.notes)
 
 
 def test_only_what_is_wanted_is_asked_for(cold: Path) -> None:
     with ms.skeleton():
         part = nn.Sequential(*[nn.Linear(2048, 1024, bias=False) for _ in range(3)])
-    report = ms.load(part, cold, allow_unexpected=["3.*", "4.*", "5.*", "6.*", "7.*"])
+    report = ms.load(part, cold, map=False, allow_unexpected=["3.*", "4.*", "5.*", "6.*", "7.*"])
     assert "25.2 MB of it are read ahead" in " ".join(report.notes)
 
 

@@ -177,8 +177,8 @@ def _carry_out(
 
 
 def _read_ahead(preparation: Preparation) -> None:
-    """A file that is cold is asked for at once, for reading it and for the first use of what shows it."""
-    stored = [made.stored for made in preparation.assignments]
+    """What is read of a file that is cold is asked for at once. A map does that for itself, and better."""
+    stored = [made.stored for made in preparation.assignments if not made.placement.mapped]
     asked = preparation.checkpoint.read_ahead(one.extent for one in stored if isinstance(one, StoredTensor))
     if asked:
         preparation.notes.append(f"the file was not in the page cache: {size(asked)} of it are read ahead")

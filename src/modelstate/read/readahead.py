@@ -1,7 +1,7 @@
-"""Files that are not in the page cache: the kernel is asked for them before they are needed, all at once.
+"""Files that are not in the page cache: the kernel is asked for them before they are read, all at once.
 
-A mapped file that is cold is read page by page as it is used, one small request after another, and so is one that a
-few threads read. The kernel can have many requests under way at once, which is what a disk needs to be fast.
+A few threads that read a cold file have a few requests under way. The kernel can have many, which is what a disk needs
+to be fast. A map that is used in order needs no such help: the kernel reads ahead of it by itself.
 """
 
 import ctypes
