@@ -169,6 +169,7 @@ def with_other(name: str) -> Any:
 @pytest.mark.parametrize(
     ("change", "rules", "error", "says"),
     [
+        (without("q.weight"), (), OptimizerStateError, "q.weight: its state is not there"),
         (unlisted("q.weight"), (), OptimizerStateError, "q.weight: nothing was saved for it"),
         (unlisted("q.weight", "x"), (), OptimizerStateError, "x: the optimizer has no such parameter"),
         (changed("q.weight", "exp_avg", "x"), (), OptimizerStateError, "exp_avg is str"),
@@ -389,3 +390,25 @@ def test_a_round_trip_with_every_optimizer(name: str) -> None:
     step(model, first)
     step(twin, second)
     assert all(torch.equal(twin.state_dict()[key], value) for key, value in model.state_dict().items())
+
+
+def test_very_many_parameters() -> None:
+    """What is kept for a parameter is found out once for all that are alike."""
+    steps = 0
+
+    class Counted(torch.optim.Adam):
+        def step(self, closure: Any = None) -> Any:
+            nonlocal steps
+            steps += 1
+            return super().step(closure)
+
+    Counted.__module__ = "torch.optim.adam"
+    model = nn.ParameterList([nn.Parameter(torch.zeros(1 + index % 2)) for index in range(300)])
+    first = torch.optim.Adam(model.parameters())
+    for param in model:
+        param.grad = torch.ones_like(param)
+    first.step()
+    fresh = Counted(model.parameters())
+    ms.load_optimizer_state(model, fresh, ms.optimizer_state(model, first))
+    assert steps == 1
+    assert described(fresh.state_dict()["state"]) == described(first.state_dict()["state"])

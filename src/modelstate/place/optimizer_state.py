@@ -28,15 +28,15 @@ def optimizer_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[
     """The state of an optimizer by the names that the model has for its parameters.
 
     `{"state": {name: {"exp_avg": ..., "step": ...}}, "param_groups": [{"params": [names], "lr": ...}]}`, as
-    `torch.distributed.checkpoint` has it. The tensors are the live ones, as in `state_dict()`; a tied parameter is
-    there once, under its first name. Raises `OptionError`, and `OptimizerStateError` for a parameter that is not the
-    model's.
+    `torch.distributed.checkpoint` has it; a parameter that has no state is there with an empty one. The tensors are the
+    live ones, as in `state_dict()`; a tied parameter is there once, under its first name. Raises `OptionError`, and
+    `OptimizerStateError` for a parameter that is not the model's.
     """
     names = _names(model, optimizer)
     groups = [
         {**_options(group), "params": [names[param] for param in group["params"]]} for group in optimizer.param_groups
     ]
-    state = {names[param]: dict(values) for param, values in optimizer.state.items() if param in names}
+    state = {name: dict(optimizer.state.get(param, {})) for param, name in names.items()}
     return {"state": state, _GROUPS: groups}
 
 
@@ -55,7 +55,7 @@ def load_optimizer_state(
     each element is cut, joined and moved with its parameter. Tensors take the dtype and device of their parameter;
     `step` stays where the optimizer keeps it. Options of a group (`lr`, ...) are taken over.
 
-    A parameter that had no state when it was saved has none afterwards. LBFGS, which has all parameters in one vector,
+    A parameter that is there with an empty state has none afterwards. LBFGS, which has all parameters in one vector,
     takes the same ones in the same order only.
 
     Raises `OptimizerStateError` with everything that does not fit: names, shapes, groups, options of another optimizer;
@@ -74,9 +74,14 @@ def load_optimizer_state(
     matched = _matched(groups, optimizer, names, sources, wrong, allow_missing)
     if isinstance(optimizer, torch.optim.LBFGS):
         wrong += _wrong_order(groups, optimizer, sources)
-    wrong += [
-        line for param, values in by_param.items() for line in _wrong_values(names[param], values, param, optimizer)
-    ]
+    if not allow_missing and any(by_name.values()):
+        there = {params[name] for name in by_name if name in params}
+        listed = {name for group in groups for name in group["params"]}
+        lost = [param for param in names if param not in there and listed & sources[param]]
+        wrong += [f"{names[param]}: its state is not there" for param in lost]
+    kept = _Kept(optimizer)
+    for param, values in by_param.items():
+        wrong += _wrong_values(names[param], values, param, optimizer, kept.of(param))
     wrong = list(dict.fromkeys(wrong))
     if wrong:
         more = f"\n    and {len(wrong) - 12} more" if len(wrong) > 12 else ""
@@ -88,7 +93,7 @@ def load_optimizer_state(
             "model: allow_missing=True",
         )
     try:
-        made = {param: _placed(values, param, optimizer) for param, values in by_param.items()}
+        made = {param: _placed(values, param, kept) for param, values in by_param.items()}
         chosen = [(group, deepcopy(options)) for group, options in matched]
     except Exception as error:
         raise OptimizerStateError(
@@ -149,7 +154,7 @@ def _by_name(state: Mapping[str, Any]) -> tuple[dict[str, Any], list[dict[str, A
             )
         names.update(zip(group["params"], listed, strict=True))
         group["params"] = list(listed)
-    return {names[number]: dict(values) for number, values in state["state"].items() if number in names}, groups
+    return {name: dict(state["state"].get(number, {})) for number, name in names.items()}, groups
 
 
 def _are_groups(state: Mapping[str, Any]) -> bool:
@@ -244,9 +249,12 @@ def _wrong_order(
 
 
 def _wrong_values(
-    name: str, values: Mapping[str, Any], param: torch.Tensor, optimizer: torch.optim.Optimizer
+    name: str,
+    values: Mapping[str, Any],
+    param: torch.Tensor,
+    optimizer: torch.optim.Optimizer,
+    there: Mapping[str, Any],
 ) -> list[str]:
-    there = optimizer.state.get(param) or _likeness(optimizer, param)
     wrong = [f"{name}: {key} is what another optimizer keeps" for key in values if there and key not in there]
     wrong += [f"{name}: {key} is lacking" for key in there if key not in values]
     for key, value in values.items():
@@ -256,14 +264,35 @@ def _wrong_values(
     return wrong
 
 
-def _likeness(optimizer: torch.optim.Optimizer, param: torch.Tensor) -> dict[str, Any]:
-    """What an optimizer of torch's keeps for a parameter, found by a step with one like it; empty where none can be."""
+class _Kept:
+    """What an optimizer keeps for its parameters, and in which group each is."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self._optimizer = optimizer
+        self._groups = {param: group for group in optimizer.param_groups for param in group["params"]}
+        self._likely: dict[tuple[int, int], dict[str, Any]] = {}
+
+    def group(self, param: torch.Tensor) -> dict[str, Any]:
+        return self._groups[param]
+
+    def of(self, param: torch.Tensor) -> Mapping[str, Any]:
+        """What is there; else what would be, as far as that can be found."""
+        there: Mapping[str, Any] | None = self._optimizer.state.get(param)
+        if there:
+            return there
+        key = id(self._groups[param]), param.dim()
+        if key not in self._likely:
+            self._likely[key] = _likeness(self._optimizer, self._groups[param], param.dim())
+        return self._likely[key]
+
+
+def _likeness(optimizer: torch.optim.Optimizer, group: Mapping[str, Any], dims: int) -> dict[str, Any]:
+    """What an optimizer of torch's keeps for a parameter, found by a step with a small one; empty where none can be."""
     build: Any = type(optimizer)
     if not build.__module__.startswith("torch.optim"):
         return {}
-    group = next(group for group in optimizer.param_groups if any(one is param for one in group["params"]))
     options = {key: group[key] for key in inspect.signature(build).parameters if key in group and key != "params"}
-    twin = nn.Parameter(torch.zeros([2] * param.dim()))
+    twin = nn.Parameter(torch.zeros([2] * dims))
     twin.grad = torch.ones_like(twin)
     try:
         likely: torch.optim.Optimizer = build([twin], **{**options, **_on_cpu(options)})
@@ -318,12 +347,11 @@ def _options(group: Mapping[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in group.items() if key not in ("params", "param_names")}
 
 
-def _placed(values: Mapping[str, Any], param: torch.Tensor, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    group = next(group for group in optimizer.param_groups if any(one is param for one in group["params"]))
+def _placed(values: Mapping[str, Any], param: torch.Tensor, kept: _Kept) -> dict[str, Any]:
+    group = kept.group(param)
     beside = bool(group.get("capturable") or group.get("fused"))
     made = {key: _copied(key, value, param, beside) for key, value in values.items()}
-    there = optimizer.state.get(param) or _likeness(optimizer, param)
-    if isinstance(there.get("step"), torch.Tensor) and isinstance(made.get("step"), int | float):
+    if isinstance(kept.of(param).get("step"), torch.Tensor) and isinstance(made.get("step"), int | float):
         made["step"] = torch.tensor(float(made["step"]))  # torch has had it as a tensor since 1.12
     return made
 
