@@ -8,6 +8,7 @@ from collections.abc import Mapping
 import torch
 
 from modelstate.errors import ReadFailedError
+from modelstate.read import system
 from modelstate.read.stamp import Stamp, open_unchanged
 from modelstate.spec import ByteRange, Combined, Stored, StoredComposite, StoredTensor
 
@@ -82,7 +83,7 @@ class Maps:
         if found is None:
             descriptor = open_unchanged(region.path, self._stamps.get(region.path))
             try:
-                found = mmap.mmap(descriptor, 0, flags=mmap.MAP_PRIVATE | _NO_RESERVE)
+                found = system.mmap(descriptor, 0, mmap.MAP_PRIVATE | _NO_RESERVE)
             except (OSError, ValueError) as error:
                 raise ReadFailedError("the file cannot be mapped", where=region.path, found=error) from error
             finally:

@@ -16,7 +16,7 @@ from modelstate.errors import (
     SourceNotFoundError,
     SourceTypeError,
 )
-from modelstate.read import dcp, mapping, safetensors, sharded, torch_legacy, torch_zip
+from modelstate.read import dcp, mapping, safetensors, sharded, system, torch_legacy, torch_zip
 from modelstate.read.checkpoint import Checkpoint
 from modelstate.read.combine import Combination, CombineFunction
 from modelstate.read.combine import combine as combined
@@ -123,7 +123,7 @@ def _path_of(source: object) -> str:
 
 def _mode(path: str, given: str) -> int:
     try:
-        return os.stat(path).st_mode
+        return system.stat(path).st_mode
     except PermissionError as error:
         raise no_access(path, error) from error
     except OSError as error:

@@ -7,7 +7,8 @@ from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
 
 from modelstate.errors import ReadFailedError
-from modelstate.read.stamp import Stamp, open_unchanged
+from modelstate.read import system
+from modelstate.read.stamp import Stamp, check_unchanged, open_unchanged
 from modelstate.spec import ByteRange
 
 _IOV_MAX = 1024
@@ -90,8 +91,9 @@ def read_batches(
 ) -> None:
     """Carries out `batches` with so many threads; `on_read` hears of the wanted bytes of each as it ends.
 
-    `stamps` are what the files must still be. Raises `ReadFailedError` for the first I/O error,
-    short read or changed file. No thread writes to memory any more when this returns or raises.
+    `stamps` are what the files must be, before the first byte is read and after the last. Raises `ReadFailedError`
+    for the first I/O error, short read or changed file. No thread writes to memory any more when this returns or
+    raises.
     """
     descriptors: dict[str, int] = {}
     try:
@@ -104,6 +106,8 @@ def read_batches(
                     on_read(batch.wanted_bytes)
         else:
             _read_in_threads(batches, descriptors, threads, on_read)
+        for path, descriptor in descriptors.items():
+            check_unchanged(descriptor, path, stamps.get(path))
     finally:
         for descriptor in descriptors.values():
             os.close(descriptor)
@@ -136,7 +140,7 @@ def _read(descriptor: int, batch: Batch) -> None:
     views = [_memory(a, n) if a is not None else scratch[:n] for a, n in batch.pieces]
     while left:
         try:
-            got = os.preadv(descriptor, views, at)
+            got = system.preadv(descriptor, views, at)
         except OSError as error:
             raise ReadFailedError("reading failed", where=f"{batch.path}, byte {at}", found=error) from error
         if got == 0:

@@ -22,9 +22,11 @@ from modelstate.errors import (
     DuplicateNameError,
     HeaderTooLargeError,
     MissingShardError,
+    ReadFailedError,
     ShardIndexError,
     UnsafePathError,
 )
+from modelstate.read import system
 from modelstate.read.json_text import JsonText, JsonTextError, RepeatedKeyError, quote
 from modelstate.read.source_file import SourceFile
 from modelstate.spec import Contents, Stored
@@ -147,7 +149,11 @@ def safe_paths(index_path: str, directory: str, shards: list[str]) -> list[str]:
             expected=f"in {directory or '.'}: {', '.join(map(quote, missing))}",
             remedy="finish the download or the copy",
         )
-    odd = [quote(shard) for shard, path in zip(shards, paths, strict=True) if not stat.S_ISREG(os.stat(path).st_mode)]
+    try:
+        modes = [system.stat(path).st_mode for path in paths]
+    except OSError as error:
+        raise ReadFailedError("a shard cannot be opened", where=index_path, found=error) from error
+    odd = [quote(shard) for shard, mode in zip(shards, modes, strict=True) if not stat.S_ISREG(mode)]
     if odd:
         raise ShardIndexError("the index names shards that are no files", where=index_path, found=_some(odd))
     return paths

@@ -4,6 +4,7 @@ import os
 from types import TracebackType
 
 from modelstate.errors import OpenError, ReadFailedError, SourceAccessError, SourceNotFoundError, TruncatedFileError
+from modelstate.read import system
 
 MAX_STRUCTURE_BYTES = 2**31
 """More than any table of contents has; it keeps a sparse file from being read into memory."""
@@ -20,14 +21,13 @@ class SourceFile:
         """Raises `SourceNotFoundError`, `SourceAccessError`, or `ReadFailedError` for other errors of the system."""
         self.path = path
         try:
-            self._descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+            self._descriptor, self.nbytes = _opened(path)
         except FileNotFoundError as error:
             raise SourceNotFoundError("there is no such file", where=path) from error
         except PermissionError as error:
             raise SourceAccessError("the file may not be read", where=path, remedy=f"chmod u+r {path}") from error
         except OSError as error:
             raise ReadFailedError("the file cannot be opened", where=path, found=error) from error
-        self.nbytes = os.fstat(self._descriptor).st_size
 
     def __enter__(self) -> "SourceFile":
         return self
@@ -51,7 +51,7 @@ class SourceFile:
         pieces: list[bytes] = []
         while nbytes:
             try:
-                piece = os.pread(self._descriptor, nbytes, start)
+                piece = system.pread(self._descriptor, nbytes, start)
             except OSError as error:
                 raise ReadFailedError(f"{what} cannot be read", where=self.path, found=error) from error
             if not piece:
@@ -76,6 +76,15 @@ class SourceFile:
             found=f"{self.nbytes} bytes",
             remedy=CUT_SHORT,
         )
+
+
+def _opened(path: str) -> tuple[int, int]:
+    descriptor = system.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        return descriptor, system.fstat(descriptor).st_size
+    except BaseException:
+        os.close(descriptor)
+        raise
 
 
 class Section(SourceFile):

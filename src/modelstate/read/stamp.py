@@ -5,6 +5,7 @@ from collections.abc import Iterable
 from typing import NamedTuple
 
 from modelstate.errors import ReadFailedError
+from modelstate.read import system
 
 
 class Stamp(NamedTuple):
@@ -19,7 +20,7 @@ class Stamp(NamedTuple):
 def stamps_of(paths: Iterable[str]) -> dict[str, Stamp]:
     """The stamps of files as they are now. Raises `ReadFailedError`."""
     try:
-        return {path: _stamp(os.stat(path)) for path in paths}
+        return {path: _stamp(system.stat(path)) for path in paths}
     except OSError as error:
         raise ReadFailedError("the file is gone", found=error, remedy="open the checkpoint again") from error
 
@@ -27,23 +28,42 @@ def stamps_of(paths: Iterable[str]) -> dict[str, Stamp]:
 def open_unchanged(path: str, expected: Stamp | None) -> int:
     """A descriptor of the file, for reading. Raises `ReadFailedError` where it is not the file of the stamp."""
     try:
-        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        descriptor = system.open(path, os.O_RDONLY | os.O_CLOEXEC)
     except OSError as error:
         raise ReadFailedError(
             "the file can no longer be opened", where=path, found=error, remedy="open the checkpoint again"
         ) from error
-    found = _stamp(os.fstat(descriptor))
-    if expected is not None and found != expected:
+    try:
+        _compare(descriptor, path, expected, "the file has changed since it was opened")
+    except BaseException:
         os.close(descriptor)
+        raise
+    return descriptor
+
+
+def check_unchanged(descriptor: int, path: str, expected: Stamp | None) -> None:
+    """Raises `ReadFailedError` where the file is not what it was when `open_unchanged` opened it.
+
+    To be called when all has been read and before the descriptor is closed: what a file was changed to while it was
+    read may have been read in part. The name may have been given to another file meanwhile, which changes nothing.
+    """
+    _compare(descriptor, path, expected, "the file has changed while it was read")
+
+
+def _compare(descriptor: int, path: str, expected: Stamp | None, what: str) -> None:
+    try:
+        found = _stamp(system.fstat(descriptor))
+    except OSError as error:
+        raise ReadFailedError("the file's size and time cannot be read", where=path, found=error) from error
+    if expected is not None and found != expected:
         raise ReadFailedError(
-            "the file has changed since it was opened",
+            what,
             where=path,
             expected=f"{expected.nbytes} bytes, modified at {expected.modified_ns} ns",
             found=f"{found.nbytes} bytes, modified at {found.modified_ns} ns"
             + (", another file under the same name" if found.inode != expected.inode else ""),
             remedy="open the checkpoint again, when nothing writes to it any more",
         )
-    return descriptor
 
 
 def _stamp(status: os.stat_result) -> Stamp:

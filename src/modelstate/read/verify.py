@@ -6,8 +6,9 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING
 
 from modelstate.errors import ChecksumError, ReadFailedError
+from modelstate.read import system
 from modelstate.read.ranges import read_threads
-from modelstate.read.stamp import Stamp, open_unchanged
+from modelstate.read.stamp import Stamp, check_unchanged, open_unchanged
 from modelstate.spec import ByteRange, StoredTensor, pieces
 
 if TYPE_CHECKING:
@@ -61,11 +62,12 @@ def _crc32(storage: ByteRange, stamp: Stamp | None) -> int:
         descriptor = open_unchanged(storage.path, stamp)
         try:
             while at < end:
-                got = os.preadv(descriptor, [view[: end - at]], at)
+                got = system.preadv(descriptor, [view[: end - at]], at)
                 if not got:
                     raise ReadFailedError("the file ends before the tensor does", where=f"{storage.path}, byte {at}")
                 crc = zlib.crc32(view[:got], crc)
                 at += got
+            check_unchanged(descriptor, storage.path, stamp)
         finally:
             os.close(descriptor)
     except OSError as error:

@@ -1,0 +1,158 @@
+"""Reads that fail: an I/O error, a short read, or a file that changes, at any one of the requests that are made."""
+
+import mmap
+import os
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from modelstate.errors import OptionError
+from modelstate.read import system
+
+CALLS = ("open", "stat", "fstat", "pread", "preadv", "mmap")
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """A system call that is about to be made."""
+
+    number: int
+    """From 1, in the order in which they are made, by whatever thread."""
+    call: str
+    """"open", "stat", "fstat", "pread", "preadv" or "mmap"."""
+    path: str
+    """The file."""
+    start: int = 0
+    """Of what is read: bytes from the beginning of the file."""
+    nbytes: int = 0
+    """Of what is read: how many bytes are asked for."""
+
+
+class Faults:
+    """What `faulty_reads` has seen, and what it does about it."""
+
+    requests: list[Request]
+    """Every request so far, with those that were made to fail."""
+
+    def __init__(
+        self,
+        at: int | None = None,
+        error: BaseException | type[BaseException] | None = None,
+        short: int | None = None,
+        before: Callable[[Request], object] | None = None,
+    ) -> None:
+        self.requests = []
+        self._at, self._error, self._short, self._before = at, error, short, before
+        self._lock = threading.Lock()
+
+    def met(self, call: str, path: str, start: int = 0, nbytes: int = 0) -> int | None:
+        """Counts a request and does to it what was asked for; returns the most that it may read, if there is one."""
+        with self._lock:
+            request = Request(len(self.requests) + 1, call, path, start, nbytes)
+            self.requests.append(request)
+        if self._at not in (None, request.number):
+            return None
+        if self._before is not None:
+            self._before(request)
+        if self._error is not None:
+            raise self._error
+        return self._short
+
+
+@contextmanager
+def faulty_reads(
+    *,
+    at: int | None = None,
+    error: BaseException | type[BaseException] | None = None,
+    short: int | None = None,
+    before: Callable[[Request], object] | None = None,
+) -> Iterator[Faults]:
+    """Within this context the requests by which checkpoints are opened and read can be made to fail.
+
+    Without arguments it only counts them: a load that is repeated with `at=1`, `at=2`, ... up to
+    `len(faults.requests)` fails at each in turn. A request is one system call: `open`, `stat`, `fstat`, `pread`,
+    `preadv` or `mmap` of a file that is opened or loaded; what is read of a map later is none. It holds for all
+    threads of the process. Contexts can be nested: the inner one's requests come to the outer one, if they are made.
+
+    Args:
+        at: the number of the request that is meant, from 1; without it, all of them.
+        error: raised instead of making the request: usually an `OSError`, as `OSError(errno.EIO, "...")`.
+        short: the most bytes that a `pread` or `preadv` returns, as at the end of a file, on a network file system or
+            after a signal; 0 is the end of the file.
+        before: called with the `Request` before it is made, in the thread that makes it: to change the file just then,
+            to wait, or to raise.
+
+    Raises `OptionError` for arguments that mean nothing.
+    """
+    _check(at, error, short, before)
+    faults = Faults(at, error, short, before)
+    replaced = {name: getattr(system, name) for name in CALLS}
+    for name, call in _calls(faults).items():
+        setattr(system, name, call)
+    try:
+        yield faults
+    finally:
+        for name, call in replaced.items():
+            setattr(system, name, call)
+
+
+def _calls(faults: Faults) -> dict[str, Callable[..., Any]]:
+    """The calls that are there now, by their names, each behind `faults.met`."""
+    real_open, real_stat, real_fstat = system.open, system.stat, system.fstat
+    real_pread, real_preadv, real_mmap = system.pread, system.preadv, system.mmap
+
+    def open(path: str, flags: int) -> int:
+        faults.met("open", path)
+        return real_open(path, flags)
+
+    def stat(path: str) -> os.stat_result:
+        faults.met("stat", path)
+        return real_stat(path)
+
+    def fstat(descriptor: int) -> os.stat_result:
+        faults.met("fstat", _path(descriptor))
+        return real_fstat(descriptor)
+
+    def pread(descriptor: int, nbytes: int, offset: int) -> bytes:
+        most = faults.met("pread", _path(descriptor), offset, nbytes)
+        return real_pread(descriptor, nbytes if most is None else min(nbytes, most), offset)
+
+    def preadv(descriptor: int, buffers: Sequence[memoryview], offset: int) -> int:
+        most = faults.met("preadv", _path(descriptor), offset, sum(len(buffer) for buffer in buffers))
+        return real_preadv(descriptor, buffers if most is None else _first(buffers, most), offset)
+
+    def map(descriptor: int, nbytes: int, flags: int) -> mmap.mmap:
+        faults.met("mmap", _path(descriptor), 0, nbytes)
+        return real_mmap(descriptor, nbytes, flags)
+
+    return dict(zip(CALLS, (open, stat, fstat, pread, preadv, map), strict=True))
+
+
+def _first(buffers: Sequence[memoryview], nbytes: int) -> list[memoryview]:
+    """The first so many bytes of the buffers."""
+    found = []
+    for buffer in buffers:
+        found.append(buffer[:nbytes])
+        nbytes -= len(found[-1])
+    return found
+
+
+def _path(descriptor: int) -> str:
+    try:
+        return os.readlink(f"/proc/self/fd/{descriptor}")
+    except OSError:
+        return f"descriptor {descriptor}"
+
+
+def _check(at: object, error: object, short: object, before: object) -> None:
+    if at is not None and (not isinstance(at, int) or isinstance(at, bool) or at < 1):
+        raise OptionError("at= is the number of a request", expected="1 or more, or None", found=repr(at))
+    if short is not None and (not isinstance(short, int) or isinstance(short, bool) or short < 0):
+        raise OptionError("short= is a number of bytes", expected="0 or more, or None", found=repr(short))
+    is_class = isinstance(error, type) and issubclass(error, BaseException)
+    if not (error is None or is_class or isinstance(error, BaseException)):
+        raise OptionError("error= is raised", expected="an exception, or None", found=repr(error))
+    if before is not None and not callable(before):
+        raise OptionError("before= is called with a request", expected="a function, or None", found=repr(before))
