@@ -6,6 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from modelstate.read.ranges import read_threads
+
 # Samples the anonymous memory of the process every millisecond while a 256 MB model is loaded.
 PROGRAM = """
 import sys, threading, time, torch, modelstate as ms
@@ -43,8 +45,13 @@ thread.join()
 print(peak - before, report.peak_memory_bytes)
 """
 MODEL_BYTES = 16 * 2048 * 2048 * 4
-SCRATCH_BYTES = 64 << 20
+THREADS = read_threads()
+MB = 1 << 20
 INT8 = "transform=ms.Quantize(__import__('torchao.quantization').quantization.Int8WeightOnlyConfig())"
+FLOAT8 = (
+    "transform=ms.Quantize((q := __import__('torchao.quantization').quantization)"
+    ".Float8WeightOnlyConfig(granularity=q.PerTensor()))"
+)
 SLACK_BYTES = 24 << 20
 
 
@@ -63,15 +70,19 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
     [
         ("materialised", "dict()", 0, MODEL_BYTES),
         ("materialised", "dict(in_place=True)", 0, 0),
-        ("materialised", "dict(dtype=torch.bfloat16)", MODEL_BYTES // 2, 64 << 20),
+        ("materialised", "dict(dtype=torch.bfloat16)", MODEL_BYTES // 2, THREADS * MB),
         ("materialised", "dict(transform=lambda n, t: t * 2)", 0, MODEL_BYTES + MODEL_BYTES // 16),
         ("skeleton", "dict()", 0, 0),
         ("skeleton", "dict(map=False)", MODEL_BYTES, 0),
-        ("skeleton", "dict(dtype=torch.bfloat16)", MODEL_BYTES // 2, 64 << 20),
-        # torchao takes up to three copies of a weight at a time.
-        ("skeleton", f"dict({INT8})", MODEL_BYTES // 4, SCRATCH_BYTES + MODEL_BYTES * 3 // 16),
-        ("skeleton", f"dict({INT8}, dtype=torch.bfloat16)", MODEL_BYTES // 4, SCRATCH_BYTES + MODEL_BYTES * 7 // 32),
-        ("materialised", f"dict({INT8})", MODEL_BYTES // 4, SCRATCH_BYTES + MODEL_BYTES * 3 // 16),
+        ("skeleton", "dict(dtype=torch.bfloat16)", MODEL_BYTES // 2, THREADS * MB),
+        ("skeleton", "dict(dtype=torch.bfloat16, max_memory_bytes=100_000)", MODEL_BYTES // 2, 64 << 10),
+        # A thread reads 1 MB of rows; torchao takes up to three copies of them, and makes at most as much; and it has a
+        # heap of its own.
+        ("skeleton", f"dict({INT8})", MODEL_BYTES // 4, THREADS * 29 * MB),
+        ("skeleton", f"dict({INT8}, dtype=torch.bfloat16)", MODEL_BYTES // 4, THREADS * 29 * MB),
+        ("materialised", f"dict({INT8})", MODEL_BYTES // 4, THREADS * 29 * MB),
+        # The scale of a whole weight needs the whole of it: 64 MB are read, and torchao takes five copies of a weight.
+        ("skeleton", f"dict({FLOAT8})", MODEL_BYTES // 4, MODEL_BYTES // 4 + MODEL_BYTES * 5 // 16 + 24 * MB),
     ],
 )
 def test_a_report_tells_the_memory_that_was_taken(

@@ -98,8 +98,13 @@ class HeapTrim:
     def on_freed(self, nbytes: int) -> None:
         """Hears of bytes that have been freed."""
         self._nbytes += nbytes
-        if self._trim is not None and self._nbytes >= _TRIM_BYTES:
-            self._nbytes = 0
+        if self._nbytes >= _TRIM_BYTES:
+            self.trim()
+
+    def trim(self) -> None:
+        """Gives back what is free, of all threads."""
+        self._nbytes = 0
+        if self._trim is not None:
             self._trim(0)
 
 

@@ -66,16 +66,51 @@ class Quantize(ModuleTransform):
             )
         return weight
 
+    def rows_at_once(self, shape: tuple[int, ...], dtype: torch.dtype) -> int | None:
+        """As many as fit into a processor's cache, where the config has scales of their own for rows."""
+        if len(shape) != 2 or not _by_rows(self.config):
+            return None
+        rows = max(_ROWS_BYTES // max(shape[1] * max(dtype.itemsize, 4), 1), 1)
+        return rows if rows < shape[0] else None
+
     def extra_bytes(self, shape: tuple[int, ...], dtype: torch.dtype) -> int:
         """What torchao takes meanwhile: copies of the weight as float32."""
         copies = next((n for part, n in _COPIES.items() if part in type(self.config).__name__), _MOST_COPIES)
-        return copies * torch.Size(shape).numel() * max(dtype.itemsize, 4)
+        return copies * torch.Size(shape).numel() * max(dtype.itemsize, 4) + _HEAP_BYTES
 
 
 # As measured with torchao 0.18, on float32 and bfloat16 weights, by what is in the name of a config: two for these and
 # four for others; and one more, for up to the size of a weight can lie in holes of the heap that are just too small.
 _COPIES = {"Int8WeightOnly": 3, "Int8DynamicActivation": 3, "IntxWeightOnly": 3}
 _MOST_COPIES = 5
+_HEAP_BYTES = 24 << 20
+"""What a thread's heap keeps of it between two calls."""
+
+
+_ROWS_BYTES = 1 << 20
+
+
+def _by_rows(config: Any) -> bool:
+    """Whether torchao quantizes each row of a weight by itself, and keeps rows in their order."""
+    from torchao.quantization.granularity import PerAxis, PerGroup, PerRow
+
+    if type(config).__name__ not in _ROW_BY_ROW:
+        return False
+    packing = getattr(config, "intx_packing_format", None)
+    if packing is not None and packing.value != "unpacked_to_int8":
+        return False
+    granularity = config.granularity[-1] if isinstance(config.granularity, list | tuple) else config.granularity
+    if isinstance(granularity, PerRow):
+        return getattr(granularity, "dim", -1) == -1
+    return isinstance(granularity, PerGroup) or (isinstance(granularity, PerAxis) and granularity.axis == 0)
+
+
+_ROW_BY_ROW = {
+    "Int8WeightOnlyConfig",
+    "Int8DynamicActivationInt8WeightConfig",
+    "Float8WeightOnlyConfig",
+    "IntxWeightOnlyConfig",
+}
 
 
 def _linear(weight: torch.Tensor, like: nn.Module) -> nn.Linear:

@@ -6,16 +6,18 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TypeVar
 
 import torch
-from torch import nn
 from torch.autograd.graph import increment_version
 
-from modelstate.errors import MemoryBudgetError, ModelStateError, PlacementError, TransformError
+from modelstate.errors import MemoryBudgetError, ModelStateError, PlacementError
 from modelstate.place.memory import HeapTrim, PageWatch, aligned, fresh_tensors
-from modelstate.plan.assignment import SCRATCH_BYTES, Assignment
+from modelstate.place.remake import called, remake, settled
+from modelstate.place.streamed import read_streamed
+from modelstate.plan.assignment import Assignment
 from modelstate.plan.derived import Derived, values_of
-from modelstate.plan.placement import after_remaking, after_transform, is_dense, is_plain
+from modelstate.plan.memory import means_within
+from modelstate.plan.placement import after_transform, is_dense, is_plain
 from modelstate.plan.prepare import Preparation
-from modelstate.plan.torch_private import payload_of, storage_id, storage_owners
+from modelstate.plan.torch_private import storage_owners
 from modelstate.plan.transforms import Transform
 from modelstate.read.checkpoint import is_plain_memory
 from modelstate.read.ranges import Request
@@ -39,13 +41,15 @@ def stage(preparation: Preparation, progress: Progress) -> None:
     progress(sum(made.nbytes for made in shown))
     waiting.sort(key=_place_in_file)
     from_file, rest = _split(waiting, lambda made: made.is_run_of_bytes and made.reads_plainly)
+    streamed, from_file = _split(from_file, lambda made: made.is_streamed)
     straight, others = _split(from_file, lambda made: made.reads_unchanged)
     watch = PageWatch()
-    finals = fresh_tensors([_layout(made) for made in straight], watch)
+    finals = fresh_tensors([made.layout for made in straight], watch)
     in_order, strided = _split(list(zip(straight, finals, strict=True)), lambda pair: is_plain_memory(pair[1]))
     _read(preparation, in_order, _both(progress, watch.on_read))
     for made, final in in_order:
         made.final = final
+    read_streamed(preparation, streamed, progress)
     _read_through_scratch(preparation, [*others, *(made for made, _ in strided)], progress, _finish)
     trim = HeapTrim()
     for made in rest:
@@ -65,8 +69,10 @@ def read_in_place(preparation: Preparation, progress: Progress) -> None:
     for made in live:  # they are copied when all is read
         stage_one(preparation, made)
         progress(made.nbytes)
+    streamed, cast = _split(cast, lambda made: made.is_streamed)
     # The buffer for casts is made before anything is written.
     _read_through_scratch(preparation, cast, progress, _finish_in_place)
+    read_streamed(preparation, streamed, progress)
     for made in computed:  # by torch, of tensors that are there: one at a time
         _finish_in_place(made, _own_value(preparation, made))
         progress(made.nbytes)
@@ -121,7 +127,7 @@ def _stage_one(preparation: Preparation, made: Assignment) -> None:
 
 def _is_as_wanted(made: Assignment, value: torch.Tensor) -> bool:
     """Whether a value can stay where it is: nobody else has it, and it is as the slot wants it."""
-    _, stride, dtype = _layout(made)
+    _, stride, dtype = made.layout
     in_order = value.is_contiguous() if stride is None else tuple(value.stride()) == stride
     fits = value.dtype == dtype and value.device == made.device and value.shape == made.param.shape
     own = is_plain(value) and storage_owners(value) == 1 and not value.is_inference() and not value.is_conj()
@@ -129,13 +135,17 @@ def _is_as_wanted(made: Assignment, value: torch.Tensor) -> bool:
 
 
 def check_budget(preparation: Preparation, max_memory_bytes: int | None) -> None:
-    """Raises `MemoryBudgetError` where the load would need more memory beyond the final tensors."""
+    """Chooses what the load reads with, so that it needs at most so much memory beyond the final tensors.
+
+    Raises `MemoryBudgetError` where nothing needs so little.
+    """
+    preparation.means = means_within(preparation.assignments, max_memory_bytes)
     if max_memory_bytes is not None and (needed := preparation.extra_bytes) > max_memory_bytes:
         staged = any(made.staged_bytes for made in preparation.assignments)
         raise MemoryBudgetError(
             "the load needs more memory beyond the final tensors than it was given; nothing has been changed",
             expected=f"at most {max_memory_bytes} bytes",
-            found=f"{needed} bytes",
+            found=f"{needed} bytes, at the least",
             remedy=f"max_memory_bytes={needed}" + (", or in_place=True, which needs no second copy" if staged else ""),
         )
 
@@ -161,17 +171,9 @@ def _own_value(preparation: Preparation, made: Assignment) -> torch.Tensor:
 def _finish(made: Assignment, value: torch.Tensor) -> None:
     """Gives the slot's dtype, device and layout to a value that nobody else holds, or that is about to be reused."""
     if made.remake is not None:
-        _remake(made, made.remake, value)
+        remake(made, made.remake, value)
     else:
-        made.final = _settled(made, value)
-
-
-def _settled(made: Assignment, value: torch.Tensor) -> torch.Tensor:
-    """The value in memory of its own, as the slot wants it."""
-    if not made.on_cpu:
-        return value.to(made.dtype).to(made.device)
-    (final,) = fresh_tensors([_layout(made)])
-    return final.copy_(value)
+        made.final = settled(made, value)
 
 
 def _finish_in_place(made: Assignment, value: torch.Tensor) -> None:
@@ -180,56 +182,12 @@ def _finish_in_place(made: Assignment, value: torch.Tensor) -> None:
     made.final = made.param
 
 
-def _remake(made: Assignment, remake: Transform, value: torch.Tensor) -> None:
-    """Lets a module's transform have the last word on a value that is about to be reused."""
-    if is_plain(value) and not (made.on_cpu and value.dtype == made.dtype and value.stride() == _stride(made)):
-        value = _settled(made, value)
-    result = _called(remake, made, value)
-    made.freezes = isinstance(result, nn.Parameter) and not result.requires_grad
-    try:
-        result = result.detach().to(made.device)
-        held = {storage_id(part) for part in payload_of(value)}
-        kept = any(storage_id(part) in held or storage_owners(part) > 1 for part in payload_of(result))
-        kept = kept or (is_plain(result) and not is_dense(result))
-        made.final = result.clone() if kept else result
-    except Exception as error:
-        raise TransformError(
-            "what the transform returned cannot be given memory of its own; nothing has been changed",
-            where=made.name,
-            found=f"{type(result).__name__}: {type(error).__name__}: {error}",
-        ) from error
-    made.dtype = result.dtype
-    made.placement = after_remaking(made.placement, made.param, result)
-
-
 def _transformed(preparation: Preparation, transform: Transform, made: Assignment) -> torch.Tensor:
     value = made.value if made.placement.mapped else _own_value(preparation, made)
-    result = _called(transform, made, value)
+    result = called(transform, made.name, value, made.param.shape)
     # A tensor that others hold, or memory that they do, cannot be the slot's own.
     own = result is value or (sys.getrefcount(result) <= 2 and storage_owners(result) == 1)
     return _as_asked(preparation, made, result.detach(), own)
-
-
-def _called(transform: Transform, made: Assignment, value: torch.Tensor) -> torch.Tensor:
-    """What the transform returns, if it can be loaded. Raises `TransformError`."""
-    name = made.name
-    try:
-        result = transform(name, value)
-    except ModelStateError:
-        raise
-    except Exception as error:
-        raise TransformError(
-            "the transform raised; nothing has been changed", where=name, found=f"{type(error).__name__}: {error}"
-        ) from error
-    if not isinstance(result, torch.Tensor) or result.shape != made.param.shape or result.is_meta:
-        is_tensor = isinstance(result, torch.Tensor)
-        raise TransformError(
-            "the transform returned something that cannot be loaded; nothing has been changed",
-            where=name,
-            expected=f"a tensor of shape {tuple(made.param.shape)}",
-            found=f"shape {tuple(result.shape)} on {result.device}" if is_tensor else repr(result)[:80],
-        )
-    return result
 
 
 @torch.inference_mode(False)
@@ -265,7 +223,7 @@ def _read_through_scratch(
     finish: Callable[[Assignment, torch.Tensor], None],
 ) -> None:
     """Reads into one buffer that is used again and again, and lets `finish` cast or move what is there."""
-    groups = list(_groups(made))
+    groups = list(_groups(made, preparation.means.scratch_bytes))
     if not groups:
         return
     (scratch,) = fresh_tensors([(torch.Size([max(size for _, size in groups)]), None, torch.uint8)])
@@ -285,12 +243,12 @@ def _read_through_scratch(
             one.seconds += time.perf_counter() - started
 
 
-def _groups(made: Iterable[Assignment]) -> Iterator[tuple[list[Assignment], int]]:
+def _groups(made: Iterable[Assignment], scratch_bytes: int) -> Iterator[tuple[list[Assignment], int]]:
     """What is read at once, with the bytes that it takes: as much as the scratch buffer holds, or one larger tensor."""
     group: list[Assignment] = []
     total = 0
     for one in made:
-        if group and total + aligned(one.nbytes) > SCRATCH_BYTES:
+        if group and total + aligned(one.nbytes) > scratch_bytes:
             yield group, total
             group, total = [], 0
         group.append(one)
@@ -309,18 +267,6 @@ def _read(preparation: Preparation, pairs: Sequence[tuple[Assignment, torch.Tens
     seconds, total = time.perf_counter() - started, sum(made.nbytes for made, _ in pairs)
     for made, _ in pairs:
         made.seconds += seconds * made.nbytes / max(total, 1)
-
-
-def _layout(made: Assignment) -> tuple[torch.Size, tuple[int, ...] | None, torch.dtype]:
-    """Shape, stride and dtype of memory for a slot; the stride only where it is a layout, as channels last is."""
-    param = made.param
-    keeps = is_plain(param) and not param.is_contiguous() and is_dense(param)
-    return param.size(), tuple(param.stride()) if keeps else None, made.dtype
-
-
-def _stride(made: Assignment) -> tuple[int, ...]:
-    shape, stride, _ = _layout(made)
-    return stride or contiguous_stride(shape)
 
 
 def _place_in_file(made: Assignment) -> tuple[str, int]:

@@ -6,14 +6,11 @@ import torch
 
 from modelstate.plan.derived import Derived, Source
 from modelstate.plan.dtypes import device_name, short
-from modelstate.plan.placement import Placement, is_plain
+from modelstate.plan.placement import Placement, is_dense, is_plain
 from modelstate.plan.plan import Step, cast_text
 from modelstate.plan.torch_private import payload_of
 from modelstate.plan.transforms import Transform
-from modelstate.spec import StoredComposite, StoredTensor
-
-SCRATCH_BYTES = 64 << 20
-"""What is read at once to be cast or moved, unless a single tensor is larger."""
+from modelstate.spec import StoredComposite, StoredTensor, contiguous_stride
 
 
 @dataclass(slots=True, eq=False)
@@ -43,7 +40,9 @@ class Assignment:
     remake: Transform | None = None
     """Called with the value as it would be loaded: cast, and on its device."""
     remake_bytes: int = 0
-    """Bytes of memory that it takes beside that value and what it returns."""
+    """Bytes of memory that it takes beside that value, or those rows of it, and what it returns."""
+    remake_rows: int = 0
+    """So many rows at a time can be remade by themselves; 0 where it takes the whole value."""
     freezes: bool = False
     """Whether the slot gets no gradient any more, as the remade value says."""
     final: torch.Tensor | None = None
@@ -100,6 +99,43 @@ class Assignment:
         straight = self.value.dtype == self.dtype and ordered and not isinstance(self.stored, Derived)
         copied = 0 if straight or not self.on_cpu else self.value.numel() * self.dtype.itemsize
         return self.remake_bytes + copied + (self.nbytes if isinstance(self.stored, torch.Tensor) else 0)
+
+    @property
+    def layout(self) -> tuple[torch.Size, tuple[int, ...] | None, torch.dtype]:
+        """Shape, stride and dtype of memory for the slot; the stride only where it is a layout, as channels last is."""
+        param = self.param
+        keeps = is_plain(param) and not param.is_contiguous() and is_dense(param)
+        return param.size(), tuple(param.stride()) if keeps else None, self.dtype
+
+    @property
+    def stride(self) -> tuple[int, ...]:
+        """The stride of memory for the slot."""
+        shape, stride, _ = self.layout
+        return stride or contiguous_stride(shape)
+
+    @property
+    def is_streamed(self) -> bool:
+        """Whether the value can be cast, moved or remade in pieces, as it is read."""
+        if not (self.is_run_of_bytes and self.reads_plainly) or self.reads_unchanged:
+            return False
+        if self.placement.direct:
+            return self.param.is_contiguous()
+        return self.layout[1] is None and (self.remake is None or self.remake_rows > 0)
+
+    @property
+    def unit_bytes(self) -> int:
+        """Bytes of the file that have to come together, where the value is streamed."""
+        if self.remake is None:
+            return self.value.itemsize
+        return self.remake_rows * (self.nbytes // self.value.shape[0])
+
+    @property
+    def working_bytes(self) -> int:
+        """Bytes of memory that each thread takes for a streamed value, beside what it reads into."""
+        if self.remake is None:
+            return 0
+        result = min(self.unit_bytes, self.nbytes) // self.value.itemsize * self.dtype.itemsize
+        return self.remake_bytes + (2 if self.value.dtype != self.dtype else 1) * result
 
     @property
     def reads_plainly(self) -> bool:

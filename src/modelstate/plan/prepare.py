@@ -14,13 +14,14 @@ from torch import nn
 
 from modelstate.errors import CodecError, ExtraStateError
 from modelstate.plan.account import Accounts
-from modelstate.plan.assignment import SCRATCH_BYTES, Assignment, Row, step_of
+from modelstate.plan.assignment import Assignment, Row, step_of
 from modelstate.plan.derived import Derived, Source
 from modelstate.plan.dtypes import cast_between, short
 from modelstate.plan.explain import model_errors, one_line, plan_error
 from modelstate.plan.incoming import Incoming, Undecoded
 from modelstate.plan.journal import Journal, Write
 from modelstate.plan.matching import matching_part
+from modelstate.plan.memory import peak_bytes, usual_means
 from modelstate.plan.overlap import Addresses, clash, overlap
 from modelstate.plan.placement import Placement, choose, is_plain
 from modelstate.plan.plan import Options, Plan, Step
@@ -37,7 +38,7 @@ from modelstate.plan.recorder import Outcome, walk
 from modelstate.plan.rules.chain import renamed_by
 from modelstate.plan.slots import BUFFER, EXTRA, HIDDEN, PARAMETER, Slot, slots_of
 from modelstate.plan.torch_private import storage_id
-from modelstate.plan.transforms import Transforms, bound
+from modelstate.plan.transforms import ModuleTransform, Transforms, bound
 from modelstate.read.checkpoint import Checkpoint
 from modelstate.spec import ByteRange, StoredTensor, overlapping
 
@@ -84,6 +85,8 @@ class Preparation:
         self.used: set[str] = set()
         """Names, after the rules, whose values have come to a slot."""
         self.extra_states: list[str] = []
+        self.means = usual_means()
+        """What the bytes are read with."""
         self._make_write, self._call_extra_state = make_write, call_extra_state
         self._by_param: dict[int, Assignment] = {}
         self._by_storage: dict[int, list[Assignment]] = {}
@@ -212,8 +215,17 @@ class Preparation:
         made = Assignment(name, kind, param, value, source, stored, placement, dtype, device, given)
         made.transform, made.remake = choice.first, bound(choice)
         if choice.last is not None:
-            made.remake_bytes = choice.last.extra_bytes(tuple(param.shape), dtype)
+            self._measure_remaking(made, choice.last)
         return made
+
+    @staticmethod
+    def _measure_remaking(made: Assignment, last: ModuleTransform) -> None:
+        """How a module's transform gets the value, and what memory it takes for it."""
+        shape, layout = tuple(made.param.shape), made.layout
+        rows = last.rows_at_once(shape, made.dtype) if shape and layout[1] is None and made.is_run_of_bytes else None
+        made.remake_rows = min(rows or 0, shape[0]) if shape else 0
+        part = (made.remake_rows, *shape[1:]) if made.remake_rows else shape
+        made.remake_bytes = last.extra_bytes(part, made.dtype)
 
     @staticmethod
     def _can_be_read_straight(stored: Source | None) -> bool:
@@ -263,16 +275,8 @@ class Preparation:
 
     @property
     def extra_bytes(self) -> int:
-        """Memory that is needed beyond the final tensors: what is staged, and a buffer for what is cast or moved."""
-        needing = [made for made in self.assignments if not made.placement.mapped]
-        staged = sum(made.staged_bytes for made in needing)
-        cast = [made for made in needing if made.needs_buffer and made.transform is None]
-        read_together = sum(made.buffer_bytes for made in cast if made.is_run_of_bytes)
-        scratch = max(max((made.buffer_bytes for made in cast), default=0), min(read_together, SCRATCH_BYTES))
-        # The buffer is there while values are remade out of it, and gone when transforms get theirs one by one.
-        remade = scratch + max((made.passing_bytes for made in needing if made.remake is not None), default=0)
-        alone = max((made.passing_bytes for made in needing if made.transform is not None), default=0)
-        return staged + max(remade, alone)
+        """Memory that is needed beyond the final tensors."""
+        return peak_bytes(self.assignments, self.means)
 
     @property
     def names(self) -> tuple[str, str]:

@@ -43,6 +43,15 @@ class ModuleTransform(ABC):
         """
         return 0
 
+    def rows_at_once(self, shape: tuple[int, ...], dtype: torch.dtype) -> int | None:
+        """How many rows, of dimension 0, of such a tensor are best remade at a time; None for all of them.
+
+        Only where some rows of the result depend on the same rows of the tensor alone. Then the tensor is remade while
+        it is read, by calls from several threads at once, each with some of its rows, and what they return is joined:
+        plain tensors, or tensors of one class whose `__tensor_flatten__` gives plain tensors with as many rows.
+        """
+        return None
+
 
 Pairs = tuple[tuple[str, Transform | ModuleTransform | None], ...]
 """Glob patterns, each with the transform of what it matches first; None leaves that alone."""

@@ -1,7 +1,7 @@
 """The Checkpoint: a read-only mapping from names to tensor specs, and the ways to their bytes."""
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from difflib import get_close_matches
 from typing import Any
 
@@ -18,6 +18,7 @@ from modelstate.read.mapped import Maps
 from modelstate.read.ranges import Request, coalesce, read_batches, read_threads
 from modelstate.read.readahead import read_ahead
 from modelstate.read.stamp import Stamp, stamps_of
+from modelstate.read.stream import Consume, Wanted, stream
 from modelstate.read.tree import FlatTree, decoded, flatten, is_container, items_of, rebuild, subtree
 from modelstate.read.verify import verify
 from modelstate.spec import ByteRange, Combined, Contents, Encoded, Stored, StoredComposite, StoredTensor, TensorSpec
@@ -272,6 +273,10 @@ class Checkpoint(Mapping[str, TensorSpec]):
         """Reads many ranges of this checkpoint's files at once. Raises `ReadFailedError`."""
         batches = coalesce(requests, batch_bytes=BATCH_BYTES, gap_bytes=GAP_BYTES)
         read_batches(batches, threads=threads or read_threads(), stamps=self._stamps, on_read=on_read)
+
+    def stream(self, wanted: Sequence[Wanted], consume: Consume, **options: Any) -> None:
+        """Reads ranges of this checkpoint's files in blocks. See `modelstate.read.stream.stream`."""
+        stream(wanted, consume, stamps=self._stamps, **options)
 
     def read_ahead(self, ranges: Iterable[ByteRange]) -> int:
         """Has the kernel begin to read ranges of this checkpoint's files that are not in its page cache, and does not

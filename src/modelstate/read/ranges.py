@@ -2,8 +2,9 @@
 
 import ctypes
 import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 from modelstate.errors import ReadFailedError
@@ -95,17 +96,27 @@ def read_batches(
     for the first I/O error, short read or changed file. No thread writes to memory any more when this returns or
     raises.
     """
-    descriptors: dict[str, int] = {}
-    try:
-        for path in dict.fromkeys(batch.path for batch in batches):
-            descriptors[path] = open_unchanged(path, stamps.get(path))
+    with open_files((batch.path for batch in batches), stamps) as descriptors:
         if threads <= 1 or len(batches) <= 1:
             for batch in batches:
-                _read(descriptors[batch.path], batch)
+                read_batch(descriptors[batch.path], batch)
                 if on_read:
                     on_read(batch.wanted_bytes)
         else:
             _read_in_threads(batches, descriptors, threads, on_read)
+
+
+@contextmanager
+def open_files(paths: Iterable[str], stamps: Mapping[str, Stamp]) -> Iterator[dict[str, int]]:
+    """Descriptors of files by their paths, as long as the context lasts.
+
+    Raises `ReadFailedError` where a file is not that of its stamp, before or after.
+    """
+    descriptors: dict[str, int] = {}
+    try:
+        for path in dict.fromkeys(paths):
+            descriptors[path] = open_unchanged(path, stamps.get(path))
+        yield descriptors
         for path, descriptor in descriptors.items():
             check_unchanged(descriptor, path, stamps.get(path))
     finally:
@@ -120,7 +131,7 @@ def _read_in_threads(
 
     def work(batch: Batch) -> None:
         if not stop:
-            _read(descriptors[batch.path], batch)
+            read_batch(descriptors[batch.path], batch)
 
     with ThreadPoolExecutor(min(threads, len(batches)), "modelstate-read") as pool:
         try:
@@ -133,7 +144,8 @@ def _read_in_threads(
             stop = True
 
 
-def _read(descriptor: int, batch: Batch) -> None:
+def read_batch(descriptor: int, batch: Batch) -> None:
+    """Carries out one batch. Raises `ReadFailedError`."""
     at, left = batch.start, batch.nbytes
     largest_gap = max((length for address, length in batch.pieces if address is None), default=0)
     scratch = memoryview(bytearray(largest_gap))

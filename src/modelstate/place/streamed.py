@@ -1,0 +1,123 @@
+"""Values that are cast, moved or remade piece by piece, while they are read."""
+
+from collections.abc import Callable, Sequence
+
+import torch
+
+from modelstate.place.memory import HeapTrim, PageWatch, fresh_tensors
+from modelstate.place.remake import called
+from modelstate.place.rows import Joined
+from modelstate.plan.assignment import Assignment
+from modelstate.plan.placement import after_remaking
+from modelstate.plan.prepare import Preparation
+from modelstate.read.stream import Block, Part, Wait, Wanted
+from modelstate.spec import StoredTensor, contiguous_stride
+
+Progress = Callable[[int], None]
+
+
+def read_streamed(preparation: Preparation, streamed: Sequence[Assignment], progress: Progress) -> None:
+    """Gives assignments that can be streamed their final values; those that are read in place get them where they are.
+
+    Raises `ReadFailedError` and `TransformError`; what is read in place is then partly overwritten.
+    """
+    if not streamed:
+        return
+    flow = _Flow(streamed)
+    means = preparation.means
+
+    def on_block(block: Block, seconds: float) -> None:
+        for part in block.parts:
+            streamed[part.which].seconds += seconds * part.nbytes / block.wanted_bytes
+        flow.watch.on_read(block.wanted_bytes)
+        progress(block.wanted_bytes)
+
+    preparation.checkpoint.stream(
+        [Wanted(made.stored.extent, made.unit_bytes) for made in streamed if isinstance(made.stored, StoredTensor)],
+        flow.consume,
+        threads=means.threads,
+        block_bytes=means.block_bytes,
+        on_block=on_block,
+        pinned=flow.on_device,
+    )
+    flow.end()
+
+
+class _Flow:
+    """Where the pieces go."""
+
+    def __init__(self, streamed: Sequence[Assignment]) -> None:
+        self.watch = PageWatch()
+        self._streamed = streamed
+        self._joined = {
+            index: Joined(made.name, made.param.shape[0])
+            for index, made in enumerate(streamed)
+            if made.remake is not None
+        }
+        cast = [index for index, made in enumerate(streamed) if made.remake is None]
+        self._finals = dict(zip(cast, _memory([streamed[index] for index in cast], self.watch), strict=True))
+        self._flat = {index: final.detach().view(-1) for index, final in self._finals.items()}
+        self.on_device = any(final.device.type == "cuda" for final in self._finals.values())
+
+    def consume(self, block: Block, buffer: torch.Tensor) -> Wait | None:
+        """Takes a block out of the buffer that it is in."""
+        values: list[torch.Tensor] = []
+        targets: list[torch.Tensor] = []
+        with torch.no_grad():
+            for part in block.parts:
+                made = self._streamed[part.which]
+                value = _shown(buffer, part, made.value.dtype)
+                if made.remake is not None:
+                    self._remake(made, part, value)
+                    continue
+                first = part.first // made.value.itemsize
+                values.append(value)
+                targets.append(self._flat[part.which][first : first + value.numel()])
+            if values:
+                torch._foreach_copy_(targets, values)
+        return None
+
+    def _remake(self, made: Assignment, part: Part, value: torch.Tensor) -> None:
+        assert made.remake is not None
+        joined, rest = self._joined[part.which], made.value.shape[1:]
+        rows = value.view(-1, *rest)
+        first = part.first // (made.nbytes // made.value.shape[0])
+        for at in range(0, len(rows), made.remake_rows):
+            some = rows[at : at + made.remake_rows].to(made.dtype).to(made.device)
+            joined.put(first + at, called(made.remake, made.name, some, some.shape))
+
+    def end(self) -> None:
+        """Hands the values over, when all of them are there."""
+        for index, made in enumerate(self._streamed):
+            if made.remake is None:
+                made.final = self._finals[index]
+                continue
+            joined = self._joined[index]
+            made.final, made.freezes = joined.whole.detach(), joined.freezes
+            made.dtype = made.final.dtype
+            made.placement = after_remaking(made.placement, made.param, made.final)
+        if self._joined:
+            HeapTrim().trim()
+
+
+def _memory(cast: Sequence[Assignment], watch: PageWatch) -> list[torch.Tensor]:
+    """For each the memory where its value stays."""
+    on_cpu = [made for made in cast if made.on_cpu and not made.placement.direct]
+    fresh = dict(zip(map(id, on_cpu), fresh_tensors([made.layout for made in on_cpu], watch), strict=True))
+    found = []
+    with torch.inference_mode(False):
+        for made in cast:
+            if made.placement.direct:
+                found.append(made.param)
+            elif made.on_cpu:
+                found.append(fresh[id(made)])
+            else:
+                found.append(torch.empty(made.param.shape, dtype=made.dtype, device=made.device))
+    return found
+
+
+def _shown(buffer: torch.Tensor, part: Part, dtype: torch.dtype) -> torch.Tensor:
+    """A piece as numbers, in the buffer."""
+    count = part.nbytes // dtype.itemsize
+    empty = torch.empty(0, dtype=dtype, device="cpu")
+    return empty.set_(buffer.untyped_storage(), part.at // dtype.itemsize, (count,), contiguous_stride((count,)))

@@ -1,0 +1,88 @@
+"""How much memory a load needs beyond the final tensors, and how it gets by with less."""
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+
+from modelstate.plan.assignment import Assignment
+from modelstate.read.ranges import read_threads
+
+_BLOCK_BYTES = 1 << 20
+"""What a thread reads before it casts it: as much as stays in its processor's cache meanwhile."""
+_LEAST_BLOCK_BYTES = 64 << 10
+_SCRATCH_BYTES = 64 << 20
+"""What is read at once of tensors that are needed whole, unless a single one is larger."""
+
+
+@dataclass(frozen=True, slots=True)
+class Means:
+    """What a load reads with."""
+
+    threads: int
+    """That stream."""
+    block_bytes: int
+    """That each of them reads at once."""
+    scratch_bytes: int
+    """Read at once of what cannot be streamed."""
+
+
+def usual_means() -> Means:
+    """What is fast."""
+    return Means(read_threads(), _BLOCK_BYTES, _SCRATCH_BYTES)
+
+
+def means_within(assignments: Sequence[Assignment], max_bytes: int | None) -> Means:
+    """The fastest means that need at most so much memory; those that need least, if none do."""
+    usual = usual_means()
+    if max_bytes is None:
+        return usual
+    found = usual
+    for found in (usual, *_lesser(usual)):
+        if peak_bytes(assignments, found) <= max_bytes:
+            break
+    return found
+
+
+def _lesser(usual: Means) -> Iterator[Means]:
+    """From fast to small."""
+    yield Means(usual.threads, usual.block_bytes, 0)
+    threads, block_bytes = usual.threads, usual.block_bytes
+    while threads > 1 or block_bytes > _LEAST_BLOCK_BYTES:
+        if block_bytes > _LEAST_BLOCK_BYTES:
+            block_bytes //= 2
+        else:
+            threads //= 2
+        yield Means(threads, block_bytes, 0)
+
+
+def peak_bytes(assignments: Iterable[Assignment], means: Means) -> int:
+    """Memory that is needed beyond the final tensors: what is staged, and the buffers for what is cast or moved."""
+    needing = [made for made in assignments if not made.placement.mapped]
+    streamed: list[Assignment] = []
+    whole: list[Assignment] = []
+    for made in needing:
+        (streamed if made.is_streamed else whole).append(made)
+    staged = sum(made.staged_bytes for made in needing)
+    # One after the other: what one of them takes is gone when the next one begins.
+    return staged + max(_streaming(streamed, means), _scratch(whole, means), _alone(whole))
+
+
+def _streaming(streamed: Sequence[Assignment], means: Means) -> int:
+    if not streamed:
+        return 0
+    total = sum(made.nbytes for made in streamed)
+    buffer = min(max(means.block_bytes, max(min(made.unit_bytes, made.nbytes) for made in streamed)), total)
+    buffers = 1 if all(made.on_cpu for made in streamed) else 2
+    threads = min(means.threads, -(-total // buffer))
+    return threads * (buffers * buffer + max(made.working_bytes for made in streamed))
+
+
+def _scratch(whole: Sequence[Assignment], means: Means) -> int:
+    through = [made for made in whole if made.needs_buffer and made.transform is None]
+    together = sum(made.buffer_bytes for made in through if made.is_run_of_bytes)
+    buffer = max(max((made.buffer_bytes for made in through), default=0), min(together, means.scratch_bytes))
+    # The buffer is there while values are remade out of it.
+    return buffer + max((made.passing_bytes for made in whole if made.remake is not None), default=0)
+
+
+def _alone(whole: Sequence[Assignment]) -> int:
+    return max((made.passing_bytes for made in whole if made.transform is not None), default=0)

@@ -1,0 +1,161 @@
+"""Files in blocks: threads that each read one into a buffer and hand it on before they read the next.
+
+While one thread computes, another one reads, and what has been read is still in the processor's cache when it is used.
+"""
+
+import threading
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+
+from modelstate.read.fresh import fresh
+from modelstate.read.ranges import Request, coalesce, open_files, read_batch
+from modelstate.read.stamp import Stamp
+from modelstate.read.workers import work_together
+from modelstate.spec import ByteRange
+
+_GAP_BYTES = 4 << 10
+_ALIGN = 64
+
+
+class Wanted(NamedTuple):
+    """A range of a file that is wanted in pieces."""
+
+    source: ByteRange
+    unit: int
+    """A piece is a multiple of so many bytes, but for the last one."""
+
+
+class Part(NamedTuple):
+    """A piece of a range, in a buffer."""
+
+    which: int
+    """Of the ranges, by its number among those that are wanted."""
+    first: int
+    """Bytes from the beginning of the range."""
+    nbytes: int
+    at: int
+    """Bytes from the beginning of the buffer."""
+
+
+@dataclass(frozen=True, slots=True)
+class Block:
+    """What is read into a buffer at once."""
+
+    parts: tuple[Part, ...]
+    nbytes: int
+    """Of the buffer."""
+
+    @property
+    def wanted_bytes(self) -> int:
+        return sum(part.nbytes for part in self.parts)
+
+
+Wait = Callable[[], object]
+Consume = Callable[[Block, torch.Tensor], Wait | None]
+"""Gets a block and the buffer, of bytes, that it is in. What it returns is called before the buffer is used again."""
+
+
+def in_blocks(wanted: Sequence[Wanted], block_bytes: int) -> list[Block]:
+    """Every byte of every range once, in the order of the files.
+
+    A block takes at most `block_bytes` of a buffer, or one unit that is larger.
+    """
+    blocks: list[Block] = []
+    parts: list[Part] = []
+    used = 0
+
+    def close() -> None:
+        nonlocal used
+        if parts:
+            blocks.append(Block(tuple(parts), used))
+            parts.clear()
+        used = 0
+
+    def place(index: int) -> tuple[str, int]:
+        return wanted[index].source.path, wanted[index].source.start
+
+    for index in sorted(range(len(wanted)), key=place):
+        source, unit = wanted[index]
+        first = 0
+        while first < source.nbytes:
+            left, room = source.nbytes - first, block_bytes - used
+            nbytes = left if left <= room else room // unit * unit
+            if nbytes <= 0:
+                if parts:
+                    close()
+                    continue
+                nbytes = min(unit, left)
+            parts.append(Part(index, first, nbytes, used))
+            first += nbytes
+            used += -(-nbytes // _ALIGN) * _ALIGN
+    close()
+    return blocks
+
+
+def stream(
+    wanted: Sequence[Wanted],
+    consume: Consume,
+    *,
+    threads: int,
+    block_bytes: int,
+    stamps: Mapping[str, Stamp],
+    on_block: Callable[[Block, float], None],
+    pinned: bool = False,
+) -> None:
+    """Reads `wanted` in blocks, and has each consumed by the thread that has read it.
+
+    Each thread has a buffer; two where `pinned` asks for memory that a device can copy from meanwhile. `on_block` hears
+    of each block that has been consumed, and of the seconds that it took, from one thread at a time. Raises
+    `ReadFailedError`, and what `consume` raises; then, too, no thread is at work any more.
+    """
+    blocks = in_blocks(wanted, block_bytes)
+    if not blocks:
+        return
+    largest = max(block.nbytes for block in blocks)
+    waiting, lock, stop = iter(blocks), threading.Lock(), threading.Event()
+
+    def work(number: int) -> None:
+        buffers = [_buffer(largest, pinned) for _ in range(2 if pinned else 1)]
+        waits: list[Wait | None] = [None for _ in buffers]
+        turn = 0
+        while not stop.is_set():
+            with lock:
+                block = next(waiting, None)
+            if block is None:
+                break
+            started = time.perf_counter()
+            if (wait := waits[turn]) is not None:
+                wait()
+            _fill(buffers[turn], block, wanted, descriptors)
+            waits[turn] = consume(block, buffers[turn])
+            turn = (turn + 1) % len(buffers)
+            with lock:
+                on_block(block, time.perf_counter() - started)
+        for wait in waits:
+            if wait is not None:
+                wait()
+
+    with open_files((one.source.path for one in wanted), stamps) as descriptors:
+        work_together(work, min(threads, len(blocks)), stop)
+
+
+def _buffer(nbytes: int, pinned: bool) -> torch.Tensor:
+    return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True) if pinned else fresh((nbytes,), torch.uint8)
+
+
+def _fill(buffer: torch.Tensor, block: Block, wanted: Sequence[Wanted], descriptors: Mapping[str, int]) -> None:
+    address = buffer.data_ptr()
+    for batch in coalesce(_requests(block.parts, wanted, address), batch_bytes=block.nbytes, gap_bytes=_GAP_BYTES):
+        read_batch(descriptors[batch.path], batch)
+
+
+def _requests(parts: Iterable[Part], wanted: Sequence[Wanted], address: int) -> list[Request]:
+    found = []
+    for part in parts:
+        source = wanted[part.which].source
+        found.append(Request(ByteRange(source.path, source.start + part.first, part.nbytes), address + part.at))
+    return found
