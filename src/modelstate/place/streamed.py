@@ -5,6 +5,7 @@ from collections.abc import Callable, Sequence
 import torch
 
 from modelstate.place.memory import HeapTrim, PageWatch, fresh_tensors
+from modelstate.place.queues import Queues
 from modelstate.place.remake import called
 from modelstate.place.rows import Joined
 from modelstate.plan.assignment import Assignment
@@ -38,6 +39,7 @@ def read_streamed(preparation: Preparation, streamed: Sequence[Assignment], prog
         threads=means.threads,
         block_bytes=means.block_bytes,
         on_block=on_block,
+        buffers=2 if flow.on_device else 1,
         pinned=flow.on_device,
     )
     flow.end()
@@ -57,7 +59,9 @@ class _Flow:
         cast = [index for index, made in enumerate(streamed) if made.remake is None]
         self._finals = dict(zip(cast, _memory([streamed[index] for index in cast], self.watch), strict=True))
         self._flat = {index: final.detach().view(-1) for index, final in self._finals.items()}
-        self.on_device = any(final.device.type == "cuda" for final in self._finals.values())
+        devices = {final.device for final in self._finals.values() if final.device.type == "cuda"}
+        self.on_device = bool(devices)
+        self._queues = Queues(devices)
 
     def consume(self, block: Block, buffer: torch.Tensor) -> Wait | None:
         """Takes a block out of the buffer that it is in."""
@@ -73,6 +77,8 @@ class _Flow:
                 first = part.first // made.value.itemsize
                 values.append(value)
                 targets.append(self._flat[part.which][first : first + value.numel()])
+            if self.on_device:
+                return self._queues.copy(targets, values)
             if values:
                 torch._foreach_copy_(targets, values)
         return None

@@ -104,13 +104,15 @@ def stream(
     block_bytes: int,
     stamps: Mapping[str, Stamp],
     on_block: Callable[[Block, float], None],
+    buffers: int = 1,
     pinned: bool = False,
 ) -> None:
     """Reads `wanted` in blocks, and has each consumed by the thread that has read it.
 
-    Each thread has a buffer; two where `pinned` asks for memory that a device can copy from meanwhile. `on_block` hears
-    of each block that has been consumed, and of the seconds that it took, from one thread at a time. Raises
-    `ReadFailedError`, and what `consume` raises; then, too, no thread is at work any more.
+    Each thread has so many buffers, `pinned` where a device copies from them: more than one lets it read on while what
+    `consume` has begun goes on. `on_block` hears of each block that has been consumed, and of the seconds that it took,
+    from one thread at a time. Raises `ReadFailedError`, and what `consume` raises; then, too, no thread is at work any
+    more.
     """
     blocks = in_blocks(wanted, block_bytes)
     if not blocks:
@@ -119,8 +121,8 @@ def stream(
     waiting, lock, stop = iter(blocks), threading.Lock(), threading.Event()
 
     def work(number: int) -> None:
-        buffers = [_buffer(largest, pinned) for _ in range(2 if pinned else 1)]
-        waits: list[Wait | None] = [None for _ in buffers]
+        own = [_buffer(largest, pinned) for _ in range(buffers)]
+        waits: list[Wait | None] = [None for _ in own]
         turn = 0
         while not stop.is_set():
             with lock:
@@ -130,9 +132,9 @@ def stream(
             started = time.perf_counter()
             if (wait := waits[turn]) is not None:
                 wait()
-            _fill(buffers[turn], block, wanted, descriptors)
-            waits[turn] = consume(block, buffers[turn])
-            turn = (turn + 1) % len(buffers)
+            _fill(own[turn], block, wanted, descriptors)
+            waits[turn] = consume(block, own[turn])
+            turn = (turn + 1) % buffers
             with lock:
                 on_block(block, time.perf_counter() - started)
         for wait in waits:

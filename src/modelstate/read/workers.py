@@ -22,20 +22,24 @@ def work_together(work: Callable[[int], None], threads: int, stop: threading.Eve
     before = torch.get_num_threads()
 
     def run(number: int) -> None:
+        torch.get_num_threads()  # the first call takes the number of the process, also after one has been set
         torch.set_num_threads(1)
         begun.wait()
         work(number)
 
     with ThreadPoolExecutor(threads, "modelstate-work") as pool:
         try:
-            running = [pool.submit(run, number) for number in range(threads)]
-            begun.wait()
-            # The number is each thread's own, but torch also gives the last one to threads that are new.
-            torch.set_num_threads(before)
+            try:
+                running = [pool.submit(run, number) for number in range(threads)]
+                begun.wait()
+            except BaseException:
+                begun.abort()  # whoever waits for threads that will not come
+                raise
+            finally:
+                # The number is each thread's own, but torch also gives the last one to threads that are new.
+                torch.set_num_threads(before)
             for one in as_completed(running):
                 one.result()
         except BaseException:
             stop.set()
-            begun.abort()
-            torch.set_num_threads(before)
             raise
