@@ -151,8 +151,16 @@ class Combined:
     """Computes the values from the parts, in their order. What it returns may be one of them, and it changes none."""
     scratch_bytes: int = 0
     """Memory that `build` needs beside its parts and its result."""
+    elementwise: bool = False
+    """Whether `build` makes each element of those at its place in the parts, and so of a piece of all parts a piece."""
     is_parameter: ClassVar[bool] = False
     requires_grad: ClassVar[bool] = False
+
+    @property
+    def is_read_in_pieces(self) -> bool:
+        """Whether it is computed from a piece of all parts at a time."""
+        in_files = all(isinstance(part, StoredTensor) and part.is_contiguous for part in self.parts)
+        return self.elementwise and bool(self.parts) and in_files and math.prod(self.shape) > 0
 
     @property
     def nbytes(self) -> int:
@@ -164,6 +172,25 @@ class Combined:
 
 Stored = StoredTensor | StoredComposite | Combined | torch.Tensor
 """Where a tensor is: in a file, in several pieces of a file, in several checkpoints, or in memory."""
+
+
+AT_ONCE_BYTES = 8 << 20
+"""Of each part of what is read in pieces."""
+
+
+def own_bytes(stored: Stored) -> int:
+    """Memory that the values take when they are read of files, with what is needed to get them."""
+    if isinstance(stored, StoredTensor):
+        return stored.extent.nbytes
+    if isinstance(stored, torch.Tensor):
+        return 0
+    if isinstance(stored, StoredComposite):
+        return sum(map(own_bytes, stored.parts))
+    read = [own_bytes(part) for part in stored.parts]
+    if stored.is_read_in_pieces:
+        # A piece of the result is computed beside the result.
+        read = [*(min(one, AT_ONCE_BYTES) for one in read), min(max(read), AT_ONCE_BYTES)]
+    return sum(read) + math.prod(stored.shape) * stored.dtype.itemsize + stored.scratch_bytes
 
 
 def pieces(stored: Stored) -> Iterator[StoredTensor | torch.Tensor]:

@@ -163,6 +163,7 @@ def _carry_out(
             stage(preparation, advance)
             new_state = following_state(optimizers, _finals(preparation), before) if optimizers else []
             _place_what_may_fail(preparation)
+            _check_shown(preparation)
             _read_in_place(preparation, advance)
         journal.commit(*(partial(state.__setitem__, name, value) for state, name, value in new_state))
     except BaseException:
@@ -182,6 +183,12 @@ def _read_ahead(preparation: Preparation) -> None:
     asked = preparation.checkpoint.read_ahead(one.extent for one in stored if isinstance(one, StoredTensor))
     if asked:
         preparation.notes.append(f"the file was not in the page cache: {size(asked)} of it are read ahead")
+
+
+def _check_shown(preparation: Preparation) -> None:
+    """What is going to be shown is not read, so that only the file itself can say whether it is still the same."""
+    if any(made.placement.mapped for made in preparation.assignments):
+        preparation.incoming.maps.check_unchanged()
 
 
 def _of_plan(plan: Plan, options: Options) -> tuple[Checkpoint, Options]:

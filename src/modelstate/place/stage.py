@@ -116,7 +116,7 @@ def _stage_one(preparation: Preparation, made: Assignment) -> None:
         # A live tensor is as good as a copy of it, unless the load itself is about to overwrite it.
         made.final = made.value.clone() if preparation.own_memory.hold(made.value) else made.value
     elif isinstance(made.stored, Derived):
-        value = values_of(made.stored, preparation.incoming.maps.tensor)
+        value = values_of(made.stored, preparation.checkpoint.read)
         if made.remake is None and _is_as_wanted(made, value):
             made.final = value.detach()
         else:
@@ -130,7 +130,8 @@ def _is_as_wanted(made: Assignment, value: torch.Tensor) -> bool:
     _, stride, dtype = made.layout
     in_order = value.is_contiguous() if stride is None else tuple(value.stride()) == stride
     fits = value.dtype == dtype and value.device == made.device and value.shape == made.param.shape
-    own = is_plain(value) and storage_owners(value) == 1 and not value.is_inference() and not value.is_conj()
+    own = is_plain(value) and storage_owners(value) == 1 and value.untyped_storage().nbytes() == value.nbytes
+    own = own and not value.is_inference() and not value.is_conj()
     return own and fits and in_order
 
 
@@ -157,10 +158,13 @@ def _own_value(preparation: Preparation, made: Assignment) -> torch.Tensor:
         _read(preparation, [(made, fresh)], lambda _: None)
         return fresh
     if isinstance(made.stored, StoredComposite):
-        return made.stored.build([preparation.incoming.maps.tensor(part).clone() for part in made.stored.parts])
+        return preparation.checkpoint.read(made.stored)
     if isinstance(made.stored, Derived):
-        value = values_of(made.stored, preparation.incoming.maps.tensor)
+        value = values_of(made.stored, preparation.checkpoint.read)
         return value.clone() if storage_owners(value) > 1 else value.detach()
+    if isinstance(made.stored, StoredTensor):
+        value = preparation.checkpoint.read(made.stored)
+        return value if is_dense(value) else value.clone()
     if is_plain(made.value):
         return made.value.detach().clone()
     return made.value.detach().to(copy=True)  # the one copy that even the smallest subclasses have

@@ -116,7 +116,7 @@ class Accounts:
             self.of.problems.append(WrongShape(name, tuple(buffer.shape), found))
         elif buffer.is_meta:
             self.of.assign(name, HIDDEN, buffer, value)
-        elif self._equal(value, buffer):
+        elif self._equal(self.of.incoming.seen(value), buffer):
             return [name]
         else:
             self.of.problems.append(BufferConflict(name))

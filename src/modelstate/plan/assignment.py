@@ -62,7 +62,10 @@ class Assignment:
     def buffer_bytes(self) -> int:
         """Bytes of memory beside its own that the value passes through."""
         if isinstance(self.stored, Derived):
-            return self.value.numel() * self.value.itemsize + self.stored.scratch_bytes
+            return self.stored.result_bytes + self.stored.scratch_bytes
+        if isinstance(self.stored, StoredTensor) and not self.stored.is_contiguous:
+            read = self.stored.extent.nbytes
+            return read if read == self.nbytes else read + self.nbytes  # elements that lie apart are put together
         return self.nbytes
 
     @property
@@ -92,7 +95,7 @@ class Assignment:
     def passing_bytes(self) -> int:
         """Bytes of memory that a transform takes for this value, as far as anybody knows beforehand."""
         if self.transform is not None:
-            return 0 if self.placement.mapped else self.nbytes  # what it is given
+            return self.buffer_bytes  # what it is given
         if self.remake is None:
             return 0
         ordered = all(one.is_contiguous() for one in (self.value, self.param) if is_plain(one))

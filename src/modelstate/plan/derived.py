@@ -1,12 +1,13 @@
 """Tensors that are made of those of a checkpoint, without reading them before they are wanted."""
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
 
 from modelstate.plan.placement import is_plain
-from modelstate.spec import Combined, Stored, StoredComposite, StoredTensor, pieces
+from modelstate.spec import Combined, Stored, StoredComposite, StoredTensor, own_bytes, pieces
 
 Change = Callable[..., torch.Tensor]
 """Makes a tensor of others, whose values it may look at or not."""
@@ -36,8 +37,16 @@ class Derived:
 
     @property
     def scratch_bytes(self) -> int:
-        """Memory that computing it is known to need beside parts and result."""
-        return sum(part.scratch_bytes for part in self.parts if isinstance(part, Combined | Derived))
+        """Memory that computing it is known to need beside its result, with the parts that are read for it."""
+        parts = sum(
+            part.result_bytes + part.scratch_bytes if isinstance(part, Derived) else own_bytes(part)
+            for part in self.parts
+        )
+        return parts - self.result_bytes if self.change is _itself else parts
+
+    @property
+    def result_bytes(self) -> int:
+        return math.prod(self.shape) * self.dtype.itemsize
 
     @property
     def lacks_values(self) -> bool:

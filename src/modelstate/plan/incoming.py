@@ -8,16 +8,19 @@ import torch
 from torch import nn
 
 from modelstate.errors import CodecError
-from modelstate.plan.derived import Derived, to_be_computed, values_of
+from modelstate.plan.derived import Derived, Source, to_be_computed, values_of
 from modelstate.plan.journal import Journal, Write
+from modelstate.plan.memento import same_place
 from modelstate.plan.overlap import same_values
 from modelstate.plan.rules.chain import Applied, apply_rules, renamed_by
 from modelstate.plan.rules.rule import Entry, Rule, Value
 from modelstate.plan.slots import Slots
+from modelstate.plan.torch_private import storage_id
 from modelstate.plan.wanted import Places
 from modelstate.read.checkpoint import Checkpoint
 from modelstate.read.mapped import Maps
-from modelstate.spec import Stored
+from modelstate.read.own import same_bytes
+from modelstate.spec import Stored, StoredTensor
 
 
 class Late(Write):
@@ -31,7 +34,7 @@ class Late(Write):
 
     def run(self, journal: Journal | None) -> None:
         with torch.no_grad():
-            self.target.copy_(values_of(self.stored, self.maps.tensor))
+            self.target.copy_(values_of(self.stored, self.maps.read))
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,7 +114,7 @@ class Incoming:
         entries |= {name: Entry(Value(_decoded(checkpoint, name)), (name,)) for name in checkpoint.extra}
         if not rules:
             return Applied(entries)
-        return apply_rules(rules, entries, self.maps.tensor, places.before)
+        return apply_rules(rules, entries, checkpoint.read, places.before)
 
     def _state_dict(self) -> dict[str, Any]:
         """The part of the checkpoint as the protocol wants it: by the names of the model, tensors mapped."""
@@ -142,16 +145,28 @@ class Incoming:
         self._late[id(value)] = late
         return value
 
+    def stored_of(self, value: torch.Tensor) -> Source | None:
+        """Where the values of a tensor lie; None where the model's code has made it, or has had it in its hands."""
+        name, used = self.name_of(value), self._journal.used
+        return self.applied.entries[name].tensor if name and not (used and storage_id(value) in used) else None
+
     def seen(self, value: torch.Tensor) -> torch.Tensor:
         """The value with its values, for our own eyes."""
         late = self._late.get(id(value))
         if late is not None and not late.done:
             late.run(None)
             late.done = True
-        return value
+        stored = self.stored_of(value)
+        return self._checkpoint.read(stored) if isinstance(stored, StoredTensor) else value
 
     def equal(self, one: torch.Tensor, other: torch.Tensor) -> bool:
         late = self._late.get(id(one))
         if late is not None and late is self._late.get(id(other)):
             return True  # nothing has to be computed to know
+        if same_place(one, other):
+            return same_values(one, other)  # nothing has to be read
+        a, b = self.stored_of(one), self.stored_of(other)
+        if isinstance(a, StoredTensor) and isinstance(b, StoredTensor) and a.is_contiguous and b.is_contiguous:
+            same_kind = a.dtype == b.dtype and a.shape == b.shape
+            return same_kind and same_bytes(a.extent, b.extent, self._checkpoint.read_all)
         return same_values(self.seen(one), self.seen(other))

@@ -21,6 +21,7 @@ from modelstate.plan.explain import model_errors, one_line, plan_error
 from modelstate.plan.incoming import Incoming, Undecoded
 from modelstate.plan.journal import Journal, Write
 from modelstate.plan.matching import matching_part
+from modelstate.plan.memento import same_place
 from modelstate.plan.memory import peak_bytes, usual_means
 from modelstate.plan.overlap import Addresses, clash, overlap
 from modelstate.plan.placement import Placement, choose, is_plain
@@ -156,9 +157,7 @@ class Preparation:
                 self.problems.append(TieConflict(name, (first.name,)))
             return
         # What the model's code has had in its hands may have been changed there: the view counts, not the file.
-        used = self.journal.used
-        untouched = given and not (used and storage_id(value) in used)
-        stored = self.incoming.applied.entries[given].tensor if untouched else None
+        stored = self.incoming.stored_of(value)
         made = self._assignment(name, kind, param, value, given, stored)
         self._by_param[id(param)] = made
         self.assignments.append(made)
@@ -186,9 +185,14 @@ class Preparation:
             if other.value.shape == other.param.shape and overlap(other.param, made.param):
                 if made.placement.name != "copy":
                     self.notes.append(f"{other.name} and {made.name} share memory, and will no longer")
-                elif clash(other.param, self.incoming.seen(other.value), made.param, self.incoming.seen(made.value)):
+                elif self._clash(other, made):
                     self.problems.append(TieConflict(made.name, (other.name,)))
         others.append(made)
+
+    def _clash(self, one: Assignment, other: Assignment) -> bool:
+        if same_place(one.param, other.param):
+            return not self.incoming.equal(one.value, other.value)
+        return clash(one.param, self.incoming.seen(one.value), other.param, self.incoming.seen(other.value))
 
     def _assignment(
         self, name: str, kind: str, param: torch.Tensor, value: torch.Tensor, given: str, stored: Source | None
@@ -203,7 +207,8 @@ class Preparation:
             value,
             dtype,
             device,
-            map=options.map and self._may_show(stored),
+            # What a transform looks at is read: a map must not be shortened while somebody looks at it.
+            map=options.map and choice.first is None and self._may_show(stored),
             in_place=options.in_place and self._can_be_read_straight(stored),
             transformed=choice.first is not None,
         )

@@ -128,10 +128,11 @@ class Average(Combination):
         keeps_equal = self.weights is None and wide == dtype
 
         def build(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-            return _sum(tensors, factors, shape, dtype, keeps_equal)
+            return _sum(tensors, factors, tuple(tensors[0].shape) if tensors else shape, dtype, keeps_equal)
 
         scratch = 4 * min(_CHUNK, math.prod(shape)) * wide.itemsize
-        return Combined(f"average of {len(parts)}", dtype, shape, tuple(part for part, _ in used), build, scratch)
+        kind, parts = f"average of {len(parts)}", tuple(part for part, _ in used)
+        return Combined(kind, dtype, shape, parts, build, scratch, elementwise=True)
 
 
 def _sum(

@@ -15,18 +15,13 @@ from modelstate.errors import (
     UnsupportedTensorError,
 )
 from modelstate.read.mapped import Maps
-from modelstate.read.ranges import Request, coalesce, read_batches, read_threads
+from modelstate.read.ranges import Request, read_ranges
 from modelstate.read.readahead import read_ahead
 from modelstate.read.stamp import Stamp, stamps_of
 from modelstate.read.stream import Consume, Wanted, stream
 from modelstate.read.tree import FlatTree, decoded, flatten, is_container, items_of, rebuild, subtree
 from modelstate.read.verify import verify
 from modelstate.spec import ByteRange, Combined, Contents, Encoded, Stored, StoredComposite, StoredTensor, TensorSpec
-
-BATCH_BYTES = 8 << 20
-"""What one call reads at the most: large enough to amortise the call, small enough to share work out evenly."""
-GAP_BYTES = 4 << 10
-"""Reading a page too much is cheaper than another call."""
 
 
 class Checkpoint(Mapping[str, TensorSpec]):
@@ -256,10 +251,10 @@ class Checkpoint(Mapping[str, TensorSpec]):
             torch.autograd.graph.increment_version(out)
             self.read_all([Request(source, out.data_ptr())])
             return
-        whole = self.maps().tensor(stored)
+        whole = self.read(_rows(stored, start, stop))
         try:
             with torch.no_grad():
-                out.copy_(whole if start is None else whole[start:stop])
+                out.copy_(whole if start is None or isinstance(stored, StoredTensor) else whole[start:stop])
         except RuntimeError as error:
             raise ReadTargetError(
                 "torch cannot copy this tensor, or these rows of it, to this memory",
@@ -269,10 +264,17 @@ class Checkpoint(Mapping[str, TensorSpec]):
                 remedy=f"take it with tensor({name!r}) and convert it",
             ) from error
 
+    def read(self, stored: Stored) -> torch.Tensor:
+        """The values of a tensor in memory of their own; a live tensor as a detached alias.
+
+        For whoever looks at them at once: `tensor` maps, and what is mapped must not be shortened meanwhile. Raises
+        `ReadFailedError`, and `CombineError` where the tensor is computed from several checkpoints.
+        """
+        return self._maps.read(stored)
+
     def read_all(self, requests: list[Request], on_read: Any = None, threads: int | None = None) -> None:
         """Reads many ranges of this checkpoint's files at once. Raises `ReadFailedError`."""
-        batches = coalesce(requests, batch_bytes=BATCH_BYTES, gap_bytes=GAP_BYTES)
-        read_batches(batches, threads=threads or read_threads(), stamps=self._stamps, on_read=on_read)
+        read_ranges(requests, stamps=self._stamps, on_read=on_read, threads=threads)
 
     def stream(self, wanted: Sequence[Wanted], consume: Consume, **options: Any) -> None:
         """Reads ranges of this checkpoint's files in blocks. See `modelstate.read.stream.stream`."""
@@ -355,11 +357,11 @@ class _Extra(Mapping[str, Any]):
                 found=path,
                 remedy=self._remedy(str(path)),
             )
-        node = decoded(values[head], checkpoint._maps.tensor)
+        node = decoded(values[head], checkpoint.read)
         node = subtree(node, str(path)[len(head) + 1 :], checkpoint.source)
         if isinstance(values[head], Encoded):
             return node  # made for this access alone
-        return rebuild(node, lambda stored: _copied(checkpoint._maps.tensor(stored)))
+        return rebuild(node, lambda stored: _copied(checkpoint.read(stored)))
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._checkpoint._flat.values)
@@ -378,6 +380,15 @@ class _Extra(Mapping[str, Any]):
             return f"there are tensors in it: .select({path!r})"
         near = get_close_matches(path, checkpoint._flat.values, n=1)
         return f"did you mean {near[0]!r}?" if near else "iterate over .extra to see its paths"
+
+
+def _rows(stored: Stored, start: int | None, stop: int | None) -> Stored:
+    """The rows of a strided tensor as a tensor of the file; any other as it is."""
+    if not isinstance(stored, StoredTensor) or start is None or stop is None:
+        return stored
+    count = max(stop - start, 0)
+    offset = stored.offset + (start * stored.stride[0] if count else 0)
+    return StoredTensor(stored.dtype, (count, *stored.shape[1:]), stored.stride, stored.storage, offset)
 
 
 def _spec(name: str, stored: Stored, where: str) -> TensorSpec:

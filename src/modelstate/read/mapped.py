@@ -4,12 +4,15 @@ import mmap
 import os
 import sys
 from collections.abc import Mapping
+from functools import partial
 
 import torch
 
 from modelstate.errors import ReadFailedError
 from modelstate.read import system
-from modelstate.read.stamp import Stamp, open_unchanged
+from modelstate.read.own import own_values
+from modelstate.read.ranges import read_ranges
+from modelstate.read.stamp import Stamp, check_mapped, open_unchanged
 from modelstate.spec import ByteRange, Combined, Stored, StoredComposite, StoredTensor
 
 _NO_RESERVE = getattr(mmap, "MAP_NORESERVE", 0x4000 if sys.platform == "linux" else 0)
@@ -49,11 +52,22 @@ class Maps:
         if isinstance(stored, StoredComposite):
             return stored.build([self.tensor(part) for part in stored.parts])
         if isinstance(stored, Combined):
-            # Maps of its own, which end with it: what was read of the parts leaves the process's memory.
-            own = Maps(self._stamps)
-            with torch.no_grad():
-                return stored.build([own.tensor(part) for part in stored.parts])
+            return self.read(stored)  # what is computed is looked at here and now
         return stored.detach()
+
+    def read(self, stored: Stored) -> torch.Tensor:
+        """The values in memory of their own, with no map. See `own_values`."""
+        return own_values(stored, partial(read_ranges, stamps=self._stamps))
+
+    def check_unchanged(self) -> None:
+        """Raises `ReadFailedError` where a file is not what it was when it was mapped.
+
+        That its name belongs to another file by now does no harm.
+        """
+        for path, found in self._maps.items():
+            stamp = self._stamps.get(path)
+            if stamp is not None:
+                check_mapped(path, stamp, found.size())
 
     def _strided(self, stored: StoredTensor) -> torch.Tensor:
         region, dtype = stored.extent, stored.dtype

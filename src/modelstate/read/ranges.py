@@ -12,6 +12,10 @@ from modelstate.read import system
 from modelstate.read.stamp import Stamp, check_unchanged, open_unchanged
 from modelstate.spec import ByteRange
 
+BATCH_BYTES = 8 << 20
+"""What one call reads at the most: large enough to amortise the call, small enough to share work out evenly."""
+GAP_BYTES = 4 << 10
+"""Reading a page too much is cheaper than another call."""
 _IOV_MAX = 1024
 """How many buffers Linux takes in one call."""
 _PyBUF_WRITE = 0x200
@@ -124,6 +128,18 @@ def open_files(paths: Iterable[str], stamps: Mapping[str, Stamp]) -> Iterator[di
             os.close(descriptor)
 
 
+def read_ranges(
+    requests: Iterable[Request],
+    *,
+    stamps: Mapping[str, Stamp],
+    on_read: Callable[[int], None] | None = None,
+    threads: int | None = None,
+) -> None:
+    """Plans the requests and carries them out, in the sizes that are good for most. Raises as `read_batches`."""
+    batches = coalesce(requests, batch_bytes=BATCH_BYTES, gap_bytes=GAP_BYTES)
+    read_batches(batches, threads=threads or read_threads(), stamps=stamps, on_read=on_read)
+
+
 def _read_in_threads(
     batches: Sequence[Batch], descriptors: dict[str, int], threads: int, on_read: Callable[[int], None] | None
 ) -> None:
@@ -133,15 +149,29 @@ def _read_in_threads(
         if not stop:
             read_batch(descriptors[batch.path], batch)
 
-    with ThreadPoolExecutor(min(threads, len(batches)), "modelstate-read") as pool:
+    pool = ThreadPoolExecutor(min(threads, len(batches)), "modelstate-read")
+    try:
+        waiting = {pool.submit(work, batch): batch for batch in batches}
+        for future in as_completed(waiting):
+            future.result()
+            if on_read:
+                on_read(waiting[future].wanted_bytes)
+    finally:
+        stop = True
+        _join(pool)
+
+
+def _join(pool: ThreadPoolExecutor) -> None:
+    """Waits for the threads, whatever comes meanwhile: the memory that they write to may be gone afterwards."""
+    interrupt: BaseException | None = None
+    while True:
         try:
-            waiting = {pool.submit(work, batch): batch for batch in batches}
-            for future in as_completed(waiting):
-                future.result()
-                if on_read:
-                    on_read(waiting[future].wanted_bytes)
-        finally:
-            stop = True
+            pool.shutdown(cancel_futures=True)
+            break
+        except BaseException as error:  # another Ctrl-C
+            interrupt = error
+    if interrupt is not None:
+        raise interrupt
 
 
 def read_batch(descriptor: int, batch: Batch) -> None:

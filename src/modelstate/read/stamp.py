@@ -7,6 +7,8 @@ from typing import NamedTuple
 from modelstate.errors import ReadFailedError
 from modelstate.read import system
 
+_WHILE = "the file has changed while it was read"
+
 
 class Stamp(NamedTuple):
     """What tells a file from another version of it, short of reading it."""
@@ -47,7 +49,21 @@ def check_unchanged(descriptor: int, path: str, expected: Stamp | None) -> None:
     To be called when all has been read and before the descriptor is closed: what a file was changed to while it was
     read may have been read in part. The name may have been given to another file meanwhile, which changes nothing.
     """
-    _compare(descriptor, path, expected, "the file has changed while it was read")
+    _compare(descriptor, path, expected, _WHILE)
+
+
+def check_mapped(path: str, expected: Stamp, nbytes: int) -> None:
+    """The same for a file that is mapped, and has `nbytes` bytes now; only its name is left to ask for more."""
+    try:
+        found = _stamp(system.stat(path))
+    except FileNotFoundError:
+        found = None
+    except OSError as error:
+        raise ReadFailedError("the file's size and time cannot be read", where=path, found=error) from error
+    if found is None or (found.inode, found.device) != (expected.inode, expected.device):
+        found = expected._replace(nbytes=nbytes)  # the name belongs to another file
+    if found != expected:
+        raise _changed(path, expected, found, _WHILE)
 
 
 def _compare(descriptor: int, path: str, expected: Stamp | None, what: str) -> None:
@@ -56,14 +72,18 @@ def _compare(descriptor: int, path: str, expected: Stamp | None, what: str) -> N
     except OSError as error:
         raise ReadFailedError("the file's size and time cannot be read", where=path, found=error) from error
     if expected is not None and found != expected:
-        raise ReadFailedError(
-            what,
-            where=path,
-            expected=f"{expected.nbytes} bytes, modified at {expected.modified_ns} ns",
-            found=f"{found.nbytes} bytes, modified at {found.modified_ns} ns"
-            + (", another file under the same name" if found.inode != expected.inode else ""),
-            remedy="open the checkpoint again, when nothing writes to it any more",
-        )
+        raise _changed(path, expected, found, what)
+
+
+def _changed(path: str, expected: Stamp, found: Stamp, what: str) -> ReadFailedError:
+    return ReadFailedError(
+        what,
+        where=path,
+        expected=f"{expected.nbytes} bytes, modified at {expected.modified_ns} ns",
+        found=f"{found.nbytes} bytes, modified at {found.modified_ns} ns"
+        + (", another file under the same name" if found.inode != expected.inode else ""),
+        remedy="open the checkpoint again, when nothing writes to it any more",
+    )
 
 
 def _stamp(status: os.stat_result) -> Stamp:
