@@ -2,14 +2,19 @@
 
 import ctypes
 import os
+<<<<<<< HEAD
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor, as_completed
+=======
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+>>>>>>> d3ff22a (Every kind of load is made to fail at every request; a second Ctrl-C waits for the threads, too; a page about testing)
 from contextlib import contextmanager
 from dataclasses import dataclass
 
 from modelstate.errors import ReadFailedError
 from modelstate.read import system
 from modelstate.read.stamp import Stamp, check_unchanged, open_unchanged
+from modelstate.read.workers import work_together
 from modelstate.spec import ByteRange
 
 BATCH_BYTES = 8 << 20
@@ -94,20 +99,28 @@ def read_batches(
     stamps: Mapping[str, Stamp],
     on_read: Callable[[int], None] | None = None,
 ) -> None:
-    """Carries out `batches` with so many threads; `on_read` hears of the wanted bytes of each as it ends.
+    """Carries out `batches` with so many threads; `on_read` hears of the wanted bytes of each as it ends, from one
+    thread at a time.
 
     `stamps` are what the files must be, before the first byte is read and after the last. Raises `ReadFailedError`
     for the first I/O error, short read or changed file. No thread writes to memory any more when this returns or
     raises.
     """
-    with open_files((batch.path for batch in batches), stamps) as descriptors:
-        if threads <= 1 or len(batches) <= 1:
-            for batch in batches:
-                read_batch(descriptors[batch.path], batch)
-                if on_read:
+    waiting, lock = iter(batches), threading.Lock()
+
+    def work(stop: threading.Event) -> None:
+        while not stop.is_set():
+            with lock:
+                batch = next(waiting, None)
+            if batch is None:
+                return
+            read_batch(descriptors[batch.path], batch)
+            if on_read:
+                with lock:
                     on_read(batch.wanted_bytes)
-        else:
-            _read_in_threads(batches, descriptors, threads, on_read)
+
+    with open_files((batch.path for batch in batches), stamps) as descriptors:
+        work_together(work, min(threads, len(batches)))
 
 
 @contextmanager
@@ -138,40 +151,6 @@ def read_ranges(
     """Plans the requests and carries them out, in the sizes that are good for most. Raises as `read_batches`."""
     batches = coalesce(requests, batch_bytes=BATCH_BYTES, gap_bytes=GAP_BYTES)
     read_batches(batches, threads=threads or read_threads(), stamps=stamps, on_read=on_read)
-
-
-def _read_in_threads(
-    batches: Sequence[Batch], descriptors: dict[str, int], threads: int, on_read: Callable[[int], None] | None
-) -> None:
-    stop = False
-
-    def work(batch: Batch) -> None:
-        if not stop:
-            read_batch(descriptors[batch.path], batch)
-
-    pool = ThreadPoolExecutor(min(threads, len(batches)), "modelstate-read")
-    try:
-        waiting = {pool.submit(work, batch): batch for batch in batches}
-        for future in as_completed(waiting):
-            future.result()
-            if on_read:
-                on_read(waiting[future].wanted_bytes)
-    finally:
-        stop = True
-        _join(pool)
-
-
-def _join(pool: ThreadPoolExecutor) -> None:
-    """Waits for the threads, whatever comes meanwhile: the memory that they write to may be gone afterwards."""
-    interrupt: BaseException | None = None
-    while True:
-        try:
-            pool.shutdown(cancel_futures=True)
-            break
-        except BaseException as error:  # another Ctrl-C
-            interrupt = error
-    if interrupt is not None:
-        raise interrupt
 
 
 def read_batch(descriptor: int, batch: Batch) -> None:

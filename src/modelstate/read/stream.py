@@ -118,9 +118,9 @@ def stream(
     if not blocks:
         return
     largest = max(block.nbytes for block in blocks)
-    waiting, lock, stop = iter(blocks), threading.Lock(), threading.Event()
+    waiting, lock = iter(blocks), threading.Lock()
 
-    def work(number: int) -> None:
+    def work(stop: threading.Event) -> None:
         own = [_buffer(largest, pinned) for _ in range(buffers)]
         waits: list[Wait | None] = [None for _ in own]
         turn = 0
@@ -142,7 +142,7 @@ def stream(
                 wait()
 
     with open_files((one.source.path for one in wanted), stamps) as descriptors:
-        work_together(work, min(threads, len(blocks)), stop)
+        work_together(work, min(threads, len(blocks)), with_torch=True)
 
 
 def _buffer(nbytes: int, pinned: bool) -> torch.Tensor:

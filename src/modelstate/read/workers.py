@@ -1,45 +1,96 @@
-"""Threads that compute with torch, each of them alone."""
+"""Threads that share a piece of work, and have all ended when it is over."""
 
 import threading
+import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor, as_completed
 
 import torch
 
+Work = Callable[[threading.Event], None]
+"""What each thread does, until there is no more of it or the event is set."""
 
-def work_together(work: Callable[[int], None], threads: int, stop: threading.Event) -> None:
-    """Runs `work`, with the numbers from 0, in so many threads at once, and waits for all of them.
 
-    Operations of torch in them do not start threads of their own: theirs and ours would get in each other's way, and
-    wait for each other more than they compute. With one thread it is the caller's, where they do.
+def work_together(work: Work, threads: int, *, with_torch: bool = False) -> None:
+    """Has so many threads `work` at once, and waits for all of them; with one it is the caller's.
 
-    The first error of one of them, or an interrupt, sets `stop`, which the others have to look at, and comes through.
+    Where they compute `with_torch`, its operations do not start threads of their own: theirs and ours would get in each
+    other's way, and wait for each other more than they compute.
+
+    The first error of one of them, or an interrupt, sets the event, and comes through when they have ended: the memory
+    that they write to may be gone afterwards.
     """
+    stop = threading.Event()
     if threads <= 1:
-        work(0)
+        work(stop)
         return
-    begun = threading.Barrier(threads + 1)
-    before = torch.get_num_threads()
+    running: list[None] = []
+    alone = _Alone(threads) if with_torch else None
 
-    def run(number: int) -> None:
+    def run() -> None:
+        running.append(None)  # before looking at `stop`: who sets that looks here afterwards
+        try:
+            if alone is not None and not stop.is_set():
+                alone.enter()
+            work(stop)
+        finally:
+            running.pop()
+
+    pool = ThreadPoolExecutor(threads, "modelstate-work")
+    try:
+        waiting = [pool.submit(run) for _ in range(threads)]
+        if alone is not None:
+            alone.wait()
+        for one in as_completed(waiting):
+            one.result()
+    finally:
+        stop.set()
+        try:
+            if alone is not None:
+                alone.give_up()
+            _wait_until_empty(running)
+        finally:
+            pool.shutdown(cancel_futures=True)
+
+
+class _Alone:
+    """Threads in which operations of torch use no others."""
+
+    def __init__(self, threads: int) -> None:
+        self._begun = threading.Barrier(threads + 1)
+        self._before = torch.get_num_threads()
+
+    def enter(self) -> None:
         torch.get_num_threads()  # the first call takes the number of the process, also after one has been set
         torch.set_num_threads(1)
-        begun.wait()
-        work(number)
+        self._begun.wait()
 
-    with ThreadPoolExecutor(threads, "modelstate-work") as pool:
+    def wait(self) -> None:
+        """Waits for all of them."""
         try:
-            try:
-                running = [pool.submit(run, number) for number in range(threads)]
-                begun.wait()
-            except BaseException:
-                begun.abort()  # whoever waits for threads that will not come
-                raise
-            finally:
-                # The number is each thread's own, but torch also gives the last one to threads that are new.
-                torch.set_num_threads(before)
-            for one in as_completed(running):
-                one.result()
-        except BaseException:
-            stop.set()
-            raise
+            self._begun.wait()
+        finally:
+            # The number is each thread's own, but torch also gives the last one to threads that are new.
+            torch.set_num_threads(self._before)
+
+    def give_up(self) -> None:
+        """Lets those go on that wait for others, after an interrupt."""
+        if self._begun.n_waiting:
+            self._begun.abort()
+            torch.set_num_threads(self._before)
+
+
+def _wait_until_empty(running: list[None]) -> None:
+    """Waits for what has begun, whatever comes meanwhile.
+
+    Not by joining the threads: one whose start was interrupted is nowhere to be found, and one whose `join` was
+    interrupted is taken for ended.
+    """
+    interrupt: BaseException | None = None
+    while running:
+        try:
+            time.sleep(0.001)
+        except BaseException as error:  # another Ctrl-C
+            interrupt = error
+    if interrupt is not None:
+        raise interrupt

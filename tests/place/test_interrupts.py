@@ -1,0 +1,80 @@
+"""Ctrl-C in the middle of a large load: it ends soon, no thread goes on, and the module is what it was."""
+
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+BATCHES = 12
+# Every request takes half a second. Says when the second is under way, and when it has been interrupted.
+PROGRAM = """
+import os, sys, threading, time, torch, modelstate as ms
+from torch import nn
+from modelstate.testing import faulty_reads
+
+def slowly(request):
+    if request.call == "preadv":
+        if request.number > first.number:
+            print("reading", flush=True)
+        time.sleep(0.5)
+
+class First:
+    number = 0
+
+first = First()
+model = nn.Linear(4096, 6144, bias=False)
+before = model.weight.detach().clone()
+memory = model.weight.data_ptr()
+with faulty_reads() as clean:
+    ms.load(nn.Linear(4096, 6144, bias=False), sys.argv[1])
+first.number = min(request.number for request in clean.requests if request.call == "preadv")
+try:
+    with faulty_reads(before=slowly):
+        ms.load(model, sys.argv[1], **eval(sys.argv[2]))
+except KeyboardInterrupt as error:
+    error.__traceback__ = error.__context__ = None  # which keep what the load has in its frames
+    print("interrupted", flush=True)
+    time.sleep(0.2)  # a thread that was interrupted as it started ends by itself, with nothing done
+    names = [thread.name for thread in threading.enumerate() if thread.name.startswith("modelstate")]
+    assert not names, names
+    links = [os.path.realpath(f"/proc/self/fd/{one}") for one in os.listdir("/proc/self/fd")]
+    assert os.path.realpath(sys.argv[1]) not in links, links
+    assert model.weight.data_ptr() == memory and model.weight.dtype is torch.float32
+    if "in_place" not in sys.argv[2]:
+        assert torch.equal(model.weight, before)
+    print("unchanged")
+"""
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("interrupts") / "x.safetensors"
+    save_file({"weight": torch.zeros(6144, 4096)}, path)
+    assert path.stat().st_size > BATCHES * (8 << 20)
+    return path
+
+
+@pytest.mark.parametrize("signals", [1, 3])
+@pytest.mark.parametrize("options", ["{}", "{'in_place': True}"])
+def test_ctrl_c_in_the_middle_of_a_load(options: str, signals: int, path: Path) -> None:
+    child = subprocess.Popen(
+        [sys.executable, "-c", PROGRAM, str(path), options], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    assert child.stdout is not None
+    assert child.stdout.readline() == "reading\n"
+    sent = time.monotonic()
+    for _ in range(signals):
+        child.send_signal(signal.SIGINT)
+        time.sleep(0.05)
+    while child.stdout.readline() == "reading\n":
+        pass
+    taken = time.monotonic() - sent
+    _, errors = child.communicate(timeout=60)
+    assert child.returncode == 0, errors
+    # What is under way is waited for, and no more: the whole would take a second for each two or more requests.
+    assert taken < 2.5
