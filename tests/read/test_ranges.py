@@ -154,10 +154,18 @@ def test_what_is_read_is_what_is_in_the_file(files: dict[str, str], data: st.Dat
 
 
 @pytest.mark.parametrize("threads", [1, 4])
-def test_on_read_is_called_by_the_caller(files: dict[str, str], threads: int) -> None:
-    callers = set()
-    read([ByteRange(files["a"], 0, 90)], threads=threads, on_read=lambda _: callers.add(threading.get_ident()))
-    assert callers == {threading.get_ident()}
+def test_on_read_is_called_by_one_thread_at_a_time(files: dict[str, str], threads: int) -> None:
+    inside, most, total = 0, 0, 0
+
+    def on_read(nbytes: int) -> None:
+        nonlocal inside, most, total
+        inside += 1
+        time.sleep(0.002)
+        most, total = max(most, inside), total + nbytes
+        inside -= 1
+
+    read([ByteRange(files["a"], 0, 90)], threads=threads, on_read=on_read)
+    assert (most, total) == (1, 90)
 
 
 @pytest.mark.parametrize("most", [1, 3, 10])

@@ -2,12 +2,8 @@
 
 import ctypes
 import os
-<<<<<<< HEAD
+import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-=======
-import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
->>>>>>> d3ff22a (Every kind of load is made to fail at every request; a second Ctrl-C waits for the threads, too; a page about testing)
 from contextlib import contextmanager
 from dataclasses import dataclass
 
