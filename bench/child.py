@@ -3,40 +3,92 @@
 import hashlib
 import json
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from bench.contenders import CONVERT, MATERIALISED, META, Case
-from bench.models import QUICK, Leaves, Sizes, with_memory
+from bench import files, limits
+from bench.contenders import CONVERT, TABLES
+from bench.models import KINDS as MODELS
+from bench.models import Leaves, run, with_memory
+from bench.sizes import QUICK, Sizes
+from bench.ways.case import Case
 from modelstate.cli.measure import Stages
 
 
-def load(*, target: str, contender: str, case: str, folder: str, quick: bool) -> None:
+def write(*, case: str, formats: Sequence[str], folder: str, quick: bool) -> None:
+    """The checkpoint that contenders read."""
+    stages = Stages()
+    files.write(case, QUICK if quick else Sizes(), Path(folder), formats)
+    stages.end("written")
+
+
+def load(*, table: str, contender: str, case: str, folder: str, quick: bool, cold: bool) -> None:
     """From the file to the module, and to the end of the first forward."""
-    prepare = (META if target == "meta" else MATERIALISED)[contender]
-    tiny = prepare(Case("tiny", QUICK, Path(folder)))()
+    way, sizes = TABLES[table][contender], QUICK if quick else Sizes()
+    tiny = way.prepare(Case(MODELS[case].tiny, sizes, Path(folder)))()
     with torch.inference_mode():
-        tiny()
-    work = prepare(Case(case, QUICK if quick else Sizes(), Path(folder)))
+        run(tiny)
+    del tiny
+    given = Case(case, sizes, Path(folder))
+    work = way.prepare(given)
+    if cold:
+        files.chill(files.of_case(case, Path(folder)))
     stages = Stages()
     model = work()
     stages.end("ready")
     with torch.inference_mode():
-        model()
+        run(model)
     stages.end("forward")
-    stages.end("check", weights=_fingerprint(model))
+    facts = {"weights": fingerprint(model), "nbytes": sum(part.nbytes for _, part in parts(model))}
+    stages.end("check", **facts, references_kept=given.references_kept(model))
 
 
-def _fingerprint(model: torch.nn.Module) -> str:
+def parts(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """Every plain tensor of the state dict: of a wrapper subclass, those inside."""
+    for name, value in model.state_dict().items():
+        yield from _inner(name, value)
+
+
+def _inner(name: str, value: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
+    if not hasattr(value, "__tensor_flatten__"):
+        yield name, value
+        return
+    for attribute in value.__tensor_flatten__()[0]:
+        yield from _inner(f"{name}.{attribute}", getattr(value, attribute))
+
+
+def fingerprint(model: torch.nn.Module) -> str:
     """Equal for equal bits. Not of the forward's result, which depends on where in memory the weights lie."""
     digest = hashlib.sha256()
-    for name, value in model.state_dict().items():
-        words = value.contiguous().view(torch.int32).to(torch.int64).flatten()
-        digest.update(f"{name} {tuple(value.shape)} {int(words.sum())} {int(words[::7].sum())}".encode())
+    for name, value in parts(model):
+        octets = value.detach().contiguous().view(-1).view(torch.uint8)
+        words = octets[: octets.numel() // 8 * 8].view(torch.int64)  # a sum of them wraps round, which is as good
+        rest = octets[words.nbytes :].tolist()
+        text = f"{name} {value.dtype} {tuple(value.shape)} {int(words.sum())} {int(words[::7].sum())} {rest}"
+        digest.update(text.encode())
     return digest.hexdigest()
+
+
+def memory_limits(*, path: str, quick: bool) -> None:
+    limits.memory(path)
+
+
+def disk_limits(*, path: str, quick: bool) -> None:
+    limits.disk(path)
+
+
+def forward_alone(*, quick: bool) -> None:
+    """The first forward of a model whose weights are in memory."""
+    with torch.inference_mode():
+        run(with_memory("tiny", QUICK))
+    model = with_memory("large", QUICK if quick else Sizes())
+    stages = Stages()
+    with torch.inference_mode():
+        run(model)
+    stages.end("ready")
 
 
 def state_dict(*, contender: str, count: int) -> None:
@@ -60,7 +112,6 @@ def convert(*, contender: str, case: str, quick: bool) -> None:
     stages = Stages()
     work(model)
     stages.end("ready")
-    stages.end("check", weights=str({value.dtype for value in model.state_dict().values()}))
 
 
 def opening(*, contender: str, path: str) -> None:
@@ -92,7 +143,9 @@ def _safe_open(path: str) -> Callable[[], object]:
     return work
 
 
-KINDS: dict[str, Callable[..., Any]] = {"load": load, "state_dict": state_dict, "opening": opening, "convert": convert}
+KINDS: dict[str, Callable[..., Any]] = {
+    one.__name__: one for one in (write, load, memory_limits, disk_limits, forward_alone, state_dict, opening, convert)
+}
 
 if __name__ == "__main__":
     KINDS[sys.argv[1]](**json.loads(sys.argv[2]))

@@ -1,176 +1,99 @@
-"""The ways to load a checkpoint, each as a function that prepares and returns the work.
-
-What is imported and built before the work is returned is not measured.
-"""
+"""The ways to load a checkpoint, by what is asked for. The first of each table is what the others are compared with."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 from torch import nn
 
-from bench.models import MODELS, Sizes, on_meta, with_memory
-
-
-@dataclass(frozen=True, slots=True)
-class Case:
-    """What is to be loaded."""
-
-    name: str
-    sizes: Sizes
-    folder: Path
-
-    @property
-    def torch_file(self) -> Path:
-        return self.folder / f"{self.name}.pt"
-
-    @property
-    def safetensors_file(self) -> Path:
-        return self.folder / self.name / "model.safetensors"
-
-    def on_meta(self) -> nn.Module:
-        return on_meta(self.name, self.sizes)
-
-    def with_memory(self) -> nn.Module:
-        return with_memory(self.name, self.sizes)
-
-
-Work = Callable[[], nn.Module]
-Contender = Callable[[Case], Work]
-
-
-def usual(case: Case) -> Work:
-    def work() -> nn.Module:
-        model = MODELS[case.name](case.sizes).eval()
-        model.load_state_dict(torch.load(case.torch_file, weights_only=True))
-        return model
-
-    return work
-
-
-def torch_assign(*, mmap: bool) -> Contender:
-    def prepare(case: Case) -> Work:
-        model = case.on_meta()
-
-        def work() -> nn.Module:
-            model.load_state_dict(torch.load(case.torch_file, weights_only=True, mmap=mmap), assign=True)
-            return model
-
-        return work
-
-    return prepare
-
-
-def torch_copy(*, mmap: bool) -> Contender:
-    def prepare(case: Case) -> Work:
-        model = case.with_memory()
-
-        def work() -> nn.Module:
-            model.load_state_dict(torch.load(case.torch_file, weights_only=True, mmap=mmap))
-            return model
-
-        return work
-
-    return prepare
-
-
-def safetensors_assign(case: Case) -> Work:
-    from safetensors.torch import load_file
-
-    model = case.on_meta()
-
-    def work() -> nn.Module:
-        model.load_state_dict(load_file(case.safetensors_file), assign=True)
-        return model
-
-    return work
-
-
-def safetensors_load_model(*, meta: bool) -> Contender:
-    def prepare(case: Case) -> Work:
-        from safetensors.torch import load_model
-
-        model = case.on_meta() if meta else case.with_memory()
-
-        def work() -> nn.Module:
-            if meta:
-                model.to_empty(device="cpu")
-            load_model(model, case.safetensors_file)
-            return model
-
-        return work
-
-    return prepare
-
-
-def accelerate_load(*, meta: bool) -> Contender:
-    def prepare(case: Case) -> Work:
-        from accelerate import load_checkpoint_in_model
-
-        model = case.on_meta() if meta else case.with_memory()
-
-        def work() -> nn.Module:
-            load_checkpoint_in_model(model, str(case.safetensors_file), device_map={"": "cpu"})
-            return model
-
-        return work
-
-    return prepare
-
-
-def accelerate_dispatch(case: Case) -> Work:
-    from accelerate import load_checkpoint_and_dispatch
-
-    model = case.on_meta()
-
-    def work() -> nn.Module:
-        dispatched: nn.Module = load_checkpoint_and_dispatch(model, str(case.safetensors_file), device_map={"": "cpu"})
-        return dispatched
-
-    return work
-
-
-def ours(*, meta: bool, torch_file: bool = False, **options: bool) -> Contender:
-    def prepare(case: Case) -> Work:
-        import modelstate as ms
-
-        model = case.on_meta() if meta else case.with_memory()
-        path = case.torch_file if torch_file else case.safetensors_file
-
-        def work() -> nn.Module:
-            ms.load(model, path, **options)
-            return model
-
-        return work
-
-    return prepare
-
+from bench.ways import casts, ours, peers, pretrained, quantized, stock
+from bench.ways.case import Way, pt
 
 META = {
-    "modelstate.load": ours(meta=True),
-    "modelstate.load, torch file": ours(meta=True, torch_file=True),
-    "modelstate.load, map=False": ours(meta=True, map=False),
-    "Model() + torch.load + load_state_dict": usual,
-    "torch.load + assign": torch_assign(mmap=False),
-    "torch.load(mmap) + assign": torch_assign(mmap=True),
-    "safetensors load_file + assign": safetensors_assign,
-    "to_empty + safetensors load_model": safetensors_load_model(meta=True),
-    "accelerate load_checkpoint_in_model": accelerate_load(meta=True),
-    "accelerate load_checkpoint_and_dispatch": accelerate_dispatch,
+    "modelstate.load": ours.load(),
+    "modelstate.load, torch file": ours.load(torch_file=True),
+    "modelstate.load, map=False": ours.load(map=False),
+    "Model() + torch.load + load_state_dict": pt(stock.usual),
+    "torch.load + assign": stock.torch_load(meta=True, mmap=False),
+    "torch.load(mmap) + assign": stock.torch_load(meta=True, mmap=True),
+    "safetensors load_file + assign": Way(stock.safetensors_assign),
+    "to_empty + safetensors load_model": Way(stock.safetensors_load_model(meta=True)),
+    "accelerate load_checkpoint_in_model": stock.accelerate_load(meta=True),
+    "accelerate load_checkpoint_and_dispatch": peers.of("accelerate", stock.accelerate_dispatch),
+    "DCP": peers.dcp(meta=True),
+    "DCP, Hugging Face storage": peers.dcp(meta=True, hugging_face=True),
+    "fastsafetensors": peers.fastsafetensors(meta=True, direct=True),
+    "fastsafetensors, without O_DIRECT": peers.fastsafetensors(meta=True, direct=False),
+    "runai-model-streamer": peers.of("runai_model_streamer", peers.runai),
+    "tensorizer": peers.of("tensorizer", peers.tensorizer, "tensorizer"),
 }
-"""Into a module whose parameters are on meta. The first is what the others are compared with."""
+"""Into a module whose parameters are on meta."""
 
 MATERIALISED = {
-    "modelstate.load, in_place=True": ours(meta=False, in_place=True),
-    "modelstate.load, in_place=True, torch file": ours(meta=False, in_place=True, torch_file=True),
-    "modelstate.load": ours(meta=False),
-    "torch.load + load_state_dict": torch_copy(mmap=False),
-    "torch.load(mmap) + load_state_dict": torch_copy(mmap=True),
-    "safetensors load_model": safetensors_load_model(meta=False),
-    "accelerate load_checkpoint_in_model": accelerate_load(meta=False),
+    "modelstate.load, in_place=True": ours.load(meta=False, in_place=True),
+    "modelstate.load, in_place=True, torch file": ours.load(meta=False, in_place=True, torch_file=True),
+    "modelstate.load": ours.load(meta=False),
+    "torch.load + load_state_dict": stock.torch_load(meta=False, mmap=False),
+    "torch.load(mmap) + load_state_dict": stock.torch_load(meta=False, mmap=True),
+    "safetensors load_model": Way(stock.safetensors_load_model(meta=False)),
+    "safetensors safe_open + copy_": Way(stock.safetensors_copy),
+    "accelerate load_checkpoint_in_model": stock.accelerate_load(meta=False),
+    "DCP": peers.dcp(meta=False),
+    "DCP, Hugging Face storage": peers.dcp(meta=False, hugging_face=True),
+    "fastsafetensors, without O_DIRECT": peers.fastsafetensors(meta=False, direct=False),
+    "torchsnapshot": peers.of("torchsnapshot", peers.torchsnapshot, "torchsnapshot"),
 }
-"""Into a module that has memory."""
+"""Into a module that has memory, and whose parameters an optimizer holds."""
+
+CAST = {
+    "modelstate.load, dtype=bfloat16": ours.load(dtype=torch.bfloat16),
+    "modelstate.load, dtype=bfloat16, torch file": ours.load(dtype=torch.bfloat16, torch_file=True),
+    "torch.load + load_state_dict": casts.torch_load(mmap=False),
+    "torch.load(mmap) + load_state_dict": casts.torch_load(mmap=True),
+    "torch.load(mmap) + assign + to": pt(casts.assign_then_to),
+    "safetensors load_model": Way(casts.load_model),
+    "safetensors safe_open + to + assign": Way(casts.iterate),
+    "accelerate load_checkpoint_in_model": peers.of("accelerate", casts.accelerate),
+    "DCP": peers.dcp(meta=True, dtype=torch.bfloat16),
+    "DCP, Hugging Face storage": peers.dcp(meta=True, hugging_face=True, dtype=torch.bfloat16),
+}
+"""From a file in float32 to a module in bfloat16."""
+
+
+def _quantized(config: quantized.Config) -> dict[str, Way]:
+    return {
+        "modelstate.load, transform=Quantize": quantized.ours(config),
+        "torch.load(mmap) + assign + quantize_": quantized.after(config, "mmap"),
+        "safetensors load_file + assign + quantize_": quantized.after(config, "safetensors"),
+        "torch.load + load_state_dict + quantize_": quantized.after(config, "torch"),
+    }
+
+
+HUB = {
+    "modelstate.load, with construction": ours.build_and_load(),
+    "transformers from_pretrained": pretrained.from_pretrained(dtype=torch.float32),
+}
+"""With the construction of the model, which `from_pretrained` does itself."""
+
+HUB_CAST = {
+    "modelstate.load, with construction": ours.build_and_load(dtype=torch.bfloat16),
+    "transformers from_pretrained": pretrained.from_pretrained(dtype=torch.bfloat16),
+}
+
+HUB_INT8 = {
+    "modelstate.load, with construction": quantized.ours(quantized.int8, builds=True),
+    "transformers from_pretrained": pretrained.from_pretrained(config=quantized.int8, dtype=torch.float32),
+}
+
+TABLES = {
+    "meta": META,
+    "materialised": MATERIALISED,
+    "cast": CAST,
+    "int8": _quantized(quantized.int8),
+    "int4": _quantized(quantized.int4),
+    "hub": HUB,
+    "hub-cast": HUB_CAST,
+    "hub-int8": HUB_INT8,
+}
 
 
 def to_bfloat16(*, swap: bool = False, keeping: bool = False) -> Callable[[nn.Module], object]:

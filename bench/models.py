@@ -1,31 +1,15 @@
-"""The models that are loaded, and their checkpoints."""
+"""The models that are loaded."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
-from pathlib import Path
+from dataclasses import dataclass, replace
 
 import torch
-from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.nn import functional
 
-
-@dataclass(frozen=True, slots=True)
-class Sizes:
-    """How large everything is."""
-
-    hidden: int = 1024
-    layers: int = 14
-    vocabulary: int = 32_000
-    small_blocks: int = 5_000
-    """Blocks of four small tensors, all children of one module."""
-    children: tuple[int, ...] = (5_000, 10_000, 20_000)
-    """Modules with one tensor each, for the cost of `load_state_dict` by their number."""
-    open_bytes: tuple[int, ...] = (10**9, 10**11)
-    """Sizes of the sparse files that are opened."""
-
-
-QUICK = Sizes(hidden=64, layers=2, vocabulary=500, small_blocks=50, children=(50, 100), open_bytes=(10**7, 10**9))
+import modelstate as ms
+from bench import hub
+from bench.sizes import QUICK, Sizes
 
 
 class DecoderLayer(nn.Module):
@@ -53,7 +37,7 @@ class DecoderLayer(nn.Module):
 
 
 class Decoder(nn.Module):
-    """A language model of the usual kind; 1.07 GB in fp32 with the default sizes."""
+    """A language model of the usual kind; 1.2 GB in fp32 with the default sizes."""
 
     def __init__(self, sizes: Sizes) -> None:
         super().__init__()
@@ -97,17 +81,47 @@ class Leaves(nn.ModuleList):
         super().__init__(nn.RMSNorm(4) for _ in range(count))
 
 
+@dataclass(frozen=True, slots=True)
+class Kind:
+    """A model and how its checkpoint is stored."""
+
+    build: Callable[[Sizes], nn.Module]
+    dtype: torch.dtype = torch.float32
+    shards: int = 1
+    """Files of the safetensors checkpoint; more than one have an index, as the Hugging Face tools write it."""
+    tiny: str = "tiny"
+    """The case that every contender loads and runs once before it is measured."""
+
+
 def _tiny(_: Sizes) -> nn.Module:
     return Decoder(QUICK)
 
 
-MODELS: dict[str, Callable[[Sizes], nn.Module]] = {"large": Decoder, "small": Wide, "tiny": _tiny}
-"""By the name of the case; `tiny` is what every contender loads and runs once before it is measured."""
+def _many(sizes: Sizes) -> nn.Module:
+    return Wide(replace(sizes, small_blocks=5 * sizes.small_blocks))
+
+
+KINDS: dict[str, Kind] = {
+    "large": Kind(Decoder),
+    "large-bf16": Kind(Decoder, dtype=torch.bfloat16, tiny="tiny-bf16"),
+    "large-5": Kind(Decoder, shards=5, tiny="tiny-2"),
+    "large-10": Kind(Decoder, shards=10, tiny="tiny-2"),
+    "small": Kind(Wide),
+    "many": Kind(_many),
+    "llama": Kind(hub.llama, tiny="tiny-llama"),
+    "minilm": Kind(hub.minilm, tiny="minilm"),
+    "tiny": Kind(_tiny),
+    "tiny-2": Kind(_tiny, shards=2),
+    "tiny-bf16": Kind(_tiny, dtype=torch.bfloat16),
+    "tiny-llama": Kind(lambda _: hub.llama(QUICK)),
+}
+"""By the name of the case."""
 
 
 def on_meta(case: str, sizes: Sizes) -> nn.Module:
-    with torch.device("meta"):
-        return MODELS[case](sizes).eval()
+    """The model with its parameters on meta; the buffers are real."""
+    with ms.skeleton():
+        return KINDS[case].build(sizes).eval().to(KINDS[case].dtype)
 
 
 def with_memory(case: str, sizes: Sizes) -> nn.Module:
@@ -119,38 +133,15 @@ def with_memory(case: str, sizes: Sizes) -> nn.Module:
     return model
 
 
-def write(case: str, sizes: Sizes, folder: Path) -> None:
-    """The checkpoint of a model with random values, as `<case>.pt` and in `<case>/model.safetensors`."""
-    model = with_memory(case, sizes)
+def values(case: str, sizes: Sizes) -> dict[str, Tensor]:
+    """What the checkpoint of a model has: random values from a fixed seed."""
     generator = torch.Generator().manual_seed(0)
-    with torch.no_grad():
-        for value in model.parameters():
-            value.normal_(0.0, 0.02, generator=generator)
-    state = dict(model.state_dict())
-    torch.save(state, folder / f"{case}.pt")
-    (folder / case).mkdir(exist_ok=True)
-    save_file(state, folder / case / "model.safetensors", metadata={"format": "pt"})
-
-
-def write_sparse(nbytes: int, folder: Path) -> None:
-    """Checkpoints of 100 tensors with `nbytes` in all, written as holes: `sparse-<nbytes>.pt` and `.safetensors`."""
-    import json
-
-    from torch._subclasses.fake_tensor import FakeTensorMode
-
-    rows = nbytes // 100 // 4 // 1000
-    with FakeTensorMode():
-        state = {f"layers.{i}.weight": torch.empty(rows, 1000) for i in range(100)}
-    with torch.serialization.skip_data(materialize_fake_tensors=True):
-        torch.save(state, folder / f"sparse-{nbytes}.pt")
-
-    each = rows * 4000
-    header = {
-        name: {"dtype": "F32", "shape": [rows, 1000], "data_offsets": [i * each, (i + 1) * each]}
-        for i, name in enumerate(state)
+    return {
+        name: torch.empty(value.shape).normal_(0.0, 0.02, generator=generator).to(value.dtype)
+        for name, value in on_meta(case, sizes).state_dict().items()
     }
-    text = json.dumps(header).encode()
-    text += b" " * (-len(text) % 8)
-    with open(folder / f"sparse-{nbytes}.safetensors", "wb") as file:
-        file.write(len(text).to_bytes(8, "little") + text)
-        file.truncate(8 + len(text) + 100 * each)
+
+
+def run(model: nn.Module) -> object:
+    """A forward of a few fixed tokens."""
+    return model() if isinstance(model, Decoder | Wide) else hub.run(model)

@@ -3,29 +3,15 @@
 import os
 import platform
 import sys
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from importlib.metadata import version
-from pathlib import Path
+from collections.abc import Callable, Mapping, Sequence
+from importlib.metadata import PackageNotFoundError, version
 
 import torch
 
-from modelstate.cli.measure import Stage, median
+from bench.goals import Goal
+from bench.measured import Measured, Part, Runs
+from modelstate.cli.measure import median
 from modelstate.words import size
-
-Results = Mapping[str, Sequence[Mapping[str, Stage]]]
-
-
-@dataclass(frozen=True, slots=True)
-class Section:
-    """A heading, words and a table."""
-
-    title: str
-    words: str
-    table: str
-
-    def __str__(self) -> str:
-        return "\n\n".join(part for part in (f"## {self.title}", self.words, self.table) if part)
 
 
 def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
@@ -34,7 +20,7 @@ def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
-def load_table(results: Results) -> str:
+def load_table(results: Runs) -> str:
     """Both times with their ratio to the first contender's, and memory."""
     medians = {name: (median(runs, "ready"), median(runs, "forward")) for name, runs in results.items()}
     first_ready, first_forward = next(iter(medians.values()))
@@ -55,7 +41,25 @@ def load_table(results: Results) -> str:
     )
 
 
-def convert_table(results: Results) -> str:
+def cast_table(results: Runs) -> str:
+    """The time until ready with its ratio to the first contender's, and memory."""
+    medians = {name: median(runs, "ready") for name, runs in results.items()}
+    first = next(iter(medians.values()))
+    rows = [
+        [
+            name,
+            milliseconds(one.seconds),
+            ratio(one.seconds, first.seconds),
+            size(one.anonymous_bytes),
+            size(one.total_bytes),
+        ]
+        for name, one in medians.items()
+    ]
+    words = f"\n\nThe module itself takes {size(next(iter(results.values()))[0]['check'].facts['nbytes'])}."
+    return table(["", "ready ms", "×", "own memory", "with file pages"], rows) + words
+
+
+def convert_table(results: Runs) -> str:
     """Times with their ratio to the first contender's, and the memory on top while it ran."""
     medians = {name: median(runs, "ready") for name, runs in results.items()}
     first = next(iter(medians.values()))
@@ -66,21 +70,65 @@ def convert_table(results: Results) -> str:
     return table(["", "ready ms", "×", "own memory"], rows)
 
 
-def grid(results: Mapping[str, Mapping[str, Sequence[Mapping[str, Stage]]]], corner: str) -> str:
-    """Milliseconds until ready by contender (rows) and case (columns); empty where a contender has no such case."""
-    cases = list(dict.fromkeys(case for by_case in results.values() for case in by_case))
+def limits_table(results: Runs) -> str:
     rows = []
-    for name, by_case in results.items():
-        found = {case: milliseconds(median(runs, "ready").seconds) for case, runs in by_case.items()}
-        rows.append([name, *(found.get(case, "") for case in cases)])
+    for name, runs in results.items():
+        found = median(runs, "ready")
+        nbytes = found.facts.get("nbytes")
+        speed = f"{nbytes / found.seconds / 1e9:.1f}" if nbytes else ""
+        rows.append([name, milliseconds(found.seconds), speed])
+    return table(["", "ms", "GB/s"], rows)
+
+
+def grids(cases: Mapping[str, Runs]) -> str:
+    """Milliseconds by contender (rows) and case (columns), for each stage that the runs have."""
+    stages = {stage for runs in cases.values() for results in runs.values() for stage in results[0]}
+    texts = [grid(cases, "ready", "ready ms")]
+    if "forward" in stages:
+        texts.append(grid(cases, "forward", "to the end of the first forward ms"))
+    return "\n\n".join(texts)
+
+
+def grid(cases: Mapping[str, Runs], stage: str, corner: str) -> str:
+    """Empty where a contender has no such case."""
+    names = dict.fromkeys(name for runs in cases.values() for name in runs)
+    rows = [
+        [name, *(milliseconds(median(runs[name], stage).seconds) if name in runs else "" for runs in cases.values())]
+        for name in names
+    ]
     return table([corner, *cases], rows)
 
 
-def different_weights(results: Results) -> list[str]:
-    """The contenders that did not end with the weights that the first one has."""
-    prints = {name: {run["check"].facts["weights"] for run in runs} for name, runs in results.items()}
-    expected = next(iter(prints.values()))
-    return [name for name, found in prints.items() if found != expected]
+FORMS: dict[str, Callable[[Runs], str]] = {
+    "load": load_table,
+    "cast": cast_table,
+    "convert": convert_table,
+    "limits": limits_table,
+}
+
+
+def section(measured: Measured) -> str:
+    """A heading, words, a table, and who is not in it."""
+    shown = grids(measured.cases) if measured.form == "grid" else _single(measured)
+    absent = "\n".join(f"- Not run here: {name}: {why}." for name, why in measured.absent.items())
+    left_out = f"Left out: {measured.left_out}." if measured.left_out else ""
+    words = f"{measured.words} Medians of {measured.runs}.".strip()
+    return "\n\n".join(part for part in (f"## {measured.title}", words, shown, left_out, absent) if part)
+
+
+def _single(measured: Measured) -> str:
+    runs = next(iter(measured.cases.values()))
+    return FORMS[measured.form](runs) if runs else ""
+
+
+def goals(found: Sequence[Goal]) -> str:
+    """The table at the top of the page."""
+    rows = [f"| {one.job} | {one.goal} | {one.reached} | {one.by} | **{one.verdict}** |" for one in found]
+    limits = [f"- {one.job}: {one.limit}" for one in found if one.limit]
+    head = ["| job | goal | reached | by what | |", "| --- | --- | --- | --- | --- |"]
+    return "\n".join(
+        ["## Goals", "", *head, *rows, *(["", "What keeps a goal from being met:", "", *limits] if limits else [])]
+    )
 
 
 def milliseconds(seconds: float) -> str:
@@ -96,26 +144,48 @@ def machine() -> str:
     cores = len(os.sched_getaffinity(0))
     total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     accelerator = torch.cuda.get_device_name() if torch.cuda.is_available() else "no GPU"
-    versions = ", ".join(f"{name} {version(name)}" for name in ("torch", "safetensors", "accelerate", "modelstate"))
     return (
         f"{cores} cores ({platform.machine()}), {total / 2**30:.0f} GiB of memory, {accelerator}; {platform.system()}, "
-        f"Python {sys.version_info[0]}.{sys.version_info[1]}, {versions}."
+        f"Python {sys.version_info[0]}.{sys.version_info[1]}, {', '.join(_versions())}."
     )
 
 
-def write(sections: Sequence[Section], path: Path, command: str, runs: int) -> None:
-    """The whole page."""
+def _versions() -> list[str]:
+    names = ["torch", "safetensors", "accelerate", "transformers", "torchao"]
+    names += ["fastsafetensors", "runai-model-streamer", "tensorizer", "torchsnapshot", "modelstate"]
+    found = []
+    for name in names:
+        try:
+            found.append(f"{name} {version(name)}")
+        except PackageNotFoundError:
+            continue
+    return found
+
+
+def page(parts: Sequence[Part], found: Sequence[Goal], command: str) -> str:
+    """All of it."""
+    measured = [one for part in parts for one in part.measured]
+    machines = dict.fromkeys(part.machine for part in parts)
     head = f"""# Benchmarks
 
-This page is written by `{command}`. Every contender runs in a fresh process, in alternation with the others; medians
-of {runs} runs. The files are in the page cache. Before the clock starts, the
-target module is built (unless the name of a contender says otherwise), and the contender has loaded and run a
-tiny model once, so that imports and the start of threads do not count.
+This page is written by `{command}`.{_origin(parts, command)} Every contender runs in a fresh process, in alternation
+with the others of its table. The files are in the page cache, unless a title says that they are cold. Before the clock
+starts, the target module is built (unless a title or the name of a contender says otherwise), and the contender has
+loaded and run a tiny model once, so that imports and the start of threads do not count.
 
 - **ready**: from the file to the module with its weights. **×**: compared with the first row of the table.
 - **own memory**: the most anonymous memory that the process grew by until then; pages of a mapped file are not in it.
 - **with file pages**: the most resident memory that it grew by, those included.
 
-The machine: {machine()}
+The machine: {" ".join(machines)}
 """
-    path.write_text("\n\n".join([head.rstrip(), *map(str, sections)]) + "\n")
+    return "\n\n".join([head.rstrip(), goals(found), *map(section, measured)]) + "\n"
+
+
+def _origin(parts: Sequence[Part], command: str) -> str:
+    """Where the figures come from, if not from one run."""
+    if {part.command for part in parts} == {command}:
+        return ""
+    what = "of the same code" if len({part.code for part in parts}) == 1 else "**of different states of the code**"
+    commands = ", ".join(f"`{one}`" for one in dict.fromkeys(part.command for part in parts))
+    return f" Its parts were measured one after another, {what}, by {commands}."

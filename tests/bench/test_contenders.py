@@ -1,70 +1,116 @@
-"""The harness itself: every contender loads the right weights, and the page is what was measured."""
+"""Every contender loads what the first of its table loads, and that is right."""
 
+import importlib.util
 from pathlib import Path
 
 import pytest
 import torch
 
-from bench import models, tables
-from bench.__main__ import main
-from bench.contenders import MATERIALISED, META, Case
-from modelstate.cli.measure import Stage
+from bench import files
+from bench.child import fingerprint
+from bench.contenders import TABLES
+from bench.models import KINDS, on_meta, run
+from bench.sections import LOADS
+from bench.sizes import QUICK
+from bench.ways.case import Case
+
+WAYS = [(table, name) for table, ways in TABLES.items() for name in ways]
+CASES = {"hub": "tiny-llama", "hub-cast": "tiny-llama", "hub-int8": "tiny-llama"}
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     made: Path = tmp_path_factory.mktemp("bench")
-    models.write("tiny", models.QUICK, made)
-    models.write("large", models.QUICK, made)
+    files.write("tiny", QUICK, made, ["safetensors", "pt", "dcp"])
     return made
 
 
-@pytest.mark.parametrize("case", ["tiny", "large"])
-@pytest.mark.parametrize(
-    ("target", "name"), [("meta", name) for name in META] + [("materialised", name) for name in MATERIALISED]
-)
-def test_every_contender_gives_the_model_of_the_file(target: str, name: str, case: str, folder: Path) -> None:
-    given = Case(case, models.QUICK, folder)
-    if "accelerate" in name:
-        pytest.importorskip("accelerate")
-    model = (META if target == "meta" else MATERIALISED)[name](given)()
-    expected = torch.load(given.torch_file, weights_only=True)
-    state = model.state_dict()
+@pytest.fixture(scope="module")
+def prints() -> dict[tuple[str, str], str]:
+    """The fingerprint of the first way of each table, by table and case."""
+    return {}
+
+
+@pytest.mark.parametrize(("table", "name"), WAYS)
+def test_every_contender_ends_with_the_same_weights(
+    table: str, name: str, folder: Path, prints: dict[tuple[str, str], str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    way, first = TABLES[table][name], next(iter(TABLES[table].values()))
+    case = Case(CASES.get(table, "tiny"), QUICK, folder)
+    for one in (way, first):
+        if one.package and importlib.util.find_spec(one.package) is None:
+            pytest.skip(f"{one.package} is not installed")
+    for variable, value in way.environment:
+        monkeypatch.setenv(variable, value)
+    for made in {way.files, first.files}:
+        if not (case.directory if made == "safetensors" else case.other(made)).exists():
+            files.write(case.name, QUICK, folder, [made])
+    if table not in prints:
+        prints[table] = fingerprint(first.prepare(case)())
+    model = way.prepare(case)()
+    assert fingerprint(model) == prints[table]
+    with torch.inference_mode():
+        run(model)
+
+
+@pytest.mark.parametrize(("table", "dtype"), [("meta", torch.float32), ("cast", torch.bfloat16)])
+def test_the_first_of_a_table_loads_what_the_file_has(table: str, dtype: torch.dtype, folder: Path) -> None:
+    case = Case("tiny", QUICK, folder)
+    state = next(iter(TABLES[table].values())).prepare(case)().state_dict()
+    expected = torch.load(case.torch_file, weights_only=True)
     assert state.keys() == expected.keys()
+    assert all(torch.equal(state[key], value.to(dtype)) for key, value in expected.items())
+
+
+def test_the_first_of_int8_has_quantized_weights(folder: Path) -> None:
+    pytest.importorskip("torchao")
+    model = next(iter(TABLES["int8"].values())).prepare(Case("tiny", QUICK, folder))()
+    assert "qdata" in model.layers[0].q.weight.__tensor_flatten__()[0]
+
+
+def test_a_fingerprint_is_of_every_bit() -> None:
+    model = torch.nn.Linear(3, 3)
+    before = fingerprint(model)
+    with torch.no_grad():
+        model.weight[2, 2] += 1e-6
+    changed = fingerprint(model)
+    assert changed != before
+    assert fingerprint(model.to(torch.float64)) != changed
+
+
+def test_an_optimizer_that_lost_its_parameters_is_seen(folder: Path) -> None:
+    case = Case("tiny", QUICK, folder)
+    model = case.with_memory()
+    assert case.references_kept(model)
+    model.norm.weight = torch.nn.Parameter(torch.zeros(64))
+    assert not case.references_kept(model)
+
+
+def test_shards_have_an_index_and_every_tensor_once(folder: Path) -> None:
+    files.write("tiny-2", QUICK, folder, ["safetensors"])
+    case = Case("tiny-2", QUICK, folder)
+    assert len(case.shards) == 2
+    assert case.safetensors == case.directory
+    state = next(iter(TABLES["meta"].values())).prepare(case)().state_dict()
+    expected = torch.load(Case("tiny", QUICK, folder).torch_file, weights_only=True)
     assert all(torch.equal(state[key], value) for key, value in expected.items())
 
 
 def test_a_sparse_file_takes_no_space(tmp_path: Path) -> None:
-    models.write_sparse(10**9, tmp_path)
+    files.write_sparse(10**9, tmp_path)
     for path in tmp_path.iterdir():
         assert path.stat().st_size > 9 * 10**8
         assert path.stat().st_blocks * 512 < 10**7
 
 
-def test_a_run_prints_ratios_and_leaves_nothing_behind(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    page = tmp_path / "page.md"
-    (tmp_path / "files").mkdir()
-    main(["--quick", "--only", "state-dict", "--folder", str(tmp_path / "files"), "--out", str(page)])
-    assert "| modelstate.load_state_dict |" in capsys.readouterr().out
-    assert "## load_state_dict by the number of modules" in page.read_text()
-    assert "`python -m bench --quick --runs 1 --only state-dict`" in page.read_text()
-    assert not list((tmp_path / "files").iterdir())
+def test_what_the_sections_name_is_there() -> None:
+    for sections in LOADS.values():
+        for section in sections:
+            assert {*section.without, *section.only} - {"safetensors load_model", "torchsnapshot"} <= set().union(
+                *(TABLES[table] for table in ("meta", "materialised", "int8"))
+            )
+            assert set(section.cases.values()) <= set(KINDS)
 
 
-def test_ratios_are_to_the_first_row() -> None:
-    def run(ready: float, forward: float, weights: str) -> dict[str, Stage]:
-        check = Stage(9.0, 0, 0, {"weights": weights})
-        return {"ready": Stage(ready, 1000, 2_000_000, {}), "forward": Stage(forward, 0, 0, {}), "check": check}
-
-    results = {"ours": [run(0.1, 0.2, "x")] * 3, "theirs": [run(0.3, 0.3, "x"), run(0.5, 0.5, "y"), run(0.2, 0.2, "x")]}
-    lines = tables.load_table(results).splitlines()
-    assert lines[2] == "| ours | 100.0 | 1.00 | 200.0 | 1.00 | 1.0 kB | 2.0 MB |"
-    assert lines[3] == "| theirs | 300.0 | 3.00 | 300.0 | 1.50 | 1.0 kB | 2.0 MB |"
-    assert tables.different_weights(results) == ["theirs"]
-
-
-def test_the_machine_is_described_without_its_name() -> None:
-    import platform
-
-    assert platform.node() not in tables.machine().split()
-    assert "cores" in tables.machine()
+def test_models_are_built_on_meta_with_real_buffers() -> None:
+    assert all(value.is_meta for value in on_meta("tiny", QUICK).parameters())

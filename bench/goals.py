@@ -1,0 +1,254 @@
+"""What modelstate sets out to reach, and what a run has found of it. All are ratios within one run."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+from bench import limits
+from bench.measured import Measured
+from modelstate.words import size
+
+Found = Mapping[str, Measured]
+"""Everything that was measured, by its key."""
+
+LIMITS: dict[str, str] = {}
+"""For a row that is not met: a sentence with the limit, from a profile. By the key of the row in `ROWS`."""
+
+_WHOLE_SHARE, _NO_SHARE = 0.8, 0.2
+"""Of a checkpoint's bytes in a contender's own memory: above the one it has copied them, below the other it maps."""
+
+
+@dataclass(frozen=True, slots=True)
+class Goal:
+    """A row of the table."""
+
+    job: str
+    goal: str
+    reached: str = ""
+    by: str = ""
+    met: bool | None = None
+    """None where it was not measured."""
+    limit: str = ""
+
+    @property
+    def verdict(self) -> str:
+        return "not measured" if self.met is None else "met" if self.met else "not met"
+
+
+@dataclass(frozen=True, slots=True)
+class Reached:
+    """What was found for a row: each condition with its words."""
+
+    conditions: Sequence[tuple[bool, str]]
+    by: str
+
+
+class NotMeasuredError(Exception):
+    """A row's tables, or its contenders, are not there."""
+
+
+def _seconds(found: Found, key: str, row: str, stage: str = "ready", case: str | None = None) -> float:
+    stage_found = found[key].at(row, stage, case) if key in found else None
+    if stage_found is None:
+        raise NotMeasuredError(f"{key}: {row}")
+    return stage_found.seconds
+
+
+def _is_ours(row: str) -> bool:
+    return row.startswith("modelstate")
+
+
+def _best(found: Found, key: str, stage: str = "ready", which: Callable[[str], bool] = lambda _: True) -> str:
+    """The fastest of the other contenders."""
+    if key not in found:
+        raise NotMeasuredError(key)
+    rows = [row for row in found[key].rows if not _is_ours(row) and which(row)]
+    if not rows:
+        raise NotMeasuredError(f"{key}: no other contender")
+    return min(rows, key=lambda row: _seconds(found, key, row, stage))
+
+
+def _share(found: Found, key: str, row: str) -> float:
+    """How much of the model's bytes the contender has in memory of its own when it is ready."""
+    measured = found[key]
+    ready, check = measured.at(row), measured.at(row, "check")
+    assert ready is not None
+    assert check is not None
+    return float(ready.anonymous_bytes / check.facts["nbytes"])
+
+
+def _against(found: Found, key: str, ours: str, peer: str, stage: str = "ready") -> tuple[float, str]:
+    mine, theirs = _seconds(found, key, ours, stage), _seconds(found, key, peer, stage)
+    return theirs / mine, f"{ours} {_ms(mine)}, {peer} {_ms(theirs)}"
+
+
+def _ms(seconds: float) -> str:
+    return f"{seconds * 1000:,.1f} ms" if seconds < 1 else f"{seconds * 1000:,.0f} ms"
+
+
+def _atleast(ratio: float, goal: float, of: str) -> tuple[bool, str]:
+    return ratio >= goal, f"{ratio:.2f}x {of}"
+
+
+def mapped(found: Found) -> Reached:
+    ratio, by = _against(found, "large/meta", OURS, _best(found, "large/meta"))
+    return Reached([_atleast(ratio, 1, "the best peer")], by)
+
+
+def first_forward(found: Found) -> Reached:
+    ratio, by = _against(found, "large/meta", OURS, _best(found, "large/meta", "forward"), "forward")
+    reading = min(_seconds(found, "limits", row) for row in _limit_rows(found, limits.TOUCHED))
+    bound = reading + _seconds(found, "limits", limits.FORWARD)
+    over = _seconds(found, "large/meta", OURS, "forward") / bound
+    return Reached(
+        [_atleast(ratio, 1, "the best peer"), (over <= 1.15, f"{over:.2f}x the limit")],
+        f"{by}; the limit: reading {_ms(reading)} and the forward, {_ms(bound)} together",
+    )
+
+
+def _limit_rows(found: Found, *patterns: str) -> list[str]:
+    if "limits" not in found:
+        raise NotMeasuredError("limits")
+    starts = tuple(pattern.partition("{")[0] for pattern in patterns)
+    rows = [row for row in found["limits"].rows if row.startswith(starts)]
+    if not rows:
+        raise NotMeasuredError(f"limits: {patterns}")
+    return rows
+
+
+def own_memory(found: Found) -> Reached:
+    ours = f"{OURS}, map=False"
+    peer = _best(found, "large/meta", which=lambda row: _share(found, "large/meta", row) > _WHOLE_SHARE)
+    ratio, by = _against(found, "large/meta", ours, peer)
+    return Reached([_atleast(ratio, 2.5, "the best peer")], by)
+
+
+def in_place(found: Found) -> Reached:
+    key, ours, stock = "large/memory", f"{OURS}, in_place=True", "torch.load + load_state_dict"
+    ratio, by = _against(found, key, ours, _best(found, key))
+    to_stock, by_stock = _against(found, key, ours, stock)
+    ready = found[key].at(ours)
+    assert ready is not None
+    extra = ready.total_bytes
+    return Reached(
+        [
+            _atleast(ratio, 1.5, "the best peer"),
+            _atleast(to_stock, 8, "`torch.load` + `load_state_dict`"),
+            (extra <= 64e6, f"{size(extra)} extra"),
+        ],
+        f"{by}; {by_stock.partition(', in_place=True ')[2].partition(', ')[2]}",
+    )
+
+
+def cold(found: Found) -> Reached:
+    ratio, by = _against(found, "cold", OURS, _best(found, "cold", "forward"), "forward")
+    maps = _best(found, "cold", "forward", lambda row: _share(found, "cold", row) < _NO_SHARE)
+    to_mapped, by_mapped = _against(found, "cold", OURS, maps, "forward")
+    limit = min(_limit_rows(found, limits.BUFFERED, limits.DIRECT), key=lambda row: _seconds(found, "limits", row))
+    reading = _seconds(found, "cold", OURS, "forward") - _seconds(found, "limits", limits.FORWARD)
+    share = _seconds(found, "limits", limit) / max(reading, 1e-9)
+    return Reached(
+        [
+            _atleast(ratio, 1, "the best peer"),
+            (share >= 0.9, f"{share:.0%} of the disk's bandwidth"),
+            _atleast(to_mapped, 1.7, "the best mapped loader"),
+        ],
+        f"{by}; {by_mapped.partition(', ')[2]}; {limit} {_ms(_seconds(found, 'limits', limit))}, to which the time "
+        "without the forward alone is compared",
+    )
+
+
+def _converted(found: Found, key: str, hub: str, ours: str, ratio_goal: float, extra_goal: float) -> Reached:
+    ratio, by = _against(found, key, ours, _best(found, key))
+    conditions = [_atleast(ratio, ratio_goal, "the best peer")]
+    if hub in found:
+        to_hub, by_hub = _against(found, hub, HUB_OURS, _best(found, hub))
+        conditions.append(_atleast(to_hub, ratio_goal, "from_pretrained"))
+        by = f"{by}; with construction: {by_hub}"
+    ready, check = found[key].at(ours), found[key].at(ours, "check")
+    assert ready is not None
+    assert check is not None
+    extra = ready.total_bytes - check.facts["nbytes"]
+    conditions.append((extra <= extra_goal, f"target {'+' if extra >= 0 else '-'} {size(abs(extra))}"))
+    return Reached(conditions, by)
+
+
+def cast(found: Found) -> Reached:
+    return _converted(found, "cast", "hub/cast", f"{OURS}, dtype=bfloat16", 2, 128e6)
+
+
+def int8(found: Found) -> Reached:
+    return _converted(found, "int8", "hub/int8", f"{OURS}, transform=Quantize", 2, 256e6)
+
+
+def small(found: Found) -> Reached:
+    key = "small/meta"
+    stock = _best(found, key, which=lambda row: not row.startswith("accelerate"))
+    to_stock, by = _against(found, key, OURS, stock)
+    to_other, by_other = _against(found, key, OURS, "accelerate load_checkpoint_in_model")
+    return Reached(
+        [_atleast(to_stock, 8, "stock and safetensors"), _atleast(to_other, 1.7, "accelerate")],
+        f"{by}; {by_other.partition(', ')[2]}",
+    )
+
+
+def many(found: Found) -> Reached:
+    conditions, words = [], []
+    for row in (OURS, f"{OURS}, map=False"):
+        few, more = (_seconds(found, "many", row, case=case) for case in ("20,000 tensors", "100,000 tensors"))
+        conditions.append((more / few <= 5 * 1.15, f"{more / few:.1f}x the time for 5x the tensors"))
+        words.append(f"{row} {_ms(few)}, {_ms(more)}")
+    return Reached(conditions, "; ".join(words))
+
+
+def shards(found: Found) -> Reached:
+    conditions, words = [], []
+    for row in (OURS, f"{OURS}, map=False"):
+        one, ten = (_seconds(found, "shards", row, "forward", case) for case in ("1 file", "10 shards"))
+        conditions.append((ten / one <= 1.1, f"{ten / one:.2f}x the time"))
+        words.append(f"{row} {_ms(one)}, {_ms(ten)} to the end of the first forward")
+    return Reached(conditions, "; ".join(words))
+
+
+OURS = "modelstate.load"
+HUB_OURS = "modelstate.load, with construction"
+
+ROWS: dict[str, tuple[str, str, Callable[[Found], Reached]]] = {
+    "mapped": ("file to ready on a meta target (mapped)", "fastest of all", mapped),
+    "first-forward": (
+        "file to the end of the first forward, warm cache",
+        "fastest of all, and within 1.15x of reading the bytes once at the measured limit plus the forward itself",
+        first_forward,
+    ),
+    "own-memory": ("meta target, memory of its own (`map=False`)", "at least 2.5x the best peer", own_memory),
+    "in-place": (
+        "into a materialised module with its optimizer (in place)",
+        "at least 1.5x the best peer and 8x `torch.load` + `load_state_dict`; extra memory under 64 MB",
+        in_place,
+    ),
+    "cold": (
+        "cold cache, to the end of the first forward",
+        "faster than all; at least 90% of the disk's measured parallel bandwidth; at least 1.7x the mapped loaders",
+        cold,
+    ),
+    "cast": ("fp32 file to bf16 module", "at least 2x the best peer; peak = target + 128 MB", cast),
+    "int8": ("fp32 file to int8 module", "at least 2x quantizing after load; peak = target + 256 MB", int8),
+    "small": ("20,000 small tensors", "at least 8x stock and safetensors, 1.7x accelerate", small),
+    "many": ("100,000 tensors against 20,000", "linear: at most 1.15x per tensor", many),
+    "shards": ("10 shards against 1", "flat: at most 1.1x", shards),
+}
+
+
+def reached(found: Found) -> list[Goal]:
+    """Every row, with what was found where it was measured."""
+    return [_row(key, found) for key in ROWS]
+
+
+def _row(key: str, found: Found) -> Goal:
+    job, goal, measure = ROWS[key]
+    try:
+        got = measure(found)
+    except NotMeasuredError as error:
+        return Goal(job, goal, by=f"missing: {error}")
+    met = all(one for one, _ in got.conditions)
+    texts = [words if one else f"**{words}**" for one, words in got.conditions]
+    return Goal(job, goal, "; ".join(texts), got.by, met, "" if met else LIMITS.get(key, ""))

@@ -1,0 +1,113 @@
+"""What is measured beside loads: the machine's limits, `load_state_dict`, opening and converting."""
+
+import os
+from pathlib import Path
+
+from bench import files
+from bench import limits as names
+from bench.contenders import CONVERT
+from bench.measured import Measured, Runs
+from bench.models import on_meta
+from bench.run import NO_GOAL_RUNS, Runner
+from bench.sizes import QUICK, Sizes
+from modelstate.cli.measure import Stage
+
+
+class Others:
+    """The parts that are no lists of ways."""
+
+    def __init__(self, runner: Runner) -> None:
+        self.runner = runner
+        self.sizes = QUICK if runner.quick else Sizes()
+        self.runs = min(runner.runs, NO_GOAL_RUNS)
+
+    def limits(self) -> list[Measured]:
+        """What every load is up against, with the file of the decoder."""
+        runner = self.runner
+        runner.write("large", {"safetensors"})
+        path = str(runner.folder / "large" / "model.safetensors")
+        found, absent = runner.alternate(
+            {
+                "memory": runner.child("memory_limits", path=path, quick=runner.quick),
+                "disk": runner.child("disk_limits", path=path, quick=runner.quick),
+                names.FORWARD: runner.child("forward_alone", quick=runner.quick),
+            },
+            runner.runs,
+        )
+        results: dict[str, list[dict[str, Stage]]] = {}
+        for runs in (found.get("memory", []), found.get("disk", [])):
+            for run in runs:
+                for name, stage in run.items():
+                    results.setdefault(name, []).append({"ready": _own_time(stage)})
+        if names.FORWARD in found:
+            results[names.FORWARD] = found[names.FORWARD]
+        words = (
+            "The file of the decoder in float32, read with nothing else done. What is copied into fresh memory is paid "
+            "for in page faults; a huge page is 2 MB. The cold file is read in parts of 8 MB into touched memory."
+        )
+        return [Measured("limits", "The limits of the machine", words, "limits", {"": results}, runner.runs, absent)]
+
+    def state_dict(self) -> list[Measured]:
+        cases: dict[str, Runs] = {}
+        for count in self.sizes.children:
+            ways = {"modelstate.load_state_dict": "modelstate", "Module.load_state_dict": "torch"}
+            if count > self.sizes.most_children_of_torch:
+                del ways["Module.load_state_dict"]
+            children = {n: self.runner.child("state_dict", contender=way, count=count) for n, way in ways.items()}
+            cases[f"{count:,} children"] = self.runner.alternate(children, self.runs)[0]
+        words = (
+            "A state dict in memory into a module with many children of one small tensor each: torch filters the whole "
+            "dict for every child, and is left out where that takes half a minute."
+        )
+        title = "load_state_dict by the number of modules"
+        return [Measured("state-dict", title, words, "grid", cases, self.runs)]
+
+    def convert(self) -> list[Measured]:
+        sections = []
+        for case in ("large", "small"):
+            children = {
+                name: self.runner.child("convert", contender=name, case=case, quick=self.runner.quick)
+                for name in CONVERT
+            }
+            found, absent = self.runner.alternate(children, self.runs)
+            values = on_meta(case, self.sizes).state_dict().values()
+            nbytes = sum(value.nbytes for value in values)
+            what = "a decoder" if case == "large" else f"{len(values):,} small tensors"
+            words = (
+                "A module in memory. The ratios are to torch's own. Own memory is what the process grew by on the way, "
+                "at the most; the module itself is half as large afterwards."
+            )
+            title = f"From float32 to bfloat16: {what}, {nbytes / 1e6:,.0f} MB"
+            sections.append(Measured(f"convert/{case}", title, words, "convert", {"": found}, self.runs, absent))
+        return sections
+
+    def opening(self) -> list[Measured]:
+        paths: dict[str, Path] = {}
+        self.runner.write("small", {"pt", "safetensors"})
+        many = f"{4 * self.sizes.small_blocks:,} tensors"
+        paths[f"{many}, torch"] = self.runner.folder / "small.pt"
+        paths[f"{many}, safetensors"] = self.runner.folder / "small" / "model.safetensors"
+        for nbytes in self.sizes.open_bytes:
+            files.write_sparse(nbytes, self.runner.folder)
+            for suffix, name in (("pt", "torch"), ("safetensors", "safetensors")):
+                paths[f"{nbytes / 1e9:g} GB, {name}"] = self.runner.folder / f"sparse-{nbytes}.{suffix}"
+        cases: dict[str, Runs] = {}
+        memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+        for case, path in paths.items():
+            ways = ["modelstate.open"]
+            if path.stat().st_size < memory:  # the others map it as memory that may be written, which must exist
+                ways.append(
+                    "safetensors safe_open + get_slice" if path.suffix == ".safetensors" else "torch.load(mmap)"
+                )
+            children = {name: self.runner.child("opening", contender=name, path=str(path)) for name in ways}
+            cases[case] = self.runner.alternate(children, self.runs)[0]
+        words = (
+            "From the path to the names and shapes of everything in it. The files of 1 and 100 GB have 100 tensors and "
+            "are sparse. `torch.load(mmap=True)` and `safe_open` cannot map a file larger than memory."
+        )
+        return [Measured("opening", "Opening", words, "grid", cases, self.runs)]
+
+
+def _own_time(stage: Stage) -> Stage:
+    """The stage's own time, not that of everything before it."""
+    return Stage(stage.facts["seconds"], stage.anonymous_bytes, stage.total_bytes, stage.facts)

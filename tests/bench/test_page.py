@@ -1,0 +1,161 @@
+"""The page is what was measured, and says what was not."""
+
+import platform
+from collections.abc import Mapping
+from pathlib import Path
+
+import pytest
+
+from bench import goals, limits, measured, tables
+from bench.__main__ import PARTS, main
+from bench.measured import Measured, Part
+from bench.run import Runner, different_weights
+from bench.sections import Load
+from modelstate.cli.measure import MeasurementError, Stage
+
+MB = 1_000_000
+
+
+def one_run(ready: float, forward: float, weights: str = "x", own: int = 0, pages: int = 0) -> dict[str, Stage]:
+    check = Stage(9.0, 0, 0, {"weights": weights, "nbytes": 100 * MB, "references_kept": True})
+    return {"ready": Stage(ready, own, pages, {}), "forward": Stage(forward, 0, 0, {}), "check": check}
+
+
+def table_of(key: str, rows: Mapping[str, dict[str, Stage]], form: str = "load") -> Measured:
+    return Measured(key, f"Title of {key}", "Words.", form, {"": {name: [run] for name, run in rows.items()}}, 1)
+
+
+def test_a_run_prints_ratios_and_leaves_nothing_behind(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    page, again, keep = tmp_path / "page.md", tmp_path / "again.md", tmp_path / "kept"
+    (tmp_path / "files").mkdir()
+    given = ["--quick", "--only", "state-dict", "--folder", str(tmp_path / "files"), "--out", str(page)]
+    main([*given, "--keep", str(keep)])
+    assert "| modelstate.load_state_dict |" in capsys.readouterr().out
+    assert "## load_state_dict by the number of modules" in page.read_text()
+    assert "`python -m bench --quick --runs 1 --only state-dict`" in page.read_text()
+    assert not list((tmp_path / "files").iterdir())
+    main(["--from", str(keep), "--out", str(again)])
+    assert "measured one after another, of the same code, by `python -m bench --quick" in again.read_text()
+    assert again.read_text().partition("## Goals")[2] == page.read_text().partition("## Goals")[2]
+
+
+def test_a_load_is_measured_in_fresh_processes(tmp_path: Path) -> None:
+    ours, theirs = "modelstate.load", "safetensors load_file + assign"
+    section = Load("tiny", "Of {count} tensors, {size}", "meta", {"": "tiny"}, only=(ours, theirs), cold=True)
+    found = Runner(tmp_path, 1, quick=True).load(section)
+    assert found.title == "Of 20 tensors, 1 MB"
+    if found.absent:  # a file system without a disk
+        assert "cannot be taken out of the page cache" in "".join(found.absent.values())
+        return
+    assert found.rows == [ours, theirs]
+    assert found.words == "Every contender ends with the same weights, bit for bit."
+    assert all(0 < found.at(row).seconds < found.at(row, "forward").seconds for row in found.rows)
+
+
+def test_parts_of_different_code_are_not_shown_as_one(tmp_path: Path) -> None:
+    for name, code in (("large", "a"), ("small", "b")):
+        part = Part(name, [table_of(name, {"modelstate.load": one_run(1, 2)})], code, "a machine", "a command")
+        measured.keep(part, tmp_path)
+    parts = measured.kept(tmp_path, PARTS)
+    assert [part.name for part in parts] == ["large", "small"]
+    assert "**of different states of the code**" in tables.page(parts, goals.reached({}), "another command")
+
+
+def test_what_is_kept_comes_back_as_it_was(tmp_path: Path) -> None:
+    part = Part("large", [table_of("large/meta", {"ours": one_run(0.1, 0.2)})], "code", "machine", "command")
+    measured.keep(part, tmp_path)
+    assert measured.kept(tmp_path, ["large", "small"]) == [part]
+
+
+def test_a_contender_that_fails_is_named_with_the_reason(tmp_path: Path) -> None:
+    calls = []
+
+    def broken() -> dict[str, Stage]:
+        calls.append(1)
+        raise MeasurementError("the process failed: Traceback\n  at some line\nRuntimeError: no such thing")
+
+    found, failed = Runner(tmp_path, 3, quick=True).alternate({"good": lambda: one_run(1, 2), "bad": broken}, 3)
+    assert len(found["good"]) == 3
+    assert len(calls) == 1
+    assert failed == {"bad": "RuntimeError: no such thing"}
+    shown = tables.section(Measured("k", "T", "", "load", {"": found}, 3, failed))
+    assert "- Not run here: bad: RuntimeError: no such thing." in shown
+
+
+def test_ratios_are_to_the_first_row() -> None:
+    runs = {
+        "ours": [one_run(0.1, 0.2, own=1000, pages=2 * MB)] * 3,
+        "theirs": [one_run(0.3, 0.3), one_run(0.5, 0.5, "y"), one_run(0.2, 0.2)],
+    }
+    lines = tables.load_table(runs).splitlines()
+    assert lines[2] == "| ours | 100.0 | 1.00 | 200.0 | 1.00 | 1.0 kB | 2.0 MB |"
+    assert lines[3] == "| theirs | 300.0 | 3.00 | 300.0 | 1.50 | 0 B | 0 B |"
+    assert different_weights(runs) == ["theirs"]
+
+
+def everything(ours: float) -> dict[str, Measured]:
+    """A run in which every other contender takes a second, and modelstate this long."""
+    mine, copied, mapped = one_run(ours, ours), one_run(1, 1, own=100 * MB), one_run(1, 1)
+    limit = {limits.TOUCHED.format("1 thread"): one_run(0.05, 0), limits.FORWARD: one_run(0.05, 0)}
+    limit |= {limits.DIRECT.format("4 threads"): one_run(0.05, 0)}
+    own = f"{goals.OURS}, map=False"
+    peers = {"mapped": mapped, "copied": copied}
+    sized = {"20,000 tensors": {n: [mine] for n in (goals.OURS, own)}}
+    sized["100,000 tensors"] = {n: [one_run(5 * ours, 1)] for n in (goals.OURS, own)}
+    cut = {head: {n: [mine] for n in (goals.OURS, own)} for head in ("1 file", "10 shards")}
+    return {
+        "limits": table_of("limits", limit, "limits"),
+        "large/meta": table_of("large/meta", {goals.OURS: mine, own: mine, **peers}),
+        "large/memory": table_of(
+            "large/memory", {f"{goals.OURS}, in_place=True": mine, "torch.load + load_state_dict": copied}
+        ),
+        "cold": table_of("cold", {goals.OURS: mine, **peers}),
+        "cast": table_of("cast", {f"{goals.OURS}, dtype=bfloat16": mine, **peers}, "cast"),
+        "int8": table_of("int8", {f"{goals.OURS}, transform=Quantize": mine, **peers}, "cast"),
+        "small/meta": table_of(
+            "small/meta", {goals.OURS: mine, "accelerate load_checkpoint_in_model": mapped, **peers}
+        ),
+        "many": Measured("many", "", "", "grid", sized, 1),
+        "shards": Measured("shards", "", "", "grid", cut, 1),
+    }
+
+
+def test_goals_are_met_by_what_is_fast_enough() -> None:
+    assert {one.job: one.verdict for one in goals.reached(everything(0.1))} == {
+        job: "met" for job, _, _ in goals.ROWS.values()
+    }
+
+
+def test_goals_are_not_met_by_what_is_slow() -> None:
+    found = goals.reached(everything(2.0))
+    linear = ("many", "shards")  # the same time for each file, however slow
+    assert {one.verdict for key, one in zip(goals.ROWS, found, strict=True) if key not in linear} == {"not met"}
+    assert "**0.50x the best peer**" in tables.goals(found)
+
+
+def test_memory_above_the_bound_is_no_goal_met() -> None:
+    found = everything(0.1)
+    large = one_run(0.1, 0.1, pages=230 * MB)
+    found["cast"] = table_of("cast", {f"{goals.OURS}, dtype=bfloat16": large, "theirs": one_run(1, 1)}, "cast")
+    (row,) = (one for one in goals.reached(found) if one.job == goals.ROWS["cast"][0])
+    assert (row.verdict, row.reached) == ("not met", "10.00x the best peer; **target + 130.0 MB**")
+
+
+def test_what_was_not_measured_is_no_goal_met_or_missed() -> None:
+    assert {one.verdict for one in goals.reached({})} == {"not measured"}
+    assert tables.goals(goals.reached({})).count("**not measured**") == len(goals.ROWS)
+
+
+def test_the_sentence_with_the_limit_stands_below_a_row_that_is_not_met(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(goals.LIMITS, "mapped", "opening alone takes that long.")
+    assert "- file to ready on a meta target (mapped): opening alone" in tables.goals(goals.reached(everything(2.0)))
+    assert "opening alone" not in tables.goals(goals.reached(everything(0.1)))
+
+
+def test_the_sentences_are_for_rows_that_there_are() -> None:
+    assert set(goals.LIMITS) <= set(goals.ROWS)
+
+
+def test_the_machine_is_described_without_its_name() -> None:
+    assert platform.node() not in tables.machine().split()
+    assert "cores" in tables.machine()
