@@ -41,12 +41,41 @@ class Load:
     cold: bool = False
     goal: bool = True
     """Whether a goal is about it; otherwise three runs are enough."""
+    few: Collection[str] = ()
+    """Contenders that are too far from the best for any goal to depend on them: three runs are enough."""
 
 
 LOADS: dict[str, tuple[Load, ...]] = {
     "large": (
-        Load("large/meta", f"{DECODER}, {META}", "meta", {"": "large"}),
-        Load("large/memory", f"{DECODER}, {MEMORY}", "materialised", {"": "large"}),
+        Load(
+            "large/meta",
+            f"{DECODER}, {META}",
+            "meta",
+            {"": "large"},
+            few=(
+                "modelstate.load, torch file",
+                "Model() + torch.load + load_state_dict",
+                "torch.load + assign",
+                "accelerate load_checkpoint_in_model",
+                "accelerate load_checkpoint_and_dispatch",
+                "DCP",
+                "fastsafetensors",
+            ),
+        ),
+        Load(
+            "large/memory",
+            f"{DECODER}, {MEMORY}",
+            "materialised",
+            {"": "large"},
+            few=(
+                "modelstate.load",
+                "accelerate load_checkpoint_in_model",
+                "DCP",
+                "DCP, Hugging Face storage",
+                "fastsafetensors, without O_DIRECT",
+                "torchsnapshot",
+            ),
+        ),
     ),
     "cold": (
         Load(
@@ -59,11 +88,36 @@ LOADS: dict[str, tuple[Load, ...]] = {
             without=("Model() + torch.load + load_state_dict", "accelerate load_checkpoint_and_dispatch", "DCP"),
             why="what they add to the others is not in the reading",
             cold=True,
+            few=(
+                "modelstate.load, torch file",
+                "torch.load + assign",
+                "to_empty + safetensors load_model",
+                "accelerate load_checkpoint_in_model",
+                "DCP, Hugging Face storage",
+                "fastsafetensors",
+                "tensorizer",
+            ),
         ),
     ),
-    "cast": (Load("cast", f"{DECODER} in float32, into a module in bfloat16", "cast", {"": "large"}, form="cast"),),
+    "cast": (
+        Load(
+            "cast",
+            f"{DECODER} in float32, into a module in bfloat16",
+            "cast",
+            {"": "large"},
+            form="cast",
+            few=("torch.load + load_state_dict", "accelerate load_checkpoint_in_model", "DCP"),
+        ),
+    ),
     "int8": (
-        Load("int8", f"{DECODER} in float32, into a module with int8 weights", "int8", {"": "large"}, form="cast"),
+        Load(
+            "int8",
+            f"{DECODER} in float32, into a module with int8 weights",
+            "int8",
+            {"": "large"},
+            form="cast",
+            few=("torch.load + load_state_dict + quantize_",),
+        ),
     ),
     "int4": (
         Load(
@@ -88,10 +142,10 @@ LOADS: dict[str, tuple[Load, ...]] = {
             only=(
                 "modelstate.load",
                 "modelstate.load, map=False",
-                "safetensors load_file + assign",
                 "accelerate load_checkpoint_in_model",
                 "DCP, Hugging Face storage",
             ),
+            few=("accelerate load_checkpoint_in_model", "DCP, Hugging Face storage"),
         ),
     ),
     "bf16": (
@@ -127,6 +181,7 @@ LOADS: dict[str, tuple[Load, ...]] = {
             "meta",
             {"": "small"},
             without=_SLOW,
+            few=("Model() + torch.load + load_state_dict",),
             why="they end with the same `load_state_dict`, which is what takes the time",
         ),
         Load(
@@ -148,6 +203,7 @@ LOADS: dict[str, tuple[Load, ...]] = {
             form="grid",
             words="Tensors of 1 to 16 KB in one safetensors file, into a module on meta.",
             only=("modelstate.load", "modelstate.load, map=False", "accelerate load_checkpoint_in_model"),
+            few=("accelerate load_checkpoint_in_model",),
             why="whoever calls `load_state_dict` takes time that grows with the square of the number",
         ),
     ),

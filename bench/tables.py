@@ -112,8 +112,19 @@ def section(measured: Measured) -> str:
     shown = grids(measured.cases) if measured.form == "grid" else _single(measured)
     absent = "\n".join(f"- Not run here: {name}: {why}." for name, why in measured.absent.items())
     left_out = f"Left out: {measured.left_out}." if measured.left_out else ""
-    words = f"{measured.words} Medians of {measured.runs}.".strip()
+    words = f"{measured.words} {_runs(measured)}".strip()
     return "\n\n".join(part for part in (f"## {measured.title}", words, shown, left_out, absent) if part)
+
+
+def _runs(measured: Measured) -> str:
+    """How many runs the medians are of."""
+    fewer: dict[int, dict[str, None]] = {}
+    for runs in measured.cases.values():
+        for name, results in runs.items():
+            if len(results) != measured.runs:
+                fewer.setdefault(len(results), {})[name] = None
+    exceptions = "".join(f", of {count} for {'; '.join(names)}" for count, names in fewer.items())
+    return f"Medians of {measured.runs} runs{exceptions}."
 
 
 def _single(measured: Measured) -> str:
@@ -169,9 +180,10 @@ def page(parts: Sequence[Part], found: Sequence[Goal], command: str) -> str:
     head = f"""# Benchmarks
 
 This page is written by `{command}`.{_origin(parts, command)} Every contender runs in a fresh process, in alternation
-with the others of its table. The files are in the page cache, unless a title says that they are cold. Before the clock
-starts, the target module is built (unless a title or the name of a contender says otherwise), and the contender has
-loaded and run a tiny model once, so that imports and the start of threads do not count.
+with the others of its table; those on which no goal depends run less often. The files are in the page cache, unless a
+title says that they are cold. Before the clock starts, the target module is built (unless a title or the name of a
+contender says otherwise), and the contender has loaded and run a tiny model once, so that imports and the start of
+threads do not count.
 
 - **ready**: from the file to the module with its weights. **×**: compared with the first row of the table.
 - **own memory**: the most anonymous memory that the process grew by until then; pages of a mapped file are not in it.
