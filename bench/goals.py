@@ -125,7 +125,7 @@ def own_memory(found: Found) -> Reached:
 def in_place(found: Found) -> Reached:
     key, ours, stock = "large/memory", f"{OURS}, in_place=True", "torch.load + load_state_dict"
     ratio, by = _against(found, key, ours, _best(found, key))
-    to_stock, by_stock = _against(found, key, ours, stock)
+    to_stock, _ = _against(found, key, ours, stock)
     ready = found[key].at(ours)
     assert ready is not None
     extra = ready.total_bytes
@@ -135,25 +135,28 @@ def in_place(found: Found) -> Reached:
             _atleast(to_stock, 8, "`torch.load` + `load_state_dict`"),
             (extra <= 64e6, f"{size(extra)} extra"),
         ],
-        f"{by}; {by_stock.partition(', in_place=True ')[2].partition(', ')[2]}",
+        f"{by}; {stock} {_ms(_seconds(found, key, stock))}",
     )
 
 
 def cold(found: Found) -> Reached:
-    ratio, by = _against(found, "cold", OURS, _best(found, "cold", "forward"), "forward")
+    """With the options that are best here: which of them a user needs, the row says."""
+    peer = _best(found, "cold", "forward")
+    ours = min(filter(_is_ours, found["cold"].rows), key=lambda row: _seconds(found, "cold", row, "forward"))
+    ratio, by = _against(found, "cold", ours, peer, "forward")
     maps = _best(found, "cold", "forward", lambda row: _share(found, "cold", row) < _NO_SHARE)
-    to_mapped, by_mapped = _against(found, "cold", OURS, maps, "forward")
+    to_mapped, _ = _against(found, "cold", ours, maps, "forward")
     limit = min(_limit_rows(found, limits.BUFFERED, limits.DIRECT), key=lambda row: _seconds(found, "limits", row))
-    reading = _seconds(found, "cold", OURS, "forward") - _seconds(found, "limits", limits.FORWARD)
-    share = _seconds(found, "limits", limit) / max(reading, 1e-9)
+    at_best, forward = (_seconds(found, "limits", row) for row in (limit, limits.FORWARD))
+    share = at_best / max(_seconds(found, "cold", ours, "forward") - forward, 1e-9)
     return Reached(
         [
             _atleast(ratio, 1, "the best peer"),
-            (share >= 0.9, f"{share:.0%} of the disk's bandwidth"),
+            (share >= 0.9, f"{min(share, 1.0):.0%} of the disk's bandwidth"),
             _atleast(to_mapped, 1.7, "the best mapped loader"),
         ],
-        f"{by}; {by_mapped.partition(', ')[2]}; {limit} {_ms(_seconds(found, 'limits', limit))}, to which the time "
-        "without the forward alone is compared",
+        f"{by}; {maps} {_ms(_seconds(found, 'cold', maps, 'forward'))}; {limit} {_ms(at_best)}, to which the time less "
+        f"that of the forward, {_ms(forward)}, is compared",
     )
 
 
@@ -184,10 +187,11 @@ def small(found: Found) -> Reached:
     key = "small/meta"
     stock = _best(found, key, which=lambda row: not row.startswith("accelerate"))
     to_stock, by = _against(found, key, OURS, stock)
-    to_other, by_other = _against(found, key, OURS, "accelerate load_checkpoint_in_model")
+    other = "accelerate load_checkpoint_in_model"
+    to_other, _ = _against(found, key, OURS, other)
     return Reached(
         [_atleast(to_stock, 8, "stock and safetensors"), _atleast(to_other, 1.7, "accelerate")],
-        f"{by}; {by_other.partition(', ')[2]}",
+        f"{by}; {other} {_ms(_seconds(found, key, other))}",
     )
 
 
