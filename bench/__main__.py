@@ -2,6 +2,7 @@
 
 import argparse
 import os
+import sys
 import tempfile
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
@@ -81,6 +82,8 @@ def _cases(part: str) -> set[str]:
 def main(arguments: Sequence[str] | None = None) -> None:
     options = _options(arguments)
     parts = kept(options.source, PARTS) if options.source else _measure(options)
+    if not parts:
+        sys.exit(f"nothing was kept in {options.source}")
     reached = goals.reached({one.key: one for part in parts for one in part.measured})
     print(tables.goals(reached))
     print(tables.machine())

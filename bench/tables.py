@@ -124,7 +124,8 @@ def _runs(measured: Measured) -> str:
             if len(results) != measured.runs:
                 fewer.setdefault(len(results), {})[name] = None
     exceptions = "".join(f", of {count} for {'; '.join(names)}" for count, names in fewer.items())
-    return f"Medians of {measured.runs} runs{exceptions}."
+    plural = "s" if measured.runs > 1 else ""
+    return f"Medians of {measured.runs} run{plural}{exceptions}."
 
 
 def _single(measured: Measured) -> str:

@@ -39,6 +39,12 @@ def test_a_run_prints_ratios_and_leaves_nothing_behind(tmp_path: Path, capsys: p
     assert again.read_text().partition("## Goals")[2] == page.read_text().partition("## Goals")[2]
 
 
+def test_a_page_of_nothing_is_not_written(tmp_path: Path) -> None:
+    with pytest.raises(SystemExit, match="nothing was kept"):
+        main(["--from", str(tmp_path), "--out", str(tmp_path / "page.md")])
+    assert not list(tmp_path.iterdir())
+
+
 def test_a_load_is_measured_in_fresh_processes(tmp_path: Path) -> None:
     ours, theirs = "modelstate.load", "safetensors load_file + assign"
     section = Load("tiny", "Of {count} tensors, {size}", "meta", {"": "tiny"}, only=(ours, theirs), cold=True)
