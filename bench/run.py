@@ -65,11 +65,11 @@ class Runner:
                 except MeasurementError as error:
                     failed[name] = _last_line(error)
                     del found[name]
-                    print(f"  {name}: failed: {error}", file=sys.stderr, flush=True)
+                    print(f"  {_plain(name)}: failed: {error}", file=sys.stderr, flush=True)
                     continue
                 stages = found[name][-1].items()
                 times = ", ".join(f"{stage} {one.seconds * 1000:,.1f} ms" for stage, one in stages if stage != "check")
-                print(f"  {name}: {times}", file=sys.stderr, flush=True)
+                print(f"  {_plain(name)}: {times}", file=sys.stderr, flush=True)
         return found, failed
 
     def load(self, section: Load) -> Measured:
@@ -131,6 +131,11 @@ class Runner:
         state = on_meta(case, QUICK if self.quick else Sizes()).state_dict()
         nbytes = sum(value.nbytes for value in state.values())
         return section.title.format(size=f"{nbytes / 1e6:,.0f} MB", count=f"{len(state):,}")
+
+
+def _plain(name: str) -> str:
+    """A case and a contender on one line."""
+    return ", ".join(part for part in name.split("\n") if part)
 
 
 def _last_line(error: BaseException) -> str:
