@@ -140,7 +140,7 @@ def _plain(name: str) -> str:
 
 def _last_line(error: BaseException) -> str:
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return lines[-1][:200] if lines else type(error).__name__
+    return lines[-1][:200].rstrip(".") if lines else type(error).__name__
 
 
 def _words(cases: Mapping[str, Runs]) -> str:

