@@ -10,6 +10,7 @@ from modelstate.errors import PlanError as PlanError
 from modelstate.extra.fields import declare_extra_state as declare_extra_state
 from modelstate.extra.fields import extra_state as extra_state
 from modelstate.extra.lazy import register_lazy_buffer as register_lazy_buffer
+from modelstate.place.background import LoadHandle as LoadHandle
 from modelstate.place.identity import Identity as Identity
 from modelstate.place.identity import identity as identity
 from modelstate.place.load import load as load

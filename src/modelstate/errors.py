@@ -51,6 +51,8 @@ ModelStateError
 ├── OptimizerStateError               (ValueError) the state of an optimizer that does not fit
 ├── PlanError                         (RuntimeError) a plan that has problems; see `.problems`
 ├── StalePlanError                    (RuntimeError) the model is no longer what was planned for
+├── LoadCancelledError                (RuntimeError) the result of a load in the background that was cancelled
+├── LoadTimeoutError                  (TimeoutError) a load in the background that is not done in time
 ├── ModelCodeError                    (RuntimeError) a hook, an override or `set_extra_state` of the model raised
 ├── ExtraStateError                   (ValueError) declared extra state that cannot be saved or loaded
 │   ├── ExtraStateFormatError         a value that is not what a declaration saves
@@ -332,6 +334,14 @@ class PlanError(ModelStateError, RuntimeError, page="plan-problems"):
 
 class StalePlanError(ModelStateError, RuntimeError, page="stale-plan"):
     """The model or the checkpoint is no longer what was planned for, or the plan has been applied."""
+
+
+class LoadCancelledError(ModelStateError, RuntimeError, page="background-load"):
+    """A load in the background that was cancelled before its result was put in place."""
+
+
+class LoadTimeoutError(ModelStateError, TimeoutError, page="background-load"):
+    """A load in the background has not brought everything in within the time that was given. It goes on."""
 
 
 class ModelCodeError(ModelStateError, RuntimeError, page="model-code"):

@@ -5,19 +5,21 @@ import time
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import nullcontext
 from functools import partial
-from typing import Any
+from typing import Any, Literal, overload
 
 import torch
 from torch import nn
 
 from modelstate.errors import ModelStateError, OptionError, PlacementError, ReadFailedError, StalePlanError
 from modelstate.place.arguments import check_budget_option, check_model, device_of
+from modelstate.place.background import LoadHandle
 from modelstate.place.identity import lost_references
 from modelstate.place.optimizers import check_optimizers, following_state, placed
 from modelstate.place.place import Place
 from modelstate.place.progress import progress_bar
 from modelstate.place.report import Described, Loaded, Report
 from modelstate.place.stage import check_budget, read_in_place, stage
+from modelstate.place.staged import LOAD_AGAIN, Staged
 from modelstate.plan.assignment import Row, step_of
 from modelstate.plan.journal import Journal
 from modelstate.plan.placement import is_plain
@@ -74,6 +76,66 @@ def plan(
             journal.rollback()
 
 
+@overload
+def load(
+    model: nn.Module,
+    source: Source | Plan,
+    *,
+    key: str | None = ...,
+    rules: Iterable[Rule] | Schema = ...,
+    allow_missing: Iterable[str] = ...,
+    allow_unexpected: Iterable[str] = ...,
+    dtype: torch.dtype | None = ...,
+    device: torch.device | str | None = ...,
+    transform: AnyTransform | Mapping[str, AnyTransform | None] | None = ...,
+    map: bool = ...,
+    in_place: bool = ...,
+    verify: bool = ...,
+    optimizers: Iterable[torch.optim.Optimizer] = ...,
+    progress: bool | None = ...,
+    max_memory_bytes: int | None = ...,
+    background: Literal[False] = False,
+) -> Report: ...
+@overload
+def load(
+    model: nn.Module,
+    source: Source | Plan,
+    *,
+    key: str | None = ...,
+    rules: Iterable[Rule] | Schema = ...,
+    allow_missing: Iterable[str] = ...,
+    allow_unexpected: Iterable[str] = ...,
+    dtype: torch.dtype | None = ...,
+    device: torch.device | str | None = ...,
+    transform: AnyTransform | Mapping[str, AnyTransform | None] | None = ...,
+    map: bool = ...,
+    in_place: bool = ...,
+    verify: bool = ...,
+    optimizers: Iterable[torch.optim.Optimizer] = ...,
+    progress: bool | None = ...,
+    max_memory_bytes: int | None = ...,
+    background: Literal[True],
+) -> LoadHandle: ...
+@overload
+def load(
+    model: nn.Module,
+    source: Source | Plan,
+    *,
+    key: str | None = ...,
+    rules: Iterable[Rule] | Schema = ...,
+    allow_missing: Iterable[str] = ...,
+    allow_unexpected: Iterable[str] = ...,
+    dtype: torch.dtype | None = ...,
+    device: torch.device | str | None = ...,
+    transform: AnyTransform | Mapping[str, AnyTransform | None] | None = ...,
+    map: bool = ...,
+    in_place: bool = ...,
+    verify: bool = ...,
+    optimizers: Iterable[torch.optim.Optimizer] = ...,
+    progress: bool | None = ...,
+    max_memory_bytes: int | None = ...,
+    background: bool,
+) -> Report | LoadHandle: ...
 def load(
     model: nn.Module,
     source: Source | Plan,
@@ -91,7 +153,8 @@ def load(
     optimizers: Iterable[torch.optim.Optimizer] = (),
     progress: bool | None = None,
     max_memory_bytes: int | None = None,
-) -> Report:
+    background: bool = False,
+) -> Report | LoadHandle:
     """Loads a checkpoint into a model, all or nothing, with every reference kept.
 
     Afterwards every parameter and buffer is the object that it was: optimizers, ties and hooks that refer to it go on
@@ -123,6 +186,8 @@ def load(
         optimizers: their state follows where a parameter's dtype or device changes, or it has had no memory.
         progress: a bar on the terminal; None shows it when the load takes longer than half a second.
         max_memory_bytes: the most memory that the load may need beyond the final tensors.
+        background: plans and checks, and returns a `LoadHandle` while a thread reads, casts and transforms; the model
+            is what it was until its `result`. The report's `seconds` are those from this call to that return.
 
     Raises `PlanError` with all problems at once; what opening raises; `ModelCodeError`, `TransformError`,
     `PlacementError`, `ReadFailedError`, `ChecksumError`, `MemoryBudgetError`, `OptionError`, `StalePlanError`.
@@ -133,8 +198,56 @@ def load(
     options = _options(key, rules, allow_missing, allow_unexpected, dtype, device, transform, map, in_place)
     # A transform is the user's code, and may leave cycles of tensors behind that have to be collected on the way.
     chosen = source.options if isinstance(source, Plan) else options
-    with no_collection() if chosen.transform is None else nullcontext():
-        return _carry_out(model, source, options, verify, checked, progress, max_memory_bytes, started)
+    quiet = no_collection if chosen.transform is None else nullcontext[None]
+    if not background:
+        with quiet():
+            return _carry_out(model, source, options, verify, checked, progress, max_memory_bytes, started)
+    if chosen.in_place:
+        raise OptionError(
+            "in_place=True reads into memory that the program goes on using",
+            where="background=True",
+            remedy="leave one of them out: without in_place=True the values wait in memory of their own",
+        )
+    with quiet():
+        staged = _staged(model, source, options, verify, checked, max_memory_bytes)
+
+    def commit() -> Report:
+        if isinstance(source, Plan):
+            _of_plan(source, Options())  # another load may have carried it out since
+        with quiet():
+            report = _carry_out(model, staged.plan, Options(), False, checked, False, max_memory_bytes, started, staged)
+        if isinstance(source, Plan):
+            source.carried_out.extend(staged.plan.carried_out)
+        return report
+
+    return LoadHandle(staged, progress, commit)
+
+
+def _staged(
+    model: nn.Module,
+    source: Source | Plan,
+    options: Options,
+    verify: bool,
+    optimizers: tuple[torch.optim.Optimizer, ...],
+    max_memory_bytes: int | None,
+) -> Staged:
+    """What is to be brought in for a load that has been planned, checked and undone."""
+    checkpoint, options = _of_plan(source, options) if isinstance(source, Plan) else (open_checkpoint(source), options)
+    journal = Journal(model)
+    try:
+        with torch.random.fork_rng(devices=[]):
+            preparation = Preparation(journal, checkpoint, options, Place, call_extra_state=False)
+        preparation.check()
+        if isinstance(source, Plan):
+            _check_unchanged(source, preparation.plan())
+        check_budget(preparation, max_memory_bytes)
+        _check_trained(preparation, optimizers)
+        return Staged(preparation, verify)
+    finally:
+        try:
+            journal.rollback()
+        finally:
+            journal.rollback()
 
 
 def _carry_out(
@@ -146,19 +259,24 @@ def _carry_out(
     progress: bool | None,
     max_memory_bytes: int | None,
     started: float,
+    staged: Staged | None = None,
 ) -> Report:
-    """The load itself. All that it needed is gone when it returns."""
+    """The load itself. All that it needed is gone when it returns. `staged` is what was brought in for it before."""
     checkpoint, options = _of_plan(source, options) if isinstance(source, Plan) else (open_checkpoint(source), options)
     journal, before = Journal(model), placed(optimizers)
     try:
         preparation = Preparation(journal, checkpoint, options, Place, call_extra_state=True)
         preparation.check()
         if isinstance(source, Plan):
-            _check_unchanged(source, preparation.plan())
+            _check_unchanged(source, preparation.plan(), "make the plan again" if staged is None else LOAD_AGAIN)
         check_budget(preparation, max_memory_bytes)
         _check_trained(preparation, optimizers)
-        verified = preparation.checkpoint.verify() if verify else 0
-        _read_ahead(preparation)
+        if staged is None:
+            verified = preparation.checkpoint.verify() if verify else 0
+            _read_ahead(preparation)
+        else:
+            verified = staged.verified_bytes
+            staged.give(preparation)
         with progress_bar(progress, preparation.nbytes) as advance:
             stage(preparation, advance)
             new_state = following_state(optimizers, _finals(preparation), before) if optimizers else []
@@ -205,14 +323,14 @@ def _of_plan(plan: Plan, options: Options) -> tuple[Checkpoint, Options]:
     return plan.checkpoint, plan.options
 
 
-def _check_unchanged(plan: Plan, now: Plan) -> None:
+def _check_unchanged(plan: Plan, now: Plan, remedy: str = "make the plan again") -> None:
     if (plan.steps, plan.slots) != (now.steps, now.slots):
         changed = [step.name for step in {*plan.steps} ^ {*now.steps}]
         raise StalePlanError(
             "the model is no longer what was planned for; nothing has been changed",
             where=now.target,
             found=f"{len(changed)} steps differ: {', '.join(sorted(set(changed))[:4])}",
-            remedy="make the plan again",
+            remedy=remedy,
         )
 
 

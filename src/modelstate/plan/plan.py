@@ -82,7 +82,7 @@ class Plan:
     """The most memory that the load needs beyond the final tensors, in bytes."""
     options: Options = field(default_factory=Options, repr=False)
     checkpoint: Checkpoint | None = field(default=None, repr=False, compare=False)
-    """What it reads from."""
+    """What was opened, of which it reads the part that the options say."""
     carried_out: list[str] = field(default_factory=list, repr=False, compare=False)
     """When it was, if it was."""
 

@@ -68,6 +68,7 @@ class Preparation:
             part = checkpoint if options.key is None else checkpoint.select(options.key)
             options = replace(options, rules=options.schema.rules_for(part), schema=None)
         self.journal, self.model, self.options = journal, journal.root, options
+        self._opened = checkpoint
         self.slots = self.slots_before = slots_of(self.model)
         """What is there, from the end of the walk on: code of the model may have put in other tensors, or None."""
         wanted = [*self.slots.by_name, *self.slots.extra, *self.slots.lazy]
@@ -306,7 +307,7 @@ class Preparation:
             slots=self.slot_count,
             extra_bytes=self.extra_bytes,
             options=self.options,
-            checkpoint=self.checkpoint,
+            checkpoint=self._opened,  # of which `key` in the options selects a part
         )
 
     @property

@@ -285,14 +285,14 @@ class Checkpoint(Mapping[str, TensorSpec]):
         wait. Returns the bytes that it is asked for."""
         return read_ahead(ranges, self._stamps)
 
-    def verify(self) -> int:
+    def verify(self, on_read: Any = None) -> int:
         """Reads every tensor's storage and compares it with the checksum that the file keeps of it.
 
         Returns the number of bytes that were verified. Raises `ChecksumError` that names the tensors whose bytes are
         damaged, or that says that the file has no checksums (safetensors files and mappings have none; torch's zip
         files do), and `ReadFailedError`.
         """
-        return verify(self)
+        return verify(self, on_read)
 
     def maps(self) -> Maps:
         """New maps of the files, shared with no one."""

@@ -43,7 +43,7 @@ def read_ahead(ranges: Iterable[ByteRange], stamps: Mapping[str, Stamp]) -> int:
     if sum(span.nbytes for span in spans) < LEAST_BYTES:
         return 0
     cold = [span for span in spans if is_cold(span, stamps.get(span.path))]
-    total = min(sum(span.nbytes for span in cold), int(_available_bytes() * _MOST_OF_MEMORY))
+    total = min(sum(span.nbytes for span in cold), most_to_read())
     if total:
         threading.Thread(target=_ask, args=(cold, total, stamps), name="modelstate-readahead", daemon=True).start()
     return total
@@ -109,6 +109,11 @@ def _ask(spans: list[ByteRange], total: int, stamps: Mapping[str, Stamp]) -> Non
             total -= span.nbytes
             if total <= 0:
                 return
+
+
+def most_to_read() -> int:
+    """The most bytes that may be brought into the page cache before they are used: half of the memory available."""
+    return int(_available_bytes() * _MOST_OF_MEMORY)
 
 
 def _available_bytes() -> int:

@@ -2,6 +2,7 @@
 
 import os
 import zlib
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING
 
@@ -17,8 +18,33 @@ if TYPE_CHECKING:
 _CHUNK_BYTES = 4 << 20
 
 
-def verify(checkpoint: "Checkpoint") -> int:
-    """The body of `Checkpoint.verify`."""
+def verify(checkpoint: "Checkpoint", on_read: Callable[[int], None] | None = None) -> int:
+    """The body of `Checkpoint.verify`; `on_read` hears of the bytes of each storage, and ends it by raising."""
+    names_of, expected = what_to_verify(checkpoint), checkpoint.checksums
+    found: dict[ByteRange, int] = {}
+    with ThreadPoolExecutor(read_threads(), "modelstate-verify") as pool:
+        crcs = pool.map(lambda storage: _crc32(storage, checkpoint.stamps.get(storage.path)), names_of)
+        try:
+            for storage, crc in zip(names_of, crcs, strict=True):
+                found[storage] = crc
+                if on_read:
+                    on_read(storage.nbytes)
+        except BaseException:
+            pool.shutdown(wait=False, cancel_futures=True)
+            raise
+    damaged = [name for storage, names in names_of.items() if found[storage] != expected[storage] for name in names]
+    if damaged:
+        raise ChecksumError(
+            f"{len(damaged)} tensors are not what their checksums say",
+            where=checkpoint.source,
+            found=", ".join(damaged[:8]) + (", ..." if len(damaged) > 8 else ""),
+            remedy="the file is damaged (or was saved with checksums switched off): get it again from where it came",
+        )
+    return sum(storage.nbytes for storage in names_of)
+
+
+def what_to_verify(checkpoint: "Checkpoint") -> dict[ByteRange, list[str]]:
+    """The storages of all tensors, with their names. Raises `ChecksumError` where one of them has no checksum."""
     names_of: dict[ByteRange, list[str]] = {}
     for name, spec in checkpoint.items():
         for part in pieces(spec.stored):
@@ -35,23 +61,7 @@ def verify(checkpoint: "Checkpoint") -> int:
             found=f"none for {listed}" if expected else f"{checkpoint.format}, which keeps none",
             remedy="load without verify=True",
         )
-    with ThreadPoolExecutor(read_threads(), "modelstate-verify") as pool:
-        found = dict(
-            zip(
-                names_of,
-                pool.map(lambda storage: _crc32(storage, checkpoint.stamps.get(storage.path)), names_of),
-                strict=True,
-            )
-        )
-    damaged = [name for storage, names in names_of.items() if found[storage] != expected[storage] for name in names]
-    if damaged:
-        raise ChecksumError(
-            f"{len(damaged)} tensors are not what their checksums say",
-            where=checkpoint.source,
-            found=", ".join(damaged[:8]) + (", ..." if len(damaged) > 8 else ""),
-            remedy="the file is damaged (or was saved with checksums switched off): get it again from where it came",
-        )
-    return sum(storage.nbytes for storage in names_of)
+    return names_of
 
 
 def _crc32(storage: ByteRange, stamp: Stamp | None) -> int:
