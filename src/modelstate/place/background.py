@@ -5,6 +5,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable
+from contextlib import suppress
 from functools import partial
 from types import TracebackType
 from typing import Any
@@ -37,7 +38,7 @@ class LoadHandle:
         self._commit: Callable[[], Report] | None = commit
         self._outcome: Report | BaseException | None = None
         self._trace: TracebackType | None = None
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
         """Held by whoever decides the outcome."""
         self._decider: int | None = None
         self._text = f"{staged.plan.source} into {staged.plan.target}"
@@ -74,8 +75,14 @@ class LoadHandle:
         until = _deadline(timeout)
         if self._outcome is None:
             self._check_caller()
-            self._wait(until)
-            self._decide(until)
+            try:
+                self._wait(until)
+                self._decide(until)
+            except Exception:
+                raise
+            except BaseException:
+                self.cancel(wait=False)
+                raise
         if isinstance(self._outcome, Report):
             return self._outcome
         assert self._outcome is not None
@@ -90,11 +97,13 @@ class LoadHandle:
         here = threading.current_thread()
         if self._decider == here.ident:
             return False  # code of the model, called while the result is put in place
-        with self._lock:
-            ended = self._outcome is None
-            if ended:
-                self._outcome = _cancelled(self._text, "it was cancelled")
-                self._commit = None
+        ended = False
+        if self._outcome is None:
+            with self._lock:
+                ended = self._outcome is None
+                if ended:
+                    self._outcome = _cancelled(self._text, "it was cancelled")
+                    self._commit = None
         self._work.stop()
         if wait and here is not self._work.thread:
             self._work.thread.join()
@@ -116,11 +125,7 @@ class LoadHandle:
 
     def _wait(self, until: float | None) -> None:
         work = self._work
-        try:
-            work.thread.join(_left(until))
-        except BaseException:
-            self.cancel(wait=False)
-            raise
+        work.thread.join(_left(until))
         if not work.finished:
             if work.thread.is_alive():
                 raise LoadTimeoutError(
@@ -133,17 +138,23 @@ class LoadHandle:
     def _decide(self, until: float | None) -> None:
         """Sets the outcome, if nobody has."""
         left = _left(until)
-        if not self._lock.acquire(timeout=-1 if left is None else left):
-            raise LoadTimeoutError(
-                "another thread has not put everything in place within the time", where=self._text, remedy="wait longer"
-            )
         try:
+            if not self._lock.acquire(timeout=-1 if left is None else left):
+                raise LoadTimeoutError(
+                    "another thread has not put everything in place within the time",
+                    where=self._text,
+                    remedy="wait longer",
+                )
             if self._outcome is None:
                 self._decider = threading.get_ident()
                 self._put_in_place()
         finally:
-            self._decider = None
-            self._lock.release()
+            try:
+                if self._decider == threading.get_ident():
+                    self._decider = None
+            finally:
+                with suppress(RuntimeError):  # an interrupt can come before it was acquired, and right after
+                    self._lock.release()
 
     def _put_in_place(self) -> None:
         try:
