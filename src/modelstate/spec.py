@@ -3,16 +3,15 @@
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import ClassVar
+from typing import ClassVar, NamedTuple
 
 import torch
 
 from modelstate.errors import TensorRangeError, TensorSizeError
 
 
-@dataclass(frozen=True, slots=True)
-class ByteRange:
-    """A run of bytes in one file."""
+class ByteRange(NamedTuple):
+    """A run of bytes in one file. (A named tuple, for there are very many, and they are looked up in tables.)"""
 
     path: str
     """The file."""

@@ -24,8 +24,8 @@ class Assignment:
     """The tensor that is there now."""
     value: torch.Tensor
     """What goes there, as the checkpoint has it: a view of the file, whose bytes have not been read."""
-    source: str
-    """The name in the checkpoint; empty where code of the model computed the value."""
+    given: str
+    """The name under which the value was handed to the model; empty where code of the model computed it."""
     stored: Source | None
     """Where the value lies; None where it was computed, or in the hands of the model's code."""
     placement: Placement
@@ -33,8 +33,6 @@ class Assignment:
     """After the load."""
     device: torch.device
     """After the load."""
-    given: str = ""
-    """The name under which the value was handed to the model; empty where code of the model computed it."""
     transform: Transform | None = None
     """Called with the value as the checkpoint has it; what it returns is asked for."""
     remake: Transform | None = None

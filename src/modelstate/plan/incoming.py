@@ -44,6 +44,9 @@ class Undecoded:
     error: CodecError
 
 
+_NO_ORIGIN: tuple[str, Source | None] = ("", None)
+
+
 def _decoded(checkpoint: Checkpoint, name: str) -> Any:
     try:
         return checkpoint.extra[name]
@@ -75,9 +78,13 @@ class Incoming:
         for late in self._late.values():
             late.done = True
 
-    def name_of(self, value: torch.Tensor) -> str:
-        """Under which name a tensor was handed out; empty for one that code of the model has made."""
-        return self._name_of.get(id(value), "")
+    def origin_of(self, value: torch.Tensor) -> tuple[str, Source | None]:
+        """Under which name a tensor was handed out, and where it lies; neither for what code of the model has made.
+
+        What that code has had in its hands may have been changed there, so that it lies nowhere else.
+        """
+        origin, used = self._origins.get(id(value), _NO_ORIGIN), self._journal.used
+        return (origin[0], None) if used and storage_id(value) in used else origin
 
     def source_of(self, name: str) -> str:
         """What the checkpoint calls the value that the model calls `name`; all names, where it is made of several."""
@@ -110,7 +117,9 @@ class Incoming:
         """The checkpoint by the names, and in the pieces, of the model."""
         checkpoint, rules = self._checkpoint, self._rules
         computed: dict[Stored, Derived] = {}
-        entries = {name: Entry(to_be_computed(checkpoint.stored(name), computed), (name,)) for name in checkpoint}
+        entries = {
+            name: Entry(to_be_computed(stored, computed), (name,)) for name, stored in checkpoint.flat.tensors.items()
+        }
         entries |= {name: Entry(Value(_decoded(checkpoint, name)), (name,)) for name in checkpoint.extra}
         if not rules:
             return Applied(entries)
@@ -119,16 +128,18 @@ class Incoming:
     def _state_dict(self) -> dict[str, Any]:
         """The part of the checkpoint as the protocol wants it: by the names of the model, tensors mapped."""
         state: dict[str, Any] = {}
-        mapped: dict[str, torch.Tensor] = {}
+        handed_out: list[torch.Tensor] = []
+        self._origins: dict[int, tuple[str, Source | None]] = {}
         for name, entry in self.applied.entries.items():
             content = entry.content
             if isinstance(content, Value):
                 state[name] = content.value
                 continue
             value = self._late_value(content) if isinstance(content, Derived) else self.maps.tensor(content)
-            state[name] = mapped[name] = value
-        self._name_of = {id(value): name for name, value in mapped.items()}
-        self._journal.protect(mapped.values())
+            state[name] = value
+            handed_out.append(value)
+            self._origins[id(value)] = name, content
+        self._journal.protect(handed_out)
         return state
 
     def _late_value(self, stored: Derived) -> torch.Tensor:
@@ -145,18 +156,13 @@ class Incoming:
         self._late[id(value)] = late
         return value
 
-    def stored_of(self, value: torch.Tensor) -> Source | None:
-        """Where the values of a tensor lie; None where the model's code has made it, or has had it in its hands."""
-        name, used = self.name_of(value), self._journal.used
-        return self.applied.entries[name].tensor if name and not (used and storage_id(value) in used) else None
-
     def seen(self, value: torch.Tensor) -> torch.Tensor:
         """The value with its values, for our own eyes."""
         late = self._late.get(id(value))
         if late is not None and not late.done:
             late.run(None)
             late.done = True
-        stored = self.stored_of(value)
+        stored = self.origin_of(value)[1]
         return self._checkpoint.read(stored) if isinstance(stored, StoredTensor) else value
 
     def equal(self, one: torch.Tensor, other: torch.Tensor) -> bool:
@@ -165,7 +171,7 @@ class Incoming:
             return True  # nothing has to be computed to know
         if same_place(one, other):
             return same_values(one, other)  # nothing has to be read
-        a, b = self.stored_of(one), self.stored_of(other)
+        a, b = self.origin_of(one)[1], self.origin_of(other)[1]
         if isinstance(a, StoredTensor) and isinstance(b, StoredTensor) and a.is_contiguous and b.is_contiguous:
             same_kind = a.dtype == b.dtype and a.shape == b.shape
             return same_kind and same_bytes(a.extent, b.extent, self._checkpoint.read_all)

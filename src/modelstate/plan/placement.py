@@ -63,8 +63,8 @@ def choose(
         shows = map and param.is_meta and is_plain(value) and dtype == value.dtype
         return Placement("swap", "a tensor subclass or layout decides by module_load", mapped=shows, by_handler=True)
     if param.is_meta:
-        same = dtype == value.dtype and device.type == "cpu" and value.stride() == param.stride()
-        return _MAPPED if map and same else _NEW_MEMORY
+        shows = map and dtype == value.dtype and device.type == "cpu" and value.stride() == param.stride()
+        return _MAPPED if shows else _NEW_MEMORY
     if dtype != param.dtype:
         return Placement("data", f"changes its dtype to {str(dtype).removeprefix('torch.')}")
     if device != param.device:

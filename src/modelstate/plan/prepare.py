@@ -143,30 +143,29 @@ class Preparation:
                 key = self._names.get(id(param), key)
         if not isinstance(value, torch.Tensor):
             self.problems.append(NotATensor(key, type(value).__name__))
-        elif param.size() != value.size() and self.transforms.of(key).first is None:
+        elif param.shape != value.shape and self.transforms.of(key).first is None:
             self.problems.append(WrongShape(key, tuple(param.size()), tuple(value.size())))
         else:
             self.assign(key, PARAMETER if name in module._parameters else BUFFER, param, value)
 
     def assign(self, name: str, kind: str, param: torch.Tensor, value: torch.Tensor) -> None:
         """Takes down that `value` goes to `param`, or what keeps it from going there."""
-        given = self.incoming.name_of(value)
+        given, stored = self.incoming.origin_of(value)
         self.used.add(given)
         first = self._by_param.get(id(param))
         if first is not None:
             if first.value is not value and not self.incoming.equal(first.value, value):
                 self.problems.append(TieConflict(name, (first.name,)))
             return
-        # What the model's code has had in its hands may have been changed there: the view counts, not the file.
-        stored = self.incoming.stored_of(value)
         made = self._assignment(name, kind, param, value, given, stored)
         self._by_param[id(param)] = made
         self.assignments.append(made)
         if value.is_meta:
             self.problems.append(NoValues(name))
-        elif is_plain(value):
+        elif value.dtype != made.dtype and is_plain(value):
             self._check_dtype(made)
-        self._check_shared_memory(made)
+        if not param.is_meta:
+            self._check_shared_memory(made)
         self.journal.add(self._make_write(self, made))
 
     def move(self, slot: Slot, device: torch.device) -> None:
@@ -179,7 +178,7 @@ class Preparation:
 
     def _check_shared_memory(self, made: Assignment) -> None:
         """Slots that show the same memory are tied as much as those that are the same tensor."""
-        if made.param.is_meta or not is_plain(made.param):
+        if not is_plain(made.param):
             return
         others = self._by_storage.setdefault(storage_id(made.param), [])
         for other in others:
@@ -198,9 +197,9 @@ class Preparation:
     def _assignment(
         self, name: str, kind: str, param: torch.Tensor, value: torch.Tensor, given: str, stored: Source | None
     ) -> Assignment:
-        options = self.options
-        casts = options.dtype is not None and param.is_floating_point() and value.is_floating_point()
-        dtype = options.dtype if casts and options.dtype is not None else param.dtype
+        options, dtype = self.options, param.dtype
+        if options.dtype is not None and param.is_floating_point() and value.is_floating_point():
+            dtype = options.dtype
         device = self.device_after(param)
         choice = self.transforms.of(name)
         placement = choose(
@@ -209,18 +208,17 @@ class Preparation:
             dtype,
             device,
             # What a transform looks at is read: a map must not be shortened while somebody looks at it.
-            map=options.map and choice.first is None and self._may_show(stored),
+            map=options.map and choice.first is None and param.is_meta and self._may_show(stored),
             in_place=options.in_place and self._can_be_read_straight(stored),
             transformed=choice.first is not None,
         )
         if choice.last is not None:
             placement = Placement("swap", f"made by {choice.last}")
-        if placement.mapped and isinstance(stored, StoredTensor):
+        elif placement.mapped and isinstance(stored, StoredTensor):
             self._shown.setdefault(stored.storage, []).append(stored.extent)
-        source = self.incoming.source_of(given)
-        made = Assignment(name, kind, param, value, source, stored, placement, dtype, device, given)
-        made.transform, made.remake = choice.first, bound(choice)
+        made = Assignment(name, kind, param, value, given, stored, placement, dtype, device, choice.first)
         if choice.last is not None:
+            made.remake = bound(choice)
             self._measure_remaking(made, choice.last)
         return made
 
@@ -327,7 +325,7 @@ class Preparation:
             (
                 made.name,
                 made.kind,
-                made.source,
+                self.incoming.source_of(made.given),
                 made.placement,
                 made.param.shape,
                 made.dtype,

@@ -33,7 +33,7 @@ class Maps:
     def __init__(self, stamps: Mapping[str, Stamp]) -> None:
         self._stamps = stamps
         self._maps: dict[str, mmap.mmap] = {}
-        self._shown: dict[tuple[str, int, int, int], tuple[torch.Tensor, int]] = {}
+        self._shown: dict[tuple[ByteRange, int], tuple[torch.Tensor, int]] = {}
 
     def tensor(self, stored: Stored) -> torch.Tensor:
         """The tensor as a view of its file; in memory already: a detached alias.
@@ -71,25 +71,24 @@ class Maps:
 
     def _strided(self, stored: StoredTensor) -> torch.Tensor:
         region, dtype = stored.extent, stored.dtype
-        key = region.path, region.start, region.nbytes, dtype.itemsize
-        shown, address = self._shown.get(key, (None, 0))
+        key = region, dtype.itemsize
+        shown, address = self._shown.get(key, _NOTHING_SHOWN)
         # Whoever got the first tensor may have made it point elsewhere.
         if shown is None or shown.data_ptr() != address or shown.untyped_storage().nbytes() != region.nbytes:
             shown = self._flat(region, dtype)
             self._shown[key] = shown, shown.data_ptr()
             if stored.is_contiguous:
-                return shown.resize_(stored.shape)  # as many elements: only the shape changes
+                return _reshaped(shown, stored.shape)
         empty = torch.empty(0, dtype=dtype, device="cpu")
         return empty.set_(shown.untyped_storage(), 0, stored.shape, stored.stride)
 
     def _flat(self, region: ByteRange, dtype: torch.dtype) -> torch.Tensor:
         """These bytes, in a storage that shows no more, whatever larger one of the file they are a part of."""
-        count = region.nbytes // dtype.itemsize
-        file = self._map(region)
-        if region.start % dtype.itemsize == 0:
-            return torch.frombuffer(file, dtype=dtype, count=count, offset=region.start)
+        file, (_, start, nbytes), itemsize = self._map(region), region, dtype.itemsize
+        if start % itemsize == 0:
+            return torch.frombuffer(file, dtype=dtype, count=nbytes // itemsize, offset=start)
         # torch's vector code may assume that a number lies at a multiple of its size.
-        raw = torch.frombuffer(file, dtype=torch.uint8, count=region.nbytes, offset=region.start)
+        raw = torch.frombuffer(file, dtype=torch.uint8, count=nbytes, offset=start)
         return torch.empty(0, dtype=dtype, device="cpu").set_(raw.clone().untyped_storage())
 
     def _map(self, region: ByteRange) -> mmap.mmap:
@@ -112,3 +111,13 @@ class Maps:
                 remedy="open the checkpoint again, when nothing writes to it any more",
             )
         return found
+
+
+_NOTHING_SHOWN: tuple[torch.Tensor | None, int] = (None, 0)
+
+
+def _reshaped(flat: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
+    """A tensor of one dimension with another shape of as many elements, without another object."""
+    if len(shape) == 1:
+        return flat
+    return flat.resize_(*shape) if shape else flat.resize_(shape)  # torch parses numbers faster than a tuple of them

@@ -302,11 +302,11 @@ class _Header:
 
 def _in_file_order(tensors: dict[str, StoredTensor], path: str, begin: int, file_bytes: int) -> dict[str, StoredTensor]:
     """The tensors by their place, which must be one run from the end of the header to the end of the file."""
-    ordered = dict(sorted(tensors.items(), key=lambda item: (item[1].storage.start, item[1].storage.nbytes)))
+    ordered = dict(sorted(tensors.items(), key=lambda item: item[1].storage))
     before: str | None = None
     end = begin
     for name, stored in ordered.items():
-        start = stored.storage.start
+        _, start, nbytes = stored.storage
         if start != end:
             kind = "overlap those of" if start < end else "leave a hole behind"
             raise TensorRangeError(
@@ -316,7 +316,7 @@ def _in_file_order(tensors: dict[str, StoredTensor], path: str, begin: int, file
                 found=f"a begin at {start - begin}",
                 remedy=CUT_SHORT,
             )
-        end, before = start + stored.storage.nbytes, name
+        end, before = start + nbytes, name
     if end > file_bytes:
         raise TruncatedFileError(
             f"the file is cut short: {sum(_end(stored) > file_bytes for stored in ordered.values())} of its "

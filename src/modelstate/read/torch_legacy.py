@@ -172,7 +172,7 @@ class _Storages:
                     found=f"{numel} elements, at byte {pos}",
                     remedy="get the file again",
                 )
-            region = replace(declared.region, start=pos + 8)
+            region = declared.region._replace(start=pos + 8)
             pos = region.start + region.nbytes
             if pos > self.file.nbytes:
                 raise self.file.truncated(f"storage {key}", pos)

@@ -1,7 +1,6 @@
 """The zip archives that `torch.save` writes since 1.6: `data.pkl`, and a record for each storage."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from typing import Any, NamedTuple
 
 from modelstate.errors import (
@@ -201,6 +200,6 @@ class _Storages:
             crc32 = self.directory.records[record].crc32
             if crc32:
                 self.checksums[region] = crc32
-            region = region if nbytes == region.nbytes else replace(region, nbytes=nbytes)
+            region = region if nbytes == region.nbytes else region._replace(nbytes=nbytes)
             self.found[short] = Storage(kind.dtype, region, numel=numel)
         return self.found[short]

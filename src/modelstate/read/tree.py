@@ -76,17 +76,23 @@ class _Flattener:
                 remedy="look for a container that holds itself, or the same list many times",
             )
         found: list[tuple[str, Any, bool]] = []
+        has_tensors = False
         place = len(self.flat.containers)
         children = list(items_of(node))
         self.nodes += len(children)
         for name, child in children:
             below = f"{path}.{name}" if depth else name
+            if isinstance(child, _TENSORS):
+                self.add(self.flat.tensors, below, child)
+                has_tensors = True
+                continue
             whole = name.endswith(EXTRA_STATE) and _is_extra_state(name) and is_container(child)
             found.append((below, child, not whole and self.visit(child, below, depth + 1)))
-        if not any(has_tensors for _, _, has_tensors in found) and depth and not _holds_extra_state(node):
+        has_tensors = has_tensors or any(below_has for _, _, below_has in found)
+        if not has_tensors and depth and not _holds_extra_state(node):
             return False
-        for below, child, has_tensors in found:
-            if not has_tensors:
+        for below, child, below_has in found:
+            if not below_has:
                 self.add(self.flat.values, below, child)
         if isinstance(node, Mapping):
             self.flat.containers.insert(place, path)
