@@ -58,7 +58,7 @@ def give_memory(tensor: torch.Tensor, value: torch.Tensor) -> Undo:
     """
     restore_hooks, other = keep_hooks(tensor), value.detach()
     if tensor.requires_grad and (value.is_floating_point() or value.is_complex()):
-        other.requires_grad_()
+        other.requires_grad = True
     swap_impl(tensor, other)
     restore_hooks()
     return lambda: swap_impl(tensor, other)

@@ -1,6 +1,6 @@
 """The firewall: every name of the checkpoint and every slot of the model is accounted for."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, Any
 
@@ -64,15 +64,16 @@ class Accounts:
         unexpected = self._unexpected()
         problems += self._differences([name for name in missing if name not in allowed], unexpected)
         problems += [Complaint("", message) for message in self.outcome.errors]
-        problems += self._uninitialised((set(missing) - allowed).union(problem.name for problem in problems))
+        unfilled = [slot for slot in self.of.slots.tensors if not self.of.is_filled(slot.tensor)]
+        problems += self._uninitialised(unfilled, (set(missing) - allowed).union(problem.name for problem in problems))
         problems += self.may_miss.idle() + self.may_exceed.idle()
         problems += [IdlePattern(rule, option="rules") for rule in self.of.incoming.applied.idle]
         problems += [*self.of.transforms.problems, *self.of.transforms.idle()]
-        self._move_the_rest()
+        self._move(unfilled)
         if self.of.slots.tensors and not self.of.assignments and not problems:
             problems.append(NothingFits(type(self.of.model).__name__))
         self._note_lost_versions()
-        self._note_own_code(missing, unexpected)
+        self._note_own_code(missing, unexpected, unfilled)
         self._note_options()
         if computed := self._computed():
             self._note(computed, "made by the model's own loading code")
@@ -148,24 +149,25 @@ class Accounts:
             why = "registered as None in the model" if name in self.of.slots.empty else ""
             yield Unexpected(name, over[name], nearest(name, lacking_left) if few and not why else "", why)
 
-    def _uninitialised(self, reported: set[str]) -> Iterable[Problem]:
-        for slot in self.of.slots.tensors:
-            if slot.tensor.is_meta and not self.of.is_filled(slot.tensor) and reported.isdisjoint(slot.names):
+    @staticmethod
+    def _uninitialised(unfilled: Sequence[Slot], reported: set[str]) -> Iterable[Problem]:
+        for slot in unfilled:
+            if slot.tensor.is_meta and reported.isdisjoint(slot.names):
                 yield Uninitialised(slot.name, slot.kind)
 
-    def _note_own_code(self, missing: list[str], unexpected: list[str]) -> None:
+    def _note_own_code(self, missing: list[str], unexpected: list[str], unfilled: Sequence[Slot]) -> None:
         """Names that neither came to a slot nor were found to be missing: overrides and hooks have dealt with them."""
         of = self.of
         named = {*missing, *unexpected, *self.outcome.unexpected, *of.extra_states, *(p.name for p in of.problems)}
-        if gone := [name for name in of.incoming.applied.entries if name not in of.used and name not in named]:
+        if gone := of.incoming.applied.entries.keys() - of.used - named:
             self._note(gone, "went into the model's own loading code")
         known = {*named, *self.outcome.missing}
         if absent := [name for name in of.slots.extra if name not in known]:
             self._note(absent, "extra states that the checkpoint lacks, as their classes allow")
-        still = [slot.name for slot in of.slots.tensors if slot.kind != HIDDEN and not of.is_filled(slot.tensor)]
+        still = [slot.name for slot in unfilled if slot.kind != HIDDEN]
         if left := [name for name in still if name not in named]:
             self._note(left, "left to the model's own loading code")
-        if emptied := [name for name in of.slots_before.by_name if name in of.slots.empty]:
+        if emptied := of.slots.empty & of.slots_before.by_name.keys():
             self._note(emptied, "become None, as the model's own loading code says")
 
     def _note_options(self) -> None:
@@ -195,13 +197,13 @@ class Accounts:
                 "they load it as one of the oldest version"
             )
 
-    def _move_the_rest(self) -> None:
+    def _move(self, unfilled: Sequence[Slot]) -> None:
         """With `device=` the tensors that the checkpoint does not fill go there too, as the model needs them there."""
         device = self.of.options.device
         if device is None:
             return
-        for slot in self.of.slots.tensors:
-            if not self.of.is_filled(slot.tensor) and not slot.tensor.is_meta and slot.tensor.device != device:
+        for slot in unfilled:
+            if not slot.tensor.is_meta and slot.tensor.device != device:
                 self.of.move(slot, device)
         if self.of.moves:
             self._note([made.name for made in self.of.moves], f"only moved to {device}")
@@ -216,7 +218,7 @@ class Accounts:
         value: Any = self.of.value_of(name)
         return tuple(value.shape) if isinstance(value, torch.Tensor) else None
 
-    def _note(self, names: Iterable[str], what: str) -> None:
+    def _note(self, names: Collection[str], what: str) -> None:
         listed = sorted(names)
         shown = ", ".join(listed[:4]) + (", ..." if len(listed) > 4 else "")
         self.of.notes.append(f"{len(listed)} {what}: {shown}")

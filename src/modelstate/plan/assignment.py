@@ -152,7 +152,6 @@ class Assignment:
 Row = tuple[
     str,
     str,
-    str,
     Placement,
     torch.Size,
     torch.dtype,
@@ -160,15 +159,15 @@ Row = tuple[
     torch.device,
     int,
     tuple[str, ...],
-    tuple[str, ...],
+    tuple[str, tuple[str, ...]],
     float,
 ]
-"""Name, kind, source, placement, shape, dtype, dtype in the checkpoint, device, bytes, ties, rules and seconds."""
+"""Name, kind, placement, shape, dtype, dtype in the checkpoint, device, bytes, ties, source with rules, and seconds."""
 
 
 def step_of(row: Row) -> Step:
     """The step of an assignment."""
-    name, kind, source, placement, shape, dtype, stored, device, nbytes, ties, rules, _ = row
+    name, kind, placement, shape, dtype, stored, device, nbytes, ties, (source, rules), _ = row
     return Step(
         name,
         kind,

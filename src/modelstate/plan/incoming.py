@@ -88,13 +88,12 @@ class Incoming:
 
     def source_of(self, name: str) -> str:
         """What the checkpoint calls the value that the model calls `name`; all names, where it is made of several."""
-        entry = self.applied.entries.get(name)
-        return name if entry is None else ", ".join(entry.sources)
+        return self.way_of(name)[0]
 
-    def rules_of(self, name: str) -> tuple[str, ...]:
-        """The rules that led to a name."""
+    def way_of(self, name: str) -> tuple[str, tuple[str, ...]]:
+        """What the checkpoint calls the value that the model calls `name`, and the rules that led from there."""
         entry = self.applied.entries.get(name)
-        return () if entry is None else entry.rules
+        return (name, ()) if entry is None else (", ".join(entry.sources), entry.rules)
 
     def _renamed_versions(self) -> dict[str, dict[str, Any]] | None:
         """The versions of the checkpoint's modules by the names that the rules make of them."""

@@ -101,7 +101,7 @@ def is_plain(tensor: torch.Tensor) -> bool:
     return (cls in _PLAIN or _is_mere_parameter(cls)) and tensor.layout is torch.strided
 
 
-_PLAIN = (torch.Tensor, nn.Parameter, nn.Buffer)
+_PLAIN = frozenset([torch.Tensor, nn.Parameter, nn.Buffer])
 
 
 @lru_cache(maxsize=1024)

@@ -321,19 +321,19 @@ class Preparation:
 
     def rows(self) -> "list[Row]":
         """What has to be known of each assignment to describe it. It holds no tensor."""
+        ties, way_of = self._ties, self.incoming.way_of
         return [
             (
                 made.name,
                 made.kind,
-                self.incoming.source_of(made.given),
                 made.placement,
                 made.param.shape,
                 made.dtype,
                 made.value.dtype,
                 made.device,
                 made.nbytes,
-                self._ties.get(made.name, ()),
-                self.incoming.rules_of(made.given),
+                ties.get(made.name, ()),
+                way_of(made.given),
                 made.seconds,
             )
             for made in self.assignments

@@ -20,6 +20,7 @@ from modelstate.errors import (
     HeaderLengthError,
     HeaderSyntaxError,
     HeaderTooLargeError,
+    OpenError,
     TensorRangeError,
     TensorSizeError,
     TruncatedFileError,
@@ -222,26 +223,30 @@ class _Header:
             layout = self._layout(name, self._json.decode(kind, self._json.at), shape)
             if len(self._layouts) < 1000:
                 self._layouts[kind, shape] = layout
+        dtype, sizes, stride, nbytes = layout
+        start = int(first) if len(first) < 20 else -1
+        if len(last) >= 20 or start < 0 or int(last) - start != nbytes:
+            raise self._wrong_range(name, layout, first, last)
+        return StoredTensor.whole(dtype, sizes, stride, ByteRange(self._path, self._begin + start, nbytes))
+
+    def _wrong_range(self, name: str, layout: _Layout, first: bytes, last: bytes) -> OpenError:
         start = int(first) if len(first) < 20 else -1
         nbytes = int(last) - start if len(last) < 20 else -1
         if start < 0 or nbytes < 0:
-            raise TensorRangeError(
+            return TensorRangeError(
                 f"the bytes of {quote(name)} end before they begin, or behind the end of any file",
                 where=self._path,
                 expected="begin and end of a range",
                 found=f"[{_short(first)}, {_short(last)}]",
                 remedy=CUT_SHORT,
             )
-        if nbytes != layout.nbytes:
-            raise TensorSizeError(
-                f"the bytes of {quote(name)} are not as many as its shape and dtype need",
-                where=self._path,
-                expected=f"{layout.nbytes:,} bytes for {layout.dtype} of shape {layout.shape}",
-                found=f"{nbytes:,} bytes, from {start} to {start + nbytes}",
-                remedy=CUT_SHORT,
-            )
-        place = ByteRange(self._path, self._begin + start, nbytes)
-        return StoredTensor.whole(layout.dtype, layout.shape, layout.stride, place)
+        return TensorSizeError(
+            f"the bytes of {quote(name)} are not as many as its shape and dtype need",
+            where=self._path,
+            expected=f"{layout.nbytes:,} bytes for {layout.dtype} of shape {layout.shape}",
+            found=f"{nbytes:,} bytes, from {start} to {start + nbytes}",
+            remedy=CUT_SHORT,
+        )
 
     def _layout(self, name: str, kind: str, text: bytes) -> _Layout:
         dtype = DTYPES.get(kind)
