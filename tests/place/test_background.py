@@ -420,8 +420,10 @@ def test_a_parameter_that_was_replaced_by_one_like_it_is_loaded(path: Path) -> N
 def test_memory_of_a_mapping_that_the_model_has_come_to_hold() -> None:
     """Each tensor of the mapping becomes the memory of the other parameter: none may be read after it was written."""
     pair = nn.ModuleList([nn.Linear(2, 2, bias=False), nn.Linear(2, 2, bias=False)])
-    for transform in (None, lambda name, tensor: tensor):
+    kept: dict[str, torch.Tensor] = {}
+    for transform in (None, lambda name, _: kept[name]):
         one, two = torch.ones(2, 2), torch.zeros(2, 2)
+        kept.update({"0.weight": one, "1.weight": two})
         handle = ms.load(pair, {"0.weight": one, "1.weight": two}, background=True, transform=transform)
         assert eventually(handle.done)
         pair[0].weight.data, pair[1].weight.data = two, one
@@ -713,6 +715,21 @@ def test_what_was_brought_in_is_freed(end: str, tmp_path: Path) -> None:
     assert left < 20 << 20
 
 
+def test_what_was_brought_in_is_freed_by_the_thread_that_was_cancelled(tmp_path: Path, gate: Gate) -> None:
+    source = nn.Sequential(nn.Linear(4096, 4096, bias=False), nn.Linear(4096, 1, bias=False))
+    torch.save(source.state_dict(), tmp_path / "model.pt")
+    gc.collect()
+    before = resident_bytes()
+    pick = {"1.weight": gate, "0.weight": lambda _, tensor: tensor + 1}
+    handle = ms.load(source, tmp_path / "model.pt", background=True, transform=pick)
+    assert gate.reached.wait(SOON)
+    assert resident_bytes() - before > 60 << 20
+    handle.cancel(wait=False)
+    gate.opened.set()
+    assert ended()
+    assert resident_bytes() - before < 20 << 20
+
+
 def resident_bytes() -> int:
     return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGESIZE")
 
@@ -851,6 +868,38 @@ def test_the_program_ends_with_a_running_handle(seconds: float, tmp_path: Path) 
     torch.save(nn.Sequential(*[nn.Linear(4, 4) for _ in range(500)]).state_dict(), path)
     code = textwrap.dedent(EXIT.format(seconds=seconds))
     child = subprocess.Popen([sys.executable, "-c", code, str(path)], stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    assert child.stdout is not None
+    assert child.stdout.readline() == b"end\n"
+    started = time.monotonic()
+    _, told = child.communicate(timeout=SOON)
+    assert (child.returncode, told) == (0, b"")
+    assert time.monotonic() - started < 10
+
+
+SLOW = """
+    import os, sys, time, torch
+    import modelstate as ms
+    from modelstate.read import checkpoint
+    from torch import nn
+
+    def slowly(*arguments, read=os.preadv):
+        time.sleep(0.1)
+        return read(*arguments)
+
+    os.preadv, checkpoint.BATCH_BYTES = slowly, 4096
+    handle = ms.load(nn.Linear(2048, 2048), sys.argv[1], background=True)
+    time.sleep(0.3)
+    assert not handle.done()
+    print("end", flush=True)
+"""
+
+
+def test_the_end_of_the_program_does_not_wait_for_all_reads(tmp_path: Path) -> None:
+    """4000 reads of a tenth of a second, which Python would wait for before it calls what is registered at exit."""
+    path = tmp_path / "model.pt"
+    torch.save(nn.Linear(2048, 2048).state_dict(), path)
+    code = [sys.executable, "-c", textwrap.dedent(SLOW), str(path)]
+    child = subprocess.Popen(code, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
     assert child.stdout is not None
     assert child.stdout.readline() == b"end\n"
     started = time.monotonic()
