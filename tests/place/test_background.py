@@ -1,6 +1,7 @@
 """`load(..., background=True)`: the same result as without it, and a model that is left alone until then."""
 
 import gc
+import mmap
 import os
 import signal
 import subprocess
@@ -649,7 +650,7 @@ def test_every_way_of_bringing_in_says_what_it_has_done_and_can_be_stopped(
     assert len(told) == 1
     told.clear()
     real(kept[0], told.append)
-    assert sum(told) == kept[0].nbytes > 0
+    assert 0 < kept[0].nbytes <= sum(told) <= kept[0].nbytes + mmap.PAGESIZE  # which a map begins at
 
 
 def test_left_without_a_result(path: Path) -> None:
@@ -711,8 +712,7 @@ def test_what_was_brought_in_is_freed(end: str, tmp_path: Path) -> None:
             handle.result()
     else:
         handle.result()
-    left = resident_bytes() - before
-    assert left < 20 << 20
+    assert eventually(lambda: resident_bytes() - before < 20 << 20)
 
 
 def test_what_was_brought_in_is_freed_by_the_thread_that_was_cancelled(tmp_path: Path, gate: Gate) -> None:
@@ -879,14 +879,14 @@ def test_the_program_ends_with_a_running_handle(seconds: float, tmp_path: Path) 
 SLOW = """
     import os, sys, time, torch
     import modelstate as ms
-    from modelstate.read import checkpoint
+    from modelstate.read import ranges
     from torch import nn
 
     def slowly(*arguments, read=os.preadv):
         time.sleep(0.1)
         return read(*arguments)
 
-    os.preadv, checkpoint.BATCH_BYTES = slowly, 4096
+    os.preadv, ranges.BATCH_BYTES = slowly, 4096
     handle = ms.load(nn.Linear(2048, 2048), sys.argv[1], background=True)
     time.sleep(0.3)
     assert not handle.done()

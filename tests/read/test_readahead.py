@@ -17,6 +17,8 @@ import modelstate as ms
 from modelstate.read import readahead
 from modelstate.read.readahead import LEAST_BYTES, cached_share, is_cold, merged, read_ahead
 from modelstate.spec import ByteRange
+from modelstate.testing import Request, faulty_reads
+from tests.place.test_background import shown_bytes
 
 
 def evict(path: Path) -> None:
@@ -70,10 +72,42 @@ def test_what_is_read_is_read_ahead(cold: Path) -> None:
     assert module[5].weight[3, 3] == 5
 
 
-def test_what_is_mapped_is_left_to_the_kernel(cold: Path) -> None:
-    report = ms.load(model(), cold)
-    assert not any("read ahead" in note for note in report.notes)
+def test_a_map_of_a_cold_file_is_brought_in_behind_the_load(cold: Path) -> None:
+    module = model()
+    report = ms.load(module, cold)
+    assert "its map is brought in, while the program goes on" in " ".join(report.notes)
+    until = time.monotonic() + 20
+    while (share(cold) or 0) < 0.99 and time.monotonic() < until:
+        time.sleep(0.01)
+    assert (share(cold) or 0) > 0.99
+    assert module[5].weight[3, 3] == 5
+
+
+def test_a_map_can_be_left_to_who_uses_it(cold: Path) -> None:
+    report = ms.load(model(), cold, prefault=False)
+    assert report.notes == ()
     assert (share(cold) or 0) < 0.1  # nothing was read
+
+
+def test_a_map_can_be_waited_for(cold: Path) -> None:
+    module = model()
+    before = shown_bytes(cold)
+    ms.load(module, cold, prefault=True)
+    assert share(cold) == 1
+    assert shown_bytes(cold) - before >= cold.stat().st_size // 4096 * 4096 - 4096
+    assert module[5].weight[3, 3] == 5
+
+
+def test_waiting_for_a_map_that_cannot_be_read_changes_nothing(cold: Path) -> None:
+    module = model()
+
+    def cut(request: Request) -> None:
+        if request.call == "mmap":
+            os.truncate(cold, 4096)
+
+    with faulty_reads(before=cut), pytest.raises(ms.errors.ReadFailedError):
+        ms.load(module, cold, prefault=True)
+    assert all(param.is_meta for param in module.parameters())
 
 
 def test_the_kernel_reads_what_it_was_asked_for(cold: Path) -> None:

@@ -4,6 +4,7 @@ import os
 import time
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import nullcontext
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Literal, overload
 
@@ -11,10 +12,12 @@ import torch
 from torch import nn
 
 from modelstate.errors import ModelStateError, OptionError, PlacementError, ReadFailedError, StalePlanError
-from modelstate.place.arguments import check_budget_option, check_model, device_of
+from modelstate.place.arguments import check_budget_option, check_model
 from modelstate.place.background import LoadHandle
+from modelstate.place.fetch import ask_for, bring_in
 from modelstate.place.identity import lost_references
 from modelstate.place.optimizers import check_optimizers, following_state, placed
+from modelstate.place.options import AnyTransform, options_of
 from modelstate.place.place import Place
 from modelstate.place.progress import progress_bar
 from modelstate.place.report import Described, Loaded, Report
@@ -25,18 +28,13 @@ from modelstate.plan.journal import Journal
 from modelstate.plan.placement import is_plain
 from modelstate.plan.plan import Options, Plan, Step
 from modelstate.plan.prepare import Preparation
-from modelstate.plan.rules.chain import check_rules
 from modelstate.plan.rules.rule import Rule
 from modelstate.plan.rules.schema import Schema
-from modelstate.plan.transforms import ModuleTransform, Pairs, Transform
 from modelstate.read.checkpoint import Checkpoint
 from modelstate.read.open import open as open_checkpoint
 from modelstate.read.quiet import no_collection
-from modelstate.spec import StoredTensor
-from modelstate.words import size
 
 Source = str | os.PathLike[str] | Mapping[str, Any] | Checkpoint
-AnyTransform = Transform | ModuleTransform
 
 
 def plan(
@@ -63,7 +61,7 @@ def plan(
     Raises what opening raises, `AmbiguousKeyError`, `KeyNotFoundError`, `OptionError`, and `ModelCodeError` where the
     model's code raises. Problems do not raise: see `Plan.ok`, `Plan.problems`.
     """
-    options = _options(key, rules, allow_missing, allow_unexpected, dtype, device, transform, map, in_place)
+    options = options_of(key, rules, allow_missing, allow_unexpected, dtype, device, transform, map, in_place)
     journal = Journal(check_model(model))
     try:
         checkpoint = open_checkpoint(source)
@@ -94,6 +92,7 @@ def load(
     optimizers: Iterable[torch.optim.Optimizer] = ...,
     progress: bool | None = ...,
     max_memory_bytes: int | None = ...,
+    prefault: bool | None = ...,
     background: Literal[False] = False,
 ) -> Report: ...
 @overload
@@ -114,6 +113,7 @@ def load(
     optimizers: Iterable[torch.optim.Optimizer] = ...,
     progress: bool | None = ...,
     max_memory_bytes: int | None = ...,
+    prefault: bool | None = ...,
     background: Literal[True],
 ) -> LoadHandle: ...
 @overload
@@ -134,6 +134,7 @@ def load(
     optimizers: Iterable[torch.optim.Optimizer] = ...,
     progress: bool | None = ...,
     max_memory_bytes: int | None = ...,
+    prefault: bool | None = ...,
     background: bool,
 ) -> Report | LoadHandle: ...
 def load(
@@ -153,6 +154,7 @@ def load(
     optimizers: Iterable[torch.optim.Optimizer] = (),
     progress: bool | None = None,
     max_memory_bytes: int | None = None,
+    prefault: bool | None = None,
     background: bool = False,
 ) -> Report | LoadHandle:
     """Loads a checkpoint into a model, all or nothing, with every reference kept.
@@ -186,22 +188,25 @@ def load(
         optimizers: their state follows where a parameter's dtype or device changes, or it has had no memory.
         progress: a bar on the terminal; None shows it when the load takes longer than half a second.
         max_memory_bytes: the most memory that the load may need beyond the final tensors.
+        prefault: True brings in the pages of the file that tensors show, with several threads, before anything is put
+            in place; then nothing waits for the disk later. None does so in the background, where the file is not in
+            the page cache; False leaves it to whoever uses them.
         background: plans and checks, and returns a `LoadHandle` while a thread reads, casts and transforms; the model
             is what it was until its `result`. The report's `seconds` are those from this call to that return.
 
     Raises `PlanError` with all problems at once; what opening raises; `ModelCodeError`, `TransformError`,
     `PlacementError`, `ReadFailedError`, `ChecksumError`, `MemoryBudgetError`, `OptionError`, `StalePlanError`.
     """
-    started = time.perf_counter()
-    checked = check_optimizers(optimizers, check_model(model))
+    trained = check_optimizers(optimizers, check_model(model))
     check_budget_option(max_memory_bytes)
-    options = _options(key, rules, allow_missing, allow_unexpected, dtype, device, transform, map, in_place)
+    how = _How(trained, verify, progress, max_memory_bytes, prefault, time.perf_counter())
+    options = options_of(key, rules, allow_missing, allow_unexpected, dtype, device, transform, map, in_place)
     # A transform is the user's code, and may leave cycles of tensors behind that have to be collected on the way.
     chosen = source.options if isinstance(source, Plan) else options
     quiet = no_collection if chosen.transform is None else nullcontext[None]
     if not background:
         with quiet():
-            return _carry_out(model, source, options, verify, checked, progress, max_memory_bytes, started)
+            return _carry_out(model, source, options, how)
     if chosen.in_place:
         raise OptionError(
             "in_place=True reads into memory that the program goes on using",
@@ -209,13 +214,13 @@ def load(
             remedy="leave one of them out: without in_place=True the values wait in memory of their own",
         )
     with quiet():
-        staged = _staged(model, source, options, verify, checked, max_memory_bytes)
+        staged = _staged(model, source, options, how)
 
     def commit() -> Report:
         if isinstance(source, Plan):
             _of_plan(source, Options())  # another load may have carried it out since
         with quiet():
-            report = _carry_out(model, staged.plan, Options(), False, checked, False, max_memory_bytes, started, staged)
+            report = _carry_out(model, staged.plan, Options(), replace(how, progress=False), staged)
         if isinstance(source, Plan):
             source.carried_out.extend(staged.plan.carried_out)
         return report
@@ -223,14 +228,19 @@ def load(
     return LoadHandle(staged, progress, commit)
 
 
-def _staged(
-    model: nn.Module,
-    source: Source | Plan,
-    options: Options,
-    verify: bool,
-    optimizers: tuple[torch.optim.Optimizer, ...],
-    max_memory_bytes: int | None,
-) -> Staged:
+@dataclass(frozen=True, slots=True)
+class _How:
+    """What a load has to keep to, and that does not decide about its plan."""
+
+    optimizers: tuple[torch.optim.Optimizer, ...]
+    verify: bool
+    progress: bool | None
+    max_memory_bytes: int | None
+    prefault: bool | None
+    started: float
+
+
+def _staged(model: nn.Module, source: Source | Plan, options: Options, how: _How) -> Staged:
     """What is to be brought in for a load that has been planned, checked and undone."""
     checkpoint, options = _of_plan(source, options) if isinstance(source, Plan) else (open_checkpoint(source), options)
     journal = Journal(model)
@@ -240,9 +250,9 @@ def _staged(
         preparation.check()
         if isinstance(source, Plan):
             _check_unchanged(source, preparation.plan())
-        check_budget(preparation, max_memory_bytes)
-        _check_trained(preparation, optimizers)
-        return Staged(preparation, verify)
+        check_budget(preparation, how.max_memory_bytes)
+        _check_trained(preparation, how.optimizers)
+        return Staged(preparation, how.verify)
     finally:
         try:
             journal.rollback()
@@ -251,36 +261,30 @@ def _staged(
 
 
 def _carry_out(
-    model: nn.Module,
-    source: Source | Plan,
-    options: Options,
-    verify: bool,
-    optimizers: tuple[torch.optim.Optimizer, ...],
-    progress: bool | None,
-    max_memory_bytes: int | None,
-    started: float,
-    staged: Staged | None = None,
+    model: nn.Module, source: Source | Plan, options: Options, how: _How, staged: Staged | None = None
 ) -> Report:
     """The load itself. All that it needed is gone when it returns. `staged` is what was brought in for it before."""
     checkpoint, options = _of_plan(source, options) if isinstance(source, Plan) else (open_checkpoint(source), options)
-    journal, before = Journal(model), placed(optimizers)
+    journal, before = Journal(model), placed(how.optimizers)
     try:
         preparation = Preparation(journal, checkpoint, options, Place, call_extra_state=True)
         preparation.check()
         if isinstance(source, Plan):
             _check_unchanged(source, preparation.plan(), "make the plan again" if staged is None else LOAD_AGAIN)
-        check_budget(preparation, max_memory_bytes)
-        _check_trained(preparation, optimizers)
+        check_budget(preparation, how.max_memory_bytes)
+        _check_trained(preparation, how.optimizers)
         if staged is None:
-            verified = preparation.checkpoint.verify() if verify else 0
-            _read_ahead(preparation)
+            verified = preparation.checkpoint.verify() if how.verify else 0
+            preparation.notes += ask_for(preparation, maps=how.prefault is None)
         else:
             verified = staged.verified_bytes
             staged.give(preparation)
-        with progress_bar(progress, preparation.nbytes) as advance:
+        with progress_bar(how.progress, preparation.nbytes) as advance:
             stage(preparation, advance)
-            new_state = following_state(optimizers, _finals(preparation), before) if optimizers else []
+            new_state = following_state(how.optimizers, _finals(preparation), before) if how.optimizers else []
             _place_what_may_fail(preparation)
+            if how.prefault and staged is None:
+                preparation.notes += bring_in(preparation.assignments, lambda _: None)
             _check_shown(preparation)
             _read_in_place(preparation, advance)
         journal.commit(*(partial(state.__setitem__, name, value) for state, name, value in new_state))
@@ -292,15 +296,7 @@ def _carry_out(
         raise
     if isinstance(source, Plan):
         source.carried_out.append(time.strftime("%F %T"))
-    return _report(preparation, started, verified)
-
-
-def _read_ahead(preparation: Preparation) -> None:
-    """What is read of a file that is cold is asked for at once. A map does that for itself, and better."""
-    stored = [made.stored for made in preparation.assignments if not made.placement.mapped]
-    asked = preparation.checkpoint.read_ahead(one.extent for one in stored if isinstance(one, StoredTensor))
-    if asked:
-        preparation.notes.append(f"the file was not in the page cache: {size(asked)} of it are read ahead")
+    return _report(preparation, how.started, verified)
 
 
 def _check_shown(preparation: Preparation) -> None:
@@ -407,66 +403,3 @@ def _report(preparation: Preparation, started: float, verified_bytes: int) -> Re
 
 def _described(row: Row | Step) -> Loaded:
     return Loaded(row, 0.0) if isinstance(row, Step) else Loaded(step_of(row), row[-1])
-
-
-def _options(
-    key: str | None,
-    rules: Iterable[Rule] | Schema,
-    allow_missing: Iterable[str],
-    allow_unexpected: Iterable[str],
-    dtype: torch.dtype | None,
-    device: torch.device | str | None,
-    transform: AnyTransform | Mapping[str, AnyTransform | None] | None,
-    map: bool,
-    in_place: bool,
-) -> Options:
-    if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
-        raise OptionError("dtype= casts floats", expected="a floating-point torch.dtype, or None", found=repr(dtype))
-    if not (key is None or isinstance(key, str)):
-        raise OptionError("key= is a path", expected="text, as 'model.encoder'", found=repr(key))
-    target = device_of(device)
-    if target is not None and target.type == "meta":
-        raise OptionError("nothing can be loaded onto the meta device", remedy="device='cpu', or none")
-    return Options(
-        key=key,
-        rules=() if isinstance(rules, Schema) else check_rules(rules),
-        schema=rules if isinstance(rules, Schema) else None,
-        allow_missing=_patterns("allow_missing", allow_missing),
-        allow_unexpected=_patterns("allow_unexpected", allow_unexpected),
-        dtype=dtype,
-        device=target,
-        transform=_transforms(transform),
-        map=map,
-        in_place=in_place,
-    )
-
-
-def _transforms(given: Any) -> AnyTransform | Pairs | None:
-    if isinstance(given, Mapping):
-        pairs = tuple(given.items())
-        for pattern, transform in pairs:
-            if not isinstance(pattern, str):
-                raise OptionError(
-                    "transform= goes by patterns of names", expected="text, as '*.mlp.*'", found=repr(pattern)
-                )
-            if transform is not None and not callable(transform):
-                raise OptionError(
-                    "transform= is called",
-                    where=repr(pattern),
-                    expected="a function of name and tensor, or None",
-                    found=repr(transform),
-                )
-        return pairs or None
-    if given is not None and not callable(given):
-        expected = "a function of name and tensor, or a mapping from patterns to such"
-        raise OptionError("transform= is called", expected=expected, found=repr(given))
-    found: AnyTransform | None = given
-    return found
-
-
-def _patterns(option: str, patterns: Iterable[str]) -> tuple[str, ...]:
-    several = isinstance(patterns, Iterable) and not isinstance(patterns, str)
-    found = tuple(patterns) if several else ()
-    if not several or not all(isinstance(pattern, str) for pattern in found):
-        raise OptionError(f"{option}= takes several patterns", expected=f"a list of text, as [{patterns!r}]")
-    return found

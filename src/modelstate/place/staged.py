@@ -6,16 +6,13 @@ from typing import NamedTuple
 import torch
 
 from modelstate.errors import StalePlanError
+from modelstate.place.fetch import ask_for, bring_in
 from modelstate.place.stage import Progress, stage
 from modelstate.plan.assignment import Assignment
 from modelstate.plan.derived import Derived, Source
 from modelstate.plan.placement import is_plain
 from modelstate.plan.prepare import Preparation
-from modelstate.read.populate import populate
-from modelstate.read.readahead import most_to_read
 from modelstate.read.verify import what_to_verify
-from modelstate.spec import ByteRange, StoredTensor
-from modelstate.words import size
 
 
 class _Slot(NamedTuple):
@@ -65,29 +62,13 @@ class Staged:
         assert preparation is not None
         if self._verify:
             self.verified_bytes = preparation.checkpoint.verify(lambda _: progress(0))
-        shown, read = list[Assignment](), list[ByteRange]()
+        self._notes += ask_for(preparation, maps=False)
         for made in preparation.assignments:
-            if made.placement.mapped and made.transform is None:
+            if made.placement.mapped:
                 made.final = made.value
-                shown.append(made)
-            elif not made.placement.mapped and isinstance(made.stored, StoredTensor):
-                read.append(made.stored.extent)
-        if asked := preparation.checkpoint.read_ahead(read):
-            self._notes.append(f"the file was not in the page cache: {size(asked)} of it are read ahead")
         stage(preparation, progress)
         _wait_for_devices(preparation.assignments)
-        self._populate(preparation, shown, progress)
-
-    def _populate(self, preparation: Preparation, shown: list[Assignment], progress: Progress) -> None:
-        left, pairs = most_to_read(), list[tuple[ByteRange, torch.Tensor]]()
-        for made in shown:
-            assert isinstance(made.stored, StoredTensor)
-            if (left := left - made.nbytes) < 0:
-                self._notes.append("only as much of the maps was brought in as half of the memory holds")
-                break
-            pairs.append((made.stored.extent, made.value))
-        populate(preparation.checkpoint, pairs, progress)
-        progress(sum(made.nbytes for made in shown[len(pairs) :]))
+        self._notes += bring_in(preparation.assignments, progress)
 
     def give(self, preparation: Preparation) -> None:
         """Hands the values to a second preparation of the same load. Raises `StalePlanError` where a slot changed."""

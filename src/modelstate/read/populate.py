@@ -1,74 +1,118 @@
-"""Bringing the pages of mapped tensors in, so that nobody has to wait for them when they are used."""
+"""Bringing the pages of mapped tensors in, so that nobody has to wait for them when they are used.
+
+Whoever uses a map that is not in the page cache waits for the disk again and again. The kernel reads ahead of one who
+goes through it in order; two or more who go through different parts of it have the disk read at its full speed.
+"""
 
 import ctypes
 import errno
 import mmap
 import os
-from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING
+import threading
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import NamedTuple
 
 import torch
 
 from modelstate.errors import ReadFailedError
-from modelstate.read.ranges import Request
-from modelstate.read.readahead import is_cold, merged
+from modelstate.read.ranges import read_threads
+from modelstate.read.workers import work_together
 from modelstate.spec import ByteRange
 
-if TYPE_CHECKING:
-    from modelstate.read.checkpoint import Checkpoint
-
-_PIECE_BYTES = 8 << 20
-"""What is brought in before anybody may stop it."""
-_ROUND_BYTES = 256 << 20
-"""What is read at once into the page cache."""
+_PIECE_BYTES = 64 << 20
+"""What a thread asks for at once: many of the windows that the kernel reads ahead, so that it finds them in order."""
+_GAP_BYTES = 1 << 20
 _EHWPOISON = 133
 _MADV_POPULATE_READ = 22
 """Since Linux 5.14; with it a file that has become shorter is an error, and no SIGBUS."""
 
+Shown = tuple[ByteRange, torch.Tensor]
+"""A range of a file, and the tensor that shows it."""
 
-def populate(
-    checkpoint: "Checkpoint", mapped: Iterable[tuple[ByteRange, torch.Tensor]], on_read: Callable[[int], None]
-) -> None:
-    """Brings in the pages of tensors that show these ranges of the checkpoint's files.
 
-    What is not in the page cache is read by several threads, for a map that is touched by one does not keep a disk
-    busy; then the pages are mapped. `on_read` hears of the bytes after every piece, and ends it by raising. Raises
+class _Piece(NamedTuple):
+    path: str
+    address: int
+    nbytes: int
+
+
+def populate(shown: Iterable[Shown], on_read: Callable[[int], None]) -> None:
+    """Brings in the pages of tensors that show files, by several threads, and waits for them.
+
+    `on_read` hears of the bytes after every piece, from one thread at a time, and ends it by raising. Raises
     `ReadFailedError`.
     """
-    pairs = sorted((pair for pair in mapped if pair[0].nbytes), key=lambda pair: (pair[0].path, pair[0].start))
-    _read_what_is_cold(checkpoint, [extent for extent, _ in pairs], lambda: on_read(0))
-    for extent, tensor in pairs:
-        start, end = tensor.data_ptr(), tensor.data_ptr() + extent.nbytes
-        for at in range(start, end, _PIECE_BYTES):
-            nbytes = min(_PIECE_BYTES, end - at)
-            _map_pages(extent.path, at, nbytes)
-            on_read(nbytes)
+    pieces = _pieces(shown)
+    waiting, lock = iter(pieces), threading.Lock()
+
+    def work(stop: threading.Event) -> None:
+        while not stop.is_set():
+            with lock:
+                piece = next(waiting, None)
+            if piece is None:
+                return
+            _map_pages(piece)
+            with lock:
+                on_read(piece.nbytes)
+
+    work_together(work, min(_threads(), len(pieces)))
 
 
-def _read_what_is_cold(checkpoint: "Checkpoint", extents: list[ByteRange], on_read: Callable[[], None]) -> None:
-    spans = [span for span in merged(extents) if is_cold(span, checkpoint.stamps.get(span.path))]
-    if not spans:
-        return
-    # All of it goes to the same memory: only that it has been read matters.
-    waste = ctypes.create_string_buffer(_PIECE_BYTES)
-    address = ctypes.addressof(waste)
-    for span in spans:
-        for first in range(span.start, span.start + span.nbytes, _ROUND_BYTES):
-            behind = min(first + _ROUND_BYTES, span.start + span.nbytes)
-            starts = range(first, behind, _PIECE_BYTES)
-            pieces = [ByteRange(span.path, at, min(_PIECE_BYTES, behind - at)) for at in starts]
-            checkpoint.read_all([Request(piece, address) for piece in pieces], lambda _: on_read())
+def begin_to_populate(shown: Sequence[Shown]) -> None:
+    """Begins to bring in the pages and goes on. Who uses what cannot be read will hear of it then."""
+    waiting, lock = iter(_pieces(shown)), threading.Lock()
+
+    def work(shown: Sequence[Shown]) -> None:  # has the tensors, so that their maps are there
+        while True:
+            with lock:
+                piece = next(waiting, None)
+            if piece is None:
+                return
+            try:
+                _map_pages(piece)
+            except ReadFailedError:
+                return
+
+    for _ in range(_threads()):
+        threading.Thread(target=work, args=(shown,), name="modelstate-populate", daemon=True).start()
 
 
-def _map_pages(path: str, address: int, nbytes: int) -> None:
-    first = address // mmap.PAGESIZE * mmap.PAGESIZE
-    if _madvise is None or not _madvise(first, address + nbytes - first, _MADV_POPULATE_READ):
+def _threads() -> int:
+    return max(read_threads(), 2)
+
+
+def _pieces(shown: Iterable[Shown]) -> list[_Piece]:
+    return [
+        _Piece(path, at, min(_PIECE_BYTES, end - at))
+        for path, start, end in _runs(shown)
+        for at in range(start, end, _PIECE_BYTES)
+    ]
+
+
+def _runs(shown: Iterable[Shown]) -> Iterator[tuple[str, int, int]]:
+    """Paths, and addresses from the beginning of a page to an end, of what lies near each other in one map."""
+    known = sorted((extent.path, tensor.data_ptr(), extent) for extent, tensor in shown if extent.nbytes)
+    last: tuple[str, int, int, int] | None = None
+    for path, address, extent in known:
+        distance, end = address - extent.start, address + extent.nbytes
+        if last is not None and (path, distance) == last[:2] and address - last[3] <= _GAP_BYTES:
+            last = (*last[:3], max(end, last[3]))
+            continue
+        if last is not None:
+            yield last[0], last[2], last[3]
+        last = path, distance, address // mmap.PAGESIZE * mmap.PAGESIZE, end
+    if last is not None:
+        yield last[0], last[2], last[3]
+
+
+def _map_pages(piece: _Piece) -> None:
+    if _madvise is None or not _madvise(piece.address, piece.nbytes, _MADV_POPULATE_READ):
         return
     failed = ctypes.get_errno()
     if failed in (errno.EFAULT, _EHWPOISON):  # anything else says that this kernel cannot do it
         raise ReadFailedError(
             "the pages of a map cannot be read: an I/O error, or a file that has become shorter",
-            where=path,
+            where=piece.path,
             found=os.strerror(failed),
             remedy="open the checkpoint again, when nothing writes to it any more",
         )

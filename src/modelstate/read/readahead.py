@@ -1,7 +1,7 @@
 """Files that are not in the page cache: the kernel is asked for them before they are read, all at once.
 
 A few threads that read a cold file have a few requests under way. The kernel can have many, which is what a disk needs
-to be fast. A map that is used in order needs no such help: the kernel reads ahead of it by itself.
+to be fast. For maps see `modelstate.read.populate`.
 """
 
 import ctypes
@@ -42,7 +42,7 @@ def read_ahead(ranges: Iterable[ByteRange], stamps: Mapping[str, Stamp]) -> int:
     spans = merged(ranges)
     if sum(span.nbytes for span in spans) < LEAST_BYTES:
         return 0
-    cold = [span for span in spans if is_cold(span, stamps.get(span.path))]
+    cold = cold_ranges(spans, stamps)
     total = min(sum(span.nbytes for span in cold), most_to_read())
     if total:
         threading.Thread(target=_ask, args=(cold, total, stamps), name="modelstate-readahead", daemon=True).start()
@@ -60,6 +60,11 @@ def merged(ranges: Iterable[ByteRange]) -> list[ByteRange]:
         else:
             spans.append(one)
     return spans
+
+
+def cold_ranges(ranges: Iterable[ByteRange], stamps: Mapping[str, Stamp]) -> list[ByteRange]:
+    """Those of which less than half is in the page cache."""
+    return [one for one in ranges if is_cold(one, stamps.get(one.path))]
 
 
 def is_cold(span: ByteRange, stamp: Stamp | None = None) -> bool:

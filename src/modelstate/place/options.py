@@ -1,0 +1,80 @@
+"""The arguments of a load that decide about its plan, checked."""
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+
+from modelstate.errors import OptionError
+from modelstate.place.arguments import device_of
+from modelstate.plan.plan import Options
+from modelstate.plan.rules.chain import check_rules
+from modelstate.plan.rules.rule import Rule
+from modelstate.plan.rules.schema import Schema
+from modelstate.plan.transforms import ModuleTransform, Pairs, Transform
+
+AnyTransform = Transform | ModuleTransform
+
+
+def options_of(
+    key: str | None,
+    rules: Iterable[Rule] | Schema,
+    allow_missing: Iterable[str],
+    allow_unexpected: Iterable[str],
+    dtype: torch.dtype | None,
+    device: torch.device | str | None,
+    transform: AnyTransform | Mapping[str, AnyTransform | None] | None,
+    map: bool,
+    in_place: bool,
+) -> Options:
+    """Raises `OptionError`."""
+    if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
+        raise OptionError("dtype= casts floats", expected="a floating-point torch.dtype, or None", found=repr(dtype))
+    if not (key is None or isinstance(key, str)):
+        raise OptionError("key= is a path", expected="text, as 'model.encoder'", found=repr(key))
+    target = device_of(device)
+    if target is not None and target.type == "meta":
+        raise OptionError("nothing can be loaded onto the meta device", remedy="device='cpu', or none")
+    return Options(
+        key=key,
+        rules=() if isinstance(rules, Schema) else check_rules(rules),
+        schema=rules if isinstance(rules, Schema) else None,
+        allow_missing=_patterns("allow_missing", allow_missing),
+        allow_unexpected=_patterns("allow_unexpected", allow_unexpected),
+        dtype=dtype,
+        device=target,
+        transform=_transforms(transform),
+        map=map,
+        in_place=in_place,
+    )
+
+
+def _transforms(given: Any) -> AnyTransform | Pairs | None:
+    if isinstance(given, Mapping):
+        pairs = tuple(given.items())
+        for pattern, transform in pairs:
+            if not isinstance(pattern, str):
+                raise OptionError(
+                    "transform= goes by patterns of names", expected="text, as '*.mlp.*'", found=repr(pattern)
+                )
+            if transform is not None and not callable(transform):
+                raise OptionError(
+                    "transform= is called",
+                    where=repr(pattern),
+                    expected="a function of name and tensor, or None",
+                    found=repr(transform),
+                )
+        return pairs or None
+    if given is not None and not callable(given):
+        expected = "a function of name and tensor, or a mapping from patterns to such"
+        raise OptionError("transform= is called", expected=expected, found=repr(given))
+    found: AnyTransform | None = given
+    return found
+
+
+def _patterns(option: str, patterns: Iterable[str]) -> tuple[str, ...]:
+    several = isinstance(patterns, Iterable) and not isinstance(patterns, str)
+    found = tuple(patterns) if several else ()
+    if not several or not all(isinstance(pattern, str) for pattern in found):
+        raise OptionError(f"{option}= takes several patterns", expected=f"a list of text, as [{patterns!r}]")
+    return found
