@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import save_file
 from torch import nn
 
 import modelstate as ms
@@ -386,3 +387,47 @@ def test_patterns_without_quantizing_import_no_torchao() -> None:
         "assert 'torchao' not in sys.modules\n"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def _rows(kind: str) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(3)
+    rows = torch.randn(2100, 512, generator=generator)
+    if kind == "wide":
+        rows *= torch.logspace(-40, 37, 2100).view(-1, 1)
+    elif kind == "ties":
+        rows = (rows * 127.5).round() / 2
+    elif kind == "one sign":
+        rows.abs_()
+        rows[1000:].neg_()
+    elif kind == "zeros":
+        rows[::3] = 0
+        rows[1::3, ::2] = -0.0
+    return rows
+
+
+@pytest.mark.parametrize("kind", ["normal", "wide", "ties", "one sign", "zeros"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize(
+    "name", ["int8 per channel", "int8 per group", "int8 and activations", "float8 per row", "intx, 4 bits per group"]
+)
+def test_weights_of_many_blocks(name: str, dtype: torch.dtype, kind: str, tmp_path: Path) -> None:
+    """More rows than are quantized at a time, and numbers where a rounding more or less would show."""
+    make: Any = lambda: nn.Sequential(nn.Linear(512, 2100, dtype=dtype))  # noqa: E731
+    save_file({"0.weight": _rows(kind).to(dtype), "0.bias": torch.zeros(2100, dtype=dtype)}, tmp_path / "x.safetensors")
+    theirs, ours = make(), make()
+    ms.load(theirs, tmp_path / "x.safetensors")
+    ms.load(ours, tmp_path / "x.safetensors", transform=ms.Quantize(CONFIGS[name]()))
+    same(ours, after_load(theirs, CONFIGS[name]()))
+
+
+@pytest.mark.parametrize("reduce_range", [False, True])
+def test_another_rule_of_torchao_is_followed(reduce_range: bool, tmp_path: Path) -> None:
+    """What is computed in place is torchao's usual rule; where that gives something else, torchao computes."""
+    config = Q.Int8DynamicActivationInt8WeightConfig(reduce_range=reduce_range)
+    save_file({"weight": _rows("normal"), "bias": torch.zeros(2100)}, tmp_path / "x.safetensors")
+    theirs, ours = nn.Linear(512, 2100), nn.Linear(512, 2100)
+    ms.load(theirs, tmp_path / "x.safetensors")
+    ms.load(nn.Sequential(ours), tmp_path / "x.safetensors", transform=ms.Quantize(config), rules=[ms.Prefix(add="0.")])
+    holder = after_load(nn.Sequential(theirs), config)
+    assert flat(ours.weight) == flat(holder[0].weight)
+    assert (ms.Quantize(config)._in_place(torch.ones(2, 512)) is None) == reduce_range

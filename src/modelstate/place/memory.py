@@ -15,29 +15,47 @@ from modelstate.spec import contiguous_stride
 
 _ALIGN = 64
 _HUGE_PAGE = 2 << 20
-_SAMPLE_BYTES = 32 << 20
-_SLOW_BYTES_PER_SECOND = 2e9
-"""Less than reading into small pages gives."""
+_SAMPLE_BYTES = 16 << 20
+_SLOW_BYTES_PER_SECOND = 2.5e9
+"""What a thread reads into small pages, or less."""
+_MADV_POPULATE_WRITE = 23
+"""Of Linux since 5.14."""
+_PROBED_BYTES = 2 * _HUGE_PAGE
+"""So much has a huge page in it, wherever it begins."""
+_SLOW_PAGE_SECONDS = 0.003
+"""Twice what as much memory in small pages takes."""
 _ARENA_BYTES = 256 << 20
 _TRIM_BYTES = 16 << 20
 
 
 class PageWatch:
-    """Watches a read into fresh memory, and goes back to small pages where huge ones turn out to be slow.
+    """Has fresh memory made of huge pages where they are fast, and of small ones where they are not.
 
     A huge page is cleared at memory speed where the machine has it at hand. On a virtual machine whose host has to
-    find the memory first, it may take 5 ms, and small pages that the guest has used lately are three times as fast.
-    Only the read itself can tell. A slow disk looks the same, and then it does not matter.
+    find the memory first, it may take 5 ms, and small pages that the guest has used lately are several times as fast.
+    Only trying can tell: one page of each piece of memory, and the read itself later on. (A slow disk looks the
+    same there, and then it does not matter.)
     """
 
-    def __init__(self) -> None:
-        self.arenas: list[mmap.mmap] = []
+    def __init__(self, threads: int) -> None:
+        """`threads` is how many read into the memory at once."""
+        self._slow = _SLOW_BYTES_PER_SECOND * min(threads, 2)
+        self._arenas: list[mmap.mmap] = []
         self._started: float | None = None
         self._nbytes = 0
-        self._settled = not hasattr(mmap, "MADV_NOHUGEPAGE")
+        self._small = not hasattr(mmap, "MADV_NOHUGEPAGE")
+        self._settled = self._small
+
+    def add(self, arena: mmap.mmap) -> None:
+        """Hears of memory that is about to be read into."""
+        if not self._settled and len(arena) >= _PROBED_BYTES:
+            self._small = self._settled = _seconds_to_fault(arena) > _SLOW_PAGE_SECONDS
+        self._arenas.append(arena)
+        if self._small:
+            _use_small_pages(arena)
 
     def on_read(self, nbytes: int) -> None:
-        """Hears of bytes that have been read into the memory."""
+        """Hears of bytes that have come into the memory."""
         if self._started is None:  # the first one only starts the clock
             self._started = time.perf_counter()
             return
@@ -45,13 +63,28 @@ class PageWatch:
         if self._settled or self._nbytes < _SAMPLE_BYTES:
             return
         seconds = time.perf_counter() - self._started
-        if self._nbytes > _SLOW_BYTES_PER_SECOND * seconds:
+        if self._nbytes > self._slow * seconds:
             self._started, self._nbytes = time.perf_counter(), 0  # fast so far: look again after the next bytes
             return
-        self._settled = True
-        for arena in self.arenas:
-            with suppress(OSError):
-                arena.madvise(mmap.MADV_NOHUGEPAGE)
+        self._settled = self._small = True
+        for arena in self._arenas:
+            _use_small_pages(arena)
+
+
+def _seconds_to_fault(arena: mmap.mmap) -> float:
+    """The time that memory with a huge page in it takes; 0 where the kernel cannot be asked for it."""
+    started = time.perf_counter()
+    try:
+        arena.madvise(_MADV_POPULATE_WRITE, 0, 2 * _HUGE_PAGE - mmap.PAGESIZE)
+    except (OSError, ValueError):
+        return 0.0
+    return time.perf_counter() - started
+
+
+def _use_small_pages(arena: mmap.mmap) -> None:
+    if hasattr(mmap, "MADV_NOHUGEPAGE"):
+        with suppress(OSError):
+            arena.madvise(mmap.MADV_NOHUGEPAGE)
 
 
 @torch.inference_mode(False)
@@ -74,7 +107,7 @@ def fresh_tensors(
         if arena is None or nbytes > left:
             arena = _arena(_batch(sizes, index))
             if watch is not None:
-                watch.arenas.append(arena)
+                watch.add(arena)
             free, left = 0, len(arena)
         storage = torch.frombuffer(arena, dtype=torch.uint8, count=nbytes, offset=free).untyped_storage()
         used = aligned(nbytes)

@@ -1,12 +1,13 @@
 """Weights that torchao quantizes on their way into a model."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import nn
 
 from modelstate.errors import OptionError, PackageError, TransformError
+from modelstate.place.int8_rows import Change, int8_rows
 from modelstate.plan.transforms import ModuleTransform
 
 
@@ -24,6 +25,8 @@ class Quantize(ModuleTransform):
 
     config: Any
     """One of torchao's configs, as `Int8WeightOnlyConfig()`."""
+    _checked: dict[int, Change | None] = field(default_factory=dict, init=False, repr=False, compare=False)
+    """By the number of columns, how rows are quantized in place; None where torchao has to do it."""
 
     def __post_init__(self) -> None:
         quantization = _torchao()
@@ -51,17 +54,43 @@ class Quantize(ModuleTransform):
 
     def __call__(self, name: str, tensor: torch.Tensor, module: nn.Module) -> torch.Tensor:
         """The weight that a Linear has after `quantize_`."""
+        in_place = self._in_place(tensor)
+        return self._by_torchao(name, tensor, module) if in_place is None else in_place(tensor)
+
+    def _in_place(self, tensor: torch.Tensor) -> Change | None:
+        """The same without memory for the steps between, where that is known to be the same."""
+        is_plain_float = tensor.dtype == torch.float32 and tensor.device.type == "cpu" and tensor.is_contiguous()
+        if type(self.config).__name__ not in _INT8 or not is_plain_float or tensor.dim() != 2 or tensor.numel() == 0:
+            return None
+        columns = tensor.shape[1]
+        if columns not in self._checked:
+            layer = nn.Linear(1, 1, bias=False, device="meta")
+            self._checked[columns] = (
+                int8_rows(lambda rows: self._by_torchao("a sample", rows, layer), columns)
+                if _by_rows(self.config)
+                else None
+            )
+        return self._checked[columns]
+
+    def _by_torchao(self, name: str, tensor: torch.Tensor, module: nn.Module) -> torch.Tensor:
         layer = _linear(tensor, module)
-        model, bias = nn.Sequential(layer), layer.bias
-        _torchao().quantize_(model, self.config)
+        bias, quantize_ = layer.bias, _torchao().quantize_
+        if _by_rows(self.config):
+            # Many small calls: without a model around the layer each takes a third less. It is known to stay.
+            model: Any = layer
+            quantize_(layer, self.config)
+        else:
+            holder = nn.Sequential(layer)
+            quantize_(holder, self.config)
+            model = holder[0]
         weight: Any = layer.weight
-        touched = model[0] is not layer or type(layer) is not nn.Linear or layer.bias is not bias
+        touched = model is not layer or type(layer) is not nn.Linear or layer.bias is not bias
         vars(layer).pop("extra_repr", None)  # a method that torchao has bound to the layer, and that keeps it alive
         if touched or not isinstance(weight, torch.Tensor):
             raise TransformError(
                 "the config changes more than the weight; nothing has been changed",
                 where=name,
-                found=f"{type(self.config).__name__} makes of the layer: {model[0]}",
+                found=f"{type(self.config).__name__} makes of the layer: {model}",
                 remedy="load without it, then quantize_(model, config)",
             )
         return weight
@@ -70,8 +99,7 @@ class Quantize(ModuleTransform):
         """As many as fit into a processor's cache, where the config has scales of their own for rows."""
         if len(shape) != 2 or not _by_rows(self.config):
             return None
-        rows = max(_ROWS_BYTES // max(shape[1] * max(dtype.itemsize, 4), 1), 1)
-        return rows if rows < shape[0] else None
+        return min(max(_ROWS_BYTES // max(shape[1] * max(dtype.itemsize, 4), 1), 1), shape[0])
 
     def extra_bytes(self, shape: tuple[int, ...], dtype: torch.dtype) -> int:
         """What torchao takes meanwhile: copies of the weight as float32."""
@@ -87,7 +115,8 @@ _HEAP_BYTES = 24 << 20
 """What a thread's heap keeps of it between two calls."""
 
 
-_ROWS_BYTES = 1 << 20
+_ROWS_BYTES = 2 << 20
+"""As float32: so many that the calls themselves do not count."""
 
 
 def _by_rows(config: Any) -> bool:
@@ -105,6 +134,7 @@ def _by_rows(config: Any) -> bool:
     return isinstance(granularity, PerGroup) or (isinstance(granularity, PerAxis) and granularity.axis == 0)
 
 
+_INT8 = {"Int8WeightOnlyConfig", "Int8DynamicActivationInt8WeightConfig"}
 _ROW_BY_ROW = {
     "Int8WeightOnlyConfig",
     "Int8DynamicActivationInt8WeightConfig",
@@ -115,12 +145,16 @@ _ROW_BY_ROW = {
 
 def _linear(weight: torch.Tensor, like: nn.Module) -> nn.Linear:
     """A Linear with this weight, and a bias where the other has one."""
-    layer = nn.Linear(1, 1, bias=False, device="meta")
+    layer = nn.Linear.__new__(nn.Linear)  # without the values of its own that it would begin with
+    nn.Module.__init__(layer)
     layer.out_features, layer.in_features = weight.shape
     needs_grad = like.weight.requires_grad if isinstance(like.weight, torch.Tensor) else True
     layer.weight = nn.Parameter(weight, requires_grad=needs_grad)
-    if like.bias is not None:
+    has_bias: bool = getattr(like, "bias", None) is not None
+    if has_bias:
         layer.bias = nn.Parameter(torch.zeros(weight.shape[0], dtype=weight.dtype, device=weight.device))
+    else:
+        layer.register_parameter("bias", None)
     return layer
 
 

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 
 from modelstate.errors import TransformError
-from modelstate.place.memory import fresh_tensors
+from modelstate.place.memory import PageWatch, fresh_tensors
 from modelstate.plan.placement import is_plain
 from modelstate.spec import contiguous_stride
 
@@ -28,8 +28,8 @@ def parts_of(tensor: torch.Tensor) -> dict[str, torch.Tensor] | None:
 class Joined:
     """A tensor of so many rows, of which some are given at a time, from any thread and in any order."""
 
-    def __init__(self, name: str, rows: int) -> None:
-        self._name, self._rows = name, rows
+    def __init__(self, name: str, rows: int, watch: PageWatch) -> None:
+        self._name, self._rows, self._watch = name, rows, watch
         self._first: torch.Tensor | None = None
         self._parts: dict[str, torch.Tensor] = {}
         self._lock = threading.Lock()
@@ -54,7 +54,7 @@ class Joined:
     def _begin(self, some: torch.Tensor, parts: dict[str, torch.Tensor]) -> None:
         self._first = some
         layouts = [(torch.Size((self._rows, *part.shape[1:])), None, part.dtype) for part in parts.values()]
-        self._parts = dict(zip(parts, fresh_tensors(layouts), strict=True))
+        self._parts = dict(zip(parts, fresh_tensors(layouts, self._watch), strict=True))
         self._parts = {
             name: part if parts[name].device.type == "cpu" else torch.empty_like(part, device=parts[name].device)
             for name, part in self._parts.items()

@@ -20,7 +20,7 @@ from modelstate.plan.prepare import Preparation
 from modelstate.plan.torch_private import storage_owners
 from modelstate.plan.transforms import Transform
 from modelstate.read.checkpoint import is_plain_memory
-from modelstate.read.ranges import Request
+from modelstate.read.ranges import Request, read_threads
 from modelstate.spec import StoredComposite, StoredTensor, contiguous_stride
 
 Progress = Callable[[int], None]
@@ -43,7 +43,7 @@ def stage(preparation: Preparation, progress: Progress) -> None:
     from_file, rest = _split(waiting, lambda made: made.is_run_of_bytes and made.reads_plainly)
     streamed, from_file = _split(from_file, lambda made: made.is_streamed)
     straight, others = _split(from_file, lambda made: made.reads_unchanged)
-    watch = PageWatch()
+    watch = PageWatch(read_threads())
     finals = fresh_tensors([made.layout for made in straight], watch)
     in_order, strided = _split(list(zip(straight, finals, strict=True)), lambda pair: is_plain_memory(pair[1]))
     _read(preparation, in_order, _both(progress, watch.on_read))

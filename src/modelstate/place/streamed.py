@@ -24,13 +24,13 @@ def read_streamed(preparation: Preparation, streamed: Sequence[Assignment], prog
     """
     if not streamed:
         return
-    flow = _Flow(streamed)
     means = preparation.means
+    flow = _Flow(streamed, means.threads)
 
     def on_block(block: Block, seconds: float) -> None:
         for part in block.parts:
             streamed[part.which].seconds += seconds * part.nbytes / block.wanted_bytes
-        flow.watch.on_read(block.wanted_bytes)
+        flow.watch.on_read(sum(_written_bytes(streamed[part.which], part) for part in block.parts))
         progress(block.wanted_bytes)
 
     preparation.checkpoint.stream(
@@ -48,11 +48,11 @@ def read_streamed(preparation: Preparation, streamed: Sequence[Assignment], prog
 class _Flow:
     """Where the pieces go."""
 
-    def __init__(self, streamed: Sequence[Assignment]) -> None:
-        self.watch = PageWatch()
+    def __init__(self, streamed: Sequence[Assignment], threads: int) -> None:
+        self.watch = PageWatch(threads)
         self._streamed = streamed
         self._joined = {
-            index: Joined(made.name, made.param.shape[0])
+            index: Joined(made.name, made.param.shape[0], self.watch)
             for index, made in enumerate(streamed)
             if made.remake is not None
         }
@@ -120,6 +120,11 @@ def _memory(cast: Sequence[Assignment], watch: PageWatch) -> list[torch.Tensor]:
             else:
                 found.append(torch.empty(made.param.shape, dtype=made.dtype, device=made.device))
     return found
+
+
+def _written_bytes(made: Assignment, part: Part) -> int:
+    """About as many as come of a piece."""
+    return part.nbytes // 4 if made.remake is not None else part.nbytes // made.value.itemsize * made.dtype.itemsize
 
 
 def _shown(buffer: torch.Tensor, part: Part, dtype: torch.dtype) -> torch.Tensor:
