@@ -111,7 +111,7 @@ class Quantize(ModuleTransform):
 # four for others; and one more, for up to the size of a weight can lie in holes of the heap that are just too small.
 _COPIES = {"Int8WeightOnly": 3, "Int8DynamicActivation": 3, "IntxWeightOnly": 3}
 _MOST_COPIES = 5
-_HEAP_BYTES = 24 << 20
+_HEAP_BYTES = 32 << 20
 """What a thread's heap keeps of it between two calls."""
 
 

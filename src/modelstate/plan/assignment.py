@@ -124,6 +124,17 @@ class Assignment:
         return self.layout[1] is None and (self.remake is None or self.remake_rows > 0)
 
     @property
+    def way(self) -> str:
+        """How its bytes come in: see `Step.way`."""
+        if self.placement.mapped:
+            return "mapped"
+        if self.stored is None or isinstance(self.stored, torch.Tensor):
+            return "in memory"
+        if self.is_streamed:
+            return "streamed"
+        return "direct" if self.is_run_of_bytes and self.reads_plainly and self.reads_unchanged else "whole"
+
+    @property
     def unit_bytes(self) -> int:
         """Bytes of the file that have to come together, where the value is streamed."""
         if self.remake is None:
@@ -160,14 +171,15 @@ Row = tuple[
     int,
     tuple[str, ...],
     tuple[str, tuple[str, ...]],
+    str,
     float,
 ]
-"""Name, kind, placement, shape, dtype, dtype in the checkpoint, device, bytes, ties, source with rules, and seconds."""
+"""Name, kind, placement, shape, dtypes after and before, device, bytes, ties, source with rules, way and seconds."""
 
 
 def step_of(row: Row) -> Step:
     """The step of an assignment."""
-    name, kind, placement, shape, dtype, stored, device, nbytes, ties, (source, rules), _ = row
+    name, kind, placement, shape, dtype, stored, device, nbytes, ties, (source, rules), way, _ = row
     return Step(
         name,
         kind,
@@ -182,4 +194,5 @@ def step_of(row: Row) -> Step:
         placement.mapped,
         ties,
         rules,
+        way,
     )

@@ -62,6 +62,9 @@ class Step(NamedTuple):
     """Other names of the same tensor in the model."""
     rules: tuple[str, ...] = ()
     """The rules that led from the source to the name."""
+    way: str = ""
+    """How its bytes come in: "mapped"; "direct", read into the memory where they stay; "streamed", cast, moved or
+    quantized in blocks while they are read; "whole", read into a buffer first; "in memory", where they are already."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,18 +143,23 @@ def placements(steps: tuple[Step, ...]) -> list[str]:
     """A line for each way in which tensors are placed, and one for each cast."""
     ways: Counter[tuple[str, str]] = Counter()
     casts: Counter[str] = Counter()
+    read: Counter[str] = Counter()
     sizes: Counter[tuple[str, str]] = Counter()
     for step in steps:
         ways[step.placement, step.why] += 1
         sizes[step.placement, step.why] += step.nbytes
         if step.cast:
             casts[step.cast] += 1
+        if step.way and step.way != "in memory":
+            read[step.way] += step.nbytes
     lines = [
         f"{placement}: {count} tensors, {size(sizes[placement, why])}: {why}"
         if placement != "call"
         else f"{placement}: {count} extra states: {why}"
         for (placement, why), count in ways.most_common()
     ]
+    if read:
+        lines.append("bytes: " + ", ".join(f"{size(nbytes)} {way}" for way, nbytes in read.most_common()))
     return lines + [f"cast: {count} tensors from {cast}" for cast, count in casts.most_common()]
 
 

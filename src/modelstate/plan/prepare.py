@@ -334,6 +334,7 @@ class Preparation:
                 made.nbytes,
                 ties.get(made.name, ()),
                 way_of(made.given),
+                made.way,
                 made.seconds,
             )
             for made in self.assignments
