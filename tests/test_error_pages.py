@@ -56,11 +56,15 @@ def agrees(printed: str, shown: str) -> bool:
 
 @pytest.fixture
 def namespace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, Any]]:
-    """Names for code that runs in a folder of its own; torch's switches are put back afterwards."""
+    """Names for code that runs in a folder of its own; packages and torch's switches are put back afterwards."""
+    packages = dict(sys.modules)
     module = ModuleType("page_in_a_test")
     monkeypatch.setitem(sys.modules, module.__name__, module)
     monkeypatch.chdir(tmp_path)
     yield vars(module)
+    for name in [name for name, found in sys.modules.items() if found is None]:  # hidden by the page
+        del sys.modules[name]
+        sys.modules.update({name: packages[name]} if packages.get(name) is not None else {})
     torch.__future__.set_swap_module_params_on_conversion(False)
 
 

@@ -124,14 +124,15 @@ class HeapTrim:
     hole is too small for the next large tensor, and the heap grows by all that it has ever allocated.
     """
 
-    def __init__(self) -> None:
-        self._nbytes = 0
+    def __init__(self, every_bytes: int = _TRIM_BYTES) -> None:
+        """`every_bytes` that were freed it gives back what it can."""
+        self._every_bytes, self._nbytes = every_bytes, 0
         self._trim: Any = getattr(ctypes.CDLL(None), "malloc_trim", None) if sys.platform == "linux" else None
 
     def on_freed(self, nbytes: int) -> None:
         """Hears of bytes that have been freed."""
         self._nbytes += nbytes
-        if self._nbytes >= _TRIM_BYTES:
+        if self._nbytes >= self._every_bytes:
             self.trim()
 
     def trim(self) -> None:

@@ -54,15 +54,14 @@ class Quantize(ModuleTransform):
 
     def __call__(self, name: str, tensor: torch.Tensor, module: nn.Module) -> torch.Tensor:
         """The weight that a Linear has after `quantize_`."""
-        in_place = self._in_place(tensor)
+        is_ordered = tensor.dim() == 2 and tensor.is_contiguous() and tensor.device.type == "cpu"
+        in_place = self._in_place(tensor.shape[1], tensor.dtype) if is_ordered and len(tensor) else None
         return self._by_torchao(name, tensor, module) if in_place is None else in_place(tensor)
 
-    def _in_place(self, tensor: torch.Tensor) -> Change | None:
+    def _in_place(self, columns: int, dtype: torch.dtype) -> Change | None:
         """The same without memory for the steps between, where that is known to be the same."""
-        is_plain_float = tensor.dtype == torch.float32 and tensor.device.type == "cpu" and tensor.is_contiguous()
-        if type(self.config).__name__ not in _INT8 or not is_plain_float or tensor.dim() != 2 or tensor.numel() == 0:
+        if type(self.config).__name__ not in _INT8 or dtype != torch.float32 or not columns:
             return None
-        columns = tensor.shape[1]
         if columns not in self._checked:
             layer = nn.Linear(1, 1, bias=False, device="meta")
             self._checked[columns] = (
@@ -103,6 +102,8 @@ class Quantize(ModuleTransform):
 
     def extra_bytes(self, shape: tuple[int, ...], dtype: torch.dtype) -> int:
         """What torchao takes meanwhile: copies of the weight as float32."""
+        if len(shape) == 2 and self._in_place(shape[1], dtype) is not None:
+            return _HEAP_IN_PLACE_BYTES
         copies = next((n for part, n in _COPIES.items() if part in type(self.config).__name__), _MOST_COPIES)
         return copies * torch.Size(shape).numel() * max(dtype.itemsize, 4) + _HEAP_BYTES
 
@@ -111,8 +112,8 @@ class Quantize(ModuleTransform):
 # four for others; and one more, for up to the size of a weight can lie in holes of the heap that are just too small.
 _COPIES = {"Int8WeightOnly": 3, "Int8DynamicActivation": 3, "IntxWeightOnly": 3}
 _MOST_COPIES = 5
-_HEAP_BYTES = 32 << 20
-"""What a thread's heap keeps of it between two calls."""
+_HEAP_BYTES, _HEAP_IN_PLACE_BYTES = 32 << 20, 8 << 20
+"""What a thread's heap keeps of it between two calls; and where it is computed in place."""
 
 
 _ROWS_BYTES = 2 << 20

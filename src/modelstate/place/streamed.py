@@ -15,6 +15,8 @@ from modelstate.read.stream import Block, Part, Wait, Wanted
 from modelstate.spec import StoredTensor, contiguous_stride
 
 Progress = Callable[[int], None]
+_TRIM_BYTES = 64 << 20
+"""What is remade before the heaps are asked for what is free in them."""
 
 
 def read_streamed(preparation: Preparation, streamed: Sequence[Assignment], progress: Progress) -> None:
@@ -28,9 +30,7 @@ def read_streamed(preparation: Preparation, streamed: Sequence[Assignment], prog
     flow = _Flow(streamed, means.threads)
 
     def on_block(block: Block, seconds: float) -> None:
-        for part in block.parts:
-            streamed[part.which].seconds += seconds * part.nbytes / block.wanted_bytes
-        flow.watch.on_read(sum(_written_bytes(streamed[part.which], part) for part in block.parts))
+        flow.on_block(block, seconds)
         progress(block.wanted_bytes)
 
     preparation.checkpoint.stream(
@@ -51,6 +51,7 @@ class _Flow:
     def __init__(self, streamed: Sequence[Assignment], threads: int) -> None:
         self.watch = PageWatch(threads)
         self._streamed = streamed
+        self._trim = HeapTrim(_TRIM_BYTES)
         self._joined = {
             index: Joined(made.name, made.param.shape[0], self.watch)
             for index, made in enumerate(streamed)
@@ -103,7 +104,16 @@ class _Flow:
             made.dtype = made.final.dtype
             made.placement = after_remaking(made.placement, made.param, made.final)
         if self._joined:
-            HeapTrim().trim()
+            self._trim.trim()
+
+    def on_block(self, block: Block, seconds: float) -> None:
+        """Takes down what a block took, and looks after the memory that comes of it."""
+        for part in block.parts:
+            made = self._streamed[part.which]
+            made.seconds += seconds * part.nbytes / block.wanted_bytes
+            if made.remake_bytes:
+                self._trim.on_freed(part.nbytes)
+        self.watch.on_read(sum(_written_bytes(self._streamed[part.which], part) for part in block.parts))
 
 
 def _memory(cast: Sequence[Assignment], watch: PageWatch) -> list[torch.Tensor]:
