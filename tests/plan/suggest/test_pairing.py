@@ -133,6 +133,12 @@ class TestMatch:
         old, new = ({f"{name}.weight": (4, 4) for name in side} for side in (names, names.values()))
         assert matched(old, new).get("encoder.0.norm1.weight") != "h.0.ln_2.weight"
 
+    def test_the_first_norm_of_one_stack_is_not_the_one_behind_attention_of_another(self) -> None:
+        names = {"decoder.0.attn": "zone.0.attention", "decoder.0.norm1": "zone.0.zen"}
+        names |= {"h.0.norm1": "h.0.zen", "h.0.norm2": "h.0.post_attention_layernorm"}
+        old, new = ({f"{name}.weight": (4, 4) for name in side} for side in (names, names.values()))
+        assert matched(old, new)["h.0.norm2.weight"] == "h.0.post_attention_layernorm.weight"
+
     def test_norms_that_are_numbered_and_norms_that_are_named(self) -> None:
         old = {f"h.{i}.ln_{n}.{role}": (4,) for i in range(2) for n in (1, 2) for role in ("weight", "bias")}
         for first, second in (("input_layernorm", "post_attention_layernorm"), ("attention_norm", "ffn_norm")):

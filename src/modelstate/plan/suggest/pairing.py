@@ -111,11 +111,23 @@ def _can_be(source: Unit, target: Unit, pairing: Pairing) -> bool:
         return False
     if any(one.constant and other.constant and one.constant != other.constant for one, other in sides):
         return False
+    if _counts_otherwise(source, target) or _counts_otherwise(target, source):
+        return False
     # What is not certain of all layers together is not certain of one of them.
     names = _without_digits(source.owner), _without_digits(target.owner)
     if names not in pairing.crossed and not all(order_is_told(one, other) for one, other in sides):
         pairing.crossed.add(names)
     return names not in pairing.crossed
+
+
+def _counts_otherwise(numbered: Unit, said: Unit) -> bool:
+    """Whether one is a norm with a number, and the other the norm of a layer that has another one: norm1, second."""
+    numbers = {number for one in numbered.roles.values() for number in one.constant}
+    asked = {number for word, number in _ORDINALS.items() if word in said.means}
+    return "norm" in numbered.means and bool(numbers) and bool(asked) and not numbers & asked
+
+
+_ORDINALS = {"first": "1", "second": "2"}
 
 
 def _without_digits(name: str) -> str:
