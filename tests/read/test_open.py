@@ -18,6 +18,7 @@ import textwrap
 import warnings
 import zipfile
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +30,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from safetensors.torch import save, save_file
 
+import modelstate as ms
 from modelstate.errors import (
     AmbiguousDirectoryError,
     EmptyFileError,
@@ -50,6 +52,7 @@ from modelstate.errors import (
 from modelstate.read.checkpoint import Checkpoint
 from modelstate.read.open import open as open_checkpoint
 from modelstate.read.open import read_contents
+from modelstate.testing import Request, faulty_reads
 from tests.read.files import index_text, same
 
 STATE = {"weight": torch.arange(6.0).reshape(2, 3), "bias": torch.arange(3)}
@@ -721,3 +724,25 @@ def test_a_cut_file_is_told_from_one_of_another_kind(length: int, tmp_path: Path
 
 def test_the_type_of_what_opens() -> None:
     assert type(open_checkpoint({})) is Checkpoint
+
+
+@pytest.mark.parametrize("make", [torch.save, lambda state, path: save_file(state, path)])
+def test_a_file_that_is_written_over_while_it_is_opened(make: Any, tmp_path: Path) -> None:
+    """At each request in turn: what is loaded is one of the two files, and no mixture."""
+    path, count, at = tmp_path / "x", 1, 0
+    while at < count:
+        at += 1
+        make({"a": torch.zeros(3), "b": torch.ones(5)}, path)
+        os.utime(path, ns=(at, at))
+
+        def write_over(request: Request) -> None:
+            make({"a": torch.full((5,), 2.0), "b": torch.full((3,), 3.0)}, path)
+
+        found: dict[str, list[float]] = {}
+        with suppress(ms.ModelStateError):
+            with faulty_reads(at=at, before=write_over) as faults:
+                checkpoint = ms.open(path)
+            found = {name: checkpoint.tensor(name).tolist() for name in checkpoint}
+        count = len(faults.requests)
+        assert found in ({}, {"a": [0.0] * 3, "b": [1.0] * 5}, {"a": [2.0] * 5, "b": [3.0] * 3}), at
+    assert count > 3

@@ -25,6 +25,7 @@ from modelstate.read.directory import find_in
 from modelstate.read.paths import local_path, no_access, not_found, special_file
 from modelstate.read.quiet import no_collection
 from modelstate.read.source_file import SourceFile
+from modelstate.read.stamp import noted, stamps_of
 from modelstate.spec import Contents
 
 Source = str | os.PathLike[str] | Mapping[Any, Any]
@@ -74,10 +75,12 @@ def open(
     if isinstance(source, Checkpoint):
         return source if key is None else source.select(key)
     source = cast(Source, source)
-    with no_collection():
+    with no_collection(), noted() as stamps:
         contents = read_contents(source, allow=allow, skip_forbidden=skip_forbidden)
         name = "mapping" if isinstance(source, Mapping) else os.fspath(source)
-        return Checkpoint(contents, source=name, key=key)
+        # What each file was before its header was read: one that was written meanwhile is refused when it is read.
+        stamps |= stamps_of(path for path in contents.files if path not in stamps)
+        return Checkpoint(contents, source=name, key=key, stamps={path: stamps[path] for path in contents.files})
 
 
 def read_contents(source: Source, *, allow: Sequence[object] = (), skip_forbidden: bool = False) -> Contents:

@@ -5,6 +5,7 @@ from types import TracebackType
 
 from modelstate.errors import OpenError, ReadFailedError, SourceAccessError, SourceNotFoundError, TruncatedFileError
 from modelstate.read import system
+from modelstate.read.stamp import note
 
 MAX_STRUCTURE_BYTES = 2**31
 """More than any table of contents has; it keeps a sparse file from being read into memory."""
@@ -81,7 +82,9 @@ class SourceFile:
 def _opened(path: str) -> tuple[int, int]:
     descriptor = system.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
-        return descriptor, system.fstat(descriptor).st_size
+        status = system.fstat(descriptor)
+        note(path, status)
+        return descriptor, status.st_size
     except BaseException:
         os.close(descriptor)
         raise

@@ -1,7 +1,9 @@
 """Whether a file is still the one whose header was read."""
 
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import NamedTuple
 
 from modelstate.errors import ReadFailedError
@@ -17,6 +19,27 @@ class Stamp(NamedTuple):
     modified_ns: int
     inode: int
     device: int
+
+
+_noted: ContextVar[dict[str, Stamp] | None] = ContextVar("_noted", default=None)
+
+
+@contextmanager
+def noted() -> Iterator[dict[str, Stamp]]:
+    """The stamps that files have when they are first opened within this context, before anything is read of them."""
+    found: dict[str, Stamp] = {}
+    token = _noted.set(found)
+    try:
+        yield found
+    finally:
+        _noted.reset(token)
+
+
+def note(path: str, status: os.stat_result) -> None:
+    """Takes down what a file is that has just been opened."""
+    found = _noted.get()
+    if found is not None:
+        found.setdefault(path, _stamp(status))
 
 
 def stamps_of(paths: Iterable[str]) -> dict[str, Stamp]:
