@@ -431,3 +431,31 @@ def test_another_rule_of_torchao_is_followed(reduce_range: bool, tmp_path: Path)
     holder = after_load(nn.Sequential(theirs), config)
     assert flat(ours.weight) == flat(holder[0].weight)
     assert (ms.Quantize(config)._in_place(512, torch.float32) is None) == reduce_range
+
+
+def test_a_weight_of_one_number(tmp_path: Path) -> None:
+    save_file({"0.weight": torch.ones(1, 1), "0.bias": torch.zeros(1)}, tmp_path / "x.safetensors")
+    theirs, ours = nn.Sequential(nn.Linear(1, 1)), nn.Sequential(nn.Linear(1, 1))
+    ms.load(theirs, tmp_path / "x.safetensors")
+    ms.load(ours, tmp_path / "x.safetensors", transform=ms.Quantize(Q.Int8WeightOnlyConfig()))
+    same(ours, after_load(theirs, Q.Int8WeightOnlyConfig()))
+
+
+@pytest.mark.parametrize("background", [False, True])
+@pytest.mark.parametrize("rows", [64, 2100])
+@pytest.mark.parametrize("context", [torch.inference_mode, lambda: torch.device("meta")], ids=["inference", "meta"])
+def test_whatever_the_caller_has_set(context: Any, rows: int, background: bool, tmp_path: Path) -> None:
+    save_file({"0.weight": _rows("normal")[:rows].clone()}, tmp_path / "x.safetensors")
+    theirs, ours = (nn.Sequential(nn.Linear(512, rows, bias=False)) for _ in range(2))
+    ms.load(theirs, tmp_path / "x.safetensors")
+    with context():
+        loaded: Any = ms.load(
+            ours,
+            tmp_path / "x.safetensors",
+            transform=ms.Quantize(Q.Int8WeightOnlyConfig()),
+            background=background,  # type: ignore[call-overload]
+        )
+        if background:
+            loaded.result()
+    same(ours, after_load(theirs, Q.Int8WeightOnlyConfig()))
+    assert not ours[0].weight.is_inference()

@@ -11,9 +11,9 @@ from typing import Any
 import torch
 
 from modelstate.errors import MemoryBudgetError
+from modelstate.read.stream import aligned
 from modelstate.spec import contiguous_stride
 
-_ALIGN = 64
 _HUGE_PAGE = 2 << 20
 _SAMPLE_BYTES = 16 << 20
 _SLOW_BYTES_PER_SECOND = 2.5e9
@@ -167,11 +167,6 @@ def _arena(nbytes: int) -> mmap.mmap:
         with suppress(OSError):  # a kernel without huge pages: the memory is as good, only slower to fault in
             arena.madvise(mmap.MADV_HUGEPAGE)
     return arena
-
-
-def aligned(nbytes: int) -> int:
-    """The next multiple of what a tensor's memory begins at."""
-    return -(-nbytes // _ALIGN) * _ALIGN
 
 
 def _span(shape: Sequence[int], stride: Sequence[int] | None) -> int:

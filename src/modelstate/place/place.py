@@ -1,5 +1,6 @@
 """Putting a value into its slot."""
 
+from contextlib import nullcontext
 from dataclasses import replace
 
 import torch
@@ -111,4 +112,7 @@ def _become(name: str, param: torch.Tensor, value: torch.Tensor, journal: Journa
         raise error
     grad = param.grad if param.is_leaf else None
     fits = grad is not None and (grad.shape, grad.dtype, grad.device) == (value.shape, value.dtype, value.device)
-    journal.undo(become(param, value, grad if fits else None))
+    # What is made in inference mode could never be trained; what was made there can only be changed there.
+    made_there = param.is_inference() or value.is_inference()
+    with nullcontext() if made_there else torch.inference_mode(False):
+        journal.undo(become(param, value, grad if fits else None))

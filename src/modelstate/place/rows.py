@@ -1,7 +1,8 @@
 """A tensor that is put together of rows that come one after the other, plain or of a class that can be flattened."""
 
 import threading
-from typing import Any
+from collections.abc import Mapping
+from typing import Any, NamedTuple
 
 import torch
 
@@ -25,55 +26,77 @@ def parts_of(tensor: torch.Tensor) -> dict[str, torch.Tensor] | None:
     return parts if fit else None
 
 
+class _Kind(NamedTuple):
+    """What all pieces of a tensor have in common."""
+
+    cls: type
+    context: str
+    parts: tuple[tuple[str, torch.Size, torch.dtype, torch.device], ...]
+    freezes: bool
+
+
 class Joined:
     """A tensor of so many rows, of which some are given at a time, from any thread and in any order."""
 
     def __init__(self, name: str, rows: int, watch: PageWatch) -> None:
         self._name, self._rows, self._watch = name, rows, watch
-        self._first: torch.Tensor | None = None
+        self._kind: _Kind | None = None
+        self._context: Any = None
+        self._shape = torch.Size()
         self._parts: dict[str, torch.Tensor] = {}
         self._lock = threading.Lock()
 
     def put(self, first: int, some: torch.Tensor) -> None:
         """Takes the rows from `first` on. Raises `TransformError` where they are not like those that came before."""
         parts = parts_of(some)
+        kind = None if parts is None else _kind(some, parts)
         with self._lock:
-            if self._first is None and parts is not None:
-                self._begin(some, parts)
-        if parts is None or parts.keys() != self._parts.keys() or type(some) is not type(self._first):
+            if self._kind is None and parts is not None and kind is not None:
+                self._begin(some, parts, kind)
+        if parts is None or kind != self._kind:
             raise TransformError(
                 "what the transform returned for some rows cannot be joined; nothing has been changed",
                 where=self._name,
-                expected="plain tensors, or tensors of one class, whose parts have as many rows",
-                found=type(some).__name__,
+                expected="plain tensors, or tensors of one class, whose parts have as many rows"
+                if self._kind is None
+                else f"the same for all rows: {self._kind}",
+                found=type(some).__name__ if kind is None else kind,
                 remedy="let rows_at_once return None, so that it gets the whole tensor",
             )
         for name, part in parts.items():
             self._parts[name][first : first + part.shape[0]].copy_(part)
 
-    def _begin(self, some: torch.Tensor, parts: dict[str, torch.Tensor]) -> None:
-        self._first = some
-        layouts = [(torch.Size((self._rows, *part.shape[1:])), None, part.dtype) for part in parts.values()]
-        self._parts = dict(zip(parts, fresh_tensors(layouts, self._watch), strict=True))
-        self._parts = {
-            name: part if parts[name].device.type == "cpu" else torch.empty_like(part, device=parts[name].device)
-            for name, part in self._parts.items()
-        }
+    def _begin(self, some: torch.Tensor, parts: Mapping[str, torch.Tensor], kind: _Kind) -> None:
+        self._context = None if is_plain(some) else some.__tensor_flatten__()[1]  # type: ignore[attr-defined]
+        self._shape = torch.Size((self._rows, *some.shape[1:]))
+        on_cpu = {name: part for name, part in parts.items() if part.device.type == "cpu"}
+        layouts = [(torch.Size((self._rows, *part.shape[1:])), None, part.dtype) for part in on_cpu.values()]
+        fresh = dict(zip(on_cpu, fresh_tensors(layouts, self._watch), strict=True))
+        for name, part in parts.items():
+            shape = (self._rows, *part.shape[1:])
+            there = fresh.get(name)
+            self._parts[name] = there if there is not None else torch.empty(shape, dtype=part.dtype, device=part.device)
+        self._kind = kind
 
     @property
     def whole(self) -> torch.Tensor:
         """The tensor, when all rows have come."""
-        some = self._first
-        assert some is not None
-        if is_plain(some):
+        assert self._kind is not None
+        if self._context is None and "" in self._parts:
             return self._parts[""]
-        shape = torch.Size((self._rows, *some.shape[1:]))
-        _, context = some.__tensor_flatten__()  # type: ignore[attr-defined]
-        cls: Any = type(some.data)
-        made: torch.Tensor = cls.__tensor_unflatten__(self._parts, context, shape, contiguous_stride(shape))
+        cls: Any = self._kind.cls
+        made: torch.Tensor = cls.__tensor_unflatten__(
+            self._parts, self._context, self._shape, contiguous_stride(self._shape)
+        )
         return made
 
     @property
     def freezes(self) -> bool:
         """Whether the rows came as a parameter that gets no gradient."""
-        return isinstance(self._first, torch.nn.Parameter) and not self._first.requires_grad
+        return self._kind is not None and self._kind.freezes
+
+
+def _kind(some: torch.Tensor, parts: Mapping[str, torch.Tensor]) -> _Kind:
+    context = "" if is_plain(some) else repr(some.__tensor_flatten__()[1])  # type: ignore[attr-defined]
+    like = tuple((name, part.shape[1:], part.dtype, part.device) for name, part in parts.items())
+    return _Kind(type(some.data), context, like, isinstance(some, torch.nn.Parameter) and not some.requires_grad)

@@ -9,7 +9,7 @@ import torch
 from torch.autograd.graph import increment_version
 
 from modelstate.errors import MemoryBudgetError, ModelStateError, PlacementError
-from modelstate.place.memory import HeapTrim, PageWatch, aligned, fresh_tensors
+from modelstate.place.memory import HeapTrim, PageWatch, fresh_tensors
 from modelstate.place.remake import called, remake, settled
 from modelstate.place.streamed import read_streamed
 from modelstate.plan.assignment import Assignment
@@ -21,6 +21,7 @@ from modelstate.plan.torch_private import storage_owners
 from modelstate.plan.transforms import Transform
 from modelstate.read.checkpoint import is_plain_memory
 from modelstate.read.ranges import Request, read_threads
+from modelstate.read.stream import aligned
 from modelstate.spec import StoredComposite, StoredTensor, contiguous_stride
 
 Progress = Callable[[int], None]

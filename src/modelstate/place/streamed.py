@@ -64,6 +64,7 @@ class _Flow:
         self.on_device = bool(devices)
         self._queues = Queues(devices)
 
+    @torch.inference_mode(False)
     def consume(self, block: Block, buffer: torch.Tensor) -> Wait | None:
         """Takes a block out of the buffer that it is in."""
         values: list[torch.Tensor] = []
@@ -93,6 +94,7 @@ class _Flow:
             some = rows[at : at + made.remake_rows].to(made.dtype).to(made.device)
             joined.put(first + at, called(made.remake, made.name, some, some.shape))
 
+    @torch.inference_mode(False)
     def end(self) -> None:
         """Hands the values over, when all of them are there."""
         for index, made in enumerate(self._streamed):

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 from modelstate.plan.assignment import Assignment
 from modelstate.read.ranges import read_threads
+from modelstate.read.stream import aligned
 
 _BLOCK_BYTES = 1 << 20
 """What a thread reads before it casts it: as much as stays in its processor's cache meanwhile."""
@@ -69,17 +70,18 @@ def peak_bytes(assignments: Iterable[Assignment], means: Means) -> int:
 def _streaming(streamed: Sequence[Assignment], means: Means) -> int:
     if not streamed:
         return 0
-    total = sum(made.nbytes for made in streamed)
-    buffer = min(max(means.block_bytes, max(min(made.unit_bytes, made.nbytes) for made in streamed)), total)
+    total = sum(aligned(made.nbytes) for made in streamed)
+    unit = max(min(made.unit_bytes, made.nbytes) for made in streamed)
+    buffer = min(aligned(max(means.block_bytes, unit)), total)
     buffers = 1 if all(made.on_cpu for made in streamed) else 2
-    threads = min(means.threads, -(-total // buffer))
+    threads = means.threads if total > buffer else 1
     return threads * (buffers * buffer + max(made.working_bytes for made in streamed))
 
 
 def _scratch(whole: Sequence[Assignment], means: Means) -> int:
     through = [made for made in whole if made.needs_buffer and made.transform is None]
-    together = sum(made.buffer_bytes for made in through if made.is_run_of_bytes)
-    buffer = max(max((made.buffer_bytes for made in through), default=0), min(together, means.scratch_bytes))
+    together = sum(aligned(made.buffer_bytes) for made in through if made.is_run_of_bytes)
+    buffer = max(max((aligned(made.buffer_bytes) for made in through), default=0), min(together, means.scratch_bytes))
     # The buffer is there while values are remade out of it.
     return buffer + max((made.passing_bytes for made in whole if made.remake is not None), default=0)
 

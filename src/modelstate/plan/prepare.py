@@ -39,7 +39,7 @@ from modelstate.plan.recorder import Outcome, walk
 from modelstate.plan.rules.chain import renamed_by
 from modelstate.plan.slots import BUFFER, EXTRA, HIDDEN, PARAMETER, Slot, slots_of
 from modelstate.plan.torch_private import storage_id
-from modelstate.plan.transforms import ModuleTransform, Transforms, bound
+from modelstate.plan.transforms import ModuleTransform, Transforms, asked_bytes, asked_rows, bound
 from modelstate.read.checkpoint import Checkpoint
 from modelstate.spec import ByteRange, StoredTensor, overlapping
 
@@ -225,11 +225,11 @@ class Preparation:
     @staticmethod
     def _measure_remaking(made: Assignment, last: ModuleTransform) -> None:
         """How a module's transform gets the value, and what memory it takes for it."""
-        shape, layout = tuple(made.param.shape), made.layout
-        rows = last.rows_at_once(shape, made.dtype) if shape and layout[1] is None and made.is_run_of_bytes else None
-        made.remake_rows = min(rows or 0, shape[0]) if shape else 0
+        shape = tuple(made.param.shape)
+        if shape and made.layout[1] is None and made.is_run_of_bytes:
+            made.remake_rows = min(asked_rows(last, made.name, shape, made.dtype) or 0, shape[0])
         part = (made.remake_rows, *shape[1:]) if made.remake_rows else shape
-        made.remake_bytes = last.extra_bytes(part, made.dtype)
+        made.remake_bytes = asked_bytes(last, made.name, part, made.dtype)
 
     @staticmethod
     def _can_be_read_straight(stored: Source | None) -> bool:

@@ -2,6 +2,7 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from fnmatch import fnmatchcase
 from functools import cached_property, partial
 from typing import NamedTuple
@@ -147,11 +148,39 @@ class Transforms:
 
 
 def _asked(transform: ModuleTransform, name: str, module: nn.Module) -> bool:
-    try:
+    with _asking(name, "whether it is for a tensor"):
         return transform.applies_to(name, module)
+
+
+def asked_rows(transform: ModuleTransform, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> int | None:
+    """What it says of the rows of a tensor. Raises `TransformError`."""
+    with _asking(name, "how many rows of a tensor it takes at once"):
+        rows = transform.rows_at_once(shape, dtype)
+        if rows is not None and not (_is_number(rows) and rows > 0):
+            raise TypeError(f"rows_at_once returned {rows!r}, and no number of rows from 1, or None")
+        return rows
+
+
+def asked_bytes(transform: ModuleTransform, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> int:
+    """What it says of the memory that it takes. Raises `TransformError`."""
+    with _asking(name, "how much memory it takes for a tensor"):
+        nbytes = transform.extra_bytes(shape, dtype)
+        if not (_is_number(nbytes) and nbytes >= 0):
+            raise TypeError(f"extra_bytes returned {nbytes!r}, and no number of bytes from 0")
+        return nbytes
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+@contextmanager
+def _asking(name: str, what: str) -> Iterator[None]:
+    try:
+        yield
     except Exception as error:
         raise TransformError(
-            "the transform cannot say whether it is for a tensor; nothing has been changed",
+            f"the transform cannot say {what}; nothing has been changed",
             where=name,
             found=f"{type(error).__name__}: {error}",
         ) from error

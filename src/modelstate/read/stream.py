@@ -54,6 +54,11 @@ class Block:
         return sum(part.nbytes for part in self.parts)
 
 
+def aligned(nbytes: int) -> int:
+    """The next multiple of what a tensor's memory begins at."""
+    return -(-nbytes // _ALIGN) * _ALIGN
+
+
 Wait = Callable[[], object]
 Consume = Callable[[Block, torch.Tensor], Wait | None]
 """Gets a block and the buffer, of bytes, that it is in. What it returns is called before the buffer is used again."""
@@ -91,7 +96,7 @@ def in_blocks(wanted: Sequence[Wanted], block_bytes: int) -> list[Block]:
                 nbytes = min(unit, left)
             parts.append(Part(index, first, nbytes, used))
             first += nbytes
-            used += -(-nbytes // _ALIGN) * _ALIGN
+            used += aligned(nbytes)
     close()
     return blocks
 

@@ -1,5 +1,6 @@
 """Threads that share a piece of work, and have all ended when it is over."""
 
+import os
 import threading
 import time
 from collections.abc import Callable
@@ -21,7 +22,7 @@ def work_together(work: Work, threads: int, *, with_torch: bool = False) -> None
     that they write to may be gone afterwards.
     """
     stop = threading.Event()
-    if threads <= 1:
+    if threads <= 1 or (with_torch and _is_forked):
         work(stop)
         return
     running: list[None] = []
@@ -50,14 +51,23 @@ def work_together(work: Work, threads: int, *, with_torch: bool = False) -> None
                 alone.give_up()
             _wait_until_empty(running)
         finally:
+            if alone is not None:
+                alone.end()
             pool.shutdown(cancel_futures=True)
 
 
 class _Alone:
-    """Threads in which operations of torch use no others."""
+    """Threads in which operations of torch use no others.
+
+    The number of threads is each thread's own, but torch also gives the last one that was set to threads that are new.
+    So it is put back when all have set theirs, and nobody else does the same meanwhile.
+    """
 
     def __init__(self, threads: int) -> None:
         self._begun = threading.Barrier(threads + 1)
+        self._lock = _lock
+        self._lock.acquire()
+        self._has_lock = True
         self._before = torch.get_num_threads()
 
     def enter(self) -> None:
@@ -67,17 +77,34 @@ class _Alone:
 
     def wait(self) -> None:
         """Waits for all of them."""
-        try:
-            self._begun.wait()
-        finally:
-            # The number is each thread's own, but torch also gives the last one to threads that are new.
-            torch.set_num_threads(self._before)
+        self._begun.wait()
+        self.end()
 
     def give_up(self) -> None:
-        """Lets those go on that wait for others, after an interrupt."""
-        if self._begun.n_waiting:
+        """Lets those go on that wait for others, or are about to, where not all have come."""
+        if self._has_lock:
             self._begun.abort()
+
+    def end(self) -> None:
+        """Puts the number back, once."""
+        if self._has_lock:
             torch.set_num_threads(self._before)
+            self._has_lock = False
+            self._lock.release()
+
+
+_lock = threading.Lock()
+_is_forked = False
+
+
+def _after_fork() -> None:
+    """A forked process lacks the threads that torch counts on: there only what the caller has set is known to work."""
+    global _is_forked, _lock
+    _is_forked, _lock = True, threading.Lock()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_after_fork)
 
 
 def _wait_until_empty(running: list[None]) -> None:
