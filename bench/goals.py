@@ -13,13 +13,13 @@ Found = Mapping[str, Measured]
 LIMITS: dict[str, str] = {
     "own-memory": "Fresh memory is what everybody pays for here: the table of limits has what reading into fresh small "
     "pages takes with all processors. Huge pages are several times as fast where the machine has them at hand, as in "
-    "that table, whose processes have just freed some. Others find that the host has taken them back; the load notices, "
-    "and does without them.",
+    "that table, whose processes have just freed some. Others find that the host has taken them back; the load "
+    "notices, and does without them.",
     "in-place": "Reading into touched memory is the limit, as the table of limits has it; the others are near it, too.",
     "cold": "The disk gives buffered reads less than half of what it gives O_DIRECT into memory that is there. Into "
     "fresh memory that does not come out: see fastsafetensors with it and without.",
-    "cast": "As for memory of its own: half as much fresh memory takes half as long, and is most of the time. The others "
-    "have the same memory to find, and twice as much in their maps.",
+    "cast": "As for memory of its own: half as much fresh memory takes half as long, and is most of the time. The "
+    "others have the same memory to find, and twice as much in their maps.",
     "int8": "Two thirds of the time are the reading and torchao's arithmetic, and the rest is fresh memory.",
 }
 """For a row that is not met: a sentence with the limit, from a profile. By the key of the row in `ROWS`."""
