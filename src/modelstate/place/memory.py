@@ -44,12 +44,12 @@ class PageWatch:
         self._started: float | None = None
         self._nbytes = 0
         self._small = not hasattr(mmap, "MADV_NOHUGEPAGE")
-        self._settled = self._small
+        """Whether it has gone back to small pages, from where there is no way."""
 
     def add(self, arena: mmap.mmap) -> None:
         """Hears of memory that is about to be read into."""
-        if not self._settled and len(arena) >= _PROBED_BYTES:
-            self._small = self._settled = _seconds_to_fault(arena) > _SLOW_PAGE_SECONDS
+        if not self._small and len(arena) >= _PROBED_BYTES:
+            self._small = _seconds_to_fault(arena) > _SLOW_PAGE_SECONDS
         self._arenas.append(arena)
         if self._small:
             _use_small_pages(arena)
@@ -60,13 +60,13 @@ class PageWatch:
             self._started = time.perf_counter()
             return
         self._nbytes += nbytes
-        if self._settled or self._nbytes < _SAMPLE_BYTES:
+        if self._small or self._nbytes < _SAMPLE_BYTES:
             return
         seconds = time.perf_counter() - self._started
         if self._nbytes > self._slow * seconds:
             self._started, self._nbytes = time.perf_counter(), 0  # fast so far: look again after the next bytes
             return
-        self._settled = self._small = True
+        self._small = True
         for arena in self._arenas:
             _use_small_pages(arena)
 

@@ -82,7 +82,7 @@ class Joined:
     def whole(self) -> torch.Tensor:
         """The tensor, when all rows have come."""
         assert self._kind is not None
-        if self._context is None and "" in self._parts:
+        if "" in self._parts:
             return self._parts[""]
         cls: Any = self._kind.cls
         made: torch.Tensor = cls.__tensor_unflatten__(
