@@ -20,7 +20,7 @@ LIMITS: dict[str, str] = {
     "fresh memory that does not come out: see fastsafetensors with it and without.",
     "cast": "As for memory of its own: half as much fresh memory takes half as long, and is most of the time. The "
     "others have the same memory to find, and twice as much in their maps.",
-    "int8": "Two thirds of the time are the reading and torchao's arithmetic, and the rest is fresh memory.",
+    "int8": "The reading, the arithmetic and the fresh memory for the weights share the time.",
 }
 """For a row that is not met: a sentence with the limit, from a profile. By the key of the row in `ROWS`."""
 

@@ -1,0 +1,46 @@
+"""Fresh memory in huge pages, as long as these are fast."""
+
+import re
+from pathlib import Path
+
+import pytest
+import torch
+
+from modelstate.place import memory
+
+LAYOUT = [(torch.Size([3 << 20]), None, torch.float32)]
+
+
+def has_small_pages(tensor: torch.Tensor) -> bool:
+    """Whether the kernel was told to give this memory no huge pages."""
+    smaps = Path("/proc/self/smaps")
+    if not smaps.exists():
+        pytest.skip("no /proc: the kernel does not say what it does with memory")
+    inside = False
+    for line in smaps.read_text().splitlines():
+        if found := re.match(r"([0-9a-f]+)-([0-9a-f]+) ", line):
+            inside = int(found[1], 16) <= tensor.data_ptr() < int(found[2], 16)
+        elif inside and line.startswith("VmFlags:"):
+            return " nh" in line
+    raise AssertionError("the memory is nowhere")
+
+
+@pytest.mark.parametrize("slow", [True, False])
+def test_a_slow_page_is_noticed_before_the_rest_is_used(slow: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(memory, "_seconds_to_fault", lambda arena: 0.01 if slow else 0.0001)
+    watch = memory.PageWatch(2)
+    first, second = (memory.fresh_tensors(LAYOUT, watch)[0] for _ in range(2))
+    assert [has_small_pages(first), has_small_pages(second)] == [slow, slow]
+
+
+@pytest.mark.parametrize(("seconds", "small"), [(1.0, True), (1e-6, False)])
+def test_a_slow_read_is_noticed_on_the_way(seconds: float, small: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(memory, "_seconds_to_fault", lambda arena: 0.0)
+    now = 0.0
+    monkeypatch.setattr(memory.time, "perf_counter", lambda: now)
+    watch = memory.PageWatch(2)
+    (fresh,) = memory.fresh_tensors(LAYOUT, watch)
+    watch.on_read(1)
+    now += seconds
+    watch.on_read(memory._SAMPLE_BYTES)
+    assert has_small_pages(fresh) == small
