@@ -3,7 +3,7 @@
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 
@@ -213,6 +213,17 @@ class Encoded:
     """The file and the name, for messages."""
 
 
+class Checksum(NamedTuple):
+    """What a file says of some of its bytes."""
+
+    algorithm: str
+    """ "crc32", or "xxh3-128"."""
+    block_bytes: int
+    """Each so many bytes have one; 0 where all of them have one together."""
+    value: str
+    """Hexadecimal, those of the blocks in a row."""
+
+
 @dataclass(frozen=True, slots=True)
 class TensorSpec:
     """A tensor of a checkpoint, without its data."""
@@ -263,10 +274,10 @@ class Contents:
     `_metadata` as an attribute."""
     files: tuple[str, ...] = ()
     """Every file that was read, and that tensors may lie in."""
-    metadata: Mapping[str, str] = field(default_factory=dict)
-    """What the file says of itself as text (the `__metadata__` of safetensors)."""
-    checksums: Mapping[ByteRange, int] = field(default_factory=dict)
-    """CRC-32 of whole storages, as far as the format keeps them."""
+    metadata: Mapping[str, Any] = field(default_factory=dict)
+    """What the file says of itself: text (the `__metadata__` of safetensors), or an `Encoded`."""
+    checksums: Mapping[ByteRange, Checksum] = field(default_factory=dict)
+    """Those of whole storages, as far as the format keeps them."""
 
 
 def contiguous_stride(shape: Sequence[int]) -> tuple[int, ...]:

@@ -21,7 +21,17 @@ from modelstate.read.stamp import Stamp, stamps_of
 from modelstate.read.stream import Consume, Wanted, stream
 from modelstate.read.tree import FlatTree, decoded, flatten, is_container, items_of, rebuild, subtree
 from modelstate.read.verify import verify
-from modelstate.spec import ByteRange, Combined, Contents, Encoded, Stored, StoredComposite, StoredTensor, TensorSpec
+from modelstate.spec import (
+    ByteRange,
+    Checksum,
+    Combined,
+    Contents,
+    Encoded,
+    Stored,
+    StoredComposite,
+    StoredTensor,
+    TensorSpec,
+)
 
 
 class Checkpoint(Mapping[str, TensorSpec]):
@@ -121,8 +131,8 @@ class Checkpoint(Mapping[str, TensorSpec]):
         return self._stamps
 
     @property
-    def checksums(self) -> Mapping[ByteRange, int]:
-        """CRC-32 of the storages that the file keeps one of."""
+    def checksums(self) -> Mapping[ByteRange, Checksum]:
+        """Checksums of the storages that the file keeps one of."""
         return self._contents.checksums
 
     @property
@@ -139,9 +149,9 @@ class Checkpoint(Mapping[str, TensorSpec]):
 
     @property
     def metadata(self) -> Mapping[str, Any]:
-        """`versions`: torch's `_metadata` of the state dict, by module path, where it is there; and what a
-        safetensors file says of itself, by its own keys."""
-        found: dict[str, Any] = dict(self._contents.metadata)
+        """`versions`: torch's `_metadata` of the state dict, by module path, where it is there; what a safetensors
+        file says of itself, by its own keys; `schema` and `extra`, as `modelstate.save` got them."""
+        found = {key: decoded(value, self.read) for key, value in self._contents.metadata.items()}
         versions = self.versions
         if versions is not None:
             found["versions"] = versions
@@ -289,8 +299,8 @@ class Checkpoint(Mapping[str, TensorSpec]):
         """Reads every tensor's storage and compares it with the checksum that the file keeps of it.
 
         Returns the number of bytes that were verified. Raises `ChecksumError` that names the tensors whose bytes are
-        damaged, or that says that the file has no checksums (safetensors files and mappings have none; torch's zip
-        files do), and `ReadFailedError`.
+        damaged, or that says that the file has no checksums (torch's zip files and what `modelstate.save` writes have
+        them, other safetensors files and mappings do not), and `ReadFailedError`.
         """
         return verify(self, on_read)
 

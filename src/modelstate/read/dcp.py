@@ -27,7 +27,7 @@ from modelstate.read.sharded import safe_paths
 from modelstate.read.source_file import SourceFile
 from modelstate.read.torch_globals import TorchGlobals
 from modelstate.read.torch_zip import Archive
-from modelstate.spec import ByteRange, Contents, StoredComposite, StoredTensor
+from modelstate.spec import ByteRange, Checksum, Contents, StoredComposite, StoredTensor
 
 FORMAT = "dcp"
 METADATA = ".metadata"
@@ -89,7 +89,7 @@ def read(path: str, *, allow: Sequence[object] = (), skip_forbidden: bool = Fals
     for name, item in metadata.items.items():
         if item is not None:
             made[name] = _tensor(item, made[name], f"{directory}: {name}")
-    checksums: dict[ByteRange, int] = {}
+    checksums: dict[ByteRange, Checksum] = {}
     for archive in archives.values():
         checksums.update(archive.checksums)
     return Contents(FORMAT, _tree(made, metadata, path), (path, *paths.values()), checksums=checksums)

@@ -87,7 +87,10 @@ def find_in(directory: str) -> str:
             remedy="download or copy the index too; shards of torch.distributed.checkpoint need consolidating first",
         )
     candidates = [found for found in candidates if found.stem == MODEL] or candidates
+    names = {found.name for found in candidates}
     chosen = [found for found in candidates if found.is_safetensors] or candidates
+    # A file goes before an index of the same name, as it does elsewhere: a save that was killed may leave both.
+    chosen = [found for found in chosen if found.name.removesuffix(sharded.INDEX_SUFFIX) not in names - {found.name}]
     if len(chosen) > 1 or len({found.stem for found in candidates}) > 1:
         raise _several(directory, candidates)
     return os.path.join(directory, chosen[0].name)

@@ -89,6 +89,8 @@ def read_contents(source: Source, *, allow: Sequence[object] = (), skip_forbidde
         return mapping.read(source)
     given = _path_of(source)
     path = local_path(given)
+    if not os.path.lexists(path) and os.path.exists(path + sharded.INDEX_SUFFIX):
+        path += sharded.INDEX_SUFFIX  # what `modelstate.save` makes of a path when it writes shards
     mode = _mode(path, given)
     if stat.S_ISDIR(mode):
         try:
@@ -100,7 +102,7 @@ def read_contents(source: Source, *, allow: Sequence[object] = (), skip_forbidde
     read_file = partial(_read_file, allow=allow, skip_forbidden=skip_forbidden)
     head = _head(path)
     if sharded.matches(head, path):
-        return sharded.read(path, read_file=read_file)
+        return sharded.read(path, read_file=read_file, allow=allow)
     if head and dcp.matches(head, path):
         return dcp.read(path, allow=allow, skip_forbidden=skip_forbidden)
     return read_file(path, head)
@@ -163,7 +165,7 @@ def _read_file(path: str, head: bytes | None = None, *, allow: Sequence[object],
     if torch_legacy.matches(head):
         return torch_legacy.read(path, allow=allow, skip_forbidden=skip_forbidden)
     if safetensors.matches(head):
-        return safetensors.read(path)
+        return safetensors.read(path, allow=allow)
     if sharded.matches(head, path):
         raise ShardIndexError("an index names another index as a shard", where=path, remedy="open that index")
     raise no_checkpoint(path, head)

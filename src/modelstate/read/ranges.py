@@ -154,7 +154,7 @@ def read_batch(descriptor: int, batch: Batch) -> None:
     at, left = batch.start, batch.nbytes
     largest_gap = max((length for address, length in batch.pieces if address is None), default=0)
     scratch = memoryview(bytearray(largest_gap))
-    views = [_memory(a, n) if a is not None else scratch[:n] for a, n in batch.pieces]
+    views = [memory_at(a, n) if a is not None else scratch[:n] for a, n in batch.pieces]
     while left:
         try:
             got = system.preadv(descriptor, views, at)
@@ -181,7 +181,8 @@ def _after(views: list[memoryview], count: int) -> list[memoryview]:
     return []
 
 
-def _memory(address: int, nbytes: int) -> memoryview:
+def memory_at(address: int, nbytes: int) -> memoryview:
+    """So many bytes at an address, which the caller keeps alive."""
     return _view_of_memory(address, nbytes, _PyBUF_WRITE)
 
 

@@ -11,6 +11,7 @@ read (see `modelstate.read.json_text`), and one that is not what it must be cost
 
 import re
 import struct
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -28,6 +29,7 @@ from modelstate.errors import (
     UnsupportedTensorError,
 )
 from modelstate.read import manifest
+from modelstate.read.digests import SEAL, check_seal
 from modelstate.read.json_text import SPACE, STRING, JsonText, JsonTextError, RepeatedKeyError, quote
 from modelstate.read.source_file import CUT_SHORT, SourceFile
 from modelstate.spec import ByteRange, Contents, StoredTensor, contiguous_stride
@@ -99,13 +101,14 @@ def matches(head: bytes) -> bool:
     return 2 <= length <= MAX_HEADER_BYTES and _is_text(text[: min(length, 64)])
 
 
-def read(path: str) -> Contents:
+def read(path: str, *, allow: Sequence[object] = ()) -> Contents:
     """The table of contents of a safetensors file: one flat dict, in the order of the bytes.
 
     Raises `HeaderLengthError`, `HeaderTooLargeError`, `HeaderSyntaxError`, `DuplicateNameError`, `UnknownDtypeError`,
     `UnsupportedTensorError` (6-bit floats, and 4-bit ones whose last dimension is odd), `TensorSizeError`,
-    `TensorRangeError`, `TruncatedFileError`, `ManifestError` for what `modelstate.save` has added, and what
-    `SourceFile` raises where the file cannot be read.
+    `TensorRangeError`, `TruncatedFileError`, what `modelstate.read.manifest.apply` raises for what `modelstate.save`
+    has added, `ChecksumError` where the header is not what it was when it was sealed, and what `SourceFile` raises
+    where the file cannot be read. `allow` has classes of tensors, as for `modelstate.open`.
     """
     header, file_bytes = _read_header(path)
     begin = 8 + len(header)
@@ -124,10 +127,12 @@ def read(path: str) -> Contents:
             remedy=CUT_SHORT,
         ) from error
     ordered = _in_file_order(tensors, path, begin, file_bytes)
+    if (seal := metadata.pop(SEAL, None)) is not None:
+        check_seal(header, seal, path)
     if manifest.KEY not in metadata:
         return Contents("safetensors", ordered, (path,), metadata)
-    state, said = manifest.apply(ordered, metadata.pop(manifest.KEY), path)
-    return Contents("safetensors", state, (path,), metadata | said)
+    told = manifest.apply(ordered, metadata.pop(manifest.KEY), path, "__metadata__", allow)
+    return Contents("safetensors", told.tree, (path,), metadata | told.metadata, told.checksums)
 
 
 def _read_header(path: str) -> tuple[bytes, int]:

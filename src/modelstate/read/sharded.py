@@ -14,7 +14,7 @@ The headers of all shards are read at opening, each once.
 import os
 import stat
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import PurePosixPath, PureWindowsPath
 from typing import Any
 
@@ -26,7 +26,8 @@ from modelstate.errors import (
     ShardIndexError,
     UnsafePathError,
 )
-from modelstate.read import system
+from modelstate.read import manifest, system
+from modelstate.read.digests import SEAL, check_seal
 from modelstate.read.json_text import JsonText, JsonTextError, RepeatedKeyError, quote
 from modelstate.read.source_file import SourceFile
 from modelstate.spec import Contents, Stored
@@ -34,6 +35,8 @@ from modelstate.spec import Contents, Stored
 MAX_INDEX_BYTES = 100_000_000
 MAX_NAMES = 1_000_000
 WEIGHT_MAP = "weight_map"
+INDEX_SUFFIX = ".index.json"
+_MOST_SAID = 100
 
 
 def matches(head: bytes, path: str) -> bool:
@@ -42,14 +45,14 @@ def matches(head: bytes, path: str) -> bool:
     return begins and (b'"weight_map"' in head or path.endswith(".index.json"))
 
 
-def read(index_path: str, *, read_file: Callable[[str], Contents]) -> Contents:
+def read(index_path: str, *, read_file: Callable[[str], Contents], allow: Sequence[object] = ()) -> Contents:
     """What all shards of an index hold: one flat dict, in the order of the shards' names and of their bytes.
 
     `read_file` opens one shard, whatever its format. Raises `ShardIndexError` where the index is damaged or its names
     are not those of the shards, `HeaderTooLargeError`, `UnsafePathError`, `MissingShardError`, `DuplicateNameError`,
     and what `read_file` raises.
     """
-    weight_map = read_weight_map(index_path)
+    weight_map, said = read_index(index_path)
     directory = os.path.dirname(index_path)
     shards = sorted(set(weight_map.values()))
     paths = safe_paths(index_path, directory, shards)
@@ -69,11 +72,20 @@ def read(index_path: str, *, read_file: Callable[[str], Contents]) -> Contents:
         merged._metadata = versions  # type: ignore[attr-defined]
     formats = sorted({found.format for found in contents.values()})
     checksums = {place: crc for found in contents.values() for place, crc in found.checksums.items()}
-    return Contents(" and ".join(formats), merged, (index_path, *paths), merged_metadata(contents), checksums)
+    files, metadata = (index_path, *paths), merged_metadata(contents)
+    if manifest.KEY not in said:
+        return Contents(" and ".join(formats), merged, files, metadata, checksums)
+    told = manifest.apply(merged, said[manifest.KEY], index_path, "metadata", allow)
+    return Contents(" and ".join(formats), told.tree, files, metadata | told.metadata, checksums | told.checksums)
 
 
 def read_weight_map(index_path: str) -> dict[str, str]:
     """The names of the tensors, each with the name of its shard."""
+    return read_index(index_path)[0]
+
+
+def read_index(index_path: str) -> tuple[dict[str, str], dict[str, str]]:
+    """The names of the tensors, each with the name of its shard; and what `modelstate.save` says of them."""
     with SourceFile(index_path) as file:
         if file.nbytes > MAX_INDEX_BYTES:
             raise HeaderTooLargeError(
@@ -84,10 +96,13 @@ def read_weight_map(index_path: str) -> dict[str, str]:
             )
         text = file.read(0, file.nbytes, "the index")
     weight_map: dict[str, str] | None = None
+    said: dict[str, str] = {}
     json = JsonText(text)
     try:
         for key in json.members():
-            if key != WEIGHT_MAP:
+            if key == "metadata" and SEAL.encode() in text:
+                said = json.strings(_MOST_SAID)
+            elif key != WEIGHT_MAP:
                 json.skip()
             elif weight_map is not None:
                 raise RepeatedKeyError(key, json.at, json.excerpt())
@@ -116,7 +131,9 @@ def read_weight_map(index_path: str) -> dict[str, str]:
             expected='{"weight_map": {"name of a tensor": "file", ...}}',
             remedy="open the file that holds the tensors, or its directory",
         )
-    return weight_map
+    if (seal := said.pop(SEAL, None)) is not None:
+        check_seal(text, seal, index_path)
+    return weight_map, said
 
 
 def safe_paths(index_path: str, directory: str, shards: list[str]) -> list[str]:

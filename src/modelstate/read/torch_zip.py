@@ -19,7 +19,7 @@ from modelstate.read.source_file import SourceFile
 from modelstate.read.torch_globals import StorageType, TorchGlobals
 from modelstate.read.unpickle import unpickle
 from modelstate.read.zip_directory import ZipDirectory
-from modelstate.spec import ByteRange, Contents
+from modelstate.spec import ByteRange, Checksum, Contents
 
 FORMAT = "torch zip"
 
@@ -78,7 +78,7 @@ class Archive(NamedTuple):
     value: object
     """What the pickle describes; `construct` looks it through and makes it."""
     pickle_nbytes: int
-    checksums: Mapping[ByteRange, int]
+    checksums: Mapping[ByteRange, Checksum]
     """CRC-32 of the storages."""
 
 
@@ -172,7 +172,7 @@ class _Storages:
         self.directory = directory
         self.prefix = prefix
         self.found: dict[tuple[Any, ...], Storage] = {}
-        self.checksums: dict[ByteRange, int] = {}
+        self.checksums: dict[ByteRange, Checksum] = {}
 
     def find(self, key: tuple[Any, ...]) -> object:
         """The storage that a persistent id names."""
@@ -199,7 +199,7 @@ class _Storages:
                 )
             crc32 = self.directory.records[record].crc32
             if crc32:
-                self.checksums[region] = crc32
+                self.checksums[region] = Checksum("crc32", 0, f"{crc32:08x}")
             region = region if nbytes == region.nbytes else region._replace(nbytes=nbytes)
             self.found[short] = Storage(kind.dtype, region, numel=numel)
         return self.found[short]

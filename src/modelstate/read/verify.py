@@ -8,9 +8,10 @@ from typing import TYPE_CHECKING
 
 from modelstate.errors import ChecksumError, ReadFailedError
 from modelstate.read import system
+from modelstate.read.digests import ALGORITHM, digest
 from modelstate.read.ranges import read_threads
 from modelstate.read.stamp import Stamp, check_unchanged, open_unchanged
-from modelstate.spec import ByteRange, StoredTensor, pieces
+from modelstate.spec import ByteRange, Checksum, StoredTensor, pieces
 
 if TYPE_CHECKING:
     from modelstate.read.checkpoint import Checkpoint
@@ -21,18 +22,20 @@ _CHUNK_BYTES = 4 << 20
 def verify(checkpoint: "Checkpoint", on_read: Callable[[int], None] | None = None) -> int:
     """The body of `Checkpoint.verify`; `on_read` hears of the bytes of each storage, and ends it by raising."""
     names_of, expected = what_to_verify(checkpoint), checkpoint.checksums
-    found: dict[ByteRange, int] = {}
+    found: dict[ByteRange, str] = {}
     with ThreadPoolExecutor(read_threads(), "modelstate-verify") as pool:
-        crcs = pool.map(lambda storage: _crc32(storage, checkpoint.stamps.get(storage.path)), names_of)
+        now = pool.map(lambda one: _read_checksum(one, checkpoint.stamps.get(one.path), expected[one]), names_of)
         try:
-            for storage, crc in zip(names_of, crcs, strict=True):
-                found[storage] = crc
+            for storage, value in zip(names_of, now, strict=True):
+                found[storage] = value
                 if on_read:
                     on_read(storage.nbytes)
         except BaseException:
             pool.shutdown(wait=False, cancel_futures=True)
             raise
-    damaged = [name for storage, names in names_of.items() if found[storage] != expected[storage] for name in names]
+    damaged = [
+        name for storage, names in names_of.items() if found[storage] != expected[storage].value for name in names
+    ]
     if damaged:
         raise ChecksumError(
             f"{len(damaged)} tensors are not what their checksums say",
@@ -64,19 +67,23 @@ def what_to_verify(checkpoint: "Checkpoint") -> dict[ByteRange, list[str]]:
     return names_of
 
 
-def _crc32(storage: ByteRange, stamp: Stamp | None) -> int:
-    crc, at, end = 0, storage.start, storage.start + storage.nbytes
-    buffer = bytearray(min(_CHUNK_BYTES, storage.nbytes))
-    view = memoryview(buffer)
+def _read_checksum(storage: ByteRange, stamp: Stamp | None, kind: Checksum) -> str:
+    """What the checksum of a storage would be now."""
+    chunk_bytes = kind.block_bytes or _CHUNK_BYTES
+    view = memoryview(bytearray(min(chunk_bytes, storage.nbytes)))
+    crc, digests = 0, []
+    at, end = storage.start, storage.start + storage.nbytes
     try:
         descriptor = open_unchanged(storage.path, stamp)
         try:
             while at < end:
-                got = system.preadv(descriptor, [view[: end - at]], at)
-                if not got:
-                    raise ReadFailedError("the file ends before the tensor does", where=f"{storage.path}, byte {at}")
-                crc = zlib.crc32(view[:got], crc)
-                at += got
+                count = min(chunk_bytes, end - at)
+                _read_all(descriptor, view[:count], at, storage.path)
+                if kind.algorithm == ALGORITHM:
+                    digests.append(digest(view[:count]))
+                else:
+                    crc = zlib.crc32(view[:count], crc)
+                at += count
             check_unchanged(descriptor, storage.path, stamp)
         finally:
             os.close(descriptor)
@@ -84,4 +91,12 @@ def _crc32(storage: ByteRange, stamp: Stamp | None) -> int:
         if isinstance(error, ReadFailedError):
             raise
         raise ReadFailedError("reading failed", where=f"{storage.path}, byte {at}", found=error) from error
-    return crc
+    return "".join(digests) if digests else f"{crc:08x}"
+
+
+def _read_all(descriptor: int, into: memoryview, at: int, path: str) -> None:
+    while into:
+        got = system.preadv(descriptor, [into], at)
+        if not got:
+            raise ReadFailedError("the file ends before the tensor does", where=f"{path}, byte {at}")
+        into, at = into[got:], at + got

@@ -3,47 +3,24 @@
 It is written beside its place under a name of its own, synced, renamed, and the directory is synced: whoever opens the
 path sees the old file or the new one, also after a crash. Maps of the old file keep showing it. A symbolic link is
 replaced, not followed, so no other file ever changes. A process that is killed leaves its unfinished file behind, as
-`.NAME.*.unfinished`.
+`.NAME.*.unfinished`; the next one that writes to the path takes it away. Whether its writer lives, a lock on the file
+tells, which goes with its process.
 """
 
 import errno
+import fcntl
 import os
 import secrets
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 
-from modelstate.errors import ModelStateError, SaveTargetError, TargetExistsError, WriteFailedError
+from modelstate.errors import SaveTargetError, TargetExistsError
+from modelstate.write import system
+from modelstate.write.files import Output, new_file, sync_directory, write_errors
 
 SUFFIX = ".unfinished"
 _BEGINNING_BYTES = 200
-_NO_SYNC = (errno.EINVAL, errno.ENOTSUP, errno.ENOSYS)
-"""What file systems answer that have no way to sync a directory."""
 _NO_LINKS = (errno.EPERM, errno.ENOTSUP, errno.ENOSYS, errno.EMLINK)
-_REMEDIES = {
-    errno.ENOSPC: "free some space, or write to another disk; what was there before is untouched",
-    errno.EDQUOT: "free some of your quota, or write to another disk; what was there before is untouched",
-    errno.ENOENT: "make the directory first",
-    errno.ENOTDIR: "give a path in a directory",
-    errno.EACCES: "ask for the permission to write to the directory, or write to another one",
-    errno.EROFS: "write to another disk",
-    errno.ENAMETOOLONG: "give the file a shorter name",
-}
-
-
-class Output:
-    """An open file that is written from its beginning to its end."""
-
-    def __init__(self, descriptor: int) -> None:
-        self._descriptor = descriptor
-        self.nbytes = 0
-        """Bytes that have been written."""
-
-    def write(self, data: bytes | memoryview) -> None:
-        rest = memoryview(data).cast("B") if len(data) else memoryview(b"")
-        while rest:
-            count = os.write(self._descriptor, rest)
-            rest = rest[count:]
-            self.nbytes += count
 
 
 @contextmanager
@@ -54,27 +31,48 @@ def atomic_file(path: str, *, overwrite: bool) -> Iterator[Output]:
     no file, and `WriteFailedError` for an I/O error, which takes away what was written.
     """
     check(path, overwrite=overwrite)
+    with write_errors(path):
+        clear(path)
+        with unfinished_file(path) as output:
+            yield output
+            output.sync()
+            put_durably(output.path, path, overwrite)
+
+
+@contextmanager
+def unfinished_file(path: str) -> Iterator[Output]:
+    """A new file beside a path. As long as it is open, nobody takes it for what a killed process has left."""
+    with new_file(_beside(path)) as output:
+        with suppress(OSError):  # where there are no locks, nobody gets one, and nothing is taken away
+            fcntl.flock(output.descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        yield output
+
+
+def _beside(path: str) -> str:
+    """A new name beside a path."""
     directory, name = os.path.split(path)
-    beside = os.path.join(directory, f".{_beginning(name)}.{secrets.token_hex(6)}{SUFFIX}")
-    try:
-        descriptor = os.open(beside, os.O_WRONLY | os.O_CREAT | os.O_EXCL | getattr(os, "O_CLOEXEC", 0), 0o666)
-    except OSError as error:
-        raise _failed(path, error) from error
-    try:
+    return os.path.join(directory, f".{_beginning(name)}.{secrets.token_hex(6)}{SUFFIX}")
+
+
+def clear(path: str) -> None:
+    """Takes away what those have left beside a path that were killed."""
+    directory, name = os.path.split(path)
+    prefix = f".{_beginning(name)}."
+    with suppress(OSError):
+        for name in os.listdir(directory or "."):
+            middle = name.removeprefix(prefix).removesuffix(SUFFIX)
+            if name == f"{prefix}{middle}{SUFFIX}" and len(middle) == 12:
+                _take_away_if_dead(os.path.join(directory, name))
+
+
+def _take_away_if_dead(path: str) -> None:
+    with suppress(OSError):
+        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW)
         try:
-            yield Output(descriptor)
-            os.fsync(descriptor)
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            os.unlink(path)
         finally:
             os.close(descriptor)
-        _put(beside, path, overwrite)
-        _sync(directory)
-    except OSError as error:
-        if isinstance(error, ModelStateError):
-            raise
-        raise _failed(path, error) from error
-    finally:
-        with suppress(OSError):
-            os.unlink(beside)  # nothing is there any more after the rename
 
 
 def _beginning(name: str) -> str:
@@ -91,40 +89,58 @@ def check(path: str, *, overwrite: bool) -> None:
         raise _exists(path)
 
 
-def _put(beside: str, path: str, overwrite: bool) -> None:
+def put_durably(beside: str, path: str, overwrite: bool) -> None:
+    """Puts a finished file in its place; where that cannot be made durable, what was there is put back."""
+    there = os.path.lexists(path)
+    kept = _beside(path) if there else None
+    if kept is not None:
+        try:
+            system.link(path, kept)
+        except OSError as error:
+            if error.errno not in _NO_LINKS:
+                raise
+            kept = None
+    try:
+        put(beside, path, overwrite)
+        try:
+            sync_directory(os.path.dirname(path))
+        except BaseException:
+            with suppress(OSError):
+                if kept is not None:
+                    system.replace(kept, path)
+                elif not there:
+                    system.unlink(path)
+            raise
+    finally:
+        if kept is not None:
+            _take_away(kept)
+
+
+def put(beside: str, path: str, overwrite: bool) -> None:
+    """Renames a finished file to its place. It is durable when the directory has been synced."""
     if overwrite:
-        os.replace(beside, path)
+        system.replace(beside, path)
         return
     try:
         # Unlike a rename, a link never replaces what somebody else has put there meanwhile.
-        os.link(beside, path)
+        system.link(beside, path)
     except FileExistsError:
         raise _exists(path) from None
     except OSError as error:
         if error.errno not in _NO_LINKS:
             raise
         check(path, overwrite=False)
-        os.replace(beside, path)
+        system.replace(beside, path)
+        return
+    _take_away(beside)
 
 
-def _sync(directory: str) -> None:
-    descriptor = os.open(directory, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    except OSError as error:
-        if error.errno not in _NO_SYNC:
-            raise
-    finally:
-        os.close(descriptor)
+def _take_away(path: str) -> None:
+    with suppress(OSError):
+        system.unlink(path)
 
 
 def _exists(path: str) -> TargetExistsError:
     return TargetExistsError(
         "something is there already", where=path, remedy="take another path, or overwrite=True to replace it"
-    )
-
-
-def _failed(path: str, error: OSError) -> WriteFailedError:
-    return WriteFailedError(
-        "the file cannot be written", where=path, found=error, remedy=_REMEDIES.get(error.errno or 0, "")
     )

@@ -1,22 +1,31 @@
 """A safetensors file: the length of the header, the header, the bytes of the tensors.
 
 Tensors with wide elements come first, so that all lie at multiples of their element's size, whatever their number:
-they can be mapped.
+they can be mapped. The header is written last, for it has the digests of what stands behind it, and a seal, which is
+the digest of itself.
 """
 
 import json
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from modelstate.codec.plain import why_not_plain
 from modelstate.codec.walk import is_unicode
+from modelstate.read.digests import BLOCK_BYTES, HEX, OPEN_SEAL, SEAL, sealed
 from modelstate.read.json_text import quote
 from modelstate.read.safetensors import DTYPES, MAX_ENTRIES, MAX_HEADER_BYTES
+from modelstate.write.blocks import write_blocks
+from modelstate.write.files import Output
 
 NAMES = {dtype: name for name, dtype in DTYPES.items()}
 _METADATA = "__metadata__"
+
+Tensors = list[tuple[str, torch.Tensor]]
+Metadata = Callable[[Mapping[str, str]], Mapping[str, str]]
+"""What a file says of itself, given the digests of its tensors by their names; as long with any digests."""
 
 
 def why_not(name: object, tensor: torch.Tensor) -> str:
@@ -31,22 +40,51 @@ def why_not(name: object, tensor: torch.Tensor) -> str:
     return problem
 
 
-def in_file_order(tensors: Mapping[str, torch.Tensor]) -> list[tuple[str, torch.Tensor]]:
-    return sorted(tensors.items(), key=lambda item: -item[1].itemsize)
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """A file that is going to be written."""
+
+    tensors: Tensors
+    """In the order of their bytes."""
+    metadata: Metadata
+    header_bytes: int
+    """With the eight bytes of its length."""
+
+    @property
+    def nbytes(self) -> int:
+        """Of the file."""
+        return self.header_bytes + sum(nbytes_of(tensor) for _, tensor in self.tensors)
 
 
-def header_of(tensors: Iterable[tuple[str, torch.Tensor]], metadata: Mapping[str, str]) -> bytes:
-    """The header, with its length, for tensors in the order of their bytes. Raises `ValueError` if it is too large."""
-    entries: dict[str, Any] = {_METADATA: dict(metadata)}
+def layout(tensors: Mapping[str, torch.Tensor], metadata: Metadata) -> Layout:
+    """Raises `ValueError` where it is more than a header holds."""
+    ordered = sorted(tensors.items(), key=lambda item: -item[1].itemsize)
+    blank = {name: "0" * (HEX * -(-nbytes_of(tensor) // BLOCK_BYTES)) for name, tensor in ordered}
+    return Layout(ordered, metadata, len(_header(ordered, metadata(blank))))
+
+
+def write(output: Output, planned: Layout) -> dict[str, str]:
+    """Writes the file, and returns the digests of its tensors. The file is not yet synced."""
+    output.reserve(planned.nbytes)
+    found = write_blocks(output, planned.header_bytes, [tensor for _, tensor in planned.tensors])
+    digests = {name: digest for (name, _), digest in zip(planned.tensors, found, strict=True)}
+    header = _header(planned.tensors, planned.metadata(digests))
+    assert len(header) == planned.header_bytes
+    output.write_at(0, [header])
+    return digests
+
+
+def _header(tensors: Iterable[tuple[str, torch.Tensor]], metadata: Mapping[str, str]) -> bytes:
+    entries: dict[str, Any] = {_METADATA: {SEAL: OPEN_SEAL, **metadata}}
     end = 0
     for name, tensor in tensors:
-        begin, end = end, end + tensor.numel() * tensor.itemsize
+        begin, end = end, end + nbytes_of(tensor)
         entries[name] = {"dtype": NAMES[tensor.dtype], "shape": _shape(tensor), "data_offsets": [begin, end]}
     text = json.dumps(entries, ensure_ascii=False, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
     if len(text) > MAX_HEADER_BYTES or len(entries) > MAX_ENTRIES:
         raise ValueError(f"{len(entries):,} tensors and a header of {len(text):,} bytes")
-    return len(text).to_bytes(8, "little") + text
+    return len(text).to_bytes(8, "little") + sealed(text)
 
 
 def _shape(tensor: torch.Tensor) -> list[int]:
@@ -54,15 +92,9 @@ def _shape(tensor: torch.Tensor) -> list[int]:
     return [*sizes[:-1], 2 * sizes[-1]] if tensor.dtype is torch.float4_e2m1fn_x2 else sizes
 
 
-def data_of(tensors: Iterable[tuple[str, torch.Tensor]]) -> Iterator[memoryview]:
-    """The bytes of each tensor: its own memory where that has them in a row, else a copy of this one tensor."""
-    with torch.inference_mode(False), torch.no_grad():
-        for _, tensor in tensors:
-            if tensor.numel():
-                plain = tensor.detach().resolve_conj().resolve_neg().cpu().contiguous()
-                # A single element may have any stride, which `view` minds.
-                row = plain.as_strided((plain.numel(),), (1,), plain.storage_offset())
-                yield row.view(torch.uint8).numpy().data
+def nbytes_of(tensor: torch.Tensor) -> int:
+    """Bytes of the elements."""
+    return tensor.numel() * tensor.itemsize
 
 
 def listed(problems: Mapping[Any, str], most: int = 8) -> str:

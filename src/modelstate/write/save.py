@@ -6,27 +6,24 @@ from dataclasses import dataclass
 from time import perf_counter
 from typing import Any
 
-import torch
 from torch import nn
 
-from modelstate.codec.walk import is_unicode
 from modelstate.errors import (
     ModelCodeError,
     ModelStateError,
     OptionError,
     SaveTargetError,
     SourceTypeError,
-    UnsavableError,
 )
 from modelstate.read.checkpoint import Checkpoint
-from modelstate.read.json_text import quote
-from modelstate.read.manifest import KEY, check_size
 from modelstate.read.paths import local_path
-from modelstate.read.tree import EXTRA_STATE
 from modelstate.words import size
-from modelstate.write.atomic import atomic_file, check
-from modelstate.write.manifest import Draft, draft
-from modelstate.write.safetensors import data_of, header_of, in_file_order, listed, why_not
+from modelstate.write.atomic import check
+from modelstate.write.checkpoint import write_checkpoint
+from modelstate.write.draft import draft
+from modelstate.write.torch_file import write_torch_file
+
+FORMATS = ("safetensors", "torch")
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,64 +31,86 @@ class SaveReport:
     """What a save has written. Made by `modelstate.save`."""
 
     path: str
-    """The file."""
+    """Where it was saved to, and where it can be opened."""
+    files: tuple[str, ...]
+    """The files that it is in: that of the path, or its index and the shards."""
     tensors: int
-    """Names of tensors that the file has, tied ones under each of theirs."""
+    """Names of tensors that were saved, tied ones under each of theirs."""
     bytes: int
-    """Bytes of the file."""
+    """Bytes of the files."""
     seconds: float
     """From the call to the return, when all of it is on the disk."""
 
     def __str__(self) -> str:
-        return f"{self.path}: {self.tensors} tensors, {size(self.bytes)} in {self.seconds:.3f} s"
+        shards = f", {len(self.files) - 1} shards" if len(self.files) > 1 else ""
+        return f"{self.path}: {self.tensors} tensors, {size(self.bytes)}{shards} in {self.seconds:.3f} s"
 
 
 def save(
     target: nn.Module | Mapping[str, Any],
     path: str | os.PathLike[str],
     *,
+    format: str = "safetensors",
+    shard_size_bytes: int | None = None,
+    extra: Mapping[str, Any] | None = None,
     schema: str | None = None,
     overwrite: bool = True,
 ) -> SaveReport:
-    """Saves a module, or a state dict, as a safetensors file, and returns when it is on the disk.
+    """Saves a module, a state dict, or a tree of them, and returns when it is on the disk.
 
-    The file is at the path in full or not at all: it is written beside it and renamed. Every tool that reads
-    safetensors reads its tensors; `modelstate.open` also gives back what the format has no word for: tied tensors,
-    which are written once, under all their names, torch's versions of modules, and what `get_extra_state` returned.
-    Tensors are written from their own memory, one after the other; of a view, what it shows.
+    What is at the path is the old checkpoint or the new one, in full, at any time: files are written beside it, synced
+    and renamed. Every tool that reads safetensors reads the tensors; `modelstate.open` also gives back what the format
+    has no word for: tied tensors, which are written once, under all their names, tensors of classes that are made of
+    plain ones (by `__tensor_flatten__`), torch's versions of modules, what `get_extra_state` returned, the containers
+    and values of a tree, and a digest of every tensor, with which `load(verify=True)` compares. Tensors are written
+    from their own memory, by several threads; of a view, what it shows.
 
-    `schema` is a text of yours, not empty, by which the file says how its state is to be understood; it comes back in
-    `Checkpoint.metadata`. Without `overwrite` a file that is there stays.
+    Args:
+        target: a module, its state dict, or a mapping with modules, tensors, containers and values in it.
+        path: where it is saved to. It is opened by the same path, also when it is in shards.
+        format: "safetensors"; or "torch" for what `torch.load` reads, with none of the above but that what is at the
+            path is whole.
+        shard_size_bytes: what is larger goes into several files of at most so many bytes of tensors (or one larger
+            tensor), and an index beside them, `PATH.index.json`, as Hugging Face's tools have it.
+        extra: values to be kept with it; they come back in `Checkpoint.metadata["extra"]`.
+        schema: a text of yours, not empty, by which the file says how its state is to be understood; it comes back in
+            `Checkpoint.metadata`.
+        overwrite: whether it may replace what is there.
 
-    Raises `SaveTargetError` for what is no module or flat state dict, and for a path where no file can be,
+    Raises `SaveTargetError` for what is nothing that can be saved, and for a path where no file can be,
     `UnsavableError` for tensors and names that the format does not have, all of them at once,
-    `UnsupportedValueError` for extra state without an encoding (see `register_codec`), `ModelCodeError` where the
-    module's own `state_dict` raises, `TargetExistsError`, and `WriteFailedError` for an I/O error. Whatever raises,
-    the old file is as it was and nothing new is left.
+    `UnsupportedValueError` for values without an encoding (see `register_codec`), `ModelCodeError` where the module's
+    own `state_dict` raises, `TargetExistsError`, `OptionError`, and `WriteFailedError` for an I/O error. Whatever
+    raises, the old checkpoint is as it was and nothing new is left.
     """
     begin = perf_counter()
-    if schema is not None and (not isinstance(schema, str) or not schema):
-        raise OptionError("schema= is a text", expected='such as "2.0"', found=repr(schema))
+    _check_options(format, shard_size_bytes, extra, schema)
     where = _path(path)
     check(where, overwrite=overwrite)
-    made, names = _draft(_state_of(target), where)
-    metadata = {"format": "pt", KEY: made.text(schema)}
-    try:
-        check_size(metadata[KEY])
-        tensors = in_file_order(made.tensors)
-        header = header_of(tensors, metadata)
-    except ValueError as error:
-        raise UnsavableError(
-            "this is more than the header of a safetensors file holds",
-            where=where,
-            found=error,
-            remedy="save the parts in files of their own; large values are better kept as tensors or arrays",
-        ) from error
-    with atomic_file(where, overwrite=overwrite) as file:
-        file.write(header)
-        for data in data_of(tensors):
-            file.write(data)
-    return SaveReport(where, names, file.nbytes, perf_counter() - begin)
+    state = _state_of(target)
+    if format == "torch":
+        tensors = write_torch_file(state, where, overwrite=overwrite)
+        files = [where]
+    else:
+        made = draft(state, where, extra)
+        files = write_checkpoint(made, where, schema=schema, shard_bytes=shard_size_bytes, overwrite=overwrite)
+        tensors = made.names
+    written = sum(os.stat(file).st_size for file in files)
+    return SaveReport(where, tuple(files), tensors, written, perf_counter() - begin)
+
+
+def _check_options(format: object, shard_size_bytes: object, extra: object, schema: object) -> None:
+    if schema is not None and (not isinstance(schema, str) or not schema):
+        raise OptionError("schema= is a text", expected='such as "2.0"', found=repr(schema))
+    if format not in FORMATS:
+        raise OptionError("format= is unknown", expected=" or ".join(map(repr, FORMATS)), found=repr(format)[:80])
+    number = isinstance(shard_size_bytes, int) and not isinstance(shard_size_bytes, bool) and shard_size_bytes > 0
+    if shard_size_bytes is not None and not number:
+        raise OptionError("shard_size_bytes= is a number of bytes", expected="1 or more", found=repr(shard_size_bytes))
+    if extra is not None and not (isinstance(extra, Mapping) and all(isinstance(key, str) for key in extra)):
+        raise OptionError("extra= has values under names", expected="a mapping", found=repr(extra)[:80])
+    if format == "torch" and (shard_size_bytes, extra, schema) != (None, None, None):
+        raise OptionError("a torch file has no shards, no extra= and no schema=", remedy='format="safetensors"')
 
 
 def _path(path: object) -> str:
@@ -110,10 +129,10 @@ def _path(path: object) -> str:
 def _state_of(target: object) -> Mapping[Any, Any]:
     state = _state_dict(target) if isinstance(target, nn.Module) else target
     if isinstance(state, Mapping) and not isinstance(state, Checkpoint):
-        return state
+        return _with_states(state) if any(isinstance(value, nn.Module) for value in state.values()) else state
     raise SaveTargetError(
         "this is nothing that can be saved",
-        expected="a module, or a state dict",
+        expected="a module, a state dict, or a mapping of several",
         found=f"{type(state).__module__}.{type(state).__qualname__}",
         remedy="give {name: checkpoint.tensor(name) for name in checkpoint}" if isinstance(state, Checkpoint) else "",
     )
@@ -129,39 +148,5 @@ def _state_dict(module: nn.Module) -> object:
         raise ModelCodeError(what, where=type(module).__qualname__, found=error) from error
 
 
-def _draft(state: Mapping[Any, Any], where: str) -> tuple[Draft, int]:
-    """What goes into the file, and how many names of tensors the state has."""
-    tensors: dict[str, torch.Tensor] = {}
-    values: dict[str, Any] = {}
-    wrong: dict[object, str] = {}
-    for name, value in state.items():
-        if isinstance(value, torch.Tensor):
-            tensors[name] = value
-        elif isinstance(name, str) and is_unicode(name) and name.rpartition(".")[2] == EXTRA_STATE:
-            values[name] = value
-        else:
-            wrong[name] = f"{type(value).__qualname__}, not a tensor"
-    if wrong:
-        raise SaveTargetError(
-            f"{len(wrong)} of {len(state)} values are neither tensors nor extra state",
-            where=where,
-            expected=f"a flat mapping from names to tensors; other values under names that end in {quote(EXTRA_STATE)}",
-            found=listed(wrong),
-            remedy="save each state dict of a nested checkpoint to a file of its own",
-        )
-    _check_tensors(tensors, where)
-    # What conjugates or negates when it is read has the memory of what does not, and is not tied to it.
-    tensors = {name: tensor.resolve_conj().resolve_neg() for name, tensor in tensors.items()}
-    versions = getattr(state, "_metadata", None)
-    return draft(tensors, values, versions if isinstance(versions, Mapping) else None, where), len(tensors)
-
-
-def _check_tensors(tensors: Mapping[str, torch.Tensor], where: str) -> None:
-    wrong = {name: problem for name, tensor in tensors.items() if (problem := why_not(name, tensor))}
-    if wrong:
-        raise UnsavableError(
-            f"{len(wrong)} of {len(tensors)} tensors cannot be stored in a safetensors file",
-            where=where,
-            found=listed(wrong),
-            remedy="convert them, or leave them out; a subclass is saved as the plain tensors that it is made of",
-        )
+def _with_states(target: Mapping[Any, Any]) -> Mapping[Any, Any]:
+    return {key: _state_dict(value) if isinstance(value, nn.Module) else value for key, value in target.items()}

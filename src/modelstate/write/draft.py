@@ -1,0 +1,227 @@
+"""What goes into a file: plain tensors under names, and what the manifest says of them and of everything else."""
+
+import json
+from collections import OrderedDict
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from modelstate.codec.codec import encode
+from modelstate.codec.walk import is_unicode
+from modelstate.errors import UnsavableError, UnsupportedValueError
+from modelstate.read.checkpoint import bytes_key
+from modelstate.read.digests import ALGORITHM, BLOCK_BYTES
+from modelstate.read.json_text import quote
+from modelstate.read.manifest import FORMAT, KEY
+from modelstate.read.tree import EXTRA_STATE
+from modelstate.version import __version__
+from modelstate.write.safetensors import listed, why_not
+
+_TORCHS_OWN = ("torch.distributed.", "torch.nested.", "torch._subclasses.")
+"""Wrapper subclasses whose parts are not all that they are."""
+
+
+@dataclass(slots=True)
+class Draft:
+    """The plain tensors of a state, and what is said of them."""
+
+    tensors: dict[str, torch.Tensor] = field(default_factory=dict)
+    """Of those that are the same bytes only the first; parts of subclasses, and tensors of other values, are here."""
+    names: int = 0
+    """How many names of tensors the state has."""
+    aliases: dict[str, str] = field(default_factory=dict)
+    subclasses: dict[str, Any] = field(default_factory=dict)
+    versions: Any = None
+    extra: dict[str, Any] = field(default_factory=dict)
+    extra_tensors: list[str] = field(default_factory=list)
+    tree: Any = None
+    attached: Any = None
+
+    def manifest(self, schema: str | None, digests: Mapping[str, str]) -> str:
+        """The manifest as JSON. Its length depends on no digest."""
+        manifest: dict[str, Any] = {"format": FORMAT, "writer": f"{KEY} {__version__}"}
+        if schema is not None:
+            manifest["schema"] = schema
+        manifest["digests"] = {"algorithm": ALGORITHM, "block_bytes": BLOCK_BYTES, "tensors": dict(digests)}
+        for key in ("aliases", "subclasses", "versions", "extra", "extra_tensors", "tree", "attached"):
+            if value := getattr(self, key):
+                manifest[key] = value
+        return json.dumps(manifest, allow_nan=False, separators=(",", ":"))
+
+
+def draft(state: Mapping[Any, Any], where: str, attached: Mapping[str, Any] | None = None) -> Draft:
+    """Sorts out what goes where.
+
+    A state dict, of tensors and extra state under names, stays flat. Anything else is a tree, whose tensors are named
+    by their paths. What is `attached` is kept beside it. Raises `UnsavableError` with all tensors and names that cannot
+    be stored, and `UnsupportedValueError` for a value that cannot be encoded.
+    """
+    flat = all(map(_is_flat, state.keys(), state.values()))
+    drafting = _Drafting(where, _named_in(state) if flat else ())
+    if flat:
+        drafting.flat(state)
+    else:
+        drafting.made.tree = drafting.node(state, "", 0)
+    if attached:
+        drafting.attach(attached)
+    drafting.check()
+    return drafting.made
+
+
+def _is_flat(name: object, value: object) -> bool:
+    is_extra = isinstance(name, str) and is_unicode(name) and name.rpartition(".")[2] == EXTRA_STATE
+    return is_extra or isinstance(value, torch.Tensor)
+
+
+def _named_in(state: Mapping[Any, Any]) -> Iterable[str]:
+    return [name for name in state if isinstance(name, str)]
+
+
+class _Drafting:
+    def __init__(self, where: str, names: Iterable[str]) -> None:
+        self.made = Draft()
+        self._where = where
+        self._wrong: dict[object, str] = {}
+        self._by_bytes: dict[object, str] = {}
+        self._kept: list[torch.Tensor] = []
+        self._open: set[int] = set()
+        self._prefix = "_modelstate_extra."
+        while any(name.startswith(self._prefix) for name in names):
+            self._prefix = "_" + self._prefix
+
+    def flat(self, state: Mapping[Any, Any]) -> None:
+        for name, value in state.items():
+            if isinstance(value, torch.Tensor):
+                self.made.names += 1
+                owner = self.add(name, value)
+                if owner != name:
+                    self.made.aliases[name] = owner
+        for name, value in state.items():
+            if not isinstance(value, torch.Tensor):
+                self.made.extra[name] = encode(value, f"{self._where}: {name}", leaf=self._put)
+        self.made.versions = self._versions(state)
+
+    def attach(self, values: Mapping[str, Any]) -> None:
+        self.made.attached = encode(dict(values), f"{self._where}: extra", leaf=self._put)
+
+    def node(self, value: Any, path: str, depth: int) -> Any:
+        """A part of a tree, as the manifest has it."""
+        if isinstance(value, torch.Tensor):
+            self.made.names += 1
+            return self.add(path or "tensor", value)
+        kind = _kind(value)
+        if kind is None or not _holds_tensors(value):
+            return {"value": encode(value, self._at(path), leaf=self._put)}
+        if depth > 90 or id(value) in self._open:
+            raise UnsupportedValueError("a value that holds itself, or is nested too deeply", where=self._at(path))
+        self._open.add(id(value))
+        pairs = list(value.items() if kind == "dict" else enumerate(value))
+        nodes = [(key, self.node(one, f"{path}.{key}" if path else str(key), depth + 1)) for key, one in pairs]
+        self._open.discard(id(value))
+        if kind != "dict":
+            return {kind: [node for _, node in nodes]}
+        made: dict[str, Any] = {"dict": [[encode(key, self._at(path)), node] for key, node in nodes]}
+        if isinstance(value, OrderedDict):
+            made["ordered"] = True
+        if (versions := self._versions(value)) is not None:
+            made["versions"] = versions
+        return made
+
+    def add(self, name: Any, tensor: torch.Tensor) -> str:
+        """The name under which the bytes of a tensor stand: this one, unless they have one already."""
+        if type(name) is str and (name in self.made.tensors or name in self.made.subclasses):
+            self._wrong[name] = "two values have this name when their keys are joined with dots"
+            return name
+        if _is_made_of_others(tensor):
+            return self._add_subclass(name, tensor)
+        if problem := why_not(name, tensor):
+            self._wrong[name] = problem
+            return str(name)
+        # What conjugates or negates when it is read has the memory of what does not, and is not tied to it.
+        plain = tensor.detach().resolve_conj().resolve_neg()
+        key = bytes_key(plain, f"{name}")
+        owner = self._by_bytes.setdefault(key, name)
+        if owner == name:
+            self.made.tensors[name] = plain
+        return owner
+
+    def _add_subclass(self, name: Any, tensor: torch.Tensor) -> str:
+        if not isinstance(name, str):
+            self._wrong[name] = "not a name that the format has"
+            return str(name)
+        self._kept.append(tensor)  # so that nobody else gets its id
+        owner = self._by_bytes.setdefault(id(tensor), name)
+        if owner != name:
+            return owner
+        cls: Any = type(tensor.data if isinstance(tensor, torch.nn.Parameter) else tensor)
+        attributes, context = tensor.__tensor_flatten__()  # type: ignore[attr-defined]
+        self.made.subclasses[name] = {}
+        parts = {key: self.add(f"{name}.{key}", getattr(tensor, key)) for key in attributes}
+        # Parts stand before what is made of them.
+        del self.made.subclasses[name]
+        self.made.subclasses[name] = {
+            "class": f"{cls.__module__}.{cls.__qualname__}",
+            "parts": parts,
+            "context": encode(context, f"{self._where}: {name}, its context"),
+            "shape": list(tensor.shape),
+            "stride": list(tensor.stride()),
+            "dtype": encode(tensor.dtype),
+        }
+        return name
+
+    def check(self) -> None:
+        if self._wrong:
+            raise UnsavableError(
+                f"{len(self._wrong)} of {self.made.names} tensors cannot be stored in a safetensors file",
+                where=self._where,
+                found=listed(self._wrong),
+                remedy="convert them, leave them out, or give them other names",
+            )
+
+    def _put(self, tensor: torch.Tensor) -> str:
+        name = f"{self._prefix}{len(self.made.extra_tensors)}"
+        if problem := why_not(name, tensor):
+            raise ValueError(problem)
+        self._kept.append(tensor)
+        self.made.tensors[name] = tensor
+        self.made.extra_tensors.append(name)
+        return name
+
+    def _versions(self, state: Mapping[Any, Any]) -> Any:
+        versions = getattr(state, "_metadata", None)
+        if not isinstance(versions, Mapping):
+            return None
+        saved = {str(path): dict(kept) for path, kept in versions.items() if isinstance(kept, Mapping)}
+        return encode(saved, f"{self._where}: _metadata", leaf=self._put)
+
+    def _at(self, path: str) -> str:
+        return f"{self._where}: {quote(path)}"
+
+
+def _kind(value: object) -> str | None:
+    """What a container is in a tree; None for what is encoded as a whole."""
+    if type(value) in (dict, OrderedDict):
+        return "dict"
+    return type(value).__name__ if type(value) in (list, tuple) else None
+
+
+def _holds_tensors(value: Any, depth: int = 0) -> bool:
+    """Whether there are tensors in containers that a tree can have, or a state dict that says its versions."""
+    if depth > 90:
+        return True  # whoever goes there says what is wrong
+    if getattr(value, "_metadata", None) is not None:
+        return True
+    items = value.values() if isinstance(value, Mapping) else value
+    return any(
+        isinstance(one, torch.Tensor) or (_kind(one) is not None and _holds_tensors(one, depth + 1)) for one in items
+    )
+
+
+def _is_made_of_others(tensor: torch.Tensor) -> bool:
+    cls = type(tensor)
+    if cls is torch.Tensor or cls is torch.nn.Parameter:
+        return False
+    has_both = hasattr(cls, "__tensor_flatten__") and hasattr(cls, "__tensor_unflatten__")
+    return has_both and not cls.__module__.startswith(_TORCHS_OWN)

@@ -1,0 +1,132 @@
+"""Files that are new: written, synced and closed, or taken away again; and the directories that name them."""
+
+import errno
+import os
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+
+from modelstate.errors import ModelStateError, WriteFailedError
+from modelstate.write import system
+
+_NO_SYNC = (errno.EINVAL, errno.ENOTSUP, errno.ENOSYS)
+"""What file systems answer that have no way to sync a directory."""
+_NO_PREALLOCATION = (errno.EINVAL, errno.ENOTSUP, errno.ENOSYS, errno.ENODEV)
+_UNTOUCHED = "what was there before is untouched"
+_REMEDIES = {
+    errno.ENOSPC: f"free some space, or write to another disk; {_UNTOUCHED}",
+    errno.EDQUOT: f"free some of your quota, or write to another disk; {_UNTOUCHED}",
+    errno.EIO: f"look at the disk (dmesg), or write to another one; {_UNTOUCHED}",
+    errno.ENOENT: "make the directory first",
+    errno.ENOTDIR: "give a path in a directory",
+    errno.EACCES: "ask for the permission to write to the directory, or write to another one",
+    errno.EPERM: "ask for the permission to write to the directory, or write to another one",
+    errno.EROFS: "write to another disk",
+    errno.ENAMETOOLONG: "give the file a shorter name",
+}
+
+
+class Output:
+    """An open file that is written to at any place, by any thread."""
+
+    def __init__(self, descriptor: int, path: str) -> None:
+        self.descriptor, self.path = descriptor, path
+        self.nbytes = 0
+        """To the end of what has been written at the farthest."""
+        self.is_synced = False
+
+    def reserve(self, nbytes: int) -> None:
+        """Has the file system set so many bytes aside, so that a full disk is known before anything is written."""
+        try:
+            system.fallocate(self.descriptor, nbytes)
+        except OSError as error:
+            if error.errno not in _NO_PREALLOCATION:
+                raise
+
+    def write_at(self, offset: int, buffers: Sequence[memoryview | bytes]) -> None:
+        """Writes the buffers, one behind the other, all of them."""
+        left = sum(map(len, buffers))
+        while left:
+            count = system.pwritev(self.descriptor, buffers, offset)
+            offset, left = offset + count, left - count
+            if left:
+                buffers = _after(buffers, count)
+        self.nbytes = max(self.nbytes, offset)
+
+    def sync(self) -> None:
+        """Has what was written put on the disk."""
+        system.fsync(self.descriptor)
+        self.is_synced = True
+
+    def append(self, data: bytes | memoryview) -> None:
+        """Writes behind what has been written."""
+        self.write_at(self.nbytes, [data])
+
+
+def _after(buffers: Sequence[memoryview | bytes], count: int) -> list[memoryview | bytes]:
+    """What remains of the buffers behind the first `count` bytes."""
+    for index, buffer in enumerate(buffers):
+        if count < len(buffer):
+            return [memoryview(buffer)[count:], *buffers[index + 1 :]]
+        count -= len(buffer)
+    return []
+
+
+@contextmanager
+def new_file(path: str) -> Iterator[Output]:
+    """A file that is not there yet; it is on the disk when the block ends, and gone when it raises.
+
+    Its name is durable only when its directory has been synced, too.
+    """
+    output = Output(system.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL), path)
+    try:
+        try:
+            yield output
+            if not output.is_synced:
+                output.sync()
+        finally:
+            try:
+                system.close(output.descriptor)
+            except OSError:
+                if not output.is_synced:  # else nothing can be lost any more
+                    raise
+    except BaseException:
+        with suppress(OSError):
+            system.unlink(path)
+        raise
+
+
+def sync_directory(path: str) -> None:
+    """Makes the names in a directory durable."""
+    descriptor = system.open(path or ".", os.O_RDONLY)
+    try:
+        system.fsync(descriptor)
+    except OSError as error:
+        if error.errno not in _NO_SYNC:
+            raise
+    finally:
+        system.close(descriptor)
+
+
+def remove_all(paths: Iterable[str]) -> None:
+    """Takes files away, as many as can be."""
+    for path in paths:
+        with suppress(OSError):
+            system.unlink(path)
+
+
+@contextmanager
+def write_errors(path: str) -> Iterator[None]:
+    """Within it an `OSError` comes through as a `WriteFailedError` that names the path."""
+    try:
+        yield
+    except OSError as error:
+        if isinstance(error, ModelStateError):
+            raise
+        raise write_failed(path, error) from error
+
+
+def write_failed(path: str, error: OSError) -> WriteFailedError:
+    """The error of a system call, in the words of who saves."""
+    return WriteFailedError(
+        "the file cannot be written", where=path, found=error, remedy=_REMEDIES.get(error.errno or 0, _UNTOUCHED)
+    )
