@@ -156,6 +156,8 @@ def rebuild(
     """
     if isinstance(node, _TENSORS):
         return tensor(node)
+    if isinstance(node, Encoded):
+        return decoded(node, tensor)
     if isinstance(node, set | bytearray):
         return copy(node)
     if not is_container(node):

@@ -15,7 +15,7 @@ from modelstate.write.draft import Draft
 from modelstate.write.files import remove_all, sync_directory, write_errors
 from modelstate.write.safetensors import Layout, layout, nbytes_of, write
 
-_PLAIN = {"format": "pt"}
+SHARD_METADATA = {"format": "pt"}
 
 
 def write_checkpoint(
@@ -42,7 +42,7 @@ def write_checkpoint(
 
 def _checked(made: Draft, path: str, schema: str | None) -> Layout:
     def metadata(digests: dict[str, str]) -> dict[str, str]:
-        return {**_PLAIN, KEY: made.manifest(schema, digests)}
+        return {**SHARD_METADATA, KEY: made.manifest(schema, digests)}
 
     try:
         planned = layout(made.tensors, metadata)  # type: ignore[arg-type]
@@ -66,7 +66,7 @@ def _write_shards(made: Draft, path: str, schema: str | None, shard_bytes: int, 
         finished = []
         for group in groups:
             output = opened.enter_context(unfinished_file(path))
-            digests |= write(output, layout(group, lambda _: _PLAIN))
+            digests |= write(output, layout(group, lambda _: SHARD_METADATA))
             output.sync()
             finished.append(output.path)
         count = len(groups)

@@ -1,0 +1,94 @@
+"""What is in a checkpoint of a store: opened, read and verified."""
+
+import os
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from modelstate.codec.codec import decode
+from modelstate.errors import ChecksumError, CodecError, OpenError, ReadFailedError
+from modelstate.read.checkpoint import Checkpoint
+from modelstate.read.open import open as open_checkpoint
+from modelstate.read.ranges import Request
+from modelstate.read.tree import rebuild
+from modelstate.spec import Stored, StoredTensor
+from modelstate.store.record import Entry, damaged
+
+
+def why_not_whole(directory: str, entries: dict[str, Entry]) -> str:
+    """What keeps a checkpoint from being complete, by the names and sizes of its files; empty where nothing does."""
+    for entry in entries.values():
+        for name, file in entry.files.items():
+            try:
+                nbytes = os.stat(os.path.join(directory, name)).st_size
+            except OSError as error:
+                return f"{name}: {error.strerror}"
+            if nbytes != file.nbytes:
+                return f"{name} has {nbytes:,} bytes, not {file.nbytes:,}"
+    return ""
+
+
+def opened(directory: str, entry: Entry) -> Checkpoint:
+    """The tensors and values of an object that has tensors. Raises `DamagedCheckpointError`."""
+    try:
+        return open_checkpoint(os.path.join(directory, entry.index))
+    except (OpenError, ChecksumError) as error:
+        raise damaged(directory, str(error)) from error
+
+
+def verify(directory: str, entry: Entry, on_read: Callable[[int], None] | None = None) -> int:
+    """Reads all of an object, and returns how many bytes were compared with their digests.
+
+    Raises `DamagedCheckpointError`, and `ReadFailedError` for a disk that cannot be read.
+    """
+    if not entry.index:
+        _value(directory, entry)
+        return 0
+    checkpoint = opened(directory, entry)
+    if not checkpoint.checksums:
+        return 0
+    try:
+        return checkpoint.verify(on_read)
+    except ChecksumError as error:
+        raise damaged(directory, str(error)) from error
+
+
+def value_of(directory: str, entry: Entry) -> Any:
+    """The state of an object as it was captured: containers, values, and tensors in memory of their own."""
+    if not entry.index:
+        return _value(directory, entry)
+    checkpoint = opened(directory, entry)
+    made = _read_plain(checkpoint)
+    try:
+        return rebuild(checkpoint.contents.tree, lambda stored: _taken(made, checkpoint, stored))
+    except CodecError as error:
+        raise damaged(directory, str(error)) from error
+    except ReadFailedError:
+        raise
+
+
+def _value(directory: str, entry: Entry) -> Any:
+    try:
+        return decode(entry.value)
+    except CodecError as error:
+        raise damaged(directory, str(error)) from error
+
+
+def _read_plain(checkpoint: Checkpoint) -> dict[int, torch.Tensor]:
+    """All tensors that are one run of bytes, read at once; by the identity of their descriptions."""
+    made: dict[int, torch.Tensor] = {}
+    requests = []
+    for name in checkpoint:
+        stored = checkpoint.stored(name)
+        if isinstance(stored, StoredTensor) and stored.is_contiguous and id(stored) not in made:
+            made[id(stored)] = tensor = torch.empty(stored.shape, dtype=stored.dtype)
+            if stored.nbytes:
+                requests.append(Request(stored.extent, tensor.data_ptr()))
+    checkpoint.read_all(requests)
+    return made
+
+
+def _taken(made: dict[int, torch.Tensor], checkpoint: Checkpoint, stored: Stored) -> torch.Tensor:
+    found = made.get(id(stored))
+    return checkpoint.read(stored) if found is None else found

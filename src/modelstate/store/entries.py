@@ -1,0 +1,178 @@
+"""An object's tensors into the files of a checkpoint, but for those that the one before has already.
+
+Each file holds tensors and nothing that changes with the step, and is named by what is in it. So a file of the
+checkpoint before, all of whose tensors are still what they were, is not written again: the new checkpoint gets a link
+to it, and is as complete without the old one as with it. What changes and what does not is kept in different files.
+"""
+
+import json
+import os
+from collections.abc import Iterator, Mapping, Sequence, Set
+from contextlib import suppress
+from dataclasses import dataclass, field
+
+import torch
+
+from modelstate.errors import OpenError
+from modelstate.read import safetensors, sharded
+from modelstate.read.digests import digest
+from modelstate.read.manifest import KEY
+from modelstate.read.sharded import INDEX_SUFFIX
+from modelstate.store.record import Entry, FileRecord
+from modelstate.write import system
+from modelstate.write.blocks import digests_of
+from modelstate.write.checkpoint import SHARD_METADATA
+from modelstate.write.draft import Draft
+from modelstate.write.files import new_file
+from modelstate.write.safetensors import layout, nbytes_of, write
+from modelstate.write.shards import SUFFIX, in_shards, index_of
+
+_Kind = tuple[torch.dtype, tuple[int, ...]]
+
+
+@dataclass(frozen=True, slots=True)
+class Before:
+    """The files of an object in the checkpoint before."""
+
+    files: Mapping[str, tuple[str, ...]]
+    """Paths, each with the names of its tensors."""
+    kinds: Mapping[str, _Kind]
+    digests: Mapping[str, str]
+
+
+@dataclass(slots=True)
+class Written:
+    """What has been written of an object."""
+
+    entry: Entry
+    bytes_written: int = 0
+    bytes_linked: int = 0
+
+
+@dataclass(slots=True)
+class _Files:
+    """Files of a checkpoint that is being written."""
+
+    directory: str
+    names: dict[str, Sequence[str]] = field(default_factory=dict)
+    """Each with its tensors."""
+    digests: dict[str, str] = field(default_factory=dict)
+    written: int = 0
+    linked: int = 0
+
+
+def before_of(directory: str, entry: Entry | None) -> Before | None:
+    """What is known of an object's files; only those that nobody has touched since they were written."""
+    if entry is None or not entry.index:
+        return None
+    try:
+        weight_map, said = sharded.read_index(os.path.join(directory, entry.index))
+        digests = json.loads(said[KEY])["digests"]["tensors"]
+        kinds: dict[str, _Kind] = {}
+        files = {}
+        for name in dict.fromkeys(weight_map.values()):
+            path = os.path.join(directory, name)
+            if _is_untouched(path, entry.files.get(name)):
+                tensors = safetensors.read(path).tree
+                assert isinstance(tensors, Mapping)
+                kinds |= {key: (one.dtype, tuple(one.shape)) for key, one in tensors.items()}
+                files[path] = tuple(tensors)
+    except (OpenError, OSError, ValueError, KeyError, TypeError):
+        return None  # it is written anew
+    return Before(files, kinds, digests)
+
+
+def _is_untouched(path: str, record: FileRecord | None) -> bool:
+    found = os.stat(path, follow_symlinks=False)
+    return record is not None and (found.st_size, found.st_mtime_ns) == (record.nbytes, record.mtime_ns)
+
+
+def write_entry(
+    directory: str,
+    key: str,
+    kind: str,
+    made: Draft,
+    *,
+    steady: Set[str] = frozenset(),
+    before: Before | None = None,
+    shard_bytes: int | None = None,
+) -> Written:
+    """Writes an object into a directory that nobody reads yet.
+
+    `steady` has the names of tensors that are not expected to change, for the first time that they are written.
+    Raises `OSError`, and `ValueError` for more than a header holds.
+    """
+    files = _Files(directory)
+    left = dict(made.tensors)
+    if before is not None:
+        steady = _link_what_is_unchanged(files, left, before)
+    for group in _groups(left, steady, shard_bytes):
+        _write_file(files, key, group)
+    total = sum(map(nbytes_of, made.tensors.values()))
+    index = f"{key}{SUFFIX}{INDEX_SUFFIX}"
+    with new_file(os.path.join(directory, index)) as output:
+        output.append(index_of(files.names, total, made.manifest(None, files.digests)))
+        files.written += output.nbytes
+    entry = Entry(kind, index, {name: _record(os.path.join(directory, name)) for name in (*files.names, index)})
+    return Written(entry, files.written, files.linked)
+
+
+def _link_what_is_unchanged(files: _Files, left: dict[str, torch.Tensor], before: Before) -> set[str]:
+    """Links files, takes their tensors out of what is left, and returns the names of others that have not changed."""
+    same_kind = {name: one for name, one in left.items() if before.kinds.get(name) == (one.dtype, tuple(one.shape))}
+    now = dict(zip(same_kind, digests_of(list(same_kind.values())), strict=True))
+    unchanged = {name for name, value in now.items() if before.digests.get(name) == value}
+    for path, names in before.files.items():
+        if not unchanged.issuperset(names):
+            continue
+        name = os.path.basename(path)
+        try:
+            system.link(path, os.path.join(files.directory, name))
+        except OSError:
+            continue  # no links here, or too many: it is written
+        files.names[name] = names
+        files.linked += os.stat(path).st_size
+        for one in names:
+            files.digests[one] = now[one]
+            del left[one]
+    return unchanged & set(left)
+
+
+def _groups(
+    left: Mapping[str, torch.Tensor], steady: Set[str], shard_bytes: int | None
+) -> Iterator[dict[str, torch.Tensor]]:
+    for is_steady in (True, False):
+        some = {name: tensor for name, tensor in left.items() if (name in steady) == is_steady}
+        if some:
+            yield from in_shards(some, shard_bytes) if shard_bytes else [some]
+
+
+def _write_file(files: _Files, key: str, tensors: Mapping[str, torch.Tensor]) -> None:
+    planned = layout(tensors, lambda _: SHARD_METADATA)
+    unnamed = os.path.join(files.directory, f"{key}-{len(files.names)}{SUFFIX}")
+    with new_file(unnamed) as output:
+        digests = write(output, planned)
+    name = f"{key}-{_name_digest(tensors, digests)}{SUFFIX}"
+    system.replace(unnamed, os.path.join(files.directory, name))
+    files.names[name] = tuple(tensors)
+    files.digests |= digests
+    files.written += planned.nbytes
+
+
+def _name_digest(tensors: Mapping[str, torch.Tensor], digests: Mapping[str, str]) -> str:
+    said = [[name, str(tensor.dtype), list(tensor.shape), digests[name]] for name, tensor in tensors.items()]
+    return digest(json.dumps(said).encode())[:16]
+
+
+def _record(path: str) -> FileRecord:
+    found = os.stat(path)
+    return FileRecord(found.st_size, found.st_mtime_ns)
+
+
+def remove_directory(path: str) -> None:
+    """Takes away a directory of a store with its files, as far as that can be done."""
+    with suppress(OSError):
+        for name in os.listdir(path):
+            with suppress(OSError):
+                system.unlink(os.path.join(path, name))
+        system.rmdir(path)

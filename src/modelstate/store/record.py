@@ -1,0 +1,133 @@
+"""What a checkpoint of a store says of itself: `checkpoint.json`, written last, sealed by its own digest."""
+
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from modelstate.errors import (
+    ChecksumError,
+    DamagedCheckpointError,
+    NewerManifestError,
+)
+from modelstate.read.digests import OPEN_SEAL, SEAL, check_seal, sealed
+from modelstate.store.layout import RECORD_FILE
+from modelstate.version import __version__
+
+FORMAT = 1
+"""The version of what is described here. A reader refuses what is newer."""
+_MAX_BYTES = 64_000_000
+
+
+@dataclass(frozen=True, slots=True)
+class FileRecord:
+    """A file of a checkpoint as it was when it had been written."""
+
+    nbytes: int
+    mtime_ns: int
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """An object of a checkpoint."""
+
+    kind: str
+    """What it was: see `modelstate.store.objects`."""
+    index: str = ""
+    """The index of the files that its tensors are in; empty where it has none."""
+    files: Mapping[str, FileRecord] = field(default_factory=dict)
+    """All its files by their names, the index among them."""
+    value: Any = None
+    """Where it has no tensors: its state, encoded."""
+
+
+@dataclass(frozen=True, slots=True)
+class Record:
+    """All of a checkpoint but its tensors."""
+
+    store: str
+    """The name of the store that it was written to."""
+    step: int
+    time: float
+    """Seconds since 1970, when it was saved."""
+    metrics: Mapping[str, float]
+    entries: Mapping[str, Entry]
+
+    def text(self) -> bytes:
+        """As it is written."""
+        entries = {}
+        for key, entry in self.entries.items():
+            said: dict[str, Any] = {"kind": entry.kind}
+            if entry.index:
+                files = {name: [one.nbytes, one.mtime_ns] for name, one in entry.files.items()}
+                said |= {"index": entry.index, "files": files}
+            else:
+                said["value"] = entry.value
+            entries[key] = said
+        made = {
+            SEAL: OPEN_SEAL,
+            "format": FORMAT,
+            "writer": f"modelstate {__version__}",
+            "store": self.store,
+            "step": self.step,
+            "time": self.time,
+            "metrics": {name: repr(value) for name, value in self.metrics.items()},  # JSON has no NaN
+            "entries": entries,
+        }
+        return sealed(json.dumps(made, ensure_ascii=False, allow_nan=False, indent=1).encode() + b"\n")
+
+
+def read_record(directory: str) -> Record:
+    """The record of the checkpoint in a directory.
+
+    Raises `DamagedCheckpointError` where it is not what was written, and `NewerManifestError`.
+    """
+    path = os.path.join(directory, RECORD_FILE)
+    try:
+        with open(path, "rb") as file:
+            data = file.read(_MAX_BYTES + 1)
+    except OSError as error:
+        raise damaged(directory, f"{RECORD_FILE} cannot be read: {error.strerror}") from error
+    try:
+        said = json.loads(data) if len(data) <= _MAX_BYTES else None
+    except (ValueError, RecursionError) as error:
+        raise damaged(directory, f"{RECORD_FILE} is no JSON: {error}") from error
+    if type(said) is not dict:
+        raise damaged(directory, f"{RECORD_FILE} is no object")
+    if type(said.get("format")) is int and said["format"] > FORMAT:
+        raise NewerManifestError(
+            "the checkpoint was written by a newer version of modelstate",
+            where=path,
+            expected=f"format {FORMAT} or older",
+            found=f"format {said['format']}, by {str(said.get('writer', '?'))[:80]}",
+            remedy="update modelstate",
+        )
+    try:
+        check_seal(data, str(said.get(SEAL, "")), path)
+        return _parsed(said)
+    except ChecksumError as error:
+        raise damaged(directory, f"{RECORD_FILE} is not what was written, or has been edited") from error
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise damaged(directory, f"{RECORD_FILE}: {type(error).__name__}: {error}") from error
+
+
+def _parsed(said: dict[str, Any]) -> Record:
+    entries = {}
+    for key, one in said["entries"].items():
+        files = {name: FileRecord(int(nbytes), int(mtime)) for name, (nbytes, mtime) in one.get("files", {}).items()}
+        if any(os.path.basename(name) != name for name in (*files, key)):
+            raise ValueError(f"a file outside its directory: {key}")
+        entries[key] = Entry(str(one["kind"]), str(one.get("index", "")), files, one.get("value"))
+    metrics = {str(name): float(value) for name, value in said["metrics"].items()}
+    return Record(str(said["store"]), int(said["step"]), float(said["time"]), metrics, entries)
+
+
+def damaged(where: str, found: str) -> DamagedCheckpointError:
+    """The error for a checkpoint that is no longer what was saved."""
+    return DamagedCheckpointError(
+        "the checkpoint is damaged",
+        where=where,
+        found=found,
+        remedy="restore another step: store.restore(objects) takes the newest one that is whole",
+    )
