@@ -48,6 +48,9 @@ from modelstate.read.checkpoint import Checkpoint as Checkpoint
 from modelstate.read.lora import LoRA as LoRA
 from modelstate.read.open import open as open
 from modelstate.spec import TensorSpec as TensorSpec
+from modelstate.store.retention import CheckpointInfo as CheckpointInfo
+from modelstate.store.retention import Keep as Keep
+from modelstate.store.rng import RNG as RNG
 from modelstate.version import __version__ as __version__
 from modelstate.write.save import SaveReport as SaveReport
 from modelstate.write.save import save as save

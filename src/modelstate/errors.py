@@ -49,6 +49,9 @@ ModelStateError
 ├── RuleError                         (ValueError) a rule that cannot be applied
 ├── SchemaError                       (ValueError) a checkpoint whose version a schema does not know
 ├── OptimizerStateError               (ValueError) the state of an optimizer that does not fit
+├── RandomStateError                  (ValueError) a state that random generators do not take
+├── StoreLockedError                  (RuntimeError) a store that somebody else writes to
+├── StoreAccessError                  (OSError) a store's directory that cannot be written to, or has no locks
 ├── PlanError                         (RuntimeError) a plan that has problems; see `.problems`
 ├── StalePlanError                    (RuntimeError) the model is no longer what was planned for
 ├── LoadCancelledError                (RuntimeError) the result of a load in the background that was cancelled
@@ -317,6 +320,18 @@ class SchemaError(ModelStateError, ValueError, page="schema-version"):
 
 class OptimizerStateError(ModelStateError, ValueError, page="optimizer-state"):
     """The state of an optimizer that goes by no names, or does not fit the parameters."""
+
+
+class RandomStateError(ModelStateError, ValueError, page="random-state"):
+    """A state that is none of these random generators. They draw what they would have drawn."""
+
+
+class StoreLockedError(ModelStateError, RuntimeError, page="store-locked"):
+    """Somebody else writes to the store."""
+
+
+class StoreAccessError(ModelStateError, OSError, page="store-locked"):
+    """The directory of a store cannot be written to, or its file system has no locks."""
 
 
 class PlanError(ModelStateError, RuntimeError, page="plan-problems"):
