@@ -48,6 +48,7 @@ from modelstate.read.checkpoint import Checkpoint as Checkpoint
 from modelstate.read.lora import LoRA as LoRA
 from modelstate.read.open import open as open
 from modelstate.spec import TensorSpec as TensorSpec
+from modelstate.store.deadline import Deadline as Deadline
 from modelstate.store.retention import CheckpointInfo as CheckpointInfo
 from modelstate.store.retention import Keep as Keep
 from modelstate.store.rng import RNG as RNG

@@ -1,0 +1,371 @@
+"""When a loop has to end: by the time of its job, by what saves take, and by real signals."""
+
+import math
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import psutil
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import modelstate as ms
+from modelstate.errors import OptionError
+from modelstate.store import deadline as module
+
+HOUR = 3600.0
+
+
+class Clock:
+    """Both clocks of the machine, which are set by hand."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.boot, self.wall = 5000.0, 1.8e9
+        monkeypatch.setattr(time, "clock_gettime", lambda which: self.boot)
+        monkeypatch.setattr(time, "time", lambda: self.wall)
+
+    def advance(self, seconds: float) -> None:
+        self.boot += seconds
+        self.wall += seconds
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    return Clock(monkeypatch)
+
+
+@pytest.fixture
+def handlers() -> Iterator[None]:
+    """Fails a test that leaves another handler than it found."""
+    before = {number: signal.getsignal(number) for number in signal.valid_signals()}
+    yield
+    after = {number: signal.getsignal(number) for number in signal.valid_signals()}
+    for number, handler in before.items():
+        if after[number] != handler:
+            signal.signal(number, handler)
+    assert after == before
+
+
+def test_the_end_of_the_time(clock: Clock) -> None:
+    deadline = ms.Deadline(hours=4, margin=100, since="now")
+    assert (deadline.reached, deadline.reason) == (False, "")
+    assert (deadline.remaining_seconds, deadline.margin_seconds) == (4 * HOUR, 100)
+    clock.advance(4 * HOUR - 100.5)
+    assert not deadline.reached
+    clock.advance(0.5)
+    assert deadline.reached
+    assert deadline.reason == "100 s of 14,400 s are left, the margin is 100 s"
+    clock.advance(500)
+    assert deadline.remaining_seconds == 0
+    assert deadline.reason == "100 s of 14,400 s are left, the margin is 100 s"
+
+
+def test_time_that_is_over_already(clock: Clock) -> None:
+    assert ms.Deadline(hours=1, since=clock.wall - 2 * HOUR).reached
+
+
+@pytest.mark.parametrize("jump", [-1e6, 1e6])
+def test_setting_the_wall_clock_changes_nothing(clock: Clock, jump: float) -> None:
+    deadline = ms.Deadline(hours=4, margin=100, since=clock.wall - 600)
+    clock.wall += jump
+    assert deadline.remaining_seconds == pytest.approx(4 * HOUR - 600)
+    clock.advance(60)
+    assert deadline.remaining_seconds == pytest.approx(4 * HOUR - 660)
+
+
+@pytest.mark.parametrize(("hours", "margin"), [(4, 600), (1, 180), (0.1, 18)])
+def test_the_margin_before_anything_is_known(clock: Clock, hours: float, margin: float) -> None:
+    deadline = ms.Deadline(hours, since="now")
+    assert deadline.margin_seconds == pytest.approx(margin)
+    deadline.stepped(7)
+    assert deadline.margin_seconds == pytest.approx(margin + 7)
+
+
+def test_the_margin_is_learned(clock: Clock) -> None:
+    deadline = ms.Deadline(4, since="now")
+    deadline.saved(5)
+    assert deadline.margin_seconds == 30
+    deadline.saved(100)
+    deadline.stepped(3)
+    deadline.stepped(11.5)
+    deadline.stepped(2)
+    deadline.saved(20)
+    assert deadline.margin_seconds == 211.5
+    short = ms.Deadline(0.1, since="now")
+    short.saved(0)
+    assert short.margin_seconds == pytest.approx(18)
+
+
+def test_a_margin_that_is_given_is_not_learned(clock: Clock) -> None:
+    deadline = ms.Deadline(4, 60, since="now")
+    deadline.saved(1000)
+    deadline.stepped(1000)
+    assert deadline.margin_seconds == 60
+
+
+saves = st.lists(st.tuples(st.sampled_from(["saved", "stepped"]), st.floats(0, 1e5)), max_size=20)
+
+
+@given(saves)
+def test_once_a_save_is_known_the_margin_only_grows(told: list[tuple[str, float]]) -> None:
+    deadline = ms.Deadline(4, since="now")
+    deadline.saved(0)
+    before = deadline.margin_seconds
+    for name, seconds in told:
+        getattr(deadline, name)(seconds)
+        assert deadline.margin_seconds >= before
+        before = deadline.margin_seconds
+    longest = {name: max((s for n, s in told if n == name), default=0) for name in ("saved", "stepped")}
+    assert before == max(30, 2 * longest["saved"] + longest["stepped"])
+
+
+def test_reached_does_not_take_itself_back(clock: Clock) -> None:
+    deadline = ms.Deadline(4, since="now")
+    clock.advance(4 * HOUR - 599)
+    assert deadline.reached
+    deadline.saved(1)
+    assert deadline.margin_seconds == 30
+    assert deadline.reached
+
+
+def test_time_counts_from_the_start_of_the_process() -> None:
+    age = time.time() - psutil.Process().create_time()
+    assert HOUR - ms.Deadline(hours=1).remaining_seconds == pytest.approx(age, abs=2)
+
+
+def test_the_time_before_the_import_counts() -> None:
+    code = (
+        "import time; time.sleep(1.5); import modelstate as ms; d = ms.Deadline(1); e = ms.Deadline(1, since='now');"
+        "print(e.remaining_seconds - d.remaining_seconds)"
+    )
+    start = time.monotonic()
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert 1.5 <= float(done.stdout) <= time.monotonic() - start + 0.02
+
+
+@pytest.mark.parametrize("content", [None, b"", b"7 (a) b) R 1 2", b"7 (a) R " + b"x " * 30])
+def test_a_system_that_does_not_tell_when_the_process_began(
+    content: bytes | None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    if content is not None:
+        (tmp_path / "stat").write_bytes(content)
+    monkeypatch.setattr(module, "open", lambda path, mode: (tmp_path / "stat").open(mode), raising=False)
+    assert ms.Deadline(1).remaining_seconds == pytest.approx(HOUR, abs=5)
+
+
+def test_signals_alone(handlers: None) -> None:
+    deadline = ms.Deadline(hours=None)
+    assert deadline.remaining_seconds == math.inf
+    assert not deadline.reached
+    with deadline:
+        os.kill(os.getpid(), signal.SIGUSR1)
+        assert deadline.reached
+    assert deadline.reason == "SIGUSR1 was received"
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP, signal.SIGRTMIN + 3])
+def test_a_signal_is_taken_as_often_as_it_comes(handlers: None, number: int) -> None:
+    called: list[int] = []
+    before = signal.signal(number, lambda *_: called.append(1))
+    try:
+        mine = signal.getsignal(number)
+        with ms.Deadline(since="now", signals=(number, signal.SIGUSR2)) as deadline:
+            assert not deadline.reached
+            for _ in range(3):
+                os.kill(os.getpid(), number)
+            os.kill(os.getpid(), signal.SIGUSR2)
+            assert deadline.reached
+        name = "signal 37" if number == signal.SIGRTMIN + 3 else signal.Signals(number).name
+        assert deadline.reason == f"{name} was received"
+        assert signal.getsignal(number) is mine
+        assert not called
+    finally:
+        signal.signal(number, before)
+
+
+def test_handlers_are_put_back_after_an_error(handlers: None) -> None:
+    def fail() -> None:
+        with ms.Deadline():
+            assert signal.getsignal(signal.SIGTERM) != signal.SIG_DFL
+            raise KeyError
+
+    with pytest.raises(KeyError):
+        fail()
+
+
+def test_the_handler_of_somebody_else_stays(handlers: None) -> None:
+    def theirs(*arguments: Any) -> None: ...
+
+    with ms.Deadline():
+        signal.signal(signal.SIGTERM, theirs)
+    assert signal.getsignal(signal.SIGTERM) is theirs
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+
+
+def test_a_second_interrupt_interrupts(handlers: None) -> None:
+    with ms.Deadline(since="now", signals=(signal.SIGINT,)) as deadline:
+        os.kill(os.getpid(), signal.SIGINT)
+        assert deadline.reached
+        with pytest.raises(KeyboardInterrupt):
+            os.kill(os.getpid(), signal.SIGINT)
+
+
+def test_one_can_be_used_again_but_not_twice_at_once(handlers: None) -> None:
+    deadline = ms.Deadline(since="now")
+    for _ in range(2):
+        with deadline, pytest.raises(OptionError, match="entered already"):
+            deadline.__enter__()
+
+
+def test_one_within_another(handlers: None) -> None:
+    with ms.Deadline(since="now") as outer:
+        with ms.Deadline(since="now") as inner:
+            os.kill(os.getpid(), signal.SIGTERM)
+        assert (inner.reached, outer.reached) == (True, False)
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert outer.reached
+
+
+def test_another_thread_is_refused_unless_it_takes_no_signals(handlers: None) -> None:
+    caught: list[object] = []
+
+    def enter(*signals: int) -> None:
+        try:
+            with ms.Deadline(since="now", signals=signals) as deadline:
+                caught.append(deadline.reached)
+        except OptionError as error:
+            caught.append(error.what)
+
+    for signals in [(signal.SIGTERM,), ()]:
+        thread = threading.Thread(target=enter, args=signals)
+        thread.start()
+        thread.join()
+    assert caught == ["signals can be received in the main thread alone", False]
+
+
+def test_a_signal_that_the_system_keeps_for_itself(handlers: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    real = signal.signal
+
+    def refuse(number: int, handler: Any) -> Any:
+        if number == signal.SIGUSR2:
+            raise OSError(22, "Invalid argument")
+        return real(number, handler)
+
+    monkeypatch.setattr(signal, "signal", refuse)
+    deadline = ms.Deadline(signals=(signal.SIGTERM, signal.SIGUSR2))
+    with pytest.raises(OptionError, match="cannot be received"):
+        deadline.__enter__()
+
+
+def test_a_forked_child_can_be_ended(handlers: None) -> None:
+    with ms.Deadline(since="now") as deadline:
+        child = os.fork()
+        if child == 0:
+            time.sleep(60)
+            os._exit(0)
+        time.sleep(0.1)
+        os.kill(child, signal.SIGTERM)
+        _, status = os.waitpid(child, 0)
+        assert os.waitstatus_to_exitcode(status) == -signal.SIGTERM
+        assert not deadline.reached
+
+
+LOOP = """
+import sys, time
+import modelstate as ms
+with ms.Deadline(hours={hours}, since="now", margin={margin}) as deadline:
+    print("ready", flush=True)
+    for step in range(6000):
+        if deadline.reached:
+            break
+        time.sleep(0.01)
+    time.sleep(0.5)
+    print("saved:", deadline.reason, flush=True)
+print("left", flush=True)
+time.sleep(60)
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
+def test_a_process_that_is_told_to_end_saves_first(number: signal.Signals) -> None:
+    process = subprocess.Popen(
+        [sys.executable, "-c", LOOP.format(hours=None, margin="'auto'")], stdout=subprocess.PIPE, text=True
+    )
+    assert process.stdout is not None
+    assert process.stdout.readline() == "ready\n"
+    process.send_signal(number)
+    time.sleep(0.2)
+    process.send_signal(number)  # during the save
+    assert process.stdout.readline() == f"saved: {number.name} was received\n"
+    assert process.stdout.readline() == "left\n"
+    process.send_signal(number)
+    assert process.wait(60) == -number
+    process.stdout.close()
+
+
+def test_a_process_whose_time_ends() -> None:
+    code = LOOP.format(hours=3 / HOUR, margin=2).replace("time.sleep(60)", "")
+    start = time.monotonic()
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert "saved: 2 s of 3 s are left, the margin is 2 s" in done.stdout
+    assert time.monotonic() - start < 60
+
+
+BAD: list[dict[str, Any]] = [
+    {"hours": 0},
+    {"hours": -1},
+    {"hours": math.nan},
+    {"hours": math.inf},
+    {"hours": "4"},
+    {"hours": True},
+    {"margin": -1},
+    {"margin": math.nan},
+    {"margin": 4 * HOUR},
+    {"margin": "much"},
+    {"margin": None},
+    {"since": "yesterday"},
+    {"since": None},
+    {"since": math.nan},
+    {"since": -math.inf},
+    {"since": True},
+    {"since": 1.8e12},
+    {"signals": signal.SIGTERM},
+    {"signals": "SIGTERM"},
+    {"signals": ("SIGTERM",)},
+    {"signals": (0,)},
+    {"signals": (10_000,)},
+    {"signals": (signal.SIGKILL,)},
+    {"signals": (signal.SIGTERM, signal.SIGSTOP)},
+    {"signals": (signal.SIGSEGV,)},
+    {"hours": None, "signals": ()},
+]
+
+
+@pytest.mark.parametrize("given", BAD, ids=str)
+def test_what_means_nothing(given: dict[str, Any]) -> None:
+    with pytest.raises(OptionError):
+        ms.Deadline(**given)
+
+
+@pytest.mark.parametrize("seconds", [-1, math.nan, math.inf, "5", None, True])
+def test_what_is_no_time(seconds: Any) -> None:
+    deadline = ms.Deadline(since="now")
+    before = deadline.margin_seconds
+    for tell in (deadline.saved, deadline.stepped):
+        with pytest.raises(OptionError):
+            tell(seconds)
+    assert deadline.margin_seconds == before
+
+
+def test_numbers_of_numpy_are_numbers() -> None:
+    deadline = ms.Deadline(np.int64(4), np.float32(60), since=np.float64(time.time()))  # type: ignore[arg-type]
+    deadline.saved(np.float32(1))  # type: ignore[arg-type]
+    assert deadline.margin_seconds == 60
