@@ -53,6 +53,11 @@ ModelStateError
 ├── StoreLockedError                  (RuntimeError) a store that somebody else writes to
 ├── StoreAccessError                  (OSError) a store's directory that cannot be written to, or has no locks
 ├── PlanError                         (RuntimeError) a plan that has problems; see `.problems`
+├── ObjectsError                      objects whose state cannot be saved or restored together
+│   ├── MissingObjectError            (KeyError) an object that nothing was saved for
+│   ├── UnexpectedObjectError         (KeyError) something was saved for an object that is not there
+│   ├── ObjectKindError               (TypeError) an object of another kind than what was saved
+│   └── ObjectStateError              (RuntimeError) code of an object raised when its state was taken or given
 ├── StalePlanError                    (RuntimeError) the model is no longer what was planned for
 ├── LoadCancelledError                (RuntimeError) the result of a load in the background that was cancelled
 ├── LoadTimeoutError                  (TimeoutError) a load in the background that is not done in time
@@ -332,6 +337,24 @@ class StoreLockedError(ModelStateError, RuntimeError, page="store-locked"):
 
 class StoreAccessError(ModelStateError, OSError, page="store-locked"):
     """The directory of a store cannot be written to, or its file system has no locks."""
+class ObjectsError(ModelStateError, page="objects"):
+    """Objects whose state cannot be saved, or restored, together."""
+
+
+class MissingObjectError(ObjectsError, KeyError):
+    """There is an object that nothing was saved for."""
+
+
+class UnexpectedObjectError(ObjectsError, KeyError):
+    """Something was saved for an object that is not there now."""
+
+
+class ObjectKindError(ObjectsError, TypeError):
+    """An object is of another kind than the one whose state was saved."""
+
+
+class ObjectStateError(ObjectsError, RuntimeError):
+    """Code of an object raised when its state was taken or given, or what it gave cannot be kept."""
 
 
 class PlanError(ModelStateError, RuntimeError, page="plan-problems"):

@@ -240,6 +240,31 @@ class _How:
     started: float
 
 
+def load_then(
+    journal: Journal,
+    checkpoint: Checkpoint,
+    options: Options,
+    then: Callable[[], None],
+    *,
+    optimizers: Iterable[torch.optim.Optimizer] = (),
+    verify: bool = False,
+    progress: bool | None = None,
+    max_memory_bytes: int | None = None,
+    prefault: bool | None = None,
+) -> Report:
+    """`load` into the root of a journal, and whatever else belongs to it, all or nothing together.
+
+    `then` is called when every tensor is of the shape and dtype, and on the device, that it will have, and all that is
+    left to do is to copy values between memory that is there; code that looks at tensors there, within the journal's
+    `model_code`, sees the new values. What it changes it takes down in the journal, before it does, which undoes it
+    whatever raises, from the beginning of the load on.
+    """
+    check_budget_option(max_memory_bytes)
+    how = _How(tuple(optimizers), verify, progress, max_memory_bytes, prefault, time.perf_counter())
+    with no_collection():
+        return _carry_out(journal.root, checkpoint, options, how, journal=journal, then=then)
+
+
 def _staged(model: nn.Module, source: Source | Plan, options: Options, how: _How) -> Staged:
     """What is to be brought in for a load that has been planned, checked and undone."""
     checkpoint, options = _of_plan(source, options) if isinstance(source, Plan) else (open_checkpoint(source), options)
@@ -261,11 +286,17 @@ def _staged(model: nn.Module, source: Source | Plan, options: Options, how: _How
 
 
 def _carry_out(
-    model: nn.Module, source: Source | Plan, options: Options, how: _How, staged: Staged | None = None
+    model: nn.Module,
+    source: Source | Plan,
+    options: Options,
+    how: _How,
+    staged: Staged | None = None,
+    journal: Journal | None = None,
+    then: Callable[[], None] | None = None,
 ) -> Report:
     """The load itself. All that it needed is gone when it returns. `staged` is what was brought in for it before."""
     checkpoint, options = _of_plan(source, options) if isinstance(source, Plan) else (open_checkpoint(source), options)
-    journal, before = Journal(model), placed(how.optimizers)
+    journal, before = journal or Journal(model), placed(how.optimizers)
     try:
         preparation = Preparation(journal, checkpoint, options, Place, call_extra_state=True)
         preparation.check()
@@ -287,6 +318,8 @@ def _carry_out(
                 preparation.notes += bring_in(preparation.assignments, lambda _: None)
             _check_shown(preparation)
             _read_in_place(preparation, advance)
+        if then is not None:
+            then()
         journal.commit(*(partial(state.__setitem__, name, value) for state, name, value in new_state))
     except BaseException:
         try:

@@ -5,7 +5,7 @@ the wrong ones, without a word where the shapes allow it. Names do not move.
 """
 
 import inspect
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from copy import deepcopy
 from functools import partial
 from typing import Any
@@ -61,6 +61,19 @@ def load_optimizer_state(
     Raises `OptimizerStateError` with everything that does not fit: names, shapes, groups, options of another optimizer;
     without `allow_missing`, also where nothing was saved for a parameter. Raises `RuleError` for the rules.
     """
+    load_by_name(model, optimizer, state, rules=rules, may_miss=lambda _: allow_missing, may_exceed=lambda _: False)
+
+
+def load_by_name(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    state: Mapping[str, Any],
+    *,
+    rules: Iterable[Rule],
+    may_miss: Callable[[str], bool],
+    may_exceed: Callable[[str], bool],
+) -> None:
+    """`load_optimizer_state`, where it is asked for each name whether its state may be missing, or too much."""
     names = _names(model, optimizer)
     params = _by_any_name(model, names)
     by_name, groups = _by_name(state)
@@ -69,16 +82,17 @@ def load_optimizer_state(
     if checked:
         by_name, made_of = apply_to_optimizer(checked, by_name)
     sources = _sources(params, groups, checked, made_of)
-    wrong = [f"{name}: the optimizer has no such parameter" for name in by_name if name not in params]
+    over = [name for name in by_name if name not in params and not may_exceed(name)]
+    wrong = [f"{name}: the optimizer has no such parameter" for name in over]
     by_param = {params[name]: values for name, values in by_name.items() if name in params and values}
-    matched = _matched(groups, optimizer, names, sources, wrong, allow_missing)
+    matched = _matched(groups, optimizer, names, sources, wrong, may_miss, may_exceed)
     if isinstance(optimizer, torch.optim.LBFGS):
         wrong += _wrong_order(groups, optimizer, sources)
-    if not allow_missing and any(by_name.values()):
+    if any(by_name.values()):
         there = {params[name] for name in by_name if name in params}
         listed = {name for group in groups for name in group["params"]}
         lost = [param for param in names if param not in there and listed & sources[param]]
-        wrong += [f"{names[param]}: its state is not there" for param in lost]
+        wrong += [f"{names[param]}: its state is not there" for param in lost if not may_miss(names[param])]
     kept = _Kept(optimizer)
     for param, values in by_param.items():
         wrong += _wrong_values(names[param], values, param, optimizer, kept.of(param))
@@ -193,17 +207,18 @@ def _matched(
     names: Mapping[torch.Tensor, str],
     sources: Mapping[torch.Tensor, set[str]],
     wrong: list[str],
-    allow_missing: bool,
+    may_miss: Callable[[str], bool],
+    may_exceed: Callable[[str], bool],
 ) -> list[tuple[dict[str, Any], dict[str, Any]]]:
     """Each group of the optimizer with the options that were saved for its parameters."""
     found = []
     listed = {name for group in groups for name in group["params"]}
     known = set().union(*sources.values())
-    wrong += [f"{name}: the optimizer has no such parameter" for name in sorted(listed - known)]
+    over = sorted(name for name in listed - known if not may_exceed(name))
+    wrong += [f"{name}: the optimizer has no such parameter" for name in over]
     for group in optimizer.param_groups:
         lacking = [names[param] for param in group["params"] if listed.isdisjoint(sources[param])]
-        if not allow_missing:
-            wrong += [f"{name}: nothing was saved for it" for name in lacking]
+        wrong += [f"{name}: nothing was saved for it" for name in lacking if not may_miss(name)]
         wanted = {source for param in group["params"] for source in sources[param]}
         fitting = [_options(saved) for saved in groups if wanted & set(saved["params"])]
         if any(one != fitting[0] for one in fitting):

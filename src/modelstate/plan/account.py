@@ -31,9 +31,9 @@ if TYPE_CHECKING:
 class Patterns:
     """Glob patterns that allow names, and which of them have been of use."""
 
-    def __init__(self, option: str, patterns: Sequence[str]) -> None:
+    def __init__(self, option: str, patterns: Sequence[str], of_use: Iterable[str] = ()) -> None:
         self.option, self.patterns = option, tuple(patterns)
-        self.used: set[str] = set()
+        self.used: set[str] = set(of_use)
 
     def allow(self, name: str) -> bool:
         hits = [pattern for pattern in self.patterns if fnmatchcase(name, pattern)]
@@ -50,8 +50,8 @@ class Accounts:
     def __init__(self, preparation: "Preparation", outcome: Outcome) -> None:
         self.of, self.outcome = preparation, outcome
         options = preparation.options
-        self.may_miss = Patterns("allow_missing", options.allow_missing)
-        self.may_exceed = Patterns("allow_unexpected", options.allow_unexpected)
+        self.may_miss = Patterns("allow_missing", options.allow_missing, options.of_use)
+        self.may_exceed = Patterns("allow_unexpected", options.allow_unexpected, options.of_use)
 
     def settle(self) -> None:
         """Adds the problems and notes that come of it to the preparation."""

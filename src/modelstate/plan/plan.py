@@ -32,6 +32,8 @@ class Options:
     transform: Transform | ModuleTransform | Pairs | None = None
     map: bool = True
     in_place: bool = False
+    of_use: frozenset[str] = frozenset()
+    """Patterns of the two that are of use elsewhere, so that they may match nothing here."""
 
 
 class Step(NamedTuple):

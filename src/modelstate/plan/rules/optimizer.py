@@ -13,6 +13,7 @@ from modelstate.plan.rules.chain import apply_rules, in_memory
 from modelstate.plan.rules.rule import Entries, Entry, Rule, Value
 from modelstate.plan.rules.tensors import Apply, Cast
 from modelstate.plan.rules.values import Fill
+from modelstate.plan.rules.within import unscoped
 
 State = Mapping[str, Mapping[str, Any]]
 """From the name of a parameter to what the optimizer has for it: "exp_avg", "step", ..."""
@@ -28,11 +29,11 @@ def apply_to_optimizer(
     is refused, for what it does to a parameter says nothing of its moments: all `Apply` without `moves=True`. A new
     parameter has no state, and a `Cast` is left to the optimizer. Raises `RuleError` with all that is wrong.
     """
-    kept = [rule for rule in rules if not isinstance(rule, Fill | Cast)]
+    kept = [rule for rule in rules if not isinstance(unscoped(rule), Fill | Cast)]
     problems: list[Problem] = [
         BadRule(name, repr(rule), "it computes with values: moves=True says that it only moves elements")
         for rule in kept
-        if isinstance(rule, Apply) and not rule.moves
+        if isinstance(it := unscoped(rule), Apply) and not it.moves
         for name in state
         if rule.rename(name) is not None
     ]

@@ -2,7 +2,7 @@
 
 import re
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import MISSING, dataclass, fields
+from dataclasses import MISSING, dataclass, fields, replace
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import torch
@@ -95,6 +95,17 @@ class Course:
     @property
     def wanted(self) -> Wanted | None:
         return None if self.find_wanted is None else self.find_wanted()
+
+    def part(self, entries: Entries) -> "Course":
+        """A course of its own for some of the entries, which `take` brings back."""
+        return Course(entries, self._read)
+
+    def take(self, part: "Course", prefix: str) -> None:
+        """Takes over what has become of a part, whose names lack a prefix."""
+        self._hits += part._hits
+        self.problems += [replace(problem, name=prefix + problem.name) for problem in part.problems]
+        for name, entry in part.entries.items():
+            self._put(prefix + name, entry)
 
     def keep(self, name: str, entry: Entry) -> None:
         """Leaves an entry as it is."""

@@ -1,0 +1,267 @@
+"""The state of several objects back into them, all or nothing over all of them together."""
+
+from collections.abc import Iterable, Iterator, Mapping
+from copy import deepcopy
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any
+
+import torch
+
+from modelstate.errors import MissingObjectError, ObjectKindError, OptionError, UnexpectedObjectError
+from modelstate.place.load import load_then
+from modelstate.place.optimizer_state import load_by_name
+from modelstate.place.options import options_of
+from modelstate.place.report import Report
+from modelstate.plan.account import Patterns
+from modelstate.plan.journal import Journal
+from modelstate.plan.rules.chain import check_rules
+from modelstate.plan.rules.rule import Rule
+from modelstate.plan.rules.schema import Schema
+from modelstate.plan.rules.within import Within
+from modelstate.read.checkpoint import Checkpoint
+from modelstate.read.open import open as open_checkpoint
+from modelstate.store.bundle import Objects, bundle, bundled
+from modelstate.store.objects import (
+    GENERATOR,
+    KINDS,
+    MODULE,
+    OPTIMIZER,
+    STATEFUL,
+    VALUE,
+    Part,
+    Target,
+    check_owners,
+    code_of,
+    in_turn,
+    modules_of,
+    targets_of,
+)
+from modelstate.store.undo import take_down
+
+RulesOf = Iterable[Rule] | Mapping[str, Iterable[Rule] | Schema]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Restored(Mapping[str, Any]):
+    """What came back: the plain values that were asked for, by their paths. Made by `restore_objects`."""
+
+    plain: Mapping[str, Any] = field(repr=False)
+    """The plain values, by path, as this object has them itself."""
+    report: Report = field(repr=False)
+    """What happened to the tensors of all modules, whose names begin with the paths of the modules."""
+    missing: tuple[str, ...] = ()
+    """Objects that nothing was saved for, as `allow_missing` allows. They are what they were."""
+    unexpected: tuple[str, ...] = ()
+    """What was saved for objects that are not there, as `allow_unexpected` allows."""
+
+    def __getitem__(self, path: str) -> Any:
+        return self.plain[path]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.plain)
+
+    def __len__(self) -> int:
+        return len(self.plain)
+
+
+def restore_objects(
+    objects: Mapping[str, Any],
+    saved: Mapping[str, Part],
+    *,
+    rules: RulesOf = (),
+    allow_missing: Iterable[str] = (),
+    allow_unexpected: Iterable[str] = (),
+    device: torch.device | str | None = None,
+    map: bool = True,
+    verify: bool = False,
+    progress: bool | None = None,
+    max_memory_bytes: int | None = None,
+    prefault: bool | None = None,
+) -> Restored:
+    """Gives objects the state that was saved for them, all or nothing.
+
+    The modules come first, in one load, so that what is tied across them stays tied; then optimizers, by the names of
+    their parameters; then objects with `load_state_dict`; generators last. A plain value among the objects only says
+    that the value is wanted: what was saved for it is in the result. Whatever raises, an interrupt included, all
+    objects are what they were: modules, optimizers and generators bit for bit; other objects are given the copy of
+    their `state_dict()` that was taken before.
+
+    Args:
+        objects: as `captured` takes them.
+        saved: a `Part` for each path; of a module a `Checkpoint`, or a state dict.
+        rules: changes of names and tensors. A mapping from the path of a module gives rules, or a `Schema`, by that
+            module's own names; else names begin with the path: "model.encoder.weight". Optimizers follow.
+        allow_missing: glob patterns of what need not have been saved: paths of objects ("ema"), names in modules
+            ("model.head.*"), and parameters by the path of their optimizer ("optimizer.model.head.*").
+        allow_unexpected: the same for what was saved and need not be there.
+        device, map, verify, progress, max_memory_bytes, prefault: as `modelstate.load` has them, for the modules.
+
+    Raises `MissingObjectError`, `UnexpectedObjectError` and `ObjectKindError` for what does not go together,
+    `ObjectStateError` where an object's own code raises, `OptimizerStateError`, `RuleError`, `OptionError`, and what
+    `modelstate.load` raises. `RollbackError` where an object does not take its own state back.
+    """
+    targets = targets_of(objects)
+    check_owners(targets, modules_of(targets))
+    sources = _checked(saved)
+    options = options_of("", (), allow_missing, allow_unexpected, None, device, None, map, False)
+    may_miss = Patterns("allow_missing", options.allow_missing)
+    may_exceed = Patterns("allow_unexpected", options.allow_unexpected)
+    missing = _allowed([path for path in targets if path not in sources], may_miss)
+    unexpected = _allowed([path for path in sources if path not in targets], may_exceed)
+    _check_matched(targets, sources, missing, unexpected)
+    checkpoints = {
+        path: _opened(path, sources[path].tree)
+        for path, target in targets.items()
+        if target.kind == MODULE and path in sources
+    }
+    options = replace(options, rules=_rules(rules, checkpoints))
+    restoring = _Restoring(targets, sources, options.rules, may_miss, may_exceed)
+    restoring.note_use()
+    for checkpoint in dict.fromkeys(checkpoints.values()) if verify else ():
+        checkpoint.verify()
+    journal = Journal(bundle({path: targets[path].it for path in checkpoints}))
+    try:
+        take_down(restoring.turn, journal)
+        report = load_then(
+            journal,
+            bundled(checkpoints),
+            replace(options, of_use=frozenset(may_miss.used | may_exceed.used)),
+            partial(restoring.others, journal),
+            optimizers=[targets[path].it for path in missing if targets[path].kind == OPTIMIZER],
+            progress=progress,
+            max_memory_bytes=max_memory_bytes,
+            prefault=prefault,
+        )
+    except BaseException:
+        try:
+            journal.rollback()
+        finally:
+            journal.rollback()
+        raise
+    plain = {path: sources[path].tree for path, target in restoring.turn if target.kind == VALUE}
+    return Restored(plain, report, missing, unexpected)
+
+
+class _Restoring:
+    """What is to be done beside the load of the modules."""
+
+    def __init__(
+        self,
+        targets: Mapping[str, Target],
+        sources: Mapping[str, Part],
+        rules: tuple[Rule, ...],
+        may_miss: Patterns,
+        may_exceed: Patterns,
+    ) -> None:
+        self.modules: Objects = modules_of(targets)
+        self.turn = [(path, target) for path, target in in_turn(targets) if path in sources]
+        """The targets that get a state, in the order in which they do."""
+        self._sources, self._rules = sources, rules
+        self._may_miss, self._may_exceed = may_miss, may_exceed
+
+    def note_use(self) -> None:
+        """Patterns that have to do with parameters of optimizers need not match anything else."""
+        names = [name for name, _ in self.modules.named_parameters()]
+        for path, target in self.turn:
+            if target.kind == OPTIMIZER:
+                state = self._sources[path].tree
+                listed = state.get("state", ()) if isinstance(state, Mapping) else ()
+                for name in names:
+                    self._may_miss.allow(f"{path}.{name}")
+                for name in listed:
+                    self._may_exceed.allow(f"{path}.{name}")
+
+    def others(self, journal: Journal) -> None:
+        """Gives all objects but the modules their states."""
+        if any(target.kind == STATEFUL for _, target in self.turn):
+            journal.arm()  # the modules may hold optimizers, which are about to be changed
+        for path, target in self.turn:
+            if target.kind == OPTIMIZER:
+                self._load_optimizer(path, target.it)
+        for path, target in self.turn:
+            if target.kind == STATEFUL:
+                with code_of(path, "its load_state_dict raised; nothing has been changed"), journal.model_code():
+                    # A copy, since the object may keep what it is given.
+                    target.it.load_state_dict(deepcopy(self._sources[path].tree))
+            elif target.kind == GENERATOR:
+                with code_of(path, "the generator does not take the state; nothing has been changed"):
+                    target.it.set_state(self._sources[path].tree)
+
+    def _load_optimizer(self, path: str, optimizer: torch.optim.Optimizer) -> None:
+        with code_of(path, "its state cannot be loaded; nothing has been changed"):
+            load_by_name(
+                self.modules,
+                optimizer,
+                self._sources[path].tree,
+                rules=self._rules,
+                may_miss=lambda name: self._may_miss.allow(f"{path}.{name}"),
+                may_exceed=lambda name: self._may_exceed.allow(f"{path}.{name}"),
+            )
+
+
+def _checked(saved: Mapping[str, Part]) -> Mapping[str, Part]:
+    wrong = [path for path, part in saved.items() if not isinstance(part, Part) or part.kind not in KINDS]
+    if wrong:
+        raise OptionError("not the state of an object", where=wrong[0], expected="a Part", found=repr(saved[wrong[0]]))
+    return saved
+
+
+def _opened(path: str, tree: Any) -> Checkpoint:
+    with code_of(path, "its state cannot be opened"):
+        return open_checkpoint(tree)
+
+
+def _allowed(paths: list[str], patterns: Patterns) -> tuple[str, ...]:
+    """Those of the paths that the patterns allow."""
+    return tuple(path for path in paths if patterns.allow(path))
+
+
+def _check_matched(
+    targets: Mapping[str, Target], sources: Mapping[str, Part], missing: tuple[str, ...], unexpected: tuple[str, ...]
+) -> None:
+    lacking = [path for path in targets if path not in sources and path not in missing]
+    over = [path for path in sources if path not in targets and path not in unexpected]
+    also = f"; and there is no object for {', '.join(over)}, which was saved" if over else ""
+    if lacking:
+        raise MissingObjectError(
+            "nothing was saved for these objects; nothing has been changed",
+            expected=", ".join(lacking),
+            found=(", ".join(sources) or "nothing") + also,
+            remedy=f"leave them out, or allow_missing={lacking!r}",
+        )
+    if over:
+        raise UnexpectedObjectError(
+            "these were saved, and are not among the objects; nothing has been changed",
+            expected=", ".join(targets) or "nothing",
+            found=", ".join(over),
+            remedy=f"add them, or allow_unexpected={over!r}",
+        )
+    other = [path for path in targets if path in sources and sources[path].kind != targets[path].kind]
+    if other:
+        raise ObjectKindError(
+            "these are of other kinds than what was saved; nothing has been changed",
+            where=", ".join(other),
+            expected=", ".join(sources[path].kind for path in other),
+            found=", ".join(f"{targets[path].kind} ({type(targets[path].it).__name__})" for path in other),
+            remedy="give objects of the kinds that were saved; a plain value only asks for one that was saved as such",
+        )
+
+
+def _rules(given: RulesOf, checkpoints: Mapping[str, Checkpoint]) -> tuple[Rule, ...]:
+    """The rules by names that begin with the paths of modules."""
+    if isinstance(given, Schema):
+        raise OptionError("a schema is of one module", expected='rules={"model": schema}', found=repr(given))
+    if not isinstance(given, Mapping):
+        return check_rules(given)
+    found: list[Rule] = []
+    for path, rules in given.items():
+        if path not in checkpoints:
+            raise OptionError(
+                "rules for what is no module that is restored",
+                expected=f"one of {', '.join(checkpoints) or 'none'}",
+                found=repr(path),
+            )
+        several = rules.rules_for(checkpoints[path]) if isinstance(rules, Schema) else rules
+        found += [Within(f"{path}.", rule) for rule in check_rules(several)]
+    return tuple(found)

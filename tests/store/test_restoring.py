@@ -1,0 +1,526 @@
+"""`captured` and `restore_objects`: everything comes back bit for bit, or everything is as it was."""
+
+import copy
+from collections import OrderedDict
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+import modelstate as ms
+from modelstate import errors
+from modelstate.plan import problems
+from modelstate.store.objects import Part, captured
+from modelstate.store.restoring import restore_objects
+from tests.place.fingerprint import interrupted_at
+from tests.store.training import OPTIMIZERS, SCHEDULERS, Model, Positions, Random, Run, everything, kept, state_of
+
+every_optimizer = pytest.mark.parametrize("optimizer", OPTIMIZERS)
+every_scheduler = pytest.mark.parametrize("scheduler", SCHEDULERS)
+
+
+@every_optimizer
+@every_scheduler
+def test_a_resumed_run_goes_on_as_if_it_had_not_stopped(optimizer: str, scheduler: str) -> None:
+    torch.manual_seed(0)
+    run = Run(optimizer, scheduler)
+    run.train(4)
+    saved = kept(run.objects)
+    losses = run.train(5)
+    end = state_of(run.objects)
+    torch.manual_seed(99)
+    fresh = Run(optimizer, scheduler)
+    fresh.step = restore_objects(fresh.objects, saved)["step"]
+    assert fresh.step == 4
+    assert fresh.train(5) == losses
+    assert state_of(fresh.objects) == end
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    st.sampled_from(sorted(OPTIMIZERS)),
+    st.sampled_from(sorted(SCHEDULERS)),
+    st.integers(0, 3),
+    st.integers(0, 3),
+    st.booleans(),
+)
+def test_what_was_captured_comes_back(optimizer: str, scheduler: str, before: int, after: int, elsewhere: bool) -> None:
+    run = Run(optimizer, scheduler)
+    run.train(before)
+    saved, was = kept(run.objects), state_of(run.objects)
+    run.train(after)
+    target = Run(optimizer, scheduler) if elsewhere else run
+    restored = restore_objects(target.objects, saved)
+    assert state_of(target.objects) == was
+    assert dict(restored) == {"step": before, "averaged.decay": 0.5}
+    assert target.head.weight is target.model.last.weight
+    # What was given is not changed, and nobody has kept it.
+    target.train(1)
+    restore_objects(target.objects, saved)
+    assert state_of(target.objects) == was
+
+
+def test_a_lazy_module_gets_its_shapes_before_its_optimizer_gets_its_state() -> None:
+    run = Run()
+    run.train(3)
+    objects = {"model": run.model, "head": run.head, "optimizer": run.optimizer}
+    saved = kept(objects)
+    with torch.no_grad():
+        model = Model()
+    head = nn.Linear(4, 4)
+    head.weight = model.last.weight
+    assert nn.parameter.is_lazy(model.first.weight)
+    optimizer = OPTIMIZERS["Adam"]([*model.parameters(), head.bias])
+    restore_objects({"model": model, "head": head, "optimizer": optimizer}, saved)
+    assert state_of({"model": model, "head": head, "optimizer": optimizer}) == state_of(objects)
+
+
+def test_a_skeleton_takes_weights_and_the_optimizer_its_state() -> None:
+    source = nn.Linear(3, 3)
+    optimizer = torch.optim.Adam(source.parameters())
+    source(torch.ones(1, 3)).sum().backward()
+    optimizer.step()
+    saved = kept({"model": source, "optimizer": optimizer})
+    with ms.skeleton():
+        model = nn.Linear(3, 3)
+    fresh = torch.optim.Adam(model.parameters())
+    weight = model.weight
+    restore_objects({"model": model, "optimizer": fresh}, saved)
+    assert model.weight is weight
+    assert fresh.state[weight]["exp_avg"].device.type == "cpu"
+    assert state_of({"m": model, "o": fresh}) == state_of({"m": source, "o": optimizer})
+
+
+def test_a_module_under_two_keys_and_a_part_of_another() -> None:
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    objects = {"a": model, "b": model, "part": model[0]}
+    saved, was = kept(objects), state_of(objects)
+    with torch.no_grad():
+        model[0].weight.zero_()
+    restore_objects(objects, saved)
+    assert state_of(objects) == was
+
+
+def test_keys_that_are_names_of_methods() -> None:
+    objects = {"train": nn.Linear(2, 2), "state_dict": nn.Linear(2, 2), "forward": {"weight": nn.BatchNorm1d(2)}}
+    saved, was = kept(objects), state_of(objects)
+    for part in (objects["train"], objects["state_dict"], objects["forward"]["weight"]):
+        nn.init.zeros_(part.weight)  # type: ignore[index,arg-type,union-attr]
+    restore_objects(objects, saved)
+    assert state_of(objects) == was
+
+
+def test_hooks_see_their_own_names_behind_their_prefix() -> None:
+    class Renamed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.new = nn.Linear(2, 2)
+            self._register_load_state_dict_pre_hook(self.rename)
+
+        @staticmethod
+        def rename(state: dict[str, Any], prefix: str, metadata: dict[str, Any], *_: Any) -> None:
+            assert metadata == {"version": 1}
+            for name in ("weight", "bias"):
+                if f"{prefix}old.{name}" in state:
+                    state[f"{prefix}new.{name}"] = state.pop(f"{prefix}old.{name}")
+
+    source, target = Renamed(), Renamed()
+    state = source.state_dict()
+    versions = state._metadata  # type: ignore[attr-defined]
+    state = OrderedDict((name.replace("new", "old"), value) for name, value in state.items())
+    state._metadata = versions  # type: ignore[attr-defined]
+    restore_objects({"x": target}, {"x": Part("module", state)})
+    assert torch.equal(source.new.weight, target.new.weight)
+
+
+# Everything is as it was.
+
+
+class Failing(Positions):
+    """Fails in the middle of its `load_state_dict`, as long as it is told to."""
+
+    fails: type[BaseException] | None = ZeroDivisionError
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.seen.append(-1)
+        if type(self).fails is not None and state["at"] != self.at:
+            self.half = True
+            raise type(self).fails("in the middle")
+        super().load_state_dict(state)
+
+
+def broken(path: str, saved: dict[str, Part]) -> None:
+    """Makes what was saved for one object such that it does not fit."""
+    tree = saved[path].tree
+    if path in ("model", "head", "averaged.ema"):
+        name = next(iter(tree))
+        tree[name] = torch.zeros(9, 9, 9)
+    elif path == "optimizer":
+        name = next(iter(tree["state"]))
+        tree["state"][name]["exp_avg"] = torch.zeros(9, 9)
+    elif path == "generator":
+        saved[path] = Part("generator", torch.zeros(3, dtype=torch.uint8))
+    elif path in ("rng", "scaler"):
+        tree.clear()
+    elif path == "scheduler":
+        saved[path] = Part("stateful", [1, 2])
+    else:
+        del tree["seen"]
+
+
+RAISED = {
+    "model": errors.PlanError,
+    "head": errors.PlanError,
+    "averaged.ema": errors.PlanError,
+    "optimizer": errors.OptimizerStateError,
+    "scheduler": errors.ObjectStateError,
+    "scaler": errors.ObjectStateError,
+    "loader": errors.ObjectStateError,
+    "generator": errors.ObjectStateError,
+    "rng": errors.ObjectStateError,
+}
+
+
+@pytest.mark.parametrize("path", RAISED)
+def test_whichever_object_fails_nothing_has_changed(path: str) -> None:
+    run = Run()
+    run.train(2)
+    saved = kept(run.objects)
+    run.train(2)
+    broken(path, saved)
+    before = everything(run.objects)
+    with pytest.raises(RAISED[path]) as caught:
+        restore_objects(run.objects, saved)
+    assert path in str(caught.value)
+    assert everything(run.objects) == before
+
+
+@pytest.mark.parametrize("fails", [ZeroDivisionError, KeyboardInterrupt, SystemExit])
+def test_an_object_that_fails_in_the_middle(fails: type[BaseException]) -> None:
+    run = Run()
+    run.loader = Failing()
+    Failing.fails = None
+    run.train(2)
+    saved = kept(run.objects)
+    run.train(2)
+    before = everything(run.objects)
+    Failing.fails = fails
+    with pytest.raises(errors.ObjectStateError if fails is ZeroDivisionError else fails):
+        restore_objects(run.objects, saved)
+    assert everything(run.objects) == before
+
+
+def test_code_of_an_object_that_looks_at_the_model_sees_the_new_values_and_can_be_undone() -> None:
+    class Watching(Positions):
+        fails = False
+
+        def load_state_dict(self, state: dict[str, Any]) -> None:
+            super().load_state_dict(state)
+            self.sum = model.weight.sum().item()
+            with torch.no_grad():
+                model.bias.add_(1)
+                for values in optimizer.state.values():
+                    values["exp_avg"].add_(1)
+            if self.fails and state["at"] == 0:
+                raise ValueError
+
+    model = nn.Linear(3, 3)
+    optimizer = torch.optim.Adam(model.parameters())
+    model(torch.ones(1, 3)).sum().backward()
+    optimizer.step()
+    watching = Watching()
+    objects = {"model": model, "optimizer": optimizer, "watching": watching}
+    saved = kept(objects)
+    with torch.no_grad():
+        model.weight.add_(1)
+    watching.sum, watching.fails, watching.at = 0.0, True, 1
+    before = everything(objects)
+    with pytest.raises(errors.ObjectStateError):
+        restore_objects(objects, saved)
+    watching.fails = False
+    assert everything(objects) == before
+    restore_objects(objects, saved)
+    assert watching.sum == saved["model"].tree["weight"].sum().item()
+
+
+def test_an_interrupt_at_any_line_leaves_all_of_the_old_or_all_of_the_new() -> None:
+    torch.manual_seed(1)
+    run = Run()
+    run.train(2)
+    saved = kept(run.objects)
+    new = state_of(run.objects)
+    run.train(2)
+    old = kept(run.objects)
+    was = everything(run.objects)
+    lines = interrupted_at(0, lambda: restore_objects(run.objects, saved))
+    assert state_of(run.objects) == new
+    assert lines > 1000
+    kinds = set()
+    for line in range(1, lines, max(lines // 150, 1)):
+        restore_objects(run.objects, old)
+        was = everything(run.objects)
+        assert was["state"] != new
+        interrupted_at(line, lambda: restore_objects(run.objects, saved))
+        now = everything(run.objects)
+        kinds.add(now["state"] == new)
+        if now["state"] != new:
+            assert now == was, f"line {line}"
+    assert False in kinds
+
+
+def test_objects_are_left_alone_where_the_modules_fail() -> None:
+    loader = Failing()
+    saved = kept({"model": nn.Linear(2, 2), "loader": loader})
+    saved["loader"].tree["at"] = 7
+    loader.load_state_dict = pytest.fail  # type: ignore[assignment]
+    with pytest.raises(errors.PlanError):
+        restore_objects({"model": nn.Linear(3, 3), "loader": loader}, saved)
+
+
+def test_asking_for_states_draws_no_numbers() -> None:
+    class Drawing(Positions):
+        def state_dict(self) -> dict[str, Any]:
+            torch.rand(1)
+            return super().state_dict()
+
+    objects = {"loader": Drawing(), "rng": Random()}
+    torch.manual_seed(2)
+    saved = kept(objects)
+    follows = torch.rand(2)
+    broken("loader", saved)
+    before = torch.get_rng_state()
+    with pytest.raises(errors.ObjectStateError):
+        restore_objects(objects, saved)
+    assert torch.equal(torch.get_rng_state(), before)
+    saved["loader"].tree["seen"] = []
+    restore_objects(objects, saved)
+    assert torch.equal(torch.rand(2), follows)
+    state = torch.get_rng_state()
+    restore_objects({"loader": Drawing()}, {"loader": saved["loader"]})
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+# What does not go together.
+
+
+def test_objects_that_were_not_saved_and_objects_that_are_not_there() -> None:
+    model, other = nn.Linear(2, 2), nn.Linear(2, 2)
+    saved = kept({"model": model, "ema": other, "step": 3})
+    with pytest.raises(errors.MissingObjectError, match="extra") as caught:
+        restore_objects({"model": model, "extra": other, "step": 0}, saved)
+    assert "ema" in str(caught.value)
+    with pytest.raises(errors.UnexpectedObjectError, match="ema, step"):
+        restore_objects({"model": model}, saved)
+    restored = restore_objects(
+        {"model": model, "extra": other}, saved, allow_missing=["ext*"], allow_unexpected=["ema", "step"]
+    )
+    assert (restored.missing, restored.unexpected, len(restored)) == (("extra",), ("ema", "step"), 0)
+
+
+@pytest.mark.parametrize(
+    ("given", "kind"), [(nn.Linear(2, 2), "module"), (Positions(), "stateful"), (torch.Generator(), "generator")]
+)
+def test_another_kind_than_what_was_saved(given: Any, kind: str) -> None:
+    with pytest.raises(errors.ObjectKindError, match=kind) as caught:
+        restore_objects({"it": given}, {"it": Part("value", 3)})
+    assert "value" in caught.value.expected
+    with pytest.raises(errors.ObjectKindError):
+        restore_objects({"it": None}, {"it": captured({"it": given}).parts["it"]})
+
+
+def test_patterns_have_to_be_of_use_somewhere() -> None:
+    model = nn.Linear(2, 2)
+    saved = kept({"model": model})
+    for option in ("allow_missing", "allow_unexpected"):
+        with pytest.raises(errors.PlanError) as caught:
+            restore_objects({"model": model}, saved, **{option: ["emma"]})  # type: ignore[arg-type]
+        assert [type(problem) for problem in caught.value.problems] == [problems.IdlePattern]
+
+
+def trained(model: nn.Module, params: Any) -> torch.optim.Optimizer:
+    optimizer = torch.optim.Adam(params)
+    sum(param.sum() * 2 for param in model.parameters()).backward()  # type: ignore[union-attr]
+    optimizer.step()
+    return optimizer
+
+
+def test_parameters_that_are_new_or_no_longer_trained() -> None:
+    model = nn.ModuleDict({"body": nn.Linear(2, 2), "head": nn.Linear(2, 2)})
+    optimizer = trained(model, model.parameters())
+    saved = kept({"model": model, "optimizer": optimizer})
+    fewer = torch.optim.Adam([*model["body"].parameters()])
+    objects = {"model": model, "optimizer": fewer}
+    with pytest.raises(errors.OptimizerStateError, match=r"optimizer: Adam(.|\n)*model.head.weight"):
+        restore_objects(objects, saved)
+    restore_objects(objects, saved, allow_unexpected=["optimizer.model.head.*"])
+    assert (
+        state_of(objects)["optimizer"]["state"]["model.body.bias"]
+        == state_of({"model": model, "optimizer": optimizer})["optimizer"]["state"]["model.body.bias"]
+    )
+    more = nn.ModuleDict({"new": nn.Linear(2, 2), **model})
+    objects = {"model": more, "optimizer": torch.optim.Adam(more.parameters())}
+    new = ["model.new.*"]
+    with pytest.raises(errors.OptimizerStateError, match=r"model.new.bias: nothing was saved"):
+        restore_objects(objects, saved, allow_missing=new)
+    restore_objects(objects, saved, allow_missing=[*new, "optimizer.model.new.*"])
+    del saved["optimizer"].tree["state"]["model.head.bias"]
+    saved["optimizer"].tree["param_groups"][0]["params"].remove("model.head.bias")
+    with pytest.raises(errors.OptimizerStateError, match=r"model.head.bias: nothing was saved"):
+        restore_objects(objects, saved, allow_missing=[*new, "optimizer.model.new.*"])
+
+
+@pytest.mark.parametrize("by", ["path", "names", "schema"])
+def test_rules_for_a_module_and_its_optimizer(by: str) -> None:
+    old = nn.ModuleDict({"qkv": nn.Linear(2, 6), "b": nn.Linear(2, 2)})
+    optimizer, other = trained(old, old.parameters()), nn.Linear(2, 2)
+    saved = kept({"model": old, "other": other, "optimizer": optimizer})
+    model = nn.ModuleDict({name: nn.Linear(2, 2) for name in ("q", "k", "v", "c", "d")})
+    split: list[Any] = [ms.Split("qkv.weight", ["q.weight", "k.weight", "v.weight"])]
+    split += [ms.Split("qkv.bias", ["q.bias", "k.bias", "v.bias"]), ms.Rename("b.*", "c.*"), ms.Fill("d.*", 0.0)]
+    rules: Any = {"model": split}
+    if by == "schema":
+        rules = {"model": ms.Schema("1", [ms.Migration("2", split)], recognise={"1": lambda it: "b.bias" in it})}
+    elif by == "names":
+        parts = [(part, [f"model.{one}.{part}" for one in "qkv"]) for part in ("weight", "bias")]
+        rules = [ms.Split(f"model.qkv.{part}", names) for part, names in parts]
+        rules += [ms.Rename("model.b.*", "model.c.*"), ms.Fill("model.d.*", 0.0)]
+    fresh = torch.optim.Adam(model.parameters())
+    objects = {"model": model, "other": nn.Linear(2, 2), "optimizer": fresh}
+    restore_objects(objects, saved, rules=rules, allow_missing=["optimizer.model.d.*"])
+    assert torch.equal(model["k"].weight, old["qkv"].weight[2:4])
+    assert torch.equal(fresh.state[model["k"].weight]["exp_avg"], optimizer.state[old["qkv"].weight]["exp_avg"][2:4])
+    assert torch.equal(fresh.state[model["c"].bias]["exp_avg"], optimizer.state[old["b"].bias]["exp_avg"])
+    assert torch.equal(objects["other"].weight, other.weight)  # type: ignore[arg-type]
+    assert not model["d"].weight.any()
+
+
+def test_rules_that_cannot_be() -> None:
+    model = nn.Linear(2, 2)
+    saved = kept({"model": model})
+    with pytest.raises(errors.OptionError, match="no module"):
+        restore_objects({"model": model}, saved, rules={"emma": [ms.Prefix(strip="a")]})
+    with pytest.raises(errors.OptionError, match="one module"):
+        restore_objects({"model": model}, saved, rules=ms.Schema("1", []))  # type: ignore[arg-type]
+    with pytest.raises(errors.PlanError) as caught:
+        restore_objects({"model": model}, saved, rules={"model": [ms.Prefix(strip="emma.")]})
+    assert "in model.*" in str(caught.value)
+    with pytest.raises(errors.PlanError) as caught:
+        restore_objects({"model": model}, saved, rules={"model": [ms.Split("weight", ["a"], sizes=[9])]})
+    assert problems.BadRule in map(type, caught.value.problems)
+
+
+def test_an_optimizer_with_parameters_of_nobody() -> None:
+    model, optimizer = nn.Linear(2, 2), torch.optim.SGD(nn.Linear(2, 2).parameters())
+    for function in (captured, lambda objects: restore_objects(objects, {})):
+        with pytest.raises(errors.OptimizerStateError, match=r"opt: .*no names(.|\n)*2 of 2(.|\n)*add the module"):
+            function({"model": model, "opt": optimizer})
+
+
+@pytest.mark.parametrize("name", ["", "a.b", "a/b", "..", 3, None, "a\n", "a\0", "\ud800", "a\\b"])
+@pytest.mark.parametrize("nested", [False, True])
+def test_names_that_no_file_can_have(name: Any, nested: bool) -> None:
+    objects = {name: nn.Linear(2, 2)}
+    with pytest.raises(errors.OptionError, match="not a name"):
+        captured({"above": objects} if nested else objects)
+
+
+def test_what_is_no_mapping_of_objects() -> None:
+    model = nn.Linear(2, 2)
+    for wrong in (model, [model], None, nn.ModuleDict()):
+        with pytest.raises(errors.OptionError, match="under names"):
+            captured(wrong)  # type: ignore[arg-type]
+    with pytest.raises(errors.OptionError, match="list") as caught:
+        captured({"models": [1, model]})
+    assert "Linear" in caught.value.found
+    endless: dict[str, Any] = {"model": model}
+    endless["again"] = endless
+    with pytest.raises(errors.OptionError, match="nested"):
+        captured(endless)
+    with pytest.raises(errors.OptionError, match="Part"):
+        restore_objects({"model": model}, {"model": model.state_dict()})  # type: ignore[dict-item]
+
+
+def test_plain_values_are_what_holds_no_objects() -> None:
+    objects = {"config": {"a.b": 1, 3: [4]}, "list": [1], "tensor": torch.ones(2), "class": nn.Linear, "none": None}
+    assert {part.kind for part in captured(objects).parts.values()} == {"value"}
+    restored = restore_objects(dict.fromkeys(objects), captured(objects).parts)
+    assert dict(restored) == objects
+
+
+def test_nothing_at_all() -> None:
+    assert dict(captured({}).parts) == {}
+    assert len(restore_objects({}, {})) == 0
+
+
+class NoCopy(Positions):
+    def state_dict(self) -> dict[str, Any]:
+        return {"at": self.at, "seen": (one for one in ())}
+
+
+class NoReturn(Positions):
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.seen.append(1)
+        raise ZeroDivisionError
+
+
+def test_objects_that_cannot_be_undone_say_so() -> None:
+    with pytest.raises(errors.ObjectStateError, match=r"loader: its state cannot be copied"):
+        restore_objects({"loader": NoCopy()}, {"loader": Part("stateful", {})})
+    with pytest.raises(errors.RollbackError, match=r"loader: its load_state_dict does not take what"):
+        restore_objects({"loader": NoReturn()}, {"loader": Part("stateful", {})})
+
+
+@pytest.mark.parametrize("make", [Model, Positions, lambda: torch.optim.SGD([nn.Parameter(torch.ones(1))])])
+def test_an_object_that_raises_when_it_is_asked(make: Callable[[], Any]) -> None:
+    it = make()
+
+    def state_dict() -> None:
+        raise ZeroDivisionError
+
+    it.state_dict = state_dict
+    if isinstance(it, torch.optim.Optimizer):
+        return  # it is asked for its parameters
+    with pytest.raises(errors.ObjectStateError, match=r"it: .*asked for its state(.|\n)*ZeroDivisionError"):
+        captured({"it": it})
+
+
+def test_nothing_is_copied() -> None:
+    model = nn.Linear(2, 2)
+    parts = captured({"model": model, "value": (value := [1])}).parts
+    assert parts["model"].tree["weight"].data_ptr() == model.weight.data_ptr()
+    assert parts["model"].tree._metadata[""] == {"version": 1}
+    assert parts["value"].tree is value
+
+
+def test_generators_are_asked_last() -> None:
+    class Drawing(Positions):
+        def state_dict(self) -> dict[str, Any]:
+            torch.rand(1, generator=generator)
+            return {}
+
+    generator = torch.Generator()
+    parts = captured({"generator": generator, "rng": Random(), "loader": Drawing()}).parts
+    assert list(parts) == ["generator", "rng", "loader"]
+    assert torch.equal(parts["generator"].tree, generator.get_state())
+
+
+def test_files_are_verified_before_anything_is_put_in_place(tmp_path: Any) -> None:
+    model = nn.Linear(2, 2)
+    path = tmp_path / "model.pt"
+    torch.save(model.state_dict(), path)
+    saved = {"model": Part("module", ms.open(path))}
+    target = nn.Linear(2, 2)
+    restore_objects({"model": target}, saved, verify=True)
+    assert torch.equal(target.weight, model.weight)
+    data = bytearray(path.read_bytes())
+    at = data.index(model.weight.detach().numpy().tobytes())
+    data[at] ^= 1
+    path.write_bytes(data)
+    before = copy.deepcopy(target.state_dict())
+    with pytest.raises(errors.ChecksumError):
+        restore_objects({"model": target}, {"model": Part("module", ms.open(path))}, verify=True)
+    assert all(torch.equal(a, b) for a, b in zip(before.values(), target.state_dict().values(), strict=True))
