@@ -52,6 +52,10 @@ from modelstate.store.deadline import Deadline as Deadline
 from modelstate.store.retention import CheckpointInfo as CheckpointInfo
 from modelstate.store.retention import Keep as Keep
 from modelstate.store.rng import RNG as RNG
+from modelstate.store.saving import PendingSave as PendingSave
+from modelstate.store.saving import SavedStep as SavedStep
+from modelstate.store.store import RestoredStep as RestoredStep
+from modelstate.store.store import Store as Store
 from modelstate.version import __version__ as __version__
 from modelstate.write.save import SaveReport as SaveReport
 from modelstate.write.save import save as save

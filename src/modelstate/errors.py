@@ -50,8 +50,14 @@ ModelStateError
 ├── SchemaError                       (ValueError) a checkpoint whose version a schema does not know
 ├── OptimizerStateError               (ValueError) the state of an optimizer that does not fit
 ├── RandomStateError                  (ValueError) a state that random generators do not take
-├── StoreLockedError                  (RuntimeError) a store that somebody else writes to
-├── StoreAccessError                  (OSError) a store's directory that cannot be written to, or has no locks
+├── StoreError                        a store of checkpoints
+│   ├── StepNotFoundError             (KeyError) a step, or an object in it, that is not there
+│   ├── StepExistsError               (FileExistsError) a step that is there already
+│   ├── DamagedCheckpointError        (ValueError) a checkpoint that is not what was saved
+│   ├── ForeignCheckpointError        (ValueError) a checkpoint of another store, or of another step
+│   ├── SaveTimeoutError              (TimeoutError) a save in the background that is not done in time
+│   ├── StoreLockedError              (RuntimeError) a store that somebody else writes to
+│   └── StoreAccessError              (OSError) a store's directory that cannot be written to, or has no locks
 ├── PlanError                         (RuntimeError) a plan that has problems; see `.problems`
 ├── ObjectsError                      objects whose state cannot be saved or restored together
 │   ├── MissingObjectError            (KeyError) an object that nothing was saved for
@@ -331,12 +337,42 @@ class RandomStateError(ModelStateError, ValueError, page="random-state"):
     """A state that is none of these random generators. They draw what they would have drawn."""
 
 
-class StoreLockedError(ModelStateError, RuntimeError, page="store-locked"):
+class StoreError(ModelStateError, page="store"):
+    """A store of checkpoints that does not have what was asked for, or cannot take it."""
+
+
+class StepNotFoundError(StoreError, KeyError):
+    """The store has no checkpoint of this step, or none at all, or not this object in it."""
+
+
+class StepExistsError(StoreError, FileExistsError):
+    """The store has a checkpoint of this step already."""
+
+
+class DamagedCheckpointError(StoreError, ValueError):
+    """A checkpoint of a store is not what was saved."""
+
+
+class ForeignCheckpointError(StoreError, ValueError):
+    """A checkpoint in a store's directory is that of another store, or of another step."""
+
+
+class SaveTimeoutError(StoreError, TimeoutError):
+    """A save in the background that is not done in time."""
+
+
+class DamagedCheckpointWarning(UserWarning):
+    """A damaged checkpoint was passed over, and an older one was restored."""
+
+
+class StoreLockedError(StoreError, RuntimeError, page="store-locked"):
     """Somebody else writes to the store."""
 
 
-class StoreAccessError(ModelStateError, OSError, page="store-locked"):
+class StoreAccessError(StoreError, OSError, page="store-locked"):
     """The directory of a store cannot be written to, or its file system has no locks."""
+
+
 class ObjectsError(ModelStateError, page="objects"):
     """Objects whose state cannot be saved, or restored, together."""
 

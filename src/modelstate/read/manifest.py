@@ -39,7 +39,7 @@ MAX_PARTS = 4_000_000
 """Lists, objects and commas: each becomes an object in memory as soon as the text is parsed."""
 _MAX_DEPTH = 100
 
-_FIELDS: dict[str, type] = {
+_FIELDS: dict[str, type | tuple[type, ...]] = {
     "writer": str,
     "schema": str,
     "aliases": dict,
@@ -48,7 +48,7 @@ _FIELDS: dict[str, type] = {
     "versions": dict,
     "extra": dict,
     "extra_tensors": list,
-    "tree": dict,
+    "tree": (dict, str),
     "attached": dict,
 }
 
@@ -210,7 +210,7 @@ def _parse(text: str, where: str) -> dict[str, Any]:
             remedy="update modelstate; the safetensors library reads the tensors alone",
         )
     for key, value in manifest.items():
-        if key != "format" and type(value) is not _FIELDS.get(key):
+        if key != "format" and not isinstance(value, _FIELDS.get(key, ())):
             raise _damaged(where, f"{quote(key)} is unknown, or not what it must be")
     return manifest
 

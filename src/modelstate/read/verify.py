@@ -54,6 +54,10 @@ def what_to_verify(checkpoint: "Checkpoint") -> dict[ByteRange, list[str]]:
             if isinstance(part, StoredTensor) and part.storage.nbytes:
                 names_of.setdefault(part.storage, []).append(name)
     expected = checkpoint.checksums
+    if not checkpoint.key:
+        for storage in expected:
+            if storage.nbytes:
+                names_of.setdefault(storage, ["a value that is no tensor"])
     without = [names[0] for storage, names in names_of.items() if storage not in expected]
     if without or not names_of:
         listed = ", ".join(without[:3]) + (", ..." if len(without) > 3 else "")

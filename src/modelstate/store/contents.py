@@ -1,13 +1,13 @@
 """What is in a checkpoint of a store: opened, read and verified."""
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 
 from modelstate.codec.codec import decode
-from modelstate.errors import ChecksumError, CodecError, OpenError, ReadFailedError
+from modelstate.errors import ChecksumError, CodecError, ModelStateError, OpenError
 from modelstate.read.checkpoint import Checkpoint
 from modelstate.read.open import open as open_checkpoint
 from modelstate.read.ranges import Request
@@ -16,7 +16,7 @@ from modelstate.spec import Stored, StoredTensor
 from modelstate.store.record import Entry, damaged
 
 
-def why_not_whole(directory: str, entries: dict[str, Entry]) -> str:
+def why_not_whole(directory: str, entries: Mapping[str, Entry]) -> str:
     """What keeps a checkpoint from being complete, by the names and sizes of its files; empty where nothing does."""
     for entry in entries.values():
         for name, file in entry.files.items():
@@ -34,7 +34,7 @@ def opened(directory: str, entry: Entry) -> Checkpoint:
     try:
         return open_checkpoint(os.path.join(directory, entry.index))
     except (OpenError, ChecksumError) as error:
-        raise damaged(directory, str(error)) from error
+        raise damaged(directory, _in_short(error)) from error
 
 
 def verify(directory: str, entry: Entry, on_read: Callable[[int], None] | None = None) -> int:
@@ -51,7 +51,7 @@ def verify(directory: str, entry: Entry, on_read: Callable[[int], None] | None =
     try:
         return checkpoint.verify(on_read)
     except ChecksumError as error:
-        raise damaged(directory, str(error)) from error
+        raise damaged(directory, _in_short(error)) from error
 
 
 def value_of(directory: str, entry: Entry) -> Any:
@@ -63,16 +63,19 @@ def value_of(directory: str, entry: Entry) -> Any:
     try:
         return rebuild(checkpoint.contents.tree, lambda stored: _taken(made, checkpoint, stored))
     except CodecError as error:
-        raise damaged(directory, str(error)) from error
-    except ReadFailedError:
-        raise
+        raise damaged(directory, _in_short(error)) from error
+
+
+def _in_short(error: ModelStateError) -> str:
+    place = f"{os.path.basename(str(error.where))}: " if error.where else ""
+    return f"{place}{error.what}" + (f": {error.found}" if error.found else "")
 
 
 def _value(directory: str, entry: Entry) -> Any:
     try:
         return decode(entry.value)
     except CodecError as error:
-        raise damaged(directory, str(error)) from error
+        raise damaged(directory, _in_short(error)) from error
 
 
 def _read_plain(checkpoint: Checkpoint) -> dict[int, torch.Tensor]:

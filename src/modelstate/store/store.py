@@ -44,7 +44,7 @@ from modelstate.store.layout import (
 )
 from modelstate.store.lock import WriterLock
 from modelstate.store.objects import MODULE, Part, captured, targets_of
-from modelstate.store.record import Entry, Record, read_record
+from modelstate.store.record import Entry, Record, damaged, read_record
 from modelstate.store.restoring import Restored, RulesOf, restore_objects
 from modelstate.store.retention import CheckpointInfo, Keep, as_keep, kept
 from modelstate.store.saving import PendingSave, SavedStep
@@ -408,7 +408,7 @@ class Store:
                 remedy="open the store that it is from; ms.open reads what is in it by itself",
             )
         if problem := contents.why_not_whole(found.place.path, record.entries):
-            raise contents.damaged(found.place.path, problem)
+            raise damaged(found.place.path, problem)
         return record
 
     def _parts(self, found: _Found, verify: bool) -> tuple[Record, dict[str, Part]]:
@@ -546,7 +546,7 @@ class Store:
     # The writer.
 
     def _become_writer(self) -> None:
-        if self._is_writer and self._lock.is_held:
+        if self._is_writer and self._lock.held:
             return
         with write_errors(self.directory):
             _make_directory(self.directory)

@@ -51,14 +51,14 @@ class Draft:
         return json.dumps(manifest, allow_nan=False, separators=(",", ":"))
 
 
-def draft(state: Mapping[Any, Any], where: str, attached: Mapping[str, Any] | None = None) -> Draft:
+def draft(state: Any, where: str, attached: Mapping[str, Any] | None = None, *, as_tree: bool = False) -> Draft:
     """Sorts out what goes where.
 
     A state dict, of tensors and extra state under names, stays flat. Anything else is a tree, whose tensors are named
-    by their paths. What is `attached` is kept beside it. Raises `UnsavableError` with all tensors and names that cannot
-    be stored, and `UnsupportedValueError` for a value that cannot be encoded.
+    by their paths; so is everything with `as_tree`. What is `attached` is kept beside it. Raises `UnsavableError` with
+    all tensors and names that cannot be stored, and `UnsupportedValueError` for a value that cannot be encoded.
     """
-    flat = all(map(_is_flat, state.keys(), state.values()))
+    flat = not as_tree and all(map(_is_flat, state.keys(), state.values()))
     drafting = _Drafting(where, _named_in(state) if flat else ())
     if flat:
         drafting.flat(state)
