@@ -49,6 +49,8 @@ from modelstate.read.lora import LoRA as LoRA
 from modelstate.read.open import open as open
 from modelstate.spec import TensorSpec as TensorSpec
 from modelstate.store.deadline import Deadline as Deadline
+from modelstate.store.resumable import Resumable as Resumable
+from modelstate.store.resumable import resumable as resumable
 from modelstate.store.retention import CheckpointInfo as CheckpointInfo
 from modelstate.store.retention import Keep as Keep
 from modelstate.store.rng import RNG as RNG

@@ -1,0 +1,122 @@
+"""`modelstate.resumable`: a training loop that may be killed at any time."""
+
+import time
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from modelstate.errors import OptionError
+from modelstate.store.deadline import Deadline
+from modelstate.store.saving import PendingSave, SavedStep
+from modelstate.store.store import RestoredStep, Store
+
+
+class Resumable:
+    """The steps that are left of a training run, one after the other. Made by `modelstate.resumable`."""
+
+    def __init__(
+        self,
+        store: Store,
+        objects: Mapping[str, Any],
+        steps: int,
+        save_every: int,
+        deadline: Deadline | None,
+        block: bool,
+        restored: RestoredStep | None,
+    ) -> None:
+        self.restored = restored
+        """What came back, with the plain values that were asked for; None where the store was empty."""
+        self.start = restored.step if restored is not None else 0
+        """The first step of this run: how many are done already."""
+        self.done = self.start
+        """How many steps are done."""
+        self.stopped = ""
+        """Why the loop ended before its last step, as text; empty where it did not."""
+        self.metrics: dict[str, float] = {}
+        """Goes into the next checkpoint: put the loss there, for `Keep(best=...)`."""
+        self._store, self._objects, self._steps = store, objects, steps
+        self._save_every, self._deadline, self._block = save_every, deadline, block
+        self._saved_at = self.start if restored is not None else -1
+        self._pending: PendingSave | None = None
+
+    def __iter__(self) -> Iterator[int]:
+        if self._deadline is None:
+            yield from self._all()
+            return
+        with self._deadline:
+            yield from self._all()
+
+    def _all(self) -> Iterator[int]:
+        while self.done < self._steps and not self._stop():
+            begun = time.perf_counter()
+            yield self.done
+            self.done += 1
+            if self._deadline is not None:
+                self._deadline.stepped(time.perf_counter() - begun)
+            if self.done % self._save_every == 0 and self.done < self._steps:
+                self._save(block=self._block)
+        self._save(block=True)
+        self._store.wait()
+
+    def _stop(self) -> bool:
+        self._tell(self._pending)
+        self.stopped = self._deadline.reason if self._deadline is not None else ""
+        return bool(self.stopped)
+
+    def _save(self, *, block: bool) -> None:
+        if self._saved_at == self.done:
+            return
+        # A step that was left to go on from an earlier one is done again, and replaced.
+        how: dict[str, Any] = {"metrics": dict(self.metrics), "overwrite": True}
+        if block:
+            self._tell(self._store.save(self.done, self._objects, **how))
+        else:
+            self._pending = self._store.save(self.done, self._objects, block=False, **how)
+        self._saved_at = self.done
+
+    def _tell(self, saved: SavedStep | PendingSave | None) -> None:
+        """How long saves take is what the deadline learns its margin from."""
+        if isinstance(saved, PendingSave):
+            if not saved.done:
+                return
+            self._pending, saved = None, saved.result()
+        if saved is not None and self._deadline is not None:
+            self._deadline.saved(saved.seconds)
+
+
+def resumable(
+    store: Store,
+    objects: Mapping[str, Any],
+    *,
+    steps: int,
+    save_every: int,
+    deadline: Deadline | None = None,
+    block: bool = False,
+    **restoring: Any,
+) -> Resumable:
+    """The steps of a training run that are not done yet, for a `for` loop that may be killed and started again.
+
+    Restores the objects from the newest checkpoint that is whole, if there is one, and gives the number of each step
+    that is left, from 0 to `steps - 1`. Between the steps it saves: after every `save_every` of them, after the last
+    one, and when the deadline is near or a signal has come, after which the loop ends and `stopped` says why. The
+    number of a checkpoint is how many steps are done. A loop that is left by `break` or an exception saves nothing
+    more.
+
+    Args:
+        store: where the checkpoints are.
+        objects: as `Store.save` takes them; all that the training draws on: generators, and where the data is.
+        steps: how many the run has.
+        save_every: after how many of them it saves.
+        deadline: says when to end.
+        block: whether the loop waits until a checkpoint is durable; else it goes on when the state has been copied. The
+            last one is always waited for.
+        restoring: what `Store.restore` takes.
+
+    Raises what `Store.restore` raises, here, and what `Store.save` raises, in the loop.
+    """
+    for name, value in (("steps", steps), ("save_every", save_every)):
+        if type(value) is not int or value < 1:
+            raise OptionError(f"{name}= is a number of steps", expected="an int, 1 or more", found=repr(value))
+    if deadline is not None and not isinstance(deadline, Deadline):
+        raise OptionError("deadline= says when to end", expected="a modelstate.Deadline", found=repr(deadline))
+    restored = store.restore(objects, **restoring) if store.infos() else None
+    return Resumable(store, objects, steps, save_every, deadline, block, restored)

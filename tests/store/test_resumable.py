@@ -1,0 +1,134 @@
+"""A loop that saves between its steps, and goes on where it was."""
+
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import modelstate as ms
+from modelstate.errors import OptionError, StepNotFoundError, WriteFailedError
+from modelstate.write import system
+
+
+def objects() -> dict[str, Any]:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(3, 3), nn.Dropout(0.5))
+    optimizer = torch.optim.Adam(model.parameters())
+    return {"model": model, "optimizer": optimizer, "rng": ms.RNG()}
+
+
+def step(of: dict[str, Any]) -> float:
+    loss = of["model"](torch.randn(4, 3)).square().mean()
+    of["optimizer"].zero_grad()
+    loss.backward()
+    of["optimizer"].step()
+    return loss.item()
+
+
+def uninterrupted(steps: int) -> list[float]:
+    of = objects()
+    return [step(of) for _ in range(steps)]
+
+
+@pytest.mark.parametrize("block", [True, False])
+def test_a_loop_that_is_left_goes_on_where_it_was_saved(tmp_path: Path, block: bool) -> None:
+    expected, losses = uninterrupted(11), dict[int, float]()
+    for leave_at in (4, 6, None):
+        of = objects()
+        with ms.Store(tmp_path) as store:
+            loop = ms.resumable(store, of, steps=11, save_every=2, block=block)
+            for number in loop:
+                losses[number] = step(of)
+                if number == leave_at:
+                    break
+    assert [losses[number] for number in range(11)] == expected
+    assert (loop.start, loop.done, loop.stopped) == (6, 11, "")
+    assert store.steps() == (2, 4, 6, 8, 10, 11)
+
+
+def test_a_run_that_is_over_has_no_steps(tmp_path: Path) -> None:
+    store, of = ms.Store(tmp_path), objects()
+    for _ in ms.resumable(store, of, steps=3, save_every=5):
+        step(of)
+    again = ms.resumable(store, objects(), steps=3, save_every=5)
+    assert list(again) == []
+    assert (again.start, store.steps()) == (3, (3,))
+
+
+def test_a_signal_ends_it_after_the_step_with_a_checkpoint(tmp_path: Path) -> None:
+    store, of = ms.Store(tmp_path), objects()
+    loop = ms.resumable(store, of, steps=100, save_every=50, deadline=ms.Deadline(hours=None))
+    before = signal.getsignal(signal.SIGTERM)
+    for number in loop:
+        step(of)
+        if number == 6:
+            os.kill(os.getpid(), signal.SIGTERM)
+    assert (loop.done, loop.stopped) == (7, "SIGTERM was received")
+    assert store.steps() == (7,)
+    assert signal.getsignal(signal.SIGTERM) is before
+    assert ms.resumable(store, objects(), steps=100, save_every=50).start == 7
+
+
+def test_the_deadline_learns_from_steps_and_saves(tmp_path: Path) -> None:
+    deadline = ms.Deadline(hours=1, since="now")
+    at_first = deadline.margin_seconds
+    store, of = ms.Store(tmp_path), objects()
+    for _ in ms.resumable(store, of, steps=4, save_every=2, deadline=deadline):
+        step(of)
+    assert deadline.margin_seconds < at_first
+
+
+def test_a_deadline_that_is_over_saves_what_it_got(tmp_path: Path) -> None:
+    store, of = ms.Store(tmp_path), objects()
+    loop = ms.resumable(store, of, steps=4, save_every=2, deadline=ms.Deadline(hours=1, margin=3599.9999, since="now"))
+    for _ in loop:
+        step(of)
+    assert loop.stopped
+    assert store.steps() == (loop.done,)
+
+
+def test_metrics_and_values_come_back(tmp_path: Path) -> None:
+    store, of = ms.Store(tmp_path), {**objects(), "epoch": 3}
+    loop = ms.resumable(store, of, steps=2, save_every=1)
+    for number in loop:
+        loop.metrics["loss"] = 1.0 / (number + 1)
+    assert [info.metrics for info in store.infos()] == [{"loss": 1.0}, {"loss": 0.5}]
+    again = ms.resumable(store, {**objects(), "epoch": 0}, steps=2, save_every=1)
+    assert again.restored is not None
+    assert dict(again.restored) == {"epoch": 3}
+
+
+def test_what_a_save_in_the_background_raises_comes_through(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    store, of = ms.Store(tmp_path), objects()
+
+    def full(*args: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    with pytest.raises(WriteFailedError, match="No space left"):  # noqa: PT012
+        for number in ms.resumable(store, of, steps=10, save_every=2):
+            if number == 2:
+                store.wait()
+                monkeypatch.setattr(system, "pwritev", full)
+            assert number < 6
+    monkeypatch.undo()
+    assert store.steps() == (2,)
+
+
+def test_a_store_in_which_all_is_damaged_is_no_empty_one(tmp_path: Path) -> None:
+    store = ms.Store(tmp_path)
+    store.save(1, objects())
+    (tmp_path / "step-000000001" / "checkpoint.json").write_bytes(b"{}")
+    with pytest.warns(ms.errors.DamagedCheckpointWarning), pytest.raises(StepNotFoundError, match="can be restored"):
+        ms.resumable(store, objects(), steps=2, save_every=1)
+
+
+def test_options(tmp_path: Path) -> None:
+    store = ms.Store(tmp_path)
+    for bad in ({"steps": 0}, {"save_every": 0}, {"deadline": 4}, {"steps": True}):
+        with pytest.raises(OptionError):
+            ms.resumable(store, objects(), **{"steps": 1, "save_every": 1, **bad})
+    assert not list(tmp_path.iterdir())
