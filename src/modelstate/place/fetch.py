@@ -1,35 +1,65 @@
-"""Bytes that are brought near before they are wanted: read ahead where they are read, mapped where they are shown."""
+"""Bytes that are not in the page cache: read past it or ahead where they are read, mapped where they are shown."""
 
-from collections.abc import Callable, Iterable
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Sequence
 
 import torch
 
 from modelstate.plan.assignment import Assignment
+from modelstate.plan.memory import means_past_the_cache
 from modelstate.plan.prepare import Preparation
 from modelstate.read.populate import begin_to_populate, populate
-from modelstate.read.readahead import LEAST_BYTES, cold_ranges, most_to_read
+from modelstate.read.readahead import LEAST_BYTES, cold_ranges, merged, most_to_read
+from modelstate.read.uncached import can_read_uncached
 from modelstate.spec import ByteRange, StoredTensor
 from modelstate.words import size
 
 
 def ask_for(preparation: Preparation, *, maps: bool) -> list[str]:
-    """Has the kernel begin with what it does not have in its page cache, and does not wait. Returns what to note.
+    """Sees to what the kernel does not have in its page cache, and does not wait. Returns what to note.
 
-    What is read is read ahead. Of what is shown the pages are brought in, if `maps` says so.
+    What is read in large runs is going to be read past the page cache, where that is possible; anything else that is
+    read is read ahead. Of what is shown the pages are brought in, if `maps` says so.
     """
     checkpoint = preparation.checkpoint
     whole = [ByteRange(path, 0, stamp.nbytes) for path, stamp in checkpoint.stamps.items()]
     if sum(one.nbytes for one in whole) < LEAST_BYTES or not cold_ranges(whole, checkpoint.stamps):
         return []
     notes = []
-    read = [made.stored for made in preparation.assignments if not made.placement.mapped]
-    if asked := checkpoint.read_ahead(one.extent for one in read if isinstance(one, StoredTensor)):
+    read = [made for made in preparation.assignments if not made.placement.mapped]
+    if nbytes := _past_the_cache(preparation, [made for made in read if made.is_read_together]):
+        notes.append(f"the file was not in the page cache: {size(nbytes)} of it are read past it")
+    left = (made.stored for made in read if not _is_uncached(made, preparation.means.uncached))
+    if asked := checkpoint.read_ahead(stored.extent for stored in left if isinstance(stored, StoredTensor)):
         notes.append(f"the file was not in the page cache: {size(asked)} of it are read ahead")
-    shown, left = _shown(preparation.assignments) if maps else ([], "")
+    shown, rest = _shown(preparation.assignments) if maps else ([], "")
     if sum(extent.nbytes for extent, _ in shown) >= LEAST_BYTES:
         begin_to_populate(shown)
-        notes.append("the file was not in the page cache: its map is brought in, while the program goes on" + left)
+        notes.append("the file was not in the page cache: its map is brought in, while the program goes on" + rest)
     return notes
+
+
+def _past_the_cache(preparation: Preparation, read: Sequence[Assignment]) -> int:
+    """Chooses the files that are read past the page cache; returns the bytes."""
+    stamps = preparation.checkpoint.stamps
+    extents = merged(made.stored.extent for made in read if isinstance(made.stored, StoredTensor))
+    if sum(one.nbytes for one in extents) < LEAST_BYTES:
+        return 0
+    cold, wanted = Counter[str](), Counter[str]()
+    for one in extents:
+        wanted[one.path] += one.nbytes
+    for one in cold_ranges(extents, stamps):
+        cold[one.path] += one.nbytes
+    files = [path for path in cold if cold[path] > wanted[path] / 2 and can_read_uncached(path, stamps.get(path))]
+    if files:
+        preparation.means = means_past_the_cache(
+            preparation.assignments, preparation.means, preparation.max_memory_bytes, files
+        )
+    return sum(made.nbytes for made in read if _is_uncached(made, preparation.means.uncached))
+
+
+def _is_uncached(made: Assignment, files: Collection[str]) -> bool:
+    return made.is_read_together and isinstance(made.stored, StoredTensor) and made.stored.extent.path in files
 
 
 def bring_in(assignments: Iterable[Assignment], progress: Callable[[int], None]) -> list[str]:

@@ -141,6 +141,7 @@ def check_budget(preparation: Preparation, max_memory_bytes: int | None) -> None
 
     Raises `MemoryBudgetError` where nothing needs so little.
     """
+    preparation.max_memory_bytes = max_memory_bytes
     preparation.means = means_within(preparation.assignments, max_memory_bytes)
     if max_memory_bytes is not None and (needed := preparation.extra_bytes) > max_memory_bytes:
         staged = any(made.staged_bytes for made in preparation.assignments)
@@ -156,7 +157,7 @@ def _own_value(preparation: Preparation, made: Assignment) -> torch.Tensor:
     """The value in memory that nobody else has, read from the file where that is where it is."""
     if made.is_run_of_bytes:
         (fresh,) = fresh_tensors([(made.value.size(), None, made.value.dtype)])
-        _read(preparation, [(made, fresh)], lambda _: None)
+        _read(preparation, [(made, fresh)], lambda _: None, alone=True)
         return fresh
     if isinstance(made.stored, StoredComposite):
         return preparation.checkpoint.read(made.stored)
@@ -262,13 +263,20 @@ def _groups(made: Iterable[Assignment], scratch_bytes: int) -> Iterator[tuple[li
         yield group, total
 
 
-def _read(preparation: Preparation, pairs: Sequence[tuple[Assignment, torch.Tensor]], progress: Progress) -> None:
+def _read(
+    preparation: Preparation,
+    pairs: Sequence[tuple[Assignment, torch.Tensor]],
+    progress: Progress,
+    *,
+    alone: bool = False,
+) -> None:
     requests = []
     for made, tensor in pairs:
         assert isinstance(made.stored, StoredTensor)
         requests.append(Request(made.stored.extent, tensor.data_ptr()))
     started = time.perf_counter()
-    preparation.checkpoint.read_all(requests, progress)
+    uncached = frozenset[str]() if alone else preparation.means.uncached
+    preparation.checkpoint.read_all(requests, progress, uncached=uncached)
     seconds, total = time.perf_counter() - started, sum(made.nbytes for made, _ in pairs)
     for made, _ in pairs:
         made.seconds += seconds * made.nbytes / max(total, 1)

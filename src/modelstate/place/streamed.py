@@ -41,6 +41,7 @@ def read_streamed(preparation: Preparation, streamed: Sequence[Assignment], prog
         on_block=on_block,
         buffers=2 if flow.on_device else 1,
         pinned=flow.on_device,
+        uncached=means.uncached,
     )
     flow.end()
 

@@ -155,6 +155,11 @@ class Assignment:
         return self.transform is None and not self.placement.mapped and not self.placement.by_handler
 
     @property
+    def is_read_together(self) -> bool:
+        """Whether it is read in runs of bytes, with others, and not as a single tensor when its turn comes."""
+        return self.is_run_of_bytes and (self.placement.direct or self.reads_plainly)
+
+    @property
     def reads_unchanged(self) -> bool:
         """Whether what is read is what is wanted, where it is wanted."""
         return self.value.dtype == self.dtype and self.on_cpu and self.remake is None

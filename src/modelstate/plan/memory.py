@@ -1,11 +1,12 @@
 """How much memory a load needs beyond the final tensors, and how it gets by with less."""
 
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 
 from modelstate.plan.assignment import Assignment
 from modelstate.read.ranges import read_threads
 from modelstate.read.stream import aligned
+from modelstate.read.uncached import BUFFER_BYTES, uncached_threads
 
 _BLOCK_BYTES = 1 << 20
 """What a thread reads before it casts it: as much as stays in its processor's cache meanwhile."""
@@ -24,6 +25,8 @@ class Means:
     """That each of them reads at once."""
     scratch_bytes: int
     """Read at once of what cannot be streamed."""
+    uncached: frozenset[str] = frozenset()
+    """Files that are read past the page cache, through a buffer for each thread more."""
 
 
 def usual_means() -> Means:
@@ -41,6 +44,18 @@ def means_within(assignments: Sequence[Assignment], max_bytes: int | None) -> Me
         if peak_bytes(assignments, found) <= max_bytes:
             break
     return found
+
+
+def means_past_the_cache(
+    assignments: Sequence[Assignment], means: Means, max_bytes: int | None, files: Collection[str]
+) -> Means:
+    """The same means for reading these files past the page cache, if that needs at most so much memory."""
+    found = replace(means, uncached=frozenset(files))
+    wide = replace(found, threads=uncached_threads(means.threads))
+    for one in (wide, found):
+        if max_bytes is None or peak_bytes(assignments, one) <= max_bytes:
+            return one
+    return means
 
 
 def _lesser(usual: Means) -> Iterator[Means]:
@@ -64,7 +79,8 @@ def peak_bytes(assignments: Iterable[Assignment], means: Means) -> int:
         (streamed if made.is_streamed else whole).append(made)
     staged = sum(made.staged_bytes for made in needing)
     # One after the other: what one of them takes is gone when the next one begins.
-    return staged + max(_streaming(streamed, means), _scratch(whole, means), _alone(whole))
+    read = _uncached(whole, means) + max(_scratch(whole, means), _alone(whole))
+    return staged + max(_streaming(streamed, means), read)
 
 
 def _streaming(streamed: Sequence[Assignment], means: Means) -> int:
@@ -75,7 +91,14 @@ def _streaming(streamed: Sequence[Assignment], means: Means) -> int:
     buffer = min(aligned(max(means.block_bytes, unit)), total)
     buffers = 1 if all(made.on_cpu for made in streamed) else 2
     threads = means.threads if total > buffer else 1
-    return threads * (buffers * buffer + max(made.working_bytes for made in streamed))
+    past_the_cache = BUFFER_BYTES if means.uncached else 0
+    return threads * (past_the_cache + buffers * buffer + max(made.working_bytes for made in streamed))
+
+
+def _uncached(whole: Sequence[Assignment], means: Means) -> int:
+    if not means.uncached or not any(made.is_run_of_bytes for made in whole):
+        return 0
+    return uncached_threads(read_threads()) * BUFFER_BYTES
 
 
 def _scratch(whole: Sequence[Assignment], means: Means) -> int:

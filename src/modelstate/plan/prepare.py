@@ -89,6 +89,8 @@ class Preparation:
         self.extra_states: list[str] = []
         self.means = usual_means()
         """What the bytes are read with."""
+        self.max_memory_bytes: int | None = None
+        """The most that the load may need beyond the final tensors."""
         self._make_write, self._call_extra_state = make_write, call_extra_state
         self._by_param: dict[int, Assignment] = {}
         self._by_storage: dict[int, list[Assignment]] = {}

@@ -282,9 +282,9 @@ class Checkpoint(Mapping[str, TensorSpec]):
         """
         return self._maps.read(stored)
 
-    def read_all(self, requests: list[Request], on_read: Any = None, threads: int | None = None) -> None:
-        """Reads many ranges of this checkpoint's files at once. Raises `ReadFailedError`."""
-        read_ranges(requests, stamps=self._stamps, on_read=on_read, threads=threads)
+    def read_all(self, requests: list[Request], on_read: Any = None, **options: Any) -> None:
+        """Reads many ranges of this checkpoint's files at once. See `modelstate.read.ranges.read_ranges`."""
+        read_ranges(requests, stamps=self._stamps, on_read=on_read, **options)
 
     def stream(self, wanted: Sequence[Wanted], consume: Consume, **options: Any) -> None:
         """Reads ranges of this checkpoint's files in blocks. See `modelstate.read.stream.stream`."""

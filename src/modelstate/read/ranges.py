@@ -3,13 +3,22 @@
 import ctypes
 import os
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 
 from modelstate.errors import ReadFailedError
 from modelstate.read import system
 from modelstate.read.stamp import Stamp, check_unchanged, open_unchanged
+from modelstate.read.uncached import (
+    Buffer,
+    Piece,
+    ends_early,
+    open_uncached,
+    read_uncached,
+    uncached_threads,
+    use_page_cache,
+)
 from modelstate.read.workers import work_together
 from modelstate.spec import ByteRange
 
@@ -38,8 +47,7 @@ class Batch:
     path: str
     start: int
     """Bytes from the beginning of the file."""
-    pieces: tuple[tuple[int | None, int], ...]
-    """Address and length in bytes; a piece without an address is read and thrown away."""
+    pieces: tuple[Piece, ...]
 
     @property
     def nbytes(self) -> int:
@@ -58,7 +66,7 @@ def coalesce(requests: Iterable[Request], *, batch_bytes: int, gap_bytes: int) -
     a call. The batches cover every byte of every request once.
     """
     batches: list[Batch] = []
-    pieces: list[tuple[int | None, int]] = []
+    pieces: list[Piece] = []
     path, start, end = "", 0, 0
 
     def close() -> None:
@@ -94,41 +102,46 @@ def read_batches(
     threads: int,
     stamps: Mapping[str, Stamp],
     on_read: Callable[[int], None] | None = None,
+    uncached: Collection[str] = (),
 ) -> None:
     """Carries out `batches` with so many threads; `on_read` hears of the wanted bytes of each as it ends, from one
     thread at a time.
 
-    `stamps` are what the files must be, before the first byte is read and after the last. Raises `ReadFailedError`
+    `stamps` are what the files must be, before the first byte is read and after the last. Files that are named in
+    `uncached` are read past the page cache, with a buffer for each thread. Raises `ReadFailedError`
     for the first I/O error, short read or changed file. No thread writes to memory any more when this returns or
     raises.
     """
     waiting, lock = iter(batches), threading.Lock()
 
     def work(stop: threading.Event) -> None:
+        read = reader(uncached)
         while not stop.is_set():
             with lock:
                 batch = next(waiting, None)
             if batch is None:
                 return
-            read_batch(descriptors[batch.path], batch)
+            read(descriptors[batch.path], batch)
             if on_read:
                 with lock:
                     on_read(batch.wanted_bytes)
 
-    with open_files((batch.path for batch in batches), stamps) as descriptors:
+    with open_files((batch.path for batch in batches), stamps, uncached) as descriptors:
         work_together(work, min(threads, len(batches)))
 
 
 @contextmanager
-def open_files(paths: Iterable[str], stamps: Mapping[str, Stamp]) -> Iterator[dict[str, int]]:
-    """Descriptors of files by their paths, as long as the context lasts.
+def open_files(
+    paths: Iterable[str], stamps: Mapping[str, Stamp], uncached: Collection[str] = ()
+) -> Iterator[dict[str, int]]:
+    """Descriptors of files by their paths, as long as the context lasts. What reads them is a `reader`.
 
     Raises `ReadFailedError` where a file is not that of its stamp, before or after.
     """
     descriptors: dict[str, int] = {}
     try:
         for path in dict.fromkeys(paths):
-            descriptors[path] = open_unchanged(path, stamps.get(path))
+            descriptors[path] = (open_uncached if path in uncached else open_unchanged)(path, stamps.get(path))
         yield descriptors
         for path, descriptor in descriptors.items():
             check_unchanged(descriptor, path, stamps.get(path))
@@ -143,10 +156,29 @@ def read_ranges(
     stamps: Mapping[str, Stamp],
     on_read: Callable[[int], None] | None = None,
     threads: int | None = None,
+    uncached: Collection[str] = (),
 ) -> None:
     """Plans the requests and carries them out, in the sizes that are good for most. Raises as `read_batches`."""
     batches = coalesce(requests, batch_bytes=BATCH_BYTES, gap_bytes=GAP_BYTES)
-    read_batches(batches, threads=threads or read_threads(), stamps=stamps, on_read=on_read)
+    threads = threads or (uncached_threads(read_threads()) if uncached else read_threads())
+    read_batches(batches, threads=threads, stamps=stamps, on_read=on_read, uncached=uncached)
+
+
+def reader(uncached: Collection[str]) -> Callable[[int, Batch], None]:
+    """What one thread reads batches with, of files that `open_files` has opened."""
+    buffer: Buffer | None = None
+    with suppress(OSError):  # there is hardly any memory left: without it the page cache will do
+        buffer = Buffer() if uncached else None
+
+    def read(descriptor: int, batch: Batch) -> None:
+        if batch.path in uncached and buffer is not None:
+            read_uncached(descriptor, batch.path, batch.start, batch.pieces, buffer)
+            return
+        if batch.path in uncached:
+            use_page_cache(descriptor)
+        read_batch(descriptor, batch)
+
+    return read
 
 
 def read_batch(descriptor: int, batch: Batch) -> None:
@@ -161,12 +193,7 @@ def read_batch(descriptor: int, batch: Batch) -> None:
         except OSError as error:
             raise ReadFailedError("reading failed", where=f"{batch.path}, byte {at}", found=error) from error
         if got == 0:
-            raise ReadFailedError(
-                "the file ends before the tensor does",
-                where=f"{batch.path}, byte {at}",
-                expected=f"{left} more bytes",
-                remedy="open the checkpoint again, when nothing writes to it any more",
-            )
+            raise ends_early(batch.path, at, left)
         at, left = at + got, left - got
         if left:
             views = _after(views, got)

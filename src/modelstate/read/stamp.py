@@ -50,10 +50,13 @@ def stamps_of(paths: Iterable[str]) -> dict[str, Stamp]:
         raise ReadFailedError("the file is gone", found=error, remedy="open the checkpoint again") from error
 
 
-def open_unchanged(path: str, expected: Stamp | None) -> int:
-    """A descriptor of the file, for reading. Raises `ReadFailedError` where it is not the file of the stamp."""
+def open_unchanged(path: str, expected: Stamp | None, flags: int = 0) -> int:
+    """A descriptor of the file, for reading, opened with more `flags`.
+
+    Raises `ReadFailedError` where it is not the file of the stamp.
+    """
     try:
-        descriptor = system.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        descriptor = system.open(path, os.O_RDONLY | os.O_CLOEXEC | flags)
     except OSError as error:
         raise ReadFailedError(
             "the file can no longer be opened", where=path, found=error, remedy="open the checkpoint again"

@@ -5,14 +5,14 @@ While one thread computes, another one reads, and what has been read is still in
 
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
 
 from modelstate.read.fresh import fresh
-from modelstate.read.ranges import Request, coalesce, open_files, read_batch
+from modelstate.read.ranges import Batch, Request, coalesce, open_files, reader
 from modelstate.read.stamp import Stamp
 from modelstate.read.workers import work_together
 from modelstate.spec import ByteRange
@@ -111,13 +111,14 @@ def stream(
     on_block: Callable[[Block, float], None],
     buffers: int = 1,
     pinned: bool = False,
+    uncached: Collection[str] = (),
 ) -> None:
     """Reads `wanted` in blocks, and has each consumed by the thread that has read it.
 
     Each thread has so many buffers, `pinned` where a device copies from them: more than one lets it read on while what
     `consume` has begun goes on. `on_block` hears of each block that has been consumed, and of the seconds that it took,
-    from one thread at a time. Raises `ReadFailedError`, and what `consume` raises; then, too, no thread is at work any
-    more.
+    from one thread at a time. Files that are named in `uncached` are read past the page cache, through one more buffer
+    of each thread. Raises `ReadFailedError`, and what `consume` raises; then, too, no thread is at work any more.
     """
     blocks = in_blocks(wanted, block_bytes)
     if not blocks:
@@ -126,6 +127,7 @@ def stream(
     waiting, lock = iter(blocks), threading.Lock()
 
     def work(stop: threading.Event) -> None:
+        read = reader(uncached)
         own = [_buffer(largest, pinned) for _ in range(buffers)]
         waits: list[Wait | None] = [None for _ in own]
         turn = 0
@@ -137,7 +139,8 @@ def stream(
             started = time.perf_counter()
             if (wait := waits[turn]) is not None:
                 wait()
-            _fill(own[turn], block, wanted, descriptors)
+            for batch in _batches(own[turn], block, wanted):
+                read(descriptors[batch.path], batch)
             waits[turn] = consume(block, own[turn])
             turn = (turn + 1) % buffers
             with lock:
@@ -146,7 +149,7 @@ def stream(
             if wait is not None:
                 wait()
 
-    with open_files((one.source.path for one in wanted), stamps) as descriptors:
+    with open_files((one.source.path for one in wanted), stamps, uncached) as descriptors:
         work_together(work, min(threads, len(blocks)), with_torch=True)
 
 
@@ -154,10 +157,9 @@ def _buffer(nbytes: int, pinned: bool) -> torch.Tensor:
     return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True) if pinned else fresh((nbytes,), torch.uint8)
 
 
-def _fill(buffer: torch.Tensor, block: Block, wanted: Sequence[Wanted], descriptors: Mapping[str, int]) -> None:
-    address = buffer.data_ptr()
-    for batch in coalesce(_requests(block.parts, wanted, address), batch_bytes=block.nbytes, gap_bytes=_GAP_BYTES):
-        read_batch(descriptors[batch.path], batch)
+def _batches(buffer: torch.Tensor, block: Block, wanted: Sequence[Wanted]) -> list[Batch]:
+    requests = _requests(block.parts, wanted, buffer.data_ptr())
+    return coalesce(requests, batch_bytes=block.nbytes, gap_bytes=_GAP_BYTES)
 
 
 def _requests(parts: Iterable[Part], wanted: Sequence[Wanted], address: int) -> list[Request]:
