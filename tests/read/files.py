@@ -1,6 +1,7 @@
 """Files for the tests of reading, made byte by byte, and values read back without the code under test."""
 
 import json
+import os
 import struct
 from collections.abc import Mapping
 from pathlib import Path
@@ -47,3 +48,11 @@ def same(a: torch.Tensor, b: torch.Tensor) -> bool:
 def index_text(weight_map: Mapping[str, str], total_size: int = 0) -> str:
     """An index as transformers writes it."""
     return json.dumps({"metadata": {"total_size": total_size}, "weight_map": dict(weight_map)}, indent=2) + "\n"
+
+
+def evict(path: Path) -> None:
+    """Takes a file out of the page cache."""
+    descriptor = os.open(path, os.O_RDONLY)
+    os.fsync(descriptor)
+    os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+    os.close(descriptor)

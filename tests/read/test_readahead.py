@@ -3,8 +3,10 @@
 import os
 import threading
 import time
+from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -14,18 +16,14 @@ from safetensors.torch import save_file
 from torch import nn
 
 import modelstate as ms
+from modelstate.place import fetch
 from modelstate.read import readahead
 from modelstate.read.readahead import LEAST_BYTES, cached_share, is_cold, merged, read_ahead
+from modelstate.read.uncached import BUFFER_BYTES, can_read_uncached
 from modelstate.spec import ByteRange
 from modelstate.testing import Request, faulty_reads
 from tests.place.test_background import shown_bytes
-
-
-def evict(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    os.fsync(descriptor)
-    os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
-    os.close(descriptor)
+from tests.read.files import evict
 
 
 def share(path: Path) -> float | None:
@@ -60,6 +58,68 @@ def model() -> nn.Module:
         return nn.Sequential(*[nn.Linear(2048, 1024, bias=False) for _ in range(8)])
 
 
+def past_the_cache(path: Path) -> None:
+    """Skips the test where nothing can be read past the page cache."""
+    if not can_read_uncached(str(path), None):
+        pytest.skip("no O_DIRECT on this file system, or no huge pages")
+
+
+@pytest.fixture
+def no_way_past(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fetch, "can_read_uncached", lambda *_: False)
+
+
+def filled() -> nn.Module:
+    return nn.Sequential(*[nn.Linear(2048, 1024, bias=False) for _ in range(8)])
+
+
+@pytest.mark.parametrize(
+    ("build", "options"),
+    [
+        (model, {"map": False}),
+        (filled, {}),
+        (filled, {"in_place": True}),
+        (model, {"dtype": torch.bfloat16}),
+        (filled, {"dtype": torch.bfloat16}),
+        (model, {"map": False, "background": True}),
+    ],
+    ids=["memory of its own", "staged", "in place", "cast on meta", "cast", "background"],
+)
+def test_what_is_read_is_read_past_the_page_cache(
+    build: Callable[[], nn.Module], options: dict[str, Any], cold: Path
+) -> None:
+    past_the_cache(cold)
+    module = build()
+    report = ms.load(module, cold, **options)
+    report = report.result() if options.get("background") else report
+    assert "67.1 MB of it are read past it" in " ".join(report.notes)
+    settled()
+    assert (share(cold) or 0) < 0.1
+    assert [layer.weight.unique().tolist() for layer in module] == [[i] for i in range(8)]
+    assert 4 * BUFFER_BYTES <= report.peak_memory_bytes <= 67_108_864 + 16 * (BUFFER_BYTES + (1 << 20))
+
+
+@pytest.mark.parametrize("options", [{"in_place": True}, {"in_place": True, "dtype": torch.bfloat16}])
+def test_without_the_memory_for_it_the_file_is_read_ahead(options: dict[str, Any], cold: Path) -> None:
+    module, budget = filled().to(options.get("dtype", torch.float32)), 1 << 20
+    report = ms.load(module, cold, max_memory_bytes=budget, **options)
+    assert "67.1 MB of it are read ahead" in " ".join(report.notes)
+    assert report.peak_memory_bytes <= budget
+    assert module[5].weight[3, 3] == 5
+
+
+def test_what_a_transform_gets_is_read_ahead(cold: Path) -> None:
+    past_the_cache(cold)
+    module = model()
+    half = {f"{i}.weight": lambda name, tensor: tensor + 1 for i in range(4)}
+    report = ms.load(module, cold, map=False, transform=half)
+    notes = " ".join(report.notes)
+    assert "33.6 MB of it are read past it" in notes
+    assert "33.6 MB of it are read ahead" in notes
+    assert [layer.weight[9, 9].item() for layer in module] == [1, 2, 3, 4, 4, 5, 6, 7]
+
+
+@pytest.mark.usefixtures("no_way_past")
 def test_what_is_read_is_read_ahead(cold: Path) -> None:
     module = model()
     report = ms.load(module, cold, map=False)
@@ -123,9 +183,10 @@ def test_the_kernel_reads_what_it_was_asked_for(cold: Path) -> None:
 def test_what_is_warm_is_left_alone(cold: Path) -> None:
     cold.read_bytes()
     report = ms.load(model(), cold, map=False)
-    assert not any("read ahead" in note for note in report.notes)
+    assert report.notes == ()
 
 
+@pytest.mark.usefixtures("no_way_past")
 def test_only_what_is_wanted_is_asked_for(cold: Path) -> None:
     with ms.skeleton():
         part = nn.Sequential(*[nn.Linear(2048, 1024, bias=False) for _ in range(3)])

@@ -51,7 +51,8 @@ def means_past_the_cache(
 ) -> Means:
     """The same means for reading these files past the page cache, if that needs at most so much memory."""
     found = replace(means, uncached=frozenset(files))
-    wide = replace(found, threads=uncached_threads(means.threads))
+    computes = any(made.remake is not None for made in assignments)  # which more threads do no faster
+    wide = found if computes else replace(found, threads=uncached_threads(means.threads))
     for one in (wide, found):
         if max_bytes is None or peak_bytes(assignments, one) <= max_bytes:
             return one
