@@ -1,5 +1,6 @@
 """Loads of every kind, small, for tests that let each of them fail in every way."""
 
+import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -11,6 +12,7 @@ from torch import nn
 
 import modelstate as ms
 from tests.read import dcp_files
+from tests.read.files import evict
 
 Open = Callable[[], ms.Checkpoint]
 
@@ -107,7 +109,7 @@ def fused(folder: Path) -> Open:
 def large(folder: Path) -> Open:
     """Enough for several threads."""
     torch.manual_seed(1)
-    save_file({"weight": torch.randn(1024, 6000), "bias": torch.randn(1024)}, folder / "x.safetensors")
+    save_file({"weight": torch.randn(1024, 4200), "bias": torch.randn(1024)}, folder / "x.safetensors")
     return lambda: ms.open(folder / "x.safetensors")
 
 
@@ -133,7 +135,11 @@ def on_meta() -> nn.Module:
 
 
 def linear() -> nn.Module:
-    return nn.Linear(6000, 1024)
+    return nn.Linear(4200, 1024)
+
+
+def half() -> nn.Module:
+    return linear().to(torch.bfloat16)
 
 
 @dataclass(frozen=True)
@@ -144,9 +150,15 @@ class Kind:
     """Writes the files; what it returns opens them."""
     build: Callable[[], nn.Module] = in_memory
     options: Mapping[str, Any] = field(default_factory=dict)
+    cold: bool = False
+    """Whether the file is taken out of the page cache before each load, which then reads past it where it can."""
 
     def load(self, model: nn.Module, source: Open) -> None:
-        ms.load(model, source(), **self.options)
+        checkpoint = source()
+        if self.cold:
+            for path in filter(os.path.exists, checkpoint.files):
+                evict(Path(path))
+        ms.load(model, checkpoint, **self.options)
 
 
 KINDS = {
@@ -179,6 +191,10 @@ KINDS = {
     "threads": Kind(large, linear),
     "threads, in place": Kind(large, linear, {"in_place": True}),
     "threads, cast": Kind(large, linear, {"dtype": torch.bfloat16}),
+    "cold": Kind(large, linear, cold=True),
+    "cold, in place": Kind(large, linear, {"in_place": True}, cold=True),
+    "cold, cast": Kind(large, linear, {"dtype": torch.bfloat16}, cold=True),
+    "cold, cast in place": Kind(large, half, {"in_place": True, "dtype": torch.bfloat16}, cold=True),
 }
 try:
     from torchao.quantization import Int8WeightOnlyConfig

@@ -15,9 +15,13 @@ from torch import nn
 
 import modelstate as ms
 from modelstate.errors import ReadFailedError
+from modelstate.read import readahead
+from modelstate.read.uncached import can_read_uncached
+from modelstate.spec import ByteRange
 from modelstate.testing import Request, faulty_reads
 from tests.place.fingerprint import described_module, whole
 from tests.place.loads import KINDS, Kind, Open, dcp, large, on_meta
+from tests.read.files import evict
 
 every_kind = pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS)
 
@@ -106,10 +110,45 @@ def test_an_error_at_every_request_in_turn(kind: Kind, error: BaseException, tmp
     assert described_module(model) == after
 
 
+@pytest.mark.parametrize(
+    "kind", [kind for kind in KINDS.values() if kind.cold], ids=[k for k in KINDS if KINDS[k].cold]
+)
+def test_reads_past_the_page_cache_at_every_request_in_turn(kind: Kind, tmp_path: Path) -> None:
+    """The kinds that are meant to read so do, and each request may be what the file system cannot do."""
+    source = kind.write(tmp_path)
+    requests = requests_of(kind, source)
+    if not can_read_uncached(requests[0].path, None) or not is_cold(tmp_path / "x.safetensors"):
+        pytest.skip("no O_DIRECT on this file system, no huge pages, or no cachestat in this kernel")
+    reads = [request for request in requests if request.call == "preadv"]
+    assert len(reads) >= 12
+    assert all(read.start % 4096 == read.nbytes % 4096 == 0 for read in reads)
+    model, after = kind.build(), loaded(kind, source)
+    before = whole(model)
+    for request in requests:
+        refused = OSError(errno.EINVAL, "Invalid argument")
+        with nothing_left_behind(tmp_path), faulty_reads(at=request.number, error=refused):
+            found = failure(kind, model, source)
+            refused.__traceback__ = None
+        assert found is None or isinstance(found, ReadFailedError), (request, found)
+        assert found is None or request.call != "preadv", request
+        if found is None:
+            assert described_module(model) == after, request
+        if found is None or may_be_overwritten(kind, found):
+            model = kind.build()
+            before = whole(model)
+        assert whole(model) == before, request
+
+
+def is_cold(path: Path) -> bool:
+    """Whether the page cache can be asked about a file, and says that it has none of it."""
+    evict(path)
+    return readahead.is_cold(ByteRange(str(path), 0, path.stat().st_size))
+
+
 @every_kind
 @pytest.mark.parametrize("short", [1, 1000])
 def test_short_reads(kind: Kind, short: int, tmp_path: Path) -> None:
-    if kind.build.__name__ == "linear" and short == 1:
+    if kind.write is large and short == 1:
         pytest.skip("24 million requests")
     source = kind.write(tmp_path)
     model, other = kind.build(), kind.build()

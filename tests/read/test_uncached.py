@@ -1,4 +1,4 @@
-"""Reads past the page cache: the same bytes wherever they lie, also where the file system or the kernel is difficult."""
+"""Reads past the page cache: the same bytes wherever they lie, also where the file system has no such reads."""
 
 import errno
 import os
