@@ -110,21 +110,20 @@ def test_an_error_at_every_request_in_turn(kind: Kind, error: BaseException, tmp
     assert described_module(model) == after
 
 
-@pytest.mark.parametrize(
-    "kind", [kind for kind in KINDS.values() if kind.cold], ids=[k for k in KINDS if KINDS[k].cold]
-)
-def test_reads_past_the_page_cache_at_every_request_in_turn(kind: Kind, tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", [name for name in KINDS if KINDS[name].cold])
+def test_reads_past_the_page_cache_at_every_request_in_turn(name: str, tmp_path: Path) -> None:
     """The kinds that are meant to read so do, and each request may be what the file system cannot do."""
+    kind = KINDS[name]
     source = kind.write(tmp_path)
     requests = requests_of(kind, source)
     if not can_read_uncached(requests[0].path, None) or not is_cold(tmp_path / "x.safetensors"):
         pytest.skip("no O_DIRECT on this file system, no huge pages, or no cachestat in this kernel")
     reads = [request for request in requests if request.call == "preadv"]
-    assert len(reads) >= 12
+    assert sum(read.nbytes for read in reads) > 16 << 20
     assert all(read.start % 4096 == read.nbytes % 4096 == 0 for read in reads)
     model, after = kind.build(), loaded(kind, source)
     before = whole(model)
-    for request in requests:
+    for request in [*(one for one in requests if one.call == "open"), *reads]:
         refused = OSError(errno.EINVAL, "Invalid argument")
         with nothing_left_behind(tmp_path), faulty_reads(at=request.number, error=refused):
             found = failure(kind, model, source)
