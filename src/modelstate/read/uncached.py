@@ -139,13 +139,12 @@ def _fill(descriptor: int, path: str, window: Window, view: memoryview) -> None:
     got = 0
     while got < window.needed_bytes:
         at = window.start + got
-        if got % ALIGN_BYTES:
-            use_page_cache(descriptor)  # the rest of a read that came short begins anywhere
         uncached = is_uncached(descriptor)
         try:
             count = system.preadv(descriptor, [view[got : window.nbytes]], at)
         except OSError as error:
-            # A file system may take the flag and refuse the read, or ask for larger blocks.
+            # A file system may take the flag and refuse the read, or ask for larger blocks; and what is left of a read
+            # that came short may begin anywhere.
             if uncached and error.errno in _UNSUPPORTED:
                 use_page_cache(descriptor)
                 continue
