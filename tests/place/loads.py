@@ -113,6 +113,14 @@ def large(folder: Path) -> Open:
     return lambda: ms.open(folder / "x.safetensors")
 
 
+def layers(folder: Path) -> Open:
+    """Weights that are large enough to be read while another one is transformed, and small biases between them."""
+    torch.manual_seed(1)
+    state = {name: torch.randn_like(tensor) for name, tensor in three_layers().state_dict().items()}
+    save_file(state, folder / "x.safetensors")
+    return lambda: ms.open(folder / "x.safetensors")
+
+
 RULES: Any = (
     ms.Concat(("mlp.0.weight.top", "mlp.0.weight.bottom"), "mlp.0.weight"),
     ms.Transpose("mlp.1.weight"),
@@ -132,6 +140,11 @@ def in_memory() -> nn.Module:
 def on_meta() -> nn.Module:
     with ms.skeleton():
         return Net()
+
+
+def three_layers() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(*(nn.Linear(96, 192) for _ in range(3)))
 
 
 def linear() -> nn.Module:
@@ -172,6 +185,7 @@ KINDS = {
     "device": Kind(build=on_meta, options={"device": "cpu", "map": False}),
     "transform": Kind(options={"transform": twice}),
     "transform on meta": Kind(build=on_meta, options={"transform": {"mlp.*": twice}}),
+    "transform, read ahead": Kind(layers, three_layers, {"transform": twice}),
     "rules": Kind(fused, options={"rules": RULES}),
     "rules on meta": Kind(fused, on_meta, {"rules": RULES}),
     "rules in place": Kind(fused, options={"rules": RULES[:2], "in_place": True}),

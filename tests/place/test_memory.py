@@ -71,7 +71,7 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ("materialised", "dict()", 0, MODEL_BYTES),
         ("materialised", "dict(in_place=True)", 0, 0),
         ("materialised", "dict(dtype=torch.bfloat16)", MODEL_BYTES // 2, THREADS * MB),
-        ("materialised", "dict(transform=lambda n, t: t * 2)", 0, MODEL_BYTES + MODEL_BYTES // 16),
+        ("materialised", "dict(transform=lambda n, t: t * 2)", 0, MODEL_BYTES + MODEL_BYTES // 8),
         ("skeleton", "dict()", 0, 0),
         ("skeleton", "dict(map=False)", MODEL_BYTES, 0),
         ("skeleton", "dict(dtype=torch.bfloat16)", MODEL_BYTES // 2, THREADS * MB),

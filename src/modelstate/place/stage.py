@@ -3,6 +3,8 @@
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
+from itertools import cycle
 from typing import TypeVar
 
 import torch
@@ -22,9 +24,12 @@ from modelstate.plan.transforms import Transform
 from modelstate.read.checkpoint import is_plain_memory
 from modelstate.read.ranges import Request, read_threads
 from modelstate.read.stream import aligned
+from modelstate.read.workers import one_ahead
 from modelstate.spec import StoredComposite, StoredTensor, contiguous_stride
 
 Progress = Callable[[int], None]
+Pairs = Sequence[tuple[Assignment, torch.Tensor]]
+"""What is read, each with the memory that it is read into."""
 _T = TypeVar("_T")
 
 
@@ -52,11 +57,13 @@ def stage(preparation: Preparation, progress: Progress) -> None:
         made.final = final
     read_streamed(preparation, streamed, progress)
     _read_through_scratch(preparation, [*others, *(made for made, _ in strided)], progress, _finish)
+    transformed, rest = _split(rest, lambda made: made.transform is not None)
     trim = HeapTrim()
     for made in rest:
         stage_one(preparation, made)
         trim.on_freed(made.remake_bytes)
         progress(made.nbytes)
+    _stage_transformed(preparation, transformed, progress)
 
 
 def read_in_place(preparation: Preparation, progress: Progress) -> None:
@@ -83,11 +90,14 @@ def read_in_place(preparation: Preparation, progress: Progress) -> None:
         made.final = made.param
 
 
-def stage_one(preparation: Preparation, made: Assignment) -> None:
-    """Gives one assignment its final value. Raises `PlacementError` where a tensor subclass cannot be copied."""
+def stage_one(preparation: Preparation, made: Assignment, read: torch.Tensor | None = None) -> None:
+    """Gives one assignment its final value, of what has been `read` for a transform, or is read now.
+
+    Raises `PlacementError` where a tensor subclass cannot be copied.
+    """
     started = time.perf_counter()
     try:
-        _stage_one(preparation, made)
+        _stage_one(preparation, made, read)
     except ModelStateError:
         raise
     except Exception as error:
@@ -105,9 +115,9 @@ def _is_shown(made: Assignment) -> bool:
     return made.placement.mapped and not made.placement.by_handler and made.transform is None
 
 
-def _stage_one(preparation: Preparation, made: Assignment) -> None:
+def _stage_one(preparation: Preparation, made: Assignment, read: torch.Tensor | None) -> None:
     if made.transform is not None:
-        made.final = _transformed(preparation, made.transform, made)
+        made.final = _transformed(preparation, made.transform, made, read)
     elif made.placement.mapped:
         made.final = made.value
     elif made.placement.by_handler:
@@ -156,7 +166,7 @@ def check_budget(preparation: Preparation, max_memory_bytes: int | None) -> None
 def _own_value(preparation: Preparation, made: Assignment) -> torch.Tensor:
     """The value in memory that nobody else has, read from the file where that is where it is."""
     if made.is_run_of_bytes:
-        (fresh,) = fresh_tensors([(made.value.size(), None, made.value.dtype)])
+        fresh = _memory_for(made)
         _read(preparation, [(made, fresh)], lambda _: None, alone=True)
         return fresh
     if isinstance(made.stored, StoredComposite):
@@ -188,8 +198,10 @@ def _finish_in_place(made: Assignment, value: torch.Tensor) -> None:
     made.final = made.param
 
 
-def _transformed(preparation: Preparation, transform: Transform, made: Assignment) -> torch.Tensor:
-    value = made.value if made.placement.mapped else _own_value(preparation, made)
+def _transformed(
+    preparation: Preparation, transform: Transform, made: Assignment, read: torch.Tensor | None
+) -> torch.Tensor:
+    value = _own_value(preparation, made) if read is None else read
     result = called(transform, made.name, value, made.param.shape)
     # A tensor that others hold, or memory that they do, cannot be the slot's own.
     own = result is value or (sys.getrefcount(result) <= 2 and storage_owners(result) == 1)
@@ -214,6 +226,30 @@ def _as_asked(preparation: Preparation, made: Assignment, result: torch.Tensor, 
     return result if fits else result.clone(memory_format=torch.contiguous_format)
 
 
+def _stage_transformed(preparation: Preparation, transformed: Sequence[Assignment], progress: Progress) -> None:
+    """Has them transformed one after the other, each while the next one is read."""
+    ahead = preparation.means.ahead and len(transformed) > 1
+
+    def fetch(item: tuple[Assignment, torch.Tensor | None], check: Callable[[], None]) -> None:
+        made, into = item
+        assert into is not None
+        _read(preparation, [(made, into)], lambda _: check(), alone=True)
+
+    def use(item: tuple[Assignment, torch.Tensor | None]) -> None:
+        made, read = item
+        stage_one(preparation, made, read)
+        progress(made.nbytes)
+
+    items = ((made, _memory_for(made) if ahead and made.is_read_ahead else None) for made in transformed)
+    one_ahead(items, fetch, use, is_fetched=lambda item: item[1] is not None)
+
+
+def _memory_for(made: Assignment) -> torch.Tensor:
+    """What its bytes are read into as they are."""
+    (fresh,) = fresh_tensors([(made.value.size(), None, made.value.dtype)])
+    return fresh
+
+
 def _both(first: Progress, second: Progress) -> Progress:
     def progress(nbytes: int) -> None:
         first(nbytes)
@@ -228,25 +264,46 @@ def _read_through_scratch(
     progress: Progress,
     finish: Callable[[Assignment, torch.Tensor], None],
 ) -> None:
-    """Reads into one buffer that is used again and again, and lets `finish` cast or move what is there."""
-    groups = list(_groups(made, preparation.means.scratch_bytes))
+    """Reads into buffers that are used again and again, and lets `finish` cast or move what is there."""
+    groups = list(_groups(made, preparation.means.turn_bytes))
     if not groups:
         return
-    (scratch,) = fresh_tensors([(torch.Size([max(size for _, size in groups)]), None, torch.uint8)])
-    storage = scratch.untyped_storage()
+    layout = torch.Size([max(size for _, size in groups)]), None, torch.uint8
+    turns = cycle(fresh_tensors([layout] * (2 if preparation.means.ahead and len(groups) > 1 else 1)))
     trim = HeapTrim()
-    for group, _ in groups:
-        buffers, at = [], 0
-        for one in group:
-            empty, size = torch.empty(0, dtype=one.value.dtype, device="cpu"), one.value.size()
-            buffers.append(empty.set_(storage, at // one.value.itemsize, size, contiguous_stride(size)))
-            at += aligned(one.nbytes)
-        _read(preparation, list(zip(group, buffers, strict=True)), progress)
-        for one, buffer in zip(group, buffers, strict=True):
+
+    def use(pairs: Pairs) -> None:
+        for one, buffer in pairs:
             started = time.perf_counter()
             finish(one, buffer)
             trim.on_freed(one.remake_bytes)
             one.seconds += time.perf_counter() - started
+
+    laid_out = (_laid_out(group, next(turns)) for group, _ in groups)
+    if len(groups) > 1 and preparation.means.ahead:
+        one_ahead(laid_out, partial(_fetch, preparation, progress), use, is_fetched=bool)
+        return
+    for pairs in laid_out:
+        _read(preparation, pairs, progress)
+        use(pairs)
+
+
+def _fetch(preparation: Preparation, progress: Progress, pairs: Pairs, check: Callable[[], None]) -> None:
+    def on_read(nbytes: int) -> None:
+        check()
+        progress(nbytes)
+
+    _read(preparation, pairs, on_read)
+
+
+def _laid_out(group: Sequence[Assignment], scratch: torch.Tensor) -> Pairs:
+    """Each with its place in the buffer, one behind the other."""
+    pairs, at, storage = [], 0, scratch.untyped_storage()
+    for one in group:
+        empty, size = torch.empty(0, dtype=one.value.dtype, device="cpu"), one.value.size()
+        pairs.append((one, empty.set_(storage, at // one.value.itemsize, size, contiguous_stride(size))))
+        at += aligned(one.nbytes)
+    return pairs
 
 
 def _groups(made: Iterable[Assignment], scratch_bytes: int) -> Iterator[tuple[list[Assignment], int]]:
@@ -263,13 +320,7 @@ def _groups(made: Iterable[Assignment], scratch_bytes: int) -> Iterator[tuple[li
         yield group, total
 
 
-def _read(
-    preparation: Preparation,
-    pairs: Sequence[tuple[Assignment, torch.Tensor]],
-    progress: Progress,
-    *,
-    alone: bool = False,
-) -> None:
+def _read(preparation: Preparation, pairs: Pairs, progress: Progress, *, alone: bool = False) -> None:
     requests = []
     for made, tensor in pairs:
         assert isinstance(made.stored, StoredTensor)

@@ -12,6 +12,9 @@ from modelstate.plan.torch_private import payload_of
 from modelstate.plan.transforms import Transform
 from modelstate.spec import StoredComposite, StoredTensor, contiguous_stride
 
+LEAST_AHEAD_BYTES = 64 << 10
+"""What is less is read sooner than handed from one thread to another."""
+
 
 @dataclass(slots=True, eq=False)
 class Assignment:
@@ -100,6 +103,11 @@ class Assignment:
         straight = self.value.dtype == self.dtype and ordered and not isinstance(self.stored, Derived)
         copied = 0 if straight or not self.on_cpu else self.value.numel() * self.dtype.itemsize
         return self.remake_bytes + copied + (self.nbytes if isinstance(self.stored, torch.Tensor) else 0)
+
+    @property
+    def is_read_ahead(self) -> bool:
+        """Whether it is read by another thread, while the transform of the tensor before it is called."""
+        return self.transform is not None and self.is_run_of_bytes and self.nbytes >= LEAST_AHEAD_BYTES
 
     @property
     def layout(self) -> tuple[torch.Size, tuple[int, ...] | None, torch.dtype]:

@@ -25,13 +25,20 @@ class Means:
     """That each of them reads at once."""
     scratch_bytes: int
     """Read at once of what cannot be streamed."""
+    ahead: bool
+    """Whether more of that is read while transforms compute with what is there."""
     uncached: frozenset[str] = frozenset()
     """Files that are read past the page cache, through a buffer for each thread more."""
+
+    @property
+    def turn_bytes(self) -> int:
+        """Read in one go of what cannot be streamed: the half of it, while the other half is computed with."""
+        return self.scratch_bytes // 2 if self.ahead else self.scratch_bytes
 
 
 def usual_means() -> Means:
     """What is fast."""
-    return Means(read_threads(), _BLOCK_BYTES, _SCRATCH_BYTES)
+    return Means(read_threads(), _BLOCK_BYTES, _SCRATCH_BYTES, True)
 
 
 def means_within(assignments: Sequence[Assignment], max_bytes: int | None) -> Means:
@@ -61,14 +68,15 @@ def means_past_the_cache(
 
 def _lesser(usual: Means) -> Iterator[Means]:
     """From fast to small."""
-    yield Means(usual.threads, usual.block_bytes, 0)
+    yield replace(usual, ahead=False)
+    yield replace(usual, ahead=False, scratch_bytes=0)
     threads, block_bytes = usual.threads, usual.block_bytes
     while threads > 1 or block_bytes > _LEAST_BLOCK_BYTES:
         if block_bytes > _LEAST_BLOCK_BYTES:
             block_bytes //= 2
         else:
             threads //= 2
-        yield Means(threads, block_bytes, 0)
+        yield Means(threads, block_bytes, 0, False)
 
 
 def peak_bytes(assignments: Iterable[Assignment], means: Means) -> int:
@@ -80,7 +88,7 @@ def peak_bytes(assignments: Iterable[Assignment], means: Means) -> int:
         (streamed if made.is_streamed else whole).append(made)
     staged = sum(made.staged_bytes for made in needing)
     # One after the other: what one of them takes is gone when the next one begins.
-    read = _uncached(whole, means) + max(_scratch(whole, means), _alone(whole))
+    read = _uncached(whole, means) + max(_scratch(whole, means), _alone(whole, means))
     return staged + max(_streaming(streamed, means), read)
 
 
@@ -104,11 +112,22 @@ def _uncached(whole: Sequence[Assignment], means: Means) -> int:
 
 def _scratch(whole: Sequence[Assignment], means: Means) -> int:
     through = [made for made in whole if made.needs_buffer and made.transform is None]
-    together = sum(aligned(made.buffer_bytes) for made in through if made.is_run_of_bytes)
-    buffer = max(max((aligned(made.buffer_bytes) for made in through), default=0), min(together, means.scratch_bytes))
-    # The buffer is there while values are remade out of it.
-    return buffer + max((made.passing_bytes for made in whole if made.remake is not None), default=0)
+    runs = [aligned(made.buffer_bytes) for made in through if made.is_run_of_bytes]
+    others = [aligned(made.buffer_bytes) for made in through if not made.is_run_of_bytes]
+    buffer = max(max(runs, default=0), min(sum(runs), means.turn_bytes))
+    buffers = 2 if means.ahead and sum(runs) > buffer else 1
+    # The buffers are there while values are remade out of them.
+    remaking = max((made.passing_bytes for made in whole if made.remake is not None), default=0)
+    return max(buffers * buffer, max(others, default=0)) + remaking
 
 
-def _alone(whole: Sequence[Assignment]) -> int:
-    return max((made.passing_bytes for made in whole if made.transform is not None), default=0)
+def _alone(whole: Sequence[Assignment], means: Means) -> int:
+    """For what one transform is given, and what is read for the next one."""
+    given = sorted((made for made in whole if made.transform is not None), key=lambda made: made.passing_bytes)
+    if not given:
+        return 0
+    ahead = max((made for made in given if made.is_read_ahead), key=lambda made: made.passing_bytes, default=None)
+    if not means.ahead or ahead is None:
+        return given[-1].passing_bytes
+    rest = [made.passing_bytes for made in given if made is not ahead]
+    return ahead.passing_bytes + max(rest, default=0)

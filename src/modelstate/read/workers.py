@@ -3,10 +3,13 @@
 import os
 import threading
 import time
-from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor, as_completed
+from collections.abc import Callable, Iterable
+from concurrent.futures import Future, ThreadPoolExecutor, as_completed
+from typing import TypeVar
 
 import torch
+
+_Item = TypeVar("_Item")
 
 Work = Callable[[threading.Event], None]
 """What each thread does, until there is no more of it or the event is set."""
@@ -53,6 +56,71 @@ def work_together(work: Work, threads: int, *, with_torch: bool = False) -> None
         finally:
             if alone is not None:
                 alone.end()
+            pool.shutdown(cancel_futures=True)
+
+
+class Stopped(BaseException):
+    """Ends a thread that fetches what nobody waits for any more; nothing that catches errors may take it for one."""
+
+
+def one_ahead(
+    items: Iterable[_Item],
+    fetch: Callable[[_Item, Callable[[], None]], None],
+    use: Callable[[_Item], None],
+    *,
+    is_fetched: Callable[[_Item], bool],
+) -> None:
+    """Has each of the items used by the caller's thread, in their order, after it was fetched by another one.
+
+    While one is used, the next one that has to be fetched is. Items are taken from `items` by the caller's thread, none
+    when more than one that was fetched has not been used and let go of: they can bring memory of their own.
+    `fetch` also gets a function that raises where the thread had better end, to be called between pieces of its work.
+
+    The first error, or an interrupt, comes through when the thread has ended.
+    """
+    stop, running = threading.Event(), list[None]()
+
+    def run(item: _Item) -> None:
+        running.append(None)  # before looking at `stop`: who sets that looks here afterwards
+        try:
+            check()
+            fetch(item, check)
+        except BaseException as error:
+            if not stop.is_set():
+                raise
+            error.__traceback__ = None  # nobody will hear of it, and its frames keep everything alive
+        finally:
+            running.pop()
+
+    def check() -> None:
+        if stop.is_set():
+            raise Stopped
+
+    pool, waiting = ThreadPoolExecutor(1, "modelstate-ahead"), iter(items)
+
+    def begin() -> tuple[list[_Item], Future[None] | None]:
+        taken = []
+        for item in waiting:
+            taken.append(item)
+            if is_fetched(item):
+                return taken, pool.submit(run, item)
+        return taken, None
+
+    try:
+        now, coming = begin()
+        while now:
+            for item in now[:-1]:
+                use(item)
+            if coming is not None:
+                coming.result()
+            following, coming = begin()
+            use(now[-1])
+            now = following
+    finally:
+        stop.set()
+        try:
+            _wait_until_empty(running)
+        finally:
             pool.shutdown(cancel_futures=True)
 
 
