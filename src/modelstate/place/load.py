@@ -425,7 +425,7 @@ def _report(preparation: Preparation, started: float, verified_bytes: int) -> Re
         notes=tuple(preparation.notes),
         slots=preparation.slot_count,
         seconds=time.perf_counter() - started,
-        peak_memory_bytes=preparation.extra_bytes,
+        peak_memory_bytes=preparation.held.peak_bytes,
         verified_bytes=verified_bytes,
         # Our own writes keep every object; code of the model may put another one in its place.
         references_lost=lost_references(preparation.slots_before, preparation.model)

@@ -65,7 +65,8 @@ class Report:
     seconds: float
     """From the call to the return."""
     peak_memory_bytes: int
-    """The most memory that the load held beyond the final tensors."""
+    """The most memory that the load held at once beyond the final tensors: buffers, values that wait to be copied, what
+    is kept to undo, and what a `ModuleTransform` says that it takes. At most what the plan says."""
     verified_bytes: int = 0
     """Bytes that were compared with their checksums."""
     references_lost: tuple[str, ...] = ()

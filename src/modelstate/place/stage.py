@@ -52,11 +52,13 @@ def stage(preparation: Preparation, progress: Progress) -> None:
     watch = PageWatch(read_threads())
     finals = fresh_tensors([made.layout for made in straight], watch)
     in_order, strided = _split(list(zip(straight, finals, strict=True)), lambda pair: is_plain_memory(pair[1]))
+    preparation.held.take(sum(made.staged_bytes for made, _ in in_order))
     _read(preparation, in_order, _both(progress, watch.on_read))
     for made, final in in_order:
         made.final = final
     read_streamed(preparation, streamed, progress)
-    _read_through_scratch(preparation, [*others, *(made for made, _ in strided)], progress, _finish)
+    through = [*others, *(made for made, _ in strided)]
+    _read_through_scratch(preparation, through, progress, partial(_finish_staged, preparation))
     transformed, rest = _split(rest, lambda made: made.transform is not None)
     trim = HeapTrim()
     for made in rest:
@@ -82,7 +84,8 @@ def read_in_place(preparation: Preparation, progress: Progress) -> None:
     _read_through_scratch(preparation, cast, progress, _finish_in_place)
     read_streamed(preparation, streamed, progress)
     for made in computed:  # by torch, of tensors that are there: one at a time
-        _finish_in_place(made, _own_value(preparation, made))
+        with preparation.held.during(made.buffer_bytes):
+            _finish_in_place(made, _own_value(preparation, made))
         progress(made.nbytes)
     _read(preparation, [(made, made.param) for made in straight], progress)
     for made in straight:
@@ -97,7 +100,9 @@ def stage_one(preparation: Preparation, made: Assignment, read: torch.Tensor | N
     """
     started = time.perf_counter()
     try:
-        _stage_one(preparation, made, read)
+        with preparation.held.during(_given_bytes(made) if read is None else 0):
+            _stage_one(preparation, made, read)
+            preparation.held.take(made.staged_bytes)
     except ModelStateError:
         raise
     except Exception as error:
@@ -108,6 +113,13 @@ def stage_one(preparation: Preparation, made: Assignment, read: torch.Tensor | N
             remedy="convert the value with transform=",
         ) from error
     made.seconds += time.perf_counter() - started
+
+
+def _given_bytes(made: Assignment) -> int:
+    """Memory that the value passes through, and what a module's transform takes."""
+    if made.transform is not None:
+        return made.passing_bytes
+    return made.passing_bytes + (made.buffer_bytes if made.needs_buffer else 0)
 
 
 def _is_shown(made: Assignment) -> bool:
@@ -192,6 +204,12 @@ def _finish(made: Assignment, value: torch.Tensor) -> None:
         made.final = settled(made, value)
 
 
+def _finish_staged(preparation: Preparation, made: Assignment, value: torch.Tensor) -> None:
+    with preparation.held.during(made.passing_bytes):
+        _finish(made, value)
+        preparation.held.take(made.staged_bytes)
+
+
 def _finish_in_place(made: Assignment, value: torch.Tensor) -> None:
     with torch.no_grad():
         made.param.copy_(value)
@@ -238,9 +256,16 @@ def _stage_transformed(preparation: Preparation, transformed: Sequence[Assignmen
     def use(item: tuple[Assignment, torch.Tensor | None]) -> None:
         made, read = item
         stage_one(preparation, made, read)
+        preparation.held.take(0 if read is None else -made.nbytes)
         progress(made.nbytes)
 
-    items = ((made, _memory_for(made) if ahead and made.is_read_ahead else None) for made in transformed)
+    def with_memory(made: Assignment) -> tuple[Assignment, torch.Tensor | None]:
+        if not (ahead and made.is_read_ahead):
+            return made, None
+        preparation.held.take(made.nbytes)
+        return made, _memory_for(made)
+
+    items = map(with_memory, transformed)
     one_ahead(items, fetch, use, is_fetched=lambda item: item[1] is not None)
 
 
@@ -269,7 +294,8 @@ def _read_through_scratch(
     if not groups:
         return
     layout = torch.Size([max(size for _, size in groups)]), None, torch.uint8
-    turns = cycle(fresh_tensors([layout] * (2 if preparation.means.ahead and len(groups) > 1 else 1)))
+    buffers = fresh_tensors([layout] * (2 if preparation.means.ahead and len(groups) > 1 else 1))
+    turns = cycle(buffers)
     trim = HeapTrim()
 
     def use(pairs: Pairs) -> None:
@@ -280,12 +306,13 @@ def _read_through_scratch(
             one.seconds += time.perf_counter() - started
 
     laid_out = (_laid_out(group, next(turns)) for group, _ in groups)
-    if len(groups) > 1 and preparation.means.ahead:
-        one_ahead(laid_out, partial(_fetch, preparation, progress), use, is_fetched=bool)
-        return
-    for pairs in laid_out:
-        _read(preparation, pairs, progress)
-        use(pairs)
+    with preparation.held.during(sum(buffer.nbytes for buffer in buffers)):
+        if len(buffers) > 1:
+            one_ahead(laid_out, partial(_fetch, preparation, progress), use, is_fetched=bool)
+            return
+        for pairs in laid_out:
+            _read(preparation, pairs, progress)
+            use(pairs)
 
 
 def _fetch(preparation: Preparation, progress: Progress, pairs: Pairs, check: Callable[[], None]) -> None:

@@ -81,6 +81,7 @@ class Staged:
                 self._hand_over(first, made, preparation)
         preparation.notes += self._notes
         preparation.means = self._preparation.means  # which may have become others, for a file that was cold
+        preparation.held = self._preparation.held
 
     def _check(self, made: Assignment, preparation: Preparation) -> None:
         was, now = self._slots[made.name], _slot(made)

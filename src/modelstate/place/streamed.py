@@ -9,6 +9,7 @@ from modelstate.place.queues import Queues
 from modelstate.place.remake import called
 from modelstate.place.rows import Joined
 from modelstate.plan.assignment import Assignment
+from modelstate.plan.held import Held
 from modelstate.plan.placement import after_remaking
 from modelstate.plan.prepare import Preparation
 from modelstate.read.stream import Block, Part, Wait, Wanted
@@ -27,7 +28,7 @@ def read_streamed(preparation: Preparation, streamed: Sequence[Assignment], prog
     if not streamed:
         return
     means = preparation.means
-    flow = _Flow(streamed, means.threads)
+    flow = _Flow(streamed, means.threads, preparation.held)
 
     def on_block(block: Block, seconds: float) -> None:
         flow.on_block(block, seconds)
@@ -44,12 +45,13 @@ def read_streamed(preparation: Preparation, streamed: Sequence[Assignment], prog
         uncached=means.uncached,
     )
     flow.end()
+    preparation.held.take(-flow.buffer_bytes)
 
 
 class _Flow:
     """Where the pieces go."""
 
-    def __init__(self, streamed: Sequence[Assignment], threads: int) -> None:
+    def __init__(self, streamed: Sequence[Assignment], threads: int, held: Held) -> None:
         self.watch = PageWatch(threads)
         self._streamed = streamed
         self._trim = HeapTrim(_TRIM_BYTES)
@@ -64,10 +66,20 @@ class _Flow:
         devices = {final.device for final in self._finals.values() if final.device.type == "cuda"}
         self.on_device = bool(devices)
         self._queues = Queues(devices)
+        self._held, self._buffers = held, dict[int, int]()
+        held.take(sum(made.staged_bytes for made in streamed))
+
+    @property
+    def buffer_bytes(self) -> int:
+        """Of the buffers that something has been read into."""
+        return sum(self._buffers.values())
 
     @torch.inference_mode(False)
     def consume(self, block: Block, buffer: torch.Tensor) -> Wait | None:
         """Takes a block out of the buffer that it is in."""
+        if buffer.data_ptr() not in self._buffers:
+            self._buffers[buffer.data_ptr()] = buffer.nbytes
+            self._held.take(buffer.nbytes)
         values: list[torch.Tensor] = []
         targets: list[torch.Tensor] = []
         with torch.no_grad():
@@ -91,9 +103,14 @@ class _Flow:
         joined, rest = self._joined[part.which], made.value.shape[1:]
         rows = value.view(-1, *rest)
         first = part.first // (made.nbytes // made.value.shape[0])
+        casts = value.dtype != made.dtype
         for at in range(0, len(rows), made.remake_rows):
-            some = rows[at : at + made.remake_rows].to(made.dtype).to(made.device)
-            joined.put(first + at, called(made.remake, made.name, some, some.shape))
+            given = rows[at : at + made.remake_rows]
+            # As many bytes are given to it as it returns.
+            with self._held.during(made.remake_bytes + given.numel() * made.dtype.itemsize * (2 if casts else 1)):
+                some = given.to(made.dtype).to(made.device)
+                joined.put(first + at, called(made.remake, made.name, some, some.shape))
+                del some
 
     @torch.inference_mode(False)
     def end(self) -> None:

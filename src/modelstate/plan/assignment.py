@@ -8,7 +8,7 @@ from modelstate.plan.derived import Derived, Source
 from modelstate.plan.dtypes import device_name, short
 from modelstate.plan.placement import Placement, is_dense, is_plain
 from modelstate.plan.plan import Step, cast_text
-from modelstate.plan.torch_private import payload_of
+from modelstate.plan.torch_private import payload_of, storage_id
 from modelstate.plan.transforms import Transform
 from modelstate.spec import StoredComposite, StoredTensor, contiguous_stride
 
@@ -72,8 +72,17 @@ class Assignment:
     @property
     def staged_bytes(self) -> int:
         """Bytes of memory that the value takes until it is copied into its slot."""
+        if self.placement.by_handler and not self.placement.mapped:
+            return self._handed_bytes
         waits = self.placement.staged and not isinstance(self.stored, torch.Tensor)
         return self.value.numel() * self.dtype.itemsize if waits else 0
+
+    @property
+    def _handed_bytes(self) -> int:
+        """The value, which a handler copies as it likes, and what the slot's tensor was, to undo that."""
+        own = [part for part in payload_of(self.param) if not part.is_meta and storage_id(part)]
+        kept = {storage_id(part): part.untyped_storage().nbytes() for part in own}
+        return self.nbytes + sum(kept.values())
 
     @property
     def is_run_of_bytes(self) -> bool:
@@ -89,7 +98,7 @@ class Assignment:
         """Whether the value is read, or put together, in other memory than it ends in."""
         if self.placement.mapped or isinstance(self.stored, torch.Tensor):
             return False
-        changes = self.value.dtype != self.dtype or self.remake is not None
+        changes = self.value.dtype != self.dtype or self.remake is not None or self.layout[1] is not None
         return changes or not self.on_cpu or not self.is_run_of_bytes
 
     @property

@@ -18,6 +18,7 @@ from modelstate.plan.assignment import Assignment, Row, step_of
 from modelstate.plan.derived import Derived, Source
 from modelstate.plan.dtypes import cast_between, short
 from modelstate.plan.explain import model_errors, one_line, plan_error
+from modelstate.plan.held import Held
 from modelstate.plan.incoming import Incoming, Undecoded
 from modelstate.plan.journal import Journal, Write
 from modelstate.plan.matching import matching_part
@@ -91,6 +92,8 @@ class Preparation:
         """What the bytes are read with."""
         self.max_memory_bytes: int | None = None
         """The most that the load may need beyond the final tensors."""
+        self.held = Held()
+        """The memory that it takes."""
         self._make_write, self._call_extra_state = make_write, call_extra_state
         self._by_param: dict[int, Assignment] = {}
         self._by_storage: dict[int, list[Assignment]] = {}
