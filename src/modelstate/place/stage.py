@@ -16,7 +16,7 @@ from modelstate.place.remake import called, remake, settled
 from modelstate.place.streamed import read_streamed
 from modelstate.plan.assignment import Assignment
 from modelstate.plan.derived import Derived, values_of
-from modelstate.plan.memory import means_within
+from modelstate.plan.memory import means_within, past_the_cache_bytes
 from modelstate.plan.placement import after_transform, is_dense, is_plain
 from modelstate.plan.prepare import Preparation
 from modelstate.plan.torch_private import storage_owners
@@ -354,7 +354,8 @@ def _read(preparation: Preparation, pairs: Pairs, progress: Progress, *, alone: 
         requests.append(Request(made.stored.extent, tensor.data_ptr()))
     started = time.perf_counter()
     uncached = frozenset[str]() if alone else preparation.means.uncached
-    preparation.checkpoint.read_all(requests, progress, uncached=uncached)
+    with preparation.held.during(past_the_cache_bytes(preparation.means) if uncached else 0):
+        preparation.checkpoint.read_all(requests, progress, uncached=uncached)
     seconds, total = time.perf_counter() - started, sum(made.nbytes for made, _ in pairs)
     for made, _ in pairs:
         made.seconds += seconds * made.nbytes / max(total, 1)

@@ -13,6 +13,7 @@ from modelstate.plan.held import Held
 from modelstate.plan.placement import after_remaking
 from modelstate.plan.prepare import Preparation
 from modelstate.read.stream import Block, Part, Wait, Wanted
+from modelstate.read.uncached import BUFFER_BYTES
 from modelstate.spec import StoredTensor, contiguous_stride
 
 Progress = Callable[[int], None]
@@ -28,7 +29,7 @@ def read_streamed(preparation: Preparation, streamed: Sequence[Assignment], prog
     if not streamed:
         return
     means = preparation.means
-    flow = _Flow(streamed, means.threads, preparation.held)
+    flow = _Flow(streamed, means.threads, preparation.held, BUFFER_BYTES if means.uncached else 0)
 
     def on_block(block: Block, seconds: float) -> None:
         flow.on_block(block, seconds)
@@ -51,7 +52,7 @@ def read_streamed(preparation: Preparation, streamed: Sequence[Assignment], prog
 class _Flow:
     """Where the pieces go."""
 
-    def __init__(self, streamed: Sequence[Assignment], threads: int, held: Held) -> None:
+    def __init__(self, streamed: Sequence[Assignment], threads: int, held: Held, beside_bytes: int) -> None:
         self.watch = PageWatch(threads)
         self._streamed = streamed
         self._trim = HeapTrim(_TRIM_BYTES)
@@ -67,19 +68,20 @@ class _Flow:
         self.on_device = bool(devices)
         self._queues = Queues(devices)
         self._held, self._buffers = held, dict[int, int]()
+        self._beside_bytes = beside_bytes
         held.take(sum(made.staged_bytes for made in streamed))
 
     @property
     def buffer_bytes(self) -> int:
-        """Of the buffers that something has been read into."""
+        """Of the buffers that something has been read into, and of what each is read through."""
         return sum(self._buffers.values())
 
     @torch.inference_mode(False)
     def consume(self, block: Block, buffer: torch.Tensor) -> Wait | None:
         """Takes a block out of the buffer that it is in."""
         if buffer.data_ptr() not in self._buffers:
-            self._buffers[buffer.data_ptr()] = buffer.nbytes
-            self._held.take(buffer.nbytes)
+            self._buffers[buffer.data_ptr()] = buffer.nbytes + self._beside_bytes
+            self._held.take(buffer.nbytes + self._beside_bytes)
         values: list[torch.Tensor] = []
         targets: list[torch.Tensor] = []
         with torch.no_grad():

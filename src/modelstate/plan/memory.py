@@ -105,9 +105,12 @@ def _streaming(streamed: Sequence[Assignment], means: Means) -> int:
 
 
 def _uncached(whole: Sequence[Assignment], means: Means) -> int:
-    if not means.uncached or not any(made.is_run_of_bytes for made in whole):
-        return 0
-    return uncached_threads(read_threads()) * BUFFER_BYTES
+    return past_the_cache_bytes(means) if any(made.is_run_of_bytes for made in whole) else 0
+
+
+def past_the_cache_bytes(means: Means) -> int:
+    """Buffers of a read that goes past the page cache."""
+    return uncached_threads(read_threads()) * BUFFER_BYTES if means.uncached else 0
 
 
 def _scratch(whole: Sequence[Assignment], means: Means) -> int:
