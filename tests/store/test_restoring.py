@@ -316,6 +316,28 @@ def test_asking_for_states_draws_no_numbers() -> None:
     assert torch.equal(torch.get_rng_state(), state)
 
 
+def test_generators_are_undone_after_whoever_draws_from_them() -> None:
+    class Drawing(Positions):
+        def state_dict(self) -> dict[str, Any]:
+            torch.rand(1, generator=first)
+            return super().state_dict()
+
+    first, second = torch.Generator().manual_seed(1), torch.Generator().manual_seed(2)
+    objects = {"loader": Drawing(), "first": first, "second": second}
+    saved = kept(objects)
+    first.manual_seed(3)
+    broken("loader", saved)
+    before = first.get_state()
+    with pytest.raises(errors.ObjectStateError, match="loader"):
+        restore_objects(objects, saved)
+    assert torch.equal(first.get_state(), before)
+    del objects["loader"], saved["loader"]
+    saved["second"] = Part("generator", torch.zeros(1))
+    with pytest.raises(errors.ObjectStateError, match="second"):
+        restore_objects(objects, saved)
+    assert torch.equal(first.get_state(), before)
+
+
 # What does not go together.
 
 
