@@ -86,6 +86,7 @@ def test_nothing_is_copied() -> None:
 def test_generators_are_asked_last() -> None:
     class Drawing(Positions):
         def state_dict(self) -> dict[str, Any]:
+            torch.rand(1)
             torch.rand(1, generator=generator)
             return {}
 
@@ -93,3 +94,4 @@ def test_generators_are_asked_last() -> None:
     parts = captured({"generator": generator, "rng": Random(), "loader": Drawing()}).parts
     assert list(parts) == ["generator", "rng", "loader"]
     assert torch.equal(parts["generator"].tree, generator.get_state())
+    assert torch.equal(parts["rng"].tree["torch"], torch.get_rng_state())

@@ -94,6 +94,16 @@ def test_a_skeleton_takes_weights_and_the_optimizer_its_state() -> None:
     assert state_of({"m": model, "o": fresh}) == state_of({"m": source, "o": optimizer})
 
 
+def test_an_optimizer_that_was_not_saved_follows_its_parameters() -> None:
+    with ms.skeleton():
+        model = nn.Linear(3, 3)
+    optimizer = torch.optim.Adagrad(model.parameters(), initial_accumulator_value=0.5)
+    assert optimizer.state[model.weight]["sum"].is_meta
+    saved = kept({"model": nn.Linear(3, 3)})
+    restore_objects({"model": model, "optimizer": optimizer}, saved, allow_missing=["optimizer"])
+    assert optimizer.state[model.weight]["sum"].eq(0.5).all()
+
+
 def test_a_module_under_two_keys_and_a_part_of_another() -> None:
     model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
     objects = {"a": model, "b": model, "part": model[0]}
@@ -124,6 +134,14 @@ def test_keys_that_are_names_of_methods() -> None:
         nn.init.zeros_(part.weight)  # type: ignore[index,arg-type,union-attr]
     restore_objects(objects, saved)
     assert state_of(objects) == was
+
+
+def test_values_that_a_module_under_such_a_key_makes_itself() -> None:
+    saved = {"train": Part("module", {"weight": torch.ones(2, 2)}), "ema": Part("module", {"weight": torch.ones(2)})}
+    objects = {"train": nn.Linear(2, 2), "ema": nn.LayerNorm(2)}
+    nn.init.constant_(objects["ema"].bias, 3)  # type: ignore[arg-type]
+    restore_objects(objects, saved, rules={"train": [ms.Fill("bias")], "ema": [ms.Fill("bias")]})
+    assert not objects["ema"].bias.any()  # type: ignore[union-attr]
 
 
 def test_hooks_see_their_own_names_behind_their_prefix() -> None:
@@ -257,6 +275,48 @@ def test_code_of_an_object_that_looks_at_the_model_sees_the_new_values_and_can_b
     assert everything(objects) == before
     restore_objects(objects, saved)
     assert watching.sum == saved["model"].tree["weight"].sum().item()
+
+
+def test_what_an_object_does_to_others_before_it_fails() -> None:
+    """To tensors and entries of the optimizer from before, to torch's generator; and a module that holds them."""
+
+    class Meddling(Positions):
+        def load_state_dict(self, state: dict[str, Any]) -> None:
+            if state["at"] != self.at:
+                values["exp_avg"].add_(1)
+                values["new"] = 1
+                del optimizer.param_groups[0]["lr"]
+                torch.rand(3)
+                raise ValueError
+
+    model = nn.Linear(3, 3)
+    optimizer = trained(model, model.parameters())
+    model.holds = [optimizer]  # type: ignore[assignment]
+    values = optimizer.state[model.weight]
+    meddling = Meddling()
+    objects = {"model": model, "optimizer": optimizer, "meddling": meddling}
+    saved = kept({"model": model, "optimizer": optimizer, "meddling": meddling})
+    trained(model, model.parameters())
+    meddling.at = 3
+    before, moments, random = everything(objects), values["exp_avg"].clone(), torch.get_rng_state()
+    with pytest.raises(errors.ObjectStateError, match="meddling"):
+        restore_objects(objects, saved)
+    assert everything(objects) == before
+    assert torch.equal(values["exp_avg"], moments)
+    assert torch.equal(torch.get_rng_state(), random)
+
+
+def test_objects_may_keep_and_change_what_they_are_given() -> None:
+    class Keeping(Positions):
+        def load_state_dict(self, state: dict[str, Any]) -> None:
+            self.seen = state["seen"]
+            self.seen.append(state.pop("at"))
+
+    saved = {"it": Part("stateful", {"at": 1, "seen": []})}
+    for _ in range(2):
+        it = Keeping()
+        restore_objects({"it": it}, saved)
+        assert it.seen == [1]
 
 
 def test_an_interrupt_at_any_line_leaves_all_of_the_old_or_all_of_the_new() -> None:
@@ -484,6 +544,17 @@ def test_objects_that_cannot_be_undone_say_so() -> None:
         restore_objects({"loader": NoCopy()}, {"loader": Part("stateful", {})})
     with pytest.raises(errors.RollbackError, match=r"loader: its load_state_dict does not take what"):
         restore_objects({"loader": NoReturn()}, {"loader": Part("stateful", {})})
+
+
+def test_a_file_that_changes_between_two_parts(tmp_path: Any) -> None:
+    path = tmp_path / "model.pt"
+    model = nn.ModuleDict({"a": nn.Linear(2, 2), "b": nn.Linear(2, 2)})
+    torch.save(model.state_dict(), path)
+    first = ms.open(path, key="a")
+    torch.save({**model.state_dict(), "c": torch.ones(9)}, path)
+    saved = {"a": Part("module", first), "b": Part("module", ms.open(path, key="b"))}
+    with pytest.raises(errors.ReadFailedError, match="between the opening"):
+        restore_objects({"a": model["a"], "b": model["b"]}, saved)
 
 
 def test_files_are_verified_before_anything_is_put_in_place(tmp_path: Any) -> None:
