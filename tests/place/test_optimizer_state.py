@@ -244,6 +244,18 @@ def test_new_parameters_without_state_on_request() -> None:
         ms.load_optimizer_state(7, fresh, state)  # type: ignore[arg-type]
 
 
+def test_state_that_is_lost_on_request() -> None:
+    model = nn.Linear(4, 4)
+    state = ms.optimizer_state(model, trained(model))
+    del state["state"]["bias"]
+    fresh = torch.optim.AdamW(model.parameters())
+    with pytest.raises(OptimizerStateError, match="bias: its state is not there"):
+        ms.load_optimizer_state(model, fresh, state)
+    ms.load_optimizer_state(model, fresh, state, allow_missing=True)
+    assert model.bias not in fresh.state
+    assert fresh.state[model.weight]["step"] == 3
+
+
 def test_sums_over_rows_are_moved_by_names_only() -> None:
     model = Separate()
     optimizer = torch.optim.Adafactor(model.parameters())
