@@ -15,7 +15,7 @@ from bench.other import Others
 from bench.run import Runner
 from bench.sections import LOADS
 
-OTHERS = ("state-dict", "opening", "convert")
+OTHERS = ("save", "state-dict", "opening", "convert")
 PARTS = ("limits", *LOADS, *OTHERS)
 """In the order of the page."""
 
@@ -56,6 +56,7 @@ def _measure(options: argparse.Namespace) -> list[Part]:
         functions: dict[str, Callable[[], list[Measured]]] = {
             "limits": others.limits,
             **{part: partial(lambda sections: [runner.load(one) for one in sections], LOADS[part]) for part in LOADS},
+            "save": others.save,
             "state-dict": others.state_dict,
             "opening": others.opening,
             "convert": others.convert,

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from bench import files, limits
+from bench import files, limits, saving
 from bench.contenders import CONVERT, TABLES
 from bench.models import KINDS as MODELS
 from bench.models import Leaves, run, with_memory
@@ -114,6 +114,22 @@ def convert(*, contender: str, case: str, quick: bool) -> None:
     stages.end("ready")
 
 
+def save(*, contender: str, folder: str, quick: bool) -> None:
+    """From a module in memory to files."""
+    model, tiny = with_memory("large", QUICK if quick else Sizes()), with_memory("tiny", QUICK)
+    saving.timed_save(contender, model, tiny, Path(folder))
+
+
+def bare_writes(*, nbytes: int, folder: str) -> None:
+    saving.bare_writes(nbytes, Path(folder))
+
+
+def store(*, contender: str, folder: str, quick: bool) -> None:
+    """What a store makes of a second checkpoint."""
+    model = with_memory("large", QUICK if quick else Sizes())
+    {"blocked": saving.blocked, "frozen": saving.frozen}[contender](model, Path(folder))
+
+
 def opening(*, contender: str, path: str) -> None:
     """From a path to the names and shapes of what is in it."""
     openers: dict[str, Callable[[], object]] = {
@@ -144,7 +160,20 @@ def _safe_open(path: str) -> Callable[[], object]:
 
 
 KINDS: dict[str, Callable[..., Any]] = {
-    one.__name__: one for one in (write, load, memory_limits, disk_limits, forward_alone, state_dict, opening, convert)
+    one.__name__: one
+    for one in (
+        write,
+        load,
+        memory_limits,
+        disk_limits,
+        forward_alone,
+        state_dict,
+        opening,
+        convert,
+        save,
+        bare_writes,
+        store,
+    )
 }
 
 if __name__ == "__main__":

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from bench import limits
+from bench import limits, saving
 from bench.measured import Measured
 from modelstate.words import size
 
@@ -224,6 +224,32 @@ def shards(found: Found) -> Reached:
     return Reached(conditions, "; ".join(words))
 
 
+def save(found: Found) -> Reached:
+    """With the same durability; beside it, what stock does not wait for."""
+    ours, stock = "modelstate.save", "torch.save"
+    synced = f"{stock}, then fsync"
+    ratio, by = _against(found, "save", ours, synced)
+    bare = next((row for row in found["save"].rows if row.startswith("bare write") and row.endswith("fsync")), "")
+    over = _seconds(found, "save", ours) / _seconds(found, "save", bare)
+    return Reached(
+        [_atleast(ratio, 2, f"`{stock}` with fsync"), (over <= 1.2, f"{over:.2f}x a bare write with fsync")],
+        f"{by}; {bare} {_ms(_seconds(found, 'save', bare))}; {stock} without fsync "
+        f"{_ms(_seconds(found, 'save', stock))}",
+    )
+
+
+def blocked(found: Found) -> Reached:
+    ours, copy = saving.BLOCKED, saving.MEMCPY
+    over = _seconds(found, "store", ours) / _seconds(found, "store", copy)
+    by = f"{_ms(_seconds(found, 'store', ours))}, {_ms(_seconds(found, 'store', copy))}"
+    return Reached([(over <= 1.3, f"{over:.2f}x the copy")], by)
+
+
+def frozen(found: Found) -> Reached:
+    ratio, by = _against(found, "store", saving.FROZEN, saving.FULL)
+    return Reached([_atleast(ratio, 5, "a full one")], by)
+
+
 OURS = "modelstate.load"
 HUB_OURS = "modelstate.load, with construction"
 
@@ -250,6 +276,13 @@ ROWS: dict[str, tuple[str, str, Callable[[Found], Reached]]] = {
     "small": ("20,000 small tensors", "at least 8x stock and safetensors, 1.7x accelerate", small),
     "many": ("100,000 tensors against 20,000", "linear: at most 1.15x per tensor", many),
     "shards": ("10 shards against 1", "flat: at most 1.1x", shards),
+    "save": (
+        "module to safetensors, on the disk",
+        "at least 2x `torch.save`; within 1.2x of a bare parallel write with the same durability",
+        save,
+    ),
+    "blocked": ("how long `save(block=False)` blocks", "at most 1.3x a memcpy of the state", blocked),
+    "frozen": ("a checkpoint of which 90% has not changed", "at least 5x faster than a full one", frozen),
 }
 
 

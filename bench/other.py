@@ -1,9 +1,12 @@
 """What is measured beside loads: the machine's limits, `load_state_dict`, opening and converting."""
 
+import importlib.util
 import os
+import shutil
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from bench import files
+from bench import files, saving
 from bench import limits as names
 from bench.contenders import CONVERT
 from bench.measured import Measured, Runs
@@ -11,6 +14,8 @@ from bench.models import on_meta
 from bench.run import NO_GOAL_RUNS, Runner
 from bench.sizes import QUICK, Sizes
 from modelstate.cli.measure import Stage
+
+_BARE = "bare writes"
 
 
 class Others:
@@ -34,11 +39,7 @@ class Others:
             },
             runner.runs,
         )
-        results: dict[str, list[dict[str, Stage]]] = {}
-        for runs in (found.get("memory", []), found.get("disk", [])):
-            for run in runs:
-                for name, stage in run.items():
-                    results.setdefault(name, []).append({"ready": _own_time(stage)})
+        results = {**_by_stage(found.get("memory", [])), **_by_stage(found.get("disk", []))}
         if names.FORWARD in found:
             results[names.FORWARD] = found[names.FORWARD]
         words = (
@@ -81,6 +82,45 @@ class Others:
             sections.append(Measured(f"convert/{case}", title, words, "convert", {"": found}, self.runs, absent))
         return sections
 
+    def save(self) -> list[Measured]:
+        """A module to files, and what a store makes of the next checkpoint."""
+        runner, folder = self.runner, self.runner.folder / "saved"
+        folder.mkdir(exist_ok=True)
+        values = on_meta("large", self.sizes).state_dict().values()
+        nbytes = sum(value.nbytes for value in values)
+        absent: dict[str, str] = {}
+        children = {}
+        for name in saving.SAVE:
+            package = saving.PACKAGES.get(name.partition(",")[0])
+            if package and importlib.util.find_spec(package) is None:
+                absent[name] = f"{package} is not installed"
+                continue
+            children[name] = runner.child("save", contender=name, folder=str(folder), quick=runner.quick)
+        children[_BARE] = runner.child("bare_writes", nbytes=nbytes, folder=str(folder))
+        found, failed = runner.alternate(children, runner.runs)
+        bare = _by_stage(found.pop(_BARE, []))
+        rows = {**found, **bare}
+        words = (
+            "A module in memory into a new folder. Those of modelstate are on the disk when they return; of the others "
+            "what the name says. A bare write is from touched memory into a file that has its size already."
+        )
+        title = f"Saving a decoder, {nbytes / 1e6:,.0f} MB"
+        tables = [Measured("save", title, words, "save", {"": rows}, runner.runs, absent | failed)]
+        children = {
+            name: runner.child("store", contender=name, folder=str(folder), quick=runner.quick)
+            for name in ("blocked", "frozen")
+        }
+        found, failed = runner.alternate(children, runner.runs)
+        rows = {name: runs for kind in found.values() for name, runs in _by_stage(kind).items()}
+        words = (
+            "The same module as the second checkpoint of a store. Of the time until `save(block=False)` returns, the "
+            "memory that the state is copied to is there from the first. GB/s are those of what is written."
+        )
+        title = "The second checkpoint of a store"
+        tables.append(Measured("store", title, words, "save", {"": rows}, runner.runs, failed))
+        shutil.rmtree(folder)
+        return tables
+
     def opening(self) -> list[Measured]:
         paths: dict[str, Path] = {}
         self.runner.write("small", {"pt", "safetensors"})
@@ -106,6 +146,15 @@ class Others:
             "are sparse. `torch.load(mmap=True)` and `safe_open` cannot map a file larger than memory."
         )
         return [Measured("opening", "Opening", words, "grid", cases, self.runs)]
+
+
+def _by_stage(runs: Sequence[Mapping[str, Stage]]) -> dict[str, list[dict[str, Stage]]]:
+    """Each stage of each run as a row with its own time."""
+    found: dict[str, list[dict[str, Stage]]] = {}
+    for run in runs:
+        for name, stage in run.items():
+            found.setdefault(name, []).append({"ready": _own_time(stage)})
+    return found
 
 
 def _own_time(stage: Stage) -> Stage:

@@ -80,6 +80,22 @@ def limits_table(results: Runs) -> str:
     return table(["", "ms", "GB/s"], rows)
 
 
+def save_table(results: Runs) -> str:
+    """Times with their ratio to the first row's."""
+    medians = {name: median(runs, "ready") for name, runs in results.items()}
+    first = next(iter(medians.values()))
+    rows = [
+        [
+            name,
+            milliseconds(one.seconds),
+            ratio(one.seconds, first.seconds),
+            f"{one.facts['nbytes'] / one.seconds / 1e9:.1f}",
+        ]
+        for name, one in medians.items()
+    ]
+    return table(["", "ms", "×", "GB/s"], rows)
+
+
 def grids(cases: Mapping[str, Runs]) -> str:
     """Milliseconds by contender (rows) and case (columns), for each stage that the runs have."""
     stages = {stage for runs in cases.values() for results in runs.values() for stage in results[0]}
@@ -104,6 +120,7 @@ FORMS: dict[str, Callable[[Runs], str]] = {
     "cast": cast_table,
     "convert": convert_table,
     "limits": limits_table,
+    "save": save_table,
 }
 
 

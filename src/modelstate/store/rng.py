@@ -43,6 +43,9 @@ class RNG:
     Raises `OptionError` for what is no generator, or has no state, as `random.SystemRandom`.
     """
 
+    restored_last = True
+    """Others may draw from them while their own state is taken or given."""
+
     def __init__(self, generators: Mapping[str, Any] | None = None, *, cuda: bool = True) -> None:
         if not isinstance(generators, Mapping | None) or not all(type(name) is str for name in generators or ()):
             raise OptionError("generators= has generators by names", expected="a dict", found=repr(generators))

@@ -264,6 +264,7 @@ class Store:
             with new_file(os.path.join(beside, RECORD_FILE)) as output:
                 output.append(record.text())
             sync_directory(beside)
+            self._lock.confirm()
             system.replace(beside, final)
             try:
                 sync_directory(self.directory)

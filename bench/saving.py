@@ -1,0 +1,194 @@
+"""The ways to save a model, what the disk takes for the same bytes, and what a store adds to it."""
+
+import mmap
+import os
+import shutil
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+import modelstate as ms
+from modelstate.cli.measure import Stages
+
+Save = Callable[[nn.Module, Path], None]
+
+BARE, BARE_SYNCED = "bare write, {} threads", "bare write, {} threads, with fsync"
+_CHUNK_BYTES = 8 << 20
+
+
+def _synced(save: Save) -> Save:
+    """The same, with everything that it has written synced, as one would have to do it oneself."""
+
+    def work(model: nn.Module, folder: Path) -> None:
+        save(model, folder)
+        for path in [*folder.rglob("*"), folder]:
+            descriptor = os.open(path, os.O_RDONLY)
+            os.fsync(descriptor)
+            os.close(descriptor)
+
+    return work
+
+
+def _torch(model: nn.Module, folder: Path) -> None:
+    torch.save(model.state_dict(), folder / "model.pt")
+
+
+def _safetensors(model: nn.Module, folder: Path) -> None:
+    from safetensors.torch import save_model
+
+    save_model(model, str(folder / "model.safetensors"))
+
+
+def _dcp(model: nn.Module, folder: Path) -> None:
+    import torch.distributed.checkpoint as dcp
+
+    dcp.save(model.state_dict(), checkpoint_id=str(folder), no_dist=True)
+
+
+def _torchsnapshot(model: nn.Module, folder: Path) -> None:
+    from torchsnapshot import Snapshot
+
+    Snapshot.take(str(folder / "snapshot"), {"model": model})  # type: ignore[dict-item]
+
+
+def _tensorizer(model: nn.Module, folder: Path) -> None:
+    from tensorizer import TensorSerializer
+
+    serializer = TensorSerializer(str(folder / "model.tensors"))
+    serializer.write_module(model)
+    serializer.close()
+
+
+def _ours(model: nn.Module, folder: Path) -> None:
+    ms.save(model, folder / "model.safetensors")
+
+
+def _store(model: nn.Module, folder: Path) -> None:
+    with ms.Store(folder / "store") as store:
+        store.save(1, {"model": model})
+
+
+SAVE: dict[str, Save] = {
+    "modelstate.save": _ours,
+    "modelstate.Store.save": _store,
+    "torch.save": _torch,
+    "torch.save, then fsync": _synced(_torch),
+    "safetensors save_model": _safetensors,
+    "safetensors save_model, then fsync": _synced(_safetensors),
+    "DCP": _dcp,
+    "DCP, then fsync": _synced(_dcp),
+    "torchsnapshot": _torchsnapshot,
+    "torchsnapshot, then fsync": _synced(_torchsnapshot),
+    "tensorizer": _tensorizer,
+    "tensorizer, then fsync": _synced(_tensorizer),
+}
+PACKAGES = {"torchsnapshot": "torchsnapshot", "tensorizer": "tensorizer"}
+
+
+def timed_save(name: str, model: nn.Module, tiny: nn.Module, folder: Path) -> None:
+    """Saves a tiny model first, so that imports do not count."""
+    save = SAVE[name]
+    for kind in ("tiny", "large"):
+        shutil.rmtree(folder / kind, ignore_errors=True)
+        (folder / kind).mkdir(parents=True)
+    save(tiny, folder / "tiny")
+    os.sync()
+    stages = Stages()
+    save(model, folder / "large")
+    stages.end("ready", nbytes=_bytes_of(model))
+
+
+def bare_writes(nbytes: int, folder: Path) -> None:
+    """So many bytes of touched memory into a new file of the right size, by as many threads as there are processors."""
+    memory = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    torch.frombuffer(memory, dtype=torch.uint8).fill_(1)
+    count = len(os.sched_getaffinity(0))
+    stages = Stages()
+    for name, sync in ((BARE, False), (BARE_SYNCED, True)):
+        path = folder / "bare"
+        path.unlink(missing_ok=True)
+        os.sync()
+        begun = time.perf_counter()
+        _write(path, memoryview(memory), count, sync)
+        stages.end(name.format(count), seconds=time.perf_counter() - begun, nbytes=nbytes)
+    path.unlink()
+
+
+def _write(path: Path, view: memoryview, count: int, sync: bool) -> None:
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL)
+    os.posix_fallocate(descriptor, 0, len(view))
+    chunks, lock = iter(range(0, len(view), _CHUNK_BYTES)), threading.Lock()
+
+    def work() -> None:
+        while True:
+            with lock:
+                at = next(chunks, None)
+            if at is None:
+                return
+            end = min(at + _CHUNK_BYTES, len(view))
+            while at < end:
+                at += os.pwrite(descriptor, view[at:end], at)
+
+    threads = [threading.Thread(target=work) for _ in range(count)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    if sync:
+        os.fsync(descriptor)
+    os.close(descriptor)
+
+
+BLOCKED, MEMCPY = "Store.save(block=False), until it returns", "memcpy of the same bytes"
+FULL, FROZEN = "Store.save, everything has changed", "Store.save, 90% has not changed"
+
+
+def blocked(model: nn.Module, folder: Path) -> None:
+    """How long training waits, with staging memory that an earlier save has made; and a copy of the same bytes."""
+    state = {name: value.detach() for name, value in model.state_dict(keep_vars=True).items()}
+    copies = [torch.ones_like(value) for value in state.values()]
+    stages = Stages()
+    with ms.Store(folder / "store", keep=1) as store:
+        store.save(1, {"model": model}, block=False).result()
+        begun = time.perf_counter()
+        pending = store.save(2, {"model": model}, block=False)
+        seconds = time.perf_counter() - begun
+        pending.result()
+    stages.end(BLOCKED, seconds=seconds, nbytes=_bytes_of(model))
+    begun = time.perf_counter()
+    torch._foreach_copy_(copies, list(state.values()))
+    stages.end(MEMCPY, seconds=time.perf_counter() - begun, nbytes=_bytes_of(model))
+
+
+def frozen(model: nn.Module, folder: Path) -> None:
+    """A second checkpoint in which everything, or a tenth, has changed since the first."""
+    params = list(model.parameters())
+    total, left = _bytes_of(model), 0
+    changing: list[Any] = []
+    for param in reversed(params):
+        if left < total / 10:
+            changing.append(param)
+            left += param.nbytes
+    for param in params:
+        param.requires_grad_(any(param is one for one in changing))
+    stages = Stages()
+    for name, some in ((FULL, params), (FROZEN, changing)):
+        shutil.rmtree(folder / "store", ignore_errors=True)
+        with ms.Store(folder / "store") as store:
+            store.save(1, {"model": model})
+            with torch.no_grad():
+                torch._foreach_add_([param.data for param in some], 1.0)
+            os.sync()
+            begun = time.perf_counter()
+            saved = store.save(2, {"model": model})
+            seconds = time.perf_counter() - begun
+        stages.end(name, seconds=seconds, nbytes=saved.bytes_written)
+
+
+def _bytes_of(model: nn.Module) -> int:
+    return sum(param.nbytes for param in {id(one): one for one in model.parameters()}.values())
