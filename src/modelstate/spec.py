@@ -278,6 +278,8 @@ class Contents:
     """What the file says of itself: text (the `__metadata__` of safetensors), or an `Encoded`."""
     checksums: Mapping[ByteRange, Checksum] = field(default_factory=dict)
     """Those of whole storages, as far as the format keeps them."""
+    is_sealed: bool = False
+    """Whether all that the files say of their tensors has been compared with a checksum of it."""
 
 
 def contiguous_stride(shape: Sequence[int]) -> tuple[int, ...]:

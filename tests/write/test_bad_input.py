@@ -40,16 +40,39 @@ def emptied() -> torch.Tensor:
 
 
 WIDE = torch.ones(1, dtype=torch.complex128)
-NESTED = {"model": {"a": torch.ones(1)}, "step": 3, "b": torch.ones(1)}
+
+
+def endless() -> dict[str, Any]:
+    made: dict[str, Any] = {"a": torch.ones(1)}
+    made["b"] = [made]
+    return made
+
+
+def doubled(times: int) -> dict[str, Any]:
+    made: list[Any] = [torch.ones(1)]
+    for _ in range(times):
+        made = [made, made]
+    return {"a": made}
+
+
+def jagged() -> torch.Tensor:
+    return torch.nested.nested_tensor([torch.ones(2), torch.ones(3)], layout=torch.jagged)
+
+
 REFUSED: dict[str, tuple[Any, type[Exception], str]] = {
     "number": (3, SaveTargetError, "builtins.int"),
     "list": ([torch.ones(1)], SaveTargetError, "builtins.list"),
     "tensor": (torch.ones(1), SaveTargetError, "torch.Tensor"),
-    "nested": (NESTED, SaveTargetError, "2 of 3 values .*'model': dict.*'step': int.*of its own"),
+    "nested name": ({"a.b": torch.ones(1), "a": {"b": torch.ones(1)}}, UnsavableError, "'a.b': two values have"),
+    "number and text": ({"a": {0: torch.ones(1), "0": torch.ones(1)}}, UnsavableError, "'a.0': two values have"),
+    "nested value": ({"a": torch.ones(1), "b": [object()]}, UnsupportedValueError, "object.*register_codec"),
+    "nested without end": (endless(), UnsupportedValueError, "holds itself"),
+    "shared without end": (doubled(40), UnsupportedValueError, "too many values"),
+    "nested meta": ({"a": [torch.ones(1, device="meta")]}, UnsavableError, r"'a\.0': .*meta"),
+    "two in jagged rows": ({"a": jagged()}, UnsavableError, "NestedTensor"),
     "name": ({3: torch.ones(1)}, UnsavableError, "'3': not a name"),
     "reserved": ({"__metadata__": torch.ones(1)}, UnsavableError, "not a name"),
     "surrogate": ({"\ud800": torch.ones(1)}, UnsavableError, "not a name"),
-    "extra surrogate": ({"\ud800._extra_state": 1}, SaveTargetError, "int"),
     "subclass": ({"a": torch.ones(1).as_subclass(Sub)}, UnsavableError, "'a': .*Sub"),
     "sparse": ({"a": torch.eye(2).to_sparse()}, UnsavableError, "'a': .*sparse_coo"),
     "meta": (nn.Linear(2, 2, device="meta"), UnsavableError, "'weight': .*meta.*'bias': .*meta"),

@@ -190,6 +190,18 @@ class Checkpoint(Mapping[str, TensorSpec]):
         """
         return _Extra(self)
 
+    def encoded(self) -> Iterator[tuple[str, Encoded]]:
+        """The values that are decoded when they are asked for, with the paths that they are at or below."""
+        waiting = [
+            (path, value) for values in (self._flat.values, self._contents.metadata) for path, value in values.items()
+        ]
+        while waiting:
+            path, value = waiting.pop()
+            if isinstance(value, Encoded):
+                yield path, value
+            elif is_container(value):
+                waiting += [(path, item) for _, item in items_of(value)]
+
     @property
     def contents(self) -> Contents:
         """What was read of the source, all of it."""

@@ -64,6 +64,7 @@ def combine(sources: Sequence[Checkpoint], how: object) -> Checkpoint:
         files=tuple(dict.fromkeys(path for source in sources for path in source.files)),
         metadata=merged_metadata({name: source.contents for name, source in zip(names, sources, strict=True)}),
         checksums={place: crc for source in sources for place, crc in source.checksums.items()},
+        is_sealed=all(source.contents.is_sealed for source in sources),
     )
     return Checkpoint(contents, source=where(sources), stamps=_stamps(sources))
 

@@ -15,6 +15,7 @@ from typing import NamedTuple
 
 from modelstate.errors import (
     AmbiguousDirectoryError,
+    ChecksumError,
     NoCheckpointError,
     NotACheckpointError,
     OpenError,
@@ -146,7 +147,7 @@ def _shards(index_path: str) -> frozenset[str]:
     """The shards of an index; none where it is damaged, which opening it will say."""
     try:
         return frozenset(sharded.read_weight_map(index_path).values())
-    except OpenError:
+    except (OpenError, ChecksumError):
         return frozenset()
 
 

@@ -21,8 +21,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from modelstate.codec.bounds import Collisions
 from modelstate.codec.codec import decode
-from modelstate.errors import CodecError, ManifestError, NewerManifestError
+from modelstate.errors import CodecError, ForbiddenGlobalError, ManifestError, NewerManifestError, UnknownClassError
 from modelstate.read.digests import ALGORITHM, BLOCK_BYTES, checksum_of
 from modelstate.read.json_text import quote
 from modelstate.read.source_file import CUT_SHORT
@@ -93,9 +94,9 @@ def apply(tensors: Mapping[str, StoredTensor], text: str, path: str, place: str,
             raise _damaged(where, f"{quote(name)} is a tensor and one that is made of others")
         try:
             known[name], used = composite(name, said, known, allow, where)
-        except (ValueError, CodecError) as error:
-            if isinstance(error, ManifestError) or not isinstance(error, CodecError | ValueError):
-                raise
+        except (ForbiddenGlobalError, UnknownClassError):
+            raise
+        except ValueError as error:
             raise _damaged(where, f"{quote(name)}: {error}") from error
         parts.update(used)
     aliases = manifest.get("aliases", {})
@@ -145,10 +146,12 @@ class _Tree:
 
     def _dict(self, tree: dict[str, Any], at: str, depth: int) -> dict[Any, Any]:
         made: Any = OrderedDict() if tree.get("ordered") or "versions" in tree else {}
+        collisions = Collisions(len(tree["dict"]), lambda what, **_: _damaged(self._where, f"{what}, at {at[:80]}"))
         for pair in tree["dict"]:
             if type(pair) is not list or len(pair) != 2:
                 raise _damaged(self._where, f"no pair of key and node: {str(pair)[:80]}")
             key = self._key(pair[0])
+            collisions.add(key)
             if key in made:
                 raise _damaged(self._where, f"a key stands twice: {str(key)[:80]}")
             made[key] = self.node(pair[1], f"{at}.{key}" if at else str(key), depth + 1)

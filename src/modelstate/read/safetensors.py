@@ -127,12 +127,14 @@ def read(path: str, *, allow: Sequence[object] = ()) -> Contents:
             remedy=CUT_SHORT,
         ) from error
     ordered = _in_file_order(tensors, path, begin, file_bytes)
-    if (seal := metadata.pop(SEAL, None)) is not None:
+    seal = metadata.pop(SEAL, None)
+    if seal is not None:
         check_seal(header, seal, path)
     if manifest.KEY not in metadata:
-        return Contents("safetensors", ordered, (path,), metadata)
+        return Contents("safetensors", ordered, (path,), metadata, is_sealed=seal is not None)
     told = manifest.apply(ordered, metadata.pop(manifest.KEY), path, "__metadata__", allow)
-    return Contents("safetensors", told.tree, (path,), metadata | told.metadata, told.checksums)
+    checksums = told.checksums if seal is not None else {}  # they may be damaged themselves
+    return Contents("safetensors", told.tree, (path,), metadata | told.metadata, checksums, seal is not None)
 
 
 def _read_header(path: str) -> tuple[bytes, int]:

@@ -76,7 +76,15 @@ def read(index_path: str, *, read_file: Callable[[str], Contents], allow: Sequen
     if manifest.KEY not in said:
         return Contents(" and ".join(formats), merged, files, metadata, checksums)
     told = manifest.apply(merged, said[manifest.KEY], index_path, "metadata", allow)
-    return Contents(" and ".join(formats), told.tree, files, metadata | told.metadata, checksums | told.checksums)
+    is_sealed = SEAL in said and all(found.is_sealed for found in contents.values())
+    return Contents(
+        format=" and ".join(formats),
+        tree=told.tree,
+        files=files,
+        metadata=metadata | told.metadata,
+        checksums=told.checksums if is_sealed else {},  # they may be damaged themselves
+        is_sealed=is_sealed,
+    )
 
 
 def read_weight_map(index_path: str) -> dict[str, str]:
@@ -131,8 +139,8 @@ def read_index(index_path: str) -> tuple[dict[str, str], dict[str, str]]:
             expected='{"weight_map": {"name of a tensor": "file", ...}}',
             remedy="open the file that holds the tensors, or its directory",
         )
-    if (seal := said.pop(SEAL, None)) is not None:
-        check_seal(text, seal, index_path)
+    if SEAL in said:
+        check_seal(text, said[SEAL], index_path)
     return weight_map, said
 
 

@@ -24,7 +24,7 @@ FIELDS = ("class", "parts", "context", "shape", "stride", "dtype")
 def composite(
     name: str, said: Any, known: Mapping[str, Stored], allow: Sequence[object], where: str
 ) -> tuple[StoredComposite, list[str]]:
-    """The tensor that a manifest describes, and the names of what it is made of.
+    """The tensor that a manifest describes, and the names of those of its parts that are nothing but that.
 
     Raises `ValueError` and `CodecError` for a description that is damaged, and `ForbiddenGlobalError`.
     """
@@ -39,8 +39,8 @@ def composite(
     shape, stride = dims(said["shape"]), dims(said["stride"])
     if min((*shape, *stride, 0)) < 0:
         raise ValueError(f"shape {shape}, stride {stride}")
-    context = decode(said["context"])
     cls = _allowed(said["class"], allow, where, name)
+    context = decode(said["context"], f"{where}: {name}")
     within = [known[part] for part in parts.values()]
     flat = [list(one.parts) if isinstance(one, StoredComposite) else [one] for one in within]
     ends = [0]
@@ -55,7 +55,9 @@ def composite(
         return whole
 
     every = tuple(one for some in flat for one in some if isinstance(one, StoredTensor))
-    return StoredComposite(said["class"], dtype, shape, every, build), list(parts.values())
+    return StoredComposite(said["class"], dtype, shape, every, build), [
+        part for attribute, part in parts.items() if part == f"{name}.{attribute}"
+    ]
 
 
 def _allowed(cls: str, allow: Sequence[object], where: str, name: str) -> Any:

@@ -145,6 +145,17 @@ def decoded(node: Any, tensor: Callable[[Stored], torch.Tensor]) -> Any:
     return decode(node.tree, node.where, leaf=lambda name: tensor(node.tensors[name]))
 
 
+def referred_to(value: Encoded) -> Iterator[StoredTensor]:
+    """The tensors that the encoding of a value speaks of; each text in it that is the name of one counts."""
+    waiting = [value.tree]
+    while waiting:
+        node = waiting.pop()
+        if type(node) is str and isinstance(stored := value.tensors.get(node), StoredTensor):
+            yield stored
+        elif isinstance(node, dict | list):
+            waiting.extend(node.values() if isinstance(node, dict) else node)
+
+
 def rebuild(
     node: object, tensor: Callable[[Stored], torch.Tensor], made: dict[int, tuple[object, Any]] | None = None
 ) -> Any:

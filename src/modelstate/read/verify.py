@@ -11,6 +11,7 @@ from modelstate.read import system
 from modelstate.read.digests import ALGORITHM, digest
 from modelstate.read.ranges import read_threads
 from modelstate.read.stamp import Stamp, check_unchanged, open_unchanged
+from modelstate.read.tree import referred_to
 from modelstate.spec import ByteRange, Checksum, StoredTensor, pieces
 
 if TYPE_CHECKING:
@@ -47,19 +48,26 @@ def verify(checkpoint: "Checkpoint", on_read: Callable[[int], None] | None = Non
 
 
 def what_to_verify(checkpoint: "Checkpoint") -> dict[ByteRange, list[str]]:
-    """The storages of all tensors, with their names. Raises `ChecksumError` where one of them has no checksum."""
+    """The storages of all tensors and of those that other values hold, with the names of what is in them.
+
+    Raises `ChecksumError` where one of them has no checksum.
+    """
     names_of: dict[ByteRange, list[str]] = {}
     for name, spec in checkpoint.items():
         for part in pieces(spec.stored):
             if isinstance(part, StoredTensor) and part.storage.nbytes:
                 names_of.setdefault(part.storage, []).append(name)
+    for place, value in checkpoint.encoded():
+        for stored in referred_to(value):
+            if stored.storage.nbytes:
+                names_of.setdefault(stored.storage, []).append(place)
     expected = checkpoint.checksums
     if not checkpoint.key:
         for storage in expected:
             if storage.nbytes:
                 names_of.setdefault(storage, ["a value that is no tensor"])
     without = [names[0] for storage, names in names_of.items() if storage not in expected]
-    if without or not names_of:
+    if without or not (names_of or checkpoint.contents.is_sealed):
         listed = ", ".join(without[:3]) + (", ..." if len(without) > 3 else "")
         raise ChecksumError(
             "there is nothing to verify the tensors against",

@@ -15,7 +15,6 @@ import torch
 
 from modelstate.errors import OpenError
 from modelstate.read import safetensors, sharded
-from modelstate.read.digests import digest
 from modelstate.read.manifest import KEY
 from modelstate.read.sharded import INDEX_SUFFIX
 from modelstate.store.record import Entry, FileRecord
@@ -151,17 +150,12 @@ def _write_file(files: _Files, key: str, tensors: Mapping[str, torch.Tensor]) ->
     planned = layout(tensors, lambda _: SHARD_METADATA)
     unnamed = os.path.join(files.directory, f"{key}-{len(files.names)}{SUFFIX}")
     with new_file(unnamed) as output:
-        digests = write(output, planned)
-    name = f"{key}-{_name_digest(tensors, digests)}{SUFFIX}"
+        written = write(output, planned)
+    name = f"{key}-{written.content[:16]}{SUFFIX}"
     system.replace(unnamed, os.path.join(files.directory, name))
     files.names[name] = tuple(tensors)
-    files.digests |= digests
+    files.digests |= written.digests
     files.written += planned.nbytes
-
-
-def _name_digest(tensors: Mapping[str, torch.Tensor], digests: Mapping[str, str]) -> str:
-    said = [[name, str(tensor.dtype), list(tensor.shape), digests[name]] for name, tensor in tensors.items()]
-    return digest(json.dumps(said).encode())[:16]
 
 
 def _record(path: str) -> FileRecord:

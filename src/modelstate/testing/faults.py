@@ -1,11 +1,12 @@
-"""Reads that fail: an I/O error, a short read, or a file that changes, at any one of the requests that are made."""
+"""System calls that fail on demand: an I/O error, a short read or write, or a file that changes, at any one of them."""
 
 import mmap
 import os
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from types import ModuleType
 from typing import Any
 
 from modelstate.errors import OptionError
@@ -21,17 +22,17 @@ class Request:
     number: int
     """From 1, in the order in which they are made, by whatever thread."""
     call: str
-    """"open", "stat", "fstat", "pread", "preadv" or "mmap"."""
+    """Its name: of reads "open", "stat", "fstat", "pread", "preadv" or "mmap", of writes one of `faulty_writes`."""
     path: str
-    """The file."""
+    """The file; of two that are renamed or linked the one that is there already."""
     start: int = 0
-    """Of what is read: bytes from the beginning of the file."""
+    """Of what is read or written: bytes from the beginning of the file."""
     nbytes: int = 0
-    """Of what is read: how many bytes are asked for."""
+    """Of what is read or written: how many bytes it is about."""
 
 
 class Faults:
-    """What `faulty_reads` has seen, and what it does about it."""
+    """What `faulty_reads` or `faulty_writes` has seen, and what it does about it."""
 
     requests: list[Request]
     """Every request so far, with those that were made to fail."""
@@ -43,12 +44,13 @@ class Faults:
         short: int | None = None,
         before: Callable[[Request], object] | None = None,
     ) -> None:
+        _check(at, error, short, before)
         self.requests = []
         self._at, self._error, self._short, self._before = at, error, short, before
         self._lock = threading.Lock()
 
     def met(self, call: str, path: str, start: int = 0, nbytes: int = 0) -> int | None:
-        """Counts a request and does to it what was asked for; returns the most that it may read, if there is one."""
+        """Counts a request and does to it what was asked for; returns the most bytes that it may move, if any."""
         with self._lock:
             request = Request(len(self.requests) + 1, call, path, start, nbytes)
             self.requests.append(request)
@@ -86,16 +88,22 @@ def faulty_reads(
 
     Raises `OptionError` for arguments that mean nothing.
     """
-    _check(at, error, short, before)
     faults = Faults(at, error, short, before)
-    replaced = {name: getattr(system, name) for name in CALLS}
-    for name, call in _calls(faults).items():
-        setattr(system, name, call)
-    try:
+    with replaced(system, _calls(faults)):
         yield faults
+
+
+@contextmanager
+def replaced(module: ModuleType, calls: Mapping[str, Callable[..., Any]]) -> Iterator[None]:
+    """Within it the functions of a module are others."""
+    before = {name: getattr(module, name) for name in calls}
+    for name, call in calls.items():
+        setattr(module, name, call)
+    try:
+        yield
     finally:
-        for name, call in replaced.items():
-            setattr(system, name, call)
+        for name, call in before.items():
+            setattr(module, name, call)
 
 
 def _calls(faults: Faults) -> dict[str, Callable[..., Any]]:
@@ -112,34 +120,35 @@ def _calls(faults: Faults) -> dict[str, Callable[..., Any]]:
         return real_stat(path)
 
     def fstat(descriptor: int) -> os.stat_result:
-        faults.met("fstat", _path(descriptor))
+        faults.met("fstat", path_of(descriptor))
         return real_fstat(descriptor)
 
     def pread(descriptor: int, nbytes: int, offset: int) -> bytes:
-        most = faults.met("pread", _path(descriptor), offset, nbytes)
+        most = faults.met("pread", path_of(descriptor), offset, nbytes)
         return real_pread(descriptor, nbytes if most is None else min(nbytes, most), offset)
 
-    def preadv(descriptor: int, buffers: Sequence[memoryview], offset: int) -> int:
-        most = faults.met("preadv", _path(descriptor), offset, sum(len(buffer) for buffer in buffers))
-        return real_preadv(descriptor, buffers if most is None else _first(buffers, most), offset)
+    def preadv(descriptor: int, buffers: Sequence[Any], offset: int) -> int:
+        most = faults.met("preadv", path_of(descriptor), offset, sum(len(buffer) for buffer in buffers))
+        return real_preadv(descriptor, buffers if most is None else first(buffers, most), offset)
 
     def map(descriptor: int, nbytes: int, flags: int) -> mmap.mmap:
-        faults.met("mmap", _path(descriptor), 0, nbytes)
+        faults.met("mmap", path_of(descriptor), 0, nbytes)
         return real_mmap(descriptor, nbytes, flags)
 
     return dict(zip(CALLS, (open, stat, fstat, pread, preadv, map), strict=True))
 
 
-def _first(buffers: Sequence[memoryview], nbytes: int) -> list[memoryview]:
+def first(buffers: Sequence[Any], nbytes: int) -> list[Any]:
     """The first so many bytes of the buffers."""
-    found = []
+    found: list[Any] = []
     for buffer in buffers:
         found.append(buffer[:nbytes])
         nbytes -= len(found[-1])
     return found
 
 
-def _path(descriptor: int) -> str:
+def path_of(descriptor: int) -> str:
+    """Of an open file."""
     try:
         return os.readlink(f"/proc/self/fd/{descriptor}")
     except OSError:

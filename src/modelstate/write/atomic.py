@@ -2,25 +2,29 @@
 
 It is written beside its place under a name of its own, synced, renamed, and the directory is synced: whoever opens the
 path sees the old file or the new one, also after a crash. Maps of the old file keep showing it. A symbolic link is
-replaced, not followed, so no other file ever changes. A process that is killed leaves its unfinished file behind, as
-`.NAME.*.unfinished`; the next one that writes to the path takes it away. Whether its writer lives, a lock on the file
-tells, which goes with its process.
+replaced, not followed, so no other file ever changes.
+
+A process that is killed leaves files behind, as `.NAME.*.unfinished`; the next one that writes to the path takes them
+away. Whether their writer lives, a lock on the first of them tells, which goes with its process. Files of that name are
+made, put in place and taken away by one process at a time, which has the lock of the directory.
 """
 
 import errno
 import fcntl
 import os
+import re
 import secrets
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 
 from modelstate.errors import SaveTargetError, TargetExistsError
 from modelstate.write import system
-from modelstate.write.files import Output, new_file, sync_directory, write_errors
+from modelstate.write.files import Output, new_file, remove_all, sync_directory, write_errors
 
 SUFFIX = ".unfinished"
 _BEGINNING_BYTES = 200
 _NO_LINKS = (errno.EPERM, errno.ENOTSUP, errno.ENOSYS, errno.EMLINK)
+_NO_LOCKS = (errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS, errno.EINVAL, errno.EBADF)
 
 
 @contextmanager
@@ -31,21 +35,53 @@ def atomic_file(path: str, *, overwrite: bool) -> Iterator[Output]:
     no file, and `WriteFailedError` for an I/O error, which takes away what was written.
     """
     check(path, overwrite=overwrite)
-    with write_errors(path):
-        clear(path)
-        with unfinished_file(path) as output:
-            yield output
-            output.sync()
+    with write_errors(path), unfinished_file(path) as output:
+        yield output
+        output.sync()
+        with alone_in(os.path.dirname(path)):
             put_durably(output.path, path, overwrite)
 
 
 @contextmanager
 def unfinished_file(path: str) -> Iterator[Output]:
-    """A new file beside a path. As long as it is open, nobody takes it for what a killed process has left."""
-    with new_file(_beside(path)) as output:
-        with suppress(OSError):  # where there are no locks, nobody gets one, and nothing is taken away
-            fcntl.flock(output.descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    """A new file beside a path. As long as it is open, nobody takes it for what a killed process has left.
+
+    Neither are those that are named after it by `part_of`.
+    """
+    with ExitStack() as opened:
+        with alone_in(os.path.dirname(path)):
+            clear(path)
+            output = opened.enter_context(new_file(_beside(path)))
+            with _but_for_no_locks():  # where there are none, nothing is ever taken away
+                fcntl.flock(output.descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         yield output
+
+
+def part_of(unfinished: Output, number: int) -> str:
+    """The path of another unfinished file, which lives as long as the first one."""
+    return f"{unfinished.path.removesuffix(SUFFIX)}.{number}{SUFFIX}"
+
+
+@contextmanager
+def alone_in(directory: str) -> Iterator[None]:
+    """Within it nobody else who saves puts files into a directory or takes some away, where there are locks."""
+    descriptor = system.open(directory or ".", os.O_RDONLY)
+    try:
+        with _but_for_no_locks():
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
+        yield
+    finally:
+        with suppress(OSError):  # nothing is lost by it
+            system.close(descriptor)
+
+
+@contextmanager
+def _but_for_no_locks() -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in _NO_LOCKS:
+            raise
 
 
 def _beside(path: str) -> str:
@@ -55,23 +91,30 @@ def _beside(path: str) -> str:
 
 
 def clear(path: str) -> None:
-    """Takes away what those have left beside a path that were killed."""
+    """Takes away what those have left beside a path that were killed. The caller is `alone_in` the directory."""
     directory, name = os.path.split(path)
-    prefix = f".{_beginning(name)}."
+    mine = re.compile(rf"(\.{re.escape(_beginning(name))}\.[0-9a-f]{{12}})(?:\.\d+)?{re.escape(SUFFIX)}")
     with suppress(OSError):
-        for name in os.listdir(directory or "."):
-            middle = name.removeprefix(prefix).removesuffix(SUFFIX)
-            if name == f"{prefix}{middle}{SUFFIX}" and len(middle) == 12:
-                _take_away_if_dead(os.path.join(directory, name))
+        found: dict[str, list[str]] = {}
+        for entry in os.listdir(directory or "."):
+            if match := mine.fullmatch(entry):
+                found.setdefault(os.path.join(directory, match[1] + SUFFIX), []).append(os.path.join(directory, entry))
+        for first, paths in found.items():
+            with suppress(OSError):
+                _take_away_if_dead(first, paths)
 
 
-def _take_away_if_dead(path: str) -> None:
-    with suppress(OSError):
-        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW)
-        try:
+def _take_away_if_dead(first: str, paths: list[str]) -> None:
+    """Takes unfinished files away where the lock on the first one of them is free; it goes last."""
+    descriptor = None
+    if os.path.isfile(first) and not os.path.islink(first):  # else it is the second name of a link, and has no writer
+        descriptor = os.open(first, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    try:
+        if descriptor is not None:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            os.unlink(path)
-        finally:
+        remove_all([*(path for path in paths if path != first), first])
+    finally:
+        if descriptor is not None:
             os.close(descriptor)
 
 
@@ -89,31 +132,55 @@ def check(path: str, *, overwrite: bool) -> None:
         raise _exists(path)
 
 
-def put_durably(beside: str, path: str, overwrite: bool) -> None:
-    """Puts a finished file in its place; where that cannot be made durable, what was there is put back."""
-    there = os.path.lexists(path)
-    kept = _beside(path) if there else None
-    if kept is not None:
-        try:
-            system.link(path, kept)
-        except OSError as error:
-            if error.errno not in _NO_LINKS:
-                raise
-            kept = None
+def put_durably(beside: str, path: str, overwrite: bool, instead_of: str | None = None) -> None:
+    """Puts a finished file in its place, and takes away the one at `instead_of`.
+
+    Where that cannot be made durable, what was there is put back. The caller is `alone_in` the directory.
+    """
+    directory, there = os.path.dirname(path), os.path.lexists(path)
+    kept = _named_twice(path, f"{beside.removesuffix(SUFFIX)}.0{SUFFIX}") if there else None
+    is_other = instead_of is not None and os.path.lexists(instead_of)
+    moved = f"{beside.removesuffix(SUFFIX)}.00{SUFFIX}" if is_other else None
     try:
         put(beside, path, overwrite)
         try:
-            sync_directory(os.path.dirname(path))
+            sync_directory(directory)
+            if instead_of is not None and moved is not None:
+                system.replace(instead_of, moved)
+                sync_directory(directory)
         except BaseException:
             with suppress(OSError):
+                if instead_of is not None and moved is not None and os.path.lexists(moved):
+                    system.replace(moved, instead_of)
                 if kept is not None:
                     system.replace(kept, path)
                 elif not there:
                     system.unlink(path)
             raise
     finally:
-        if kept is not None:
-            _take_away(kept)
+        remove_all(one for one in (kept, moved) if one is not None and os.path.lexists(one))
+
+
+def _named_twice(path: str, other: str) -> str | None:
+    """`other`, which is then another name of what is at a path; None where the file system has no such."""
+    try:
+        system.link(path, other)
+    except OSError as error:
+        if error.errno not in _NO_LINKS:
+            raise
+        return None
+    except BaseException:
+        remove_all([other])
+        raise
+    return other
+
+
+def is_at(output: Output, path: str) -> bool:
+    """Whether what stands at a path is this file."""
+    try:
+        return os.path.samestat(os.fstat(output.descriptor), os.lstat(path))
+    except OSError:
+        return False
 
 
 def put(beside: str, path: str, overwrite: bool) -> None:
@@ -132,12 +199,7 @@ def put(beside: str, path: str, overwrite: bool) -> None:
         check(path, overwrite=False)
         system.replace(beside, path)
         return
-    _take_away(beside)
-
-
-def _take_away(path: str) -> None:
-    with suppress(OSError):
-        system.unlink(path)
+    remove_all([beside])
 
 
 def _exists(path: str) -> TargetExistsError:

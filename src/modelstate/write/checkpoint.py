@@ -1,52 +1,71 @@
-"""A state as safetensors, in one file or in shards: at its path in full, or what was there before."""
+"""A state as safetensors, in one file or in shards: at its path in full, or what was there before.
 
-import errno
-import fcntl
+A single file goes before an index of the same name, so whichever of the two is new, one rename puts it in force.
+"""
+
 import os
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 from modelstate.errors import UnsavableError
 from modelstate.read.manifest import KEY, check_size
 from modelstate.read.sharded import INDEX_SUFFIX
-from modelstate.write import shards
-from modelstate.write.atomic import atomic_file, check, clear, put, unfinished_file
+from modelstate.write import system
+from modelstate.write.atomic import alone_in, check, is_at, part_of, put_durably, unfinished_file
 from modelstate.write.draft import Draft
-from modelstate.write.files import remove_all, sync_directory, write_errors
+from modelstate.write.files import Output, new_file, remove_all, sync_directory, write_errors
 from modelstate.write.safetensors import Layout, layout, nbytes_of, write
+from modelstate.write.shards import in_shards, index_of, old_files, shard_names
 
 SHARD_METADATA = {"format": "pt"}
 
 
 def write_checkpoint(
     made: Draft, path: str, *, schema: str | None = None, shard_bytes: int | None = None, overwrite: bool = True
-) -> list[str]:
-    """Writes a state, and returns the paths of the files that it is in; of shards the index comes first.
+) -> dict[str, int]:
+    """Writes a state, and returns the paths of the files that it is in, with their bytes; of shards the index is first.
 
-    Raises `UnsavableError` for more than a header holds, and what `atomic_file` raises. Then what was there before is
+    Raises `UnsavableError` for more than a header holds, and what `write_file` raises. Then what was there before is
     there, and nothing else.
     """
-    check(path, overwrite=overwrite)
-    check(path + INDEX_SUFFIX, overwrite=overwrite)
     whole = _checked(made, path, schema)
     if shard_bytes is None or sum(map(nbytes_of, made.tensors.values())) <= shard_bytes:
-        with atomic_file(path, overwrite=overwrite) as output:
-            write(output, whole)
-        with write_errors(path), _committing(path):
-            old = shards.files_of(path)
-            remove_all([*old, *shards.orphans_of(path, old)])
-        return [path]
-    with write_errors(path):
-        return _write_shards(made, path, schema, shard_bytes, overwrite)
+        return write_file(path, lambda output: write(output, whole), overwrite=overwrite)
+    return _write_shards(made, path, schema, shard_bytes, overwrite)
+
+
+def write_file(path: str, write_to: Callable[[Output], object], *, overwrite: bool) -> dict[str, int]:
+    """Puts a file at a path, and takes away the index and the shards that were there. Returns the path and its bytes.
+
+    Raises `TargetExistsError` where something is there that may not be replaced, `SaveTargetError` where it is no
+    file, `WriteFailedError` for an I/O error, and what `write_to` raises.
+    """
+    check_both(path, overwrite)
+    with write_errors(path), unfinished_file(path) as output:
+        write_to(output)
+        output.sync()
+        with alone_in(os.path.dirname(path)):
+            check_both(path, overwrite)
+            old = old_files(path)
+            put_durably(output.path, path, overwrite)
+            remove_all(old)
+        return {path: output.nbytes}
+
+
+def check_both(path: str, overwrite: bool) -> None:
+    """Raises what keeps a file, or an index, from being put at the path."""
+    check(path, overwrite=overwrite)
+    check(path + INDEX_SUFFIX, overwrite=overwrite)
 
 
 def _checked(made: Draft, path: str, schema: str | None) -> Layout:
     def metadata(digests: dict[str, str]) -> dict[str, str]:
-        return {**SHARD_METADATA, KEY: made.manifest(schema, digests)}
+        text = made.manifest(schema, digests)
+        check_size(text)
+        return {**SHARD_METADATA, KEY: text}
 
     try:
-        planned = layout(made.tensors, metadata)  # type: ignore[arg-type]
-        check_size(made.manifest(schema, {}))
+        return layout(made.tensors, metadata)  # type: ignore[arg-type]
     except ValueError as error:
         raise UnsavableError(
             "this is more than the header of a safetensors file holds",
@@ -54,71 +73,49 @@ def _checked(made: Draft, path: str, schema: str | None) -> Layout:
             found=error,
             remedy="save the parts in files of their own; large values are better kept as tensors or arrays",
         ) from error
-    return planned
 
 
-def _write_shards(made: Draft, path: str, schema: str | None, shard_bytes: int, overwrite: bool) -> list[str]:
-    directory = os.path.dirname(path)
-    groups = shards.in_shards(made.tensors, shard_bytes)
+def _write_shards(made: Draft, path: str, schema: str | None, shard_bytes: int, overwrite: bool) -> dict[str, int]:
+    directory, index = os.path.dirname(path), path + INDEX_SUFFIX
+    groups = in_shards(made.tensors, shard_bytes)
     digests: dict[str, str] = {}
-    clear(path)
-    with ExitStack() as litter, ExitStack() as opened:
-        finished = []
-        for group in groups:
-            output = opened.enter_context(unfinished_file(path))
-            digests |= write(output, layout(group, lambda _: SHARD_METADATA))
-            output.sync()
-            finished.append(output.path)
-        count = len(groups)
-        names = [shards.shard_name(path, digests, number, count) for number in range(1, count + 1)]
-        text = shards.index_of(
-            dict(zip(names, groups, strict=True)),
-            sum(map(nbytes_of, made.tensors.values())),
-            made.manifest(schema, digests),
-        )
-        index = path + INDEX_SUFFIX
+    contents: list[str] = []
+    sizes: list[int] = []
+    check_both(path, overwrite)
+    with write_errors(path), unfinished_file(path) as output, _litter(output, index) as litter:
+        for number, group in enumerate(groups, 1):
+            litter.append(part_of(output, number))
+            with new_file(litter[-1]) as shard:
+                written = write(shard, layout(group, lambda _: SHARD_METADATA))
+            digests |= written.digests
+            contents.append(written.content)
+            sizes.append(shard.nbytes)
+        names = shard_names(path, contents)
+        total_bytes = sum(map(nbytes_of, made.tensors.values()))
+        output.append(index_of(dict(zip(names, groups, strict=True)), total_bytes, made.manifest(schema, digests)))
+        output.sync()
         paths = [os.path.join(directory, name) for name in names]
-        with _committing(path):
-            old = shards.files_of(path)
-            for beside, at in zip(finished, paths, strict=True):
-                if at not in old:
-                    litter.callback(remove_all, [at])
-                put(beside, at, overwrite=True)
+        with alone_in(directory):
+            check_both(path, overwrite)
+            old = old_files(path, but=(index, *paths))
+            for beside, at in zip(list(litter), paths, strict=True):
+                if not os.path.lexists(at):
+                    litter.append(at)
+                system.replace(beside, at)
             sync_directory(directory)
-            with atomic_file(index, overwrite=overwrite) as output:
-                output.append(text)
-            _remove_single(path, index, litter)
-            litter.pop_all()
-            remove_all(at for at in [*old, *shards.orphans_of(path, paths)] if at not in (index, *paths))
-    return [index, *paths]
-
-
-def _remove_single(path: str, index: str, litter: ExitStack) -> None:
-    """Takes a single file from the path: as long as it is there, it is what counts, and the index is not."""
-    if not os.path.lexists(path):
-        return
-    litter.callback(remove_all, [index])
-    os.unlink(path)
-    with suppress(OSError):
-        sync_directory(os.path.dirname(path))
+            put_durably(output.path, index, overwrite, instead_of=path)
+            remove_all(old)
+        return {index: output.nbytes, **dict(zip(paths, sizes, strict=True))}
 
 
 @contextmanager
-def _committing(path: str) -> Iterator[None]:
-    """Within it nobody else puts shards into this directory or takes some away."""
-    descriptor = os.open(os.path.dirname(path) or ".", os.O_RDONLY)
+def _litter(output: Output, index: str) -> Iterator[list[str]]:
+    """Paths of shards that are taken away when the block raises, unless `output` has become the index that names them:
+    an interrupt can come when that is done, or cannot be undone."""
+    paths: list[str] = []
     try:
-        with _but_for_no_locks():
-            fcntl.flock(descriptor, fcntl.LOCK_EX)
-        yield
-    finally:
-        os.close(descriptor)
-
-
-@contextmanager
-def _but_for_no_locks() -> Iterator[None]:
-    try:
-        yield
-    except OSError as error:
-        if error.errno not in (errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS, errno.EINVAL, errno.EBADF):
-            raise
+        yield paths
+    except BaseException:
+        if not is_at(output, index):
+            remove_all(path for path in paths if os.path.lexists(path))
+        raise

@@ -21,6 +21,9 @@ from modelstate.write.safetensors import listed, why_not
 
 _TORCHS_OWN = ("torch.distributed.", "torch.nested.", "torch._subclasses.")
 """Wrapper subclasses whose parts are not all that they are."""
+_MAX_DEPTH = 90
+_MAX_NODES = 5_000_000
+"""A few shared lists can stand for more values than any memory has."""
 
 
 @dataclass(slots=True)
@@ -59,11 +62,11 @@ def draft(state: Any, where: str, attached: Mapping[str, Any] | None = None, *, 
     all tensors and names that cannot be stored, and `UnsupportedValueError` for a value that cannot be encoded.
     """
     flat = not as_tree and all(map(_is_flat, state.keys(), state.values()))
-    drafting = _Drafting(where, _named_in(state) if flat else ())
+    drafting = _Drafting(where, map(str, state) if isinstance(state, Mapping) else ())
     if flat:
         drafting.flat(state)
     else:
-        drafting.made.tree = drafting.node(state, "", 0)
+        drafting.made.tree = drafting.node(state if _kind(state) else dict(state), "", 0)
     if attached:
         drafting.attach(attached)
     drafting.check()
@@ -75,10 +78,6 @@ def _is_flat(name: object, value: object) -> bool:
     return is_extra or isinstance(value, torch.Tensor)
 
 
-def _named_in(state: Mapping[Any, Any]) -> Iterable[str]:
-    return [name for name in state if isinstance(name, str)]
-
-
 class _Drafting:
     def __init__(self, where: str, names: Iterable[str]) -> None:
         self.made = Draft()
@@ -87,8 +86,11 @@ class _Drafting:
         self._by_bytes: dict[object, str] = {}
         self._kept: list[torch.Tensor] = []
         self._open: set[int] = set()
+        self._nodes = 0
+        self._holds: dict[int, bool] = {}
         self._prefix = "_modelstate_extra."
-        while any(name.startswith(self._prefix) for name in names):
+        taken = list(names)  # with which the names of tensors begin, in a tree
+        while any(f"{name}.".startswith(self._prefix) for name in taken):
             self._prefix = "_" + self._prefix
 
     def flat(self, state: Mapping[Any, Any]) -> None:
@@ -112,10 +114,15 @@ class _Drafting:
             self.made.names += 1
             return self.add(path or "tensor", value)
         kind = _kind(value)
-        if kind is None or not _holds_tensors(value):
+        if kind is None or not self._holds_tensors(value):
             return {"value": encode(value, self._at(path), leaf=self._put)}
-        if depth > 90 or id(value) in self._open:
-            raise UnsupportedValueError("a value that holds itself, or is nested too deeply", where=self._at(path))
+        self._nodes += len(value)
+        if depth > _MAX_DEPTH or id(value) in self._open or self._nodes > _MAX_NODES:
+            raise UnsupportedValueError(
+                "a value that holds itself, is nested too deeply, or has too many values",
+                where=self._at(path),
+                expected=f"at most {_MAX_DEPTH} levels and {_MAX_NODES:,} values",
+            )
         self._open.add(id(value))
         pairs = list(value.items() if kind == "dict" else enumerate(value))
         nodes = [(key, self.node(one, f"{path}.{key}" if path else str(key), depth + 1)) for key, one in pairs]
@@ -148,20 +155,22 @@ class _Drafting:
         return owner
 
     def _add_subclass(self, name: Any, tensor: torch.Tensor) -> str:
-        if not isinstance(name, str):
+        if not isinstance(name, str) or not is_unicode(name):
             self._wrong[name] = "not a name that the format has"
             return str(name)
-        self._kept.append(tensor)  # so that nobody else gets its id
-        owner = self._by_bytes.setdefault(id(tensor), name)
-        if owner != name:
-            return owner
+        # A module's `state_dict` makes a new object of each: those are tied whose parts are.
         cls: Any = type(tensor.data if isinstance(tensor, torch.nn.Parameter) else tensor)
-        attributes, context = tensor.__tensor_flatten__()  # type: ignore[attr-defined]
+        try:
+            attributes, context = tensor.__tensor_flatten__()  # type: ignore[attr-defined]
+            within = {key: getattr(tensor, key) for key in attributes}
+        except Exception as error:
+            self._wrong[name] = f"its class {cls.__qualname__} raised {type(error).__name__} in __tensor_flatten__"
+            return name
         self.made.subclasses[name] = {}
-        parts = {key: self.add(f"{name}.{key}", getattr(tensor, key)) for key in attributes}
+        parts = {key: self.add(f"{name}.{key}", part) for key, part in within.items()}
         # Parts stand before what is made of them.
         del self.made.subclasses[name]
-        self.made.subclasses[name] = {
+        said = {
             "class": f"{cls.__module__}.{cls.__qualname__}",
             "parts": parts,
             "context": encode(context, f"{self._where}: {name}, its context"),
@@ -169,7 +178,10 @@ class _Drafting:
             "stride": list(tensor.stride()),
             "dtype": encode(tensor.dtype),
         }
-        return name
+        owner = self._by_bytes.setdefault(json.dumps(said), name)
+        if owner == name:
+            self.made.subclasses[name] = said
+        return owner
 
     def check(self) -> None:
         if self._wrong:
@@ -196,6 +208,19 @@ class _Drafting:
         saved = {str(path): dict(kept) for path, kept in versions.items() if isinstance(kept, Mapping)}
         return encode(saved, f"{self._where}: _metadata", leaf=self._put)
 
+    def _holds_tensors(self, value: Any, depth: int = 0) -> bool:
+        """Whether there are tensors in containers that a tree can have, or a state dict that says its versions."""
+        if depth > _MAX_DEPTH:
+            return True  # whoever goes there says what is wrong
+        if (known := self._holds.get(id(value))) is not None:
+            return known
+        items = value.values() if isinstance(value, Mapping) else value
+        self._holds[id(value)] = getattr(value, "_metadata", None) is not None or any(
+            isinstance(one, torch.Tensor) or (_kind(one) is not None and self._holds_tensors(one, depth + 1))
+            for one in items
+        )
+        return self._holds[id(value)]
+
     def _at(self, path: str) -> str:
         return f"{self._where}: {quote(path)}"
 
@@ -205,18 +230,6 @@ def _kind(value: object) -> str | None:
     if type(value) in (dict, OrderedDict):
         return "dict"
     return type(value).__name__ if type(value) in (list, tuple) else None
-
-
-def _holds_tensors(value: Any, depth: int = 0) -> bool:
-    """Whether there are tensors in containers that a tree can have, or a state dict that says its versions."""
-    if depth > 90:
-        return True  # whoever goes there says what is wrong
-    if getattr(value, "_metadata", None) is not None:
-        return True
-    items = value.values() if isinstance(value, Mapping) else value
-    return any(
-        isinstance(one, torch.Tensor) or (_kind(one) is not None and _holds_tensors(one, depth + 1)) for one in items
-    )
 
 
 def _is_made_of_others(tensor: torch.Tensor) -> bool:

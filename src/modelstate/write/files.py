@@ -47,6 +47,8 @@ class Output:
         left = sum(map(len, buffers))
         while left:
             count = system.pwritev(self.descriptor, buffers, offset)
+            if not count:
+                raise OSError(errno.EIO, "nothing was written")
             offset, left = offset + count, left - count
             if left:
                 buffers = _after(buffers, count)
@@ -90,8 +92,7 @@ def new_file(path: str) -> Iterator[Output]:
                 if not output.is_synced:  # else nothing can be lost any more
                     raise
     except BaseException:
-        with suppress(OSError):
-            system.unlink(path)
+        remove_all([path])
         raise
 
 
@@ -104,14 +105,25 @@ def sync_directory(path: str) -> None:
         if error.errno not in _NO_SYNC:
             raise
     finally:
-        system.close(descriptor)
+        with suppress(OSError):  # the sync has been answered
+            system.close(descriptor)
 
 
 def remove_all(paths: Iterable[str]) -> None:
-    """Takes files away, as many as can be."""
+    """Takes files away, as many as can be; an interrupt waits until all have been tried."""
+    interrupt: BaseException | None = None
     for path in paths:
-        with suppress(OSError):
-            system.unlink(path)
+        for _ in range(2):
+            try:
+                system.unlink(path)
+            except OSError:
+                pass
+            except BaseException as error:
+                interrupt = error
+                continue
+            break
+    if interrupt is not None:
+        raise interrupt
 
 
 @contextmanager

@@ -14,7 +14,7 @@ import torch
 
 from modelstate.codec.plain import why_not_plain
 from modelstate.codec.walk import is_unicode
-from modelstate.read.digests import BLOCK_BYTES, HEX, OPEN_SEAL, SEAL, sealed
+from modelstate.read.digests import BLOCK_BYTES, HEX, OPEN_SEAL, SEAL, digest, sealed
 from modelstate.read.json_text import quote
 from modelstate.read.safetensors import DTYPES, MAX_ENTRIES, MAX_HEADER_BYTES
 from modelstate.write.blocks import write_blocks
@@ -63,15 +63,25 @@ def layout(tensors: Mapping[str, torch.Tensor], metadata: Metadata) -> Layout:
     return Layout(ordered, metadata, len(_header(ordered, metadata(blank))))
 
 
-def write(output: Output, planned: Layout) -> dict[str, str]:
-    """Writes the file, and returns the digests of its tensors. The file is not yet synced."""
+@dataclass(frozen=True, slots=True)
+class Written:
+    """What a file has come to hold."""
+
+    digests: dict[str, str]
+    """Of its tensors, by their names."""
+    content: str
+    """A digest of everything in it."""
+
+
+def write(output: Output, planned: Layout) -> Written:
+    """Writes the file, which is not yet synced."""
     output.reserve(planned.nbytes)
     found = write_blocks(output, planned.header_bytes, [tensor for _, tensor in planned.tensors])
-    digests = {name: digest for (name, _), digest in zip(planned.tensors, found, strict=True)}
+    digests = {name: one for (name, _), one in zip(planned.tensors, found, strict=True)}
     header = _header(planned.tensors, planned.metadata(digests))
     assert len(header) == planned.header_bytes
     output.write_at(0, [header])
-    return digests
+    return Written(digests, digest(header + "".join(found).encode()))
 
 
 def _header(tensors: Iterable[tuple[str, torch.Tensor]], metadata: Mapping[str, str]) -> bytes:

@@ -17,9 +17,9 @@ from modelstate.errors import (
 )
 from modelstate.read.checkpoint import Checkpoint
 from modelstate.read.paths import local_path
+from modelstate.read.tree import flatten
 from modelstate.words import size
-from modelstate.write.atomic import check
-from modelstate.write.checkpoint import write_checkpoint
+from modelstate.write.checkpoint import check_both, write_checkpoint
 from modelstate.write.draft import draft
 from modelstate.write.torch_file import write_torch_file
 
@@ -81,22 +81,30 @@ def save(
     `UnsavableError` for tensors and names that the format does not have, all of them at once,
     `UnsupportedValueError` for values without an encoding (see `register_codec`), `ModelCodeError` where the module's
     own `state_dict` raises, `TargetExistsError`, `OptionError`, and `WriteFailedError` for an I/O error. Whatever
-    raises, the old checkpoint is as it was and nothing new is left.
+    raises, the old checkpoint is as it was and nothing new is left; an interrupt (Ctrl-C) that comes when the new one
+    is in place leaves that, in full.
     """
     begin = perf_counter()
     _check_options(format, shard_size_bytes, extra, schema)
     where = _path(path)
-    check(where, overwrite=overwrite)
+    check_both(where, overwrite)
     state = _state_of(target)
     if format == "torch":
-        tensors = write_torch_file(state, where, overwrite=overwrite)
-        files = [where]
+        files = write_torch_file(state, where, overwrite=overwrite)
+        tensors = _tensors_in(state)
     else:
         made = draft(state, where, extra)
         files = write_checkpoint(made, where, schema=schema, shard_bytes=shard_size_bytes, overwrite=overwrite)
         tensors = made.names
-    written = sum(os.stat(file).st_size for file in files)
-    return SaveReport(where, tuple(files), tensors, written, perf_counter() - begin)
+    return SaveReport(where, tuple(files), tensors, sum(files.values()), perf_counter() - begin)
+
+
+def _tensors_in(state: object) -> int:
+    """How many names of tensors a tree has, as far as it can be opened."""
+    try:
+        return len(flatten(state, "").tensors)
+    except ModelStateError:
+        return 0
 
 
 def _check_options(format: object, shard_size_bytes: object, extra: object, schema: object) -> None:

@@ -7,18 +7,20 @@ them, and no shard of another checkpoint is ever overwritten: `NAME-<digest>-000
 import json
 import os
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 
 import torch
 
-from modelstate.errors import OpenError
+from modelstate.errors import ModelStateError
 from modelstate.read.digests import OPEN_SEAL, SEAL, digest, sealed
 from modelstate.read.manifest import KEY
 from modelstate.read.sharded import INDEX_SUFFIX, WEIGHT_MAP, read_weight_map
 from modelstate.write.safetensors import nbytes_of
 
 SUFFIX = ".safetensors"
-_OWN = r"-[0-9a-f]{12}-\d{5}-of-\d{5}\.safetensors"
+_OWN = r"-[0-9a-f]{12}-\d{5,}-of-\d{5,}\.safetensors"
+_ANY = re.compile(r".*-\d{5,}-of-\d{5,}\.\w+", re.DOTALL)
+"""What others call their shards, too. An index that names anything else as one has it left alone."""
 
 
 def in_shards(tensors: Mapping[str, torch.Tensor], shard_bytes: int) -> list[dict[str, torch.Tensor]]:
@@ -35,11 +37,14 @@ def in_shards(tensors: Mapping[str, torch.Tensor], shard_bytes: int) -> list[dic
     return shards
 
 
-def shard_name(path: str, digests: Mapping[str, str], number: int, count: int) -> str:
-    """The name of a shard, beside the path, by what all shards together hold. Numbers are from 1."""
+def shard_names(path: str, shards: Sequence[str]) -> list[str]:
+    """The names of shards, beside the path, by what all of them together hold: digests of each file's content.
+
+    Two that differ in anything have other names, so that those of the old checkpoint are not touched.
+    """
     stem = os.path.basename(path).removesuffix(SUFFIX)
-    together = digest(json.dumps(dict(digests), sort_keys=True).encode())
-    return f"{stem}-{together[:12]}-{number:05d}-of-{count:05d}{SUFFIX}"
+    together, count = digest(json.dumps(shards).encode())[:12], len(shards)
+    return [f"{stem}-{together}-{number:05d}-of-{count:05d}{SUFFIX}" for number in range(1, count + 1)]
 
 
 def index_of(files: Mapping[str, Iterable[str]], total_bytes: int, manifest: str) -> bytes:
@@ -49,21 +54,28 @@ def index_of(files: Mapping[str, Iterable[str]], total_bytes: int, manifest: str
     return sealed(json.dumps({"metadata": said, WEIGHT_MAP: weight_map}, ensure_ascii=False, indent=1).encode() + b"\n")
 
 
-def files_of(path: str) -> list[str]:
-    """The paths of the index at a path, if there is one, and of its shards: what a checkpoint is made of there."""
-    index = path + INDEX_SUFFIX
-    try:
-        names = sorted(set(read_weight_map(index).values()))
-    except (OpenError, OSError, ValueError):
-        return [index] if os.path.lexists(index) else []
-    directory = os.path.dirname(path)
-    return [index, *(os.path.join(directory, name) for name in names if os.path.basename(name) == name)]
+def old_files(path: str, but: Collection[str] = ()) -> list[str]:
+    """The index at a path, its shards, and shards that a killed save to the path has left; none of `but`.
 
-
-def orphans_of(path: str, named: Sequence[str]) -> Iterator[str]:
-    """Paths of shards that belong to the path by their names, and that no index names: a killed save leaves them."""
+    What another index in the directory names is not among them. Where one of those cannot be read, no shard is.
+    """
     directory, name = os.path.split(path)
-    ours = re.compile(re.escape(name.removesuffix(SUFFIX)) + _OWN)
-    for found in os.listdir(directory or "."):
-        if ours.fullmatch(found) and os.path.join(directory, found) not in named:
-            yield os.path.join(directory, found)
+    index = name + INDEX_SUFFIX
+    entries = sorted(os.listdir(directory or "."))
+    named = _named_in(os.path.join(directory, index)) or frozenset()
+    mine = re.compile(re.escape(name.removesuffix(SUFFIX)) + _OWN)
+    shards = {one for one in entries if mine.fullmatch(one) or (one in named and _ANY.fullmatch(one))}
+    for other in entries if shards else ():
+        if other.endswith(INDEX_SUFFIX) and other != index:
+            elsewhere = _named_in(os.path.join(directory, other))
+            shards = set() if elsewhere is None else shards - elsewhere
+    found = [os.path.join(directory, one) for one in (index, *sorted(shards)) if one in entries]
+    return [one for one in found if one not in but]
+
+
+def _named_in(index: str) -> frozenset[str] | None:
+    """The files that an index names; None where it cannot be read."""
+    try:
+        return frozenset(read_weight_map(index).values())
+    except (ModelStateError, OSError):
+        return None

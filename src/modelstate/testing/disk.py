@@ -1,0 +1,259 @@
+"""What a disk may hold after a power cut: a model of what a file system promises, and of what it does not.
+
+Bytes are safe when their file has been synced, and names when their directory has. Of what was not, anything may be
+there: each write, in full or in part, missing, or as zeros; and the names of a directory as they were after any of the
+changes since its last sync, in their order. Syncing a file does not keep its name, though many file systems do that.
+"""
+
+import os
+import random
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from modelstate.errors import OptionError
+from modelstate.testing.faults import replaced
+from modelstate.testing.writes import CALLS
+from modelstate.write import system
+
+
+@dataclass(slots=True)
+class _File:
+    synced: bytes = b""
+    waiting: list[tuple[int, bytes | int]] = field(default_factory=list)
+    """Writes since the last sync: where, and the bytes, or of space that was set aside how many."""
+
+    def content(self, draw: random.Random | None, everything: bool) -> bytes:
+        made = bytearray(self.synced)
+        for start, data in self.waiting:
+            data = bytes(data) if isinstance(data, int) else data
+            fate = "there" if everything else draw.choice(("there", "part", "zeros", "missing")) if draw else "missing"
+            if isinstance(data, bytes) and fate == "part":
+                data = data[: draw.randint(0, len(data))] if draw else data
+            if fate == "missing" or not data:
+                continue
+            end = start + len(data)
+            made.extend(bytes(max(0, end - len(made))))
+            if any(data):
+                made[start:end] = bytes(len(data)) if fate == "zeros" else data
+        return bytes(made)
+
+
+@dataclass(slots=True)
+class _Change:
+    """A change of names that is all there or not at all: what stands under each then, in which directory."""
+
+    names: list[tuple["_Directory", str, "_Entry | None"]]
+
+
+@dataclass(slots=True, eq=False)
+class _Directory:
+    synced: dict[str, "_Entry"] = field(default_factory=dict)
+    waiting: list[_Change] = field(default_factory=list)
+
+    def entries(self, count: int | None = None) -> dict[str, "_Entry"]:
+        """With the first so many of the changes since the last sync; with all of them without a number."""
+        made = dict(self.synced)
+        for change in self.waiting[:count]:
+            for directory, name, entry in change.names:
+                if directory is self and entry is not None:
+                    made[name] = entry
+                elif directory is self:
+                    made.pop(name, None)
+        return made
+
+
+_Entry = _File | _Directory
+_Call = tuple[Any, ...]
+
+
+class LossyDisk:
+    """What has been done to a directory. Made by `lossy_disk`."""
+
+    calls: list[str]
+    """The calls that changed something, or made it safe, in their order."""
+
+    def __init__(self, directory: str) -> None:
+        self._path = os.path.abspath(directory)
+        self._before = {path: _read(path) for path in _below(self._path)}
+        self._inodes = {path: os.lstat(path).st_ino for path in self._before}
+        self._done: list[_Call] = []
+        self._open: dict[int, str] = {}
+        self._lock = threading.RLock()
+        self.calls = []
+
+    def write(
+        self, into: str | os.PathLike[str], point: int, keep: Literal["synced", "everything"] | int = "synced"
+    ) -> None:
+        """Makes a directory as it may be after a power cut behind the first `point` calls.
+
+        Args:
+            into: the path of the directory, which is made.
+            point: how many calls had been made.
+            keep: "synced" for what must be there and nothing else, "everything" for all that had been asked for, and a
+                number, the seed of a draw, for something between.
+        """
+        if keep not in ("synced", "everything") and not isinstance(keep, int):
+            raise OptionError("keep= is unknown", expected='"synced", "everything" or a seed', found=repr(keep))
+        draw = random.Random(keep) if isinstance(keep, int) else None
+        root = _Replay(self._path, self._before, self._inodes).after(self._done[:point])
+        _write(root, os.fspath(into), draw, keep == "everything")
+
+    def _recorded(self, name: str, real: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any) -> Any:
+            with self._lock:
+                is_new = name == "open" and not os.path.lexists(args[0])
+                answer = real(*args)
+                self._note(name, args, answer, is_new)
+                return answer
+
+        return call
+
+    def _note(self, name: str, args: Sequence[Any], answer: Any, is_new: bool) -> None:
+        if name == "close":
+            self._open.pop(args[0], None)
+            return
+        if name in ("pwritev", "fallocate", "fsync"):
+            number = self._open.get(args[0])
+            if number is None:
+                return
+            if name == "pwritev":
+                data = b"".join(bytes(buffer) for buffer in args[1])[:answer]
+                self._add(name, number, args[2], data)
+            else:
+                self._add(name, number, *args[1:])
+            return
+        paths = [os.path.abspath(path) for path in args[: 2 if name in ("replace", "link") else 1]]
+        if not all(path == self._path or path.startswith(os.path.join(self._path, "")) for path in paths):
+            return
+        if name == "open":
+            self._open[answer] = f"{answer}.{len(self._done)}"
+            self._add("open", self._open[answer], paths[0], is_new)
+        else:
+            self._add(name, *paths)
+
+    def _add(self, *call: Any) -> None:
+        self._done.append(call)
+        self.calls.append(f"{call[0]} {os.path.basename(str(call[2] if call[0] == 'open' else call[-1]))[:80]}")
+
+
+class _Replay:
+    """The state of a disk after calls."""
+
+    def __init__(self, path: str, before: dict[str, bytes | None], inodes: dict[str, int]) -> None:
+        self._path, self._root = path, _Directory()
+        self._handles: dict[str, _Entry] = {}
+        same: dict[int, _Entry] = {}
+        for one, content in before.items():
+            directory, name = self._at(one)
+            made: _Entry = _Directory() if content is None else _File(content)
+            directory.synced[name] = same.setdefault(inodes[one], made)
+
+    def after(self, calls: Sequence[_Call]) -> _Directory:
+        for name, *args in calls:
+            getattr(self, f"_{name}")(*args)
+        return self._root
+
+    def _at(self, path: str) -> tuple[_Directory, str]:
+        directory = self._root
+        *above, name = os.path.relpath(path, self._path).split(os.sep)
+        for one in above:
+            found = directory.entries()[one]
+            assert isinstance(found, _Directory)
+            directory = found
+        return directory, name
+
+    def _entry(self, path: str) -> _Entry:
+        if path == self._path:
+            return self._root
+        directory, name = self._at(path)
+        return directory.entries()[name]
+
+    def _change(self, *names: tuple[str, _Entry | None]) -> None:
+        change = _Change([(*self._at(path), entry) for path, entry in names])
+        for directory in {id(one): one for one, _, _ in change.names}.values():
+            directory.waiting.append(change)
+
+    def _open(self, handle: str, path: str, is_new: bool) -> None:
+        if is_new:
+            self._change((path, _File()))
+        self._handles[handle] = self._entry(path)
+
+    def _file(self, handle: str) -> _File:
+        file = self._handles[handle]
+        assert isinstance(file, _File)
+        return file
+
+    def _pwritev(self, handle: str, start: int, data: bytes) -> None:
+        self._file(handle).waiting.append((start, data))
+
+    def _fallocate(self, handle: str, nbytes: int) -> None:
+        file = self._file(handle)
+        if nbytes > len(file.content(None, True)):
+            file.waiting.append((nbytes - 1, 1))
+
+    def _fsync(self, handle: str) -> None:
+        entry = self._handles[handle]
+        if isinstance(entry, _File):
+            entry.synced = entry.content(None, True)
+        else:
+            entry.synced = entry.entries()
+        entry.waiting.clear()
+
+    def _replace(self, source: str, target: str) -> None:
+        entry = self._entry(source)
+        directory, name = self._at(target)
+        if directory.entries().get(name) is not entry:  # else nothing happens
+            self._change((source, None), (target, entry))
+
+    def _link(self, source: str, target: str) -> None:
+        self._change((target, self._entry(source)))
+
+    def _unlink(self, path: str) -> None:
+        self._change((path, None))
+
+    def _mkdir(self, path: str) -> None:
+        self._change((path, _Directory()))
+
+    def _rmdir(self, path: str) -> None:
+        self._change((path, None))
+
+
+@contextmanager
+def lossy_disk(directory: str | os.PathLike[str]) -> Iterator[LossyDisk]:
+    """Within this context it is noted what saves do to a directory, so that its state after a power cut can be made.
+
+    What is in the directory at the beginning counts as safe. Only what `modelstate` writes is noted. All data that is
+    written is kept in memory.
+    """
+    disk = LossyDisk(os.fspath(directory))
+    with replaced(system, {name: disk._recorded(name, getattr(system, name)) for name in CALLS}):
+        yield disk
+
+
+def _below(directory: str) -> list[str]:
+    found = []
+    for above, directories, files in os.walk(directory):
+        found += [os.path.join(above, name) for name in (*directories, *files)]
+    return found
+
+
+def _read(path: str) -> bytes | None:
+    if os.path.isdir(path):
+        return None
+    with open(path, "rb") as file:
+        return file.read()
+
+
+def _write(directory: _Directory, path: str, draw: random.Random | None, everything: bool) -> None:
+    os.mkdir(path)
+    count = None if everything else draw.randint(0, len(directory.waiting)) if draw else 0
+    for name, entry in directory.entries(count).items():
+        below = os.path.join(path, name)
+        if isinstance(entry, _Directory):
+            _write(entry, below, draw, everything)
+            continue
+        with open(below, "wb") as file:
+            file.write(entry.content(draw, everything))
