@@ -23,7 +23,10 @@ from modelstate.plan.problems import Missing, WrongShape
 CLASSES = {
     name: found
     for name, found in vars(errors).items()
-    if isinstance(found, type) and issubclass(found, BaseException) and found.__module__ == errors.__name__
+    if isinstance(found, type)
+    and issubclass(found, BaseException)
+    and found.__module__ == errors.__name__
+    and not issubclass(found, Warning)
 }
 FIELDS = {"where": "x.pt, byte 7", "expected": "8 bytes", "found": "7 bytes", "remedy": "copy it again"}
 OWN: dict[type, dict[str, Any]] = {

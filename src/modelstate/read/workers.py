@@ -25,7 +25,8 @@ def work_together(work: Work, threads: int, *, with_torch: bool = False) -> None
     that they write to may be gone afterwards.
     """
     stop = threading.Event()
-    if threads <= 1 or (with_torch and _is_forked):
+    # A program that is ending, in a function of `atexit`, gets no new threads.
+    if threads <= 1 or (with_torch and _is_forked) or not threading.main_thread().is_alive():
         work(stop)
         return
     running: list[None] = []

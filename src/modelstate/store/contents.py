@@ -7,7 +7,13 @@ from typing import Any
 import torch
 
 from modelstate.codec.codec import decode
-from modelstate.errors import ChecksumError, CodecError, ModelStateError, OpenError
+from modelstate.errors import (
+    ChecksumError,
+    EncodedValueError,
+    ModelStateError,
+    NewerManifestError,
+    OpenError,
+)
 from modelstate.read.checkpoint import Checkpoint
 from modelstate.read.open import open as open_checkpoint
 from modelstate.read.ranges import Request
@@ -30,9 +36,11 @@ def why_not_whole(directory: str, entries: Mapping[str, Entry]) -> str:
 
 
 def opened(directory: str, entry: Entry) -> Checkpoint:
-    """The tensors and values of an object that has tensors. Raises `DamagedCheckpointError`."""
+    """The tensors and values of an object that has tensors. Raises `DamagedCheckpointError`, `NewerManifestError`."""
     try:
         return open_checkpoint(os.path.join(directory, entry.index))
+    except NewerManifestError:
+        raise
     except (OpenError, ChecksumError) as error:
         raise damaged(directory, _in_short(error)) from error
 
@@ -43,8 +51,7 @@ def verify(directory: str, entry: Entry, on_read: Callable[[int], None] | None =
     Raises `DamagedCheckpointError`, and `ReadFailedError` for a disk that cannot be read.
     """
     if not entry.index:
-        _value(directory, entry)
-        return 0
+        return 0  # it stands in the record, which is sealed
     checkpoint = opened(directory, entry)
     if not checkpoint.checksums:
         return 0
@@ -55,14 +62,17 @@ def verify(directory: str, entry: Entry, on_read: Callable[[int], None] | None =
 
 
 def value_of(directory: str, entry: Entry) -> Any:
-    """The state of an object as it was captured: containers, values, and tensors in memory of their own."""
+    """The state of an object as it was captured: containers, values, and tensors in memory of their own.
+
+    Raises `DamagedCheckpointError`, and `CodecError` for classes that are not known here.
+    """
     if not entry.index:
         return _value(directory, entry)
     checkpoint = opened(directory, entry)
     made = _read_plain(checkpoint)
     try:
         return rebuild(checkpoint.contents.tree, lambda stored: _taken(made, checkpoint, stored))
-    except CodecError as error:
+    except EncodedValueError as error:
         raise damaged(directory, _in_short(error)) from error
 
 
@@ -74,7 +84,7 @@ def _in_short(error: ModelStateError) -> str:
 def _value(directory: str, entry: Entry) -> Any:
     try:
         return decode(entry.value)
-    except CodecError as error:
+    except EncodedValueError as error:
         raise damaged(directory, _in_short(error)) from error
 
 

@@ -137,6 +137,13 @@ def _walk(objects: Mapping[Any, Any], above: str, depth: int) -> Iterator[tuple[
     for name, it in objects.items():
         path = f"{above}{name}"
         _check_name(name, above)
+        if len(path.encode()) > _MAX_NAME_BYTES:
+            raise OptionError(
+                "a name that is too long: files are called by it",
+                where=path[:80],
+                expected=f"at most {_MAX_NAME_BYTES} bytes, with the names above it",
+                found=len(path.encode()),
+            )
         kind = _kind(it)
         if kind is None and _holds_objects(it, 0):
             if not isinstance(it, Mapping):
@@ -168,6 +175,7 @@ _CLASSES: tuple[tuple[Any, str], ...] = (
     (torch.Generator, GENERATOR),
 )
 _MAX_DEPTH = 100
+_MAX_NAME_BYTES = 200
 
 
 def _holds_objects(it: object, depth: int) -> bool:

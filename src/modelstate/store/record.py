@@ -6,18 +6,15 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from modelstate.errors import (
-    ChecksumError,
-    DamagedCheckpointError,
-    NewerManifestError,
-)
+from modelstate.errors import ChecksumError, DamagedCheckpointError, NewerManifestError
 from modelstate.read.digests import OPEN_SEAL, SEAL, check_seal, sealed
 from modelstate.store.layout import RECORD_FILE
 from modelstate.version import __version__
 
 FORMAT = 1
 """The version of what is described here. A reader refuses what is newer."""
-_MAX_BYTES = 64_000_000
+MAX_BYTES = 64_000_000
+"""Of the text: a reader refuses more."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,11 +83,11 @@ def read_record(directory: str) -> Record:
     path = os.path.join(directory, RECORD_FILE)
     try:
         with open(path, "rb") as file:
-            data = file.read(_MAX_BYTES + 1)
+            data = file.read(MAX_BYTES + 1)
     except OSError as error:
         raise damaged(directory, f"{RECORD_FILE} cannot be read: {error.strerror}") from error
     try:
-        said = json.loads(data) if len(data) <= _MAX_BYTES else None
+        said = json.loads(data) if len(data) <= MAX_BYTES else None
     except (ValueError, RecursionError) as error:
         raise damaged(directory, f"{RECORD_FILE} is no JSON: {error}") from error
     if type(said) is not dict:
@@ -108,7 +105,7 @@ def read_record(directory: str) -> Record:
         return _parsed(said)
     except ChecksumError as error:
         raise damaged(directory, f"{RECORD_FILE} is not what was written, or has been edited") from error
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
+    except (LookupError, TypeError, ValueError, AttributeError) as error:
         raise damaged(directory, f"{RECORD_FILE}: {type(error).__name__}: {error}") from error
 
 

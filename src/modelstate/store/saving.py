@@ -1,9 +1,12 @@
 """What a save has written, and one that is still being written."""
 
+import atexit
 import os
+import sys
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 from modelstate.errors import SaveTimeoutError
 from modelstate.words import size
@@ -43,17 +46,30 @@ class PendingSave:
         self._pid = os.getpid()
         self._saved: SavedStep | None = None
         self._error: BaseException | None = None
-        self.is_reported = False
-        """Whether somebody has got the error, if there is one."""
-        self._write = write
+        self._write: Callable[[], SavedStep] | None = write
+        self._over = threading.Event()
+        _unheard.add(self)
+        if not threading.main_thread().is_alive():
+            self._run()  # the program is ending: nobody would wait for a thread
+            return
+        _watch_exit()
         # Not a daemon: the process waits for it before it ends.
-        self._thread = threading.Thread(target=self._run, name=f"modelstate-save-{step}")
-        self._thread.start()
+        thread = threading.Thread(target=self._run, name=f"modelstate-save-{step}")
+        try:
+            thread.start()
+        except BaseException:
+            _unheard.discard(self)
+            raise
 
     @property
     def done(self) -> bool:
         """Whether it has ended, well or not. In a forked child, which has not got the thread, it has."""
-        return self._pid != os.getpid() or not self._thread.is_alive()
+        return self._pid != os.getpid() or self._over.is_set()
+
+    @property
+    def is_reported(self) -> bool:
+        """Whether somebody has got the error, if there is one."""
+        return self not in _unheard
 
     @property
     def error(self) -> BaseException | None:
@@ -63,7 +79,7 @@ class PendingSave:
     def result(self, timeout_s: float | None = None) -> SavedStep:
         """Waits until the checkpoint is durable. Raises what the write raised, and `SaveTimeoutError`."""
         if self._pid == os.getpid():
-            self._thread.join(timeout_s)
+            self._over.wait(timeout_s)
         if not self.done:
             raise SaveTimeoutError(
                 "the checkpoint is still being written",
@@ -72,16 +88,54 @@ class PendingSave:
                 remedy="wait longer; it goes on",
             )
         if self._error is not None:
-            self.is_reported = True
+            _unheard.discard(self)
             raise self._error
         if self._saved is None:
             raise SaveTimeoutError("another process writes this checkpoint", where=f"step {self.step}")
         return self._saved
 
     def _run(self) -> None:
+        assert self._write is not None
         try:
             self._saved = self._write()
+            _unheard.discard(self)
         except BaseException as error:
             self._error = error
         finally:
-            del self._write
+            self._write = None  # and with it the state, and the store
+            self._over.set()
+
+    def _say_if_lost(self) -> None:
+        if self._pid == os.getpid():
+            why = self._error or "the program ended before it was written"
+            print(f"modelstate: step {self.step} was not saved: {why}", file=sys.stderr, flush=True)
+
+
+_unheard: set[PendingSave] = set()
+"""Those that are being written, and those that have failed and nobody knows it: kept until somebody does."""
+_watching_exit = False
+
+
+def _watch_exit() -> None:
+    """Has the end of the program wait for what is being written, and say what was not.
+
+    The wait comes before Python's own for its threads: after that no thread pool takes work any more, and a save that
+    is still going on would fail.
+    """
+    global _watching_exit
+    if not _watching_exit:
+        _watching_exit = True
+        atexit.register(_say_what_was_lost)
+        before_threads_are_joined: Any = threading._register_atexit  # type: ignore[attr-defined]
+        before_threads_are_joined(_wait_for_all)
+
+
+def _wait_for_all() -> None:
+    for pending in list(_unheard):
+        if pending._pid == os.getpid():
+            pending._over.wait()
+
+
+def _say_what_was_lost() -> None:
+    for pending in list(_unheard):
+        pending._say_if_lost()

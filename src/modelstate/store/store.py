@@ -1,17 +1,15 @@
 """`modelstate.Store`."""
 
-import atexit
-import json
 import os
-import sys
+import threading
 import time
 import warnings
 import weakref
-from collections.abc import Iterable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, fields
 from functools import partial
-from typing import Any, Literal, Self, overload
+from typing import Any, Literal, Self, TypeVar, overload
 
 import torch
 
@@ -24,36 +22,30 @@ from modelstate.errors import (
     OptionError,
     ReadFailedError,
     SaveTargetError,
+    SourceTypeError,
     StepExistsError,
     StepNotFoundError,
-    UnsavableError,
+    StoreLockedError,
 )
 from modelstate.read.checkpoint import Checkpoint
 from modelstate.read.paths import local_path
 from modelstate.store import contents
-from modelstate.store.entries import Written, before_of, remove_directory, write_entry
-from modelstate.store.layout import (
-    PIN_FILE,
-    RECORD_FILE,
-    STORE_FILE,
-    Place,
-    name_of,
-    places,
-    unfinished,
-    unfinished_name,
-)
+from modelstate.store.arguments import is_number
+from modelstate.store.layout import PIN_FILE, name_of
 from modelstate.store.lock import WriterLock
 from modelstate.store.objects import MODULE, Part, captured, targets_of
-from modelstate.store.record import Entry, Record, damaged, read_record
+from modelstate.store.publishing import Job, clear, discard, make_directory, publish
+from modelstate.store.record import Record
 from modelstate.store.restoring import Restored, RulesOf, restore_objects
 from modelstate.store.retention import CheckpointInfo, Keep, as_keep, kept
 from modelstate.store.saving import PendingSave, SavedStep
+from modelstate.store.shelf import Found, Shelf
 from modelstate.store.staging import Staging
 from modelstate.write import system
-from modelstate.write.atomic import atomic_file
-from modelstate.write.draft import Draft, draft
+from modelstate.write.draft import draft
 from modelstate.write.files import new_file, sync_directory, write_errors
 
+T = TypeVar("T")
 Step = int | Literal["latest"]
 
 
@@ -67,31 +59,6 @@ class RestoredStep(Restored):
     metrics: Mapping[str, float]
     skipped: Mapping[int, str]
     """Newer steps that are damaged, with what is wrong with each."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Found:
-    """A checkpoint in the directory."""
-
-    place: Place
-    record: Record | None
-    """None where it cannot be read."""
-    problem: str
-    """What is wrong with it, as far as names and sizes say; empty where nothing is."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Job:
-    """A checkpoint that is about to be written."""
-
-    step: int
-    kinds: Mapping[str, str]
-    drafts: Mapping[str, Draft]
-    steady: Mapping[str, frozenset[str]]
-    metrics: Mapping[str, float]
-    pin: bool
-    begun: float
-    time: float
 
 
 class Store:
@@ -122,11 +89,13 @@ class Store:
         if shard_size_bytes is not None and (type(shard_size_bytes) is not int or shard_size_bytes < 1):
             raise OptionError("shard_size_bytes= is a number of bytes", expected="1 or more", found=shard_size_bytes)
         self._shard_bytes = shard_size_bytes
+        self._shelf = Shelf(self.directory)
         self._lock = WriterLock(self.directory)
-        self._is_writer = False
+        self._turn = threading.RLock()
+        self._is_busy = False
         self._staging = Staging()
         self._pending: PendingSave | None = None
-        _stores.add(self)
+        _watch_forks(self)
 
     def __repr__(self) -> str:
         return f"<Store {self.directory!r}>"
@@ -190,25 +159,24 @@ class Store:
         what an earlier save in the background has raised. No checkpoint that was there before is changed by it.
         """
         begun = time.perf_counter()
-        _check_arguments(step, metrics, when_busy)
-        if self._pending is not None and not self._pending.done and when_busy == "skip":
+        numbers = _checked(step, metrics, when_busy)
+        if when_busy == "skip" and self._pending is not None and not self._pending.done:
             return None
-        self.wait()
-        self._become_writer()
-        if not overwrite and any(found.place.step == step and not found.problem for found in self._found()):
-            raise StepExistsError(
-                "there is a checkpoint of this step already",
-                where=os.path.join(self.directory, name_of(step, 0)),
-                remedy="overwrite=True replaces it; Store.restore says from which step to go on",
-            )
-        job = self._job(step, objects, dict(metrics or {}), pin, begun)
-        if block:
-            return self._write(job)
-        self._staging.copy(job.drafts.values())
-        blocked = time.perf_counter() - begun
-        write = partial(self._write, job, self._staging.nbytes, blocked)
-        self._pending = PendingSave(step, self._staging.nbytes, write)
-        return self._pending
+        with self._my_turn(wait=when_busy == "wait") as is_mine:
+            if not is_mine:
+                return None
+            self.wait()
+            job = self._job(step, objects, numbers, pin, begun)
+            job.check()
+            self._become_writer()
+            self._check_new(step, overwrite)
+            if block:
+                return self._write(job)
+            self._staging.copy(job.drafts.values())
+            blocked = time.perf_counter() - begun
+            write = partial(self._write, job, self._staging.nbytes, blocked)
+            self._pending = PendingSave(step, self._staging.nbytes, write)
+            return self._pending
 
     def wait(self, timeout_s: float | None = None) -> None:
         """Waits until what is being written is durable. Raises what its write has raised, once, and
@@ -216,30 +184,66 @@ class Store:
         pending = self._pending
         if pending is None:
             return
-        if pending.done and (pending.error is None or pending.is_reported):
+        is_over = pending.done
+        if not (is_over and (pending.error is None or pending.is_reported)):
+            try:
+                pending.result(timeout_s)
+            finally:
+                is_over = pending.done
+        if is_over and self._pending is pending:
             self._pending = None
-            return
-        pending.result(timeout_s)
-        self._pending = None
 
-    def _job(self, step: int, objects: Mapping[str, Any], metrics: dict[str, float], pin: bool, begun: float) -> _Job:
+    @contextmanager
+    def _my_turn(self, wait: bool = True) -> Iterator[bool]:
+        """Within it no other thread saves or takes away. False where it was not to wait, and one does."""
+        if not self._turn.acquire(blocking=wait):
+            yield False
+            return
+        try:
+            if self._is_busy:
+                raise StoreLockedError(
+                    "a save in this thread has been interrupted by another one, as by a signal's handler",
+                    where=self.directory,
+                    remedy="have the handler set a flag, and the loop save: see modelstate.Deadline",
+                )
+            self._is_busy = True
+            try:
+                yield True
+            finally:
+                self._is_busy = False
+        finally:
+            self._turn.release()
+
+    def _job(self, step: int, objects: Mapping[str, Any], metrics: dict[str, float], pin: bool, begun: float) -> Job:
         parts = captured(objects).parts
         drafts = {path: draft(part.tree, path, as_tree=part.kind != MODULE) for path, part in parts.items()}
         steady = {path: _frozen(target.it) for path, target in targets_of(objects).items() if target.kind == MODULE}
         kinds = {path: part.kind for path, part in parts.items()}
-        return _Job(step, kinds, drafts, steady, metrics, pin, begun, time.time())
+        return Job(step, kinds, drafts, steady, metrics, pin, begun, time.time())
 
-    def _write(self, job: _Job, staging_bytes: int = 0, blocked: float | None = None) -> SavedStep:
-        found = self._found()
-        revision = max((one.place.revision + 1 for one in self._places() if one.place.step == job.step), default=0)
-        final = os.path.join(self.directory, name_of(job.step, revision))
-        with write_errors(final):
-            written = self._write_directory(job, final, _newest(found))
+    def _check_new(self, step: int, overwrite: bool) -> None:
+        there = [found for found in self._shelf.steps() if found.place.step == step]
+        if there and not overwrite and not there[0].is_damaged:
+            raise StepExistsError(
+                "there is a checkpoint of this step already",
+                where=there[0].place.path,
+                found="" if there[0].error is None else there[0].error.what,
+                remedy="overwrite=True replaces it; Store.restore says from which step to go on",
+            )
+
+    def _write(self, job: Job, staging_bytes: int = 0, blocked: float | None = None) -> SavedStep:
+        with write_errors(os.path.join(self.directory, name_of(job.step, 0))):
+            clear(self.directory)
+            every = self._shelf.steps()
+            revisions = [one for one in self._shelf.all_revisions() if one.place.step == job.step]
+            before = next((found for found in reversed(every) if found.is_whole), None)
+            store = self._shelf.ensure_name()
+            final, written = publish(self.directory, store, job, revisions, before, self._shard_bytes)
         seconds = time.perf_counter() - job.begun
-        with suppress(OSError):
-            for one in self._places():
-                if one.place.step == job.step and one.place.revision < revision:
-                    self._discard(one.place)
+        pruned: tuple[int, ...] = ()
+        with suppress(OSError):  # it is saved; the next save tries again
+            discard(self.directory, [one.place for one in revisions])
+            pruned = self._prune(self.keep)
         return SavedStep(
             job.step,
             final,
@@ -248,59 +252,8 @@ class Store:
             staging_bytes,
             seconds if blocked is None else blocked,
             seconds,
-            self._prune() if self.keep is not None else (),
+            pruned,
         )
-
-    def _write_directory(self, job: _Job, final: str, before: _Found | None) -> list[Written]:
-        beside = os.path.join(self.directory, unfinished_name(job.step))
-        system.mkdir(beside)
-        try:
-            written = {path: self._write_entry(beside, path, job, before) for path in job.drafts}
-            entries = {path: one.entry for path, one in written.items()}
-            record = Record(self._store_name(), job.step, job.time, job.metrics, entries)
-            if job.pin:
-                with new_file(os.path.join(beside, PIN_FILE)):
-                    pass
-            with new_file(os.path.join(beside, RECORD_FILE)) as output:
-                output.append(record.text())
-            sync_directory(beside)
-            self._lock.confirm()
-            system.replace(beside, final)
-            try:
-                sync_directory(self.directory)
-            except BaseException:
-                system.replace(final, beside)
-                raise
-        except BaseException:
-            remove_directory(beside)
-            raise
-        return list(written.values())
-
-    def _write_entry(self, directory: str, path: str, job: _Job, before: _Found | None) -> Written:
-        made, kind = job.drafts[path], job.kinds[path]
-        if not made.tensors and made.tree is not None and set(made.tree) == {"value"}:
-            return Written(Entry(kind, value=made.tree["value"]))
-        record = before.record if before is not None else None
-        old = None if before is None or record is None else before_of(before.place.path, record.entries.get(path))
-        try:
-            return write_entry(
-                directory,
-                path,
-                kind,
-                made,
-                steady=job.steady.get(path, frozenset()),
-                before=old,
-                shard_bytes=self._shard_bytes,
-            )
-        except ValueError as error:
-            if isinstance(error, ModelStateError):
-                raise
-            raise UnsavableError(
-                "this is more than the header of a safetensors file holds",
-                where=path,
-                found=error,
-                remedy="large values are better kept as tensors or arrays; shard_size_bytes= makes more files",
-            ) from error
 
     # Restoring.
 
@@ -325,95 +278,80 @@ class Store:
         is wanted; it comes back in the result. The other arguments are those of `modelstate.load`, where patterns of
         names begin with the path of an object; `verify` compares everything with its digest before anything is used.
 
-        Raises `StepNotFoundError`, `DamagedCheckpointError`, `ForeignCheckpointError`, and what `restore_objects`
-        raises.
+        Raises `StepNotFoundError`, `DamagedCheckpointError`, `ForeignCheckpointError`, `NewerManifestError`, what
+        `restore_objects` raises, and what a save in the background has raised.
         """
         self.wait()
-        asked = tuple(allow_missing), tuple(allow_unexpected)
-        skipped: dict[int, str] = {}
-        for found in self._candidates(step):
-            try:
-                record, parts = self._parts(found, verify)
-            except (DamagedCheckpointError, ForeignCheckpointError, NewerManifestError, ReadFailedError) as error:
-                if step != "latest":
-                    raise
-                skipped[found.place.step] = str(error)
-                _warn(found.place, error)
-                continue
-            restored = restore_objects(
+        may_miss, may_exceed = tuple(allow_missing), tuple(allow_unexpected)
+
+        def attempt(found: Found) -> tuple[Record, Restored]:
+            record, parts = self._parts(found, verify)
+            return record, restore_objects(
                 objects,
                 parts,
                 rules=rules,
-                allow_missing=asked[0],
-                allow_unexpected=asked[1],
+                allow_missing=may_miss,
+                allow_unexpected=may_exceed,
                 device=device,
                 map=map,
                 progress=progress,
                 max_memory_bytes=max_memory_bytes,
             )
-            same = {one.name: getattr(restored, one.name) for one in fields(restored)}
-            return RestoredStep(
-                **same, step=record.step, time=record.time, metrics=dict(record.metrics), skipped=skipped
-            )
-        raise StepNotFoundError(
-            "no checkpoint of the store can be restored" if skipped else "there is no checkpoint in the store",
-            where=self.directory,
-            found="; ".join(f"step {number}: {text}" for number, text in skipped.items()),
-            remedy="look at the disk, or at a copy of the store" if skipped else "save one first",
-        )
+
+        (record, restored), skipped = self._of_first_whole(step, attempt)
+        same = {one.name: getattr(restored, one.name) for one in fields(restored)}
+        return RestoredStep(**same, step=record.step, time=record.time, metrics=dict(record.metrics), skipped=skipped)
 
     def open(self, name: str, step: Step = "latest") -> Checkpoint:
         """The tensors and values of one object of a checkpoint, for whatever takes a `Checkpoint`.
 
-        Raises `StepNotFoundError`, `DamagedCheckpointError`, `ForeignCheckpointError`.
+        Raises as `restore` does, and `StepNotFoundError` for an object that is not in it, or has no tensors.
         """
         self.wait()
-        found = next((one for one in self._candidates(step) if not one.problem), None)
-        record = self._record(found) if found is not None else None
-        entry = record.entries.get(name) if record is not None else None
-        if found is None or record is None or entry is None or not entry.index:
-            raise StepNotFoundError(
-                "there is no such object in the store",
-                where=self.directory if found is None else found.place.path,
-                expected=", ".join(key for key, one in record.entries.items() if one.index) if record else "",
-                found=repr(name),
-            )
-        return contents.opened(found.place.path, entry)
 
-    def _candidates(self, step: Step) -> list[_Found]:
-        every = self._found()
-        if step == "latest":
-            return every[::-1]
-        if type(step) is not int:
-            raise OptionError("step= is the number of a step", expected='an int, or "latest"', found=repr(step))
-        chosen = [found for found in every if found.place.step == step]
-        if not chosen:
-            raise StepNotFoundError(
-                "there is no checkpoint of this step",
-                where=self.directory,
-                expected=", ".join(str(found.place.step) for found in every[-20:]) or "none is there",
-                found=step,
-            )
-        return chosen
+        def attempt(found: Found) -> Checkpoint:
+            record = _usable(found)
+            entry = record.entries.get(name)
+            if entry is None or not entry.index:
+                raise StepNotFoundError(
+                    "there is no such object with tensors in the checkpoint",
+                    where=found.place.path,
+                    expected=", ".join(key for key, one in record.entries.items() if one.index) or "none has any",
+                    found=repr(name),
+                )
+            return contents.opened(found.place.path, entry)
 
-    def _record(self, found: _Found) -> Record:
-        """Raises what keeps the checkpoint from being used."""
-        record = read_record(found.place.path)
-        mine = self._store_name(create=False)
-        if (mine and record.store != mine) or record.step != found.place.step:
-            raise ForeignCheckpointError(
-                "the checkpoint was put here from another store, or under another step",
-                where=found.place.path,
-                expected=f"step {found.place.step} of the store {mine}",
-                found=f"step {record.step} of the store {record.store}",
-                remedy="open the store that it is from; ms.open reads what is in it by itself",
-            )
-        if problem := contents.why_not_whole(found.place.path, record.entries):
-            raise damaged(found.place.path, problem)
-        return record
+        return self._of_first_whole(step, attempt)[0]
 
-    def _parts(self, found: _Found, verify: bool) -> tuple[Record, dict[str, Part]]:
-        record, directory = self._record(found), found.place.path
+    def _of_first_whole(self, step: Step, attempt: Callable[[Found], T]) -> tuple[T, dict[int, str]]:
+        """What the attempt makes of the step, or of the latest one that can be used; and newer ones that cannot."""
+        while True:
+            skipped: dict[int, ModelStateError] = {}
+            for found in self._shelf.steps()[::-1] if step == "latest" else [self._shelf.step(step)]:
+                try:
+                    result = attempt(found)
+                except (ModelStateError, OSError) as error:
+                    if found.is_gone:
+                        break  # taken away, or replaced, while it was read: there are others now
+                    if not isinstance(error, _UNUSABLE):
+                        raise
+                    self._shelf.note_damage(found, error)
+                    if step != "latest":
+                        raise
+                    skipped[found.place.step] = error
+                    continue
+                _warn(skipped)
+                return result, {number: str(error) for number, error in skipped.items()}
+            else:
+                raise StepNotFoundError(
+                    "no checkpoint of the store can be used" if skipped else "there is no checkpoint in the store",
+                    where=self.directory,
+                    found="; ".join(f"step {number}: {error}" for number, error in skipped.items()),
+                    remedy="look at the disk, or at a copy of the store" if skipped else "save one first",
+                )
+
+    def _parts(self, found: Found, verify: bool) -> tuple[Record, dict[str, Part]]:
+        record, directory = _usable(found), found.place.path
         if verify:
             for entry in record.entries.values():
                 contents.verify(directory, entry)
@@ -427,8 +365,8 @@ class Store:
     # What is there.
 
     def steps(self) -> tuple[int, ...]:
-        """The steps of all checkpoints that are whole, as far as their names and sizes say, from old to new."""
-        return tuple(found.place.step for found in self._found() if not found.problem)
+        """The steps of all checkpoints that are whole, as far as is known without reading them, from old to new."""
+        return tuple(found.place.step for found in self._shelf.steps() if found.is_whole)
 
     def latest(self) -> int | None:
         """The highest of them; None where there is none."""
@@ -436,7 +374,7 @@ class Store:
 
     def infos(self) -> tuple[CheckpointInfo, ...]:
         """What is known of each checkpoint, damaged ones too, without reading tensors."""
-        return tuple(map(_info, self._found()))
+        return tuple(found.info for found in self._shelf.steps())
 
     def verify(self, step: int | None = None) -> dict[int, str]:
         """Reads checkpoints, one or all, and compares every byte with its digest.
@@ -444,46 +382,22 @@ class Store:
         Returns what is wrong by the step; empty text where nothing is. Raises `StepNotFoundError`.
         """
         self.wait()
-        return {
-            found.place.step: self._problem(found)
-            for found in (self._candidates(step) if step is not None else self._found())
-        }
+        every = self._shelf.steps() if step is None else [self._shelf.step(step)]
+        problems = {found.place.step: self._problem(found) for found in every}
+        return {number: problem for number, problem in problems.items() if problem is not None}
 
-    def _problem(self, found: _Found) -> str:
+    def _problem(self, found: Found) -> str | None:
+        """None for a checkpoint that is taken away meanwhile."""
         try:
-            record = self._record(found)
-            for entry in record.entries.values():
+            for entry in _usable(found).entries.values():
                 contents.verify(found.place.path, entry)
-                if not entry.index or entry.kind != MODULE:
-                    contents.value_of(found.place.path, entry)
         except (ModelStateError, OSError) as error:
+            if found.is_gone:
+                return None
+            if isinstance(error, ModelStateError):
+                self._shelf.note_damage(found, error)
             return str(error)
         return ""
-
-    def _places(self) -> list[_Found]:
-        """Every revision of every step."""
-        try:
-            return [self._look(place) for place in places(self.directory)]
-        except FileNotFoundError:
-            return []
-        except OSError as error:
-            raise ReadFailedError("the store cannot be read", where=self.directory, found=error) from error
-
-    def _look(self, place: Place) -> _Found:
-        try:
-            record = self._record(_Found(place, None, ""))
-        except (ModelStateError, OSError) as error:
-            return _Found(place, None, str(error))
-        return _Found(place, record, "")
-
-    def _found(self) -> list[_Found]:
-        """Of every step the newest revision that is whole, or the newest; from old to new."""
-        best: dict[int, _Found] = {}
-        for found in self._places():
-            other = best.get(found.place.step)
-            if other is None or not found.problem or other.problem:
-                best[found.place.step] = found
-        return [best[step] for step in sorted(best)]
 
     # Keeping.
 
@@ -493,102 +407,68 @@ class Store:
         The newest checkpoint that is whole is never taken away. Raises `StoreLockedError`, `OptionError`, and
         `WriteFailedError` for an I/O error, after which the rest is still there.
         """
-        self.wait()
-        self._become_writer()
-        with write_errors(self.directory):
-            return self._prune(self.keep if keep is None else as_keep(keep), strict=True)
+        rules = self.keep if keep is None else as_keep(keep)
+        with self._my_turn():
+            self.wait()
+            self._become_writer()
+            with write_errors(self.directory):
+                clear(self.directory)
+                return self._prune(rules)
 
     def pin(self, step: int) -> None:
         """Keeps a checkpoint whatever `keep` says. Raises `StepNotFoundError`, `StoreLockedError`."""
-        self.wait()
-        (found,) = self._candidates(step)
-        self._become_writer()
-        path = os.path.join(found.place.path, PIN_FILE)
-        with write_errors(path):
-            if not os.path.exists(path):
-                with new_file(path):
-                    pass
-                sync_directory(found.place.path)
+        self._set_pin(step, True)
 
     def unpin(self, step: int) -> None:
         """Lets `keep` decide again. Raises `StepNotFoundError`, `StoreLockedError`."""
-        self.wait()
-        (found,) = self._candidates(step)
-        self._become_writer()
-        path = os.path.join(found.place.path, PIN_FILE)
-        with write_errors(path):
-            if os.path.exists(path):
-                system.unlink(path)
+        self._set_pin(step, False)
+
+    def _set_pin(self, step: int, pinned: bool) -> None:
+        with self._my_turn():
+            self.wait()
+            found = self._shelf.step(step)
+            self._become_writer()
+            path = os.path.join(found.place.path, PIN_FILE)
+            if pinned == found.is_pinned:
+                return
+            with write_errors(path):
+                if pinned:
+                    with new_file(path):
+                        pass
+                else:
+                    system.unlink(path)
                 sync_directory(found.place.path)
 
-    def _prune(self, keep: Keep | None = None, strict: bool = False) -> tuple[int, ...]:
-        every = self._found()
-        stay = kept(map(_info, every), keep or self.keep)
-        gone = []
-        for found in every:
-            if found.place.step not in stay:
-                try:
-                    for one in self._places():
-                        if one.place.step == found.place.step:
-                            self._discard(one.place)
-                except OSError:
-                    if strict:
-                        raise
-                    continue  # the next save tries again
-                gone.append(found.place.step)
+    def _prune(self, keep: Keep | None) -> tuple[int, ...]:
+        """What is another store's, or a newer version's, is not ours to take away."""
+        ours = [found for found in self._shelf.steps() if found.is_whole or found.is_damaged]
+        stay = kept([found.info for found in ours], keep)
+        gone = [found.place.step for found in ours if found.place.step not in stay]
+        every = self._shelf.all_revisions() if gone else []
+        discard(self.directory, [found.place for found in every if found.place.step in gone])
         return tuple(gone)
-
-    def _discard(self, place: Place) -> None:
-        """First the name, so that nobody sees half of it."""
-        beside = os.path.join(self.directory, unfinished_name(place.step))
-        system.replace(place.path, beside)
-        remove_directory(beside)
 
     # The writer.
 
     def _become_writer(self) -> None:
-        if self._is_writer and self._lock.held:
-            return
         with write_errors(self.directory):
-            _make_directory(self.directory)
+            if self._lock.held:
+                try:
+                    self._lock.confirm()
+                    return
+                except StoreLockedError:
+                    # The directory, or the lock, is no longer what it was. If nobody else has it, it is taken anew.
+                    self._lock.release()
+            make_directory(self.directory)
             self._lock.acquire()
-            self._is_writer = True
-            for path in unfinished(self.directory):
-                remove_directory(path)
-        self._store_name()
-
-    def _store_name(self, create: bool = True) -> str:
-        """What the store is called: every checkpoint says of which it is."""
-        path = os.path.join(self.directory, STORE_FILE)
-        try:
-            with open(path, encoding="utf-8") as file:
-                return str(json.load(file)["store"])
-        except FileNotFoundError:
-            pass
-        except (OSError, ValueError, KeyError, TypeError) as error:
-            raise DamagedCheckpointError(
-                "the name of the store cannot be read",
-                where=path,
-                found=error,
-                remedy="take the file away: a new one is made by the next save",
-            ) from error
-        if not create:
-            return ""
-        names = set()
-        for place in places(self.directory):
-            with suppress(ModelStateError):
-                names.add(read_record(place.path).store)
-        name = names.pop() if len(names) == 1 else os.urandom(8).hex()
-        with atomic_file(path, overwrite=True) as output:
-            output.append(json.dumps({"format": 1, "store": name}).encode() + b"\n")
-        return name
+            clear(self.directory)
+        self._shelf.ensure_name()
 
     def close(self) -> None:
         """Waits for what is being written, and lets others write. Raises what that write has raised."""
         try:
             self.wait()
         finally:
-            self._is_writer = False
             self._lock.release()
 
     def __enter__(self) -> Self:
@@ -597,51 +477,61 @@ class Store:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def lost(self) -> PendingSave | None:
-        """A save in the background that has failed, of which nobody has heard."""
-        pending = self._pending
-        return pending if pending and pending.done and pending.error and not pending.is_reported else None
 
+_UNUSABLE = (DamagedCheckpointError, ForeignCheckpointError, NewerManifestError, ReadFailedError)
+"""What is wrong with a checkpoint, so that another one is taken."""
 
 _stores: "weakref.WeakSet[Store]" = weakref.WeakSet()
+_watching_forks = False
 
 
-@atexit.register
-def _say_what_was_lost() -> None:
+def _watch_forks(store: Store) -> None:
+    """In a forked child nobody gives back the turn that another thread had."""
+    global _watching_forks
+    _stores.add(store)
+    if not _watching_forks:
+        _watching_forks = True
+        os.register_at_fork(after_in_child=_after_fork)
+
+
+def _after_fork() -> None:
     for store in list(_stores):
-        if (pending := store.lost()) is not None:
-            print(f"modelstate: step {pending.step} was not saved: {pending.error}", file=sys.stderr)
+        store._turn, store._is_busy = threading.RLock(), False
+
+
+def _usable(found: Found) -> Record:
+    if found.error is not None:
+        raise found.error
+    assert found.record is not None
+    return found.record
 
 
 def _directory(given: object) -> str:
     text = os.fspath(given) if isinstance(given, str | os.PathLike) else given
     if not isinstance(text, str):
         raise SaveTargetError("a store is a directory", expected="a str or a pathlib.Path", found=repr(given)[:80])
-    path = os.path.abspath(local_path(text))
+    try:
+        path = os.path.abspath(local_path(text))
+    except SourceTypeError as error:
+        raise SaveTargetError("this can be no directory", where=repr(text[:80]), found=error.what) from error
     if os.path.lexists(path) and not os.path.isdir(path):
         raise SaveTargetError("a store is a directory", where=path, found="a file", remedy="take another path")
     return path
 
 
-def _make_directory(path: str) -> None:
-    if not os.path.isdir(path):
-        above = os.path.dirname(path)
-        _make_directory(above)
-        with suppress(FileExistsError):
-            system.mkdir(path)
-        sync_directory(above)
-
-
-def _check_arguments(step: object, metrics: object, when_busy: object) -> None:
+def _checked(step: object, metrics: object, when_busy: object) -> dict[str, float]:
+    """The metrics. Raises `OptionError`."""
     if type(step) is not int or not 0 <= step < 10**18:
         raise OptionError("step= is the number of a step", expected="an int, 0 or more", found=repr(step))
-    numbers = isinstance(metrics, Mapping) and all(
-        type(key) is str and isinstance(value, int | float) for key, value in metrics.items()
-    )
-    if metrics is not None and not numbers:
-        raise OptionError("metrics= has numbers under names", expected='such as {"loss": 0.5}', found=repr(metrics))
     if when_busy not in ("wait", "skip"):
         raise OptionError("when_busy= says what to do", expected='"wait" or "skip"', found=repr(when_busy))
+    try:
+        said = dict(metrics or {})  # type: ignore[call-overload]
+        if all(type(name) is str and is_number(value) for name, value in said.items()):
+            return {name: float(value) for name, value in said.items()}
+    except (TypeError, ValueError, OverflowError):
+        pass
+    raise OptionError("metrics= has numbers under names", expected='such as {"loss": 0.5}', found=repr(metrics)[:200])
 
 
 def _frozen(module: torch.nn.Module) -> frozenset[str]:
@@ -650,30 +540,7 @@ def _frozen(module: torch.nn.Module) -> frozenset[str]:
     return frozenset(name for name, param in named if not param.requires_grad)
 
 
-def _newest(every: Sequence[_Found]) -> _Found | None:
-    return next((found for found in reversed(every) if not found.problem), None)
-
-
-def _info(found: _Found) -> CheckpointInfo:
-    place, record = found.place, found.record
-    files = () if record is None else [one for entry in record.entries.values() for one in entry.files.values()]
-    return CheckpointInfo(
-        step=place.step,
-        time=record.time if record is not None else _changed(place.path),
-        metrics=dict(record.metrics) if record is not None else {},
-        pinned=os.path.exists(os.path.join(place.path, PIN_FILE)),
-        intact=not found.problem,
-        nbytes=sum(one.nbytes for one in files),
-        path=place.path,
-    )
-
-
-def _changed(path: str) -> float:
-    try:
-        return os.stat(path).st_mtime
-    except OSError:
-        return 0.0
-
-
-def _warn(place: Place, error: Exception) -> None:
-    warnings.warn(f"step {place.step} is passed over: {error}", DamagedCheckpointWarning, stacklevel=3)
+def _warn(skipped: Mapping[int, ModelStateError]) -> None:
+    for step, error in skipped.items():
+        # At whoever has called the store.
+        warnings.warn(f"step {step} is passed over: {error}", DamagedCheckpointWarning, stacklevel=4)

@@ -1,0 +1,224 @@
+"""What is in a store's directory, for everybody who looks, while somebody writes and takes away."""
+
+import json
+import os
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from modelstate.errors import (
+    ChecksumError,
+    DamagedCheckpointError,
+    ForeignCheckpointError,
+    ModelStateError,
+    NewerManifestError,
+    OptionError,
+    ReadFailedError,
+    StepNotFoundError,
+)
+from modelstate.read.digests import OPEN_SEAL, SEAL, check_seal, sealed
+from modelstate.store import contents
+from modelstate.store.layout import PIN_FILE, STORE_FILE, Place, places
+from modelstate.store.record import Record, damaged, read_record
+from modelstate.store.retention import CheckpointInfo
+from modelstate.write.atomic import atomic_file
+
+FORMAT = 1
+"""The version of a store as a whole. A writer refuses what is newer."""
+_TRIES = 1000
+_MAX_BYTES = 10_000
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """A checkpoint in the directory."""
+
+    place: Place
+    record: Record | None
+    """None where it cannot be read."""
+    error: ModelStateError | None = None
+    """What keeps it from being used, as far as names, sizes and what has been read before say."""
+
+    @property
+    def is_whole(self) -> bool:
+        return self.error is None
+
+    @property
+    def is_damaged(self) -> bool:
+        """Whether it is this store's, and no longer what was saved; others are left alone."""
+        return isinstance(self.error, DamagedCheckpointError | ReadFailedError)
+
+    @property
+    def is_gone(self) -> bool:
+        """Whether somebody has taken it away, or replaced it, since it was found."""
+        return not os.path.isdir(self.place.path)
+
+    @property
+    def is_pinned(self) -> bool:
+        return os.path.exists(os.path.join(self.place.path, PIN_FILE))
+
+    @property
+    def info(self) -> CheckpointInfo:
+        """What is known of it."""
+        record = self.record
+        files = () if record is None else [one for entry in record.entries.values() for one in entry.files.values()]
+        return CheckpointInfo(
+            step=self.place.step,
+            time=record.time if record is not None else _changed(self.place.path),
+            metrics=dict(record.metrics) if record is not None else {},
+            pinned=self.is_pinned,
+            intact=self.is_whole,
+            nbytes=sum(one.nbytes for one in files),
+            path=self.place.path,
+        )
+
+
+class Shelf:
+    """The checkpoints in a directory. Nothing of it is kept in memory but what has been found to be damaged."""
+
+    def __init__(self, directory: str) -> None:
+        self.directory = directory
+        self._damage: dict[tuple[str, int], ModelStateError] = {}
+        """By path and inode: damage that only reading shows."""
+
+    def all_revisions(self) -> list[Found]:
+        """Every revision of every step, in order. Raises `ReadFailedError`."""
+        for _ in range(_TRIES):
+            found = self._look()
+            # What has been taken away meanwhile has perhaps been replaced by what is not on this list.
+            if not any(one.error and one.is_gone for one in found):
+                return found
+        raise ReadFailedError("the store changes all the time", where=self.directory)
+
+    def steps(self) -> list[Found]:
+        """Of every step the newest revision that is whole, or else the newest; from old to new."""
+        best: dict[int, Found] = {}
+        for found in self.all_revisions():
+            other = best.get(found.place.step)
+            if other is None or found.is_whole or not other.is_whole:
+                best[found.place.step] = found
+        return [best[step] for step in sorted(best)]
+
+    def step(self, step: object) -> Found:
+        """Raises `StepNotFoundError`, and `OptionError` for what is no number."""
+        if type(step) is not int:
+            raise OptionError("step= is the number of a step", expected="an int", found=repr(step))
+        every = self.steps()
+        for found in every:
+            if found.place.step == step:
+                return found
+        raise StepNotFoundError(
+            "there is no checkpoint of this step",
+            where=self.directory,
+            expected=", ".join(str(found.place.step) for found in every[-20:]) or "none is there",
+            found=step,
+        )
+
+    def note_damage(self, found: Found, error: ModelStateError) -> None:
+        """Has it count as damaged from now on: as long as this object is there, and it is in its place."""
+        if isinstance(error, DamagedCheckpointError) and (key := _key(found.place.path)) is not None:
+            self._damage[key] = error
+
+    def name(self) -> str:
+        """What the store is called: every checkpoint says of which it is. Empty where nothing says so.
+
+        Where the file that says so is lost or damaged, it is what most of the checkpoints say.
+        """
+        return _name_said(self.directory) or _most_common(self._records())
+
+    def ensure_name(self) -> str:
+        """The name, which is written down if it was not. Raises what writing raises, and `NewerManifestError`."""
+        if said := _name_said(self.directory, must_be_known=True):
+            return said
+        name = _most_common(self._records()) or os.urandom(8).hex()
+        text = json.dumps({SEAL: OPEN_SEAL, "format": FORMAT, "store": name}).encode() + b"\n"
+        with atomic_file(os.path.join(self.directory, STORE_FILE), overwrite=True) as output:
+            output.append(sealed(text))
+        return name
+
+    def _look(self) -> list[Found]:
+        records = [(place, *_read(place)) for place in self._places()]
+        mine = _name_said(self.directory) or _most_common(record for _, record, _ in records if record is not None)
+        return [self._found(place, record, error, mine) for place, record, error in records]
+
+    def _found(self, place: Place, record: Record | None, error: ModelStateError | None, mine: str) -> Found:
+        if record is None:
+            return Found(place, None, error)
+        if record.step != place.step or record.store != mine:
+            return Found(place, record, _foreign(place, record, mine))
+        if problem := contents.why_not_whole(place.path, record.entries):
+            return Found(place, record, damaged(place.path, problem))
+        key = _key(place.path) if self._damage else None
+        return Found(place, record, self._damage.get(key) if key is not None else None)
+
+    def _records(self) -> Iterator[Record]:
+        for place in self._places():
+            record, _ = _read(place)
+            if record is not None:
+                yield record
+
+    def _places(self) -> list[Place]:
+        try:
+            return places(self.directory)
+        except FileNotFoundError:
+            return []
+        except OSError as error:
+            raise ReadFailedError("the store cannot be read", where=self.directory, found=error) from error
+
+
+def _read(place: Place) -> tuple[Record | None, ModelStateError | None]:
+    try:
+        return read_record(place.path), None
+    except ModelStateError as error:
+        return None, error
+
+
+def _name_said(directory: str, must_be_known: bool = False) -> str:
+    """The name that stands in `store.json`; empty where that is not there, or damaged."""
+    path = os.path.join(directory, STORE_FILE)
+    try:
+        with open(path, "rb") as file:
+            data = file.read(_MAX_BYTES)
+        said = json.loads(data)
+        check_seal(data, said[SEAL], path)
+        name, version = said["store"], said["format"]
+    except (OSError, ValueError, LookupError, TypeError, RecursionError, ChecksumError):
+        return ""
+    if must_be_known and version > FORMAT:
+        raise NewerManifestError(
+            "the store is that of a newer version of modelstate",
+            where=path,
+            expected=f"format {FORMAT} or older",
+            found=f"format {version}",
+            remedy="update modelstate, or take another directory",
+        )
+    return str(name)
+
+
+def _most_common(records: Iterator[Record]) -> str:
+    counted = Counter(record.store for record in records).most_common(1)
+    return counted[0][0] if counted else ""
+
+
+def _foreign(place: Place, record: Record, mine: str) -> ForeignCheckpointError:
+    return ForeignCheckpointError(
+        "the checkpoint was put here from another store, or under another step",
+        where=place.path,
+        expected=f"step {place.step} of the store {mine}",
+        found=f"step {record.step} of the store {record.store}",
+        remedy="open the store that it is from; ms.open reads what is in it by itself",
+    )
+
+
+def _key(path: str) -> tuple[str, int] | None:
+    try:
+        return path, os.stat(path).st_ino
+    except OSError:
+        return None
+
+
+def _changed(path: str) -> float:
+    try:
+        return os.stat(path).st_mtime
+    except OSError:
+        return 0.0
