@@ -102,6 +102,8 @@ def write_entry(
     Raises `OSError`, and `ValueError` for more than a header holds.
     """
     files = _Files(directory)
+    if not made.tensors:
+        return _write_without_tensors(files, key, kind, made)
     left = dict(made.tensors)
     if before is not None:
         steady = _link_what_is_unchanged(files, left, before)
@@ -114,6 +116,16 @@ def write_entry(
         files.written += output.nbytes
     entry = Entry(kind, index, {name: _record(os.path.join(directory, name)) for name in (*files.names, index)})
     return Written(entry, files.written, files.linked)
+
+
+def _write_without_tensors(files: _Files, key: str, kind: str, made: Draft) -> Written:
+    """An index of no files is none: what is said of the object stands in a file that has no tensors."""
+    planned = layout({}, lambda digests: {**SHARD_METADATA, KEY: made.manifest(None, digests)})
+    name = f"{key}{SUFFIX}"
+    path = os.path.join(files.directory, name)
+    with new_file(path) as output:
+        write(output, planned)
+    return Written(Entry(kind, name, {name: _record(path)}), planned.nbytes)
 
 
 def _link_what_is_unchanged(files: _Files, left: dict[str, torch.Tensor], before: Before) -> set[str]:

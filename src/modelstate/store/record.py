@@ -9,6 +9,7 @@ from typing import Any
 from modelstate.errors import ChecksumError, DamagedCheckpointError, NewerManifestError
 from modelstate.read.digests import OPEN_SEAL, SEAL, check_seal, sealed
 from modelstate.store.layout import RECORD_FILE
+from modelstate.store.objects import KINDS
 from modelstate.version import __version__
 
 FORMAT = 1
@@ -115,7 +116,10 @@ def _parsed(said: dict[str, Any]) -> Record:
         files = {name: FileRecord(int(nbytes), int(mtime)) for name, (nbytes, mtime) in one.get("files", {}).items()}
         if any(os.path.basename(name) != name for name in (*files, key)):
             raise ValueError(f"a file outside its directory: {key}")
-        entries[key] = Entry(str(one["kind"]), str(one.get("index", "")), files, one.get("value"))
+        index = one.get("index", "")
+        if one["kind"] not in KINDS or (index and index not in files):
+            raise ValueError(f"an object that cannot be: {key}")
+        entries[key] = Entry(one["kind"], index, files, one.get("value"))
     metrics = {str(name): float(value) for name, value in said["metrics"].items()}
     return Record(str(said["store"]), int(said["step"]), float(said["time"]), metrics, entries)
 

@@ -203,7 +203,9 @@ class _Restoring:
 def _checked(saved: Mapping[str, Part]) -> Mapping[str, Part]:
     wrong = [path for path, part in saved.items() if not isinstance(part, Part) or part.kind not in KINDS]
     if wrong:
-        raise OptionError("not the state of an object", where=wrong[0], expected="a Part", found=repr(saved[wrong[0]]))
+        raise OptionError(
+            "not the state of an object", where=wrong[0], expected="a Part", found=repr(saved[wrong[0]])[:200]
+        )
     return saved
 
 

@@ -1,0 +1,138 @@
+"""Models, and stores to look at from outside."""
+
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+import modelstate as ms
+from modelstate.write import system
+
+
+def network(seed: int = 0, width: int = 16) -> nn.Sequential:
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Linear(width, width), nn.BatchNorm1d(width), nn.Linear(width, width))
+
+
+class Training:
+    """A model and Adam, of which each step changes every tensor."""
+
+    def __init__(self, seed: int = 0, width: int = 16) -> None:
+        self.model = network(seed, width)
+        self.optimizer = torch.optim.Adam(self.model.parameters(), 1e-2)
+
+    @property
+    def objects(self) -> dict[str, Any]:
+        return {"model": self.model, "optimizer": self.optimizer}
+
+    def train(self, steps: int = 1) -> "Training":
+        for _ in range(steps):
+            self.optimizer.zero_grad()
+            self.model(torch.randn(8, self.model[0].in_features)).pow(2).mean().backward()
+            self.optimizer.step()
+        return self
+
+    def bits(self) -> dict[str, bytes]:
+        """All that there is."""
+        found = {name: tensor.numpy().tobytes() for name, tensor in self.model.state_dict().items()}
+        for index, values in self.optimizer.state_dict()["state"].items():
+            found |= {f"{index}.{name}": tensor.numpy().tobytes() for name, tensor in values.items()}
+        return found
+
+
+def state(value: float, size: int = 5) -> dict[str, torch.Tensor]:
+    return {"weight": torch.full((size,), value)}
+
+
+class Held:
+    """An object with `state_dict`, whatever is in it."""
+
+    def __init__(self, **values: Any) -> None:
+        self.values = values
+
+    def state_dict(self) -> dict[str, Any]:
+        return dict(self.values)
+
+    def load_state_dict(self, values: dict[str, Any]) -> None:
+        self.values = dict(values)
+
+
+def contents(directory: Path) -> dict[str, bytes]:
+    """All files below a directory, but for who has the lock."""
+    return {
+        str(path.relative_to(directory)): path.read_bytes()
+        for path in sorted(directory.rglob("*"))
+        if path.is_file() and path.name != ".lock"
+    }
+
+
+def litter(directory: Path) -> list[str]:
+    """What a store's directory has and should not have."""
+    return [str(path) for path in directory.rglob("*") if "unfinished" in path.name]
+
+
+def flip(path: Path, byte: int = -1, bit: int = 0) -> None:
+    """Another bit in a file of its own, as a disk does it: no time changes."""
+    status, data = path.stat(), bytearray(path.read_bytes())
+    data[byte] ^= 1 << bit
+    path.unlink()
+    path.write_bytes(data)
+    os.utime(path, ns=(status.st_atime_ns, status.st_mtime_ns))
+
+
+def program(code: str, *arguments: object, timeout: float = 100) -> subprocess.CompletedProcess[str]:
+    """A Python program with this package."""
+    command = [sys.executable, "-c", code, *map(str, arguments)]
+    environment = {**os.environ, "PYTHONPATH": str(Path(ms.__file__).parent.parent), "OMP_NUM_THREADS": "1"}
+    return subprocess.run(
+        command, capture_output=True, text=True, check=False, timeout=timeout, env=environment, stdin=subprocess.DEVNULL
+    )
+
+
+CALLS = ("open", "fallocate", "pwritev", "fsync", "close", "replace", "link", "unlink", "mkdir", "rmdir")
+"""Of `modelstate.write.system`: all that changes a disk."""
+
+
+@contextmanager
+def failing_call(number: int | None, error: BaseException | Callable[[], object] | None = None) -> Iterator[list[str]]:
+    """Has one of the calls that write, counted from 1, raise an error, or do something first; and lists the calls."""
+    made: list[str] = []
+    lock = threading.Lock()
+    real = {name: getattr(system, name) for name in CALLS}
+
+    def before(name: str) -> None:
+        with lock:
+            made.append(name)
+            if len(made) != number:
+                return
+        if isinstance(error, BaseException):
+            raise error
+        if error is not None:
+            error()
+
+    def replaced(name: str) -> Callable[..., Any]:
+        def call(*given: Any) -> Any:
+            try:
+                before(name)
+            except BaseException:
+                if name == "close":
+                    real[name](*given)  # as the system does: the descriptor is gone in any case
+                raise
+            return real[name](*given)
+
+        return call
+
+    for name in CALLS:
+        setattr(system, name, replaced(name))
+    try:
+        yield made
+    finally:
+        for name in CALLS:
+            setattr(system, name, real[name])

@@ -1,0 +1,356 @@
+"""Saves in the background: what was copied is what is saved, and no error is lost, whatever the program does next."""
+
+import errno
+import gc
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+import modelstate as ms
+from modelstate import errors
+from modelstate.store.staging import Staging
+from modelstate.write import system
+from tests.store.common import Held, Training, failing_call, litter, program
+
+
+class Gate:
+    """Holds up the write of a save until it is opened, and may make it fail."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.opened, self.reached, self.error = threading.Event(), threading.Event(), None
+        self.opened.set()
+        real = system.mkdir
+
+        def mkdir(path: str) -> None:
+            if "unfinished" in path:
+                self.reached.set()
+                assert self.opened.wait(60)
+                if self.error is not None:
+                    raise self.error
+            real(path)
+
+        monkeypatch.setattr(system, "mkdir", mkdir)
+
+    opened: threading.Event
+    reached: threading.Event
+    error: OSError | None
+
+    def close(self) -> None:
+        self.reached.clear()
+        self.opened.clear()
+
+
+@pytest.fixture
+def gate(monkeypatch: pytest.MonkeyPatch) -> Any:
+    made = Gate(monkeypatch)
+    yield made
+    made.opened.set()
+
+
+def test_what_is_overwritten_at_once_is_saved_as_it_was(tmp_path: Path, gate: Gate) -> None:
+    store, training = ms.Store(tmp_path), Training().train()
+    array, values = np.arange(4.0), [1, 2]
+    strided = torch.arange(12.0).view(3, 4).t()
+    held = Held(array=array, values=values, strided=strided, bits=torch.tensor([True, False]))
+    bits = training.bits()
+    gate.close()
+    pending = store.save(1, {**training.objects, "held": held}, block=False)
+    assert pending is not None
+    assert not pending.done
+    assert store.steps() == ()
+    with torch.no_grad():
+        for param in training.model.parameters():
+            param.fill_(7)
+        for state in training.optimizer.state.values():
+            state["exp_avg"].fill_(7)
+        strided.fill_(7)
+    array[:], values[0] = 7, 7
+    gate.opened.set()
+    saved = pending.result()
+    assert store.steps() == (1,)
+    assert (saved.staging_bytes, saved.blocked_seconds < saved.seconds) == (pending.staging_bytes, True)
+    fresh, other = Training(1), Held()
+    store.restore({**fresh.objects, "held": other})
+    assert fresh.bits() == bits
+    assert (other.values["array"] == np.arange(4.0)).all()
+    assert other.values["values"] == [1, 2]
+    assert torch.equal(other.values["strided"], torch.arange(12.0).view(3, 4).t())
+    assert store.verify() == {1: ""}
+
+
+def test_the_next_save_waits_or_is_skipped(tmp_path: Path, gate: Gate) -> None:
+    store, training = ms.Store(tmp_path), Training().train()
+    gate.close()
+    first = store.save(1, training.objects, block=False)
+    assert first is not None
+    assert store.save(2, training.objects, block=False, when_busy="skip") is None
+    with pytest.raises(errors.SaveTimeoutError):
+        store.wait(0.01)
+    with pytest.raises(errors.SaveTimeoutError):
+        first.result(0.01)
+    threading.Timer(0.3, gate.opened.set).start()
+    began = time.monotonic()
+    third = store.save(3, training.objects, block=False)
+    assert time.monotonic() - began > 0.2
+    assert first.done
+    assert third is not None
+    third.result()
+    assert store.save(4, training.objects, when_busy="skip") is not None
+    assert store.steps() == (1, 3, 4)
+
+
+@pytest.mark.parametrize("heard", ["save", "wait", "result", "close", "restore", "verify", "prune"])
+def test_an_error_comes_through_once(tmp_path: Path, gate: Gate, heard: str) -> None:
+    store, training = ms.Store(tmp_path), Training().train()
+    store.save(1, training.objects)
+    gate.error = OSError(errno.ENOSPC, "no space left on device")
+    pending = store.save(2, training.objects, block=False)
+    assert pending is not None
+    while not pending.done:
+        time.sleep(0.01)
+    gate.error = None
+    hear: dict[str, Callable[[], object]] = {
+        "save": lambda: store.save(3, training.objects),
+        "wait": store.wait,
+        "result": pending.result,
+        "close": store.close,
+        "restore": lambda: store.restore(training.objects),
+        "verify": store.verify,
+        "prune": lambda: store.prune(1),
+    }
+    with pytest.raises(errors.WriteFailedError, match="no space left"):
+        hear[heard]()
+    store.wait()
+    assert store.steps() == (1,)
+    store.save(3, training.objects)
+    assert store.verify() == {1: "", 3: ""}
+    assert not litter(tmp_path)
+
+
+def test_the_buffer_is_used_again_and_stated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    addresses = []
+    copy = Staging.copy
+
+    def noted(self: Staging, drafts: Any) -> None:
+        made = list(drafts)
+        copy(self, made)
+        tensors = [tensor for one in made for tensor in one.tensors.values()]
+        addresses.append(min(tensor.data_ptr() for tensor in tensors))
+        assert max(tensor.data_ptr() + tensor.nbytes for tensor in tensors) <= addresses[-1] + self.nbytes
+
+    monkeypatch.setattr(Staging, "copy", noted)
+    store, model = ms.Store(tmp_path, keep=1), nn.Linear(2000, 2000)
+    needed = sum(param.nbytes for param in model.parameters())
+    sizes = set()
+    resident = []
+    for step in range(4):
+        with torch.no_grad():
+            model.weight += 1
+        pending = store.save(step, {"model": model}, block=False)
+        assert pending is not None
+        sizes.add(pending.staging_bytes)
+        pending.result()
+        resident.append(int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE"))
+    assert len(set(addresses)) == 1
+    (size,) = sizes
+    assert needed <= size < needed + 1000
+    assert resident[-1] - resident[0] < needed / 2
+    small = store.save(9, {"model": nn.Linear(2, 2)}, block=False)
+    assert small is not None
+    assert small.result().staging_bytes == size  # what is kept
+
+
+def test_threads_that_save_at_once_take_turns(tmp_path: Path) -> None:
+    store, training = ms.Store(tmp_path, keep=3), Training().train()
+    failed: list[BaseException] = []
+
+    def save(first: int) -> None:
+        try:
+            for step in range(first, 24, 4):
+                store.save(step, training.objects, block=step % 3 == 0)  # type: ignore[call-overload]
+        except BaseException as error:
+            failed.append(error)
+
+    threads = [threading.Thread(target=save, args=(first,)) for first in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    store.wait()
+    assert not failed
+    assert store.steps()[-1] == 23
+    assert set(store.verify().values()) == {""}
+    assert not litter(tmp_path)
+
+
+def test_a_signal_whose_handler_saves(tmp_path: Path, gate: Gate) -> None:
+    """It comes while the same thread saves: waiting for that would be for ever."""
+    store = ms.Store(tmp_path)
+    found: list[BaseException] = []
+
+    def handler(*_: object) -> None:
+        try:
+            store.save(2, {"value": 2})
+        except errors.StoreLockedError as error:
+            found.append(error)
+        gate.opened.set()
+
+    previous = signal.signal(signal.SIGUSR2, handler)
+    try:
+        gate.close()
+        threading.Timer(0.2, lambda: os.kill(os.getpid(), signal.SIGUSR2)).start()
+        store.save(1, {"value": 1})
+    finally:
+        signal.signal(signal.SIGUSR2, previous)
+    assert len(found) == 1
+    assert store.steps() == (1,)
+
+
+SLOW = """
+import sys, time, threading, torch, modelstate as ms
+from modelstate.write import system
+real = system.fsync
+def fsync(descriptor):
+    time.sleep(0.05)
+    real(descriptor)
+def failing(descriptor):
+    time.sleep(0.2)
+    raise OSError(28, "no space left")
+store = ms.Store(sys.argv[1])
+state = {f"w{n}": torch.full((1 << 18,), float(n)) for n in range(9)}
+store.save(1, {"state": state})
+system.fsync = fsync if sys.argv[2] == "slow" else failing
+store.save(2, {"state": {name: tensor + 1 for name, tensor in state.items()}}, block=False)
+"""
+ENDS = {
+    "falls off": "",
+    "exit": "sys.exit(3)",
+    "error": "raise RuntimeError('mine')",
+    "forgotten": "del store\nimport gc; gc.collect()",
+    "in a function": "def f():\n    global store\n    del store\nf()",
+}
+
+
+@pytest.mark.parametrize("end", ENDS)
+def test_the_end_of_a_program_waits(tmp_path: Path, end: str) -> None:
+    done = program(SLOW + ENDS[end], tmp_path, "slow")
+    assert done.returncode == {"exit": 3, "error": 1}.get(end, 0)
+    assert "not saved" not in done.stderr
+    assert ("mine" in done.stderr) == (end == "error")
+    store = ms.Store(tmp_path)
+    assert store.verify() == {1: "", 2: ""}
+    assert not litter(tmp_path)
+
+
+@pytest.mark.parametrize("end", ENDS)
+def test_the_end_of_a_program_says_what_was_not_saved(tmp_path: Path, end: str) -> None:
+    done = program(SLOW + ENDS[end], tmp_path, "failing")
+    assert done.stderr.count("modelstate: step 2 was not saved: ") == 1, done.stderr
+    assert "no space left" in done.stderr
+    assert ms.Store(tmp_path).verify() == {1: ""}
+    assert not litter(tmp_path)
+
+
+@pytest.mark.parametrize("block", [True, False])
+def test_a_save_at_the_very_end(tmp_path: Path, block: bool) -> None:
+    code = """
+import atexit, sys, torch, modelstate as ms
+store = ms.Store(sys.argv[1])
+state = {f"w{n}": torch.full((1 << 20,), float(n)) for n in range(3)}
+store.save(1, {"state": state}, block=False)
+atexit.register(lambda: store.save(2, {"state": state}, block=sys.argv[2] == "True", overwrite=True))
+"""
+    done = program(code, tmp_path, block)
+    assert done.stderr == ""
+    assert ms.Store(tmp_path).verify() == {1: "", 2: ""}
+
+
+def test_ctrl_c_at_the_end_says_what_was_not_saved(tmp_path: Path) -> None:
+    code = SLOW.replace("0.05", "5") + "print('ending', flush=True)"
+    process = subprocess.Popen(
+        [sys.executable, "-c", code, str(tmp_path), "slow"], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    assert process.stdout is not None
+    assert process.stdout.readline() == "ending\n"
+    time.sleep(0.5)
+    process.send_signal(signal.SIGINT)
+    time.sleep(0.5)
+    process.send_signal(signal.SIGINT)
+    _, said = process.communicate(timeout=60)
+    store = ms.Store(tmp_path)
+    assert store.verify(1) == {1: ""}
+    assert store.steps() == (1, 2) or "step 2 was not saved" in said, said
+
+
+def test_ctrl_c_in_a_save_that_blocks(tmp_path: Path) -> None:
+    store, training = ms.Store(tmp_path), Training(width=100).train()
+    store.save(1, training.objects)
+    for number in range(1, 100):
+        with failing_call(number, KeyboardInterrupt()) as calls, suppress(KeyboardInterrupt):
+            store.save(2, training.train().objects, overwrite=True)
+        if len(calls) < number:
+            break
+        assert not litter(tmp_path), calls[-1]
+        assert store.verify()[1] == ""
+        assert set(store.verify().values()) == {""}
+    else:
+        pytest.fail("a save makes fewer calls than that")
+    assert store.verify() == {1: "", 2: ""}
+
+
+def test_a_forked_child_has_nothing_to_do_with_it(tmp_path: Path, gate: Gate) -> None:
+    store, training = ms.Store(tmp_path), Training().train()
+    gate.close()
+    pending = store.save(1, training.objects, block=False)
+    assert pending is not None
+    read, write = os.pipe()
+    child = os.fork()
+    if not child:
+        said = []
+        try:
+            said.append(str(pending.done))
+            store.wait()
+            try:
+                pending.result()
+            except errors.SaveTimeoutError:
+                said.append("not mine")
+            try:
+                store.save(2, {"value": 2})
+            except errors.StoreLockedError:
+                said.append("locked")
+            said.append(str(store.steps()))
+        except BaseException as error:
+            said.append(repr(error))
+        finally:
+            os.write(write, " ".join(said).encode())
+            os._exit(0)
+    os.close(write)
+    assert os.waitpid(child, 0)[1] == 0
+    assert os.read(read, 1000) == b"True not mine locked ()"
+    os.close(read)
+    gate.opened.set()
+    assert pending.result().step == 1
+    assert store.verify() == {1: ""}
+
+
+def test_a_store_that_is_forgotten_finishes(tmp_path: Path) -> None:
+    training = Training().train()
+    pending = ms.Store(tmp_path).save(1, training.objects, block=False)
+    assert pending is not None
+    gc.collect()
+    pending.result()
+    del pending
+    gc.collect()
+    ms.Store(tmp_path).save(2, training.objects)  # it has given the lock back

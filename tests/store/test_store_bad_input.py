@@ -1,0 +1,336 @@
+"""What a store refuses: each with its own error, and nothing has been changed."""
+
+import errno
+import json
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import modelstate as ms
+from modelstate import errors
+from modelstate.read.digests import OPEN_SEAL, sealed
+from modelstate.store import lock
+from tests.store.common import Held, Training, contents, flip, network, state
+
+
+def resealed(path: Path, change: Callable[[dict[str, Any]], object]) -> None:
+    """Edits a record as a program would that knows how it is sealed."""
+    said = json.loads(path.read_text())
+    change(said)
+    said["modelstate_seal"] = OPEN_SEAL
+    path.write_bytes(sealed(json.dumps(said).encode()))
+
+
+@pytest.mark.parametrize("directory", [7, None, b"run", "", "a\0b", "s3://bucket/run", ["run"]], ids=repr)
+def test_what_is_no_directory(directory: Any) -> None:
+    with pytest.raises(errors.SaveTargetError):
+        ms.Store(directory)
+
+
+def test_a_path_that_is_a_file(tmp_path: Path) -> None:
+    (tmp_path / "run").write_text("mine")
+    with pytest.raises(errors.SaveTargetError):
+        ms.Store(tmp_path / "run")
+    inside = ms.Store(tmp_path / "run" / "below")
+    with pytest.raises(errors.WriteFailedError):
+        inside.save(1, {"value": 1})
+    (tmp_path / "run").unlink()
+    later = ms.Store(tmp_path / "run")
+    (tmp_path / "run").write_text("mine")
+    with pytest.raises(errors.StoreAccessError):
+        later.save(1, {"value": 1})
+    with pytest.raises(errors.ReadFailedError):
+        later.steps()
+    assert (tmp_path / "run").read_text() == "mine"
+
+
+@pytest.mark.parametrize("code", [errno.EACCES, errno.EROFS])
+def test_a_directory_that_cannot_be_written_to(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int) -> None:
+    store = ms.Store(tmp_path)
+    store.save(1, {"value": 1})
+    store.close()
+    was, real = contents(tmp_path), os.open
+
+    def refused(path: Any, flags: int, *more: Any, **options: Any) -> int:
+        if flags & os.O_CREAT:
+            raise OSError(code, os.strerror(code), path)
+        return real(path, flags, *more, **options)
+
+    monkeypatch.setattr(lock.os, "open", refused)
+    with pytest.raises(errors.StoreAccessError):
+        store.save(2, {"value": 2})
+    assert store.restore({"value": None})["value"] == 1  # for reading it is enough
+    monkeypatch.undo()
+    assert contents(tmp_path) == was
+    store.save(2, {"value": 2})
+
+
+NAMES = ["", ".", "..", "a.b", "a/b", "/a", "a\\b", "a\n", "a\0", "\ud800", "x" * 201, "ä" * 101, 7, None, ("a",)]
+
+
+@pytest.mark.parametrize("name", NAMES, ids=ascii)
+def test_names_that_cannot_be(tmp_path: Path, name: Any) -> None:
+    store = ms.Store(tmp_path / "run")
+    for objects in ({name: 1}, {"above": {name: nn.Linear(1, 1)}}):
+        with pytest.raises(errors.OptionError):
+            store.save(1, objects)
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("name", ["x" * 200, "ä ö", "model-0", "checkpoint", "pinned", "store", "value", "-", "*?"])
+def test_names_that_can_be(tmp_path: Path, name: str) -> None:
+    store = ms.Store(tmp_path)
+    store.save(1, {name: state(1.0), "model": state(2.0)}, pin=True)
+    found = store.restore({name: None, "model": None})
+    assert float(found[name]["weight"][0]) == 1.0
+    assert store.verify() == {1: ""}
+
+
+@pytest.mark.parametrize("step", [-1, 1.0, True, "1", None, 10**18, "latest"], ids=repr)
+def test_steps_that_cannot_be(tmp_path: Path, step: Any) -> None:
+    store = ms.Store(tmp_path / "run")
+    with pytest.raises(errors.OptionError):
+        store.save(step, {"value": 1})
+    assert not (tmp_path / "run").exists()
+    store.save(1, {"value": 1})
+    if step not in (-1, 10**18):
+        with pytest.raises(errors.OptionError):
+            store.pin(step)
+    if step not in (-1, 10**18, "latest"):
+        with pytest.raises(errors.OptionError):
+            store.restore({"value": None}, step)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"metrics": {"loss": "low"}},
+        {"metrics": {"loss": torch.tensor(1.0)}},
+        {"metrics": {1: 1.0}},
+        {"metrics": [1.0]},
+        {"metrics": {"loss": 10**400}},
+        {"when_busy": "never"},
+    ],
+    ids=repr,
+)
+def test_options_that_mean_nothing(tmp_path: Path, options: Any) -> None:
+    with pytest.raises(errors.OptionError):
+        ms.Store(tmp_path / "run").save(1, {"value": 1}, **options)
+    for wrong in ({"keep": 0}, {"keep": "all"}, {"shard_size_bytes": 0}, {"shard_size_bytes": 1.5}):
+        with pytest.raises(errors.OptionError):
+            ms.Store(tmp_path / "run", **wrong)  # type: ignore[arg-type]
+    assert not (tmp_path / "run").exists()
+
+
+def test_what_cannot_be_stored(tmp_path: Path) -> None:
+    store = ms.Store(tmp_path)
+    store.save(1, {"value": 1})
+    was = contents(tmp_path)
+    loop: list[Any] = []
+    loop.append(loop)
+    for value, kind in (
+        (object(), errors.UnsupportedValueError),
+        ({"f": lambda: 1}, errors.UnsupportedValueError),
+        (loop, errors.UnsupportedValueError),
+        (torch.ones(2, device="meta"), errors.UnsavableError),
+        ({"t": torch.eye(2).to_sparse()}, errors.UnsavableError),
+        ({"a": {"b": torch.ones(1)}, "a.b": torch.ones(1)}, errors.UnsavableError),
+        ([nn.Linear(1, 1)], errors.OptionError),
+    ):
+        for block in (True, False):
+            with pytest.raises(kind):
+                store.save(2, {"value": value}, block=block)  # type: ignore[call-overload]
+    with pytest.raises(errors.OptimizerStateError):
+        store.save(2, {"optimizer": Training().optimizer})
+    assert contents(tmp_path) == was
+
+
+def test_a_value_that_nobody_would_read_again(tmp_path: Path) -> None:
+    store = ms.Store(tmp_path)
+    store.save(1, {"value": 1})
+    was = contents(tmp_path)
+    with pytest.raises(errors.UnsavableError):
+        store.save(2, {"held": Held(text="x" * 33_000_000)})
+    with pytest.raises(errors.UnsavableError):
+        store.save(2, {"held": Held(text="x" * 33_000_000, tensor=torch.ones(1))})
+    with pytest.raises(errors.UnsavableError):
+        store.save(2, {str(number): "x" * 22_000_000 for number in range(3)})
+    assert contents(tmp_path) == was
+
+
+def edit(path: Path) -> None:
+    record = path / "checkpoint.json"
+    record.write_text(record.read_text().replace('"step": 2', '"step":  2'))
+
+
+def edit_index(path: Path) -> None:
+    index = path / "model.safetensors.index.json"
+    index.write_text(index.read_text().replace("total_size", "total_sizE"))
+
+
+EDITS: dict[str, tuple[Callable[[Path], object], type[errors.ModelStateError]]] = {
+    "edited by hand": (edit, errors.DamagedCheckpointError),
+    "an index edited by hand": (edit_index, errors.DamagedCheckpointError),
+    "a newer format": (
+        lambda path: resealed(path / "checkpoint.json", lambda said: said.update(format=2)),
+        errors.NewerManifestError,
+    ),
+    "a newer format that has no seal": (
+        lambda path: (path / "checkpoint.json").write_text('{"format": 2}'),
+        errors.NewerManifestError,
+    ),
+    "no entries": (
+        lambda path: resealed(path / "checkpoint.json", lambda said: said.pop("entries")),
+        errors.DamagedCheckpointError,
+    ),
+    "a file elsewhere": (
+        lambda path: resealed(
+            path / "checkpoint.json", lambda said: said["entries"]["model"]["files"].update({"../x": [1, 1]})
+        ),
+        errors.DamagedCheckpointError,
+    ),
+    "an index elsewhere": (
+        lambda path: resealed(
+            path / "checkpoint.json", lambda said: said["entries"]["model"].update(index="/etc/passwd")
+        ),
+        errors.DamagedCheckpointError,
+    ),
+    "another kind": (
+        lambda path: resealed(path / "checkpoint.json", lambda said: said["entries"]["model"].update(kind="magic")),
+        errors.DamagedCheckpointError,
+    ),
+    "another store": (
+        lambda path: resealed(path / "checkpoint.json", lambda said: said.update(store="theirs")),
+        errors.ForeignCheckpointError,
+    ),
+    "another step": (
+        lambda path: resealed(path / "checkpoint.json", lambda said: said.update(step=3)),
+        errors.ForeignCheckpointError,
+    ),
+}
+
+
+@pytest.mark.parametrize("how", EDITS)
+def test_a_manifest_that_is_not_what_was_written(tmp_path: Path, how: str) -> None:
+    change, kind = EDITS[how]
+    store, training = ms.Store(tmp_path), Training()
+    store.save(0, training.train().objects)
+    store.save(1, training.train().objects)
+    change(Path(store.save(2, training.train().objects).path))
+    was, bits = contents(tmp_path), training.bits()
+    with pytest.raises(kind):
+        store.restore(training.objects, step=2)
+    with pytest.raises(kind):
+        store.open("model", step=2)
+    assert training.bits() == bits
+    assert store.verify(2)[2]
+    with pytest.warns(errors.DamagedCheckpointWarning):
+        assert store.restore(training.objects).step == 1
+    assert (store.steps(), store.latest()) == ((0, 1), 1)
+    assert contents(tmp_path) == was
+    if kind is errors.DamagedCheckpointError:
+        store.save(2, training.objects)
+        assert store.steps() == (0, 1, 2)
+    else:  # somebody else's: it is not taken away
+        with pytest.raises(errors.StepExistsError):
+            store.save(2, training.objects)
+        store.prune(1)
+        assert store.steps() == (1,)
+        assert (tmp_path / "step-000000002").exists()
+
+
+def test_a_checkpoint_copied_from_another_store(tmp_path: Path) -> None:
+    ours, theirs, model = ms.Store(tmp_path / "ours"), ms.Store(tmp_path / "theirs"), network()
+    ours.save(1, {"model": model})
+    other = Path(theirs.save(5, {"model": network(1)}).path)
+    copied = Path(shutil.copytree(other, tmp_path / "ours" / other.name))
+    with pytest.raises(errors.ForeignCheckpointError):
+        ours.restore({"model": model}, step=5)
+    with pytest.warns(errors.DamagedCheckpointWarning):
+        assert ours.restore({"model": model}).step == 1
+    assert ours.save(6, {"model": model}).bytes_linked  # to step 1, not to theirs
+    assert ms.Store(tmp_path / "ours", keep=1).steps() == (1, 6)
+    assert copied.exists()
+    ms.load(model, copied)
+
+
+def test_a_store_that_is_copied_or_moved_stays_whole(tmp_path: Path) -> None:
+    store, model = ms.Store(tmp_path / "one"), network()
+    for step in (1, 2):
+        store.save(step, {"model": model})
+    shutil.copytree(tmp_path / "one", tmp_path / "two")
+    copy = ms.Store(tmp_path / "two")
+    assert copy.verify() == {1: "", 2: ""}
+    copy.save(3, {"model": model})
+    assert copy.verify() == {1: "", 2: "", 3: ""}
+    # Copying the lock file has lost us the lock, and it is taken anew.
+    store.save(3, {"model": model})
+
+
+@pytest.mark.parametrize("harm", [Path.unlink, flip, lambda path: path.write_text("{}")], ids=["lost", "bit", "other"])
+def test_the_name_of_a_store_is_known_from_its_checkpoints(tmp_path: Path, harm: Any) -> None:
+    store = ms.Store(tmp_path)
+    for step in (1, 2):
+        store.save(step, {"value": step})
+    was = (tmp_path / "store.json").read_bytes()
+    harm(tmp_path / "store.json")
+    assert store.steps() == (1, 2)
+    store.save(3, {"value": 3})
+    assert (tmp_path / "store.json").read_bytes() == was
+    assert store.verify() == {1: "", 2: "", 3: ""}
+
+
+def test_a_store_of_a_newer_version_is_not_written_to(tmp_path: Path) -> None:
+    store = ms.Store(tmp_path)
+    store.save(1, {"value": 1})
+    resealed(tmp_path / "store.json", lambda said: said.update(format=2))
+    was = contents(tmp_path)
+    store.close()
+    with pytest.raises(errors.NewerManifestError):
+        store.save(2, {"value": 2})
+    assert store.restore({"value": None})["value"] == 1
+    assert contents(tmp_path) == was
+
+
+def test_objects_that_lack_or_have_more(tmp_path: Path) -> None:
+    store, training = ms.Store(tmp_path), Training().train()
+    store.save(1, {**training.objects, "step": 1})
+    bits = training.train().bits()
+    for objects, kind in (
+        (training.objects, errors.UnexpectedObjectError),
+        ({**training.objects, "step": None, "ema": network()}, errors.MissingObjectError),
+        ({**training.objects, "step": network()}, errors.ObjectKindError),
+        ({"optimizer": training.optimizer, "step": None}, errors.OptimizerStateError),
+        ({"model": nn.Linear(3, 3), "optimizer": None, "step": None}, errors.ObjectKindError),
+    ):
+        with pytest.raises(kind):
+            store.restore(objects)
+    assert training.bits() == bits
+    assert store.steps() == (1,)
+
+
+def test_two_stores_in_one_directory(tmp_path: Path) -> None:
+    first, second = ms.Store(tmp_path), ms.Store(tmp_path)
+    first.save(1, {"value": 1})
+    was = contents(tmp_path)
+    for refused in (
+        lambda: second.save(2, {"value": 2}),
+        lambda: second.save(2, {"value": 2}, block=False),
+        lambda: second.prune(1),
+        lambda: second.pin(1),
+    ):
+        with pytest.raises(errors.StoreLockedError):
+            refused()
+    assert contents(tmp_path) == was
+    assert second.restore({"value": None})["value"] == 1
+    first.close()
+    second.save(2, {"value": 2})
+    with pytest.raises(errors.StoreLockedError):
+        first.save(3, {"value": 3})
+    assert first.steps() == (1, 2)
