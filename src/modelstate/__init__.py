@@ -2,6 +2,7 @@
 
 from modelstate import errors as errors
 from modelstate.codec.codec import register_codec as register_codec
+from modelstate.convert.checkpoint import convert_checkpoint as convert_checkpoint
 from modelstate.convert.convert import convert as convert
 from modelstate.convert.keeping import reference_keeping as reference_keeping
 from modelstate.convert.target import UNCHANGED as UNCHANGED

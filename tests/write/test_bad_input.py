@@ -100,11 +100,6 @@ def test_what_cannot_be_saved(tmp_path: Path, name: str) -> None:
     assert path.read_bytes() == b"the old file"
 
 
-def test_a_checkpoint_says_how_it_is_saved(tmp_path: Path) -> None:
-    with pytest.raises(SaveTargetError, match=r"checkpoint\.tensor\(name\)"):
-        ms.save(ms.open({"a": torch.ones(1)}), tmp_path / "x")
-
-
 def test_many_problems_are_counted(tmp_path: Path) -> None:
     with pytest.raises(UnsavableError, match=r"20 of 21 tensors .*\n.*and 12 more"):
         ms.save({"ok": torch.ones(1), **{f"w{n}": torch.ones(1, device="meta") for n in range(20)}}, tmp_path / "x")

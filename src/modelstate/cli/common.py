@@ -152,6 +152,19 @@ def parse_dtype(name: str | None) -> torch.dtype | None:
     return dtype
 
 
+def parse_size(text: str | None) -> int | None:
+    """A number of bytes as people write it: 512MB, 5GB (of 1,000), 5GiB (of 1,024), 4096."""
+    if text is None:
+        return None
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([kmgt]?)(i?)b?\s*", text, re.IGNORECASE)
+    nbytes = 0
+    if match and not (match[3] and not match[2]):
+        nbytes = int(float(match[1]) * (1024 if match[3] else 1000) ** " kmgt".index(match[2].lower() or " "))
+    if nbytes < 1:
+        raise typer.BadParameter(f"{text!r} is no number of bytes: give 512MB, 5GB, 5GiB, ...")
+    return nbytes
+
+
 def parse_device(name: str | None) -> torch.device | None:
     """A device by torch's name for it. Raises `modelstate.errors.OptionError` for one that is not here."""
     if name is None:

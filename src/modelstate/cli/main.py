@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from importlib.metadata import version
+from time import perf_counter
 from typing import Annotated, Any
 
 import typer
@@ -18,12 +19,16 @@ from modelstate.cli.common import (
     parse_device,
     parse_dtype,
     parse_rules,
+    parse_size,
     reported,
 )
+from modelstate.cli.store import app as store_app
+from modelstate.cli.store import is_store, verify_steps
 from modelstate.plan.rules.rule import Rule
 from modelstate.report.inspect import inspect_json, inspect_text
 from modelstate.report.pages import Page, find, pages
-from modelstate.report.text import columns
+from modelstate.report.text import columns, count, seconds
+from modelstate.words import size
 
 app = typer.Typer(
     help="Move model state between files and live PyTorch models.",
@@ -33,6 +38,8 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     epilog="Exit codes: 0 all is well, 1 problems were found, 2 the command line is wrong.",
 )
+
+app.add_typer(store_app, name="store")
 
 Path = Annotated[
     str, typer.Argument(metavar="PATH", help="A checkpoint: a file, or a directory with one.", show_default=False)
@@ -295,6 +302,67 @@ def suggest(
         typer.echo(made.to_json() if as_json else str(made))
         if not made.complete:
             raise typer.Exit(PROBLEMS)
+
+
+@app.command()
+def convert(
+    path: Path,
+    target: Annotated[str, typer.Argument(metavar="TARGET", help="Where it is written to.", show_default=False)],
+    key: Key = None,
+    dtype: Dtype = None,
+    format: Annotated[
+        str, typer.Option(metavar="FORMAT", help="safetensors, or torch for what torch.load reads.")
+    ] = "safetensors",
+    shard_size: Annotated[
+        str | None, typer.Option(metavar="SIZE", help="The most bytes of tensors in one file, such as 5GB.")
+    ] = None,
+    max_memory: Annotated[
+        str | None, typer.Option(metavar="SIZE", help="The most memory that tensors may take at once, such as 512MB.")
+    ] = None,
+    strip_prefix: Strip = None,
+    add_prefix: Add = None,
+    rename: Rename = None,
+    rename_regex: RenameRegex = None,
+    ignore: Ignore = None,
+    rules: NamedRules = None,
+    no_overwrite: Annotated[bool, typer.Option("--no-overwrite", help="Leave what is there already.")] = False,
+    allow: Allow = None,
+    skip_forbidden: Skip = False,
+    debug: Debug = False,
+) -> None:
+    """Write what a checkpoint holds to another file, in a few megabytes of memory: format, dtype, names, shards."""
+    with reported(debug):
+        changes = parse_rules(strip_prefix or (), add_prefix, rename or (), rename_regex or (), ignore or ())
+        options: dict[str, Any] = {
+            "rules": _both(named_rules(rules, debug), changes),
+            "dtype": parse_dtype(dtype),
+            "format": format,
+            "shard_size_bytes": parse_size(shard_size),
+            "max_memory_bytes": parse_size(max_memory),
+            "overwrite": not no_overwrite,
+        }
+        if format not in ("safetensors", "torch"):
+            raise typer.BadParameter(f"{format!r} is no format: give safetensors or torch")
+        with _open(path, allow, skip_forbidden) as checkpoint, code_of_others():
+            report = ms.convert_checkpoint(checkpoint, target, key=key, **options)
+        typer.echo(str(report))
+
+
+@app.command()
+def verify(path: Path, allow: Allow = None, skip_forbidden: Skip = False, debug: Debug = False) -> None:
+    """Read all of a checkpoint, or of a store, and compare it with the digests that were written with it."""
+    with reported(debug):
+        if is_store(path):
+            verify_steps(path)
+            return
+        with _open(path, allow, skip_forbidden) as checkpoint:
+            begin = perf_counter()
+            nbytes = checkpoint.verify()
+            kinds = ", ".join(sorted({one.algorithm for one in checkpoint.checksums.values()}))
+            typer.echo(
+                f"{path}: {count(len(checkpoint), 'tensor')}, {size(nbytes)} are what their {kinds} digests say, "
+                f"{seconds(perf_counter() - begin)}"
+            )
 
 
 @app.command()

@@ -34,6 +34,10 @@ def of_error(error: BaseException, debug: bool = False) -> list[str]:
         return ["--skip-forbidden, without the --allow of it"]
     if isinstance(error, errors.PlacementError):
         return [_IN_PYTHON]
+    if isinstance(error, errors.MemoryBudgetError):
+        return ["--max-memory of as many bytes, or leave it out"]
+    if isinstance(error, errors.TargetExistsError):
+        return ["another path, or leave out --no-overwrite"]
     if isinstance(error, errors.ModelCodeError) and not debug:
         return ["--debug shows the traceback of the cause"]
     return []

@@ -1,6 +1,6 @@
 """What comes in: a checkpoint by the names, and in the pieces, that the model has, once the rules are applied."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -54,6 +54,23 @@ def _decoded(checkpoint: Checkpoint, name: str) -> Any:
         return Undecoded(error)
 
 
+def renamed_versions(
+    versions: Mapping[str, dict[str, Any]], applied: Applied, rules: Sequence[Rule]
+) -> dict[str, dict[str, Any]]:
+    """The versions of modules by the names that the rules make of them."""
+    # A module is renamed as its tensors are.
+    moved: dict[str, set[str]] = {}
+    for name, entry in applied.entries.items():
+        if entry.rules and len(entry.sources) == 1:
+            moved.setdefault(entry.sources[0].rpartition(".")[0], set()).add(name.rpartition(".")[0])
+    found: dict[str, dict[str, Any]] = {}
+    for path, saved in versions.items():
+        (only,) = moved[path] if len(moved.get(path, ())) == 1 else (None,)
+        by_rules = renamed_by(rules, f"{path}.x" if path else "x").rpartition(".")[0]
+        found[by_rules if only is None else only] = saved
+    return found
+
+
 class Incoming:
     """A checkpoint as the rules make it fit a model: what the model's loading protocol is run against.
 
@@ -100,17 +117,7 @@ class Incoming:
         versions = self._checkpoint.versions
         if versions is None:
             return None
-        # A module is renamed as its tensors are.
-        moved: dict[str, set[str]] = {}
-        for name, entry in self.applied.entries.items():
-            if entry.rules and len(entry.sources) == 1:
-                moved.setdefault(entry.sources[0].rpartition(".")[0], set()).add(name.rpartition(".")[0])
-        found: dict[str, dict[str, Any]] = {}
-        for path, saved in versions.items():
-            (only,) = moved[path] if len(moved.get(path, ())) == 1 else (None,)
-            by_rules = renamed_by(self._rules, f"{path}.x" if path else "x").rpartition(".")[0]
-            found[by_rules if only is None else only] = saved
-        return found
+        return renamed_versions(versions, self.applied, self._rules)
 
     def _apply_rules(self, places: Places) -> Applied:
         """The checkpoint by the names, and in the pieces, of the model."""

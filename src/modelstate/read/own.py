@@ -65,13 +65,13 @@ def _in_pieces(stored: Combined, read_all: ReadAll) -> torch.Tensor:
     step = AT_ONCE_BYTES // max(part.dtype.itemsize for part in stored.parts)
     for start in range(0, into.numel(), step):
         count = min(step, into.numel() - start)
-        pieces = [_run(part, start, count) for part in stored.parts if isinstance(part, StoredTensor)]
-        into[start : start + count].copy_(stored.build([_strided(piece, read_all) for piece in pieces]))
+        pieces = [elements(part, start, count, read_all) for part in stored.parts if isinstance(part, StoredTensor)]
+        into[start : start + count].copy_(stored.build(pieces))
     return whole
 
 
-def _run(part: StoredTensor, start: int, count: int) -> StoredTensor:
-    """So many elements of a contiguous tensor, as a tensor."""
-    size, extent = part.dtype.itemsize, part.extent
+def elements(stored: StoredTensor, start: int, count: int, read_all: ReadAll) -> torch.Tensor:
+    """So many elements of a contiguous tensor, in memory of their own. Raises what `read_all` raises."""
+    size, extent = stored.dtype.itemsize, stored.extent
     where = ByteRange(extent.path, extent.start + start * size, count * size)
-    return StoredTensor.whole(part.dtype, (count,), (1,), where)
+    return _strided(StoredTensor.whole(stored.dtype, (count,), (1,), where), read_all)

@@ -104,7 +104,7 @@ def write_entry(
     files = _Files(directory)
     if not made.tensors:
         return _write_without_tensors(files, key, kind, made)
-    left = dict(made.tensors)
+    left = made.live
     if before is not None:
         steady = _link_what_is_unchanged(files, left, before)
     for group in _groups(left, steady, shard_bytes):

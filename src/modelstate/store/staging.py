@@ -34,7 +34,7 @@ class Staging:
         What was copied before is gone. Raises what torch raises where memory is lacking; then nothing is replaced.
         """
         made = list(drafts)
-        tensors = [tensor for one in made for tensor in one.tensors.values()]
+        tensors = [tensor for one in made for tensor in one.live.values()]
         copies = self._room_for(tensors)
         _copy_all(tensors, copies)
         remaining = iter(copies)

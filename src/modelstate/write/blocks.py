@@ -5,7 +5,7 @@ the write; CRC-32 of zlib is a quarter as fast, BLAKE3 a fifth.
 """
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -16,6 +16,7 @@ from modelstate.read.digests import BLOCK_BYTES
 from modelstate.read.ranges import memory_at, read_threads
 from modelstate.read.workers import work_together
 from modelstate.write.files import Output
+from modelstate.write.later import Later
 
 _MOST_BUFFERS = 1000
 """In one call; Linux takes 1,024."""
@@ -32,11 +33,26 @@ class _Job:
     nbytes: int = 0
 
 
-def write_blocks(output: Output, start: int, tensors: Sequence[torch.Tensor], threads: int | None = None) -> list[str]:
+@dataclass(frozen=True, slots=True)
+class _Made:
+    """What one thread makes, and then writes: all of a tensor, or one block of it."""
+
+    start: int
+    number: int
+    block: int
+    first: int
+    end: int
+    """Elements of the tensor, from the first to before the last."""
+
+
+def write_blocks(
+    output: Output, start: int, tensors: Sequence[torch.Tensor | Later], threads: int | None = None
+) -> list[str]:
     """Writes the elements of each tensor, in their order, one tensor behind the other from `start` on.
 
     Returns the digest of each: the hexadecimal digests of its blocks in a row. Tensors are written from their own
-    memory, but for those that are not in a row of CPU memory, of which one a thread is copied at a time.
+    memory, but for those that are not in a row of CPU memory, of which one a thread is copied at a time. Of those that
+    come `Later` each thread makes one at a time, or one block of one that is made in pieces.
     """
     found: list[list[str]] = [[""] * -(-_nbytes(tensor) // BLOCK_BYTES) for tensor in tensors]
     waiting, lock = iter(_jobs(start, tensors)), threading.Lock()
@@ -50,18 +66,18 @@ def write_blocks(output: Output, start: int, tensors: Sequence[torch.Tensor], th
             if isinstance(job, _Job):
                 _write(output, job, found)
                 continue
-            at, number = job
-            row = in_a_row(tensors[number])
-            for one in _jobs(at, [row]):
+            row = in_a_row(_values(tensors[job.number], job))
+            for one in _jobs(job.start, [row]):
                 assert isinstance(one, _Job)
-                one.blocks = [(number, which, address, nbytes) for _, which, address, nbytes in one.blocks]
+                one.blocks = [(job.number, job.block + which, at, nbytes) for _, which, at, nbytes in one.blocks]
                 _write(output, one, found)
+            del row  # before the next one is made
 
     work_together(work, threads or read_threads(), with_torch=True)
     return ["".join(digests) for digests in found]
 
 
-def digests_of(tensors: Sequence[torch.Tensor], threads: int | None = None) -> list[str]:
+def digests_of(tensors: Sequence[torch.Tensor | Later], threads: int | None = None) -> list[str]:
     """What `write_blocks` would return, with nothing written."""
     return write_blocks(_Nowhere(), 0, tensors, threads)
 
@@ -74,16 +90,20 @@ class _Nowhere(Output):
         pass
 
 
-def _jobs(start: int, tensors: Sequence[torch.Tensor]) -> list[_Job | tuple[int, int]]:
-    """Jobs, and places with the numbers of tensors that have to be copied first."""
-    jobs: list[_Job | tuple[int, int]] = []
+def _values(tensor: torch.Tensor | Later, job: _Made) -> torch.Tensor:
+    return tensor if isinstance(tensor, torch.Tensor) else tensor.make(job.first, job.end)
+
+
+def _jobs(start: int, tensors: Sequence[torch.Tensor | Later]) -> list[_Job | _Made]:
+    """What is written as it is, and what has to be made or copied first."""
+    jobs: list[_Job | _Made] = []
     job = _Job(start)
     for number, tensor in enumerate(tensors):
         nbytes = _nbytes(tensor)
         if not nbytes:
             continue
-        if not is_plain_memory(tensor):
-            jobs.append((start, number))
+        if not isinstance(tensor, torch.Tensor) or not is_plain_memory(tensor):
+            jobs += _to_be_made(start, number, tensor)
             start += nbytes
             job = _Job(start)
             continue
@@ -97,6 +117,13 @@ def _jobs(start: int, tensors: Sequence[torch.Tensor]) -> list[_Job | tuple[int,
             job.nbytes += count
             start += count
     return jobs
+
+
+def _to_be_made(start: int, number: int, tensor: torch.Tensor | Later) -> Iterator[_Made]:
+    count = tensor.numel()
+    step = BLOCK_BYTES // tensor.itemsize if isinstance(tensor, Later) and tensor.in_pieces else count
+    for block, first in enumerate(range(0, count, step)):
+        yield _Made(start + first * tensor.itemsize, number, block, first, min(first + step, count))
 
 
 def _write(output: Output, job: _Job, found: list[list[str]]) -> None:
@@ -116,5 +143,5 @@ def in_a_row(tensor: torch.Tensor) -> torch.Tensor:
         return plain.as_strided((plain.numel(),), (1,), plain.storage_offset())
 
 
-def _nbytes(tensor: torch.Tensor) -> int:
+def _nbytes(tensor: torch.Tensor | Later) -> int:
     return tensor.numel() * tensor.itemsize

@@ -4,7 +4,7 @@ A single file goes before an index of the same name, so whichever of the two is 
 """
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 
 from modelstate.errors import UnsavableError
@@ -21,17 +21,27 @@ SHARD_METADATA = {"format": "pt"}
 
 
 def write_checkpoint(
-    made: Draft, path: str, *, schema: str | None = None, shard_bytes: int | None = None, overwrite: bool = True
+    made: Draft,
+    path: str,
+    *,
+    schema: str | None = None,
+    shard_bytes: int | None = None,
+    overwrite: bool = True,
+    threads: int | None = None,
+    metadata: Mapping[str, str] | None = None,
 ) -> dict[str, int]:
     """Writes a state, and returns the paths of the files that it is in, with their bytes; of shards the index is first.
+
+    `metadata` is further text, which every tool reads that lists what a file says of itself.
 
     Raises `UnsavableError` for more than a header holds, and what `write_file` raises. Then what was there before is
     there, and nothing else.
     """
-    whole = _checked(made, path, schema)
+    said = {**(metadata or {}), **SHARD_METADATA}
+    whole = _checked(made, path, schema, said)
     if shard_bytes is None or sum(map(nbytes_of, made.tensors.values())) <= shard_bytes:
-        return write_file(path, lambda output: write(output, whole), overwrite=overwrite)
-    return _write_shards(made, path, schema, shard_bytes, overwrite)
+        return write_file(path, lambda output: write(output, whole, threads), overwrite=overwrite)
+    return _write_shards(made, path, schema, shard_bytes, overwrite, threads, said)
 
 
 def write_file(path: str, write_to: Callable[[Output], object], *, overwrite: bool) -> dict[str, int]:
@@ -58,11 +68,11 @@ def check_both(path: str, overwrite: bool) -> None:
     check(path + INDEX_SUFFIX, overwrite=overwrite)
 
 
-def _checked(made: Draft, path: str, schema: str | None) -> Layout:
+def _checked(made: Draft, path: str, schema: str | None, said: Mapping[str, str]) -> Layout:
     def metadata(digests: dict[str, str]) -> dict[str, str]:
         text = made.manifest(schema, digests)
         check_size(text)
-        return {**SHARD_METADATA, KEY: text}
+        return {**said, KEY: text}
 
     try:
         return layout(made.tensors, metadata)  # type: ignore[arg-type]
@@ -75,7 +85,15 @@ def _checked(made: Draft, path: str, schema: str | None) -> Layout:
         ) from error
 
 
-def _write_shards(made: Draft, path: str, schema: str | None, shard_bytes: int, overwrite: bool) -> dict[str, int]:
+def _write_shards(
+    made: Draft,
+    path: str,
+    schema: str | None,
+    shard_bytes: int,
+    overwrite: bool,
+    threads: int | None,
+    said: Mapping[str, str],
+) -> dict[str, int]:
     directory, index = os.path.dirname(path), path + INDEX_SUFFIX
     groups = in_shards(made.tensors, shard_bytes)
     digests: dict[str, str] = {}
@@ -86,7 +104,7 @@ def _write_shards(made: Draft, path: str, schema: str | None, shard_bytes: int, 
         for number, group in enumerate(groups, 1):
             litter.append(part_of(output, number))
             with new_file(litter[-1]) as shard:
-                written = write(shard, layout(group, lambda _: SHARD_METADATA))
+                written = write(shard, layout(group, lambda _: said), threads)
             digests |= written.digests
             contents.append(written.content)
             sizes.append(shard.nbytes)

@@ -17,6 +17,7 @@ from modelstate.read.json_text import quote
 from modelstate.read.manifest import FORMAT, KEY
 from modelstate.read.tree import EXTRA_STATE
 from modelstate.version import __version__
+from modelstate.write.later import Later
 from modelstate.write.safetensors import listed, why_not
 
 _TORCHS_OWN = ("torch.distributed.", "torch.nested.", "torch._subclasses.")
@@ -30,7 +31,7 @@ _MAX_NODES = 5_000_000
 class Draft:
     """The plain tensors of a state, and what is said of them."""
 
-    tensors: dict[str, torch.Tensor] = field(default_factory=dict)
+    tensors: dict[str, torch.Tensor | Later] = field(default_factory=dict)
     """Of those that are the same bytes only the first; parts of subclasses, and tensors of other values, are here."""
     names: int = 0
     """How many names of tensors the state has."""
@@ -41,6 +42,11 @@ class Draft:
     extra_tensors: list[str] = field(default_factory=list)
     tree: Any = None
     attached: Any = None
+
+    @property
+    def live(self) -> dict[str, torch.Tensor]:
+        """The tensors of a state that is in memory: none of them comes later."""
+        return {name: tensor for name, tensor in self.tensors.items() if isinstance(tensor, torch.Tensor)}
 
     def manifest(self, schema: str | None, digests: Mapping[str, str]) -> str:
         """The manifest as JSON. Its length depends on no digest."""
@@ -77,7 +83,7 @@ def draft(state: Any, where: str, attached: Mapping[str, Any] | None = None, *, 
 
 def _is_flat(name: object, value: object) -> bool:
     is_extra = isinstance(name, str) and is_unicode(name) and name.rpartition(".")[2] == EXTRA_STATE
-    return is_extra or isinstance(value, torch.Tensor)
+    return is_extra or isinstance(value, torch.Tensor | Later)
 
 
 class _Drafting:
@@ -97,13 +103,13 @@ class _Drafting:
 
     def flat(self, state: Mapping[Any, Any]) -> None:
         for name, value in state.items():
-            if isinstance(value, torch.Tensor):
+            if isinstance(value, torch.Tensor | Later):
                 self.made.names += 1
                 owner = self.add(name, value)
                 if owner != name:
                     self.made.aliases[name] = owner
         for name, value in state.items():
-            if not isinstance(value, torch.Tensor):
+            if not isinstance(value, torch.Tensor | Later):
                 self.made.extra[name] = encode(value, f"{self._where}: {name}", leaf=self._put)
         self.made.versions = self._versions(state)
 
@@ -112,7 +118,7 @@ class _Drafting:
 
     def node(self, value: Any, path: str, depth: int) -> Any:
         """A part of a tree, as the manifest has it."""
-        if isinstance(value, torch.Tensor):
+        if isinstance(value, torch.Tensor | Later):
             self.made.names += 1
             return self.add(path or "tensor", value)
         kind = _kind(value)
@@ -138,19 +144,19 @@ class _Drafting:
             made["versions"] = versions
         return made
 
-    def add(self, name: Any, tensor: torch.Tensor) -> str:
+    def add(self, name: Any, tensor: torch.Tensor | Later) -> str:
         """The name under which the bytes of a tensor stand: this one, unless they have one already."""
         if type(name) is str and (name in self.made.tensors or name in self.made.subclasses):
             self._wrong[name] = "two values have this name when their keys are joined with dots"
             return name
-        if _is_made_of_others(tensor):
+        if isinstance(tensor, torch.Tensor) and _is_made_of_others(tensor):
             return self._add_subclass(name, tensor)
         if problem := why_not(name, tensor):
             self._wrong[name] = problem
             return str(name)
         # What conjugates or negates when it is read has the memory of what does not, and is not tied to it.
-        plain = tensor.detach().resolve_conj().resolve_neg()
-        key = bytes_key(plain, f"{name}")
+        plain = tensor.detach().resolve_conj().resolve_neg() if isinstance(tensor, torch.Tensor) else tensor
+        key = bytes_key(plain, f"{name}") if isinstance(plain, torch.Tensor) else plain.key
         owner = self._by_bytes.setdefault(key, name)
         if owner == name:
             self.made.tensors[name] = plain
@@ -218,7 +224,7 @@ class _Drafting:
             return known
         items = value.values() if isinstance(value, Mapping) else value
         self._holds[id(value)] = getattr(value, "_metadata", None) is not None or any(
-            isinstance(one, torch.Tensor) or (_kind(one) is not None and self._holds_tensors(one, depth + 1))
+            isinstance(one, torch.Tensor | Later) or (_kind(one) is not None and self._holds_tensors(one, depth + 1))
             for one in items
         )
         return self._holds[id(value)]

@@ -19,23 +19,24 @@ from modelstate.read.json_text import quote
 from modelstate.read.safetensors import DTYPES, MAX_ENTRIES, MAX_HEADER_BYTES
 from modelstate.write.blocks import write_blocks
 from modelstate.write.files import Output
+from modelstate.write.later import Later
 
 NAMES = {dtype: name for name, dtype in DTYPES.items()}
 _METADATA = "__metadata__"
 
-Tensors = list[tuple[str, torch.Tensor]]
+Tensors = list[tuple[str, torch.Tensor | Later]]
 Metadata = Callable[[Mapping[str, str]], Mapping[str, str]]
 """What a file says of itself, given the digests of its tensors by their names; as long with any digests."""
 
 
-def why_not(name: object, tensor: torch.Tensor) -> str:
+def why_not(name: object, tensor: torch.Tensor | Later) -> str:
     """What keeps a tensor from being stored under a name; empty where nothing does."""
     if not isinstance(name, str) or not is_unicode(name) or name == _METADATA:
         return "not a name that the format has"
-    problem = why_not_plain(tensor)
+    problem = why_not_plain(tensor) if isinstance(tensor, torch.Tensor) else ""
     if not problem and tensor.dtype not in NAMES:
         problem = f"{tensor.dtype}, which safetensors does not have"
-    if not problem and tensor.dtype is torch.float4_e2m1fn_x2 and not tensor.dim():
+    if not problem and tensor.dtype is torch.float4_e2m1fn_x2 and not tensor.shape:
         problem = f"{tensor.dtype} without dimensions, which safetensors does not have"
     return problem
 
@@ -56,7 +57,7 @@ class Layout:
         return self.header_bytes + sum(nbytes_of(tensor) for _, tensor in self.tensors)
 
 
-def layout(tensors: Mapping[str, torch.Tensor], metadata: Metadata) -> Layout:
+def layout(tensors: Mapping[str, torch.Tensor | Later], metadata: Metadata) -> Layout:
     """Raises `ValueError` where it is more than a header holds."""
     ordered = sorted(tensors.items(), key=lambda item: -item[1].itemsize)
     blank = {name: "0" * (HEX * -(-nbytes_of(tensor) // BLOCK_BYTES)) for name, tensor in ordered}
@@ -73,10 +74,10 @@ class Written:
     """A digest of everything in it."""
 
 
-def write(output: Output, planned: Layout) -> Written:
+def write(output: Output, planned: Layout, threads: int | None = None) -> Written:
     """Writes the file, which is not yet synced."""
     output.reserve(planned.nbytes)
-    found = write_blocks(output, planned.header_bytes, [tensor for _, tensor in planned.tensors])
+    found = write_blocks(output, planned.header_bytes, [tensor for _, tensor in planned.tensors], threads)
     digests = {name: one for (name, _), one in zip(planned.tensors, found, strict=True)}
     header = _header(planned.tensors, planned.metadata(digests))
     assert len(header) == planned.header_bytes
@@ -84,7 +85,7 @@ def write(output: Output, planned: Layout) -> Written:
     return Written(digests, digest(header + "".join(found).encode()))
 
 
-def _header(tensors: Iterable[tuple[str, torch.Tensor]], metadata: Mapping[str, str]) -> bytes:
+def _header(tensors: Iterable[tuple[str, torch.Tensor | Later]], metadata: Mapping[str, str]) -> bytes:
     entries: dict[str, Any] = {_METADATA: {SEAL: OPEN_SEAL, **metadata}}
     end = 0
     for name, tensor in tensors:
@@ -97,12 +98,12 @@ def _header(tensors: Iterable[tuple[str, torch.Tensor]], metadata: Mapping[str, 
     return len(text).to_bytes(8, "little") + sealed(text)
 
 
-def _shape(tensor: torch.Tensor) -> list[int]:
+def _shape(tensor: torch.Tensor | Later) -> list[int]:
     sizes = list(tensor.shape)
     return [*sizes[:-1], 2 * sizes[-1]] if tensor.dtype is torch.float4_e2m1fn_x2 else sizes
 
 
-def nbytes_of(tensor: torch.Tensor) -> int:
+def nbytes_of(tensor: torch.Tensor | Later) -> int:
     """Bytes of the elements."""
     return tensor.numel() * tensor.itemsize
 

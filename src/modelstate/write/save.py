@@ -17,13 +17,16 @@ from modelstate.errors import (
 )
 from modelstate.read.checkpoint import Checkpoint
 from modelstate.read.paths import local_path
-from modelstate.read.tree import flatten
+from modelstate.read.tree import is_container, items_of
 from modelstate.words import size
 from modelstate.write.checkpoint import check_both, write_checkpoint
 from modelstate.write.draft import draft
+from modelstate.write.later import Later
+from modelstate.write.streamed import Streamed, streamed, threads_within
 from modelstate.write.torch_file import write_torch_file
 
 FORMATS = ("safetensors", "torch")
+_MAX_DEPTH = 100
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +50,7 @@ class SaveReport:
 
 
 def save(
-    target: nn.Module | Mapping[str, Any],
+    target: nn.Module | Mapping[str, Any] | Checkpoint,
     path: str | os.PathLike[str],
     *,
     format: str = "safetensors",
@@ -66,7 +69,8 @@ def save(
     from their own memory, by several threads; of a view, what it shows.
 
     Args:
-        target: a module, its state dict, or a mapping with modules, tensors, containers and values in it.
+        target: a module, its state dict, or a mapping with modules, tensors, containers and values in it; or a
+            `Checkpoint`, whose tensors are read while they are written, a few megabytes at a time.
         path: where it is saved to. It is opened by the same path, also when it is in shards.
         format: "safetensors"; or "torch" for what `torch.load` reads, with none of the above but that what is at the
             path is whole.
@@ -85,29 +89,55 @@ def save(
     is in place leaves that, in full.
     """
     begin = perf_counter()
-    _check_options(format, shard_size_bytes, extra, schema)
-    where = _path(path)
+    check_options(format, shard_size_bytes, extra, schema)
+    where = target_path(path)
     check_both(where, overwrite)
-    state = _state_of(target)
+    state = streamed(target) if isinstance(target, Checkpoint) else Streamed(_state_of(target))
+    state.attached = state.attached if extra is None else extra
+    state.schema = state.schema if schema is None else schema
+    return write_state(state, where, begin, format=format, shard_bytes=shard_size_bytes, overwrite=overwrite)
+
+
+def write_state(
+    it: Streamed,
+    where: str,
+    begin: float,
+    *,
+    format: str,
+    shard_bytes: int | None,
+    overwrite: bool,
+    max_memory_bytes: int | None = None,
+) -> SaveReport:
+    """Writes what has been checked. Raises what `save` raises, and `MemoryBudgetError`."""
     if format == "torch":
-        files = write_torch_file(state, where, overwrite=overwrite)
-        tensors = _tensors_in(state)
+        files = write_torch_file(it.state, where, overwrite=overwrite, max_memory_bytes=max_memory_bytes)
+        tensors = _tensors_in(it.state)
     else:
-        made = draft(state, where, extra)
-        files = write_checkpoint(made, where, schema=schema, shard_bytes=shard_size_bytes, overwrite=overwrite)
+        made = draft(it.state, where, it.attached)
+        files = write_checkpoint(
+            made,
+            where,
+            schema=it.schema,
+            shard_bytes=shard_bytes,
+            overwrite=overwrite,
+            threads=threads_within(made.tensors, max_memory_bytes, where),
+            metadata=it.metadata,
+        )
         tensors = made.names
     return SaveReport(where, tuple(files), tensors, sum(files.values()), perf_counter() - begin)
 
 
-def _tensors_in(state: object) -> int:
-    """How many names of tensors a tree has, as far as it can be opened."""
-    try:
-        return len(flatten(state, "").tensors)
-    except ModelStateError:
+def _tensors_in(node: object, depth: int = 0) -> int:
+    """How many names of tensors a tree has, as far down as one can be opened."""
+    if isinstance(node, torch.Tensor | Later):
+        return 1
+    if not is_container(node) or depth > _MAX_DEPTH:
         return 0
+    return sum(_tensors_in(one, depth + 1) for _, one in items_of(node))
 
 
-def _check_options(format: object, shard_size_bytes: object, extra: object, schema: object) -> None:
+def check_options(format: object, shard_size_bytes: object, extra: object = None, schema: object = None) -> None:
+    """Raises `OptionError`."""
     if schema is not None and (not isinstance(schema, str) or not schema):
         raise OptionError("schema= is a text", expected='such as "2.0"', found=repr(schema))
     if format not in FORMATS:
@@ -121,7 +151,8 @@ def _check_options(format: object, shard_size_bytes: object, extra: object, sche
         raise OptionError("a torch file has no shards, no extra= and no schema=", remedy='format="safetensors"')
 
 
-def _path(path: object) -> str:
+def target_path(path: object) -> str:
+    """The path of a file to be. Raises `SaveTargetError`."""
     given = os.fspath(path) if isinstance(path, str | os.PathLike) else path
     if not isinstance(given, str):
         raise SaveTargetError("a file is saved to a path", expected="a str or a pathlib.Path", found=repr(path)[:80])
@@ -136,13 +167,12 @@ def _path(path: object) -> str:
 
 def _state_of(target: object) -> Mapping[Any, Any]:
     state = _state_dict(target) if isinstance(target, nn.Module) else target
-    if isinstance(state, Mapping) and not isinstance(state, Checkpoint):
+    if isinstance(state, Mapping):
         return _with_states(state) if any(isinstance(value, nn.Module) for value in state.values()) else state
     raise SaveTargetError(
         "this is nothing that can be saved",
-        expected="a module, a state dict, or a mapping of several",
+        expected="a module, a state dict, a mapping of several, or a Checkpoint",
         found=f"{type(state).__module__}.{type(state).__qualname__}",
-        remedy="give {name: checkpoint.tensor(name) for name in checkpoint}" if isinstance(state, Checkpoint) else "",
     )
 
 

@@ -8,6 +8,7 @@ import json
 import os
 import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from typing import TypeVar
 
 import torch
 
@@ -15,7 +16,10 @@ from modelstate.errors import ModelStateError
 from modelstate.read.digests import OPEN_SEAL, SEAL, digest, sealed
 from modelstate.read.manifest import KEY
 from modelstate.read.sharded import INDEX_SUFFIX, WEIGHT_MAP, read_weight_map
+from modelstate.write.later import Later
 from modelstate.write.safetensors import nbytes_of
+
+Kind = TypeVar("Kind", torch.Tensor, Later, torch.Tensor | Later)
 
 SUFFIX = ".safetensors"
 _OWN = r"-[0-9a-f]{12}-\d{5,}-of-\d{5,}\.safetensors"
@@ -23,9 +27,9 @@ _ANY = re.compile(r".*-\d{5,}-of-\d{5,}\.\w+", re.DOTALL)
 """What others call their shards, too. An index that names anything else as one has it left alone."""
 
 
-def in_shards(tensors: Mapping[str, torch.Tensor], shard_bytes: int) -> list[dict[str, torch.Tensor]]:
+def in_shards(tensors: Mapping[str, Kind], shard_bytes: int) -> list[dict[str, Kind]]:
     """The tensors in their order, in groups of at most so many bytes, or of one tensor that is larger."""
-    shards: list[dict[str, torch.Tensor]] = [{}]
+    shards: list[dict[str, Kind]] = [{}]
     total = 0
     for name, tensor in tensors.items():
         nbytes = nbytes_of(tensor)

@@ -1,21 +1,33 @@
 """A file of `torch.save`, for those who need one: there in full, on the disk, or not at all."""
 
-from collections.abc import Mapping
+import mmap
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 
 from modelstate.errors import ModelStateError, UnsavableError
+from modelstate.read.tree import is_container
+from modelstate.write import system
+from modelstate.write.atomic import unfinished_file
+from modelstate.write.blocks import write_blocks
 from modelstate.write.checkpoint import write_file
-from modelstate.write.files import Output
+from modelstate.write.files import Output, write_errors
+from modelstate.write.later import Later
+from modelstate.write.safetensors import nbytes_of
+from modelstate.write.streamed import threads_within
 
 
-def write_torch_file(state: Mapping[Any, Any], path: str, *, overwrite: bool) -> dict[str, int]:
+def write_torch_file(
+    state: Mapping[Any, Any], path: str, *, overwrite: bool, max_memory_bytes: int | None = None
+) -> dict[str, int]:
     """Saves whatever pickle takes, and returns the path of the file and its bytes.
 
-    Raises `UnsavableError` for what cannot be pickled, and what `write_file` raises.
+    Raises `UnsavableError` for what cannot be pickled, what `write_file` raises, and `MemoryBudgetError`.
     """
-    return write_file(path, lambda output: _save(state, output, path), overwrite=overwrite)
+    with _all_here(state, path, max_memory_bytes) as here:
+        return write_file(path, lambda output: _save(here, output, path), overwrite=overwrite)
 
 
 def _save(state: Mapping[Any, Any], output: Output, path: str) -> None:
@@ -33,6 +45,63 @@ def _save(state: Mapping[Any, Any], output: Output, path: str) -> None:
         ) from error
     if writer.failed is not None:
         raise writer.failed
+
+
+@contextmanager
+def _all_here(state: Mapping[Any, Any], path: str, max_memory_bytes: int | None) -> Iterator[Mapping[Any, Any]]:
+    """The state with tensors that show a file beside the path in place of those that come later.
+
+    torch.save wants all tensors at once; so they are no more in memory than the pages of a file are. The file has no
+    name any more when they are shown.
+    """
+    found: dict[object, Later] = {}
+    _collect(state, found)
+    if not found:
+        yield state
+        return
+    # Those with wide elements first, so that all lie at multiples of their element's size.
+    several = sorted(found.items(), key=lambda item: -item[1].itemsize)
+    threads = threads_within({str(key): one for key, one in several}, max_memory_bytes, path)
+    end = sum(nbytes_of(one) for _, one in several)
+    with write_errors(path), unfinished_file(path) as output:
+        output.reserve(end)
+        write_blocks(output, 0, [one for _, one in several], threads)
+        memory = mmap.mmap(output.descriptor, end, mmap.MAP_PRIVATE) if end else b""
+        system.unlink(output.path)
+        output.is_synced = True  # nobody needs it after a crash
+    made, at = {}, 0
+    for key, one in several:
+        if count := one.numel():
+            made[key] = torch.frombuffer(memory, dtype=one.dtype, count=count, offset=at).view(one.shape)
+        else:
+            made[key] = torch.empty(one.shape, dtype=one.dtype)
+        at += nbytes_of(one)
+    yield _put(state, made)
+
+
+def _collect(node: Any, found: dict[object, Later]) -> None:
+    if isinstance(node, Later):
+        found.setdefault(node.key, node)
+    elif is_container(node):
+        for one in node.values() if isinstance(node, Mapping) else node:
+            _collect(one, found)
+
+
+def _put(node: Any, made: Mapping[object, torch.Tensor]) -> Any:
+    """A copy of the containers with tensors in them."""
+    if isinstance(node, Later):
+        return made[node.key]
+    found: dict[object, Later] = {}
+    _collect(node, found)
+    if not found:
+        return node
+    if isinstance(node, Mapping):
+        copy: Any = type(node)()
+        copy.update((key, _put(one, made)) for key, one in node.items())
+        if hasattr(node, "_metadata"):
+            copy._metadata = node._metadata
+        return copy
+    return type(node)(_put(one, made) for one in node)
 
 
 class _Writer:

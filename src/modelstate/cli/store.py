@@ -1,0 +1,204 @@
+"""`modelstate store`: what is in a store, whether it is whole, and what is to go."""
+
+import json
+import os
+from collections.abc import Iterable
+from datetime import UTC, datetime
+from typing import Annotated, Any
+
+import typer
+
+import modelstate as ms
+from modelstate.cli.common import PROBLEMS, parse_dtype, parse_size, reported
+from modelstate.errors import DamagedCheckpointError, NoCheckpointError, SourceNotFoundError, StepNotFoundError
+from modelstate.report.text import columns, count
+from modelstate.store.layout import STORE_FILE, places
+from modelstate.store.retention import kept
+from modelstate.words import printable, size
+
+app = typer.Typer(
+    help="Look at a directory of checkpoints, check it, prune it, and take a model out of it.",
+    no_args_is_help=True,
+    rich_markup_mode=None,
+)
+
+Directory = Annotated[
+    str, typer.Argument(metavar="DIR", help="The directory of a modelstate.Store.", show_default=False)
+]
+Step = Annotated[int | None, typer.Option(metavar="STEP", help="The step that is meant.")]
+Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+Debug = Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")]
+
+
+def is_store(path: str) -> bool:
+    """Whether there is a store in a directory."""
+    try:
+        return os.path.isfile(os.path.join(path, STORE_FILE)) or bool(places(path))
+    except OSError:
+        return False
+
+
+def _store(path: str) -> ms.Store:
+    """Raises `SourceNotFoundError` and `NoCheckpointError`: nothing is made by looking at it."""
+    if not os.path.isdir(path):
+        raise SourceNotFoundError("there is no such directory", where=path)
+    if not is_store(path):
+        raise NoCheckpointError(
+            "this is no store of checkpoints",
+            where=path,
+            expected=f"{STORE_FILE}, as modelstate.Store writes it",
+            remedy="modelstate inspect shows other checkpoints",
+        )
+    return ms.Store(path)
+
+
+@app.command("ls")
+def list_steps(directory: Directory, as_json: Json = False, debug: Debug = False) -> None:
+    """Show the checkpoints of a store, without reading their tensors. Exit code 1 if one is known to be damaged."""
+    with reported(debug):
+        infos = _store(directory).infos()
+        if as_json:
+            typer.echo(json.dumps([_fields(info) for info in infos], indent=1))
+        elif infos:
+            rows = [["step", "saved", "bytes", "", "metrics"], *map(_row, infos)]
+            typer.echo(columns(rows, right=(0, 2)))
+        else:
+            typer.echo("no checkpoints")
+        if not all(info.intact for info in infos):
+            raise typer.Exit(PROBLEMS)
+
+
+def _fields(info: ms.CheckpointInfo) -> dict[str, Any]:
+    # JSON has no NaN.
+    metrics = {name: value if value - value == 0 else str(value) for name, value in info.metrics.items()}
+    return {
+        "step": info.step,
+        "time": info.time,
+        "metrics": metrics,
+        "pinned": info.pinned,
+        "intact": info.intact,
+        "nbytes": info.nbytes,
+        "path": info.path,
+    }
+
+
+def _row(info: ms.CheckpointInfo) -> list[str]:
+    marks = [mark for mark, has in (("damaged", not info.intact), ("pinned", info.pinned)) if has]
+    metrics = [f"{name}={value:.6g}" for name, value in info.metrics.items()]
+    saved = datetime.fromtimestamp(info.time, UTC).strftime("%Y-%m-%d %H:%M:%S UTC")
+    return [str(info.step), saved, size(info.nbytes), ", ".join(marks), " ".join(metrics)]
+
+
+@app.command()
+def verify(directory: Directory, step: Step = None, debug: Debug = False) -> None:
+    """Read checkpoints and compare every byte with its digest. Exit code 1 if one is damaged."""
+    with reported(debug):
+        verify_steps(directory, step)
+
+
+def verify_steps(directory: str, step: int | None = None) -> None:
+    """A line for each step as soon as it has been read; ends the program with 1 where one of them is damaged."""
+    store = _store(directory)
+    infos = {info.step: info for info in store.infos()}
+    problems = 0
+    for number in infos if step is None else (step,):
+        problem = store.verify(number)[number]
+        problems += bool(problem)
+        typer.echo(f"step {number}: {_in_a_line(problem) if problem else f'{size(infos[number].nbytes)}, whole'}")
+    if not infos:
+        typer.echo("no checkpoints")
+    if problems:
+        raise typer.Exit(PROBLEMS)
+
+
+def _in_a_line(problem: str) -> str:
+    kept_lines = [line.strip() for line in problem.splitlines() if not line.startswith(("  more:", "  to do:"))]
+    return printable("; ".join(kept_lines))
+
+
+@app.command()
+def prune(
+    directory: Directory,
+    keep_last: Annotated[int | None, typer.Option(metavar="N", help="Keep the last N.")] = None,
+    every_steps: Annotated[int | None, typer.Option(metavar="N", help="Keep the first of each N steps.")] = None,
+    every_hours: Annotated[float | None, typer.Option(metavar="H", help="Keep the first of each H hours.")] = None,
+    best: Annotated[int | None, typer.Option(metavar="N", help="Keep the N with the best metric.")] = None,
+    metric: Annotated[str | None, typer.Option(metavar="NAME", help="The metric that --best goes by.")] = None,
+    maximize: Annotated[bool, typer.Option("--max", help="The highest metric is the best, not the lowest.")] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Say what would go, and leave it.")] = False,
+    debug: Debug = False,
+) -> None:
+    """Take away checkpoints that no rule keeps; pinned ones and the newest whole one stay in any case."""
+    with reported(debug):
+        if keep_last is every_steps is every_hours is best is None:
+            raise typer.BadParameter("say what is kept: --keep-last, --every-steps, --every-hours or --best")
+        try:
+            keep = ms.Keep(
+                last=keep_last,
+                every_steps=every_steps,
+                every_hours=every_hours,
+                best=best,
+                metric=metric,
+                mode="max" if maximize else "min",
+            )
+        except ms.errors.OptionError as error:
+            raise typer.BadParameter(str(error)) from error
+        with _store(directory) as store:
+            infos = store.infos()
+            stay = kept(infos, keep)
+            gone = tuple(info.step for info in infos if info.step not in stay) if dry_run else store.prune(keep)
+        freed = sum(info.nbytes for info in infos if info.step in gone)
+        would = "would go" if dry_run else "taken away"
+        typer.echo(f"{would}: {_listed(gone)}" if gone else "nothing to take away")
+        typer.echo(f"kept: {_listed(info.step for info in infos if info.step not in gone)}")
+        if gone:
+            typer.echo(f"{size(freed)} in their files; what others are linked to stays on the disk")
+
+
+def _listed(steps: Iterable[int]) -> str:
+    found = list(steps)
+    return f"{count(len(found), 'step')}" + (f": {', '.join(map(str, found))}" if found else "")
+
+
+@app.command()
+def restore(
+    directory: Directory,
+    target: Annotated[str, typer.Argument(metavar="TARGET", help="The file to write.", show_default=False)],
+    step: Step = None,
+    name: Annotated[str, typer.Option("--object", metavar="NAME", help="The object of the checkpoint.")] = "model",
+    format: Annotated[str, typer.Option(metavar="FORMAT", help="safetensors, or torch.")] = "safetensors",
+    dtype: Annotated[str | None, typer.Option(metavar="DTYPE", help="Cast floating point tensors.")] = None,
+    shard_size: Annotated[str | None, typer.Option(metavar="SIZE", help="The most bytes in one file.")] = None,
+    no_overwrite: Annotated[bool, typer.Option("--no-overwrite", help="Leave what is there already.")] = False,
+    debug: Debug = False,
+) -> None:
+    """Write one object of a checkpoint, by default of the newest one that is whole, as a file of its own.
+
+    Its bytes are compared with their digests first.
+    """
+    with reported(debug):
+        options: dict[str, Any] = {"dtype": parse_dtype(dtype), "shard_size_bytes": parse_size(shard_size)}
+        if format not in ("safetensors", "torch"):
+            raise typer.BadParameter(f"{format!r} is no format: give safetensors or torch")
+        store = _store(directory)
+        found = _whole(store, step)
+        with store.open(name, found) as checkpoint:
+            report = ms.convert_checkpoint(checkpoint, target, format=format, overwrite=not no_overwrite, **options)
+        typer.echo(f"step {found}: {report}")
+
+
+def _whole(store: ms.Store, step: int | None) -> int:
+    """The step, if it is whole; the newest one that is, where none is given. Raises what keeps it from being used."""
+    for number in [step] if step is not None else [info.step for info in store.infos()][::-1]:
+        problem = store.verify(number)[number]
+        if not problem:
+            return number
+        if step is not None:
+            raise DamagedCheckpointError(
+                "the checkpoint is damaged; nothing has been written",
+                where=f"{store.directory}, step {step}",
+                found=_in_a_line(problem),
+                remedy="leave --step out: the newest one that is whole is taken",
+            )
+        typer.echo(f"step {number} is passed over: {_in_a_line(problem)}", err=True)
+    raise StepNotFoundError("there is no checkpoint that is whole", where=store.directory)

@@ -1,0 +1,127 @@
+"""`modelstate.convert_checkpoint`."""
+
+import os
+from collections import OrderedDict
+from collections.abc import Iterable, Mapping, Sequence
+from time import perf_counter
+from typing import Any
+
+import torch
+
+from modelstate.errors import CodecError, OptionError, RuleError
+from modelstate.plan.derived import Derived, to_be_computed, values_of
+from modelstate.plan.explain import explain
+from modelstate.plan.incoming import Undecoded, renamed_versions
+from modelstate.plan.problems import IdlePattern, Problem
+from modelstate.plan.rules.chain import apply_rules, check_rules
+from modelstate.plan.rules.rule import Entry, Rule, Value
+from modelstate.plan.rules.schema import Schema
+from modelstate.read.checkpoint import Checkpoint
+from modelstate.read.open import Source
+from modelstate.read.open import open as open_checkpoint
+from modelstate.spec import Stored
+from modelstate.write.atomic import check
+from modelstate.write.later import whole
+from modelstate.write.save import SaveReport, check_options, target_path, write_state
+from modelstate.write.streamed import Making, around, streamed
+
+
+def convert_checkpoint(
+    source: Source | Sequence[Source],
+    path: str | os.PathLike[str],
+    *,
+    key: str | None = None,
+    rules: Iterable[Rule] | Schema = (),
+    dtype: torch.dtype | None = None,
+    format: str = "safetensors",
+    shard_size_bytes: int | None = None,
+    max_memory_bytes: int | None = None,
+    overwrite: bool = True,
+) -> SaveReport:
+    """Writes what any checkpoint holds as `modelstate.save` does, with no more of it in memory than is being written.
+
+    Tied tensors stay tied, values that are no tensors are kept, and so are torch's versions of modules and what the
+    file says of itself. Tensors are read and cast in blocks of a few megabytes, several at a time; what rules compute,
+    and what is not stored in its own order, one tensor at a time. Subclasses of tensors, which are not cast, are in
+    memory all the time.
+
+    Args:
+        source: what `modelstate.open` opens; or a `Checkpoint`.
+        path: where it is written to; it may be the source.
+        key: the part of it that is wanted ("model_state").
+        rules: changes of names and tensors, or a `Schema`. The names of what is written are flat then.
+        dtype: what floating point tensors are cast to, those of an optimizer as well: `key=` leaves them out.
+        format, shard_size_bytes, overwrite: as in `modelstate.save`. For "torch" the tensors are put into a file
+            beside the path first, which takes as much room on the disk again.
+        max_memory_bytes: the most that tensors may take in memory at once. Where it is small, fewer threads work.
+
+    Raises what `modelstate.open` and `modelstate.save` raise; `RuleError` for rules that cannot be applied,
+    `SchemaError`, `CodecError` for a value that cannot be decoded here, `ReadFailedError`, and `MemoryBudgetError`
+    where one tensor takes more. Then what was at the path is as it was.
+    """
+    begin = perf_counter()
+    check_options(format, shard_size_bytes)
+    _check(dtype, max_memory_bytes)
+    where = target_path(path)
+    check(where, overwrite=overwrite)
+    checkpoint = open_checkpoint(source, key=key)
+    chain = rules.rules_for(checkpoint) if isinstance(rules, Schema) else check_rules(rules)
+    state = around(checkpoint, _by_rules(checkpoint, chain, dtype)) if chain else streamed(checkpoint, dtype)
+    if isinstance(rules, Schema):
+        state.schema = rules.version
+    return write_state(
+        state,
+        where,
+        begin,
+        format=format,
+        shard_bytes=shard_size_bytes,
+        overwrite=overwrite,
+        max_memory_bytes=max_memory_bytes,
+    )
+
+
+def _check(dtype: object, max_memory_bytes: object) -> None:
+    if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
+        raise OptionError("dtype= is a floating dtype of torch", expected="such as torch.bfloat16", found=repr(dtype))
+    if max_memory_bytes is not None and not (type(max_memory_bytes) is int and max_memory_bytes > 0):
+        raise OptionError("max_memory_bytes= is a number of bytes", expected="1 or more", found=repr(max_memory_bytes))
+
+
+def _by_rules(checkpoint: Checkpoint, rules: Sequence[Rule], dtype: torch.dtype | None) -> Mapping[str, Any]:
+    """The checkpoint as the rules change it, by names."""
+    computed: dict[Stored, Derived] = {}
+    entries = {
+        name: Entry(to_be_computed(stored, computed), (name,)) for name, stored in checkpoint.flat.tensors.items()
+    }
+    entries |= {name: Entry(Value(_value(checkpoint, name)), (name,)) for name in checkpoint.extra}
+    applied = apply_rules(rules, entries, checkpoint.read)
+    problems: list[Problem] = [*applied.problems, *(IdlePattern(rule, option="rules") for rule in applied.idle)]
+    if problems:
+        raise RuleError(
+            f"the rules cannot be applied; nothing has been written\n{explain(problems)}", where=checkpoint.source
+        )
+    making = Making(checkpoint, dtype)
+    state = OrderedDict((name, _made(making, checkpoint, name, entry)) for name, entry in applied.entries.items())
+    if checkpoint.versions is not None:
+        state._metadata = renamed_versions(checkpoint.versions, applied, rules)  # type: ignore[attr-defined]
+    return state
+
+
+def _value(checkpoint: Checkpoint, name: str) -> Any:
+    try:
+        return checkpoint.extra[name]
+    except CodecError as error:
+        return Undecoded(error)  # a rule may leave it out
+
+
+def _made(making: Making, checkpoint: Checkpoint, name: str, entry: Entry) -> Any:
+    content = entry.content
+    if isinstance(content, Value):
+        if isinstance(content.value, Undecoded):
+            raise content.value.error
+        return content.value
+    if not isinstance(content, Derived):
+        return making.tensor(content, name)
+    to = making.cast_of(content, name) or content.dtype
+    needed = content.scratch_bytes + content.result_bytes
+    return whole(to, content.shape, content, lambda: values_of(content, checkpoint.read), needed)

@@ -1,0 +1,136 @@
+"""A checkpoint as a state that can be saved: its tensors come later, everything else is there."""
+
+from collections import OrderedDict
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+
+from modelstate.errors import KeyNotFoundError, MemoryBudgetError, OptionError
+from modelstate.read.checkpoint import Checkpoint, bytes_key
+from modelstate.read.ranges import read_threads
+from modelstate.read.tree import is_container, rebuild, subtree
+from modelstate.spec import Encoded, Stored, StoredComposite
+from modelstate.words import size
+from modelstate.write.later import Later, later, whole
+
+
+@dataclass(slots=True)
+class Streamed:
+    """A state, of which tensors may come later, and what is said of it."""
+
+    state: Mapping[Any, Any]
+    metadata: Mapping[str, str] = field(default_factory=dict)
+    """Text that the file said of itself."""
+    attached: Mapping[str, Any] | None = None
+    schema: str | None = None
+
+
+def streamed(checkpoint: Checkpoint, cast: torch.dtype | None = None) -> Streamed:
+    """All of a checkpoint, with its floating point tensors `cast` to a dtype.
+
+    Raises `OptionError` for a cast that torch does not have, and `CodecError` for a value that cannot be decoded.
+    """
+    return around(checkpoint, Making(checkpoint, cast).node(_root(checkpoint), ""))
+
+
+def around(checkpoint: Checkpoint, state: Mapping[Any, Any]) -> Streamed:
+    """A state that is made of a checkpoint, with what its file says of itself."""
+    told = {key: value for key, value in checkpoint.contents.metadata.items() if type(value) is str}
+    schema = told.pop("schema", None)
+    attached = (
+        checkpoint.metadata.get("extra") if isinstance(checkpoint.contents.metadata.get("extra"), Encoded) else None
+    )
+    return Streamed(state, told, attached, schema)
+
+
+def threads_within(tensors: Mapping[str, Any], max_memory_bytes: int | None, where: str) -> int:
+    """How many threads may make tensors at once. Raises `MemoryBudgetError` where one is too many."""
+    needs = {name: one.memory_bytes for name, one in tensors.items() if isinstance(one, Later)}
+    threads = read_threads()
+    if max_memory_bytes is None or not needs:
+        return threads
+    largest = max(needs, key=lambda name: needs[name])
+    if needs[largest] > max_memory_bytes:
+        raise MemoryBudgetError(
+            "a tensor needs more memory while it is written than there may be",
+            where=f"{where}: {largest}",
+            expected=f"at most {size(max_memory_bytes)}",
+            found=f"{needs[largest]:,} bytes",
+            remedy=f"max_memory_bytes={needs[largest]} or more",
+        )
+    return max(1, min(threads, max_memory_bytes // max(needs[largest], 1)))
+
+
+class Making:
+    """Makes tensors of a checkpoint such that come later."""
+
+    def __init__(self, checkpoint: Checkpoint, cast: torch.dtype | None = None) -> None:
+        self._checkpoint, self._cast = checkpoint, cast
+        self._read_all = partial(checkpoint.read_all, threads=1)
+        self._values = checkpoint.flat.values
+
+    def node(self, node: Any, path: str) -> Any:
+        """A part of the tree, by its path."""
+        if path in self._values:
+            return rebuild(node, self._checkpoint.read)
+        if not is_container(node):
+            return self.tensor(node, path)
+        if isinstance(node, Mapping):
+            made: Any = OrderedDict() if isinstance(node, OrderedDict) else {}
+            made.update((key, self.node(one, f"{path}.{key}" if path else str(key))) for key, one in node.items())
+            if hasattr(node, "_metadata"):
+                made._metadata = node._metadata
+            return made
+        items = [self.node(one, f"{path}.{index}" if path else str(index)) for index, one in enumerate(node)]
+        return items if isinstance(node, list) else tuple(items)
+
+    def tensor(self, stored: Stored, path: str) -> Any:
+        """What stands for a tensor. What is made of others is read here and now."""
+        cast = self.cast_of(stored, path)
+        if isinstance(stored, torch.Tensor):
+            if cast is None:
+                return stored
+            return whole(cast, tuple(stored.shape), bytes_key(stored, path), stored.detach, 0)
+        if not _is_plain(stored):
+            return self._checkpoint.read(stored)
+        return later(stored, bytes_key(stored, path), self._read_all, cast)
+
+    def cast_of(self, tensor: Any, path: str) -> torch.dtype | None:
+        """What a tensor is cast to, if it is. Raises `OptionError` where torch has no such cast."""
+        to = self._cast
+        if to is None or tensor.dtype == to or not tensor.dtype.is_floating_point or not _is_plain(tensor):
+            return None
+        try:
+            torch.zeros(tensor.dtype.itemsize, dtype=torch.uint8).view(tensor.dtype).to(to)
+        except (RuntimeError, NotImplementedError) as error:
+            raise OptionError(
+                f"torch cannot cast {tensor.dtype} to {to}", where=f"{self._checkpoint.source}: {path}", found=error
+            ) from error
+        return to
+
+
+def _is_plain(tensor: Any) -> bool:
+    if isinstance(tensor, torch.Tensor):
+        return type(tensor) in (torch.Tensor, torch.nn.Parameter) and tensor.layout is torch.strided
+    return not isinstance(tensor, StoredComposite) or tensor.kind == "dcp shards"
+
+
+def _root(checkpoint: Checkpoint) -> Mapping[Any, Any]:
+    """The tree of the checkpoint; its names alone, where its key is a part of them."""
+    with suppress(KeyNotFoundError):
+        node = subtree(checkpoint.contents.tree, checkpoint.key, checkpoint.source)
+        if isinstance(node, Mapping):
+            return node
+    return flat_root(checkpoint)
+
+
+def flat_root(checkpoint: Checkpoint) -> Mapping[str, Any]:
+    """All tensors and values of a checkpoint by their names."""
+    made: Any = OrderedDict[str, Any]({**checkpoint.flat.tensors, **checkpoint.flat.values})
+    if checkpoint.versions is not None:
+        made._metadata = checkpoint.versions
+    return made  # type: ignore[no-any-return]

@@ -1,0 +1,289 @@
+"""`modelstate store`, `convert` and `verify`: what they print, and their exit codes."""
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import nn
+from typer.testing import CliRunner, Result
+
+import modelstate as ms
+from modelstate.cli.common import parse_size
+from modelstate.cli.main import app
+
+
+def run(*arguments: str) -> Result:
+    return CliRunner().invoke(app, list(arguments))
+
+
+def model_at(step: int) -> nn.Module:
+    torch.manual_seed(step)
+    return nn.Linear(8, 8)
+
+
+@pytest.fixture(autouse=True)
+def store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A store of three steps in the working directory."""
+    monkeypatch.chdir(tmp_path)
+    with ms.Store(tmp_path / "run") as store:
+        for step in (10, 20, 30):
+            model = model_at(step)
+            optimizer = torch.optim.SGD(model.parameters(), 0.1)
+            objects = {"model": model, "optimizer": optimizer, "epoch": step // 10}
+            store.save(step, objects, metrics={"loss": 1 / step}, pin=step == 10)
+    return tmp_path / "run"
+
+
+def damage(step: int) -> None:
+    """Flips a bit of a tensor."""
+    (path,) = Path(f"run/step-{step:09d}").glob("model-*.safetensors")
+    data = bytearray(path.read_bytes())
+    data[-1] ^= 1
+    stat = path.stat()
+    path.write_bytes(data)
+    os.utime(path, ns=(stat.st_atime_ns, stat.st_mtime_ns))
+
+
+def cut(step: int) -> None:
+    (path,) = Path(f"run/step-{step:09d}").glob("model-*.safetensors")
+    os.truncate(path, 20)
+
+
+class TestLs:
+    def test_shows_the_steps(self) -> None:
+        done = run("store", "ls", "run")
+        assert done.exit_code == 0
+        lines = done.stdout.splitlines()
+        assert [line.split()[0] for line in lines] == ["step", "10", "20", "30"]
+        assert "pinned" in lines[1]
+        assert "loss=0.05" in lines[2]
+
+    def test_json(self) -> None:
+        found = json.loads(run("store", "ls", "run", "--json").stdout)
+        assert [one["step"] for one in found] == [10, 20, 30]
+        assert [one["pinned"] for one in found] == [True, False, False]
+        assert found[1]["metrics"] == {"loss": 0.05}
+        assert found[0]["nbytes"] > 8 * 9 * 4
+
+    def test_json_of_metrics_that_are_no_numbers(self) -> None:
+        with ms.Store("run") as store:
+            store.save(40, {"epoch": 1}, metrics={"loss": float("nan"), "top": float("inf")})
+        text = run("store", "ls", "run", "--json").stdout
+        found = json.loads(text, parse_constant=lambda name: pytest.fail(name))
+        assert found[-1]["metrics"] == {"loss": "nan", "top": "inf"}
+
+    def test_a_damaged_one(self) -> None:
+        cut(20)
+        done = run("store", "ls", "run")
+        assert done.exit_code == 1
+        assert [line.split()[0] for line in done.stdout.splitlines() if "damaged" in line] == ["20"]
+
+    @pytest.mark.parametrize("command", ["ls", "verify", "prune", "restore"])
+    @pytest.mark.parametrize(("directory", "says"), [("nothing", "no such directory"), (".", "no store")])
+    def test_no_store(self, command: str, directory: str, says: str, tmp_path: Path) -> None:
+        more = {"prune": ["--keep-last", "1"], "restore": ["out"]}.get(command, [])
+        done = run("store", command, directory, *more)
+        assert done.exit_code == 1
+        assert done.stdout == ""
+        assert says in done.stderr
+        assert os.listdir(tmp_path) == ["run"]
+
+    def test_an_empty_one(self) -> None:
+        Path("empty").mkdir()
+        Path("empty/store.json").write_text('{"format": 1, "store": "x"}')
+        assert run("store", "ls", "empty").stdout == "no checkpoints\n"
+        assert run("store", "verify", "empty").stdout == "no checkpoints\n"
+        assert run("store", "restore", "empty", "out").exit_code == 1
+
+
+class TestVerify:
+    @pytest.mark.parametrize("command", [["store", "verify"], ["verify"]])
+    def test_a_line_for_each_step(self, command: list[str]) -> None:
+        done = run(*command, "run")
+        assert done.exit_code == 0
+        assert [line.partition(":")[0] for line in done.stdout.splitlines()] == ["step 10", "step 20", "step 30"]
+        assert done.stdout.count("whole") == 3
+
+    @pytest.mark.parametrize("spoil", [damage, cut])
+    def test_a_damaged_one(self, spoil: object) -> None:
+        assert callable(spoil)
+        spoil(20)
+        done = run("store", "verify", "run")
+        assert done.exit_code == 1
+        lines = done.stdout.splitlines()
+        assert ["whole" in line for line in lines] == [True, False, True]
+        assert "damaged" in lines[1]
+        assert run("store", "verify", "run", "--step", "20").exit_code == 1
+        assert run("store", "verify", "run", "--step", "30").exit_code == 0
+
+    def test_no_such_step(self) -> None:
+        done = run("store", "verify", "run", "--step", "25")
+        assert done.exit_code == 1
+        assert "10, 20, 30" in done.stderr
+
+
+class TestPrune:
+    def test_keeps_what_it_is_told(self) -> None:
+        dry = run("store", "prune", "run", "--keep-last", "1", "--dry-run")
+        assert ms.Store("run").steps() == (10, 20, 30)
+        done = run("store", "prune", "run", "--keep-last", "1")
+        assert (dry.exit_code, done.exit_code) == (0, 0)
+        assert ms.Store("run").steps() == (10, 30)
+        assert dry.stdout.splitlines()[0] == "would go: 1 step: 20"
+        assert done.stdout.splitlines()[:2] == ["taken away: 1 step: 20", "kept: 2 steps: 10, 30"]
+        assert run("store", "prune", "run", "--keep-last", "1").stdout.startswith("nothing to take away\n")
+
+    def test_other_rules(self) -> None:
+        with ms.Store("run") as store:
+            store.unpin(10)
+        done = run("store", "prune", "run", "--best", "1", "--metric", "loss", "--max")
+        assert done.exit_code == 0, done.output
+        assert ms.Store("run").steps() == (10, 30)
+        assert run("store", "prune", "run", "--every-steps", "1000").exit_code == 0
+
+    @pytest.mark.parametrize("options", [[], ["--best", "1"], ["--keep-last", "-1"], ["--every-hours", "0"]])
+    def test_a_wrong_command_line(self, options: list[str]) -> None:
+        done = run("store", "prune", "run", *options)
+        assert done.exit_code == 2
+        assert ms.Store("run").steps() == (10, 20, 30)
+
+    def test_while_somebody_else_writes(self) -> None:
+        with ms.Store("run") as store:
+            store.pin(30)
+            done = run("store", "prune", "run", "--keep-last", "1")
+            assert done.exit_code == 1
+            assert "error: " in done.stderr
+            assert store.steps() == (10, 20, 30)
+
+
+class TestRestore:
+    def test_the_newest(self) -> None:
+        done = run("store", "restore", "run", "model.safetensors")
+        assert done.exit_code == 0, done.output
+        assert done.stdout.startswith("step 30: ")
+        found = load_file("model.safetensors")
+        assert all(torch.equal(found[name], one) for name, one in model_at(30).state_dict().items())
+        assert run("verify", "model.safetensors").exit_code == 0
+
+    def test_another_step_and_object(self) -> None:
+        assert run("store", "restore", "run", "m.pt", "--step", "20", "--format", "torch").exit_code == 0
+        model_at(1).load_state_dict(torch.load("m.pt"))
+        assert torch.equal(torch.load("m.pt")["weight"], model_at(20).weight)
+        done = run("store", "restore", "run", "m", "--object", "epoch")
+        assert done.exit_code == 1
+        assert "model" in done.stderr
+        assert run("store", "restore", "run", "m", "--step", "11").exit_code == 1
+        assert run("store", "restore", "run", "m", "--format", "onnx").exit_code == 2
+        assert not Path("m").exists()
+
+    def test_a_damaged_one_is_passed_over(self) -> None:
+        damage(30)
+        done = run("store", "restore", "run", "model.safetensors")
+        assert done.exit_code == 0
+        assert done.stdout.startswith("step 20: ")
+        assert "step 30 is passed over" in done.stderr
+        before = Path("model.safetensors").read_bytes()
+        done = run("store", "restore", "run", "model.safetensors", "--step", "30")
+        assert done.exit_code == 1
+        assert "bias" in done.stderr
+        assert Path("model.safetensors").read_bytes() == before
+
+    def test_all_are_damaged(self) -> None:
+        for step in (10, 20, 30):
+            damage(step)
+        done = run("store", "restore", "run", "model.safetensors")
+        assert done.exit_code == 1
+        assert done.stdout == ""
+        assert not Path("model.safetensors").exists()
+
+    def test_a_file_that_is_there(self) -> None:
+        Path("model.safetensors").write_text("mine")
+        done = run("store", "restore", "run", "model.safetensors", "--no-overwrite")
+        assert done.exit_code == 1
+        assert "--no-overwrite" in done.stderr
+        assert Path("model.safetensors").read_text() == "mine"
+
+
+class TestVerifyFiles:
+    def test_ours_and_torchs(self) -> None:
+        ms.save(model_at(1), "ours.safetensors")
+        torch.save(model_at(1).state_dict(), "torchs.pt")
+        for path, algorithm in (("ours.safetensors", "xxh3-128"), ("torchs.pt", "crc32")):
+            done = run("verify", path)
+            assert done.exit_code == 0
+            assert algorithm in done.stdout
+            assert "2 tensors" in done.stdout
+
+    def test_a_damaged_one(self) -> None:
+        ms.save(model_at(1), "a.safetensors")
+        data = bytearray(Path("a.safetensors").read_bytes())
+        data[-1] ^= 1
+        Path("a.safetensors").write_bytes(data)
+        done = run("verify", "a.safetensors")
+        assert done.exit_code == 1
+        assert done.stdout == ""
+        assert "bias" in done.stderr
+
+    def test_nothing_to_compare_with(self) -> None:
+        save_file(model_at(1).state_dict(), "a.safetensors")
+        done = run("verify", "a.safetensors")
+        assert done.exit_code == 1
+        assert "nothing to verify" in done.stderr
+        assert run("verify", "nothing.safetensors").exit_code == 1
+
+
+class TestConvert:
+    @pytest.fixture(autouse=True)
+    def training(self) -> None:
+        torch.save({"epoch": 3, "model": model_at(1).state_dict()}, "training.pt")
+
+    def test_dtype_names_and_shards(self) -> None:
+        done = run(
+            *("convert", "training.pt", "out.safetensors", "--key", "model", "--dtype", "bfloat16"),
+            *("--rename", "weight=w", "--shard-size", "64B", "--max-memory", "100MB"),
+        )
+        assert done.exit_code == 0, done.output
+        assert "2 shards" in done.stdout
+        found = ms.open("out.safetensors")
+        assert set(found) == {"w", "bias"}
+        assert torch.equal(found.tensor("w"), model_at(1).weight.bfloat16())
+
+    def test_to_torch(self) -> None:
+        assert run("convert", "training.pt", "a.safetensors").exit_code == 0
+        assert run("convert", "a.safetensors", "b.pt", "--format", "torch").exit_code == 0
+        assert torch.load("b.pt")["epoch"] == 3
+
+    @pytest.mark.parametrize(
+        ("options", "code", "says"),
+        [
+            (["--format", "onnx"], 2, "onnx"),
+            (["--dtype", "int8"], 2, "int8"),
+            (["--shard-size", "much"], 2, "much"),
+            (["--max-memory", "0"], 2, "0"),
+            (["--max-memory", "10B"], 1, "--max-memory"),
+            (["--ignore", "nothing*"], 1, "match nothing"),
+            (["--key", "nothing"], 1, "--key"),
+            (["--no-overwrite"], 1, "--no-overwrite"),
+            (["--format", "torch", "--shard-size", "1MB"], 1, "shards"),
+        ],
+    )
+    def test_what_is_wrong(self, options: list[str], code: int, says: str, tmp_path: Path) -> None:
+        Path("out").write_text("mine")
+        before = sorted(os.listdir(tmp_path))
+        done = run("convert", "training.pt", "out", *options)
+        assert done.exit_code == code
+        assert says in done.stderr
+        assert "Traceback" not in done.stderr
+        assert Path("out").read_text() == "mine"
+        assert sorted(os.listdir(tmp_path)) == before
+
+
+@pytest.mark.parametrize(
+    ("text", "nbytes"),
+    [("1", 1), ("512MB", 512_000_000), ("5 GB", 5_000_000_000), ("1.5kb", 1500), ("2GiB", 2 << 30), ("7b", 7)],
+)
+def test_sizes(text: str, nbytes: int) -> None:
+    assert parse_size(text) == nbytes
