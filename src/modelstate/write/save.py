@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from time import perf_counter
 from typing import Any
 
+import torch
 from torch import nn
 
 from modelstate.errors import (
