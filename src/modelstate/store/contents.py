@@ -1,7 +1,7 @@
 """What is in a checkpoint of a store: opened, read and verified."""
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -17,7 +17,7 @@ from modelstate.errors import (
 from modelstate.read.checkpoint import Checkpoint
 from modelstate.read.open import open as open_checkpoint
 from modelstate.read.ranges import Request
-from modelstate.read.tree import rebuild
+from modelstate.read.tree import rebuild, subtree
 from modelstate.spec import Stored, StoredTensor
 from modelstate.store.record import Entry, damaged
 
@@ -69,11 +69,20 @@ def value_of(directory: str, entry: Entry) -> Any:
     if not entry.index:
         return _value(directory, entry)
     checkpoint = opened(directory, entry)
-    made = _read_plain(checkpoint)
     try:
-        return rebuild(checkpoint.contents.tree, lambda stored: _taken(made, checkpoint, stored))
+        return value_at(checkpoint, "")
     except EncodedValueError as error:
         raise damaged(directory, _in_short(error)) from error
+
+
+def value_at(checkpoint: Checkpoint, path: str) -> Any:
+    """What stands at a dotted path: containers, values, and tensors in memory of their own.
+
+    Raises `KeyNotFoundError`, `ReadFailedError`, and `CodecError`.
+    """
+    node = subtree(checkpoint.contents.tree, ".".join(filter(None, (checkpoint.key, path))), checkpoint.source)
+    made = _read_plain(checkpoint, [name for name in checkpoint if not path or f"{name}.".startswith(f"{path}.")])
+    return rebuild(node, lambda stored: _taken(made, checkpoint, stored))
 
 
 def _in_short(error: ModelStateError) -> str:
@@ -88,11 +97,11 @@ def _value(directory: str, entry: Entry) -> Any:
         raise damaged(directory, _in_short(error)) from error
 
 
-def _read_plain(checkpoint: Checkpoint) -> dict[int, torch.Tensor]:
-    """All tensors that are one run of bytes, read at once; by the identity of their descriptions."""
+def _read_plain(checkpoint: Checkpoint, names: Iterable[str]) -> dict[int, torch.Tensor]:
+    """The tensors of those that are one run of bytes, read at once; by the identity of their descriptions."""
     made: dict[int, torch.Tensor] = {}
     requests = []
-    for name in checkpoint:
+    for name in names:
         stored = checkpoint.stored(name)
         if isinstance(stored, StoredTensor) and stored.is_contiguous and id(stored) not in made:
             made[id(stored)] = tensor = torch.empty(stored.shape, dtype=stored.dtype)

@@ -1,0 +1,77 @@
+"""`modelstate.restore`: several objects out of one file."""
+
+import os
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+
+from modelstate.errors import KeyNotFoundError, ObjectKindError
+from modelstate.read.checkpoint import Checkpoint
+from modelstate.read.open import open as open_checkpoint
+from modelstate.store.contents import value_at
+from modelstate.store.objects import MODULE, OPTIMIZER, STATEFUL, Part, Target, targets_of
+from modelstate.store.restoring import Restored, RulesOf, restore_objects
+
+Source = str | os.PathLike[str] | Mapping[str, Any] | Checkpoint
+
+
+def restore(
+    objects: Mapping[str, Any],
+    source: Source,
+    *,
+    rules: RulesOf = (),
+    allow_missing: Iterable[str] = (),
+    allow_unexpected: Iterable[str] = (),
+    device: torch.device | str | None = None,
+    map: bool = True,
+    verify: bool = False,
+    progress: bool | None = None,
+    max_memory_bytes: int | None = None,
+) -> Restored:
+    """Gives several objects back what `modelstate.save` has written of them to one file: all of them, or none.
+
+    The objects are found under the names that they were saved under. A plain value among them says that the value is
+    wanted; it comes back in the result. The other arguments are those of `modelstate.load`, where patterns of names
+    begin with the path of an object.
+
+    Raises what opening raises, and what `restore_objects` raises; `ChecksumError` with `verify`.
+    """
+    targets = targets_of(objects)
+    checkpoint = open_checkpoint(source)
+    if verify:
+        checkpoint.verify()
+    saved = {path: part for path, target in targets.items() if (part := _part(checkpoint, path, target)) is not None}
+    known = {path.partition(".")[0] for path in targets}
+    for path in {name.partition(".")[0]: None for name in (*checkpoint, *checkpoint.extra)}:
+        if path not in known:
+            saved[path] = Part(STATEFUL, None)  # its kind makes no difference: there is no object for it
+    return restore_objects(
+        objects,
+        saved,
+        rules=rules,
+        allow_missing=allow_missing,
+        allow_unexpected=allow_unexpected,
+        device=device,
+        map=map,
+        progress=progress,
+        max_memory_bytes=max_memory_bytes,
+    )
+
+
+def _part(checkpoint: Checkpoint, path: str, target: Target) -> Part | None:
+    try:
+        if target.kind == MODULE:
+            return Part(MODULE, checkpoint.select(path))
+        value = value_at(checkpoint, path)
+    except KeyNotFoundError:
+        return None
+    if target.kind == OPTIMIZER and not isinstance(value, Mapping):
+        raise ObjectKindError(
+            "what was saved is not the state of an optimizer",
+            where=f"{checkpoint.source}: {path}",
+            expected="a mapping with state and param_groups",
+            found=type(value).__name__,
+            remedy="look at what the file has: modelstate inspect",
+        )
+    return Part(target.kind, value)

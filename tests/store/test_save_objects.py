@@ -1,0 +1,107 @@
+"""Several objects into one file, and back."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import nn
+
+import modelstate as ms
+from modelstate.errors import (
+    ChecksumError,
+    MissingObjectError,
+    ObjectKindError,
+    ObjectStateError,
+    UnexpectedObjectError,
+)
+
+
+def objects(seed: int = 0) -> dict[str, Any]:
+    torch.manual_seed(seed)
+    model = nn.Sequential(nn.Linear(3, 4), nn.Dropout(0.5), nn.Linear(4, 2))
+    optimizer = torch.optim.Adam(model.parameters())
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2)
+    averaged = {"model": nn.Linear(3, 3), "decay": 0.9}
+    return {
+        "model": model,
+        "optimizer": optimizer,
+        "scheduler": scheduler,
+        "rng": ms.RNG(),
+        "averaged": averaged,
+        "step": 3,
+    }
+
+
+def train(of: dict[str, Any], steps: int) -> list[float]:
+    losses = []
+    for _ in range(steps):
+        loss = of["model"](torch.randn(4, 3)).square().mean()
+        of["optimizer"].zero_grad()
+        loss.backward()
+        of["optimizer"].step()
+        of["scheduler"].step()
+        losses.append(loss.item())
+    return losses
+
+
+@pytest.mark.parametrize("shard_size_bytes", [None, 100])
+def test_training_goes_on_from_a_file(tmp_path: Path, shard_size_bytes: int | None) -> None:
+    first, path = objects(), tmp_path / "training.safetensors"
+    train(first, 3)
+    ms.save(first, path, shard_size_bytes=shard_size_bytes)
+    expected = train(first, 4)
+    second = objects(1)
+    restored = ms.restore(second, path, verify=True)
+    assert dict(restored) == {"step": 3, "averaged.decay": 0.9}
+    assert train(second, 4) == expected
+    assert torch.equal(first["averaged"]["model"].weight, second["averaged"]["model"].weight)
+
+
+def test_other_tools_and_load_take_a_part(tmp_path: Path) -> None:
+    of, path = objects(), tmp_path / "training.safetensors"
+    ms.save(of, path)
+    assert torch.equal(load_file(path)["model.0.weight"], of["model"][0].weight)
+    other = objects(1)["model"]
+    ms.load(other, path, key="model")
+    assert torch.equal(other[2].bias, of["model"][2].bias)
+
+
+def test_what_does_not_go_together(tmp_path: Path) -> None:
+    path = tmp_path / "training.safetensors"
+    ms.save(objects(), path)
+    less, before = objects(1), objects(1)
+    del less["scheduler"], less["averaged"]
+    with pytest.raises(UnexpectedObjectError, match="scheduler"):
+        ms.restore(less, path)
+    more = {**objects(1), "ema": nn.Linear(2, 2)}
+    with pytest.raises(MissingObjectError, match="ema"):
+        ms.restore(more, path)
+    with pytest.raises(ObjectKindError, match="not the state of an optimizer"):
+        ms.restore({"model": less["model"], "step": less["optimizer"]}, path, allow_unexpected=["*"])
+    assert all(map(torch.equal, less["model"].state_dict().values(), before["model"].state_dict().values()))
+    ms.restore(less, path, allow_unexpected=["scheduler", "averaged"])
+    ms.restore(more, path, allow_missing=["ema"])
+
+
+def test_damage_is_found_first(tmp_path: Path) -> None:
+    path = tmp_path / "training.safetensors"
+    ms.save(objects(), path)
+    data = bytearray(path.read_bytes())
+    data[-1] ^= 1
+    path.write_bytes(data)
+    with pytest.raises(ChecksumError):
+        ms.restore(objects(1), path, verify=True)
+
+
+def test_an_object_that_raises_is_named(tmp_path: Path) -> None:
+    class Broken:
+        def state_dict(self) -> Any:
+            raise LookupError("gone")
+
+        def load_state_dict(self, state: Any) -> None: ...
+
+    with pytest.raises(ObjectStateError, match="gone"):
+        ms.save({"broken": Broken()}, tmp_path / "x.safetensors")
+    assert not list(tmp_path.iterdir())
