@@ -190,6 +190,22 @@ class Checkpoint(Mapping[str, TensorSpec]):
         """
         return _Extra(self)
 
+    def value(self, path: str = "") -> Any:
+        """The state itself, or what is at a dotted path of it: containers, values, and tensors in memory of their own.
+
+        Tied tensors are one tensor. An `OrderedDict` of a module's state has torch's `_metadata`. Raises
+        `KeyNotFoundError`, `CodecError` for a value that cannot be decoded, and `ReadFailedError`.
+        """
+        known: dict[object, torch.Tensor] = {}
+
+        def read(stored: Stored) -> torch.Tensor:
+            key = bytes_key(stored, f"{len(known)}")
+            if key not in known:
+                known[key] = self.read(stored)
+            return known[key]
+
+        return rebuild(subtree(self._contents.tree, ".".join(filter(None, (self._key, path))), self._source), read)
+
     def encoded(self) -> Iterator[tuple[str, Encoded]]:
         """The values that are decoded when they are asked for, with the paths that they are at or below."""
         waiting = [

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from modelstate.codec.codec import decode
-from modelstate.errors import ForbiddenGlobalError
+from modelstate.errors import ForbiddenGlobalError, ManifestError
 from modelstate.read.pickled import Allowed
 from modelstate.read.rebuild import dims
 from modelstate.read.torch_globals import TorchGlobals
@@ -37,7 +37,7 @@ def composite(
     if missing or not parts:
         raise ValueError(f"made of {str(missing)[:80]}, which is not there")
     shape, stride = dims(said["shape"]), dims(said["stride"])
-    if min((*shape, *stride, 0)) < 0:
+    if min((*shape, *stride, 0)) < 0 or len(shape) != len(stride):
         raise ValueError(f"shape {shape}, stride {stride}")
     cls = _allowed(said["class"], allow, where, name)
     context = decode(said["context"], f"{where}: {name}")
@@ -51,13 +51,28 @@ def composite(
         made = {}
         for attribute, one, (first, last) in zip(parts, within, pairwise(ends), strict=True):
             made[attribute] = one.build(tensors[first:last]) if isinstance(one, StoredComposite) else tensors[first]
-        whole: torch.Tensor = cls.__tensor_unflatten__(made, context, torch.Size(shape), stride)
+        try:
+            whole: torch.Tensor = cls.__tensor_unflatten__(made, context, torch.Size(shape), stride)
+        except Exception as error:
+            raise _not_made(said["class"], f"{where}: {name}", f"{type(error).__name__}: {error}") from error
+        if tuple(whole.shape) != shape or whole.dtype != dtype:
+            raise _not_made(said["class"], f"{where}: {name}", f"{whole.dtype} of shape {tuple(whole.shape)}")
         return whole
 
     every = tuple(one for some in flat for one in some if isinstance(one, StoredTensor))
     return StoredComposite(said["class"], dtype, shape, every, build), [
         part for attribute, part in parts.items() if part == f"{name}.{attribute}"
     ]
+
+
+def _not_made(cls: str, where: str, found: str) -> ManifestError:
+    return ManifestError(
+        f"a tensor of the class {cls} cannot be made of what is stored of it",
+        where=where,
+        found=found[:500],
+        remedy="the version of the package that defines the class may be another one; the safetensors library reads "
+        "the parts alone",
+    )
 
 
 def _allowed(cls: str, allow: Sequence[object], where: str, name: str) -> Any:

@@ -2,7 +2,7 @@
 
 from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Callable, Iterator, Mapping
-from copy import copy
+from copy import copy, deepcopy
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -199,5 +199,8 @@ def _empty_like(node: Mapping[Any, Any]) -> dict[Any, Any]:
     if isinstance(node, defaultdict):
         return defaultdict(node.default_factory)
     if type(node) is OrderedDict:
-        return OrderedDict()
+        made = OrderedDict[Any, Any]()
+        if isinstance(versions := getattr(node, "_metadata", None), Mapping):
+            made._metadata = deepcopy(versions)  # type: ignore[attr-defined]
+        return made
     return Counter() if type(node) is Counter else {}

@@ -66,7 +66,7 @@ def old_files(path: str, but: Collection[str] = ()) -> list[str]:
     directory, name = os.path.split(path)
     index = name + INDEX_SUFFIX
     entries = sorted(os.listdir(directory or "."))
-    named = _named_in(os.path.join(directory, index)) or frozenset()
+    named = (_named_in(os.path.join(directory, index)) if index in entries else None) or frozenset()
     mine = re.compile(re.escape(name.removesuffix(SUFFIX)) + _OWN)
     shards = {one for one in entries if mine.fullmatch(one) or (one in named and _ANY.fullmatch(one))}
     for other in entries if shards else ():

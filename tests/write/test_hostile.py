@@ -1,0 +1,164 @@
+"""Manifests and indexes that somebody has edited: a checkpoint or a typed error, soon, and in little memory."""
+
+import json
+import random
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+from torch.testing._internal.two_tensor import TwoTensor
+
+import modelstate as ms
+from modelstate.read.manifest import KEY
+from tests.write.saves import NAME
+
+torch.serialization.add_safe_globals([TwoTensor])
+
+TARGETS: dict[str, Any] = {
+    "flat": {"a": torch.ones(2), "t": TwoTensor(torch.ones(2, 3), torch.ones(2, 3)), "x._extra_state": {"y": [1, 2.5]}},
+    "tree": {"a": {0: torch.ones(2), "b": [torch.ones(3), (torch.zeros(1), {"c", "d"})]}, "n": None, "s": "text"},
+}
+VALUES = [
+    None,
+    True,
+    -1,
+    0,
+    10**30,
+    2**70,
+    1e308,
+    "",
+    "a",
+    "t.a",
+    "$tensor",
+    [],
+    {},
+    [[]],
+    {"$tensor": "a"},
+    "x" * 5000,
+]
+VALUES += [{"value": {"$nothing": 1}}, {"dict": [["a", "a"]]}, {"list": "a"}, {"tuple": ["a"]}, [0] * 2000]
+
+
+def places(node: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
+    if path:
+        yield path
+    for key, value in node.items() if isinstance(node, dict) else enumerate(node) if isinstance(node, list) else ():
+        yield from places(value, (*path, key))
+
+
+def edited(manifest: Any, path: tuple[Any, ...], draw: random.Random) -> Any:
+    made = json.loads(json.dumps(manifest))
+    node = made
+    for key in path[:-1]:
+        node = node[key]
+    what = draw.randrange(4)
+    if what == 0:
+        del node[path[-1]]
+    elif what == 1 and isinstance(node, dict):
+        node[draw.choice(["a", "", "versions", "ordered", "x"])] = node.pop(path[-1])
+    elif what == 2:
+        other = draw.choice(list(places(manifest)))
+        found = manifest
+        for key in other:
+            found = found[key]
+        node[path[-1]] = found
+    else:
+        node[path[-1]] = draw.choice(VALUES)
+    return made
+
+
+def read_all(path: Path) -> bool:
+    """Whether all of it can be read; what cannot raises one of our errors."""
+    begin = time.perf_counter()
+    try:
+        checkpoint = ms.open(path)
+        for name in checkpoint:
+            checkpoint.tensor(name)
+        for name in checkpoint.extra:
+            checkpoint.extra[name]
+        checkpoint.metadata  # noqa: B018
+        checkpoint.value()
+    except ms.ModelStateError:
+        return False
+    finally:
+        assert time.perf_counter() - begin < 5
+    return True
+
+
+@pytest.mark.parametrize("name", TARGETS)
+def test_edited_manifests(tmp_path: Path, name: str) -> None:
+    path = tmp_path / NAME
+    ms.save(TARGETS[name], path, extra={"git": (1, torch.ones(2))}, schema="1")
+    with safe_open(path, "pt") as file:
+        manifest = json.loads(file.metadata()[KEY])
+    tensors, draw = load_file(path), random.Random(name)
+    save_file(tensors, path, metadata={KEY: json.dumps(manifest)})
+    assert read_all(path)
+    every = list(places(manifest))
+    outcomes = set()
+    for _ in range(600):
+        made = edited(manifest, draw.choice(every), draw)
+        save_file(tensors, path, metadata={KEY: json.dumps(made)})
+        outcomes.add(read_all(path))
+    assert outcomes == {True, False}
+
+
+def nested(depth: int) -> Any:
+    made: Any = "a"
+    for _ in range(depth):
+        made = {"list": [made]}
+    return made
+
+
+LARGE: dict[str, Any] = {
+    "deep": {"tree": nested(300)},
+    "the same tensor often": {"tree": {"list": ["a"] * 1_000_000}},
+    "keys of one hash": {"tree": {"dict": [[n * (2**61 - 1), {"value": 1}] for n in range(100_000)]}},
+    "digests": {"digests": {"algorithm": "xxh3-128", "block_bytes": 4 << 20, "tensors": {"a": "0" * 10_000_000}}},
+    "shape": {
+        "subclasses": {
+            "w": {
+                "class": "torch.testing._internal.two_tensor.TwoTensor",
+                "parts": {"a": "a", "b": "a"},
+                "context": None,
+                "shape": [2**62] * 20,
+                "stride": [1] * 20,
+                "dtype": {"$dtype": "float32"},
+            }
+        }
+    },
+}
+
+
+@pytest.mark.parametrize("name", LARGE)
+def test_large_ones_take_little(tmp_path: Path, name: str) -> None:
+    save_file({"a": torch.ones(2)}, tmp_path / NAME, metadata={KEY: json.dumps({"format": 1, **LARGE[name]})})
+    begin = time.perf_counter()
+    if name == "the same tensor often":
+        assert len(ms.open(tmp_path / NAME)) == 1_000_000
+    else:
+        with pytest.raises(ms.ModelStateError):
+            ms.open(tmp_path / NAME).tensor("w")
+    assert time.perf_counter() - begin < 20
+
+
+def test_edited_indexes(tmp_path: Path) -> None:
+    report = ms.save(TARGETS["tree"], tmp_path / NAME, shard_size_bytes=8)
+    index = Path(report.files[0])
+    said = json.loads(index.read_text())
+    del said["metadata"]["modelstate_seal"]
+    said["metadata"][KEY] = json.loads(said["metadata"][KEY])
+    draw, outcomes = random.Random(3), set()
+    every = list(places(said))
+    for _ in range(400):
+        made = edited(said, draw.choice(every), draw)
+        if isinstance(made.get("metadata"), dict) and KEY in made["metadata"]:
+            made["metadata"][KEY] = json.dumps(made["metadata"][KEY])
+        index.write_text(json.dumps(made))
+        outcomes.add(read_all(index))
+    assert outcomes == {True, False}
