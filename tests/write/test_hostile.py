@@ -17,7 +17,12 @@ import modelstate as ms
 from modelstate.read.manifest import KEY
 from tests.write.saves import NAME
 
-torch.serialization.add_safe_globals([TwoTensor])
+
+@pytest.fixture(autouse=True)
+def known() -> Iterator[None]:
+    with torch.serialization.safe_globals([TwoTensor]):
+        yield
+
 
 TARGETS: dict[str, Any] = {
     "flat": {"a": torch.ones(2), "t": TwoTensor(torch.ones(2, 3), torch.ones(2, 3)), "x._extra_state": {"y": [1, 2.5]}},

@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,13 @@ from modelstate.errors import ForbiddenGlobalError, ManifestError, UnsavableErro
 from tests.write.saves import NAME
 
 quantization = pytest.importorskip("torchao.quantization")
+
+
+@pytest.fixture(autouse=True)
+def known() -> Iterator[None]:
+    """torch is told of the class, as packages tell it of theirs."""
+    with torch.serialization.safe_globals([TwoTensor]):
+        yield
 
 
 class Failing(TwoTensor):
