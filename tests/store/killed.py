@@ -1,0 +1,115 @@
+"""Programs that are killed: they run in processes that are forked from one that has imported torch already."""
+
+import hashlib
+import os
+import signal
+from collections.abc import Callable
+from multiprocessing import get_context
+from multiprocessing.connection import Connection
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from torch import nn
+
+import modelstate as ms
+from modelstate.read import workers
+from tests.store.common import failing_call
+
+CONTEXT: Any = get_context("forkserver")
+CONTEXT.set_forkserver_preload(["torch", "safetensors.torch", "modelstate"])
+
+
+class Job:
+    """A part that is trained with Adam, and a frozen one; all that there is has a digest."""
+
+    def __init__(self) -> None:
+        torch.manual_seed(0)
+        self.model = nn.ModuleDict({"base": nn.Linear(64, 64).requires_grad_(False), "head": nn.Linear(64, 32)})
+        self.optimizer = torch.optim.Adam(self.model["head"].parameters(), 1e-2)
+
+    def objects(self, step: int | None) -> dict[str, Any]:
+        check = None if step is None else self.digest()
+        return {"model": self.model, "optimizer": self.optimizer, "step": step, "digest": check}
+
+    def train(self) -> None:
+        self.optimizer.zero_grad()
+        self.model["head"](self.model["base"](torch.randn(4, 64))).pow(2).mean().backward()
+        self.optimizer.step()
+
+    def digest(self) -> str:
+        found = hashlib.sha256()
+        for tensor in self.model.state_dict().values():
+            found.update(tensor.numpy().tobytes())
+        for values in self.optimizer.state_dict()["state"].values():
+            for tensor in values.values():
+                found.update(tensor.numpy().tobytes())
+        return found.hexdigest()
+
+
+def start(target: Callable[..., None], *given: Any) -> tuple[Any, Connection]:
+    """The process, and where it says what it has done."""
+    here, there = CONTEXT.Pipe(duplex=False)
+    process = CONTEXT.Process(target=target, args=(there, *given))
+    process.start()
+    there.close()
+    return process, here
+
+
+def said(by: Connection) -> list[Any]:
+    """All that a process has said before it was killed."""
+    found = []
+    try:
+        while True:
+            found.append(by.recv())
+    except (EOFError, OSError):
+        return found
+
+
+def _as_a_process_of_its_own() -> None:
+    workers._is_forked = False  # what it was forked from had no threads, so that none is missing
+    torch.set_num_threads(1)
+
+
+def train(report: Connection, directory: str, steps: int) -> None:
+    """Goes on from the latest checkpoint, and says which step is saved, each time that the store has said so."""
+    _as_a_process_of_its_own()
+    job, store = Job(), ms.Store(directory, keep=2)
+    at = 0
+    if store.latest() is not None:
+        restored = store.restore(job.objects(None))
+        at = restored["step"]
+        assert restored["digest"] == job.digest()
+    report.send(("began", at))
+    for step in range(at + 1, at + 1 + steps):
+        job.train()
+        if step % 3 == 0:
+            pending = store.save(step, job.objects(step), block=False)
+            assert pending is not None
+            job.train()
+            pending.result()
+        else:
+            store.save(step, job.objects(step))
+        report.send(("saved", step))
+    report.send(("ended", step))
+
+
+def killed_at(report: Connection, directory: str, number: int) -> None:
+    """Saves, and is killed in the second save just before one of the calls that change the disk."""
+    _as_a_process_of_its_own()
+    job, store = Job(), ms.Store(directory, keep=1)
+    store.save(1, job.objects(1))
+    report.send(("saved", 1))
+    job.train()
+    with failing_call(number, lambda: os.kill(os.getpid(), signal.SIGKILL)):
+        store.save(2, job.objects(2))
+        report.send(("saved", 2))
+
+
+def save_in_place(report: Connection, how: str, path: str) -> None:
+    """Saves over and over to one path."""
+    _as_a_process_of_its_own()
+    save: dict[str, Callable[[Any, str], object]] = {"torch": torch.save, "safetensors": save_file, "ours": ms.save}
+    for number in range(10_000):
+        save[how]({f"w{index}": torch.full((1 << 19,), float(number)) for index in range(4)}, path)
+        report.send(number)

@@ -1,0 +1,75 @@
+"""Killed at any moment: what was reported as saved is there, whole, and nothing else is taken for a checkpoint."""
+
+import os
+import random
+import signal
+import time
+from pathlib import Path
+
+import modelstate as ms
+from tests.store.common import litter
+from tests.store.killed import Job, killed_at, said, start, train
+
+KILLS = int(os.environ.get("MODELSTATE_KILLS", "30"))
+"""At random moments; the figures in the docs are of 300."""
+
+
+def check(directory: Path, newest: int) -> int:
+    """The store opens, has the newest step that was reported or a later one, and gives back what was saved."""
+    store = ms.Store(directory)
+    assert set(store.verify().values()) <= {""}
+    latest = store.latest() or 0
+    assert latest >= newest
+    for step in store.steps():
+        job = Job()
+        restored = store.restore(job.objects(None), step)
+        assert restored["digest"] == job.digest()
+        assert restored["step"] == step
+    return latest
+
+
+def test_at_random_moments(tmp_path: Path) -> None:
+    chance = random.Random(0)
+    newest = kills = unfinished = 0
+    began, seconds = time.monotonic(), 0.3
+    while kills < KILLS:
+        process, report = start(train, str(tmp_path), 10_000)
+        assert report.poll(60)
+        assert report.recv()[0] == "began"
+        time.sleep(chance.random() * seconds)
+        process.kill()
+        process.join()
+        assert process.exitcode == -signal.SIGKILL
+        steps = [step for what, step in said(report) if what == "saved"]
+        newest = max([newest, *steps])
+        unfinished += bool(litter(tmp_path))
+        newest = check(tmp_path, newest)
+        kills += 1
+    process, report = start(train, str(tmp_path), 3)
+    process.join()
+    assert said(report)[-1] == ("ended", newest + 3)
+    assert not litter(tmp_path)
+    assert ms.Store(tmp_path).steps() == (newest + 2, newest + 3)
+    print(f"{kills} kills, {newest} steps, {unfinished} in a save, {time.monotonic() - began:.0f} s")
+    assert unfinished > kills / 10  # else it was not the saves that were killed
+
+
+def test_at_every_call_that_changes_the_disk(tmp_path: Path) -> None:
+    reported: list[int] = []
+    for number in range(1, 500):
+        directory = tmp_path / str(number)
+        process, report = start(killed_at, str(directory), number)
+        process.join()
+        steps = [step for _, step in said(report)]
+        if process.exitcode == 0:
+            assert steps == [1, 2]
+            break
+        assert process.exitcode == -signal.SIGKILL
+        reported.append(check(directory, max(steps)))
+        ms.Store(directory, keep=1).save(3, {"value": 3})
+        assert not litter(directory)
+        assert ms.Store(directory).verify() == {3: ""}
+    # At some call the new one comes to be there, and from then on it is; the pruning of the old one is killed, too.
+    assert reported == sorted(reported)
+    assert set(reported) == {1, 2}
+    assert len(reported) > 20
