@@ -101,8 +101,13 @@ CALLS = ("open", "fallocate", "pwritev", "fsync", "close", "replace", "link", "u
 
 
 @contextmanager
-def failing_call(number: int | None, error: BaseException | Callable[[], object] | None = None) -> Iterator[list[str]]:
-    """Has one of the calls that write, counted from 1, raise an error, or do something first; and lists the calls."""
+def failing_call(
+    number: int, error: BaseException | Callable[[], object], *, lasting: bool = False
+) -> Iterator[list[str]]:
+    """Has one of the calls that write, counted from 1, raise an error, or do something first; and lists the calls.
+
+    With `lasting` all calls behind it do the same.
+    """
     made: list[str] = []
     lock = threading.Lock()
     real = {name: getattr(system, name) for name in CALLS}
@@ -110,12 +115,11 @@ def failing_call(number: int | None, error: BaseException | Callable[[], object]
     def before(name: str) -> None:
         with lock:
             made.append(name)
-            if len(made) != number:
+            if len(made) != number and not (lasting and len(made) > number):
                 return
         if isinstance(error, BaseException):
             raise error
-        if error is not None:
-            error()
+        error()
 
     def replaced(name: str) -> Callable[..., Any]:
         def call(*given: Any) -> Any:

@@ -13,8 +13,10 @@ from modelstate.errors import (
     ModelStateError,
     NewerManifestError,
     OpenError,
+    ReadFailedError,
 )
 from modelstate.read.checkpoint import Checkpoint
+from modelstate.read.digests import digest
 from modelstate.read.open import open as open_checkpoint
 from modelstate.read.ranges import Request
 from modelstate.read.tree import rebuild, subtree
@@ -52,6 +54,7 @@ def verify(directory: str, entry: Entry, on_read: Callable[[int], None] | None =
     """
     if not entry.index:
         return 0  # it stands in the record, which is sealed
+    _verify_heads(directory, entry)
     checkpoint = opened(directory, entry)
     if not checkpoint.checksums:
         return 0
@@ -59,6 +62,18 @@ def verify(directory: str, entry: Entry, on_read: Callable[[int], None] | None =
         return checkpoint.verify(on_read)
     except ChecksumError as error:
         raise damaged(directory, _in_short(error)) from error
+
+
+def _verify_heads(directory: str, entry: Entry) -> None:
+    for name, file in entry.files.items():
+        path = os.path.join(directory, name)
+        try:
+            with open(path, "rb") as opened_file:
+                found = digest(opened_file.read(file.head_bytes))
+        except OSError as error:
+            raise ReadFailedError("reading failed", where=path, found=error) from error
+        if found != file.head:
+            raise damaged(directory, f"{name}: what it says of its tensors is not what was written")
 
 
 def value_of(directory: str, entry: Entry) -> Any:

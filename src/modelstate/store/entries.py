@@ -35,6 +35,8 @@ class Before:
 
     files: Mapping[str, tuple[str, ...]]
     """Paths, each with the names of its tensors."""
+    records: Mapping[str, FileRecord]
+    """Of the same paths."""
     kinds: Mapping[str, _Kind]
     digests: Mapping[str, str]
 
@@ -56,6 +58,8 @@ class _Files:
     names: dict[str, Sequence[str]] = field(default_factory=dict)
     """Each with its tensors."""
     digests: dict[str, str] = field(default_factory=dict)
+    records: dict[str, FileRecord] = field(default_factory=dict)
+    """Of files that are linked."""
     written: int = 0
     linked: int = 0
 
@@ -68,22 +72,26 @@ def before_of(directory: str, entry: Entry | None) -> Before | None:
         weight_map, said = sharded.read_index(os.path.join(directory, entry.index))
         digests = json.loads(said[KEY])["digests"]["tensors"]
         kinds: dict[str, _Kind] = {}
-        files = {}
+        files, records = {}, {}
         for name in dict.fromkeys(weight_map.values()):
             path = os.path.join(directory, name)
-            if _is_untouched(path, entry.files.get(name)):
+            record = entry.files.get(name)
+            if record is not None and _is_untouched(path, record):
                 tensors = safetensors.read(path).tree
                 assert isinstance(tensors, Mapping)
                 kinds |= {key: (one.dtype, tuple(one.shape)) for key, one in tensors.items()}
-                files[path] = tuple(tensors)
+                files[path], records[path] = tuple(tensors), record
     except (OpenError, OSError, ValueError, KeyError, TypeError):
         return None  # it is written anew
-    return Before(files, kinds, digests)
+    return Before(files, records, kinds, digests)
 
 
-def _is_untouched(path: str, record: FileRecord | None) -> bool:
+def _is_untouched(path: str, record: FileRecord) -> bool:
     found = os.stat(path, follow_symlinks=False)
-    return record is not None and (found.st_size, found.st_mtime_ns) == (record.nbytes, record.mtime_ns)
+    if (found.st_size, found.st_mtime_ns) != (record.nbytes, record.mtime_ns):
+        return False
+    with open(path, "rb") as file:
+        return digest(file.read(record.head_bytes)) == record.head
 
 
 def write_entry(
@@ -114,18 +122,17 @@ def write_entry(
     with new_file(os.path.join(directory, index)) as output:
         output.append(index_of(files.names, total, made.manifest(None, files.digests)))
         files.written += output.nbytes
-    entry = Entry(kind, index, {name: _record(os.path.join(directory, name)) for name in (*files.names, index)})
-    return Written(entry, files.written, files.linked)
+    records = {name: files.records.get(name) or _record(directory, name) for name in (*files.names, index)}
+    return Written(Entry(kind, index, records), files.written, files.linked)
 
 
 def _write_without_tensors(files: _Files, key: str, kind: str, made: Draft) -> Written:
     """An index of no files is none: what is said of the object stands in a file that has no tensors."""
     planned = layout({}, lambda digests: {**SHARD_METADATA, KEY: made.manifest(None, digests)})
     name = f"{key}{SUFFIX}"
-    path = os.path.join(files.directory, name)
-    with new_file(path) as output:
+    with new_file(os.path.join(files.directory, name)) as output:
         write(output, planned)
-    return Written(Entry(kind, name, {name: _record(path)}), planned.nbytes)
+    return Written(Entry(kind, name, {name: _record(files.directory, name)}), planned.nbytes)
 
 
 def _link_what_is_unchanged(files: _Files, left: dict[str, torch.Tensor], before: Before) -> set[str]:
@@ -141,7 +148,7 @@ def _link_what_is_unchanged(files: _Files, left: dict[str, torch.Tensor], before
             system.link(path, os.path.join(files.directory, name))
         except OSError:
             continue  # no links here, or too many: it is written
-        files.names[name] = names
+        files.names[name], files.records[name] = names, before.records[path]
         files.linked += os.stat(path).st_size
         for one in names:
             files.digests[one] = now[one]
@@ -170,9 +177,14 @@ def _write_file(files: _Files, key: str, tensors: Mapping[str, torch.Tensor]) ->
     files.written += planned.nbytes
 
 
-def _record(path: str) -> FileRecord:
+def _record(directory: str, name: str) -> FileRecord:
+    path = os.path.join(directory, name)
     found = os.stat(path)
-    return FileRecord(found.st_size, found.st_mtime_ns)
+    with open(path, "rb") as file:
+        head = file.read() if name.endswith(INDEX_SUFFIX) else file.read(8)
+        if not name.endswith(INDEX_SUFFIX):
+            head += file.read(int.from_bytes(head, "little"))
+    return FileRecord(found.st_size, found.st_mtime_ns, len(head), digest(head))
 
 
 def remove_directory(path: str) -> None:

@@ -24,6 +24,10 @@ class FileRecord:
 
     nbytes: int
     mtime_ns: int
+    head_bytes: int
+    """What says of its tensors where and what they are: the header, or all of an index."""
+    head: str
+    """The digest of that. A file's own seal says less: whoever damages its name takes the seal away."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +62,9 @@ class Record:
         for key, entry in self.entries.items():
             said: dict[str, Any] = {"kind": entry.kind}
             if entry.index:
-                files = {name: [one.nbytes, one.mtime_ns] for name, one in entry.files.items()}
+                files = {
+                    name: [one.nbytes, one.mtime_ns, one.head_bytes, one.head] for name, one in entry.files.items()
+                }
                 said |= {"index": entry.index, "files": files}
             else:
                 said["value"] = entry.value
@@ -113,7 +119,7 @@ def read_record(directory: str) -> Record:
 def _parsed(said: dict[str, Any]) -> Record:
     entries = {}
     for key, one in said["entries"].items():
-        files = {name: FileRecord(int(nbytes), int(mtime)) for name, (nbytes, mtime) in one.get("files", {}).items()}
+        files = {name: _file(*said) for name, said in one.get("files", {}).items()}
         if any(os.path.basename(name) != name for name in (*files, key)):
             raise ValueError(f"a file outside its directory: {key}")
         index = one.get("index", "")
@@ -122,6 +128,12 @@ def _parsed(said: dict[str, Any]) -> Record:
         entries[key] = Entry(one["kind"], index, files, one.get("value"))
     metrics = {str(name): float(value) for name, value in said["metrics"].items()}
     return Record(str(said["store"]), int(said["step"]), float(said["time"]), metrics, entries)
+
+
+def _file(nbytes: Any, mtime_ns: Any, head_bytes: Any, head: Any) -> FileRecord:
+    if not type(nbytes) is type(mtime_ns) is type(head_bytes) is int or type(head) is not str:
+        raise ValueError("what is said of a file is not what it must be")
+    return FileRecord(nbytes, mtime_ns, head_bytes, head)
 
 
 def damaged(where: str, found: str) -> DamagedCheckpointError:

@@ -1,0 +1,204 @@
+"""A disk that fails, at every call of a save in turn: a clear error, what was there is there, and training goes on."""
+
+import errno
+import os
+import shutil
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import modelstate as ms
+from modelstate import errors
+from modelstate.testing import faulty_reads
+from modelstate.write import system
+from tests.store.common import Training, contents, failing_call, litter
+
+CODES = {"ENOSPC": errno.ENOSPC, "EIO": errno.EIO, "EDQUOT": errno.EDQUOT, "EACCES": errno.EACCES}
+
+
+class Half(Training):
+    """One half is frozen, so that there is something to link."""
+
+    def __init__(self, seed: int = 0) -> None:
+        super().__init__(seed)
+        self.frozen = nn.Linear(16, 16).requires_grad_(False)
+
+    @property
+    def objects(self) -> dict[str, Any]:
+        return {"model": nn.ModuleDict({"a": self.model, "b": self.frozen}), "optimizer": self.optimizer, "plain": 1}
+
+
+def same(store: ms.Store, step: int, bits: dict[str, bytes]) -> bool:
+    fresh = Half(5)
+    store.restore(fresh.objects, step)
+    return fresh.bits() == bits
+
+
+@pytest.mark.parametrize("lasting", [False, True], ids=["once", "from then on"])
+@pytest.mark.parametrize("code", CODES)
+def test_every_call_in_turn(tmp_path: Path, code: str, lasting: bool) -> None:
+    store, training = ms.Store(tmp_path, keep=2), Half()
+    bits = {}
+    for step in (0, 1):
+        store.save(step, training.train().objects)
+        bits[step] = training.bits()
+    failed = survived = 0
+    for number in range(1, 500):
+        step = store.latest() or 0
+        was = contents(tmp_path)
+        training.train()
+        error = OSError(CODES[code], os.strerror(CODES[code]))
+        done = None
+        with failing_call(number, error, lasting=lasting) as calls:
+            try:
+                done = store.save(step + 1, training.objects)
+            except (errors.WriteFailedError, errors.StoreAccessError) as raised:
+                said = str(raised)
+        if done is None:
+            assert os.strerror(CODES[code]) in said
+        assert set(store.verify().values()) == {""}, calls[-1]
+        if len(calls) < number:
+            assert done
+            break
+        if done is None:
+            failed += 1
+            assert same(store, step, bits[step])
+            if not lasting:
+                assert contents(tmp_path) == was, calls[-1]
+        else:
+            survived += 1
+        # Training is not held up, and the next save works.
+        training.train()
+        following = (store.latest() or 0) + 1
+        store.save(following, training.objects)
+        bits[following] = training.bits()
+        assert same(store, following, bits[following])
+        assert not litter(tmp_path), calls[number - 1]
+        assert len(store.steps()) == 2
+    assert failed > 20
+    assert survived > 3  # of links, and of what takes away old ones
+
+
+def test_in_the_background(tmp_path: Path) -> None:
+    store, training = ms.Store(tmp_path, keep=2), Half()
+    store.save(0, training.train().objects)
+    bits = training.bits()
+    for number in (1, 2, 5, 9, 14, 20):
+        was = contents(tmp_path)
+        with failing_call(number + 2, OSError(errno.EIO, "an I/O error")):
+            pending = store.save(1, training.train().objects, block=False)
+            assert pending is not None
+            with pytest.raises(errors.WriteFailedError):
+                pending.result()
+        assert contents(tmp_path) == was
+        assert same(store, 0, bits)
+    pending = store.save(1, training.objects, block=False)
+    assert pending is not None
+    pending.result()
+    assert store.verify() == {0: "", 1: ""}
+
+
+@pytest.mark.parametrize("most", [1, 7, 4096])
+def test_short_writes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, most: int) -> None:
+    def pwritev(descriptor: int, buffers: Any, offset: int) -> int:
+        return os.pwrite(descriptor, memoryview(buffers[0])[:most], offset)
+
+    monkeypatch.setattr(system, "pwritev", pwritev)
+    store, training = ms.Store(tmp_path), Half().train()
+    store.save(1, training.objects)
+    assert store.verify() == {1: ""}
+    assert same(store, 1, training.bits())
+
+
+@pytest.mark.parametrize("what", ["all", "the step", "moved"])
+def test_the_directory_goes_at_every_call(tmp_path: Path, what: str) -> None:
+    training, directory = Half(), tmp_path / "run"
+    store = ms.Store(directory, keep=2)
+
+    def take() -> None:
+        if what == "moved":
+            directory.rename(tmp_path / f"aside {number}")
+        elif what == "all":
+            shutil.rmtree(directory)
+        else:
+            for path in litter(directory):
+                shutil.rmtree(path, ignore_errors=True)
+
+    refused = 0
+    for number in range(1, 500):
+        step = store.latest() or 0
+        training.train()
+        with failing_call(number, take) as calls:
+            try:
+                store.save(step + 1, training.objects)
+            except (errors.WriteFailedError, errors.StoreAccessError):
+                refused += 1
+        if len(calls) < number:
+            break
+        assert set(store.verify().values()) <= {""}
+        step = (store.latest() or 0) + 1
+        store.save(step, training.objects)
+        assert same(store, step, training.bits())
+        assert not litter(directory)
+        store.save(step + 1, training.objects)
+    assert refused > 10
+
+
+@pytest.mark.parametrize("code", [errno.EROFS, errno.EACCES, errno.EPERM])
+def test_a_disk_that_has_become_read_only(tmp_path: Path, code: int) -> None:
+    store, training = ms.Store(tmp_path), Half().train()
+    store.save(1, training.objects)
+    bits, was = training.bits(), contents(tmp_path)
+    with failing_call(1, OSError(code, os.strerror(code)), lasting=True):
+        with pytest.raises(errors.WriteFailedError):
+            store.save(2, training.train().objects)
+        with pytest.raises(errors.WriteFailedError):
+            store.pin(1)
+        with pytest.raises(errors.WriteFailedError):
+            ms.Store(tmp_path / "other").save(1, {"value": 1})
+        assert same(store, 1, bits)
+        assert store.prune(1) == ()
+    assert contents(tmp_path) == was
+    store.save(2, training.objects)
+
+
+def test_a_prune_that_fails(tmp_path: Path) -> None:
+    store = ms.Store(tmp_path)
+    for number in range(1, 100):
+        for step in (1, 2, 3):
+            store.save(step, {"value": {"tensor": torch.ones(1)}}, overwrite=True)
+        failing = failing_call(number, OSError(errno.EIO, "an I/O error"))
+        with failing as calls, suppress(errors.WriteFailedError):
+            assert store.prune(1) == (1, 2)
+        assert store.steps()[-1] == 3
+        assert set(store.verify().values()) == {""}
+        store.prune(1)
+        assert store.steps() == (3,)
+        assert not litter(tmp_path)
+        if len(calls) < number:
+            break
+    assert number > 5
+
+
+def test_reads_that_fail(tmp_path: Path) -> None:
+    """At every request of a restore: the objects are what they were, and no checkpoint is given up for it."""
+    store, training = ms.Store(tmp_path), Half().train()
+    store.save(1, training.objects)
+    target = Half(7)
+    bits = target.bits()
+    with faulty_reads() as faults:
+        store.restore(Half(8).objects, 1)
+    for number in range(1, len(faults.requests) + 1):
+        with faulty_reads(at=number, error=OSError(errno.EIO, "an I/O error")):
+            try:
+                store.restore(target.objects, 1)
+                target = Half(7)
+            except errors.ModelStateError:
+                assert target.bits() == bits, number
+        store = ms.Store(tmp_path)
+    store.restore(target.objects)
+    assert target.bits() == training.bits()

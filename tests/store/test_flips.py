@@ -1,0 +1,70 @@
+"""A single bit that is another one, anywhere in a stored checkpoint, is found, and never comes back into a model."""
+
+import os
+import random
+from pathlib import Path
+
+import pytest
+
+import modelstate as ms
+from modelstate import errors
+from tests.store.killed import Job
+from tests.store.training import Run, state_of
+
+FLIPS = 500
+
+
+def flipped(path: Path, place: int, bit: int) -> None:
+    """In place, as a disk does it."""
+    status = path.stat()
+    with open(path, "r+b") as file:
+        file.seek(place)
+        (value,) = file.read(1)
+        file.seek(place)
+        file.write(bytes([value ^ (1 << bit)]))
+    os.utime(path, ns=(status.st_atime_ns, status.st_mtime_ns))
+
+
+def test_every_flip_is_found(tmp_path: Path) -> None:
+    chance, job = random.Random(0), Job()
+    job.train()
+    store = ms.Store(tmp_path, shard_size_bytes=4000)
+    step = Path(store.save(1, job.objects(1)).path)
+    files = sorted(path for path in step.iterdir() if path.stat().st_size)
+    assert len(files) > 6
+    found = dict.fromkeys(files, 0)
+    for number in range(FLIPS):
+        # Half of them anywhere in a file, half of them anywhere at all.
+        sizes = [1 if number % 2 else path.stat().st_size for path in files]
+        (path,) = chance.choices(files, sizes)
+        place, bit = chance.randrange(path.stat().st_size), chance.randrange(8)
+        flipped(path, place, bit)
+        where = f"{path.name}, byte {place}, bit {bit}"
+        # Another one each time: a store remembers what it has found.
+        assert ms.Store(tmp_path).verify()[1], where
+        target = Job()
+        before = target.digest()
+        with pytest.raises((errors.StoreError, errors.NewerManifestError)):
+            ms.Store(tmp_path).restore(target.objects(None), step=1)
+        assert target.digest() == before, where
+        flipped(path, place, bit)
+        found[path] += 1
+    assert min(found.values()) > 5
+    assert ms.Store(tmp_path).verify() == {1: ""}
+
+
+def test_every_kind_of_object_is_covered(tmp_path: Path) -> None:
+    run = Run()
+    run.train(2)
+    store = ms.Store(tmp_path)
+    step = Path(store.save(1, run.objects).path)
+    target = Run()
+    was = state_of(target.objects)
+    for path in sorted(step.iterdir()):
+        for place in {0, path.stat().st_size // 2, path.stat().st_size - 1}:
+            flipped(path, place, 3)
+            assert ms.Store(tmp_path).verify()[1], path.name
+            with pytest.raises((errors.StoreError, errors.NewerManifestError)):
+                ms.Store(tmp_path).restore(target.objects, step=1)
+            flipped(path, place, 3)
+    assert state_of(target.objects) == was

@@ -1,0 +1,133 @@
+"""Who reads a store while another process saves and takes away: never an error, never half a checkpoint."""
+
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+import modelstate as ms
+from modelstate import errors
+from tests.store.killed import Job, start, train
+
+SECONDS = 3.0
+
+
+@pytest.mark.filterwarnings("error::modelstate.errors.DamagedCheckpointWarning")
+def test_readers_see_whole_checkpoints_only(tmp_path: Path) -> None:
+    process, report = start(train, str(tmp_path), 100_000)
+    wrong: list[str] = []
+    counts: dict[str, int] = {}
+    over = threading.Event()
+
+    def restore() -> None:
+        job = Job()
+        restored = store().restore(job.objects(None))
+        assert restored["digest"] == job.digest()
+        assert restored.skipped == {}
+
+    def restore_one() -> None:
+        job, here = Job(), store()
+        try:
+            restored = here.restore(job.objects(None), here.steps()[0])
+        except errors.StepNotFoundError:
+            return  # it has been taken away
+        assert restored["digest"] == job.digest()
+
+    def look() -> None:
+        here = store()
+        infos = here.infos()
+        assert all(info.intact and info.nbytes for info in infos), infos
+        assert 1 <= len(infos) <= 4
+        assert 1 <= len(here.steps()) <= 4
+
+    def verify() -> None:
+        assert set(store().verify().values()) <= {""}
+
+    def opened() -> None:
+        with store().open("model") as checkpoint:
+            assert len(checkpoint) == 4
+
+    def store() -> ms.Store:
+        return ms.Store(tmp_path)
+
+    def repeat(read: Callable[[], None]) -> None:
+        while not over.is_set():
+            try:
+                read()
+                counts[read.__name__] = counts.get(read.__name__, 0) + 1
+            except BaseException as error:
+                wrong.append(f"{read.__name__}: {error!r}")
+                return
+
+    try:
+        first = None
+        while first is None or first[0] != "saved":
+            assert report.poll(60)
+            first = report.recv()
+        readers = (restore, restore_one, look, verify, opened)
+        threads = [threading.Thread(target=repeat, args=(read,)) for read in readers]
+        for thread in threads:
+            thread.start()
+        saved, until = 0, time.monotonic() + SECONDS
+        while time.monotonic() < until and not wrong:
+            saved += report.poll(0.1) and report.recv()[0] == "saved"
+        over.set()
+        for thread in threads:
+            thread.join()
+    finally:
+        process.kill()
+        process.join()
+    assert not wrong
+    assert saved > 10
+    assert len(counts) == len(readers)
+
+
+def test_a_step_that_vanishes_while_it_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """At the latest moment: the writer takes it away when the reader has begun with it."""
+    writer, reader, job = ms.Store(tmp_path, keep=1), ms.Store(tmp_path), Job()
+    writer.save(1, job.objects(1))
+    real = ms.Store._parts
+    seen = []
+
+    def parts(self: ms.Store, found: object, verify: bool) -> object:
+        step = found.place.step  # type: ignore[attr-defined]
+        seen.append(step)
+        if step < 4:
+            job.train()
+            writer.save(step + 1, job.objects(step + 1))
+        return real(self, found, verify)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(ms.Store, "_parts", parts)
+    target = Job()
+    restored = reader.restore(target.objects(None))
+    assert seen == [1, 2, 3, 4]
+    assert (restored.step, restored.skipped, restored["digest"]) == (4, {}, target.digest())
+
+
+def test_a_step_that_is_replaced_while_it_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    writer, reader, job = ms.Store(tmp_path), ms.Store(tmp_path), Job()
+    writer.save(1, job.objects(1))
+    real = ms.Store._parts
+
+    def parts(self: ms.Store, found: object, verify: bool) -> object:
+        if found.place.revision == 0:  # type: ignore[attr-defined]
+            job.train()
+            writer.save(1, job.objects(1), overwrite=True)
+        return real(self, found, verify)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(ms.Store, "_parts", parts)
+    target = Job()
+    assert reader.restore(target.objects(None), step=1)["digest"] == job.digest() == target.digest()
+
+
+def test_readers_write_nothing(tmp_path: Path) -> None:
+    store = ms.Store(tmp_path)
+    store.save(1, {"value": 1})
+    store.close()
+    times = {path: path.stat().st_mtime_ns for path in [tmp_path, *tmp_path.rglob("*")]}
+    reader = ms.Store(tmp_path)
+    reader.restore({"value": None})
+    assert (reader.steps(), reader.verify(), len(reader.infos())) == ((1,), {1: ""}, 1)
+    assert {path: path.stat().st_mtime_ns for path in [tmp_path, *tmp_path.rglob("*")]} == times
