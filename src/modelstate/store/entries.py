@@ -15,6 +15,7 @@ import torch
 
 from modelstate.errors import OpenError
 from modelstate.read import safetensors, sharded
+from modelstate.read.digests import digest
 from modelstate.read.manifest import KEY
 from modelstate.read.sharded import INDEX_SUFFIX
 from modelstate.store.record import Entry, FileRecord
