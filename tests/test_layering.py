@@ -20,7 +20,7 @@ LAYERS = (
     {"place", "extra"},
     {"convert", "store", "live", "dist"},
     {"report"},
-    {"cli"},
+    {"cli", "integrations"},
     {"testing"},
 )
 LEVEL = {name: level for level, names in enumerate(LAYERS) for name in names}
@@ -119,7 +119,9 @@ def test_what_an_import_pulls_in() -> None:
     heavy = ("torch._dynamo", "torch._inductor", "torch.export", "torch.distributed.tensor", "torch.onnx")
     assert not [name for name in found if name.startswith(heavy)]
     assert not [
-        name for name in found if name.startswith(("modelstate.cli", "modelstate.report", "modelstate.testing"))
+        name
+        for name in found
+        if name.startswith(("modelstate.cli", "modelstate.integrations", "modelstate.report", "modelstate.testing"))
     ]
 
 

@@ -181,6 +181,9 @@ def rebuild(
         made[id(node)] = node, mapping
         for key, value in node.items():
             mapping[key] = rebuild(value, tensor, made)
+        versions = getattr(node, "_metadata", None)
+        if isinstance(versions, Mapping) and type(mapping) is OrderedDict:
+            mapping._metadata = rebuild(versions, tensor, made)  # type: ignore[attr-defined]
         return mapping
     assert isinstance(node, list | tuple)
     items: list[Any] = []

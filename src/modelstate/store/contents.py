@@ -1,10 +1,8 @@
 """What is in a checkpoint of a store: opened, read and verified."""
 
 import os
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
-
-import torch
 
 from modelstate.codec.codec import decode
 from modelstate.errors import (
@@ -18,9 +16,7 @@ from modelstate.errors import (
 from modelstate.read.checkpoint import Checkpoint
 from modelstate.read.digests import digest
 from modelstate.read.open import open as open_checkpoint
-from modelstate.read.ranges import Request
-from modelstate.read.tree import rebuild, subtree
-from modelstate.spec import Stored, StoredTensor
+from modelstate.read.whole import whole
 from modelstate.store.record import Entry, damaged
 
 
@@ -85,19 +81,9 @@ def value_of(directory: str, entry: Entry) -> Any:
         return _value(directory, entry)
     checkpoint = opened(directory, entry)
     try:
-        return value_at(checkpoint, "")
+        return whole(checkpoint)
     except EncodedValueError as error:
         raise damaged(directory, _in_short(error)) from error
-
-
-def value_at(checkpoint: Checkpoint, path: str) -> Any:
-    """What stands at a dotted path: containers, values, and tensors in memory of their own.
-
-    Raises `KeyNotFoundError`, `ReadFailedError`, and `CodecError`.
-    """
-    node = subtree(checkpoint.contents.tree, ".".join(filter(None, (checkpoint.key, path))), checkpoint.source)
-    made = _read_plain(checkpoint, [name for name in checkpoint if not path or f"{name}.".startswith(f"{path}.")])
-    return rebuild(node, lambda stored: _taken(made, checkpoint, stored))
 
 
 def _in_short(error: ModelStateError) -> str:
@@ -110,22 +96,3 @@ def _value(directory: str, entry: Entry) -> Any:
         return decode(entry.value)
     except EncodedValueError as error:
         raise damaged(directory, _in_short(error)) from error
-
-
-def _read_plain(checkpoint: Checkpoint, names: Iterable[str]) -> dict[int, torch.Tensor]:
-    """The tensors of those that are one run of bytes, read at once; by the identity of their descriptions."""
-    made: dict[int, torch.Tensor] = {}
-    requests = []
-    for name in names:
-        stored = checkpoint.stored(name)
-        if isinstance(stored, StoredTensor) and stored.is_contiguous and id(stored) not in made:
-            made[id(stored)] = tensor = torch.empty(stored.shape, dtype=stored.dtype)
-            if stored.nbytes:
-                requests.append(Request(stored.extent, tensor.data_ptr()))
-    checkpoint.read_all(requests)
-    return made
-
-
-def _taken(made: dict[int, torch.Tensor], checkpoint: Checkpoint, stored: Stored) -> torch.Tensor:
-    found = made.get(id(stored))
-    return checkpoint.read(stored) if found is None else found

@@ -9,7 +9,7 @@ import torch
 from modelstate.errors import KeyNotFoundError, ObjectKindError
 from modelstate.read.checkpoint import Checkpoint
 from modelstate.read.open import open as open_checkpoint
-from modelstate.store.contents import value_at
+from modelstate.read.whole import whole
 from modelstate.store.objects import MODULE, OPTIMIZER, STATEFUL, Part, Target, targets_of
 from modelstate.store.restoring import Restored, RulesOf, restore_objects
 
@@ -63,7 +63,7 @@ def _part(checkpoint: Checkpoint, path: str, target: Target) -> Part | None:
     try:
         if target.kind == MODULE:
             return Part(MODULE, checkpoint.select(path))
-        value = value_at(checkpoint, path)
+        value = whole(checkpoint, path)
     except KeyNotFoundError:
         return None
     if target.kind == OPTIMIZER and not isinstance(value, Mapping):

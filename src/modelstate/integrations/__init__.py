@@ -1,0 +1,1 @@
+"""Parts for other libraries' training loops, each in a module that imports its library."""
