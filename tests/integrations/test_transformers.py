@@ -1,0 +1,289 @@
+"""A transformers Trainer saves to a store, ends in time, and goes on as if nothing had been."""
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import modelstate as ms
+from modelstate.errors import (
+    DamagedCheckpointError,
+    DamagedCheckpointWarning,
+    MissingObjectError,
+    OptionError,
+    PlanError,
+    StepNotFoundError,
+)
+
+transformers = pytest.importorskip("transformers")
+
+from transformers import EarlyStoppingCallback, Trainer, TrainerCallback, TrainingArguments  # noqa: E402
+
+from modelstate.integrations.transformers import StoreCallback  # noqa: E402
+
+
+class Net(nn.Module):
+    def __init__(self, width: int = 8) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.body = nn.Sequential(nn.Linear(4, width), nn.BatchNorm1d(width), nn.Dropout(0.5), nn.Linear(width, 1))
+        self.losses: list[float] = []
+
+    def forward(self, x: torch.Tensor, labels: torch.Tensor) -> dict[str, torch.Tensor]:
+        out = self.body(x)
+        loss = (out - labels).square().mean()
+        if self.training:
+            self.losses.append(loss.item())
+        return {"loss": loss, "logits": out}
+
+
+def collate(rows: list[int]) -> dict[str, torch.Tensor]:
+    x = torch.tensor([[row, row % 3, 1.0, 0.0] for row in rows]) / 10
+    return {"x": x, "labels": x.sum(1, keepdim=True)}
+
+
+class StopAt(TrainerCallback):  # type: ignore[misc]
+    """Raises before a step, as a machine that goes away."""
+
+    def __init__(self, step: int) -> None:
+        self.step = step
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        if state.global_step == self.step:
+            raise KeyboardInterrupt
+
+
+def trainer_of(folder: Path, saving: Any, model: nn.Module | None = None, more: Any = (), **options: Any) -> Trainer:
+    given: dict[str, Any] = {"save_strategy": "steps", "save_steps": 3, **options}
+    arguments = TrainingArguments(
+        str(folder / "trainer"),
+        per_device_train_batch_size=4,
+        num_train_epochs=3,
+        learning_rate=0.05,
+        lr_scheduler_type="cosine",
+        logging_steps=1,
+        report_to=[],
+        disable_tqdm=True,
+        use_cpu=True,
+        seed=7,
+        **given,
+    )
+    callbacks = [*([saving] if saving is not None else []), *more]
+    return Trainer(
+        model or Net(),
+        arguments,
+        data_collator=collate,
+        train_dataset=list(range(20)),
+        eval_dataset=list(range(8)),
+        callbacks=callbacks,
+    )
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> Net:
+    model = Net()
+    trainer_of(tmp_path_factory.mktemp("whole"), None, model, save_strategy="no").train()
+    return model
+
+
+def assert_equal(one: nn.Module, other: nn.Module) -> None:
+    for (name, a), b in zip(one.state_dict().items(), other.state_dict().values(), strict=True):
+        assert torch.equal(a, b), name
+
+
+def test_it_saves_in_place_of_the_trainer(tmp_path: Path, uninterrupted: Net) -> None:
+    store, model = ms.Store(tmp_path / "run"), Net()
+    saving = StoreCallback(store)
+    output = saving.train(trainer_of(tmp_path, saving, model))
+    assert output.global_step == 15
+    assert store.steps() == (3, 6, 9, 12, 15)
+    assert not list((tmp_path / "trainer").glob("checkpoint-*"))
+    assert model.losses == uninterrupted.losses
+    assert_equal(model, uninterrupted)
+    assert ms.load(Net(), store.open("model", 15)).coverage == 1.0
+    assert set(store.verify().values()) == {""}
+
+
+@pytest.mark.parametrize("stop", [4, 5, 6, 11])
+@pytest.mark.parametrize("block", [True, False])
+def test_a_run_that_was_killed_goes_on_as_if_nothing_had_been(
+    tmp_path: Path, uninterrupted: Net, stop: int, block: bool
+) -> None:
+    first = Net()
+    with ms.Store(tmp_path / "run") as store:
+        saving = StoreCallback(store, block=block)
+        with pytest.raises(KeyboardInterrupt):
+            saving.train(trainer_of(tmp_path, saving, first, [StopAt(stop)], save_steps=1 if stop == 5 else 3))
+    with ms.Store(tmp_path / "run") as store:
+        at = store.latest()
+        assert at is not None
+        assert at in (stop, stop - stop % 3)
+        saving, model = StoreCallback(store, block=block), Net()
+        trainer = trainer_of(tmp_path, saving, model)
+        output = saving.train(trainer)
+    assert output.global_step == 15
+    assert first.losses[:at] + model.losses == uninterrupted.losses
+    assert_equal(model, uninterrupted)
+    logged = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+    assert len(logged) == 15
+
+
+def test_evaluation_between_steps_changes_nothing(tmp_path: Path) -> None:
+    options: Any = {"eval_strategy": "steps", "eval_steps": 3}
+    whole, first, second = Net(), Net(), Net()
+    trainer_of(tmp_path, None, whole, save_strategy="no", **options).train()
+    with ms.Store(tmp_path / "run") as store:
+        saving = StoreCallback(store)
+        with pytest.raises(KeyboardInterrupt):
+            saving.train(trainer_of(tmp_path, saving, first, [StopAt(7)], **options))
+        assert [set(info.metrics) >= {"eval_loss"} for info in store.infos()] == [True, True]
+        saving.train(trainer_of(tmp_path, saving, second, **options))
+        assert store.steps() == (3, 6, 9, 12, 15)
+        assert all("eval_loss" in info.metrics for info in store.infos())
+    assert first.losses[:6] + second.losses == whole.losses
+    assert_equal(second, whole)
+
+
+def test_at_the_ends_of_epochs(tmp_path: Path, uninterrupted: Net) -> None:
+    first, second = Net(), Net()
+    with ms.Store(tmp_path / "run") as store:
+        saving = StoreCallback(store)
+        with pytest.raises(KeyboardInterrupt):
+            saving.train(trainer_of(tmp_path, saving, first, [StopAt(7)], save_strategy="epoch"))
+        assert store.steps() == (5,)
+        saving.train(trainer_of(tmp_path, saving, second, save_strategy="epoch"))
+        assert store.steps() == (5, 10, 15)
+    assert first.losses[:5] + second.losses == uninterrupted.losses
+    assert_equal(second, uninterrupted)
+
+
+class Signal(TrainerCallback):  # type: ignore[misc]
+    def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        if state.global_step == 7:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+
+def test_a_signal_saves_and_ends(tmp_path: Path) -> None:
+    before = signal.getsignal(signal.SIGTERM)
+    first, second = Net(), Net()
+    with ms.Store(tmp_path / "run") as store:
+        deadline = ms.Deadline(hours=None)
+        saving = StoreCallback(store, deadline=deadline)
+        output = saving.train(trainer_of(tmp_path, saving, first, [Signal()]))
+        assert output.global_step == 8
+        assert "SIGTERM" in deadline.reason
+        assert store.steps() == (3, 6, 8)
+        assert signal.getsignal(signal.SIGTERM) is before
+        saving = StoreCallback(store, deadline=ms.Deadline(hours=None))
+        assert saving.train(trainer_of(tmp_path, saving, second)).global_step == 15
+    assert len(first.losses) + len(second.losses) == 15
+
+
+def test_a_deadline_learns_from_the_saves(tmp_path: Path) -> None:
+    for block in (True, False):
+        with ms.Store(tmp_path / f"run{block}") as store:
+            deadline = ms.Deadline(hours=10)
+            assert deadline.margin_seconds >= 600
+            saving = StoreCallback(store, deadline=deadline, block=block)
+            saving.train(trainer_of(tmp_path, saving))
+            assert deadline.margin_seconds < 60
+
+
+def test_a_damaged_newest_step_is_passed_over(tmp_path: Path, uninterrupted: Net) -> None:
+    with ms.Store(tmp_path / "run") as store:
+        saving = StoreCallback(store)
+        with pytest.raises(KeyboardInterrupt):
+            saving.train(trainer_of(tmp_path, saving, None, [StopAt(7)]))
+        for path in Path(store.infos()[-1].path).glob("model-*.safetensors"):
+            data = bytearray(path.read_bytes())
+            data[-1] ^= 1
+            path.write_bytes(data)
+        with pytest.raises(DamagedCheckpointError):
+            saving.train(trainer_of(tmp_path, saving), step=6)
+        model = Net()
+        with pytest.warns(DamagedCheckpointWarning, match="step 6 is passed over"):
+            saving.train(trainer_of(tmp_path, saving, model))
+        assert model.losses == uninterrupted.losses[3:]
+        assert set(store.verify().values()) == {""}
+
+
+def test_other_callbacks_and_objects_of_ones_own(tmp_path: Path) -> None:
+    class Counter:
+        count = 0
+
+        def state_dict(self) -> dict[str, int]:
+            return {"count": self.count}
+
+        def load_state_dict(self, state: dict[str, int]) -> None:
+            self.count = state["count"]
+
+    counter = Counter()
+    counter.count = 3
+    options: Any = {"eval_strategy": "steps", "eval_steps": 1, "metric_for_best_model": "loss"}
+    with ms.Store(tmp_path / "run") as store:
+        saving = StoreCallback(store, objects={"counter": counter})
+        stopping = EarlyStoppingCallback(100)
+        with pytest.raises(KeyboardInterrupt):
+            saving.train(trainer_of(tmp_path, saving, None, [stopping, StopAt(4)], **options))
+        counter.count = 5
+        trainer = trainer_of(tmp_path, saving, None, [EarlyStoppingCallback(100), StopAt(4)], **options)
+        with pytest.raises(KeyboardInterrupt):
+            saving.train(trainer)
+        assert counter.count == 3
+        state = trainer.state.stateful_callbacks
+        assert state["EarlyStoppingCallback"]["args"]["early_stopping_patience"] == 100
+        other = StoreCallback(store, objects={"another": Counter(), "counter": counter})
+        with pytest.raises(MissingObjectError):
+            other.train(trainer_of(tmp_path, other))
+
+
+def test_what_does_not_fit_changes_nothing(tmp_path: Path) -> None:
+    with ms.Store(tmp_path / "run") as store:
+        saving = StoreCallback(store)
+        with pytest.raises(KeyboardInterrupt):
+            saving.train(trainer_of(tmp_path, saving, None, [StopAt(4)]))
+        other, before = Net(5), Net(5)
+        with pytest.raises(PlanError):
+            saving.train(trainer_of(tmp_path, saving, other))
+        assert_equal(other, before)
+        store.save(100, {"model": other})
+        with pytest.raises(StepNotFoundError, match="StoreCallback"):
+            saving.train(trainer_of(tmp_path, saving))
+        assert store.steps() == (3, 100)
+
+
+def test_wrong_arguments(tmp_path: Path) -> None:
+    store = ms.Store(tmp_path / "run")
+    saving = StoreCallback(store)
+    for wrong in (
+        lambda: StoreCallback("run"),
+        lambda: StoreCallback(store, objects={"model": Net()}),
+        lambda: saving.train(trainer_of(tmp_path, None)),
+        lambda: saving.train(trainer_of(tmp_path, saving), resume_from_checkpoint="x"),
+    ):
+        with pytest.raises(OptionError):
+            wrong()
+    with pytest.raises(StepNotFoundError):
+        saving.train(trainer_of(tmp_path, saving), step=3)
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("library", ["lightning", "transformers"])
+def test_a_library_that_is_not_there(library: str) -> None:
+    code = f"""
+import sys
+sys.modules[{library!r}] = None
+import modelstate as ms
+try:
+    import modelstate.integrations.{library}
+except ms.errors.PackageError as error:
+    print(error)
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert f'pip install "modelstate[{library}]"' in done.stdout
