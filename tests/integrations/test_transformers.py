@@ -163,6 +163,32 @@ def test_at_the_ends_of_epochs(tmp_path: Path, uninterrupted: Net) -> None:
     assert_equal(second, uninterrupted)
 
 
+def test_a_language_model_with_tied_weights(tmp_path: Path) -> None:
+    def model() -> Any:
+        torch.manual_seed(0)
+        sizes = transformers.GPT2Config(vocab_size=11, n_positions=8, n_embd=8, n_layer=1, n_head=2)
+        return transformers.GPT2LMHeadModel(sizes)
+
+    def trainer(folder: str, net: nn.Module, saving: Any, *more: Any) -> Trainer:
+        made = trainer_of(tmp_path / folder, saving, net, more)
+        made.train_dataset = [{"input_ids": torch.arange(8) % 7, "labels": torch.arange(8) % 7}] * 20
+        made.data_collator = transformers.default_data_collator
+        return made
+
+    whole, resumed = model(), model()
+    with ms.Store(tmp_path / "whole") as store:
+        saving = StoreCallback(store)
+        saving.train(trainer("a", whole, saving))
+    with ms.Store(tmp_path / "run") as store:
+        saving = StoreCallback(store)
+        with pytest.raises(KeyboardInterrupt):
+            saving.train(trainer("b", model(), saving, StopAt(7)))
+        saving.train(trainer("b", resumed, saving))
+        assert store.open("model", 15).aliases == (("transformer.wte.weight", "lm_head.weight"),)
+    assert_equal(resumed, whole)
+    assert resumed.lm_head.weight is resumed.transformer.wte.weight
+
+
 class Signal(TrainerCallback):  # type: ignore[misc]
     def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         if state.global_step == 7:
