@@ -14,9 +14,9 @@ from modelstate.read import torch_legacy, torch_zip
 from modelstate.read.open import open as open_checkpoint
 from modelstate.read.paths import local_path
 from modelstate.read.whole import whole
+from modelstate.store.save import save
 from modelstate.write import system
 from modelstate.write.files import sync_directory, write_errors
-from modelstate.write.save import save
 
 try:
     from lightning.pytorch.plugins.io import CheckpointIO, TorchCheckpointIO
