@@ -1,15 +1,18 @@
 """The ways to save a model, what the disk takes for the same bytes, and what a store adds to it."""
 
+import hashlib
 import mmap
 import os
 import shutil
 import threading
 import time
+import zlib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
+import xxhash
 from torch import nn
 
 import modelstate as ms
@@ -117,6 +120,19 @@ def bare_writes(nbytes: int, folder: Path) -> None:
         _write(path, memoryview(memory), count, sync)
         stages.end(name.format(count), seconds=time.perf_counter() - begun, nbytes=nbytes)
     path.unlink()
+    view = memoryview(memory)
+    for name, digest in DIGESTS.items():
+        begun = time.perf_counter()
+        for at in range(0, nbytes, _CHUNK_BYTES):
+            digest(view[at : at + _CHUNK_BYTES])
+        stages.end(name, seconds=time.perf_counter() - begun, nbytes=nbytes)
+
+
+DIGESTS: dict[str, Callable[[memoryview], object]] = {
+    "XXH3-128, 1 thread": xxhash.xxh3_128,
+    "CRC-32 (zlib), 1 thread": zlib.crc32,
+    "SHA-256, 1 thread": hashlib.sha256,
+}
 
 
 def _write(path: Path, view: memoryview, count: int, sync: bool) -> None:

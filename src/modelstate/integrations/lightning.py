@@ -13,7 +13,6 @@ from modelstate.errors import OptionError, PackageError, UnsupportedValueError
 from modelstate.read import torch_legacy, torch_zip
 from modelstate.read.open import open as open_checkpoint
 from modelstate.read.paths import local_path
-from modelstate.read.whole import whole
 from modelstate.store.save import save
 from modelstate.write import system
 from modelstate.write.files import sync_directory, write_errors
@@ -78,7 +77,7 @@ class StoreCheckpointIO(CheckpointIO):  # type: ignore[misc]
         checkpoint = open_checkpoint(where)
         if self._verify and checkpoint.checksums:
             checkpoint.verify()
-        made: dict[str, Any] = _moved(whole(checkpoint), _placing(map_location), {})
+        made: dict[str, Any] = _moved(checkpoint.value(), _placing(map_location), {})
         return made
 
     def remove_checkpoint(self, path: str | os.PathLike[str]) -> None:

@@ -196,7 +196,8 @@ class Checkpoint(Mapping[str, TensorSpec]):
         Tied tensors are one tensor. An `OrderedDict` of a module's state has torch's `_metadata`. Raises
         `KeyNotFoundError`, `CodecError` for a value that cannot be decoded, and `ReadFailedError`.
         """
-        known: dict[object, torch.Tensor] = {}
+        node = subtree(self._contents.tree, ".".join(filter(None, (self._key, path))), self._source)
+        known = self._read_at_once(name for name in self if not path or f"{name}.".startswith(f"{path}."))
 
         def read(stored: Stored) -> torch.Tensor:
             key = bytes_key(stored, f"{len(known)}")
@@ -204,7 +205,21 @@ class Checkpoint(Mapping[str, TensorSpec]):
                 known[key] = self.read(stored)
             return known[key]
 
-        return rebuild(subtree(self._contents.tree, ".".join(filter(None, (self._key, path))), self._source), read)
+        return rebuild(node, read)
+
+    def _read_at_once(self, names: Iterable[str]) -> dict[object, torch.Tensor]:
+        """Those of the tensors that are one run of bytes, by what tells them apart."""
+        known: dict[object, torch.Tensor] = {}
+        requests = []
+        for name in names:
+            stored = self.stored(name)
+            if isinstance(stored, StoredTensor) and stored.is_contiguous and stored.nbytes:
+                key = bytes_key(stored, name)
+                if key not in known:
+                    known[key] = torch.empty(stored.shape, dtype=stored.dtype)
+                    requests.append(Request(stored.extent, known[key].data_ptr()))
+        self.read_all(requests)
+        return known
 
     def encoded(self) -> Iterator[tuple[str, Encoded]]:
         """The values that are decoded when they are asked for, with the paths that they are at or below."""

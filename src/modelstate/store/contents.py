@@ -16,7 +16,6 @@ from modelstate.errors import (
 from modelstate.read.checkpoint import Checkpoint
 from modelstate.read.digests import digest
 from modelstate.read.open import open as open_checkpoint
-from modelstate.read.whole import whole
 from modelstate.store.record import Entry, damaged
 
 
@@ -81,7 +80,7 @@ def value_of(directory: str, entry: Entry) -> Any:
         return _value(directory, entry)
     checkpoint = opened(directory, entry)
     try:
-        return whole(checkpoint)
+        return checkpoint.value()
     except EncodedValueError as error:
         raise damaged(directory, _in_short(error)) from error
 

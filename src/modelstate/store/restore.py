@@ -9,7 +9,6 @@ import torch
 from modelstate.errors import KeyNotFoundError, ObjectKindError
 from modelstate.read.checkpoint import Checkpoint
 from modelstate.read.open import open as open_checkpoint
-from modelstate.read.whole import whole
 from modelstate.store.objects import MODULE, OPTIMIZER, STATEFUL, Part, Target, targets_of
 from modelstate.store.restoring import Restored, RulesOf, restore_objects
 
@@ -63,7 +62,7 @@ def _part(checkpoint: Checkpoint, path: str, target: Target) -> Part | None:
     try:
         if target.kind == MODULE:
             return Part(MODULE, checkpoint.select(path))
-        value = whole(checkpoint, path)
+        value = checkpoint.value(path)
     except KeyNotFoundError:
         return None
     if target.kind == OPTIMIZER and not isinstance(value, Mapping):

@@ -1,7 +1,7 @@
 """Tensors into a file, in blocks: several threads, each of which hashes a block and writes it while it is in its cache.
 
 The hash is XXH3-128: it finds damage, not tampering, at the speed of memory, so that it costs next to nothing beside
-the write; CRC-32 of zlib is a quarter as fast, BLAKE3 a fifth.
+the write.
 """
 
 import threading
