@@ -145,7 +145,7 @@ def _walk(objects: Mapping[Any, Any], above: str, depth: int) -> Iterator[tuple[
                 found=len(path.encode()),
             )
         kind = _kind(it)
-        if kind is None and holds_objects(it, 0):
+        if kind is None and _holds_objects(it, 0):
             if not isinstance(it, Mapping):
                 raise OptionError(
                     "objects in a list have no names",
@@ -178,13 +178,20 @@ _MAX_DEPTH = 100
 _MAX_NAME_BYTES = 200
 
 
-def holds_objects(it: object, depth: int = 0) -> bool:
+def _holds_objects(it: object, depth: int = 0) -> bool:
     """Whether there is an object in a mapping, or at the first level of a list."""
     if isinstance(it, list | tuple):
         return any(_kind(one) is not None for one in it)
     if not isinstance(it, Mapping) or depth > _MAX_DEPTH:
         return False
-    return any(_kind(one) is not None or holds_objects(one, depth + 1) for one in it.values())
+    return any(_kind(one) is not None or _holds_objects(one, depth + 1) for one in it.values())
+
+
+def holds_stateful(it: object, depth: int = 0) -> bool:
+    """Whether there is an object in a mapping, or in one within it, that only its own `state_dict` can tell of."""
+    if not isinstance(it, Mapping) or depth > _MAX_DEPTH:
+        return False
+    return any(_kind(one) not in (None, GENERATOR) or holds_stateful(one, depth + 1) for one in it.values())
 
 
 def _first_object(several: Any) -> str:

@@ -9,7 +9,7 @@ from torch import nn
 
 from modelstate.errors import ModelCodeError, ModelStateError, SaveTargetError
 from modelstate.read.checkpoint import Checkpoint
-from modelstate.store.objects import captured, holds_objects
+from modelstate.store.objects import captured, holds_stateful
 from modelstate.write.checkpoint import check_both
 from modelstate.write.save import SaveReport, check_options, target_path, write_state
 from modelstate.write.streamed import Streamed, streamed
@@ -65,7 +65,7 @@ def save(
 
 
 def _state_of(target: object) -> Mapping[Any, Any]:
-    if isinstance(target, Mapping) and holds_objects(target):
+    if isinstance(target, Mapping) and holds_stateful(target):
         return _nested({path: part.tree for path, part in captured(target).parts.items()})
     state = _state_dict(target) if isinstance(target, nn.Module) else target
     if isinstance(state, Mapping):
