@@ -72,9 +72,7 @@ def draft(state: Any, where: str, attached: Mapping[str, Any] | None = None, *, 
     if flat:
         drafting.flat(state)
     else:
-        drafting.made.tree = drafting.node(
-            dict(state) if isinstance(state, Mapping) and not _kind(state) else state, "", 0
-        )
+        drafting.made.tree = drafting.node(state if as_tree or _kind(state) else dict(state), "", 0)
     if attached:
         drafting.attach(attached)
     drafting.check()

@@ -1,0 +1,72 @@
+"""A power cut at any point of saves and prunes: what was reported as saved is there, whole."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import modelstate as ms
+from modelstate.testing import lossy_disk
+from tests.store.common import litter
+from tests.store.killed import Job
+
+SEEDS = (1, 2)
+
+
+def saves(directory: Path, job: Job, reported: dict[int, tuple[int, str]], calls: list[str]) -> None:
+    """A new store, steps with links, prunes, one that is replaced, and what was reported after how many calls."""
+    store = ms.Store(directory / "run", keep=2)
+    for step in (1, 2, 3, 3):
+        job.train()
+        store.save(step, job.objects(step), overwrite=step == 3)
+        reported[len(calls)] = step, job.digest()
+    store.close()
+
+
+def restored(directory: Path) -> tuple[int, str]:
+    """The latest step and the digest of what it gives back, if there is one."""
+    store, job = ms.Store(directory / "run"), Job()
+    assert set(store.verify().values()) <= {""}
+    if store.latest() is None:
+        return 0, ""
+    found = store.restore(job.objects(None))
+    assert found.skipped == {}
+    assert found["digest"] == job.digest()
+    return found.step, found["digest"]
+
+
+def test_at_every_point(tmp_path: Path) -> None:
+    (tmp_path / "disk").mkdir()
+    reported: dict[int, tuple[int, str]] = {0: (0, "")}
+    with lossy_disk(tmp_path / "disk") as disk:
+        saves(tmp_path / "disk", Job(), reported, disk.calls)
+    everything = list(reported.values())
+    for point in range(len(disk.calls) + 1):
+        newest = sum(after <= point for after in reported) - 1
+        for keep in ("synced", "everything", *SEEDS):
+            into: Any = tmp_path / f"{point}-{keep}"
+            disk.write(into, point, keep)
+            # What was reported, or what was about to be.
+            assert restored(into) in everything[newest : newest + 2], (point, keep, disk.calls[point - 1])
+        if point % 5 == 0:
+            step = restored(into)[0] + 1
+            store = ms.Store(into / "run", keep=1)
+            store.save(step, Job().objects(step))
+            assert store.verify() == {step: ""}
+            assert not litter(into)
+
+
+@pytest.mark.parametrize("left_out", ["fsync", "sync_directory"])
+def test_the_law_can_fail(tmp_path: Path, left_out: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where files, or the names in directories, are not synced, something is lost."""
+    (tmp_path / "disk").mkdir()
+    reported: dict[int, tuple[int, str]] = {}
+    if left_out == "fsync":
+        monkeypatch.setattr("modelstate.write.files.Output.sync", lambda self: None)
+    else:
+        monkeypatch.setattr("modelstate.store.publishing.sync_directory", lambda path: None)
+    with lossy_disk(tmp_path / "disk") as disk:
+        saves(tmp_path / "disk", Job(), reported, disk.calls)
+    disk.write(tmp_path / "cut", len(disk.calls), "synced")
+    with pytest.raises(AssertionError):
+        assert restored(tmp_path / "cut") == reported[len(disk.calls)]
