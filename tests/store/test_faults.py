@@ -38,8 +38,7 @@ def same(store: ms.Store, step: int, bits: dict[str, bytes]) -> bool:
     return fresh.bits() == bits
 
 
-@pytest.mark.parametrize("lasting", [False, True], ids=["once", "from then on"])
-@pytest.mark.parametrize("code", CODES)
+@pytest.mark.parametrize(("code", "lasting"), [*((code, False) for code in CODES), ("EIO", True)])
 def test_every_call_in_turn(tmp_path: Path, code: str, lasting: bool) -> None:
     store, training = ms.Store(tmp_path, keep=2), Half()
     bits = {}
