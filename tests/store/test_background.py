@@ -232,7 +232,9 @@ store = ms.Store(sys.argv[1])
 state = {f"w{n}": torch.full((1 << 18,), float(n)) for n in range(9)}
 store.save(1, {"state": state})
 system.fsync = fsync if sys.argv[2] == "slow" else failing
-store.save(2, {"state": {name: tensor + 1 for name, tensor in state.items()}}, block=False)
+changed = {name: tensor + 1 for name, tensor in state.items()}
+# The second object is begun when the program is at its end.
+store.save(2, {"state": changed, "other": dict(changed)}, block=False)
 """
 ENDS = {
     "falls off": "",
