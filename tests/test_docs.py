@@ -14,6 +14,9 @@ ERRORS = ROOT / "docs" / "errors"
 """Pages whose code is meant to fail in places: `test_error_pages.py` runs it."""
 WITH_CODE = [path for path in PAGES if "```python" in path.read_text() and path.parent != ERRORS]
 
+NOT_OURS = "ignore::FutureWarning:lightning.pytorch.utilities._pytree"
+"""What lightning does that torch is going to do otherwise."""
+
 MODULE = """
 import torch
 
@@ -32,7 +35,9 @@ def run(folder: Path, *command: str, given: str | None = None) -> subprocess.Com
 
 @pytest.mark.parametrize("path", WITH_CODE, ids=lambda path: path.name)
 def test_python_blocks_run_in_their_order(path: Path, tmp_path: Path) -> None:
-    done = run(tmp_path, sys.executable, "-W", "error::FutureWarning", "-c", "\n".join(blocks(path, "python")))
+    done = run(
+        tmp_path, sys.executable, "-W", "error::FutureWarning", "-W", NOT_OURS, "-c", "\n".join(blocks(path, "python"))
+    )
     assert done.returncode == 0, done.stderr
 
 
@@ -53,8 +58,28 @@ def test_the_commands_of_the_readme_run(tmp_path: Path) -> None:
     run(tmp_path, sys.executable, "-c", blocks(ROOT / "README.md", "python")[0])
     lines = "".join(blocks(ROOT / "README.md", "sh")).splitlines()
     commands = [shlex.split(line, comments=True) for line in lines if line.startswith("modelstate ")]
-    assert [command[1] for command in commands] == ["inspect", "plan", "load", "suggest", "explain", "demo"]
+    assert [command[1] for command in commands] == [
+        "inspect",
+        "plan",
+        "load",
+        "suggest",
+        "convert",
+        "verify",
+        "explain",
+        "demo",
+    ]
     for command in commands[:-1]:
+        done = run(tmp_path, str(Path(sys.executable).with_name("modelstate")), *command[1:])
+        assert done.returncode == 0, done.stderr
+        assert done.stdout
+
+
+def test_the_commands_of_their_page_run(tmp_path: Path) -> None:
+    page = ROOT / "docs" / "cli.md"
+    run(tmp_path, sys.executable, "-c", "\n".join(blocks(page, "python")))
+    lines = "".join(blocks(page, "sh")).splitlines()
+    assert len(lines) == 9
+    for command in (shlex.split(line, comments=True) for line in lines):
         done = run(tmp_path, str(Path(sys.executable).with_name("modelstate")), *command[1:])
         assert done.returncode == 0, done.stderr
         assert done.stdout

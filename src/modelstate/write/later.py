@@ -8,6 +8,7 @@ from functools import partial
 import torch
 
 from modelstate.read.digests import BLOCK_BYTES
+from modelstate.read.fresh import fresh
 from modelstate.read.own import ReadAll, elements, own_values
 from modelstate.spec import Stored, StoredTensor, own_bytes
 
@@ -61,9 +62,14 @@ def whole(
 
 def _piece(stored: StoredTensor, read_all: ReadAll, dtype: torch.dtype, first: int, end: int) -> torch.Tensor:
     with torch.inference_mode(False), torch.no_grad():
-        return elements(stored, first, end - first, read_all).to(dtype)
+        return _cast(elements(stored, first, end - first, read_all), dtype)
 
 
 def _whole(values: Callable[[], torch.Tensor], dtype: torch.dtype, first: int, end: int) -> torch.Tensor:
     with torch.inference_mode(False), torch.no_grad():
-        return values().detach().to(dtype)
+        return _cast(values().detach(), dtype)
+
+
+def _cast(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    # In memory that goes back to the system, for very many are made one after the other.
+    return tensor if tensor.dtype == dtype else fresh(tensor.shape, dtype).copy_(tensor)
