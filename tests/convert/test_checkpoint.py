@@ -218,6 +218,16 @@ def test_containers_of_other_classes(tmp_path: Path) -> None:
     assert [type(found.extra[name]) for name in "nc"] == [OrderedDict, Counter]
 
 
+@pytest.mark.parametrize("options", [{}, {"format": "torch"}, {"rules": [ms.Prefix(add="net.")]}])
+def test_what_was_skipped_is_left_out(tmp_path: Path, options: Any) -> None:
+    odd = defaultdict(list)
+    torch.save({"m": {"a": torch.ones(3), "odd": odd}, "odd": odd, "deep": [1, {"odd": odd, "n": 2}]}, tmp_path / "a")
+    ms.convert_checkpoint(ms.open(tmp_path / "a", skip_forbidden=True), tmp_path / "b", **options)
+    found, prefix = ms.open(tmp_path / "b"), "net." if "rules" in options else ""
+    assert list(found) == [f"{prefix}m.a"]
+    assert dict(found.extra) == {f"{prefix}deep": [1, {"n": 2}]}
+
+
 def test_subclasses_of_tensors(tmp_path: Path) -> None:
     model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 3))
     quantize_(model[0], Int8WeightOnlyConfig())

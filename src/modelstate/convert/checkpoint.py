@@ -19,11 +19,12 @@ from modelstate.plan.rules.schema import Schema
 from modelstate.read.checkpoint import Checkpoint
 from modelstate.read.open import Source
 from modelstate.read.open import open as open_checkpoint
+from modelstate.read.pickled import Refused
 from modelstate.spec import Stored
 from modelstate.write.atomic import check
 from modelstate.write.later import whole
 from modelstate.write.save import SaveReport, check_options, target_path, write_state
-from modelstate.write.streamed import Making, around, streamed
+from modelstate.write.streamed import Making, allowed, around, streamed
 
 
 def convert_checkpoint(
@@ -40,10 +41,10 @@ def convert_checkpoint(
 ) -> SaveReport:
     """Writes what any checkpoint holds as `modelstate.save` does, with no more of it in memory than is being written.
 
-    Tied tensors stay tied, values that are no tensors are kept, and so are torch's versions of modules and what the
-    file says of itself. Tensors are read and cast in blocks of a few megabytes, several at a time; what rules compute,
-    and what is not stored in its own order, one tensor at a time. Subclasses of tensors, which are not cast, are in
-    memory all the time.
+    Tied tensors stay tied, values that are no tensors are kept (but for placeholders of what was skipped as forbidden),
+    and so are torch's versions of modules and what the file says of itself. Tensors are read and cast in blocks of a
+    few megabytes, several at a time; what rules compute, and what is not stored in its own order, one tensor at a time.
+    Subclasses of tensors, which are not cast, are in memory all the time.
 
     Args:
         source: what `modelstate.open` opens; or a `Checkpoint`.
@@ -93,7 +94,8 @@ def _by_rules(checkpoint: Checkpoint, rules: Sequence[Rule], dtype: torch.dtype 
     entries = {
         name: Entry(to_be_computed(stored, computed), (name,)) for name, stored in checkpoint.flat.tensors.items()
     }
-    entries |= {name: Entry(Value(_value(checkpoint, name)), (name,)) for name in checkpoint.extra}
+    values = {name: _value(checkpoint, name) for name in checkpoint.extra}
+    entries |= {name: Entry(Value(one), (name,)) for name, one in values.items() if not isinstance(one, Refused)}
     applied = apply_rules(rules, entries, checkpoint.read)
     problems: list[Problem] = [*applied.problems, *(IdlePattern(rule, option="rules") for rule in applied.idle)]
     if problems:
@@ -119,7 +121,7 @@ def _made(making: Making, checkpoint: Checkpoint, name: str, entry: Entry) -> An
     if isinstance(content, Value):
         if isinstance(content.value, Undecoded):
             raise content.value.error
-        return content.value
+        return allowed(content.value)
     if not isinstance(content, Derived):
         return making.tensor(content, name)
     to = making.cast_of(content, name) or content.dtype

@@ -11,6 +11,7 @@ import torch
 
 from modelstate.errors import KeyNotFoundError, MemoryBudgetError, OptionError
 from modelstate.read.checkpoint import Checkpoint, bytes_key
+from modelstate.read.pickled import Refused
 from modelstate.read.ranges import read_threads
 from modelstate.read.tree import is_container, rebuild, subtree
 from modelstate.spec import Encoded, Stored, StoredComposite
@@ -76,16 +77,22 @@ class Making:
     def node(self, node: Any, path: str) -> Any:
         """A part of the tree, by its path."""
         if path in self._values:
-            return rebuild(node, self._checkpoint.read)
+            return allowed(rebuild(node, self._checkpoint.read))
         if not is_container(node):
             return self.tensor(node, path)
         if isinstance(node, Mapping):
             made: Any = OrderedDict() if isinstance(node, OrderedDict) else {}
-            made.update((key, self.node(one, f"{path}.{key}" if path else str(key))) for key, one in node.items())
+            for key, one in node.items():
+                if not isinstance(one, Refused):
+                    made[key] = self.node(one, f"{path}.{key}" if path else str(key))
             if hasattr(node, "_metadata"):
                 made._metadata = node._metadata
             return made
-        items = [self.node(one, f"{path}.{index}" if path else str(index)) for index, one in enumerate(node)]
+        items = [
+            self.node(one, f"{path}.{index}" if path else str(index))
+            for index, one in enumerate(node)
+            if not isinstance(one, Refused)
+        ]
         return items if isinstance(node, list) else tuple(items)
 
     def tensor(self, stored: Stored, path: str) -> Any:
@@ -111,6 +118,16 @@ class Making:
                 f"torch cannot cast {tensor.dtype} to {to}", where=f"{self._checkpoint.source}: {path}", found=error
             ) from error
         return to
+
+
+def allowed(value: Any) -> Any:
+    """The value without the placeholders that stand in it for what a file may not use."""
+    if type(value) in (dict, OrderedDict):
+        kept = {key: allowed(one) for key, one in value.items() if not isinstance(one, Refused)}
+        return kept if type(value) is dict else OrderedDict(kept)
+    if type(value) in (list, tuple):
+        return type(value)(allowed(one) for one in value if not isinstance(one, Refused))
+    return value
 
 
 def _is_plain(tensor: Any) -> bool:
