@@ -55,7 +55,7 @@ def test_the_quick_start_is_short() -> None:
 def test_the_commands_of_the_readme_run(tmp_path: Path) -> None:
     (tmp_path / "mypackage").mkdir()
     (tmp_path / "mypackage" / "models.py").write_text(MODULE)
-    run(tmp_path, sys.executable, "-c", blocks(ROOT / "README.md", "python")[0])
+    run(tmp_path, sys.executable, "-c", "\n".join(blocks(ROOT / "README.md", "python")))
     lines = "".join(blocks(ROOT / "README.md", "sh")).splitlines()
     commands = [shlex.split(line, comments=True) for line in lines if line.startswith("modelstate ")]
     assert [command[1] for command in commands] == [
@@ -65,6 +65,7 @@ def test_the_commands_of_the_readme_run(tmp_path: Path) -> None:
         "suggest",
         "convert",
         "verify",
+        "store",
         "explain",
         "demo",
     ]
