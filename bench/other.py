@@ -97,7 +97,8 @@ class Others:
                 continue
             children[name] = runner.child("save", contender=name, folder=str(folder), quick=runner.quick)
         children[_BARE] = runner.child("bare_writes", nbytes=nbytes, folder=str(folder))
-        found, failed = runner.alternate(children, runner.runs)
+        far = {name for name in saving.SAVE if not name.startswith(("modelstate", "torch.save"))}
+        found, failed = runner.alternate(children, runner.runs, far)
         bare = _by_stage(found.pop(_BARE, []))
         rows = {**found, **bare}
         words = (

@@ -98,6 +98,22 @@ LOADS: dict[str, tuple[Load, ...]] = {
                 "tensorizer",
             ),
         ),
+        Load(
+            "cold/memory",
+            f"{DECODER}, cold, {MEMORY}",
+            "materialised",
+            {"": "large"},
+            only=(
+                "modelstate.load, in_place=True",
+                "modelstate.load",
+                "torch.load(mmap) + load_state_dict",
+                "safetensors load_model",
+                "DCP, Hugging Face storage",
+                "fastsafetensors, without O_DIRECT",
+            ),
+            cold=True,
+            goal=False,
+        ),
     ),
     "cast": (
         Load(
