@@ -33,6 +33,11 @@ OWN: dict[type, dict[str, Any]] = {
     ForbiddenGlobalError: {"refused": [("os.system", "a.b")]},
     AmbiguousKeyError: {"candidates": [("model", 3), ("ema", 2)]},
     ExtraStateNamesError: {"names": ["p", "epoch"]},
+    **{
+        kind: {"names": ["p", "epoch"]}
+        for kind in CLASSES.values()
+        if issubclass(kind, errors.NameMapError | errors.WeightsError)
+    },
     PlanError: {"problems": [Missing("a", (2, 3), "b"), WrongShape("c", (1,), (2,))]},
 }
 LINE = re.compile(r"^(?P<stem>[│ ├└─]*)(?P<name>\w+Error)(?: +\((?P<builtin>\w+)\))?(?: |$)", re.MULTILINE)

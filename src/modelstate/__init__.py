@@ -11,6 +11,12 @@ from modelstate.errors import PlanError as PlanError
 from modelstate.extra.fields import declare_extra_state as declare_extra_state
 from modelstate.extra.fields import extra_state as extra_state
 from modelstate.extra.lazy import register_lazy_buffer as register_lazy_buffer
+from modelstate.live.canary import Canary as Canary
+from modelstate.live.hooks import without_state_dict_hooks as without_state_dict_hooks
+from modelstate.live.live import Live as Live
+from modelstate.live.name_map import NameMap as NameMap
+from modelstate.live.names import runtime_state as runtime_state
+from modelstate.live.report import SwapReport as SwapReport
 from modelstate.place.background import LoadHandle as LoadHandle
 from modelstate.place.identity import Identity as Identity
 from modelstate.place.identity import identity as identity

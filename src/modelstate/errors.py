@@ -87,6 +87,20 @@ ModelStateError
 │   ├── UnsavableError                (ValueError) tensors or names that the format does not have
 │   ├── TargetExistsError             (FileExistsError) a file that may not be replaced
 │   └── WriteFailedError              (OSError) an I/O error; what was there before still is
+├── NameMapError                      (ValueError) names that cannot be led to those of the running module
+├── LiveError                         a program that is being served
+│   ├── LiveTargetError               (TypeError) what cannot be served, or not in versions
+│   ├── ProgramInputError             (ValueError) inputs that the program was not exported for
+│   ├── WeightsError                  (ValueError) weights that may not go into the program
+│   │   ├── WeightDtypeError          they would have to be cast
+│   │   ├── WeightStrideError         their elements lie in another order
+│   │   ├── WeightStorageError        they are parts of a larger storage
+│   │   └── NonFiniteWeightError      NaN or infinity
+│   ├── CanaryError                   (ValueError) the new version failed on the canary's inputs
+│   ├── SwapBusyError                 (RuntimeError) another swap is under way
+│   ├── SwapTimeoutError              (TimeoutError) requests, or another swap, did not end in time
+│   ├── VersionGoneError              (LookupError) a version that is not kept any more
+│   └── QuarantinedError              (RuntimeError) no version can serve: an undo failed
 ├── SwapError                         (RuntimeError) a tensor that somebody holds, who would go on with what it was
 └── MemoryBudgetError                 (MemoryError)
 """
@@ -501,6 +515,72 @@ class TargetExistsError(SaveError, FileExistsError):
 
 class WriteFailedError(SaveError, OSError):
     """An I/O error while a file was written. What was there before still is."""
+
+
+class NameMapError(ModelStateError, ValueError, page="name-map"):
+    """Names of a state dict that cannot be led to those of the module as it runs."""
+
+    def __init__(self, what: str, *, names: Sequence[str] = (), **fields: object) -> None:
+        super().__init__(what, **fields)
+        self.names = tuple(names)
+        """The names that it is about."""
+
+
+class LiveError(ModelStateError, page="live-swap"):
+    """A program that is being served, and what is done to it. The version that served goes on serving."""
+
+
+class LiveTargetError(LiveError, TypeError, page="live-target"):
+    """A program that cannot be served, or of which no second version can be made."""
+
+
+class ProgramInputError(LiveError, ValueError, page="program-input"):
+    """A request's inputs are not what the program was exported for. Nothing has been computed."""
+
+
+class WeightsError(LiveError, ValueError, page="live-weights"):
+    """Weights that may not go into the program that is being served."""
+
+    def __init__(self, what: str, *, names: Sequence[str] = (), **fields: object) -> None:
+        super().__init__(what, **fields)
+        self.names = tuple(names)
+        """The names of the tensors that it is about."""
+
+
+class WeightDtypeError(WeightsError):
+    """Weights of another dtype than the program's."""
+
+
+class WeightStrideError(WeightsError):
+    """Weights whose elements lie in another order than the program's."""
+
+
+class WeightStorageError(WeightsError):
+    """Weights that are parts of a larger storage."""
+
+
+class NonFiniteWeightError(WeightsError):
+    """Weights that are NaN or infinite where those that serve are not."""
+
+
+class CanaryError(LiveError, ValueError, page="canary"):
+    """The new version raised on the canary's inputs, or its answer was not accepted."""
+
+
+class SwapBusyError(LiveError, RuntimeError):
+    """Another swap is under way, or this one was called from within itself."""
+
+
+class SwapTimeoutError(LiveError, TimeoutError):
+    """Another swap, or the requests that have to end first, did not end in time."""
+
+
+class VersionGoneError(LiveError, LookupError):
+    """A version that is not kept any more, or a pin of one that has ended."""
+
+
+class QuarantinedError(LiveError, RuntimeError):
+    """A swap in place failed, and so did its undo: no version can serve until another swap succeeds."""
 
 
 class SwapError(ModelStateError, RuntimeError, page="somebody-holds-it"):

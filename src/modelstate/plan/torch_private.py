@@ -166,3 +166,49 @@ def is_tensor_like(value: object) -> bool:
     """`torch.overrides.is_tensor_like`."""
     check: Any = torch.overrides.is_tensor_like
     return bool(check(value))
+
+
+def compiled_module(module: torch.nn.Module) -> torch.nn.Module | None:
+    """The module that `torch.compile` was called with, where this is what it returned."""
+    frames = sys.modules.get("torch._dynamo.eval_frame")
+    if frames is None or not isinstance(module, frames.OptimizedModule):
+        return None
+    found: torch.nn.Module = module._orig_mod
+    return found
+
+
+def compiled_like(compiled: torch.nn.Module, module: torch.nn.Module) -> torch.nn.Module:
+    """Another instance under the compilation of a compiled one: the same backend and options, the same code."""
+    made: torch.nn.Module = type(compiled)(module, compiled.dynamo_ctx)
+    return made
+
+
+def exported_program_class() -> Any:
+    """`torch.export.ExportedProgram`; None where nothing has been exported or loaded in this process."""
+    return getattr(sys.modules.get("torch.export"), "ExportedProgram", None)
+
+
+def flatten(value: object) -> tuple[list[Any], Any]:
+    """The leaves of nested containers, and their structure, as `torch.export` has them."""
+    leaves, spec = torch.utils._pytree.tree_flatten(value)
+    return leaves, spec
+
+
+def unflatten(leaves: list[Any], spec: Any) -> Any:
+    """The way back of `flatten`."""
+    return torch.utils._pytree.tree_unflatten(leaves, spec)
+
+
+def keyword_order(spec: Any) -> list[str]:
+    """The names of keyword arguments, in the order in which the structure of a program's inputs has them."""
+    return list(spec.child(1).context)
+
+
+def expression_of(size: object) -> Any:
+    """The expression, of symbols and numbers, that a size of an exported program stands for; a number as it is."""
+    return size.node.expr if isinstance(size, torch.SymInt) else size
+
+
+def has_compiled_call(module: torch.nn.Module) -> bool:
+    """Whether `module.compile()` has been called."""
+    return module._compiled_call_impl is not None

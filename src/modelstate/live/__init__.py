@@ -1,0 +1,1 @@
+"""Programs that serve: their names, their versions, and new weights for them."""

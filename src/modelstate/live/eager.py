@@ -1,0 +1,70 @@
+"""Modules, compiled or not: an instance for each version."""
+
+from collections.abc import Callable, Collection
+from typing import Any
+
+import torch
+from torch import nn
+
+from modelstate.errors import LiveTargetError
+from modelstate.live.twin import twin
+from modelstate.plan.rules.rule import Rule
+from modelstate.plan.torch_private import compiled_like, compiled_module, has_compiled_call
+
+
+class ModuleProgram:
+    """An instance of a module, and how it is called: as it is, or compiled."""
+
+    __slots__ = ("_call", "holder")
+
+    def __init__(self, holder: nn.Module, call: Callable[..., Any]) -> None:
+        self.holder = holder
+        self._call = call
+
+    @property
+    def buffers(self) -> dict[str, torch.Tensor]:
+        return dict(self.holder.named_buffers())
+
+    def __call__(self, *args: Any, **named: Any) -> Any:
+        return self._call(*args, **named)
+
+
+class ModuleTarget:
+    """An eager module, or what `torch.compile` has made of one.
+
+    A version of a compiled module is another instance under the same compilation: its code runs again as it is, as
+    strides, `requires_grad` and ties are the same in every version.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self._given = module
+        original = compiled_module(module)
+        self._module = module if original is None else original
+        self.kind = "eager" if original is None else "compiled"
+        self.name = type(self._module).__name__
+        for path, one in self._module.named_modules():
+            if has_compiled_call(one) or compiled_module(one) is not None:
+                raise LiveTargetError(
+                    "a part of the module is compiled in place, and a copy of it would not be",
+                    where=f"{self.name}.{path}" if path else self.name,
+                    remedy="compile the whole: Live(torch.compile(module))",
+                )
+        self._skeleton = twin(self._module)
+
+    def first(self) -> ModuleProgram:
+        return ModuleProgram(self._module, self._given)
+
+    def names(self) -> Collection[str]:
+        return list(self._skeleton.state_dict())
+
+    def rules(self, given: Collection[str]) -> tuple[Rule, ...]:
+        return ()
+
+    def skeleton(self, given: Collection[str]) -> nn.Module:
+        return twin(self._skeleton)
+
+    def hidden(self) -> dict[str, torch.Tensor]:
+        return {name: buffer for name, buffer in self._skeleton.named_buffers() if not buffer.is_meta}
+
+    def program(self, filled: nn.Module) -> ModuleProgram:
+        return ModuleProgram(filled, filled if self.kind == "eager" else compiled_like(self._given, filled))

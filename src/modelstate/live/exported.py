@@ -1,0 +1,164 @@
+"""Exported programs: one lifted graph, called with the weights of a version."""
+
+from collections.abc import Callable, Collection, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from modelstate.errors import LiveTargetError
+from modelstate.live.inputs import Inputs
+from modelstate.live.name_map import NameMap
+from modelstate.live.names import runtime_state
+from modelstate.live.twin import holder, twin
+from modelstate.plan.rules.rule import Rule
+from modelstate.plan.torch_private import unflatten
+
+_WEIGHTS = ("PARAMETER", "BUFFER")
+_WRITTEN = ("BUFFER_MUTATION", "PARAMETER_MUTATION", "USER_INPUT_MUTATION")
+
+
+class ExportedProgramVersion:
+    """The graph of a program with the weights of one version. All versions have one graph."""
+
+    __slots__ = ("_graph", "_hidden", "_weights", "holder")
+
+    def __init__(self, graph: "_Graph", filled: nn.Module, hidden: dict[str, torch.Tensor]) -> None:
+        self._graph, self._hidden = graph, hidden
+        self.holder = filled
+        state = hidden | runtime_state(filled)
+        self._weights = tuple(value if name is None else state[name] for name, value in graph.lifted)
+
+    @property
+    def buffers(self) -> dict[str, torch.Tensor]:
+        return {**dict(self.holder.named_buffers()), **self._hidden}
+
+    def __call__(self, *args: Any, **named: Any) -> Any:
+        graph = self._graph
+        inputs = graph.inputs.flat(args, named)
+        out = graph.run(*self._weights, *inputs)
+        if graph.written:
+            return self._write_back(out, inputs)
+        return unflatten(list(out), graph.out_spec)
+
+    def _write_back(self, out: tuple[Any, ...], inputs: list[Any]) -> Any:
+        """What the graph returns in the place of writing it into a buffer or an input."""
+        graph = self._graph
+        with torch.no_grad():
+            for value, (place, is_input) in zip(out, graph.written, strict=False):
+                (inputs if is_input else self._weights)[place].copy_(value)
+        return unflatten(list(out[len(graph.written) :]), graph.out_spec)
+
+
+class _Graph:
+    """What all versions of a program have in common."""
+
+    def __init__(self, program: Any, where: str) -> None:
+        signature, constants = program.graph_signature, program.constants
+        self.run: Callable[..., tuple[Any, ...]] = program.graph_module.forward
+        self.out_spec = program.call_spec.out_spec
+        self.hidden: dict[str, torch.Tensor] = {}
+        """Non-persistent buffers: a copy for each version, as a request may change them."""
+        self.lifted: list[tuple[str | None, Any]] = []
+        """The first inputs of the graph: the name of a weight, or a constant that all versions share."""
+        nodes = {node.name: node for node in program.graph.nodes if node.op == "placeholder"}
+        values: list[tuple[str, Any]] = []
+        places: dict[str, int] = {}
+        for one in signature.input_specs:
+            kind, name = one.kind.name, getattr(one.arg, "name", "")
+            if kind == "USER_INPUT":
+                node = nodes.get(name)
+                constant = hasattr(one.arg, "value")
+                values.append((name, one.arg.value if node is None or constant else node.meta.get("val")))
+                continue
+            if kind == "TOKEN" or values:
+                raise _unsupported(where, f"an input of kind {kind} at {name}")
+            places[one.target] = len(self.lifted)
+            if kind in _WEIGHTS and (kind == "PARAMETER" or one.persistent):
+                self.lifted.append((one.target, None))
+            elif kind == "BUFFER":
+                self.hidden[one.target] = constants[one.target]
+                self.lifted.append((one.target, None))
+            else:
+                self.lifted.append((None, constants[one.target]))
+        self.inputs = Inputs(where, program.call_spec.in_spec, values, program.range_constraints)
+        self.written = _written(signature, places, [name for name, _ in values], where)
+
+
+def _written(signature: Any, places: Mapping[str, int], inputs: list[str], where: str) -> list[tuple[int, bool]]:
+    """Where each of the first outputs goes: its place, among the inputs or among the weights."""
+    found: list[tuple[int, bool]] = []
+    for one in signature.output_specs:
+        kind = one.kind.name
+        if kind in _WRITTEN:
+            is_input = kind == "USER_INPUT_MUTATION"
+            found.append((inputs.index(one.target) if is_input else places[one.target], is_input))
+        elif kind != "USER_OUTPUT":
+            raise _unsupported(where, f"an output of kind {kind}")
+    return found
+
+
+class ExportedTarget:
+    """A `torch.export.ExportedProgram`. `names` leads from the names of eager checkpoints, or is the module itself."""
+
+    kind = "exported"
+
+    def __init__(self, program: Any, names: NameMap | nn.Module | None) -> None:
+        self.name = f"ExportedProgram of {program.graph_module.__class__.__name__}"
+        self._state: dict[str, torch.Tensor] = dict(program.state_dict)
+        self._graph = _Graph(program, self.name)
+        lacking = [name for name, _ in self._graph.lifted if name and name not in {*self._state, *self._graph.hidden}]
+        if lacking:
+            raise _unsupported(self.name, f"inputs that its state lacks: {', '.join(lacking[:8])}")
+        # A request may change them in the first version, whose own they are.
+        self._hidden = {name: value.clone() for name, value in self._graph.hidden.items()}
+        self._names = names if isinstance(names, NameMap) else None
+        self._module = twin(names) if isinstance(names, nn.Module) else None
+        self._check_names(names)
+
+    def first(self) -> ExportedProgramVersion:
+        return ExportedProgramVersion(self._graph, holder(self._state, meta=False), self._graph.hidden)
+
+    def names(self) -> Collection[str]:
+        if self._module is not None:
+            return list(self._module.state_dict())
+        return list(self._state if self._names is None else self._names.runtime)
+
+    def rules(self, given: Collection[str]) -> tuple[Rule, ...]:
+        return () if self._names is None else (self._names,)
+
+    def skeleton(self, given: Collection[str]) -> nn.Module:
+        # Code of the module is for the names that it saves; the program's own names need none.
+        if self._module is not None and not set(given) <= self._state.keys():
+            return twin(self._module)
+        return holder(self._state)
+
+    def hidden(self) -> dict[str, torch.Tensor]:
+        return self._hidden
+
+    def program(self, filled: nn.Module) -> ExportedProgramVersion:
+        filled = holder(runtime_state(filled), meta=False)  # of the exported module only the weights are wanted
+        hidden = {name: value.clone() for name, value in self._hidden.items()}
+        return ExportedProgramVersion(self._graph, filled, hidden)
+
+    def _check_names(self, names: NameMap | nn.Module | None) -> None:
+        if names is None:
+            return
+        found = runtime_state(names) if isinstance(names, nn.Module) else names.eager
+        if set(found) != set(self._state):
+            differing = sorted(set(found) ^ set(self._state))
+            raise LiveTargetError(
+                "names= is of another module than the program",
+                where=self.name,
+                expected="the module that was exported, or NameMap.of(module)",
+                found=f"names that only one of them has: {', '.join(differing[:8])}",
+            )
+
+
+def _unsupported(where: str, what: str) -> LiveTargetError:
+    return LiveTargetError(
+        "the exported program has a part that cannot be served in versions",
+        where=where,
+        found=what,
+        remedy="serve the eager module, or export the program without it",
+    )

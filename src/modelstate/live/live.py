@@ -1,0 +1,316 @@
+"""`modelstate.Live`: a program that serves, and takes new weights while it does."""
+
+import gc
+import time
+import weakref
+from collections import deque
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager, ExitStack
+from typing import Any, Literal
+
+from torch import nn
+
+from modelstate.errors import LiveTargetError, OptionError, QuarantinedError, VersionGoneError
+from modelstate.live.buffers import carry, changed, marks
+from modelstate.live.canary import Calls, Canary, run_canary
+from modelstate.live.eager import ModuleTarget
+from modelstate.live.name_map import NameMap
+from modelstate.live.program import Target
+from modelstate.live.report import Answer, Clock, Event, Mode, SwapReport
+from modelstate.live.staging import Asked, Buffers, Incoming, check_choice, undone_on_failure
+from modelstate.live.turn import Turn
+from modelstate.live.version import Gate, Pin, Version
+from modelstate.place.load import Source
+from modelstate.place.report import Report
+from modelstate.plan.rules.rule import Rule
+from modelstate.plan.rules.schema import Schema
+from modelstate.plan.torch_private import exported_program_class
+
+_HISTORY = 1000
+
+
+class Live:
+    """A program that serves: `live(*args)`. New weights come in between requests, all or nothing.
+
+    A request is answered by one version of the weights, from its beginning to its end; `swap` stages, checks and tries
+    a new version beside the one that serves, makes it the current one, and frees the old one when its last request has
+    ended. After any failure the old version serves on. Every method may be called from any thread.
+
+    Args:
+        target: a module, what `torch.compile` made of one, or a `torch.export.ExportedProgram`. It is version 1
+            itself, with its memory, and should not be changed by others any more; later versions have their own.
+        names: for an exported program: a `NameMap`, or the module that was exported, so that checkpoints in the names
+            of its `state_dict()` are taken as well as those in the program's own.
+        keep: how many versions before the current one stay in memory, to roll back to.
+
+    Raises `LiveTargetError` for what cannot be served so, and `OptionError`.
+    """
+
+    def __init__(self, target: Any, *, names: NameMap | nn.Module | None = None, keep: int = 1) -> None:
+        if type(keep) is not int or keep < 0:
+            raise OptionError("keep= is a number of versions", expected="0 or more", found=repr(keep))
+        self._target = _target(target, names)
+        self._keep = keep
+        self._before: deque[Version] = deque()
+        """Kept versions, the newest last."""
+        self._turn = Turn()
+        program = self._target.first()
+        first = Version(1, program, "the target as it was given", marks(program))
+        self._last_id = 1
+        self._gate = Gate(first)
+        self._events: deque[Event] = deque([Event("started", 1, first.source, first.time, 0.0)], _HISTORY)
+
+    def __repr__(self) -> str:
+        return f"<Live {self._target.name}, {self._target.kind}: version {self.version}>"
+
+    # Serving.
+
+    def __call__(self, *args: Any, **named: Any) -> Any:
+        """What the current version makes of a request. It raises what the program raises, and `QuarantinedError`."""
+        gate = self._gate
+        version = gate.enter()
+        try:
+            return version.program(*args, **named)  # type: ignore[misc]  # no version that serves has lost its program
+        finally:
+            gate.leave(version)
+
+    def answer(self, *args: Any, **named: Any) -> Answer:
+        """The same, with the id of the version that gave the answer."""
+        with self.pin() as version:
+            return Answer(version(*args, **named), version.id)
+
+    def pin(self) -> AbstractContextManager[Pin]:
+        """One version for several calls: `with live.pin() as v: v(x); v(y)`. `v.id` is its id."""
+        return self._gate.pinned()
+
+    @property
+    def version(self) -> int:
+        """The id of the version that serves."""
+        return self._gate.current.id
+
+    @property
+    def kind(self) -> str:
+        """ "eager", "compiled" or "exported"."""
+        return self._target.kind
+
+    def history(self) -> tuple[Event, ...]:
+        """What has happened, the oldest first: the last thousand events."""
+        return tuple(self._events)
+
+    # Changing.
+
+    def swap(
+        self,
+        source: Source,
+        *,
+        rules: Iterable[Rule] | Schema = (),
+        canary: Canary | Callable[[Calls], object] | None = None,
+        mode: Mode = "available",
+        buffers: Buffers = "carry",
+        timeout_s: float | None = 60.0,
+        when_busy: Literal["wait", "refuse"] = "wait",
+        exact: bool = True,
+        check_finite: bool = True,
+        verify: bool = False,
+    ) -> SwapReport:
+        """Puts new weights into service, all or nothing. The old version serves on after any failure.
+
+        Args:
+            source: whatever `modelstate.open` takes: a path, a directory, a state dict, a `Checkpoint`.
+            rules: as for `modelstate.load`.
+            canary: tried with the new version before it serves: a `Canary`, or a function that is called with it, and
+                refuses it by returning False or raising.
+            mode: "available" stages a second copy, and no request waits. "frugal" has requests wait while it reads
+                into the memory that is there, with a copy of the old weights to undo it; nothing is left to roll back
+                to.
+            buffers: "carry" takes over the buffers that requests have changed, as they are at the flip; "reset" has
+                what the checkpoint says, and for the others what the target had when it was given.
+            timeout_s: seconds to wait for other swaps, and for requests. In the mode "available" the new version
+                serves whether or not the requests of the old one have ended by then.
+            when_busy: "refuse" raises `SwapBusyError` where another swap is under way.
+            exact: whether dtypes, strides and storages must be as the program's; otherwise they are converted as
+                `modelstate.load` does, without loss.
+            check_finite: whether NaN and infinity are refused, where the weights that serve have none.
+            verify: compares the file with the checksums that it keeps.
+
+        Raises what `modelstate.open` and `modelstate.load` raise; `WeightsError` (`WeightDtypeError`,
+        `WeightStrideError`, `WeightStorageError`, `NonFiniteWeightError`); `CanaryError`, `SwapBusyError`,
+        `SwapTimeoutError`, `LiveTargetError`, `OptionError`. `QuarantinedError` where an undo of the mode "frugal"
+        failed: then every request is refused until another swap succeeds.
+        """
+        check_choice("mode", mode, ("available", "frugal"))
+        check_choice("buffers", buffers, ("carry", "reset"))
+        check_choice("when_busy", when_busy, ("wait", "refuse"))
+        if timeout_s is not None and not (isinstance(timeout_s, int | float) and 0 <= timeout_s < 1e8):
+            raise OptionError("timeout_s= is a number of seconds", expected="from 0, or None", found=repr(timeout_s))
+        clock = Clock()
+        until = None if timeout_s is None else time.monotonic() + timeout_s
+        asked = Asked(rules, exact, check_finite, verify)
+        try:
+            with self._turn.taken(when_busy == "wait", timeout_s):
+                way = self._swap_beside if mode == "available" else self._swap_in_place
+                report = way(source, asked, canary, buffers, until, clock)
+        except BaseException as error:
+            self._note("refused", _text(source), clock.seconds, f"{type(error).__name__}: {error}")
+            raise
+        self._note("swapped", report.source, report.seconds)
+        return report
+
+    def rollback(self) -> int:
+        """Makes the version before serve again, by one flip, and frees the one that served. Returns its id.
+
+        It has its buffers as it left them. Raises `VersionGoneError` where none is kept, and `SwapBusyError`.
+        """
+        clock = Clock()
+        with self._turn.taken(True, None):
+            if not self._before:
+                raise VersionGoneError(
+                    "there is no version to roll back to",
+                    where=repr(self),
+                    found="the first version, one that was rolled back to, or one that was swapped in place",
+                    remedy="swap in the weights that are wanted; Live(..., keep=n) keeps n versions",
+                )
+            old = self._before.pop()
+            self._free(self._gate.flip(old))
+            self._note("rolled back", old.source, clock.seconds)
+            return old.id
+
+    # How.
+
+    def _swap_beside(
+        self, source: Source, asked: Asked, canary: Any, buffers: Buffers, until: float | None, clock: Clock
+    ) -> SwapReport:
+        old = self._gate.current
+        assert old.program is not None
+        with clock("staged"):
+            incoming = Incoming(self._target, source, asked)
+            program, loaded = incoming.stage(old.program)
+        with clock("canary"):
+            if canary is not None:
+                run_canary(self._prepared(canary), program)
+        with clock("flip"):
+            new = Version(self._next_id(), program, incoming.source, marks(program))
+            carried = carry(changed(old.program, old.marks), program) if buffers == "carry" else ()
+            self._gate.flip(new)
+        copies = 2 + len(self._before)
+        self._before.append(old)
+        while len(self._before) > self._keep:
+            self._free(self._before.popleft())
+        with clock("drain"):
+            # A pin of this very thread would be waited for in vain.
+            drained = self._gate.wait_until_free(old, time.monotonic() if self._gate.pins_here else until)
+        return self._report(old, new, loaded, "available", copies, drained, carried, clock)
+
+    def _swap_in_place(
+        self, source: Source, asked: Asked, canary: Any, buffers: Buffers, until: float | None, clock: Clock
+    ) -> SwapReport:
+        old, copies = self._gate.current, 2 + len(self._before)
+        program = old.program
+        assert program is not None
+        if self._gate.pins_here:
+            raise OptionError("a swap in place waits for all pins, and this thread holds one", where="mode='frugal'")
+        with clock("staged"):
+            incoming = Incoming(self._target, source, asked)
+            incoming.check(program)
+            prepared = None if canary is None else self._prepared(canary)
+        with ExitStack() as stack:
+            with clock("drain"):
+                stack.enter_context(self._gate.closed(until))
+            touched = changed(program, old.marks) if buffers == "carry" else {}
+            try:
+                with undone_on_failure(program) as before:
+                    with clock("staged"):
+                        loaded = incoming.overwrite(program, before)
+                    with clock("flip"):
+                        if buffers == "reset":
+                            carry(self._target.hidden(), program)
+                        untouched = marks(program)
+                        carried = carry({name: before[name] for name in touched}, program)
+                    with clock("canary"):
+                        if prepared is not None:
+                            run_canary(prepared, program)
+            except QuarantinedError as error:
+                self._gate.quarantine(error.found)
+                raise
+            new = Version(self._next_id(), program, incoming.source, untouched)
+            self._gate.flip(new)
+        while self._before:
+            self._free(self._before.popleft())
+        return self._report(old, new, loaded, "frugal", copies, True, carried, clock)
+
+    def _report(
+        self,
+        old: Version,
+        new: Version,
+        loaded: Report,
+        mode: Mode,
+        copies: int,
+        drained: bool,
+        carried: tuple[str, ...],
+        clock: Clock,
+    ) -> SwapReport:
+        return SwapReport(
+            version=new.id,
+            previous=old.id,
+            target=self._target.name,
+            source=new.source,
+            mode=mode,
+            tensors=len(loaded.loaded),
+            bytes=loaded.bytes,
+            copies=copies,
+            staged_seconds=clock["staged"],
+            canary_seconds=clock["canary"],
+            flip_seconds=clock["flip"],
+            drain_seconds=clock["drain"],
+            drained=drained,
+            seconds=clock.seconds,
+            carried=carried,
+            notes=loaded.notes,
+        )
+
+    def _prepared(self, canary: Any) -> Any:
+        if isinstance(canary, Canary):
+            return canary.prepared(self)
+        if not callable(canary):
+            raise OptionError(
+                "canary= is what tries a new version", expected="a Canary, or a function", found=type(canary).__name__
+            )
+        return canary
+
+    def _next_id(self) -> int:
+        self._last_id += 1
+        return self._last_id
+
+    def _free(self, version: Version) -> None:
+        """Lets go of a version; where it is held by nothing but a cycle of its own, that is collected."""
+        program = version.program
+        held = None if program is None or version.id == 1 else weakref.ref(program.holder)
+        del program
+        self._gate.retire(version)
+        if held is not None and version.program is None and held() is not None:
+            gc.collect()
+
+    def _note(self, action: str, source: str, seconds: float, error: str = "") -> None:
+        self._events.append(Event(action, self.version, source, time.time(), seconds, error))
+
+
+def _target(target: Any, names: NameMap | nn.Module | None) -> Target:
+    program_class = exported_program_class()
+    if program_class is not None and isinstance(target, program_class):
+        from modelstate.live.exported import ExportedTarget
+
+        return ExportedTarget(target, names)
+    if isinstance(target, nn.Module):
+        if names is not None:
+            raise OptionError("names= is for exported programs", found="a module, which has its names with it")
+        return ModuleTarget(target)
+    raise LiveTargetError(
+        "this cannot be served",
+        expected="a module, a compiled module or an ExportedProgram",
+        found=f"{type(target).__module__}.{type(target).__qualname__}",
+        remedy="of a function, serve the module that it calls",
+    )
+
+
+def _text(source: object) -> str:
+    return str(source) if isinstance(source, str) or hasattr(source, "__fspath__") else type(source).__name__

@@ -1,0 +1,129 @@
+"""From a source to a program that nobody calls yet, or into one that nobody calls now."""
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import Literal
+
+import torch
+from torch import nn
+
+from modelstate.errors import LiveTargetError, OptionError, QuarantinedError
+from modelstate.live.checks import check_casts, check_finite, check_layout
+from modelstate.live.names import runtime_state
+from modelstate.live.program import Program, Target
+from modelstate.place.load import Source, load, plan
+from modelstate.place.report import Report
+from modelstate.plan.explain import plan_error
+from modelstate.plan.matching import matching_part
+from modelstate.plan.rules.chain import check_rules, renamed_by
+from modelstate.plan.rules.rule import Rule
+from modelstate.plan.rules.schema import Schema
+from modelstate.read.open import open as open_checkpoint
+
+Buffers = Literal["carry", "reset"]
+State = Callable[[], Mapping[str, torch.Tensor]]
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """How weights are to be brought in."""
+
+    rules: Iterable[Rule] | Schema = ()
+    exact: bool = True
+    check_finite: bool = True
+    verify: bool = False
+
+
+class Incoming:
+    """Weights for a target, opened and looked at, of which no bytes have been read. Raises what opening raises."""
+
+    def __init__(self, target: Target, source: Source, asked: Asked) -> None:
+        checkpoint = open_checkpoint(source)
+        self._target, self._asked = target, asked
+        schema = asked.rules if isinstance(asked.rules, Schema) else None
+        rules = () if schema else check_rules(asked.rules)
+        self.part = matching_part(checkpoint, target.names(), partial(renamed_by, rules))
+        self._given = given = {renamed_by(rules, name) for name in self.part}
+        self._renames = (*rules, *target.rules(given))
+        self._rules: Schema | tuple[Rule, ...] = schema or self._renames
+        self.source = self.part.source
+        if asked.exact:
+            self._check_layout()
+
+    def stage(self, serving: Program) -> tuple[Program, Report]:
+        """A new program with the weights in memory of its own. Raises what `load` and the checks raise."""
+        skeleton = self._target.skeleton(self._given)
+        report = load(skeleton, self.part, rules=self._rules, map=False, verify=self._asked.verify, progress=False)
+        self._check_loaded(report, skeleton, lambda: runtime_state(serving.holder))
+        return self._target.program(skeleton), report
+
+    def check(self, serving: Program) -> None:
+        """What can be known before a byte is read, of a swap in place. Raises `PlanError` and what the checks raise."""
+        skeleton = self._target.skeleton(self._given)
+        if {*runtime_state(skeleton)} != {*runtime_state(serving.holder)} or type(skeleton) is not type(serving.holder):
+            raise LiveTargetError(
+                "these weights can come in through the module's own loading code only, and that not in place",
+                where=self._target.name,
+                remedy="swap with mode='available', or give names=NameMap.of(module) instead of the module",
+            )
+        planned = plan(skeleton, self.part, rules=self._rules, map=False)
+        if not planned.ok:
+            raise plan_error(planned.target, planned.source, list(planned.problems))
+        if self._asked.exact:
+            check_casts(planned.steps, self.source)
+
+    def overwrite(self, serving: Program, before: Mapping[str, torch.Tensor]) -> Report:
+        """Reads the weights into the memory of a program. Whatever it raises, that memory has to be restored."""
+        report = load(
+            serving.holder,
+            self.part,
+            rules=self._rules,
+            map=False,
+            in_place=True,
+            verify=self._asked.verify,
+            progress=False,
+        )
+        self._check_loaded(report, serving.holder, lambda: before)
+        return report
+
+    def _check_loaded(self, report: Report, filled: nn.Module, serving: State) -> None:
+        if self._asked.exact:
+            check_casts(report.steps, self.source)
+        if self._asked.check_finite:
+            check_finite(filled, serving, self.source)
+
+    def _check_layout(self) -> None:
+        slots = runtime_state(self._target.skeleton(self._given))
+        check_layout(self.part, {name: slots.get(renamed_by(self._renames, name)) for name in self.part}, self.source)
+
+
+def check_choice(name: str, value: object, choices: tuple[str, ...]) -> None:
+    """Raises `OptionError` for an argument that is none of its values."""
+    if value not in choices:
+        raise OptionError(f"{name}= is none of its values", expected=" or ".join(map(repr, choices)), found=repr(value))
+
+
+@contextmanager
+def undone_on_failure(program: Program) -> Iterator[dict[str, torch.Tensor]]:
+    """Gives a copy of a program's weights and buffers, and puts them back when something raises.
+
+    Raises `QuarantinedError` where that fails.
+    """
+    tensors = {**runtime_state(program.holder), **program.buffers}
+    copies: dict[int, torch.Tensor] = {id(one): one.detach().clone() for one in tensors.values()}
+    try:
+        yield {name: copies[id(one)] for name, one in tensors.items()}
+    except BaseException as error:
+        try:
+            with torch.no_grad():
+                for one in tensors.values():
+                    one.detach().copy_(copies[id(one)])
+        except BaseException as failure:
+            raise QuarantinedError(
+                "a swap in place failed, and the weights could not be put back: no version can serve",
+                found=f"{type(failure).__name__}: {failure}, after {type(error).__name__}: {error}",
+                remedy="swap in weights that are known to be good",
+            ) from failure
+        raise

@@ -1,0 +1,177 @@
+"""Versions, and the gate through which requests get at the current one."""
+
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from modelstate.errors import QuarantinedError, SwapTimeoutError, VersionGoneError
+from modelstate.live.buffers import Marks
+from modelstate.live.program import Program
+
+
+class Version:
+    """Weights that serve, have served, or will: an id, where they come from, and the program that has them."""
+
+    __slots__ = ("__weakref__", "_pins", "id", "marks", "program", "retired", "source", "time")
+
+    def __init__(self, number: int, program: Program, source: str, marks: Marks) -> None:
+        self.id = number
+        self.program: Program | None = program
+        """None when it is retired and the last request has ended: then its weights are gone."""
+        self.source = source
+        self.marks = marks
+        """What its buffers were before its first request; what was carried over counts as changed."""
+        self.time = time.time()
+        """Seconds since 1970, when it was made."""
+        self._pins = 0
+        self.retired = False
+
+    def __repr__(self) -> str:
+        return f"<Version {self.id} of {self.source!r}>"
+
+
+class Pin:
+    """One version over several calls: what `Live.pin()` gives. It ends with its block."""
+
+    __slots__ = ("_program", "id")
+
+    def __init__(self, version: Version) -> None:
+        self.id = version.id
+        """The version's."""
+        self._program = version.program
+
+    def __call__(self, *args: Any, **named: Any) -> Any:
+        """Serves with the pinned version. Raises `VersionGoneError` behind the block."""
+        if self._program is None:
+            raise VersionGoneError(
+                "the pin of this version has ended",
+                where=f"version {self.id}",
+                remedy="call within the block of live.pin()",
+            )
+        return self._program(*args, **named)
+
+    def end(self) -> None:
+        """Lets go of the version."""
+        self._program = None
+
+
+class Gate:
+    """Hands out the current version, and knows who has which.
+
+    One lock for a counter: a request holds it for the time of an addition, before and after its call. Whoever changes
+    weights in place closes the gate: then those that come wait, and those that are in are waited for.
+    """
+
+    def __init__(self, first: Version) -> None:
+        self._lock = threading.Lock()
+        self._moved = threading.Condition(self._lock)
+        self._current = first
+        self._closed = False
+        self._quarantine = ""
+        self._here = threading.local()
+
+    @property
+    def current(self) -> Version:
+        return self._current
+
+    def enter(self) -> Version:
+        """The current version, which stays until `leave`. Raises `QuarantinedError`."""
+        with self._lock:
+            if self._closed or self._quarantine:
+                self._wait_open()
+            version = self._current
+            version._pins += 1
+            return version
+
+    def leave(self, version: Version) -> None:
+        """Ends what `enter` began. The last one out of a retired version frees it."""
+        with self._lock:
+            version._pins -= 1
+            if not version._pins:
+                if version.retired:
+                    version.program = None
+                self._moved.notify_all()
+
+    @contextmanager
+    def pinned(self) -> Iterator[Pin]:
+        """A version for several calls of this thread."""
+        version = self.enter()
+        self._here.pins = self.pins_here + 1
+        pin = Pin(version)
+        try:
+            yield pin
+        finally:
+            pin.end()
+            self._here.pins -= 1
+            self.leave(version)
+
+    @property
+    def pins_here(self) -> int:
+        """How many pins this thread holds."""
+        found: int = getattr(self._here, "pins", 0)
+        return found
+
+    def flip(self, new: Version) -> Version:
+        """Makes a version the current one, and returns the one before."""
+        with self._lock:
+            before, self._current = self._current, new
+            self._quarantine = ""
+            return before
+
+    def wait_until_free(self, version: Version, until: float | None) -> bool:
+        """Waits until no request has the version. Returns whether that is so."""
+        with self._lock:
+            return self._wait_free(version, until)
+
+    def retire(self, version: Version) -> None:
+        """Lets go of a version's weights, now or when its last request ends."""
+        with self._lock:
+            version.retired = True
+            if not version._pins:
+                version.program = None
+
+    @contextmanager
+    def closed(self, until: float | None) -> Iterator[None]:
+        """Within the block no request is running. Raises `SwapTimeoutError`, and then the gate is open."""
+        with self._lock:
+            self._closed = True
+        try:
+            with self._lock:
+                if not self._wait_free(self._current, until):
+                    raise SwapTimeoutError(
+                        "requests did not end in time; nothing has been changed",
+                        where=f"version {self._current.id}",
+                        found=f"{self._current._pins} under way",
+                        remedy="give more time with timeout_s=, or swap with mode='available', which waits for nobody",
+                    )
+            yield
+        finally:
+            with self._lock:
+                self._closed = False
+                self._moved.notify_all()
+
+    def quarantine(self, why: str) -> None:
+        """From now on every request is refused, until a version is made the current one."""
+        with self._lock:
+            self._quarantine = why
+
+    def _wait_free(self, version: Version, until: float | None) -> bool:
+        while version._pins:
+            left = None if until is None else until - time.monotonic()
+            if left is not None and left <= 0:
+                return False
+            self._moved.wait(left)
+        return True
+
+    def _wait_open(self) -> None:
+        # Whoever holds a pin is waited for, and must not wait in turn.
+        while self._closed and not self.pins_here:
+            self._moved.wait()
+        if self._quarantine:
+            raise QuarantinedError(
+                "no version can serve: a swap in place failed, and what it had changed could not be undone",
+                found=self._quarantine,
+                remedy="swap in weights that are known to be good",
+            )
