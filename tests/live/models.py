@@ -23,8 +23,7 @@ class FusionLayer(nn.Module):
 
     @staticmethod
     def _put_in(module: nn.Module, state: dict[str, Any], prefix: str, *_: object) -> None:
-        names = {f"{prefix}{name}" for name, _ in module.layer.named_parameters()}  # type: ignore[union-attr]
-        names |= {f"{prefix}{name}" for name, _ in module.layer.named_buffers()}  # type: ignore[union-attr]
+        names = {prefix + name for name in module.layer.state_dict()}
         for name in [name for name in state if name in names]:
             state[prefix + "layer." + name[len(prefix) :]] = state.pop(name)
 

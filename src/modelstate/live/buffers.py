@@ -3,31 +3,23 @@
 from collections.abc import Mapping
 
 import torch
+import xxhash
 
 from modelstate.live.program import Program
+from modelstate.plan.placement import is_plain
 
-Marks = dict[str, tuple[int, int | None]]
-"""Which tensor each buffer is, and how often it had changed."""
-
-
-def version_of(tensor: torch.Tensor) -> int | None:
-    """How often autograd has seen the tensor change; None where it does not look."""
-    return None if tensor.is_inference() else tensor._version
+Marks = dict[str, object]
+"""What the values of each buffer were."""
 
 
 def marks(program: Program) -> Marks:
     """What the buffers are now, to be asked later which of them requests have changed."""
-    return {name: (id(buffer), version_of(buffer)) for name, buffer in program.buffers.items()}
+    return {name: _mark(buffer) for name, buffer in program.buffers.items()}
 
 
 def changed(program: Program, since: Marks) -> dict[str, torch.Tensor]:
     """The buffers that requests have changed."""
-    found = {}
-    for name, buffer in program.buffers.items():
-        version = version_of(buffer)
-        if version is None or since.get(name) != (id(buffer), version):
-            found[name] = buffer
-    return found
+    return {name: buffer for name, buffer in program.buffers.items() if since.get(name) != _mark(buffer)}
 
 
 def carry(buffers: Mapping[str, torch.Tensor], into: Program) -> tuple[str, ...]:
@@ -41,3 +33,12 @@ def carry(buffers: Mapping[str, torch.Tensor], into: Program) -> tuple[str, ...]
                 path, _, last = name.rpartition(".")
                 into.holder.get_submodule(path)._buffers[last] = value.detach().clone()
     return tuple(buffers)
+
+
+def _mark(buffer: torch.Tensor) -> object:
+    """A digest of the values. Autograd's counter would not do: batch normalisation writes its statistics past it."""
+    if not is_plain(buffer) or buffer.is_meta:
+        return id(buffer)
+    with torch.no_grad():
+        flat = buffer.detach().resolve_conj().resolve_neg().cpu().contiguous().reshape(-1)
+        return buffer.shape, xxhash.xxh3_128_digest(memoryview(flat.view(torch.uint8).numpy()))

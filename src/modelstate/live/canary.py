@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from modelstate.errors import CanaryError
-from modelstate.live.buffers import version_of
+from modelstate.live.buffers import carry
 from modelstate.live.program import Program
 from modelstate.plan.torch_private import flatten
 
@@ -97,14 +97,11 @@ def run_check(check: Callable[[Any], object], value: Any) -> None:
 
 @contextmanager
 def _buffers_kept(program: Program) -> Iterator[None]:
-    kept = [(buffer, version_of(buffer), buffer.detach().clone()) for buffer in program.buffers.values()]
+    kept = {name: buffer.detach().clone() for name, buffer in program.buffers.items()}
     try:
         yield
     finally:
-        with torch.no_grad():
-            for buffer, version, value in kept:
-                if version is None or version_of(buffer) != version:
-                    buffer.copy_(value)
+        carry(kept, program)
 
 
 def _called(program: Calls, canary: Canary, what: str) -> Any:

@@ -120,10 +120,8 @@ def _is_fixed(size: Any) -> bool:
 
 
 def _number(bound: Any) -> int | None:
-    try:
-        return int(bound)
-    except (OverflowError, TypeError, ValueError):
-        return None  # unbounded
+    """A bound of a size; None where there is none."""
+    return int(bound) if getattr(bound, "is_finite", False) else None
 
 
 def _shown(wanted: _Tensor) -> str:

@@ -188,12 +188,16 @@ class Live:
         with clock("canary"):
             if canary is not None:
                 run_canary(self._prepared(canary), program)
+        copies, broken = 2 + len(self._before), self._gate.is_quarantined
         with clock("flip"):
             new = Version(self._next_id(), program, incoming.source, marks(program))
-            carried = carry(changed(old.program, old.marks), program) if buffers == "carry" else ()
+            carries = buffers == "carry" and not broken
+            carried = carry(changed(old.program, old.marks), program) if carries else ()
             self._gate.flip(new)
-        copies = 2 + len(self._before)
-        self._before.append(old)
+        if broken:
+            self._free(old)
+        else:
+            self._before.append(old)
         while len(self._before) > self._keep:
             self._free(self._before.popleft())
         with clock("drain"):

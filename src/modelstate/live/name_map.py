@@ -3,6 +3,7 @@
 import json
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from itertools import chain
 from types import MappingProxyType
 from typing import Any, TypeVar
 
@@ -36,6 +37,8 @@ class NameMap:
     """From each runtime name to a name of the state dict; where tensors are tied, several may lead to one."""
     extra: tuple[str, ...] = ()
     """Names of the state dict that hold no tensors: extra state, which a program cannot take."""
+    ties: tuple[tuple[str, ...], ...] = ()
+    """Runtime names of one tensor: one of them is enough."""
     _crossed: frozenset[str] = field(init=False, repr=False, compare=False)
     """Names that both sides have, for different tensors."""
 
@@ -49,7 +52,7 @@ class NameMap:
         return hash((*self.runtime.items(), *self.eager.items(), *self.extra))
 
     def __reduce__(self) -> Any:
-        return NameMap, (dict(self.runtime), dict(self.eager), self.extra)
+        return NameMap, (dict(self.runtime), dict(self.eager), self.extra, self.ties)
 
     def __repr__(self) -> str:
         renamed = sum(name != to for name, to in self.runtime.items())
@@ -80,7 +83,7 @@ class NameMap:
         groups.check(type(module).__name__)
         runtime, eager = groups.pairs()
         order = {name: runtime[name] for name in saved if name in runtime}
-        return cls(order, {name: eager[name] for name in state}, tuple(extra))
+        return cls(order, {name: eager[name] for name in state}, tuple(extra), groups.ties())
 
     def to_runtime(self, state: Mapping[str, _V]) -> dict[str, _V]:
         """A state dict, or anything else by these names, in either spelling, by runtime names: all of them.
@@ -110,6 +113,7 @@ class NameMap:
                 "runtime": dict(self.runtime),
                 "eager": dict(self.eager),
                 "extra": list(self.extra),
+                "ties": list(map(list, self.ties)),
             },
             indent=1,
         )
@@ -122,10 +126,15 @@ class NameMap:
             if found["format"] != _FORMAT or found["version"] != 1:
                 raise ValueError(f"{found['format']!r}, version {found['version']!r}")
             runtime, eager, extra = found["runtime"], found["eager"], found["extra"]
+            ties = tuple(map(tuple, found["ties"]))
             texts = [*runtime, *runtime.values(), *eager, *eager.values(), *extra]
             if not all(isinstance(one, str) for one in texts):
                 raise ValueError("a name that is no text")
-            if not (set(runtime.values()) <= set(eager) and set(eager.values()) <= set(runtime)):
+            if not (
+                set(runtime.values()) <= set(eager)
+                and set(eager.values()) <= set(runtime)
+                and {*chain(*ties)} <= set(eager)
+            ):
                 raise ValueError("names that lead nowhere")
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             raise NameMapError(
@@ -133,7 +142,7 @@ class NameMap:
                 expected="what NameMap.to_json() has written",
                 found=f"{type(error).__name__}: {error}",
             ) from error
-        return cls(runtime, eager, tuple(extra))
+        return cls(runtime, eager, tuple(extra), ties)
 
     # As a rule.
 
@@ -178,8 +187,7 @@ class NameMap:
 
     def _twin(self, name: str, given: Mapping[str, object]) -> str:
         """Another runtime name of the same tensor that is given; the name itself where there is none."""
-        eager = self.eager[name]
-        return next((one for one, to in self.eager.items() if to == eager and one in given), name)
+        return next((one for tie in self.ties if name in tie for one in tie if one in given), name)
 
     def _check(self, given: Mapping[str, object], wanted: Mapping[str, str], what: str) -> None:
         known = [*self.eager, *(name for name in self.runtime if name not in self.eager)]
@@ -241,6 +249,9 @@ class _Groups:
             remedy="keep the module's code at hand: modelstate.runtime_state(module, checkpoint) follows its hooks",
             names=(*(name for name, _ in self._computed), *lost),
         )
+
+    def ties(self) -> tuple[tuple[str, ...], ...]:
+        return tuple(tuple(group) for group in self._groups.values() if len(group) > 1)
 
     def pairs(self) -> tuple[dict[str, str], dict[str, str]]:
         runtime: dict[str, str] = {}

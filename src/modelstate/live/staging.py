@@ -45,23 +45,24 @@ class Incoming:
         schema = asked.rules if isinstance(asked.rules, Schema) else None
         rules = () if schema else check_rules(asked.rules)
         self.part = matching_part(checkpoint, target.names(), partial(renamed_by, rules))
-        self._given = given = {renamed_by(rules, name) for name in self.part}
+        given = {renamed_by(rules, name) for name in self.part}
         self._renames = (*rules, *target.rules(given))
         self._rules: Schema | tuple[Rule, ...] = schema or self._renames
+        self._skeleton = target.skeleton(given)
         self.source = self.part.source
         if asked.exact:
             self._check_layout()
 
     def stage(self, serving: Program) -> tuple[Program, Report]:
         """A new program with the weights in memory of its own. Raises what `load` and the checks raise."""
-        skeleton = self._target.skeleton(self._given)
+        skeleton = self._skeleton
         report = load(skeleton, self.part, rules=self._rules, map=False, verify=self._asked.verify, progress=False)
         self._check_loaded(report, skeleton, lambda: runtime_state(serving.holder))
         return self._target.program(skeleton), report
 
     def check(self, serving: Program) -> None:
         """What can be known before a byte is read, of a swap in place. Raises `PlanError` and what the checks raise."""
-        skeleton = self._target.skeleton(self._given)
+        skeleton = self._skeleton
         if {*runtime_state(skeleton)} != {*runtime_state(serving.holder)} or type(skeleton) is not type(serving.holder):
             raise LiveTargetError(
                 "these weights can come in through the module's own loading code only, and that not in place",
@@ -95,7 +96,7 @@ class Incoming:
             check_finite(filled, serving, self.source)
 
     def _check_layout(self) -> None:
-        slots = runtime_state(self._target.skeleton(self._given))
+        slots = runtime_state(self._skeleton)
         check_layout(self.part, {name: slots.get(renamed_by(self._renames, name)) for name in self.part}, self.source)
 
 

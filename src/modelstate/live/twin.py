@@ -8,8 +8,9 @@ import torch
 from torch import nn
 
 from modelstate.errors import LiveTargetError
-from modelstate.plan.placement import is_plain
+from modelstate.plan.placement import is_dense, is_plain
 from modelstate.plan.torch_private import address_range
+from modelstate.spec import contiguous_stride
 
 
 def twin(module: nn.Module) -> nn.Module:
@@ -65,7 +66,9 @@ def holder(state: Mapping[str, torch.Tensor], *, meta: bool = True) -> nn.Module
 
 
 def _on_meta(tensor: torch.Tensor) -> torch.Tensor:
-    empty = torch.empty_like(tensor, device="meta", requires_grad=False)
+    # Not `empty_like`, which imports sympy for this: seconds, in a process that has requests to answer.
+    stride = tensor.stride() if is_dense(tensor) else contiguous_stride(tensor.shape)
+    empty = torch.empty_strided(tensor.shape, stride, dtype=tensor.dtype, device="meta")
     made: torch.Tensor = nn.Parameter(empty, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else empty
     made.__dict__.update(tensor.__dict__)
     return made

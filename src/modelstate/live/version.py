@@ -157,6 +157,11 @@ class Gate:
         with self._lock:
             self._quarantine = why
 
+    @property
+    def is_quarantined(self) -> bool:
+        """Whether every request is refused."""
+        return bool(self._quarantine)
+
     def _wait_free(self, version: Version, until: float | None) -> bool:
         while version._pins:
             left = None if until is None else until - time.monotonic()

@@ -1,0 +1,71 @@
+"""Every kind of target, and readers that serve while it is swapped."""
+
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+
+KINDS = ("eager", "compiled", "exported")
+
+
+def target_of(kind: str, module: nn.Module, x: torch.Tensor) -> Any:
+    """What is served of a module."""
+    if kind == "eager":
+        return module
+    if kind == "compiled":
+        return torch.compile(module, backend="aot_eager")
+    return torch.export.export(module, (x,))
+
+
+class Readers:
+    """Threads that send requests, and look at each answer."""
+
+    def __init__(self, request: Callable[[], tuple[int, torch.Tensor]], count: int = 4) -> None:
+        self._request = request
+        self._ended = threading.Event()
+        self._lock = threading.Lock()
+        self.requests = 0
+        self.torn = 0
+        self.wrong_version = 0
+        self.went_back = 0
+        self.errors: list[str] = []
+        self.seen: set[int] = set()
+        self._threads = [threading.Thread(target=self._read, daemon=True) for _ in range(count)]
+
+    def _read(self) -> None:
+        requests = torn = wrong = back = last = 0
+        seen: set[int] = set()
+        try:
+            while not self._ended.is_set():
+                version, answer = self._request()
+                requests += 1
+                low, high = answer.aminmax()
+                torn += bool(low != high)
+                # Version k has the weights k; -1 where the mechanism knows of no versions.
+                wrong += version >= 0 and bool(low != version)
+                back += version >= 0 and version < last
+                last = version
+                seen.add(version)
+        except BaseException as error:
+            self.errors.append(f"{type(error).__name__}: {error}")
+        with self._lock:
+            self.requests += requests
+            self.torn += torn
+            self.wrong_version += wrong
+            self.went_back += back
+            self.seen |= seen
+
+    @contextmanager
+    def running(self) -> Iterator["Readers"]:
+        with torch.no_grad():
+            for thread in self._threads:
+                thread.start()
+            try:
+                yield self
+            finally:
+                self._ended.set()
+                for thread in self._threads:
+                    thread.join(60)

@@ -1,0 +1,87 @@
+"""Versions that are retired are gone."""
+
+import gc
+import weakref
+from typing import Any
+
+import psutil
+import pytest
+import torch
+from torch import nn
+
+import modelstate as ms
+from tests.live.models import Constant, weights_of
+from tests.live.targets import KINDS, target_of
+
+X = torch.ones(2, 512)
+
+
+def holder_of(live: ms.Live) -> "weakref.ref[nn.Module]":
+    with live.pin() as v:
+        return weakref.ref(v._program.holder)  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_retired_versions_are_freed_at_once(kind: str) -> None:
+    live = ms.Live(target_of(kind, Constant(2, 8), torch.ones(2, 8)), keep=1)
+    gc.collect()
+    gc.disable()
+    try:
+        found = []
+        for k in range(2, 8):
+            live.swap(weights_of(Constant(2, 8), k))
+            live(torch.ones(2, 8))
+            found.append(holder_of(live))
+    finally:
+        gc.enable()
+    # The current one, and the one that is kept.
+    assert [ref() is not None for ref in found] == [False] * 4 + [True] * 2
+
+
+class Cyclic(Constant):
+    """Holds itself, as modules with hooks that are their own methods do."""
+
+    def __init__(self) -> None:
+        super().__init__(2, 8)
+        self.register_state_dict_pre_hook(self._nothing)
+
+    def _nothing(self, *_: object) -> None:
+        pass
+
+
+def test_modules_that_hold_themselves_are_collected() -> None:
+    live = ms.Live(Cyclic(), keep=0)
+    gc.disable()
+    try:
+        live.swap(weights_of(Cyclic(), 2))
+        ref = holder_of(live)
+        live.swap(weights_of(Cyclic(), 3))
+    finally:
+        gc.enable()
+    assert ref() is None
+
+
+def test_a_pinned_version_is_freed_by_its_last_request() -> None:
+    live = ms.Live(Constant(2, 8), keep=0)
+    live.swap(weights_of(Constant(2, 8), 2))
+    ref = holder_of(live)
+    with live.pin() as v:
+        live.swap(weights_of(Constant(2, 8), 3))
+        assert ref() is not None
+        assert v(torch.ones(2, 8)).unique().tolist() == [2.0]
+    assert ref() is None
+
+
+@pytest.mark.parametrize("mode", ["available", "frugal"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_memory_does_not_grow_over_two_hundred_swaps(kind: str, mode: Any) -> None:
+    """Of 8 MB each."""
+    module = Constant(8, 512)
+    live, process, state = ms.Live(target_of(kind, module, X)), psutil.Process(), weights_of(module, 2)
+    after = []
+    for k in range(200):
+        live.swap(state, mode=mode)
+        if k % 20 == 19:
+            live(X)
+            after.append(process.memory_info().rss)
+    assert after[-1] - after[1] < 3 * 8 * 2**20
