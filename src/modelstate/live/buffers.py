@@ -1,6 +1,7 @@
 """Buffers that requests change, and what becomes of them in the next version."""
 
 from collections.abc import Mapping
+from typing import Any
 
 import torch
 import xxhash
@@ -41,4 +42,5 @@ def _mark(buffer: torch.Tensor) -> object:
         return id(buffer)
     with torch.no_grad():
         flat = buffer.detach().resolve_conj().resolve_neg().cpu().contiguous().reshape(-1)
-        return buffer.shape, xxhash.xxh3_128_digest(memoryview(flat.view(torch.uint8).numpy()))
+        content: Any = flat.view(torch.uint8).numpy()  # of which the type stubs do not know that it is a buffer
+        return buffer.shape, xxhash.xxh3_128_digest(content)

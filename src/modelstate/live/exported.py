@@ -104,7 +104,7 @@ class ExportedTarget:
     kind = "exported"
 
     def __init__(self, program: Any, names: NameMap | nn.Module | None) -> None:
-        self.name = f"ExportedProgram of {program.graph_module.__class__.__name__}"
+        self.name = "ExportedProgram"
         self._state: dict[str, torch.Tensor] = dict(program.state_dict)
         self._graph = _Graph(program, self.name)
         lacking = [name for name, _ in self._graph.lifted if name and name not in {*self._state, *self._graph.hidden}]
