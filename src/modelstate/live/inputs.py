@@ -8,6 +8,8 @@ import torch
 from modelstate.errors import ProgramInputError
 from modelstate.plan.torch_private import expression_of, flatten, keyword_order
 
+_UNBOUNDED = 2**62
+
 
 class _Tensor(NamedTuple):
     name: str
@@ -121,7 +123,7 @@ def _is_fixed(size: Any) -> bool:
 
 def _number(bound: Any) -> int | None:
     """A bound of a size; None where there is none."""
-    return int(bound) if getattr(bound, "is_finite", False) else None
+    return int(bound) if -_UNBOUNDED < bound < _UNBOUNDED else None
 
 
 def _shown(wanted: _Tensor) -> str:
