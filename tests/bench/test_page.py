@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from bench import goals, limits, measured, tables
+from bench import goals, limits, measured, saving, tables
 from bench.__main__ import PARTS, main
 from bench.measured import Measured, Part
 from bench.run import Runner, different_weights
@@ -130,6 +130,24 @@ def everything(ours: float) -> dict[str, Measured]:
         ),
         "many": Measured("many", "", "", "grid", sized, 1),
         "shards": Measured("shards", "", "", "grid", cut, 1),
+        "save": table_of(
+            "save",
+            {
+                "modelstate.save": mine,
+                "torch.save": one_run(1, 1),
+                "torch.save, then fsync": one_run(1, 1),
+                saving.BARE_SYNCED.format(2): one_run(0.1, 0.1),
+            },
+        ),
+        "store": table_of(
+            "store",
+            {
+                saving.BLOCKED: mine,
+                saving.MEMCPY: one_run(0.1, 0.1),
+                saving.FULL: one_run(1, 1),
+                saving.FROZEN: mine,
+            },
+        ),
     }
 
 

@@ -154,9 +154,9 @@ def test_what_no_transform_is_for_is_mapped_and_read_at_once(path: Path, monkeyp
     sizes: list[int] = []
     read_all = ms.Checkpoint.read_all
 
-    def counted(self: ms.Checkpoint, requests: Any, *rest: Any) -> None:
+    def counted(self: ms.Checkpoint, requests: Any, *rest: Any, **options: Any) -> None:
         sizes.append(len(requests))
-        read_all(self, requests, *rest)
+        read_all(self, requests, *rest, **options)
 
     monkeypatch.setattr(ms.Checkpoint, "read_all", counted)
     ms.load(Net(), path, transform={"mlp.0.weight": twice})
