@@ -55,7 +55,7 @@ def test_what_is_no_mapping_of_objects() -> None:
     assert "Linear" in caught.value.found
     endless: dict[str, Any] = {"model": model}
     endless["again"] = endless
-    with pytest.raises(errors.OptionError, match="nested|too long"):
+    with pytest.raises(errors.OptionError, match=r"nested|too long"):
         captured(endless)
     with pytest.raises(errors.OptionError, match="Part"):
         restore_objects({"model": model}, {"model": model.state_dict()})  # type: ignore[dict-item]
