@@ -16,10 +16,14 @@ LIMITS: dict[str, str] = {
     "that table, whose processes have just freed some. Others find that the host has taken them back; the load "
     "notices, and does without them.",
     "in-place": "Reading into touched memory is the limit, as the table of limits has it; the others are near it, too.",
-    "cold": "The disk gives buffered reads less than half of what it gives O_DIRECT into memory that is there. Into "
-    "fresh memory that does not come out: see fastsafetensors with it and without.",
+    "cold": "Fresh memory, again: read past the page cache into memory that is there, the file comes in at nearly the "
+    "disk's bandwidth, as the table of a cold file into a module that has memory shows. What is mapped comes through "
+    "the page cache, for which the disk gives less than half.",
     "cast": "As for memory of its own: half as much fresh memory takes half as long, and is most of the time. The "
     "others have the same memory to find, and twice as much in their maps.",
+    "save": "The disk: a bare write of the same bytes takes as long as the table of saves says, and twice as fast as "
+    "torch.save would be faster than that.",
+    "blocked": "What is beside the copy is `state_dict`, naming and encoding what is no tensor.",
     "int8": "The reading, the arithmetic and the fresh memory for the weights share the time.",
 }
 """For a row that is not met: a sentence with the limit, from a profile. By the key of the row in `ROWS`."""

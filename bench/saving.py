@@ -168,6 +168,7 @@ def blocked(model: nn.Module, folder: Path) -> None:
     """How long training waits, with staging memory that an earlier save has made; and a copy of the same bytes."""
     state = {name: value.detach() for name, value in model.state_dict(keep_vars=True).items()}
     copies = [torch.ones_like(value) for value in state.values()]
+    shutil.rmtree(folder / "store", ignore_errors=True)
     stages = Stages()
     with ms.Store(folder / "store", keep=1) as store:
         store.save(1, {"model": model}, block=False).result()

@@ -1,6 +1,7 @@
 """What is saved comes back, and other tools read it."""
 
 import json
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -298,3 +299,23 @@ def test_tensors_of_a_device(tmp_path: Path) -> None:
     checkpoint = ms.open(tmp_path / "net.safetensors")
     assert torch.equal(checkpoint.tensor("head.weight"), model.head.weight.cpu())
     assert checkpoint.aliases == (("embed.weight", "head.weight"),)
+
+
+def test_what_changes_while_it_is_written_is_torn_at_worst(tmp_path: Path) -> None:
+    """Its digests are those of what is in the file."""
+    model, over = nn.Linear(3000, 3000), threading.Event()
+
+    def change() -> None:
+        with torch.no_grad():
+            while not over.is_set():
+                model.weight.add_(1.0)
+
+    changing = threading.Thread(target=change)
+    changing.start()
+    try:
+        for _ in range(3):
+            ms.save(model, tmp_path / "x.safetensors")
+            ms.open(tmp_path / "x.safetensors").verify()
+    finally:
+        over.set()
+        changing.join()

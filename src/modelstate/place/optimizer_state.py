@@ -7,7 +7,6 @@ the wrong ones, without a word where the shapes allow it. Names do not move.
 import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from copy import deepcopy
-from functools import partial
 from typing import Any
 
 import torch
@@ -30,14 +29,29 @@ def optimizer_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[
     `{"state": {name: {"exp_avg": ..., "step": ...}}, "param_groups": [{"params": [names], "lr": ...}]}`, as
     `torch.distributed.checkpoint` has it; a parameter that has no state is there with an empty one. The tensors are the
     live ones, as in `state_dict()`; a tied parameter is there once, under its first name. Raises `OptionError`, and
-    `OptimizerStateError` for a parameter that is not the model's.
+    `OptimizerStateError` for a parameter that is not the model's, and for an optimizer that keeps more than that.
     """
     names = _names(model, optimizer)
+    _check_nothing_else(optimizer)
     groups = [
         {**_options(group), "params": [names[param] for param in group["params"]]} for group in optimizer.param_groups
     ]
     state = {name: dict(optimizer.state.get(param, {})) for param, name in names.items()}
     return {"state": state, _GROUPS: groups}
+
+
+def _check_nothing_else(optimizer: torch.optim.Optimizer) -> None:
+    """Raises for state that belongs to no parameter, which would be lost without a word."""
+    more: list[Any] = [key for key in optimizer.state if not isinstance(key, torch.Tensor)]
+    if type(optimizer).state_dict is not torch.optim.Optimizer.state_dict:
+        more += [key for key in optimizer.state_dict() if key not in ("state", _GROUPS)]
+    if more:
+        raise OptimizerStateError(
+            "the optimizer keeps state that belongs to no parameter, which has no place here",
+            where=type(optimizer).__qualname__,
+            found=", ".join(map(repr, more[:8])),
+            remedy="save it as an object of its own: one whose state_dict and load_state_dict call the optimizer's",
+        )
 
 
 def load_optimizer_state(
@@ -52,8 +66,8 @@ def load_optimizer_state(
 
     `state` may also be a `state_dict()` of an optimizer that was given names (`torch.optim.Adam(model.
     named_parameters())`). `rules` are those by which the checkpoint was loaded into the model: what has a value for
-    each element is cut, joined and moved with its parameter. Tensors take the dtype and device of their parameter;
-    `step` stays where the optimizer keeps it. Options of a group (`lr`, ...) are taken over.
+    each element is cut, joined and moved with its parameter. Tensors take the device of their parameter, and what
+    torch's optimizers keep for its elements takes its dtype; `step` stays where the optimizer keeps it. Options of a group (`lr`, ...) are taken over.
 
     A parameter that is there with an empty state has none afterwards. LBFGS, which has all parameters in one vector,
     takes the same ones in the same order only.
@@ -231,13 +245,16 @@ def _matched(
 
 def _wrong_options(saved: Mapping[str, Any], group: Mapping[str, Any]) -> list[str]:
     """Options of another optimizer, or of other kinds. Schedulers put `initial_lr` there."""
-    foreign = sorted(set(saved) - set(group) - {"initial_lr"}, key=str)
+    foreign = sorted(set(saved) - set(group) - _OF_SCHEDULERS, key=str)
     wrong = [f"the option {', '.join(map(str, foreign))} is one of another optimizer"] if foreign else []
     return wrong + [
         f"the option {key} is {value!r}, where the optimizer has {group[key]!r}"
         for key, value in saved.items()
         if key in group and not _alike(value, group[key])
     ]
+
+
+_OF_SCHEDULERS = {"initial_lr", "max_lr", "min_lr", "base_momentum", "max_momentum"}
 
 
 def _alike(saved: object, there: object) -> bool:
@@ -286,6 +303,11 @@ class _Kept:
         self._optimizer = optimizer
         self._groups = {param: group for group in optimizer.param_groups for param in group["params"]}
         self._likely: dict[tuple[int, int], dict[str, Any]] = {}
+
+    @property
+    def casts(self) -> bool:
+        """Whether what it keeps for the elements of a parameter has the parameter's dtype, as far as is known."""
+        return _is_torchs(self._optimizer)
 
     def group(self, param: torch.Tensor) -> dict[str, Any]:
         return self._groups[param]
@@ -345,12 +367,18 @@ def _why_not(value: object, param: torch.Tensor, optimizer: torch.optim.Optimize
         return "is complex, and the parameter is not"
     if not value.dim() or isinstance(optimizer, torch.optim.LBFGS):
         return ""
+    if not _is_torchs(optimizer):
+        return ""  # what others keep for a parameter may have any shape
     fits = (
         _fits_by_rows(value.shape, param.shape)
         if isinstance(optimizer, torch.optim.Adafactor)
         else (value.shape == param.shape)
     )
     return "" if fits else f"has the shape {list(value.shape)}, the parameter {list(param.shape)}"
+
+
+def _is_torchs(optimizer: torch.optim.Optimizer) -> bool:
+    return type(optimizer).__module__.startswith("torch.optim")
 
 
 def _fits_by_rows(shape: torch.Size, param: torch.Size) -> bool:
@@ -365,19 +393,23 @@ def _options(group: Mapping[str, Any]) -> dict[str, Any]:
 def _placed(values: Mapping[str, Any], param: torch.Tensor, kept: _Kept) -> dict[str, Any]:
     group = kept.group(param)
     beside = bool(group.get("capturable") or group.get("fused"))
-    made = {key: _copied(key, value, param, beside) for key, value in values.items()}
+    dtype = param.dtype if param.is_floating_point() and kept.casts else None
+    made = {key: _copied(key, value, param, dtype, beside) for key, value in values.items()}
     if isinstance(kept.of(param).get("step"), torch.Tensor) and isinstance(made.get("step"), int | float):
         made["step"] = torch.tensor(float(made["step"]))  # torch has had it as a tensor since 1.12
     return made
 
 
-def _copied(key: str, value: Any, param: torch.Tensor, beside: bool) -> Any:
-    """As torch's own loading has it: floats become what the parameter is, `step` stays unless it is wanted beside."""
+def _copied(key: str, value: Any, param: torch.Tensor, dtype: torch.dtype | None, beside: bool) -> Any:
+    """Floats for the elements of the parameter become what it is; `step` stays unless it is wanted beside.
+
+    What torch's own loading casts besides that, single numbers and integers, would no longer be what was saved.
+    """
     if isinstance(value, torch.Tensor):
         if key == "step":
             return value.detach().clone().to(torch.float32).to(param.device) if beside else value.detach().clone()
-        cast = partial(value.detach().to, copy=True)
-        return cast(param.device, param.dtype) if param.is_floating_point() else cast(param.device)
+        to = dtype if dtype is not None and value.dim() and value.is_floating_point() else value.dtype
+        return value.detach().to(param.device, to, copy=True)
     if isinstance(value, list | tuple):
-        return type(value)(_copied(key, one, param, beside) for one in value)
+        return type(value)(_copied(key, one, param, dtype, beside) for one in value)
     return deepcopy(value)

@@ -168,7 +168,7 @@ def _groups(
 
 def _write_file(files: _Files, key: str, tensors: Mapping[str, torch.Tensor]) -> None:
     planned = layout(tensors, lambda _: SHARD_METADATA)
-    unnamed = os.path.join(files.directory, f"{key}-{len(files.names)}{SUFFIX}")
+    unnamed = os.path.join(files.directory, f".{len(files.names)}{SUFFIX}")  # no object has such a name
     with new_file(unnamed) as output:
         written = write(output, planned)
     name = f"{key}-{written.content[:16]}{SUFFIX}"

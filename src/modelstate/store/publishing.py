@@ -39,7 +39,13 @@ class Job:
 
 
 def publish(
-    directory: str, store: str, job: Job, revisions: list[Found], before: Found | None, shard_bytes: int | None
+    directory: str,
+    store: str,
+    serial: int,
+    job: Job,
+    revisions: list[Found],
+    before: Found | None,
+    shard_bytes: int | None,
 ) -> tuple[str, list[Written]]:
     """Writes a checkpoint, with links to what the one `before` has already, beside the `revisions` of its step.
 
@@ -53,7 +59,7 @@ def publish(
         system.mkdir(beside)
         written = {path: _write_entry(beside, path, job, before, shard_bytes) for path in job.drafts}
         entries = {path: one.entry for path, one in written.items()}
-        text = Record(store, job.step, job.time, job.metrics, entries).text()
+        text = Record(store, job.step, job.time, job.metrics, entries, serial).text()
         if len(text) > MAX_BYTES:
             raise _unsavable("the values that are no tensors", f"{len(text):,} bytes of them, above {MAX_BYTES:,}")
         if is_pinned:

@@ -55,6 +55,8 @@ class Record:
     """Seconds since 1970, when it was saved."""
     metrics: Mapping[str, float]
     entries: Mapping[str, Entry]
+    serial: int = 0
+    """Of two checkpoints of a store the one with the higher one was saved later, whatever steps and clocks say."""
 
     def text(self) -> bytes:
         """As it is written."""
@@ -75,6 +77,7 @@ class Record:
             "writer": f"modelstate {__version__}",
             "store": self.store,
             "step": self.step,
+            "serial": self.serial,
             "time": self.time,
             "metrics": {name: repr(value) for name, value in self.metrics.items()},  # JSON has no NaN
             "entries": entries,
@@ -127,7 +130,9 @@ def _parsed(said: dict[str, Any]) -> Record:
             raise ValueError(f"an object that cannot be: {key}")
         entries[key] = Entry(one["kind"], index, files, one.get("value"))
     metrics = {str(name): float(value) for name, value in said["metrics"].items()}
-    return Record(str(said["store"]), int(said["step"]), float(said["time"]), metrics, entries)
+    return Record(
+        str(said["store"]), int(said["step"]), float(said["time"]), metrics, entries, int(said.get("serial", 0))
+    )
 
 
 def _file(nbytes: Any, mtime_ns: Any, head_bytes: Any, head: Any) -> FileRecord:

@@ -41,10 +41,8 @@ def restore(
     if verify:
         checkpoint.verify()
     saved = {path: part for path, target in targets.items() if (part := _part(checkpoint, path, target)) is not None}
-    known = {path.partition(".")[0] for path in targets}
-    for path in {name.partition(".")[0]: None for name in (*checkpoint, *checkpoint.extra)}:
-        if path not in known:
-            saved[path] = Part(STATEFUL, None)  # its kind makes no difference: there is no object for it
+    for path in _others([*checkpoint, *checkpoint.extra], targets):
+        saved[path] = Part(STATEFUL, None)  # its kind makes no difference: there is no object for it
     return restore_objects(
         objects,
         saved,
@@ -56,6 +54,18 @@ def restore(
         progress=progress,
         max_memory_bytes=max_memory_bytes,
     )
+
+
+def _others(names: Iterable[str], targets: Mapping[str, Target]) -> dict[str, None]:
+    """Where the names lead that belong to none of the targets: to the first key that no target has."""
+    above = {path[:at] for path in targets for at, char in enumerate(path) if char == "."}
+    found: dict[str, None] = {}
+    for name in names:
+        parts = name.split(".")
+        paths = [".".join(parts[:count]) for count in range(1, len(parts) + 1)]
+        if targets.keys().isdisjoint(paths):
+            found[next((path for path in paths if path not in above), name)] = None
+    return found
 
 
 def _part(checkpoint: Checkpoint, path: str, target: Target) -> Part | None:

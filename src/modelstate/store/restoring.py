@@ -1,6 +1,7 @@
 """The state of several objects back into them, all or nothing over all of them together."""
 
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -8,7 +9,13 @@ from typing import Any
 
 import torch
 
-from modelstate.errors import MissingObjectError, ObjectKindError, OptionError, UnexpectedObjectError
+from modelstate.errors import (
+    MissingObjectError,
+    ObjectKindError,
+    OptimizerStateError,
+    OptionError,
+    UnexpectedObjectError,
+)
 from modelstate.place.load import load_then
 from modelstate.place.optimizer_state import load_by_name
 from modelstate.place.options import options_of
@@ -189,7 +196,7 @@ class _Restoring:
                     target.it.set_state(self._sources[path].tree)
 
     def _load_optimizer(self, path: str, optimizer: torch.optim.Optimizer) -> None:
-        with code_of(path, "its state cannot be loaded; nothing has been changed"):
+        with code_of(path, "its state cannot be loaded; nothing has been changed"), _remedy_for(path):
             load_by_name(
                 self.modules,
                 optimizer,
@@ -198,6 +205,16 @@ class _Restoring:
                 may_miss=lambda name: self._may_miss.allow(f"{path}.{name}"),
                 may_exceed=lambda name: self._may_exceed.allow(f"{path}.{name}"),
             )
+
+
+@contextmanager
+def _remedy_for(path: str) -> Iterator[None]:
+    """Here it is patterns that allow something to be missing."""
+    try:
+        yield
+    except OptimizerStateError as error:
+        error.remedy = str(error.remedy).replace("allow_missing=True", f'allow_missing=["{path}.NAME"]')
+        raise
 
 
 def _checked(saved: Mapping[str, Part]) -> Mapping[str, Part]:

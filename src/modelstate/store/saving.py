@@ -48,23 +48,38 @@ class PendingSave:
         self._error: BaseException | None = None
         self._write: Callable[[], SavedStep] | None = write
         self._over = threading.Event()
-        _unheard.add(self)
-        if not threading.main_thread().is_alive():
-            self._run()  # the program is ending: nobody would wait for a thread
-            return
-        _watch_exit()
-        # Not a daemon: the process waits for it before it ends.
-        thread = threading.Thread(target=self._run, name=f"modelstate-save-{step}")
+        self._begun = False
+        self._claim, self._claimed = threading.Lock(), False
+
+    def start(self) -> None:
+        """Begins to write. Whatever interrupts it, either the thread does all of it, or nothing is done."""
+        thread = threading.Thread(target=self._run, name=f"modelstate-save-{self.step}")
         try:
+            self._begun = True
+            _unheard.add(self)
+            if not threading.main_thread().is_alive():
+                self._run()  # the program is ending: nobody would wait for a thread
+                return
+            _watch_exit()
+            # Not a daemon: the process waits for it before it ends.
             thread.start()
         except BaseException:
-            _unheard.discard(self)
+            if self._is_mine():
+                self._write = None
+                _unheard.discard(self)
+                self._over.set()
             raise
+
+    def _is_mine(self) -> bool:
+        """Whether nobody else has taken it on himself to write, or to see to it that nobody does."""
+        with self._claim:
+            was, self._claimed = self._claimed, True
+            return not was
 
     @property
     def done(self) -> bool:
         """Whether it has ended, well or not. In a forked child, which has not got the thread, it has."""
-        return self._pid != os.getpid() or self._over.is_set()
+        return self._pid != os.getpid() or not self._begun or self._over.is_set()
 
     @property
     def is_reported(self) -> bool:
@@ -78,7 +93,7 @@ class PendingSave:
 
     def result(self, timeout_s: float | None = None) -> SavedStep:
         """Waits until the checkpoint is durable. Raises what the write raised, and `SaveTimeoutError`."""
-        if self._pid == os.getpid():
+        if self._pid == os.getpid() and self._begun:
             self._over.wait(timeout_s)
         if not self.done:
             raise SaveTimeoutError(
@@ -91,10 +106,12 @@ class PendingSave:
             _unheard.discard(self)
             raise self._error
         if self._saved is None:
-            raise SaveTimeoutError("another process writes this checkpoint", where=f"step {self.step}")
+            raise SaveTimeoutError("nobody here writes this checkpoint", where=f"step {self.step}")
         return self._saved
 
     def _run(self) -> None:
+        if not self._is_mine():
+            return
         assert self._write is not None
         try:
             self._saved = self._write()

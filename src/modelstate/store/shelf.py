@@ -99,6 +99,14 @@ class Shelf:
                 best[found.place.step] = found
         return [best[step] for step in sorted(best)]
 
+    def by_age(self) -> list[Found]:
+        """The same, in the order in which they were saved; one that cannot be read comes behind the step before it."""
+        ages, last = {}, 0
+        every = self.steps()
+        for found in every:
+            last = ages[found.place.step] = last if found.record is None else found.record.serial
+        return sorted(every, key=lambda found: (ages[found.place.step], found.place.step))
+
     def step(self, step: object) -> Found:
         """Raises `StepNotFoundError`, and `OptionError` for what is no number."""
         if type(step) is not int:

@@ -175,8 +175,9 @@ class Store:
             self._staging.copy(job.drafts.values())
             blocked = time.perf_counter() - begun
             write = partial(self._write, job, self._staging.nbytes, blocked)
-            self._pending = PendingSave(step, self._staging.nbytes, write)
-            return self._pending
+            self._pending = pending = PendingSave(step, self._staging.nbytes, write)
+            pending.start()
+            return pending
 
     def wait(self, timeout_s: float | None = None) -> None:
         """Waits until what is being written is durable. Raises what its write has raised, once, and
@@ -223,26 +224,30 @@ class Store:
 
     def _check_new(self, step: int, overwrite: bool) -> None:
         there = [found for found in self._shelf.steps() if found.place.step == step]
-        if there and not overwrite and not there[0].is_damaged:
+        is_ours = bool(there) and (there[0].is_whole or there[0].is_damaged)
+        if there and not there[0].is_damaged and not (overwrite and is_ours):
             raise StepExistsError(
                 "there is a checkpoint of this step already",
                 where=there[0].place.path,
                 found="" if there[0].error is None else there[0].error.what,
-                remedy="overwrite=True replaces it; Store.restore says from which step to go on",
+                remedy="overwrite=True replaces it; Store.restore says from which step to go on"
+                if is_ours
+                else "it is another store's, or a newer version's: take it away, or take another directory",
             )
 
     def _write(self, job: Job, staging_bytes: int = 0, blocked: float | None = None) -> SavedStep:
         with write_errors(os.path.join(self.directory, name_of(job.step, 0))):
             clear(self.directory)
-            every = self._shelf.steps()
+            every = self._shelf.by_age()
             revisions = [one for one in self._shelf.all_revisions() if one.place.step == job.step]
             before = next((found for found in reversed(every) if found.is_whole), None)
             store = self._shelf.ensure_name()
-            final, written = publish(self.directory, store, job, revisions, before, self._shard_bytes)
+            serial = 1 + max((one.record.serial for one in every if one.record is not None), default=0)
+            final, written = publish(self.directory, store, serial, job, revisions, before, self._shard_bytes)
         seconds = time.perf_counter() - job.begun
         pruned: tuple[int, ...] = ()
         with suppress(OSError):  # it is saved; the next save tries again
-            discard(self.directory, [one.place for one in revisions])
+            discard(self.directory, [one.place for one in revisions if one.is_whole or one.is_damaged])
             pruned = self._prune(self.keep)
         return SavedStep(
             job.step,
@@ -282,7 +287,10 @@ class Store:
         `restore_objects` raises, and what a save in the background has raised.
         """
         self.wait()
-        may_miss, may_exceed = tuple(allow_missing), tuple(allow_unexpected)
+        may_miss, may_exceed = (
+            _patterns("allow_missing", allow_missing),
+            _patterns("allow_unexpected", allow_unexpected),
+        )
 
         def attempt(found: Found) -> tuple[Record, Restored]:
             record, parts = self._parts(found, verify)
@@ -327,7 +335,7 @@ class Store:
         """What the attempt makes of the step, or of the latest one that can be used; and newer ones that cannot."""
         while True:
             skipped: dict[int, ModelStateError] = {}
-            for found in self._shelf.steps()[::-1] if step == "latest" else [self._shelf.step(step)]:
+            for found in self._shelf.by_age()[::-1] if step == "latest" else [self._shelf.step(step)]:
                 try:
                     result = attempt(found)
                 except (ModelStateError, OSError) as error:
@@ -369,8 +377,11 @@ class Store:
         return tuple(found.place.step for found in self._shelf.steps() if found.is_whole)
 
     def latest(self) -> int | None:
-        """The highest of them; None where there is none."""
-        return max(self.steps(), default=None)
+        """The one that was saved last; None where there is none.
+
+        That is the highest, unless training has gone back to an earlier one and on from there.
+        """
+        return next((one.place.step for one in reversed(self._shelf.by_age()) if one.is_whole), None)
 
     def infos(self) -> tuple[CheckpointInfo, ...]:
         """What is known of each checkpoint, damaged ones too, without reading tensors."""
@@ -532,6 +543,14 @@ def _checked(step: object, metrics: object, when_busy: object) -> dict[str, floa
     except (TypeError, ValueError, OverflowError):
         pass
     raise OptionError("metrics= has numbers under names", expected='such as {"loss": 0.5}', found=repr(metrics)[:200])
+
+
+def _patterns(name: str, given: Any) -> tuple[str, ...]:
+    if isinstance(given, str | bytes) or not isinstance(given, Iterable):
+        raise OptionError(
+            f"{name}= has patterns of names", expected='such as ["ema", "optimizer.*"]', found=repr(given)
+        )
+    return tuple(given)
 
 
 def _frozen(module: torch.nn.Module) -> frozenset[str]:

@@ -4,6 +4,8 @@ The hash is XXH3-128: it finds damage, not tampering, at the speed of memory, so
 the write.
 """
 
+import ctypes
+import mmap
 import threading
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -58,19 +60,20 @@ def write_blocks(
     waiting, lock = iter(_jobs(start, tensors)), threading.Lock()
 
     def work(stop: threading.Event) -> None:
+        room = None if isinstance(output, _Nowhere) else _Room()
         while not stop.is_set():
             with lock:
                 job = next(waiting, None)
             if job is None:
                 return
             if isinstance(job, _Job):
-                _write(output, job, found)
+                _write(output, job, found, room)
                 continue
             row = in_a_row(_values(tensors[job.number], job))
             for one in _jobs(job.start, [row]):
                 assert isinstance(one, _Job)
                 one.blocks = [(job.number, job.block + which, at, nbytes) for _, which, at, nbytes in one.blocks]
-                _write(output, one, found)
+                _write(output, one, found, room)
             del row  # before the next one is made
 
     work_together(work, threads or read_threads(), with_torch=True)
@@ -126,13 +129,35 @@ def _to_be_made(start: int, number: int, tensor: torch.Tensor | Later) -> Iterat
         yield _Made(start + first * tensor.itemsize, number, block, first, min(first + step, count))
 
 
-def _write(output: Output, job: _Job, found: list[list[str]]) -> None:
-    buffers = []
+class _Room:
+    """Memory of one thread, through which blocks go to the file.
+
+    Somebody may change a tensor while it is written. What is hashed has to be what is written all the same, so neither
+    is taken from the tensor itself.
+    """
+
+    def __init__(self) -> None:
+        self._memory = mmap.mmap(-1, 2 * BLOCK_BYTES)  # which goes back to the system at once
+        self._address = ctypes.addressof(ctypes.c_char.from_buffer(self._memory))
+        self._view = memoryview(self._memory)
+
+    def taken(self, at: int, address: int, nbytes: int) -> memoryview:
+        """A copy of so many bytes, at a place of this memory."""
+        ctypes.memmove(self._address + at, address, nbytes)
+        return self._view[at : at + nbytes]
+
+    def first(self, nbytes: int) -> memoryview:
+        return self._view[:nbytes]
+
+
+def _write(output: Output, job: _Job, found: list[list[str]], room: _Room | None) -> None:
+    at = 0
     for number, which, address, nbytes in job.blocks:
-        buffer = memory_at(address, nbytes)
-        found[number][which] = xxhash.xxh3_128_hexdigest(buffer)
-        buffers.append(buffer)
-    output.write_at(job.start, buffers)
+        block = memory_at(address, nbytes) if room is None else room.taken(at, address, nbytes)
+        found[number][which] = xxhash.xxh3_128_hexdigest(block)
+        at += nbytes
+    if room is not None:
+        output.write_at(job.start, [room.first(at)])
 
 
 def in_a_row(tensor: torch.Tensor) -> torch.Tensor:
