@@ -67,7 +67,8 @@ def load_optimizer_state(
     `state` may also be a `state_dict()` of an optimizer that was given names (`torch.optim.Adam(model.
     named_parameters())`). `rules` are those by which the checkpoint was loaded into the model: what has a value for
     each element is cut, joined and moved with its parameter. Tensors take the device of their parameter, and what
-    torch's optimizers keep for its elements takes its dtype; `step` stays where the optimizer keeps it. Options of a group (`lr`, ...) are taken over.
+    torch's optimizers keep for its elements takes its dtype; `step` stays where the optimizer keeps it. Options of a
+    group (`lr`, ...) are taken over.
 
     A parameter that is there with an empty state has none afterwards. LBFGS, which has all parameters in one vector,
     takes the same ones in the same order only.
