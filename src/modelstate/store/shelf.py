@@ -100,11 +100,11 @@ class Shelf:
         return [best[step] for step in sorted(best)]
 
     def by_age(self) -> list[Found]:
-        """The same, in the order in which they were saved; one that cannot be read comes behind the step before it."""
+        """The same, in the order in which they were saved; one that cannot be used comes behind the step before it."""
         ages, last = {}, 0
         every = self.steps()
         for found in every:
-            last = ages[found.place.step] = last if found.record is None else found.record.serial
+            last = ages[found.place.step] = found.record.serial if found.record and found.is_whole else last
         return sorted(every, key=lambda found: (ages[found.place.step], found.place.step))
 
     def step(self, step: object) -> Found:
