@@ -138,3 +138,13 @@ def test_patterns_that_are_none(tmp_path: Path) -> None:
     for wrong in (True, "model"):
         with pytest.raises(OptionError, match="allow_missing="):
             store.restore(of, allow_missing=wrong)  # type: ignore[arg-type]
+
+
+def test_inference_mode_makes_no_difference(tmp_path: Path) -> None:
+    of, again = trained(torch.optim.AdamW), trained(torch.optim.AdamW)
+    ms.save(of, tmp_path / "x.safetensors")
+    with torch.inference_mode():
+        ms.restore(again, tmp_path / "x.safetensors")
+    train(of, 2)
+    train(again, 2)
+    assert all(map(torch.equal, of["model"].parameters(), again["model"].parameters()))

@@ -391,6 +391,7 @@ def _options(group: Mapping[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in group.items() if key not in ("params", "param_names")}
 
 
+@torch.inference_mode(False)  # what is made in that mode could never be updated
 def _placed(values: Mapping[str, Any], param: torch.Tensor, kept: _Kept) -> dict[str, Any]:
     group = kept.group(param)
     beside = bool(group.get("capturable") or group.get("fused"))

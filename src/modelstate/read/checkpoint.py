@@ -216,7 +216,8 @@ class Checkpoint(Mapping[str, TensorSpec]):
             if isinstance(stored, StoredTensor) and stored.is_contiguous and stored.nbytes:
                 key = bytes_key(stored, name)
                 if key not in known:
-                    known[key] = torch.empty(stored.shape, dtype=stored.dtype)
+                    with torch.inference_mode(False):  # else they could never be trained
+                        known[key] = torch.empty(stored.shape, dtype=stored.dtype, device="cpu")
                     requests.append(Request(stored.extent, known[key].data_ptr()))
         self.read_all(requests)
         return known
