@@ -171,6 +171,8 @@ class LoadHandle:
         finally:
             self._commit = None
             self._work.stop()
+            # The finalizer holds the work, and the error would hold whoever gets it, this object among them.
+            self._work.error = None
 
     def _fail(self, error: BaseException) -> None:
         self._outcome, self._trace = error, error.__traceback__
