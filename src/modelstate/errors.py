@@ -375,6 +375,10 @@ class SaveTimeoutError(StoreError, TimeoutError):
     """A save in the background that is not done in time."""
 
 
+class SaveFailedWarning(UserWarning):
+    """A save in the background has failed; training goes on, and the next one saves all of it."""
+
+
 class DamagedCheckpointWarning(UserWarning):
     """A damaged checkpoint was passed over, and an older one was restored."""
 

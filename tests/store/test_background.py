@@ -312,6 +312,54 @@ def test_ctrl_c_in_a_save_that_blocks(tmp_path: Path) -> None:
     assert store.verify() == {1: "", 2: ""}
 
 
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_ctrl_c_while_the_thread_is_started(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, when: str) -> None:
+    """Either it is written, all of it, or nothing is; and the memory that it was copied to is used again."""
+    store, real = ms.Store(tmp_path), threading.Thread.start
+    state = {"w": torch.full((1 << 18,), 1.0)}
+
+    def start(thread: threading.Thread) -> None:
+        if thread.name.startswith("modelstate-save"):
+            if when == "after":
+                real(thread)
+            raise KeyboardInterrupt
+        real(thread)
+
+    for number in range(1, 6):
+        state["w"].fill_(number)
+        monkeypatch.setattr(threading.Thread, "start", start)
+        with pytest.raises(KeyboardInterrupt):
+            store.save(number, {"state": state}, block=False)
+        monkeypatch.setattr(threading.Thread, "start", real)
+        state["w"].fill_(-1.0)
+    store.save(6, {"state": state}, block=False)
+    store.wait()
+    assert store.steps() == ((1, 2, 3, 4, 5, 6) if when == "after" else (6,))
+    assert set(store.verify().values()) == {""}
+    for number in store.steps():
+        kept = ms.open(tmp_path / f"step-{number:09d}" / "state.safetensors").tensor("w")
+        assert kept.unique().tolist() == [number if number < 6 else -1.0]
+
+
+def test_a_program_ends_whose_save_was_interrupted_before_it_began(tmp_path: Path) -> None:
+    code = """
+import sys, threading, torch, modelstate as ms
+store, real = ms.Store(sys.argv[1]), threading.Thread.start
+def start(thread):
+    if thread.name.startswith("modelstate-save"):
+        raise KeyboardInterrupt
+    real(thread)
+threading.Thread.start = start
+try:
+    store.save(1, {"state": {"w": torch.ones(9)}}, block=False)
+except KeyboardInterrupt:
+    print("interrupted")
+"""
+    done = program(code, tmp_path)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "interrupted\n", "")
+    assert ms.Store(tmp_path).steps() == ()
+
+
 def test_a_forked_child_has_nothing_to_do_with_it(tmp_path: Path, gate: Gate) -> None:
     store, training = ms.Store(tmp_path), Training().train()
     gate.close()

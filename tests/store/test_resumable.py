@@ -2,6 +2,7 @@
 
 import os
 import signal
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ import torch
 from torch import nn
 
 import modelstate as ms
-from modelstate.errors import OptionError, StepNotFoundError, WriteFailedError
+from modelstate.errors import OptionError, SaveFailedWarning, StepNotFoundError, WriteFailedError
 from modelstate.write import system
 
 
@@ -102,20 +103,44 @@ def test_metrics_and_values_come_back(tmp_path: Path) -> None:
     assert dict(again.restored) == {"epoch": 3}
 
 
-def test_what_a_save_in_the_background_raises_comes_through(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    store, of = ms.Store(tmp_path), objects()
+def full(*args: Any) -> None:
+    raise OSError(28, "No space left on device")
 
-    def full(*args: Any) -> None:
-        raise OSError(28, "No space left on device")
 
-    with pytest.raises(WriteFailedError, match="No space left"):  # noqa: PT012
-        for number in ms.resumable(store, of, steps=10, save_every=2):
-            if number == 2:
+def test_a_save_in_the_background_that_fails_does_not_end_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    store, of, done = ms.Store(tmp_path), objects(), []
+    has_failed, real = threading.Event(), system.pwritev
+
+    def full_once(*args: Any) -> None:
+        monkeypatch.setattr(system, "pwritev", real)
+        has_failed.set()
+        full()
+
+    def train() -> None:
+        for number in ms.resumable(store, of, steps=9, save_every=2):
+            done.append(number)
+            if number == 3:
                 store.wait()
-                monkeypatch.setattr(system, "pwritev", full)
-            assert number < 6
+                monkeypatch.setattr(system, "pwritev", full_once)
+            if number == 4:
+                assert has_failed.wait(60)
+
+    with pytest.warns(SaveFailedWarning, match="(?s)step 4 was not saved: .*No space left"):
+        train()
+    assert done == list(range(9))
+    assert store.steps() == (2, 6, 8, 9)
+
+
+@pytest.mark.parametrize("call", ["mkdir", "pwritev", "fsync", "replace"])
+def test_where_the_disk_stays_full_the_last_save_raises(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str
+) -> None:
+    store, of, done = ms.Store(tmp_path), objects(), []
+    monkeypatch.setattr(system, call, full)
+    with pytest.warns(SaveFailedWarning, match="step 2"), pytest.raises(WriteFailedError, match="No space left"):
+        done.extend(ms.resumable(store, of, steps=5, save_every=2))
     monkeypatch.undo()
-    assert store.steps() == (2,)
+    assert store.steps() == ()
 
 
 def test_a_store_in_which_all_is_damaged_is_no_empty_one(tmp_path: Path) -> None:

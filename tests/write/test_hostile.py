@@ -14,6 +14,8 @@ from safetensors.torch import load_file, save_file
 from torch.testing._internal.two_tensor import TwoTensor
 
 import modelstate as ms
+from modelstate.errors import ManifestError
+from modelstate.read.digests import OPEN_SEAL, SEAL, sealed
 from modelstate.read.manifest import KEY
 from tests.write.saves import NAME
 
@@ -167,3 +169,25 @@ def test_edited_indexes(tmp_path: Path) -> None:
         index.write_text(json.dumps(made))
         outcomes.add(read_all(index))
     assert outcomes == {True, False}
+
+
+def index_of(directory: Path, metadata: dict[str, Any]) -> Path:
+    """One of two shards that torch wrote, one of which has a sparse tensor."""
+    torch.save({"a": torch.ones(3)}, directory / "0.bin")
+    torch.save({"b": torch.eye(3).to_sparse()}, directory / "1.bin")
+    path = directory / "pytorch_model.bin.index.json"
+    text = json.dumps({"metadata": metadata, "weight_map": {"a": "0.bin", "b": "1.bin"}})
+    path.write_bytes(sealed(text.encode()) if SEAL in metadata else text.encode())
+    return path
+
+
+def test_a_digest_of_what_has_none(tmp_path: Path) -> None:
+    digests = {"algorithm": "xxh3-128", "block_bytes": 4 << 20, "tensors": {"b": "0" * 32}}
+    said = json.dumps({"format": 1, "digests": digests})
+    with pytest.raises(ManifestError, match="'b', which is no plain tensor"):
+        ms.open(index_of(tmp_path, {SEAL: OPEN_SEAL, KEY: said}))
+
+
+def test_an_index_of_others_that_mentions_ours(tmp_path: Path) -> None:
+    path = index_of(tmp_path, {"total_size": 48, "note": f"once had a {SEAL}"})
+    assert list(ms.open(path)) == ["a", "b"]

@@ -178,7 +178,10 @@ def _checksums(said: dict[str, Any], tensors: Mapping[str, StoredTensor], where:
         raise _damaged(where, f"digests of another kind: {str(said)[:80]}")
     found = {}
     for name in _names(list(digests), tensors, where):
-        storage = tensors[name].storage
+        stored: object = tensors[name]
+        if not isinstance(stored, StoredTensor):
+            raise _damaged(where, f"a digest of {quote(name)}, which is no plain tensor")
+        storage = stored.storage
         try:
             found[storage] = checksum_of(digests[name], storage.nbytes)
         except ValueError as error:

@@ -108,7 +108,7 @@ def read_index(index_path: str) -> tuple[dict[str, str], dict[str, str]]:
     json = JsonText(text)
     try:
         for key in json.members():
-            if key == "metadata" and SEAL.encode() in text:
+            if key == "metadata" and f'"{SEAL}"'.encode() in text:
                 said = json.strings(_MOST_SAID)
             elif key != WEIGHT_MAP:
                 json.skip()

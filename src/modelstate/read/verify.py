@@ -1,39 +1,43 @@
 """Comparing bytes with the checksums that a file keeps of them. This finds damage, not tampering."""
 
-import os
+import threading
 import zlib
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING
 
 from modelstate.errors import ChecksumError, ReadFailedError
 from modelstate.read import system
-from modelstate.read.digests import ALGORITHM, digest
-from modelstate.read.ranges import read_threads
-from modelstate.read.stamp import Stamp, check_unchanged, open_unchanged
+from modelstate.read.digests import ALGORITHM, BLOCK_BYTES, digest
+from modelstate.read.ranges import open_files, read_threads
 from modelstate.read.tree import referred_to
+from modelstate.read.workers import work_together
 from modelstate.spec import ByteRange, Checksum, StoredTensor, pieces
 
 if TYPE_CHECKING:
     from modelstate.read.checkpoint import Checkpoint
-
-_CHUNK_BYTES = 4 << 20
 
 
 def verify(checkpoint: "Checkpoint", on_read: Callable[[int], None] | None = None) -> int:
     """The body of `Checkpoint.verify`; `on_read` hears of the bytes of each storage, and ends it by raising."""
     names_of, expected = what_to_verify(checkpoint), checkpoint.checksums
     found: dict[ByteRange, str] = {}
-    with ThreadPoolExecutor(read_threads(), "modelstate-verify") as pool:
-        now = pool.map(lambda one: _read_checksum(one, checkpoint.stamps.get(one.path), expected[one]), names_of)
-        try:
-            for storage, value in zip(names_of, now, strict=True):
+    waiting, lock = iter(names_of), threading.Lock()
+
+    def work(stop: threading.Event) -> None:
+        buffer = memoryview(bytearray(BLOCK_BYTES))
+        while not stop.is_set():
+            with lock:
+                storage = next(waiting, None)
+            if storage is None:
+                return
+            value = _read_checksum(descriptors[storage.path], storage, expected[storage], buffer)
+            with lock:
                 found[storage] = value
                 if on_read:
                     on_read(storage.nbytes)
-        except BaseException:
-            pool.shutdown(wait=False, cancel_futures=True)
-            raise
+
+    with open_files((storage.path for storage in names_of), checkpoint.stamps) as descriptors:
+        work_together(work, min(read_threads(), len(names_of)))
     damaged = [
         name for storage, names in names_of.items() if found[storage] != expected[storage].value for name in names
     ]
@@ -79,36 +83,27 @@ def what_to_verify(checkpoint: "Checkpoint") -> dict[ByteRange, list[str]]:
     return names_of
 
 
-def _read_checksum(storage: ByteRange, stamp: Stamp | None, kind: Checksum) -> str:
+def _read_checksum(descriptor: int, storage: ByteRange, kind: Checksum, buffer: memoryview) -> str:
     """What the checksum of a storage would be now."""
-    chunk_bytes = kind.block_bytes or _CHUNK_BYTES
-    view = memoryview(bytearray(min(chunk_bytes, storage.nbytes)))
     crc, digests = 0, []
     at, end = storage.start, storage.start + storage.nbytes
-    try:
-        descriptor = open_unchanged(storage.path, stamp)
-        try:
-            while at < end:
-                count = min(chunk_bytes, end - at)
-                _read_all(descriptor, view[:count], at, storage.path)
-                if kind.algorithm == ALGORITHM:
-                    digests.append(digest(view[:count]))
-                else:
-                    crc = zlib.crc32(view[:count], crc)
-                at += count
-            check_unchanged(descriptor, storage.path, stamp)
-        finally:
-            os.close(descriptor)
-    except OSError as error:
-        if isinstance(error, ReadFailedError):
-            raise
-        raise ReadFailedError("reading failed", where=f"{storage.path}, byte {at}", found=error) from error
+    while at < end:
+        chunk = buffer[: min(kind.block_bytes or len(buffer), end - at)]
+        _read_all(descriptor, chunk, at, storage.path)
+        if kind.algorithm == ALGORITHM:
+            digests.append(digest(chunk))
+        else:
+            crc = zlib.crc32(chunk, crc)
+        at += len(chunk)
     return "".join(digests) if digests else f"{crc:08x}"
 
 
 def _read_all(descriptor: int, into: memoryview, at: int, path: str) -> None:
     while into:
-        got = system.preadv(descriptor, [into], at)
+        try:
+            got = system.preadv(descriptor, [into], at)
+        except OSError as error:
+            raise ReadFailedError("reading failed", where=f"{path}, byte {at}", found=error) from error
         if not got:
             raise ReadFailedError("the file ends before the tensor does", where=f"{path}, byte {at}")
         into, at = into[got:], at + got

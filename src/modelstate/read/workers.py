@@ -79,6 +79,12 @@ def one_ahead(
 
     The first error, or an interrupt, comes through when the thread has ended.
     """
+    if not threading.main_thread().is_alive():  # the program is ending, and no pool takes work any more
+        for item in items:
+            if is_fetched(item):
+                fetch(item, lambda: None)
+            use(item)
+        return
     stop, running = threading.Event(), list[None]()
 
     def run(item: _Item) -> None:

@@ -1,10 +1,11 @@
 """`modelstate.resumable`: a training loop that may be killed at any time."""
 
 import time
+import warnings
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from modelstate.errors import OptionError
+from modelstate.errors import OptionError, SaveFailedWarning, WriteFailedError
 from modelstate.store.deadline import Deadline
 from modelstate.store.saving import PendingSave, SavedStep
 from modelstate.store.store import RestoredStep, Store
@@ -58,28 +59,44 @@ class Resumable:
         self._store.wait()
 
     def _stop(self) -> bool:
-        self._tell(self._pending)
+        if self._pending is not None and self._pending.done:
+            self._hear()
         self.stopped = self._deadline.reason if self._deadline is not None else ""
         return bool(self.stopped)
 
     def _save(self, *, block: bool) -> None:
+        self._hear()  # it is waited for, as it would be by the store
         if self._saved_at == self.done:
             return
         # A step that was left to go on from an earlier one is done again, and replaced.
         how: dict[str, Any] = {"metrics": dict(self.metrics), "overwrite": True}
         if block:
-            self._tell(self._store.save(self.done, self._objects, **how))
+            self._learn(self._store.save(self.done, self._objects, **how))
         else:
-            self._pending = self._store.save(self.done, self._objects, block=False, **how)
+            try:
+                self._pending = self._store.save(self.done, self._objects, block=False, **how)
+            except WriteFailedError as error:
+                self._lost(self.done, error)
+                return
         self._saved_at = self.done
 
-    def _tell(self, saved: SavedStep | PendingSave | None) -> None:
+    def _hear(self) -> None:
+        """What has become of the save in the background. That it has failed does not end the training."""
+        pending, self._pending = self._pending, None
+        if pending is None:
+            return
+        try:
+            self._learn(pending.result())
+        except WriteFailedError as error:
+            self._lost(pending.step, error)
+
+    def _lost(self, step: int, error: WriteFailedError) -> None:
+        self._saved_at = -1
+        warnings.warn(f"step {step} was not saved: {error}", SaveFailedWarning, stacklevel=5)
+
+    def _learn(self, saved: SavedStep) -> None:
         """How long saves take is what the deadline learns its margin from."""
-        if isinstance(saved, PendingSave):
-            if not saved.done:
-                return
-            self._pending, saved = None, saved.result()
-        if saved is not None and self._deadline is not None:
+        if self._deadline is not None:
             self._deadline.saved(saved.seconds)
 
 
@@ -111,7 +128,8 @@ def resumable(
             last one is always waited for.
         restoring: what `Store.restore` takes.
 
-    Raises what `Store.restore` raises, here, and what `Store.save` raises, in the loop.
+    Raises what `Store.restore` raises, here, and what `Store.save` raises, in the loop; but where a save
+    that the loop does not wait for fails with an I/O error, that is a `SaveFailedWarning`, and the next one saves all.
     """
     for name, value in (("steps", steps), ("save_every", save_every)):
         if type(value) is not int or value < 1:

@@ -32,7 +32,7 @@ def save(
     has no word for: tied tensors, which are written once, under all their names, tensors of classes that are made of
     plain ones (by `__tensor_flatten__`), torch's versions of modules, what `get_extra_state` returned, the containers
     and values of a tree, and a digest of every tensor, with which `load(verify=True)` compares. Tensors are written
-    from their own memory, by several threads; of a view, what it shows.
+    by several threads, with a few megabytes of memory each; of a view, what it shows.
 
     Args:
         target: a module; its state dict; a mapping of objects, as `Store.save` takes them, and of tensors, containers

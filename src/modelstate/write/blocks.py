@@ -20,9 +20,6 @@ from modelstate.read.workers import work_together
 from modelstate.write.files import Output
 from modelstate.write.later import Later
 
-_MOST_BUFFERS = 1000
-"""In one call; Linux takes 1,024."""
-
 
 @dataclass(slots=True)
 class _Job:
@@ -52,9 +49,9 @@ def write_blocks(
 ) -> list[str]:
     """Writes the elements of each tensor, in their order, one tensor behind the other from `start` on.
 
-    Returns the digest of each: the hexadecimal digests of its blocks in a row. Tensors are written from their own
-    memory, but for those that are not in a row of CPU memory, of which one a thread is copied at a time. Of those that
-    come `Later` each thread makes one at a time, or one block of one that is made in pieces.
+    Returns the digest of each: the hexadecimal digests of its blocks in a row. Each thread copies a block at a time; of
+    tensors that are not in a row of CPU memory, or that come `Later`, one at a time, or one block of one that is made
+    in pieces.
     """
     found: list[list[str]] = [[""] * -(-_nbytes(tensor) // BLOCK_BYTES) for tensor in tensors]
     waiting, lock = iter(_jobs(start, tensors)), threading.Lock()
@@ -112,7 +109,7 @@ def _jobs(start: int, tensors: Sequence[torch.Tensor | Later]) -> list[_Job | _M
             continue
         address = tensor.data_ptr()
         for which, first in enumerate(range(0, nbytes, BLOCK_BYTES)):
-            if not job.blocks or job.nbytes >= BLOCK_BYTES or len(job.blocks) >= _MOST_BUFFERS:
+            if not job.blocks or job.nbytes >= BLOCK_BYTES:
                 job = _Job(start)
                 jobs.append(job)
             count = min(BLOCK_BYTES, nbytes - first)
