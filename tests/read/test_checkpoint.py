@@ -597,7 +597,7 @@ def test_sparse_parts_are_verified(tmp_path: Path) -> None:
 
 def test_checksums_of_several_chunks(path: str, checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch) -> None:
     verified = checkpoint.verify()
-    monkeypatch.setattr(verify_module, "BLOCK_BYTES", 7)
+    monkeypatch.setattr(verify_module, "_CHUNK_BYTES", 7)
     assert checkpoint.verify() == verified
     with pytest.raises(ChecksumError, match=r"found: optimizer\.state\.0\.exp_avg"):
         damage(path, checkpoint, "optimizer.state.0.exp_avg").verify()

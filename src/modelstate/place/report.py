@@ -66,7 +66,8 @@ class Report:
     """From the call to the return."""
     peak_memory_bytes: int
     """The most memory that the load held at once beyond the final tensors: buffers, values that wait to be copied, what
-    is kept to undo, and what a `ModuleTransform` says that it takes. At most what the plan says."""
+    is kept to undo, and what a `ModuleTransform` says that it takes. At most what the plan says, and the buffers of
+    files that are read past the page cache."""
     verified_bytes: int = 0
     """Bytes that were compared with their checksums."""
     references_lost: tuple[str, ...] = ()

@@ -27,6 +27,11 @@ def digest(data: bytes | memoryview) -> str:
     return xxhash.xxh3_128_hexdigest(data)
 
 
+def hasher() -> xxhash.xxh3_128:
+    """The same, of what it is given bit by bit."""
+    return xxhash.xxh3_128()
+
+
 def sealed(data: bytes) -> bytes:
     """`data`, which has `OPEN_SEAL` in it, with the seal in its place."""
     opened = OPEN_SEAL.encode()

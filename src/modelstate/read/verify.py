@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from modelstate.errors import ChecksumError, ReadFailedError
 from modelstate.read import system
-from modelstate.read.digests import ALGORITHM, BLOCK_BYTES, digest
+from modelstate.read.digests import ALGORITHM, hasher
 from modelstate.read.ranges import open_files, read_threads
 from modelstate.read.tree import referred_to
 from modelstate.read.workers import work_together
@@ -15,6 +15,9 @@ from modelstate.spec import ByteRange, Checksum, StoredTensor, pieces
 
 if TYPE_CHECKING:
     from modelstate.read.checkpoint import Checkpoint
+
+_CHUNK_BYTES = 256 << 10
+"""What each thread has in memory at a time."""
 
 
 def verify(checkpoint: "Checkpoint", on_read: Callable[[int], None] | None = None) -> int:
@@ -24,7 +27,7 @@ def verify(checkpoint: "Checkpoint", on_read: Callable[[int], None] | None = Non
     waiting, lock = iter(names_of), threading.Lock()
 
     def work(stop: threading.Event) -> None:
-        buffer = memoryview(bytearray(BLOCK_BYTES))
+        buffer = memoryview(bytearray(_CHUNK_BYTES))
         while not stop.is_set():
             with lock:
                 storage = next(waiting, None)
@@ -85,17 +88,22 @@ def what_to_verify(checkpoint: "Checkpoint") -> dict[ByteRange, list[str]]:
 
 def _read_checksum(descriptor: int, storage: ByteRange, kind: Checksum, buffer: memoryview) -> str:
     """What the checksum of a storage would be now."""
-    crc, digests = 0, []
-    at, end = storage.start, storage.start + storage.nbytes
-    while at < end:
-        chunk = buffer[: min(kind.block_bytes or len(buffer), end - at)]
-        _read_all(descriptor, chunk, at, storage.path)
-        if kind.algorithm == ALGORITHM:
-            digests.append(digest(chunk))
+    blocks = kind.block_bytes or storage.nbytes
+    end = storage.start + storage.nbytes
+    runs = (ByteRange(storage.path, at, min(blocks, end - at)) for at in range(storage.start, end, blocks))
+    return "".join(_of_run(descriptor, run, kind.algorithm, buffer) for run in runs)
+
+
+def _of_run(descriptor: int, run: ByteRange, algorithm: str, buffer: memoryview) -> str:
+    crc, hashed = 0, hasher()
+    for at in range(0, run.nbytes, len(buffer)):
+        chunk = buffer[: min(len(buffer), run.nbytes - at)]
+        _read_all(descriptor, chunk, run.start + at, run.path)
+        if algorithm == ALGORITHM:
+            hashed.update(chunk)
         else:
             crc = zlib.crc32(chunk, crc)
-        at += len(chunk)
-    return "".join(digests) if digests else f"{crc:08x}"
+    return hashed.hexdigest() if algorithm == ALGORITHM else f"{crc:08x}"
 
 
 def _read_all(descriptor: int, into: memoryview, at: int, path: str) -> None:
