@@ -148,3 +148,20 @@ def test_inference_mode_makes_no_difference(tmp_path: Path) -> None:
     train(of, 2)
     train(again, 2)
     assert all(map(torch.equal, of["model"].parameters(), again["model"].parameters()))
+
+
+def test_what_an_optimizer_keeps_lies_in_memory_as_its_parameter_does(tmp_path: Path) -> None:
+    def run() -> tuple[nn.Module, torch.optim.Optimizer]:
+        model = nn.Conv2d(3, 4, 2, bias=False).to(memory_format=torch.channels_last)
+        return model, torch.optim.Adam(model.parameters(), amsgrad=True)
+
+    (model, optimizer), (fresh, resumed) = run(), run()
+    model(torch.ones(1, 3, 4, 4)).sum().backward()
+    optimizer.step()
+    with ms.Store(tmp_path) as store:
+        store.save(1, {"model": model, "optimizer": optimizer})
+        store.restore({"model": fresh, "optimizer": resumed})
+    kept = [optimizer.state[next(model.parameters())], resumed.state[next(fresh.parameters())]]
+    for key in ("exp_avg", "exp_avg_sq", "max_exp_avg_sq"):
+        assert kept[1][key].stride() == kept[0][key].stride() != (12, 4, 2, 1)
+        assert torch.equal(kept[1][key], kept[0][key])

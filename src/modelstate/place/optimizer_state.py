@@ -411,6 +411,9 @@ def _copied(key: str, value: Any, param: torch.Tensor, dtype: torch.dtype | None
         if key == "step":
             return value.detach().clone().to(torch.float32).to(param.device) if beside else value.detach().clone()
         to = dtype if dtype is not None and value.dim() and value.is_floating_point() else value.dtype
+        plain = type(value) is torch.Tensor and type(param.detach()) is torch.Tensor
+        if plain and value.shape == param.shape and value.stride() != param.stride():
+            return torch.empty_like(param.detach(), dtype=to).copy_(value.detach())  # files have no strides
         return value.detach().to(param.device, to, copy=True)
     if isinstance(value, list | tuple):
         return type(value)(_copied(key, one, param, dtype, beside) for one in value)
