@@ -22,6 +22,7 @@ from modelstate.errors import (
     DuplicateNameError,
     HeaderTooLargeError,
     MissingShardError,
+    ModelStateError,
     ReadFailedError,
     ShardIndexError,
     UnsafePathError,
@@ -37,6 +38,7 @@ MAX_NAMES = 1_000_000
 WEIGHT_MAP = "weight_map"
 INDEX_SUFFIX = ".index.json"
 _MOST_SAID = 100
+_MOST_TRIES = 20
 
 
 def matches(head: bytes, path: str) -> bool:
@@ -50,8 +52,28 @@ def read(index_path: str, *, read_file: Callable[[str], Contents], allow: Sequen
 
     `read_file` opens one shard, whatever its format. Raises `ShardIndexError` where the index is damaged or its names
     are not those of the shards, `HeaderTooLargeError`, `UnsafePathError`, `MissingShardError`, `DuplicateNameError`,
-    and what `read_file` raises.
+    and what `read_file` raises. Where a save has put another index in its place meanwhile, that one is read.
     """
+    for _ in range(_MOST_TRIES):
+        before = _identity(index_path)
+        try:
+            return _read(index_path, read_file, allow)
+        except ModelStateError:
+            if before == _identity(index_path):
+                raise
+    return _read(index_path, read_file, allow)
+
+
+def _identity(path: str) -> tuple[int, ...]:
+    """Which file it is."""
+    try:
+        found = system.stat(path)
+    except OSError:
+        return ()
+    return found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns
+
+
+def _read(index_path: str, read_file: Callable[[str], Contents], allow: Sequence[object]) -> Contents:
     weight_map, said = read_index(index_path)
     directory = os.path.dirname(index_path)
     shards = sorted(set(weight_map.values()))
