@@ -199,8 +199,32 @@ def test_a_plan_asks_for_nothing(cold: Path) -> None:
     assert (share(cold) or 0) < 0.1
 
 
+def test_a_kernel_before_6_5_is_asked_about_a_map(cold: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    libc: Any = readahead._libc
+
+    class Older:
+        mincore = libc.mincore
+
+        @staticmethod
+        def syscall(*_: object) -> int:
+            return -1
+
+    monkeypatch.setattr(readahead, "_libc", Older)
+    assert share(cold) == 0.0
+    descriptor = os.open(cold, os.O_RDONLY)
+    try:
+        os.pread(descriptor, 16 << 20, 32 << 20)
+        assert cached_share(descriptor, 32 << 20, 16 << 20) == 1.0
+        assert cached_share(descriptor, (32 << 20) + 5, 100) == 1.0
+        assert cached_share(descriptor, 0, 8 << 20) == 0.0
+        assert cached_share(descriptor, 0, 1 << 30) is None  # behind the end of the file
+    finally:
+        os.close(descriptor)
+    assert is_cold(ByteRange(str(cold), 0, cold.stat().st_size))
+
+
 def test_a_kernel_that_cannot_tell(cold: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(readahead, "_syscall", lambda *_: -1)
+    monkeypatch.setattr(readahead, "_libc", None)
     assert share(cold) is None
     assert not is_cold(ByteRange(str(cold), 0, cold.stat().st_size))
     assert read_ahead([ByteRange(str(cold), 0, cold.stat().st_size)], {}) == 0

@@ -5,10 +5,12 @@ to be fast. For maps see `modelstate.read.populate`.
 """
 
 import ctypes
+import mmap
 import os
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
+from typing import Any
 
 from modelstate.errors import ReadFailedError
 from modelstate.read.stamp import Stamp, open_unchanged
@@ -96,9 +98,28 @@ def cached_share(descriptor: int, start: int, nbytes: int) -> float | None:
     page = os.sysconf("SC_PAGESIZE")
     first, behind = start // page, -(-(start + nbytes) // page)
     asked, pages = _Range(first * page, (behind - first) * page), _Pages()
-    if _syscall is None or _syscall(_CACHESTAT, descriptor, ctypes.byref(asked), ctypes.byref(pages), 0):
+    if _libc is None:
         return None
+    if _libc.syscall(_CACHESTAT, descriptor, ctypes.byref(asked), ctypes.byref(pages), 0):
+        return _share_by_map(_libc, descriptor, first * page, start + nbytes)
     return float(min(pages.cached / max(behind - first, 1), 1.0))
+
+
+def _share_by_map(libc: Any, descriptor: int, first: int, end: int) -> float | None:
+    """The same by `mincore`, for older kernels: they count the pages of a map that nobody has touched.
+
+    Of files that the user could not write to they say that all of them are there.
+    """
+    try:
+        # Written to by nobody; ctypes wants a buffer that could be.
+        with mmap.mmap(descriptor, end - first, access=mmap.ACCESS_COPY, offset=first) as shown:
+            there = (ctypes.c_ubyte * -(-(end - first) // mmap.PAGESIZE))()
+            begin = ctypes.c_char.from_buffer(shown)
+            failed = libc.mincore(ctypes.c_void_p(ctypes.addressof(begin)), ctypes.c_size_t(end - first), there)
+            del begin
+    except (OSError, ValueError):
+        return None
+    return None if failed else sum(page & 1 for page in there) / len(there)
 
 
 def _ask(spans: list[ByteRange], total: int, stamps: Mapping[str, Stamp]) -> None:
@@ -130,12 +151,12 @@ def _available_bytes() -> int:
         return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGESIZE")
 
 
-def _find_syscall() -> Callable[..., int] | None:
+def _find_libc() -> Any:
     try:
-        found: Callable[..., int] = ctypes.CDLL(None, use_errno=True).syscall
-    except (OSError, AttributeError):
+        found: Any = ctypes.CDLL(None, use_errno=True)
+    except OSError:
         return None
-    return found
+    return found if hasattr(found, "syscall") and hasattr(found, "mincore") else None
 
 
-_syscall = _find_syscall()
+_libc = _find_libc()
