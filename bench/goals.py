@@ -4,29 +4,12 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from bench import limits, saving
+from bench.goal_limits import LIMITS
 from bench.measured import Measured
 from modelstate.words import size
 
 Found = Mapping[str, Measured]
 """Everything that was measured, by its key."""
-
-LIMITS: dict[str, str] = {
-    "own-memory": "Fresh memory is what everybody pays for here: the table of limits has what reading into fresh small "
-    "pages takes with all processors. Huge pages are several times as fast where the machine has them at hand, as in "
-    "that table, whose processes have just freed some. Others find that the host has taken them back; the load "
-    "notices, and does without them.",
-    "in-place": "Reading into touched memory is the limit, as the table of limits has it; the others are near it, too.",
-    "cold": "Fresh memory, again: read past the page cache into memory that is there, the file comes in at nearly the "
-    "disk's bandwidth, as the table of a cold file into a module that has memory shows. What is mapped comes through "
-    "the page cache, for which the disk gives less than half.",
-    "cast": "As for memory of its own: half as much fresh memory takes half as long, and is most of the time. The "
-    "others have the same memory to find, and twice as much in their maps.",
-    "save": "The disk: a bare write of the same bytes takes as long as the table of saves says, and twice as fast as "
-    "torch.save would be faster than that.",
-    "blocked": "What is beside the copy is `state_dict`, naming and encoding what is no tensor.",
-    "int8": "The reading, the arithmetic and the fresh memory for the weights share the time.",
-}
-"""For a row that is not met: a sentence with the limit, from a profile. By the key of the row in `ROWS`."""
 
 _WHOLE_SHARE, _NO_SHARE = 0.8, 0.2
 """Of a checkpoint's bytes in a contender's own memory: above the one it has copied them, below the other it maps."""
@@ -303,4 +286,17 @@ def _row(key: str, found: Found) -> Goal:
         return Goal(job, goal, by=f"missing: {error}")
     met = all(one for one, _ in got.conditions)
     texts = [words if one else f"**{words}**" for one, words in got.conditions]
-    return Goal(job, goal, "; ".join(texts), got.by, met, "" if met else LIMITS.get(key, ""))
+    return Goal(job, goal, "; ".join(texts), got.by, met, "" if met else _limit(key, found))
+
+
+def _limit(key: str, found: Found) -> str:
+    """The sentence with the limit, for a row that is not met."""
+
+    def fastest(table: str, begin: str, stage: str = "ready") -> str:
+        try:
+            rows = [row for row in found[table].rows if row.startswith(begin.partition("{")[0])]
+            return _ms(min(_seconds(found, table, row, stage) for row in rows))
+        except (KeyError, ValueError, NotMeasuredError):
+            return "(not measured)"
+
+    return LIMITS[key](fastest) if key in LIMITS else ""

@@ -178,7 +178,7 @@ def test_what_was_not_measured_is_no_goal_met_or_missed() -> None:
 
 
 def test_the_sentence_with_the_limit_stands_below_a_row_that_is_not_met(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(goals.LIMITS, "mapped", "opening alone takes that long.")
+    monkeypatch.setitem(goals.LIMITS, "mapped", lambda _: "opening alone takes that long.")
     assert "- file to ready on a meta target (mapped): opening alone" in tables.goals(goals.reached(everything(2.0)))
     assert "opening alone" not in tables.goals(goals.reached(everything(0.1)))
 

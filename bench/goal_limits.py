@@ -1,0 +1,93 @@
+"""What keeps a goal from being met: the limit that a profile shows, with what the same page has found of it."""
+
+from collections.abc import Callable
+
+from bench import limits
+
+Fastest = Callable[..., str]
+"""The time of the fastest row of a table whose name begins so, in words: of its key, the beginning, and a stage."""
+
+
+def _mapped(fastest: Fastest) -> str:
+    return (
+        "Nothing is read, so all of it is Python: some 20 us for each of the 146 tensors, most of them for the plan "
+        "that is checked before anything is touched, for what undoes it, and for the report. The others do without, "
+        "and are ahead by less than the runs differ."
+    )
+
+
+def _own_memory(fastest: Fastest) -> str:
+    return (
+        "Fresh memory is what everybody pays for here. To read the file into fresh small pages takes "
+        f"{fastest('limits', limits.SMALL)} with nothing else done, and the load "
+        f"{fastest('large/meta', 'modelstate.load, map=False')}. Into huge pages it is "
+        f"{fastest('limits', limits.HUGE)} where the machine has them at hand, as in the table of limits, whose "
+        "processes have just freed some; others find that the host has taken them back, which the load notices, and "
+        f"does without them. Into memory that is there it is {fastest('limits', limits.TOUCHED)}."
+    )
+
+
+def _in_place(fastest: Fastest) -> str:
+    return (
+        f"Reading into memory that is there takes {fastest('limits', limits.TOUCHED)} with nothing else done, and the "
+        f"load {fastest('large/memory', 'modelstate.load, in_place=True')}: there is no half as much again to be had. "
+        "The others are near it, too."
+    )
+
+
+def _cold(fastest: Fastest) -> str:
+    return (
+        "Fresh memory, again. Read past the page cache into memory that is there, the file comes in within "
+        f"{fastest('cold/memory', 'modelstate.load, in_place=True')}, where the disk alone takes "
+        f"{fastest('limits', limits.DIRECT)}. What is mapped comes through the page cache, which takes "
+        f"{fastest('limits', limits.BUFFERED)}."
+    )
+
+
+def _cast(fastest: Fastest) -> str:
+    return (
+        "Fresh memory: half as much of it as for float32, of which all together takes "
+        f"{fastest('limits', limits.SMALL)}, while the bytes are read and cast by the same processors; reading them "
+        f"is {fastest('limits', limits.TOUCHED)}. The others have the same memory to find."
+    )
+
+
+def _int8(fastest: Fastest) -> str:
+    return (
+        f"Reading the bytes takes {fastest('limits', limits.TOUCHED)} with all processors and nothing else done; the "
+        "rest is the arithmetic of the scales and the rounding, which is torchao's for everybody, and the fresh memory "
+        "for the weights."
+    )
+
+
+def _shards(fastest: Fastest) -> str:
+    return (
+        "Each file more is opened, and its header parsed and mapped, once: about a millisecond. The rest is within "
+        "what the runs differ by."
+    )
+
+
+def _save(fastest: Fastest) -> str:
+    return (
+        "The disk: a bare write of the same bytes with the same durability takes "
+        f"{fastest('save', 'bare write, 2 threads, with fsync')}, and twice as fast as `torch.save` would be faster "
+        "than that."
+    )
+
+
+def _blocked(fastest: Fastest) -> str:
+    return "What is beside the copy is `state_dict`, naming, and encoding what is no tensor."
+
+
+LIMITS: dict[str, Callable[[Fastest], str]] = {
+    "mapped": _mapped,
+    "own-memory": _own_memory,
+    "in-place": _in_place,
+    "cold": _cold,
+    "cast": _cast,
+    "int8": _int8,
+    "shards": _shards,
+    "save": _save,
+    "blocked": _blocked,
+}
+"""By the key of the row in `bench.goals.ROWS`."""
