@@ -100,7 +100,12 @@ ModelStateError
 │   ├── SwapBusyError                 (RuntimeError) another swap is under way
 │   ├── SwapTimeoutError              (TimeoutError) requests, or another swap, did not end in time
 │   ├── VersionGoneError              (LookupError) a version that is not kept any more
-│   └── QuarantinedError              (RuntimeError) no version can serve: an undo failed
+│   ├── QuarantinedError              (RuntimeError) no version can serve: an undo failed
+│   ├── SkippedCheckpointError        (ValueError) a checkpoint of a store that is followed is not taken up
+│   ├── AppUnreachableError           (ConnectionError) a serving app that cannot take a checkpoint now
+│   ├── AppAnswerError                (RuntimeError) a serving app gave no answer, or one that is none
+│   ├── AppAccessError                (PermissionError) a serving app does not take the token, or the path
+│   └── AppRefusedError               (ValueError) a serving app refuses a checkpoint
 ├── SwapError                         (RuntimeError) a tensor that somebody holds, who would go on with what it was
 └── MemoryBudgetError                 (MemoryError)
 """
@@ -585,6 +590,35 @@ class VersionGoneError(LiveError, LookupError):
 
 class QuarantinedError(LiveError, RuntimeError):
     """A swap in place failed, and so did its undo: no version can serve until another swap succeeds."""
+
+
+class SkippedCheckpointError(LiveError, ValueError, page="following"):
+    """A checkpoint of a store that is followed is not taken up, and not tried again. Its cause says why."""
+
+    def __init__(self, what: str, *, step: int | None = None, **fields: object) -> None:
+        super().__init__(what, **fields)
+        self.step = step
+        """The step of the checkpoint."""
+
+
+class AppUnreachableError(LiveError, ConnectionError, page="serving-app"):
+    """A serving app that does not answer, or does not see the path of a checkpoint. It is tried again."""
+
+
+class AppAnswerError(LiveError, RuntimeError, page="serving-app"):
+    """A serving app gave no answer to a swap, or one that says nothing."""
+
+
+class AppAccessError(LiveError, PermissionError, page="serving-app"):
+    """A serving app does not take the token, or no checkpoints from this directory."""
+
+
+class AppRefusedError(LiveError, ValueError, page="serving-app"):
+    """A serving app refuses a checkpoint: what it serves with is what it was."""
+
+
+class FollowWarning(UserWarning):
+    """Something that following a store has met, where nobody has given an `on_error`."""
 
 
 class SwapError(ModelStateError, RuntimeError, page="somebody-holds-it"):

@@ -22,6 +22,7 @@ from modelstate.cli.common import (
     parse_size,
     reported,
 )
+from modelstate.cli.live import app as live_app
 from modelstate.cli.store import app as store_app
 from modelstate.cli.store import is_store, verify_steps
 from modelstate.plan.rules.rule import Rule
@@ -40,6 +41,7 @@ app = typer.Typer(
 )
 
 app.add_typer(store_app, name="store")
+app.add_typer(live_app, name="live")
 
 Path = Annotated[
     str, typer.Argument(metavar="PATH", help="A checkpoint: a file, or a directory with one.", show_default=False)

@@ -25,6 +25,7 @@ from modelstate.place.report import Report
 from modelstate.plan.rules.rule import Rule
 from modelstate.plan.rules.schema import Schema
 from modelstate.plan.torch_private import exported_program_class
+from modelstate.read.checkpoint import Checkpoint
 
 _HISTORY = 1000
 
@@ -317,4 +318,6 @@ def _target(target: Any, names: NameMap | nn.Module | None) -> Target:
 
 
 def _text(source: object) -> str:
+    if isinstance(source, Checkpoint):
+        return source.source
     return str(source) if isinstance(source, str) or hasattr(source, "__fspath__") else type(source).__name__

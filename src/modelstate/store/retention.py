@@ -28,6 +28,10 @@ class CheckpointInfo:
     """Of its files."""
     path: str = ""
     """Its directory."""
+    serial: int = 0
+    """Of two checkpoints of a store the one with the higher one was saved later; 0 where that cannot be read."""
+    store: str = ""
+    """The name of the store that it was written to; empty where that cannot be read."""
 
     def __post_init__(self) -> None:
         if type(self.step) is not int:

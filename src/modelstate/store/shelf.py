@@ -70,6 +70,8 @@ class Found:
             intact=self.is_whole,
             nbytes=sum(one.nbytes for one in files),
             path=self.place.path,
+            serial=record.serial if record is not None else 0,
+            store=record.store if record is not None else "",
         )
 
 

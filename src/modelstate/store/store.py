@@ -310,8 +310,10 @@ class Store:
         same = {one.name: getattr(restored, one.name) for one in fields(restored)}
         return RestoredStep(**same, step=record.step, time=record.time, metrics=dict(record.metrics), skipped=skipped)
 
-    def open(self, name: str, step: Step = "latest") -> Checkpoint:
+    def open(self, name: str, step: Step = "latest", *, verify: bool = False) -> Checkpoint:
         """The tensors and values of one object of a checkpoint, for whatever takes a `Checkpoint`.
+
+        With `verify` all of the object, and nothing else of the checkpoint, is read and compared with its digests.
 
         Raises as `restore` does, and `StepNotFoundError` for an object that is not in it, or has no tensors.
         """
@@ -327,7 +329,11 @@ class Store:
                     expected=", ".join(key for key, one in record.entries.items() if one.index) or "none has any",
                     found=repr(name),
                 )
-            return contents.opened(found.place.path, entry)
+            checkpoint = contents.opened(found.place.path, entry)
+            if verify:
+                # Behind the opening: a file that changes from here on is refused when it is read.
+                contents.verify(found.place.path, entry)
+            return checkpoint
 
         return self._of_first_whole(step, attempt)[0]
 

@@ -1,0 +1,122 @@
+"""`modelstate live`: what has to do with programs that serve."""
+
+import os
+import signal
+import sys
+from typing import Annotated
+
+import typer
+
+import modelstate as ms
+from modelstate.cli.common import PROBLEMS, reported
+from modelstate.errors import OptionError
+from modelstate.live.app import ServingApp
+from modelstate.live.telling import FollowEvent
+
+TOKEN = "MODELSTATE_TOKEN"
+_LOOK_SECONDS = 0.2
+_END_SECONDS = 5.0
+
+app = typer.Typer(
+    help="New weights into programs that serve.",
+    no_args_is_help=True,
+    rich_markup_mode=None,
+)
+
+
+@app.callback()
+def live() -> None:
+    """New weights into programs that serve."""
+
+
+@app.command()
+def follow(
+    store: Annotated[str, typer.Argument(metavar="STORE", help="The directory of a modelstate.Store.")],
+    url: Annotated[
+        str,
+        typer.Argument(metavar="URL", help="Where the app is, as http://127.0.0.1:8000: it has /version and /swap."),
+    ],
+    select: Annotated[
+        str, typer.Option(metavar="WHICH", help="latest; best:METRIC for the lowest, best:METRIC:max for the highest.")
+    ] = "latest",
+    name: Annotated[str, typer.Option("--object", metavar="NAME", help="The object that has the weights.")] = "model",
+    poll: Annotated[float, typer.Option(metavar="SECONDS", help="Time between two looks.")] = 5.0,
+    once: Annotated[bool, typer.Option("--once", help="Look once, and end.")] = False,
+    token_file: Annotated[
+        str | None,
+        typer.Option(metavar="FILE", help=f"A file with the app's token; without it, it is that of {TOKEN}."),
+    ] = None,
+    timeout: Annotated[float, typer.Option(metavar="SECONDS", help="The most that a swap may take.")] = 300.0,
+    debug: Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")] = False,
+) -> None:
+    """Have an app take up each checkpoint that is saved to a store, verified first, until a signal ends it.
+
+    A checkpoint that is damaged, or that the app refuses, is skipped and reported once. Exit codes: 0 a signal has
+    ended it; 1 the app does not take the token, or nothing from this directory; 2 the command line is wrong. With
+    --once: 0 the app serves the checkpoint that was wanted; 1 it does not, or one was skipped.
+    """
+    with reported(debug):
+        try:
+            target = ServingApp(url, _token(token_file), timeout_s=timeout)
+            following = ms.follow(
+                target,
+                store,
+                select=select,
+                object=name,
+                poll_s=poll,
+                on_error=_say_error,
+                on_swap=_say_swap,
+                background=False,
+            )
+        except (OptionError, ms.errors.SaveTargetError) as error:
+            raise typer.BadParameter(f"{error.what}: {error.found or error.where}") from error
+        if once:
+            _look_once(following, store)
+        else:
+            _look_until_a_signal(following)
+
+
+def _look_once(following: ms.Following, store: str) -> None:
+    happened = following.poll()
+    if not happened:
+        print(f"error: {store} has no checkpoint to take", file=sys.stderr)
+    if [event.action for event in happened] != ["swapped"]:
+        raise typer.Exit(PROBLEMS)
+
+
+def _look_until_a_signal(following: ms.Following) -> None:
+    # The looks are another thread's, so that a swap that takes its time does not put off the end.
+    with ms.Deadline(hours=None, signals=(signal.SIGTERM, signal.SIGINT)) as end:
+        following.start()
+        while not end.reached and not following.wait(_LOOK_SECONDS):
+            pass
+        if not end.reached:
+            raise typer.Exit(PROBLEMS)
+        following.stop(_END_SECONDS)
+        print(f"ended: {end.reason}", file=sys.stderr)
+
+
+def _say_swap(event: FollowEvent) -> None:
+    typer.echo(f"step {event.step}: version {event.version} serves, from {event.source}")
+    sys.stdout.flush()
+
+
+def _say_error(error: Exception) -> None:
+    print(f"error: {error}", file=sys.stderr, flush=True)
+
+
+def _token(path: str | None) -> str:
+    """Raises `typer.BadParameter`; the token itself is never shown."""
+    if path is None:
+        found = os.environ.get(TOKEN, "")
+        if not found:
+            raise typer.BadParameter(f"no token: give --token-file, or set {TOKEN}")
+        return found.strip()
+    try:
+        with open(path, encoding="utf-8") as file:
+            found = file.read(4096).strip()
+    except (OSError, ValueError) as error:
+        raise typer.BadParameter(f"the token cannot be read from {path!r}: {type(error).__name__}") from error
+    if not found:
+        raise typer.BadParameter(f"there is no token in {path!r}")
+    return found
