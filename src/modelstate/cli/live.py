@@ -15,7 +15,8 @@ from modelstate.live.telling import FollowEvent
 
 TOKEN = "MODELSTATE_TOKEN"
 _LOOK_SECONDS = 0.2
-_END_SECONDS = 5.0
+_END_SECONDS = 1.0
+"""For a swap that is under way to end; the app goes on with it in any case."""
 
 app = typer.Typer(
     help="New weights into programs that serve.",
