@@ -654,3 +654,18 @@ def test_callbacks_may_look_and_stop(tmp_path: Path) -> None:
     ready.set()
     assert made[0].wait(30)
     assert seen == [((), False)]
+
+
+def test_a_look_within_a_look_does_nothing(tmp_path: Path) -> None:
+    store, within = ms.Store(tmp_path), list[Any]()
+
+    def on_swap(event: Any) -> None:
+        if event.step == 1:
+            save(store, 2)
+            within.append((following.poll(), following.step))
+
+    following = ms.follow(ms.Live(linear(0)), store, background=False, on_swap=on_swap)
+    save(store, 1)
+    assert actions(following) == [("swapped", 1)]
+    assert within == [((), 1)]
+    assert actions(following) == [("swapped", 2)]
