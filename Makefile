@@ -12,14 +12,16 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet -c constraints.txt
 JOBS ?= 2
 BENCH ?=
+SERVE ?=
 
-.PHONY: help setup demo test lint types pytest format bench docs clean
+.PHONY: help setup demo test lint types pytest format bench serve docs clean
 
 help:
 	@echo "make demo     set up and run the main job: a real checkpoint into a live module"
 	@echo "make test     set up and run everything that CI runs"
 	@echo "make format   put the code in order"
 	@echo "make bench    measure, and write docs/benchmarks.md (BENCH=--quick for a short run)"
+	@echo "make serve    a sentence encoder over HTTP that takes new weights (SERVE=--help for its options)"
 	@echo "make docs     build the documentation into dist/site/"
 	@echo "make clean    remove the virtual environment and what was built"
 
@@ -39,6 +41,10 @@ $(VENV)/.demo: pyproject.toml $(VENV)/.torch
 $(VENV)/.test: pyproject.toml $(VENV)/.torch
 	$(PIP) -e '.[demo,test]'
 	@touch $@ $(VENV)/.demo
+
+$(VENV)/.serve: pyproject.toml $(VENV)/.torch
+	$(PIP) -e '.[serve]'
+	@touch $@
 
 $(VENV)/.docs: pyproject.toml $(VENV)/.torch
 	$(PIP) -e '.[docs]'
@@ -79,6 +85,9 @@ format: setup
 
 bench: setup $(VENV)/.bench
 	$(BIN)/python -m bench $(BENCH)
+
+serve: $(VENV)/.serve
+	$(BIN)/python -m examples.serve $(SERVE)
 
 docs: $(VENV)/.docs
 	$(BIN)/mkdocs build --strict

@@ -90,6 +90,12 @@ class Live:
         return self._gate.current.id
 
     @property
+    def serving(self) -> tuple[int, str]:
+        """The id of the version that serves, and where its weights come from."""
+        version = self._gate.current
+        return version.id, version.source
+
+    @property
     def kind(self) -> str:
         """ "eager", "compiled" or "exported"."""
         return self._target.kind

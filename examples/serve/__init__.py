@@ -1,0 +1,1 @@
+"""A sentence encoder behind HTTP that takes new weights while it serves: `python -m examples.serve`."""

@@ -1,0 +1,145 @@
+"""The routes: what HTTP adds to a live program."""
+
+import hmac
+import json
+import logging
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import torch
+from anyio import CapacityLimiter
+from anyio.to_thread import run_sync
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
+
+import modelstate as ms
+from examples.serve.bodies import field_of, read_body
+from examples.serve.metrics import CONTENT_TYPE, Metrics
+from examples.serve.refusals import OverloadedError, RequestError, UnauthorizedError, status_of
+from examples.serve.swaps import Swaps
+from examples.serve.texts import Limits, Texts
+from modelstate.errors import ModelStateError
+
+log = logging.getLogger("examples.serve")
+T = TypeVar("T")
+_PATH_BYTES = 1 << 16
+
+
+@dataclass(frozen=True, slots=True)
+class Service:
+    """What the routes work with."""
+
+    live: ms.Live
+    texts: Texts
+    swaps: Swaps
+    metrics: Metrics
+    limits: Limits
+    token: bytes
+    """What a swap has to show; empty where nobody may swap."""
+    workers: int
+    """Requests that are computed at a time; the others wait for their turn."""
+
+    def embed(self, body: bytes) -> bytes:
+        """The answer to `POST /embed`, computed by one version from its beginning to its end."""
+        ids, mask = self.texts.encode(field_of(body, "texts"))
+        with torch.inference_mode():
+            vectors, version = self.live.answer(ids, mask)
+        self.metrics.answered(version)
+        return json.dumps({"embeddings": vectors.tolist(), "version": version}, allow_nan=False).encode()
+
+    def swap(self, body: bytes) -> dict[str, Any]:
+        """The answer to `POST /swap`."""
+        report = self.swaps.swap(field_of(body, "source"))
+        self.metrics.forget_before(report.version)
+        log.info("%s", report)
+        return {
+            "version": report.version,
+            "previous": report.previous,
+            "source": report.source,
+            "seconds": report.seconds,
+        }
+
+    def rollback(self) -> dict[str, Any]:
+        """The answer to `POST /rollback`."""
+        version = self.swaps.rollback()
+        log.info("version %s serves again", version)
+        return {"version": version}
+
+    def authorise(self, request: Request) -> None:
+        """Raises `UnauthorizedError`."""
+        if not self.token:
+            raise UnauthorizedError("the server was started without a token, so nobody may change its weights")
+        scheme, _, given = request.headers.get("authorization", "").partition(" ")
+        # The comparison takes as long whatever is given, so that its time says nothing of the token.
+        if not hmac.compare_digest(given.strip().encode("latin-1"), self.token) or scheme.lower() != "bearer":
+            raise UnauthorizedError("this needs the header Authorization: Bearer TOKEN, with the server's token")
+
+
+def application(service: Service) -> Starlette:
+    """The ASGI application."""
+    turns: list[CapacityLimiter] = []
+
+    @asynccontextmanager
+    async def lifespan(_: Starlette) -> AsyncIterator[None]:
+        # Of their own: requests that wait for a turn shall not keep a swap from a thread.
+        turns.append(CapacityLimiter(service.workers))
+        yield
+
+    async def embed(request: Request) -> Response:
+        if turns[0].statistics().tasks_waiting >= service.limits.waiting:
+            raise OverloadedError("too many requests are waiting already")
+        body = await read_body(request, service.limits.body_bytes)
+        return Response(await run_sync(service.embed, body, limiter=turns[0]), media_type="application/json")
+
+    async def version(_: Request) -> Response:
+        number, source = service.swaps.current
+        return JSONResponse({"version": number, "source": source})
+
+    async def swap(request: Request) -> Response:
+        with service.metrics.change("swapped"):
+            service.authorise(request)
+            body = await read_body(request, _PATH_BYTES)
+            return JSONResponse(await run_sync(service.swap, body))
+
+    async def rollback(request: Request) -> Response:
+        with service.metrics.change("rolled_back"):
+            service.authorise(request)
+            return JSONResponse(await run_sync(service.rollback))
+
+    async def health(_: Request) -> Response:
+        return JSONResponse({"status": "ok"})
+
+    async def metrics(_: Request) -> Response:
+        return Response(service.metrics.page(), media_type=CONTENT_TYPE)
+
+    return Starlette(
+        routes=[
+            Route("/embed", embed, methods=["POST"]),
+            Route("/version", version),
+            Route("/swap", swap, methods=["POST"]),
+            Route("/rollback", rollback, methods=["POST"]),
+            Route("/healthz", health),
+            Route("/metrics", metrics),
+        ],
+        exception_handlers={kind: _refused for kind in (RequestError, ModelStateError, HTTPException, Exception)},
+        lifespan=lifespan,
+    )
+
+
+async def _refused(request: Request, error: Exception) -> Response:
+    """Every error as JSON. Of one that nobody has thought of the log has the rest."""
+    status, headers = status_of(error), dict[str, str]()
+    detail = str(error) if status != 500 else "the log of the server has more"
+    if isinstance(error, HTTPException):
+        status, detail = error.status_code, error.detail
+        headers |= error.headers or {}
+    if status == 401:
+        headers["WWW-Authenticate"] = "Bearer"
+    if request.url.path in ("/swap", "/rollback"):
+        log.warning("%s %s: %s", request.url.path, status, error)
+    return JSONResponse({"error": type(error).__name__, "detail": detail}, status, headers)

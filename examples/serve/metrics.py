@@ -1,0 +1,59 @@
+"""What is counted, for Prometheus."""
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector, generate_latest
+from prometheus_client.exposition import CONTENT_TYPE_LATEST
+
+CONTENT_TYPE = CONTENT_TYPE_LATEST
+_LISTED = 100
+"""Versions that have a line of their own. Those before are left out, or the page would grow with every swap."""
+_BUCKETS = (0.01, 0.03, 0.1, 0.3, 1, 3, 10, 30, 100)
+
+
+class Metrics:
+    """Counters of one server. Every method may be called from any thread."""
+
+    def __init__(self, version: Callable[[], int]) -> None:
+        self._registry = CollectorRegistry()
+        ProcessCollector(registry=self._registry)
+        Gauge("modelstate_version", "The version that serves.", registry=self._registry).set_function(version)
+        self._swaps = Counter(
+            "modelstate_swaps", "Swaps and rollbacks by what came of them.", ["result"], registry=self._registry
+        )
+        self._seconds = Histogram(
+            "modelstate_swap_seconds", "What swaps that came about took.", registry=self._registry, buckets=_BUCKETS
+        )
+        self._requests = Counter(
+            "modelstate_requests", "Requests by the version that answered.", ["version"], registry=self._registry
+        )
+        self._oldest = 1
+
+    def answered(self, version: int) -> None:
+        """A request was answered by this version."""
+        self._requests.labels(str(version)).inc()
+
+    @contextmanager
+    def change(self, done: str) -> Iterator[None]:
+        """Around a swap or a rollback: counted as `done`, or under the class of the error that it ends with."""
+        began = time.perf_counter()
+        try:
+            yield
+        except Exception as error:
+            self._swaps.labels(type(error).__name__).inc()
+            raise
+        self._swaps.labels(done).inc()
+        if done == "swapped":
+            self._seconds.observe(time.perf_counter() - began)
+
+    def forget_before(self, version: int) -> None:
+        """Leaves out versions that are long gone."""
+        for gone in range(self._oldest, version - _LISTED):
+            self._requests.remove(str(gone))
+        self._oldest = max(self._oldest, version - _LISTED)
+
+    def page(self) -> bytes:
+        """In the text format of Prometheus."""
+        return generate_latest(self._registry)
