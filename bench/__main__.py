@@ -15,7 +15,7 @@ from bench.other import Others
 from bench.run import Runner
 from bench.sections import LOADS
 
-OTHERS = ("save", "state-dict", "opening", "convert")
+OTHERS = ("save", "state-dict", "opening", "convert", "serving")
 PARTS = ("limits", *LOADS, *OTHERS)
 """In the order of the page."""
 
@@ -60,6 +60,7 @@ def _measure(options: argparse.Namespace) -> list[Part]:
             "state-dict": others.state_dict,
             "opening": others.opening,
             "convert": others.convert,
+            "serving": others.serving,
         }
         asked = [part for part in PARTS if not options.only or part in options.only]
         for at, part in enumerate(asked):

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from bench import files, limits, saving
+from bench import files, limits, saving, serving
 from bench.contenders import CONVERT, TABLES
 from bench.models import KINDS as MODELS
 from bench.models import Leaves, run, with_memory
@@ -130,6 +130,10 @@ def store(*, contender: str, folder: str, quick: bool) -> None:
     {"blocked": saving.blocked, "frozen": saving.frozen}[contender](model, Path(folder))
 
 
+def serve(*, folder: str, requests: int, swaps: int) -> None:
+    serving.measure(Path(folder), requests, swaps)
+
+
 def opening(*, contender: str, path: str) -> None:
     """From a path to the names and shapes of what is in it."""
     openers: dict[str, Callable[[], object]] = {
@@ -173,6 +177,7 @@ KINDS: dict[str, Callable[..., Any]] = {
         save,
         bare_writes,
         store,
+        serve,
     )
 }
 

@@ -4,9 +4,10 @@ import importlib.util
 import os
 import shutil
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 
-from bench import files, saving
+from bench import files, saving, serving
 from bench import limits as names
 from bench.contenders import CONVERT
 from bench.measured import Measured, Runs
@@ -16,6 +17,7 @@ from bench.sizes import QUICK, Sizes
 from modelstate.cli.measure import Stage
 
 _BARE = "bare writes"
+_LONG_SECONDS = 3600
 
 
 class Others:
@@ -147,6 +149,31 @@ class Others:
             "are sparse. `torch.load(mmap=True)` and `safe_open` cannot map a file larger than memory."
         )
         return [Measured("opening", "Opening", words, "grid", cases, self.runs)]
+
+    def serving(self) -> list[Measured]:
+        """Requests to a server, while its weights are swapped and while they are not."""
+        sizes, folder = self.sizes, self.runner.folder / "serving"
+        folder.mkdir(exist_ok=True)
+        child = self.runner.child("serve", folder=str(folder), requests=sizes.requests, swaps=sizes.swaps)
+        missing = [package for package in serving.PACKAGES if importlib.util.find_spec(package) is None]
+        absent = {"the server": f"{', '.join(missing)} not installed"} if missing else {}
+        children = {} if absent else {"the server": partial(child, timeout_seconds=_LONG_SECONDS)}
+        found, failed = self.runner.alternate(children, 1)
+        rows = _by_stage(found.get("the server", []))
+        title = "Requests to a server that takes new weights"
+        words = (
+            "A sentence encoder (all-MiniLM-L6-v2, 90 MB) behind HTTP, as in [Serving over HTTP](serving.md): two "
+            "clients in another process, each of which sends when it has its answer, on the same processors; requests "
+            "without swaps and with them in turn, between two sets of weights. Every answer is compared with what the "
+            f"module itself computes with the weights of the version that it names.{_swap_words(rows)}"
+        )
+        shutil.rmtree(folder)
+        return [Measured("serving", title, words, "serving", {"": rows}, 1, absent | failed)]
+
+
+def _swap_words(rows: Mapping[str, Sequence[Mapping[str, Stage]]]) -> str:
+    taken = [run["ready"].facts["swap_seconds"] for runs in rows.values() for run in runs]
+    return f" A swap takes {max(taken) * 1000:,.0f} ms, at the median." if any(taken) else ""
 
 
 def _by_stage(runs: Sequence[Mapping[str, Stage]]) -> dict[str, list[dict[str, Stage]]]:

