@@ -2,8 +2,12 @@
 
 import http.client
 import json
+import time
 from collections.abc import Sequence
 from typing import Any
+
+_IDLE_SECONDS = 2.0
+"""After which a connection is not used again: the server ends those that are idle, after 5 s."""
 
 
 class RefusedError(Exception):
@@ -22,6 +26,7 @@ class Client:
 
     def __init__(self, port: int, token: str = "", host: str = "127.0.0.1", timeout_s: float = 120) -> None:
         self._connection = http.client.HTTPConnection(host, port, timeout=timeout_s)
+        self._used = time.monotonic()
         self._headers = {"Authorization": f"Bearer {token}"} if token else {}
 
     def embed(self, texts: Sequence[str]) -> tuple[list[list[float]], int]:
@@ -58,9 +63,12 @@ class Client:
         self._connection.close()
 
     def _asked(self, method: str, path: str, body: bytes | None) -> bytes:
+        if time.monotonic() - self._used > _IDLE_SECONDS:
+            self._connection.close()  # the request opens it again
         self._connection.request(method, path, body, self._headers)
         response = self._connection.getresponse()
         content = response.read()
+        self._used = time.monotonic()
         if response.status == 200:
             return content
         found = json.loads(content)
