@@ -36,7 +36,7 @@ OWN: dict[type, dict[str, Any]] = {
     **{
         kind: {"names": ["p", "epoch"]}
         for kind in CLASSES.values()
-        if issubclass(kind, errors.NameMapError | errors.WeightsError)
+        if issubclass(kind, errors.NameMapError | errors.WeightsError | errors.ExportError)
     },
     PlanError: {"problems": [Missing("a", (2, 3), "b"), WrongShape("c", (1,), (2,))]},
 }

@@ -12,10 +12,12 @@ from modelstate.extra.fields import declare_extra_state as declare_extra_state
 from modelstate.extra.fields import extra_state as extra_state
 from modelstate.extra.lazy import register_lazy_buffer as register_lazy_buffer
 from modelstate.live.canary import Canary as Canary
+from modelstate.live.export import export as export
 from modelstate.live.follow import Following as Following
 from modelstate.live.follow import follow as follow
 from modelstate.live.hooks import without_state_dict_hooks as without_state_dict_hooks
 from modelstate.live.live import Live as Live
+from modelstate.live.manifest import Manifest as Manifest
 from modelstate.live.name_map import NameMap as NameMap
 from modelstate.live.names import runtime_state as runtime_state
 from modelstate.live.report import SwapReport as SwapReport

@@ -87,6 +87,9 @@ ModelStateError
 │   ├── UnsavableError                (ValueError) tensors or names that the format does not have
 │   ├── TargetExistsError             (FileExistsError) a file that may not be replaced
 │   └── WriteFailedError              (OSError) an I/O error; what was there before still is
+├── ExportError                       (RuntimeError) a module of which no program can be made
+│   ├── ExportedAnswerError           (ValueError) the program does not answer as the module does
+│   └── NotSwappableError             (ValueError) weights whose change the program does not follow
 ├── NameMapError                      (ValueError) names that cannot be led to those of the running module
 ├── LiveError                         a program that is being served
 │   ├── LiveTargetError               (TypeError) what cannot be served, or not in versions
@@ -95,7 +98,8 @@ ModelStateError
 │   │   ├── WeightDtypeError          they would have to be cast
 │   │   ├── WeightStrideError         their elements lie in another order
 │   │   ├── WeightStorageError        they are parts of a larger storage
-│   │   └── NonFiniteWeightError      NaN or infinity
+│   │   ├── NonFiniteWeightError      NaN or infinity
+│   │   └── FixedWeightError          they are a part of the compiled program, or no part of it
 │   ├── CanaryError                   (ValueError) the new version failed on the canary's inputs
 │   ├── SwapBusyError                 (RuntimeError) another swap is under way
 │   ├── SwapTimeoutError              (TimeoutError) requests, or another swap, did not end in time
@@ -526,6 +530,23 @@ class WriteFailedError(SaveError, OSError):
     """An I/O error while a file was written. What was there before still is."""
 
 
+class ExportError(ModelStateError, RuntimeError, page="export"):
+    """A module of which no program can be made whose weights can be swapped. No file has been written."""
+
+    def __init__(self, what: str, *, names: Sequence[str] = (), **fields: object) -> None:
+        super().__init__(what, **fields)
+        self.names = tuple(names)
+        """The names of the tensors that it is about."""
+
+
+class ExportedAnswerError(ExportError, ValueError):
+    """The program that was made does not answer as the module does."""
+
+
+class NotSwappableError(ExportError, ValueError):
+    """Weights that were compiled into the program: its answers do not follow their changes."""
+
+
 class NameMapError(ModelStateError, ValueError, page="name-map"):
     """Names of a state dict that cannot be led to those of the module as it runs."""
 
@@ -570,6 +591,10 @@ class WeightStorageError(WeightsError):
 
 class NonFiniteWeightError(WeightsError):
     """Weights that are NaN or infinite where those that serve are not."""
+
+
+class FixedWeightError(WeightsError):
+    """Weights that a package has no place for: they were inlined when it was compiled, or are no part of it."""
 
 
 class CanaryError(LiveError, ValueError, page="canary"):

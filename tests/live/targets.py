@@ -8,7 +8,9 @@ from typing import Any
 import torch
 from torch import nn
 
-KINDS = ("eager", "compiled", "exported")
+from tests.live.packages import package_of
+
+KINDS = ("eager", "compiled", "exported", "aoti")
 
 
 def target_of(kind: str, module: nn.Module, x: torch.Tensor) -> Any:
@@ -17,6 +19,8 @@ def target_of(kind: str, module: nn.Module, x: torch.Tensor) -> Any:
         return module
     if kind == "compiled":
         return torch.compile(module, backend="aot_eager")
+    if kind == "aoti":
+        return package_of(module, x)
     return torch.export.export(module, (x,))
 
 

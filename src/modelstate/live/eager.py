@@ -25,6 +25,9 @@ class ModuleProgram:
     def buffers(self) -> dict[str, torch.Tensor]:
         return dict(self.holder.named_buffers())
 
+    def end(self) -> None:
+        pass
+
     def __call__(self, *args: Any, **named: Any) -> Any:
         return self._call(*args, **named)
 
@@ -35,6 +38,9 @@ class ModuleTarget:
     A version of a compiled module is another instance under the same compilation: its code runs again as it is, as
     strides, `requires_grad` and ties are the same in every version.
     """
+
+    fixed: tuple[str, ...] = ()
+    seats = None
 
     def __init__(self, module: nn.Module) -> None:
         self._given = module
@@ -65,6 +71,9 @@ class ModuleTarget:
 
     def hidden(self) -> dict[str, torch.Tensor]:
         return {name: buffer for name, buffer in self._skeleton.named_buffers() if not buffer.is_meta}
+
+    def refused(self, unexpected: list[str]) -> None:
+        return None
 
     def program(self, filled: nn.Module) -> ModuleProgram:
         return ModuleProgram(filled, filled if self.kind == "eager" else compiled_like(self._given, filled))

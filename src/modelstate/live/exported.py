@@ -8,9 +8,10 @@ from torch import nn
 
 from modelstate.errors import LiveTargetError
 from modelstate.live.inputs import Inputs
-from modelstate.live.name_map import NameMap
+from modelstate.live.name_map import NameMap, place_of
 from modelstate.live.names import runtime_state
-from modelstate.live.twin import holder, twin
+from modelstate.live.spellings import Spellings, check_names
+from modelstate.live.twin import holder
 from modelstate.plan.rules.rule import Rule
 from modelstate.plan.torch_private import unflatten
 
@@ -32,6 +33,9 @@ class ExportedProgramVersion:
     @property
     def buffers(self) -> dict[str, torch.Tensor]:
         return {**dict(self.holder.named_buffers()), **self._hidden}
+
+    def end(self) -> None:
+        pass
 
     def __call__(self, *args: Any, **named: Any) -> Any:
         graph = self._graph
@@ -61,6 +65,8 @@ class _Graph:
         """Non-persistent buffers: a copy for each version, as a request may change them."""
         self.lifted: list[tuple[str | None, Any]] = []
         """The first inputs of the graph: the name of a weight, or a constant that all versions share."""
+        self.constants: list[str] = []
+        """The names of those constants."""
         nodes = {node.name: node for node in program.graph.nodes if node.op == "placeholder"}
         values: list[tuple[str, Any]] = []
         places: dict[str, int] = {}
@@ -81,6 +87,7 @@ class _Graph:
                 self.lifted.append((one.target, None))
             else:
                 self.lifted.append((None, constants[one.target]))
+                self.constants.append(one.target)
         self.inputs = Inputs(where, program.call_spec.in_spec, values, program.range_constraints)
         self.written = _written(signature, places, [name for name, _ in values], where)
 
@@ -102,57 +109,50 @@ class ExportedTarget:
     """A `torch.export.ExportedProgram`. `names` leads from the names of eager checkpoints, or is the module itself."""
 
     kind = "exported"
+    seats = None
 
-    def __init__(self, program: Any, names: NameMap | nn.Module | None) -> None:
-        self.name = "ExportedProgram"
-        self._state: dict[str, torch.Tensor] = dict(program.state_dict)
+    def __init__(self, program: Any, names: NameMap | nn.Module | None, name: str = "ExportedProgram") -> None:
+        self.name = name
+        first: dict[object, torch.Tensor] = {}
+        # A program that was saved and loaded has two tensors of a tied one, in one place.
+        self._state = {name: first.setdefault(place_of(one), one) for name, one in program.state_dict.items()}
         self._graph = _Graph(program, self.name)
         lacking = [name for name, _ in self._graph.lifted if name and name not in {*self._state, *self._graph.hidden}]
         if lacking:
             raise _unsupported(self.name, f"inputs that its state lacks: {', '.join(lacking[:8])}")
+        self.fixed: tuple[str, ...] = tuple(self._graph.constants)
         # A request may change them in the first version, whose own they are.
         self._hidden = {name: value.clone() for name, value in self._graph.hidden.items()}
-        self._names = names if isinstance(names, NameMap) else None
-        self._module = twin(names) if isinstance(names, nn.Module) else None
-        self._check_names(names)
+        check_names(self._state, names, self.name)
+        self._spellings = Spellings(self._state, names)
+
+    @property
+    def inputs(self) -> Inputs:
+        """What it has to be called with."""
+        return self._graph.inputs
 
     def first(self) -> ExportedProgramVersion:
         return ExportedProgramVersion(self._graph, holder(self._state, meta=False), self._graph.hidden)
 
     def names(self) -> Collection[str]:
-        if self._module is not None:
-            return list(self._module.state_dict())
-        return list(self._state if self._names is None else self._names.runtime)
+        return self._spellings.names()
 
     def rules(self, given: Collection[str]) -> tuple[Rule, ...]:
-        return () if self._names is None else (self._names,)
+        return self._spellings.rules()
 
     def skeleton(self, given: Collection[str]) -> nn.Module:
-        # Code of the module is for the names that it saves; the program's own names need none.
-        if self._module is not None and not set(given) <= self._state.keys():
-            return twin(self._module)
-        return holder(self._state)
+        return self._spellings.skeleton(given)
 
     def hidden(self) -> dict[str, torch.Tensor]:
         return self._hidden
+
+    def refused(self, unexpected: list[str]) -> None:
+        return None
 
     def program(self, filled: nn.Module) -> ExportedProgramVersion:
         filled = holder(runtime_state(filled), meta=False)  # of the exported module only the weights are wanted
         hidden = {name: value.clone() for name, value in self._hidden.items()}
         return ExportedProgramVersion(self._graph, filled, hidden)
-
-    def _check_names(self, names: NameMap | nn.Module | None) -> None:
-        if names is None:
-            return
-        found = runtime_state(names) if isinstance(names, nn.Module) else names.eager
-        if set(found) != set(self._state):
-            differing = sorted(set(found) ^ set(self._state))
-            raise LiveTargetError(
-                "names= is of another module than the program",
-                where=self.name,
-                expected="the module that was exported, or NameMap.of(module)",
-                found=f"names that only one of them has: {', '.join(differing[:8])}",
-            )
 
 
 def _unsupported(where: str, what: str) -> LiveTargetError:

@@ -6,9 +6,12 @@ from typing import Any, NamedTuple
 import torch
 
 from modelstate.errors import ProgramInputError
+from modelstate.live.sizes import Size
 from modelstate.plan.torch_private import expression_of, flatten, keyword_order
 
 _UNBOUNDED = 2**62
+ANY = object()
+"""In the place of a constant that a file has no word for."""
 
 
 class _Tensor(NamedTuple):
@@ -20,6 +23,8 @@ class _Tensor(NamedTuple):
     dynamic: tuple[tuple[int, Any], ...]
     dtype: torch.dtype
     device: torch.device
+    order: tuple[int, ...]
+    """Its dimensions as they lay in memory at the export, the farthest apart first."""
 
 
 class _Constant(NamedTuple):
@@ -42,6 +47,37 @@ class Inputs:
         self._wanted = [_wanted(name, value) for name, value in values]
         self._ranges = {symbol: (_number(one.lower), _number(one.upper)) for symbol, one in ranges.items()}
 
+    @classmethod
+    def described_by(cls, where: str, spec: Any, found: Mapping[str, Any]) -> "Inputs":
+        """The inputs as `described` has put them. Raises `KeyError`, `TypeError` and `ValueError`."""
+        inputs = cls(where, spec, (), {})
+        inputs._wanted = [_from_json(one) for one in found["values"]]
+        inputs._ranges = {Size(name): (low, high) for name, (low, high) in found["ranges"].items()}
+        if len(inputs._wanted) != spec.num_leaves:
+            raise ValueError(f"{len(inputs._wanted)} inputs, and {spec.num_leaves} in their structure")
+        return inputs
+
+    def described(self) -> dict[str, Any]:
+        """All but their structure, as JSON has it."""
+        ranges = {str(symbol): list(bounds) for symbol, bounds in self._ranges.items()}
+        return {"values": [_to_json(one) for one in self._wanted], "ranges": ranges}
+
+    def as_exported(self, inputs: list[Any]) -> list[torch.Tensor]:
+        """The tensors among checked inputs, each with its elements in the order that it had at the export.
+
+        A library of compiled code goes by that order, and looks at no stride. What lies in another one is copied.
+        """
+        found: list[torch.Tensor] = []
+        for wanted, value in zip(self._wanted, inputs, strict=True):
+            if isinstance(wanted, _Tensor):
+                found.append(value if _lies_in(value, wanted.order) else _ordered(value, wanted.order))
+        return found
+
+    @property
+    def numbers(self) -> list[str]:
+        """The names of those that are whole numbers, other ones in each request."""
+        return [one.name for one in self._wanted if isinstance(one, _Number)]
+
     def flat(self, args: tuple[Any, ...], named: dict[str, Any]) -> list[Any]:
         """The inputs in the order in which the program takes them. Raises `ProgramInputError`."""
         if named and list(named) != self._names and named.keys() == set(self._names):
@@ -58,10 +94,10 @@ class Inputs:
                 if type(value) is not int:
                     raise self._wrong(f"{wanted.name} is no whole number", "an int", type(value).__name__)
                 self._bind(wanted.name, wanted.expression, value, symbols, later)
-            elif type(value) is not type(wanted.value) or value != wanted.value:
+            elif wanted.value is not ANY and (type(value) is not type(wanted.value) or value != wanted.value):
                 raise self._wrong(f"{wanted.name} was a constant at the export", repr(wanted.value), repr(value))
         for name, expression, value in later:
-            if int(expression.subs(symbols)) != value:
+            if symbols.keys() >= expression.free_symbols and int(expression.subs(symbols)) != value:
                 raise self._wrong(f"a size of {name} does not follow from the others", expression, value)
         return leaves
 
@@ -110,11 +146,60 @@ def _wanted(name: str, value: Any) -> _Tensor | _Constant | _Number:
         shape = tuple(expression_of(size) for size in value.shape)
         fixed = tuple((index, int(size)) for index, size in enumerate(shape) if _is_fixed(size))
         dynamic = tuple((index, size) for index, size in enumerate(shape) if not _is_fixed(size))
-        return _Tensor(name, shape, fixed, dynamic, value.dtype, value.device)
+        return _Tensor(name, shape, fixed, dynamic, value.dtype, value.device, _order(value))
     if isinstance(value, torch.SymInt):
         expression = expression_of(value)
         return _Constant(name, int(expression)) if _is_fixed(expression) else _Number(name, expression)
     return _Constant(name, value)
+
+
+def _to_json(wanted: _Tensor | _Constant | _Number) -> dict[str, Any]:
+    if isinstance(wanted, _Tensor):
+        return {
+            "name": wanted.name,
+            "shape": [int(size) if _is_fixed(size) else str(size) for size in wanted.shape],
+            "dtype": str(wanted.dtype).removeprefix("torch."),
+            "device": str(wanted.device),
+            "order": list(wanted.order),
+        }
+    if isinstance(wanted, _Number):
+        return {"name": wanted.name, "number": str(wanted.expression)}
+    plain = isinstance(wanted.value, int | float | str | None)
+    return (
+        {"name": wanted.name, "constant": wanted.value} if plain else {"name": wanted.name, "any": repr(wanted.value)}
+    )
+
+
+def _from_json(found: Mapping[str, Any]) -> _Tensor | _Constant | _Number:
+    name = str(found["name"])
+    if "number" in found:
+        return _Number(name, Size(found["number"]))
+    if "shape" not in found:
+        return _Constant(name, found.get("constant", ANY))
+    shape = tuple(size if type(size) is int else Size(size) for size in found["shape"])
+    fixed = tuple((index, size) for index, size in enumerate(shape) if isinstance(size, int))
+    dynamic = tuple((index, size) for index, size in enumerate(shape) if not isinstance(size, int))
+    dtype, order = getattr(torch, found["dtype"]), tuple(map(int, found["order"]))
+    if not isinstance(dtype, torch.dtype) or sorted(order) != [*range(len(shape))]:
+        raise ValueError(f"input {name}: {found['dtype']!r}, dimensions {order}")
+    return _Tensor(name, shape, fixed, dynamic, dtype, torch.device(found["device"]), order)
+
+
+def _order(value: torch.Tensor) -> tuple[int, ...]:
+    """Dimensions from the farthest apart to the nearest; in their own order where the strides say nothing."""
+    strides = [expression_of(step) for step in value.stride()]
+    if value.is_contiguous() or not all(map(_is_fixed, strides)):
+        return tuple(range(value.dim()))
+    return tuple(sorted(range(value.dim()), key=lambda index: -int(strides[index])))
+
+
+def _lies_in(value: torch.Tensor, order: tuple[int, ...]) -> bool:
+    return (value if order == tuple(range(len(order))) else value.permute(order)).is_contiguous()
+
+
+def _ordered(value: torch.Tensor, order: tuple[int, ...]) -> torch.Tensor:
+    back = sorted(range(len(order)), key=order.__getitem__)
+    return value.permute(order).contiguous().permute(back)
 
 
 def _is_fixed(size: Any) -> bool:

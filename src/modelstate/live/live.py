@@ -1,6 +1,7 @@
 """`modelstate.Live`: a program that serves, and takes new weights while it does."""
 
 import gc
+import os
 import time
 import weakref
 from collections import deque
@@ -15,7 +16,7 @@ from modelstate.live.buffers import carry, changed, marks
 from modelstate.live.canary import Calls, Canary, run_canary
 from modelstate.live.eager import ModuleTarget
 from modelstate.live.name_map import NameMap
-from modelstate.live.program import Target
+from modelstate.live.program import Program, Target
 from modelstate.live.report import Answer, Clock, Event, Mode, SwapReport
 from modelstate.live.staging import Asked, Buffers, Incoming, check_choice, undone_on_failure
 from modelstate.live.turn import Turn
@@ -38,13 +39,15 @@ class Live:
     ended. After any failure the old version serves on. Every method may be called from any thread.
 
     Args:
-        target: a module, what `torch.compile` made of one, or a `torch.export.ExportedProgram`. It is version 1
-            itself, with its memory, and should not be changed by others any more; later versions have their own.
+        target: a module, what `torch.compile` made of one, a `torch.export.ExportedProgram`, or the path of a `.pt2`,
+            which is an exported program or a package of AOTInductor. It is version 1 itself, with its memory, and
+            should not be changed by others any more; later versions have their own. A `.pt2` has code that is run.
         names: for an exported program: a `NameMap`, or the module that was exported, so that checkpoints in the names
-            of its `state_dict()` are taken as well as those in the program's own.
+            of its `state_dict()` are taken as well as those in the program's own. What `modelstate.export` has written
+            has a map with it.
         keep: how many versions before the current one stay in memory, to roll back to.
 
-    Raises `LiveTargetError` for what cannot be served so, and `OptionError`.
+    Raises `LiveTargetError` for what cannot be served so, `OptionError`, and for a file `OpenError`.
     """
 
     def __init__(self, target: Any, *, names: NameMap | nn.Module | None = None, keep: int = 1) -> None:
@@ -97,8 +100,16 @@ class Live:
 
     @property
     def kind(self) -> str:
-        """ "eager", "compiled" or "exported"."""
+        """ "eager", "compiled", "exported" or "aoti"."""
         return self._target.kind
+
+    @property
+    def fixed(self) -> tuple[str, ...]:
+        """Tensors of an exported program or a package that no swap changes, as far as they are known.
+
+        They are constants that are no state; and, in a package of others, what was inlined when it was compiled.
+        """
+        return self._target.fixed
 
     def history(self) -> tuple[Event, ...]:
         """What has happened, the oldest first: the last thousand events."""
@@ -148,10 +159,8 @@ class Live:
         check_choice("mode", mode, ("available", "frugal"))
         check_choice("buffers", buffers, ("carry", "reset"))
         check_choice("when_busy", when_busy, ("wait", "refuse"))
-        if timeout_s is not None and not (isinstance(timeout_s, int | float) and 0 <= timeout_s < 1e8):
-            raise OptionError("timeout_s= is a number of seconds", expected="from 0, or None", found=repr(timeout_s))
+        until = _until(timeout_s)
         clock = Clock()
-        until = None if timeout_s is None else time.monotonic() + timeout_s
         asked = Asked(rules, exact, check_finite, verify)
         try:
             with self._turn.taken(when_busy == "wait", timeout_s):
@@ -163,13 +172,16 @@ class Live:
         self._note("swapped", report.source, report.seconds)
         return report
 
-    def rollback(self) -> int:
+    def rollback(self, *, timeout_s: float | None = 60.0) -> int:
         """Makes the version before serve again, by one flip, and frees the one that served. Returns its id.
 
-        It has its buffers as it left them. Raises `VersionGoneError` where none is kept, and `SwapBusyError`.
+        It has its buffers as it left them. `timeout_s` are the seconds to wait for other swaps; and, where a package
+        of AOTInductor has given the library of that version away, for requests that have it. Raises `VersionGoneError`
+        where no version is kept, `SwapBusyError` and `SwapTimeoutError`.
         """
+        until = _until(timeout_s)
         clock = Clock()
-        with self._turn.taken(True, None):
+        with self._turn.taken(True, timeout_s):
             if not self._before:
                 raise VersionGoneError(
                     "there is no version to roll back to",
@@ -177,7 +189,10 @@ class Live:
                     found="the first version, one that was rolled back to, or one that was swapped in place",
                     remedy="swap in the weights that are wanted; Live(..., keep=n) keeps n versions",
                 )
-            old = self._before.pop()
+            old = self._before[-1]
+            assert old.program is not None
+            self._seat(old.program, until)
+            self._before.pop()
             self._free(self._gate.flip(old))
             self._note("rolled back", old.source, clock.seconds)
             return old.id
@@ -192,15 +207,22 @@ class Live:
         with clock("staged"):
             incoming = Incoming(self._target, source, asked)
             program, loaded = incoming.stage(old.program)
-        with clock("canary"):
-            if canary is not None:
-                run_canary(self._prepared(canary), program)
-        copies, broken = 2 + len(self._before), self._gate.is_quarantined
-        with clock("flip"):
-            new = Version(self._next_id(), program, incoming.source, marks(program))
-            carries = buffers == "carry" and not broken
-            carried = carry(changed(old.program, old.marks), program) if carries else ()
-            self._gate.flip(new)
+        try:
+            with clock("drain"):
+                self._seat(program, until)
+            with clock("canary"):
+                if canary is not None:
+                    run_canary(self._prepared(canary), program)
+            copies, broken = 2 + len(self._before), self._gate.is_quarantined
+            with clock("flip"):
+                new = Version(self._next_id(), program, incoming.source, marks(program))
+                carries = buffers == "carry" and not broken
+                carried = carry(changed(old.program, old.marks), program) if carries else ()
+                self._gate.flip(new)
+        except BaseException:
+            if self._gate.current.program is not program:
+                program.end()
+            raise
         if broken:
             self._free(old)
         else:
@@ -279,6 +301,16 @@ class Live:
             notes=loaded.notes,
         )
 
+    def _seat(self, program: Program, until: float | None) -> None:
+        """Has a program take over what calls it, where there is not one of that for each version."""
+        seats, serving = self._target.seats, self._gate.current.program
+        if seats is None or serving is None or seats.holds(program):
+            return
+        leaving = seats.in_the_way(serving)
+        if leaving is not None:
+            self._gate.wait_until_left(leaving, until)
+        seats.seat(program, serving)
+
     def _prepared(self, canary: Any) -> Any:
         if isinstance(canary, Canary):
             return canary.prepared(self)
@@ -306,6 +338,8 @@ class Live:
 
 
 def _target(target: Any, names: NameMap | nn.Module | None) -> Target:
+    if isinstance(target, str | os.PathLike):
+        return _target_of_file(os.fspath(target), names)
     program_class = exported_program_class()
     if program_class is not None and isinstance(target, program_class):
         from modelstate.live.exported import ExportedTarget
@@ -317,10 +351,31 @@ def _target(target: Any, names: NameMap | nn.Module | None) -> Target:
         return ModuleTarget(target)
     raise LiveTargetError(
         "this cannot be served",
-        expected="a module, a compiled module or an ExportedProgram",
+        expected="a module, a compiled module, an ExportedProgram, or the path of a .pt2",
         found=f"{type(target).__module__}.{type(target).__qualname__}",
-        remedy="of a function, serve the module that it calls",
+        remedy="of a function, serve the module that it calls; of a package that was loaded, give the path",
     )
+
+
+def _target_of_file(path: str, names: NameMap | nn.Module | None) -> Target:
+    from modelstate.live.pt2 import read_program_file
+
+    file = read_program_file(path)
+    if file.kind == "aoti":
+        from modelstate.live.aoti import AotiTarget
+
+        return AotiTarget(file, names)
+    from modelstate.live.exported import ExportedTarget
+
+    if names is None and file.manifest is not None:
+        names = file.manifest.names
+    return ExportedTarget(file.program(), names, path)
+
+
+def _until(timeout_s: float | None) -> float | None:
+    if timeout_s is not None and not (isinstance(timeout_s, int | float) and 0 <= timeout_s < 1e8):
+        raise OptionError("timeout_s= is a number of seconds", expected="from 0, or None", found=repr(timeout_s))
+    return None if timeout_s is None else time.monotonic() + timeout_s
 
 
 def _text(source: object) -> str:

@@ -217,7 +217,7 @@ class _Groups:
         for name, tensor in state.items():
             group = self._by_id.setdefault(id(tensor), [])
             group.append(name)
-            self._by_view[_view(tensor)] = group
+            self._by_view[place_of(tensor)] = group
             self._by_storage.setdefault(storage_id(tensor), []).append(name)
         self._groups = {id(group): group for group in self._by_id.values()}
         self._saved: dict[int, list[str]] = {key: [] for key in self._groups}
@@ -226,7 +226,7 @@ class _Groups:
     def add(self, name: str, value: torch.Tensor) -> None:
         group = self._by_id.get(id(value))
         if group is None:
-            group = self._by_view.get(_view(value))  # a hook may detach what it renames
+            group = self._by_view.get(place_of(value))  # a hook may detach what it renames
         if group is not None:
             self._saved[id(group)].append(name)
             return
@@ -269,7 +269,8 @@ class _Groups:
         return runtime, eager
 
 
-def _view(tensor: torch.Tensor) -> object:
+def place_of(tensor: torch.Tensor) -> object:
+    """The same for tensors that are the same elements of one storage, in the same order."""
     storage = storage_id(tensor)
     if not storage or tensor.layout is not torch.strided:
         return id(tensor)

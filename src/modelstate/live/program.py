@@ -20,7 +20,26 @@ class Program(Protocol):
     def buffers(self) -> dict[str, torch.Tensor]:
         """Everything that a request may change, by name."""
 
+    def end(self) -> None:
+        """Nobody will call it any more: it lets go of what it has taken beyond memory of its own."""
+
     def __call__(self, *args: Any, **named: Any) -> Any: ...
+
+
+class Seats(Protocol):
+    """What calls the programs of a target, where there are only two of it: one for what serves, one for what is next.
+
+    A program that has no seat cannot be called, and has nothing but its weights.
+    """
+
+    def holds(self, program: Any) -> bool:
+        """Whether a program has a seat."""
+
+    def in_the_way(self, serving: Any) -> Program | None:
+        """The program that leaves its seat to the next one: no request may have it any more."""
+
+    def seat(self, program: Any, serving: Any) -> None:
+        """Gives a program the seat that is not that of the one that serves."""
 
 
 class Target(Protocol):
@@ -30,6 +49,12 @@ class Target(Protocol):
     """ "eager", "compiled", "exported", ..."""
     name: str
     """What it is, in the words of a user."""
+    fixed: tuple[str, ...]
+    """Tensors that are a part of it, as far as is known, and that no weights change."""
+
+    @property
+    def seats(self) -> Seats | None:
+        """None where each program can be called by itself."""
 
     def first(self) -> Program:
         """The target as it was given, with the memory that it has."""
@@ -45,6 +70,9 @@ class Target(Protocol):
 
     def hidden(self) -> dict[str, torch.Tensor]:
         """Buffers that no checkpoint has, with the values that a new version has in them. Not to be changed."""
+
+    def refused(self, unexpected: list[str]) -> Exception | None:
+        """Why weights of these names, which it does not have, are refused, where it knows better than a plan."""
 
     def program(self, filled: nn.Module) -> Program:
         """A version of the weights that a skeleton has been given. It shares nothing that a request may change."""

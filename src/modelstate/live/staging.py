@@ -9,7 +9,7 @@ from typing import Literal
 import torch
 from torch import nn
 
-from modelstate.errors import LiveTargetError, OptionError, QuarantinedError
+from modelstate.errors import LiveTargetError, OptionError, PlanError, QuarantinedError
 from modelstate.live.checks import check_casts, check_finite, check_layout
 from modelstate.live.names import runtime_state
 from modelstate.live.program import Program, Target
@@ -17,6 +17,7 @@ from modelstate.place.load import Source, load, plan
 from modelstate.place.report import Report
 from modelstate.plan.explain import plan_error
 from modelstate.plan.matching import matching_part
+from modelstate.plan.problems import Unexpected
 from modelstate.plan.rules.chain import check_rules, renamed_by
 from modelstate.plan.rules.rule import Rule
 from modelstate.plan.rules.schema import Schema
@@ -56,7 +57,8 @@ class Incoming:
     def stage(self, serving: Program) -> tuple[Program, Report]:
         """A new program with the weights in memory of its own. Raises what `load` and the checks raise."""
         skeleton = self._skeleton
-        report = load(skeleton, self.part, rules=self._rules, map=False, verify=self._asked.verify, progress=False)
+        with self._refused():
+            report = load(skeleton, self.part, rules=self._rules, map=False, verify=self._asked.verify, progress=False)
         self._check_loaded(report, skeleton, lambda: runtime_state(serving.holder))
         return self._target.program(skeleton), report
 
@@ -69,9 +71,10 @@ class Incoming:
                 where=self._target.name,
                 remedy="swap with mode='available', or give names=NameMap.of(module) instead of the module",
             )
-        planned = plan(skeleton, self.part, rules=self._rules, map=False)
-        if not planned.ok:
-            raise plan_error(planned.target, planned.source, list(planned.problems))
+        with self._refused():
+            planned = plan(skeleton, self.part, rules=self._rules, map=False)
+            if not planned.ok:
+                raise plan_error(planned.target, planned.source, list(planned.problems))
         if self._asked.exact:
             check_casts(planned.steps, self.source)
 
@@ -88,6 +91,19 @@ class Incoming:
         )
         self._check_loaded(report, serving.holder, lambda: before)
         return report
+
+    @contextmanager
+    def _refused(self) -> Iterator[None]:
+        """Where a target has a reason of its own for names that are too many, it is that which is raised."""
+        try:
+            yield
+        except PlanError as error:
+            names = [one.name for one in error.problems if isinstance(one, Unexpected)]
+            only = len(names) == len(error.problems)
+            own = self._target.refused(names) if only else None
+            if own is None:
+                raise
+            raise own from error
 
     def _check_loaded(self, report: Report, filled: nn.Module, serving: State) -> None:
         if self._asked.exact:

@@ -2,6 +2,7 @@
 
 import threading
 import time
+import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -27,6 +28,12 @@ class Version:
         """Seconds since 1970, when it was made."""
         self._pins = 0
         self.retired = False
+
+    def end(self) -> None:
+        """Lets go of the program."""
+        if self.program is not None:
+            self.program.end()
+            self.program = None
 
     def __repr__(self) -> str:
         return f"<Version {self.id} of {self.source!r}>"
@@ -68,6 +75,8 @@ class Gate:
         self._lock = threading.Lock()
         self._moved = threading.Condition(self._lock)
         self._current = first
+        self._known: weakref.WeakSet[Version] = weakref.WeakSet([first])
+        """All that are there; those that requests have are among them."""
         self._closed = False
         self._quarantine = ""
         self._here = threading.local()
@@ -91,32 +100,51 @@ class Gate:
             version._pins -= 1
             if not version._pins:
                 if version.retired:
-                    version.program = None
+                    version.end()
                 self._moved.notify_all()
 
     @contextmanager
     def pinned(self) -> Iterator[Pin]:
         """A version for several calls of this thread."""
         version = self.enter()
-        self._here.pins = self.pins_here + 1
+        self._here.pins = (*self.pins_here, version)
         pin = Pin(version)
         try:
             yield pin
         finally:
             pin.end()
-            self._here.pins -= 1
+            held = list(self.pins_here)
+            held.remove(version)
+            self._here.pins = tuple(held)
             self.leave(version)
 
     @property
-    def pins_here(self) -> int:
-        """How many pins this thread holds."""
-        found: int = getattr(self._here, "pins", 0)
+    def pins_here(self) -> tuple[Version, ...]:
+        """The versions that this thread has pinned."""
+        found: tuple[Version, ...] = getattr(self._here, "pins", ())
         return found
+
+    def wait_until_left(self, program: Program, until: float | None) -> None:
+        """Waits until no request has a program any more. Raises `SwapTimeoutError`.
+
+        What this very thread has pinned would be waited for in vain.
+        """
+        with self._lock:
+            for version in [one for one in self._known if one.program is program]:
+                in_vain = version in self.pins_here
+                if not self._wait_free(version, time.monotonic() if in_vain else until):
+                    raise SwapTimeoutError(
+                        "requests of an earlier version did not end in time, and the new one needs what calls it",
+                        where=f"version {version.id}",
+                        found=f"{version._pins} under way" + (", one of them in this thread" if in_vain else ""),
+                        remedy="give more time with timeout_s=, or hold versions for a shorter time",
+                    )
 
     def flip(self, new: Version) -> Version:
         """Makes a version the current one, and returns the one before."""
         with self._lock:
             before, self._current = self._current, new
+            self._known.add(new)
             self._quarantine = ""
             return before
 
@@ -130,7 +158,7 @@ class Gate:
         with self._lock:
             version.retired = True
             if not version._pins:
-                version.program = None
+                version.end()
 
     @contextmanager
     def closed(self, until: float | None) -> Iterator[None]:

@@ -1,11 +1,11 @@
 """What has to be asked of torch under names that are not public, all of it in this file.
 
-Each is used by torch's own `nn.Module` or `torch.utils.swap_tensors` for the same purpose.
+Each is used by torch's own `nn.Module`, `torch.utils.swap_tensors` or `torch.export` for the same purpose.
 """
 
 import sys
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import IO, Any
 
 import torch
 
@@ -212,3 +212,52 @@ def expression_of(size: object) -> Any:
 def has_compiled_call(module: torch.nn.Module) -> bool:
     """Whether `module.compile()` has been called."""
     return module._compiled_call_impl is not None
+
+
+def structure_of(text: str) -> Any:
+    """The structure of containers that a package has written down."""
+    return torch.utils._pytree.treespec_loads(text)
+
+
+def aoti_loader(path: str, model: str) -> Any:
+    """A library of AOTInductor's, out of its package into the process: it has no constants yet, or its own."""
+    return torch._C._aoti.AOTIModelPackageLoader(path, model, False, 1, -1)
+
+
+def aoti_metadata(path: str, model: str) -> dict[str, str]:
+    """What a package says of the machine that it was compiled for."""
+    loader: Any = torch._C._aoti.AOTIModelPackageLoader
+    return dict(loader.load_metadata_from_package(path, model))
+
+
+def aoti_set_constants(loader: Any, constants: Mapping[str, torch.Tensor]) -> None:
+    """Has a library use these tensors, all that it has. They are never let go of: what is given once stays."""
+    loader.load_constants(dict(constants), False, True, True)
+
+
+def aoti_refresh_constants(loader: Any) -> None:
+    """Has a library look up again where the tensors that it uses lie. To name none of them keeps all."""
+    loader.load_constants({}, False, False, True)
+
+
+def aoti_embedded_constants(library: str) -> dict[str, torch.Tensor]:
+    """The constants that stand in a library itself."""
+    runner = torch._C._aoti.AOTIModelContainerRunnerCpu(library, 1)
+    return {name: value.clone() for name, value in runner.extract_constants_map(False).items()}
+
+
+def aoti_compile(program: Any, options: dict[str, Any]) -> list[Any]:
+    """Compiles an exported program ahead of time, as `torch._inductor.aoti_compile_and_package` does."""
+    import torch._inductor
+
+    args, named = program.example_inputs
+    module = program.module(check_guards=False)
+    files: Any = torch._inductor.aot_compile(module, args, named, options=options)
+    return list(files)
+
+
+def aoti_package(file: IO[bytes], files: list[Any], extra: dict[str, str]) -> None:
+    """Writes what was compiled as a `.pt2`, with files of our own in it."""
+    from torch.export.pt2_archive._package import package_pt2
+
+    package_pt2(file, aoti_files=files, extra_files=extra)

@@ -1,0 +1,380 @@
+"""Packages of AOTInductor: two loaded libraries, in which versions take turns."""
+
+import tempfile
+import threading
+from collections.abc import Collection, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from modelstate.errors import (
+    FixedWeightError,
+    LiveTargetError,
+    ManifestError,
+    ProgramInputError,
+    VersionGoneError,
+    WeightsError,
+)
+from modelstate.live.inputs import Inputs
+from modelstate.live.loader import Loader
+from modelstate.live.manifest import Manifest
+from modelstate.live.name_map import NameMap
+from modelstate.live.names import runtime_state
+from modelstate.live.pt2 import ProgramFile
+from modelstate.live.spellings import Spellings, check_names
+from modelstate.live.twin import holder
+from modelstate.plan.rules.rule import Rule
+from modelstate.plan.torch_private import (
+    aoti_embedded_constants,
+    aoti_metadata,
+    flatten,
+    keyword_order,
+    structure_of,
+    unflatten,
+)
+
+_CONSTANTS = ("_tensor_constant", "lifted_tensor_", "_frozen_param")
+"""How AOTInductor begins the names of what is no parameter and no buffer, or is not as the module has it."""
+
+
+class AotiVersion:
+    """The weights of one version; and a library, as long as it has a seat in one."""
+
+    __slots__ = ("_call", "_hidden", "_seats", "constants", "holder", "loader")
+
+    def __init__(
+        self, seats: "TwoSeats", call: "_Call", filled: nn.Module, hidden: dict[str, torch.Tensor], wanted: "_Wanted"
+    ) -> None:
+        self._seats, self._call, self._hidden = seats, call, hidden
+        self.holder = filled
+        self.loader: Loader | None = None
+        self.constants = wanted.constants(runtime_state(filled), hidden)
+
+    @property
+    def buffers(self) -> dict[str, torch.Tensor]:
+        return {**dict(self.holder.named_buffers()), **self._hidden}
+
+    def end(self) -> None:
+        self._seats.leave(self)
+
+    def __call__(self, *args: Any, **named: Any) -> Any:
+        if self.loader is None:  # a library that is called without weights takes the process down
+            raise VersionGoneError(
+                "this version has no library any more", remedy="call versions within their canary, or within their pin"
+            )
+        inputs = self._call.inputs(args, named)
+        with torch.no_grad():
+            return unflatten(self.loader.run(inputs), self._call.out_spec)
+
+
+class TwoSeats:
+    """The two libraries. The second one is loaded when the first swap needs it."""
+
+    def __init__(self, file: ProgramFile) -> None:
+        self._file = file
+        self._lock = threading.Lock()
+        """A version leaves with its last request, while the next one may be taking the other seat."""
+        self._taken: list[tuple[Loader, AotiVersion | None]] = [(Loader(file.path, file.model), None)]
+
+    @property
+    def first(self) -> Loader:
+        return self._taken[0][0]
+
+    def holds(self, program: Any) -> bool:
+        return any(one is program for _, one in self._taken)
+
+    def in_the_way(self, serving: Any) -> AotiVersion | None:
+        others = [one for _, one in self._taken if one is not serving]
+        return others[0] if len(self._taken) == 2 and others else None
+
+    def seat(self, program: AotiVersion, serving: Any) -> None:
+        with self._lock:
+            self._seat(program, serving)
+
+    def leave(self, program: AotiVersion) -> None:
+        """Its library keeps nothing of it."""
+        with self._lock:
+            for place, (loader, one) in enumerate(self._taken):
+                if one is program:
+                    program.loader = None
+                    self._taken[place] = loader, None
+                    loader.let_go()
+
+    def _seat(self, program: AotiVersion, serving: Any) -> None:
+        free = [place for place, (_, one) in enumerate(self._taken) if one is None]
+        if not free and len(self._taken) < 2:
+            self._taken.append((Loader(self._file.path, self._file.model), None))
+            free = [1]
+        place = free[0] if free else next(place for place, (_, one) in enumerate(self._taken) if one is not serving)
+        loader, before = self._taken[place]
+        if before is not None:
+            before.loader = None
+        self._taken[place] = loader, None
+        loader.use(program.constants)
+        self._taken[place] = loader, program
+        program.loader = loader
+
+
+class AotiTarget:
+    """A `.pt2` of AOTInductor. What `modelstate.export` has written says of each of its tensors what it is.
+
+    Of what others have written there is known which names the library has, and what stands in it: tensors that were
+    inlined are not among them, and are found only where a checkpoint has them, or `names` knows of them.
+    """
+
+    kind = "aoti"
+
+    def __init__(self, file: ProgramFile, names: NameMap | nn.Module | None) -> None:
+        self.name = file.path
+        manifest = file.manifest
+        _check_machine(file)
+        self.seats = TwoSeats(file)
+        loader = self.seats.first
+        self._call = _Call(loader, manifest, file.path)
+        values = _values(file, loader)
+        if manifest is not None:
+            names = manifest.names if names is None else names
+            state, self._hidden = _of_manifest(manifest, values, file.path)
+        else:
+            state, self._hidden = _of_others(values, names)
+        self._wanted = _Wanted(loader, values, state, self._hidden)
+        if manifest is not None:
+            check_names(state, names, file.path)
+        self.fixed: tuple[str, ...] = (*self._wanted.fixed, *_missing(state, names))
+        self._built_in = runtime_state(names) if isinstance(names, nn.Module) and manifest is None else {}
+        self._is_known = manifest is not None
+        self._state = state
+        self._spellings = Spellings(state, _without(names, state))
+
+    def first(self) -> AotiVersion:
+        hidden = {name: value.clone() for name, value in self._hidden.items()}
+        made = AotiVersion(self.seats, self._call, holder(self._state, meta=False), hidden, self._wanted)
+        self.seats.seat(made, None)
+        return made
+
+    def names(self) -> Collection[str]:
+        return self._spellings.names()
+
+    def rules(self, given: Collection[str]) -> tuple[Rule, ...]:
+        return self._spellings.rules()
+
+    def skeleton(self, given: Collection[str]) -> nn.Module:
+        return self._spellings.skeleton(given)
+
+    def hidden(self) -> dict[str, torch.Tensor]:
+        return self._hidden
+
+    def program(self, filled: nn.Module) -> AotiVersion:
+        state = runtime_state(filled)
+        changed = [name for name, value in self._built_in.items() if name in self.fixed and name in state]
+        changed = [name for name in changed if not torch.equal(state[name], self._built_in[name])]
+        if changed:
+            raise self._no_place(changed)
+        filled = holder({name: state[name] for name in self._state}, meta=False)
+        hidden = {name: value.clone() for name, value in self._hidden.items()}
+        return AotiVersion(self.seats, self._call, filled, hidden, self._wanted)
+
+    def refused(self, unexpected: list[str]) -> FixedWeightError | None:
+        """The error for weights that the package has no place for; None where there is another reason."""
+        return None if self._is_known else self._no_place(unexpected)
+
+    def _no_place(self, names: list[str]) -> FixedWeightError:
+        return FixedWeightError(
+            "the package has no such tensors: they were inlined when it was compiled, or are no part of it",
+            where=self.name,
+            expected="names that the library has",
+            found=", ".join(names[:8]),
+            remedy="compile with modelstate.export(..., kind='aoti'), so that every weight can be swapped; or leave "
+            "out by rules=[modelstate.Ignore(name)] what is the same in every version",
+            names=names,
+        )
+
+
+class _Call:
+    """How the library is called."""
+
+    def __init__(self, loader: Loader, manifest: Manifest | None, where: str) -> None:
+        self._where = where
+        try:
+            self._in_spec, self.out_spec = map(structure_of, loader.call_spec)
+            described = None if manifest is None else manifest.inputs
+            self._inputs = None if described is None else Inputs.described_by(where, self._in_spec, described)
+        except (ValueError, KeyError, TypeError, AttributeError, NotImplementedError) as error:
+            raise ManifestError(
+                "what the file says of its inputs is damaged, or of classes that are not known here",
+                where=where,
+                found=f"{type(error).__name__}: {error}",
+                remedy="import what registers the classes of the inputs; or export the program again",
+            ) from error
+
+    def inputs(self, args: tuple[Any, ...], named: dict[str, Any]) -> list[torch.Tensor]:
+        if self._inputs is not None:
+            return self._inputs.as_exported(self._inputs.flat(args, named))
+        order = keyword_order(self._in_spec)
+        if list(named) != order and named.keys() == set(order):
+            named = {name: named[name] for name in order}
+        leaves, spec = flatten((args, named))
+        if spec != self._in_spec:
+            raise ProgramInputError(
+                "the arguments have another structure",
+                where=self._where,
+                expected=self._in_spec,
+                found=spec,
+                remedy="give what the program was exported for",
+            )
+        return [one for one in leaves if isinstance(one, torch.Tensor)]
+
+
+class _Wanted:
+    """Which tensor each constant of the library is."""
+
+    def __init__(
+        self,
+        loader: Loader,
+        values: Mapping[str, torch.Tensor],
+        state: Mapping[str, torch.Tensor],
+        hidden: Mapping[str, torch.Tensor],
+    ) -> None:
+        self._values = {name: values[name] for name in loader.names}
+        self.fixed = tuple(name for name in loader.names if name not in state and name not in hidden)
+        """Those that are the same in every version."""
+
+    def constants(
+        self, state: Mapping[str, torch.Tensor], hidden: Mapping[str, torch.Tensor]
+    ) -> dict[str, torch.Tensor]:
+        """All of them in a version. Raises `WeightsError` where one is another kind of tensor than the library's."""
+        given = {**self._values, **hidden, **state}
+        found = {name: given[name].detach() for name in self._values}
+        wrong = [name for name, one in found.items() if not _is_like(one, self._values[name])]
+        if wrong:
+            raise WeightsError(
+                "weights have another shape, dtype or stride than the library was compiled for",
+                expected="; ".join(f"{name}: {_shown(self._values[name])}" for name in wrong[:8]),
+                found="; ".join(f"{name}: {_shown(found[name])}" for name in wrong[:8]),
+                names=wrong,
+            )
+        return found
+
+
+def _values(file: ProgramFile, loader: Loader) -> dict[str, torch.Tensor]:
+    """What each constant of the library is in the package."""
+    values = file.weights()
+    if values is None:
+        with tempfile.TemporaryDirectory() as folder:
+            values = aoti_embedded_constants(file.library(folder))
+    lacking = [name for name in loader.names if name not in values]
+    if lacking:
+        raise LiveTargetError(
+            "the package has no weights, and a call of it would end the process",
+            where=file.path,
+            found=f"none for {', '.join(lacking[:8])}",
+            remedy="write it with modelstate.export(module, args, path, kind='aoti'), or with its constants",
+        )
+    return values
+
+
+def _of_manifest(
+    manifest: Manifest, values: Mapping[str, torch.Tensor], where: str
+) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+    """The state, tied as it was, and the buffers that no checkpoint has."""
+    groups: dict[str, torch.Tensor] = {}
+    for one in manifest.tensors:
+        if one.name in values:
+            value = values[one.name]
+            if (tuple(value.shape), value.dtype, value.stride()) != (one.shape, one.torch_dtype, one.stride):
+                raise ManifestError(
+                    "what the file says of its weights is not what it has",
+                    where=where,
+                    expected=f"{one.name}: shape {one.shape}, {one.dtype}, stride {one.stride}",
+                    found=_shown(value),
+                    remedy="export the program again, or get another copy of the file",
+                )
+            groups.setdefault(one.alias, value)
+    state: dict[str, torch.Tensor] = {}
+    hidden: dict[str, torch.Tensor] = {}
+    for one in manifest.tensors:
+        if one.alias not in groups and one.role == "hidden":
+            continue
+        if one.alias in groups:
+            value = groups[one.alias]
+        else:  # the program does not use it, and no package has it
+            value = torch.empty_strided(one.shape, one.stride, dtype=one.torch_dtype).zero_()
+        if one.role == "parameter" and not isinstance(value, nn.Parameter):
+            value = nn.Parameter(value, requires_grad=False)
+        groups[one.alias] = value
+        (hidden if one.role == "hidden" else state)[one.name] = value
+    return state, hidden
+
+
+def _of_others(
+    values: Mapping[str, torch.Tensor], names: NameMap | nn.Module | None
+) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+    """The same of a package that does not say what its tensors are."""
+    known = {name: value for name, value in values.items() if not name.startswith(_CONSTANTS)}
+    if names is None:
+        return known, {}
+    groups = _groups(names)
+    state: dict[str, torch.Tensor] = {}
+    for group in groups:
+        found = [values[name] for name in group if name in values]
+        if found:
+            state.update(dict.fromkeys(group, found[0]))
+    return state, {name: value for name, value in known.items() if name not in state}
+
+
+def _groups(names: NameMap | nn.Module) -> list[tuple[str, ...]]:
+    """The runtime names of each tensor."""
+    if isinstance(names, NameMap):
+        tied = {name for tie in names.ties for name in tie}
+        return [*names.ties, *((name,) for name in names.eager if name not in tied)]
+    groups: dict[int, list[str]] = {}
+    for name, tensor in runtime_state(names).items():
+        groups.setdefault(id(tensor), []).append(name)
+    return [tuple(group) for group in groups.values()]
+
+
+def _missing(state: Mapping[str, torch.Tensor], names: NameMap | nn.Module | None) -> tuple[str, ...]:
+    """Tensors of the module that was exported which the package has under no name."""
+    return () if names is None else tuple(name for group in _groups(names) for name in group if name not in state)
+
+
+def _without(names: NameMap | nn.Module | None, state: Mapping[str, torch.Tensor]) -> NameMap | nn.Module | None:
+    """A map without the names that the package does not have."""
+    if not isinstance(names, NameMap):
+        return names
+    runtime = {name: to for name, to in names.runtime.items() if to in state}
+    eager = {name: to for name, to in names.eager.items() if name in state}
+    ties = tuple(tie for tie in names.ties if set(tie) <= state.keys())
+    return NameMap(runtime, eager, names.extra, ties)
+
+
+def _check_machine(file: ProgramFile) -> None:
+    try:
+        device = aoti_metadata(file.path, file.model).get("AOTI_DEVICE_KEY", "cpu")
+    except RuntimeError as error:
+        raise LiveTargetError(
+            "the package cannot be loaded", where=file.path, found=str(error).split("\n")[0]
+        ) from error
+    if device != "cpu":
+        raise LiveTargetError(
+            "the package is for a device that is not served",
+            where=file.path,
+            expected="cpu",
+            found=device,
+            remedy="serve the exported program, or the compiled module",
+        )
+
+
+def _is_like(one: torch.Tensor, other: torch.Tensor) -> bool:
+    return (
+        one.layout is torch.strided
+        and one.device == other.device
+        and one.shape == other.shape
+        and one.dtype == other.dtype
+        and one.stride() == other.stride()
+    )
+
+
+def _shown(tensor: torch.Tensor) -> str:
+    return f"shape {tuple(tensor.shape)}, {tensor.dtype}, stride {tuple(tensor.stride())}, {tensor.device}"
