@@ -43,22 +43,26 @@ class ModuleTarget:
     seats = None
 
     def __init__(self, module: nn.Module) -> None:
-        self._given = module
-        original = compiled_module(module)
-        self._module = module if original is None else original
-        self.kind = "eager" if original is None else "compiled"
-        self.name = type(self._module).__name__
-        for path, one in self._module.named_modules():
+        compiled = compiled_module(module)
+        original = module if compiled is None else compiled
+        self.kind = "eager" if compiled is None else "compiled"
+        self.name = type(original).__name__
+        for path, one in original.named_modules():
             if has_compiled_call(one) or compiled_module(one) is not None:
                 raise LiveTargetError(
                     "a part of the module is compiled in place, and a copy of it would not be",
                     where=f"{self.name}.{path}" if path else self.name,
                     remedy="compile the whole: Live(torch.compile(module))",
                 )
-        self._skeleton = twin(self._module)
+        self._skeleton = twin(original)
+        # Not the module itself, whose memory would then outlive version 1.
+        self._compiled = None if compiled is None else compiled_like(module, self._skeleton)
+        self._first: ModuleProgram | None = ModuleProgram(original, module)
 
     def first(self) -> ModuleProgram:
-        return ModuleProgram(self._module, self._given)
+        given, self._first = self._first, None
+        assert given is not None
+        return given
 
     def names(self) -> Collection[str]:
         return list(self._skeleton.state_dict())
@@ -76,4 +80,4 @@ class ModuleTarget:
         return None
 
     def program(self, filled: nn.Module) -> ModuleProgram:
-        return ModuleProgram(filled, filled if self.kind == "eager" else compiled_like(self._given, filled))
+        return ModuleProgram(filled, filled if self._compiled is None else compiled_like(self._compiled, filled))

@@ -115,12 +115,18 @@ class ExportedTarget:
         self.name = name
         first: dict[object, torch.Tensor] = {}
         # A program that was saved and loaded has two tensors of a tied one, in one place.
-        self._state = {name: first.setdefault(place_of(one), one) for name, one in program.state_dict.items()}
+        state = {name: first.setdefault(place_of(one), one) for name, one in program.state_dict.items()}
+        shown = runtime_state(holder(state))
+        self._state = {name: shown[name] for name in state}
+        """Without memory: that of the first version is the first version's."""
         self._graph = _Graph(program, self.name)
         lacking = [name for name, _ in self._graph.lifted if name and name not in {*self._state, *self._graph.hidden}]
         if lacking:
             raise _unsupported(self.name, f"inputs that its state lacks: {', '.join(lacking[:8])}")
         self.fixed: tuple[str, ...] = tuple(self._graph.constants)
+        self._first: ExportedProgramVersion | None = ExportedProgramVersion(
+            self._graph, holder(state, meta=False), self._graph.hidden
+        )
         # A request may change them in the first version, whose own they are.
         self._hidden = {name: value.clone() for name, value in self._graph.hidden.items()}
         check_names(self._state, names, self.name)
@@ -132,7 +138,9 @@ class ExportedTarget:
         return self._graph.inputs
 
     def first(self) -> ExportedProgramVersion:
-        return ExportedProgramVersion(self._graph, holder(self._state, meta=False), self._graph.hidden)
+        given, self._first = self._first, None
+        assert given is not None
+        return given
 
     def names(self) -> Collection[str]:
         return self._spellings.names()

@@ -7,12 +7,12 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, ExitStack
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from torch import nn
 
 from modelstate.errors import LiveTargetError, OptionError, QuarantinedError, VersionGoneError
-from modelstate.live.buffers import carry, changed, marks
+from modelstate.live.buffers import Marks, carry, changed, marks
 from modelstate.live.canary import Calls, Canary, run_canary
 from modelstate.live.eager import ModuleTarget
 from modelstate.live.name_map import NameMap
@@ -29,6 +29,18 @@ from modelstate.plan.torch_private import exported_program_class
 from modelstate.read.checkpoint import Checkpoint
 
 _HISTORY = 1000
+
+
+class _Flip(NamedTuple):
+    """What a swap has done when its version serves, and before the one before is gone."""
+
+    old: Version
+    new: Version
+    loaded: Report
+    copies: int
+    carried: tuple[str, ...]
+    gone: tuple[Version, ...]
+    """Nobody can roll back to them any more."""
 
 
 class Live:
@@ -70,7 +82,10 @@ class Live:
     # Serving.
 
     def __call__(self, *args: Any, **named: Any) -> Any:
-        """What the current version makes of a request. It raises what the program raises, and `QuarantinedError`."""
+        """What the current version makes of a request.
+
+        It raises what the program raises, `QuarantinedError`, and `SwapBusyError` in a canary of a swap in place.
+        """
         gate = self._gate
         version = gate.enter()
         try:
@@ -165,12 +180,18 @@ class Live:
         try:
             with self._turn.taken(when_busy == "wait", timeout_s):
                 way = self._swap_beside if mode == "available" else self._swap_in_place
-                report = way(source, asked, canary, buffers, until, clock)
+                flip = way(source, asked, canary, buffers, until, clock)
+                self._note("swapped", flip.new.source, clock.seconds)
         except BaseException as error:
             self._note("refused", _text(source), clock.seconds, f"{type(error).__name__}: {error}")
             raise
-        self._note("swapped", report.source, report.seconds)
-        return report
+        # The turn is over: a request that does not end keeps nobody from rolling back.
+        for version in flip.gone:
+            self._free(version)
+        with clock("drain"):
+            # A pin of this very thread would be waited for in vain.
+            drained = self._gate.wait_until_free(flip.old, time.monotonic() if self._gate.holds(flip.old) else until)
+        return self._report(flip, mode, drained, clock)
 
     def rollback(self, *, timeout_s: float | None = 60.0) -> int:
         """Makes the version before serve again, by one flip, and frees the one that served. Returns its id.
@@ -193,16 +214,17 @@ class Live:
             assert old.program is not None
             self._seat(old.program, until)
             self._before.pop()
-            self._free(self._gate.flip(old))
+            gone = self._gate.flip(old)
             self._note("rolled back", old.source, clock.seconds)
-            return old.id
+        self._free(gone)
+        return old.id
 
     # How.
 
     def _swap_beside(
         self, source: Source, asked: Asked, canary: Any, buffers: Buffers, until: float | None, clock: Clock
-    ) -> SwapReport:
-        old = self._gate.current
+    ) -> _Flip:
+        old, copies = self._gate.current, self._gate.programs + 1
         assert old.program is not None
         with clock("staged"):
             incoming = Incoming(self._target, source, asked)
@@ -213,9 +235,9 @@ class Live:
             with clock("canary"):
                 if canary is not None:
                     run_canary(self._prepared(canary), program)
-            copies, broken = 2 + len(self._before), self._gate.is_quarantined
+            broken = self._gate.is_quarantined
             with clock("flip"):
-                new = Version(self._next_id(), program, incoming.source, marks(program))
+                new = self._new(program, incoming.source, marks(program))
                 carries = buffers == "carry" and not broken
                 carried = carry(changed(old.program, old.marks), program) if carries else ()
                 self._gate.flip(new)
@@ -223,24 +245,18 @@ class Live:
             if self._gate.current.program is not program:
                 program.end()
             raise
-        if broken:
-            self._free(old)
-        else:
+        if not broken:
             self._before.append(old)
-        while len(self._before) > self._keep:
-            self._free(self._before.popleft())
-        with clock("drain"):
-            # A pin of this very thread would be waited for in vain.
-            drained = self._gate.wait_until_free(old, time.monotonic() if self._gate.pins_here else until)
-        return self._report(old, new, loaded, "available", copies, drained, carried, clock)
+        gone = [self._before.popleft() for _ in range(len(self._before) - self._keep)]
+        return _Flip(old, new, loaded, copies, carried, (*gone, old) if broken else tuple(gone))
 
     def _swap_in_place(
         self, source: Source, asked: Asked, canary: Any, buffers: Buffers, until: float | None, clock: Clock
-    ) -> SwapReport:
-        old, copies = self._gate.current, 2 + len(self._before)
+    ) -> _Flip:
+        old, copies = self._gate.current, self._gate.programs + 1
         program = old.program
         assert program is not None
-        if self._gate.pins_here:
+        if self._gate.holds(old):
             raise OptionError("a swap in place waits for all pins, and this thread holds one", where="mode='frugal'")
         with clock("staged"):
             incoming = Incoming(self._target, source, asked)
@@ -265,40 +281,29 @@ class Live:
             except QuarantinedError as error:
                 self._gate.quarantine(error.found)
                 raise
-            new = Version(self._next_id(), program, incoming.source, untouched)
+            new = self._new(program, incoming.source, untouched)
             self._gate.flip(new)
-        while self._before:
-            self._free(self._before.popleft())
-        return self._report(old, new, loaded, "frugal", copies, True, carried, clock)
+        gone = [self._before.popleft() for _ in range(len(self._before))]
+        return _Flip(old, new, loaded, copies, carried, tuple(gone))
 
-    def _report(
-        self,
-        old: Version,
-        new: Version,
-        loaded: Report,
-        mode: Mode,
-        copies: int,
-        drained: bool,
-        carried: tuple[str, ...],
-        clock: Clock,
-    ) -> SwapReport:
+    def _report(self, flip: _Flip, mode: Mode, drained: bool, clock: Clock) -> SwapReport:
         return SwapReport(
-            version=new.id,
-            previous=old.id,
+            version=flip.new.id,
+            previous=flip.old.id,
             target=self._target.name,
-            source=new.source,
+            source=flip.new.source,
             mode=mode,
-            tensors=len(loaded.loaded),
-            bytes=loaded.bytes,
-            copies=copies,
+            tensors=len(flip.loaded.loaded),
+            bytes=flip.loaded.bytes,
+            copies=flip.copies,
             staged_seconds=clock["staged"],
             canary_seconds=clock["canary"],
             flip_seconds=clock["flip"],
             drain_seconds=clock["drain"],
             drained=drained,
             seconds=clock.seconds,
-            carried=carried,
-            notes=loaded.notes,
+            carried=flip.carried,
+            notes=flip.loaded.notes,
         )
 
     def _seat(self, program: Program, until: float | None) -> None:
@@ -320,14 +325,14 @@ class Live:
             )
         return canary
 
-    def _next_id(self) -> int:
+    def _new(self, program: Program, source: str, untouched: Marks) -> Version:
         self._last_id += 1
-        return self._last_id
+        return Version(self._last_id, program, source, untouched)
 
     def _free(self, version: Version) -> None:
         """Lets go of a version; where it is held by nothing but a cycle of its own, that is collected."""
         program = version.program
-        held = None if program is None or version.id == 1 else weakref.ref(program.holder)
+        held = None if program is None or version.id == 1 else weakref.ref(program.holder)  # version 1 is the user's
         del program
         self._gate.retire(version)
         if held is not None and version.program is None and held() is not None:

@@ -57,7 +57,7 @@ class Target(Protocol):
         """None where each program can be called by itself."""
 
     def first(self) -> Program:
-        """The target as it was given, with the memory that it has."""
+        """The target as it was given, with the memory that it has. Asked for once; nothing else holds that memory."""
 
     def names(self) -> Collection[str]:
         """The names that a checkpoint of it has, in the first of its spellings."""

@@ -129,6 +129,7 @@ def undone_on_failure(program: Program) -> Iterator[dict[str, torch.Tensor]]:
     Raises `QuarantinedError` where that fails.
     """
     tensors = {**runtime_state(program.holder), **program.buffers}
+    tables = [(one._buffers, dict(one._buffers)) for one in program.holder.modules() if one._buffers]
     copies: dict[int, torch.Tensor] = {id(one): one.detach().clone() for one in tensors.values()}
     try:
         yield {name: copies[id(one)] for name, one in tensors.items()}
@@ -137,6 +138,8 @@ def undone_on_failure(program: Program) -> Iterator[dict[str, torch.Tensor]]:
             with torch.no_grad():
                 for one in tensors.values():
                     one.detach().copy_(copies[id(one)])
+            for table, buffers in tables:
+                table.update(buffers)  # a canary's request may have put others in their place
         except BaseException as failure:
             raise QuarantinedError(
                 "a swap in place failed, and the weights could not be put back: no version can serve",

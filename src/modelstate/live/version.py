@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from modelstate.errors import QuarantinedError, SwapTimeoutError, VersionGoneError
+from modelstate.errors import QuarantinedError, SwapBusyError, SwapTimeoutError, VersionGoneError
 from modelstate.live.buffers import Marks
 from modelstate.live.program import Program
 
@@ -15,7 +15,7 @@ from modelstate.live.program import Program
 class Version:
     """Weights that serve, have served, or will: an id, where they come from, and the program that has them."""
 
-    __slots__ = ("__weakref__", "_pins", "id", "marks", "program", "retired", "source", "time")
+    __slots__ = ("__weakref__", "_pins", "_threads", "id", "marks", "program", "retired", "source", "time")
 
     def __init__(self, number: int, program: Program, source: str, marks: Marks) -> None:
         self.id = number
@@ -27,6 +27,8 @@ class Version:
         self.time = time.time()
         """Seconds since 1970, when it was made."""
         self._pins = 0
+        self._threads: dict[int, int] = {}
+        """How many blocks of `pinned` each thread has entered and nobody has left."""
         self.retired = False
 
     def end(self) -> None:
@@ -78,15 +80,22 @@ class Gate:
         self._known: weakref.WeakSet[Version] = weakref.WeakSet([first])
         """All that are there; those that requests have are among them."""
         self._closed = False
+        self._closer: int | None = None
+        """The thread that has closed it."""
         self._quarantine = ""
-        self._here = threading.local()
 
     @property
     def current(self) -> Version:
         return self._current
 
+    @property
+    def programs(self) -> int:
+        """How many there are: those that are kept, and those of retired versions that requests have."""
+        with self._lock:
+            return len({id(version.program) for version in self._known if version.program is not None})
+
     def enter(self) -> Version:
-        """The current version, which stays until `leave`. Raises `QuarantinedError`."""
+        """The current version, which stays until `leave`. Raises `QuarantinedError` and `SwapBusyError`."""
         with self._lock:
             if self._closed or self._quarantine:
                 self._wait_open()
@@ -105,24 +114,24 @@ class Gate:
 
     @contextmanager
     def pinned(self) -> Iterator[Pin]:
-        """A version for several calls of this thread."""
-        version = self.enter()
-        self._here.pins = (*self.pins_here, version)
+        """A version for several calls. The block may be left by another thread than the one that has entered it."""
+        version, thread = self.enter(), threading.get_ident()
         pin = Pin(version)
         try:
+            with self._lock:
+                version._threads[thread] = version._threads.get(thread, 0) + 1
             yield pin
         finally:
             pin.end()
-            held = list(self.pins_here)
-            held.remove(version)
-            self._here.pins = tuple(held)
+            with self._lock:
+                left = version._threads.pop(thread, 1) - 1
+                if left:
+                    version._threads[thread] = left
             self.leave(version)
 
-    @property
-    def pins_here(self) -> tuple[Version, ...]:
-        """The versions that this thread has pinned."""
-        found: tuple[Version, ...] = getattr(self._here, "pins", ())
-        return found
+    def holds(self, version: Version) -> bool:
+        """Whether this thread has pinned the version, so that it must not wait for the version's requests."""
+        return threading.get_ident() in version._threads
 
     def wait_until_left(self, program: Program, until: float | None) -> None:
         """Waits until no request has a program any more. Raises `SwapTimeoutError`.
@@ -131,7 +140,7 @@ class Gate:
         """
         with self._lock:
             for version in [one for one in self._known if one.program is program]:
-                in_vain = version in self.pins_here
+                in_vain = self.holds(version)
                 if not self._wait_free(version, time.monotonic() if in_vain else until):
                     raise SwapTimeoutError(
                         "requests of an earlier version did not end in time, and the new one needs what calls it",
@@ -163,10 +172,9 @@ class Gate:
     @contextmanager
     def closed(self, until: float | None) -> Iterator[None]:
         """Within the block no request is running. Raises `SwapTimeoutError`, and then the gate is open."""
-        with self._lock:
-            self._closed = True
         try:
             with self._lock:
+                self._closed, self._closer = True, threading.get_ident()
                 if not self._wait_free(self._current, until):
                     raise SwapTimeoutError(
                         "requests did not end in time; nothing has been changed",
@@ -177,7 +185,7 @@ class Gate:
             yield
         finally:
             with self._lock:
-                self._closed = False
+                self._closed, self._closer = False, None
                 self._moved.notify_all()
 
     def quarantine(self, why: str) -> None:
@@ -199,8 +207,14 @@ class Gate:
         return True
 
     def _wait_open(self) -> None:
-        # Whoever holds a pin is waited for, and must not wait in turn.
-        while self._closed and not self.pins_here:
+        # Whoever has pinned the current version is waited for, and must not wait in turn. A pin of an older one does
+        # not count: nobody waits for it, and the current weights may be half overwritten.
+        while self._closed and not self.holds(self._current):
+            if self._closer == threading.get_ident():
+                raise SwapBusyError(
+                    "the program was called from within a swap in place, for which all requests wait",
+                    remedy="have a canary call the version that it is given, or swap with mode='available'",
+                )
             self._moved.wait()
         if self._quarantine:
             raise QuarantinedError(
