@@ -38,6 +38,21 @@ def test_retired_versions_are_freed_at_once(kind: str) -> None:
     assert [ref() is not None for ref in found] == [False] * 4 + [True] * 2
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_first_version_is_freed_where_nobody_else_has_it(kind: str) -> None:
+    module = Constant(2, 8)
+    refs = [weakref.ref(tensor) for tensor in module.parameters()]
+    live = ms.Live(target_of(kind, module, torch.ones(2, 8)), keep=0)
+    del module
+    live(torch.ones(2, 8))
+    gc.collect()
+    assert all(ref() is not None for ref in refs)
+    live.swap(weights_of(Constant(2, 8), 2))
+    gc.collect()  # what has compiled or exported it may have cycles of its own
+    assert not any(ref() is not None for ref in refs)
+    assert live(torch.ones(2, 8)).unique().tolist() == [2.0]
+
+
 class Cyclic(Constant):
     """Holds itself, as modules with hooks that are their own methods do."""
 

@@ -7,6 +7,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, ExitStack
+from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
 from torch import nn
@@ -29,6 +30,20 @@ from modelstate.plan.torch_private import exported_program_class
 from modelstate.read.checkpoint import Checkpoint
 
 _HISTORY = 1000
+
+
+@dataclass(slots=True)
+class _Swap:
+    """A swap that is under way."""
+
+    source: Source
+    asked: Asked
+    canary: Any
+    buffers: Buffers
+    until: float | None
+    clock: Clock = field(default_factory=Clock)
+    new: Version | None = None
+    """Set when it is about to serve."""
 
 
 class _Flip(NamedTuple):
@@ -175,15 +190,17 @@ class Live:
         check_choice("buffers", buffers, ("carry", "reset"))
         check_choice("when_busy", when_busy, ("wait", "refuse"))
         until = _until(timeout_s)
-        clock = Clock()
-        asked = Asked(rules, exact, check_finite, verify)
+        swap = _Swap(source, Asked(rules, exact, check_finite, verify), canary, buffers, until)
+        clock = swap.clock
         try:
             with self._turn.taken(when_busy == "wait", timeout_s):
-                way = self._swap_beside if mode == "available" else self._swap_in_place
-                flip = way(source, asked, canary, buffers, until, clock)
+                flip = self._swap_beside(swap) if mode == "available" else self._swap_in_place(swap)
                 self._note("swapped", flip.new.source, clock.seconds)
         except BaseException as error:
-            self._note("refused", _text(source), clock.seconds, f"{type(error).__name__}: {error}")
+            if swap.new is None or self._gate.current is not swap.new:
+                self._note("refused", _text(source), clock.seconds, f"{type(error).__name__}: {error}")
+            elif self._events[-1].version != swap.new.id:  # an interrupt came when it was done
+                self._note("swapped", swap.new.source, clock.seconds)
             raise
         # The turn is over: a request that does not end keeps nobody from rolling back.
         for version in flip.gone:
@@ -221,25 +238,24 @@ class Live:
 
     # How.
 
-    def _swap_beside(
-        self, source: Source, asked: Asked, canary: Any, buffers: Buffers, until: float | None, clock: Clock
-    ) -> _Flip:
-        old, copies = self._gate.current, self._gate.programs + 1
+    def _swap_beside(self, swap: _Swap) -> _Flip:
+        old, copies, clock = self._gate.current, self._gate.programs + 1, swap.clock
         assert old.program is not None
         with clock("staged"):
-            incoming = Incoming(self._target, source, asked)
+            incoming = Incoming(self._target, swap.source, swap.asked)
             program, loaded = incoming.stage(old.program)
         try:
             with clock("drain"):
-                self._seat(program, until)
+                self._seat(program, swap.until)
             with clock("canary"):
-                if canary is not None:
-                    run_canary(self._prepared(canary), program)
+                if swap.canary is not None:
+                    run_canary(self._prepared(swap.canary), program)
             broken = self._gate.is_quarantined
             with clock("flip"):
                 new = self._new(program, incoming.source, marks(program))
-                carries = buffers == "carry" and not broken
+                carries = swap.buffers == "carry" and not broken
                 carried = carry(changed(old.program, old.marks), program) if carries else ()
+                swap.new = new
                 self._gate.flip(new)
         except BaseException:
             if self._gate.current.program is not program:
@@ -250,39 +266,37 @@ class Live:
         gone = [self._before.popleft() for _ in range(len(self._before) - self._keep)]
         return _Flip(old, new, loaded, copies, carried, (*gone, old) if broken else tuple(gone))
 
-    def _swap_in_place(
-        self, source: Source, asked: Asked, canary: Any, buffers: Buffers, until: float | None, clock: Clock
-    ) -> _Flip:
-        old, copies = self._gate.current, self._gate.programs + 1
+    def _swap_in_place(self, swap: _Swap) -> _Flip:
+        old, copies, clock = self._gate.current, self._gate.programs + 1, swap.clock
         program = old.program
         assert program is not None
         if self._gate.holds(old):
             raise OptionError("a swap in place waits for all pins, and this thread holds one", where="mode='frugal'")
         with clock("staged"):
-            incoming = Incoming(self._target, source, asked)
+            incoming = Incoming(self._target, swap.source, swap.asked)
             incoming.check(program)
-            prepared = None if canary is None else self._prepared(canary)
+            prepared = None if swap.canary is None else self._prepared(swap.canary)
         with ExitStack() as stack:
             with clock("drain"):
-                stack.enter_context(self._gate.closed(until))
-            touched = changed(program, old.marks) if buffers == "carry" else {}
+                stack.enter_context(self._gate.closed(swap.until))
+            touched = changed(program, old.marks) if swap.buffers == "carry" else {}
             try:
                 with undone_on_failure(program) as before:
                     with clock("staged"):
                         loaded = incoming.overwrite(program, before)
                     with clock("flip"):
-                        if buffers == "reset":
+                        if swap.buffers == "reset":
                             carry(self._target.hidden(), program)
                         untouched = marks(program)
                         carried = carry({name: before[name] for name in touched}, program)
                     with clock("canary"):
                         if prepared is not None:
                             run_canary(prepared, program)
+                    swap.new = new = self._new(program, incoming.source, untouched)
+                    self._gate.flip(new)
             except QuarantinedError as error:
                 self._gate.quarantine(error.found)
                 raise
-            new = self._new(program, incoming.source, untouched)
-            self._gate.flip(new)
         gone = [self._before.popleft() for _ in range(len(self._before))]
         return _Flip(old, new, loaded, copies, carried, tuple(gone))
 

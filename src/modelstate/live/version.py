@@ -116,13 +116,15 @@ class Gate:
     def pinned(self) -> Iterator[Pin]:
         """A version for several calls. The block may be left by another thread than the one that has entered it."""
         version, thread = self.enter(), threading.get_ident()
-        pin = Pin(version)
         try:
             with self._lock:
                 version._threads[thread] = version._threads.get(thread, 0) + 1
-            yield pin
+            pin = Pin(version)
+            try:
+                yield pin
+            finally:
+                pin.end()
         finally:
-            pin.end()
             with self._lock:
                 left = version._threads.pop(thread, 1) - 1
                 if left:
@@ -184,8 +186,8 @@ class Gate:
                     )
             yield
         finally:
+            self._closed, self._closer = False, None
             with self._lock:
-                self._closed, self._closer = False, None
                 self._moved.notify_all()
 
     def quarantine(self, why: str) -> None:
