@@ -1,6 +1,7 @@
 """Every kind of target, and readers that serve while it is swapped."""
 
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -37,15 +38,16 @@ class Readers:
         self.went_back = 0
         self.errors: list[str] = []
         self.seen: set[int] = set()
-        self._threads = [threading.Thread(target=self._read, daemon=True) for _ in range(count)]
+        self._counts = [0] * count
+        self._threads = [threading.Thread(target=self._read, args=(at,), daemon=True) for at in range(count)]
 
-    def _read(self) -> None:
+    def _read(self, at: int) -> None:
         requests = torn = wrong = back = last = 0
         seen: set[int] = set()
         try:
             while not self._ended.is_set():
                 version, answer = self._request()
-                requests += 1
+                self._counts[at] = requests = requests + 1
                 low, high = answer.aminmax()
                 torn += bool(low != high)
                 # Version k has the weights k; -1 where the mechanism knows of no versions.
@@ -61,6 +63,14 @@ class Readers:
             self.wrong_version += wrong
             self.went_back += back
             self.seen |= seen
+
+    def wait_for_one_each(self, seconds: float = 30) -> None:
+        """Until every reader has begun and ended one more request. Raises `TimeoutError`."""
+        wanted, until = [count + 2 for count in self._counts], time.monotonic() + seconds
+        while not self.errors and any(count < want for count, want in zip(self._counts, wanted, strict=True)):
+            if time.monotonic() > until:
+                raise TimeoutError(f"readers have made {self._counts} requests, and {wanted} were waited for")
+            time.sleep(0.001)
 
     @contextmanager
     def running(self) -> Iterator["Readers"]:

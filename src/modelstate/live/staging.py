@@ -9,7 +9,7 @@ from typing import Literal
 import torch
 from torch import nn
 
-from modelstate.errors import LiveTargetError, OptionError, PlanError, QuarantinedError
+from modelstate.errors import LiveTargetError, OptionError, PlanError, QuarantinedError, ReadFailedError
 from modelstate.live.checks import check_casts, check_finite, check_layout
 from modelstate.live.names import runtime_state
 from modelstate.live.program import Program, Target
@@ -80,15 +80,19 @@ class Incoming:
 
     def overwrite(self, serving: Program, before: Mapping[str, torch.Tensor]) -> Report:
         """Reads the weights into the memory of a program. Whatever it raises, that memory has to be restored."""
-        report = load(
-            serving.holder,
-            self.part,
-            rules=self._rules,
-            map=False,
-            in_place=True,
-            verify=self._asked.verify,
-            progress=False,
-        )
+        try:
+            report = load(
+                serving.holder,
+                self.part,
+                rules=self._rules,
+                map=False,
+                in_place=True,
+                verify=self._asked.verify,
+                progress=False,
+            )
+        except ReadFailedError as error:
+            # It says that values are partly overwritten, which they will not be.
+            raise (error.__cause__ if isinstance(error.__cause__, ReadFailedError) else error) from None
         self._check_loaded(report, serving.holder, lambda: before)
         return report
 
