@@ -8,14 +8,14 @@ from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from pathlib import Path
 
-from bench import goals, tables
+from bench import goals, live_sections, tables
 from bench.measured import ROOT, Measured, Part, code, keep, kept
 from bench.models import KINDS
 from bench.other import Others
 from bench.run import Runner
 from bench.sections import LOADS
 
-OTHERS = ("save", "state-dict", "opening", "convert", "serving")
+OTHERS = ("save", "state-dict", "opening", "convert", "live", "serving")
 PARTS = ("limits", *LOADS, *OTHERS)
 """In the order of the page."""
 
@@ -60,6 +60,7 @@ def _measure(options: argparse.Namespace) -> list[Part]:
             "state-dict": others.state_dict,
             "opening": others.opening,
             "convert": others.convert,
+            "live": partial(live_sections.measure, runner, others.sizes),
             "serving": others.serving,
         }
         asked = [part for part in PARTS if not options.only or part in options.only]

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from bench import files, limits, saving, serving
+from bench import files, limits, live, saving, serving, torture
 from bench.contenders import CONVERT, TABLES
 from bench.models import KINDS as MODELS
 from bench.models import Leaves, run, with_memory
@@ -134,6 +134,19 @@ def serve(*, folder: str, requests: int, swaps: int) -> None:
     serving.measure(Path(folder), requests, swaps)
 
 
+def live_torture(*, contender: str, seconds: float) -> None:
+    """Requests while weights are swapped."""
+    torture.measured(contender, seconds)
+
+
+def live_swap(*, target: str, count: int, width: int) -> None:
+    live.swap(target, count, width)
+
+
+def live_request(*, target: str) -> None:
+    live.request(target)
+
+
 def opening(*, contender: str, path: str) -> None:
     """From a path to the names and shapes of what is in it."""
     openers: dict[str, Callable[[], object]] = {
@@ -178,6 +191,9 @@ KINDS: dict[str, Callable[..., Any]] = {
         bare_writes,
         store,
         serve,
+        live_torture,
+        live_swap,
+        live_request,
     )
 }
 

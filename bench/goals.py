@@ -3,7 +3,7 @@
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from bench import limits, saving
+from bench import limits, live, saving, torture
 from bench.goal_limits import LIMITS
 from bench.measured import Measured
 from modelstate.words import size
@@ -237,6 +237,43 @@ def frozen(found: Found) -> Reached:
     return Reached([_atleast(ratio, 5, "a full one")], by)
 
 
+def torn(found: Found) -> Reached:
+    """Every way of ours beside every stock one."""
+    if "live/torn" not in found:
+        raise NotMeasuredError("live/torn")
+    requests = wrong = 0
+    stock = []
+    for row in found["live/torn"].rows:
+        one = found["live/torn"].at(row)
+        assert one is not None
+        if row in torture.STOCK:
+            stock.append(f"{row} {one.facts['torn'] / max(one.facts['requests'], 1):.1%}")
+            continue
+        requests += one.facts["requests"]
+        wrong += sum(one.facts[key] for key in ("torn", "mislabelled", "back", "errors"))
+    return Reached([(not wrong, f"{wrong} of {requests:,} requests")], f"torn by stock ways: {', '.join(stock)}")
+
+
+def swap(found: Found) -> Reached:
+    """Beyond staging, which reads the weights."""
+    copy = _seconds(found, "live/swap", live.MEMCPY)
+    rows = {kind: _seconds(found, "live/swap", live.FLIP.format(kind)) for kind in torture.KINDS}
+    staged = {kind: _seconds(found, "live/swap", live.STAGED.format(kind)) for kind in torture.KINDS}
+    by = "; ".join(f"{kind}: staging {_ms(staged[kind])}" for kind in rows)
+    return Reached([(one <= 0.01, f"{kind} {_ms(one)}") for kind, one in rows.items()], f"{by}; memcpy {_ms(copy)}")
+
+
+def request(found: Found) -> Reached:
+    """Against the bare call of the same process."""
+    conditions, words = [], []
+    for kind, bare, most in (("eager", live.MODULE, 20e-6), ("exported", live.PROGRAM, 0.0)):
+        key = f"live/request/{kind}"
+        one, other = _seconds(found, key, live.LIVE.format(kind)), _seconds(found, key, bare)
+        conditions.append((one - other <= most, f"{kind} {(one - other) * 1e6:+.1f} µs"))
+        words.append(f"{bare} {other * 1e6:.1f} µs, {live.LIVE.format(kind)} {one * 1e6:.1f} µs")
+    return Reached(conditions, "; ".join(words))
+
+
 OURS = "modelstate.load"
 HUB_OURS = "modelstate.load, with construction"
 
@@ -269,6 +306,13 @@ ROWS: dict[str, tuple[str, str, Callable[[Found], Reached]]] = {
         save,
     ),
     "blocked": ("how long `save(block=False)` blocks", "at most 1.3x a memcpy of the state", blocked),
+    "torn": ("requests while weights are swapped every 20 ms", "none is torn, mislabelled or fails", torn),
+    "swap": ("new weights into a program of 100 MB", "at most 10 ms beyond staging", swap),
+    "request": (
+        "`live(x)` beside the bare call",
+        "at most 20 µs more for a module; nothing more than `ExportedProgram.module()`",
+        request,
+    ),
     "frozen": ("a checkpoint of which 90% has not changed", "at least 5x faster than a full one", frozen),
 }
 

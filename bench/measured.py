@@ -23,7 +23,7 @@ class Measured:
     title: str
     words: str
     form: str
-    """How it is shown: `load`, `cast`, `convert`, `grid`, `limits`, `save` or `serving`."""
+    """How it is shown: `load`, `cast`, `convert`, `grid`, `limits`, `save`, `torture`, `swap`, `request`, `serving`."""
     cases: Mapping[str, Runs]
     """By the head of the column; all but a grid have one case without a name."""
     runs: int

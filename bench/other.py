@@ -41,7 +41,7 @@ class Others:
             },
             runner.runs,
         )
-        results = {**_by_stage(found.get("memory", [])), **_by_stage(found.get("disk", []))}
+        results = {**by_stage(found.get("memory", [])), **by_stage(found.get("disk", []))}
         if names.FORWARD in found:
             results[names.FORWARD] = found[names.FORWARD]
         words = (
@@ -101,7 +101,7 @@ class Others:
         children[_BARE] = runner.child("bare_writes", nbytes=nbytes, folder=str(folder))
         far = {name for name in saving.SAVE if not name.startswith(("modelstate", "torch.save"))}
         found, failed = runner.alternate(children, runner.runs, far)
-        bare = _by_stage(found.pop(_BARE, []))
+        bare = by_stage(found.pop(_BARE, []))
         rows = {**found, **bare}
         words = (
             "A module in memory into a new folder. Those of modelstate are on the disk when they return; of the others "
@@ -114,7 +114,7 @@ class Others:
             for name in ("blocked", "frozen")
         }
         found, failed = runner.alternate(children, runner.runs)
-        rows = {name: runs for kind in found.values() for name, runs in _by_stage(kind).items()}
+        rows = {name: runs for kind in found.values() for name, runs in by_stage(kind).items()}
         words = (
             "The same module as the second checkpoint of a store. Of the time until `save(block=False)` returns, the "
             "memory that the state is copied to is there from the first. GB/s are those of what is written."
@@ -159,7 +159,7 @@ class Others:
         absent = {"the server": f"{', '.join(missing)} not installed"} if missing else {}
         children = {} if absent else {"the server": partial(child, timeout_seconds=_LONG_SECONDS)}
         found, failed = self.runner.alternate(children, 1)
-        rows = _by_stage(found.get("the server", []))
+        rows = by_stage(found.get("the server", []))
         title = "Requests to a server that takes new weights"
         words = (
             "A sentence encoder (all-MiniLM-L6-v2, 90 MB) behind HTTP, as in [Serving over HTTP](serving.md): two "
@@ -176,7 +176,7 @@ def _swap_words(rows: Mapping[str, Sequence[Mapping[str, Stage]]]) -> str:
     return f" A swap takes {max(taken) * 1000:,.0f} ms, at the median." if any(taken) else ""
 
 
-def _by_stage(runs: Sequence[Mapping[str, Stage]]) -> dict[str, list[dict[str, Stage]]]:
+def by_stage(runs: Sequence[Mapping[str, Stage]]) -> dict[str, list[dict[str, Stage]]]:
     """Each stage of each run as a row with its own time."""
     found: dict[str, list[dict[str, Stage]]] = {}
     for run in runs:

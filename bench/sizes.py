@@ -21,6 +21,10 @@ class Sizes:
     requests: int = 10_000
     """To a server, once without swaps and once with them."""
     swaps: int = 100
+    matrices: tuple[int, int] = (24, 1024)
+    """How many there are in the program that is served, and how wide they are."""
+    torture_seconds: float = 60.0
+    """How long weights are swapped under requests."""
 
 
 QUICK = Sizes(
@@ -32,4 +36,6 @@ QUICK = Sizes(
     open_bytes=(10**7, 10**9),
     requests=40,
     swaps=10,
+    matrices=(2, 64),
+    torture_seconds=0.3,
 )

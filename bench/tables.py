@@ -116,6 +116,34 @@ def serving_table(results: Runs) -> str:
     return table(["", "requests", "p50 ms", "p99 ms", "×", "failed", "answers checked", "wrong"], rows)
 
 
+def torture_table(results: Runs) -> str:
+    """How many requests there were, and how many went wrong."""
+    rows = []
+    for name, runs in results.items():
+        facts = median(runs, "ready").facts
+        bad = [f"{facts[key]:,}" for key in ("torn", "mislabelled", "back", "errors")]
+        share = f"{facts['torn'] / max(facts['requests'], 1):.1%}"
+        rows.append([name, f"{facts['requests']:,}", f"{facts['swaps']:,}", bad[0], share, *bad[1:]])
+    return table(["", "requests", "swaps", "torn", "", "of another version", "gone back", "errors"], rows)
+
+
+def swap_table(results: Runs) -> str:
+    """Times with their ratio to the first row's."""
+    medians = {name: median(runs, "ready").seconds for name, runs in results.items()}
+    first = next(iter(medians.values()))
+    return table(["", "ms", "×"], [[name, f"{one * 1e3:,.3f}", ratio(one, first)] for name, one in medians.items()])
+
+
+def request_table(results: Runs) -> str:
+    """Times of one call, and how much more than the first row's they are."""
+    medians = {name: median(runs, "ready").seconds for name, runs in results.items()}
+    first = next(iter(medians.values()))
+    rows = [
+        [name, f"{one * 1e6:.1f}", ratio(one, first), f"{(one - first) * 1e6:+.1f}"] for name, one in medians.items()
+    ]
+    return table(["", "µs", "×", "µs more"], rows)
+
+
 def grids(cases: Mapping[str, Runs]) -> str:
     """Milliseconds by contender (rows) and case (columns), for each stage that the runs have."""
     stages = {stage for runs in cases.values() for results in runs.values() for stage in results[0]}
@@ -142,6 +170,9 @@ FORMS: dict[str, Callable[[Runs], str]] = {
     "limits": limits_table,
     "save": save_table,
     "serving": serving_table,
+    "torture": torture_table,
+    "swap": swap_table,
+    "request": request_table,
 }
 
 
