@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from bench import goals, limits, measured, saving, tables
+from bench import goals, limits, live, measured, saving, tables, torture
 from bench.__main__ import PARTS, main
 from bench.measured import Measured, Part
 from bench.run import Runner, different_weights
@@ -148,7 +148,23 @@ def everything(ours: float) -> dict[str, Measured]:
                 saving.FROZEN: mine,
             },
         ),
+        **serving(ours),
     }
+
+
+def serving(ours: float) -> dict[str, Measured]:
+    def requests(torn: int) -> dict[str, Stage]:
+        facts = {"requests": 1000, "torn": torn, "mislabelled": 0, "back": 0, "errors": 0, "swaps": 9}
+        return {"ready": Stage(60.0, 0, 0, facts)}
+
+    one = one_run(ours / 100, 1)
+    ways = {name: requests(50 if name in torture.STOCK else int(ours)) for name in torture.WAYS}
+    swaps = {live.MEMCPY: one} | {row.format(kind): one for row in (live.STAGED, live.FLIP) for kind in torture.KINDS}
+    found = {"live/torn": table_of("live/torn", ways, "torture"), "live/swap": table_of("live/swap", swaps, "swap")}
+    for kind, bare in (("eager", live.MODULE), ("exported", live.PROGRAM)):
+        rows = {bare: one_run(0.1 / 100, 1), live.LIVE.format(kind): one}
+        found[f"live/request/{kind}"] = table_of(f"live/request/{kind}", rows, "request")
+    return found
 
 
 def test_goals_are_met_by_what_is_fast_enough() -> None:
