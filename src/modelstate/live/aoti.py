@@ -144,12 +144,17 @@ class AotiTarget:
         self.fixed: tuple[str, ...] = (*self._wanted.fixed, *_missing(state, names))
         self._built_in = runtime_state(names) if isinstance(names, nn.Module) and manifest is None else {}
         self._is_known = manifest is not None
-        self._state = state
-        self._spellings = Spellings(state, _without(names, state))
+        self._first: dict[str, torch.Tensor] | None = state
+        shown = runtime_state(holder(state))
+        self._state = {name: shown[name] for name in state}
+        """Without memory: that of the first version is the first version's."""
+        self._spellings = Spellings(self._state, _without(names, state))
 
     def first(self) -> AotiVersion:
+        given, self._first = self._first, None
+        assert given is not None
         hidden = {name: value.clone() for name, value in self._hidden.items()}
-        made = AotiVersion(self.seats, self._call, holder(self._state, meta=False), hidden, self._wanted)
+        made = AotiVersion(self.seats, self._call, holder(given, meta=False), hidden, self._wanted)
         self.seats.seat(made, None)
         return made
 
@@ -236,21 +241,22 @@ class _Wanted:
         state: Mapping[str, torch.Tensor],
         hidden: Mapping[str, torch.Tensor],
     ) -> None:
-        self._values = {name: values[name] for name in loader.names}
         self.fixed = tuple(name for name in loader.names if name not in state and name not in hidden)
         """Those that are the same in every version."""
+        self._values = {name: values[name] for name in self.fixed}
+        self._layouts = {name: _layout(values[name]) for name in loader.names}
 
     def constants(
         self, state: Mapping[str, torch.Tensor], hidden: Mapping[str, torch.Tensor]
     ) -> dict[str, torch.Tensor]:
         """All of them in a version. Raises `WeightsError` where one is another kind of tensor than the library's."""
         given = {**self._values, **hidden, **state}
-        found = {name: given[name].detach() for name in self._values}
-        wrong = [name for name, one in found.items() if not _is_like(one, self._values[name])]
+        found = {name: given[name].detach() for name in self._layouts}
+        wrong = [name for name, one in found.items() if _layout(one) != self._layouts[name]]
         if wrong:
             raise WeightsError(
                 "weights have another shape, dtype or stride than the library was compiled for",
-                expected="; ".join(f"{name}: {_shown(self._values[name])}" for name in wrong[:8]),
+                expected="; ".join(f"{name}: {_words(self._layouts[name])}" for name in wrong[:8]),
                 found="; ".join(f"{name}: {_shown(found[name])}" for name in wrong[:8]),
                 names=wrong,
             )
@@ -366,15 +372,17 @@ def _check_machine(file: ProgramFile) -> None:
         )
 
 
-def _is_like(one: torch.Tensor, other: torch.Tensor) -> bool:
-    return (
-        one.layout is torch.strided
-        and one.device == other.device
-        and one.shape == other.shape
-        and one.dtype == other.dtype
-        and one.stride() == other.stride()
-    )
+_Layout = tuple[torch.layout, tuple[int, ...], torch.dtype, tuple[int, ...], torch.device]
+
+
+def _layout(tensor: torch.Tensor) -> _Layout:
+    return tensor.layout, tuple(tensor.shape), tensor.dtype, tuple(tensor.stride()), tensor.device
+
+
+def _words(layout: _Layout) -> str:
+    kind, shape, dtype, stride, device = layout
+    return f"shape {shape}, {dtype}, stride {stride}, {device}" + ("" if kind is torch.strided else f", {kind}")
 
 
 def _shown(tensor: torch.Tensor) -> str:
-    return f"shape {tuple(tensor.shape)}, {tensor.dtype}, stride {tuple(tensor.stride())}, {tensor.device}"
+    return _words(_layout(tensor))
