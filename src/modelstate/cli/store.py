@@ -13,7 +13,6 @@ from modelstate.cli.common import PROBLEMS, parse_dtype, parse_size, reported
 from modelstate.errors import DamagedCheckpointError, NoCheckpointError, SourceNotFoundError, StepNotFoundError
 from modelstate.report.text import columns, count
 from modelstate.store.layout import STORE_FILE, places
-from modelstate.store.retention import kept
 from modelstate.words import printable, size
 
 app = typer.Typer(
@@ -145,8 +144,7 @@ def prune(
             raise typer.BadParameter(str(error)) from error
         with _store(directory) as store:
             infos = store.infos()
-            stay = kept(infos, keep)
-            gone = tuple(info.step for info in infos if info.step not in stay) if dry_run else store.prune(keep)
+            gone = store.prune(keep, dry_run=dry_run)
         freed = sum(info.nbytes for info in infos if info.step in gone)
         would = "would go" if dry_run else "taken away"
         typer.echo(f"{would}: {_listed(gone)}" if gone else "nothing to take away")
@@ -189,7 +187,7 @@ def restore(
 
 def _whole(store: ms.Store, step: int | None) -> int:
     """The step, if it is whole; the newest one that is, where none is given. Raises what keeps it from being used."""
-    for number in [step] if step is not None else [info.step for info in store.infos()][::-1]:
+    for number in [step] if step is not None else [info.step for info in store.infos(by_age=True)][::-1]:
         problem = store.verify(number)[number]
         if not problem:
             return number

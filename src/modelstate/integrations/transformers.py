@@ -83,7 +83,8 @@ class StoreCallback(TrainerCallback):  # type: ignore[misc]
         self._restore: int | None = None
         self._rng_state: dict[str, Any] | None = None
         """What the generators have to be made when the first step after a restore begins."""
-        self._passed_over: set[int] = set()
+        self._replaced: set[int] = set()
+        """Steps that are there and may be saved anew: damaged ones, and those behind a step that it went back to."""
         self._is_due = False
         self._saved_step = -1
         self._metrics: tuple[int, dict[str, float]] = (-1, {})
@@ -116,17 +117,19 @@ class StoreCallback(TrainerCallback):  # type: ignore[misc]
 
     def _whole(self, step: Step | None) -> int | None:
         """The step to go on from, all of whose bytes have been compared with their digests."""
-        self._passed_over.clear()
+        self._replaced.clear()
         if step is None:
             return None
-        steps = [info.step for info in self.store.infos()][::-1] if step == "latest" else [step]
+        steps = [info.step for info in self.store.infos(by_age=True)][::-1] if step == "latest" else [step]
         for number in steps:
             problem = self.store.verify(number)[number]
             if not problem:
+                if step != "latest":
+                    self._replaced.update(later for later in self.store.steps() if later > number)
                 return number
             if step != "latest":
                 raise DamagedCheckpointError("the checkpoint is damaged", where=f"step {step}", found=problem)
-            self._passed_over.add(number)
+            self._replaced.add(number)
             warnings.warn(f"step {number} is passed over: {problem}", DamagedCheckpointWarning, stacklevel=3)
         if steps:
             raise StepNotFoundError(
@@ -240,8 +243,7 @@ class StoreCallback(TrainerCallback):  # type: ignore[misc]
         at, numbers = self._metrics
         metrics = numbers if at == state.global_step else {}
         objects, step = self._objects_of(state, given), state.global_step
-        # Of a step that was passed over it is known that it is damaged.
-        again = step in self._passed_over
+        again = step in self._replaced
         if self.block:
             saved = self.store.save(step, objects, metrics=metrics, overwrite=again)
             if self.deadline is not None:

@@ -65,8 +65,9 @@ class _Files:
     linked: int = 0
 
 
-def before_of(directory: str, entry: Entry | None) -> Before | None:
-    """What is known of an object's files; only those that nobody has touched since they were written."""
+def before_of(directory: str, entry: Entry | None, doubtful: Set[tuple[int, int]] = frozenset()) -> Before | None:
+    """What is known of an object's files: only those that nobody has touched since they were written, and whose device
+    and inode are not among the doubtful ones."""
     if entry is None or not entry.index:
         return None
     try:
@@ -77,7 +78,7 @@ def before_of(directory: str, entry: Entry | None) -> Before | None:
         for name in dict.fromkeys(weight_map.values()):
             path = os.path.join(directory, name)
             record = entry.files.get(name)
-            if record is not None and _is_untouched(path, record):
+            if record is not None and _is_untouched(path, record, doubtful):
                 tensors = safetensors.read(path).tree
                 assert isinstance(tensors, Mapping)
                 kinds |= {key: (one.dtype, tuple(one.shape)) for key, one in tensors.items()}
@@ -87,8 +88,10 @@ def before_of(directory: str, entry: Entry | None) -> Before | None:
     return Before(files, records, kinds, digests)
 
 
-def _is_untouched(path: str, record: FileRecord) -> bool:
+def _is_untouched(path: str, record: FileRecord, doubtful: Set[tuple[int, int]]) -> bool:
     found = os.stat(path, follow_symlinks=False)
+    if (found.st_dev, found.st_ino) in doubtful:
+        return False
     if (found.st_size, found.st_mtime_ns) != (record.nbytes, record.mtime_ns):
         return False
     with open(path, "rb") as file:

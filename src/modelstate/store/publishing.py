@@ -1,7 +1,7 @@
 """A checkpoint into a store's directory, complete and durable or not at all; and out of it again."""
 
 import os
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Set
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 
@@ -46,8 +46,11 @@ def publish(
     revisions: list[Found],
     before: Found | None,
     shard_bytes: int | None,
+    doubtful: Set[tuple[int, int]] = frozenset(),
 ) -> tuple[str, list[Written]]:
     """Writes a checkpoint, with links to what the one `before` has already, beside the `revisions` of its step.
+
+    Files are not linked whose device and inode are among the doubtful ones.
 
     Returns its path, when it is complete and durable. Raises `OSError`, `UnsavableError`; then it is not there.
     """
@@ -57,7 +60,7 @@ def publish(
     is_pinned = job.pin or any(one.is_pinned for one in revisions)
     try:
         system.mkdir(beside)
-        written = {path: _write_entry(beside, path, job, before, shard_bytes) for path in job.drafts}
+        written = {path: _write_entry(beside, path, job, before, shard_bytes, doubtful) for path in job.drafts}
         entries = {path: one.entry for path, one in written.items()}
         text = Record(store, job.step, job.time, job.metrics, entries, serial).text()
         if len(text) > MAX_BYTES:
@@ -110,12 +113,19 @@ def make_directory(path: str) -> None:
         sync_directory(above)
 
 
-def _write_entry(directory: str, path: str, job: Job, before: Found | None, shard_bytes: int | None) -> Written:
+def _write_entry(
+    directory: str,
+    path: str,
+    job: Job,
+    before: Found | None,
+    shard_bytes: int | None,
+    doubtful: Set[tuple[int, int]],
+) -> Written:
     made, kind = job.drafts[path], job.kinds[path]
     if not made.tensors and isinstance(made.tree, dict) and set(made.tree) == {"value"}:
         return Written(Entry(kind, value=made.tree["value"]))
     record = before.record if before is not None else None
-    old = None if before is None or record is None else before_of(before.place.path, record.entries.get(path))
+    old = None if before is None or record is None else before_of(before.place.path, record.entries.get(path), doubtful)
     steady = job.steady.get(path, frozenset())
     with _too_much(path):
         return write_entry(directory, path, kind, made, steady=steady, before=old, shard_bytes=shard_bytes)

@@ -117,11 +117,15 @@ def kept(infos: Iterable[CheckpointInfo], keep: Keep | int | None) -> set[int]:
     stay = {info.step for info in infos if info.pinned}
     stay |= {info.step for info in _chosen(intact, rules)}
     stay |= {info.step for info in _chosen(infos, rules) if not info.intact}
-    return stay | {max(intact, key=_by_step).step, max(intact, key=_by_time).step}
+    return stay | {max(intact, key=_by_step).step, max(intact, key=_by_age).step}
 
 
 def _by_step(info: CheckpointInfo) -> tuple[int, float]:
     return info.step, info.time
+
+
+def _by_age(info: CheckpointInfo) -> tuple[int, float, int]:
+    return info.serial, info.time, info.step  # clocks go back
 
 
 def _by_time(info: CheckpointInfo) -> tuple[float, int]:

@@ -18,7 +18,7 @@ from modelstate.errors import (
 )
 from modelstate.read.digests import OPEN_SEAL, SEAL, check_seal, sealed
 from modelstate.store import contents
-from modelstate.store.layout import PIN_FILE, STORE_FILE, Place, places
+from modelstate.store.layout import PIN_FILE, RECORD_FILE, STORE_FILE, Place, places
 from modelstate.store.record import Record, damaged, read_record
 from modelstate.store.retention import CheckpointInfo
 from modelstate.write.atomic import atomic_file
@@ -27,6 +27,10 @@ FORMAT = 1
 """The version of a store as a whole. A writer refuses what is newer."""
 _TRIES = 1000
 _MAX_BYTES = 10_000
+_MOST_KEPT_BYTES = 16 << 20
+"""Of the texts of records."""
+_Key = tuple[str, int]
+"""The path and the inode of a checkpoint's directory."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,12 +80,27 @@ class Found:
 
 
 class Shelf:
-    """The checkpoints in a directory. Nothing of it is kept in memory but what has been found to be damaged."""
+    """The checkpoints in a directory.
+
+    Nothing of it is kept in memory but which of them have been read, and found to be damaged or not.
+    """
 
     def __init__(self, directory: str) -> None:
         self.directory = directory
-        self._damage: dict[tuple[str, int], ModelStateError] = {}
-        """By path and inode: damage that only reading shows."""
+        self._damage: dict[_Key, ModelStateError] = {}
+        """Damage that only reading shows."""
+        self._whole: set[_Key] = set()
+        """Those all of whose bytes this object has read, or written."""
+        self.doubtful: set[tuple[int, int]] = set()
+        """Devices and inodes of files, one of which at least is damaged: other checkpoints may have them, too."""
+        self._records_read: _Records | None = None
+
+    def for_a_moment(self) -> "Shelf":
+        """The same, for one that looks several times and need not see records change that nobody replaces."""
+        made = Shelf(self.directory)
+        made._damage, made._whole, made.doubtful = self._damage, self._whole, self.doubtful
+        made._records_read = _Records()
+        return made
 
     def all_revisions(self) -> list[Found]:
         """Every revision of every step, in order. Raises `ReadFailedError`."""
@@ -128,6 +147,17 @@ class Shelf:
         """Has it count as damaged from now on: as long as this object is there, and it is in its place."""
         if isinstance(error, DamagedCheckpointError) and (key := _key(found.place.path)) is not None:
             self._damage[key] = error
+            self._whole.discard(key)
+            self.doubtful |= _inodes(found.place.path)
+
+    def note_whole(self, path: str) -> None:
+        """Has a checkpoint count as one that need not be read again to be relied upon."""
+        if (key := _key(path)) is not None:
+            self._whole.add(key)
+
+    def is_known_whole(self, found: Found) -> bool:
+        """Whether this object has read or written all of it, and it is in its place."""
+        return _key(found.place.path) in self._whole
 
     def name(self) -> str:
         """What the store is called: every checkpoint says of which it is. Empty where nothing says so.
@@ -147,7 +177,7 @@ class Shelf:
         return name
 
     def _look(self) -> list[Found]:
-        records = [(place, *_read(place)) for place in self._places()]
+        records = [(place, *self._read(place)) for place in self._places()]
         mine = _name_said(self.directory) or _most_common(record for _, record, _ in records if record is not None)
         return [self._found(place, record, error, mine) for place, record, error in records]
 
@@ -163,9 +193,16 @@ class Shelf:
 
     def _records(self) -> Iterator[Record]:
         for place in self._places():
-            record, _ = _read(place)
+            record, _ = self._read(place)
             if record is not None:
                 yield record
+
+    def _read(self, place: Place) -> tuple[Record | None, ModelStateError | None]:
+        try:
+            read = read_record if self._records_read is None else self._records_read.read
+            return read(place.path), None
+        except ModelStateError as error:
+            return None, error
 
     def _places(self) -> list[Place]:
         try:
@@ -176,11 +213,26 @@ class Shelf:
             raise ReadFailedError("the store cannot be read", where=self.directory, found=error) from error
 
 
-def _read(place: Place) -> tuple[Record | None, ModelStateError | None]:
-    try:
-        return read_record(place.path), None
-    except ModelStateError as error:
-        return None, error
+class _Records:
+    """Records that have been read, as long as their files are the same."""
+
+    def __init__(self) -> None:
+        self._kept: dict[str, tuple[tuple[int, int, int], Record]] = {}
+
+    def read(self, path: str) -> Record:
+        """Raises what `read_record` raises."""
+        try:
+            found = os.stat(os.path.join(path, RECORD_FILE))
+        except OSError:
+            return read_record(path)  # which says what is wrong
+        identity = found.st_ino, found.st_size, found.st_mtime_ns
+        kept = self._kept.get(path)
+        if kept is not None and kept[0] == identity:
+            return kept[1]
+        record = read_record(path)
+        if identity[1] + sum(size for (_, size, _), _ in self._kept.values()) <= _MOST_KEPT_BYTES:
+            self._kept[path] = identity, record
+        return record
 
 
 def _name_said(directory: str, must_be_known: bool = False) -> str:
@@ -220,7 +272,16 @@ def _foreign(place: Place, record: Record, mine: str) -> ForeignCheckpointError:
     )
 
 
-def _key(path: str) -> tuple[str, int] | None:
+def _inodes(path: str) -> set[tuple[int, int]]:
+    try:
+        with os.scandir(path) as entries:
+            found = [entry.stat(follow_symlinks=False) for entry in entries]
+    except OSError:
+        return set()
+    return {(one.st_dev, one.st_ino) for one in found}
+
+
+def _key(path: str) -> _Key | None:
     try:
         return path, os.stat(path).st_ino
     except OSError:

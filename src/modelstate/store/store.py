@@ -7,7 +7,7 @@ import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from functools import partial
 from typing import Any, Literal, Self, TypeVar, overload
 
@@ -35,7 +35,7 @@ from modelstate.store.layout import PIN_FILE, name_of
 from modelstate.store.lock import WriterLock
 from modelstate.store.objects import MODULE, Part, captured, targets_of
 from modelstate.store.publishing import Job, clear, discard, make_directory, publish
-from modelstate.store.record import Record
+from modelstate.store.record import Record, read_record
 from modelstate.store.restoring import Restored, RulesOf, restore_objects
 from modelstate.store.retention import CheckpointInfo, Keep, as_keep, kept
 from modelstate.store.saving import PendingSave, SavedStep
@@ -238,17 +238,21 @@ class Store:
     def _write(self, job: Job, staging_bytes: int = 0, blocked: float | None = None) -> SavedStep:
         with write_errors(os.path.join(self.directory, name_of(job.step, 0))):
             clear(self.directory)
-            every = self._shelf.by_age()
-            revisions = [one for one in self._shelf.all_revisions() if one.place.step == job.step]
+            shelf = self._shelf.for_a_moment()
+            every = shelf.by_age()
+            revisions = [one for one in shelf.all_revisions() if one.place.step == job.step]
             before = next((found for found in reversed(every) if found.is_whole), None)
-            store = self._shelf.ensure_name()
+            store = shelf.ensure_name()
             serial = 1 + max((one.record.serial for one in every if one.record is not None), default=0)
-            final, written = publish(self.directory, store, serial, job, revisions, before, self._shard_bytes)
+            final, written = publish(
+                self.directory, store, serial, job, revisions, before, self._shard_bytes, shelf.doubtful
+            )
+            shelf.note_whole(final)
         seconds = time.perf_counter() - job.begun
         pruned: tuple[int, ...] = ()
         with suppress(OSError):  # it is saved; the next save tries again
             discard(self.directory, [one.place for one in revisions if one.is_whole or one.is_damaged])
-            pruned = self._prune(self.keep)
+            pruned = self._prune(self.keep, shelf)
         return SavedStep(
             job.step,
             final,
@@ -369,6 +373,7 @@ class Store:
         if verify:
             for entry in record.entries.values():
                 contents.verify(directory, entry)
+            self._shelf.note_whole(directory)
         parts = {}
         for path, entry in record.entries.items():
             is_module = entry.kind == MODULE and entry.index
@@ -389,9 +394,12 @@ class Store:
         """
         return next((one.place.step for one in reversed(self._shelf.by_age()) if one.is_whole), None)
 
-    def infos(self) -> tuple[CheckpointInfo, ...]:
-        """What is known of each checkpoint, damaged ones too, without reading tensors."""
-        return tuple(found.info for found in self._shelf.steps())
+    def infos(self, *, by_age: bool = False) -> tuple[CheckpointInfo, ...]:
+        """What is known of each checkpoint, damaged ones too, without reading tensors, in the order of the steps.
+
+        With `by_age` they come in the order in which they were saved; one that cannot be used, behind the step before.
+        """
+        return tuple(found.info for found in (self._shelf.by_age() if by_age else self._shelf.steps()))
 
     def verify(self, step: int | None = None) -> dict[int, str]:
         """Reads checkpoints, one or all, and compares every byte with its digest.
@@ -406,7 +414,8 @@ class Store:
     def _problem(self, found: Found) -> str | None:
         """None for a checkpoint that is taken away meanwhile."""
         try:
-            for entry in _usable(found).entries.values():
+            _usable(found)
+            for entry in read_record(found.place.path).entries.values():
                 contents.verify(found.place.path, entry)
         except (ModelStateError, OSError) as error:
             if found.is_gone:
@@ -414,23 +423,27 @@ class Store:
             if isinstance(error, ModelStateError):
                 self._shelf.note_damage(found, error)
             return str(error)
+        self._shelf.note_whole(found.place.path)
         return ""
 
     # Keeping.
 
-    def prune(self, keep: Keep | int | None = None) -> tuple[int, ...]:
+    def prune(self, keep: Keep | int | None = None, *, dry_run: bool = False) -> tuple[int, ...]:
         """Takes away what `keep`, or the store's own rules, do not keep, and returns the steps.
 
-        The newest checkpoint that is whole is never taken away. Raises `StoreLockedError`, `OptionError`, and
+        The newest checkpoint that is whole is never taken away: before anything is, all of it is read, unless this
+        object has written or verified it. With `dry_run` nothing is. Raises `StoreLockedError`, `OptionError`, and
         `WriteFailedError` for an I/O error, after which the rest is still there.
         """
         rules = self.keep if keep is None else as_keep(keep)
+        if dry_run:
+            return tuple(found.place.step for found in self._to_go(rules, self._shelf))
         with self._my_turn():
             self.wait()
             self._become_writer()
             with write_errors(self.directory):
                 clear(self.directory)
-                return self._prune(rules)
+                return self._prune(rules, self._shelf)
 
     def pin(self, step: int) -> None:
         """Keeps a checkpoint whatever `keep` says. Raises `StepNotFoundError`, `StoreLockedError`."""
@@ -456,14 +469,27 @@ class Store:
                     system.unlink(path)
                 sync_directory(found.place.path)
 
-    def _prune(self, keep: Keep | None) -> tuple[int, ...]:
-        """What is another store's, or a newer version's, is not ours to take away."""
-        ours = [found for found in self._shelf.steps() if found.is_whole or found.is_damaged]
-        stay = kept([found.info for found in ours], keep)
-        gone = [found.place.step for found in ours if found.place.step not in stay]
-        every = self._shelf.all_revisions() if gone else []
+    def _prune(self, keep: Keep | None, shelf: Shelf) -> tuple[int, ...]:
+        gone = [found.place.step for found in self._to_go(keep, shelf)]
+        every = shelf.all_revisions() if gone else []
         discard(self.directory, [found.place for found in every if found.place.step in gone])
         return tuple(gone)
+
+    def _to_go(self, keep: Keep | None, shelf: Shelf) -> list[Found]:
+        """What no rule keeps. The newest one that is kept has been found to be whole, by reading it if need be.
+
+        What is another store's, or a newer version's, is not ours to take away.
+        """
+        bad: set[int] = set()
+        while True:
+            ours = [found for found in shelf.by_age() if found.is_whole or found.is_damaged]
+            infos = [replace(found.info, intact=found.is_whole and found.place.step not in bad) for found in ours]
+            stay = kept(infos, keep)
+            gone = [found for found in ours if found.place.step not in stay]
+            intact = [found for found, info in zip(ours, infos, strict=True) if info.intact]
+            if not gone or not intact or shelf.is_known_whole(intact[-1]) or not self._problem(intact[-1]):
+                return gone
+            bad.add(intact[-1].place.step)
 
     # The writer.
 

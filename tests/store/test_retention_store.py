@@ -1,0 +1,82 @@
+"""What a store never takes away, and never relies upon."""
+
+import os
+from pathlib import Path
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+import modelstate as ms
+from modelstate.cli.main import app
+from modelstate.store import store as store_module
+
+
+def rot(path: Path) -> None:
+    """Changes a byte as a disk does: the file is as old as it was."""
+    times = os.stat(path)
+    data = bytearray(path.read_bytes())
+    data[-9] ^= 1
+    path.write_bytes(data)
+    os.utime(path, ns=(times.st_atime_ns, times.st_mtime_ns))
+
+
+def tensors_of(directory: Path, step: int) -> Path:
+    return next((directory / f"step-{step:09d}").glob("state*.safetensors"))
+
+
+def saved(directory: Path, *steps: int) -> ms.Store:
+    store = ms.Store(directory)
+    for step in steps:
+        store.save(step, {"state": {"w": torch.full((1000,), float(step))}})
+    return store
+
+
+def test_a_save_does_not_take_itself_away_when_the_clock_has_gone_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = ms.Store(tmp_path, keep=1)
+    store.save(10, {"value": 10})
+    monkeypatch.setattr(store_module.time, "time", lambda: 1000.0)
+    assert store.save(5, {"value": 5}).pruned == ()
+    assert store.latest() == 5
+    assert store.restore({"value": None})["value"] == 5
+
+
+@pytest.mark.parametrize("by", ["object", "command line"])
+def test_the_last_good_ones_stay_where_the_newest_is_damaged(tmp_path: Path, by: str) -> None:
+    saved(tmp_path, 1, 2, 3).close()
+    rot(tensors_of(tmp_path, 3))
+    if by == "object":
+        with ms.Store(tmp_path) as store:
+            assert store.prune(1, dry_run=True) == (1,)
+            assert store.prune(1) == (1,)
+    else:
+        for option in (["--dry-run"], []):
+            result = CliRunner().invoke(app, ["store", "prune", str(tmp_path), "--keep-last", "1", *option])
+            assert result.exit_code == 0, result.output
+            assert "1 step: 1" in result.output
+    store = ms.Store(tmp_path)
+    assert store.verify(2) == {2: ""}
+    with pytest.warns(ms.errors.DamagedCheckpointWarning):
+        assert store.restore({"state": {"w": torch.zeros(1000)}}).step == 2
+
+
+def test_what_has_been_found_to_be_damaged_is_not_linked_again(tmp_path: Path) -> None:
+    store = ms.Store(tmp_path)
+    frozen = {"state": {"w": torch.ones(1000)}}
+    store.save(1, frozen)
+    assert store.save(2, frozen).bytes_linked > 4000
+    rot(tensors_of(tmp_path, 2))  # the file of both
+    assert store.verify(2)[2]
+    assert store.save(3, frozen).bytes_linked == 0
+    assert store.verify(3) == {3: ""}
+
+
+def test_a_run_that_went_back_is_restored_by_the_command_line_as_by_restore(tmp_path: Path) -> None:
+    saved(tmp_path, 10, 20, 15).close()
+    target = tmp_path / "out.safetensors"
+    result = CliRunner().invoke(app, ["store", "restore", str(tmp_path), str(target), "--object", "state"])
+    assert result.exit_code == 0, result.output
+    assert ms.open(target).tensor("w")[0] == 15
+    assert [info.step for info in ms.Store(tmp_path).infos(by_age=True)] == [10, 20, 15]
