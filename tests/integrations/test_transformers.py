@@ -239,6 +239,18 @@ def test_a_damaged_newest_step_is_passed_over(tmp_path: Path, uninterrupted: Net
         assert set(store.verify().values()) == {""}
 
 
+def test_going_back_to_a_step_replaces_those_behind_it(tmp_path: Path, uninterrupted: Net) -> None:
+    with ms.Store(tmp_path / "run") as store:
+        saving, model = StoreCallback(store), Net()
+        saving.train(trainer_of(tmp_path, saving))
+        steps = store.steps()
+        assert len(steps) > 2
+        saving.train(trainer_of(tmp_path, saving, model), step=steps[0])
+        assert model.losses == uninterrupted.losses[steps[0] :]
+        assert store.steps() == steps
+        assert set(store.verify().values()) == {""}
+
+
 def test_other_callbacks_and_objects_of_ones_own(tmp_path: Path) -> None:
     class Counter:
         count = 0
