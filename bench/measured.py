@@ -63,7 +63,7 @@ def code() -> str:
     return digest.hexdigest()[:16]
 
 
-_ONLY_WORDS = {"goals.py", "tables.py"}
+_ONLY_WORDS = {"goal_limits.py", "goals.py", "tables.py"}
 """Changing how results are shown does not make them others."""
 
 

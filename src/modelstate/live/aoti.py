@@ -2,7 +2,7 @@
 
 import tempfile
 import threading
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -22,9 +22,8 @@ from modelstate.live.manifest import Manifest
 from modelstate.live.name_map import NameMap
 from modelstate.live.names import runtime_state
 from modelstate.live.pt2 import ProgramFile
-from modelstate.live.spellings import Spellings, check_names
+from modelstate.live.spellings import Spelled, Spellings, check_names
 from modelstate.live.twin import holder
-from modelstate.plan.rules.rule import Rule
 from modelstate.plan.torch_private import (
     aoti_embedded_constants,
     aoti_metadata,
@@ -116,7 +115,7 @@ class TwoSeats:
         program.loader = loader
 
 
-class AotiTarget:
+class AotiTarget(Spelled):
     """A `.pt2` of AOTInductor. What `modelstate.export` has written says of each of its tensors what it is.
 
     Of what others have written there is known which names the library has, and what stands in it: tensors that were
@@ -157,18 +156,6 @@ class AotiTarget:
         made = AotiVersion(self.seats, self._call, holder(given, meta=False), hidden, self._wanted)
         self.seats.seat(made, None)
         return made
-
-    def names(self) -> Collection[str]:
-        return self._spellings.names()
-
-    def rules(self, given: Collection[str]) -> tuple[Rule, ...]:
-        return self._spellings.rules()
-
-    def skeleton(self, given: Collection[str]) -> nn.Module:
-        return self._spellings.skeleton(given)
-
-    def hidden(self) -> dict[str, torch.Tensor]:
-        return self._hidden
 
     def program(self, filled: nn.Module) -> AotiVersion:
         state = runtime_state(filled)

@@ -1,6 +1,6 @@
 """Exported programs: one lifted graph, called with the weights of a version."""
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -10,9 +10,8 @@ from modelstate.errors import LiveTargetError
 from modelstate.live.inputs import Inputs
 from modelstate.live.name_map import NameMap, place_of
 from modelstate.live.names import runtime_state
-from modelstate.live.spellings import Spellings, check_names
+from modelstate.live.spellings import Spelled, Spellings, check_names
 from modelstate.live.twin import holder
-from modelstate.plan.rules.rule import Rule
 from modelstate.plan.torch_private import unflatten
 
 _WEIGHTS = ("PARAMETER", "BUFFER")
@@ -105,7 +104,7 @@ def _written(signature: Any, places: Mapping[str, int], inputs: list[str], where
     return found
 
 
-class ExportedTarget:
+class ExportedTarget(Spelled):
     """A `torch.export.ExportedProgram`. `names` leads from the names of eager checkpoints, or is the module itself."""
 
     kind = "exported"
@@ -141,18 +140,6 @@ class ExportedTarget:
         given, self._first = self._first, None
         assert given is not None
         return given
-
-    def names(self) -> Collection[str]:
-        return self._spellings.names()
-
-    def rules(self, given: Collection[str]) -> tuple[Rule, ...]:
-        return self._spellings.rules()
-
-    def skeleton(self, given: Collection[str]) -> nn.Module:
-        return self._spellings.skeleton(given)
-
-    def hidden(self) -> dict[str, torch.Tensor]:
-        return self._hidden
 
     def refused(self, unexpected: list[str]) -> None:
         return None

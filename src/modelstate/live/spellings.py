@@ -38,6 +38,25 @@ class Spellings:
         return holder(self._state)
 
 
+class Spelled:
+    """What targets have in common that are a graph and a state. As `Target`."""
+
+    _spellings: Spellings
+    _hidden: dict[str, torch.Tensor]
+
+    def names(self) -> Collection[str]:
+        return self._spellings.names()
+
+    def rules(self, given: Collection[str]) -> tuple[Rule, ...]:
+        return self._spellings.rules()
+
+    def skeleton(self, given: Collection[str]) -> nn.Module:
+        return self._spellings.skeleton(given)
+
+    def hidden(self) -> dict[str, torch.Tensor]:
+        return self._hidden
+
+
 def check_names(state: Collection[str], names: NameMap | nn.Module | None, where: str) -> None:
     """Raises `LiveTargetError` for names of another module than the one that was exported."""
     if names is None:
