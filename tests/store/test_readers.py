@@ -4,11 +4,13 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 import modelstate as ms
 from modelstate import errors
+from modelstate.store import store as store_module
 from tests.store.killed import Job, start, train
 
 SECONDS = 3.0
@@ -88,18 +90,18 @@ def test_a_step_that_vanishes_while_it_is_read(tmp_path: Path, monkeypatch: pyte
     """At the latest moment: the writer takes it away when the reader has begun with it."""
     writer, reader, job = ms.Store(tmp_path, keep=1), ms.Store(tmp_path), Job()
     writer.save(1, job.objects(1))
-    real = ms.Store._parts
+    real = store_module.parts_of
     seen = []
 
-    def parts(self: ms.Store, found: object, verify: bool) -> object:
-        step = found.place.step  # type: ignore[attr-defined]
+    def parts(shelf: Any, found: Any, verify: bool) -> object:
+        step = found.place.step
         seen.append(step)
         if step < 4:
             job.train()
             writer.save(step + 1, job.objects(step + 1))
-        return real(self, found, verify)  # type: ignore[arg-type]
+        return real(shelf, found, verify)
 
-    monkeypatch.setattr(ms.Store, "_parts", parts)
+    monkeypatch.setattr(store_module, "parts_of", parts)
     target = Job()
     restored = reader.restore(target.objects(None))
     assert seen == [1, 2, 3, 4]
@@ -109,15 +111,15 @@ def test_a_step_that_vanishes_while_it_is_read(tmp_path: Path, monkeypatch: pyte
 def test_a_step_that_is_replaced_while_it_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     writer, reader, job = ms.Store(tmp_path), ms.Store(tmp_path), Job()
     writer.save(1, job.objects(1))
-    real = ms.Store._parts
+    real = store_module.parts_of
 
-    def parts(self: ms.Store, found: object, verify: bool) -> object:
-        if found.place.revision == 0:  # type: ignore[attr-defined]
+    def parts(shelf: Any, found: Any, verify: bool) -> object:
+        if found.place.revision == 0:
             job.train()
             writer.save(1, job.objects(1), overwrite=True)
-        return real(self, found, verify)  # type: ignore[arg-type]
+        return real(shelf, found, verify)
 
-    monkeypatch.setattr(ms.Store, "_parts", parts)
+    monkeypatch.setattr(store_module, "parts_of", parts)
     target = Job()
     assert reader.restore(target.objects(None), step=1)["digest"] == job.digest() == target.digest()
 

@@ -28,10 +28,11 @@ from modelstate.errors import (
 from modelstate.store import contents
 from modelstate.store.arguments import is_number
 from modelstate.store.deadline import Deadline
+from modelstate.store.reading import Step
 from modelstate.store.record import read_record
 from modelstate.store.rng import RNG
 from modelstate.store.saving import PendingSave
-from modelstate.store.store import Step, Store
+from modelstate.store.store import Store
 
 try:
     from transformers import TrainerCallback

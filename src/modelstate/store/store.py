@@ -3,24 +3,17 @@
 import os
 import threading
 import time
-import warnings
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields
 from functools import partial
-from typing import Any, Literal, Self, TypeVar, overload
+from typing import Any, Literal, Self, overload
 
 import torch
 
 from modelstate.errors import (
-    DamagedCheckpointError,
-    DamagedCheckpointWarning,
-    ForeignCheckpointError,
-    ModelStateError,
-    NewerManifestError,
     OptionError,
-    ReadFailedError,
     SaveTargetError,
     SourceTypeError,
     StepExistsError,
@@ -33,20 +26,18 @@ from modelstate.store import contents
 from modelstate.store.arguments import is_number
 from modelstate.store.layout import PIN_FILE, name_of
 from modelstate.store.lock import WriterLock
-from modelstate.store.objects import MODULE, Part, captured, targets_of
+from modelstate.store.objects import MODULE, captured, targets_of
 from modelstate.store.publishing import Job, clear, discard, make_directory, publish
-from modelstate.store.record import Record, read_record
+from modelstate.store.reading import Step, of_first_whole, parts_of, problem_of, to_go, usable
+from modelstate.store.record import Record
 from modelstate.store.restoring import Restored, RulesOf, restore_objects
-from modelstate.store.retention import CheckpointInfo, Keep, as_keep, kept
+from modelstate.store.retention import CheckpointInfo, Keep, as_keep
 from modelstate.store.saving import PendingSave, SavedStep
 from modelstate.store.shelf import Found, Shelf
 from modelstate.store.staging import Staging
 from modelstate.write import system
 from modelstate.write.draft import draft
 from modelstate.write.files import new_file, sync_directory, write_errors
-
-T = TypeVar("T")
-Step = int | Literal["latest"]
 
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
@@ -297,7 +288,7 @@ class Store:
         )
 
         def attempt(found: Found) -> tuple[Record, Restored]:
-            record, parts = self._parts(found, verify)
+            record, parts = parts_of(self._shelf, found, verify)
             return record, restore_objects(
                 objects,
                 parts,
@@ -310,7 +301,7 @@ class Store:
                 max_memory_bytes=max_memory_bytes,
             )
 
-        (record, restored), skipped = self._of_first_whole(step, attempt)
+        (record, restored), skipped = of_first_whole(self._shelf, step, attempt)
         same = {one.name: getattr(restored, one.name) for one in fields(restored)}
         return RestoredStep(**same, step=record.step, time=record.time, metrics=dict(record.metrics), skipped=skipped)
 
@@ -324,7 +315,7 @@ class Store:
         self.wait()
 
         def attempt(found: Found) -> Checkpoint:
-            record = _usable(found)
+            record = usable(found)
             entry = record.entries.get(name)
             if entry is None or not entry.index:
                 raise StepNotFoundError(
@@ -339,47 +330,7 @@ class Store:
                 contents.verify(found.place.path, entry)
             return checkpoint
 
-        return self._of_first_whole(step, attempt)[0]
-
-    def _of_first_whole(self, step: Step, attempt: Callable[[Found], T]) -> tuple[T, dict[int, str]]:
-        """What the attempt makes of the step, or of the latest one that can be used; and newer ones that cannot."""
-        while True:
-            skipped: dict[int, ModelStateError] = {}
-            for found in self._shelf.by_age()[::-1] if step == "latest" else [self._shelf.step(step)]:
-                try:
-                    result = attempt(found)
-                except (ModelStateError, OSError) as error:
-                    if found.is_gone:
-                        break  # taken away, or replaced, while it was read: there are others now
-                    if not isinstance(error, _UNUSABLE):
-                        raise
-                    self._shelf.note_damage(found, error)
-                    if step != "latest":
-                        raise
-                    skipped[found.place.step] = error
-                    continue
-                _warn(skipped)
-                return result, {number: str(error) for number, error in skipped.items()}
-            else:
-                raise StepNotFoundError(
-                    "no checkpoint of the store can be used" if skipped else "there is no checkpoint in the store",
-                    where=self.directory,
-                    found="; ".join(f"step {number}: {error}" for number, error in skipped.items()),
-                    remedy="look at the disk, or at a copy of the store" if skipped else "save one first",
-                )
-
-    def _parts(self, found: Found, verify: bool) -> tuple[Record, dict[str, Part]]:
-        record, directory = _usable(found), found.place.path
-        if verify:
-            for entry in record.entries.values():
-                contents.verify(directory, entry)
-            self._shelf.note_whole(directory)
-        parts = {}
-        for path, entry in record.entries.items():
-            is_module = entry.kind == MODULE and entry.index
-            tree = contents.opened(directory, entry) if is_module else contents.value_of(directory, entry)
-            parts[path] = Part(entry.kind, tree)
-        return record, parts
+        return of_first_whole(self._shelf, step, attempt)[0]
 
     # What is there.
 
@@ -408,23 +359,8 @@ class Store:
         """
         self.wait()
         every = self._shelf.steps() if step is None else [self._shelf.step(step)]
-        problems = {found.place.step: self._problem(found) for found in every}
+        problems = {found.place.step: problem_of(self._shelf, found) for found in every}
         return {number: problem for number, problem in problems.items() if problem is not None}
-
-    def _problem(self, found: Found) -> str | None:
-        """None for a checkpoint that is taken away meanwhile."""
-        try:
-            _usable(found)
-            for entry in read_record(found.place.path).entries.values():
-                contents.verify(found.place.path, entry)
-        except (ModelStateError, OSError) as error:
-            if found.is_gone:
-                return None
-            if isinstance(error, ModelStateError):
-                self._shelf.note_damage(found, error)
-            return str(error)
-        self._shelf.note_whole(found.place.path)
-        return ""
 
     # Keeping.
 
@@ -437,7 +373,7 @@ class Store:
         """
         rules = self.keep if keep is None else as_keep(keep)
         if dry_run:
-            return tuple(found.place.step for found in self._to_go(rules, self._shelf))
+            return tuple(found.place.step for found in to_go(self._shelf, rules))
         with self._my_turn():
             self.wait()
             self._become_writer()
@@ -470,26 +406,10 @@ class Store:
                 sync_directory(found.place.path)
 
     def _prune(self, keep: Keep | None, shelf: Shelf) -> tuple[int, ...]:
-        gone = [found.place.step for found in self._to_go(keep, shelf)]
+        gone = [found.place.step for found in to_go(shelf, keep)]
         every = shelf.all_revisions() if gone else []
         discard(self.directory, [found.place for found in every if found.place.step in gone])
         return tuple(gone)
-
-    def _to_go(self, keep: Keep | None, shelf: Shelf) -> list[Found]:
-        """What no rule keeps. The newest one that is kept has been found to be whole, by reading it if need be.
-
-        What is another store's, or a newer version's, is not ours to take away.
-        """
-        bad: set[int] = set()
-        while True:
-            ours = [found for found in shelf.by_age() if found.is_whole or found.is_damaged]
-            infos = [replace(found.info, intact=found.is_whole and found.place.step not in bad) for found in ours]
-            stay = kept(infos, keep)
-            gone = [found for found in ours if found.place.step not in stay]
-            intact = [found for found, info in zip(ours, infos, strict=True) if info.intact]
-            if not gone or not intact or shelf.is_known_whole(intact[-1]) or not self._problem(intact[-1]):
-                return gone
-            bad.add(intact[-1].place.step)
 
     # The writer.
 
@@ -521,9 +441,6 @@ class Store:
         self.close()
 
 
-_UNUSABLE = (DamagedCheckpointError, ForeignCheckpointError, NewerManifestError, ReadFailedError)
-"""What is wrong with a checkpoint, so that another one is taken."""
-
 _stores: "weakref.WeakSet[Store]" = weakref.WeakSet()
 _watching_forks = False
 
@@ -540,13 +457,6 @@ def _watch_forks(store: Store) -> None:
 def _after_fork() -> None:
     for store in list(_stores):
         store._turn, store._is_busy = threading.RLock(), False
-
-
-def _usable(found: Found) -> Record:
-    if found.error is not None:
-        raise found.error
-    assert found.record is not None
-    return found.record
 
 
 def _directory(given: object) -> str:
@@ -589,9 +499,3 @@ def _frozen(module: torch.nn.Module) -> frozenset[str]:
     """Names of what training does not change."""
     named = module.named_parameters(remove_duplicate=False)
     return frozenset(name for name, param in named if not param.requires_grad)
-
-
-def _warn(skipped: Mapping[int, ModelStateError]) -> None:
-    for step, error in skipped.items():
-        # At whoever has called the store.
-        warnings.warn(f"step {step} is passed over: {error}", DamagedCheckpointWarning, stacklevel=4)
