@@ -1,5 +1,6 @@
 """Several objects into one file, and back."""
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from modelstate.errors import (
     MissingObjectError,
     ObjectKindError,
     ObjectStateError,
+    PlanError,
     UnexpectedObjectError,
 )
 
@@ -105,3 +107,49 @@ def test_an_object_that_raises_is_named(tmp_path: Path) -> None:
     with pytest.raises(ObjectStateError, match="gone"):
         ms.save({"broken": Broken()}, tmp_path / "x.safetensors")
     assert not list(tmp_path.iterdir())
+
+
+class Hidden(nn.Module):
+    """Nothing of it is saved."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("cache", torch.ones(2), persistent=False)
+
+
+WITHOUT_TENSORS: dict[str, Callable[[], dict[str, Any]]] = {
+    "loss": lambda: {"model": nn.Linear(2, 2), "loss": nn.MSELoss()},
+    "loss alone": lambda: {"loss": nn.MSELoss(), "step": 3},
+    "no layers": lambda: {"model": nn.Sequential(), "dropout": nn.Dropout()},
+    "nested": lambda: {"model": nn.Linear(1, 1), "of": {"loss": nn.L1Loss(), "more": {"act": nn.ReLU()}, "step": 3}},
+    "beside a module": lambda: {"of": {"loss": nn.L1Loss(), "model": nn.Linear(1, 1)}},
+    "hidden buffers": lambda: {"model": nn.Linear(1, 1), "hidden": Hidden()},
+    "hidden buffers alone": lambda: {"hidden": Hidden(), "step": 3},
+}
+
+
+@pytest.mark.parametrize("what", WITHOUT_TENSORS)
+@pytest.mark.parametrize("kind", ["file", "store"])
+def test_modules_that_have_nothing_to_save(tmp_path: Path, what: str, kind: str) -> None:
+    saved, fresh = WITHOUT_TENSORS[what](), WITHOUT_TENSORS[what]()
+    if kind == "file":
+        ms.save(saved, tmp_path / "training.safetensors")
+        restored = ms.restore(fresh, tmp_path / "training.safetensors", verify=True)
+        assert restored.missing == restored.unexpected == ()
+    else:
+        with ms.Store(tmp_path / "store") as store:
+            store.save(1, saved)
+            assert store.restore(fresh).step == 1
+    if "model" in fresh:
+        assert all(map(torch.equal, saved["model"].parameters(), fresh["model"].parameters()))
+
+
+def test_a_module_without_tensors_still_has_to_be_there(tmp_path: Path) -> None:
+    path = tmp_path / "training.safetensors"
+    ms.save({"model": nn.Linear(2, 2), "of": {"loss": nn.MSELoss(), "step": 3}}, path)
+    with pytest.raises(MissingObjectError, match="other"):
+        ms.restore({"model": nn.Linear(2, 2), "of": {"loss": nn.MSELoss(), "step": 0}, "other": nn.MSELoss()}, path)
+    with pytest.raises(UnexpectedObjectError, match="of.step"):
+        ms.restore({"model": nn.Linear(2, 2), "of": {"loss": nn.MSELoss()}}, path)
+    with pytest.raises(PlanError, match="of.loss.weight"):
+        ms.restore({"model": nn.Linear(2, 2), "of": {"loss": nn.Linear(1, 1), "step": 0}}, path)

@@ -70,7 +70,7 @@ class Accounts:
         problems += [IdlePattern(rule, option="rules") for rule in self.of.incoming.applied.idle]
         problems += [*self.of.transforms.problems, *self.of.transforms.idle()]
         self._move(unfilled)
-        if self.of.slots.tensors and not self.of.assignments and not problems:
+        if any(slot.kind != HIDDEN for slot in self.of.slots.tensors) and not self.of.assignments and not problems:
             problems.append(NothingFits(type(self.of.model).__name__))
         self._note_lost_versions()
         self._note_own_code(missing, unexpected, unfilled)

@@ -1,7 +1,7 @@
 """`modelstate.restore`: several objects out of one file."""
 
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -41,7 +41,7 @@ def restore(
     if verify:
         checkpoint.verify()
     saved = {path: part for path, target in targets.items() if (part := _part(checkpoint, path, target)) is not None}
-    for path in _others([*checkpoint, *checkpoint.extra], targets):
+    for path in _others([*checkpoint, *_extra_names(checkpoint.extra, targets)], targets):
         saved[path] = Part(STATEFUL, None)  # its kind makes no difference: there is no object for it
     return restore_objects(
         objects,
@@ -56,9 +56,26 @@ def restore(
     )
 
 
+def _extra_names(extra: Mapping[str, Any], targets: Mapping[str, Target]) -> Iterator[str]:
+    """The names of values, down to the objects: what holds no tensors is one value, however much is in it."""
+    above = _above(targets)
+    left = list(extra.items())
+    while left:
+        name, value = left.pop()
+        if name in above and isinstance(value, Mapping) and value:
+            left += [(f"{name}.{key}", one) for key, one in value.items()]
+        else:
+            yield name
+
+
+def _above(targets: Mapping[str, Target]) -> set[str]:
+    """What leads to the targets."""
+    return {path[:at] for path in targets for at, char in enumerate(path) if char == "."}
+
+
 def _others(names: Iterable[str], targets: Mapping[str, Target]) -> dict[str, None]:
     """Where the names lead that belong to none of the targets: to the first key that no target has."""
-    above = {path[:at] for path in targets for at, char in enumerate(path) if char == "."}
+    above = _above(targets)
     found: dict[str, None] = {}
     for name in names:
         parts = name.split(".")
@@ -68,10 +85,20 @@ def _others(names: Iterable[str], targets: Mapping[str, Target]) -> dict[str, No
     return found
 
 
+def _module_state(checkpoint: Checkpoint, path: str) -> Checkpoint | Mapping[str, Any]:
+    try:
+        return checkpoint.select(path)
+    except KeyNotFoundError:
+        state = checkpoint.value(path)
+        if state == {}:  # it had nothing to save, as a loss function
+            return {}
+        raise
+
+
 def _part(checkpoint: Checkpoint, path: str, target: Target) -> Part | None:
     try:
         if target.kind == MODULE:
-            return Part(MODULE, checkpoint.select(path))
+            return Part(MODULE, _module_state(checkpoint, path))
         value = checkpoint.value(path)
     except KeyNotFoundError:
         return None
