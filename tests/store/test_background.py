@@ -265,6 +265,44 @@ def test_the_end_of_a_program_says_what_was_not_saved(tmp_path: Path, end: str) 
     assert not litter(tmp_path)
 
 
+CHILD = """
+import multiprocessing, sys, torch, modelstate as ms
+from modelstate.write import system
+def fail(descriptor):
+    raise OSError(28, "no space left")
+def child(path, fails):
+    store = ms.Store(path)
+    store.save(1, {"state": torch.ones(3)})
+    if fails:
+        system.fsync = fail
+    store.save(2, {"state": torch.zeros(3)}, block=False)
+if __name__ == "__main__":
+    _, path, method, fails, is_used = sys.argv
+    if is_used == "True":
+        ms.Store(path + "-mine").save(1, {"state": torch.ones(3)}, block=False).result()
+    process = multiprocessing.get_context(method).Process(target=child, args=(path, fails == "True"))
+    process.start()
+    process.join()
+"""
+
+
+@pytest.mark.parametrize("is_used", [True, False])
+@pytest.mark.parametrize("fails", [True, False])
+@pytest.mark.parametrize("method", ["fork", "forkserver", "spawn"])
+def test_the_end_of_a_child_says_what_was_not_saved(tmp_path: Path, method: str, fails: bool, is_used: bool) -> None:
+    script = tmp_path / "script.py"  # the other methods import it
+    script.write_text(CHILD)
+    done = subprocess.run(
+        [sys.executable, script, tmp_path / "store", method, str(fails), str(is_used)],
+        stderr=subprocess.PIPE,
+        text=True,
+        timeout=120,
+        check=True,
+    )
+    assert done.stderr.count("modelstate: step 2 was not saved: ") == fails, done.stderr
+    assert ms.Store(tmp_path / "store").verify() == ({1: ""} if fails else {1: "", 2: ""})
+
+
 @pytest.mark.parametrize("block", [True, False])
 def test_a_save_at_the_very_end(tmp_path: Path, block: bool) -> None:
     code = """

@@ -149,7 +149,7 @@ def test_a_module_without_tensors_still_has_to_be_there(tmp_path: Path) -> None:
     ms.save({"model": nn.Linear(2, 2), "of": {"loss": nn.MSELoss(), "step": 3}}, path)
     with pytest.raises(MissingObjectError, match="other"):
         ms.restore({"model": nn.Linear(2, 2), "of": {"loss": nn.MSELoss(), "step": 0}, "other": nn.MSELoss()}, path)
-    with pytest.raises(UnexpectedObjectError, match="of.step"):
+    with pytest.raises(UnexpectedObjectError, match=r"of\.step"):
         ms.restore({"model": nn.Linear(2, 2), "of": {"loss": nn.MSELoss()}}, path)
-    with pytest.raises(PlanError, match="of.loss.weight"):
+    with pytest.raises(PlanError, match=r"of\.loss\.weight"):
         ms.restore({"model": nn.Linear(2, 2), "of": {"loss": nn.Linear(1, 1), "step": 0}}, path)

@@ -6,6 +6,8 @@ import sys
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
+from multiprocessing import parent_process
+from multiprocessing.util import Finalize
 from typing import Any
 
 from modelstate.errors import SaveTimeoutError
@@ -118,6 +120,8 @@ class PendingSave:
             _unheard.discard(self)
         except BaseException as error:
             self._error = error
+            if _said_at_exit == os.getpid():
+                self._say_if_lost()  # nobody else will
         finally:
             self._write = None  # and with it the state, and the store
             self._over.set()
@@ -131,6 +135,10 @@ class PendingSave:
 _unheard: set[PendingSave] = set()
 """Those that are being written, and those that have failed and nobody knows it: kept until somebody does."""
 _watching_exit = False
+_watching_exit_of_child = 0
+"""The process of multiprocessing that does."""
+_said_at_exit = 0
+"""The process of multiprocessing that has said what was lost."""
 
 
 def _watch_exit() -> None:
@@ -139,12 +147,23 @@ def _watch_exit() -> None:
     The wait comes before Python's own for its threads: after that no thread pool takes work any more, and a save that
     is still going on would fail.
     """
-    global _watching_exit
+    global _watching_exit, _watching_exit_of_child
     if not _watching_exit:
         _watching_exit = True
         atexit.register(_say_what_was_lost)
         before_threads_are_joined: Any = threading._register_atexit  # type: ignore[attr-defined]
         before_threads_are_joined(_wait_for_all)
+    if parent_process() is not None and _watching_exit_of_child != os.getpid():
+        # Where they are forked, such processes end by os._exit, before which atexit is not asked.
+        _watching_exit_of_child = os.getpid()
+        Finalize(None, _end_child, exitpriority=-1000)
+
+
+def _end_child() -> None:
+    global _said_at_exit
+    _wait_for_all()
+    _said_at_exit = os.getpid()
+    _say_what_was_lost()
 
 
 def _wait_for_all() -> None:
@@ -156,3 +175,4 @@ def _wait_for_all() -> None:
 def _say_what_was_lost() -> None:
     for pending in list(_unheard):
         pending._say_if_lost()
+        _unheard.discard(pending)  # once is enough
