@@ -278,6 +278,30 @@ def test_a_forked_child_can_be_ended(handlers: None) -> None:
         assert not deadline.reached
 
 
+def test_a_forked_child_does_not_end_by_a_signal_to_all(handlers: None) -> None:
+    with ms.Deadline(since="now"):
+        child = os.fork()
+        if child == 0:
+            os.kill(os.getpid(), signal.SIGUSR1)
+            os._exit(7)
+        _, status = os.waitpid(child, 0)
+        assert os.waitstatus_to_exitcode(status) == 7
+
+
+def test_a_forked_child_has_the_handler_that_was_there(handlers: None) -> None:
+    before = signal.signal(signal.SIGUSR1, lambda *_: os._exit(9))
+    try:
+        with ms.Deadline(since="now"):
+            child = os.fork()
+            if child == 0:
+                os.kill(os.getpid(), signal.SIGUSR1)
+                os._exit(7)
+            _, status = os.waitpid(child, 0)
+            assert os.waitstatus_to_exitcode(status) == 9
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+
+
 LOOP = """
 import sys, time
 import modelstate as ms

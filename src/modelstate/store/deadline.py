@@ -19,6 +19,8 @@ _SHARE = 0.05
 _SKEW_SECONDS = 60.0
 _NOT_CAUGHT = ("SIGKILL", "SIGSTOP", "SIGSEGV", "SIGBUS", "SIGFPE", "SIGILL", "SIGCHLD")
 """Signals that cannot be caught, or that do not ask for an end."""
+_ENDS_CHILDREN = (signal.SIGTERM, signal.SIGINT, signal.SIGQUIT)
+"""By the first, `multiprocessing` ends workers, and waits until they have: a child must never pass it over."""
 
 
 class Deadline:
@@ -34,8 +36,10 @@ class Deadline:
 
     As a context manager it takes `signals`: the first one makes `reached` true, and the loop goes on until it asks.
     Nothing else happens, so a second one does not end a save; only a second SIGINT does what it did before. The
-    handlers that were there before are not called; they are put back at the end, and in forked children. Signals can be
-    taken in the main thread alone: entering it in another one raises `OptionError`; `signals=()` takes none.
+    handlers that were there before are not called; they are put back at the end. Forked children, as the workers of a
+    data loader, do not end by a signal that comes to all of the process group; only by SIGTERM, SIGINT and SIGQUIT, for
+    by these their parent ends them. Signals can be taken in the main thread alone: entering it in another one raises
+    `OptionError`; `signals=()` takes none.
 
     Raises `OptionError` for arguments that mean nothing.
     """
@@ -147,9 +151,10 @@ class Deadline:
 
     def _receive(self, number: int, frame: FrameType | None) -> None:
         if os.getpid() != self._owner:
-            # A forked child, as a worker that its parent wants to end: it has no loop that asks.
-            self._put_one_back(number)
-            os.kill(os.getpid(), number)
+            # A forked child, as a worker of a data loader: it has no loop that asks.
+            if number in _ENDS_CHILDREN or callable(self._previous[number]):
+                self._put_one_back(number)
+                os.kill(os.getpid(), number)
             return
         self._received = self._received or number
         if number == signal.SIGINT:
