@@ -156,4 +156,11 @@ def test_options(tmp_path: Path) -> None:
     for bad in ({"steps": 0}, {"save_every": 0}, {"deadline": 4}, {"steps": True}):
         with pytest.raises(OptionError):
             ms.resumable(store, objects(), **{"steps": 1, "save_every": 1, **bad})
-    assert not list(tmp_path.iterdir())
+    with pytest.raises(OptionError, match="allow_missing") as caught:
+        ms.resumable(store, objects(), steps=1, save_every=1, allow_mising=["x"])
+    assert (caught.value.expected, caught.value.found) == ("allow_missing", "allow_mising")
+    for bad in ({"nope": 1}, {"self": 1}):
+        with pytest.raises(OptionError):
+            ms.resumable(store, objects(), steps=1, save_every=1, **bad)
+    assert list(ms.resumable(ms.Store(tmp_path / "of"), {"a": 1}, steps=1, save_every=1, allow_missing=["x"])) == [0]
+    assert not any(path.name != "of" for path in tmp_path.iterdir())

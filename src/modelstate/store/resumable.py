@@ -1,14 +1,18 @@
 """`modelstate.resumable`: a training loop that may be killed at any time."""
 
+import inspect
 import time
 import warnings
 from collections.abc import Iterator, Mapping
 from typing import Any
 
 from modelstate.errors import OptionError, SaveFailedWarning, WriteFailedError
+from modelstate.plan.matching import nearest
 from modelstate.store.deadline import Deadline
 from modelstate.store.saving import PendingSave, SavedStep
 from modelstate.store.store import RestoredStep, Store
+
+_RESTORING = tuple(inspect.signature(Store.restore).parameters)[2:]
 
 
 class Resumable:
@@ -136,5 +140,12 @@ def resumable(
             raise OptionError(f"{name}= is a number of steps", expected="an int, 1 or more", found=repr(value))
     if deadline is not None and not isinstance(deadline, Deadline):
         raise OptionError("deadline= says when to end", expected="a modelstate.Deadline", found=repr(deadline))
+    for name in restoring:  # now, not when there is something to restore
+        if name not in _RESTORING:
+            raise OptionError(
+                "no option of Store.restore, which takes the further ones",
+                expected=nearest(name, _RESTORING) or ", ".join(_RESTORING),
+                found=name,
+            )
     restored = store.restore(objects, **restoring) if store.infos() else None
     return Resumable(store, objects, steps, save_every, deadline, block, restored)
