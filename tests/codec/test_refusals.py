@@ -102,6 +102,11 @@ def quantized() -> torch.Tensor:
         return torch.quantize_per_tensor(torch.ones(2), 1.0, 0, torch.qint8)
 
 
+def nested() -> torch.Tensor:
+    with warnings.catch_warnings(action="ignore"):
+        return torch.nested.nested_tensor([torch.ones(2), torch.ones(3)])
+
+
 REFUSED = {
     "object": (Plain(), "Plain"),
     "class": (Plain, "type"),
@@ -122,6 +127,7 @@ REFUSED = {
     "own factory": (defaultdict(lambda: 0), "factory"),
     "meta": (torch.empty(2, device="meta"), "meta device"),
     "sparse": (torch.ones(2, 2).to_sparse(), "sparse_coo"),
+    "nested": (nested(), "nested tensor"),
     "quantized": (quantized(), "quantized"),
     "tensor subclass": (torch.ones(2).as_subclass(SubTensor), "SubTensor"),
     "no memory": (emptied(), "memory has been given back"),

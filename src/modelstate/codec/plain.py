@@ -13,6 +13,8 @@ def why_not_plain(tensor: torch.Tensor) -> str:
         return "a tensor on the meta device, which has no values"
     if tensor.layout is not torch.strided:
         return f"a tensor of the layout {tensor.layout}"
+    if tensor.is_nested:
+        return "a nested tensor"
     if tensor.is_quantized:
         return "a quantized tensor"
     last = sum((size - 1) * step for size, step in zip(tensor.shape, tensor.stride(), strict=True))
