@@ -1,7 +1,10 @@
-"""The program that is served: MiniLM as an encoder of sentences, from one exported graph."""
+"""The program that is served: MiniLM as an encoder of sentences, exported, or compiled as well."""
 
+import tempfile
+import weakref
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
@@ -45,17 +48,32 @@ def sample() -> tuple[torch.Tensor, torch.Tensor]:
     return ids, (ids != 0).long()
 
 
-def _exported(module: nn.Module, limits: Limits) -> ms.Live:
+def _sizes(limits: Limits) -> tuple[dict[int, Any], dict[int, Any]]:
+    """Which sizes of the inputs are free, and how large they get."""
     sizes = {
         0: torch.export.Dim("texts", min=1, max=limits.texts),
         1: torch.export.Dim("tokens", min=2, max=limits.tokens),
     }
+    return sizes, sizes
+
+
+def _exported(module: nn.Module, limits: Limits) -> ms.Live:
     with torch.no_grad():
-        program = torch.export.export(module, sample(), dynamic_shapes=(sizes, sizes))
+        program = torch.export.export(module, sample(), dynamic_shapes=_sizes(limits))
     return ms.Live(program, names=ms.NameMap.of(module))
 
 
-KINDS: dict[str, Callable[[nn.Module, Limits], ms.Live]] = {"exported": _exported}
+def _aoti(module: nn.Module, limits: Limits) -> ms.Live:
+    """Compiled at the start, by the machine that it serves on."""
+    folder = tempfile.TemporaryDirectory(prefix="modelstate-serve-")
+    path = Path(folder.name) / "encoder.pt2"
+    ms.export(module, sample(), path, kind="aoti", dynamic_shapes=_sizes(limits))
+    made = ms.Live(path)
+    weakref.finalize(made, folder.cleanup)  # the first swap loads the file once more
+    return made
+
+
+KINDS: dict[str, Callable[[nn.Module, Limits], ms.Live]] = {"exported": _exported, "aoti": _aoti}
 
 
 def live(kind: str, folder: Path, checkpoint: Path, limits: Limits) -> ms.Live:

