@@ -266,7 +266,7 @@ def swap(found: Found) -> Reached:
 def request(found: Found) -> Reached:
     """Against the bare call of the same process."""
     conditions, words = [], []
-    for kind, bare, most in (("eager", live.MODULE, 20e-6), ("exported", live.PROGRAM, 0.0)):
+    for kind, bare, most in (("eager", live.MODULE, 20e-6), ("exported", live.BARE["exported"], 0.0)):
         key = f"live/request/{kind}"
         one, other = _seconds(found, key, live.LIVE.format(kind)), _seconds(found, key, bare)
         conditions.append((one - other <= most, f"{kind} {(one - other) * 1e6:+.1f} µs"))

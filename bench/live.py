@@ -9,12 +9,13 @@ import torch
 from torch import nn
 
 import modelstate as ms
-from bench.torture import target_of
+from bench.torture import aoti_package, target_of
 from modelstate.cli.measure import Stages
 
 MEMCPY = "memcpy of the weights"
 STAGED, FLIP, ROLLBACK = "swap, {}: staging", "swap, {}: all the rest", "rollback, {}"
-MODULE, PROGRAM = "the module", "ExportedProgram.module()"
+BARE = {"exported": "ExportedProgram.module()", "aoti": "aoti_load_package(path)"}
+MODULE = "the module"
 LIVE, ANSWER, PINNED = "live(x), {}", "live.answer(x), {}", "with live.pin() as v: v(x), {}"
 GRAPH = "the lifted graph alone"
 _SWAPS, _ROUNDS, _CALLS = 5, 40, 50
@@ -70,7 +71,7 @@ def request(kind: str) -> None:
             v(x)
 
     ways: dict[str, Callable[[], Any]] = {
-        MODULE if kind != "exported" else PROGRAM: _bare(kind, target, x),
+        BARE.get(kind, MODULE): _bare(kind, target, module, x),
         LIVE.format(kind): lambda: live(x),
         ANSWER.format(kind): lambda: live.answer(x),
         PINNED.format(kind): pinned,
@@ -92,6 +93,11 @@ def request(kind: str) -> None:
         stages.end(name, seconds=statistics.median(seconds), nbytes=0)
 
 
-def _bare(kind: str, target: Any, x: torch.Tensor) -> Callable[[], Any]:
+def _bare(kind: str, target: Any, module: nn.Module, x: torch.Tensor) -> Callable[[], Any]:
+    if kind == "aoti":
+        target = aoti_package(str(target))
+        target.load_constants(
+            {name: value.detach() for name, value in module.named_parameters()}, check_full_update=True
+        )
     call = target.module() if kind == "exported" else target
     return lambda: call(x)

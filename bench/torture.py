@@ -3,9 +3,11 @@
 All weights of version k are k, and so is every element of a right answer.
 """
 
+import tempfile
 import threading
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -21,6 +23,7 @@ LAYERS, WIDTH, ROWS = 8, 128, 32
 Request = Callable[[], tuple[int, torch.Tensor]]
 """What a reader does: the version that has answered, -1 where nothing is known of versions, and the answer."""
 Swap = Callable[[int], object]
+_FOLDERS: list[tempfile.TemporaryDirectory[str]] = []
 
 
 class Constant(nn.Module):
@@ -39,9 +42,25 @@ class Constant(nn.Module):
 
 def target_of(kind: str, module: nn.Module, x: torch.Tensor) -> Any:
     """What is served of a module."""
+    if kind == "aoti":
+        path = _folder() / "program.pt2"
+        ms.export(module, (x,), path, kind="aoti")
+        return path
     if kind == "compiled":
         return torch.compile(module, backend="aot_eager")
     return torch.export.export(module, (x,)) if kind == "exported" else module
+
+
+def _folder() -> Path:
+    """For a package. It is there until the process ends."""
+    made = tempfile.TemporaryDirectory(prefix="modelstate-bench-")
+    _FOLDERS.append(made)
+    return Path(made.name)
+
+
+def aoti_package(path: str) -> Any:
+    """As torch loads it: without weights, which have to come in before it is called."""
+    return torch._inductor.aoti_load_package(path)
 
 
 def live(kind: str, mode: Any, calls: int) -> tuple[Request, Swap]:
@@ -72,11 +91,25 @@ def functional() -> tuple[Request, Swap]:
     return request, lambda k: current.__setitem__(0, module.weights(k))
 
 
-KINDS = ("eager", "compiled", "exported")
+def load_constants(calls: int) -> tuple[Request, Swap]:
+    """AOTInductor's own way: all weights at once, into the package that answers."""
+    module, x = Constant(), torch.ones(ROWS, WIDTH)
+    package = aoti_package(str(target_of("aoti", module, x)))
+
+    def swap(k: int) -> None:
+        package.load_constants(module.weights(k), check_full_update=True)
+
+    swap(1)
+    return lambda: (-1, torch.cat([package(x) for _ in range(calls)])), swap
+
+
+KINDS = ("eager", "compiled", "exported", "aoti")
 STOCK: dict[str, Callable[[], tuple[Request, Swap]]] = {
     "load_state_dict, in place": lambda: in_place(False),
     "load_state_dict, assign=True": lambda: in_place(True),
     "functional_call, one module for all threads": functional,
+    "AOTInductor, load_constants": lambda: load_constants(1),
+    "AOTInductor, load_constants, 2 calls a request": lambda: load_constants(2),
 }
 WAYS: dict[str, Callable[[], tuple[Request, Swap]]] = {
     **{f"modelstate.Live, {kind}": lambda kind=kind: live(kind, "available", 1) for kind in KINDS},

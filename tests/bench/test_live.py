@@ -7,6 +7,7 @@ from bench.live import MEMCPY
 from bench.live_sections import measure
 from bench.run import Runner
 from bench.sizes import QUICK, Sizes
+from tests.live.packages import needs_a_compiler
 
 
 def test_the_readers_see_what_is_torn() -> None:
@@ -18,6 +19,15 @@ def test_the_readers_see_what_is_torn() -> None:
         if seen.torn:
             break
     assert seen.torn
+
+
+def test_packages_are_swapped_in_every_way() -> None:
+    needs_a_compiler()
+    for way in (name for name in torture.WAYS if "aoti" in name or "AOTInductor" in name):
+        request, swap = torture.WAYS[way]()
+        for k in (2, 3):
+            swap(k)
+            assert bool((request()[1] == k).all()), way
 
 
 def test_the_readers_see_errors_and_versions_that_are_not_named() -> None:

@@ -161,7 +161,7 @@ def serving(ours: float) -> dict[str, Measured]:
     ways = {name: requests(50 if name in torture.STOCK else int(ours)) for name in torture.WAYS}
     swaps = {live.MEMCPY: one} | {row.format(kind): one for row in (live.STAGED, live.FLIP) for kind in torture.KINDS}
     found = {"live/torn": table_of("live/torn", ways, "torture"), "live/swap": table_of("live/swap", swaps, "swap")}
-    for kind, bare in (("eager", live.MODULE), ("exported", live.PROGRAM)):
+    for kind, bare in (("eager", live.MODULE), ("exported", live.BARE["exported"])):
         rows = {bare: one_run(0.1 / 100, 1), live.LIVE.format(kind): one}
         found[f"live/request/{kind}"] = table_of(f"live/request/{kind}", rows, "request")
     return found
