@@ -17,7 +17,7 @@ from modelstate.place.load import Source, load, plan
 from modelstate.place.report import Report
 from modelstate.plan.explain import plan_error
 from modelstate.plan.matching import matching_part
-from modelstate.plan.problems import Unexpected
+from modelstate.plan.problems import Missing, Problem, Unexpected
 from modelstate.plan.rules.chain import check_rules, renamed_by
 from modelstate.plan.rules.rule import Rule
 from modelstate.plan.rules.schema import Schema
@@ -25,6 +25,11 @@ from modelstate.read.open import open as open_checkpoint
 
 Buffers = Literal["carry", "reset"]
 State = Callable[[], Mapping[str, torch.Tensor]]
+
+_REMEDIES: dict[type[Problem], str] = {
+    Missing: "take a checkpoint that has them: a version has all of its weights. rules=[...] can make what is computed",
+    Unexpected: "if they are not needed: rules=[modelstate.Ignore(name)]",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,7 +103,7 @@ class Incoming:
 
     @contextmanager
     def _refused(self) -> Iterator[None]:
-        """Where a target has a reason of its own for names that are too many, it is that which is raised."""
+        """Errors of a swap: with its own remedies, and the target's own reason for names that are too many."""
         try:
             yield
         except PlanError as error:
@@ -106,7 +111,7 @@ class Incoming:
             only = len(names) == len(error.problems)
             own = self._target.refused(names) if only else None
             if own is None:
-                raise
+                raise plan_error(self._target.name, self.source, list(error.problems), _REMEDIES) from None
             raise own from error
 
     def _check_loaded(self, report: Report, filled: nn.Module, serving: State) -> None:

@@ -1,6 +1,6 @@
 """Problems as text: grouped by their cause, a few lines each, with what to do next."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 from modelstate.errors import ModelCodeError, ModelStateError, PlanError
@@ -18,23 +18,29 @@ def grouped(problems: Sequence[Problem]) -> list[tuple[type[Problem], list[Probl
     return list(groups.items())
 
 
-def explain(problems: Sequence[Problem]) -> str:
-    """All problems on a screen."""
+def explain(problems: Sequence[Problem], remedies: Mapping[type[Problem], str] | None = None) -> str:
+    """All problems on a screen; `remedies` are those that are others than the problems' own."""
     lines = []
     for cause, members in grouped(problems):
         lines.append(f"  {cause.title} ({len(members)}):")
         lines += [f"    {problem.line()}" for problem in members[:_SHOWN]]
         if len(members) > _SHOWN:
             lines.append(f"    ... and {len(members) - _SHOWN} more")
-        lines += [f"    to do: {cause.remedy}", f"    more: modelstate explain {cause.page}"]
+        lines += [
+            f"    to do: {(remedies or {}).get(cause, cause.remedy)}",
+            f"    more: modelstate explain {cause.page}",
+        ]
     return "\n".join(lines)
 
 
-def plan_error(target: str, source: str, problems: Sequence[Problem]) -> PlanError:
+def plan_error(
+    target: str, source: str, problems: Sequence[Problem], remedies: Mapping[type[Problem], str] | None = None
+) -> PlanError:
     """The error that a plan with problems raises."""
     noun = "problem" if len(problems) == 1 else "problems"
     return PlanError(
-        f"cannot load {source} into {target}; nothing has been changed. {len(problems)} {noun}:\n{explain(problems)}",
+        f"cannot load {source} into {target}; nothing has been changed. {len(problems)} {noun}:\n"
+        f"{explain(problems, remedies)}",
         problems=problems,
     )
 
