@@ -575,3 +575,19 @@ def test_files_are_verified_before_anything_is_put_in_place(tmp_path: Any) -> No
     with pytest.raises(errors.ChecksumError):
         restore_objects({"model": target}, {"model": Part("module", ms.open(path))}, verify=True)
     assert all(torch.equal(a, b) for a, b in zip(before.values(), target.state_dict().values(), strict=True))
+
+
+def test_what_allows_parameters_that_are_new_or_gone_is_named() -> None:
+    def of(*frozen: int) -> dict[str, Any]:
+        model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2), nn.Linear(2, 2, bias=False))
+        for number in frozen:
+            model[number].requires_grad_(False)
+        return {"m": model, "o": torch.optim.SGD([p for p in model.parameters() if p.requires_grad], momentum=0.9)}
+
+    saved = captured(of(1)).parts
+    with pytest.raises(errors.OptimizerStateError) as caught:
+        restore_objects(of(0, 2), saved)
+    allowed = {"allow_missing": ["o.m.1.*"], "allow_unexpected": ["o.m.0.*", "o.m.2.weight"]}
+    for option, patterns in allowed.items():
+        assert f"{option}={patterns}" in str(caught.value.remedy)
+    restore_objects(of(0, 2), saved, **allowed)  # type: ignore[arg-type]

@@ -196,25 +196,50 @@ class _Restoring:
                     target.it.set_state(self._sources[path].tree)
 
     def _load_optimizer(self, path: str, optimizer: torch.optim.Optimizer) -> None:
-        with code_of(path, "its state cannot be loaded; nothing has been changed"), _remedy_for(path):
+        lacking: list[str] = []
+        over: list[str] = []
+
+        def asked(patterns: Patterns, refused: list[str], name: str) -> bool:
+            is_allowed = patterns.allow(f"{path}.{name}")
+            if not is_allowed:
+                refused.append(f"{path}.{name}")
+            return is_allowed
+
+        with code_of(path, "its state cannot be loaded; nothing has been changed"), _remedy_for(path, lacking, over):
             load_by_name(
                 self.modules,
                 optimizer,
                 self._sources[path].tree,
                 rules=self._rules,
-                may_miss=lambda name: self._may_miss.allow(f"{path}.{name}"),
-                may_exceed=lambda name: self._may_exceed.allow(f"{path}.{name}"),
+                may_miss=partial(asked, self._may_miss, lacking),
+                may_exceed=partial(asked, self._may_exceed, over),
             )
 
 
 @contextmanager
-def _remedy_for(path: str) -> Iterator[None]:
+def _remedy_for(path: str, lacking: list[str], over: list[str]) -> Iterator[None]:
     """Here it is patterns that allow something to be missing."""
     try:
         yield
     except OptimizerStateError as error:
-        error.remedy = str(error.remedy).replace("allow_missing=True", f'allow_missing=["{path}.NAME"]')
+        if lacking or over:
+            remedies = ["give the rules by which the model's names have changed: rules=[...]"]
+            if lacking:
+                remedies.append(f"for parameters that are new: allow_missing={_patterns(lacking)!r}")
+            if over:
+                remedies.append(f"for those that are gone or frozen: allow_unexpected={_patterns(over)!r}")
+            error.remedy = "; ".join(remedies)
+        else:
+            error.remedy = str(error.remedy).replace("allow_missing=True", f'allow_missing=["{path}.NAME"]')
         raise
+
+
+def _patterns(names: list[str]) -> list[str]:
+    """One for what stands side by side."""
+    beside: dict[str, set[str]] = {}
+    for name in names:
+        beside.setdefault(name.rpartition(".")[0], set()).add(name)
+    return [above + ".*" if len(several) > 1 else min(several) for above, several in beside.items()]
 
 
 def _checked(saved: Mapping[str, Part]) -> Mapping[str, Part]:
