@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 from torch import nn
 
 import modelstate as ms
-from modelstate.errors import PlanError, UnknownClassError
+from modelstate.errors import MemoryBudgetError, PlanError, UnknownClassError
 from modelstate.read.safetensors import DTYPES
 from modelstate.spec import StoredTensor
 from modelstate.write import blocks
@@ -319,3 +319,28 @@ def test_what_changes_while_it_is_written_is_torn_at_worst(tmp_path: Path) -> No
     finally:
         over.set()
         changing.join()
+
+
+@pytest.mark.parametrize("before", [None, 8])
+@pytest.mark.parametrize("after", [None, 8])
+def test_who_could_not_read_the_old_one_cannot_read_the_new_one(
+    tmp_path: Path, before: int | None, after: int | None
+) -> None:
+    state = {"a": torch.ones(2), "b": torch.zeros(2)}
+    ms.save(state, tmp_path / "x", shard_size_bytes=before)
+    for file in tmp_path.iterdir():
+        file.chmod(0o600)
+    state["a"] += 1
+    ms.save(state, tmp_path / "x", shard_size_bytes=after)
+    assert {file.stat().st_mode & 0o777 for file in tmp_path.iterdir()} == {0o600}
+    ms.save(state, tmp_path / "y", format="torch")
+    (tmp_path / "y").chmod(0o640)
+    ms.save(state, tmp_path / "y", format="torch")
+    assert (tmp_path / "y").stat().st_mode & 0o777 == 0o640
+
+
+def test_a_torch_file_names_the_tensor_that_needs_memory(tmp_path: Path) -> None:
+    ms.save({"model": {"w": torch.ones(64, 64)}}, tmp_path / "x")
+    with pytest.raises(MemoryBudgetError) as caught:
+        ms.convert_checkpoint(tmp_path / "x", tmp_path / "y", format="torch", max_memory_bytes=1000)
+    assert caught.value.where == f"{tmp_path / 'y'}: model.w"

@@ -14,6 +14,7 @@ import fcntl
 import os
 import re
 import secrets
+import stat
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
 
@@ -52,9 +53,18 @@ def unfinished_file(path: str) -> Iterator[Output]:
         with alone_in(os.path.dirname(path)):
             clear(path)
             output = opened.enter_context(new_file(_beside(path)))
+            keep_mode(output, path)
             with _but_for_no_locks():  # where there are none, nothing is ever taken away
                 fcntl.flock(output.descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         yield output
+
+
+def keep_mode(output: Output, path: str) -> None:
+    """Whoever may not read the file at a path may not read the one that replaces it, where there are such rights."""
+    with suppress(OSError):
+        there = os.lstat(path)
+        if stat.S_ISREG(there.st_mode):
+            os.fchmod(output.descriptor, there.st_mode & 0o777)
 
 
 def part_of(unfinished: Output, number: int) -> str:

@@ -11,7 +11,7 @@ from modelstate.errors import UnsavableError
 from modelstate.read.manifest import KEY, check_size
 from modelstate.read.sharded import INDEX_SUFFIX
 from modelstate.write import system
-from modelstate.write.atomic import alone_in, check, is_at, part_of, put_durably, unfinished_file
+from modelstate.write.atomic import alone_in, check, is_at, keep_mode, part_of, put_durably, unfinished_file
 from modelstate.write.draft import Draft
 from modelstate.write.files import Output, new_file, remove_all, sync_directory, write_errors
 from modelstate.write.safetensors import Layout, layout, nbytes_of, write
@@ -52,6 +52,8 @@ def write_file(path: str, write_to: Callable[[Output], object], *, overwrite: bo
     """
     check_both(path, overwrite)
     with write_errors(path), unfinished_file(path) as output:
+        if not os.path.lexists(path):
+            keep_mode(output, path + INDEX_SUFFIX)
         write_to(output)
         output.sync()
         with alone_in(os.path.dirname(path)):
@@ -101,9 +103,11 @@ def _write_shards(
     sizes: list[int] = []
     check_both(path, overwrite)
     with write_errors(path), unfinished_file(path) as output, _litter(output, index) as litter:
+        keep_mode(output, index)
         for number, group in enumerate(groups, 1):
             litter.append(part_of(output, number))
             with new_file(litter[-1]) as shard:
+                keep_mode(shard, output.path)
                 written = write(shard, layout(group, lambda _: said), threads)
             digests |= written.digests
             contents.append(written.content)

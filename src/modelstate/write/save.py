@@ -103,6 +103,13 @@ def target_path(path: object) -> str:
     given = os.fspath(path) if isinstance(path, str | os.PathLike) else path
     if not isinstance(given, str):
         raise SaveTargetError("a file is saved to a path", expected="a str or a pathlib.Path", found=repr(path)[:80])
+    if given.endswith(os.sep):
+        raise SaveTargetError(
+            "a file cannot be put here",
+            where=given[:200],
+            found="the path of a directory, as it ends with a slash",
+            remedy="give the path of a file",
+        )
     try:
         return local_path(given)
     except SourceTypeError as error:

@@ -55,13 +55,16 @@ def _all_here(state: Mapping[Any, Any], path: str, max_memory_bytes: int | None)
     name any more when they are shown.
     """
     found: dict[object, Later] = {}
-    _collect(state, found)
+    names: dict[object, str] = {}
+    for name, one in _later_in(state):
+        found.setdefault(one.key, one)
+        names.setdefault(one.key, name)
     if not found:
         yield state
         return
     # Those with wide elements first, so that all lie at multiples of their element's size.
     several = sorted(found.items(), key=lambda item: -item[1].itemsize)
-    threads = threads_within({str(key): one for key, one in several}, max_memory_bytes, path)
+    threads = threads_within({names[key]: one for key, one in several}, max_memory_bytes, path)
     end = sum(nbytes_of(one) for _, one in several)
     with write_errors(path), unfinished_file(path) as output:
         output.reserve(end)
@@ -79,21 +82,19 @@ def _all_here(state: Mapping[Any, Any], path: str, max_memory_bytes: int | None)
     yield _put(state, made)
 
 
-def _collect(node: Any, found: dict[object, Later]) -> None:
+def _later_in(node: Any, name: str = "") -> Iterator[tuple[str, Later]]:
     if isinstance(node, Later):
-        found.setdefault(node.key, node)
+        yield name, node
     elif is_container(node):
-        for one in node.values() if isinstance(node, Mapping) else node:
-            _collect(one, found)
+        for key, one in node.items() if isinstance(node, Mapping) else enumerate(node):
+            yield from _later_in(one, f"{name}.{key}" if name else str(key))
 
 
 def _put(node: Any, made: Mapping[object, torch.Tensor]) -> Any:
     """A copy of the containers with tensors in them."""
     if isinstance(node, Later):
         return made[node.key]
-    found: dict[object, Later] = {}
-    _collect(node, found)
-    if not found:
+    if next(_later_in(node), None) is None:
         return node
     if isinstance(node, Mapping):
         copy: Any = type(node)()
