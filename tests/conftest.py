@@ -1,11 +1,18 @@
 """What every test can use."""
 
+import signal
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from tests.real_files import FILES, path_of
+
+
+def pytest_configure() -> None:
+    """Tests interrupt themselves. A shell has what it runs in the background ignore that."""
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(scope="session")

@@ -59,15 +59,15 @@ def read(index_path: str, *, read_file: Callable[[str], Contents], allow: Sequen
         try:
             return _read(index_path, read_file, allow)
         except ModelStateError:
-            if before == _identity(index_path):
+            if _identity(index_path) in (before, ()):
                 raise
     return _read(index_path, read_file, allow)
 
 
 def _identity(path: str) -> tuple[int, ...]:
-    """Which file it is."""
+    """Which file it is; the same for all of which that cannot be told."""
     try:
-        found = system.stat(path)
+        found = os.stat(path)
     except OSError:
         return ()
     return found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns
