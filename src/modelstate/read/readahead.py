@@ -13,6 +13,7 @@ from contextlib import suppress
 from typing import Any
 
 from modelstate.errors import ReadFailedError
+from modelstate.read import system
 from modelstate.read.stamp import Stamp, open_unchanged
 from modelstate.spec import ByteRange
 
@@ -112,7 +113,7 @@ def _share_by_map(libc: Any, descriptor: int, first: int, end: int) -> float | N
     """
     try:
         # Written to by nobody; ctypes wants a buffer that could be.
-        with mmap.mmap(descriptor, end - first, access=mmap.ACCESS_COPY, offset=first) as shown:
+        with system.mmap(descriptor, end - first, mmap.MAP_PRIVATE, first) as shown:
             there = (ctypes.c_ubyte * -(-(end - first) // mmap.PAGESIZE))()
             begin = ctypes.c_char.from_buffer(shown)
             failed = libc.mincore(ctypes.c_void_p(ctypes.addressof(begin)), ctypes.c_size_t(end - first), there)

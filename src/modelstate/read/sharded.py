@@ -31,6 +31,7 @@ from modelstate.read import manifest, system
 from modelstate.read.digests import SEAL, check_seal
 from modelstate.read.json_text import JsonText, JsonTextError, RepeatedKeyError, quote
 from modelstate.read.source_file import SourceFile
+from modelstate.read.stamp import forget
 from modelstate.spec import Contents, Stored
 
 MAX_INDEX_BYTES = 100_000_000
@@ -39,6 +40,9 @@ WEIGHT_MAP = "weight_map"
 INDEX_SUFFIX = ".index.json"
 _MOST_SAID = 100
 _MOST_TRIES = 20
+
+_Index = tuple[dict[str, str], dict[str, str]]
+"""The names of the tensors, each with the name of its shard; and what `modelstate.save` says of them."""
 
 
 def matches(head: bytes, path: str) -> bool:
@@ -54,27 +58,33 @@ def read(index_path: str, *, read_file: Callable[[str], Contents], allow: Sequen
     are not those of the shards, `HeaderTooLargeError`, `UnsafePathError`, `MissingShardError`, `DuplicateNameError`,
     and what `read_file` raises. Where a save has put another index in its place meanwhile, that one is read.
     """
+    index = read_index(index_path)
     for _ in range(_MOST_TRIES):
-        before = _identity(index_path)
         try:
-            return _read(index_path, read_file, allow)
+            return _read(index_path, *index, read_file, allow)
         except ModelStateError:
-            if _identity(index_path) in (before, ()):
+            now = _read_again(index_path)
+            if now in (None, index):
                 raise
-    return _read(index_path, read_file, allow)
+            index = now
+    return _read(index_path, *index, read_file, allow)
 
 
-def _identity(path: str) -> tuple[int, ...]:
-    """Which file it is; the same for all of which that cannot be told."""
+def _read_again(index_path: str) -> _Index | None:
+    forget(index_path)
     try:
-        found = os.stat(path)
-    except OSError:
-        return ()
-    return found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns
+        return read_index(index_path)
+    except ModelStateError:
+        return None
 
 
-def _read(index_path: str, read_file: Callable[[str], Contents], allow: Sequence[object]) -> Contents:
-    weight_map, said = read_index(index_path)
+def _read(
+    index_path: str,
+    weight_map: dict[str, str],
+    said: dict[str, str],
+    read_file: Callable[[str], Contents],
+    allow: Sequence[object],
+) -> Contents:
     directory = os.path.dirname(index_path)
     shards = sorted(set(weight_map.values()))
     paths = safe_paths(index_path, directory, shards)
@@ -114,7 +124,7 @@ def read_weight_map(index_path: str) -> dict[str, str]:
     return read_index(index_path)[0]
 
 
-def read_index(index_path: str) -> tuple[dict[str, str], dict[str, str]]:
+def read_index(index_path: str) -> _Index:
     """The names of the tensors, each with the name of its shard; and what `modelstate.save` says of them."""
     with SourceFile(index_path) as file:
         if file.nbytes > MAX_INDEX_BYTES:

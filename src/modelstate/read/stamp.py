@@ -42,6 +42,13 @@ def note(path: str, status: os.stat_result) -> None:
         found.setdefault(path, _stamp(status))
 
 
+def forget(path: str) -> None:
+    """Has the next opening of a file count as the first one."""
+    found = _noted.get()
+    if found is not None:
+        found.pop(path, None)
+
+
 def stamps_of(paths: Iterable[str]) -> dict[str, Stamp]:
     """The stamps of files as they are now. Raises `ReadFailedError`."""
     try:

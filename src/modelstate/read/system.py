@@ -33,6 +33,6 @@ def preadv(descriptor: int, buffers: Sequence[memoryview], offset: int) -> int:
     return os.preadv(descriptor, buffers, offset)
 
 
-def mmap(descriptor: int, nbytes: int, flags: int) -> _mmap.mmap:
+def mmap(descriptor: int, nbytes: int, flags: int, offset: int = 0) -> _mmap.mmap:
     """`mmap.mmap`."""
-    return _mmap.mmap(descriptor, nbytes, flags=flags)
+    return _mmap.mmap(descriptor, nbytes, flags=flags, offset=offset)
