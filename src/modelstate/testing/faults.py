@@ -131,9 +131,9 @@ def _calls(faults: Faults) -> dict[str, Callable[..., Any]]:
         most = faults.met("preadv", path_of(descriptor), offset, sum(len(buffer) for buffer in buffers))
         return real_preadv(descriptor, buffers if most is None else first(buffers, most), offset)
 
-    def map(descriptor: int, nbytes: int, flags: int) -> mmap.mmap:
-        faults.met("mmap", path_of(descriptor), 0, nbytes)
-        return real_mmap(descriptor, nbytes, flags)
+    def map(descriptor: int, nbytes: int, flags: int, offset: int = 0) -> mmap.mmap:
+        faults.met("mmap", path_of(descriptor), offset, nbytes)
+        return real_mmap(descriptor, nbytes, flags, offset)
 
     return dict(zip(CALLS, (open, stat, fstat, pread, preadv, map), strict=True))
 
