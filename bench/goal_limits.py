@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 
-from bench import limits
+from bench import limits, saving
 
 Fastest = Callable[..., str]
 """The time of the fastest row of a table whose name begins so, in words: of its key, the beginning, and a stage."""
@@ -77,8 +77,8 @@ def _shards(fastest: Fastest) -> str:
 
 def _save(fastest: Fastest) -> str:
     return (
-        "The disk: a bare write of the same bytes with the same durability takes "
-        f"{fastest('save', 'bare write, 2 threads, with fsync')}, and twice as fast as `torch.save` would be faster "
+        "The disk: the fastest bare write of the same bytes with the same durability takes "
+        f"{fastest('save', saving.SYNCED)}, and twice as fast as `torch.save` would be faster "
         "than that."
     )
 

@@ -211,15 +211,21 @@ def shards(found: Found) -> Reached:
     return Reached(conditions, "; ".join(words))
 
 
+def fastest_bare_write(table: Measured) -> str:
+    """Its row, of those that are on the disk when they end."""
+    rows = [row for row in table.rows if row.startswith(saving.SYNCED)]
+    return min(rows, key=lambda row: _seconds({table.key: table}, table.key, row), default="")
+
+
 def save(found: Found) -> Reached:
     """With the same durability; beside it, what stock does not wait for."""
     ours, stock = "modelstate.save", "torch.save"
     synced = f"{stock}, then fsync"
     ratio, by = _against(found, "save", ours, synced)
-    bare = next((row for row in found["save"].rows if row.startswith("bare write") and row.endswith("fsync")), "")
+    bare = fastest_bare_write(found["save"]) if "save" in found else ""
     over = _seconds(found, "save", ours) / _seconds(found, "save", bare)
     return Reached(
-        [_atleast(ratio, 2, f"`{stock}` with fsync"), (over <= 1.2, f"{over:.2f}x a bare write with fsync")],
+        [_atleast(ratio, 2, f"`{stock}` with fsync"), (over <= 1.2, f"{over:.2f}x the fastest bare write with fsync")],
         f"{by}; {bare} {_ms(_seconds(found, 'save', bare))}; {stock} without fsync "
         f"{_ms(_seconds(found, 'save', stock))}",
     )

@@ -105,7 +105,7 @@ class Others:
         rows = {**found, **bare}
         words = (
             "A module in memory into a new folder. Those of modelstate are on the disk when they return; of the others "
-            "what the name says. A bare write is from touched memory into a file that has its size already."
+            "what the name says. A bare write is from touched huge pages into a file that has its size already."
         )
         title = f"Saving a decoder, {nbytes / 1e6:,.0f} MB"
         tables = [Measured("save", title, words, "save", {"": rows}, runner.runs, absent | failed)]

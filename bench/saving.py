@@ -21,7 +21,8 @@ from modelstate.cli.measure import Stages
 
 Save = Callable[[nn.Module, Path], None]
 
-BARE, BARE_SYNCED = "bare write, {} threads", "bare write, {} threads, with fsync"
+BARE, SYNCED = "bare write, {} threads", "bare write with fsync"
+BARE_SYNCED, BARE_DIRECT = f"{SYNCED}, {{}} threads", f"{SYNCED}, O_DIRECT, {{}} threads"
 _CHUNK_BYTES = 8 << 20
 
 
@@ -109,16 +110,18 @@ def timed_save(name: str, model: nn.Module, tiny: nn.Module, folder: Path) -> No
 
 def bare_writes(nbytes: int, folder: Path) -> None:
     """So many bytes of touched memory into a new file of the right size, by as many threads as there are processors."""
+    nbytes = -(-nbytes // _CHUNK_BYTES) * _CHUNK_BYTES
     memory = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    memory.madvise(mmap.MADV_HUGEPAGE)
     torch.frombuffer(memory, dtype=torch.uint8).fill_(1)
     count = len(os.sched_getaffinity(0))
     stages = Stages()
-    for name, sync in ((BARE, False), (BARE_SYNCED, True)):
+    for name, flag, sync in ((BARE, 0, False), (BARE_SYNCED, 0, True), (BARE_DIRECT, os.O_DIRECT, True)):
         path = folder / "bare"
         path.unlink(missing_ok=True)
         os.sync()
         begun = time.perf_counter()
-        _write(path, memoryview(memory), count, sync)
+        _write(path, memoryview(memory), count, flag, sync)
         stages.end(name.format(count), seconds=time.perf_counter() - begun, nbytes=nbytes)
     path.unlink()
     view = memoryview(memory).toreadonly()
@@ -147,8 +150,8 @@ def digests() -> dict[str, Callable[[memoryview], object]]:
     return found
 
 
-def _write(path: Path, view: memoryview, count: int, sync: bool) -> None:
-    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL)
+def _write(path: Path, view: memoryview, count: int, flag: int, sync: bool) -> None:
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | flag)
     os.posix_fallocate(descriptor, 0, len(view))
     chunks, lock = iter(range(0, len(view), _CHUNK_BYTES)), threading.Lock()
 

@@ -176,7 +176,7 @@ def test_a_file_that_ends_too_early(path: str, threads: int) -> None:
 
 
 def no_flag(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(uncached, "_FLAG", 0)
+    monkeypatch.setattr(uncached, "FLAG", 0)
 
 
 def no_memory(monkeypatch: pytest.MonkeyPatch) -> None:

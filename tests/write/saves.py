@@ -8,12 +8,14 @@ import torch
 import modelstate as ms
 
 NAME = "x.safetensors"
+LENGTH = 4
+"""Elements of the shortest tensor."""
 KINDS: dict[str, dict[str, Any]] = {"file": {}, "shards": {"shard_size_bytes": 100}, "more": {"shard_size_bytes": 30}}
 
 
 def state(version: int) -> dict[str, Any]:
     """Of the same names and shapes in each version, and with a value that is no tensor."""
-    tensors = {f"w{n}": torch.full((4 + n,), float(version)) for n in range(6)}
+    tensors = {f"w{n}": torch.full((LENGTH + n,), float(version)) for n in range(6)}
     return {**tensors, "tied": tensors["w0"], "_extra_state": {"version": version, "copy": torch.tensor([version])}}
 
 
@@ -31,7 +33,7 @@ def version_at(path: Path) -> int:
     assert set(checkpoint) == set(expected) - {"_extra_state"}
     assert all(torch.equal(checkpoint.tensor(name), expected[name]) for name in checkpoint)
     assert checkpoint.extra["_extra_state"]["copy"].tolist() == [version]
-    assert checkpoint.verify() == 6 * 4 * 4 + 15 * 4 + 8
+    assert checkpoint.verify() == 6 * LENGTH * 4 + 15 * 4 + 8
     return int(version)
 
 

@@ -21,16 +21,18 @@ from modelstate.errors import ReadFailedError
 from modelstate.read import system
 from modelstate.read.stamp import Stamp, open_unchanged
 
-BUFFER_BYTES = 2 << 20
-"""What a thread reads at once: a huge page."""
+_HUGE_PAGE_BYTES = 2 << 20
+BUFFER_BYTES = _HUGE_PAGE_BYTES
+"""What a thread reads at once."""
 ALIGN_BYTES = 4096
 """What disks and file systems ask for, or a multiple of it."""
 _LEAST_THREADS = 4
 """Threads wait for the disk here, and do not compute: more of them than processors keep it at work."""
 _MADV_POPULATE_WRITE, _MADV_COLLAPSE = 23, 25
 """Of Linux since 5.14 and 6.1."""
-_UNSUPPORTED = (errno.EINVAL, errno.ENOTSUP, errno.EOPNOTSUPP)
-_FLAG = getattr(os, "O_DIRECT", 0)
+UNSUPPORTED = (errno.EINVAL, errno.ENOTSUP, errno.EOPNOTSUPP)
+"""What file systems answer that cannot do it."""
+FLAG = getattr(os, "O_DIRECT", 0)
 
 Piece = tuple[int | None, int]
 """An address and a length in bytes: where a part of a file goes. Without an address it is thrown away."""
@@ -80,21 +82,27 @@ def windows(start: int, pieces: Iterable[Piece], most_bytes: int = BUFFER_BYTES)
 
 
 class Buffer:
-    """Memory of one thread that is read into. Raises `OSError` where there is none."""
+    """Memory of one thread that files are read into, or written from: in huge pages, if it is as large as one.
 
-    def __init__(self) -> None:
-        # Twice as large as it is, to begin where a huge page can; only that page is ever touched.
-        self._memory = mmap.mmap(-1, 2 * BUFFER_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    Raises `OSError` where there is none.
+    """
+
+    def __init__(self, nbytes: int = BUFFER_BYTES) -> None:
+        # Larger than it is, to begin and to end where a huge page can; nothing else is ever touched.
+        self._memory = mmap.mmap(-1, nbytes + 2 * _HUGE_PAGE_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         first = ctypes.addressof(ctypes.c_char.from_buffer(self._memory))
-        offset = -first % BUFFER_BYTES
+        offset = -first % _HUGE_PAGE_BYTES
         self.address = first + offset
-        self.view = memoryview(self._memory)[offset : offset + BUFFER_BYTES]
+        self.view = memoryview(self._memory)[offset : offset + nbytes]
         self.is_huge = False
-        """Whether it is known to be one page."""
+        """Whether it is known to lie in such pages."""
+        if nbytes < _HUGE_PAGE_BYTES:
+            return
+        nbytes = -(-nbytes // _HUGE_PAGE_BYTES) * _HUGE_PAGE_BYTES
         with suppress(OSError, AttributeError, ValueError):
-            self._memory.madvise(mmap.MADV_HUGEPAGE, offset, BUFFER_BYTES)
-            self._memory.madvise(_MADV_POPULATE_WRITE, offset, BUFFER_BYTES)
-            self._memory.madvise(_MADV_COLLAPSE, offset, BUFFER_BYTES)
+            self._memory.madvise(mmap.MADV_HUGEPAGE, offset, nbytes)
+            self._memory.madvise(_MADV_POPULATE_WRITE, offset, nbytes)
+            self._memory.madvise(_MADV_COLLAPSE, offset, nbytes)
             self.is_huge = True
 
 
@@ -106,9 +114,9 @@ def uncached_threads(usual: int) -> int:
 def can_read_uncached(path: str, stamp: Stamp | None) -> bool:
     """Whether a file can be opened for it, as far as that says, and there is memory in which it is fast."""
     try:
-        if not _FLAG or not Buffer().is_huge:
+        if not FLAG or not Buffer().is_huge:
             return False
-        os.close(open_unchanged(path, stamp, _FLAG))
+        os.close(open_unchanged(path, stamp, FLAG))
     except (OSError, ReadFailedError):
         return False  # the read itself will say what is wrong
     return True
@@ -120,9 +128,9 @@ def open_uncached(path: str, stamp: Stamp | None) -> int:
     Raises `ReadFailedError`.
     """
     try:
-        return open_unchanged(path, stamp, _FLAG)
+        return open_unchanged(path, stamp, FLAG)
     except ReadFailedError as error:
-        if not (isinstance(error.__cause__, OSError) and error.__cause__.errno in _UNSUPPORTED):
+        if not (isinstance(error.__cause__, OSError) and error.__cause__.errno in UNSUPPORTED):
             raise
     return open_unchanged(path, stamp)
 
@@ -145,7 +153,7 @@ def _fill(descriptor: int, path: str, window: Window, view: memoryview) -> None:
         except OSError as error:
             # A file system may take the flag and refuse the read, or ask for larger blocks; and what is left of a read
             # that came short may begin anywhere.
-            if uncached and error.errno in _UNSUPPORTED:
+            if uncached and error.errno in UNSUPPORTED:
                 use_page_cache(descriptor)
                 continue
             raise ReadFailedError("reading failed", where=f"{path}, byte {at}", found=error) from error
@@ -166,11 +174,11 @@ def ends_early(path: str, at: int, left: int) -> ReadFailedError:
 
 def is_uncached(descriptor: int) -> bool:
     """Whether what is read with the descriptor goes past the page cache."""
-    if not _FLAG:
+    if not FLAG:
         return False
     import fcntl  # not there where the flag is not
 
-    return bool(fcntl.fcntl(descriptor, fcntl.F_GETFL) & _FLAG)
+    return bool(fcntl.fcntl(descriptor, fcntl.F_GETFL) & FLAG)
 
 
 def use_page_cache(descriptor: int) -> None:
@@ -178,4 +186,4 @@ def use_page_cache(descriptor: int) -> None:
     if is_uncached(descriptor):
         import fcntl
 
-        fcntl.fcntl(descriptor, fcntl.F_SETFL, fcntl.fcntl(descriptor, fcntl.F_GETFL) & ~_FLAG)
+        fcntl.fcntl(descriptor, fcntl.F_SETFL, fcntl.fcntl(descriptor, fcntl.F_GETFL) & ~FLAG)

@@ -5,7 +5,6 @@ the write.
 """
 
 import ctypes
-import mmap
 import threading
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -16,9 +15,11 @@ import xxhash
 from modelstate.read.checkpoint import is_plain_memory
 from modelstate.read.digests import BLOCK_BYTES
 from modelstate.read.ranges import memory_at, read_threads
+from modelstate.read.uncached import ALIGN_BYTES, Buffer
 from modelstate.read.workers import work_together
 from modelstate.write.files import Output
 from modelstate.write.later import Later
+from modelstate.write.uncached import Uncached
 
 
 @dataclass(slots=True)
@@ -45,32 +46,35 @@ class _Made:
 
 
 def write_blocks(
-    output: Output, start: int, tensors: Sequence[torch.Tensor | Later], threads: int | None = None
+    output: Output | Uncached | None, start: int, tensors: Sequence[torch.Tensor | Later], threads: int | None = None
 ) -> list[str]:
     """Writes the elements of each tensor, in their order, one tensor behind the other from `start` on.
+
+    Without an output they are only hashed.
 
     Returns the digest of each: the hexadecimal digests of its blocks in a row. Each thread copies a block at a time; of
     tensors that are not in a row of CPU memory, or that come `Later`, one at a time, or one block of one that is made
     in pieces.
     """
     found: list[list[str]] = [[""] * -(-_nbytes(tensor) // BLOCK_BYTES) for tensor in tensors]
+    most_bytes = min(sum(map(_nbytes, tensors)), BLOCK_BYTES)
     waiting, lock = iter(_jobs(start, tensors)), threading.Lock()
 
     def work(stop: threading.Event) -> None:
-        room = None if isinstance(output, _Nowhere) else _Room()
+        room = None if output is None else _Room(output, most_bytes)
         while not stop.is_set():
             with lock:
                 job = next(waiting, None)
             if job is None:
                 return
             if isinstance(job, _Job):
-                _write(output, job, found, room)
+                _write(job, found, room)
                 continue
             row = in_a_row(_values(tensors[job.number], job))
             for one in _jobs(job.start, [row]):
                 assert isinstance(one, _Job)
                 one.blocks = [(job.number, job.block + which, at, nbytes) for _, which, at, nbytes in one.blocks]
-                _write(output, one, found, room)
+                _write(one, found, room)
             del row  # before the next one is made
 
     work_together(work, threads or read_threads(), with_torch=True)
@@ -79,15 +83,7 @@ def write_blocks(
 
 def digests_of(tensors: Sequence[torch.Tensor | Later], threads: int | None = None) -> list[str]:
     """What `write_blocks` would return, with nothing written."""
-    return write_blocks(_Nowhere(), 0, tensors, threads)
-
-
-class _Nowhere(Output):
-    def __init__(self) -> None:
-        super().__init__(-1, "")
-
-    def write_at(self, offset: int, buffers: Sequence[memoryview | bytes]) -> None:
-        pass
+    return write_blocks(None, 0, tensors, threads)
 
 
 def _values(tensor: torch.Tensor | Later, job: _Made) -> torch.Tensor:
@@ -109,10 +105,10 @@ def _jobs(start: int, tensors: Sequence[torch.Tensor | Later]) -> list[_Job | _M
             continue
         address = tensor.data_ptr()
         for which, first in enumerate(range(0, nbytes, BLOCK_BYTES)):
-            if not job.blocks or job.nbytes >= BLOCK_BYTES:
+            count = min(BLOCK_BYTES, nbytes - first)
+            if not job.blocks or job.nbytes + count > BLOCK_BYTES:
                 job = _Job(start)
                 jobs.append(job)
-            count = min(BLOCK_BYTES, nbytes - first)
             job.blocks.append((number, which, address + first, count))
             job.nbytes += count
             start += count
@@ -133,28 +129,28 @@ class _Room:
     is taken from the tensor itself.
     """
 
-    def __init__(self) -> None:
-        self._memory = mmap.mmap(-1, 2 * BLOCK_BYTES)  # which goes back to the system at once
-        self._address = ctypes.addressof(ctypes.c_char.from_buffer(self._memory))
-        self._view = memoryview(self._memory)
+    def __init__(self, output: Output | Uncached, most_bytes: int) -> None:
+        self._output = output
+        self._buffer = Buffer(most_bytes + ALIGN_BYTES)
 
-    def taken(self, at: int, address: int, nbytes: int) -> memoryview:
+    def take(self, at: int, address: int, nbytes: int) -> memoryview:
         """A copy of so many bytes, at a place of this memory."""
-        ctypes.memmove(self._address + at, address, nbytes)
-        return self._view[at : at + nbytes]
+        ctypes.memmove(self._buffer.address + at, address, nbytes)
+        return self._buffer.view[at : at + nbytes]
 
-    def first(self, nbytes: int) -> memoryview:
-        return self._view[:nbytes]
+    def write(self, first: int, end: int, start: int) -> None:
+        """Writes what is between two places to the file."""
+        self._output.write_at(start, self._buffer.view[first:end])
 
 
-def _write(output: Output, job: _Job, found: list[list[str]], room: _Room | None) -> None:
-    at = 0
+def _write(job: _Job, found: list[list[str]], room: _Room | None) -> None:
+    at = first = job.start % ALIGN_BYTES  # pages of memory are then pages of the file
     for number, which, address, nbytes in job.blocks:
-        block = memory_at(address, nbytes) if room is None else room.taken(at, address, nbytes)
+        block = memory_at(address, nbytes) if room is None else room.take(at, address, nbytes)
         found[number][which] = xxhash.xxh3_128_hexdigest(block)
         at += nbytes
     if room is not None:
-        output.write_at(job.start, [room.first(at)])
+        room.write(first, at, job.start)
 
 
 def in_a_row(tensor: torch.Tensor) -> torch.Tensor:

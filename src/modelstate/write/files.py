@@ -2,7 +2,8 @@
 
 import errno
 import os
-from collections.abc import Iterable, Iterator, Sequence
+import threading
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 
 from modelstate.errors import ModelStateError, WriteFailedError
@@ -32,6 +33,7 @@ class Output:
         self.descriptor, self.path = descriptor, path
         self.nbytes = 0
         """To the end of what has been written at the farthest."""
+        self._growing = threading.Lock()
         self.is_synced = False
 
     def reserve(self, nbytes: int) -> None:
@@ -42,17 +44,16 @@ class Output:
             if error.errno not in _NO_PREALLOCATION:
                 raise
 
-    def write_at(self, offset: int, buffers: Sequence[memoryview | bytes]) -> None:
-        """Writes the buffers, one behind the other, all of them."""
-        left = sum(map(len, buffers))
+    def write_at(self, offset: int, data: memoryview | bytes) -> None:
+        """Writes all of it."""
+        left = memoryview(data)
         while left:
-            count = system.pwritev(self.descriptor, buffers, offset)
+            count = system.pwritev(self.descriptor, [left], offset)
             if not count:
                 raise OSError(errno.EIO, "nothing was written")
-            offset, left = offset + count, left - count
-            if left:
-                buffers = _after(buffers, count)
-        self.nbytes = max(self.nbytes, offset)
+            offset, left = offset + count, left[count:]
+        with self._growing:
+            self.nbytes = max(self.nbytes, offset)
 
     def sync(self) -> None:
         """Has what was written put on the disk."""
@@ -61,16 +62,7 @@ class Output:
 
     def append(self, data: bytes | memoryview) -> None:
         """Writes behind what has been written."""
-        self.write_at(self.nbytes, [data])
-
-
-def _after(buffers: Sequence[memoryview | bytes], count: int) -> list[memoryview | bytes]:
-    """What remains of the buffers behind the first `count` bytes."""
-    for index, buffer in enumerate(buffers):
-        if count < len(buffer):
-            return [memoryview(buffer)[count:], *buffers[index + 1 :]]
-        count -= len(buffer)
-    return []
+        self.write_at(self.nbytes, data)
 
 
 @contextmanager

@@ -20,6 +20,7 @@ from modelstate.read.safetensors import DTYPES, MAX_ENTRIES, MAX_HEADER_BYTES
 from modelstate.write.blocks import write_blocks
 from modelstate.write.files import Output
 from modelstate.write.later import Later
+from modelstate.write.uncached import past_page_cache
 
 NAMES = {dtype: name for name, dtype in DTYPES.items()}
 _METADATA = "__metadata__"
@@ -77,11 +78,12 @@ class Written:
 def write(output: Output, planned: Layout, threads: int | None = None) -> Written:
     """Writes the file, which is not yet synced."""
     output.reserve(planned.nbytes)
-    found = write_blocks(output, planned.header_bytes, [tensor for _, tensor in planned.tensors], threads)
+    with past_page_cache(output, planned.nbytes) as file:
+        found = write_blocks(file, planned.header_bytes, [tensor for _, tensor in planned.tensors], threads)
     digests = {name: one for (name, _), one in zip(planned.tensors, found, strict=True)}
     header = _header(planned.tensors, planned.metadata(digests))
     assert len(header) == planned.header_bytes
-    output.write_at(0, [header])
+    output.write_at(0, header)
     return Written(digests, digest(header + "".join(found).encode()))
 
 
