@@ -8,11 +8,16 @@ from pathlib import Path
 
 import pytest
 
+from tests.live.packages import needs_a_compiler
+
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
 ERRORS = ROOT / "docs" / "errors"
 """Pages whose code is meant to fail in places: `test_error_pages.py` runs it."""
 WITH_CODE = [path for path in PAGES if "```python" in path.read_text() and path.parent != ERRORS]
+
+COMPILED = 'kind="aoti"'
+"""What only runs where a C++ compiler is."""
 
 NOT_OURS = "ignore::FutureWarning:lightning.pytorch.utilities._pytree"
 """What lightning does that torch is going to do otherwise."""
@@ -33,12 +38,21 @@ def run(folder: Path, *command: str, given: str | None = None) -> subprocess.Com
     return subprocess.run(command, cwd=folder, input=given, capture_output=True, text=True, check=False)
 
 
+def run_in_order(folder: Path, code: list[str]) -> None:
+    done = run(folder, sys.executable, "-W", "error::FutureWarning", "-W", NOT_OURS, "-c", "\n".join(code))
+    assert done.returncode == 0, done.stderr
+
+
 @pytest.mark.parametrize("path", WITH_CODE, ids=lambda path: path.name)
 def test_python_blocks_run_in_their_order(path: Path, tmp_path: Path) -> None:
-    done = run(
-        tmp_path, sys.executable, "-W", "error::FutureWarning", "-W", NOT_OURS, "-c", "\n".join(blocks(path, "python"))
-    )
-    assert done.returncode == 0, done.stderr
+    run_in_order(tmp_path, [block for block in blocks(path, "python") if COMPILED not in block])
+
+
+def test_python_blocks_that_compile_run_as_well(tmp_path: Path) -> None:
+    needs_a_compiler()
+    pages = [path for path in WITH_CODE if any(COMPILED in block for block in blocks(path, "python"))]
+    assert [path.name for path in pages] == ["live.md"]
+    run_in_order(tmp_path, blocks(pages[0], "python"))
 
 
 def test_the_quick_start_can_be_pasted_into_an_interpreter(tmp_path: Path) -> None:
