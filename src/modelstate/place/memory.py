@@ -6,6 +6,7 @@ import sys
 import time
 from collections.abc import Sequence
 from contextlib import suppress
+from functools import cache
 from typing import Any
 
 import torch
@@ -127,7 +128,6 @@ class HeapTrim:
     def __init__(self, every_bytes: int = _TRIM_BYTES) -> None:
         """`every_bytes` that were freed it gives back what it can."""
         self._every_bytes, self._nbytes = every_bytes, 0
-        self._trim: Any = getattr(ctypes.CDLL(None), "malloc_trim", None) if sys.platform == "linux" else None
 
     def on_freed(self, nbytes: int) -> None:
         """Hears of bytes that have been freed."""
@@ -138,8 +138,14 @@ class HeapTrim:
     def trim(self) -> None:
         """Gives back what is free, of all threads."""
         self._nbytes = 0
-        if self._trim is not None:
-            self._trim(0)
+        if (call := _malloc_trim()) is not None:
+            call(0)
+
+
+@cache
+def _malloc_trim() -> Any:
+    """Where there is one. To look for it takes longer than to place a tensor."""
+    return getattr(ctypes.CDLL(None), "malloc_trim", None) if sys.platform == "linux" else None
 
 
 def _batch(sizes: Sequence[int], start: int) -> int:

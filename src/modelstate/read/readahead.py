@@ -22,7 +22,7 @@ LEAST_BYTES = 16 << 20
 _GAP_BYTES = 1 << 20
 _STEP_BYTES = 128 << 10
 """What one call asks for. The kernel cuts larger ones down to what its block device reads ahead, without saying so."""
-_PROBES, _PROBE_BYTES = 16, 1 << 20
+_PROBES, _PROBE_BYTES = 16, 64 << 10
 _CACHESTAT = 451
 """The number of the system call, the same on all processors that have got it since Linux 6.5."""
 _MOST_OF_MEMORY = 0.5
