@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 import modelstate as ms
+from modelstate.testing.writes import CALLS
 from modelstate.write import system
 
 
@@ -94,10 +95,6 @@ def program(code: str, *arguments: object, timeout: float = 100) -> subprocess.C
     return subprocess.run(
         command, capture_output=True, text=True, check=False, timeout=timeout, env=environment, stdin=subprocess.DEVNULL
     )
-
-
-CALLS = ("open", "fallocate", "pwritev", "fsync", "close", "replace", "link", "unlink", "mkdir", "rmdir")
-"""Of `modelstate.write.system`: all that changes a disk."""
 
 
 @contextmanager

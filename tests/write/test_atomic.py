@@ -13,6 +13,7 @@ import pytest
 
 import modelstate as ms
 from modelstate.errors import SaveTargetError, TargetExistsError, WriteFailedError
+from modelstate.testing import faulty_writes
 from modelstate.write.atomic import SUFFIX, atomic_file
 
 OLD = b"the old file"
@@ -67,7 +68,7 @@ def test_what_the_block_raises_leaves_the_old_file(tmp_path: Path, kind: type[Ba
     assert names(tmp_path) == ["x"]
 
 
-@pytest.mark.parametrize("step", ["posix_fallocate", "pwritev", "fsync", "replace", "link", "open"])
+@pytest.mark.parametrize("step", ["posix_fallocate", "pwritev", "fchmod", "fsync", "replace", "link", "open"])
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EIO, errno.EACCES])
 def test_io_errors_leave_the_old_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, step: str, number: int) -> None:
     (tmp_path / "x").write_bytes(OLD)
@@ -82,6 +83,16 @@ def test_io_errors_leave_the_old_file(tmp_path: Path, monkeypatch: pytest.Monkey
     assert caught.value.where == str(tmp_path / "x")
     assert (tmp_path / "x").read_bytes() == OLD
     assert names(tmp_path) == ["x"]
+
+
+def test_a_file_system_without_rights(tmp_path: Path) -> None:
+    (tmp_path / "x").write_bytes(OLD)
+    with faulty_writes() as clean:
+        put(tmp_path / "x", b"new")
+    number = [request.call for request in clean.requests].index("fchmod") + 1
+    with faulty_writes(at=number, error=OSError(errno.EPERM, "there are none")):
+        put(tmp_path / "x", b"newer")
+    assert (tmp_path / "x").read_bytes() == b"newer"
 
 
 def test_a_full_disk(tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 from modelstate.testing.faults import Faults, Request, first, path_of, replaced
 from modelstate.write import system
 
-CALLS = ("open", "fallocate", "pwritev", "fsync", "close", "replace", "link", "unlink", "mkdir", "rmdir")
+CALLS = ("open", "fallocate", "pwritev", "fchmod", "fsync", "close", "replace", "link", "unlink", "mkdir", "rmdir")
 
 
 @contextmanager
@@ -22,8 +22,8 @@ def faulty_writes(
     """Within this context the system calls by which checkpoints are saved can be made to fail.
 
     Without arguments it only counts them. They are `open` (of files that are written, and of directories), `fallocate`,
-    `pwritev`, `fsync`, `close`, `replace`, `link`, `unlink`, `mkdir` and `rmdir`, of all threads of the process.
-    Contexts can be nested, as those of `faulty_reads`.
+    `pwritev`, `fchmod`, `fsync`, `close`, `replace`, `link`, `unlink`, `mkdir` and `rmdir`, of all threads of the
+    process. Contexts can be nested, as those of `faulty_reads`.
 
     Args:
         at: the number of the call that is meant, from 1; without it, all of them.
@@ -59,6 +59,10 @@ def _calls(faults: Faults) -> dict[str, Callable[..., Any]]:
         most = faults.met("pwritev", path_of(descriptor), offset, sum(len(buffer) for buffer in buffers))
         return real["pwritev"](descriptor, buffers if most is None else first(buffers, most), offset)
 
+    def fchmod(descriptor: int, mode: int) -> None:
+        faults.met("fchmod", path_of(descriptor))
+        real["fchmod"](descriptor, mode)
+
     def fsync(descriptor: int) -> None:
         faults.met("fsync", path_of(descriptor))
         real["fsync"](descriptor)
@@ -71,5 +75,11 @@ def _calls(faults: Faults) -> dict[str, Callable[..., Any]]:
             real["close"](descriptor)
 
     paths = ("open", "replace", "link", "unlink", "mkdir", "rmdir")
-    others: dict[str, Callable[..., Any]] = {"fallocate": fallocate, "pwritev": pwritev, "fsync": fsync, "close": close}
+    others: dict[str, Callable[..., Any]] = {
+        "fallocate": fallocate,
+        "pwritev": pwritev,
+        "fchmod": fchmod,
+        "fsync": fsync,
+        "close": close,
+    }
     return {**{name: of_path(name) for name in paths}, **others}

@@ -25,6 +25,7 @@ from modelstate.write.files import Output, new_file, remove_all, sync_directory,
 SUFFIX = ".unfinished"
 _BEGINNING_BYTES = 200
 _NO_LINKS = (errno.EPERM, errno.ENOTSUP, errno.ENOSYS, errno.EMLINK)
+_NO_RIGHTS = (errno.EPERM, errno.ENOTSUP, errno.ENOSYS, errno.EINVAL)
 _NO_LOCKS = (errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS, errno.EINVAL, errno.EBADF)
 
 
@@ -61,10 +62,16 @@ def unfinished_file(path: str) -> Iterator[Output]:
 
 def keep_mode(output: Output, path: str) -> None:
     """Whoever may not read the file at a path may not read the one that replaces it, where there are such rights."""
-    with suppress(OSError):
+    try:
         there = os.lstat(path)
-        if stat.S_ISREG(there.st_mode):
-            os.fchmod(output.descriptor, there.st_mode & 0o777)
+    except OSError:
+        return
+    if stat.S_ISREG(there.st_mode):
+        try:
+            system.fchmod(output.descriptor, there.st_mode & 0o777)
+        except OSError as error:
+            if error.errno not in _NO_RIGHTS:
+                raise
 
 
 def part_of(unfinished: Output, number: int) -> str:

@@ -23,6 +23,11 @@ def pwritev(descriptor: int, buffers: Sequence[memoryview | bytes], offset: int)
     return os.pwritev(descriptor, buffers, offset)
 
 
+def fchmod(descriptor: int, mode: int) -> None:
+    """`os.fchmod`."""
+    os.fchmod(descriptor, mode)
+
+
 def fsync(descriptor: int) -> None:
     """`os.fsync`."""
     os.fsync(descriptor)
