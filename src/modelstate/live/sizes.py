@@ -12,6 +12,7 @@ _BINARY: dict[type, Any] = {
     ast.FloorDiv: operator.floordiv,
     ast.Mod: operator.mod,
 }
+_OF_MANY = ("Max", "Min")
 _FUNCTIONS: dict[str, Any] = {"Max": max, "Min": min, "Mod": operator.mod, "FloorDiv": operator.floordiv}
 
 
@@ -25,15 +26,14 @@ class Size:
     __slots__ = ("_tree", "free_symbols", "is_symbol", "text")
 
     def __init__(self, text: str) -> None:
-        self.text = text
         try:
             self._tree = ast.parse(text, mode="eval").body
+            names = {*_names(self._tree)}
         except (SyntaxError, RecursionError, MemoryError) as error:
-            raise ValueError(f"no size: {text!r}") from error
+            raise ValueError(f"no size: {text[:80]!r}") from error
+        self.text = self._tree.id if isinstance(self._tree, ast.Name) else text
         self.is_symbol = isinstance(self._tree, ast.Name)
-        self.free_symbols: frozenset[Any] = frozenset()
-        names = {*_names(self._tree)}
-        self.free_symbols = frozenset({self}) if self.is_symbol else frozenset(map(Size, names))
+        self.free_symbols: frozenset[Any] = frozenset({self}) if self.is_symbol else frozenset(map(Size, names))
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Size) and other.text == self.text
@@ -60,9 +60,15 @@ def _names(node: ast.expr) -> list[str]:
             return _names(left) + _names(right)
         case ast.UnaryOp(op=ast.USub(), operand=operand):
             return _names(operand)
-        case ast.Call(func=ast.Name(id=name), args=args, keywords=[]) if name in _FUNCTIONS:
+        case ast.Call(func=ast.Name(id=name), args=args, keywords=[]) if name in _FUNCTIONS and _is_count(
+            name, len(args)
+        ):
             return [found for one in args for found in _names(one)]
     raise ValueError(f"no size: {ast.unparse(node)!r}")
+
+
+def _is_count(function: str, arguments: int) -> bool:
+    return arguments == 2 or (arguments > 2 and function in _OF_MANY)
 
 
 def _value(node: ast.expr, values: Mapping[str, int]) -> int:
