@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from modelstate.errors import OptionError
-from modelstate.store.retention import CheckpointInfo
+from modelstate.store.retention import CheckpointInfo, ages
 
 _BEST = "best:"
 _MODES = ("min", "max")
@@ -40,22 +40,19 @@ class Selection:
 
         As with `Keep`, one without the metric, or with NaN, is none of the best, and of equal ones the earlier is.
         """
-        by_step = sorted(infos, key=lambda info: info.step)
-        found = self._by_age(by_step) if self.metric is None else self._by_metric(by_step, self.metric)
+        several = list(infos)
+        found = _by_age(several) if self.metric is None else self._by_metric(several, self.metric)
         return sorted(found, key=lambda candidate: candidate.rank, reverse=True)
 
-    def _by_age(self, by_step: list[CheckpointInfo]) -> list[Candidate]:
-        found, last = [], 0
-        for info in by_step:
-            # What a damaged one says of its age may be wrong: it comes behind the step before it.
-            last = info.serial if info.intact else last
-            found.append(Candidate((last, info.step), info))
-        return found
-
-    def _by_metric(self, by_step: list[CheckpointInfo], metric: str) -> list[Candidate]:
-        values = [(info.metrics.get(metric, math.nan), info) for info in by_step]
+    def _by_metric(self, infos: list[CheckpointInfo], metric: str) -> list[Candidate]:
+        values = [(info.metrics.get(metric, math.nan), info) for info in infos]
         sign = 1 if self.highest else -1
         return [Candidate((sign * value, -info.step), info) for value, info in values if value == value]
+
+
+def _by_age(infos: list[CheckpointInfo]) -> list[Candidate]:
+    ranks = ages({info.step: info.serial if info.intact else None for info in infos})
+    return [Candidate(ranks[info.step], info) for info in infos]
 
 
 def selection(text: object) -> Selection:

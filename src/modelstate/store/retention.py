@@ -120,6 +120,20 @@ def kept(infos: Iterable[CheckpointInfo], keep: Keep | int | None) -> set[int]:
     return stay | {max(intact, key=_by_step).step, max(intact, key=_by_age).step}
 
 
+def ages(serials: Mapping[int, int | None]) -> dict[int, tuple[int, int]]:
+    """What each step sorts by where steps go by when they were saved: the higher, the later.
+
+    One that cannot be used has None for a serial, as what it says of its age may be wrong: it comes behind the step
+    before it.
+    """
+    found, last = {}, 0
+    for step in sorted(serials):
+        serial = serials[step]
+        last = last if serial is None else serial
+        found[step] = last, step
+    return found
+
+
 def _by_step(info: CheckpointInfo) -> tuple[int, float]:
     return info.step, info.time
 

@@ -20,7 +20,7 @@ from modelstate.read.digests import OPEN_SEAL, SEAL, check_seal, sealed
 from modelstate.store import contents
 from modelstate.store.layout import PIN_FILE, RECORD_FILE, STORE_FILE, Place, places
 from modelstate.store.record import Record, damaged, read_record
-from modelstate.store.retention import CheckpointInfo
+from modelstate.store.retention import CheckpointInfo, ages
 from modelstate.write.atomic import atomic_file
 
 FORMAT = 1
@@ -122,11 +122,9 @@ class Shelf:
 
     def by_age(self) -> list[Found]:
         """The same, in the order in which they were saved; one that cannot be used comes behind the step before it."""
-        ages, last = {}, 0
         every = self.steps()
-        for found in every:
-            last = ages[found.place.step] = found.record.serial if found.record and found.is_whole else last
-        return sorted(every, key=lambda found: (ages[found.place.step], found.place.step))
+        order = ages({one.place.step: one.record.serial if one.record and one.is_whole else None for one in every})
+        return sorted(every, key=lambda one: order[one.place.step])
 
     def step(self, step: object) -> Found:
         """Raises `StepNotFoundError`, and `OptionError` for what is no number."""
