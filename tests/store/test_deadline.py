@@ -278,26 +278,25 @@ def test_a_forked_child_can_be_ended(handlers: None) -> None:
         assert not deadline.reached
 
 
-def test_a_forked_child_does_not_end_by_a_signal_to_all(handlers: None) -> None:
+def exit_of_a_child_with_a_signal() -> int:
+    """Of one that ends with 7 when nothing else happens."""
     with ms.Deadline(since="now"):
         child = os.fork()
         if child == 0:
             os.kill(os.getpid(), signal.SIGUSR1)
             os._exit(7)
         _, status = os.waitpid(child, 0)
-        assert os.waitstatus_to_exitcode(status) == 7
+        return os.waitstatus_to_exitcode(status)
+
+
+def test_a_forked_child_does_not_end_by_a_signal_to_all(handlers: None) -> None:
+    assert exit_of_a_child_with_a_signal() == 7
 
 
 def test_a_forked_child_has_the_handler_that_was_there(handlers: None) -> None:
     before = signal.signal(signal.SIGUSR1, lambda *_: os._exit(9))
     try:
-        with ms.Deadline(since="now"):
-            child = os.fork()
-            if child == 0:
-                os.kill(os.getpid(), signal.SIGUSR1)
-                os._exit(7)
-            _, status = os.waitpid(child, 0)
-            assert os.waitstatus_to_exitcode(status) == 9
+        assert exit_of_a_child_with_a_signal() == 9
     finally:
         signal.signal(signal.SIGUSR1, before)
 
