@@ -21,6 +21,8 @@ from modelstate.plan.rules.rule import Rule
 from modelstate.plan.shield import uninterrupted
 
 _GROUPS = "param_groups"
+_OF_SCHEDULERS = {"initial_lr", "max_lr", "min_lr", "base_momentum", "max_momentum"}
+"""Options that schedulers put into groups."""
 
 
 def optimizer_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
@@ -76,7 +78,23 @@ def load_optimizer_state(
     Raises `OptimizerStateError` with everything that does not fit: names, shapes, groups, options of another optimizer;
     without `allow_missing`, also where nothing was saved for a parameter. Raises `RuleError` for the rules.
     """
-    load_by_name(model, optimizer, state, rules=rules, may_miss=lambda _: allow_missing, may_exceed=lambda _: False)
+    load_by_name(
+        model,
+        optimizer,
+        state,
+        rules=rules,
+        may_miss=lambda _: allow_missing,
+        may_exceed=lambda _: False,
+        remedy=lambda: remedy_of("True"),
+    )
+
+
+def remedy_of(allow_missing: str) -> str:
+    """For state that does not fit, where so much is to be allowed to be missing."""
+    return (
+        "give the rules by which the model was loaded: rules=[...]; for parameters that are new in the model: "
+        f"allow_missing={allow_missing}"
+    )
 
 
 def load_by_name(
@@ -87,8 +105,12 @@ def load_by_name(
     rules: Iterable[Rule],
     may_miss: Callable[[str], bool],
     may_exceed: Callable[[str], bool],
+    remedy: Callable[[], str],
 ) -> None:
-    """`load_optimizer_state`, where it is asked for each name whether its state may be missing, or too much."""
+    """`load_optimizer_state`, where it is asked for each name whether its state may be missing, or too much.
+
+    Then, if the state does not fit, what the remedy is.
+    """
     names = _names(model, optimizer)
     params = _by_any_name(model, names)
     by_name, groups = _by_name(state)
@@ -118,8 +140,7 @@ def load_by_name(
             "the state does not fit the optimizer; nothing has been changed",
             where=type(optimizer).__name__,
             found="\n    ".join(wrong[:12]) + more,
-            remedy="give the rules by which the model was loaded: rules=[...]; for parameters that are new in the "
-            "model: allow_missing=True",
+            remedy=remedy(),
         )
     try:
         made = {param: _placed(values, param, kept) for param, values in by_param.items()}
@@ -245,7 +266,7 @@ def _matched(
 
 
 def _wrong_options(saved: Mapping[str, Any], group: Mapping[str, Any]) -> list[str]:
-    """Options of another optimizer, or of other kinds. Schedulers put `initial_lr` there."""
+    """Options of another optimizer, or of other kinds."""
     foreign = sorted(set(saved) - set(group) - _OF_SCHEDULERS, key=str)
     wrong = [f"the option {', '.join(map(str, foreign))} is one of another optimizer"] if foreign else []
     return wrong + [
@@ -253,9 +274,6 @@ def _wrong_options(saved: Mapping[str, Any], group: Mapping[str, Any]) -> list[s
         for key, value in saved.items()
         if key in group and not _alike(value, group[key])
     ]
-
-
-_OF_SCHEDULERS = {"initial_lr", "max_lr", "min_lr", "base_momentum", "max_momentum"}
 
 
 def _alike(saved: object, there: object) -> bool:

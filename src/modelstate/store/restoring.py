@@ -1,7 +1,6 @@
 """The state of several objects back into them, all or nothing over all of them together."""
 
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -9,15 +8,9 @@ from typing import Any
 
 import torch
 
-from modelstate.errors import (
-    MissingObjectError,
-    ObjectKindError,
-    OptimizerStateError,
-    OptionError,
-    UnexpectedObjectError,
-)
+from modelstate.errors import MissingObjectError, ObjectKindError, OptionError, UnexpectedObjectError
 from modelstate.place.load import load_then
-from modelstate.place.optimizer_state import load_by_name
+from modelstate.place.optimizer_state import load_by_name, remedy_of
 from modelstate.place.options import options_of
 from modelstate.place.report import Report
 from modelstate.plan.account import Patterns
@@ -205,7 +198,7 @@ class _Restoring:
                 refused.append(f"{path}.{name}")
             return is_allowed
 
-        with code_of(path, "its state cannot be loaded; nothing has been changed"), _remedy_for(path, lacking, over):
+        with code_of(path, "its state cannot be loaded; nothing has been changed"):
             load_by_name(
                 self.modules,
                 optimizer,
@@ -213,25 +206,20 @@ class _Restoring:
                 rules=self._rules,
                 may_miss=partial(asked, self._may_miss, lacking),
                 may_exceed=partial(asked, self._may_exceed, over),
+                remedy=partial(_remedy, path, lacking, over),
             )
 
 
-@contextmanager
-def _remedy_for(path: str, lacking: list[str], over: list[str]) -> Iterator[None]:
+def _remedy(path: str, lacking: list[str], over: list[str]) -> str:
     """Here it is patterns that allow something to be missing."""
-    try:
-        yield
-    except OptimizerStateError as error:
-        if lacking or over:
-            remedies = ["give the rules by which the model's names have changed: rules=[...]"]
-            if lacking:
-                remedies.append(f"for parameters that are new: allow_missing={_patterns(lacking)!r}")
-            if over:
-                remedies.append(f"for those that are gone or frozen: allow_unexpected={_patterns(over)!r}")
-            error.remedy = "; ".join(remedies)
-        else:
-            error.remedy = str(error.remedy).replace("allow_missing=True", f'allow_missing=["{path}.NAME"]')
-        raise
+    if not lacking and not over:
+        return remedy_of(f'["{path}.NAME"]')
+    remedies = ["give the rules by which the model's names have changed: rules=[...]"]
+    if lacking:
+        remedies.append(f"for parameters that are new: allow_missing={_patterns(lacking)!r}")
+    if over:
+        remedies.append(f"for those that are gone or frozen: allow_unexpected={_patterns(over)!r}")
+    return "; ".join(remedies)
 
 
 def _patterns(names: list[str]) -> list[str]:
