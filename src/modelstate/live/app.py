@@ -3,6 +3,8 @@
 import json
 import os
 import ssl
+from collections.abc import Iterator
+from contextlib import contextmanager
 from http.client import HTTPConnection, HTTPException, HTTPSConnection
 from typing import Any, NamedTuple
 from urllib.parse import urlsplit
@@ -67,15 +69,8 @@ class ServingApp:
 
     def version(self) -> tuple[int, str]:
         """The version that serves, and where its weights are from. Raises `AppUnreachableError`, `AppAccessError`."""
-        try:
+        with self._silence(AppUnreachableError, "the app does not answer", "start it, or look at the URL"):
             status, said = self._ask("GET", "/version", None, _SECONDS)
-        except (OSError, HTTPException) as error:
-            raise AppUnreachableError(
-                "the app does not answer",
-                where=self.url,
-                found=f"{type(error).__name__}: {error}",
-                remedy="start it, or look at the URL",
-            ) from error
         self._check_access("GET /version", status, said)
         version, source = said.get("version"), said.get("source")
         if status != 200 or type(version) is not int or type(source) is not str:
@@ -98,15 +93,9 @@ class ServingApp:
         version, serves = self.version()
         if _is_same(serves, path):
             return AppSwap(version, version, serves, 0.0)
-        try:
+        remedy = "look at whether it runs, and whether it has the memory for a second copy"
+        with self._silence(AppAnswerError, "the app gave no answer to a swap", remedy):
             status, said = self._ask("POST", "/swap", {"source": path}, self._timeout_s)
-        except (OSError, HTTPException) as error:
-            raise AppAnswerError(
-                "the app gave no answer to a swap",
-                where=self.url,
-                found=f"{type(error).__name__}: {error}",
-                remedy="look at whether it runs, and whether it has the memory for a second copy",
-            ) from error
         self._check_access("POST /swap", status, said)
         if status != 200:
             raise self._refusal(status, said, path)
@@ -156,6 +145,15 @@ class ServingApp:
             found=_in_words(status, said),
             remedy="look at what the app writes to its log",
         )
+
+    @contextmanager
+    def _silence(self, kind: type[LiveError], what: str, remedy: str) -> Iterator[None]:
+        """Within it, what keeps an answer from coming comes through as an error of ours."""
+        try:
+            yield
+        except (OSError, HTTPException) as error:
+            found = f"{type(error).__name__}: {error}"
+            raise kind(what, where=self.url, found=found, remedy=remedy) from error
 
     def _ask(self, method: str, path: str, body: object, timeout_s: float) -> tuple[int, dict[str, Any]]:
         """The status, and the object of the answer; an empty one where it has none.
