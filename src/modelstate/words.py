@@ -20,3 +20,8 @@ def printable(text: str) -> str:
     if text.isprintable():
         return text
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
+
+
+def in_a_line(text: str) -> str:
+    """The text of an error of ours in one line, without what is to be done and where to read more."""
+    return "; ".join(line.strip() for line in text.splitlines() if not line.startswith(("  more:", "  to do:")))

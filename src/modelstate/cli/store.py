@@ -13,7 +13,7 @@ from modelstate.cli.common import PROBLEMS, parse_dtype, parse_size, reported
 from modelstate.errors import DamagedCheckpointError, NoCheckpointError, SourceNotFoundError, StepNotFoundError
 from modelstate.report.text import columns, count
 from modelstate.store.layout import STORE_FILE, places
-from modelstate.words import printable, size
+from modelstate.words import in_a_line, printable, size
 
 app = typer.Typer(
     help="Look at a directory of checkpoints, check it, prune it, and take a model out of it.",
@@ -111,8 +111,7 @@ def verify_steps(directory: str, step: int | None = None) -> None:
 
 
 def _in_a_line(problem: str) -> str:
-    kept_lines = [line.strip() for line in problem.splitlines() if not line.startswith(("  more:", "  to do:"))]
-    return printable("; ".join(kept_lines))
+    return printable(in_a_line(problem))
 
 
 @app.command()

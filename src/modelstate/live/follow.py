@@ -2,7 +2,6 @@
 
 import atexit
 import inspect
-import math
 import os
 import threading
 import weakref
@@ -27,9 +26,11 @@ from modelstate.live.selecting import Candidate, Selection, selection
 from modelstate.live.telling import FollowEvent, Telling
 from modelstate.store.arguments import is_number
 from modelstate.store.store import Store
+from modelstate.words import in_a_line
 
 _TRIES = 3
 _MOST_REFUSED = 10_000
+_MOST_WORDS = 2000
 _EXIT_SECONDS = 2.0
 """How long the end of the program waits for each look that is under way."""
 
@@ -234,7 +235,7 @@ class Following:
         skipped = SkippedCheckpointError(
             "a checkpoint is skipped",
             where=info.path,
-            found=_in_a_line(error),
+            found=f"{type(error).__name__}: {in_a_line(str(error))}"[:_MOST_WORDS],
             remedy="nothing, if the next one is well; it is not tried again",
             step=info.step,
         )
@@ -293,7 +294,7 @@ def follow(
     _check_target(target, options)
     if type(object) is not str or not object:
         raise OptionError("object= is the name of an object", expected="text, as 'model'", found=repr(object))
-    if not is_number(poll_s) or not 0 < poll_s < threading.TIMEOUT_MAX or math.isnan(poll_s):
+    if not is_number(poll_s) or not 0 < poll_s < threading.TIMEOUT_MAX:
         raise OptionError("poll_s= is a number of seconds", expected="above 0", found=repr(poll_s))
     for name, callback in (("on_error", on_error), ("on_swap", on_swap)):
         if callback is not None and not callable(callback):
@@ -346,11 +347,6 @@ def _may_be_over_soon(error: BaseException) -> bool:
     cause = error.__cause__
     is_input = isinstance(cause, OSError) and not isinstance(cause, ModelStateError | FileNotFoundError)
     return isinstance(error, _TRIED_SOME_TIMES) or is_input
-
-
-def _in_a_line(error: BaseException) -> str:
-    lines = [line.strip() for line in str(error).splitlines() if not line.startswith(("  more:", "  to do:"))]
-    return f"{type(error).__name__}: {'; '.join(lines)}"[:2000]
 
 
 _running: "weakref.WeakSet[Following]" = weakref.WeakSet()
