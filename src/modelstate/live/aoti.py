@@ -20,7 +20,7 @@ from modelstate.live.inputs import Inputs
 from modelstate.live.loader import Loader
 from modelstate.live.manifest import Manifest
 from modelstate.live.name_map import NameMap
-from modelstate.live.names import runtime_state
+from modelstate.live.names import names_by_tensor, runtime_state
 from modelstate.live.pt2 import ProgramFile
 from modelstate.live.spellings import Spelled, Spellings, check_names
 from modelstate.live.twin import holder
@@ -321,10 +321,7 @@ def _groups(names: NameMap | nn.Module) -> list[tuple[str, ...]]:
     if isinstance(names, NameMap):
         tied = {name for tie in names.ties for name in tie}
         return [*names.ties, *((name,) for name in names.eager if name not in tied)]
-    groups: dict[int, list[str]] = {}
-    for name, tensor in runtime_state(names).items():
-        groups.setdefault(id(tensor), []).append(name)
-    return [tuple(group) for group in groups.values()]
+    return names_by_tensor(runtime_state(names))
 
 
 def _missing(state: Mapping[str, torch.Tensor], names: NameMap | nn.Module | None) -> tuple[str, ...]:

@@ -1,6 +1,5 @@
 """`modelstate.export`: a program file whose every weight can be swapped."""
 
-import json
 import os
 import warnings
 from collections.abc import Mapping
@@ -10,14 +9,12 @@ import torch
 from torch import nn
 
 from modelstate.errors import ExportError, ModelCodeError, ModelStateError, NameMapError, OptionError, SaveTargetError
-from modelstate.live.aoti import AotiTarget
 from modelstate.live.exported import ExportedTarget
+from modelstate.live.live import target_of_file
 from modelstate.live.manifest import NAME, Kind, Manifest, ProgramTensor
 from modelstate.live.name_map import NameMap
 from modelstate.live.names import runtime_state
-from modelstate.live.program import Target
 from modelstate.live.prove import Proof, prove
-from modelstate.live.pt2 import read_program_file
 from modelstate.live.staging import check_choice
 from modelstate.live.twin import twin
 from modelstate.plan.torch_private import aoti_compile, aoti_package
@@ -82,8 +79,7 @@ def export(
     names, reason = _names(module)
     program = _exported(module, args, kwargs, dynamic_shapes, strict)
     extra = names.extra if names is not None else ()
-    files = None if kind == "exported" else _compiled(program, module, options or {})
-    inputs = _inputs(program, type(module).__name__) if kind == "aoti" else None
+    files, inputs = (None, None) if kind == "exported" else _compiled(program, module, options or {})
 
     def manifest(proof: Proof) -> Manifest:
         tensors = _tensors(module, proof)
@@ -92,7 +88,7 @@ def export(
     with atomic_file(where, overwrite=overwrite) as output:
         first = manifest(Proof(frozenset(), ()))
         _write(output, program, files, first)
-        proof = prove(_target(output.path, first, program), module, args, kwargs)
+        proof = prove(target_of_file(output.path, None), module, args, kwargs)
         made = manifest(proof)
         if made != first:
             _write(output, program, files, made)
@@ -145,7 +141,8 @@ def _exported(module: nn.Module, args: tuple[Any, ...], named: dict[str, Any], s
     return program
 
 
-def _compiled(program: Any, module: nn.Module, options: Mapping[str, Any]) -> list[Any]:
+def _compiled(program: Any, module: nn.Module, options: Mapping[str, Any]) -> tuple[list[Any], dict[str, Any]]:
+    """The files of a package, and what it has to be called with."""
     where = type(module).__name__
     inputs = ExportedTarget(program, None).inputs
     if inputs.numbers:
@@ -158,7 +155,7 @@ def _compiled(program: Any, module: nn.Module, options: Mapping[str, Any]) -> li
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            return aoti_compile(program, {**options, **_OPTIONS})
+            return aoti_compile(program, {**options, **_OPTIONS}), inputs.described()
     except Exception as error:
         missing = "Cxx" in type(error).__name__ or "C++ compiler" in str(error)
         raise ExportError(
@@ -167,12 +164,6 @@ def _compiled(program: Any, module: nn.Module, options: Mapping[str, Any]) -> li
             found=_first_lines(error),
             remedy="install a C++ compiler (g++)" if missing else "see the cause above; or export with kind='exported'",
         ) from error
-
-
-def _inputs(program: Any, where: str) -> dict[str, Any]:
-    described = ExportedTarget(program, None).inputs.described()
-    json.dumps(described)
-    return described
 
 
 def _write(output: Output, program: Any, files: list[Any] | None, manifest: Manifest) -> None:
@@ -186,14 +177,6 @@ def _write(output: Output, program: Any, files: list[Any] | None, manifest: Mani
         else:
             aoti_package(file, files, extra)
         file.flush()
-
-
-def _target(path: str, manifest: Manifest, program: Any) -> Target:
-    """What the file that has been written is served as."""
-    found = read_program_file(path)
-    if manifest.kind == "aoti":
-        return AotiTarget(found, None)
-    return ExportedTarget(found.program(), manifest.names, path)
 
 
 def _tensors(module: nn.Module, proof: Proof) -> tuple[ProgramTensor, ...]:

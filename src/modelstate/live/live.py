@@ -358,7 +358,7 @@ class Live:
 
 def _target(target: Any, names: NameMap | nn.Module | None) -> Target:
     if isinstance(target, str | os.PathLike):
-        return _target_of_file(os.fspath(target), names)
+        return target_of_file(os.fspath(target), names)
     program_class = exported_program_class()
     if program_class is not None and isinstance(target, program_class):
         from modelstate.live.exported import ExportedTarget
@@ -376,7 +376,8 @@ def _target(target: Any, names: NameMap | nn.Module | None) -> Target:
     )
 
 
-def _target_of_file(path: str, names: NameMap | nn.Module | None) -> Target:
+def target_of_file(path: str, names: NameMap | nn.Module | None) -> Target:
+    """What a `.pt2` is served as. Raises as `Live` does."""
     from modelstate.live.pt2 import read_program_file
 
     file = read_program_file(path)

@@ -130,9 +130,9 @@ class Manifest:
                 str(found["torch"]),
                 found["inputs"],
             )
+        except NewerManifestError:
+            raise
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-            if isinstance(error, NewerManifestError):
-                raise
             what = error.what if isinstance(error, NameMapError) else f"{type(error).__name__}: {error}"
             raise ManifestError(
                 "what the file says of its weights is damaged",

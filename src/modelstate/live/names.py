@@ -1,6 +1,6 @@
 """The state of a module by the names that it has when it runs."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 import torch
 from torch import nn
@@ -34,3 +34,11 @@ def runtime_state(
         for name in one._non_persistent_buffers_set:
             state.pop(f"{path}.{name}" if path else name, None)
     return state
+
+
+def names_by_tensor(state: Mapping[str, torch.Tensor]) -> list[tuple[str, ...]]:
+    """The names of each tensor of a state: several of one that is tied."""
+    names: dict[int, list[str]] = {}
+    for name, tensor in state.items():
+        names.setdefault(id(tensor), []).append(name)
+    return list(map(tuple, names.values()))

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from modelstate.errors import ExportedAnswerError, ExportError, NotSwappableError
-from modelstate.live.names import runtime_state
+from modelstate.live.names import names_by_tensor, runtime_state
 from modelstate.live.perturb import other_values
 from modelstate.live.program import Target
 from modelstate.live.twin import holder, twin
@@ -62,9 +62,8 @@ def prove(target: Target, module: nn.Module, args: tuple[Any, ...], named: Mappi
         raise _another_answer(type(module).__name__, found, "the weights that it was made with")
     unseen: list[str] = []
     wrong: dict[str, str] = {}
-    groups = _groups(state)
     changed: State = {}
-    for seed, group in enumerate(groups):
+    for seed, group in enumerate(names_by_tensor(state)):
         for value in other_values(state[group[0]], seed):
             one = dict.fromkeys(group, value)
             expected = trial.of_module_or_none(state | one)
@@ -161,13 +160,6 @@ def _copies(state: State) -> State:
             copy = torch.empty_strided(one.shape, one.stride(), dtype=one.dtype, device=one.device).copy_(one.detach())
             made[id(one)] = nn.Parameter(copy, requires_grad=False) if isinstance(one, nn.Parameter) else copy
     return {name: made[id(one)] for name, one in state.items()}
-
-
-def _groups(state: State) -> list[list[str]]:
-    groups: dict[int, list[str]] = {}
-    for name, tensor in state.items():
-        groups.setdefault(id(tensor), []).append(name)
-    return list(groups.values())
 
 
 def _check_random(trial: _Trial, state: State, first: _Answer, kind: str) -> None:
