@@ -16,48 +16,12 @@ from hypothesis import strategies as st
 from safetensors.torch import save_file
 
 from modelstate import errors
-from modelstate.errors import (
-    ChecksumError,
-    KeyNotFoundError,
-    OptionError,
-    ReadFailedError,
-    ReadTargetError,
-    TensorNotFoundError,
-)
-from modelstate.read import verify as verify_module
+from modelstate.errors import KeyNotFoundError, OptionError, ReadFailedError, ReadTargetError, TensorNotFoundError
 from modelstate.read.checkpoint import Checkpoint, is_plain_memory
 from modelstate.read.open import open as open_checkpoint
 from modelstate.spec import TensorSpec
-from tests.read.files import entry, index_text, safetensors_bytes, same
-from tests.read.torch_files import as_bytes, rich_tree, saved
-
-WEIGHT = torch.arange(12.0).reshape(4, 3)
-
-
-def training() -> dict[str, Any]:
-    """A checkpoint of a training run, with a tie and views."""
-    model = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.BatchNorm1d(4))
-    with torch.no_grad():
-        model[0].weight.copy_(WEIGHT)
-    state = model.state_dict()
-    state["tied"] = state["0.weight"]
-    return {
-        "step": 12,
-        "model_state": state,
-        "optimizer": {"state": {0: {"exp_avg": torch.ones(4, 3)}}, "param_groups": [{"lr": 0.1, "params": [0, 1]}]},
-        "config": {"sizes": [3, 4], "name": "net"},
-    }
-
-
-@pytest.fixture
-def path(tmp_path: Path) -> str:
-    return saved(tmp_path / "x.pt", training())
-
-
-@pytest.fixture
-def checkpoint(path: str) -> Checkpoint:
-    return open_checkpoint(path)
-
+from tests.read.files import entry, safetensors_bytes, same
+from tests.read.torch_files import WEIGHT, as_bytes, rich_tree, saved, training
 
 # A mapping.
 
@@ -534,90 +498,6 @@ def test_plain_memory() -> None:
     others = [plain.t(), plain[:, :2], plain.conj(), plain.real, plain.imag, torch._neg_view(plain), plain.to_sparse()]
     others += [plain.to("meta"), plain.as_subclass(subclass), plain[0].expand(4, 4)]
     assert [is_plain_memory(other) for other in others] == [False] * len(others)
-
-
-# Checksums.
-
-
-def damage(path: str, checkpoint: Checkpoint, *names: str) -> Checkpoint:
-    """The checkpoint, opened after the last bit of some tensors was flipped."""
-    with open(path, "r+b") as file:
-        for name in names:
-            place = checkpoint[name].location
-            assert place is not None
-            file.seek(place.start + place.nbytes - 1)
-            last = file.read(1)
-            file.seek(-1, os.SEEK_CUR)
-            file.write(bytes([last[0] ^ 1]))
-    return open_checkpoint(path)
-
-
-def test_a_sound_file_is_verified(checkpoint: Checkpoint) -> None:
-    batch_norm = 4 * 4 * 4 + 8
-    assert checkpoint.verify() == 48 + 16 + batch_norm + 48
-    assert checkpoint.select("optimizer").verify() == 48
-
-
-def test_damage_is_named(path: str, checkpoint: Checkpoint) -> None:
-    damaged = damage(path, checkpoint, "model_state.0.weight", "model_state.1.bias")
-    with pytest.raises(ChecksumError, match="3 tensors are not what their checksums say") as caught:
-        damaged.verify()
-    assert caught.value.found == "model_state.0.weight, model_state.tied, model_state.1.bias"
-    assert caught.value.where == path
-    assert damaged.select("optimizer").verify() == 48
-
-
-def test_much_damage_is_summed_up(tmp_path: Path) -> None:
-    path = saved(tmp_path / "x.pt", {f"w{i}": WEIGHT + i for i in range(12)})
-    damaged = damage(path, open_checkpoint(path), *(f"w{i}" for i in range(10)))
-    with pytest.raises(ChecksumError, match="10 tensors") as caught:
-        damaged.verify()
-    assert caught.value.found == ", ".join(f"w{i}" for i in range(8)) + ", ..."
-
-
-def test_damage_behind_the_bytes_that_a_tensor_uses(tmp_path: Path) -> None:
-    path = saved(tmp_path / "x.pt", {"whole": WEIGHT, "view": WEIGHT[:1]})
-    with pytest.raises(ChecksumError) as caught:
-        damage(path, open_checkpoint(path), "whole").select("").verify()
-    assert caught.value.found == "whole, view"
-
-
-def test_sparse_parts_are_verified(tmp_path: Path) -> None:
-    path = saved(tmp_path / "x.pt", {"s": torch.eye(3).to_sparse()})
-    checkpoint = open_checkpoint(path)
-    assert checkpoint.verify() == 2 * 3 * 8 + 3 * 4
-    region = next(iter(checkpoint.checksums))
-    with open(path, "r+b") as file:
-        file.seek(region.start)
-        file.write(b"\xff")
-    with pytest.raises(ChecksumError) as caught:
-        open_checkpoint(path).verify()
-    assert caught.value.found == "s"
-
-
-def test_checksums_of_several_chunks(path: str, checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch) -> None:
-    verified = checkpoint.verify()
-    monkeypatch.setattr(verify_module, "_CHUNK_BYTES", 7)
-    assert checkpoint.verify() == verified
-    with pytest.raises(ChecksumError, match=r"found: optimizer\.state\.0\.exp_avg"):
-        damage(path, checkpoint, "optimizer.state.0.exp_avg").verify()
-
-
-@pytest.mark.parametrize("kind", ["safetensors", "mapping"])
-def test_nothing_to_verify_against(tmp_path: Path, kind: str) -> None:
-    save_file({"a": WEIGHT}, tmp_path / "x.safetensors")
-    source: Any = {"a": WEIGHT} if kind == "mapping" else tmp_path / "x.safetensors"
-    with pytest.raises(ChecksumError, match=f"found: {kind}, which keeps none"):
-        open_checkpoint(source).verify()
-
-
-def test_what_has_no_checksum_is_named(tmp_path: Path) -> None:
-    save_file({f"b{i}": WEIGHT + i for i in range(5)}, tmp_path / "b.safetensors")
-    torch.save({"a": WEIGHT}, tmp_path / "a.pt")
-    (tmp_path / "x.index.json").write_text(index_text({"a": "a.pt"} | {f"b{i}": "b.safetensors" for i in range(5)}))
-    with pytest.raises(ChecksumError) as caught:
-        open_checkpoint(tmp_path / "x.index.json").verify()
-    assert caught.value.found == "none for b0, b1, b2, ..."
 
 
 # Files that change.

@@ -127,3 +127,21 @@ def rich_tree() -> dict[str, Any]:
         "kinds": [{1, 2}, torch.float16, torch.device("cpu"), torch.Size([2, 3]), torch.strided],
         "text": {"": "empty key", "a.b": "dots"},
     }  # fmt: skip
+
+
+WEIGHT = torch.arange(12.0).reshape(4, 3)
+
+
+def training() -> dict[str, Any]:
+    """A checkpoint of a training run, with a tie and views."""
+    model = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.BatchNorm1d(4))
+    with torch.no_grad():
+        model[0].weight.copy_(WEIGHT)
+    state = model.state_dict()
+    state["tied"] = state["0.weight"]
+    return {
+        "step": 12,
+        "model_state": state,
+        "optimizer": {"state": {0: {"exp_avg": torch.ones(4, 3)}}, "param_groups": [{"lr": 0.1, "params": [0, 1]}]},
+        "config": {"sizes": [3, 4], "name": "net"},
+    }
