@@ -1,4 +1,4 @@
-"""Which checkpoints are kept: a pure function of what is known of them."""
+"""Which checkpoints are kept, and which was saved after which: pure functions of what is known of them."""
 
 import math
 from collections.abc import Callable, Iterable, Mapping
