@@ -31,6 +31,18 @@ def test_what_is_refused_by_choice_only() -> None:
         live.swap(state(bias=torch.full((8, 8), float("nan")), c=torch.full((8,), float("nan"))))
 
 
+def test_what_code_of_the_module_has_raised_is_the_cause() -> None:
+    def raising(old: int, values: dict[str, Any]) -> dict[str, Any]:
+        raise KeyError("no such thing")
+
+    live = ms.Live(ms.extra_state("note", version=2, upgrade=raising)(type("Noted", (nn.Linear,), {"note": 0}))(2, 2))
+    saved = ms.extra_state("note", version=1)(type("Noted", (nn.Linear,), {"note": 0}))(2, 2)
+    with pytest.raises(errors.PlanError) as caught:
+        live.swap(saved.state_dict())
+    assert isinstance(caught.value.__cause__, errors.UpgradeError)
+    assert live.version == 1
+
+
 def test_channels_last_is_the_order_of_a_program_that_has_it(tmp_path: Path) -> None:
     module = nn.Conv2d(4, 4, 3).to(memory_format=torch.channels_last)
     live, x = ms.Live(module), torch.randn(1, 4, 5, 5)

@@ -111,7 +111,8 @@ class Incoming:
             only = len(names) == len(error.problems)
             own = self._target.refused(names) if only else None
             if own is None:
-                raise plan_error(self._target.name, self.source, list(error.problems), _REMEDIES) from None
+                again = plan_error(self._target.name, self.source, list(error.problems), _REMEDIES)
+                raise again from error.__cause__
             raise own from error
 
     def _check_loaded(self, report: Report, filled: nn.Module, serving: State) -> None:
