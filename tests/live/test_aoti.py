@@ -300,9 +300,10 @@ def test_weights_of_another_kind_never_reach_the_library() -> None:
 
 def test_a_manifest_that_is_not_of_the_package() -> None:
     path = package_of(linear(1), X)
-    for changes in ({"inputs": {"values": [], "ranges": {}}}, {"inputs": []}, {"inputs": {"values": [{}]}}):
+    no_device = {"name": "x", "shape": [4], "dtype": "float32", "device": "nothing", "order": [0]}
+    for inputs in ({"values": [], "ranges": {}}, [], {"values": [{}]}, {"values": [no_device], "ranges": {}}):
         with pytest.raises(ManifestError):
-            ms.Live(rewritten(path, edited(**changes)))
+            ms.Live(rewritten(path, edited(inputs=inputs)))
     tensor = {"name": "weight", "shape": [4, 5], "dtype": "float32", "stride": [5, 1], "role": "parameter"}
     with pytest.raises(ManifestError, match="not what it has"):
         ms.Live(rewritten(path, edited(names=None, tensors=[{**tensor, "mutable": False, "alias": "weight"}])))

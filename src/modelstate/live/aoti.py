@@ -192,7 +192,7 @@ class _Call:
             self._in_spec, self.out_spec = map(structure_of, loader.call_spec)
             described = None if manifest is None else manifest.inputs
             self._inputs = None if described is None else Inputs.described_by(where, self._in_spec, described)
-        except (ValueError, KeyError, TypeError, AttributeError, NotImplementedError) as error:
+        except (ValueError, KeyError, TypeError, AttributeError, RuntimeError) as error:
             raise ManifestError(
                 "what the file says of its inputs is damaged, or of classes that are not known here",
                 where=where,

@@ -49,7 +49,7 @@ class Inputs:
 
     @classmethod
     def described_by(cls, where: str, spec: Any, found: Mapping[str, Any]) -> "Inputs":
-        """The inputs as `described` has put them. Raises `KeyError`, `TypeError` and `ValueError`."""
+        """The inputs as `described` has put them. Raises `KeyError`, `TypeError`, `ValueError` and `RuntimeError`."""
         inputs = cls(where, spec, (), {})
         inputs._wanted = [_from_json(one) for one in found["values"]]
         inputs._ranges = {Size(name): (low, high) for name, (low, high) in found["ranges"].items()}
