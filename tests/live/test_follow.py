@@ -19,7 +19,7 @@ from modelstate.errors import (
     ReadFailedError,
     SaveTargetError,
 )
-from tests.live.followed import Target, actions, by_hand, flipped, nan, serves
+from tests.live.followed import Log, Target, actions, by_hand, flipped, nan, serves
 from tests.live.stores import X, linear, save
 from tests.live.targets import target_of
 
@@ -216,6 +216,14 @@ def test_verified_is_what_is_read(tmp_path: Path) -> None:
         with pytest.raises((ReadFailedError, ChecksumError)):
             live.swap(checkpoint)
     assert (live.version, live.history()[-1].source) == (1, checkpoint.source)
+
+
+def test_it_is_started_once(tmp_path: Path) -> None:
+    with ms.follow(ms.Live(linear(1)), tmp_path, on_error=Log().append) as following:
+        threads = threading.active_count()
+        following.start()
+        assert following.is_running
+        assert threading.active_count() == threads
 
 
 # Callbacks.

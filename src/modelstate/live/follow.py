@@ -142,7 +142,9 @@ class Following:
     # The thread.
 
     def start(self) -> None:
-        """Looks now, and from time to time, in a thread that does not keep the process alive."""
+        """Looks now, and from time to time, in a thread that does not keep the process alive; one at the most."""
+        if self.is_running:
+            return
         self._thread = threading.Thread(target=self._run, name="modelstate-follow", daemon=True)
         _running.add(self)
         _watch_exit()

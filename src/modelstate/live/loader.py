@@ -49,7 +49,7 @@ class Loader:
                 aoti_set_constants(self._library, self._shells)
 
     def let_go(self) -> None:
-        """Gives up the tensors that it works with. It must not be called before `use` has given it others."""
+        """Gives up the tensors that it works with. Until `use` has given it others, `run` must not be called."""
         with torch.inference_mode(False), torch.no_grad():
             for shell in (self._shells or {}).values():
                 shell.set_()  # type: ignore[call-overload]
