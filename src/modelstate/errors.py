@@ -58,6 +58,7 @@ ModelStateError
 │   ├── SaveTimeoutError              (TimeoutError) a save in the background that is not done in time
 │   ├── StoreLockedError              (RuntimeError) a store that somebody else writes to
 │   └── StoreAccessError              (OSError) a store's directory that cannot be written to, or has no locks
+│       └── StoreMovedError           it was renamed, removed or replaced while the store was in use
 ├── PlanError                         (RuntimeError) a plan that has problems; see `.problems`
 ├── ObjectsError                      objects whose state cannot be saved or restored together
 │   ├── MissingObjectError            (KeyError) an object that nothing was saved for
@@ -398,6 +399,10 @@ class StoreLockedError(StoreError, RuntimeError, page="store-locked"):
 
 class StoreAccessError(StoreError, OSError, page="store-locked"):
     """The directory of a store cannot be written to, or its file system has no locks."""
+
+
+class StoreMovedError(StoreAccessError, page="store-moved"):
+    """The directory of a store is no longer at its path."""
 
 
 class ObjectsError(ModelStateError, page="objects"):

@@ -22,7 +22,7 @@ from datetime import datetime
 from types import TracebackType
 from typing import Self
 
-from modelstate.errors import StoreAccessError, StoreLockedError
+from modelstate.errors import StoreAccessError, StoreLockedError, StoreMovedError
 from modelstate.words import printable
 
 LOCK_FILE = ".lock"
@@ -50,6 +50,8 @@ _Key = tuple[int, int]
 @dataclass(slots=True)
 class _Held:
     descriptor: int
+    directory: int
+    """A descriptor of the directory: as long as it is open, no other directory gets the inode."""
     since: float
     locked: bool
     """False where the file system has no locks and the caller goes without."""
@@ -91,10 +93,16 @@ class WriterLock:
         """
         with _guard:
             _watch_forks()
-            key = self._directory_key()
-            if key in _held:
-                raise self._locked(f"this process ({os.getpid()}), {_since(_held[key].since)}")
-            mine = self._lock_file()
+            directory = self._open_directory()
+            try:
+                found = os.fstat(directory)
+                key = found.st_dev, found.st_ino
+                if key in _held:
+                    raise self._locked(f"this process ({os.getpid()}), {_since(_held[key].since)}")
+                mine = self._lock_file(directory)
+            except BaseException:
+                os.close(directory)
+                raise
             _held[key] = mine
             self._key, self._mine = key, mine
             self._finalizer = weakref.finalize(self, _let_go, key, mine)
@@ -110,16 +118,33 @@ class WriterLock:
         """Raises `StoreLockedError` unless the lock is still this object's.
 
         It is lost when other code of this process opens and closes the lock file, as by copying the directory, and
-        when somebody removes the file. If nobody has taken it since, it is taken anew.
+        when somebody removes the file. If nobody has taken it since, it is taken anew. Raises what `check_directory`
+        raises; then the lock is that of the directory that was there, and still this object's.
         """
         with _guard:
             mine = self._mine
             if mine is None or not self.held:
                 raise self._locked("this object does not have it, or it is the copy in a forked process")
+            self.check_directory()
             if not _is_at(mine.descriptor, self._path):
                 raise self._locked(f"{LOCK_FILE} has been removed or replaced")
             if mine.locked:
                 self._take(mine.descriptor)
+
+    def check_directory(self) -> None:
+        """Raises `StoreMovedError` where this object has the lock of a directory that is no longer at the path."""
+        with _guard:
+            mine = self._mine
+            if mine is None or not self.held:
+                return
+            try:
+                found = os.stat(self.directory)
+            except (FileNotFoundError, NotADirectoryError):
+                raise moved(self.directory) from None
+            except OSError as error:
+                raise self._no_access(error) from error
+            if not os.path.samestat(os.fstat(mine.directory), found):
+                raise moved(self.directory, "something else is there")
 
     def __enter__(self) -> Self:
         self.acquire()
@@ -132,17 +157,17 @@ class WriterLock:
     def _path(self) -> str:
         return os.path.join(self.directory, LOCK_FILE)
 
-    def _directory_key(self) -> _Key:
+    def _open_directory(self) -> int:
         try:
-            found = os.stat(self.directory)
+            return os.open(self.directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         except OSError as error:
             raise self._no_access(error) from error
-        return found.st_dev, found.st_ino
 
-    def _lock_file(self) -> _Held:
+    def _lock_file(self, directory: int) -> _Held:
+        flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
         for _ in range(_TRIES):
             try:
-                descriptor = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o666)
+                descriptor = os.open(LOCK_FILE, flags, 0o666, dir_fd=directory)
             except OSError as error:
                 raise self._no_access(error) from error
             try:
@@ -150,7 +175,7 @@ class WriterLock:
                 if _is_at(descriptor, self._path):
                     now = time.time()
                     _write_holder(descriptor, now)
-                    return _Held(descriptor, now, locked)
+                    return _Held(descriptor, directory, now, locked)
             except BaseException:
                 os.close(descriptor)
                 raise
@@ -197,6 +222,17 @@ class WriterLock:
         )
 
 
+def moved(directory: str, found: str = "nothing is there") -> StoreMovedError:
+    """The error of a directory that is no longer where it was."""
+    return StoreMovedError(
+        "the store's directory has been renamed, removed or replaced since it was taken into use",
+        where=directory,
+        expected="the directory that this store has used so far",
+        found=found,
+        remedy="put it back, and save again; or make another Store, of the path where it is now or of a new one",
+    )
+
+
 def _is_at(descriptor: int, path: str) -> bool:
     """Whether the open file is the one at the path."""
     try:
@@ -212,6 +248,7 @@ def _let_go(key: _Key, mine: _Held) -> None:
             with suppress(OSError):
                 os.ftruncate(mine.descriptor, 0)
             os.close(mine.descriptor)
+            os.close(mine.directory)
 
 
 def _watch_forks() -> None:
@@ -226,8 +263,9 @@ def _forget() -> None:
     global _guard
     _guard = threading.RLock()
     for mine in _held.values():
-        with suppress(OSError):
-            os.close(mine.descriptor)
+        for descriptor in (mine.descriptor, mine.directory):
+            with suppress(OSError):
+                os.close(descriptor)
     _held.clear()
 
 

@@ -1,7 +1,7 @@
 """A checkpoint into a store's directory, complete and durable or not at all; and out of it again."""
 
 import os
-from collections.abc import Iterable, Iterator, Mapping, Set
+from collections.abc import Callable, Iterable, Iterator, Mapping, Set
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 
@@ -47,10 +47,11 @@ def publish(
     before: Found | None,
     shard_bytes: int | None,
     doubtful: Set[tuple[int, int]] = frozenset(),
+    check: Callable[[], object] = lambda: None,
 ) -> tuple[str, list[Written]]:
     """Writes a checkpoint, with links to what the one `before` has already, beside the `revisions` of its step.
 
-    Files are not linked whose device and inode are among the doubtful ones.
+    Files are not linked whose device and inode are among the doubtful ones. `check` may raise before all is in place.
 
     Returns its path, when it is complete and durable. Raises `OSError`, `UnsavableError`; then it is not there.
     """
@@ -71,6 +72,7 @@ def publish(
         with new_file(os.path.join(beside, RECORD_FILE)) as output:
             output.append(text)
         sync_directory(beside)
+        check()
         system.replace(beside, final)
         try:
             sync_directory(directory)

@@ -6,7 +6,7 @@ import warnings
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from modelstate.errors import OptionError, SaveFailedWarning, WriteFailedError
+from modelstate.errors import OptionError, SaveFailedWarning, StoreMovedError, WriteFailedError
 from modelstate.plan.matching import nearest
 from modelstate.store.deadline import Deadline
 from modelstate.store.saving import PendingSave, SavedStep
@@ -79,7 +79,7 @@ class Resumable:
         else:
             try:
                 self._pending = self._store.save(self.done, self._objects, block=False, **how)
-            except WriteFailedError as error:
+            except (WriteFailedError, StoreMovedError) as error:
                 self._lost(self.done, error)
                 return
         self._saved_at = self.done
@@ -91,10 +91,10 @@ class Resumable:
             return
         try:
             self._learn(pending.result())
-        except WriteFailedError as error:
+        except (WriteFailedError, StoreMovedError) as error:
             self._lost(pending.step, error)
 
-    def _lost(self, step: int, error: WriteFailedError) -> None:
+    def _lost(self, step: int, error: WriteFailedError | StoreMovedError) -> None:
         self._saved_at = -1
         warnings.warn(f"step {step} was not saved: {error}", SaveFailedWarning, stacklevel=5)
 
@@ -133,7 +133,8 @@ def resumable(
         restoring: what `Store.restore` takes.
 
     Raises what `Store.restore` raises, here, and what `Store.save` raises, in the loop; but where a save
-    that the loop does not wait for fails with an I/O error, that is a `SaveFailedWarning`, and the next one saves all.
+    that the loop does not wait for fails with an I/O error, or since the store's directory is not there any more, that
+    is a `SaveFailedWarning`, and the next one saves all.
     """
     for name, value in (("steps", steps), ("save_every", save_every)):
         if type(value) is not int or value < 1:

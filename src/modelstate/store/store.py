@@ -19,13 +19,14 @@ from modelstate.errors import (
     StepExistsError,
     StepNotFoundError,
     StoreLockedError,
+    StoreMovedError,
 )
 from modelstate.read.checkpoint import Checkpoint
 from modelstate.read.paths import local_path
 from modelstate.store import contents
 from modelstate.store.arguments import is_number
 from modelstate.store.layout import PIN_FILE, name_of
-from modelstate.store.lock import WriterLock
+from modelstate.store.lock import WriterLock, moved
 from modelstate.store.objects import MODULE, captured, targets_of
 from modelstate.store.publishing import Job, clear, discard, make_directory, publish
 from modelstate.store.reading import Step, of_first_whole, parts_of, problem_of, to_go, usable
@@ -57,7 +58,8 @@ class Store:
 
     Nothing is written before the first `save`, which also takes the store for this process: another one that saves is
     refused until this one closes the store or ends, however it does. Reading needs no lock. Whatever a killed process
-    has left behind is taken away by the next one that writes.
+    has left behind is taken away by the next one that writes. A directory that is renamed, removed or replaced after
+    something was restored from it or saved to it is not made anew until `close`: that is a `StoreMovedError`.
 
     Args:
         directory: where it is, or is going to be.
@@ -82,6 +84,8 @@ class Store:
         self._shard_bytes = shard_size_bytes
         self._shelf = Shelf(self.directory)
         self._lock = WriterLock(self.directory)
+        self._is_in_use = False
+        """Whether something has been restored from the directory, or saved to it: then it is not made anew."""
         self._turn = threading.RLock()
         self._is_busy = False
         self._staging = Staging()
@@ -145,7 +149,7 @@ class Store:
             when_busy: what to do while an earlier save is still being written: wait for it, or skip this one and
                 return None.
 
-        Raises `StepExistsError`, `StoreLockedError`, `OptionError`, what capturing the state raises,
+        Raises `StepExistsError`, `StoreLockedError`, `StoreMovedError`, `OptionError`, what capturing the state raises,
         `UnsavableError` and `UnsupportedValueError` for what cannot be stored, `WriteFailedError` for an I/O error, and
         what an earlier save in the background has raised. No checkpoint that was there before is changed by it.
         """
@@ -227,7 +231,7 @@ class Store:
             )
 
     def _write(self, job: Job, staging_bytes: int = 0, blocked: float | None = None) -> SavedStep:
-        with write_errors(os.path.join(self.directory, name_of(job.step, 0))):
+        with self._in_its_directory(), write_errors(os.path.join(self.directory, name_of(job.step, 0))):
             clear(self.directory)
             shelf = self._shelf.for_a_moment()
             every = shelf.by_age()
@@ -236,7 +240,15 @@ class Store:
             store = shelf.ensure_name()
             serial = 1 + max((one.record.serial for one in every if one.record is not None), default=0)
             final, written = publish(
-                self.directory, store, serial, job, revisions, before, self._shard_bytes, shelf.doubtful
+                self.directory,
+                store,
+                serial,
+                job,
+                revisions,
+                before,
+                self._shard_bytes,
+                shelf.doubtful,
+                self._lock.check_directory,
             )
             shelf.note_whole(final)
         seconds = time.perf_counter() - job.begun
@@ -302,6 +314,7 @@ class Store:
             )
 
         (record, restored), skipped = of_first_whole(self._shelf, step, attempt)
+        self._is_in_use = True
         same = {one.name: getattr(restored, one.name) for one in fields(restored)}
         return RestoredStep(**same, step=record.step, time=record.time, metrics=dict(record.metrics), skipped=skipped)
 
@@ -420,12 +433,28 @@ class Store:
                     self._lock.confirm()
                     return
                 except StoreLockedError:
-                    # The directory, or the lock, is no longer what it was. If nobody else has it, it is taken anew.
+                    # The lock is no longer what it was. If nobody else has it, it is taken anew.
                     self._lock.release()
+            if self._is_in_use and not os.path.isdir(self.directory):
+                raise moved(self.directory)
             make_directory(self.directory)
             self._lock.acquire()
+            self._is_in_use = True
             clear(self.directory)
         self._shelf.ensure_name()
+
+    @contextmanager
+    def _in_its_directory(self) -> Iterator[None]:
+        """Around what is written: an I/O error comes through as `StoreMovedError` where that is why."""
+        self._lock.check_directory()
+        try:
+            yield
+        except OSError as error:
+            try:
+                self._lock.check_directory()
+            except StoreMovedError as why:
+                raise why from error
+            raise
 
     def close(self) -> None:
         """Waits for what is being written, and lets others write. Raises what that write has raised."""
@@ -433,6 +462,7 @@ class Store:
             self.wait()
         finally:
             self._lock.release()
+            self._is_in_use = False
 
     def __enter__(self) -> Self:
         return self
