@@ -108,6 +108,10 @@ def nested() -> torch.Tensor:
         return torch.nested.nested_tensor([torch.ones(2), torch.ones(3)])
 
 
+class WithoutShape(nn.UninitializedParameter):
+    pass
+
+
 REFUSED = {
     "object": (Plain(), "Plain"),
     "class": (Plain, "type"),
@@ -132,7 +136,7 @@ REFUSED = {
     "quantized": (quantized(), "quantized"),
     "tensor subclass": (torch.ones(2).as_subclass(SubTensor), "SubTensor"),
     "no memory": (emptied(), "memory has been given back"),
-    "no shape": (nn.UninitializedParameter(), "UninitializedParameter"),
+    "no shape": (WithoutShape(), "WithoutShape"),
     "objects": (np.array([Plain()]), "dtype object"),
     "objects within": (np.zeros(1, [("a", "i4"), ("b", "O")]), "'b'"),
     "long double": (np.longdouble(1), "float128"),

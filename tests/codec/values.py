@@ -85,6 +85,8 @@ def same(a: Any, b: Any) -> bool:
     """Whether two values are of one type and one content, NaN, -0.0 and order included."""
     if type(a) is not type(b):
         return False
+    if isinstance(a, nn.UninitializedParameter | nn.UninitializedBuffer):
+        return (a.dtype, a.requires_grad, a.device) == (b.dtype, b.requires_grad, b.device)
     if isinstance(a, torch.Tensor):
         flags = (a.dtype, a.shape, a.requires_grad, a.device) == (b.dtype, b.shape, b.requires_grad, b.device)
         raw = [t.detach().resolve_conj().contiguous().view(-1).view(torch.uint8) for t in (a, b)] if flags else []
@@ -280,6 +282,12 @@ EXAMPLES: dict[str, Any] = {
         nn.Parameter(torch.ones(2)),
         nn.Parameter(torch.ones(2, dtype=torch.int8), False),
         nn.Parameter(torch.ones(())),
+    ],
+    "uninitialised": [
+        nn.UninitializedParameter(),
+        nn.UninitializedParameter(False, dtype=torch.int8),
+        nn.UninitializedBuffer(dtype=torch.float64),
+        nn.UninitializedBuffer(True),
     ],
     "generators": [_generator()],
     "numpy scalars": [

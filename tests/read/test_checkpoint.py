@@ -565,12 +565,16 @@ def test_a_file_that_cannot_be_read(checkpoint: Checkpoint, monkeypatch: pytest.
 
 
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("kind", ["lazy", "nested"])
-def test_live_tensors_without_a_shape(kind: str) -> None:
-    lazy = torch.nn.LazyLinear(2).weight
-    tensor = lazy if kind == "lazy" else torch.nested.nested_tensor([torch.ones(1), torch.ones(2)])
+def test_live_tensors_without_a_shape() -> None:
     with pytest.raises(errors.UnsupportedTensorError, match="without a shape"):
-        open_checkpoint({"w": tensor})
+        open_checkpoint({"w": torch.nested.nested_tensor([torch.ones(1), torch.ones(2)])})
+
+
+def test_what_a_lazy_module_has_not_initialised_is_no_tensor() -> None:
+    checkpoint = open_checkpoint(torch.nn.LazyLinear(2).state_dict())
+    assert (list(checkpoint), list(checkpoint.extra)) == ([], ["weight", "bias"])
+    with pytest.raises(errors.TensorNotFoundError):
+        checkpoint["weight"]
 
 
 def test_a_file_larger_than_memory_can_be_mapped(tmp_path: Path) -> None:

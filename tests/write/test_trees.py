@@ -11,6 +11,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file
 from torch import nn
+from torch.nn.parameter import is_lazy
 
 import modelstate as ms
 from tests.codec.values import ANY_VALUE, EXAMPLES, same
@@ -31,7 +32,7 @@ def plain(tree: Any) -> Any:
         return made
     if type(tree) in (list, tuple):
         return type(tree)(map(plain, tree))
-    return tree.detach() if isinstance(tree, torch.Tensor) else tree
+    return tree.detach() if isinstance(tree, torch.Tensor) and not is_lazy(tree) else tree
 
 
 def trained() -> tuple[nn.Module, torch.optim.Optimizer]:

@@ -1,6 +1,7 @@
 """What torch has: tensors with their flags, sizes, dtypes, devices, generators."""
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -33,6 +34,25 @@ def _encode_parameter(value: nn.Parameter, encoder: Encoder) -> Tree:
 def _parameter(tree: Tree, decoder: Decoder) -> torch.Tensor:
     data, requires_grad = decoder.fields(tree, "data", "requires_grad")
     return decoder.tensor(data, True, decoder.expect(requires_grad, bool))
+
+
+def _encode_uninitialised(value: Any, encoder: Encoder) -> Tree:
+    return encoder.named({"dtype": value.dtype, "requires_grad": value.requires_grad})
+
+
+def _uninitialised(tree: Tree, decoder: Decoder, cls: Any) -> torch.Tensor:
+    dtype, requires_grad = decoder.fields(tree, "dtype", "requires_grad")
+    found = decoder.expect(decoder.value(dtype), torch.dtype)
+    with torch.inference_mode(False):  # else it could never be trained
+        made: torch.Tensor = cls(decoder.expect(requires_grad, bool), "cpu", found)
+    return made
+
+
+def another_uninitialised(tensor: torch.Tensor) -> torch.Tensor:
+    """Another parameter or buffer that has no shape yet, as this one. (torch copies no such buffer.)"""
+    cls: Any = type(tensor)
+    made: torch.Tensor = cls(tensor.requires_grad, tensor.device, tensor.dtype)
+    return made
 
 
 def _encode_size(value: torch.Size, encoder: Encoder) -> Tree:
@@ -73,6 +93,12 @@ KINDS: dict[type, Kind] = {
         lambda tree, decoder: decoder.tensor(tree, False, True),
     ),
     nn.Parameter: Kind("Parameter", _encode_parameter, _parameter),
+    nn.UninitializedParameter: Kind(
+        "UninitializedParameter", _encode_uninitialised, partial(_uninitialised, cls=nn.UninitializedParameter)
+    ),
+    nn.UninitializedBuffer: Kind(
+        "UninitializedBuffer", _encode_uninitialised, partial(_uninitialised, cls=nn.UninitializedBuffer)
+    ),
     torch.Size: Kind("torch.Size", _encode_size, _size),
     torch.dtype: Kind("torch.dtype", *_by_name(torch.dtype)),
     torch.layout: Kind("torch.layout", *_by_name(torch.layout)),

@@ -5,6 +5,7 @@ from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.nn.parameter import is_lazy
 
 from modelstate.plan.differences import regular_differences
 from modelstate.plan.matching import nearest
@@ -16,6 +17,7 @@ from modelstate.plan.problems import (
     IdlePattern,
     Missing,
     NothingFits,
+    NotYetInitialised,
     Problem,
     Unexpected,
     Uninitialised,
@@ -70,13 +72,16 @@ class Accounts:
         problems += [IdlePattern(rule, option="rules") for rule in self.of.incoming.applied.idle]
         problems += [*self.of.transforms.problems, *self.of.transforms.idle()]
         self._move(unfilled)
-        if any(slot.kind != HIDDEN for slot in self.of.slots.tensors) and not self.of.assignments and not problems:
+        came_to_slots = self.of.assignments or self.of.uninitialised
+        if any(slot.kind != HIDDEN for slot in self.of.slots.tensors) and not came_to_slots and not problems:
             problems.append(NothingFits(type(self.of.model).__name__))
         self._note_lost_versions()
         self._note_own_code(missing, unexpected, unfilled)
         self._note_options()
         if computed := self._computed():
             self._note(computed, "made by the model's own loading code")
+        if self.of.uninitialised:
+            self._note(self.of.uninitialised, "stay uninitialised, as they were when the checkpoint was saved")
         if allowed:
             self._note(allowed, "left as they are, as allowed by allow_missing")
 
@@ -112,7 +117,9 @@ class Accounts:
     def _hidden_buffer(self, slot: Slot, name: str) -> list[str]:
         """A value for a non-persistent buffer fills it on meta, and must agree with it elsewhere."""
         value, buffer = self.of.value_of(name), slot.tensor
-        if not isinstance(value, torch.Tensor) or value.shape != buffer.shape:
+        if is_lazy(value):
+            self.of.problems.append(NotYetInitialised(name))
+        elif not isinstance(value, torch.Tensor) or value.shape != buffer.shape:
             found = tuple(value.shape) if isinstance(value, torch.Tensor) else ()
             self.of.problems.append(WrongShape(name, tuple(buffer.shape), found))
         elif buffer.is_meta:
@@ -158,7 +165,8 @@ class Accounts:
     def _note_own_code(self, missing: list[str], unexpected: list[str], unfilled: Sequence[Slot]) -> None:
         """Names that neither came to a slot nor were found to be missing: overrides and hooks have dealt with them."""
         of = self.of
-        named = {*missing, *unexpected, *self.outcome.unexpected, *of.extra_states, *(p.name for p in of.problems)}
+        named = {*missing, *unexpected, *self.outcome.unexpected, *of.extra_states, *of.uninitialised}
+        named.update(problem.name for problem in of.problems)
         if gone := of.incoming.applied.entries.keys() - of.used - named:
             self._note(gone, "went into the model's own loading code")
         known = {*named, *self.outcome.missing}
@@ -203,6 +211,8 @@ class Accounts:
         if device is None:
             return
         for slot in unfilled:
+            if is_lazy(slot.tensor):
+                continue  # has nothing to move, and goes where its module is sent
             if not slot.tensor.is_meta and slot.tensor.device != device:
                 self.of.move(slot, device)
         if self.of.moves:
@@ -210,13 +220,13 @@ class Accounts:
 
     def _slot_shape(self, name: str) -> tuple[int, ...] | None:
         slot = self.of.slots.by_name.get(name)
-        if slot is None or torch.nn.parameter.is_lazy(slot.tensor):
+        if slot is None or is_lazy(slot.tensor):
             return None
         return tuple(slot.tensor.shape)
 
     def _value_shape(self, name: str) -> tuple[int, ...] | None:
         value: Any = self.of.value_of(name)
-        return tuple(value.shape) if isinstance(value, torch.Tensor) else None
+        return tuple(value.shape) if isinstance(value, torch.Tensor) and not is_lazy(value) else None
 
     def _note(self, names: Collection[str], what: str) -> None:
         listed = sorted(names)

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.parameter import is_lazy
 
 from modelstate.errors import CodecError, ExtraStateError
 from modelstate.plan.account import Accounts
@@ -30,6 +31,7 @@ from modelstate.plan.plan import Options, Plan, Step
 from modelstate.plan.problems import (
     BadExtraState,
     NotATensor,
+    NotYetInitialised,
     NoValues,
     Problem,
     TieConflict,
@@ -87,6 +89,8 @@ class Preparation:
         """Tensors that no value goes to, and that only go to another device."""
         self.used: set[str] = set()
         """Names, after the rules, whose values have come to a slot."""
+        self.uninitialised: dict[str, torch.Tensor] = {}
+        """What stays as it is, since neither a lazy module here nor the one that was saved has made it."""
         self.extra_states: list[str] = []
         self.means = usual_means()
         """What the bytes are read with."""
@@ -142,12 +146,19 @@ class Preparation:
     def tensor(
         self, module: nn.Module, name: str, key: str, param: torch.Tensor, value: Any, assign: bool, errors: list[str]
     ) -> None:
+        given = key
         if self.journal.armed:
             slot = self.slots.by_name.get(key)
             if slot is None or slot.tensor is not param:  # a module that loads a child by itself uses a shorter name
                 key = self._names.get(id(param), key)
         if not isinstance(value, torch.Tensor):
             self.problems.append(NotATensor(key, type(value).__name__))
+        elif is_lazy(value):
+            self.used.add(given)
+            if is_lazy(param):
+                self.uninitialised[key] = param
+            else:
+                self.problems.append(NotYetInitialised(key))
         elif param.shape != value.shape and self.transforms.of(key).first is None:
             self.problems.append(WrongShape(key, tuple(param.size()), tuple(value.size())))
         else:
@@ -317,7 +328,7 @@ class Preparation:
     def slot_count(self) -> int:
         """Slots that want a value."""
         tensors = sum(1 for slot in self.slots.tensors if slot.kind != HIDDEN or self.is_filled(slot.tensor))
-        return tensors + len(self.slots.extra)
+        return tensors + len(self.slots.extra) - len({id(param) for param in self.uninitialised.values()})
 
     def calls(self) -> list[Step]:
         """The steps of extra states."""

@@ -233,6 +233,15 @@ class NoValues(Problem):
 
 
 @dataclass(frozen=True, slots=True)
+class NotYetInitialised(Problem):
+    """The source was saved before a lazy module had made this tensor; the model has made it."""
+
+    title: ClassVar = "names that the source's lazy modules had not initialised, and that are initialised here"
+    remedy: ClassVar = "load it before the model's first forward pass, or take a checkpoint that was saved after one"
+    page: ClassVar = "uninitialized-parameter"
+
+
+@dataclass(frozen=True, slots=True)
 class Complaint(Problem):
     """A message that code of the model added to torch's list of errors."""
 

@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
+from torch.nn.parameter import is_lazy
 
 _DEEPEST = 200
 
@@ -14,6 +15,8 @@ def same_value(one: Any, other: Any, depth: int = 0) -> bool:
         return True
     if depth > _DEEPEST:
         return False
+    if is_lazy(one) or is_lazy(other):
+        return type(one) is type(other) and (one.dtype, one.requires_grad) == (other.dtype, other.requires_grad)
     if isinstance(one, torch.Tensor) or isinstance(other, torch.Tensor):
         return isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor) and same_tensor(one, other)
     if isinstance(one, Mapping) and isinstance(other, Mapping):

@@ -7,8 +7,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from torch.nn.parameter import is_lazy
 
 from modelstate.codec.codec import decode
+from modelstate.codec.torch_values import another_uninitialised
 from modelstate.errors import DuplicateNameError, KeyNotFoundError, SourceTypeError
 from modelstate.spec import Combined, Encoded, Stored, StoredComposite, StoredTensor
 
@@ -30,6 +32,11 @@ class FlatTree:
     """The largest parts of the tree without tensors, and every `_extra_state`, by their paths."""
     containers: list[str] = field(default_factory=list)
     """Paths of the mappings that hold tensors at any depth; the root is the empty path."""
+
+
+def _is_tensor(node: object) -> bool:
+    """Whether the node is a tensor. What has no shape yet, as in a lazy module that has not run, is a value."""
+    return isinstance(node, _TENSORS) and not (isinstance(node, torch.Tensor) and is_lazy(node))
 
 
 def is_container(node: object) -> bool:
@@ -63,7 +70,7 @@ class _Flattener:
 
     def visit(self, node: Any, path: str, depth: int) -> bool:
         """Adds what is below `node`; whether that includes a tensor."""
-        if isinstance(node, _TENSORS):
+        if _is_tensor(node):
             self.add(self.flat.tensors, path if depth else "tensor", node)
             return True
         if not is_container(node):
@@ -82,7 +89,7 @@ class _Flattener:
         self.nodes += len(children)
         for name, child in children:
             below = f"{path}.{name}" if depth else name
-            if isinstance(child, _TENSORS):
+            if _is_tensor(child):
                 self.add(self.flat.tensors, below, child)
                 has_tensors = True
                 continue
@@ -165,6 +172,8 @@ def rebuild(
     other classes than Python's own. A container that stands in several places, or in itself, does so in the copy;
     `made` has the copies so far.
     """
+    if isinstance(node, torch.Tensor) and is_lazy(node):
+        return another_uninitialised(node)
     if isinstance(node, _TENSORS):
         return tensor(node)
     if isinstance(node, Encoded):

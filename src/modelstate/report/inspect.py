@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
+from torch.nn.parameter import is_lazy
 
 from modelstate.errors import CodecError
 from modelstate.read.checkpoint import Checkpoint
@@ -182,6 +183,8 @@ def _plain(value: Any) -> Any:
         return value
     if isinstance(value, float):
         return value if math.isfinite(value) else str(value)
+    if is_lazy(value):
+        return f"without a shape yet, {_dtype(value.dtype)}"
     if isinstance(value, torch.Tensor):
         return f"tensor({list(value.shape)}, {_dtype(value.dtype)})"
     if isinstance(value, Mapping):

@@ -4,9 +4,10 @@ import json
 from collections import OrderedDict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
+from torch.nn.parameter import is_lazy
 
 from modelstate.codec.codec import encode
 from modelstate.codec.walk import is_unicode
@@ -63,9 +64,10 @@ class Draft:
 def draft(state: Any, where: str, attached: Mapping[str, Any] | None = None, *, as_tree: bool = False) -> Draft:
     """Sorts out what goes where.
 
-    A state dict, of tensors and extra state under names, stays flat. Anything else is a tree, whose tensors are named
-    by their paths; so is everything with `as_tree`. What is `attached` is kept beside it. Raises `UnsavableError` with
-    all tensors and names that cannot be stored, and `UnsupportedValueError` for a value that cannot be encoded.
+    A state dict, of tensors and extra state under names, stays flat. What a lazy module has not initialised yet is a
+    value that is no tensor. Anything else is a tree, whose tensors are named by their paths; so is everything with
+    `as_tree`. What is `attached` is kept beside it. Raises `UnsavableError` with all tensors and names that cannot be
+    stored, and `UnsupportedValueError` for a value that cannot be encoded.
     """
     flat = not as_tree and all(map(_is_flat, state.keys(), state.values()))
     drafting = _Drafting(where, map(str, state) if isinstance(state, Mapping) else ())
@@ -82,6 +84,10 @@ def draft(state: Any, where: str, attached: Mapping[str, Any] | None = None, *, 
 def _is_flat(name: object, value: object) -> bool:
     is_extra = isinstance(name, str) and is_unicode(name) and name.rpartition(".")[2] == EXTRA_STATE
     return is_extra or isinstance(value, torch.Tensor | Later)
+
+
+def _is_tensor(value: object) -> TypeGuard[torch.Tensor | Later]:
+    return isinstance(value, Later) or (isinstance(value, torch.Tensor) and not is_lazy(value))
 
 
 class _Drafting:
@@ -101,13 +107,13 @@ class _Drafting:
 
     def flat(self, state: Mapping[Any, Any]) -> None:
         for name, value in state.items():
-            if isinstance(value, torch.Tensor | Later):
+            if _is_tensor(value) or not isinstance(name, str) or not is_unicode(name):
                 self.made.names += 1
                 owner = self.add(name, value)
                 if owner != name:
                     self.made.aliases[name] = owner
         for name, value in state.items():
-            if not isinstance(value, torch.Tensor | Later):
+            if not _is_tensor(value) and name not in self._wrong:
                 self.made.extra[name] = encode(value, f"{self._where}: {name}", leaf=self._put)
         self.made.versions = self._versions(state)
 
@@ -116,7 +122,7 @@ class _Drafting:
 
     def node(self, value: Any, path: str, depth: int) -> Any:
         """A part of a tree, as the manifest has it."""
-        if isinstance(value, torch.Tensor | Later):
+        if _is_tensor(value):
             self.made.names += 1
             return self.add(path or "tensor", value)
         kind = _kind(value)
