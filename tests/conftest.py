@@ -1,11 +1,13 @@
 """What every test can use."""
 
+import math
 import signal
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
+from modelstate.store import deadline, resumable
 from tests.real_files import FILES, path_of
 
 
@@ -13,6 +15,13 @@ def pytest_configure() -> None:
     """Tests interrupt themselves. A shell has what it runs in the background ignore that."""
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+@pytest.fixture(autouse=True)
+def no_signal_of_another_test() -> None:
+    """A signal, and the end of a loop, are for all that comes later in a process, which is other tests here."""
+    deadline._came.clear()
+    resumable._loops.last_stop = -math.inf
 
 
 @pytest.fixture(scope="session")

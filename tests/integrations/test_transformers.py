@@ -206,7 +206,7 @@ def test_a_signal_saves_and_ends(tmp_path: Path) -> None:
         assert "SIGTERM" in deadline.reason
         assert store.steps() == (3, 6, 8)
         assert signal.getsignal(signal.SIGTERM) is before
-        saving = StoreCallback(store, deadline=ms.Deadline(hours=None))
+        saving = StoreCallback(store, deadline=ms.Deadline(hours=None, since="now"))
         assert saving.train(trainer_of(tmp_path, saving, second)).global_step == 15
     assert len(first.losses) + len(second.losses) == 15
 

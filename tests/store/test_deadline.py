@@ -218,20 +218,55 @@ def test_a_second_interrupt_interrupts(handlers: None) -> None:
             os.kill(os.getpid(), signal.SIGINT)
 
 
-def test_one_can_be_used_again_but_not_twice_at_once(handlers: None) -> None:
+def test_one_can_be_used_again_and_within_itself(handlers: None) -> None:
     deadline = ms.Deadline(since="now")
     for _ in range(2):
-        with deadline, pytest.raises(OptionError, match="entered already"):
-            deadline.__enter__()
+        with deadline:
+            with deadline:
+                pass
+            assert signal.getsignal(signal.SIGTERM) != signal.SIG_DFL
+        assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
 
 
-def test_one_within_another(handlers: None) -> None:
-    with ms.Deadline(since="now") as outer:
-        with ms.Deadline(since="now") as inner:
-            os.kill(os.getpid(), signal.SIGTERM)
-        assert (inner.reached, outer.reached) == (True, False)
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_one_within_another(handlers: None, number: int) -> None:
+    with (
+        ms.Deadline(since="now", signals=[number]) as outer,
+        ms.Deadline(since="now", signals=[signal.SIGUSR2]) as other,
+    ):
+        with ms.Deadline(since="now", signals=[number]) as inner:
+            os.kill(os.getpid(), number)
+        assert (inner.reached, outer.reached, other.reached) == (True, True, False)
+
+
+def test_a_second_interrupt_interrupts_within_several(handlers: None) -> None:
+    interrupt = [signal.SIGINT]
+    with ms.Deadline(since="now", signals=interrupt), ms.Deadline(since="now", signals=interrupt) as inner:
+        os.kill(os.getpid(), signal.SIGINT)
+        assert inner.reached
+        with pytest.raises(KeyboardInterrupt):
+            os.kill(os.getpid(), signal.SIGINT)
+
+
+def test_they_are_left_in_any_order(handlers: None) -> None:
+    first, second = ms.Deadline(since="now"), ms.Deadline(since="now")
+    first.__enter__()
+    second.__enter__()
+    first.__exit__(None, None, None)
+    second.__exit__(None, None, None)
+    assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
+
+
+def test_a_signal_reaches_those_whose_time_had_begun(handlers: None) -> None:
+    made = ms.Deadline(since="now")
+    with ms.Deadline(since="now", signals=[signal.SIGTERM, signal.SIGINT]):
         os.kill(os.getpid(), signal.SIGTERM)
-        assert outer.reached
+        os.kill(os.getpid(), signal.SIGINT)
+    assert made.reason == "SIGTERM was received"
+    assert ms.Deadline().reason == "SIGTERM was received"  # since the process began
+    assert not ms.Deadline(since="now").reached
+    with ms.Deadline(signals=[signal.SIGINT]) as later:
+        assert not later.reached
 
 
 def test_another_thread_is_refused_unless_it_takes_no_signals(handlers: None) -> None:

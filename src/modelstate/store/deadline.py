@@ -36,10 +36,15 @@ class Deadline:
 
     As a context manager it takes `signals`: the first one makes `reached` true, and the loop goes on until it asks.
     Nothing else happens, so a second one does not end a save; only a second SIGINT does what it did before. The
-    handlers that were there before are not called; they are put back at the end. Forked children, as the workers of a
-    data loader, do not end by a signal that comes to all of the process group; only by SIGTERM, SIGINT and SIGQUIT, for
-    by these their parent ends them. Signals can be taken in the main thread alone: entering it in another one raises
-    `OptionError`; `signals=()` takes none.
+    handlers that were there before are not called; they are put back at the end. One deadline may be entered several
+    times, as by loops within each other.
+
+    A signal asks all of the process to end: whichever deadline has received it, each that takes this signal is reached,
+    one that is made later too, unless its time has begun since. SIGINT is for those alone that are entered.
+
+    Forked children, as the workers of a data loader, do not end by a signal that comes to all of the process group;
+    only by SIGTERM, SIGINT and SIGQUIT, for by these their parent ends them. Signals can be taken in the main thread
+    alone: entering it in another one raises `OptionError`; `signals=()` takes none.
 
     Raises `OptionError` for arguments that mean nothing.
     """
@@ -65,13 +70,14 @@ class Deadline:
         self._signals = _checked_signals(signals)
         if hours is None and not self._signals:
             raise OptionError("a deadline that never comes", expected="hours, or signals", found="neither")
-        self._start = _now() - _elapsed_seconds(since)
+        self._start = now_seconds() - _elapsed_seconds(since)
         self._longest_save: float | None = None
         self._longest_step = 0.0
         self._late = ""
         self._received = 0
         self._previous: dict[int, Any] = {}
-        self._owner = 0
+        self._owner = self._depth = 0
+        self._entered = math.inf
 
     @property
     def reached(self) -> bool:
@@ -81,7 +87,7 @@ class Deadline:
     @property
     def reason(self) -> str:
         """Why, as text; empty before."""
-        if self._received:
+        if self._signal():
             return f"{_name(self._received)} was received"
         remaining, margin = self.remaining_seconds, self.margin_seconds
         if not self._late and remaining <= margin:
@@ -92,7 +98,7 @@ class Deadline:
     @property
     def remaining_seconds(self) -> float:
         """Until the end, the margin included; 0 after it, infinite without `hours`."""
-        return max(0.0, self._start + self._total_seconds - _now())
+        return max(0.0, self._start + self._total_seconds - now_seconds())
 
     @property
     def margin_seconds(self) -> float:
@@ -104,6 +110,16 @@ class Deadline:
             return min(_UNKNOWN_SECONDS, share) + self._longest_step
         return max(min(_FLOOR_SECONDS, share), 2 * self._longest_save + self._longest_step)
 
+    @property
+    def start(self) -> float:
+        """Where its time begins, in seconds since the machine started."""
+        return self._start
+
+    @property
+    def is_by_signal(self) -> bool:
+        """Whether it was reached by a signal."""
+        return bool(self._received)
+
     def saved(self, seconds: float) -> None:
         """Tells how long a save took, until it was durable."""
         self._longest_save = max(self._longest_save or 0.0, _checked_seconds(seconds))
@@ -113,21 +129,23 @@ class Deadline:
         self._longest_step = max(self._longest_step, _checked_seconds(seconds))
 
     def __enter__(self) -> Self:
-        if self._owner == os.getpid():
-            raise OptionError("the deadline has been entered already", remedy="leave it first, or make another one")
         if self._signals and threading.current_thread() is not threading.main_thread():
             raise OptionError(
                 "signals can be received in the main thread alone",
                 found=threading.current_thread().name,
                 remedy="enter the deadline there, or give it signals=()",
             )
-        self._owner = os.getpid()
+        if self._owner == os.getpid():
+            self._depth += 1
+            return self
+        self._owner, self._depth, self._entered = os.getpid(), 1, now_seconds()
         self._previous = {}
         try:
             for number in self._signals:
                 previous = signal.getsignal(number)
                 signal.signal(number, self._receive)
                 self._previous[number] = previous
+            _entered.append(self)
         except BaseException as error:
             self._put_back()
             if not isinstance(error, OSError | ValueError):
@@ -136,12 +154,20 @@ class Deadline:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
-        self._put_back()
+        self._depth -= 1
+        if self._depth == 0:
+            self._put_back()
 
     def _put_back(self) -> None:
-        self._owner = 0
+        self._owner = self._depth = 0
+        if self in _entered:
+            _entered.remove(self)
         for number in reversed(self._previous):
             self._put_one_back(number)
+        for other in _entered:  # one that was entered later and is left later: this one's handler is no more
+            for number, previous in other._previous.items():
+                if previous == self._receive:
+                    other._previous[number] = self._previous[number]
 
     def _put_one_back(self, number: int) -> None:
         """Unless somebody has put in another handler since."""
@@ -156,9 +182,26 @@ class Deadline:
                 self._put_one_back(number)
                 os.kill(os.getpid(), number)
             return
-        self._received = self._received or number
+        _came[number] = now_seconds()
+        self._signal()
         if number == signal.SIGINT:
-            self._put_one_back(number)
+            for one in reversed(_entered):
+                if number in one._previous:
+                    one._put_one_back(number)
+
+    def _signal(self) -> int:
+        """The first of its signals that has come; 0 where none has."""
+        if not self._received:
+            begins = {number: self._entered if number == signal.SIGINT else self._start for number in self._signals}
+            came = {number: _came[number] for number in self._signals if _came.get(number, -math.inf) >= begins[number]}
+            self._received = min(came, key=lambda number: came[number], default=0)
+        return self._received
+
+
+_came: dict[int, float] = {}
+"""When each signal came last, in seconds since the machine started: whoever asks it to end asks the process."""
+_entered: list[Deadline] = []
+"""Those that are entered, in this order."""
 
 
 def _checked_seconds(given: float) -> float:
@@ -199,7 +242,7 @@ def _elapsed_seconds(since: object) -> float:
     return now - since
 
 
-def _now() -> float:
+def now_seconds() -> float:
     """Seconds since the machine started: the clock in which the system says when a process did."""
     return time.clock_gettime(getattr(time, "CLOCK_BOOTTIME", time.CLOCK_MONOTONIC))
 
@@ -210,6 +253,6 @@ def _process_seconds() -> float:
         with open("/proc/self/stat", "rb") as file:
             # The name of the program comes before, in brackets, and may hold anything.
             fields = file.read().rpartition(b")")[2].split()
-        return max(0.0, _now() - int(fields[19]) / os.sysconf("SC_CLK_TCK"))
+        return max(0.0, now_seconds() - int(fields[19]) / os.sysconf("SC_CLK_TCK"))
     except (OSError, ValueError, IndexError):
         return 0.0

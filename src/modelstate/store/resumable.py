@@ -1,6 +1,8 @@
 """`modelstate.resumable`: a training loop that may be killed at any time."""
 
 import inspect
+import math
+import threading
 import time
 import warnings
 from collections.abc import Iterator, Mapping
@@ -8,7 +10,7 @@ from typing import Any
 
 from modelstate.errors import OptionError, SaveFailedWarning, StoreMovedError, WriteFailedError
 from modelstate.plan.matching import nearest
-from modelstate.store.deadline import Deadline
+from modelstate.store.deadline import Deadline, now_seconds
 from modelstate.store.saving import PendingSave, SavedStep
 from modelstate.store.store import RestoredStep, Store
 
@@ -42,6 +44,9 @@ class Resumable:
         self._save_every, self._deadline, self._block = save_every, deadline, block
         self._saved_at = self.start if restored is not None else -1
         self._pending: PendingSave | None = None
+        self._step_began = 0.0
+        self._stopped_within = ""
+        """Why a loop within the last step was ended, so that the step is not done."""
 
     def __iter__(self) -> Iterator[int]:
         if self._deadline is None:
@@ -51,16 +56,42 @@ class Resumable:
             yield from self._all()
 
     def _all(self) -> Iterator[int]:
+        around = _loops.around()
+        if self.done < self._steps and self._stop() and _loops.last_stop >= self._deadline_start:
+            return  # an earlier loop was stopped, so what this one would begin with is not there
         while self.done < self._steps and not self._stop():
             begun = time.perf_counter()
-            yield self.done
+            self._step_began = now_seconds()
+            around.append(self)
+            try:
+                yield self.done
+            finally:
+                around.remove(self)
+            if self._stopped_within:
+                self.stopped, self._stopped_within = self._stopped_within, ""
+                self._hear()
+                return
             self.done += 1
             if self._deadline is not None:
                 self._deadline.stepped(time.perf_counter() - begun)
             if self.done % self._save_every == 0 and self.done < self._steps:
                 self._save(block=self._block)
+        if self.stopped:
+            self._tell(around)
         self._save(block=True)
         self._store.wait()
+
+    @property
+    def _deadline_start(self) -> float:
+        return math.inf if self._deadline is None else self._deadline.start
+
+    def _tell(self, around: "list[Resumable]") -> None:
+        """Tells the loops in whose steps this one is that they are not done; but not of a time within the step."""
+        _loops.last_stop = now_seconds()
+        assert self._deadline is not None
+        for loop in around:
+            if self._deadline.is_by_signal or self._deadline.start < loop._step_began:
+                loop._stopped_within = self.stopped
 
     def _stop(self) -> bool:
         if self._pending is not None and self._pending.done:
@@ -104,6 +135,21 @@ class Resumable:
             self._deadline.saved(saved.seconds)
 
 
+class _Loops(threading.local):
+    """The loops of a thread."""
+
+    last_stop = -math.inf
+    """When one was ended before its last step, in seconds since the machine started."""
+
+    def around(self) -> list[Resumable]:
+        """Those that are in a step, the outer ones first."""
+        made: list[Resumable] = self.__dict__.setdefault("in_a_step", [])
+        return made
+
+
+_loops = _Loops()
+
+
 def resumable(
     store: Store,
     objects: Mapping[str, Any],
@@ -120,7 +166,8 @@ def resumable(
     that is left, from 0 to `steps - 1`. Between the steps it saves: after every `save_every` of them, after the last
     one, and when the deadline is near or a signal has come, after which the loop ends and `stopped` says why. The
     number of a checkpoint is how many steps are done. A loop that is left by `break` or an exception saves nothing
-    more.
+    more. So does one in a step of which another loop was ended before its last step: that step is not done. (But where
+    the other one's deadline began within the step, it is only the end of the step.)
 
     Args:
         store: where the checkpoints are.
@@ -141,6 +188,12 @@ def resumable(
             raise OptionError(f"{name}= is a number of steps", expected="an int, 1 or more", found=repr(value))
     if deadline is not None and not isinstance(deadline, Deadline):
         raise OptionError("deadline= says when to end", expected="a modelstate.Deadline", found=repr(deadline))
+    if any(loop._store.directory == store.directory for loop in _loops.around()):
+        raise OptionError(
+            "a loop within another one's step, of the same store, in which their steps would be mixed up",
+            where=store.directory,
+            remedy="give each loop a Store of its own, in another directory",
+        )
     for name in restoring:  # now, not when there is something to restore
         if name not in _RESTORING:
             raise OptionError(

@@ -1,0 +1,112 @@
+"""Loops within each other's steps, and one after another: what ends one of them ends all."""
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import modelstate as ms
+from modelstate.errors import OptionError
+from tests.store.common import Held
+
+NESTED = """
+import os, signal, sys
+import modelstate as ms
+
+class Count:
+    n = 0
+    def state_dict(self): return {"n": self.n}
+    def load_state_dict(self, state): self.n = state["n"]
+
+count, signal_at = Count(), int(sys.argv[3])
+shared = ms.Deadline(hours=4)
+def deadline(): return {"one": shared, "own": ms.Deadline(hours=4), "inner": None}[sys.argv[2]]
+epochs, steps = ms.Store(sys.argv[1] + "/epochs"), ms.Store(sys.argv[1] + "/steps")
+outer = ms.resumable(epochs, {"count": count}, steps=4, save_every=1, deadline=deadline())
+for epoch in outer:
+    inner = ms.resumable(steps, {"count": count}, steps=(epoch + 1) * 5, save_every=2, deadline=deadline() or shared)
+    for step in inner:
+        count.n += 1
+        if count.n == signal_at:
+            os.kill(os.getpid(), signal.SIGTERM)
+print(outer.done, inner.done, count.n, epochs.steps(), steps.steps()[-1], outer.stopped)
+assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
+"""
+
+AFTER = """
+import os, signal, sys
+import modelstate as ms
+
+class Count:
+    n = 0
+    def state_dict(self): return {"n": self.n}
+    def load_state_dict(self, state): self.n = state["n"]
+
+count, signal_at = Count(), int(sys.argv[3])
+shared = ms.Deadline(hours=4)
+def deadline(): return shared if sys.argv[2] == "one" else ms.Deadline(hours=4)
+stores = [ms.Store(sys.argv[1] + name) for name in ("/first", "/second")]
+for store in stores:
+    loop = ms.resumable(store, {"count": count}, steps=5, save_every=2, deadline=deadline())
+    for step in loop:
+        count.n += 1
+        if count.n == signal_at:
+            os.kill(os.getpid(), signal.SIGTERM)
+    print(loop.start, loop.done, count.n, store.steps(), loop.stopped)
+"""
+
+
+def run(script: str, *arguments: object) -> list[str]:
+    done = subprocess.run(
+        [sys.executable, "-c", script, *map(str, arguments)], capture_output=True, text=True, timeout=100, check=False
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+    return done.stdout.splitlines()
+
+
+@pytest.mark.parametrize("kind", ["one", "own", "inner"])
+def test_a_signal_ends_loops_within_each_other(tmp_path: Path, kind: str) -> None:
+    # In the second of five steps of the third epoch, which is not done and not saved.
+    assert run(NESTED, tmp_path, kind, 12) == ["2 12 12 (1, 2) 12 SIGTERM was received"]
+    assert run(NESTED, tmp_path, kind, 0) == ["4 20 20 (1, 2, 3, 4) 20 "]
+
+
+def test_a_signal_in_the_last_step_of_an_epoch(tmp_path: Path) -> None:
+    assert run(NESTED, tmp_path, "own", 10) == ["2 10 10 (1, 2) 10 SIGTERM was received"]
+    assert run(NESTED, tmp_path, "own", 0) == ["4 20 20 (1, 2, 3, 4) 20 "]
+
+
+@pytest.mark.parametrize("kind", ["one", "own"])
+def test_a_signal_ends_the_loops_behind(tmp_path: Path, kind: str) -> None:
+    stopped = "SIGTERM was received"
+    assert run(AFTER, tmp_path, kind, 3) == [f"0 3 3 (2, 3) {stopped}", f"0 0 3 () {stopped}"]
+    assert run(AFTER, tmp_path, kind, 8) == ["3 5 5 (2, 3, 4, 5) ", f"0 3 8 (2, 3) {stopped}"]
+    assert run(AFTER, tmp_path, kind, 0) == ["5 5 5 (2, 3, 4, 5) ", "3 5 10 (2, 3, 4, 5) "]
+
+
+@pytest.mark.parametrize("of_the_step", [True, False])
+def test_the_time_of_a_step_is_not_that_of_the_loop(tmp_path: Path, of_the_step: bool) -> None:
+    job = ms.Deadline(1e-9, 0, since="now", signals=())
+    outer = ms.resumable(ms.Store(tmp_path / "outer"), {"a": Held(b=1)}, steps=3, save_every=1)
+    for number in outer:
+        deadline = ms.Deadline(1e-9, 0, since="now", signals=()) if of_the_step else job
+        store = ms.Store(tmp_path / f"{number}")
+        inner = ms.resumable(store, {"a": Held(b=1)}, steps=9, save_every=9, deadline=deadline)
+        assert list(inner) == []
+        assert inner.stopped
+    assert (outer.done, bool(outer.stopped)) == ((3, False) if of_the_step else (0, True))
+
+
+def nested(store: ms.Store, inner: ms.Store, of: dict[str, Any]) -> None:
+    for _ in ms.resumable(store, of, steps=3, save_every=1):
+        ms.resumable(inner, of, steps=9, save_every=1)
+
+
+def test_one_store_for_both_is_refused(tmp_path: Path) -> None:
+    of = {"a": Held(b=1)}
+    with pytest.raises(OptionError, match="mixed up"):
+        nested(ms.Store(tmp_path / "a"), ms.Store(tmp_path / "a"), of)
+    nested(ms.Store(tmp_path / "a"), ms.Store(tmp_path / "b"), of)
+    ms.resumable(ms.Store(tmp_path / "a"), of, steps=3, save_every=1)  # nothing is left of the loop that raised
