@@ -110,3 +110,20 @@ def test_one_store_for_both_is_refused(tmp_path: Path) -> None:
         nested(ms.Store(tmp_path / "a"), ms.Store(tmp_path / "a"), of)
     nested(ms.Store(tmp_path / "a"), ms.Store(tmp_path / "b"), of)
     ms.resumable(ms.Store(tmp_path / "a"), of, steps=3, save_every=1)  # nothing is left of the loop that raised
+
+
+def test_a_loop_that_raised_is_not_taken_for_one_around_while_its_error_is_kept(tmp_path: Path) -> None:
+    """As an interpreter keeps the last one, with the frames in which the loop still is."""
+    of, store = {"a": Held(b=1)}, ms.Store(tmp_path)
+
+    def raising() -> None:
+        steps = iter(ms.resumable(store, of, steps=5, save_every=1))
+        for step in steps:
+            if step == 2:
+                raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError) as kept:
+        raising()
+    loop = ms.resumable(store, of, steps=5, save_every=1)
+    assert list(loop) == [2, 3, 4]
+    assert kept.tb is not None

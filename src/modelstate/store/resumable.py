@@ -2,10 +2,12 @@
 
 import inspect
 import math
+import sys
 import threading
 import time
 import warnings
 from collections.abc import Iterator, Mapping
+from types import FrameType
 from typing import Any
 
 from modelstate.errors import OptionError, SaveFailedWarning, StoreMovedError, WriteFailedError
@@ -45,6 +47,8 @@ class Resumable:
         self._saved_at = self.start if restored is not None else -1
         self._pending: PendingSave | None = None
         self._step_began = 0.0
+        self._caller = 0
+        """The frame that has asked for the last step, by its identity."""
         self._stopped_within = ""
         """Why a loop within the last step was ended, so that the step is not done."""
 
@@ -62,6 +66,7 @@ class Resumable:
         while self.done < self._steps and not self._stop():
             begun = time.perf_counter()
             self._step_began = now_seconds()
+            self._caller = id(sys._getframe(2))  # behind this generator and `__iter__`
             around.append(self)
             try:
                 yield self.done
@@ -92,6 +97,13 @@ class Resumable:
         for loop in around:
             if self._deadline.is_by_signal or self._deadline.start < loop._step_began:
                 loop._stopped_within = self.stopped
+
+    def is_in_step(self) -> bool:
+        """Whether who asked for the last step is still at it: an error may have ended that, and kept the frame."""
+        frame: FrameType | None = sys._getframe()
+        while frame is not None and id(frame) != self._caller:
+            frame = frame.f_back
+        return frame is not None
 
     def _stop(self) -> bool:
         if self._pending is not None and self._pending.done:
@@ -188,7 +200,7 @@ def resumable(
             raise OptionError(f"{name}= is a number of steps", expected="an int, 1 or more", found=repr(value))
     if deadline is not None and not isinstance(deadline, Deadline):
         raise OptionError("deadline= says when to end", expected="a modelstate.Deadline", found=repr(deadline))
-    if any(loop._store.directory == store.directory for loop in _loops.around()):
+    if any(loop._store.directory == store.directory and loop.is_in_step() for loop in _loops.around()):
         raise OptionError(
             "a loop within another one's step, of the same store, in which their steps would be mixed up",
             where=store.directory,
