@@ -127,6 +127,7 @@ def test_the_directory_goes_at_every_call(tmp_path: Path, what: str) -> None:
             for path in litter(directory):
                 shutil.rmtree(path, ignore_errors=True)
 
+    store.save(1, training.objects)
     refused = 0
     for number in range(1, 500):
         step = store.latest() or 0
@@ -138,6 +139,14 @@ def test_the_directory_goes_at_every_call(tmp_path: Path, what: str) -> None:
                 refused += 1
         if len(calls) < number:
             break
+        if what != "the step":
+            with pytest.raises(errors.StoreMovedError):
+                store.save(step + 1, training.objects)
+            assert not ms.Store(directory).steps()
+            store.close()
+        if what == "moved":
+            shutil.rmtree(directory, ignore_errors=True)
+            (tmp_path / f"aside {number}").rename(directory)
         assert set(store.verify().values()) <= {""}
         step = (store.latest() or 0) + 1
         store.save(step, training.objects)
