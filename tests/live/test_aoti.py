@@ -1,6 +1,7 @@
 """`Live` over packages of AOTInductor: two libraries, whatever is swapped."""
 
 import fcntl
+import shutil
 import threading
 import time
 from pathlib import Path
@@ -24,7 +25,7 @@ from modelstate.errors import (
     WeightsError,
 )
 from modelstate.live.aoti import AotiTarget
-from modelstate.live.pt2 import read_program_file
+from modelstate.live.pt2 import ProgramFile, read_program_file
 from modelstate.live.twin import holder
 from tests.live.models import Constant, Decoder, Everything, randomised, weights_of
 from tests.live.packages import needs_a_compiler, package_of, packages_folder
@@ -92,6 +93,36 @@ def test_every_tensor_of_the_module_follows_small_ones_too() -> None:
     live.swap(trained.state_dict())
     trained.shift.fill_(1.0)  # a buffer that no checkpoint has comes with the program
     assert torch.allclose(live(X), trained(X))
+
+
+@pytest.mark.parametrize("after", ["another program", "nothing"])
+def test_what_comes_to_the_path_later_is_not_looked_at(tmp_path: Path, after: str) -> None:
+    path = tmp_path / "served.pt2"
+    shutil.copy(package_of(Decoder(), X), path)
+    live = ms.Live(path)
+    if after == "nothing":
+        path.unlink()
+    else:
+        shutil.copy(package_of(Small(), X), tmp_path / "new.pt2")
+        (tmp_path / "new.pt2").rename(path)
+    for seed in (1, 2, 3):
+        trained = randomised(Decoder(), seed)
+        live.swap(trained.state_dict())
+        assert torch.allclose(live(X), trained(X), atol=1e-5)
+
+
+def test_a_package_that_is_replaced_while_it_is_opened(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path, real = tmp_path / "served.pt2", ProgramFile.weights
+    shutil.copy(package_of(Small(), X), path)
+
+    def weights(self: ProgramFile) -> dict[str, torch.Tensor] | None:
+        shutil.copy(package_of(Small(), X), tmp_path / "new.pt2")
+        (tmp_path / "new.pt2").rename(path)
+        return real(self)
+
+    monkeypatch.setattr(ProgramFile, "weights", weights)
+    with pytest.raises(LiveTargetError, match="replaced, or changed, while it was opened"):
+        ms.Live(path)
 
 
 def test_others_load_the_package() -> None:

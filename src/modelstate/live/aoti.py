@@ -68,13 +68,12 @@ class AotiVersion:
 
 
 class TwoSeats:
-    """The two libraries. The second one is loaded when the first swap needs it."""
+    """The two libraries. Both are loaded at once: later another file may be at the path."""
 
     def __init__(self, file: ProgramFile) -> None:
-        self._file = file
         self._lock = threading.Lock()
         """A version leaves with its last request, while the next one may be taking the other seat."""
-        self._taken: list[tuple[Loader, AotiVersion | None]] = [(Loader(file.path, file.model), None)]
+        self._taken: list[tuple[Loader, AotiVersion | None]] = [(Loader(file.path, file.model), None) for _ in range(2)]
 
     @property
     def first(self) -> Loader:
@@ -85,7 +84,7 @@ class TwoSeats:
 
     def in_the_way(self, serving: Any) -> AotiVersion | None:
         others = [one for _, one in self._taken if one is not serving]
-        return others[0] if len(self._taken) == 2 and others else None
+        return others[0] if others else None
 
     def seat(self, program: AotiVersion, serving: Any) -> None:
         with self._lock:
@@ -102,9 +101,6 @@ class TwoSeats:
 
     def _seat(self, program: AotiVersion, serving: Any) -> None:
         free = [place for place, (_, one) in enumerate(self._taken) if one is None]
-        if not free and len(self._taken) < 2:
-            self._taken.append((Loader(self._file.path, self._file.model), None))
-            free = [1]
         place = free[0] if free else next(place for place, (_, one) in enumerate(self._taken) if one is not serving)
         loader, before = self._taken[place]
         if before is not None:
@@ -132,6 +128,7 @@ class AotiTarget(Spelled):
         loader = self.seats.first
         self._call = _Call(loader, manifest, file.path)
         values = _values(file, loader)
+        file.check_unchanged()
         if manifest is not None:
             names = manifest.names if names is None else names
             state, self._hidden = _of_manifest(manifest, values, file.path)

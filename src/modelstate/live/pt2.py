@@ -11,6 +11,7 @@ import torch
 
 from modelstate.errors import LiveTargetError, SourceAccessError, SourceNotFoundError
 from modelstate.live.manifest import NAME, Manifest
+from modelstate.read.stamp import Stamp, stamps_of
 
 _REMEDY = "give a .pt2 that modelstate.export, torch.export.save or AOTInductor has written"
 _LIBRARIES = "data/aotinductor/"
@@ -26,6 +27,17 @@ class ProgramFile:
     """The name of the package's model."""
     manifest: Manifest | None
     """None where somebody else has written it."""
+    stamp: Stamp
+    """Of the file that has been looked into."""
+
+    def check_unchanged(self) -> None:
+        """Raises `LiveTargetError` where another file, or another content, has come to the path since."""
+        if stamps_of([self.path])[self.path] != self.stamp:
+            raise LiveTargetError(
+                "the program file has been replaced, or changed, while it was opened",
+                where=self.path,
+                remedy="open it again, when nothing writes to it any more",
+            )
 
     def program(self) -> Any:
         """The exported program. It is read by torch, which trusts the file."""
@@ -78,6 +90,7 @@ class ProgramFile:
 def read_program_file(path: str) -> ProgramFile:
     """Looks into a program file. Raises `LiveTargetError`, `OpenError` and `ManifestError`."""
     with _opened(path) as archive:
+        stamp = stamps_of([path])[path]
         root = _root(archive)
         names = archive.namelist()
         place = f"{root}extra/{NAME}"
@@ -93,9 +106,9 @@ def read_program_file(path: str) -> ProgramFile:
     if len(models) > 1:
         raise _unsupported(path, f"several models: {', '.join(sorted(models))}")
     if models and (manifest is None or manifest.kind == "aoti"):
-        return ProgramFile(path, "aoti", models.pop(), manifest)
+        return ProgramFile(path, "aoti", models.pop(), manifest, stamp)
     if any(name.startswith("models/") or name == "serialized_exported_program.json" for name in below):
-        return ProgramFile(path, "exported", "model", manifest)
+        return ProgramFile(path, "exported", "model", manifest, stamp)
     raise LiveTargetError("this file is no program", where=path, expected="a .pt2", remedy=_REMEDY)
 
 
