@@ -63,6 +63,15 @@ def test_a_typo_names_its_nearest_match() -> None:
     assert caught.value.names == ("layers.1.0.wieght", "layers.1.layer.0.weight")
 
 
+@pytest.mark.parametrize("way", ["to_runtime", "to_eager"])
+def test_both_spellings_of_one_tensor_have_to_agree(way: str) -> None:
+    module = Decoder()
+    names, state = ms.NameMap.of(module), module.state_dict()
+    assert getattr(names, way)({**state, **ms.runtime_state(module)}).keys() == getattr(names, way)(state).keys()
+    with pytest.raises(NameMapError, match=r"'layers\.1\.layer\.0\.weight', and another spelling"):
+        getattr(names, way)({**state, "layers.1.layer.0.weight": torch.ones(1)})
+
+
 @pytest.mark.parametrize(
     ("make", "why"),
     [(Fused, r"qkv is made of others.*q\.weight, k\.weight, v\.weight"), (Halves, "one is a part of both")],

@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 import modelstate as ms
+from modelstate.errors import PlanError
 from tests.live.models import Decoder, Everything, Fused, Halves, Nested, randomised
 
 MODULES: dict[str, Callable[[], nn.Module]] = {
@@ -59,3 +60,37 @@ def test_a_checkpoint_that_does_not_fit_is_refused() -> None:
     state["tok.wieght"] = state.pop("tok.weight")
     with pytest.raises(ms.PlanError, match=r"tok\.wieght"):
         ms.runtime_state(Decoder(), state)
+
+
+@pytest.mark.parametrize("mode", ["available", "frugal"])
+@pytest.mark.parametrize("target", ["eager", "compiled", "exported"])
+@pytest.mark.parametrize("make", [Decoder, Nested, Fused])
+def test_either_spelling_goes_into_every_target(make: Callable[[], nn.Module], target: str, mode: Any) -> None:
+    module = make().eval()
+    if target == "exported" and make is Fused:
+        pytest.skip("no map of names follows a hook that fuses")
+    x = torch.randn(2, 4)
+    if target == "exported":
+        live = ms.Live(torch.export.export(module, (x,)), names=ms.NameMap.of(module))
+    else:
+        live = ms.Live(module if target == "eager" else torch.compile(module, backend="eager"))
+    for seed, of in ((1, nn.Module.state_dict), (2, ms.runtime_state), (3, nn.Module.state_dict)):
+        trained = randomised(make(), seed).eval()
+        live.swap(of(trained), mode=mode)
+        assert torch.allclose(live(x), trained(x))
+
+
+@pytest.mark.parametrize("target", ["eager", "exported"])
+@pytest.mark.parametrize("make", [Decoder, Nested])
+def test_a_typo_names_its_nearest_match(target: str, make: Callable[[], nn.Module]) -> None:
+    module, x = make(), torch.randn(2, 4)
+    live = ms.Live(
+        module if target == "eager" else torch.export.export(module, (x,)),
+        names=None if target == "eager" else ms.NameMap.of(module),
+    )
+    state = dict(make().state_dict())
+    name = next(one for one in state if one.endswith("weight"))
+    state[name.replace("weight", "wieght")] = state.pop(name)
+    with pytest.raises(PlanError, match=r"wieght \[4, 4\] \(did you mean '\S*weight'"):
+        live.swap(state)
+    assert live.version == 1

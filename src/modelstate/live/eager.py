@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 from modelstate.errors import LiveTargetError
+from modelstate.live.names import runtime_state
 from modelstate.live.twin import twin
 from modelstate.plan.rules.rule import Rule
 from modelstate.plan.torch_private import compiled_like, compiled_module, has_compiled_call
@@ -66,6 +67,10 @@ class ModuleTarget:
 
     def names(self) -> Collection[str]:
         return list(self._skeleton.state_dict())
+
+    def is_runtime(self, given: Collection[str]) -> bool:
+        saved, runs = set(self._skeleton.state_dict()), set(runtime_state(self._skeleton))
+        return not (runs - saved).isdisjoint(given) and (saved - runs).isdisjoint(given)
 
     def rules(self, given: Collection[str]) -> tuple[Rule, ...]:
         return ()

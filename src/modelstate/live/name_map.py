@@ -16,6 +16,7 @@ from modelstate.plan.matching import nearest
 from modelstate.plan.problems import NameClash
 from modelstate.plan.rules.rule import Course, Entry
 from modelstate.plan.torch_private import storage_id
+from modelstate.read.equality import same_value
 
 _V = TypeVar("_V")
 _FORMAT = "modelstate-name-map"
@@ -88,14 +89,21 @@ class NameMap:
     def to_runtime(self, state: Mapping[str, _V]) -> dict[str, _V]:
         """A state dict, or anything else by these names, in either spelling, by runtime names: all of them.
 
-        Extra state is left out. Raises `NameMapError` for names that are too many or missing, with the nearest ones.
+        Extra state is left out. Raises `NameMapError` for names that are too many or missing, with the nearest ones,
+        and for two spellings of one name that have different values.
         """
         shown = self._crossed if self._means_runtime(state) else ()
-        given = {
-            name if name in shown else self.runtime.get(name, name): value
-            for name, value in state.items()
-            if name not in self.extra
-        }
+        given: dict[str, _V] = {}
+        for name, value in state.items():
+            to = name if name in shown else self.runtime.get(name, name)
+            if name not in self.extra and not same_value(given.setdefault(to, value), value):
+                raise NameMapError(
+                    "two names of one tensor, with different values",
+                    where=to,
+                    found=f"{name!r}, and another spelling of it",
+                    remedy="leave one of them out",
+                    names=(name, to),
+                )
         self._check(given, self.eager, "runtime")
         return {name: given[name] if name in given else given[self._twin(name, given)] for name in self.eager}
 

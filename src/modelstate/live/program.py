@@ -62,6 +62,9 @@ class Target(Protocol):
     def names(self) -> Collection[str]:
         """The names that a checkpoint of it has, in the first of its spellings."""
 
+    def is_runtime(self, given: Collection[str]) -> bool:
+        """Whether a checkpoint has the names of what runs, which state-dict hooks of the skeleton would not take."""
+
     def rules(self, given: Collection[str]) -> tuple[Rule, ...]:
         """What leads the names of a checkpoint to those of `skeleton(given)`."""
 

@@ -47,6 +47,9 @@ class Spelled:
     def names(self) -> Collection[str]:
         return self._spellings.names()
 
+    def is_runtime(self, given: Collection[str]) -> bool:
+        return False  # rules lead to a skeleton without hooks, or the module's own take the names that it saves
+
     def rules(self, given: Collection[str]) -> tuple[Rule, ...]:
         return self._spellings.rules()
 

@@ -1,8 +1,8 @@
 """From a source to a program that nobody calls yet, or into one that nobody calls now."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
-from dataclasses import dataclass
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Literal
 
@@ -11,12 +11,13 @@ from torch import nn
 
 from modelstate.errors import LiveTargetError, OptionError, PlanError, QuarantinedError, ReadFailedError
 from modelstate.live.checks import check_casts, check_finite, check_layout
+from modelstate.live.hooks import without_state_dict_hooks
 from modelstate.live.names import runtime_state
 from modelstate.live.program import Program, Target
 from modelstate.place.load import Source, load, plan
 from modelstate.place.report import Report
 from modelstate.plan.explain import plan_error
-from modelstate.plan.matching import matching_part
+from modelstate.plan.matching import matching_part, nearest
 from modelstate.plan.problems import Missing, Problem, Unexpected
 from modelstate.plan.rules.chain import check_rules, renamed_by
 from modelstate.plan.rules.rule import Rule
@@ -55,6 +56,9 @@ class Incoming:
         self._renames = (*rules, *target.rules(given))
         self._rules: Schema | tuple[Rule, ...] = schema or self._renames
         self._skeleton = target.skeleton(given)
+        self._hooks: Callable[[nn.Module], AbstractContextManager[None]] = (
+            without_state_dict_hooks if target.is_runtime(given) else lambda module: nullcontext()
+        )
         self.source = self.part.source
         if asked.exact:
             self._check_layout()
@@ -62,7 +66,7 @@ class Incoming:
     def stage(self, serving: Program) -> tuple[Program, Report]:
         """A new program with the weights in memory of its own. Raises what `load` and the checks raise."""
         skeleton = self._skeleton
-        with self._refused():
+        with self._refused(), self._hooks(skeleton):
             report = load(skeleton, self.part, rules=self._rules, map=False, verify=self._asked.verify, progress=False)
         self._check_loaded(report, skeleton, lambda: runtime_state(serving.holder))
         return self._target.program(skeleton), report
@@ -76,7 +80,7 @@ class Incoming:
                 where=self._target.name,
                 remedy="swap with mode='available', or give names=NameMap.of(module) instead of the module",
             )
-        with self._refused():
+        with self._refused(), self._hooks(skeleton):
             planned = plan(skeleton, self.part, rules=self._rules, map=False)
             if not planned.ok:
                 raise plan_error(planned.target, planned.source, list(planned.problems))
@@ -86,15 +90,16 @@ class Incoming:
     def overwrite(self, serving: Program, before: Mapping[str, torch.Tensor]) -> Report:
         """Reads the weights into the memory of a program. Whatever it raises, that memory has to be restored."""
         try:
-            report = load(
-                serving.holder,
-                self.part,
-                rules=self._rules,
-                map=False,
-                in_place=True,
-                verify=self._asked.verify,
-                progress=False,
-            )
+            with self._hooks(serving.holder):
+                report = load(
+                    serving.holder,
+                    self.part,
+                    rules=self._rules,
+                    map=False,
+                    in_place=True,
+                    verify=self._asked.verify,
+                    progress=False,
+                )
         except ReadFailedError as error:
             # It says that values are partly overwritten, which they will not be.
             raise (error.__cause__ if isinstance(error.__cause__, ReadFailedError) else error) from None
@@ -111,9 +116,17 @@ class Incoming:
             only = len(names) == len(error.problems)
             own = self._target.refused(names) if only else None
             if own is None:
-                again = plan_error(self._target.name, self.source, list(error.problems), _REMEDIES)
-                raise again from error.__cause__
+                problems = [self._with_nearest(one) for one in error.problems]
+                raise plan_error(self._target.name, self.source, problems, _REMEDIES) from error.__cause__
             raise own from error
+
+    def _with_nearest(self, problem: Problem) -> Problem:
+        """With the name that may be meant, also where checkpoints spell it in another way than what runs."""
+        if not isinstance(problem, Unexpected) or problem.near or problem.why:
+            return problem
+        return replace(
+            problem, near=nearest(problem.name, [one for one in self._target.names() if one not in self.part])
+        )
 
     def _check_loaded(self, report: Report, filled: nn.Module, serving: State) -> None:
         if self._asked.exact:
