@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from torch import nn
 
 import modelstate as ms
@@ -153,3 +154,10 @@ def test_nothing_of_a_refused_checkpoint_is_kept(tmp_path: Path) -> None:
     assert actions(following) == [("skipped", 1)]
     gc.collect()
     assert [ref() for ref in refused] == [None]
+
+
+def test_a_canary_that_what_serves_does_not_answer_is_said_at_once(tmp_path: Path) -> None:
+    """Else every good checkpoint would be taken for a bad one."""
+    live = ms.Live(nn.Linear(2, 2))
+    with pytest.raises(CanaryError, match="the version that serves raised"):
+        ms.follow(live, tmp_path, canary=ms.Canary((torch.ones(1, 3),)))

@@ -20,6 +20,7 @@ from modelstate.errors import (
     SourceNotFoundError,
     SwapBusyError,
 )
+from modelstate.live.canary import Canary
 from modelstate.live.live import Live
 from modelstate.live.report import Clock
 from modelstate.live.selecting import Candidate, Selection, selection
@@ -290,10 +291,14 @@ def follow(
         background: False makes no thread: then only `Following.poll` looks.
         options: for each swap, as `canary=` and `rules=` of `Live.swap`.
 
-    Raises `OptionError`, `LiveTargetError` for what takes no weights, and `SaveTargetError` for what can be no store.
+    Raises `OptionError`, `LiveTargetError` for what takes no weights, `SaveTargetError` for what can be no store, and
+    `CanaryError` where what serves does not answer the inputs of a `Canary`: no checkpoint would get past it.
     """
     chosen = selection(select)
     _check_target(target, options)
+    canary = options.get("canary")
+    if isinstance(target, Live) and isinstance(canary, Canary):
+        canary.prepared(target)
     if type(object) is not str or not object:
         raise OptionError("object= is the name of an object", expected="text, as 'model'", found=repr(object))
     if not is_number(poll_s) or not 0 < poll_s < threading.TIMEOUT_MAX:

@@ -51,10 +51,11 @@ def prove(target: Target, module: nn.Module, args: tuple[Any, ...], named: Mappi
 
     Raises `ExportedAnswerError` where the program answers in another way with the weights that it was made with, or
     with others; `NotSwappableError` for weights whose change it does not follow; `ExportError` for a module whose
-    answers are random or which raises.
+    answers are random, which raises, or which has weights that cannot be given any values.
     """
     trial = _Trial(target, module, args, named)
     state = runtime_state(module)
+    _check_own_elements(state, trial.where)
     first = trial.of_module(state)
     _check_random(trial, state, first, target.kind)
     found = _difference(trial.of_program(state), first)
@@ -160,6 +161,21 @@ def _copies(state: State) -> State:
             copy = torch.empty_strided(one.shape, one.stride(), dtype=one.dtype, device=one.device).copy_(one.detach())
             made[id(one)] = nn.Parameter(copy, requires_grad=False) if isinstance(one, nn.Parameter) else copy
     return {name: made[id(one)] for name, one in state.items()}
+
+
+def _check_own_elements(state: State, where: str) -> None:
+    expanded = [
+        name
+        for name, one in state.items()
+        if any(size > 1 and not stride for size, stride in zip(one.shape, one.stride(), strict=True))
+    ]
+    if expanded:
+        raise ExportError(
+            "elements of a weight share their memory, so that it can be given no other weight's values",
+            where=where,
+            found=", ".join(expanded[:8]),
+            remedy="give it memory of its own, as nn.Parameter(value.detach().contiguous())",
+        )
 
 
 def _check_random(trial: _Trial, state: State, first: _Answer, kind: str) -> None:
