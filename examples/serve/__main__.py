@@ -41,7 +41,7 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
     options = parser.parse_args(arguments)
     if not 2 < options.max_tokens <= _MOST_TOKENS:
         parser.error(f"--max-tokens is from 3 to {_MOST_TOKENS}, for which the model has positions")
-    options.token = os.fsencode(os.environ.get("MODELSTATE_TOKEN", ""))
+    options.token = os.fsencode(os.environ.get("MODELSTATE_TOKEN", "")).strip()
     if options.token_file:
         try:
             options.token = options.token_file.read_bytes().strip()

@@ -78,7 +78,7 @@ class Incoming:
             raise LiveTargetError(
                 "these weights can come in through the module's own loading code only, and that not in place",
                 where=self._target.name,
-                remedy="swap with mode='available', or give names=NameMap.of(module) instead of the module",
+                remedy="swap with mode='available'; or, where hooks only rename, give names=NameMap.of(module)",
             )
         with self._refused(), self._hooks(skeleton):
             planned = plan(skeleton, self.part, rules=self._rules, map=False)
