@@ -133,16 +133,18 @@ def test_a_thread_looks_before_it_writes(directory: Path, monkeypatch: pytest.Mo
     assert os.listdir(directory) == []
 
 
-def test_a_store_that_was_restored_from_is_not_made_anew(directory: Path) -> None:
+@pytest.mark.parametrize("change", [*GONE, remake, replace])
+def test_a_store_that_was_restored_from_is_not_made_anew(directory: Path, change: Callable[[Path], None]) -> None:
     training = Training()
     with ms.Store(directory) as first:
         first.save(1, training.objects)
     store = ms.Store(directory)
     store.restore(training.objects)
-    rename(directory)
+    change(directory)
+    was = contents(directory) if directory.exists() else None
     with pytest.raises(StoreMovedError):
         store.save(2, training.objects)
-    assert not directory.exists()
+    assert (contents(directory) if directory.exists() else None) == was
 
 
 def test_one_that_nothing_was_done_with_is_made(directory: Path) -> None:

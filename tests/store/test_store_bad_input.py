@@ -185,6 +185,20 @@ EDITS: dict[str, tuple[Callable[[Path], object], type[errors.ModelStateError]]] 
         lambda path: (path / "checkpoint.json").write_text('{"format": 2}'),
         errors.NewerManifestError,
     ),
+    **{
+        f"saved at {time}": (
+            lambda path, time=time: resealed(path / "checkpoint.json", lambda said: said.update(time=time)),
+            errors.DamagedCheckpointError,
+        )
+        for time in ("nan", "inf", 1e18)
+    },
+    "a head that is longer than its file": (
+        lambda path: resealed(
+            path / "checkpoint.json",
+            lambda said: next(iter(said["entries"]["model"]["files"].values())).__setitem__(2, 10**12),
+        ),
+        errors.DamagedCheckpointError,
+    ),
     "no entries": (
         lambda path: resealed(path / "checkpoint.json", lambda said: said.pop("entries")),
         errors.DamagedCheckpointError,
@@ -290,10 +304,15 @@ def test_a_store_of_a_newer_version_is_not_written_to(tmp_path: Path) -> None:
     store = ms.Store(tmp_path)
     store.save(1, {"value": 1})
     resealed(tmp_path / "store.json", lambda said: said.update(format=2))
-    was = contents(tmp_path)
+    shutil.copytree(tmp_path / "step-000000001", tmp_path / ".step-000000002.0123456789ab.unfinished")
     store.close()
-    with pytest.raises(errors.NewerManifestError):
-        store.save(2, {"value": 2})
+    was = contents(tmp_path)
+    actions = (lambda: store.save(2, {"value": 2}), lambda: store.prune(1), lambda: store.pin(1))
+    for action in (*actions, *actions):
+        with pytest.raises(errors.NewerManifestError):
+            action()
+        with lock.WriterLock(str(tmp_path)):
+            pass  # which has been given back
     assert store.restore({"value": None})["value"] == 1
     assert contents(tmp_path) == was
 

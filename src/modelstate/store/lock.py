@@ -138,13 +138,11 @@ class WriterLock:
             if mine is None or not self.held:
                 return
             try:
-                found = os.stat(self.directory)
-            except (FileNotFoundError, NotADirectoryError):
-                raise moved(self.directory) from None
+                check_directory(self.directory, os.fstat(mine.directory))
+            except StoreAccessError:
+                raise
             except OSError as error:
                 raise self._no_access(error) from error
-            if not os.path.samestat(os.fstat(mine.directory), found):
-                raise moved(self.directory, "something else is there")
 
     def __enter__(self) -> Self:
         self.acquire()
@@ -222,8 +220,17 @@ class WriterLock:
         )
 
 
-def moved(directory: str, found: str = "nothing is there") -> StoreMovedError:
-    """The error of a directory that is no longer where it was."""
+def check_directory(directory: str, before: os.stat_result) -> None:
+    """Raises `StoreMovedError` where another directory, or none, is at the path; and `OSError`."""
+    try:
+        found = os.stat(directory)
+    except (FileNotFoundError, NotADirectoryError):
+        raise _moved(directory, "nothing is there") from None
+    if not os.path.samestat(before, found):
+        raise _moved(directory, "something else is there")
+
+
+def _moved(directory: str, found: str) -> StoreMovedError:
     return StoreMovedError(
         "the store's directory has been renamed, removed or replaced since it was taken into use",
         where=directory,

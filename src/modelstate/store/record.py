@@ -4,6 +4,7 @@ import json
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from datetime import datetime
 from typing import Any
 
 from modelstate.errors import ChecksumError, DamagedCheckpointError, NewerManifestError
@@ -115,7 +116,7 @@ def read_record(directory: str) -> Record:
         return _parsed(said)
     except ChecksumError as error:
         raise damaged(directory, f"{RECORD_FILE} is not what was written, or has been edited") from error
-    except (LookupError, TypeError, ValueError, AttributeError) as error:
+    except (LookupError, TypeError, ValueError, AttributeError, OverflowError, OSError) as error:
         raise damaged(directory, f"{RECORD_FILE}: {type(error).__name__}: {error}") from error
 
 
@@ -130,14 +131,16 @@ def _parsed(said: dict[str, Any]) -> Record:
             raise ValueError(f"an object that cannot be: {key}")
         entries[key] = Entry(one["kind"], index, files, one.get("value"))
     metrics = {str(name): float(value) for name, value in said["metrics"].items()}
-    return Record(
-        str(said["store"]), int(said["step"]), float(said["time"]), metrics, entries, int(said.get("serial", 0))
-    )
+    time = float(said["time"])
+    datetime.fromtimestamp(time)  # raises where it is none
+    return Record(str(said["store"]), int(said["step"]), time, metrics, entries, int(said.get("serial", 0)))
 
 
 def _file(nbytes: Any, mtime_ns: Any, head_bytes: Any, head: Any) -> FileRecord:
     if not type(nbytes) is type(mtime_ns) is type(head_bytes) is int or type(head) is not str:
         raise ValueError("what is said of a file is not what it must be")
+    if not 0 <= head_bytes <= nbytes:
+        raise ValueError("a file whose head is longer than it is")
     return FileRecord(nbytes, mtime_ns, head_bytes, head)
 
 

@@ -26,7 +26,7 @@ from modelstate.read.paths import local_path
 from modelstate.store import contents
 from modelstate.store.arguments import is_number
 from modelstate.store.layout import PIN_FILE, name_of
-from modelstate.store.lock import WriterLock, moved
+from modelstate.store.lock import WriterLock, check_directory
 from modelstate.store.objects import MODULE, captured, targets_of
 from modelstate.store.publishing import Job, clear, discard, make_directory, publish
 from modelstate.store.reading import Step, of_first_whole, parts_of, problem_of, to_go, usable
@@ -84,8 +84,8 @@ class Store:
         self._shard_bytes = shard_size_bytes
         self._shelf = Shelf(self.directory)
         self._lock = WriterLock(self.directory)
-        self._is_in_use = False
-        """Whether something has been restored from the directory, or saved to it: then it is not made anew."""
+        self._in_use: os.stat_result | None = None
+        """The directory that something has been restored from, or saved to: then no other takes its place."""
         self._turn = threading.RLock()
         self._is_busy = False
         self._staging = Staging()
@@ -314,7 +314,8 @@ class Store:
             )
 
         (record, restored), skipped = of_first_whole(self._shelf, step, attempt)
-        self._is_in_use = True
+        with suppress(OSError):
+            self._in_use = os.stat(self.directory)
         same = {one.name: getattr(restored, one.name) for one in fields(restored)}
         return RestoredStep(**same, step=record.step, time=record.time, metrics=dict(record.metrics), skipped=skipped)
 
@@ -435,13 +436,18 @@ class Store:
                 except StoreLockedError:
                     # The lock is no longer what it was. If nobody else has it, it is taken anew.
                     self._lock.release()
-            if self._is_in_use and not os.path.isdir(self.directory):
-                raise moved(self.directory)
+            if self._in_use is not None:
+                check_directory(self.directory, self._in_use)
             make_directory(self.directory)
             self._lock.acquire()
-            self._is_in_use = True
-            clear(self.directory)
-        self._shelf.ensure_name()
+            try:
+                # First of all: what a newer version has written is not for this one to tidy up.
+                self._shelf.ensure_name()
+                self._in_use = os.stat(self.directory)
+                clear(self.directory)
+            except BaseException:
+                self._lock.release()
+                raise
 
     @contextmanager
     def _in_its_directory(self) -> Iterator[None]:
@@ -462,7 +468,7 @@ class Store:
             self.wait()
         finally:
             self._lock.release()
-            self._is_in_use = False
+            self._in_use = None
 
     def __enter__(self) -> Self:
         return self
