@@ -253,7 +253,11 @@ class TestConvert:
 
     def test_to_torch(self) -> None:
         assert run("convert", "training.pt", "a.safetensors").exit_code == 0
-        assert run("convert", "a.safetensors", "b.pt", "--format", "torch").exit_code == 0
+        assert run("convert", "a.safetensors", "b.pt").exit_code == 0
+        assert run("convert", "a.safetensors", "b", "--format", "torch").exit_code == 0
+        assert run("convert", "a.safetensors", "c.bin", "--format", "safetensors").exit_code == 0
+        assert torch.load("b").keys() == torch.load("b.pt").keys()
+        assert load_file("c.bin")
         assert torch.load("b.pt")["epoch"] == 3
 
     @pytest.mark.parametrize(

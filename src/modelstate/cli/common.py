@@ -9,6 +9,7 @@ import sys
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from operator import attrgetter
+from typing import Annotated
 
 import torch
 import typer
@@ -163,6 +164,22 @@ def parse_size(text: str | None) -> int | None:
     if nbytes < 1:
         raise typer.BadParameter(f"{text!r} is no number of bytes: give 512MB, 5GB, 5GiB, ...")
     return nbytes
+
+
+FileFormat = Annotated[
+    str | None,
+    typer.Option(
+        metavar="FORMAT",
+        help="safetensors, or torch for what torch.load reads. Without it torch for .pt, .pth, .bin and .ckpt.",
+    ),
+]
+
+
+def parse_format(text: str | None, target: str) -> str:
+    """The format of a file that is written: the one that is named, else what its name promises."""
+    if text not in (None, "safetensors", "torch"):
+        raise typer.BadParameter(f"{text!r} is no format: give safetensors or torch")
+    return text or ("torch" if target.lower().endswith((".pt", ".pth", ".bin", ".ckpt")) else "safetensors")
 
 
 def parse_device(name: str | None) -> torch.device | None:

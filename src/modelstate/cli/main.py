@@ -12,12 +12,14 @@ import modelstate as ms
 from modelstate.cli import spelling
 from modelstate.cli.common import (
     PROBLEMS,
+    FileFormat,
     build_model,
     code_of_others,
     model_factory,
     named_rules,
     parse_device,
     parse_dtype,
+    parse_format,
     parse_rules,
     parse_size,
     reported,
@@ -312,9 +314,7 @@ def convert(
     target: Annotated[str, typer.Argument(metavar="TARGET", help="Where it is written to.", show_default=False)],
     key: Key = None,
     dtype: Dtype = None,
-    format: Annotated[
-        str, typer.Option(metavar="FORMAT", help="safetensors, or torch for what torch.load reads.")
-    ] = "safetensors",
+    format: FileFormat = None,
     shard_size: Annotated[
         str | None, typer.Option(metavar="SIZE", help="The most bytes of tensors in one file, such as 5GB.")
     ] = None,
@@ -338,13 +338,11 @@ def convert(
         options: dict[str, Any] = {
             "rules": _both(named_rules(rules, debug), changes),
             "dtype": parse_dtype(dtype),
-            "format": format,
+            "format": parse_format(format, target),
             "shard_size_bytes": parse_size(shard_size),
             "max_memory_bytes": parse_size(max_memory),
             "overwrite": not no_overwrite,
         }
-        if format not in ("safetensors", "torch"):
-            raise typer.BadParameter(f"{format!r} is no format: give safetensors or torch")
         with _open(path, allow, skip_forbidden) as checkpoint, code_of_others():
             report = ms.convert_checkpoint(checkpoint, target, key=key, **options)
         typer.echo(str(report))

@@ -9,7 +9,7 @@ from typing import Annotated, Any
 import typer
 
 import modelstate as ms
-from modelstate.cli.common import PROBLEMS, parse_dtype, parse_size, reported
+from modelstate.cli.common import PROBLEMS, FileFormat, parse_dtype, parse_format, parse_size, reported
 from modelstate.errors import DamagedCheckpointError, NoCheckpointError, SourceNotFoundError, StepNotFoundError
 from modelstate.report.text import columns, count
 from modelstate.store.layout import STORE_FILE, places
@@ -163,7 +163,7 @@ def restore(
     target: Annotated[str, typer.Argument(metavar="TARGET", help="The file to write.", show_default=False)],
     step: Step = None,
     name: Annotated[str, typer.Option("--object", metavar="NAME", help="The object of the checkpoint.")] = "model",
-    format: Annotated[str, typer.Option(metavar="FORMAT", help="safetensors, or torch.")] = "safetensors",
+    format: FileFormat = None,
     dtype: Annotated[str | None, typer.Option(metavar="DTYPE", help="Cast floating point tensors.")] = None,
     shard_size: Annotated[str | None, typer.Option(metavar="SIZE", help="The most bytes in one file.")] = None,
     no_overwrite: Annotated[bool, typer.Option("--no-overwrite", help="Leave what is there already.")] = False,
@@ -175,12 +175,11 @@ def restore(
     """
     with reported(debug):
         options: dict[str, Any] = {"dtype": parse_dtype(dtype), "shard_size_bytes": parse_size(shard_size)}
-        if format not in ("safetensors", "torch"):
-            raise typer.BadParameter(f"{format!r} is no format: give safetensors or torch")
+        options["format"] = parse_format(format, target)
         store = _store(directory)
         found = _whole(store, step)
         with store.open(name, found) as checkpoint:
-            report = ms.convert_checkpoint(checkpoint, target, format=format, overwrite=not no_overwrite, **options)
+            report = ms.convert_checkpoint(checkpoint, target, overwrite=not no_overwrite, **options)
         typer.echo(f"step {found}: {report}")
 
 
