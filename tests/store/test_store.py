@@ -318,3 +318,15 @@ def test_warnings_say_where(tmp_path: Path) -> None:
         warnings.simplefilter("always")
         store.restore({"value": None})
     assert [Path(one.filename).name for one in caught] == [Path(__file__).name]
+
+
+def test_of_a_step_that_is_a_link_only_the_link_is_pruned(tmp_path: Path) -> None:
+    store, elsewhere = ms.Store(tmp_path / "run"), tmp_path / "archive"
+    for step in (1, 2):
+        store.save(step, {"value": step})
+    shutil.move(tmp_path / "run" / "step-000000001", elsewhere)
+    (tmp_path / "run" / "step-000000001").symlink_to(elsewhere)
+    was = contents(elsewhere)
+    assert store.prune(1) == (1,)
+    assert contents(elsewhere) == was
+    assert not litter(tmp_path / "run")

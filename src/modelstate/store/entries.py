@@ -192,8 +192,11 @@ def _record(directory: str, name: str) -> FileRecord:
 
 
 def remove_directory(path: str) -> None:
-    """Takes away a directory of a store with its files, as far as that can be done."""
+    """Takes away a directory of a store with its files, as far as that can be done; of a link to one only the link."""
     with suppress(OSError):
+        if os.path.islink(path):
+            system.unlink(path)
+            return
         for name in os.listdir(path):
             with suppress(OSError):
                 system.unlink(os.path.join(path, name))
