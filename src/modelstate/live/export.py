@@ -10,6 +10,7 @@ from torch import nn
 
 from modelstate.errors import ExportError, ModelCodeError, ModelStateError, NameMapError, OptionError, SaveTargetError
 from modelstate.live.exported import ExportedTarget
+from modelstate.live.guards import conditions, is_equality
 from modelstate.live.live import target_of_file
 from modelstate.live.manifest import NAME, Kind, Manifest, ProgramTensor
 from modelstate.live.name_map import NameMap
@@ -17,7 +18,14 @@ from modelstate.live.names import runtime_state
 from modelstate.live.prove import Proof, prove
 from modelstate.live.staging import check_choice
 from modelstate.live.twin import twin
-from modelstate.plan.torch_private import aoti_compile, aoti_package
+from modelstate.plan.torch_private import (
+    aoti_compile,
+    aoti_package,
+    argument_names,
+    guards_of,
+    guards_of_compiling,
+    written_inputs,
+)
 from modelstate.write.atomic import atomic_file, check
 from modelstate.write.files import Output
 
@@ -152,10 +160,13 @@ def _compiled(program: Any, module: nn.Module, options: Mapping[str, Any]) -> tu
             found=", ".join(inputs.numbers),
             remedy="give them as tensors, or export with kind='exported'",
         )
+    if not inputs.is_complete:
+        raise _unwritten(where, guards_of(program))
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            return aoti_compile(program, {**options, **_OPTIONS}), inputs.described()
+            written = written_inputs(program)
+            files = aoti_compile(program, {**options, **_OPTIONS})
     except Exception as error:
         missing = "Cxx" in type(error).__name__ or "C++ compiler" in str(error)
         raise ExportError(
@@ -164,6 +175,33 @@ def _compiled(program: Any, module: nn.Module, options: Mapping[str, Any]) -> tu
             found=_first_lines(error),
             remedy="install a C++ compiler (g++)" if missing else "see the cause above; or export with kind='exported'",
         ) from error
+    try:
+        inputs.require(_relied_on(program, inputs.names), written)
+    except ValueError as error:
+        raise _unwritten(where, guards_of_compiling(program)) from error
+    return files, inputs.described()
+
+
+def _unwritten(where: str, guards: list[str]) -> ExportError:
+    return ExportError(
+        "what the inputs must fulfil cannot be written down, and AOTInductor does not check it",
+        where=where,
+        found="; ".join(guards[:8]),
+        remedy="export with other dynamic_shapes=, or with kind='exported'",
+    )
+
+
+def _relied_on(program: Any, names: list[str]) -> list[str]:
+    """Which sizes the compiler has made code for, and no others.
+
+    It also compares sizes with limits, to choose among kinds of code that are right for all: these are left out.
+    """
+    found = []
+    for guard in set(guards_of_compiling(program)) - set(guards_of(program)):
+        (one,) = conditions([guard], program.call_spec.in_spec, argument_names(program), names)
+        if is_equality(one):
+            found.append(one)
+    return sorted(found)
 
 
 def _write(output: Output, program: Any, files: list[Any] | None, manifest: Manifest) -> None:

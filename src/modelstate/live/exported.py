@@ -7,12 +7,13 @@ import torch
 from torch import nn
 
 from modelstate.errors import LiveTargetError
+from modelstate.live.guards import conditions
 from modelstate.live.inputs import Inputs
 from modelstate.live.name_map import NameMap, place_of
 from modelstate.live.names import runtime_state
 from modelstate.live.spellings import Spelled, Spellings, check_names
 from modelstate.live.twin import holder
-from modelstate.plan.torch_private import unflatten
+from modelstate.plan.torch_private import argument_names, guard_function, guards_of, unflatten
 
 _WEIGHTS = ("PARAMETER", "BUFFER")
 _WRITTEN = ("BUFFER_MUTATION", "PARAMETER_MUTATION", "USER_INPUT_MUTATION")
@@ -88,7 +89,17 @@ class _Graph:
                 self.lifted.append((None, constants[one.target]))
                 self.constants.append(one.target)
         self.inputs = Inputs(where, program.call_spec.in_spec, values, program.range_constraints)
+        self._require(program)
         self.written = _written(signature, places, [name for name, _ in values], where)
+
+    def _require(self, program: Any) -> None:
+        """Has the inputs fulfil what `torch.export` has found: its answers are wrong for others."""
+        try:
+            self.inputs.require(
+                conditions(guards_of(program), program.call_spec.in_spec, argument_names(program), self.inputs.names)
+            )
+        except ValueError:  # not of sizes alone, or in words that are new
+            self.inputs.require_by(guard_function(program))
 
 
 def _written(signature: Any, places: Mapping[str, int], inputs: list[str], where: str) -> list[tuple[int, bool]]:

@@ -1,13 +1,13 @@
 """Whether a request's inputs are those that a program was exported for."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
 
 from modelstate.errors import ProgramInputError
-from modelstate.live.sizes import Size
-from modelstate.plan.torch_private import expression_of, flatten, keyword_order
+from modelstate.live.sizes import Condition, Size
+from modelstate.plan.torch_private import expression_of, flatten, keyword_order, text_of_size
 
 _UNBOUNDED = 2**62
 ANY = object()
@@ -16,11 +16,11 @@ ANY = object()
 
 class _Tensor(NamedTuple):
     name: str
-    shape: tuple[Any, ...]
+    shape: tuple[int | Size, ...]
     """Numbers, and expressions of sizes that were exported as dynamic."""
     sizes: tuple[tuple[int, int], ...]
     """Those of them that are numbers, by their dimension: what is looked at first."""
-    dynamic: tuple[tuple[int, Any], ...]
+    dynamic: tuple[tuple[int, Size], ...]
     dtype: torch.dtype
     device: torch.device
     order: tuple[int, ...]
@@ -34,7 +34,7 @@ class _Constant(NamedTuple):
 
 class _Number(NamedTuple):
     name: str
-    expression: Any
+    expression: Size
 
 
 class Inputs:
@@ -45,22 +45,52 @@ class Inputs:
         self._where, self._spec = where, spec
         self._names = keyword_order(spec)
         self._wanted = [_wanted(name, value) for name, value in values]
-        self._ranges = {symbol: (_number(one.lower), _number(one.upper)) for symbol, one in ranges.items()}
+        self._ranges = {text_of_size(size): (_number(one.lower), _number(one.upper)) for size, one in ranges.items()}
+        self._conditions: list[Condition] = []
+        self._written: frozenset[str] = frozenset()
+        self._check: Callable[..., None] | None = None
 
     @classmethod
     def described_by(cls, where: str, spec: Any, found: Mapping[str, Any]) -> "Inputs":
         """The inputs as `described` has put them. Raises `KeyError`, `TypeError`, `ValueError` and `RuntimeError`."""
         inputs = cls(where, spec, (), {})
         inputs._wanted = [_from_json(one) for one in found["values"]]
-        inputs._ranges = {Size(name): (low, high) for name, (low, high) in found["ranges"].items()}
+        inputs._ranges = {Size(size).text: (low, high) for size, (low, high) in found["ranges"].items()}
         if len(inputs._wanted) != spec.num_leaves:
             raise ValueError(f"{len(inputs._wanted)} inputs, and {spec.num_leaves} in their structure")
+        inputs.require(found.get("conditions", ()), found.get("written", ()))
         return inputs
 
     def described(self) -> dict[str, Any]:
         """All but their structure, as JSON has it."""
-        ranges = {str(symbol): list(bounds) for symbol, bounds in self._ranges.items()}
-        return {"values": [_to_json(one) for one in self._wanted], "ranges": ranges}
+        return {
+            "values": [_to_json(one) for one in self._wanted],
+            "ranges": {size: list(bounds) for size, bounds in self._ranges.items()},
+            "conditions": [one.text for one in self._conditions],
+            "written": sorted(self._written),
+        }
+
+    @property
+    def names(self) -> list[str]:
+        """Theirs, one for each tensor, number and constant."""
+        return [one.name for one in self._wanted]
+
+    def require(self, conditions: Sequence[str], written: Sequence[str] = ()) -> None:
+        """What their sizes must fulfil besides, and which of them the program writes to. Raises `ValueError`."""
+        ranks = [(one.name, _rank(one)) for one in self._wanted]
+        if not {*self.names}.issuperset(written):
+            raise ValueError(f"{sorted(written)} of {self.names}")
+        self._conditions += [Condition(text, ranks) for text in conditions]
+        self._written |= frozenset(written)
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether `described` says all that is checked."""
+        return self._check is None
+
+    def require_by(self, check: Callable[..., None]) -> None:
+        """Has a function look at the inputs as well, which raises."""
+        self._check = check
 
     def as_exported(self, inputs: list[Any]) -> list[torch.Tensor]:
         """The tensors among checked inputs, each with its elements in the order that it had at the export.
@@ -70,8 +100,20 @@ class Inputs:
         found: list[torch.Tensor] = []
         for wanted, value in zip(self._wanted, inputs, strict=True):
             if isinstance(wanted, _Tensor):
-                found.append(value if _lies_in(value, wanted.order) else _ordered(value, wanted.order))
+                if not _lies_in(value, wanted.order):
+                    value = self._copied(wanted, value)
+                found.append(value)
         return found
+
+    def _copied(self, wanted: _Tensor, value: torch.Tensor) -> torch.Tensor:
+        if wanted.name in self._written:
+            raise self._wrong(
+                f"the program writes to {wanted.name}, which does not lie in memory as at the export",
+                f"dimensions {list(wanted.order)} from the farthest apart to the nearest, without gaps",
+                f"shape {list(value.shape)}, stride {list(value.stride())}",
+                "give a tensor that lies so: another one would be copied, and the copy written to",
+            )
+        return _ordered(value, wanted.order)
 
     @property
     def numbers(self) -> list[str]:
@@ -85,8 +127,8 @@ class Inputs:
         leaves, spec = flatten((args, named))
         if spec != self._spec:
             raise self._wrong("the arguments have another structure", str(self._spec), str(spec))
-        symbols: dict[Any, int] = {}
-        later: list[tuple[str, Any, int]] = []
+        symbols: dict[str, int] = {}
+        later: list[tuple[str, Size, int]] = []
         for wanted, value in zip(self._wanted, leaves, strict=True):
             if isinstance(wanted, _Tensor):
                 self._check_tensor(wanted, value, symbols, later)
@@ -96,13 +138,20 @@ class Inputs:
                 self._bind(wanted.name, wanted.expression, value, symbols, later)
             elif wanted.value is not ANY and (type(value) is not type(wanted.value) or value != wanted.value):
                 raise self._wrong(f"{wanted.name} was a constant at the export", repr(wanted.value), repr(value))
-        for name, expression, value in later:
-            if symbols.keys() >= expression.free_symbols and int(expression.subs(symbols)) != value:
-                raise self._wrong(f"a size of {name} does not follow from the others", expression, value)
+        if later:
+            self._settle(later, symbols)
+        for condition in self._conditions:
+            if not condition.holds(leaves):
+                raise self._wrong("the sizes do not go together", condition.text, _sizes(self._wanted, leaves))
+        if self._check is not None:
+            try:
+                self._check(*leaves)
+            except Exception as error:
+                raise self._wrong("torch refuses them", "inputs for which its guards hold", str(error)) from error
         return leaves
 
     def _check_tensor(
-        self, wanted: _Tensor, value: Any, symbols: dict[Any, int], later: list[tuple[str, Any, int]]
+        self, wanted: _Tensor, value: Any, symbols: dict[str, int], later: list[tuple[str, Size, int]]
     ) -> None:
         if not isinstance(value, torch.Tensor):
             raise self._wrong(f"{wanted.name} is no tensor", _shown(wanted), type(value).__name__)
@@ -118,38 +167,62 @@ class Inputs:
             self._bind(wanted.name, expression, shape[index], symbols, later)
 
     def _bind(
-        self, name: str, expression: Any, value: int, symbols: dict[Any, int], later: list[tuple[str, Any, int]]
+        self, name: str, size: Size, value: int, symbols: dict[str, int], later: list[tuple[str, Size, int]]
     ) -> None:
-        if not expression.is_symbol:
-            later.append((name, expression, value))
-            return
-        first = symbols.setdefault(expression, value)
-        if first != value:
-            raise self._wrong(f"sizes that must be equal differ, the second one in {name}", first, value)
-        low, high = self._ranges.get(expression, (0, None))
+        if size.is_symbol:
+            first = symbols.setdefault(size.text, value)
+            if first != value:
+                raise self._wrong(f"sizes that must be equal differ, the second one in {name}", first, value)
+        else:
+            later.append((name, size, value))
+        self._check_range(name, size.text, value)
+
+    def _check_range(self, name: str, size: str, value: int) -> None:
+        low, high = self._ranges.get(size, (0, None))
         if value < (low or 0) or (high is not None and value > high):
             upper = "" if high is None else f" to {high}"
             raise self._wrong(f"a size of {name} is out of its range", f"from {low}{upper}", value)
 
-    def _wrong(self, what: str, expected: object, found: object) -> ProgramInputError:
+    def _settle(self, later: list[tuple[str, Size, int]], symbols: dict[str, int]) -> None:
+        """Checks sizes that are expressions. A symbol that no size is by itself is what the first of them says."""
+        while later:
+            waiting = []
+            for name, size, value in later:
+                unknown = size.symbols - symbols.keys()
+                if len(unknown) > 1:
+                    waiting.append((name, size, value))
+                elif unknown:
+                    (symbol,) = unknown
+                    found = size.solved(symbol, value, symbols)
+                    if found is None:
+                        raise self._wrong(f"a size of {name} is none that it can have", size, value)
+                    symbols[symbol] = found
+                    if size.text not in self._ranges:
+                        self._check_range(name, symbol, found)
+                elif size.value(symbols) != value:
+                    raise self._wrong(f"a size of {name} does not follow from the others", size, value)
+            if len(waiting) == len(later):
+                raise self._wrong("sizes do not say what their symbols are", later[0][1], later[0][2])
+            later = waiting
+
+    def _wrong(self, what: str, expected: object, found: object, remedy: str = "") -> ProgramInputError:
         return ProgramInputError(
             what,
             where=self._where,
             expected=expected,
             found=found,
-            remedy="give what the program was exported for, or export it with dynamic_shapes= that allow this",
+            remedy=remedy
+            or "give what the program was exported for, or export it with dynamic_shapes= that allow this",
         )
 
 
 def _wanted(name: str, value: Any) -> _Tensor | _Constant | _Number:
     if isinstance(value, torch.Tensor):
-        shape = tuple(expression_of(size) for size in value.shape)
-        fixed = tuple((index, int(size)) for index, size in enumerate(shape) if _is_fixed(size))
-        dynamic = tuple((index, size) for index, size in enumerate(shape) if not _is_fixed(size))
-        return _Tensor(name, shape, fixed, dynamic, value.dtype, value.device, _order(value))
+        shape = tuple(_size(expression_of(size)) for size in value.shape)
+        return _Tensor(name, shape, *_kinds(shape), value.dtype, value.device, _order(value))
     if isinstance(value, torch.SymInt):
-        expression = expression_of(value)
-        return _Constant(name, int(expression)) if _is_fixed(expression) else _Number(name, expression)
+        found = _size(expression_of(value))
+        return _Constant(name, found) if isinstance(found, int) else _Number(name, found)
     return _Constant(name, value)
 
 
@@ -157,13 +230,13 @@ def _to_json(wanted: _Tensor | _Constant | _Number) -> dict[str, Any]:
     if isinstance(wanted, _Tensor):
         return {
             "name": wanted.name,
-            "shape": [int(size) if _is_fixed(size) else str(size) for size in wanted.shape],
+            "shape": [size if isinstance(size, int) else size.text for size in wanted.shape],
             "dtype": str(wanted.dtype).removeprefix("torch."),
             "device": str(wanted.device),
             "order": list(wanted.order),
         }
     if isinstance(wanted, _Number):
-        return {"name": wanted.name, "number": str(wanted.expression)}
+        return {"name": wanted.name, "number": wanted.expression.text}
     plain = isinstance(wanted.value, int | float | str | None)
     return (
         {"name": wanted.name, "constant": wanted.value} if plain else {"name": wanted.name, "any": repr(wanted.value)}
@@ -177,12 +250,28 @@ def _from_json(found: Mapping[str, Any]) -> _Tensor | _Constant | _Number:
     if "shape" not in found:
         return _Constant(name, found.get("constant", ANY))
     shape = tuple(size if type(size) is int else Size(size) for size in found["shape"])
-    fixed = tuple((index, size) for index, size in enumerate(shape) if isinstance(size, int))
-    dynamic = tuple((index, size) for index, size in enumerate(shape) if not isinstance(size, int))
     dtype, order = getattr(torch, found["dtype"]), tuple(map(int, found["order"]))
     if not isinstance(dtype, torch.dtype) or sorted(order) != [*range(len(shape))]:
         raise ValueError(f"input {name}: {found['dtype']!r}, dimensions {order}")
-    return _Tensor(name, shape, fixed, dynamic, dtype, torch.device(found["device"]), order)
+    return _Tensor(name, shape, *_kinds(shape), dtype, torch.device(found["device"]), order)
+
+
+def _size(expression: Any) -> int | Size:
+    return int(expression) if _is_fixed(expression) else Size(text_of_size(expression))
+
+
+def _kinds(shape: Sequence[int | Size]) -> tuple[tuple[tuple[int, int], ...], tuple[tuple[int, Size], ...]]:
+    """The sizes that are numbers, and those that are not, by their dimension."""
+    fixed = tuple((index, size) for index, size in enumerate(shape) if isinstance(size, int))
+    return fixed, tuple((index, size) for index, size in enumerate(shape) if isinstance(size, Size))
+
+
+def _rank(wanted: _Tensor | _Constant | _Number) -> int | None:
+    """How many dimensions conditions may name; None for what is a number itself."""
+    if isinstance(wanted, _Tensor):
+        return len(wanted.shape)
+    is_number = isinstance(wanted, _Number) or isinstance(wanted.value, int | float)
+    return None if is_number else 0
 
 
 def _order(value: torch.Tensor) -> tuple[int, ...]:
@@ -209,6 +298,16 @@ def _is_fixed(size: Any) -> bool:
 def _number(bound: Any) -> int | None:
     """A bound of a size; None where there is none."""
     return int(bound) if -_UNBOUNDED < bound < _UNBOUNDED else None
+
+
+def _sizes(wanted: Sequence[_Tensor | _Constant | _Number], leaves: Sequence[Any]) -> str:
+    """What conditions are of, in a call."""
+    shown = [
+        f"{one.name}.shape {list(value.shape)}" if isinstance(one, _Tensor) else f"{one.name} {value}"
+        for one, value in zip(wanted, leaves, strict=True)
+        if not isinstance(one, _Constant)
+    ]
+    return ", ".join(shown[:8])
 
 
 def _shown(wanted: _Tensor) -> str:

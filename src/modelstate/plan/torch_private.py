@@ -4,7 +4,7 @@ Each is used by torch's own `nn.Module`, `torch.utils.swap_tensors` or `torch.ex
 """
 
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import IO, Any
 
 import torch
@@ -261,3 +261,53 @@ def aoti_package(file: IO[bytes], files: list[Any], extra: dict[str, str]) -> No
     from torch.export.pt2_archive._package import package_pt2
 
     package_pt2(file, aoti_files=files, extra_files=extra)
+
+
+def text_of_size(expression: Any) -> str:
+    """An expression of sizes, as Python has it."""
+    from torch.utils._sympy.printers import PythonPrinter
+
+    return str(PythonPrinter().doprint(expression))
+
+
+def guards_of(program: Any) -> list[str]:
+    """What the sizes of an exported program's inputs must fulfil, as Python that goes by the module's arguments."""
+    return list(getattr(program, "_guards_code", ()))
+
+
+def guards_of_compiling(program: Any) -> list[str]:
+    """The same, with what a compiler has found out and relied on since."""
+    import torch.export.exported_program
+
+    guards: Any = torch.export.exported_program._convert_guards_to_code
+    return list(guards(program.graph_module))
+
+
+def guard_function(program: Any) -> Callable[..., None]:
+    """Torch's own check of a program's inputs, which raises. There is none without the inputs of the export."""
+    found: Any = getattr(program.module(), "_guards_fn", None)
+    return _nothing_of if found is None else found.forward
+
+
+def _nothing_of(*inputs: object) -> None:
+    pass
+
+
+def argument_names(program: Any) -> list[str]:
+    """The names of a program's positional arguments, each of `*args` alone."""
+    signature, count = program.module_call_graph[0].signature, program.call_spec.in_spec.child(0).num_children
+    names = list((signature.forward_arg_names if signature is not None else None) or ())
+    return (names if len(names) >= count else [f"arg_{place}" for place in range(count)])[:count]
+
+
+def leaf_paths(spec: Any, arguments: Sequence[str]) -> list[tuple[str, str]]:
+    """Where each input is: the name of its argument, and the way from there, as Python has it."""
+    pytree = torch.utils._pytree
+    args, named = pytree.tree_unflatten([*range(spec.num_leaves)], spec)
+    given = [*zip(arguments, args, strict=True), *named.items()]
+    return [(name, pytree.keystr(path)) for name, value in given for path, _ in pytree.tree_leaves_with_path(value)]
+
+
+def written_inputs(program: Any) -> list[str]:
+    """The names of the inputs that a program writes to."""
+    return [*program.run_decompositions({}).graph_signature.user_inputs_to_mutate.values()]

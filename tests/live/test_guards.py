@@ -1,0 +1,129 @@
+"""Inputs that a program takes, and would answer wrongly: what `torch.export` has found is checked before the call."""
+
+import io
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+from torch.export import Dim
+
+import modelstate as ms
+from modelstate.errors import ProgramInputError
+from modelstate.live.guards import conditions, is_equality
+from tests.live.guarded import DYNAMIC, Even, Longer, Many, Pairs, Product, Same, Within, rows
+
+Making = Callable[..., tuple[torch.Tensor, ...]]
+
+
+def flat_and_square(long: int, wide: int, flat: int) -> tuple[torch.Tensor, ...]:
+    return rows(long, width=wide)[0], torch.arange(float(flat))
+
+
+PROGRAMS: list[tuple[nn.Module, Making, tuple[int, ...], Any]] = [
+    (Even(), rows, (4,), (DYNAMIC,)),
+    (Within(), rows, (3, 6), (DYNAMIC, DYNAMIC)),
+    (Longer(), rows, (6, 3), (DYNAMIC, DYNAMIC)),
+    (Pairs(), rows, (6,), ({0: 2 * Dim("pairs", min=2, max=4)},)),
+    (Same(), rows, (4, 4), (DYNAMIC, DYNAMIC)),
+    (Product(), flat_and_square, (3, 4, 12), ({0: Dim.DYNAMIC, 1: Dim.DYNAMIC}, DYNAMIC)),
+]
+
+
+@pytest.mark.parametrize("strict", [False, True])
+@pytest.mark.parametrize(("module", "make", "sizes", "shapes"), PROGRAMS, ids=lambda one: type(one).__name__)
+def test_it_answers_exactly_what_the_program_answers(
+    module: nn.Module, make: Making, sizes: tuple[int, ...], shapes: Any, strict: bool
+) -> None:
+    program = torch.export.export(module, make(*sizes), dynamic_shapes=shapes, strict=strict)
+    torch_says = program.module()
+    lives = [ms.Live(program), ms.Live(_loaded(program))]
+
+    @settings(max_examples=60, deadline=None)
+    @given(st.tuples(*[st.integers(2, 14)] * len(sizes)), st.sampled_from(lives))
+    def law(given: tuple[int, ...], live: ms.Live) -> None:
+        inputs = make(*given)
+        try:
+            expected = torch_says(*inputs)
+        except (AssertionError, RuntimeError):
+            with pytest.raises(ProgramInputError):
+                live(*inputs)
+        else:
+            assert torch.equal(live(*inputs), expected)
+            assert torch.equal(module(*inputs), expected)
+
+    law()
+    for live in lives:
+        assert torch.equal(live(*make(*sizes)), module(*make(*sizes)))
+
+
+def _loaded(program: Any) -> Any:
+    file = io.BytesIO()
+    torch.export.save(program, file)
+    return torch.export.load(io.BytesIO(file.getvalue()))
+
+
+@pytest.mark.parametrize("strict", [False, True])
+def test_the_inputs_of_a_guard_are_found_wherever_they_are(strict: bool) -> None:
+    shapes = {"xs": (DYNAMIC, DYNAMIC), "of": {"a": [DYNAMIC]}, "n": Dim.DYNAMIC}
+    named = {"of": {"a": [torch.ones(8, 3)]}, "n": 5}
+    program = torch.export.export(Many(), rows(6, 3), named, dynamic_shapes=shapes, strict=strict)
+    live, torch_says = ms.Live(program), program.module()
+    assert len(live._target.inputs.described()["conditions"]) >= 2  # type: ignore[attr-defined]
+    for long, short, count, n in [(6, 3, 8, 5), (4, 3, 5, 5), (4, 3, 7, 3), (3, 4, 8, 5), (6, 3, 4, 5), (6, 6, 2, 2)]:
+        inputs, named = rows(long, short), {"n": n, "of": {"a": [torch.ones(count, 3)]}}
+        if long > short and count * n > 20 and (n == 5 or not strict):  # a strict export has made n a constant
+            assert torch.equal(live(*inputs, **named), torch_says(*inputs, **named))
+            continue
+        with pytest.raises(AssertionError):
+            torch_says(*inputs, **named)
+        with pytest.raises(ProgramInputError, match=r"do not go together|a constant"):
+            live(*inputs, **named)
+
+
+def test_a_size_that_is_twice_another_one() -> None:
+    class Times(Same):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+            return x * self.weight
+
+    module = Times()
+    live = ms.Live(torch.export.export(module, rows(5), dynamic_shapes=({0: 2 * Dim("n", max=8) + 1},)))
+    for count in (1, 3, 5, 17):
+        assert torch.equal(live(*rows(count)), module(*rows(count)))
+    for count, why in [(4, "none that it can have"), (16, "none that it can have"), (19, "out of its range")]:
+        with pytest.raises(ProgramInputError, match=why):
+            live(*rows(count))
+
+
+def test_guards_that_are_no_conditions_of_ours_are_torchs_to_check() -> None:
+    program = torch.export.export(Longer(), rows(6, 3), dynamic_shapes=(DYNAMIC, DYNAMIC))
+    program._guards_code.append("L['x'].stride()[0] == 3")
+    live = ms.Live(program)
+    assert torch.equal(live(*rows(7, 2)), program.module()(*rows(7, 2)))
+    x, y = rows(7, 5)
+    for wrong in ((x[:4], y), (x.repeat(1, 2)[:, :3], y)):
+        with pytest.raises(ProgramInputError, match="Guard failed"):
+            live(*wrong)
+
+
+def test_conditions_by_the_names_of_inputs() -> None:
+    from torch.utils._pytree import tree_structure
+
+    spec = tree_structure(((0, {"k": [0]}), {"y": 0}))
+    guards = [
+        "L['x'].size()[0] % 2 == 0",
+        "L['d']['k'][0].size()[1] < L['y'].size()[0]",
+        "L['x'].size()[0] % 2 == 0",
+        "L['z'].size()[0] != 1",
+    ]
+    assert conditions(guards, spec, ["x", "d"], ["a", "b", "c"]) == [
+        "a.shape[0] % 2 == 0",
+        "b.shape[1] < c.shape[0]",
+        "L['z'].shape[0] != 1",
+    ]
+    with pytest.raises(ValueError, match="no condition"):
+        conditions(["L['x'] =="], spec, ["x", "d"], ["a", "b", "c"])
+    assert [is_equality(one) for one in ("a.shape[0] % 2 == 0", "a.shape[0] < 16", "n != 1")] == [True, False, True]
