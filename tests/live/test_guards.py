@@ -1,7 +1,9 @@
 """Inputs that a program takes, and would answer wrongly: what `torch.export` has found is checked before the call."""
 
 import io
+import shutil
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,9 +14,12 @@ from torch import nn
 from torch.export import Dim
 
 import modelstate as ms
-from modelstate.errors import ProgramInputError
+from modelstate.errors import ExportError, ManifestError, ProgramInputError
+from modelstate.live.export import _relied_on as relied_on
 from modelstate.live.guards import conditions, is_equality
-from tests.live.guarded import DYNAMIC, Even, Longer, Many, Pairs, Product, Same, Within, rows
+from tests.live.guarded import DYNAMIC, Even, Longer, Many, Pairs, Product, Same, Within, Writes, rows
+from tests.live.packages import package_of
+from tests.live.test_export import edited, rewritten
 
 Making = Callable[..., tuple[torch.Tensor, ...]]
 
@@ -127,3 +132,71 @@ def test_conditions_by_the_names_of_inputs() -> None:
     with pytest.raises(ValueError, match="no condition"):
         conditions(["L['x'] =="], spec, ["x", "d"], ["a", "b", "c"])
     assert [is_equality(one) for one in ("a.shape[0] % 2 == 0", "a.shape[0] < 16", "n != 1")] == [True, False, True]
+
+
+def test_a_package_checks_what_the_program_was_exported_for() -> None:
+    """The library itself looks at no size: it would read past the end of `y`."""
+    module = Writes()
+    live = ms.Live(package_of(module, *rows(4, 6), dynamic_shapes=(DYNAMIC, DYNAMIC)))
+    torch_says = torch.export.export(module, rows(4, 6), dynamic_shapes=(DYNAMIC, DYNAMIC)).module()
+
+    @settings(max_examples=60, deadline=None)
+    @given(st.integers(2, 14), st.integers(2, 14))
+    def law(long: int, other: int) -> None:
+        x, y = rows(long, other)
+        expected = x.clone()
+        try:
+            answer = torch_says(expected, y)
+        except AssertionError:
+            with pytest.raises(ProgramInputError):
+                live(x, y)
+            assert torch.equal(x, expected)
+        else:
+            assert torch.equal(live(x, y), answer)
+            assert torch.equal(x, expected)
+
+    law()
+    with pytest.raises(ProgramInputError, match="do not go together"):
+        live(torch.ones(100_000, 3), torch.ones(2, 3))
+
+
+def test_what_a_package_writes_to_is_not_copied() -> None:
+    live = ms.Live(package_of(Writes(), *rows(4, 6), dynamic_shapes=(DYNAMIC, DYNAMIC)))
+    x, y = rows(4, 6)
+    for wrong in (x.T.contiguous().T, torch.ones(4, 6)[:, ::2], torch.ones(1, 3).expand(4, 3)):
+        before = wrong.clone()
+        with pytest.raises(ProgramInputError, match="writes to x"):
+            live(wrong, y)
+        assert torch.equal(wrong, before)
+    inside = torch.ones(13)[1:].view(4, 3)  # at no round address
+    for right in (x, inside):
+        before = right.clone()
+        assert torch.equal(live(right, y.T.contiguous().T), before * 2 + y[:4])
+        assert torch.equal(right, before * 2)
+
+
+def test_packages_from_before_conditions_open(tmp_path: Path) -> None:
+    path = tmp_path / "package.pt2"
+    shutil.copy(package_of(Writes(), *rows(4, 6), dynamic_shapes=(DYNAMIC, DYNAMIC)), path)
+    inputs = dict(ms.Live(path)._target._call._inputs.described())  # type: ignore[union-attr]
+    del inputs["conditions"], inputs["written"]
+    live, (x, y) = ms.Live(rewritten(path, edited(inputs=inputs))), rows(4, 6)
+    assert torch.equal(live(x.clone(), y), x * 2 + y[:4])
+    for bad in ({"conditions": ["z.shape[0] == 1"]}, {"conditions": 5}, {"conditions": [5]}, {"written": ["z"]}):
+        with pytest.raises(ManifestError):
+            ms.Live(rewritten(path, edited(inputs=inputs | bad)))
+
+
+def test_what_cannot_be_written_down_is_not_compiled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("modelstate.live.exported.guards_of", lambda program: ["L['x'].stride()[0] == 3"])
+    with pytest.raises(ExportError, match="cannot be written down"):
+        ms.export(Even(), rows(4), tmp_path / "package.pt2", kind="aoti", dynamic_shapes=(DYNAMIC,))
+    assert not [*tmp_path.iterdir()]
+    ms.export(Even(), rows(4), tmp_path / "program.pt2", dynamic_shapes=(DYNAMIC,))
+
+
+def test_what_the_compiler_relies_on_is_checked_and_what_it_chooses_by_is_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    program = torch.export.export(Even(), rows(4), dynamic_shapes=(DYNAMIC,))
+    found = ["L['x'].size()[0] <= 4096", "L['x'].size()[0] % 4 == 0", *program._guards_code]
+    monkeypatch.setattr("modelstate.live.export.guards_of_compiling", lambda program: found)
+    assert relied_on(program, ["x"]) == ["x.shape[0] % 4 == 0"]
