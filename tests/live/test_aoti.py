@@ -168,6 +168,30 @@ def test_a_package_without_weights_is_refused() -> None:
         ms.Live(package_of_others(**{"aot_inductor.package_constants_in_so": False}))
 
 
+class Folded(nn.Module):
+    """Has a product of weights, which does not depend on the inputs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Parameter(torch.ones(8, 8)), nn.Parameter(torch.ones(8, 8))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x @ (self.a @ self.b)
+
+
+def test_a_package_that_computes_constants_of_its_weights_says_so(tmp_path: Path) -> None:
+    needs_a_compiler()
+    with torch.no_grad():
+        program = torch.export.export(Folded(), (torch.ones(2, 8),))
+    path = torch._inductor.aoti_compile_and_package(
+        program,
+        package_path=str(tmp_path / "folded.pt2"),
+        inductor_configs={"aot_inductor.use_runtime_constant_folding": True},
+    )
+    with pytest.raises(LiveTargetError, match="computes constants of its weights"):
+        ms.Live(path)
+
+
 def test_a_package_that_was_loaded_has_no_path_any_more() -> None:
     with pytest.raises(LiveTargetError, match="give the path"):
         ms.Live(torch._inductor.aoti_load_package(str(package_of(Small(), X))))

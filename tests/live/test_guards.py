@@ -14,7 +14,7 @@ from torch import nn
 from torch.export import Dim
 
 import modelstate as ms
-from modelstate.errors import ExportError, ManifestError, ProgramInputError
+from modelstate.errors import ExportError, LiveTargetError, ManifestError, ProgramInputError
 from modelstate.live.export import _relied_on as relied_on
 from modelstate.live.guards import conditions, is_equality
 from tests.live.guarded import DYNAMIC, Even, Longer, Many, Pairs, Product, Same, Within, Writes, rows
@@ -112,6 +112,17 @@ def test_guards_that_are_no_conditions_of_ours_are_torchs_to_check() -> None:
     for wrong in ((x[:4], y), (x.repeat(1, 2)[:, :3], y)):
         with pytest.raises(ProgramInputError, match="Guard failed"):
             live(*wrong)
+
+
+def test_guards_that_nobody_can_check_are_no_target(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refusing(program: object) -> None:
+        raise ValueError("no path to its inputs")
+
+    program = torch.export.export(Even(), rows(4), dynamic_shapes=(DYNAMIC,))
+    program._guards_code.append("L['x'].stride()[0] == 3")
+    monkeypatch.setattr("modelstate.live.exported.guard_function", refusing)
+    with pytest.raises(LiveTargetError, match="no path to its inputs"):
+        ms.Live(program)
 
 
 def test_conditions_by_the_names_of_inputs() -> None:

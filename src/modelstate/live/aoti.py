@@ -36,6 +36,9 @@ from modelstate.plan.torch_private import (
 _CONSTANTS = ("_tensor_constant", "lifted_tensor_", "_frozen_param")
 """How AOTInductor begins the names of what is no parameter and no buffer, or is not as the module has it."""
 
+_COMPUTED = "_FOLDED_CONST_"
+"""The same of what the library computes of others: runtime constant folding."""
+
 
 class AotiVersion:
     """The weights of one version; and a library, as long as it has a seat in one."""
@@ -254,6 +257,15 @@ def _values(file: ProgramFile, loader: Loader) -> dict[str, torch.Tensor]:
         with tempfile.TemporaryDirectory() as folder:
             values = aoti_embedded_constants(file.library(folder))
     lacking = [name for name in loader.names if name not in values]
+    computed = [name for name in lacking if name.startswith(_COMPUTED)]
+    if computed:  # it would not compute them again after a swap in place
+        raise LiveTargetError(
+            "the package computes constants of its weights when it is first called, and keeps them",
+            where=file.path,
+            found=", ".join(computed[:8]),
+            remedy="compile it without aot_inductor.use_runtime_constant_folding, or with "
+            "modelstate.export(module, args, path, kind='aoti')",
+        )
     if lacking:
         raise LiveTargetError(
             "the package has no weights, and a call of it would end the process",

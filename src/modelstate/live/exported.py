@@ -89,17 +89,20 @@ class _Graph:
                 self.lifted.append((None, constants[one.target]))
                 self.constants.append(one.target)
         self.inputs = Inputs(where, program.call_spec.in_spec, values, program.range_constraints)
-        self._require(program)
+        self._require(program, where)
         self.written = _written(signature, places, [name for name, _ in values], where)
 
-    def _require(self, program: Any) -> None:
+    def _require(self, program: Any, where: str) -> None:
         """Has the inputs fulfil what `torch.export` has found: its answers are wrong for others."""
         try:
             self.inputs.require(
                 conditions(guards_of(program), program.call_spec.in_spec, argument_names(program), self.inputs.names)
             )
         except ValueError:  # not of sizes alone, or in words that are new
-            self.inputs.require_by(guard_function(program))
+            try:
+                self.inputs.require_by(guard_function(program))
+            except Exception as error:
+                raise _unsupported(where, f"guards that cannot be checked: {error}") from error
 
 
 def _written(signature: Any, places: Mapping[str, int], inputs: list[str], where: str) -> list[tuple[int, bool]]:
