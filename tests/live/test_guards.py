@@ -125,6 +125,13 @@ def test_guards_that_nobody_can_check_are_no_target(monkeypatch: pytest.MonkeyPa
         ms.Live(program)
 
 
+def test_sizes_that_have_no_words_are_no_target(monkeypatch: pytest.MonkeyPatch) -> None:
+    program = torch.export.export(Even(), rows(4), dynamic_shapes=(DYNAMIC,))
+    monkeypatch.setattr("modelstate.live.inputs.text_of_size", lambda expression: f"new({expression})")
+    with pytest.raises(LiveTargetError, match="sizes that cannot be checked"):
+        ms.Live(program)
+
+
 def test_conditions_by_the_names_of_inputs() -> None:
     from torch.utils._pytree import tree_structure
 

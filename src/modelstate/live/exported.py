@@ -88,7 +88,10 @@ class _Graph:
             else:
                 self.lifted.append((None, constants[one.target]))
                 self.constants.append(one.target)
-        self.inputs = Inputs(where, program.call_spec.in_spec, values, program.range_constraints)
+        try:
+            self.inputs = Inputs(where, program.call_spec.in_spec, values, program.range_constraints)
+        except ValueError as error:
+            raise _unsupported(where, f"sizes that cannot be checked: {error}") from error
         self._require(program, where)
         self.written = _written(signature, places, [name for name, _ in values], where)
 
