@@ -1,14 +1,13 @@
 """A new version, tried before it serves."""
 
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 
 from modelstate.errors import CanaryError
-from modelstate.live.buffers import carry
+from modelstate.live.buffers import restorer
 from modelstate.live.program import Program
 from modelstate.plan.torch_private import flatten
 
@@ -78,11 +77,14 @@ class Canary:
 
 def run_canary(canary: "Canary | Callable[[Calls], object]", new: Program) -> None:
     """Tries a program that nobody else has. What its calls change of its buffers is undone. Raises `CanaryError`."""
-    with _buffers_kept(new):
+    restore = restorer(new)
+    try:
         if isinstance(canary, Canary):
             canary.try_out(new)
         else:
             run_check(canary, new)
+    finally:
+        restore()
 
 
 def run_check(check: Callable[[Any], object], value: Any) -> None:
@@ -93,15 +95,6 @@ def run_check(check: Callable[[Any], object], value: Any) -> None:
         raise _raised("the canary's check raised", error) from error
     if result is False or (isinstance(result, torch.Tensor) and result.dtype == torch.bool and not bool(result.all())):
         raise _refused("the canary's check refused the new version", "", "False")
-
-
-@contextmanager
-def _buffers_kept(program: Program) -> Iterator[None]:
-    kept = {name: buffer.detach().clone() for name, buffer in program.buffers.items()}
-    try:
-        yield
-    finally:
-        carry(kept, program)
 
 
 def _called(program: Calls, canary: Canary, what: str) -> Any:

@@ -7,6 +7,8 @@ import torch
 from torch import nn
 
 from modelstate.errors import LiveTargetError
+from modelstate.live.buffers import renew
+from modelstate.live.held import check_held
 from modelstate.live.names import runtime_state
 from modelstate.live.twin import twin
 from modelstate.plan.rules.rule import Rule
@@ -56,6 +58,7 @@ class ModuleTarget:
                     remedy="compile the whole: Live(torch.compile(module))",
                 )
         self._skeleton = twin(original)
+        check_held(original, self._skeleton)
         # Not the module itself, whose memory would then outlive version 1.
         self._compiled = None if compiled is None else compiled_like(module, self._skeleton)
         self._first: ModuleProgram | None = ModuleProgram(original, module)
@@ -80,6 +83,9 @@ class ModuleTarget:
 
     def hidden(self) -> dict[str, torch.Tensor]:
         return {name: buffer for name, buffer in self._skeleton.named_buffers() if not buffer.is_meta}
+
+    def renew(self, program: ModuleProgram) -> None:
+        renew(program.holder, self._skeleton)
 
     def refused(self, unexpected: list[str]) -> None:
         return None

@@ -11,6 +11,7 @@ from torch import nn
 from modelstate.errors import ExportError, ModelCodeError, ModelStateError, NameMapError, OptionError, SaveTargetError
 from modelstate.live.exported import ExportedTarget
 from modelstate.live.guards import conditions, is_equality
+from modelstate.live.held import check_held
 from modelstate.live.live import target_of_file
 from modelstate.live.manifest import NAME, Kind, Manifest, ProgramTensor
 from modelstate.live.name_map import NameMap
@@ -75,15 +76,16 @@ def export(
         overwrite: whether a file that is there is replaced.
 
     Returns what the file says of its tensors. Raises `ExportError` where the module cannot be exported or compiled,
-    `ExportedAnswerError`, `NotSwappableError`, `LiveTargetError` where its tensors overlap, `OptionError`, and what
-    `modelstate.save` raises for a path; then no file is written, and one that was there stays.
+    `ExportedAnswerError`, `NotSwappableError`, `LiveTargetError` where its tensors overlap, or where it keeps a view of
+    a weight that is no part of its state, `OptionError`, and what `modelstate.save` raises for a path; then no file is
+    written, and one that was there stays.
     """
     where = os.fspath(path)
     check_choice("kind", kind, ("exported", "aoti"))
     _check_arguments(module, args, where, kind, options)
     check(where, overwrite=overwrite)
     kwargs = dict(kwargs or {})
-    twin(module)  # raises for tensors that no version could have as they are
+    check_held(module, twin(module))  # both raise for what no version could have as it is
     names, reason = _names(module)
     program = _exported(module, args, kwargs, dynamic_shapes, strict)
     extra = names.extra if names is not None else ()

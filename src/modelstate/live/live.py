@@ -283,12 +283,13 @@ class Live:
             try:
                 with undone_on_failure(program) as before:
                     with clock("staged"):
+                        self._target.renew(program)
                         loaded = incoming.overwrite(program, before)
                     with clock("flip"):
                         if swap.buffers == "reset":
                             carry(self._target.hidden(), program)
                         untouched = marks(program)
-                        carried = carry({name: before[name] for name in touched}, program)
+                        carried = carry({name: before.get(name) for name in touched}, program)
                     with clock("canary"):
                         if prepared is not None:
                             run_canary(prepared, program)

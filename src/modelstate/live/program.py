@@ -74,6 +74,9 @@ class Target(Protocol):
     def hidden(self) -> dict[str, torch.Tensor]:
         """Buffers that no checkpoint has, with the values that a new version has in them. Not to be changed."""
 
+    def renew(self, program: Any) -> None:
+        """Brings back the buffers that a version has when it is made, where requests have replaced some by others."""
+
     def refused(self, unexpected: list[str]) -> Exception | None:
         """Why weights of these names, which it does not have, are refused, where it knows better than a plan."""
 

@@ -1,6 +1,7 @@
 """The names of a program's state, and those that eager checkpoints have for it."""
 
 from collections.abc import Collection, Mapping
+from typing import Any
 
 import torch
 from torch import nn
@@ -58,6 +59,9 @@ class Spelled:
 
     def hidden(self) -> dict[str, torch.Tensor]:
         return self._hidden
+
+    def renew(self, program: Any) -> None:
+        """Code of a graph writes into buffers, and replaces none."""
 
 
 def check_names(state: Collection[str], names: NameMap | nn.Module | None, where: str) -> None:

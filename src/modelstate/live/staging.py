@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from modelstate.errors import LiveTargetError, OptionError, PlanError, QuarantinedError, ReadFailedError
+from modelstate.live.buffers import restorer
 from modelstate.live.checks import check_casts, check_finite, check_layout
 from modelstate.live.hooks import without_state_dict_hooks
 from modelstate.live.names import runtime_state
@@ -74,7 +75,8 @@ class Incoming:
     def check(self, serving: Program) -> None:
         """What can be known before a byte is read, of a swap in place. Raises `PlanError` and what the checks raise."""
         skeleton = self._skeleton
-        if {*runtime_state(skeleton)} != {*runtime_state(serving.holder)} or type(skeleton) is not type(serving.holder):
+        # Buffers may be others just now: requests replace them, and `Target.renew` brings back what is loaded.
+        if _parameters(skeleton) != _parameters(serving.holder) or type(skeleton) is not type(serving.holder):
             raise LiveTargetError(
                 "these weights can come in through the module's own loading code only, and that not in place",
                 where=self._target.name,
@@ -139,6 +141,10 @@ class Incoming:
         check_layout(self.part, {name: slots.get(renamed_by(self._renames, name)) for name in self.part}, self.source)
 
 
+def _parameters(module: nn.Module) -> set[str]:
+    return {name for name, _ in module.named_parameters(remove_duplicate=False)}
+
+
 def check_choice(name: str, value: object, choices: tuple[str, ...]) -> None:
     """Raises `OptionError` for an argument that is none of its values."""
     if value not in choices:
@@ -152,17 +158,16 @@ def undone_on_failure(program: Program) -> Iterator[dict[str, torch.Tensor]]:
     Raises `QuarantinedError` where that fails.
     """
     tensors = {**runtime_state(program.holder), **program.buffers}
-    tables = [(one._buffers, dict(one._buffers)) for one in program.holder.modules() if one._buffers]
     copies: dict[int, torch.Tensor] = {id(one): one.detach().clone() for one in tensors.values()}
+    parameters, restore = list(program.holder.parameters()), restorer(program, copies)
     try:
         yield {name: copies[id(one)] for name, one in tensors.items()}
     except BaseException as error:
         try:
             with torch.no_grad():
-                for one in tensors.values():
+                for one in parameters:
                     one.detach().copy_(copies[id(one)])
-            for table, buffers in tables:
-                table.update(buffers)  # a canary's request may have put others in their place
+            restore()  # a canary's request may have put others in their place
         except BaseException as failure:
             raise QuarantinedError(
                 "a swap in place failed, and the weights could not be put back: no version can serve",

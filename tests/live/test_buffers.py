@@ -1,0 +1,119 @@
+"""Buffers that code replaces: None at first, another shape, deleted. What a canary and what requests leave behind."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import modelstate as ms
+from modelstate.errors import CanaryError
+
+every_mode = pytest.mark.parametrize("mode", ["available", "frugal"])
+persistences = pytest.mark.parametrize("persistent", [True, False])
+X = torch.ones(1, 2)
+WEIGHTS = {"weight": torch.full((2,), 10.0)}
+
+
+class Cache(nn.Module):
+    """Keeps all rows that it has been asked, in a buffer that is None at first."""
+
+    def __init__(self, persistent: bool) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(2))
+        self.register_buffer("rows", None, persistent=persistent)
+
+    def forward(self, x: torch.Tensor) -> Any:
+        self.rows = x if self.rows is None else torch.cat([self.rows, x])
+        return (self.rows * self.weight).tolist()
+
+
+class Shifting(nn.Module):
+    """Has a buffer that it deletes, one that it sets to None, one that it replaces, and one that it adds."""
+
+    def __init__(self, persistent: bool) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(2))
+        for name in ("deleted", "none", "replaced"):
+            self.register_buffer(name, torch.zeros(2), persistent=persistent)
+
+    def forward(self, x: torch.Tensor) -> Any:
+        names = sorted(self._buffers)
+        shapes = [None if one is None else tuple(one.shape) for _, one in sorted(self._buffers.items())]
+        if hasattr(self, "deleted"):
+            del self.deleted
+        self.none = None
+        self.replaced = torch.cat([self.replaced, self.replaced])
+        self.register_buffer("added", torch.ones(1), persistent=False)
+        return names, shapes
+
+
+FRESH = (["deleted", "none", "replaced"], [(2,), (2,), (2,)])
+
+
+def weights(module: nn.Module) -> dict[str, torch.Tensor]:
+    return {name: torch.ones_like(value) for name, value in module.state_dict().items()}
+
+
+@every_mode
+@persistences
+@pytest.mark.parametrize("inference", [False, True])
+def test_a_canary_leaves_no_rows_in_a_buffer_that_was_none(persistent: bool, inference: bool, mode: Any) -> None:
+    live = ms.Live(Cache(persistent))
+    with torch.inference_mode(inference):
+        live.swap(WEIGHTS, mode=mode, canary=lambda v: v(X * 7) and v(X * 7))
+        assert live(X) == [[10.0, 10.0]]
+        live.swap(WEIGHTS, mode=mode, canary=lambda v: v(X * 7))
+        assert live(X) == [[10.0, 10.0]] * 2
+    with pytest.raises(CanaryError):
+        live.swap({"weight": torch.full((2,), 3.0)}, mode=mode, canary=lambda v: v(X * 7) and False)
+    assert live(X) == [[10.0, 10.0]] * 3
+
+
+@every_mode
+@persistences
+def test_rows_of_requests_are_carried_over_or_reset(persistent: bool, mode: Any) -> None:
+    live = ms.Live(Cache(persistent))
+    live(X * 5), live(X)
+    assert live.swap(WEIGHTS, mode=mode).carried == ("rows",)
+    assert live(X) == [[50.0, 50.0], [10.0, 10.0], [10.0, 10.0]]
+    assert live.swap(WEIGHTS, mode=mode, buffers="reset").carried == ()
+    assert live(X) == [[10.0, 10.0]]
+
+
+@every_mode
+@persistences
+def test_a_canary_leaves_the_buffers_that_there_were(persistent: bool, mode: Any) -> None:
+    module = Shifting(persistent)
+    live, state = ms.Live(module), weights(module)
+    live.swap(state, mode=mode, canary=lambda v: v(X) and v(X))
+    assert live(X) == FRESH
+    with pytest.raises(CanaryError):
+        live.swap(state, mode=mode, canary=lambda v: v(X) and False)
+    assert live(X) == (["added", "none", "replaced"], [(1,), None, (4,)])
+
+
+@every_mode
+@persistences
+def test_buffers_that_code_has_replaced_are_reset(persistent: bool, mode: Any) -> None:
+    module = Shifting(persistent)
+    live, state = ms.Live(module), weights(module)
+    for _ in range(2):
+        live(X)
+        live.swap(state, mode=mode, buffers="reset")
+        with live.pin() as v:
+            values = {name: one.tolist() for name, one in v._program.buffers.items()}  # type: ignore[union-attr]
+        assert values == dict.fromkeys(FRESH[0], [float(persistent)] * 2)
+    assert live(X) == FRESH
+
+
+@every_mode
+@persistences
+def test_buffers_that_code_has_replaced_are_carried_over(persistent: bool, mode: Any) -> None:
+    module = Shifting(persistent)
+    live, state = ms.Live(module), weights(module)
+    live(X), live(X)
+    report = live.swap(state, mode=mode)
+    assert set(report.carried) == {"none", "replaced", "added"}
+    # What was deleted is there again, with the value of a new version.
+    assert live(X) == (["added", "deleted", "none", "replaced"], [(1,), (2,), None, (8,)])
