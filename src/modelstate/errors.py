@@ -97,6 +97,7 @@ ModelStateError
 │   ├── ProgramInputError             (ValueError) inputs that the program was not exported for
 │   ├── WeightsError                  (ValueError) weights that may not go into the program
 │   │   ├── WeightDtypeError          they would have to be cast
+│   │   ├── WeightKindError           they are sparse, or of a class of their own
 │   │   ├── WeightStrideError         their elements lie in another order
 │   │   ├── WeightStorageError        they are parts of a larger storage
 │   │   ├── NonFiniteWeightError      NaN or infinity
@@ -584,6 +585,10 @@ class WeightsError(LiveError, ValueError, page="live-weights"):
 
 class WeightDtypeError(WeightsError):
     """Weights of another dtype than the program's."""
+
+
+class WeightKindError(WeightsError):
+    """Weights of another layout than the program's, as sparse ones, or of a tensor subclass where its are plain."""
 
 
 class WeightStrideError(WeightsError):

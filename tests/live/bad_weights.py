@@ -72,6 +72,16 @@ def half_a_file(folder: Path) -> Path:
     return path
 
 
+class Named(torch.Tensor):
+    """A class whose answers would be of that class, too."""
+
+
+def sparse_in_a_file(folder: Path) -> Path:
+    path = folder / f"{os.getpid()}.pt"
+    torch.save(state(bias=torch.ones(8, 8).to_sparse()), path)
+    return path
+
+
 def changed_since(folder: Path) -> ms.Checkpoint:
     """One that is written anew after it was opened."""
     opened = ms.open(path_in(folder))
@@ -127,8 +137,12 @@ BAD = {
     "a wrong shape": Bad(given(bias=torch.ones(8, 9)), "PlanError: WrongShape"),
     "a shape with as many elements": Bad(given(bias=torch.ones(4, 16)), "PlanError: WrongShape"),
     "a shape that is larger": Bad(given(bias=torch.ones(400, 400)), "PlanError: WrongShape"),
-    "another dtype, with loss": Bad(given(bias=torch.ones(8, 8).double()), "PlanError: WrongDtype"),
+    "another dtype, with loss": Bad(given(bias=torch.ones(8, 8).double()), "WeightDtypeError", "bias: float64"),
     "another dtype, without loss": Bad(given(bias=torch.ones(8, 8).half()), "WeightDtypeError"),
+    "sparse": Bad(given(bias=torch.ones(8, 8).to_sparse()), "WeightKindError", "bias: Tensor, torch.sparse_coo"),
+    "sparse, by rows": Bad(given(bias=torch.ones(8, 8).to_sparse_csr()), "WeightKindError"),
+    "sparse, in a file": Bad(sparse_in_a_file, "WeightKindError", "bias: "),
+    "a subclass": Bad(given(c=torch.ones(8).as_subclass(Named)), "WeightKindError", "c: Named"),
     "another stride": Bad(given(bias=torch.ones(8, 8).T), "WeightStrideError"),
     "every other row": Bad(given(bias=torch.ones(16, 8)[::2]), "WeightStrideError"),
     "one element, expanded": Bad(given(bias=torch.ones(()).expand(8, 8)), "WeightStrideError"),

@@ -7,13 +7,15 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed.checkpoint
 from torch import nn
 
 import modelstate as ms
 from modelstate import errors
 from modelstate.live import staging
 from modelstate.testing.faults import faulty_reads
-from tests.live.bad_weights import Tied, X, state, views_of_one_buffer
+from tests.live.bad_weights import Named, Tied, X, state, views_of_one_buffer
+from tests.live.targets import KINDS, target_of
 
 
 def test_what_is_refused_by_choice_only() -> None:
@@ -29,6 +31,63 @@ def test_what_is_refused_by_choice_only() -> None:
     live.swap(state(3, c=torch.full((8,), float("nan"))))
     with pytest.raises(errors.NonFiniteWeightError, match="bias: 64 of 64"):
         live.swap(state(bias=torch.full((8, 8), float("nan")), c=torch.full((8,), float("nan"))))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("mode", ["available", "frugal"])
+def test_what_is_no_plain_tensor_is_refused_by_no_choice(kind: str, mode: Any) -> None:
+    """Whether its name says where it goes, or a rule that makes it, or a hook."""
+    live = ms.Live(target_of(kind, Tied(), X))
+    for bias in (torch.eye(8).to_sparse(), torch.eye(8).to_sparse_csr(), torch.eye(8).as_subclass(Named)):
+        for exact in (True, False):
+            with pytest.raises(errors.WeightKindError) as caught:
+                live.swap(state(2, bias=bias), mode=mode, exact=exact)
+            assert caught.value.names == ("bias",)
+        with pytest.raises(errors.ModelStateError):
+            live.swap(state(2, bias=None, other=bias), mode=mode, rules=[ms.Rename("other", "bias")])
+    assert (live.version, live(X).unique().tolist()) == (1, [1.0])
+
+
+class Masked(nn.Module):
+    def __init__(self, k: float) -> None:
+        super().__init__()
+        self.register_buffer("mask", (torch.eye(8) * k).to_sparse())
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.sparse.mm(self.mask, x.T)
+
+
+@pytest.mark.parametrize("mode", ["available", "frugal"])
+def test_tensors_that_a_file_has_in_parts_are_plain(mode: Any, tmp_path: Path) -> None:
+    torch.distributed.checkpoint.save(state(2), checkpoint_id=tmp_path / "dcp")
+    live = ms.Live(Tied())
+    live.swap(tmp_path / "dcp", mode=mode)
+    assert live(X).unique().tolist() == [2.0]
+
+
+def test_sparse_tensors_are_taken_where_the_module_has_them() -> None:
+    live = ms.Live(Masked(1))
+    live.swap(Masked(2).state_dict())
+    assert torch.equal(live(X), X.T * 2)
+    with pytest.raises(errors.WeightKindError):
+        live.swap({"mask": torch.eye(8).to_sparse_csr()})
+    assert torch.equal(live(X), X.T * 2)
+
+
+@pytest.mark.parametrize("mode", ["available", "frugal"])
+def test_other_dtypes_are_one_error(mode: Any) -> None:
+    live = ms.Live(Tied())
+    for dtype in (torch.float64, torch.float16, torch.int64):
+        bias = torch.full((8, 8), 2, dtype=dtype)
+        with pytest.raises(errors.WeightDtypeError) as caught:
+            live.swap(state(2, bias=bias), mode=mode)
+        assert caught.value.names == ("bias",)
+        live.swap(state(2, bias=bias), mode=mode, rules=[ms.Cast("bias", torch.float32)])
+    with pytest.raises(errors.PlanError):  # with loss, which no choice allows
+        live.swap(state(2, bias=torch.ones(8, 8).double()), mode=mode, exact=False)
+    with pytest.raises(errors.PlanError, match="missing"):
+        live.swap(state(2, bias=torch.ones(8, 8).double(), c=None), mode=mode)
+    assert live(X).unique().tolist() == [2.0]
 
 
 def test_what_code_of_the_module_has_raised_is_the_cause() -> None:

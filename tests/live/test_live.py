@@ -312,6 +312,11 @@ def test_modules_of_which_no_second_one_can_be_made() -> None:
         {"when_busy": "skip"},
         {"timeout_s": -1},
         {"timeout_s": "soon"},
+        {"timeout_s": True},
+        {"timeout_s": float("nan")},
+        {"exact": 2},
+        {"check_finite": None},
+        {"verify": "yes"},
         {"canary": 3},
     ],
 )

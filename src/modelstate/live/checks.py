@@ -1,6 +1,6 @@
 """What weights have to be, beyond what every load asks of them, before they may serve."""
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import torch
 from torch import nn
@@ -8,17 +8,21 @@ from torch import nn
 from modelstate.errors import (
     NonFiniteWeightError,
     WeightDtypeError,
+    WeightKindError,
     WeightsError,
     WeightStorageError,
     WeightStrideError,
 )
 from modelstate.live.names import runtime_state
+from modelstate.plan.placement import is_plain
 from modelstate.plan.plan import Step
+from modelstate.plan.problems import Problem, WrongDtype
 from modelstate.plan.torch_private import payload_of, storage_of
 from modelstate.read.checkpoint import Checkpoint
-from modelstate.spec import StoredTensor
+from modelstate.spec import StoredComposite, StoredTensor
 
 _LISTED = 8
+Kind = tuple[torch.layout, type] | None
 _EXACT = "give the weights as the program has them, or swap with exact=False, which copies and converts what it can"
 
 
@@ -55,12 +59,47 @@ def check_layout(part: Checkpoint, slots: Mapping[str, torch.Tensor | None], whe
         raise _error(WeightStorageError, what, shared, where, "a storage for each tensor")
 
 
+def kind_of(tensor: torch.Tensor) -> Kind:
+    """None of a plain strided tensor; the layout and the class of any other."""
+    return None if is_plain(tensor) else (tensor.layout, torch.Tensor if type(tensor) is nn.Parameter else type(tensor))
+
+
+def check_kinds(found: Mapping[str, object], kinds: Mapping[str, Kind], where: str) -> None:
+    """Raises `WeightKindError` for sparse tensors and subclasses, except where the program has the same."""
+    wrong = []
+    for name, one in found.items():
+        if name not in kinds:
+            continue
+        if isinstance(one, StoredComposite):
+            if "sparse" in one.kind and kinds[name] is None:  # what others are made of may be plain
+                wrong.append((name, one.kind))
+        elif isinstance(one, torch.Tensor) and kind_of(one) not in (None, kinds[name]):
+            wrong.append((name, f"{type(one).__name__}, {one.layout}"))
+    if wrong:
+        what = "weights are another kind of tensor than the program's: sparse, or of a class of their own"
+        remedy = "give plain tensors: weight.to_dense(), weight.as_subclass(torch.Tensor)"
+        raise _error(WeightKindError, what, wrong, where, "the kind that the program has", remedy)
+
+
 def check_casts(steps: Iterable[Step], where: str) -> None:
     """Raises `WeightDtypeError` for weights that are, or would be, cast."""
     cast = [(step.name, step.cast) for step in steps if step.cast]
     if cast:
         what = "weights have another dtype than the program"
         raise _error(WeightDtypeError, what, cast, where, "the dtype of the program")
+
+
+def dtype_error(problems: Sequence[Problem], where: str) -> WeightDtypeError | None:
+    """The error for a plan that has no other problem than dtypes that cannot be cast without loss."""
+    wrong = [one for one in problems if isinstance(one, WrongDtype)]
+    if not wrong or len(wrong) < len(problems):
+        return None
+    found = [(one.name, f"{one.found}, which would have to be cast to {one.expected}") for one in wrong]
+    remedy = "give the weights as the program has them, or cast them: rules=[modelstate.Cast(name, dtype)]"
+    what = "weights have another dtype than the program"
+    error = _error(WeightDtypeError, what, found, where, "the dtype of the program", remedy)
+    assert isinstance(error, WeightDtypeError)
+    return error
 
 
 def check_finite(new: nn.Module, serving: Callable[[], Mapping[str, torch.Tensor]], where: str) -> None:
@@ -104,10 +143,15 @@ def _comparable(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _error(
-    kind: type[WeightsError], what: str, found: list[tuple[str, str]], where: str, expected: str
+    kind: type[WeightsError],
+    what: str,
+    found: list[tuple[str, str]],
+    where: str,
+    expected: str,
+    remedy: str = _EXACT,
 ) -> WeightsError:
     names = [name for name, _ in found]
-    return kind(what, where=where, expected=expected, found=_lines(found), remedy=_EXACT, names=names)
+    return kind(what, where=where, expected=expected, found=_lines(found), remedy=remedy, names=names)
 
 
 def _lines(found: list[tuple[str, str]]) -> str:

@@ -182,9 +182,9 @@ class Live:
             verify: compares the file with the checksums that it keeps.
 
         Raises what `modelstate.open` and `modelstate.load` raise; `WeightsError` (`WeightDtypeError`,
-        `WeightStrideError`, `WeightStorageError`, `NonFiniteWeightError`); `CanaryError`, `SwapBusyError`,
-        `SwapTimeoutError`, `LiveTargetError`, `OptionError`. `QuarantinedError` where an undo of the mode "frugal"
-        failed: then every request is refused until another swap succeeds.
+        `WeightKindError`, `WeightStrideError`, `WeightStorageError`, `NonFiniteWeightError`); `CanaryError`,
+        `SwapBusyError`, `SwapTimeoutError`, `LiveTargetError`, `OptionError`. `QuarantinedError` where an undo of the
+        mode "frugal" failed: then every request is refused until another swap succeeds.
         """
         check_choice("mode", mode, ("available", "frugal"))
         check_choice("buffers", buffers, ("carry", "reset"))
@@ -394,7 +394,8 @@ def target_of_file(path: str, names: NameMap | nn.Module | None) -> Target:
 
 
 def _until(timeout_s: float | None) -> float | None:
-    if timeout_s is not None and not (isinstance(timeout_s, int | float) and 0 <= timeout_s < 1e8):
+    is_number = isinstance(timeout_s, int | float) and not isinstance(timeout_s, bool)
+    if timeout_s is not None and not (is_number and 0 <= timeout_s < 1e8):
         raise OptionError("timeout_s= is a number of seconds", expected="from 0, or None", found=repr(timeout_s))
     return None if timeout_s is None else time.monotonic() + timeout_s
 

@@ -11,7 +11,7 @@ from torch import nn
 
 from modelstate.errors import LiveTargetError, OptionError, PlanError, QuarantinedError, ReadFailedError
 from modelstate.live.buffers import restorer
-from modelstate.live.checks import check_casts, check_finite, check_layout
+from modelstate.live.checks import Kind, check_casts, check_finite, check_kinds, check_layout, dtype_error, kind_of
 from modelstate.live.hooks import without_state_dict_hooks
 from modelstate.live.names import runtime_state
 from modelstate.live.program import Program, Target
@@ -36,12 +36,19 @@ _REMEDIES: dict[type[Problem], str] = {
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """How weights are to be brought in."""
+    """How weights are to be brought in. Raises `OptionError`."""
 
     rules: Iterable[Rule] | Schema = ()
     exact: bool = True
     check_finite: bool = True
     verify: bool = False
+
+    def __post_init__(self) -> None:
+        for name in ("exact", "check_finite", "verify"):
+            if not isinstance(getattr(self, name), bool):
+                raise OptionError(
+                    f"{name}= is a choice of two", expected="True or False", found=repr(getattr(self, name))
+                )
 
 
 class Incoming:
@@ -61,15 +68,20 @@ class Incoming:
             without_state_dict_hooks if target.is_runtime(given) else lambda module: nullcontext()
         )
         self.source = self.part.source
+        slots = self._slots()
+        if not self._renames or self._renames == target.rules(given):  # other rules may make plain tensors of them
+            kinds = {name: kind_of(slot) for name, slot in slots.items() if slot is not None}
+            check_kinds({name: spec.stored for name, spec in self.part.items()}, kinds, self.source)
         if asked.exact:
-            self._check_layout()
+            check_layout(self.part, slots, self.source)
 
     def stage(self, serving: Program) -> tuple[Program, Report]:
         """A new program with the weights in memory of its own. Raises what `load` and the checks raise."""
         skeleton = self._skeleton
+        kinds = _kinds(skeleton)
         with self._refused(), self._hooks(skeleton):
             report = load(skeleton, self.part, rules=self._rules, map=False, verify=self._asked.verify, progress=False)
-        self._check_loaded(report, skeleton, lambda: runtime_state(serving.holder))
+        self._check_loaded(report, skeleton, kinds, lambda: runtime_state(serving.holder))
         return self._target.program(skeleton), report
 
     def check(self, serving: Program) -> None:
@@ -91,6 +103,7 @@ class Incoming:
 
     def overwrite(self, serving: Program, before: Mapping[str, torch.Tensor]) -> Report:
         """Reads the weights into the memory of a program. Whatever it raises, that memory has to be restored."""
+        kinds = _kinds(serving.holder)
         try:
             with self._hooks(serving.holder):
                 report = load(
@@ -105,7 +118,7 @@ class Incoming:
         except ReadFailedError as error:
             # It says that values are partly overwritten, which they will not be.
             raise (error.__cause__ if isinstance(error.__cause__, ReadFailedError) else error) from None
-        self._check_loaded(report, serving.holder, lambda: before)
+        self._check_loaded(report, serving.holder, kinds, lambda: before)
         return report
 
     @contextmanager
@@ -114,6 +127,9 @@ class Incoming:
         try:
             yield
         except PlanError as error:
+            dtypes = dtype_error(error.problems, self.source) if self._asked.exact else None
+            if dtypes is not None:
+                raise dtypes from error
             names = [one.name for one in error.problems if isinstance(one, Unexpected)]
             only = len(names) == len(error.problems)
             own = self._target.refused(names) if only else None
@@ -130,15 +146,21 @@ class Incoming:
             problem, near=nearest(problem.name, [one for one in self._target.names() if one not in self.part])
         )
 
-    def _check_loaded(self, report: Report, filled: nn.Module, serving: State) -> None:
+    def _check_loaded(self, report: Report, filled: nn.Module, kinds: Mapping[str, Kind], serving: State) -> None:
+        check_kinds(runtime_state(filled), kinds, self.source)
         if self._asked.exact:
             check_casts(report.steps, self.source)
         if self._asked.check_finite:
             check_finite(filled, serving, self.source)
 
-    def _check_layout(self) -> None:
+    def _slots(self) -> dict[str, torch.Tensor | None]:
+        """Where each tensor of the source goes, as far as its name says."""
         slots = runtime_state(self._skeleton)
-        check_layout(self.part, {name: slots.get(renamed_by(self._renames, name)) for name in self.part}, self.source)
+        return {name: slots.get(renamed_by(self._renames, name)) for name in self.part}
+
+
+def _kinds(module: nn.Module) -> dict[str, Kind]:
+    return {name: kind_of(one) for name, one in runtime_state(module).items()}
 
 
 def _parameters(module: nn.Module) -> set[str]:
