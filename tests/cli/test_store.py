@@ -2,7 +2,9 @@
 
 import json
 import os
+import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -13,6 +15,7 @@ from typer.testing import CliRunner, Result
 import modelstate as ms
 from modelstate.cli.common import parse_size
 from modelstate.cli.main import app
+from modelstate.store import contents
 
 
 def run(*arguments: str) -> Result:
@@ -123,6 +126,87 @@ class TestVerify:
         done = run("store", "verify", "run", "--step", "25")
         assert done.exit_code == 1
         assert "10, 20, 30" in done.stderr
+
+
+def take_away_when_read(monkeypatch: pytest.MonkeyPatch, *steps: int, save: int | None = None) -> None:
+    """Somebody takes steps away as soon as one of them is read, and saves another one."""
+    real = contents.verify
+
+    def verify(directory: str, *args: Any) -> int:
+        if any(f"step-{step:09d}" in directory for step in steps):
+            monkeypatch.setattr(contents, "verify", real)
+            for step in steps:
+                shutil.rmtree(f"run/step-{step:09d}")
+            if save is not None:
+                with ms.Store("run") as store:
+                    store.save(save, {"model": model_at(save)})
+        return real(directory, *args)
+
+    monkeypatch.setattr(contents, "verify", verify)
+
+
+class TestWhileARunPrunes:
+    def test_verify_goes_on_with_the_rest(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        take_away_when_read(monkeypatch, 10, 20)
+        done = run("store", "verify", "run")
+        assert done.exit_code == 0, done.output
+        lines = done.stdout.splitlines()
+        assert lines[:2] == ["step 10: taken away meanwhile", "step 20: taken away meanwhile"]
+        assert lines[2].startswith("step 30: ")
+        assert "whole" in lines[2]
+
+    def test_verify_reads_what_has_come_where_all_has_gone(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        take_away_when_read(monkeypatch, 10, 20, 30, save=40)
+        done = run("store", "verify", "run")
+        assert done.exit_code == 0, done.output
+        assert [line.split()[1] for line in done.stdout.splitlines()] == ["10:", "20:", "30:", "40:"]
+        assert done.stdout.count("whole") == 1
+
+    def test_a_damaged_one_still_counts(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        damage(30)
+        take_away_when_read(monkeypatch, 10)
+        assert run("store", "verify", "run").exit_code == 1
+
+    def test_a_step_that_was_asked_for(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        take_away_when_read(monkeypatch, 10)
+        done = run("store", "verify", "run", "--step", "10")
+        assert done.exit_code == 1
+        assert "20, 30" in done.stderr
+
+    def test_a_step_that_is_saved_anew(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        real = contents.verify
+
+        def verify(directory: str, *args: Any) -> int:
+            monkeypatch.setattr(contents, "verify", real)
+            with ms.Store("run") as store:
+                store.save(20, {"model": model_at(21)}, overwrite=True)
+            return real(directory, *args)
+
+        monkeypatch.setattr(contents, "verify", verify)
+        done = run("store", "verify", "run", "--step", "20")
+        assert done.exit_code == 0, done.output
+        assert "whole" in done.stdout
+
+    def test_restore_takes_another_one(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        take_away_when_read(monkeypatch, 20, 30, save=40)
+        done = run("store", "restore", "run", "m")
+        assert done.stdout.startswith("step 40: ")
+        take_away_when_read(monkeypatch, 10)
+        assert run("store", "restore", "run", "m", "--step", "10").exit_code == 1
+
+    def test_restore_takes_another_one_when_it_goes_later(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        real = ms.convert_checkpoint
+
+        def convert(*args: Any, **options: Any) -> Any:
+            monkeypatch.setattr(ms, "convert_checkpoint", real)
+            shutil.rmtree("run/step-000000030")
+            return real(*args, **options)
+
+        monkeypatch.setattr(ms, "convert_checkpoint", convert)
+        done = run("store", "restore", "run", "m.safetensors")
+        assert done.exit_code == 0, done.output
+        assert done.stdout.startswith("step 20: ")
+        assert torch.equal(load_file("m.safetensors")["weight"], model_at(20).weight)
 
 
 class TestPrune:

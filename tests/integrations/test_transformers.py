@@ -1,6 +1,7 @@
 """A transformers Trainer saves to a store, ends in time, and goes on as if nothing had been."""
 
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -18,8 +19,10 @@ from modelstate.errors import (
     MissingObjectError,
     OptionError,
     PlanError,
+    StepExistsError,
     StepNotFoundError,
 )
+from modelstate.store import contents
 
 transformers = pytest.importorskip("transformers")
 
@@ -249,6 +252,46 @@ def test_going_back_to_a_step_replaces_those_behind_it(tmp_path: Path, uninterru
         assert model.losses == uninterrupted.losses[steps[0] :]
         assert store.steps() == steps
         assert set(store.verify().values()) == {""}
+
+
+@pytest.mark.parametrize("block", [True, False])
+def test_a_run_that_went_back_and_was_killed_goes_on(tmp_path: Path, uninterrupted: Net, block: bool) -> None:
+    first, second = Net(), Net()
+    with ms.Store(tmp_path / "run") as store:
+        saving = StoreCallback(store, block=block)
+        saving.train(trainer_of(tmp_path, saving))
+        with pytest.raises(KeyboardInterrupt):
+            saving.train(trainer_of(tmp_path, saving, first, [StopAt(8)]), step=3)
+    with ms.Store(tmp_path / "run") as store:
+        assert (store.latest(), store.steps()) == (6, (3, 6, 9, 12, 15))
+        saving = StoreCallback(store, block=block)
+        saving.train(trainer_of(tmp_path, saving, second))
+        assert first.losses[:3] + second.losses == uninterrupted.losses[3:]
+        assert (store.latest(), store.steps()) == (15, (3, 6, 9, 12, 15))
+        with pytest.raises(StepExistsError):
+            saving.train(trainer_of(tmp_path, saving), step=None)
+
+
+def test_a_step_that_is_taken_away_while_it_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with ms.Store(tmp_path / "run") as store:
+        saving = StoreCallback(store)
+        saving.train(trainer_of(tmp_path, saving))
+    real = contents.verify
+
+    def verify(directory: str, *args: Any) -> int:
+        """Somebody takes the step away as its reading begins."""
+        monkeypatch.setattr(contents, "verify", real)
+        shutil.rmtree(directory)
+        return real(directory, *args)
+
+    with ms.Store(tmp_path / "run") as store:
+        saving, model = StoreCallback(store), Net()
+        monkeypatch.setattr(contents, "verify", verify)
+        assert saving.train(trainer_of(tmp_path, saving, model)).global_step == 15
+        assert len(model.losses) == 3
+        monkeypatch.setattr(contents, "verify", verify)
+        with pytest.raises(StepNotFoundError):
+            saving.train(trainer_of(tmp_path, saving), step=9)
 
 
 def test_other_callbacks_and_objects_of_ones_own(tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ import modelstate as ms
 from modelstate.cli.common import PROBLEMS, FileFormat, parse_dtype, parse_format, parse_size, reported
 from modelstate.errors import DamagedCheckpointError, NoCheckpointError, SourceNotFoundError, StepNotFoundError
 from modelstate.report.text import columns, count
+from modelstate.store.checking import newest_whole, problem_now
 from modelstate.store.layout import STORE_FILE, places
 from modelstate.words import in_a_line, printable, size
 
@@ -96,16 +97,28 @@ def verify(directory: Directory, step: Step = None, debug: Debug = False) -> Non
 
 
 def verify_steps(directory: str, step: int | None = None) -> None:
-    """A line for each step as soon as it has been read; ends the program with 1 where one of them is damaged."""
+    """A line for each step as soon as it has been read; ends the program with 1 where one of them is damaged.
+
+    Somebody may take steps away meanwhile. Where that leaves none that was read, those are read that have come.
+    """
     store = _store(directory)
-    infos = {info.step: info for info in store.infos()}
-    problems = 0
-    for number in infos if step is None else (step,):
-        problem = store.verify(number)[number]
-        problems += bool(problem)
-        typer.echo(f"step {number}: {_in_a_line(problem) if problem else f'{size(infos[number].nbytes)}, whole'}")
-    if not infos:
-        typer.echo("no checkpoints")
+    read = problems = 0
+    while not read:
+        infos = {info.step: info for info in store.infos()}
+        if not infos and step is None:
+            typer.echo("no checkpoints")
+            return
+        for number in infos if step is None else (step,):
+            try:
+                problem = problem_now(store, number)
+            except StepNotFoundError:
+                if step is not None:
+                    raise
+                typer.echo(f"step {number}: taken away meanwhile")
+                continue
+            read += 1
+            problems += bool(problem)
+            typer.echo(f"step {number}: {_in_a_line(problem) if problem else f'{size(infos[number].nbytes)}, whole'}")
     if problems:
         raise typer.Exit(PROBLEMS)
 
@@ -177,24 +190,35 @@ def restore(
         options: dict[str, Any] = {"dtype": parse_dtype(dtype), "shard_size_bytes": parse_size(shard_size)}
         options["format"] = parse_format(format, target)
         store = _store(directory)
-        found = _whole(store, step)
-        with store.open(name, found) as checkpoint:
-            report = ms.convert_checkpoint(checkpoint, target, overwrite=not no_overwrite, **options)
+        while True:
+            found = _whole(store, step)
+            try:
+                with store.open(name, found) as checkpoint:
+                    report = ms.convert_checkpoint(checkpoint, target, overwrite=not no_overwrite, **options)
+                break
+            except ms.ModelStateError:
+                if step is not None or found in {info.step for info in store.infos()}:
+                    raise
+                # It was taken away before all of it had been read.
         typer.echo(f"step {found}: {report}")
 
 
 def _whole(store: ms.Store, step: int | None) -> int:
     """The step, if it is whole; the newest one that is, where none is given. Raises what keeps it from being used."""
-    for number in [step] if step is not None else [info.step for info in store.infos(by_age=True)][::-1]:
-        problem = store.verify(number)[number]
-        if not problem:
-            return number
-        if step is not None:
-            raise DamagedCheckpointError(
-                "the checkpoint is damaged; nothing has been written",
-                where=f"{store.directory}, step {step}",
-                found=_in_a_line(problem),
-                remedy="leave --step out: the newest one that is whole is taken",
-            )
-        typer.echo(f"step {number} is passed over: {_in_a_line(problem)}", err=True)
-    raise StepNotFoundError("there is no checkpoint that is whole", where=store.directory)
+    if step is None:
+        found = newest_whole(store, _pass_over)
+        if found is None:
+            raise StepNotFoundError("there is no checkpoint that is whole", where=store.directory)
+        return found
+    if problem := problem_now(store, step):
+        raise DamagedCheckpointError(
+            "the checkpoint is damaged; nothing has been written",
+            where=f"{store.directory}, step {step}",
+            found=_in_a_line(problem),
+            remedy="leave --step out: the newest one that is whole is taken",
+        )
+    return step
+
+
+def _pass_over(step: int, problem: str) -> None:
+    typer.echo(f"step {step} is passed over: {_in_a_line(problem)}", err=True)

@@ -27,6 +27,7 @@ from modelstate.errors import (
 )
 from modelstate.store import contents
 from modelstate.store.arguments import is_number
+from modelstate.store.checking import newest_whole, problem_now
 from modelstate.store.deadline import Deadline
 from modelstate.store.reading import Step
 from modelstate.store.record import read_record
@@ -114,6 +115,7 @@ class StoreCallback(TrainerCallback):  # type: ignore[misc]
             self.store.wait()
         finally:
             self._trainer, self._restore, self._rng_state, self._is_due = None, None, None, False
+            self._replaced.clear()
         return output
 
     def _whole(self, step: Step | None) -> int | None:
@@ -121,24 +123,27 @@ class StoreCallback(TrainerCallback):  # type: ignore[misc]
         self._replaced.clear()
         if step is None:
             return None
-        steps = [info.step for info in self.store.infos(by_age=True)][::-1] if step == "latest" else [step]
-        for number in steps:
-            problem = self.store.verify(number)[number]
-            if not problem:
-                if step != "latest":
-                    self._replaced.update(later for later in self.store.steps() if later > number)
-                return number
-            if step != "latest":
-                raise DamagedCheckpointError("the checkpoint is damaged", where=f"step {step}", found=problem)
-            self._replaced.add(number)
-            warnings.warn(f"step {number} is passed over: {problem}", DamagedCheckpointWarning, stacklevel=3)
-        if steps:
-            raise StepNotFoundError(
-                "no checkpoint of the store is whole",
-                where=self.store.directory,
-                remedy="look at the disk, or train(trainer, step=None) to begin anew in another directory",
-            )
-        return None
+        if step == "latest":
+            number = newest_whole(self.store, self._pass_over)
+            if number is None and self.store.infos():
+                raise StepNotFoundError(
+                    "no checkpoint of the store is whole",
+                    where=self.store.directory,
+                    remedy="look at the disk, or train(trainer, step=None) to begin anew in another directory",
+                )
+            if number is None:
+                return None
+        elif problem := problem_now(self.store, step):
+            raise DamagedCheckpointError("the checkpoint is damaged", where=f"step {step}", found=problem)
+        else:
+            number = step
+        # Those behind the newest one are of a run that has been left: training has gone back before.
+        self._replaced.update(info.step for info in self.store.infos() if info.step > number)
+        return number
+
+    def _pass_over(self, step: int, problem: str) -> None:
+        self._replaced.add(step)
+        warnings.warn(f"step {step} is passed over: {problem}", DamagedCheckpointWarning, stacklevel=5)
 
     @contextmanager
     def _resume_directory(self, trainer: Any) -> Iterator[str | None]:
@@ -149,7 +154,11 @@ class StoreCallback(TrainerCallback):  # type: ignore[misc]
         if self._restore is None:
             yield None
             return
-        (info,) = [info for info in self.store.infos() if info.step == self._restore]
+        info = next((info for info in self.store.infos() if info.step == self._restore), None)
+        if info is None:
+            raise StepNotFoundError(
+                "the checkpoint has been taken away", where=self.store.directory, found=f"step {self._restore}"
+            )
         entry = read_record(info.path).entries.get(_STATE)
         if entry is None:
             raise StepNotFoundError(
