@@ -5,6 +5,7 @@ import shutil
 import signal
 import subprocess
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -19,10 +20,13 @@ from modelstate.errors import (
     MissingObjectError,
     OptionError,
     PlanError,
+    SaveFailedWarning,
     StepExistsError,
     StepNotFoundError,
+    WriteFailedError,
 )
 from modelstate.store import contents
+from modelstate.write import system
 
 transformers = pytest.importorskip("transformers")
 
@@ -270,6 +274,130 @@ def test_a_run_that_went_back_and_was_killed_goes_on(tmp_path: Path, uninterrupt
         assert (store.latest(), store.steps()) == (15, (3, 6, 9, 12, 15))
         with pytest.raises(StepExistsError):
             saving.train(trainer_of(tmp_path, saving), step=None)
+
+
+@pytest.mark.parametrize("options", [{"max_steps": 8}, {"max_steps": 10}, {"max_steps": 8, "save_strategy": "epoch"}])
+@pytest.mark.parametrize("accumulation", [1, 2])
+def test_a_run_that_is_done_trains_and_saves_nothing_more(
+    tmp_path: Path, options: dict[str, Any], accumulation: int
+) -> None:
+    given = {**options, "gradient_accumulation_steps": accumulation, "eval_strategy": "epoch"}
+    first, last = Net(), options["max_steps"]
+    with ms.Store(tmp_path / "run") as store:
+        saving = StoreCallback(store)
+        saving.train(trainer_of(tmp_path, saving, first, **given))
+        infos = store.infos()
+        for _ in range(2):
+            saving, model = StoreCallback(store), Net()
+            trainer = trainer_of(tmp_path, saving, model, **given)
+            output = saving.train(trainer)
+            assert (output.global_step, trainer.state.global_step) == (last, last)
+            assert output.metrics["train_steps_per_second"] == 0
+            assert model.losses == []
+            assert_equal(model, first)
+            assert store.infos() == infos
+            assert not {"get_batch_samples", "_load_from_checkpoint"} & set(vars(trainer))
+        # A longer run goes on from there, and a shorter one is done as well.
+        assert saving.train(trainer_of(tmp_path, saving, **{**given, "max_steps": last + 1})).global_step == last + 1
+        model = Net()
+        assert saving.train(trainer_of(tmp_path, saving, model, **{**given, "max_steps": 3})).global_step == last + 1
+        assert model.losses == []
+        assert store.latest() == last + 1
+
+
+class FullDisk(TrainerCallback):  # type: ignore[misc]
+    """Nothing can be written from one step on, until another one."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, begin: int, end: int, call: str = "pwritev") -> None:
+        self.patch, self.begin, self.end, self.call = monkeypatch, begin, end, call
+        self.real = getattr(system, call)
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        is_full = self.begin <= state.global_step < self.end
+        self.patch.setattr(system, self.call, full if is_full else self.real)
+
+
+def full(*_: Any) -> None:
+    raise OSError(28, "No space left on device")
+
+
+class Waits(TrainerCallback):  # type: ignore[misc]
+    """Has what is being written end within the step."""
+
+    def __init__(self, store: ms.Store) -> None:
+        self.store = store
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        if self.store._pending is not None:
+            self.store._pending._over.wait(60)
+
+
+@pytest.mark.parametrize("call", ["mkdir", "pwritev", "fsync", "replace"])
+def test_a_save_in_the_background_that_fails_does_not_end_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, uninterrupted: Net, call: str
+) -> None:
+    model = Net()
+    with ms.Store(tmp_path / "run") as store:
+        saving = StoreCallback(store, block=False)
+        full_disk = FullDisk(monkeypatch, 6, 7, call)
+        with pytest.warns(SaveFailedWarning, match="(?s)step 6 was not saved: .*No space left") as caught:
+            # The disk is full until the save of step 6 has ended.
+            saving.train(trainer_of(tmp_path, saving, model, [full_disk, Waits(store)]))
+        assert len([one for one in caught if one.category is SaveFailedWarning]) == 1
+        assert store.steps() == (3, 9, 12, 15)
+        assert model.losses == uninterrupted.losses
+        assert set(store.verify().values()) == {""}
+
+
+@pytest.mark.parametrize("strategy", ["steps", "epoch"])
+def test_where_the_disk_stays_full_the_last_save_raises(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, strategy: str
+) -> None:
+    model = Net()
+    with ms.Store(tmp_path / "run") as store:
+        saving = StoreCallback(store, block=False)
+        more = [FullDisk(monkeypatch, 4, 99), Waits(store)]
+        with (
+            pytest.warns(SaveFailedWarning, match="was not saved"),
+            pytest.raises(WriteFailedError, match="No space left"),
+        ):
+            saving.train(trainer_of(tmp_path, saving, model, more, save_strategy=strategy))
+        monkeypatch.undo()
+        assert len(model.losses) == 15
+        assert store.steps() == ((3,) if strategy == "steps" else ())
+        assert saving.train(trainer_of(tmp_path, saving)).global_step == 15
+        assert store.latest() == 15
+
+
+class SaveAt(TrainerCallback):  # type: ignore[misc]
+    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        control.should_save = state.global_step == 4
+
+
+def test_what_was_lost_is_saved_when_the_run_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where nothing else is."""
+    for end, steps in ((5, (15,)), (99, ())):
+        with ms.Store(tmp_path / f"run{end}") as store:
+            saving = StoreCallback(store, block=False)
+            more = [FullDisk(monkeypatch, 4, end), Waits(store)]
+            trainer = trainer_of(tmp_path, saving, None, more, save_strategy="no")
+            trainer.callback_handler.callbacks.insert(0, SaveAt())
+            with (
+                pytest.warns(SaveFailedWarning, match="step 4"),
+                pytest.raises(WriteFailedError) if end == 99 else nullcontext(),
+            ):
+                saving.train(trainer)
+            monkeypatch.undo()
+            assert store.steps() == steps
+
+
+def test_a_save_that_it_waits_for_raises(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with ms.Store(tmp_path / "run") as store:
+        saving = StoreCallback(store)
+        with pytest.raises(WriteFailedError, match="No space left"):
+            saving.train(trainer_of(tmp_path, saving, None, [FullDisk(monkeypatch, 5, 99)]))
+        monkeypatch.undo()
+        assert store.steps() == (3,)
 
 
 def test_a_step_that_is_taken_away_while_it_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,8 +12,9 @@ import os
 import tempfile
 import time
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -23,7 +24,10 @@ from modelstate.errors import (
     DamagedCheckpointWarning,
     OptionError,
     PackageError,
+    SaveFailedWarning,
     StepNotFoundError,
+    StoreMovedError,
+    WriteFailedError,
 )
 from modelstate.store import contents
 from modelstate.store.arguments import is_number
@@ -32,7 +36,7 @@ from modelstate.store.deadline import Deadline
 from modelstate.store.reading import Step
 from modelstate.store.record import read_record
 from modelstate.store.rng import RNG
-from modelstate.store.saving import PendingSave
+from modelstate.store.saving import PendingSave, SavedStep
 from modelstate.store.store import Store
 
 try:
@@ -59,7 +63,7 @@ class StoreCallback(TrainerCallback):  # type: ignore[misc]
         store: where it is saved to.
         deadline: when it is reached, or has received a signal, the run is saved and ends.
         objects: more of what `Store.save` takes, saved and restored with the rest: {"loader": ...}.
-        block: as for `Store.save`; with False training goes on while a thread writes.
+        block: as for `Store.save`; with False training goes on while a thread writes, but at the end of the run.
 
     A restored run is what it would have been, bit for bit, as long as what makes the batches draws nothing from the
     global random generators: the Trainer fetches those that it skips anew, as it does for its own checkpoints. One
@@ -92,6 +96,10 @@ class StoreCallback(TrainerCallback):  # type: ignore[misc]
         self._metrics: tuple[int, dict[str, float]] = (-1, {})
         self._looked_at = 0.0
         self._pending: PendingSave | None = None
+        self._lost: WriteFailedError | StoreMovedError | None = None
+        """Why the last save in the background failed, as long as nothing has been saved since."""
+        self._is_done = False
+        """Whether the step that was restored is the last one of the run."""
 
     # Training.
 
@@ -100,8 +108,11 @@ class StoreCallback(TrainerCallback):  # type: ignore[misc]
 
         Of the latest steps the newest one is taken that is whole; None begins anew. The Trainer skips the batches that
         it has had. Everything is restored, or nothing. Signals that the deadline takes are taken until it returns.
+        Of a run that has had all its steps the last one is restored, and nothing is trained or saved.
 
-        `options` are further arguments of `trainer.train`. Raises what `Store.restore` raises, and what a save raises.
+        `options` are further arguments of `trainer.train`. Raises what `Store.restore` raises, and what a save raises;
+        but where one in the background fails with an I/O error, or since the store's directory is not there any more,
+        that is a `SaveFailedWarning`, and the next one saves all. The last one is waited for, and raises.
         """
         if self not in trainer.callback_handler.callbacks:
             raise OptionError("the Trainer does not have this callback", remedy="Trainer(..., callbacks=[saving])")
@@ -164,7 +175,12 @@ class StoreCallback(TrainerCallback):  # type: ignore[misc]
             raise StepNotFoundError(
                 "this step was not saved by a StoreCallback", where=info.path, expected=_STATE, found="no such object"
             )
-        with tempfile.TemporaryDirectory(prefix="modelstate-") as directory, _tensors_come_later(trainer):
+        with (
+            tempfile.TemporaryDirectory(prefix="modelstate-") as directory,
+            # The Trainer loads no tensors of a model from what it takes for its checkpoint: there are none.
+            _instead(trainer, "_load_from_checkpoint", lambda *_, **__: None),
+            _instead(trainer, "get_batch_samples", partial(self._batches_left, trainer.get_batch_samples)),
+        ):
             with open(os.path.join(directory, "trainer_state.json"), "w", encoding="utf-8") as file:
                 json.dump(contents.value_of(info.path, entry), file)
             yield directory
@@ -180,10 +196,15 @@ class StoreCallback(TrainerCallback):  # type: ignore[misc]
                 remedy="leave the callback out, and let the Trainer save",
             )
         self._saved_step, self._is_due, self._looked_at = -1, False, time.monotonic()
+        self._pending, self._lost, self._is_done = None, None, False
         if self._restore is not None:
             self.store.restore(self._objects_of(state, given), self._restore, verify=False)
             self._saved_step = self._restore
             self._rng_state = self._rng.state_dict()
+            self._is_done = state.global_step >= state.max_steps
+            if self._is_done:
+                # Within an epoch the Trainer would do another step before it looks: see `_batches_left`.
+                control.should_training_stop = True
 
     def on_epoch_begin(self, args: Any, state: Any, control: Any, **given: Any) -> None:
         """Saves what is due: nothing of the epoch has been drawn yet."""
@@ -199,9 +220,10 @@ class StoreCallback(TrainerCallback):  # type: ignore[misc]
     def on_step_end(self, args: Any, state: Any, control: Any, **given: Any) -> Any:
         """Ends the run in time, and notes that a step is to be saved."""
         now = time.monotonic()
+        if self._pending is not None and self._pending.done:
+            self._hear()
         if self.deadline is not None:
             self.deadline.stepped(now - self._looked_at)
-            self._tell_of_pending()
             if self.deadline.reached:
                 # What is evaluated now would take time that there may not be.
                 control.should_training_stop, control.should_save, control.should_evaluate = True, True, False
@@ -209,6 +231,8 @@ class StoreCallback(TrainerCallback):  # type: ignore[misc]
         return self._take_over(state, control, given)
 
     def on_epoch_end(self, args: Any, state: Any, control: Any, **given: Any) -> Any:
+        if self._is_done:
+            control.should_log = control.should_evaluate = control.should_save = False
         return self._take_over(state, control, given)
 
     def on_save(self, args: Any, state: Any, control: Any, **given: Any) -> None:
@@ -221,8 +245,11 @@ class StoreCallback(TrainerCallback):  # type: ignore[misc]
         self._metrics = state.global_step, numbers
 
     def on_train_end(self, args: Any, state: Any, control: Any, **given: Any) -> None:
-        self._save_if_due(state, given)
-        self._wait()
+        self._save_if_due(state, given, is_last=True)
+        self.store.wait()
+        self._hear()
+        if self._lost is not None:
+            raise self._lost
 
     def _take_over(self, state: Any, control: Any, given: Mapping[str, Any]) -> Any:
         """Does what the Trainer would do next, or as soon as it has evaluated."""
@@ -231,8 +258,14 @@ class StoreCallback(TrainerCallback):  # type: ignore[misc]
         ends = control.should_training_stop or state.global_step >= state.max_steps
         if ends and not control.should_evaluate:
             # At the end of all the Trainer may put the best model in the place of this one.
-            self._save_if_due(state, given)
+            self._hear()
+            self._is_due |= self._lost is not None
+            self._save_if_due(state, given, is_last=True)
         return control
+
+    def _batches_left(self, batches: Callable[..., Any], *given: Any, **more: Any) -> Any:
+        """What the Trainer is to do a step with: nothing where it has done all of them before."""
+        return ([], None) if self._is_done else batches(*given, **more)
 
     def _set_rng(self) -> None:
         """Once after a restore: skipping batches has drawn from the generators."""
@@ -242,37 +275,48 @@ class StoreCallback(TrainerCallback):  # type: ignore[misc]
 
     # Saving.
 
-    def _save_if_due(self, state: Any, given: Mapping[str, Any]) -> None:
+    def _save_if_due(self, state: Any, given: Mapping[str, Any], is_last: bool = False) -> None:
         if not self._is_due:
             return
         self._is_due = False
+        self._hear()  # it is waited for, as it would be by the store
         if state.global_step == self._saved_step:
             return
         if self._trainer is not None:
             self._trainer.store_flos()
         at, numbers = self._metrics
-        metrics = numbers if at == state.global_step else {}
         objects, step = self._objects_of(state, given), state.global_step
+        metrics = numbers if at == step else {}
         again = step in self._replaced
-        if self.block:
-            saved = self.store.save(step, objects, metrics=metrics, overwrite=again)
-            if self.deadline is not None:
-                self.deadline.saved(saved.seconds)
+        if self.block or is_last:
+            self._learn(self.store.save(step, objects, metrics=metrics, overwrite=again))
         else:
-            self._wait()
-            self._pending = self.store.save(step, objects, metrics=metrics, overwrite=again, block=False)
+            try:
+                self._pending = self.store.save(step, objects, metrics=metrics, overwrite=again, block=False)
+            except (WriteFailedError, StoreMovedError) as error:
+                self._lose(step, error)
+                return
         self._saved_step = step
 
-    def _wait(self) -> None:
-        self.store.wait()
-        self._tell_of_pending()
+    def _hear(self) -> None:
+        """What has become of the save in the background. That it has failed does not end the training."""
+        pending, self._pending = self._pending, None
+        if pending is None:
+            return
+        try:
+            self._learn(pending.result())
+        except (WriteFailedError, StoreMovedError) as error:
+            self._lose(pending.step, error)
 
-    def _tell_of_pending(self) -> None:
-        """Tells the deadline how long a save took that a thread has done."""
-        if self._pending is not None and self._pending.done and self._pending.error is None:
-            if self.deadline is not None:
-                self.deadline.saved(self._pending.result().seconds)
-            self._pending = None
+    def _lose(self, step: int, error: WriteFailedError | StoreMovedError) -> None:
+        self._saved_step, self._lost = -1, error
+        warnings.warn(f"step {step} was not saved: {error}", SaveFailedWarning, stacklevel=2)
+
+    def _learn(self, saved: SavedStep) -> None:
+        """How long saves take is what the deadline learns its margin from."""
+        self._lost = None
+        if self.deadline is not None:
+            self.deadline.saved(saved.seconds)
 
     def _objects_of(self, state: Any, given: Mapping[str, Any]) -> dict[str, Any]:
         found = {
@@ -315,10 +359,14 @@ def _inner(it: Any, name: str, kind: type) -> Any:
 
 
 @contextmanager
-def _tensors_come_later(trainer: Any) -> Iterator[None]:
-    """The Trainer loads no tensors of a model from what it takes for its checkpoint: there are none."""
-    trainer._load_from_checkpoint = lambda *_, **__: None
+def _instead(trainer: Any, name: str, function: Callable[..., Any]) -> Iterator[None]:
+    """The Trainer calls this in place of a method of its own."""
+    before = vars(trainer).get(name)
+    setattr(trainer, name, function)
     try:
         yield
     finally:
-        del trainer._load_from_checkpoint
+        if before is None:
+            delattr(trainer, name)
+        else:
+            setattr(trainer, name, before)
