@@ -182,22 +182,20 @@ def test_where_nothing_serves_an_older_one_is_better(tmp_path: Path, monkeypatch
     save(store, 1)
     following.poll()
     save(store, 2, 1000)
-    real = module.undone_on_failure
 
     def broken(program: Any) -> Any:
-        monkeypatch.setattr(module, "undone_on_failure", real)
-        made = real(program)
+        monkeypatch.undo()
+        undo = module.Undo(program)
 
         class Broken:
-            def __enter__(self) -> Any:
-                return made.__enter__()
+            before = undo.before
 
-            def __exit__(self, *given: Any) -> Any:
+            def __call__(self) -> None:
                 raise ms.errors.QuarantinedError("the undo failed", found="in this test")
 
         return Broken()
 
-    monkeypatch.setattr(module, "undone_on_failure", broken)
+    monkeypatch.setattr(module, "Undo", broken)
     assert actions(following) == [("skipped", 2), ("swapped", 1)]
     assert serves(live) == pytest.approx(1, abs=0.01)
     assert log.causes == ["QuarantinedError"]

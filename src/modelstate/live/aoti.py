@@ -2,6 +2,7 @@
 
 import tempfile
 import threading
+import weakref
 from collections.abc import Mapping
 from typing import Any
 
@@ -43,7 +44,7 @@ _COMPUTED = "_FOLDED_CONST_"
 class AotiVersion:
     """The weights of one version; and a library, as long as it has a seat in one."""
 
-    __slots__ = ("_call", "_hidden", "_seats", "constants", "holder", "loader")
+    __slots__ = ("__weakref__", "_call", "_hidden", "_seats", "constants", "holder", "loader")
 
     def __init__(
         self, seats: "TwoSeats", call: "_Call", filled: nn.Module, hidden: dict[str, torch.Tensor], wanted: "_Wanted"
@@ -71,22 +72,26 @@ class AotiVersion:
 
 
 class TwoSeats:
-    """The two libraries. Both are loaded at once: later another file may be at the path."""
+    """The two libraries. Both are loaded at once: later another file may be at the path.
+
+    A version has its seat as long as it is there, and no longer than until another one is given it.
+    """
 
     def __init__(self, file: ProgramFile) -> None:
         self._lock = threading.Lock()
-        """A version leaves with its last request, while the next one may be taking the other seat."""
-        self._taken: list[tuple[Loader, AotiVersion | None]] = [(Loader(file.path, file.model), None) for _ in range(2)]
+        """A version goes with its last request, while the next one may be taking the other seat."""
+        self._taken: list[tuple[Loader, weakref.ref[AotiVersion] | None]]
+        self._taken = [(Loader(file.path, file.model), None) for _ in range(2)]
 
     @property
     def first(self) -> Loader:
         return self._taken[0][0]
 
     def holds(self, program: Any) -> bool:
-        return any(one is program for _, one in self._taken)
+        return any(one is program for one in self._versions())
 
     def in_the_way(self, serving: Any) -> AotiVersion | None:
-        others = [one for _, one in self._taken if one is not serving]
+        others = [one for one in self._versions() if one is not serving]
         return others[0] if others else None
 
     def seat(self, program: AotiVersion, serving: Any) -> None:
@@ -97,20 +102,46 @@ class TwoSeats:
         """Its library keeps nothing of it."""
         with self._lock:
             for place, (loader, one) in enumerate(self._taken):
-                if one is program:
+                if one is not None and one() is program:
                     program.loader = None
                     self._taken[place] = loader, None
                     loader.let_go()
 
+    def forked(self) -> None:
+        """In the child of a fork, where nobody else is."""
+        self._lock = threading.Lock()
+
+    def _versions(self) -> list[AotiVersion | None]:
+        return [None if one is None else one() for _, one in self._taken]
+
+    def _sweep(self) -> None:
+        """The libraries keep nothing of versions that are gone. Called when one goes, in the middle of anything."""
+        if self._lock.acquire(blocking=False):  # otherwise a seat is being given, and none is kept for nothing
+            try:
+                for place, (loader, one) in enumerate(self._taken):
+                    if one is not None and one() is None:
+                        self._taken[place] = loader, None
+                        loader.let_go()
+            finally:
+                self._lock.release()
+
     def _seat(self, program: AotiVersion, serving: Any) -> None:
-        free = [place for place, (_, one) in enumerate(self._taken) if one is None]
-        place = free[0] if free else next(place for place, (_, one) in enumerate(self._taken) if one is not serving)
-        loader, before = self._taken[place]
+        free = [place for place, one in enumerate(self._versions()) if one is None]
+        place = free[0] if free else next(place for place, one in enumerate(self._versions()) if one is not serving)
+        before = self._versions()[place]
         if before is not None:
             before.loader = None
+        loader, _ = self._taken[place]
         self._taken[place] = loader, None
         loader.use(program.constants)
-        self._taken[place] = loader, program
+        me = weakref.ref(self)
+
+        def gone(_: object) -> None:
+            seats = me()
+            if seats is not None:
+                seats._sweep()
+
+        self._taken[place] = loader, weakref.ref(program, gone)
         program.loader = loader
 
 

@@ -5,23 +5,25 @@ import os
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterable
-from contextlib import AbstractContextManager, ExitStack
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
 from torch import nn
 
-from modelstate.errors import LiveTargetError, OptionError, QuarantinedError, VersionGoneError
+from modelstate.errors import LiveTargetError, OptionError, SwapBusyError, VersionGoneError
 from modelstate.live.buffers import Marks, carry, changed, marks
 from modelstate.live.canary import Calls, Canary, run_canary
 from modelstate.live.eager import ModuleTarget
+from modelstate.live.gate import Gate
 from modelstate.live.name_map import NameMap
 from modelstate.live.program import Program, Target
 from modelstate.live.report import Answer, Clock, Event, Mode, SwapReport
-from modelstate.live.staging import Asked, Buffers, Incoming, check_choice, undone_on_failure
+from modelstate.live.staging import Asked, Buffers, Incoming, Undo, check_choice
 from modelstate.live.turn import Turn
-from modelstate.live.version import Gate, Pin, Version
+from modelstate.live.version import Entry, Pin, Version
+from modelstate.live.watched import Bag, Watched, wait_all
 from modelstate.place.load import Source
 from modelstate.place.report import Report
 from modelstate.plan.rules.rule import Rule
@@ -30,6 +32,8 @@ from modelstate.plan.torch_private import exported_program_class
 from modelstate.read.checkpoint import Checkpoint
 
 _HISTORY = 1000
+_ALL: "Bag[Live]" = Bag()
+"""Of which the child of a fork sees to each."""
 
 
 @dataclass(slots=True)
@@ -56,6 +60,8 @@ class _Flip(NamedTuple):
     carried: tuple[str, ...]
     gone: tuple[Version, ...]
     """Nobody can roll back to them any more."""
+    users: tuple[Watched[Entry], ...]
+    """Who had the old version at the flip."""
 
 
 class Live:
@@ -85,11 +91,15 @@ class Live:
         self._before: deque[Version] = deque()
         """Kept versions, the newest last."""
         self._turn = Turn()
+        """Of swaps, from their beginning to their flip."""
+        self._flips = Turn()
+        """Of what changes which version serves, or its memory. Who takes both takes this one second."""
         program = self._target.first()
         first = Version(1, program, "the target as it was given", marks(program))
         self._last_id = 1
         self._gate = Gate(first)
         self._events: deque[Event] = deque([Event("started", 1, first.source, first.time, 0.0)], _HISTORY)
+        _ALL.add(self)
 
     def __repr__(self) -> str:
         return f"<Live {self._target.name}, {self._target.kind}: version {self.version}>"
@@ -101,12 +111,7 @@ class Live:
 
         It raises what the program raises, `QuarantinedError`, and `SwapBusyError` in a canary of a swap in place.
         """
-        gate = self._gate
-        version = gate.enter()
-        try:
-            return version.program(*args, **named)  # type: ignore[misc]  # no version that serves has lost its program
-        finally:
-            gate.leave(version)
+        return self._gate.entry(*args, **named)
 
     def answer(self, *args: Any, **named: Any) -> Answer:
         """The same, with the id of the version that gave the answer."""
@@ -207,7 +212,7 @@ class Live:
             self._free(version)
         with clock("drain"):
             # A pin of this very thread would be waited for in vain.
-            drained = self._gate.wait_until_free(flip.old, time.monotonic() if self._gate.holds(flip.old) else until)
+            drained = wait_all(flip.users, 0.0 if self._gate.holds(flip.old) else until)
         return self._report(flip, mode, drained, clock)
 
     def rollback(self, *, timeout_s: float | None = 60.0) -> int:
@@ -219,52 +224,66 @@ class Live:
         """
         until = _until(timeout_s)
         clock = Clock()
-        with self._turn.taken(True, timeout_s):
-            if not self._before:
-                raise VersionGoneError(
-                    "there is no version to roll back to",
-                    where=repr(self),
-                    found="the first version, one that was rolled back to, or one that was swapped in place",
-                    remedy="swap in the weights that are wanted; Live(..., keep=n) keeps n versions",
-                )
-            old = self._before[-1]
-            assert old.program is not None
-            self._seat(old.program, until)
-            self._before.pop()
-            gone = self._gate.flip(old)
-            self._note("rolled back", old.source, clock.seconds)
+        self._turn.check()
+        with self._flips.taken(True, timeout_s):
+            seats, old = self._target.seats, self._kept()
+            gone = self._step_back(old, clock) if seats is None or seats.holds(old.program) else None
+        if gone is None:  # it takes a library that a swap which is under way may be working with
+            with self._turn.taken(True, _left(until)), self._flips.taken(True, _left(until)):
+                old = self._kept()
+                assert old.program is not None
+                self._seat(old.program, until)
+                gone = self._step_back(old, clock)
         self._free(gone)
         return old.id
 
     # How.
 
+    def _kept(self) -> Version:
+        """What a rollback makes the current version. Raises `VersionGoneError`."""
+        if not self._before:
+            raise VersionGoneError(
+                "there is no version to roll back to",
+                where=repr(self),
+                found="the first version, one that was rolled back to, or one that was swapped in place",
+                remedy="swap in the weights that are wanted; Live(..., keep=n) keeps n versions",
+            )
+        return self._before[-1]
+
+    def _step_back(self, old: Version, clock: Clock) -> Version:
+        self._before.pop()
+        gone = self._gate.flip(old)
+        self._note("rolled back", old.source, clock.seconds)
+        return gone
+
     def _swap_beside(self, swap: _Swap) -> _Flip:
         old, copies, clock = self._gate.current, self._gate.programs + 1, swap.clock
-        assert old.program is not None
+        serving = old.program
+        assert serving is not None
         with clock("staged"):
             incoming = Incoming(self._target, swap.source, swap.asked)
-            program, loaded = incoming.stage(old.program)
+            program, loaded = incoming.stage(serving)
         try:
-            with clock("drain"):
+            with clock("drain"), self._flipping(old, swap.until):
                 self._seat(program, swap.until)
             with clock("canary"):
                 if swap.canary is not None:
                     run_canary(self._prepared(swap.canary), program)
-            broken = self._gate.is_quarantined
-            with clock("flip"):
+            with clock("flip"), self._flipping(old, None):
+                broken = self._gate.is_quarantined
                 new = self._new(program, incoming.source, marks(program))
                 carries = swap.buffers == "carry" and not broken
-                carried = carry(changed(old.program, old.marks), program) if carries else ()
+                carried = carry(changed(serving, old.marks), program) if carries else ()
                 swap.new = new
                 self._gate.flip(new)
+                if not broken:
+                    self._before.append(old)
+                gone = [self._before.popleft() for _ in range(len(self._before) - self._keep)]
         except BaseException:
             if self._gate.current.program is not program:
                 program.end()
             raise
-        if not broken:
-            self._before.append(old)
-        gone = [self._before.popleft() for _ in range(len(self._before) - self._keep)]
-        return _Flip(old, new, loaded, copies, carried, (*gone, old) if broken else tuple(gone))
+        return _Flip(old, new, loaded, copies, carried, (*gone, old) if broken else tuple(gone), old.users)
 
     def _swap_in_place(self, swap: _Swap) -> _Flip:
         old, copies, clock = self._gate.current, self._gate.programs + 1, swap.clock
@@ -276,30 +295,39 @@ class Live:
             incoming = Incoming(self._target, swap.source, swap.asked)
             incoming.check(program)
             prepared = None if swap.canary is None else self._prepared(swap.canary)
-        with ExitStack() as stack:
-            with clock("drain"):
-                stack.enter_context(self._gate.closed(swap.until))
+        with self._flipping(old, swap.until), self._gate.closed(swap.until, clock("drain")):
             touched = changed(program, old.marks) if swap.buffers == "carry" else {}
-            try:
-                with undone_on_failure(program) as before:
-                    with clock("staged"):
-                        self._target.renew(program)
-                        loaded = incoming.overwrite(program, before)
-                    with clock("flip"):
-                        if swap.buffers == "reset":
-                            carry(self._target.hidden(), program)
-                        untouched = marks(program)
-                        carried = carry({name: before.get(name) for name in touched}, program)
-                    with clock("canary"):
-                        if prepared is not None:
-                            run_canary(prepared, program)
-                    swap.new = new = self._new(program, incoming.source, untouched)
-                    self._gate.flip(new)
-            except QuarantinedError as error:
-                self._gate.quarantine(error.found)
-                raise
-        gone = [self._before.popleft() for _ in range(len(self._before))]
-        return _Flip(old, new, loaded, copies, carried, tuple(gone))
+            undo = Undo(program)
+            self._gate.undone_by(undo)
+            before = undo.before
+            with clock("staged"):
+                self._target.renew(program)
+                loaded = incoming.overwrite(program, before)
+            with clock("flip"):
+                if swap.buffers == "reset":
+                    carry(self._target.hidden(), program)
+                untouched = marks(program)
+                carried = carry({name: before.get(name) for name in touched}, program)
+            with clock("canary"):
+                if prepared is not None:
+                    run_canary(prepared, program)
+            swap.new = new = self._new(program, incoming.source, untouched)
+            self._gate.flip(new)
+            gone = [self._before.popleft() for _ in range(len(self._before))]
+        return _Flip(old, new, loaded, copies, carried, tuple(gone), old.users)
+
+    @contextmanager
+    def _flipping(self, old: Version, until: float | None) -> Iterator[None]:
+        """Within the block no other version is made the current one. Raises `SwapBusyError` where one was before."""
+        with self._flips.taken(True, _left(until)):
+            if self._gate.current is not old:
+                raise SwapBusyError(
+                    "the version that served was rolled back while this swap was under way; nothing has been changed",
+                    where=repr(self),
+                    found=f"version {self.version} serves, and {old.id} did when the swap began",
+                    remedy="swap again, if the new weights are still wanted",
+                )
+            yield
 
     def _report(self, flip: _Flip, mode: Mode, drained: bool, clock: Clock) -> SwapReport:
         return SwapReport(
@@ -349,9 +377,14 @@ class Live:
         program = version.program
         held = None if program is None or version.id == 1 else weakref.ref(program.holder)  # version 1 is the user's
         del program
-        self._gate.retire(version)
-        if held is not None and version.program is None and held() is not None:
+        version.retire()
+        if held is not None and held() is not None and wait_all(version.users, 0.0):
             gc.collect()
+
+    def _forked(self) -> None:
+        for one in (self._gate, self._turn, self._flips, self._target.seats):
+            if one is not None:
+                one.forked()
 
     def _note(self, action: str, source: str, seconds: float, error: str = "") -> None:
         self._events.append(Event(action, self.version, source, time.time(), seconds, error))
@@ -398,6 +431,18 @@ def _until(timeout_s: float | None) -> float | None:
     if timeout_s is not None and not (is_number and 0 <= timeout_s < 1e8):
         raise OptionError("timeout_s= is a number of seconds", expected="from 0, or None", found=repr(timeout_s))
     return None if timeout_s is None else time.monotonic() + timeout_s
+
+
+def _left(until: float | None) -> float | None:
+    return None if until is None else max(until - time.monotonic(), 0.0)
+
+
+def _forked() -> None:
+    for live in _ALL:
+        live._forked()
+
+
+os.register_at_fork(after_in_child=_forked)
 
 
 def _text(source: object) -> str:

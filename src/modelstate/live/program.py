@@ -41,6 +41,9 @@ class Seats(Protocol):
     def seat(self, program: Any, serving: Any) -> None:
         """Gives a program the seat that is not that of the one that serves."""
 
+    def forked(self) -> None:
+        """In the child of a fork: other threads are not there any more."""
+
 
 class Target(Protocol):
     """A kind of thing that can be served. Nothing here is called by a request."""

@@ -1,5 +1,6 @@
 """From a source to a program that nobody calls yet, or into one that nobody calls now."""
 
+import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
@@ -173,27 +174,33 @@ def check_choice(name: str, value: object, choices: tuple[str, ...]) -> None:
         raise OptionError(f"{name}= is none of its values", expected=" or ".join(map(repr, choices)), found=repr(value))
 
 
-@contextmanager
-def undone_on_failure(program: Program) -> Iterator[dict[str, torch.Tensor]]:
-    """Gives a copy of a program's weights and buffers, and puts them back when something raises.
+class Undo:
+    """A copy of a program's weights and buffers, which a call puts back.
 
-    Raises `QuarantinedError` where that fails.
+    It may be called again where that was interrupted. Raises `QuarantinedError` where it fails.
     """
-    tensors = {**runtime_state(program.holder), **program.buffers}
-    copies: dict[int, torch.Tensor] = {id(one): one.detach().clone() for one in tensors.values()}
-    parameters, restore = list(program.holder.parameters()), restorer(program, copies)
-    try:
-        yield {name: copies[id(one)] for name, one in tensors.items()}
-    except BaseException as error:
+
+    def __init__(self, program: Program) -> None:
+        self._tensors = {**runtime_state(program.holder), **program.buffers}
+        self._copies: dict[int, torch.Tensor] = {id(one): one.detach().clone() for one in self._tensors.values()}
+        self._parameters, self._restore = list(program.holder.parameters()), restorer(program, self._copies)
+
+    @property
+    def before(self) -> dict[str, torch.Tensor]:
+        """The copies, by name."""
+        return {name: self._copies[id(one)] for name, one in self._tensors.items()}
+
+    def __call__(self) -> None:
+        error = sys.exc_info()[1]
         try:
             with torch.no_grad():
-                for one in parameters:
-                    one.detach().copy_(copies[id(one)])
-            restore()  # a canary's request may have put others in their place
-        except BaseException as failure:
+                for one in self._parameters:
+                    one.detach().copy_(self._copies[id(one)])
+            self._restore()  # a canary's request may have put others in their place
+        except Exception as failure:
+            after = "" if error is None else f", after {type(error).__name__}: {error}"
             raise QuarantinedError(
                 "a swap in place failed, and the weights could not be put back: no version can serve",
-                found=f"{type(failure).__name__}: {failure}, after {type(error).__name__}: {error}",
+                found=f"{type(failure).__name__}: {failure}{after}",
                 remedy="swap in weights that are known to be good",
             ) from failure
-        raise
