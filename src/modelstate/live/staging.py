@@ -191,16 +191,21 @@ class Undo:
         return {name: self._copies[id(one)] for name, one in self._tensors.items()}
 
     def __call__(self) -> None:
-        error = sys.exc_info()[1]
+        after = _under_way()
         try:
             with torch.no_grad():
                 for one in self._parameters:
                     one.detach().copy_(self._copies[id(one)])
             self._restore()  # a canary's request may have put others in their place
         except Exception as failure:
-            after = "" if error is None else f", after {type(error).__name__}: {error}"
             raise QuarantinedError(
                 "a swap in place failed, and the weights could not be put back: no version can serve",
                 found=f"{type(failure).__name__}: {failure}{after}",
                 remedy="swap in weights that are known to be good",
             ) from failure
+
+
+def _under_way() -> str:
+    """What is being handled just now."""
+    error = sys.exc_info()[1]
+    return "" if error is None else f", after {type(error).__name__}: {error}"
