@@ -1,8 +1,10 @@
 """A loop that saves between its steps, and goes on where it was."""
 
+import errno
 import os
 import signal
 import threading
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +13,9 @@ import torch
 from torch import nn
 
 import modelstate as ms
-from modelstate.errors import OptionError, SaveFailedWarning, StepNotFoundError, WriteFailedError
+from modelstate.errors import OptionError, SaveFailedWarning, StepNotFoundError, UnsupportedValueError, WriteFailedError
 from modelstate.write import system
+from tests.store.common import Held
 
 
 def objects() -> dict[str, Any]:
@@ -141,6 +144,55 @@ def test_where_the_disk_stays_full_the_last_save_raises(
         done.extend(ms.resumable(store, of, steps=5, save_every=2))
     monkeypatch.undo()
     assert store.steps() == ()
+
+
+@pytest.mark.parametrize("code", [errno.EIO, errno.ESTALE, errno.EACCES, errno.EMFILE])
+@pytest.mark.parametrize("call", ["listdir", "stat", "open"])
+def test_a_store_that_cannot_be_looked_at_for_a_while(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str, code: int
+) -> None:
+    store, of, done, real = ms.Store(tmp_path), objects(), [], getattr(os, call)
+
+    def failing(path: Any = ".", *args: Any, **how: Any) -> Any:
+        if str(tmp_path) in str(path):
+            raise OSError(code, os.strerror(code))
+        return real(path, *args, **how)
+
+    def train() -> None:
+        for number in ms.resumable(store, of, steps=8, save_every=1):
+            done.append(number)
+            if number == 3:
+                store.wait()
+                monkeypatch.setattr(os, call, failing)
+            if number == 5:
+                with suppress(OSError):
+                    store.wait()
+                monkeypatch.setattr(os, call, real)
+
+    with pytest.warns(SaveFailedWarning) as warned:
+        train()
+    assert done == list(range(8))
+    assert store.steps() == (1, 2, 3, 6, 7, 8)
+    for step, warning in zip((4, 5), warned, strict=True):
+        assert str(warning.message).startswith(f"step {step} was not saved: ")
+        assert os.strerror(code) in str(warning.message)
+        assert warning.filename == __file__
+
+
+@pytest.mark.parametrize("block", [True, False])
+def test_what_cannot_be_saved_raises_at_once(tmp_path: Path, block: bool) -> None:
+    store, held, done = ms.Store(tmp_path), Held(value=1), []
+
+    def train() -> None:
+        for number in ms.resumable(store, {"held": held}, steps=8, save_every=2, block=block):
+            done.append(number)
+            if number == 3:
+                held.values["value"] = object()
+
+    with pytest.raises(UnsupportedValueError):
+        train()
+    assert done == [0, 1, 2, 3]
+    assert store.steps() == (2,)
 
 
 def test_a_store_in_which_all_is_damaged_is_no_empty_one(tmp_path: Path) -> None:

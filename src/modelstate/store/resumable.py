@@ -10,13 +10,15 @@ from collections.abc import Iterator, Mapping
 from types import FrameType
 from typing import Any
 
-from modelstate.errors import OptionError, SaveFailedWarning, StoreMovedError, WriteFailedError
+from modelstate.errors import OptionError, ReadFailedError, SaveFailedWarning, StoreAccessError, WriteFailedError
 from modelstate.plan.matching import nearest
 from modelstate.store.deadline import Deadline, now_seconds
 from modelstate.store.saving import PendingSave, SavedStep
 from modelstate.store.store import RestoredStep, Store
 
 _RESTORING = tuple(inspect.signature(Store.restore).parameters)[2:]
+_PASSING = (WriteFailedError, ReadFailedError, StoreAccessError)
+"""What an I/O error comes through as, wherever in a save it was: it may be over when the next one begins."""
 
 
 class Resumable:
@@ -122,7 +124,7 @@ class Resumable:
         else:
             try:
                 self._pending = self._store.save(self.done, self._objects, block=False, **how)
-            except (WriteFailedError, StoreMovedError) as error:
+            except _PASSING as error:
                 self._lost(self.done, error)
                 return
         self._saved_at = self.done
@@ -134,12 +136,15 @@ class Resumable:
             return
         try:
             self._learn(pending.result())
-        except (WriteFailedError, StoreMovedError) as error:
+        except _PASSING as error:
             self._lost(pending.step, error)
 
-    def _lost(self, step: int, error: WriteFailedError | StoreMovedError) -> None:
+    def _lost(self, step: int, error: Exception) -> None:
         self._saved_at = -1
-        warnings.warn(f"step {step} was not saved: {error}", SaveFailedWarning, stacklevel=5)
+        frame, level = sys._getframe(), 1
+        while frame.f_code.co_filename == __file__ and frame.f_back is not None:
+            frame, level = frame.f_back, level + 1
+        warnings.warn(f"step {step} was not saved: {error}", SaveFailedWarning, stacklevel=level)
 
     def _learn(self, saved: SavedStep) -> None:
         """How long saves take is what the deadline learns its margin from."""
@@ -191,9 +196,9 @@ def resumable(
             last one is always waited for.
         restoring: what `Store.restore` takes.
 
-    Raises what `Store.restore` raises, here, and what `Store.save` raises, in the loop; but where a save
-    that the loop does not wait for fails with an I/O error, or since the store's directory is not there any more, that
-    is a `SaveFailedWarning`, and the next one saves all.
+    Raises what `Store.restore` raises, here, and what `Store.save` raises, in the loop; but where a save that the loop
+    does not wait for fails with an I/O error, in looking at the store or in writing to it, or since the directory is
+    not there any more, that is a `SaveFailedWarning`, and the next one saves all.
     """
     for name, value in (("steps", steps), ("save_every", save_every)):
         if type(value) is not int or value < 1:
