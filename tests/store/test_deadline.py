@@ -286,6 +286,26 @@ def test_another_thread_is_refused_unless_it_takes_no_signals(handlers: None) ->
     assert caught == ["signals can be received in the main thread alone", False]
 
 
+def test_another_thread_may_enter_what_is_entered(handlers: None, tmp_path: Path) -> None:
+    loops: list[Any] = []
+
+    def train(deadline: ms.Deadline) -> None:
+        loop = ms.resumable(ms.Store(tmp_path), {"epoch": 1}, steps=9, save_every=1, deadline=deadline)
+        loops.append(loop)
+        for number in loop:
+            if number == 3:
+                os.kill(os.getpid(), signal.SIGTERM)
+                while not deadline.reached:  # the main thread receives it
+                    time.sleep(0.01)
+
+    with ms.Deadline(since="now") as deadline:
+        thread = threading.Thread(target=train, args=(deadline,))
+        thread.start()
+        thread.join()
+        assert signal.getsignal(signal.SIGTERM) != signal.SIG_DFL
+    assert (loops[0].done, loops[0].stopped) == (4, "SIGTERM was received")
+
+
 def test_a_signal_that_the_system_keeps_for_itself(handlers: None, monkeypatch: pytest.MonkeyPatch) -> None:
     real = signal.signal
 
@@ -334,6 +354,68 @@ def test_a_forked_child_has_the_handler_that_was_there(handlers: None) -> None:
         assert exit_of_a_child_with_a_signal() == 9
     finally:
         signal.signal(signal.SIGUSR1, before)
+
+
+LEFT = """
+import gc, os, signal, sys, threading
+import modelstate as ms
+
+called = []
+def mine(*_): called.append("mine")
+before = {"default": signal.SIG_DFL, "ignored": signal.SIG_IGN, "mine": mine}[sys.argv[2]]
+signal.signal(signal.SIGUSR1, before)
+
+class Cycle:
+    pass
+
+def leave(deadline):
+    cycle = Cycle()
+    cycle.itself = cycle
+    store = ms.Store(sys.argv[1])
+    cycle.steps = iter(ms.resumable(store, {"a": {"b": 1}}, steps=5, save_every=9, deadline=deadline))
+    next(cycle.steps)
+
+deadline = ms.Deadline(since="now")
+gc.disable()
+leave(deadline)
+thread = threading.Thread(target=gc.collect)
+thread.start()
+thread.join()
+assert signal.getsignal(signal.SIGUSR1) == deadline._receive
+if sys.argv[3] != "left":
+    with deadline if sys.argv[3] == "itself" else ms.Deadline(since="now") as other:
+        assert signal.getsignal(signal.SIGUSR1) == other._receive
+    assert signal.getsignal(signal.SIGUSR1) == before
+for _ in range(2):
+    os.kill(os.getpid(), signal.SIGUSR1)
+print(called, deadline.reached)
+"""
+
+
+@pytest.mark.parametrize("entered_again", ["left", "itself", "another"])
+@pytest.mark.parametrize("before", ["default", "ignored", "mine"])
+def test_what_is_left_in_another_thread_takes_no_more_signals(tmp_path: Path, before: str, entered_again: str) -> None:
+    """As where a loop's iterator is collected there."""
+    arguments = [sys.executable, "-c", LEFT, str(tmp_path), before, entered_again]
+    done = subprocess.run(arguments, capture_output=True, text=True, timeout=100, check=False)
+    assert done.stderr == ""
+    if before == "default":
+        assert done.returncode == -signal.SIGUSR1
+    else:
+        assert (done.returncode, done.stdout) == (0, f"{['mine'] * 2 if before == 'mine' else []} False\n")
+
+
+def test_a_forked_child_may_enter_what_its_parent_has(handlers: None) -> None:
+    with ms.Deadline(since="now") as deadline:
+        child = os.fork()
+        if child == 0:
+            with deadline:
+                os.kill(os.getpid(), signal.SIGUSR1)
+                reached = deadline.reached
+            os.kill(os.getpid(), signal.SIGUSR1 if reached else signal.SIGKILL)
+            os._exit(0)
+        _, status = os.waitpid(child, 0)
+        assert os.waitstatus_to_exitcode(status) == -signal.SIGUSR1
 
 
 LOOP = """

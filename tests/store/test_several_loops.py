@@ -1,7 +1,10 @@
 """Loops within each other's steps, and one after another: what ends one of them ends all."""
 
+import itertools
 import subprocess
 import sys
+import time
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -126,4 +129,88 @@ def test_a_loop_that_raised_is_not_taken_for_one_around_while_its_error_is_kept(
         raising()
     loop = ms.resumable(store, of, steps=5, save_every=1)
     assert list(loop) == [2, 3, 4]
+    assert kept.tb is not None
+
+
+def passed_on(steps: Iterable[int]) -> Iterator[int]:
+    """As progress bars do."""
+    yield from steps
+
+
+class PassedOn:
+    def __init__(self, steps: Iterable[int]) -> None:
+        self.steps = iter(steps)
+
+    def __iter__(self) -> Iterator[int]:
+        return self
+
+    def __next__(self) -> int:
+        return next(self.steps)
+
+
+@pytest.mark.parametrize("wrapped", [passed_on, PassedOn])
+@pytest.mark.parametrize("again", [False, True])
+def test_one_store_for_both_is_refused_whoever_asks_for_the_steps(tmp_path: Path, wrapped: Any, again: bool) -> None:
+    of = {"a": Held(b=1)}
+    done = []
+
+    def train() -> None:
+        store = ms.Store(tmp_path)
+        for epoch in wrapped(ms.resumable(store, of, steps=3, save_every=1)):
+            for step in wrapped(ms.resumable(store, of, steps=(epoch + 1) * 10, save_every=5)):
+                done.append((epoch, step))
+
+    if again:
+        ms.Store(tmp_path).save(1, of)
+    with pytest.raises(OptionError, match="mixed up"):
+        train()
+    assert {epoch for epoch, _ in done} == {int(again)}  # nothing of the outer loop has come behind
+    assert ms.Store(tmp_path).steps() == ((1, 5, 10, 15, 20) if again else (5, 10))
+
+
+def test_a_loop_that_was_left_does_not_go_on_behind_another_one(tmp_path: Path) -> None:
+    of, store = {"a": Held(b=1)}, ms.Store(tmp_path)
+    left = ms.resumable(store, of, steps=9, save_every=1)
+    assert list(itertools.islice(left, 3)) == [0, 1, 2]
+    assert list(itertools.islice(left, 2)) == [2, 3]  # alone it does
+    other = ms.resumable(store, of, steps=7, save_every=1)
+    assert list(other) == [3, 4, 5, 6]
+    with pytest.raises(OptionError, match="mixed up"):
+        list(left)
+    assert store.steps() == (1, 2, 3, 4, 5, 6, 7)
+
+
+@pytest.mark.parametrize("is_shared", [True, False])
+@pytest.mark.parametrize(("before", "behind", "expected"), [(0, 0, 100), (200, 0, 200), (0, 300, 300)])
+def test_the_margin_is_the_longest_time_between_looks_of_any_loop(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, before: float, behind: float, expected: float, is_shared: bool
+) -> None:
+    """And not an epoch, where the loop within it has looked all the time."""
+    now, of = [0.0], {"a": Held(b=1)}
+    monkeypatch.setattr(time, "perf_counter", lambda: now[0])
+    deadline, other = (ms.Deadline(hours=40, since="now", signals=()) for _ in range(2))
+    epochs, steps = ms.Store(tmp_path / "epochs"), ms.Store(tmp_path / "steps")
+    for epoch in ms.resumable(epochs, of, steps=2, save_every=1, block=True, deadline=deadline):
+        now[0] += before
+        within = deadline if is_shared else other
+        for _ in ms.resumable(steps, of, steps=(epoch + 1) * 9, save_every=2, block=True, deadline=within):
+            now[0] += 100
+        now[0] += behind
+    assert deadline.margin_seconds == (expected if is_shared else 900 + before + behind)
+    assert is_shared or other.margin_seconds == 100
+
+
+def test_a_loop_that_raised_does_not_count_for_the_margin(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    now, of, deadline = [0.0], {"a": Held(b=1)}, ms.Deadline(hours=40, since="now", signals=())
+    monkeypatch.setattr(time, "perf_counter", lambda: now[0])
+
+    def raising() -> None:
+        for _ in iter(ms.resumable(ms.Store(tmp_path), of, steps=5, save_every=1, deadline=deadline)):
+            raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError) as kept:
+        raising()
+    now[0] += 5000
+    assert len(list(ms.resumable(ms.Store(tmp_path), of, steps=5, save_every=1, deadline=deadline))) == 5
+    assert deadline.margin_seconds == 30
     assert kept.tb is not None

@@ -6,6 +6,7 @@ import signal
 import threading
 import time
 from collections.abc import Iterable
+from contextlib import suppress
 from types import FrameType, TracebackType
 from typing import Any, Literal, Self
 
@@ -44,7 +45,8 @@ class Deadline:
 
     Forked children, as the workers of a data loader, do not end by a signal that comes to all of the process group;
     only by SIGTERM, SIGINT and SIGQUIT, for by these their parent ends them. Signals can be taken in the main thread
-    alone: entering it in another one raises `OptionError`; `signals=()` takes none.
+    alone: entering it in another one raises `OptionError`, unless it is entered already; `signals=()` takes none. It
+    can be left in any thread. In another one its handlers stay, and do what those before them do.
 
     Raises `OptionError` for arguments that mean nothing.
     """
@@ -76,7 +78,9 @@ class Deadline:
         self._late = ""
         self._received = 0
         self._previous: dict[int, Any] = {}
-        self._owner = self._depth = 0
+        self._owner = 0
+        self._inside: list[None] = []
+        """One for each time that it was entered and not left; a list, since threads may do so at once."""
         self._entered = math.inf
 
     @property
@@ -129,20 +133,19 @@ class Deadline:
         self._longest_step = max(self._longest_step, _checked_seconds(seconds))
 
     def __enter__(self) -> Self:
+        if self._inside and self._owner == os.getpid():
+            self._inside.append(None)
+            return self
         if self._signals and threading.current_thread() is not threading.main_thread():
             raise OptionError(
                 "signals can be received in the main thread alone",
                 found=threading.current_thread().name,
-                remedy="enter the deadline there, or give it signals=()",
+                remedy="enter the deadline there first, or give it signals=()",
             )
-        if self._owner == os.getpid():
-            self._depth += 1
-            return self
-        self._owner, self._depth, self._entered = os.getpid(), 1, now_seconds()
-        self._previous = {}
+        before = {number: self._handler_before(number) for number in self._signals}
+        self._owner, self._inside, self._entered, self._previous = os.getpid(), [None], now_seconds(), {}
         try:
-            for number in self._signals:
-                previous = signal.getsignal(number)
+            for number, previous in before.items():
                 signal.signal(number, self._receive)
                 self._previous[number] = previous
             _entered.append(self)
@@ -154,12 +157,22 @@ class Deadline:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
-        self._depth -= 1
-        if self._depth == 0:
+        if self._inside:  # in a forked child that has entered it anew, loops of its parent leave it too
+            self._inside.pop()
+        if not self._inside:
             self._put_back()
 
+    def _handler_before(self, number: int) -> Any:
+        """The one that is there, behind those that stayed of deadlines which nobody is in any more."""
+        found = signal.getsignal(number)
+        while True:
+            of = getattr(found, "__self__", None)
+            if not isinstance(of, Deadline) or number not in of._previous or (of._inside and of is not self):
+                return found
+            found = of._previous[number]
+
     def _put_back(self) -> None:
-        self._owner = self._depth = 0
+        self._inside = []
         if self in _entered:
             _entered.remove(self)
         for number in reversed(self._previous):
@@ -170,17 +183,30 @@ class Deadline:
                     other._previous[number] = self._previous[number]
 
     def _put_one_back(self, number: int) -> None:
-        """Unless somebody has put in another handler since."""
+        """Unless somebody has put in another handler since, or this is not the main thread."""
         if signal.getsignal(number) == self._receive:
-            # None is a handler that Python did not install, and cannot install again.
-            signal.signal(number, signal.SIG_DFL if self._previous[number] is None else self._previous[number])
+            with suppress(ValueError):
+                # None is a handler that Python did not install, and cannot install again.
+                signal.signal(number, signal.SIG_DFL if self._previous[number] is None else self._previous[number])
+
+    def _pass_on(self, number: int, frame: FrameType | None) -> None:
+        """Does what the handler does that was there before."""
+        previous = self._previous[number]
+        self._put_one_back(number)
+        if callable(previous):
+            previous(number, frame)
+        elif previous != signal.SIG_IGN:
+            signal.signal(number, signal.SIG_DFL)
+            os.kill(os.getpid(), number)
 
     def _receive(self, number: int, frame: FrameType | None) -> None:
+        if not self._inside:
+            self._pass_on(number, frame)
+            return
         if os.getpid() != self._owner:
             # A forked child, as a worker of a data loader: it has no loop that asks.
             if number in _ENDS_CHILDREN or callable(self._previous[number]):
-                self._put_one_back(number)
-                os.kill(os.getpid(), number)
+                self._pass_on(number, frame)
             return
         _came[number] = now_seconds()
         self._signal()

@@ -1,13 +1,14 @@
 """`modelstate.resumable`: a training loop that may be killed at any time."""
 
 import inspect
+import itertools
 import math
 import sys
 import threading
 import time
 import warnings
 from collections.abc import Iterator, Mapping
-from types import FrameType
+from types import CodeType, FrameType
 from typing import Any
 
 from modelstate.errors import OptionError, ReadFailedError, SaveFailedWarning, StoreAccessError, WriteFailedError
@@ -49,8 +50,11 @@ class Resumable:
         self._saved_at = self.start if restored is not None else -1
         self._pending: PendingSave | None = None
         self._step_began = 0.0
-        self._caller = 0
-        """The frame that has asked for the last step, by its identity."""
+        self._looked_at = 0.0
+        """When this loop, or one within its step, last looked at the deadline of both."""
+        _newest[store.directory] = self._number = next(_numbers)
+        self._caller: tuple[int, CodeType | None] = 0, None
+        """The frame that has asked for the last step: its identity, which another one gets behind it, and its code."""
         self._stopped_within = ""
         """Why a loop within the last step was ended, so that the step is not done."""
 
@@ -63,30 +67,52 @@ class Resumable:
 
     def _all(self) -> Iterator[int]:
         around = _loops.around()
+        self._check_is_newest()
+        sharing = [loop._looked_at for loop in around if loop._deadline is self._deadline and loop.is_in_step()]
+        self._look(around, since=max(sharing, default=None))
         if self.done < self._steps and self._stop() and _loops.last_stop >= self._deadline_start:
             return  # an earlier loop was stopped, so what this one would begin with is not there
         while self.done < self._steps and not self._stop():
-            begun = time.perf_counter()
             self._step_began = now_seconds()
-            self._caller = id(sys._getframe(2))  # behind this generator and `__iter__`
+            self._caller = _identity(sys._getframe(2))  # behind this generator and `__iter__`
             around.append(self)
             try:
                 yield self.done
             finally:
                 around.remove(self)
+            self._check_is_newest()
             if self._stopped_within:
                 self.stopped, self._stopped_within = self._stopped_within, ""
                 self._hear()
                 return
             self.done += 1
-            if self._deadline is not None:
-                self._deadline.stepped(time.perf_counter() - begun)
+            self._look(around, since=self._looked_at)
             if self.done % self._save_every == 0 and self.done < self._steps:
                 self._save(block=self._block)
+                self._look(around)
         if self.stopped:
             self._tell(around)
         self._save(block=True)
         self._store.wait()
+        self._look(around)
+
+    def _check_is_newest(self) -> None:
+        """Raises `OptionError` where another loop has restored from the same store, and may have saved to it, since."""
+        if _newest[self._store.directory] != self._number:
+            raise OptionError(
+                "another loop over the same store was made since, so that their steps would be mixed up",
+                where=self._store.directory,
+                remedy="give each loop a Store of its own, in a new directory: this one may have the steps of both",
+            )
+
+    def _look(self, around: "list[Resumable]", since: float | None = None) -> None:
+        """Before the deadline is looked at: tells it for how long nobody has, and the loops around that it was."""
+        now = time.perf_counter()
+        if self._deadline is not None and since is not None:
+            self._deadline.stepped(now - since)
+        for loop in (*around, self):
+            if loop._deadline is self._deadline:
+                loop._looked_at = now
 
     @property
     def _deadline_start(self) -> float:
@@ -101,9 +127,12 @@ class Resumable:
                 loop._stopped_within = self.stopped
 
     def is_in_step(self) -> bool:
-        """Whether who asked for the last step is still at it: an error may have ended that, and kept the frame."""
+        """Whether who asked for the last step is still at it: an error may have ended that, and kept the frame.
+
+        Where somebody between has asked, as a generator that passes the steps on, it is False all the same.
+        """
         frame: FrameType | None = sys._getframe()
-        while frame is not None and id(frame) != self._caller:
+        while frame is not None and _identity(frame) != self._caller:
             frame = frame.f_back
         return frame is not None
 
@@ -164,7 +193,14 @@ class _Loops(threading.local):
         return made
 
 
+def _identity(frame: FrameType) -> tuple[int, CodeType | None]:
+    return id(frame), frame.f_code
+
+
 _loops = _Loops()
+_numbers = itertools.count()
+_newest: dict[str, int] = {}
+"""Which loop over each store was made last."""
 
 
 def resumable(
@@ -184,7 +220,8 @@ def resumable(
     one, and when the deadline is near or a signal has come, after which the loop ends and `stopped` says why. The
     number of a checkpoint is how many steps are done. A loop that is left by `break` or an exception saves nothing
     more. So does one in a step of which another loop was ended before its last step: that step is not done. (But where
-    the other one's deadline began within the step, it is only the end of the step.)
+    the other one's deadline began within the step, it is only the end of the step.) Of the loops over a store only the
+    one that was made last goes on.
 
     Args:
         store: where the checkpoints are.
