@@ -205,12 +205,14 @@ def test_a_loop_that_raised_does_not_count_for_the_margin(tmp_path: Path, monkey
     monkeypatch.setattr(time, "perf_counter", lambda: now[0])
 
     def raising() -> None:
-        for _ in iter(ms.resumable(ms.Store(tmp_path), of, steps=5, save_every=1, deadline=deadline)):
+        steps = iter(ms.resumable(ms.Store(tmp_path), of, steps=5, save_every=1, deadline=deadline))
+        for _ in steps:
             raise ZeroDivisionError
 
     with pytest.raises(ZeroDivisionError) as kept:
         raising()
     now[0] += 5000
-    assert len(list(ms.resumable(ms.Store(tmp_path), of, steps=5, save_every=1, deadline=deadline))) == 5
+    again = ms.resumable(ms.Store(tmp_path), of, steps=5, save_every=1, block=True, deadline=deadline)
+    assert len(list(again)) == 5
     assert deadline.margin_seconds == 30
     assert kept.tb is not None
