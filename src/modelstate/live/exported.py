@@ -41,6 +41,8 @@ class ExportedProgramVersion:
         graph = self._graph
         inputs = graph.inputs.flat(args, named)
         out = graph.run(*self._weights, *inputs)
+        if graph.returned:  # not the weight itself, which a swap in place gives new memory
+            out = tuple(one.detach() if place in graph.returned else one for place, one in enumerate(out))
         if graph.written:
             return self._write_back(out, inputs)
         return unflatten(list(out), graph.out_spec)
@@ -93,6 +95,13 @@ class _Graph:
         except ValueError as error:
             raise _unsupported(where, f"sizes that cannot be checked: {error}") from error
         self._require(program, where)
+        names = {one.arg.name for one in signature.input_specs if one.kind.name in _WEIGHTS}
+        self.returned = {
+            place
+            for place, one in enumerate(signature.output_specs)
+            if one.kind.name == "USER_OUTPUT" and getattr(one.arg, "name", None) in names
+        }
+        """The outputs that are weights."""
         self.written = _written(signature, places, [name for name, _ in values], where)
 
     def _require(self, program: Any, where: str) -> None:

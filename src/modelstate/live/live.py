@@ -20,6 +20,7 @@ from modelstate.live.gate import Gate
 from modelstate.live.name_map import NameMap
 from modelstate.live.program import Program, Target
 from modelstate.live.report import Answer, Clock, Event, Mode, SwapReport
+from modelstate.live.shared import leave_to_others
 from modelstate.live.staging import Asked, Buffers, Incoming, Undo, check_choice
 from modelstate.live.turn import Turn
 from modelstate.live.version import Entry, Pin, Version
@@ -218,9 +219,10 @@ class Live:
     def rollback(self, *, timeout_s: float | None = 60.0) -> int:
         """Makes the version before serve again, by one flip, and frees the one that served. Returns its id.
 
-        It has its buffers as it left them. `timeout_s` are the seconds to wait for other swaps; and, where a package
-        of AOTInductor has given the library of that version away, for requests that have it. Raises `VersionGoneError`
-        where no version is kept, `SwapBusyError` and `SwapTimeoutError`.
+        It has its buffers as it left them. A swap that has not flipped yet, for it reads or is in its canary, is not
+        waited for, and raises `SwapBusyError` then. `timeout_s` are the seconds to wait for a swap in place; and, where
+        a package of AOTInductor has given the library of that version away, for other swaps and for requests that have
+        it. Raises `VersionGoneError` where no version is kept, `SwapBusyError` and `SwapTimeoutError`.
         """
         until = _until(timeout_s)
         clock = Clock()
@@ -297,6 +299,8 @@ class Live:
             prepared = None if swap.canary is None else self._prepared(swap.canary)
         with self._flipping(old, swap.until), self._gate.closed(swap.until, clock("drain")):
             touched = changed(program, old.marks) if swap.buffers == "carry" else {}
+            if self._target.seats is None:  # the answers of a library have memory of their own
+                leave_to_others(program)
             undo = Undo(program)
             self._gate.undone_by(undo)
             before = undo.before

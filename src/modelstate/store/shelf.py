@@ -242,7 +242,11 @@ def _name_said(directory: str, must_be_known: bool = False) -> str:
         said = json.loads(data)
         check_seal(data, said[SEAL], path)
         name, version = said["store"], said["format"]
-    except (OSError, ValueError, LookupError, TypeError, RecursionError, ChecksumError):
+    except OSError as error:
+        if must_be_known and not isinstance(error, FileNotFoundError):
+            raise  # it may stand there, and another one would make all checkpoints foreign
+        return ""
+    except (ValueError, LookupError, TypeError, RecursionError, ChecksumError):
         return ""
     if must_be_known and version > FORMAT:
         raise NewerManifestError(

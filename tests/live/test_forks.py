@@ -1,0 +1,105 @@
+"""The child of a fork serves and swaps, whatever other threads were doing at that moment."""
+
+import subprocess
+import sys
+
+import pytest
+
+# The program in the child is one that torch itself can run there: a matrix product waits for locks of its library.
+SCRIPT = """
+import os, signal, sys, threading
+import torch
+from torch import nn
+import modelstate as ms
+
+class Scaled(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.p = nn.Parameter(torch.ones(2))
+
+    def forward(self, x):
+        return x * self.p
+
+torch.set_num_threads(1)
+torch.set_grad_enabled(False)
+x, live = torch.ones(2), ms.Live(Scaled())
+state = lambda k: {"p": torch.full((2,), float(k))}
+live.swap(state(1))
+inside, ended = threading.Event(), threading.Event()
+errors = []
+
+def in_child(work):
+    pid = os.fork()
+    if pid == 0:
+        signal.alarm(20)
+        code = 1
+        try:
+            work()
+            code = 0
+        finally:
+            os._exit(code)
+    assert os.waitpid(pid, 0)[1] == 0
+
+def serves_and_swaps():
+    assert live(x).tolist() == [1.0, 1.0]
+    assert live.swap(state(5), mode="frugal", timeout_s=2).drained
+    assert live(x).tolist() == [5.0, 5.0]
+    assert live.swap(state(6), timeout_s=2).drained
+    assert live.rollback(timeout_s=2) and live(x).tolist() == [5.0, 5.0]
+
+def thread(work):
+    def run():
+        torch.set_grad_enabled(False)
+        work()
+    one = threading.Thread(target=run, daemon=True)
+    one.start()
+    return one
+"""
+
+SERVING = """
+def serve():
+    while not ended.is_set():
+        live(x)
+threads = [thread(serve) for _ in range(3)]
+for _ in range(20):
+    in_child(serves_and_swaps)
+"""
+
+PINNED = """
+def serve():
+    with live.pin() as v:
+        inside.set()
+        ended.wait(60)
+threads = [thread(serve)]
+inside.wait(20)
+with live.pin() as mine:
+    def work():
+        try:
+            live.swap(state(2), mode="frugal", timeout_s=2)
+        except ms.errors.OptionError:  # this thread's own pin is still there
+            assert mine(x).tolist() == [1.0, 1.0]
+            return
+        raise AssertionError
+    in_child(work)
+in_child(serves_and_swaps)
+"""
+
+SWAPPING = """
+def canary(v):
+    inside.set()
+    return ended.wait(60)
+threads = [thread(lambda: live.swap(state(9), canary=canary, mode=MODE))]
+inside.wait(20)
+in_child(serves_and_swaps)
+"""
+
+
+@pytest.mark.parametrize(
+    "script",
+    [SERVING, PINNED, SWAPPING.replace("MODE", "'available'"), SWAPPING.replace("MODE", "'frugal'")],
+    ids=["serving", "pinned", "swapping", "swapping in place"],
+)
+def test_the_child_of_a_fork(script: str) -> None:
+    end = "\nended.set()\nfor one in threads:\n    one.join(20)\nassert live(x).shape == (2,)\n"
+    done = subprocess.run([sys.executable, "-c", SCRIPT + script + end], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
