@@ -12,11 +12,11 @@ from modelstate.errors import ExportError, ModelCodeError, ModelStateError, Name
 from modelstate.live.exported import ExportedTarget
 from modelstate.live.guards import conditions, is_equality
 from modelstate.live.held import check_held
-from modelstate.live.live import target_of_file
 from modelstate.live.manifest import NAME, Kind, Manifest, ProgramTensor
 from modelstate.live.name_map import NameMap
 from modelstate.live.names import runtime_state
 from modelstate.live.prove import Proof, prove
+from modelstate.live.served import target_of_file
 from modelstate.live.staging import check_choice
 from modelstate.live.twin import twin
 from modelstate.plan.torch_private import (

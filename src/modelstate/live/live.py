@@ -12,14 +12,14 @@ from typing import Any, Literal, NamedTuple
 
 from torch import nn
 
-from modelstate.errors import LiveTargetError, OptionError, SwapBusyError, VersionGoneError
+from modelstate.errors import OptionError, SwapBusyError, VersionGoneError
 from modelstate.live.buffers import Marks, carry, changed, marks
 from modelstate.live.canary import Calls, Canary, run_canary
-from modelstate.live.eager import ModuleTarget
 from modelstate.live.gate import Gate
 from modelstate.live.name_map import NameMap
-from modelstate.live.program import Program, Target
+from modelstate.live.program import Program
 from modelstate.live.report import Answer, Clock, Event, Mode, SwapReport
+from modelstate.live.served import target_of
 from modelstate.live.shared import leave_to_others
 from modelstate.live.staging import Asked, Buffers, Incoming, Undo, check_choice
 from modelstate.live.turn import Turn
@@ -29,7 +29,6 @@ from modelstate.place.load import Source
 from modelstate.place.report import Report
 from modelstate.plan.rules.rule import Rule
 from modelstate.plan.rules.schema import Schema
-from modelstate.plan.torch_private import exported_program_class
 from modelstate.read.checkpoint import Checkpoint
 
 _HISTORY = 1000
@@ -87,7 +86,7 @@ class Live:
     def __init__(self, target: Any, *, names: NameMap | nn.Module | None = None, keep: int = 1) -> None:
         if type(keep) is not int or keep < 0:
             raise OptionError("keep= is a number of versions", expected="0 or more", found=repr(keep))
-        self._target = _target(target, names)
+        self._target = target_of(target, names)
         self._keep = keep
         self._before: deque[Version] = deque()
         """Kept versions, the newest last."""
@@ -392,42 +391,6 @@ class Live:
 
     def _note(self, action: str, source: str, seconds: float, error: str = "") -> None:
         self._events.append(Event(action, self.version, source, time.time(), seconds, error))
-
-
-def _target(target: Any, names: NameMap | nn.Module | None) -> Target:
-    if isinstance(target, str | os.PathLike):
-        return target_of_file(os.fspath(target), names)
-    program_class = exported_program_class()
-    if program_class is not None and isinstance(target, program_class):
-        from modelstate.live.exported import ExportedTarget
-
-        return ExportedTarget(target, names)
-    if isinstance(target, nn.Module):
-        if names is not None:
-            raise OptionError("names= is for exported programs", found="a module, which has its names with it")
-        return ModuleTarget(target)
-    raise LiveTargetError(
-        "this cannot be served",
-        expected="a module, a compiled module, an ExportedProgram, or the path of a .pt2",
-        found=f"{type(target).__module__}.{type(target).__qualname__}",
-        remedy="of a function, serve the module that it calls; of a package that was loaded, give the path",
-    )
-
-
-def target_of_file(path: str, names: NameMap | nn.Module | None) -> Target:
-    """What a `.pt2` is served as. Raises as `Live` does."""
-    from modelstate.live.pt2 import read_program_file
-
-    file = read_program_file(path)
-    if file.kind == "aoti":
-        from modelstate.live.aoti import AotiTarget
-
-        return AotiTarget(file, names)
-    from modelstate.live.exported import ExportedTarget
-
-    if names is None and file.manifest is not None:
-        names = file.manifest.names
-    return ExportedTarget(file.program(), names, path)
 
 
 def _until(timeout_s: float | None) -> float | None:
