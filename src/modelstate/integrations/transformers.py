@@ -26,8 +26,6 @@ from modelstate.errors import (
     PackageError,
     SaveFailedWarning,
     StepNotFoundError,
-    StoreMovedError,
-    WriteFailedError,
 )
 from modelstate.store import contents
 from modelstate.store.arguments import is_number
@@ -36,7 +34,7 @@ from modelstate.store.deadline import Deadline
 from modelstate.store.reading import Step
 from modelstate.store.record import read_record
 from modelstate.store.rng import RNG
-from modelstate.store.saving import PendingSave, SavedStep
+from modelstate.store.saving import PASSING, PendingSave, SavedStep
 from modelstate.store.store import Store
 
 try:
@@ -96,7 +94,7 @@ class StoreCallback(TrainerCallback):  # type: ignore[misc]
         self._metrics: tuple[int, dict[str, float]] = (-1, {})
         self._looked_at = 0.0
         self._pending: PendingSave | None = None
-        self._lost: WriteFailedError | StoreMovedError | None = None
+        self._lost: Exception | None = None
         """Why the last save in the background failed, as long as nothing has been saved since."""
         self._is_done = False
         """Whether the step that was restored is the last one of the run."""
@@ -293,7 +291,7 @@ class StoreCallback(TrainerCallback):  # type: ignore[misc]
         else:
             try:
                 self._pending = self.store.save(step, objects, metrics=metrics, overwrite=again, block=False)
-            except (WriteFailedError, StoreMovedError) as error:
+            except PASSING as error:
                 self._lose(step, error)
                 return
         self._saved_step = step
@@ -305,10 +303,10 @@ class StoreCallback(TrainerCallback):  # type: ignore[misc]
             return
         try:
             self._learn(pending.result())
-        except (WriteFailedError, StoreMovedError) as error:
+        except PASSING as error:
             self._lose(pending.step, error)
 
-    def _lose(self, step: int, error: WriteFailedError | StoreMovedError) -> None:
+    def _lose(self, step: int, error: Exception) -> None:
         self._saved_step, self._lost = -1, error
         warnings.warn(f"step {step} was not saved: {error}", SaveFailedWarning, stacklevel=2)
 

@@ -11,15 +11,13 @@ from collections.abc import Iterator, Mapping
 from types import CodeType, FrameType
 from typing import Any
 
-from modelstate.errors import OptionError, ReadFailedError, SaveFailedWarning, StoreAccessError, WriteFailedError
+from modelstate.errors import OptionError, SaveFailedWarning
 from modelstate.plan.matching import nearest
 from modelstate.store.deadline import Deadline, now_seconds
-from modelstate.store.saving import PendingSave, SavedStep
+from modelstate.store.saving import PASSING, PendingSave, SavedStep
 from modelstate.store.store import RestoredStep, Store
 
 _RESTORING = tuple(inspect.signature(Store.restore).parameters)[2:]
-_PASSING = (WriteFailedError, ReadFailedError, StoreAccessError)
-"""What an I/O error comes through as, wherever in a save it was: it may be over when the next one begins."""
 
 
 class Resumable:
@@ -153,7 +151,7 @@ class Resumable:
         else:
             try:
                 self._pending = self._store.save(self.done, self._objects, block=False, **how)
-            except _PASSING as error:
+            except PASSING as error:
                 self._lost(self.done, error)
                 return
         self._saved_at = self.done
@@ -165,7 +163,7 @@ class Resumable:
             return
         try:
             self._learn(pending.result())
-        except _PASSING as error:
+        except PASSING as error:
             self._lost(pending.step, error)
 
     def _lost(self, step: int, error: Exception) -> None:

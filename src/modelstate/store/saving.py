@@ -10,8 +10,11 @@ from multiprocessing import parent_process
 from multiprocessing.util import Finalize
 from typing import Any
 
-from modelstate.errors import SaveTimeoutError
+from modelstate.errors import ReadFailedError, SaveTimeoutError, StoreAccessError, WriteFailedError
 from modelstate.words import size
+
+PASSING = (WriteFailedError, ReadFailedError, StoreAccessError)
+"""What an I/O error comes through as, wherever in a save it was: it may be over when the next one begins."""
 
 
 @dataclass(frozen=True, slots=True)
