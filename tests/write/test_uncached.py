@@ -189,3 +189,18 @@ def test_a_kill_at_every_call(tmp_path: Path) -> None:
             break
     assert seen == sorted(seen)
     assert set(seen) == {1, 2}
+
+
+@pytest.mark.parametrize(("least", "is_cached"), [(8 << 20, True), (2 << 20, False)])
+def test_smaller_files_stay_in_the_page_cache(
+    tmp_path: Path, least: int, is_cached: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(uncached, "LEAST_BYTES", least)
+    if not can_be_past_cache(tmp_path):
+        pytest.skip("the file system has no O_DIRECT")
+    ms.save({"w": torch.randn(1 << 20)}, tmp_path / NAME)
+    with (tmp_path / NAME).open("rb") as file:
+        share = cached_share(file.fileno(), 0, (tmp_path / NAME).stat().st_size)
+    if share is None:
+        pytest.skip("the kernel does not say what is in its page cache")
+    assert (share > 0.9) == is_cached
