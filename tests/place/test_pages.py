@@ -33,6 +33,14 @@ def test_a_slow_page_is_noticed_before_the_rest_is_used(slow: bool, monkeypatch:
     assert [has_small_pages(first), has_small_pages(second)] == [slow, slow]
 
 
+def test_where_later_pages_are_slow_the_memory_before_them_gets_small_ones_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    seconds = iter([0.0001, 0.01])
+    monkeypatch.setattr(memory, "_seconds_to_fault", lambda arena: next(seconds))
+    watch = memory.PageWatch(2)
+    first, second, third = (memory.fresh_tensors(LAYOUT, watch)[0] for _ in range(3))
+    assert [has_small_pages(one) for one in (first, second, third)] == [True, True, True]
+
+
 @pytest.mark.parametrize(("seconds", "small"), [(1.0, True), (1e-6, False)])
 def test_a_slow_read_is_noticed_on_the_way(seconds: float, small: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(memory, "_seconds_to_fault", lambda arena: 0.0)

@@ -49,11 +49,11 @@ class PageWatch:
 
     def add(self, arena: mmap.mmap) -> None:
         """Hears of memory that is about to be read into."""
-        if not self._small and len(arena) >= _PROBED_BYTES:
-            self._small = _seconds_to_fault(arena) > _SLOW_PAGE_SECONDS
         self._arenas.append(arena)
         if self._small:
             _use_small_pages(arena)
+        elif len(arena) >= _PROBED_BYTES and _seconds_to_fault(arena) > _SLOW_PAGE_SECONDS:
+            self._go_small()
 
     def on_read(self, nbytes: int) -> None:
         """Hears of bytes that have come into the memory."""
@@ -67,6 +67,10 @@ class PageWatch:
         if self._nbytes > self._slow * seconds:
             self._started, self._nbytes = time.perf_counter(), 0  # fast so far: look again after the next bytes
             return
+        self._go_small()
+
+    def _go_small(self) -> None:
+        """Also where the first pages of memory were fast: the next ones are as those that have just been met."""
         self._small = True
         for arena in self._arenas:
             _use_small_pages(arena)
