@@ -143,6 +143,27 @@ def test_a_map_of_a_cold_file_is_brought_in_behind_the_load(cold: Path) -> None:
     assert module[5].weight[3, 3] == 5
 
 
+def test_a_map_of_a_warm_file_shows_its_pages_before_they_are_used(cold: Path) -> None:
+    cold.read_bytes()
+    module = model()
+    report = ms.load(module, cold)
+    assert report.notes == ()
+    nbytes, until = cold.stat().st_size, time.monotonic() + 20
+    while shown_bytes(cold) < nbytes * 0.99 and time.monotonic() < until:
+        time.sleep(0.01)
+    assert shown_bytes(cold) >= nbytes * 0.99
+    assert module[5].weight[3, 3] == 5
+
+
+def test_a_map_of_a_warm_file_can_be_left_to_who_uses_it(cold: Path) -> None:
+    cold.read_bytes()
+    module = model()
+    ms.load(module, cold, prefault=False)
+    time.sleep(0.1)
+    assert shown_bytes(cold) == 0
+    assert module[5].weight[3, 3] == 5
+
+
 def test_a_map_can_be_left_to_who_uses_it(cold: Path) -> None:
     report = ms.load(model(), cold, prefault=False)
     assert report.notes == ()

@@ -3,12 +3,10 @@
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Sequence
 
-import torch
-
 from modelstate.plan.assignment import Assignment
 from modelstate.plan.memory import means_past_the_cache
 from modelstate.plan.prepare import Preparation
-from modelstate.read.populate import begin_to_populate, populate
+from modelstate.read.populate import Shown, begin_to_populate, populate
 from modelstate.read.readahead import LEAST_BYTES, cold_ranges, merged, most_to_read
 from modelstate.read.uncached import can_read_uncached
 from modelstate.spec import ByteRange, StoredTensor
@@ -19,11 +17,18 @@ def ask_for(preparation: Preparation, *, maps: bool) -> list[str]:
     """Sees to what the kernel does not have in its page cache, and does not wait. Returns what to note.
 
     What is read in large runs is going to be read past the page cache, where that is possible; anything else that is
-    read is read ahead. Of what is shown the pages are brought in, if `maps` says so.
+    read is read ahead. Of what is shown the pages are brought in, if `maps` says so; those that are in the page cache
+    are put into the map, which one thread does faster than several that run into pages which others are mapping.
     """
     checkpoint = preparation.checkpoint
     whole = [ByteRange(path, 0, stamp.nbytes) for path, stamp in checkpoint.stamps.items()]
-    if sum(one.nbytes for one in whole) < LEAST_BYTES or not cold_ranges(whole, checkpoint.stamps):
+    if sum(one.nbytes for one in whole) < LEAST_BYTES:
+        return []
+    shown = _shown(preparation.assignments) if maps else []
+    if sum(extent.nbytes for extent, _ in shown) < LEAST_BYTES:
+        shown = []
+    if not cold_ranges(whole, checkpoint.stamps):
+        begin_to_populate(shown, threads=1)
         return []
     notes = []
     read = [made for made in preparation.assignments if not made.placement.mapped]
@@ -32,8 +37,8 @@ def ask_for(preparation: Preparation, *, maps: bool) -> list[str]:
     left = (made.stored for made in read if not _is_uncached(made, preparation.means.uncached))
     if asked := checkpoint.read_ahead(stored.extent for stored in left if isinstance(stored, StoredTensor)):
         notes.append(f"the file was not in the page cache: {size(asked)} of it are read ahead")
-    shown, rest = _shown(preparation.assignments) if maps else ([], "")
-    if sum(extent.nbytes for extent, _ in shown) >= LEAST_BYTES:
+    if shown:
+        shown, rest = _that_fits(shown)
         begin_to_populate(shown)
         notes.append("the file was not in the page cache: its map is brought in, while the program goes on" + rest)
     return notes
@@ -64,17 +69,24 @@ def _is_uncached(made: Assignment, files: Collection[str]) -> bool:
 
 def bring_in(assignments: Iterable[Assignment], progress: Callable[[int], None]) -> list[str]:
     """Brings in the pages that are shown, and waits for them. Returns what to note. Raises `ReadFailedError`."""
-    shown, left = _shown(assignments)
+    shown, left = _that_fits(_shown(assignments))
     populate(shown, progress)
     return [f"the map is brought in{left}"] if left else []
 
 
-def _shown(assignments: Iterable[Assignment]) -> tuple[list[tuple[ByteRange, torch.Tensor]], str]:
-    """What shows files, as far as memory has place for it, and what to say where there is more."""
-    most, pairs = most_to_read(), list[tuple[ByteRange, torch.Tensor]]()
-    for made in assignments:
-        if made.placement.mapped and isinstance(made.stored, StoredTensor):
-            if (most := most - made.stored.nbytes) < 0:
-                return pairs, ": as much of it as half of the memory holds"
-            pairs.append((made.stored.extent, made.value))
-    return pairs, ""
+def _shown(assignments: Iterable[Assignment]) -> list[Shown]:
+    return [
+        (made.stored.extent, made.value)
+        for made in assignments
+        if made.placement.mapped and isinstance(made.stored, StoredTensor)
+    ]
+
+
+def _that_fits(shown: Sequence[Shown]) -> tuple[list[Shown], str]:
+    """As much of it as memory has place for, and what to say where there is more."""
+    most, fits = most_to_read(), list[Shown]()
+    for extent, tensor in shown:
+        if (most := most - extent.nbytes) < 0:
+            return fits, ": as much of it as half of the memory holds"
+        fits.append((extent, tensor))
+    return fits, ""

@@ -179,9 +179,9 @@ def load(
             the file has it; returns the tensor to load, of the same shape. A tensor subclass is possible. Or a mapping
             from glob patterns, of names or of the paths of modules, to transforms, or to None for what is left alone:
             the first pattern that matches counts. See also `modelstate.Quantize`.
-        map: whether tensors on meta may show the file itself, copy-on-write, so that nothing is read before it is
-            used. Replacing that file by a rename is safe; overwriting it in place changes the model, or ends the
-            process. With False they get memory of their own. All other targets always do.
+        map: whether tensors on meta may show the file itself, copy-on-write, so that nothing is copied. Replacing that
+            file by a rename is safe; overwriting it in place changes the model, or ends the process. With False they
+            get memory of their own. All other targets always do.
         in_place: reads straight into the memory that is there, with no second copy. An I/O error or an interrupt in
             the middle of that read leaves a model that is partly overwritten; every other error leaves it as it was.
         verify: compares the file with the checksums that it keeps, before any value is put in place.
@@ -189,8 +189,8 @@ def load(
         progress: a bar on the terminal; None shows it when the load takes longer than half a second.
         max_memory_bytes: the most memory that the load may need beyond the final tensors.
         prefault: True brings in the pages of the file that tensors show, with several threads, before anything is put
-            in place; then nothing waits for the disk later. None does so in the background, where the file is not in
-            the page cache; False leaves it to whoever uses them.
+            in place; then nothing waits for the disk later. None does so in the background; False leaves it to
+            whoever uses them.
         background: plans and checks, and returns a `LoadHandle` while a thread reads, casts and transforms; the model
             is what it was until its `result`. The report's `seconds` are those from this call to that return.
 

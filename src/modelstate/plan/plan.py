@@ -59,7 +59,7 @@ class Step(NamedTuple):
     nbytes: int = 0
     """Bytes that are read."""
     mapped: bool = False
-    """Whether the tensor will show the file itself, so that nothing is read before it is used."""
+    """Whether the tensor will show the file itself, so that nothing is copied."""
     ties: tuple[str, ...] = ()
     """Other names of the same tensor in the model."""
     rules: tuple[str, ...] = ()

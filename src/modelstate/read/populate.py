@@ -58,7 +58,7 @@ def populate(shown: Iterable[Shown], on_read: Callable[[int], None]) -> None:
     work_together(work, min(_threads(), len(pieces)))
 
 
-def begin_to_populate(shown: Sequence[Shown]) -> None:
+def begin_to_populate(shown: Sequence[Shown], threads: int | None = None) -> None:
     """Begins to bring in the pages and goes on. Who uses what cannot be read will hear of it then."""
     waiting, lock = iter(_pieces(shown)), threading.Lock()
 
@@ -73,7 +73,7 @@ def begin_to_populate(shown: Sequence[Shown]) -> None:
             except ReadFailedError:
                 return
 
-    for _ in range(_threads()):
+    for _ in range(threads or _threads()):
         threading.Thread(target=work, args=(shown,), name="modelstate-populate", daemon=True).start()
 
 
