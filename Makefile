@@ -20,7 +20,7 @@ help:
 	@echo "make demo     set up and run the main job: a real checkpoint into a live module"
 	@echo "make test     set up and run everything that CI runs"
 	@echo "make format   put the code in order"
-	@echo "make bench    measure, and write docs/benchmarks.md (BENCH=--quick for a short run)"
+	@echo "make bench    measure, and write docs/benchmarks*.md (BENCH=--quick for a short run)"
 	@echo "make serve    a sentence encoder over HTTP that takes new weights (SERVE=--help for its options)"
 	@echo "make docs     build the documentation into dist/site/"
 	@echo "make clean    remove the virtual environment and what was built"

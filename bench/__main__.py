@@ -4,7 +4,7 @@ import argparse
 import os
 import sys
 import tempfile
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 
@@ -12,12 +12,12 @@ from bench import goals, live_sections, tables
 from bench.measured import ROOT, Measured, Part, code, keep, kept
 from bench.models import KINDS
 from bench.other import Others
+from bench.pages import PAGES, PARTS, Page
 from bench.run import Runner
 from bench.sections import LOADS
 
-OTHERS = ("save", "state-dict", "opening", "convert", "live", "serving")
-PARTS = ("limits", *LOADS, *OTHERS)
-"""In the order of the page."""
+RESULTS = ROOT / "bench" / "results"
+"""What the pages of the documentation are made of."""
 
 
 def _options(arguments: Iterable[str] | None = None) -> argparse.Namespace:
@@ -25,16 +25,24 @@ def _options(arguments: Iterable[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--quick", action="store_true", help="tiny sizes, one run, writes no page: a smoke test")
     parser.add_argument("--runs", type=int, help="runs of each contender (default 7)")
     parser.add_argument("--only", nargs="+", choices=PARTS, help="some of it")
-    parser.add_argument("--out", type=Path, help="the page to write (default docs/benchmarks.md if all is measured)")
+    parser.add_argument("--out", type=Path, help="the folder to write pages into (default docs/ if all is measured)")
     parser.add_argument("--folder", type=Path, help="where the files are made and removed (default $TMPDIR, or .venv)")
-    parser.add_argument("--keep", type=Path, help="a folder for what each part has found, as JSON")
     parser.add_argument(
-        "--from", type=Path, dest="source", help="measure nothing: make the page of what `--keep` has put there"
+        "--keep", type=Path, help="a folder for what each part has found, as JSON (default bench/results/ if all is)"
+    )
+    parser.add_argument(
+        "--from",
+        type=Path,
+        nargs="?",
+        const=RESULTS,
+        dest="source",
+        help="measure nothing: make the pages of what `--keep` has put there",
     )
     options = parser.parse_args(arguments)
     options.runs = options.runs or (1 if options.quick else 7)
     if options.out is None and not options.quick and not options.only:
-        options.out = ROOT / "docs" / "benchmarks.md"
+        options.out = ROOT / "docs"
+        options.keep = options.keep or RESULTS
     return options
 
 
@@ -82,17 +90,28 @@ def _cases(part: str) -> set[str]:
     return cases | {KINDS[case].tiny for case in cases}
 
 
+def pages(parts: Sequence[Part], command: str) -> Iterator[tuple[Page, list[goals.Goal], str]]:
+    """Each page of which something was measured, with its goals and its text."""
+    for page in PAGES:
+        its = [part for part in parts if part.name in page.parts]
+        if its:
+            found = {one.key: one for part in its for one in part.measured}
+            reached = goals.reached(found, page.goals)
+            yield page, reached, tables.page(page, its, reached, command)
+
+
 def main(arguments: Sequence[str] | None = None) -> None:
     options = _options(arguments)
     parts = kept(options.source, PARTS) if options.source else _measure(options)
     if not parts:
         sys.exit(f"nothing was kept in {options.source}")
-    reached = goals.reached({one.key: one for part in parts for one in part.measured})
-    print(tables.goals(reached))
+    for page, reached, text in pages(parts, _command(options)):
+        print(tables.goals(reached))
+        if options.out:
+            path = options.out / page.file
+            path.write_text(text)
+            print(f"written: {path}")
     print(tables.machine())
-    if options.out:
-        options.out.write_text(tables.page(parts, reached, _command(options)))
-        print(f"written: {options.out}")
 
 
 if __name__ == "__main__":

@@ -37,9 +37,9 @@ def _own_memory(fastest: Fastest) -> str:
 
 def _in_place(fastest: Fastest) -> str:
     return (
-        f"Reading into memory that is there takes {fastest('limits', limits.TOUCHED)} with nothing else done, and the "
-        f"load {fastest('large/memory', 'modelstate.load, in_place=True')}: there is no half as much again to be had. "
-        "The others are near it, too."
+        f"Reading into memory that is there takes {fastest('limits', limits.TOUCHED_SMALL)} with nothing else done "
+        f"where it is in small pages, as a module's is, and {fastest('limits', limits.TOUCHED)} in huge ones; the load "
+        f"takes {fastest('large/memory', 'modelstate.load, in_place=True')}. The others copy the same bytes."
     )
 
 
@@ -55,8 +55,9 @@ def _cold(fastest: Fastest) -> str:
 def _cast(fastest: Fastest) -> str:
     return (
         "Fresh memory: half as much of it as for float32, of which all together takes "
-        f"{fastest('limits', limits.SMALL)}, while the bytes are read and cast by the same processors; reading them "
-        f"is {fastest('limits', limits.TOUCHED)}. The others have the same memory to find."
+        f"{fastest('limits', limits.SMALL)}, while the bytes are read and cast by the same processors. And the load "
+        f"reads what it computes with, which takes {fastest('limits', limits.TOUCHED)} by itself, where others cast "
+        "out of a map: there a file that is cut meanwhile ends the process with SIGBUS, and here it is an error."
     )
 
 

@@ -15,6 +15,7 @@ from modelstate.cli.measure import Stages
 MEMCPY = "memcpy into touched memory"
 FORWARD = "the forward alone"
 TOUCHED = "preadv from the page cache into touched memory, {}"
+TOUCHED_SMALL = "preadv from the page cache into touched small pages, {}"
 SMALL = "preadv from the page cache into fresh small pages, {}"
 HUGE = "preadv from the page cache into fresh huge pages, {}"
 BUFFERED = "cold disk, buffered reads, {}"
@@ -34,6 +35,7 @@ def memory(path: str) -> None:
     found: dict[str, Callable[[], float]] = {MEMCPY: lambda: _memcpy(os.stat(path).st_size)}
     for count in sorted({1, cores}):
         found[TOUCHED.format(threads(count))] = lambda n=count: _read(path, n, huge=True, touched=True)
+        found[TOUCHED_SMALL.format(threads(count))] = lambda n=count: _read(path, n, huge=False, touched=True)
         found[SMALL.format(threads(count))] = lambda n=count: _read(path, n, huge=False)
         found[HUGE.format(threads(count))] = lambda n=count: _read(path, n, huge=True)
     _report(found, os.stat(path).st_size)

@@ -10,6 +10,7 @@ import torch
 
 from bench.goals import Goal
 from bench.measured import Measured, Part, Runs
+from bench.pages import Page
 from modelstate.cli.measure import median
 from modelstate.words import size
 
@@ -243,21 +244,14 @@ def _versions() -> list[str]:
     return found
 
 
-def page(parts: Sequence[Part], found: Sequence[Goal], command: str) -> str:
+def page(page: Page, parts: Sequence[Part], found: Sequence[Goal], command: str) -> str:
     """All of it."""
     measured = [one for part in parts for one in part.measured]
     machines = dict.fromkeys(part.machine for part in parts)
-    head = f"""# Benchmarks
+    head = f"""# {page.title}
 
 This page is written by `{command}`.{_origin(parts, command)} Every contender runs in a fresh process, in alternation
-with the others of its table; those on which no goal depends run less often. The files are in the page cache, unless a
-title says that they are cold. Before the clock starts, the target module is built (unless a title or the name of a
-contender says otherwise), and the contender has loaded and run a tiny model once, so that imports and the start of
-threads do not count.
-
-- **ready**: from the file to the module with its weights. **×**: compared with the first row of the table.
-- **own memory**: the most anonymous memory that the process grew by until then; pages of a mapped file are not in it.
-- **with file pages**: the most resident memory that it grew by, those included.
+with the others of its table; those on which no goal depends run less often. {page.words}
 
 The machine: {" ".join(machines)}
 """

@@ -7,8 +7,9 @@ from pathlib import Path
 import pytest
 
 from bench import goals, limits, live, measured, saving, tables, torture
-from bench.__main__ import PARTS, main
+from bench.__main__ import RESULTS, main, pages
 from bench.measured import Measured, Part
+from bench.pages import PAGES, PARTS, Page
 from bench.run import Runner, different_weights
 from bench.sections import Load
 from modelstate.cli.measure import MeasurementError, Stage
@@ -26,22 +27,25 @@ def table_of(key: str, rows: Mapping[str, dict[str, Stage]], form: str = "load")
 
 
 def test_a_run_prints_ratios_and_leaves_nothing_behind(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    page, again, keep = tmp_path / "page.md", tmp_path / "again.md", tmp_path / "kept"
-    (tmp_path / "files").mkdir()
-    given = ["--quick", "--only", "state-dict", "--folder", str(tmp_path / "files"), "--out", str(page)]
+    once, twice, keep = tmp_path / "once", tmp_path / "twice", tmp_path / "kept"
+    for folder in (once, twice, tmp_path / "files"):
+        folder.mkdir()
+    given = ["--quick", "--only", "state-dict", "--folder", str(tmp_path / "files"), "--out", str(once)]
     main([*given, "--keep", str(keep)])
     assert "| modelstate.load_state_dict |" in capsys.readouterr().out
+    page, again = once / "benchmarks.md", twice / "benchmarks.md"
+    assert list(once.iterdir()) == [page]  # of the others nothing was measured
     assert "## load_state_dict by the number of modules" in page.read_text()
     assert "`python -m bench --quick --runs 1 --only state-dict`" in page.read_text()
     assert not list((tmp_path / "files").iterdir())
-    main(["--from", str(keep), "--out", str(again)])
+    main(["--from", str(keep), "--out", str(twice)])
     assert "measured one after another, of the same code, by `python -m bench --quick" in again.read_text()
     assert again.read_text().partition("## Goals")[2] == page.read_text().partition("## Goals")[2]
 
 
 def test_a_page_of_nothing_is_not_written(tmp_path: Path) -> None:
     with pytest.raises(SystemExit, match="nothing was kept"):
-        main(["--from", str(tmp_path), "--out", str(tmp_path / "page.md")])
+        main(["--from", str(tmp_path), "--out", str(tmp_path)])
     assert not list(tmp_path.iterdir())
 
 
@@ -64,7 +68,20 @@ def test_parts_of_different_code_are_not_shown_as_one(tmp_path: Path) -> None:
         measured.keep(part, tmp_path)
     parts = measured.kept(tmp_path, PARTS)
     assert [part.name for part in parts] == ["large", "small"]
-    assert "**of different states of the code**" in tables.page(parts, goals.reached({}), "another command")
+    assert "**of different states of the code**" in tables.page(PAGES[0], parts, goals.reached({}), "another command")
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.file)
+def test_a_page_says_what_the_results_say(page: Page) -> None:
+    parts = measured.kept(RESULTS, page.parts)
+    if not parts:
+        pytest.skip(f"no results of {page.file} are kept")
+    ((_, _, text),) = pages(parts, "python -m bench --from")
+    assert (measured.ROOT / "docs" / page.file).read_text() == text
+
+
+def test_every_goal_is_on_one_page() -> None:
+    assert sorted(key for page in PAGES for key in page.goals) == sorted(goals.ROWS)
 
 
 def test_what_is_kept_comes_back_as_it_was(tmp_path: Path) -> None:
@@ -178,6 +195,16 @@ def test_goals_are_not_met_by_what_is_slow() -> None:
     linear = ("many", "shards")  # the same time for each file, however slow
     assert {one.verdict for key, one in zip(goals.ROWS, found, strict=True) if key not in linear} == {"not met"}
     assert "**0.50x the best peer**" in tables.goals(found)
+
+
+def test_who_leaves_the_optimizer_with_other_parameters_is_no_peer_in_place() -> None:
+    found = everything(0.1)
+    run = one_run(0.01, 0.01)
+    run["check"].facts["references_kept"] = False  # type: ignore[index]
+    rows = {name: runs[0] for name, runs in found["large/memory"].cases[""].items()}
+    found["large/memory"] = table_of("large/memory", {**rows, "puts others in": run})
+    (row,) = (one for one in goals.reached(found) if one.job == goals.ROWS["in-place"][0])
+    assert row.verdict == "met"
 
 
 def test_memory_above_the_bound_is_no_goal_met() -> None:
