@@ -40,8 +40,8 @@ def _options(arguments: Iterable[str] | None = None) -> argparse.Namespace:
     )
     options = parser.parse_args(arguments)
     options.runs = options.runs or (1 if options.quick else 7)
-    if options.out is None and not options.quick and not options.only:
-        options.out = ROOT / "docs"
+    if not options.quick and not options.only:
+        options.out = options.out or ROOT / "docs"
         options.keep = options.keep or RESULTS
     return options
 

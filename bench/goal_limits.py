@@ -39,7 +39,8 @@ def _in_place(fastest: Fastest) -> str:
     return (
         f"Reading into memory that is there takes {fastest('limits', limits.TOUCHED_SMALL)} with nothing else done "
         f"where it is in small pages, as a module's is, and {fastest('limits', limits.TOUCHED)} in huge ones; the load "
-        f"takes {fastest('large/memory', 'modelstate.load, in_place=True')}. The others copy the same bytes."
+        f"takes {fastest('large/memory', 'modelstate.load, in_place=True')}. The others copy the same bytes. "
+        "What the rest of it is has not been found."
     )
 
 
@@ -64,8 +65,9 @@ def _cast(fastest: Fastest) -> str:
 def _int8(fastest: Fastest) -> str:
     return (
         f"Reading the bytes takes {fastest('limits', limits.TOUCHED)} with all processors and nothing else done; the "
-        "rest is the arithmetic of the scales and the rounding, which is torchao's for everybody, and the fresh memory "
-        "for the weights."
+        "rest is the arithmetic of the scales and the rounding, which is torchao's for everybody, the fresh memory for "
+        "the weights, and calls from Python, of which one thread makes one at a time. A profile of all "
+        "of it is missing."
     )
 
 

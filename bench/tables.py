@@ -244,14 +244,14 @@ def _versions() -> list[str]:
     return found
 
 
-def page(page: Page, parts: Sequence[Part], found: Sequence[Goal], command: str) -> str:
+def page(of: Page, parts: Sequence[Part], found: Sequence[Goal], command: str) -> str:
     """All of it."""
     measured = [one for part in parts for one in part.measured]
     machines = dict.fromkeys(part.machine for part in parts)
-    head = f"""# {page.title}
+    head = f"""# {of.title}
 
 This page is written by `{command}`.{_origin(parts, command)} Every contender runs in a fresh process, in alternation
-with the others of its table; those on which no goal depends run less often. {page.words}
+with the others of its table; those on which no goal depends run less often. {of.words}
 
 The machine: {" ".join(machines)}
 """

@@ -28,7 +28,8 @@ def ask_for(preparation: Preparation, *, maps: bool) -> list[str]:
     if sum(extent.nbytes for extent, _ in shown) < LEAST_BYTES:
         shown = []
     if not cold_ranges(whole, checkpoint.stamps):
-        begin_to_populate(shown, threads=1)
+        if shown:
+            begin_to_populate(shown, threads=1)
         return []
     notes = []
     read = [made for made in preparation.assignments if not made.placement.mapped]
