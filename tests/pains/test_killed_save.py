@@ -2,6 +2,7 @@
 
 import random
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -12,21 +13,20 @@ from tests.pains.conftest import StockFails
 from tests.store.killed import said, save_in_place, start
 
 ROUNDS = 12
+"""As many as show that ours survives."""
+AT_MOST = 200
+"""Where one of five kills does harm and one is enough, none of so many does by a chance of 10^-20."""
 
 
-def lost(how: str, path: Path) -> int:
-    """After how many kills at random moments the file could not be read, or was not what had been reported."""
-    chance, count = random.Random(0), 0
-    for _ in range(ROUNDS):
-        process, report = start(save_in_place, how, str(path))
-        assert report.poll(60)
-        first = report.recv()
-        time.sleep(chance.random() * 0.05)
-        process.kill()
-        process.join()
-        newest = max([first, *said(report)])
-        count += not holds(path, newest)
-    return count
+def kill_a_save(how: str, path: Path, chance: random.Random) -> int:
+    """Kills at a random moment whoever saves to this path over and over; the last number that was reported as saved."""
+    process, report = start(save_in_place, how, str(path))
+    assert report.poll(60)
+    first = report.recv()
+    time.sleep(chance.random() * 0.05)
+    process.kill()
+    process.join()
+    return int(max([first, *said(report)]))
 
 
 def holds(path: Path, at_least: int) -> bool:
@@ -38,21 +38,34 @@ def holds(path: Path, at_least: int) -> bool:
     return len(numbers) == 1 and numbers.pop() >= at_least
 
 
+def kills_until(harm: Callable[[int], bool], how: str, path: Path) -> int | None:
+    """How many kills it takes until there is harm, which is asked with the last number that was reported."""
+    chance = random.Random(0)
+    return next((kill for kill in range(1, AT_MOST + 1) if harm(kill_a_save(how, path, chance))), None)
+
+
 def test_stock_loses_it(tmp_path: Path, stock_fails: StockFails) -> None:
-    count = lost("torch", tmp_path / "model.pt")
-    print(f"torch.save: {count} of {ROUNDS} lost")
-    stock_fails("the file of before cannot be read any more", count > 0)
+    path = tmp_path / "model.pt"
+    kills = kills_until(lambda newest: not holds(path, newest), "torch", path)
+    print(f"torch.save: lost by kill {kills}")
+    stock_fails("the file of before cannot be read any more", kills is not None)
 
 
 def test_stock_leaves_litter_that_nobody_takes_away(tmp_path: Path, stock_fails: StockFails) -> None:
-    lost("safetensors", tmp_path / "model.safetensors")
-    save_file({"w": torch.ones(1)}, tmp_path / "model.safetensors")
-    left = [path.stat().st_size for path in tmp_path.iterdir() if path.name != "model.safetensors"]
-    print(f"save_file: {len(left)} files and {sum(left):,} bytes left after {ROUNDS} kills")
-    stock_fails("unfinished files stay for ever", len(left) > 0)
+    path = tmp_path / "model.safetensors"
+
+    def litter() -> list[int]:
+        return [other.stat().st_size for other in tmp_path.iterdir() if other != path]
+
+    kills = kills_until(lambda _: bool(litter()), "safetensors", path)
+    save_file({"w": torch.ones(1)}, path)
+    print(f"save_file: {len(litter())} files and {sum(litter()):,} bytes left by kill {kills}")
+    stock_fails("unfinished files stay for ever", bool(litter()))
 
 
 def test_ours_never_does(tmp_path: Path) -> None:
-    assert lost("ours", tmp_path / "model.safetensors") == 0
-    ms.save({"w": torch.ones(1)}, tmp_path / "model.safetensors")
-    assert [path.name for path in tmp_path.iterdir()] == ["model.safetensors"]
+    path, chance = tmp_path / "model.safetensors", random.Random(0)
+    for _ in range(ROUNDS):
+        assert holds(path, at_least=kill_a_save("ours", path, chance))
+    ms.save({"w": torch.ones(1)}, path)
+    assert list(tmp_path.iterdir()) == [path]
