@@ -11,8 +11,7 @@ Fastest = Callable[..., str]
 def _mapped(fastest: Fastest) -> str:
     return (
         f"Nothing is read, so all of the {fastest('large/meta', 'modelstate.load')} is Python, most of it for the plan "
-        "that is checked before anything is touched, for what undoes it, and for the report. The others do without, "
-        "and are ahead by less than the runs differ."
+        "that is checked before anything is touched, for what undoes it, and for the report. The others do without."
     )
 
 
@@ -27,7 +26,8 @@ def _first_forward(fastest: Fastest) -> str:
 def _own_memory(fastest: Fastest) -> str:
     return (
         "Fresh memory is what everybody pays for here. To read the file into fresh small pages takes "
-        f"{fastest('limits', limits.SMALL)} with nothing else done, and the load "
+        f"{fastest('limits', limits.SMALL)} with nothing else done; to have the kernel make pages with its bytes in "
+        f"them, as the load does, {fastest('limits', limits.FILLED)}; and the load "
         f"{fastest('large/meta', 'modelstate.load, map=False')}. Into huge pages it is "
         f"{fastest('limits', limits.HUGE)} where the machine has them at hand, as in the table of limits, whose "
         "processes have just freed some; others find that the host has taken them back, which the load notices, and "
@@ -39,8 +39,7 @@ def _in_place(fastest: Fastest) -> str:
     return (
         f"Reading into memory that is there takes {fastest('limits', limits.TOUCHED_SMALL)} with nothing else done "
         f"where it is in small pages, as a module's is, and {fastest('limits', limits.TOUCHED)} in huge ones; the load "
-        f"takes {fastest('large/memory', 'modelstate.load, in_place=True')}. The others copy the same bytes. "
-        "What the rest of it is has not been found."
+        f"takes {fastest('large/memory', 'modelstate.load, in_place=True')}. The others copy the same bytes."
     )
 
 
@@ -55,19 +54,19 @@ def _cold(fastest: Fastest) -> str:
 
 def _cast(fastest: Fastest) -> str:
     return (
-        "Fresh memory: half as much of it as for float32, of which all together takes "
-        f"{fastest('limits', limits.SMALL)}, while the bytes are read and cast by the same processors. And the load "
-        f"reads what it computes with, which takes {fastest('limits', limits.TOUCHED)} by itself, where others cast "
-        "out of a map: there a file that is cut meanwhile ends the process with SIGBUS, and here it is an error."
+        f"To read the file in blocks, and to cast them into fresh small pages, takes {fastest('limits', limits.CAST)} "
+        f"with nothing else done, and the load {fastest('cast', 'modelstate.load, dtype=bfloat16')}: reading alone "
+        f"takes {fastest('limits', limits.TOUCHED)}, and fresh memory for float32, which is twice as much, "
+        f"{fastest('limits', limits.SMALL)} with its reading. Others cast out of a map: there a file that is cut "
+        "meanwhile ends the process with SIGBUS, and here it is an error."
     )
 
 
 def _int8(fastest: Fastest) -> str:
     return (
         f"Reading the bytes takes {fastest('limits', limits.TOUCHED)} with all processors and nothing else done; the "
-        "rest is the arithmetic of the scales and the rounding, which is torchao's for everybody, the fresh memory for "
-        "the weights, and calls from Python, of which one thread makes one at a time. A profile of all "
-        "of it is missing."
+        "rest is the arithmetic of the scales and the rounding, which is torchao's for everybody, and the fresh memory "
+        "for the weights."
     )
 
 

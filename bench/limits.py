@@ -5,18 +5,22 @@ import os
 import threading
 import time
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from pathlib import Path
 
 import torch
 
 from bench import files
 from modelstate.cli.measure import Stages
+from modelstate.read.fill import Filler
 
 MEMCPY = "memcpy into touched memory"
 FORWARD = "the forward alone"
 TOUCHED = "preadv from the page cache into touched memory, {}"
 TOUCHED_SMALL = "preadv from the page cache into touched small pages, {}"
 SMALL = "preadv from the page cache into fresh small pages, {}"
+FILLED = "userfaultfd from the page cache into fresh small pages, {}"
+CAST = "preadv from the page cache in blocks, cast to bfloat16 into fresh small pages, {}"
 HUGE = "preadv from the page cache into fresh huge pages, {}"
 BUFFERED = "cold disk, buffered reads, {}"
 DIRECT = "cold disk, O_DIRECT reads, {}"
@@ -37,6 +41,8 @@ def memory(path: str) -> None:
         found[TOUCHED.format(threads(count))] = lambda n=count: _read(path, n, huge=True, touched=True)
         found[TOUCHED_SMALL.format(threads(count))] = lambda n=count: _read(path, n, huge=False, touched=True)
         found[SMALL.format(threads(count))] = lambda n=count: _read(path, n, huge=False)
+        found[FILLED.format(threads(count))] = lambda n=count: _read(path, n, huge=False, fills=True)
+        found[CAST.format(threads(count))] = lambda n=count: _cast(path, n)
         found[HUGE.format(threads(count))] = lambda n=count: _read(path, n, huge=True)
     _report(found, os.stat(path).st_size)
 
@@ -55,7 +61,12 @@ def disk(path: str) -> None:
 def _report(limits: Mapping[str, Callable[[], float]], nbytes: int) -> None:
     stages = Stages()
     for name, measure in limits.items():
-        stages.end(name, seconds=measure(), nbytes=nbytes)
+        with suppress(UnfilledError):
+            stages.end(name, seconds=measure(), nbytes=nbytes)
+
+
+class UnfilledError(Exception):
+    """This process gets no `userfaultfd`."""
 
 
 def _memcpy(nbytes: int) -> float:
@@ -65,7 +76,16 @@ def _memcpy(nbytes: int) -> float:
     return time.perf_counter() - started
 
 
-def _read(path: str, count: int, *, huge: bool, touched: bool = False, cold: bool = False, flags: int = 0) -> float:
+def _read(
+    path: str,
+    count: int,
+    *,
+    huge: bool,
+    touched: bool = False,
+    cold: bool = False,
+    fills: bool = False,
+    flags: int = 0,
+) -> float:
     """The whole file by `count` threads into new memory, or into memory that has been written to before."""
     nbytes = os.stat(path).st_size
     room = -(-nbytes // _PAGE_BYTES) * _PAGE_BYTES  # O_DIRECT reads whole pages, beyond the end as well
@@ -76,29 +96,68 @@ def _read(path: str, count: int, *, huge: bool, touched: bool = False, cold: boo
     if cold:
         files.chill([Path(path)])
     descriptor = os.open(path, os.O_RDONLY | flags)
+    view = memoryview(memory)
+
+    def read(at: int, end: int) -> None:
+        room = min(at + _CHUNK_BYTES, len(view))
+        while at < end:
+            at += os.preadv(descriptor, [view[at:room]], at) or _nothing_read()
+
+    def fill(at: int, end: int) -> None:
+        if filler.fill(descriptor, path, at, torch.frombuffer(view, dtype=torch.uint8).data_ptr() + at, end - at)[1]:
+            return
+        if end - at >= _CHUNK_BYTES:
+            raise UnfilledError
+        read(at, end)  # less than is filled
+
     try:
-        return _timed(descriptor, memoryview(memory), nbytes, count)
+        with Filler(lambda: True) as filler:
+            return _timed(fill if fills else read, nbytes, count)
     finally:
         os.close(descriptor)
 
 
-def _timed(descriptor: int, view: memoryview, nbytes: int, count: int) -> float:
-    chunks, lock, read = iter(range(0, nbytes, _CHUNK_BYTES)), threading.Lock(), [0]
+def _cast(path: str, count: int) -> float:
+    """As a load does that nothing is asked of: no names, no checks, numbers as they come."""
+    nbytes = os.stat(path).st_size // 4 * 4
+    memory = mmap.mmap(-1, nbytes // 2, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    memory.madvise(mmap.MADV_NOHUGEPAGE)
+    target, own = torch.frombuffer(memory, dtype=torch.bfloat16), threading.local()
+    descriptor = os.open(path, os.O_RDONLY)
+
+    def cast(at: int, end: int) -> None:
+        if not hasattr(own, "buffer"):
+            torch.get_num_threads()  # the first call takes the number of the process, also after one has been set
+            torch.set_num_threads(1)
+            own.buffer = torch.empty(_CHUNK_BYTES, dtype=torch.uint8)
+        if os.preadv(descriptor, [memoryview(own.buffer.numpy())[: end - at]], at) < end - at:
+            _nothing_read()
+        target[at // 4 : end // 4].copy_(own.buffer[: end - at].view(torch.float32))
+
+    try:
+        return _timed(cast, nbytes, count)
+    finally:
+        os.close(descriptor)
+
+
+def _nothing_read() -> int:
+    raise OSError("a thread could not read its part")
+
+
+def _timed(do: Callable[[int, int], None], nbytes: int, count: int) -> float:
+    """The seconds in which so many threads `do` all pieces, each from a byte to another."""
+    chunks, lock, failed = iter(range(0, nbytes, _CHUNK_BYTES)), threading.Lock(), list[Exception]()
 
     def work() -> None:
-        while True:
+        while not failed:
             with lock:
                 at = next(chunks, None)
             if at is None:
                 return
-            end, room = min(at + _CHUNK_BYTES, nbytes), min(at + _CHUNK_BYTES, len(view))
-            while at < end:
-                got = os.preadv(descriptor, [view[at:room]], at)
-                if not got:
-                    return
-                at += got
-                with lock:
-                    read[0] += got
+            try:
+                do(at, min(at + _CHUNK_BYTES, nbytes))
+            except Exception as error:
+                failed.append(error)
 
     workers = [threading.Thread(target=work) for _ in range(count)]
     started = time.perf_counter()
@@ -107,6 +166,6 @@ def _timed(descriptor: int, view: memoryview, nbytes: int, count: int) -> float:
     for worker in workers:
         worker.join()
     seconds = time.perf_counter() - started
-    if read[0] < nbytes:
-        raise OSError("a thread could not read its part")
+    if failed:
+        raise failed[0]
     return seconds

@@ -54,6 +54,7 @@ from modelstate.plan.rules.values import Same as Same
 from modelstate.plan.suggest.suggest import suggest as suggest
 from modelstate.plan.suggest.suggestion import Suggestion as Suggestion
 from modelstate.plan.transforms import ModuleTransform as ModuleTransform
+from modelstate.plan.transforms import RowsWriter as RowsWriter
 from modelstate.read.average import Average as Average
 from modelstate.read.checkpoint import Checkpoint as Checkpoint
 from modelstate.read.lora import LoRA as LoRA

@@ -72,17 +72,17 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
     [
         ("materialised", "dict()", 0, MODEL_BYTES),
         ("materialised", "dict(in_place=True)", 0, 0),
-        ("materialised", "dict(dtype=torch.bfloat16)", MODEL_BYTES // 2, THREADS * MB),
+        ("materialised", "dict(dtype=torch.bfloat16)", MODEL_BYTES // 2, THREADS * 4 * MB),
         ("materialised", "dict(transform=lambda n, t: t * 2)", 0, MODEL_BYTES + MODEL_BYTES // 8),
         ("skeleton", "dict()", 0, 0),
         ("skeleton", "dict(map=False)", MODEL_BYTES, 0),
-        ("skeleton", "dict(dtype=torch.bfloat16)", MODEL_BYTES // 2, THREADS * MB),
+        ("skeleton", "dict(dtype=torch.bfloat16)", MODEL_BYTES // 2, THREADS * 4 * MB),
         ("skeleton", "dict(dtype=torch.bfloat16, max_memory_bytes=100_000)", MODEL_BYTES // 2, 64 << 10),
-        # A thread reads 2 MB of rows, makes at most as much of them in place, and has a heap of its own.
-        ("skeleton", f"dict({INT8})", MODEL_BYTES // 4, THREADS * 12 * MB),
-        ("materialised", f"dict({INT8})", MODEL_BYTES // 4, THREADS * 12 * MB),
+        # A thread reads 8 MB of rows, makes at most as much of them in place, and has a heap of its own.
+        ("skeleton", f"dict({INT8})", MODEL_BYTES // 4, THREADS * 24 * MB),
+        ("materialised", f"dict({INT8})", MODEL_BYTES // 4, THREADS * 24 * MB),
         # torchao takes up to three copies of them as float32, and its heap is larger.
-        ("skeleton", f"dict({INT8}, dtype=torch.bfloat16)", MODEL_BYTES // 4, THREADS * 42 * MB),
+        ("skeleton", f"dict({INT8}, dtype=torch.bfloat16)", MODEL_BYTES // 4, THREADS * 44 * MB),
         # The scale of a whole weight needs the whole of it: 64 MB are read, and torchao takes five copies of a weight.
         ("skeleton", f"dict({FLOAT8})", MODEL_BYTES // 4, MODEL_BYTES // 4 + MODEL_BYTES * 5 // 16 + 32 * MB),
     ],

@@ -459,3 +459,15 @@ def test_whatever_the_caller_has_set(context: Any, rows: int, background: bool, 
             loaded.result()
     same(ours, after_load(theirs, Q.Int8WeightOnlyConfig()))
     assert not ours[0].weight.is_inference()
+
+
+def test_weights_that_are_too_wide_for_a_sample(tmp_path: Path) -> None:
+    """Of as many columns no sample is taken, which nothing would count as memory: torchao quantizes them."""
+    torch.manual_seed(2)
+    ours, theirs = (nn.Sequential(nn.Linear(100_000, 3, bias=False)) for _ in range(2))
+    save_file(theirs.state_dict(), tmp_path / "x")
+    transform = ms.Quantize(Q.Int8WeightOnlyConfig())
+    assert ms.plan(ours, tmp_path / "x", transform=transform).ok
+    ms.load(ours, tmp_path / "x", transform=transform)
+    same(ours, after_load(theirs, Q.Int8WeightOnlyConfig()))
+    assert transform.rows_writer((3, 100_000), torch.float32, ours[0]) is None

@@ -2,7 +2,7 @@
 
 import multiprocessing
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -173,3 +173,100 @@ def test_a_step_says_the_way(path: Path) -> None:
     assert ways(dtype=torch.float16) == {"weight": "streamed", "bias": "streamed"}
     assert ways(transform={"bias": lambda name, tensor: tensor + 1}) == {"weight": "mapped", "bias": "whole"}
     assert ways(transform=ByRows()) == {"weight": "streamed", "bias": "mapped"}
+
+
+class Writing(ByRows):
+    """Writes twice the values itself."""
+
+    def like(self, shape: tuple[int, ...], dtype: torch.dtype, module: nn.Module) -> Any:
+        return torch.empty(0, *shape[1:], dtype=dtype)
+
+    def rows_writer(self, shape: tuple[int, ...], dtype: torch.dtype, module: nn.Module) -> Any:
+        def write(rows: torch.Tensor, parts: Mapping[str, torch.Tensor]) -> None:
+            assert set(parts) == {""}
+            assert parts[""].shape == rows.shape
+            parts[""].copy_(self.change(rows))
+
+        return ms.RowsWriter(self.like(shape, dtype, module), write)
+
+
+@pytest.mark.parametrize("rows", [1, 7, 100, 3999, 4000])
+def test_rows_that_are_written_by_the_transform(rows: int, path: Path) -> None:
+    twice = Writing(rows)
+    module = loaded(path, transform=twice)
+    assert torch.equal(module.weight, loaded(path).weight * 2)
+    assert twice.seen == []  # it is not called beside that
+
+
+def test_what_rows_become_depends_on_the_module(tmp_path: Path) -> None:
+    save_file({f"{index}.weight": torch.full((64, 32), index + 0.5) for index in range(20)}, tmp_path / "x")
+    model = nn.Sequential(*(nn.Linear(32, 64, bias=False) for _ in range(20)))
+    dtypes = {layer: (torch.float32, torch.float16, torch.bfloat16)[index % 3] for index, layer in enumerate(model)}
+
+    class ByModule(Writing):
+        def like(self, shape: tuple[int, ...], dtype: torch.dtype, module: nn.Module) -> Any:
+            return nn.Parameter(torch.empty(1, *shape[1:], dtype=dtypes[module]), requires_grad=False)
+
+    ms.load(model, tmp_path / "x", transform=ByModule(16))
+    for index, layer in enumerate(model):
+        assert layer.weight.dtype == dtypes[layer]
+        assert not layer.weight.requires_grad
+        assert bool((layer.weight == index * 2 + 1).all())  # type: ignore[operator]
+
+
+@pytest.mark.parametrize(
+    "like",
+    [
+        lambda columns: 1 / 0,
+        lambda columns: None,
+        lambda columns: torch.empty(1, columns + 1),
+        lambda columns: torch.empty(1, columns, device="meta"),
+        lambda columns: torch.empty(1, columns).to_sparse(),
+    ],
+    ids=["an error", "nothing", "another width", "meta", "sparse"],
+)
+def test_a_writer_that_says_nonsense(like: Callable[[int], Any], path: Path) -> None:
+    class Wrong(Writing):
+        def like(self, shape: tuple[int, ...], dtype: torch.dtype, module: nn.Module) -> Any:
+            return like(shape[1])
+
+    module = nn.Linear(300, 4000)
+    before = whole(module)
+    with pytest.raises(errors.TransformError):
+        ms.load(module, path, transform=Wrong())
+    assert whole(module) == before
+
+
+def test_a_writer_that_is_none_of_ours(path: Path) -> None:
+    class Wrong(Writing):
+        def rows_writer(self, shape: tuple[int, ...], dtype: torch.dtype, module: nn.Module) -> Any:
+            return lambda rows, parts: None
+
+    with pytest.raises(errors.TransformError, match="RowsWriter"):
+        ms.load(nn.Linear(300, 4000), path, transform=Wrong())
+
+
+def test_a_writer_that_fails(path: Path) -> None:
+    module = nn.Linear(300, 4000)
+    before = whole(module)
+    with pytest.raises(errors.TransformError, match="no_good"):
+        ms.load(module, path, transform=Writing(change=lambda rows: torch.stack([rows, rows]) / rows.no_good))  # type: ignore[attr-defined]
+    assert whole(module) == before
+
+
+def test_rows_become_fewer_before_a_budget_is_refused(path: Path) -> None:
+    twice = ByRows(4000)
+    module = loaded(path, transform=twice, max_memory_bytes=300_000)
+    assert torch.equal(module.weight, loaded(path).weight * 2)
+    assert max(twice.seen) < 200
+    with pytest.raises(errors.MemoryBudgetError):
+        loaded(path, transform=ByRows(4000), max_memory_bytes=1000)
+
+
+def test_fewer_rows_are_asked_about_anew(path: Path) -> None:
+    class Hungry(ByRows):
+        def extra_bytes(self, shape: tuple[int, ...], dtype: torch.dtype) -> int:
+            return 8 * shape[0] * shape[1] * dtype.itemsize
+
+    module = loaded(path, transform=Hungry(4000), max_memory_bytes=1_000_000)
+    assert torch.equal(module.weight, loaded(path).weight * 2)

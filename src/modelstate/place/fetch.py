@@ -2,6 +2,7 @@
 
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Sequence
+from dataclasses import replace
 
 from modelstate.plan.assignment import Assignment
 from modelstate.plan.memory import means_past_the_cache
@@ -28,6 +29,7 @@ def ask_for(preparation: Preparation, *, maps: bool) -> list[str]:
     if sum(extent.nbytes for extent, _ in shown) < LEAST_BYTES:
         shown = []
     if not cold_ranges(whole, checkpoint.stamps):
+        preparation.means = replace(preparation.means, cached=True)
         if shown:
             begin_to_populate(shown, threads=1)
         return []

@@ -44,13 +44,13 @@ class PageWatch:
         self._arenas: list[mmap.mmap] = []
         self._started: float | None = None
         self._nbytes = 0
-        self._small = not hasattr(mmap, "MADV_NOHUGEPAGE")
+        self.small = not hasattr(mmap, "MADV_NOHUGEPAGE")
         """Whether it has gone back to small pages, from where there is no way."""
 
     def add(self, arena: mmap.mmap) -> None:
         """Hears of memory that is about to be read into."""
         self._arenas.append(arena)
-        if self._small:
+        if self.small:
             _use_small_pages(arena)
         elif len(arena) >= _PROBED_BYTES and _seconds_to_fault(arena) > _SLOW_PAGE_SECONDS:
             self._go_small()
@@ -61,7 +61,7 @@ class PageWatch:
             self._started = time.perf_counter()
             return
         self._nbytes += nbytes
-        if self._small or self._nbytes < _SAMPLE_BYTES:
+        if self.small or self._nbytes < _SAMPLE_BYTES:
             return
         seconds = time.perf_counter() - self._started
         if self._nbytes > self._slow * seconds:
@@ -71,7 +71,7 @@ class PageWatch:
 
     def _go_small(self) -> None:
         """Also where the first pages of memory were fast: the next ones are as those that have just been met."""
-        self._small = True
+        self.small = True
         for arena in self._arenas:
             _use_small_pages(arena)
 

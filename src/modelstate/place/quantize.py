@@ -7,8 +7,8 @@ import torch
 from torch import nn
 
 from modelstate.errors import OptionError, PackageError, TransformError
-from modelstate.place.int8_rows import Change, int8_rows
-from modelstate.plan.transforms import ModuleTransform
+from modelstate.place.int8_rows import Int8Rows, int8_rows
+from modelstate.plan.transforms import ModuleTransform, RowsWriter
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,7 +25,7 @@ class Quantize(ModuleTransform):
 
     config: Any
     """One of torchao's configs, as `Int8WeightOnlyConfig()`."""
-    _checked: dict[int, Change | None] = field(default_factory=dict, init=False, repr=False, compare=False)
+    _checked: dict[int, Int8Rows | None] = field(default_factory=dict, init=False, repr=False, compare=False)
     """By the number of columns, how rows are quantized in place; None where torchao has to do it."""
 
     def __post_init__(self) -> None:
@@ -58,7 +58,7 @@ class Quantize(ModuleTransform):
         in_place = self._in_place(tensor.shape[1], tensor.dtype) if is_ordered and len(tensor) else None
         return self._by_torchao(name, tensor, module) if in_place is None else in_place(tensor)
 
-    def _in_place(self, columns: int, dtype: torch.dtype) -> Change | None:
+    def _in_place(self, columns: int, dtype: torch.dtype) -> Int8Rows | None:
         """The same without memory for the steps between, where that is known to be the same."""
         if type(self.config).__name__ not in _INT8 or dtype != torch.float32 or not columns:
             return None
@@ -95,10 +95,16 @@ class Quantize(ModuleTransform):
         return weight
 
     def rows_at_once(self, shape: tuple[int, ...], dtype: torch.dtype) -> int | None:
-        """As many as fit into a processor's cache, where the config has scales of their own for rows."""
+        """As many as are fast, where the config has scales of their own for rows."""
         if len(shape) != 2 or not _by_rows(self.config):
             return None
-        return min(max(_ROWS_BYTES // max(shape[1] * max(dtype.itemsize, 4), 1), 1), shape[0])
+        most_bytes = _ROWS_BYTES if self._in_place(shape[1], dtype) is None else _ROWS_BYTES_IN_PLACE
+        return min(max(most_bytes // max(shape[1] * max(dtype.itemsize, 4), 1), 1), shape[0])
+
+    def rows_writer(self, shape: tuple[int, ...], dtype: torch.dtype, module: nn.Module) -> RowsWriter | None:
+        """Where they are quantized in place."""
+        in_place = self._in_place(shape[1], dtype) if len(shape) == 2 else None
+        return None if in_place is None else RowsWriter(in_place.like, in_place.write)
 
     def extra_bytes(self, shape: tuple[int, ...], dtype: torch.dtype) -> int:
         """What torchao takes meanwhile: copies of the weight as float32."""
@@ -116,8 +122,8 @@ _HEAP_BYTES, _HEAP_IN_PLACE_BYTES = 32 << 20, 8 << 20
 """What a thread's heap keeps of it between two calls; and where it is computed in place."""
 
 
-_ROWS_BYTES = 2 << 20
-"""As float32: so many that the calls themselves do not count."""
+_ROWS_BYTES, _ROWS_BYTES_IN_PLACE = 2 << 20, 8 << 20
+"""As float32. The more, the less do threads wait for each other between the calls; but torchao makes copies of them."""
 
 
 def _by_rows(config: Any) -> bool:

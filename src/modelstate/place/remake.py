@@ -1,6 +1,7 @@
 """What users' transforms are given, and what is taken of what they return."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
 from torch import nn
@@ -15,14 +16,8 @@ from modelstate.plan.transforms import Transform
 
 def called(transform: Transform, name: str, value: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
     """What the transform returns, if it is a tensor of that shape. Raises `TransformError`."""
-    try:
+    with told_of(name):
         result = transform(name, value)
-    except ModelStateError:
-        raise
-    except Exception as error:
-        raise TransformError(
-            "the transform raised; nothing has been changed", where=name, found=f"{type(error).__name__}: {error}"
-        ) from error
     if not isinstance(result, torch.Tensor) or result.shape != torch.Size(shape) or result.is_meta:
         is_tensor = isinstance(result, torch.Tensor)
         raise TransformError(
@@ -32,6 +27,19 @@ def called(transform: Transform, name: str, value: torch.Tensor, shape: Sequence
             found=f"shape {tuple(result.shape)} on {result.device}" if is_tensor else repr(result)[:80],
         )
     return result
+
+
+@contextmanager
+def told_of(name: str) -> Iterator[None]:
+    """Makes a `TransformError` of what a transform raises for the tensor of this name."""
+    try:
+        yield
+    except ModelStateError:
+        raise
+    except Exception as error:
+        raise TransformError(
+            "the transform raised; nothing has been changed", where=name, found=f"{type(error).__name__}: {error}"
+        ) from error
 
 
 def remake(made: Assignment, last: Transform, value: torch.Tensor) -> None:

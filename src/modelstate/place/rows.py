@@ -26,12 +26,20 @@ def parts_of(tensor: torch.Tensor) -> dict[str, torch.Tensor] | None:
     return parts if fit else None
 
 
+class _Part(NamedTuple):
+    name: str
+    columns: torch.Size
+    """The shape of a row."""
+    dtype: torch.dtype
+    device: torch.device
+
+
 class _Kind(NamedTuple):
     """What all pieces of a tensor have in common."""
 
     cls: type
     context: str
-    parts: tuple[tuple[str, torch.Size, torch.dtype, torch.device], ...]
+    parts: tuple[_Part, ...]
     freezes: bool
 
 
@@ -48,11 +56,19 @@ class Joined:
 
     def put(self, first: int, some: torch.Tensor) -> None:
         """Takes the rows from `first` on. Raises `TransformError` where they are not like those that came before."""
+        for name, part in self.begin(some).items():
+            self._parts[name][first : first + part.shape[0]].copy_(part)
+
+    def begin(self, some: torch.Tensor) -> dict[str, torch.Tensor]:
+        """Makes the memory for rows that are like these, without taking them, and returns their parts.
+
+        Raises `TransformError` where they are not like those that came before.
+        """
         parts = parts_of(some)
         kind = None if parts is None else _kind(some, parts)
         with self._lock:
-            if self._kind is None and parts is not None and kind is not None:
-                self._begin(some, parts, kind)
+            if self._kind is None and kind is not None:
+                self._begin(kind, _context(some), some.shape[1:])
         if parts is None or kind != self._kind:
             raise TransformError(
                 "what the transform returned for some rows cannot be joined; nothing has been changed",
@@ -63,19 +79,26 @@ class Joined:
                 found=type(some).__name__ if kind is None else kind,
                 remedy="let rows_at_once return None, so that it gets the whole tensor",
             )
-        for name, part in parts.items():
-            self._parts[name][first : first + part.shape[0]].copy_(part)
+        return parts
 
-    def _begin(self, some: torch.Tensor, parts: Mapping[str, torch.Tensor], kind: _Kind) -> None:
-        self._context = None if is_plain(some) else some.__tensor_flatten__()[1]  # type: ignore[attr-defined]
-        self._shape = torch.Size((self._rows, *some.shape[1:]))
-        on_cpu = {name: part for name, part in parts.items() if part.device.type == "cpu"}
-        layouts = [(torch.Size((self._rows, *part.shape[1:])), None, part.dtype) for part in on_cpu.values()]
+    @property
+    def has_begun(self) -> bool:
+        """Whether any rows have come, which say what parts there are."""
+        return self._kind is not None
+
+    def at(self, first: int, count: int) -> dict[str, torch.Tensor]:
+        """The memory for so many rows from the first on, by part, once it has begun."""
+        return {name: part[first : first + count] for name, part in self._parts.items()}
+
+    def _begin(self, kind: _Kind, context: Any, columns: torch.Size) -> None:
+        self._context, self._shape = context, torch.Size((self._rows, *columns))
+        on_cpu = {part.name: part for part in kind.parts if part.device.type == "cpu"}
+        layouts = [(torch.Size((self._rows, *part.columns)), None, part.dtype) for part in on_cpu.values()]
         fresh = dict(zip(on_cpu, fresh_tensors(layouts, self._watch), strict=True))
-        for name, part in parts.items():
-            shape = (self._rows, *part.shape[1:])
+        for name, columns, dtype, device in kind.parts:
             there = fresh.get(name)
-            self._parts[name] = there if there is not None else torch.empty(shape, dtype=part.dtype, device=part.device)
+            made = torch.empty((self._rows, *columns), dtype=dtype, device=device) if there is None else there
+            self._parts[name] = made
         self._kind = kind
 
     @property
@@ -97,6 +120,10 @@ class Joined:
 
 
 def _kind(some: torch.Tensor, parts: Mapping[str, torch.Tensor]) -> _Kind:
-    context = "" if is_plain(some) else repr(some.__tensor_flatten__()[1])  # type: ignore[attr-defined]
-    like = tuple((name, part.shape[1:], part.dtype, part.device) for name, part in parts.items())
+    context = "" if is_plain(some) else repr(_context(some))
+    like = tuple(_Part(name, part.shape[1:], part.dtype, part.device) for name, part in parts.items())
     return _Kind(type(some.data), context, like, isinstance(some, torch.nn.Parameter) and not some.requires_grad)
+
+
+def _context(some: torch.Tensor) -> Any:
+    return None if is_plain(some) else some.__tensor_flatten__()[1]  # type: ignore[attr-defined]

@@ -22,6 +22,7 @@ from modelstate.plan.prepare import Preparation
 from modelstate.plan.torch_private import storage_owners
 from modelstate.plan.transforms import Transform
 from modelstate.read.checkpoint import is_plain_memory
+from modelstate.read.fill import Filler
 from modelstate.read.ranges import Request, read_threads
 from modelstate.read.stream import aligned
 from modelstate.read.workers import one_ahead
@@ -53,7 +54,8 @@ def stage(preparation: Preparation, progress: Progress) -> None:
     finals = fresh_tensors([made.layout for made in straight], watch)
     in_order, strided = _split(list(zip(straight, finals, strict=True)), lambda pair: is_plain_memory(pair[1]))
     preparation.held.take(sum(made.staged_bytes for made, _ in in_order))
-    _read(preparation, in_order, _both(progress, watch.on_read))
+    with Filler(lambda: watch.small and preparation.means.cached) as filler:
+        _read(preparation, in_order, _both(progress, watch.on_read), filler=filler)
     for made, final in in_order:
         made.final = final
     read_streamed(preparation, streamed, progress)
@@ -347,7 +349,9 @@ def _groups(made: Iterable[Assignment], scratch_bytes: int) -> Iterator[tuple[li
         yield group, total
 
 
-def _read(preparation: Preparation, pairs: Pairs, progress: Progress, *, alone: bool = False) -> None:
+def _read(
+    preparation: Preparation, pairs: Pairs, progress: Progress, *, alone: bool = False, filler: Filler | None = None
+) -> None:
     requests = []
     for made, tensor in pairs:
         assert isinstance(made.stored, StoredTensor)
@@ -355,7 +359,7 @@ def _read(preparation: Preparation, pairs: Pairs, progress: Progress, *, alone: 
     started = time.perf_counter()
     uncached = frozenset[str]() if alone else preparation.means.uncached
     with preparation.held.during(past_the_cache_bytes(preparation.means) if uncached else 0):
-        preparation.checkpoint.read_all(requests, progress, uncached=uncached)
+        preparation.checkpoint.read_all(requests, progress, uncached=uncached, filler=filler)
     seconds, total = time.perf_counter() - started, sum(made.nbytes for made, _ in pairs)
     for made, _ in pairs:
         made.seconds += seconds * made.nbytes / max(total, 1)

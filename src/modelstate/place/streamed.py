@@ -6,12 +6,13 @@ import torch
 
 from modelstate.place.memory import HeapTrim, PageWatch, fresh_tensors
 from modelstate.place.queues import Queues
-from modelstate.place.remake import called
+from modelstate.place.remake import called, told_of
 from modelstate.place.rows import Joined
 from modelstate.plan.assignment import Assignment
 from modelstate.plan.held import Held
 from modelstate.plan.placement import after_remaking
 from modelstate.plan.prepare import Preparation
+from modelstate.plan.transforms import RowsWriter, asked_writer
 from modelstate.read.stream import Block, Part, Wait, Wanted
 from modelstate.read.uncached import BUFFER_BYTES
 from modelstate.spec import StoredTensor, contiguous_stride
@@ -61,6 +62,7 @@ class _Flow:
             for index, made in enumerate(streamed)
             if made.remake is not None
         }
+        self._writers = {index: _writer(streamed[index]) for index in self._joined}
         cast = [index for index, made in enumerate(streamed) if made.remake is None]
         self._finals = dict(zip(cast, _memory([streamed[index] for index in cast], self.watch), strict=True))
         self._flat = {index: final.detach().view(-1) for index, final in self._finals.items()}
@@ -102,7 +104,7 @@ class _Flow:
 
     def _remake(self, made: Assignment, part: Part, value: torch.Tensor) -> None:
         assert made.remake is not None
-        joined, rest = self._joined[part.which], made.value.shape[1:]
+        rest = made.value.shape[1:]
         rows = value.view(-1, *rest)
         first = part.first // (made.nbytes // made.value.shape[0])
         casts = value.dtype != made.dtype
@@ -111,8 +113,20 @@ class _Flow:
             # As many bytes are given to it as it returns.
             with self._held.during(made.remake_bytes + given.numel() * made.dtype.itemsize * (2 if casts else 1)):
                 some = given.to(made.dtype).to(made.device)
-                joined.put(first + at, called(made.remake, made.name, some, some.shape))
+                self._join(part.which, first + at, some)
                 del some
+
+    def _join(self, which: int, first: int, some: torch.Tensor) -> None:
+        """Has some rows remade, to where they belong."""
+        made, joined, writer = self._streamed[which], self._joined[which], self._writers[which]
+        assert made.remake is not None
+        if writer is None:
+            joined.put(first, called(made.remake, made.name, some, some.shape))
+            return
+        if not joined.has_begun:
+            joined.begin(writer.like)
+        with told_of(made.name):
+            writer.write(some, joined.at(first, len(some)))
 
     @torch.inference_mode(False)
     def end(self) -> None:
@@ -152,6 +166,13 @@ def _memory(cast: Sequence[Assignment], watch: PageWatch) -> list[torch.Tensor]:
             else:
                 found.append(torch.empty(made.param.shape, dtype=made.dtype, device=made.device))
     return found
+
+
+def _writer(made: Assignment) -> RowsWriter | None:
+    """What writes remade rows to where they stay."""
+    if made.remake is None or not made.on_cpu:
+        return None
+    return asked_writer(made.remake, made.name, tuple(made.param.shape), made.dtype)
 
 
 def _written_bytes(made: Assignment, part: Part) -> int:

@@ -9,7 +9,7 @@ from modelstate.plan.dtypes import device_name, short
 from modelstate.plan.placement import Placement, is_dense, is_plain
 from modelstate.plan.plan import Step, cast_text
 from modelstate.plan.torch_private import payload_of, storage_id
-from modelstate.plan.transforms import Transform
+from modelstate.plan.transforms import Bound, Transform
 from modelstate.spec import StoredComposite, StoredTensor, contiguous_stride
 
 LEAST_AHEAD_BYTES = 64 << 10
@@ -38,7 +38,7 @@ class Assignment:
     """After the load."""
     transform: Transform | None = None
     """Called with the value as the checkpoint has it; what it returns is asked for."""
-    remake: Transform | None = None
+    remake: Bound | None = None
     """Called with the value as it would be loaded: cast, and on its device."""
     remake_bytes: int = 0
     """Bytes of memory that it takes beside that value, or those rows of it, and what it returns."""

@@ -4,12 +4,14 @@ from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from modelstate.plan.assignment import Assignment
+from modelstate.plan.transforms import asked_bytes
 from modelstate.read.ranges import read_threads
 from modelstate.read.stream import aligned
 from modelstate.read.uncached import BUFFER_BYTES, uncached_threads
 
-_BLOCK_BYTES = 1 << 20
-"""What a thread reads before it casts it: as much as stays in its processor's cache meanwhile."""
+_BLOCK_BYTES = 4 << 20
+"""What a thread reads before it casts it: threads that take turns at the interpreter lose more with smaller blocks than
+the processor's cache, which holds a part of this, saves them."""
 _LEAST_BLOCK_BYTES = 64 << 10
 _SCRATCH_BYTES = 64 << 20
 """What is read at once of tensors that are needed whole, unless a single one is larger."""
@@ -30,6 +32,9 @@ class Means:
     uncached: frozenset[str] = frozenset()
     """Files that are read past the page cache, through a buffer for each thread more."""
 
+    cached: bool = False
+    """Whether all of the files were found in the page cache."""
+
     @property
     def turn_bytes(self) -> int:
         """Read in one go of what cannot be streamed: the half of it, while the other half is computed with."""
@@ -42,15 +47,30 @@ def usual_means() -> Means:
 
 
 def means_within(assignments: Sequence[Assignment], max_bytes: int | None) -> Means:
-    """The fastest means that need at most so much memory; those that need least, if none do."""
+    """The fastest means that need at most so much memory; those that need least, if none do.
+
+    Where threads and blocks are not enough, what is remade by rows is remade by fewer of them at a time.
+    """
     usual = usual_means()
     if max_bytes is None:
         return usual
-    found = usual
-    for found in (usual, *_lesser(usual)):
-        if peak_bytes(assignments, found) <= max_bytes:
-            break
-    return found
+    while True:
+        for found in (usual, *_lesser(usual)):
+            if peak_bytes(assignments, found) <= max_bytes:
+                return found
+        if not _have_fewer_rows(assignments):
+            return found
+
+
+def _have_fewer_rows(assignments: Iterable[Assignment]) -> bool:
+    """Has values remade by half as many rows at a time; False where it is one already."""
+    by_rows = [made for made in assignments if made.remake_rows > 1]
+    for made in by_rows:
+        made.remake_rows = -(-made.remake_rows // 2)
+        if made.remake is not None:
+            part = (made.remake_rows, *made.param.shape[1:])
+            made.remake_bytes = asked_bytes(made.remake.transform, made.name, part, made.dtype)
+    return bool(by_rows)
 
 
 def means_past_the_cache(

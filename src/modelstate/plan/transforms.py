@@ -1,10 +1,11 @@
 """Which transform is for which tensor."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from fnmatch import fnmatchcase
-from functools import cached_property, partial
+from functools import cached_property
 from typing import NamedTuple
 
 import torch
@@ -16,6 +17,16 @@ from modelstate.plan.slots import Slots, named_modules_of
 
 Transform = Callable[[str, torch.Tensor], torch.Tensor]
 """Makes of a name in the model, and of the tensor as the checkpoint has it, the tensor to load."""
+
+
+class RowsWriter(NamedTuple):
+    """Writes rows of a tensor, as they become, to where they stay."""
+
+    like: torch.Tensor
+    """What some rows become: the result gets its class, its `requires_grad`, and parts of its dtypes and columns."""
+    write: Callable[[torch.Tensor, Mapping[str, torch.Tensor]], None]
+    """Gets some rows, whose memory may be overwritten, and the same rows of the parts of the result: by the names of
+    `__tensor_flatten__`, or `""` for a plain tensor. Called from several threads at once."""
 
 
 class ModuleTransform(ABC):
@@ -50,6 +61,13 @@ class ModuleTransform(ABC):
         Only where some rows of the result depend on the same rows of the tensor alone. Then the tensor is remade while
         it is read, by calls from several threads at once, each with some of its rows, and what they return is joined:
         plain tensors, or tensors of one class whose `__tensor_flatten__` gives plain tensors with as many rows.
+        """
+        return None
+
+    def rows_writer(self, shape: tuple[int, ...], dtype: torch.dtype, module: nn.Module) -> RowsWriter | None:
+        """What writes rows of a tensor of the module's to where they stay, on the CPU; None where calls return them.
+
+        It saves making a tensor of what becomes of some rows, and copying that.
         """
         return None
 
@@ -161,6 +179,17 @@ def asked_rows(transform: ModuleTransform, name: str, shape: tuple[int, ...], dt
         return rows
 
 
+def asked_writer(bound: "Bound", name: str, shape: tuple[int, ...], dtype: torch.dtype) -> RowsWriter | None:
+    """What it says writes rows of a tensor. Raises `TransformError`."""
+    with _asking(name, "what writes rows of a tensor"):
+        writer = bound.transform.rows_writer(shape, dtype, bound.module)
+        if not (writer is None or isinstance(writer, RowsWriter)):
+            raise TypeError(f"rows_writer returned {writer!r}, and no RowsWriter, or None")
+        if writer is not None and (writer.like.shape[1:] != shape[1:] or writer.like.device.type != "cpu"):
+            raise ValueError(f"rows of shape {tuple(writer.like.shape[1:])} on {writer.like.device}, of {shape[1:]}")
+        return writer
+
+
 def asked_bytes(transform: ModuleTransform, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> int:
     """What it says of the memory that it takes. Raises `TransformError`."""
     with _asking(name, "how much memory it takes for a tensor"):
@@ -186,8 +215,17 @@ def _asking(name: str, what: str) -> Iterator[None]:
         ) from error
 
 
-def bound(choice: Choice) -> Transform | None:
-    """The last transform as a function of name and tensor."""
-    if choice.last is None or choice.module is None:
-        return None
-    return partial(choice.last, module=choice.module)
+@dataclass(frozen=True, slots=True)
+class Bound:
+    """A module's transform as a function of name and tensor."""
+
+    transform: ModuleTransform
+    module: nn.Module
+
+    def __call__(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
+        return self.transform(name, tensor, self.module)
+
+
+def bound(choice: Choice) -> Bound | None:
+    """The last transform, with its module."""
+    return Bound(choice.last, choice.module) if choice.last is not None and choice.module is not None else None

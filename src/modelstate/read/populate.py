@@ -15,6 +15,7 @@ from typing import NamedTuple
 import torch
 
 from modelstate.errors import ReadFailedError
+from modelstate.read.libc import function
 from modelstate.read.ranges import read_threads
 from modelstate.read.workers import work_together
 from modelstate.spec import ByteRange
@@ -118,13 +119,4 @@ def _map_pages(piece: _Piece) -> None:
         )
 
 
-def _find_madvise() -> Callable[..., int] | None:
-    try:
-        found = ctypes.CDLL(None, use_errno=True).madvise  # it lets other threads of Python go on, as mmap's does not
-    except (OSError, AttributeError):
-        return None
-    found.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
-    return found
-
-
-_madvise = _find_madvise()
+_madvise = function("madvise", ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)

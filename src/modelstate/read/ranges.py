@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 from modelstate.errors import ReadFailedError
 from modelstate.read import system
+from modelstate.read.fill import Filler
 from modelstate.read.stamp import Stamp, check_unchanged, open_unchanged
 from modelstate.read.uncached import (
     Buffer,
@@ -103,19 +104,20 @@ def read_batches(
     stamps: Mapping[str, Stamp],
     on_read: Callable[[int], None] | None = None,
     uncached: Collection[str] = (),
+    filler: Filler | None = None,
 ) -> None:
     """Carries out `batches` with so many threads; `on_read` hears of the wanted bytes of each as it ends, from one
     thread at a time.
 
     `stamps` are what the files must be, before the first byte is read and after the last. Files that are named in
-    `uncached` are read past the page cache, with a buffer for each thread. Raises `ReadFailedError`
-    for the first I/O error, short read or changed file. No thread writes to memory any more when this returns or
-    raises.
+    `uncached` are read past the page cache, with a buffer for each thread. A `filler` is for memory that is fresh, all
+    of it. Raises `ReadFailedError` for the first I/O error, short read or changed file. No thread writes to memory any
+    more when this returns or raises.
     """
     waiting, lock = iter(batches), threading.Lock()
 
     def work(stop: threading.Event) -> None:
-        read = reader(uncached)
+        read = reader(uncached, filler)
         while not stop.is_set():
             with lock:
                 batch = next(waiting, None)
@@ -157,14 +159,15 @@ def read_ranges(
     on_read: Callable[[int], None] | None = None,
     threads: int | None = None,
     uncached: Collection[str] = (),
+    filler: Filler | None = None,
 ) -> None:
     """Plans the requests and carries them out, in the sizes that are good for most. Raises as `read_batches`."""
     batches = coalesce(requests, batch_bytes=BATCH_BYTES, gap_bytes=GAP_BYTES)
     threads = threads or (uncached_threads(read_threads()) if uncached else read_threads())
-    read_batches(batches, threads=threads, stamps=stamps, on_read=on_read, uncached=uncached)
+    read_batches(batches, threads=threads, stamps=stamps, on_read=on_read, uncached=uncached, filler=filler)
 
 
-def reader(uncached: Collection[str]) -> Callable[[int, Batch], None]:
+def reader(uncached: Collection[str], filler: Filler | None = None) -> Callable[[int, Batch], None]:
     """What one thread reads batches with, of files that `open_files` has opened."""
     buffer: Buffer | None = None
     with suppress(OSError):  # there is hardly any memory left: without it the page cache will do
@@ -176,9 +179,35 @@ def reader(uncached: Collection[str]) -> Callable[[int, Batch], None]:
             return
         if batch.path in uncached:
             use_page_cache(descriptor)
-        read_batch(descriptor, batch)
+        for left in [batch] if filler is None else _left_by(filler, descriptor, batch):
+            read_batch(descriptor, left)
 
     return read
+
+
+def _left_by(filler: Filler, descriptor: int, batch: Batch) -> list[Batch]:
+    """What there is to read of a batch when the filler has filled what it can."""
+    left = []
+    for start, address, nbytes in _runs(batch):
+        first, last = filler.fill(descriptor, batch.path, start, address, nbytes)
+        left.append(Request(ByteRange(batch.path, start, first), address))
+        left.append(Request(ByteRange(batch.path, start + last, nbytes - last), address + last))
+    return coalesce(left, batch_bytes=BATCH_BYTES, gap_bytes=GAP_BYTES)
+
+
+def _runs(batch: Batch) -> Iterator[tuple[int, int, int]]:
+    """Places in the file, addresses and lengths in bytes of what lies together in both."""
+    start = at = batch.start
+    begins: int | None = None
+    for address, nbytes in batch.pieces:
+        if begins is not None and address != begins + at - start:
+            yield start, begins, at - start
+            begins = None
+        if begins is None:
+            start, begins = at, address
+        at += nbytes
+    if begins is not None:
+        yield start, begins, at - start
 
 
 def read_batch(descriptor: int, batch: Batch) -> None:

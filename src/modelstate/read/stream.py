@@ -1,6 +1,6 @@
 """Files in blocks: threads that each read one into a buffer and hand it on before they read the next.
 
-While one thread computes, another one reads, and what has been read is still in the processor's cache when it is used.
+While one thread computes, another one reads.
 """
 
 import threading

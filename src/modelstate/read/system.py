@@ -3,9 +3,18 @@
 Callers look them up in this module at each call, so that `modelstate.testing` can put others in their places.
 """
 
+import ctypes
+import errno
 import mmap as _mmap
 import os
+import platform
+from builtins import open as _open
 from collections.abc import Sequence
+
+_USERFAULTFD = {"x86_64": 323, "aarch64": 282}
+"""The number of the call, by the machine."""
+_UFFD_USER_MODE_ONLY = 1
+"""All that a process without privileges may ask for."""
 
 
 def open(path: str, flags: int) -> int:
@@ -36,3 +45,17 @@ def preadv(descriptor: int, buffers: Sequence[memoryview], offset: int) -> int:
 def mmap(descriptor: int, nbytes: int, flags: int, offset: int = 0) -> _mmap.mmap:
     """`mmap.mmap`."""
     return _mmap.mmap(descriptor, nbytes, flags=flags, offset=offset)
+
+
+def userfaultfd() -> int:
+    """`userfaultfd`, which Python does not have: a descriptor. Raises `OSError`."""
+    number = _USERFAULTFD.get(platform.machine()) if platform.system() == "Linux" else None
+    if number is None:
+        raise OSError(errno.ENOSYS, "there is no userfaultfd here")
+    with _open("/proc/self/status", encoding="ascii", errors="replace") as status:
+        if "\nSeccomp:\t0\n" not in status.read():
+            raise OSError(errno.EPERM, "the system calls of this process are filtered, and some filters end it")
+    descriptor = int(ctypes.CDLL(None, use_errno=True).syscall(number, os.O_CLOEXEC | _UFFD_USER_MODE_ONLY))
+    if descriptor < 0:
+        raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
+    return descriptor

@@ -1,5 +1,6 @@
 """System calls that fail on demand: an I/O error, a short read or write, or a file that changes, at any one of them."""
 
+import errno
 import mmap
 import os
 import threading
@@ -75,7 +76,8 @@ def faulty_reads(
 
     Without arguments it only counts them: a load that is repeated with `at=1`, `at=2`, ... up to
     `len(faults.requests)` fails at each in turn. A request is one system call: `open`, `stat`, `fstat`, `pread`,
-    `preadv` or `mmap` of a file that is opened or loaded; what is read of a map later is none. It holds for all
+    `preadv` or `mmap` of a file that is opened or loaded; what is read of a map later is none, and memory is not filled
+    by `userfaultfd`, which would be none either. It holds for all
     threads of the process. Contexts can be nested: the inner one's requests come to the outer one, if they are made.
 
     Args:
@@ -135,7 +137,11 @@ def _calls(faults: Faults) -> dict[str, Callable[..., Any]]:
         faults.met("mmap", path_of(descriptor), offset, nbytes)
         return real_mmap(descriptor, nbytes, flags, offset)
 
-    return dict(zip(CALLS, (open, stat, fstat, pread, preadv, map), strict=True))
+    def userfaultfd() -> int:
+        raise OSError(errno.EPERM, "what is read is read by calls that can be made to fail")
+
+    calls: tuple[Callable[..., Any], ...] = (open, stat, fstat, pread, preadv, map)
+    return dict(zip(CALLS, calls, strict=True)) | {"userfaultfd": userfaultfd}
 
 
 def first(buffers: Sequence[Any], nbytes: int) -> list[Any]:
