@@ -4,6 +4,7 @@ import mmap
 import os
 import threading
 import time
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -83,6 +84,32 @@ def test_it_goes_on_behind_the_caller(path: Path) -> None:
     while shown_bytes(path) < 8 << 20 and time.monotonic() < until:
         time.sleep(0.01)
     assert shown_bytes(path) >= 8 << 20
+
+
+def test_what_is_used_first_comes_first(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked, ended = list[int](), threading.Event()
+    monkeypatch.setattr(module, "_PIECE_BYTES", 1 << 20)
+    monkeypatch.setattr(module, "_map_pages", lambda piece: asked.append(piece.address))
+    shown = pairs(ms.open(path))
+    (a, b) = (tensor for _, tensor in shown if tensor.numel())
+    assert a.data_ptr() < b.data_ptr()
+    weakref.finalize(shown[1][1], ended.set)  # the thread lets go of the tensors when it is done
+    begin_to_populate([shown[1], shown[0]], threads=1)
+    first = b.data_ptr() // mmap.PAGESIZE * mmap.PAGESIZE
+    del a, b, shown
+    assert ended.wait(20)
+    assert asked[0] == first
+    assert asked[1] == first + (1 << 20)  # in the order of the file
+    assert min(asked[:4]) >= first >= max(asked[-4:])
+
+
+def test_a_process_that_has_no_threads_left(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr("_thread.start_new_thread", refuse)
+    begin_to_populate(pairs(ms.open(path)))
+    assert shown_bytes(path) == 0
 
 
 def test_it_can_be_stopped(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,24 +14,18 @@ from modelstate.spec import ByteRange, StoredTensor
 from modelstate.words import size
 
 
-def ask_for(preparation: Preparation, *, maps: bool) -> list[str]:
-    """Sees to what the kernel does not have in its page cache, and does not wait. Returns what to note.
+def ask_for(preparation: Preparation) -> list[str]:
+    """Sees to what is read and not in the kernel's page cache, and does not wait. Returns what to note.
 
-    What is read in large runs is going to be read past the page cache, where that is possible; anything else that is
-    read is read ahead. Of what is shown the pages are brought in, if `maps` says so; those that are in the page cache
-    are put into the map, which one thread does faster than several that run into pages which others are mapping.
+    What is read in large runs is going to be read past the page cache, where that is possible; anything else is read
+    ahead.
     """
     checkpoint = preparation.checkpoint
     whole = [ByteRange(path, 0, stamp.nbytes) for path, stamp in checkpoint.stamps.items()]
     if sum(one.nbytes for one in whole) < LEAST_BYTES:
         return []
-    shown = _shown(preparation.assignments) if maps else []
-    if sum(extent.nbytes for extent, _ in shown) < LEAST_BYTES:
-        shown = []
     if not cold_ranges(whole, checkpoint.stamps):
         preparation.means = replace(preparation.means, cached=True)
-        if shown:
-            begin_to_populate(shown, threads=1)
         return []
     notes = []
     read = [made for made in preparation.assignments if not made.placement.mapped]
@@ -40,10 +34,6 @@ def ask_for(preparation: Preparation, *, maps: bool) -> list[str]:
     left = (made.stored for made in read if not _is_uncached(made, preparation.means.uncached))
     if asked := checkpoint.read_ahead(stored.extent for stored in left if isinstance(stored, StoredTensor)):
         notes.append(f"the file was not in the page cache: {size(asked)} of it are read ahead")
-    if shown:
-        shown, rest = _that_fits(shown)
-        begin_to_populate(shown)
-        notes.append("the file was not in the page cache: its map is brought in, while the program goes on" + rest)
     return notes
 
 
@@ -68,6 +58,23 @@ def _past_the_cache(preparation: Preparation, read: Sequence[Assignment]) -> int
 
 def _is_uncached(made: Assignment, files: Collection[str]) -> bool:
     return made.is_read_together and isinstance(made.stored, StoredTensor) and made.stored.extent.path in files
+
+
+def bring_in_behind(preparation: Preparation) -> list[str]:
+    """Brings in the pages that are shown, and does not wait. Returns what to note.
+
+    Those that are in the page cache are put into the map, which one thread does faster than several that run into pages
+    which others are mapping.
+    """
+    shown = _shown(preparation.assignments)
+    if sum(extent.nbytes for extent, _ in shown) < LEAST_BYTES:
+        return []
+    if preparation.means.cached:
+        begin_to_populate(shown, threads=1)
+        return []
+    shown, rest = _that_fits(shown)
+    begin_to_populate(shown)
+    return ["the file was not in the page cache: its map is brought in, while the program goes on" + rest]
 
 
 def bring_in(assignments: Iterable[Assignment], progress: Callable[[int], None]) -> list[str]:

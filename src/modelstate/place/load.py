@@ -14,7 +14,7 @@ from torch import nn
 from modelstate.errors import ModelStateError, OptionError, PlacementError, ReadFailedError, StalePlanError
 from modelstate.place.arguments import check_budget_option, check_model
 from modelstate.place.background import LoadHandle
-from modelstate.place.fetch import ask_for, bring_in
+from modelstate.place.fetch import ask_for, bring_in, bring_in_behind
 from modelstate.place.identity import lost_references
 from modelstate.place.optimizers import check_optimizers, following_state, placed
 from modelstate.place.options import AnyTransform, options_of
@@ -306,7 +306,7 @@ def _carry_out(
         _check_trained(preparation, how.optimizers)
         if staged is None:
             verified = preparation.checkpoint.verify() if how.verify else 0
-            preparation.notes += ask_for(preparation, maps=how.prefault is None)
+            preparation.notes += ask_for(preparation)
         else:
             verified = staged.verified_bytes
             staged.give(preparation)
@@ -327,6 +327,8 @@ def _carry_out(
         finally:
             journal.rollback()
         raise
+    if how.prefault is None and staged is None:
+        preparation.notes += bring_in_behind(preparation)
     if isinstance(source, Plan):
         source.carried_out.append(time.strftime("%F %T"))
     return _report(preparation, how.started, verified)

@@ -62,7 +62,7 @@ class Staged:
         assert preparation is not None
         if self._verify:
             self.verified_bytes = preparation.checkpoint.verify(lambda _: progress(0))
-        self._notes += ask_for(preparation, maps=False)
+        self._notes += ask_for(preparation)
         for made in preparation.assignments:
             if made.placement.mapped:
                 made.final = made.value

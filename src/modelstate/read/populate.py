@@ -1,7 +1,9 @@
 """Bringing the pages of mapped tensors in, so that nobody has to wait for them when they are used.
 
 Whoever uses a map that is not in the page cache waits for the disk again and again. The kernel reads ahead of one who
-goes through it in order; two or more who go through different parts of it have the disk read at its full speed.
+goes through it in order; two or more who go through different parts of it have the disk read at its full speed. The
+parts come in the order in which they are used, and not as they lie in the file, which may have its layers sorted by
+name, the tenth before the second: then a model can run right behind them.
 """
 
 import ctypes
@@ -10,6 +12,7 @@ import mmap
 import os
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -17,11 +20,12 @@ import torch
 from modelstate.errors import ReadFailedError
 from modelstate.read.libc import function
 from modelstate.read.ranges import read_threads
-from modelstate.read.workers import work_together
+from modelstate.read.workers import go_on_behind, work_together
 from modelstate.spec import ByteRange
 
 _PIECE_BYTES = 64 << 20
-"""What a thread asks for at once: many of the windows that the kernel reads ahead, so that it finds them in order."""
+"""What a thread asks for at once: many of the windows that the kernel reads ahead, so that it finds them in order. What
+is used one after the other, up to so much, is asked for as it lies in the file."""
 _GAP_BYTES = 1 << 20
 _EHWPOISON = 133
 _MADV_POPULATE_READ = 22
@@ -43,7 +47,7 @@ def populate(shown: Iterable[Shown], on_read: Callable[[int], None]) -> None:
     `on_read` hears of the bytes after every piece, from one thread at a time, and ends it by raising. Raises
     `ReadFailedError`.
     """
-    pieces = _pieces(shown)
+    pieces = list(_pieces(shown))
     waiting, lock = iter(pieces), threading.Lock()
 
     def work(stop: threading.Event) -> None:
@@ -60,10 +64,13 @@ def populate(shown: Iterable[Shown], on_read: Callable[[int], None]) -> None:
 
 
 def begin_to_populate(shown: Sequence[Shown], threads: int | None = None) -> None:
-    """Begins to bring in the pages and goes on. Who uses what cannot be read will hear of it then."""
-    waiting, lock = iter(_pieces(shown)), threading.Lock()
+    """Begins to bring in the pages, in the order in which they are given, and goes on.
 
-    def work(shown: Sequence[Shown]) -> None:  # has the tensors, so that their maps are there
+    Who uses what cannot be read will hear of it then.
+    """
+    waiting, lock = _pieces(shown), threading.Lock()
+
+    def work(_: Sequence[Shown]) -> None:  # has the tensors, so that their maps are there
         while True:
             with lock:
                 piece = next(waiting, None)
@@ -75,19 +82,30 @@ def begin_to_populate(shown: Sequence[Shown], threads: int | None = None) -> Non
                 return
 
     for _ in range(threads or _threads()):
-        threading.Thread(target=work, args=(shown,), name="modelstate-populate", daemon=True).start()
+        go_on_behind(partial(work, shown))
 
 
 def _threads() -> int:
     return max(read_threads(), 2)
 
 
-def _pieces(shown: Iterable[Shown]) -> list[_Piece]:
-    return [
-        _Piece(path, at, min(_PIECE_BYTES, end - at))
-        for path, start, end in _runs(shown)
-        for at in range(start, end, _PIECE_BYTES)
-    ]
+def _pieces(shown: Iterable[Shown]) -> Iterator[_Piece]:
+    for some in _in_turn(shown):
+        for path, start, end in _runs(some):
+            for at in range(start, end, _PIECE_BYTES):
+                yield _Piece(path, at, min(_PIECE_BYTES, end - at))
+
+
+def _in_turn(shown: Iterable[Shown]) -> Iterator[list[Shown]]:
+    """What is used one after the other, as much as is asked for at once."""
+    some, nbytes = list[Shown](), 0
+    for one in shown:
+        some.append(one)
+        nbytes += one[0].nbytes
+        if nbytes >= _PIECE_BYTES:
+            yield some
+            some, nbytes = [], 0
+    yield some
 
 
 def _runs(shown: Iterable[Shown]) -> Iterator[tuple[str, int, int]]:

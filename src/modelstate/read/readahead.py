@@ -7,14 +7,15 @@ to be fast. For maps see `modelstate.read.populate`.
 import ctypes
 import mmap
 import os
-import threading
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
+from functools import partial
 from typing import Any
 
 from modelstate.errors import ReadFailedError
 from modelstate.read import system
 from modelstate.read.stamp import Stamp, open_unchanged
+from modelstate.read.workers import go_on_behind
 from modelstate.spec import ByteRange
 
 LEAST_BYTES = 16 << 20
@@ -48,7 +49,7 @@ def read_ahead(ranges: Iterable[ByteRange], stamps: Mapping[str, Stamp]) -> int:
     cold = cold_ranges(spans, stamps)
     total = min(sum(span.nbytes for span in cold), most_to_read())
     if total:
-        threading.Thread(target=_ask, args=(cold, total, stamps), name="modelstate-readahead", daemon=True).start()
+        go_on_behind(partial(_ask, cold, total, stamps))
     return total
 
 

@@ -1,10 +1,12 @@
 """Threads that share a piece of work, and have all ended when it is over."""
 
+import _thread
 import os
 import threading
 import time
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor, as_completed
+from contextlib import suppress
 from typing import TypeVar
 
 import torch
@@ -13,6 +15,15 @@ _Item = TypeVar("_Item")
 
 Work = Callable[[threading.Event], None]
 """What each thread does, until there is no more of it or the event is set."""
+
+
+def go_on_behind(work: Callable[[], None]) -> None:
+    """Has a thread do what nobody waits for, and that helps but need not be done.
+
+    `threading.Thread` would wait for the thread to begin, which takes longer than to place a hundred tensors.
+    """
+    with suppress(RuntimeError):  # there are no more threads, or the program is ending
+        _thread.start_new_thread(work, ())
 
 
 def work_together(work: Work, threads: int, *, with_torch: bool = False) -> None:
