@@ -29,9 +29,9 @@ def _own_memory(fastest: Fastest) -> str:
         f"{fastest('limits', limits.SMALL)} with nothing else done; to have the kernel make pages with its bytes in "
         f"them, as the load does, {fastest('limits', limits.FILLED)}; and the load "
         f"{fastest('large/meta', 'modelstate.load, map=False')}. Into huge pages it is "
-        f"{fastest('limits', limits.HUGE)} where the machine has them at hand, as in the table of limits, whose "
-        "processes have just freed some; others find that the host has taken them back, which the load notices, and "
-        f"does without them. Into memory that is there it is {fastest('limits', limits.TOUCHED)}."
+        f"{fastest('limits', limits.HUGE)}: the machine's host takes back what is free, and where huge pages have to "
+        "come from there, the load notices and does without them. Into memory that is there it is "
+        f"{fastest('limits', limits.TOUCHED)}."
     )
 
 
@@ -45,10 +45,12 @@ def _in_place(fastest: Fastest) -> str:
 
 def _cold(fastest: Fastest) -> str:
     return (
-        "Fresh memory, again. Read past the page cache into memory that is there, the file comes in within "
+        "Fresh memory, again, of which the pages of the page cache are made as well. What is mapped comes through it, "
+        f"which takes {fastest('limits', limits.BUFFERED)} for who reads it, and the load with its first forward, "
+        f"which runs right behind the pages, {fastest('cold', 'modelstate.load', 'forward')}. Read past the page cache "
+        "into memory that is there, the file comes in within "
         f"{fastest('cold/memory', 'modelstate.load, in_place=True')}, where the disk alone takes "
-        f"{fastest('limits', limits.DIRECT)}. What is mapped comes through the page cache, which takes "
-        f"{fastest('limits', limits.BUFFERED)}."
+        f"{fastest('limits', limits.DIRECT)}."
     )
 
 

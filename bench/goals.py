@@ -177,7 +177,8 @@ def _converted(found: Found, key: str, hub: str, ours: str, ratio_goal: float, e
     assert ready is not None
     assert check is not None
     extra = ready.total_bytes - check.facts["nbytes"]
-    conditions.append((extra <= extra_goal, f"target {'+' if extra >= 0 else '-'} {size(abs(extra))}"))
+    less = f"{size(abs(extra))} less than the target, a part of which is still in the file"
+    conditions.append((extra <= extra_goal, f"target + {size(extra)}" if extra >= 0 else less))
     return Reached(conditions, by)
 
 
