@@ -16,6 +16,7 @@ from safetensors.torch import save_file
 from torch import nn
 
 import modelstate as ms
+from modelstate.errors import TransformError
 from modelstate.place import fetch
 from modelstate.read import readahead
 from modelstate.read.readahead import LEAST_BYTES, cached_share, is_cold, merged, read_ahead
@@ -163,6 +164,15 @@ def test_a_map_of_a_warm_file_can_be_left_to_who_uses_it(cold: Path, monkeypatch
     ms.load(model(), cold, map=False)
     assert shown_bytes(cold) == 0
     assert module[5].weight[3, 3] == 5
+
+
+def test_nothing_is_brought_in_behind_a_load_that_failed(cold: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(name: str, _: torch.Tensor) -> torch.Tensor:
+        raise ValueError(name)
+
+    monkeypatch.setattr(fetch, "begin_to_populate", lambda *_, **__: pytest.fail("a thread for nothing"))
+    with pytest.raises(TransformError):
+        ms.load(model(), cold, transform={"0.weight": fails})
 
 
 def test_a_map_can_be_left_to_who_uses_it(cold: Path) -> None:
