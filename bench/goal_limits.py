@@ -39,7 +39,8 @@ def _in_place(fastest: Fastest) -> str:
     return (
         f"Reading into memory that is there takes {fastest('limits', limits.TOUCHED_SMALL)} with nothing else done "
         f"where it is in small pages, as a module's is, and {fastest('limits', limits.TOUCHED)} in huge ones; the load "
-        f"takes {fastest('large/memory', 'modelstate.load, in_place=True')}. The others copy the same bytes."
+        f"takes {fastest('large/memory', 'modelstate.load, in_place=True')}. The others copy the same bytes. "
+        "What the rest of it is has not been found."
     )
 
 
