@@ -13,6 +13,11 @@ from modelstate.read.uncached import can_read_uncached
 from modelstate.spec import ByteRange, StoredTensor
 from modelstate.words import size
 
+_SETTLING_SECONDS = 0.03
+"""A model that computes right away first starts the threads that it computes with. Where a processor is busy then, the
+kernel may put two of them on the other one, and there they wait for each other: 10 to 30 ms. What a model of tens of
+megabytes uses, it has used before this is over."""
+
 
 def ask_for(preparation: Preparation) -> list[str]:
     """Sees to what is read and not in the kernel's page cache, and does not wait. Returns what to note.
@@ -70,7 +75,7 @@ def bring_in_behind(preparation: Preparation) -> list[str]:
     if sum(extent.nbytes for extent, _ in shown) < LEAST_BYTES:
         return []
     if preparation.means.cached:
-        begin_to_populate(shown, threads=1)
+        begin_to_populate(shown, threads=1, after=_SETTLING_SECONDS)
         return []
     shown, rest = _that_fits(shown)
     begin_to_populate(shown)

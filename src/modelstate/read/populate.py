@@ -11,6 +11,7 @@ import errno
 import mmap
 import os
 import threading
+import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from typing import NamedTuple
@@ -63,14 +64,15 @@ def populate(shown: Iterable[Shown], on_read: Callable[[int], None]) -> None:
     work_together(work, min(_threads(), len(pieces)))
 
 
-def begin_to_populate(shown: Sequence[Shown], threads: int | None = None) -> None:
-    """Begins to bring in the pages, in the order in which they are given, and goes on.
+def begin_to_populate(shown: Sequence[Shown], threads: int | None = None, after: float = 0.0) -> None:
+    """Begins to bring in the pages, in the order in which they are given, `after` so many seconds, and goes on.
 
     Who uses what cannot be read will hear of it then.
     """
     waiting, lock = _pieces(shown), threading.Lock()
 
     def work(_: Sequence[Shown]) -> None:  # has the tensors, so that their maps are there
+        time.sleep(after)
         while True:
             with lock:
                 piece = next(waiting, None)
