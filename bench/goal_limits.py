@@ -40,7 +40,8 @@ def _in_place(fastest: Fastest) -> str:
         f"Reading into memory that is there takes {fastest('limits', limits.TOUCHED_SMALL)} with nothing else done "
         f"where it is in small pages, as a module's is, and {fastest('limits', limits.TOUCHED)} in huge ones; the load "
         f"takes {fastest('large/memory', 'modelstate.load, in_place=True')}. The others copy the same bytes. "
-        "What the rest of it is has not been found."
+        f"Planning and reporting take what a load takes that only maps, {fastest('large/meta', 'modelstate.load')}; "
+        "the rest is the reads, which vary by more than that from run to run."
     )
 
 
@@ -48,7 +49,8 @@ def _cold(fastest: Fastest) -> str:
     return (
         "Fresh memory, again, of which the pages of the page cache are made as well. What is mapped comes through it, "
         f"which takes {fastest('limits', limits.BUFFERED)} for who reads it, and the load with its first forward, "
-        f"which runs right behind the pages, {fastest('cold', 'modelstate.load', 'forward')}. Read past the page cache "
+        f"which runs right behind the pages, {fastest('cold', 'modelstate.load', 'forward')}; `torch.load(mmap=True)` "
+        f"takes {fastest('cold', 'torch.load(mmap) + assign', 'forward')}. Read past the page cache "
         "into memory that is there, the file comes in within "
         f"{fastest('cold/memory', 'modelstate.load, in_place=True')}, where the disk alone takes "
         f"{fastest('limits', limits.DIRECT)}."

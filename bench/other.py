@@ -12,7 +12,7 @@ from bench import limits as names
 from bench.contenders import CONVERT
 from bench.measured import Measured, Runs
 from bench.models import on_meta
-from bench.run import NO_GOAL_RUNS, Runner
+from bench.run import Runner
 from bench.sizes import QUICK, Sizes
 from modelstate.cli.measure import Stage
 
@@ -26,7 +26,6 @@ class Others:
     def __init__(self, runner: Runner) -> None:
         self.runner = runner
         self.sizes = QUICK if runner.quick else Sizes()
-        self.runs = min(runner.runs, NO_GOAL_RUNS)
 
     def limits(self) -> list[Measured]:
         """What every load is up against, with the file of the decoder."""
@@ -57,13 +56,13 @@ class Others:
             if count > self.sizes.most_children_of_torch:
                 del ways["Module.load_state_dict"]
             children = {n: self.runner.child("state_dict", contender=way, count=count) for n, way in ways.items()}
-            cases[f"{count:,} children"] = self.runner.alternate(children, self.runs)[0]
+            cases[f"{count:,} children"] = self.runner.alternate(children, self.runner.runs)[0]
         words = (
             "A state dict in memory into a module with many children of one small tensor each: torch filters the whole "
             "dict for every child, and is left out where that takes half a minute."
         )
         title = "load_state_dict by the number of modules"
-        return [Measured("state-dict", title, words, "grid", cases, self.runs)]
+        return [Measured("state-dict", title, words, "grid", cases, self.runner.runs)]
 
     def convert(self) -> list[Measured]:
         sections = []
@@ -72,7 +71,7 @@ class Others:
                 name: self.runner.child("convert", contender=name, case=case, quick=self.runner.quick)
                 for name in CONVERT
             }
-            found, absent = self.runner.alternate(children, self.runs)
+            found, absent = self.runner.alternate(children, self.runner.runs)
             values = on_meta(case, self.sizes).state_dict().values()
             nbytes = sum(value.nbytes for value in values)
             what = "a decoder" if case == "large" else f"{len(values):,} small tensors"
@@ -99,8 +98,7 @@ class Others:
                 continue
             children[name] = runner.child("save", contender=name, folder=str(folder), quick=runner.quick)
         children[_BARE] = runner.child("bare_writes", nbytes=nbytes, folder=str(folder))
-        far = {name for name in saving.SAVE if not name.startswith(("modelstate", "torch.save"))}
-        found, failed = runner.alternate(children, runner.runs, far)
+        found, failed = runner.alternate(children, runner.runs)
         bare = by_stage(found.pop(_BARE, []))
         rows = {**found, **bare}
         words = (
@@ -143,12 +141,12 @@ class Others:
                     "safetensors safe_open + get_slice" if path.suffix == ".safetensors" else "torch.load(mmap)"
                 )
             children = {name: self.runner.child("opening", contender=name, path=str(path)) for name in ways}
-            cases[case] = self.runner.alternate(children, self.runs)[0]
+            cases[case] = self.runner.alternate(children, self.runner.runs)[0]
         words = (
             "From the path to the names and shapes of everything in it. The files of 1 and 100 GB have 100 tensors and "
             "are sparse. `torch.load(mmap=True)` and `safe_open` cannot map a file larger than memory."
         )
-        return [Measured("opening", "Opening", words, "grid", cases, self.runs)]
+        return [Measured("opening", "Opening", words, "grid", cases, self.runner.runs)]
 
     def serving(self) -> list[Measured]:
         """Requests to a server, while its weights are swapped and while they are not."""

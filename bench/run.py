@@ -18,7 +18,6 @@ from bench.ways.case import Way
 from modelstate.cli.measure import MeasurementError, Stage, run
 
 Child = Callable[[], dict[str, Stage]]
-NO_GOAL_RUNS = 3
 
 
 class Runner:
@@ -47,18 +46,16 @@ class Runner:
                 path.unlink()
             self._written = {one for one in self._written if one[0] != case}
 
-    def alternate(
-        self, contenders: Mapping[str, Child], runs: int, few: Collection[str] = ()
-    ) -> tuple[dict[str, list[Any]], dict[str, str]]:
+    def alternate(self, contenders: Mapping[str, Child], runs: int) -> tuple[dict[str, list[Any]], dict[str, str]]:
         """Every contender once, then again, and so on, so that a slow minute of the machine meets all of them.
 
-        Those of `few` are run three times at the most. One that fails runs no more; the second result says why.
+        One that fails runs no more; the second result says why.
         """
         found: dict[str, list[dict[str, Stage]]] = {name: [] for name in contenders}
         failed: dict[str, str] = {}
-        for at in range(runs):
+        for _ in range(runs):
             for name, child in contenders.items():
-                if name in failed or (at >= NO_GOAL_RUNS and name in few):
+                if name in failed:
                     continue
                 try:
                     found[name].append(child())
@@ -86,8 +83,7 @@ class Runner:
                     children[f"{head}\n{name}"] = self._load_child(section, case, name, way)
             if not section.cold:
                 files.warm(files.of_case(case, self.folder))
-        runs = self.runs if section.goal else min(self.runs, NO_GOAL_RUNS)
-        found, failed = self.alternate(children, runs, {f"{head}\n{n}" for head in section.cases for n in section.few})
+        found, failed = self.alternate(children, self.runs)
         absent |= {name.partition("\n")[2]: why for name, why in failed.items()}
         cases = {
             head: {name: found[f"{head}\n{name}"] for name in ways if f"{head}\n{name}" in found}
@@ -100,7 +96,7 @@ class Runner:
             " ".join(part for part in (section.words, _words(cases)) if part),
             section.form,
             cases,
-            runs,
+            self.runs,
             absent,
             f"{'; '.join(left_out)}: {section.why}" if section.why and left_out else "",
         )

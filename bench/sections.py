@@ -39,10 +39,6 @@ class Load:
     why: str = ""
     """Why contenders are left out."""
     cold: bool = False
-    goal: bool = True
-    """Whether a goal is about it; otherwise three runs are enough."""
-    few: Collection[str] = ()
-    """Contenders that are too far from the best for any goal to depend on them: three runs are enough."""
 
 
 LOADS: dict[str, tuple[Load, ...]] = {
@@ -52,29 +48,12 @@ LOADS: dict[str, tuple[Load, ...]] = {
             f"{DECODER}, {META}",
             "meta",
             {"": "large"},
-            few=(
-                "modelstate.load, torch file",
-                "Model() + torch.load + load_state_dict",
-                "torch.load + assign",
-                "accelerate load_checkpoint_in_model",
-                "accelerate load_checkpoint_and_dispatch",
-                "DCP",
-                "fastsafetensors",
-            ),
         ),
         Load(
             "large/memory",
             f"{DECODER}, {MEMORY}",
             "materialised",
             {"": "large"},
-            few=(
-                "modelstate.load",
-                "accelerate load_checkpoint_in_model",
-                "DCP",
-                "DCP, Hugging Face storage",
-                "fastsafetensors, without O_DIRECT",
-                "torchsnapshot",
-            ),
         ),
     ),
     "cold": (
@@ -88,15 +67,6 @@ LOADS: dict[str, tuple[Load, ...]] = {
             without=("Model() + torch.load + load_state_dict", "accelerate load_checkpoint_and_dispatch", "DCP"),
             why="what they add to the others is not in the reading",
             cold=True,
-            few=(
-                "modelstate.load, torch file",
-                "torch.load + assign",
-                "to_empty + safetensors load_model",
-                "accelerate load_checkpoint_in_model",
-                "DCP, Hugging Face storage",
-                "fastsafetensors",
-                "tensorizer",
-            ),
         ),
         Load(
             "cold/memory",
@@ -112,7 +82,6 @@ LOADS: dict[str, tuple[Load, ...]] = {
                 "fastsafetensors, without O_DIRECT",
             ),
             cold=True,
-            goal=False,
         ),
     ),
     "cast": (
@@ -122,7 +91,6 @@ LOADS: dict[str, tuple[Load, ...]] = {
             "cast",
             {"": "large"},
             form="cast",
-            few=("torch.load + load_state_dict", "accelerate load_checkpoint_in_model", "DCP"),
         ),
     ),
     "int8": (
@@ -132,7 +100,6 @@ LOADS: dict[str, tuple[Load, ...]] = {
             "int8",
             {"": "large"},
             form="cast",
-            few=("torch.load + load_state_dict + quantize_",),
         ),
     ),
     "int4": (
@@ -144,7 +111,6 @@ LOADS: dict[str, tuple[Load, ...]] = {
             form="cast",
             without=("torch.load + load_state_dict + quantize_",),
             why="int8 shows what it adds",
-            goal=False,
         ),
     ),
     "shards": (
@@ -161,7 +127,6 @@ LOADS: dict[str, tuple[Load, ...]] = {
                 "accelerate load_checkpoint_in_model",
                 "DCP, Hugging Face storage",
             ),
-            few=("accelerate load_checkpoint_in_model", "DCP, Hugging Face storage"),
         ),
     ),
     "bf16": (
@@ -178,7 +143,6 @@ LOADS: dict[str, tuple[Load, ...]] = {
                 "tensorizer",
             ),
             why="float32 shows how they compare",
-            goal=False,
         ),
         Load(
             "bf16/memory",
@@ -187,7 +151,6 @@ LOADS: dict[str, tuple[Load, ...]] = {
             {"": "large-bf16"},
             without=("DCP", "torchsnapshot", "modelstate.load", "fastsafetensors, without O_DIRECT"),
             why="float32 shows how they compare",
-            goal=False,
         ),
     ),
     "small": (
@@ -197,7 +160,6 @@ LOADS: dict[str, tuple[Load, ...]] = {
             "meta",
             {"": "small"},
             without=_SLOW,
-            few=("Model() + torch.load + load_state_dict",),
             why="they end with the same `load_state_dict`, which is what takes the time",
         ),
         Load(
@@ -207,7 +169,6 @@ LOADS: dict[str, tuple[Load, ...]] = {
             {"": "small"},
             without=_SLOW,
             why="they say no more than the others here",
-            goal=False,
         ),
     ),
     "many": (
@@ -219,19 +180,17 @@ LOADS: dict[str, tuple[Load, ...]] = {
             form="grid",
             words="Tensors of 1 to 16 KB in one safetensors file, into a module on meta.",
             only=("modelstate.load", "modelstate.load, map=False", "accelerate load_checkpoint_in_model"),
-            few=("accelerate load_checkpoint_in_model",),
             why="whoever calls `load_state_dict` takes time that grows with the square of the number",
         ),
     ),
     "hub": (
-        Load("hub/load", "A Llama of transformers, {size}, with its construction", "hub", {"": "llama"}, goal=False),
+        Load("hub/load", "A Llama of transformers, {size}, with its construction", "hub", {"": "llama"}),
         Load(
             "hub/cast",
             "A Llama of transformers, {size} in float32, with its construction, in bfloat16",
             "hub-cast",
             {"": "llama"},
             form="cast",
-            goal=False,
         ),
         Load(
             "hub/int8",
@@ -239,14 +198,12 @@ LOADS: dict[str, tuple[Load, ...]] = {
             "hub-int8",
             {"": "llama"},
             form="cast",
-            goal=False,
         ),
         Load(
             "hub/minilm",
             "A published checkpoint: all-MiniLM-L6-v2, {size}, with the construction of the model",
             "hub",
             {"": "minilm"},
-            goal=False,
         ),
         Load(
             "hub/minilm/meta",
@@ -260,7 +217,6 @@ LOADS: dict[str, tuple[Load, ...]] = {
                 "safetensors load_file + assign",
                 "accelerate load_checkpoint_in_model",
             ),
-            goal=False,
         ),
     ),
 }

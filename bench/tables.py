@@ -251,7 +251,7 @@ def page(of: Page, parts: Sequence[Part], found: Sequence[Goal], command: str) -
     head = f"""# {of.title}
 
 This page is written by `{command}`.{_origin(parts, command)} Every contender runs in a fresh process, in alternation
-with the others of its table; those on which no goal depends run less often. {of.words}
+with the others of its table. {of.words}
 
 The machine: {" ".join(machines)}
 """
