@@ -1,5 +1,6 @@
 """Transforms by pattern: the first pattern that matches counts, and what none is for is loaded as without any."""
 
+import time
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
@@ -280,6 +281,55 @@ def test_one_that_keeps_what_it_returns_or_returns_it_twice(path: Path) -> None:
         ms.load(model, path, transform=Scale(result=one_element))
         model.head.weight.data[0, 0] = 5
         assert model.head.weight.sum() == 6 * 4 + 4
+
+
+@pytest.mark.parametrize("options", [{}, {"in_place": True}, {"background": True}, {"dtype": torch.float64}])
+@pytest.mark.parametrize("wrap", [lambda t: t, lambda t: t[:], nn.Parameter])
+@pytest.mark.parametrize("make", [Net, skeleton])
+def test_a_function_that_returns_one_buffer_again_and_again(make: Any, wrap: Any, options: Any, path: Path) -> None:
+    if make is skeleton and "in_place" in options:
+        pytest.skip("in place takes memory that is there")
+    buffers: dict[torch.Size, torch.Tensor] = {}
+
+    def doubled(name: str, tensor: torch.Tensor) -> torch.Tensor:
+        if not tensor.is_floating_point():
+            return tensor
+        return wrap(torch.mul(tensor, 2, out=buffers.setdefault(tensor.shape, torch.empty_like(tensor))))
+
+    model = make()
+    done = ms.load(model, path, transform=doubled, **options)
+    if isinstance(done, ms.LoadHandle):
+        done.result()
+    for name, value in model.state_dict().items():
+        expected = saved(path)[name]
+        assert torch.equal(value, (expected * 2 if expected.is_floating_point() else expected).to(value.dtype)), name
+
+
+@pytest.mark.parametrize("keep", [lambda t: t, lambda t: t.view(t.shape), lambda t: t.numpy()])
+@pytest.mark.parametrize("returned", [lambda t: t, lambda t: t * 2])
+@pytest.mark.parametrize("background", [False, True])
+@pytest.mark.parametrize("make", [Net, skeleton])
+def test_a_function_that_keeps_what_it_returns_and_writes_to_it(
+    make: Any, background: Any, returned: Any, keep: Any, path: Path
+) -> None:
+    kept = []
+
+    def keeping(name: str, tensor: torch.Tensor) -> torch.Tensor:
+        result: torch.Tensor = returned(tensor)
+        kept.append(keep(result))
+        return result
+
+    model = make()
+    done = ms.load(model, path, transform=keeping, background=background)
+    if isinstance(done, ms.LoadHandle):
+        while not done.done():
+            time.sleep(0.001)
+    for one in kept:
+        one[...] = 0
+    if isinstance(done, ms.LoadHandle):
+        done.result()
+    for name, value in model.state_dict().items():
+        assert torch.equal(value, returned(saved(path)[name])), name
 
 
 def test_a_parameter_says_whether_it_gets_a_gradient(path: Path) -> None:

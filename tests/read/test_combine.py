@@ -22,7 +22,7 @@ from modelstate.errors import (
     SourceNotFoundError,
     SourceTypeError,
 )
-from modelstate.spec import Combined, StoredTensor
+from modelstate.spec import Combined
 
 
 def net(seed: int) -> nn.Sequential:
@@ -122,12 +122,48 @@ def test_a_function_gets_all_that_have_the_name() -> None:
     assert out.item() == 3
 
 
-def test_a_function_that_passes_one_on_costs_nothing(tmp_path: Path) -> None:
+def test_a_function_that_passes_one_on(tmp_path: Path) -> None:
     for index in range(2):
         save_file({"w": torch.full((3,), float(index))}, tmp_path / f"{index}.safetensors")
     checkpoint = ms.open([tmp_path / "0.safetensors", tmp_path / "1.safetensors"], combine=lambda name, found: found[1])
-    assert isinstance(checkpoint.stored("w"), StoredTensor)
     assert checkpoint.tensor("w").tolist() == [1, 1, 1]
+
+
+def add_up(_: str, tensors: list[torch.Tensor]) -> torch.Tensor:
+    total = tensors[0]
+    for one in tensors[1:]:
+        total += one
+    return total
+
+
+def add_up_or_answer(_: str, tensors: list[torch.Tensor]) -> torch.Tensor:
+    return tensors[0] if tensors[0].is_meta else tensors[0] + tensors[1]
+
+
+@pytest.mark.parametrize("target", ["meta", "cpu"])
+@pytest.mark.parametrize("combine", [add_up, add_up_or_answer, lambda _, t: t[0].add_(t[1])])
+def test_a_function_whose_answer_on_meta_is_what_it_was_given_is_called_all_the_same(
+    combine: Any, target: str, tmp_path: Path
+) -> None:
+    parts = []
+    for index in range(2):
+        save_file(nn.Linear(3, 2).state_dict(), tmp_path / f"{index}.safetensors")
+        parts.append(ms.open(tmp_path / f"{index}.safetensors"))
+    model = nn.Linear(3, 2, device=target)
+    ms.load(model, ms.open([part.source for part in parts], combine=combine))
+    for name, value in model.state_dict().items():
+        assert torch.equal(value, parts[0].tensor(name) + parts[1].tensor(name))
+
+
+def test_a_function_that_answers_on_meta_and_fails_with_values() -> None:
+    def combine(name: str, tensors: list[torch.Tensor]) -> torch.Tensor:
+        return tensors[0] if tensors[0].is_meta else tensors[0].double()
+
+    model = nn.Linear(3, 2)
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    with pytest.raises(CombineError, match="float64"):
+        ms.load(model, ms.open([nn.Linear(3, 2).state_dict()] * 2, combine=combine))
+    assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())
 
 
 def test_a_function_that_writes_to_what_it_is_given_reaches_nobody(tmp_path: Path) -> None:

@@ -222,9 +222,15 @@ def _transformed(
     preparation: Preparation, transform: Transform, made: Assignment, read: torch.Tensor | None
 ) -> torch.Tensor:
     value = _own_value(preparation, made) if read is None else read
+    references, owners = sys.getrefcount(value), storage_owners(value)
     result = called(transform, made.name, value, made.param.shape)
-    # A tensor that others hold, or memory that they do, cannot be the slot's own.
-    own = result is value or (sys.getrefcount(result) <= 2 and storage_owners(result) == 1)
+    # A tensor that others hold, or memory that they do, cannot be the slot's own: they may write to it before the slot
+    # has it, as a function does that returns the same buffer again and again, or afterwards.
+    if result is value:
+        references, owners = references + 1, max(owners, 1)
+    else:
+        references, owners = 2, 1
+    own = sys.getrefcount(result) <= references and storage_owners(result) <= owners
     return _as_asked(preparation, made, result.detach(), own)
 
 
@@ -241,7 +247,7 @@ def _as_asked(preparation: Preparation, made: Assignment, result: torch.Tensor, 
     if not is_plain(result):
         return result
     if made.placement.name == "copy":
-        return result.clone() if preparation.own_memory.hold(result) else result
+        return result if own and not preparation.own_memory.hold(result) else result.clone()
     fits = own and is_dense(result) and (made.placement.mapped or not result.is_inference())
     return result if fits else result.clone(memory_format=torch.contiguous_format)
 

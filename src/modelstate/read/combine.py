@@ -154,9 +154,9 @@ class PerName(Combination):
 
 def _by_function(function: CombineFunction, name: str, parts: tuple[Stored, ...]) -> Stored:
     given = [stand_in(part) for part in parts]
-    fake = getattr(function, "meta", None)
+    asked = getattr(function, "meta", None) or function
     try:
-        result = (fake or function)(name, list(given))
+        result = asked(name, given)
     except Exception as error:
         raise CombineError(
             "the combining function raised when it was asked for shape and dtype",
@@ -167,9 +167,6 @@ def _by_function(function: CombineFunction, name: str, parts: tuple[Stored, ...]
             "returns a meta tensor of the shape and dtype of its result",
         ) from error
     _check_result(name, result, None)
-    for one, part in zip(given, parts, strict=True):
-        if result is one and fake is None:
-            return part
 
     def build(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
         # A function that writes to what it is given must not reach tensors that are somebody's.
