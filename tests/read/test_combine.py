@@ -140,17 +140,28 @@ def add_up_or_answer(_: str, tensors: list[torch.Tensor]) -> torch.Tensor:
     return tensors[0] if tensors[0].is_meta else tensors[0] + tensors[1]
 
 
+buffers: dict[torch.Size, torch.Tensor] = {}
+
+
+def add_up_in_one_buffer(_: str, tensors: list[torch.Tensor]) -> torch.Tensor:
+    if tensors[0].is_meta:
+        return tensors[0]
+    return torch.add(*tensors, out=buffers.setdefault(tensors[0].shape, torch.empty_like(tensors[0])))
+
+
 @pytest.mark.parametrize("target", ["meta", "cpu"])
-@pytest.mark.parametrize("combine", [add_up, add_up_or_answer, lambda _, t: t[0].add_(t[1])])
+@pytest.mark.parametrize("combine", [add_up, add_up_or_answer, lambda _, t: t[0].add_(t[1]), add_up_in_one_buffer])
 def test_a_function_whose_answer_on_meta_is_what_it_was_given_is_called_all_the_same(
     combine: Any, target: str, tmp_path: Path
 ) -> None:
     parts = []
     for index in range(2):
-        save_file(nn.Linear(3, 2).state_dict(), tmp_path / f"{index}.safetensors")
+        save_file(nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3)).state_dict(), tmp_path / f"{index}.safetensors")
         parts.append(ms.open(tmp_path / f"{index}.safetensors"))
-    model = nn.Linear(3, 2, device=target)
+    model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3)).to(target)
     ms.load(model, ms.open([part.source for part in parts], combine=combine))
+    for buffer in buffers.values():
+        buffer.zero_()
     for name, value in model.state_dict().items():
         assert torch.equal(value, parts[0].tensor(name) + parts[1].tensor(name))
 

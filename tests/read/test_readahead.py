@@ -156,6 +156,15 @@ def test_a_map_of_a_warm_file_shows_its_pages_before_they_are_used(cold: Path) -
     assert module[5].weight[3, 3] == 5
 
 
+def test_pages_of_a_warm_file_wait_until_a_model_has_begun(cold: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    cold.read_bytes()
+    monkeypatch.setattr(fetch, "_SETTLING_SECONDS", 2.0)
+    module = model()
+    ms.load(module, cold)
+    time.sleep(0.2)
+    assert shown_bytes(cold) == 0
+
+
 def test_a_map_of_a_warm_file_can_be_left_to_who_uses_it(cold: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     cold.read_bytes()
     module = model()

@@ -226,10 +226,7 @@ def _transformed(
     result = called(transform, made.name, value, made.param.shape)
     # A tensor that others hold, or memory that they do, cannot be the slot's own: they may write to it before the slot
     # has it, as a function does that returns the same buffer again and again, or afterwards.
-    if result is value:
-        references, owners = references + 1, max(owners, 1)
-    else:
-        references, owners = 2, 1
+    references, owners = (references + 1, owners) if result is value else (2, 1)
     own = sys.getrefcount(result) <= references and storage_owners(result) <= owners
     return _as_asked(preparation, made, result.detach(), own)
 
