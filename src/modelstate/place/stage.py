@@ -90,8 +90,8 @@ def read_in_place(preparation: Preparation, progress: Progress) -> None:
             _finish_in_place(made, _own_value(preparation, made))
         progress(made.nbytes)
     _read(preparation, [(made, made.param) for made in straight], progress)
+    increment_version([made.param for made in straight])  # autograd has not seen the writes
     for made in straight:
-        increment_version(made.param)  # autograd has not seen the write
         made.final = made.param
 
 

@@ -69,7 +69,7 @@ def choose(
         return Placement("data", f"changes its dtype to {str(dtype).removeprefix('torch.')}")
     if device != param.device:
         return Placement("data", f"moves to {device}")
-    if in_place and not transformed and copy_cannot_fail(param, value):
+    if in_place and not transformed and _copy_cannot_fail(param, value):
         return _DIRECT
     return _STAGED
 
@@ -118,10 +118,13 @@ def _is_mere_parameter(cls: Any) -> bool:
 
 def copy_cannot_fail(target: torch.Tensor, value: torch.Tensor) -> bool:
     """Whether `target.copy_(value)` is sure to succeed, the shapes being equal."""
+    return is_plain(target) and is_plain(value) and _copy_cannot_fail(target, value)
+
+
+def _copy_cannot_fail(target: torch.Tensor, value: torch.Tensor) -> bool:
+    """The same of plain tensors."""
     return (
-        is_plain(target)
-        and is_plain(value)
-        and target.dtype in COPYABLE
+        target.dtype in COPYABLE
         and value.dtype in COPYABLE
         and not value.is_meta
         and not target.is_inference()

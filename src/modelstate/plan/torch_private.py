@@ -60,6 +60,8 @@ def can_set_data(tensor: torch.Tensor, value: torch.Tensor) -> bool:
 
 def storage_of(tensor: torch.Tensor) -> torch.UntypedStorage:
     """The storage of a tensor, whatever its class has to say to that."""
+    if type(tensor) is torch.Tensor or type(tensor) is torch.nn.Parameter:
+        return tensor.untyped_storage()
     with without_subclasses():
         return tensor.untyped_storage()
 

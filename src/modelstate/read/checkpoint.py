@@ -367,7 +367,7 @@ def is_plain_memory(tensor: torch.Tensor) -> bool:
     """Whether the tensor's elements are one run of CPU memory in their own order, with nothing on top."""
     return (
         tensor.layout is torch.strided
-        and tensor.device.type == "cpu"
+        and tensor.is_cpu
         and (type(tensor) is torch.Tensor or type(tensor) is torch.nn.Parameter)
         and tensor.is_contiguous()
         and not tensor.is_conj()
