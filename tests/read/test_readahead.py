@@ -165,6 +165,19 @@ def test_pages_of_a_warm_file_wait_until_a_model_has_begun(cold: Path, monkeypat
     assert shown_bytes(cold) == 0
 
 
+def test_small_tensors_of_a_warm_file_are_left_to_who_uses_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "small.safetensors"
+    save_file({f"{i}.weight": torch.full((4096,), float(i)) for i in range(1100)}, path)
+    assert path.stat().st_size > LEAST_BYTES
+    monkeypatch.setattr(fetch, "begin_to_populate", lambda *_, **__: pytest.fail("a thread for nothing"))
+    with ms.skeleton():
+        module = nn.Sequential(*[nn.RMSNorm(4096) for _ in range(1100)])
+    ms.load(module, path)
+    assert module[1099].weight[5] == 1099
+
+
 def test_a_map_of_a_warm_file_can_be_left_to_who_uses_it(cold: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     cold.read_bytes()
     module = model()

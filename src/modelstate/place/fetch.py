@@ -17,6 +17,9 @@ _SETTLING_SECONDS = 0.03
 """A model that computes right away first starts the threads that it computes with. Where a processor is busy then, the
 kernel may put two of them on the other one, and there they wait for each other: 10 to 30 ms. What a model of tens of
 megabytes uses, it has used before this is over."""
+_FAULT_BYTES = 64 << 10
+"""What the kernel maps of a warm file around the place that is used. Of smaller tensors there are so many that to say
+where they are takes longer, and holds up the program more, than to leave them to who uses them."""
 
 
 def ask_for(preparation: Preparation) -> list[str]:
@@ -71,10 +74,11 @@ def bring_in_behind(preparation: Preparation) -> list[str]:
     Those that are in the page cache are put into the map, which one thread does faster than several that run into pages
     which others are mapping.
     """
-    shown = _shown(preparation.assignments)
+    warm = preparation.means.cached
+    shown = _shown(preparation.assignments, least_bytes=_FAULT_BYTES if warm else 0)
     if sum(extent.nbytes for extent, _ in shown) < LEAST_BYTES:
         return []
-    if preparation.means.cached:
+    if warm:
         begin_to_populate(shown, threads=1, after=_SETTLING_SECONDS)
         return []
     shown, rest = _that_fits(shown)
@@ -89,11 +93,11 @@ def bring_in(assignments: Iterable[Assignment], progress: Callable[[int], None])
     return [f"the map is brought in{left}"] if left else []
 
 
-def _shown(assignments: Iterable[Assignment]) -> list[Shown]:
+def _shown(assignments: Iterable[Assignment], least_bytes: int = 0) -> list[Shown]:
     return [
         (made.stored.extent, made.value)
         for made in assignments
-        if made.placement.mapped and isinstance(made.stored, StoredTensor)
+        if made.placement.mapped and isinstance(made.stored, StoredTensor) and made.stored.nbytes >= least_bytes
     ]
 
 
