@@ -17,11 +17,13 @@ def anonymous():
     with open("/proc/self/status") as status:
         return next(int(line.split()[1]) << 10 for line in status if line.startswith("RssAnon"))
 
-def build():
-    return nn.Sequential(*(nn.Linear(2048, 2048, bias=False) for _ in range(16)))
-
 target, path = sys.argv[1], sys.argv[2]
 options = eval(sys.argv[3])
+layers, shape, dtype, source = eval(sys.argv[4])
+
+def build():
+    return nn.Sequential(*(nn.Linear(*shape, bias=False, dtype=dtype) for _ in range(layers)))
+
 if target == "skeleton":
     with ms.skeleton():
         model = build()
@@ -31,7 +33,7 @@ small = nn.Linear(8, 8)
 ms.load(small, small.state_dict(), transform=options.get("transform"))  # what is made once is made now
 torch.ones(2048, 2048).double().sum()
 planned = {name: value for name, value in options.items() if name != "max_memory_bytes"}
-stated = ms.plan(model, path, **planned).extra_bytes
+stated = ms.plan(model, source, **planned).extra_bytes
 peak, stop = 0, False
 def watch():
     global peak
@@ -41,7 +43,7 @@ def watch():
 before = anonymous()
 thread = threading.Thread(target=watch)
 thread.start()
-report = ms.load(model, path, **options)
+report = ms.load(model, source, **options)
 stop = True
 thread.join()
 print(peak - before, report.peak_memory_bytes, stated)
@@ -93,16 +95,64 @@ def test_a_report_tells_the_memory_that_was_taken(
     """`new_bytes` is what the model has more than before, `extra_bytes` what the plan says of what it needs beyond."""
     if not Path("/proc/self/status").exists():
         pytest.skip("no /proc: memory is not measured here")
-    done = subprocess.run(
-        [sys.executable, "-c", PROGRAM, target, str(path), options], capture_output=True, text=True, timeout=300
-    )
-    assert done.returncode == 0, done.stderr
-    taken, told, stated = map(int, done.stdout.split())
+    taken, told, stated = measured(target, path, options)
     assert stated == extra_bytes or "max_memory_bytes" in options
     assert extra_bytes // 2 <= told <= extra_bytes
     assert taken <= new_bytes + told + SLACK_BYTES
     # It is no wild overestimate either. (Memory that the load gives back may come from what was there before.)
     assert taken >= (new_bytes + told) * 0.5 - SLACK_BYTES
+
+
+def measured(target: str, path: Path, options: str, of: str = "16, (2048, 2048), torch.float32, path") -> list[int]:
+    """What a load took, what its report tells and what its plan states, `of` so many layers, and their source."""
+    done = subprocess.run(
+        [sys.executable, "-c", PROGRAM, target, str(path), options, of], capture_output=True, text=True, timeout=300
+    )
+    assert done.returncode == 0, done.stderr
+    return [int(number) for number in done.stdout.split()]
+
+
+LAYERS, SHAPE = 2, (16384, 2048)
+
+
+@pytest.mark.parametrize("target", ["skeleton", "materialised"])
+@pytest.mark.parametrize(
+    ("dtype", "adapter"), [("bfloat16", "float32"), ("bfloat16", "bfloat16"), ("float32", "float64")]
+)
+def test_a_merge_takes_no_more_than_its_plan_states(target: str, dtype: str, adapter: str, tmp_path: Path) -> None:
+    import torch
+    from safetensors.torch import save_file
+
+    into, out = SHAPE
+    kind = getattr(torch, dtype)
+    save_file({f"{index}.weight": torch.randn(out, into).to(kind) for index in range(LAYERS)}, tmp_path / "base.st")
+    factors = {"A": torch.randn(8, into), "B": torch.randn(out, 8)}
+    save_file(
+        {
+            f"{i}.lora_{k}.weight": t.to(getattr(torch, adapter), copy=True)
+            for i in range(LAYERS)
+            for k, t in factors.items()
+        },
+        tmp_path / "adapter.st",
+    )
+    opened = "ms.open([path + '/base.st', path + '/adapter.st'], combine=ms.LoRA(alpha=8))"
+    taken, told, stated = measured(target, tmp_path, "{}", f"{LAYERS}, {SHAPE}, torch.{dtype}, {opened}")
+    assert told <= stated
+    assert taken <= (LAYERS * into * out * kind.itemsize if target == "skeleton" else 0) + stated + SLACK_BYTES // 3
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_an_average_of_transposed_tensors_takes_no_more_than_its_plan_states(dtype: str, tmp_path: Path) -> None:
+    import torch
+
+    into, out = SHAPE
+    kind = getattr(torch, dtype)
+    for name in "ab":
+        torch.save({f"{i}.weight": torch.randn(into, out).to(kind).T for i in range(LAYERS)}, tmp_path / name)
+    opened = "ms.open([path + '/a', path + '/b'], combine=ms.Average())"
+    taken, told, stated = measured("skeleton", tmp_path, "{}", f"{LAYERS}, {SHAPE}, torch.{dtype}, {opened}")
+    assert told <= stated
+    assert taken <= LAYERS * into * out * kind.itemsize + stated + SLACK_BYTES // 3
 
 
 SHORT = """

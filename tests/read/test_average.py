@@ -108,6 +108,7 @@ def test_as_many_weights_as_checkpoints(weights: list[float]) -> None:
         ({"weights": [float("inf"), 1]}, CombineError),
         ({"weights": ["a", 1]}, OptionError),
         ({"weights": 7}, OptionError),
+        *(({"weights": weights}, OptionError) for weights in ("12", {1: 2, 3: 4}, [True, False], [10**400, 1])),
         ({"others": "second"}, OptionError),
         ({"others": True}, OptionError),
         ({"others": 2}, CombineError),

@@ -14,6 +14,7 @@ from transformers.pytorch_utils import Conv1D
 
 import modelstate as ms
 from modelstate.errors import AdapterError, OptionError
+from modelstate.read import lora
 from tests.read.files import same
 
 
@@ -52,7 +53,7 @@ def by_peft(base: nn.Module, configs: list[dict[str, Any]], directory: Path) -> 
         return dict(merged.merge_and_unload().state_dict())
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
 @pytest.mark.parametrize(
     "configs",
     [
@@ -70,9 +71,10 @@ def by_peft(base: nn.Module, configs: list[dict[str, Any]], directory: Path) -> 
         ],
         [{"target_modules": ALL, "bias": "lora_only"}],
         [{"target_modules": ["lin", "conv", "blocks.0"], "lora_bias": True, "modules_to_save": ["head"]}],
+        [{"target_modules": ["lin", "blocks.0"], "lora_bias": True, "bias": "all"}],
         [{"target_modules": ALL}, {"target_modules": ["lin", "emb"], "r": 2}],
     ],
-    ids=["all kinds", "Conv1D", "patterns", "bias", "lora_bias", "two adapters"],
+    ids=["all kinds", "Conv1D", "patterns", "bias", "lora_bias", "lora_bias and bias", "two adapters"],
 )
 def test_the_result_is_that_of_peft(configs: list[dict[str, Any]], dtype: torch.dtype, tmp_path: Path) -> None:
     torch.manual_seed(0)
@@ -94,6 +96,36 @@ def test_square_weights_of_conv1d(tmp_path: Path) -> None:
     wanted = by_peft(base, [{"target_modules": ["lin", "gpt"], "r": 2}], tmp_path)
     checkpoint = ms.open([tmp_path / "base.safetensors", tmp_path / "0"], combine=ms.LoRA())
     assert same(checkpoint.tensor("lin.weight"), wanted["lin.weight"])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+@pytest.mark.parametrize("saved", [torch.float16, torch.float32, torch.float64])
+def test_an_adapter_of_another_dtype(saved: torch.dtype, dtype: torch.dtype, tmp_path: Path) -> None:
+    peft: Any = pytest.importorskip("peft", reason="peft is not installed: its own results are not compared")
+    base = Net().to(dtype)
+    save_file(base.state_dict(), tmp_path / "base.safetensors")
+    by_peft(base, [{"target_modules": ALL, "r": 4}], tmp_path)
+    file = tmp_path / "0" / "adapter_model.safetensors"
+    save_file({name: tensor.to(saved) for name, tensor in load_file(file).items()}, file)
+    wanted = peft.PeftModel.from_pretrained(copy.deepcopy(base), tmp_path / "0").merge_and_unload().state_dict()
+    checkpoint = ms.open([tmp_path / "base.safetensors", tmp_path / "0"], combine=ms.LoRA())
+    assert [name for name in wanted if not same(checkpoint.tensor(name), wanted[name])] == []
+
+
+def test_an_embedding_that_is_saved_beside_its_adapter(tmp_path: Path) -> None:
+    """peft writes the weight of an embedding that it trains, `base_layer`, and what is added to that."""
+    base = Net()
+    save_file(base.state_dict(), tmp_path / "base.safetensors")
+    wanted = by_peft(base, [{"target_modules": ["emb", "lin"], "r": 4}], tmp_path)
+    file = tmp_path / "0" / "adapter_model.safetensors"
+    saved = {"base_model.model.emb.base_layer.weight": base.emb.weight.detach() * 3}
+    save_file(load_file(file) | saved, file)
+    checkpoint = ms.open([tmp_path / "base.safetensors", tmp_path / "0"], combine=ms.LoRA())
+    assert same(checkpoint.tensor("lin.weight"), wanted["lin.weight"])
+    difference = checkpoint.tensor("emb.weight") - (wanted["emb.weight"] + 2 * base.emb.weight)
+    assert difference.abs().max() < 1e-5
+    with pytest.raises(AdapterError, match="after something is added to it"):
+        ms.open([BASE, matrices("lin"), {"lin.weight": torch.ones(4, 3)}], combine=ms.LoRA(alpha=2))
 
 
 # Files in peft's format, by hand.
@@ -175,6 +207,9 @@ def test_a_square_weight_that_could_be_either() -> None:
         delta = product("sq", out=3)
         assert torch.equal(checkpoint.tensor("sq.weight"), base["sq.weight"] + (delta.T if flips else delta))
         assert torch.equal(checkpoint.tensor("gpt.weight"), base["gpt.weight"] + product("gpt").T)
+    by_pattern = ms.LoRA(alpha=2, fan_in_fan_out={"s?": True, "*": False})
+    checkpoint = ms.open([base, tensors], combine=by_pattern)
+    assert torch.equal(checkpoint.tensor("sq.weight"), base["sq.weight"] + product("sq", out=3).T)
 
 
 @pytest.mark.parametrize(
@@ -191,7 +226,15 @@ def test_a_square_weight_that_could_be_either() -> None:
             },
             "fit",
         ),
+        (
+            {
+                "base_model.model.lin.lora_A.weight": torch.ones(()),
+                "base_model.model.lin.lora_B.weight": torch.ones(()),
+            },
+            "fit",
+        ),
         (matrices("lin", name="a") | matrices("lin", name="b"), "several adapters"),
+        (matrices("lin") | {"lin.lora_A.weight": torch.ones(2, 3)}, "another matrix for the same"),
         (matrices("lin") | {"base_model.model.lin.lora_magnitude_vector": torch.ones(4)}, "magnitude"),
         (matrices("lin") | {"base_model.model.lin.lora_B.bias": torch.ones(3)}, "lora_B.bias"),
         ({name: t.half() if "_A" in name else t for name, t in matrices("lin").items()}, "float16"),
@@ -222,7 +265,9 @@ def test_every_misfit_in_one_error() -> None:
             {"rank_pattern": ["x"]},
             {"rank_pattern": {"x": 0}},
         ),
-        *({"modules_to_save": "head"}, {"use_rslora": "yes"}),
+        *({"modules_to_save": "head"}, {"use_rslora": "yes"}, {"lora_alpha": 10**400}, {"kasa_config": {"beta": 1}}),
+        *({"alpha_pattern": {"lin": None}}, {"rank_pattern": {"lin": None}}),
+        *({"init_lora_weights": init} for init in ("pissa", "pissa_niter_4", "olora", "corda", "lora_ga", "loftq")),
     ],
     ids=lambda config: str(config)[:30],
 )
@@ -232,11 +277,36 @@ def test_a_configuration_that_cannot_be_used(config: Any, tmp_path: Path) -> Non
         ms.open([BASE, adapter(tmp_path / "a", config=config)], combine=ms.LoRA())
 
 
+def test_an_adapter_whose_base_was_changed_for_it(tmp_path: Path) -> None:
+    """peft takes the first matrices off the base when it loads such an adapter; no file has them."""
+    found = adapter(tmp_path / "a", config={"lora_alpha": 1, "init_lora_weights": "pissa"})
+    with pytest.raises(AdapterError, match="path_initial_model_for_weight_conversion"):
+        ms.open([BASE, found], combine=ms.LoRA())
+    for init in (True, False, "gaussian", "eva", "orthogonal"):
+        config = {"lora_alpha": 1, "init_lora_weights": init}
+        ms.open([BASE, adapter(tmp_path / "b", config=config)], combine=ms.LoRA())
+
+
+def test_the_wrong_base_is_told_soon(monkeypatch: pytest.MonkeyPatch) -> None:
+    """To look for a name that is nearly the same takes milliseconds for each of thousands."""
+    searches = list[str]()
+    monkeypatch.setattr(lora, "get_close_matches", lambda name, *_, **__: searches.append(name) or [])
+    adapters = [tensor for index in range(50) for tensor in matrices(f"layers.{index}").items()]
+    with pytest.raises(AdapterError, match="50 tensors"):
+        ms.open([BASE, dict(adapters)], combine=ms.LoRA(alpha=1))
+    assert 0 < len(searches) < 10
+
+
 def test_options_that_mean_nothing() -> None:
-    for options in ({"alpha": "8"}, {"alpha": float("inf")}, {"rank": 0}, {"rank": 1.5}, {"alpha": True}):
+    for options in (
+        *({"alpha": "8"}, {"alpha": float("inf")}, {"rank": 0}, {"rank": 1.5}, {"alpha": True}, {"alpha": 10**400}),
+        *({"rslora": "yes"}, {"fan_in_fan_out": "a"}, {"fan_in_fan_out": {"*": None}}),
+    ):
         with pytest.raises(OptionError):
             ms.LoRA(**options)  # type: ignore[arg-type]
     with pytest.raises(AdapterError, match="no adapter"):
         ms.open([BASE], combine=ms.LoRA())
+    with pytest.raises(AdapterError, match="has no tensors"):
+        ms.open([BASE, {}], combine=ms.LoRA())
     with pytest.raises(AdapterError, match=r"alpha=\.\.\."):
         ms.open([BASE, matrices("lin")], combine=ms.LoRA())

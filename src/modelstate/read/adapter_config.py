@@ -6,7 +6,8 @@ import os
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TypeVar
+from functools import lru_cache
+from typing import TypeGuard, TypeVar
 
 from modelstate.errors import AdapterError
 
@@ -17,8 +18,12 @@ _MAX_PATTERN = 500
 _NOT_MERGED = (
     *("use_dora", "use_qalora", "use_bdlora", "layer_replication", "target_parameters", "trainable_token_indices"),
     *("alora_invocation_tokens", "arrow_config", "velora_config", "monteclora_config", "megatron_config"),
+    *("corda_config", "lora_ga_config", "kasa_config"),
 )
 """Settings by which an adapter is more than two matrices, or stands for another model than its base."""
+_CHANGE_THE_BASE = ("pissa", "olora", "corda", "lora_ga", "loftq")
+"""How `init_lora_weights` begins where the base had something taken off when the adapter was made, which is in no file
+of the adapter. peft computes it anew whenever it loads one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,9 +50,14 @@ class AdapterConfig:
 def _by_pattern(patterns: Mapping[str, _T], module: str, otherwise: _T | None) -> _T | None:
     """As peft finds it: the first pattern that is the end of the path."""
     for pattern, value in patterns.items():
-        if re.match(rf"(.*\.)?({pattern})$", module):
+        if _compiled(pattern).match(module):
             return value
     return otherwise
+
+
+@lru_cache(maxsize=100_000)
+def _compiled(pattern: str) -> re.Pattern[str]:
+    return re.compile(rf"(.*\.)?({pattern})$")
 
 
 def config_beside(files: Sequence[str]) -> AdapterConfig | None:
@@ -85,6 +95,8 @@ def _checked(found: object, path: str) -> AdapterConfig:
         raise ValueError(f"a {type(found).__name__} where an object should be")
     kind = found.get("peft_type", "LORA")
     unsupported = [name for name in _NOT_MERGED if found.get(name)]
+    if str(found.get("init_lora_weights")).startswith(_CHANGE_THE_BASE):
+        unsupported.append("init_lora_weights")
     if kind != "LORA" or unsupported:
         raise AdapterError(
             "an adapter of this kind is not merged here",
@@ -93,7 +105,12 @@ def _checked(found: object, path: str) -> AdapterConfig:
             found=f"peft_type {kind!r}"
             if kind != "LORA"
             else ", ".join(f"{name}: {found[name]!r}" for name in unsupported),
-            remedy="merge it with peft: PeftModel.merge_and_unload()",
+            remedy="merge it with peft: PeftModel.merge_and_unload()"
+            + (
+                ", or save it for the untouched base: save_pretrained(path_initial_model_for_weight_conversion=...)"
+                if unsupported == ["init_lora_weights"]
+                else ""
+            ),
         )
     alphas, ranks = found.get("alpha_pattern") or {}, found.get("rank_pattern") or {}
     for patterns in (alphas, ranks):
@@ -107,20 +124,34 @@ def _checked(found: object, path: str) -> AdapterConfig:
     return AdapterConfig(
         alpha=_alpha(found.get("lora_alpha")),
         rank=_rank(found.get("r")),
-        alphas={pattern: _alpha(value) or 0.0 for pattern, value in alphas.items()},
-        ranks={pattern: _rank(value) or 0 for pattern, value in ranks.items()},
+        alphas={pattern: _given(_alpha(value), pattern) for pattern, value in alphas.items()},
+        ranks={pattern: _given(_rank(value), pattern) for pattern, value in ranks.items()},
         by_root=_flag(found, "use_rslora"),
         fan_in_fan_out=_flag(found, "fan_in_fan_out") if "fan_in_fan_out" in found else None,
         modules_to_save=tuple(modules),
     )
 
 
+def _given(value: _T | None, pattern: str) -> _T:
+    if value is None:
+        raise ValueError(f"the pattern {pattern[:80]!r} has no value")
+    return value
+
+
 def _alpha(value: object) -> float | None:
     if value is None:
         return None
-    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
-        raise ValueError(f"an alpha of {value!r}")
-    return value
+    if not is_finite_number(value):
+        raise ValueError(f"an alpha of {str(value)[:80]}")
+    return float(value)
+
+
+def is_finite_number(value: object) -> TypeGuard[float]:
+    """Whether a value is a number, and no boolean, that fits a float."""
+    try:
+        return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    except OverflowError:  # an int of hundreds of digits
+        return False
 
 
 def _rank(value: object) -> int | None:
@@ -144,6 +175,6 @@ def _check_pattern(pattern: str) -> None:
     if len(pattern) > _MAX_PATTERN or repeats > 3 or re.search(r"\)[*+{?]", pattern) or re.search(r"\\\d", pattern):
         raise ValueError(f"the pattern {pattern[:80]!r} is not read: it could take very long to match")
     try:
-        re.compile(rf"(.*\.)?({pattern})$")
+        _compiled(pattern)
     except re.error as error:
         raise ValueError(f"the pattern {pattern[:80]!r} is no regular expression: {error}") from error

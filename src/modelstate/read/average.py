@@ -1,7 +1,7 @@
 """The weighted average of checkpoints: model soups, averages over training, and sums of task vectors."""
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -12,7 +12,7 @@ from modelstate.read.combine import Combination, Merged, check_values, is_plain,
 from modelstate.read.equality import same_tensor
 from modelstate.read.fresh import fresh
 from modelstate.read.tree import FlatTree
-from modelstate.spec import Combined, Stored
+from modelstate.spec import Combined, Stored, StoredTensor
 
 _CHUNK = 1 << 17
 """Elements that are summed at once: their sums stay in the processor's cache."""
@@ -50,10 +50,16 @@ class Average(Combination):
     def __post_init__(self) -> None:
         if self.weights is not None:
             try:
+                if isinstance(self.weights, str | bytes | Mapping) or any(
+                    isinstance(one, bool) for one in self.weights
+                ):
+                    raise TypeError
                 numbers = tuple(float(weight) for weight in self.weights)
-            except (TypeError, ValueError) as error:
+            except (TypeError, ValueError, OverflowError) as error:
                 raise OptionError(
-                    "the weights of an average are no numbers", expected="one for each checkpoint", found=self.weights
+                    "the weights of an average are no numbers",
+                    expected="one for each checkpoint",
+                    found=repr(self.weights)[:200],
                 ) from error
             if not all(map(math.isfinite, numbers)):
                 raise CombineError("the weights of an average must be finite", found=list(numbers))
@@ -130,9 +136,18 @@ class Average(Combination):
         def build(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
             return _sum(tensors, factors, tuple(tensors[0].shape) if tensors else shape, dtype, keeps_equal)
 
-        scratch = 4 * min(_CHUNK, math.prod(shape)) * wide.itemsize
+        scratch = 4 * min(_CHUNK, math.prod(shape)) * wide.itemsize + sum(_ordered_bytes(part) for part, _ in used)
         kind, parts = f"average of {len(parts)}", tuple(part for part, _ in used)
         return Combined(kind, dtype, shape, parts, build, scratch, elementwise=True)
+
+
+def _ordered_bytes(part: Stored) -> int:
+    """Memory for the elements of a tensor in their order, where they lie in another one, or elsewhere."""
+    if isinstance(part, torch.Tensor):
+        in_order = part.is_cpu and part.is_contiguous() and not part.is_conj() and not part.is_neg()
+    else:
+        in_order = not isinstance(part, StoredTensor) or part.is_contiguous
+    return 0 if in_order else math.prod(part.shape) * part.dtype.itemsize
 
 
 def _sum(

@@ -6,14 +6,15 @@ peft's `merge_and_unload`, step by step, so that the results are the same.
 
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
+from fnmatch import fnmatchcase
 
 import torch
 
 from modelstate.errors import AdapterError, OptionError
-from modelstate.read.adapter_config import AdapterConfig, config_beside
+from modelstate.read.adapter_config import AdapterConfig, config_beside, is_finite_number
 from modelstate.read.checkpoint import Checkpoint, bytes_key
 from modelstate.read.combine import Combination, Merged, is_plain, label, listed, versions_of
 from modelstate.read.fresh import fresh
@@ -25,7 +26,13 @@ _MATRIX = re.compile(r"(?P<module>.+)\.lora_(?P<kind>embedding_A|embedding_B|A|B
 _SAVED = re.compile(r"\.modules_to_save(\.[^.]+)?(?=\.)")
 _ORIGINAL = ".original_module."
 _CONV = {3: torch.nn.functional.conv1d, 4: torch.nn.functional.conv2d, 5: torch.nn.functional.conv3d}
-_SAVED_HALF = (torch.float16, torch.bfloat16)
+_CONV_COPIES = 2
+"""Of what a convolution computes: it lays its result out in ways of its own before it returns it."""
+_HALF = (torch.float16, torch.bfloat16)
+_CHUNK = 1 << 18
+"""Elements that are added at once: where dtypes differ, torch widens both sides before it adds them."""
+_MOST_SUGGESTED = 3
+"""Names are compared with all of the base's to find one that is nearly the same, which takes long."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,24 +54,35 @@ class LoRA(Combination):
     """The rank that all matrices must have; None takes it from their shapes."""
     rslora: bool | None = None
     """Whether alpha is divided by the square root of the rank instead."""
-    fan_in_fan_out: bool | None = None
-    """Whether square weights have their inputs first, as `Conv1D` has them. Other shapes tell by themselves, and None
-    takes square ones for what these and the adapter's configuration say; where they differ, it has to be said here."""
+    fan_in_fan_out: bool | Mapping[str, bool] | None = None
+    """Whether square weights have their inputs first, as `Conv1D` has them; or that by glob patterns of modules, of
+    which the first that matches counts. Other shapes tell by themselves, and None takes square ones for what these and
+    the adapter's configuration say; where they differ, it has to be said here."""
 
     def __post_init__(self) -> None:
-        alpha, rank = self.alpha, self.rank
-        if alpha is not None and (
-            isinstance(alpha, bool) or not isinstance(alpha, int | float) or not math.isfinite(alpha)
-        ):
-            raise OptionError("alpha= is no finite number", found=repr(alpha))
+        alpha, rank, flips = self.alpha, self.rank, self.fan_in_fan_out
+        if alpha is not None and not is_finite_number(alpha):
+            raise OptionError("alpha= is no finite number", found=repr(alpha)[:80])
         if rank is not None and (isinstance(rank, bool) or not isinstance(rank, int) or rank < 1):
-            raise OptionError("rank= is no positive integer", found=repr(rank))
+            raise OptionError("rank= is no positive integer", found=repr(rank)[:80])
+        if not isinstance(self.rslora, bool | None):
+            raise OptionError("rslora= is neither True nor False", found=repr(self.rslora))
+        said = flips.values() if isinstance(flips, Mapping) else [flips]
+        if not all(isinstance(one, bool | None) for one in said) or (isinstance(flips, Mapping) and None in said):
+            raise OptionError(
+                "fan_in_fan_out= says neither True nor False",
+                expected="one, or one for each pattern",
+                found=repr(flips),
+            )
 
     def merge(self, sources: Sequence[Checkpoint]) -> Merged:
         """The weights of the base, with what is added to them when they are wanted."""
         base = sources[0]
         if len(sources) < 2:
             raise AdapterError("there is no adapter", where=base.source, expected="a base, and one adapter or more")
+        for index, adapter in enumerate(sources[1:], 1):
+            if not len(adapter):
+                raise AdapterError("an adapter has no tensors", where=label(sources, index))
         problems: list[str] = []
         deltas: dict[str, list[_Delta]] = {}
         replaced: dict[str, tuple[int, Stored]] = {}
@@ -72,13 +90,14 @@ class LoRA(Combination):
             reading = _Adapter(base, adapter, label(sources, index), self._config(adapter), self)
             reading.read()
             problems += reading.problems
-            for delta in reading.deltas:
-                deltas.setdefault(delta.name, []).append(delta)
             for name, stored in reading.replaced.items():
                 if name in replaced:
                     problems.append(f"{name!r} is replaced by {label(sources, index)} and by [{replaced[name][0]}]")
+                if name in deltas:
+                    problems.append(f"{name!r} is replaced by {label(sources, index)}, after something is added to it")
                 replaced[name] = index, stored
-        problems += [f"{name!r} is both replaced and added to" for name in deltas if name in replaced]
+            for delta in reading.deltas:
+                deltas.setdefault(delta.name, []).append(delta)
         if problems:
             raise AdapterError(
                 f"{len(problems)} tensors of adapters do not fit the base",
@@ -86,10 +105,11 @@ class LoRA(Combination):
                 found=listed(problems, most=12, between="; "),
                 remedy="open the base that the adapter was trained for; its names may need the prefix of a wrapper",
             )
-        tensors = _added(base, deltas)
+        tensors = _added(base, deltas, {name: stored for name, (_, stored) in replaced.items()})
         for name, (_, stored) in replaced.items():
             like = base.get(name)
-            tensors[name] = stored if like is None or like.dtype == stored.dtype else _cast(stored, like.dtype)
+            if name not in deltas:
+                tensors[name] = stored if like is None or like.dtype == stored.dtype else _cast(stored, like.dtype)
         return Merged(FlatTree(tensors, dict(base.flat.values), base.flat.containers), versions_of([base]))
 
     def _config(self, adapter: Checkpoint) -> AdapterConfig:
@@ -117,10 +137,8 @@ class _Delta:
     scaling: float
 
     def of(self, factors: Sequence[torch.Tensor], dtype: torch.dtype) -> torch.Tensor:
-        """What is added to a weight of `dtype`, from A and B."""
-        # peft loads adapters in half precision as float32.
-        wide = [one.detach().cpu() for one in factors]
-        wide = [one.float() if one.dtype in _SAVED_HALF else one for one in wide]
+        """What is added to a weight of `dtype`, from A and B, in the dtype that peft computes with."""
+        wide = [one.detach().cpu().to(_computed_in(dtype)) for one in factors]
         if self.layout == "bias":
             return wide[0] * self.scaling
         a, b = wide
@@ -128,9 +146,27 @@ class _Delta:
             product = _convolved(a, b)
         else:
             product = torch.mm(b, a, out=fresh((b.shape[0], a.shape[1]), a.dtype))
-        if self.layout == "embedding":
-            return product.T.mul_(self.scaling).to(dtype)  # peft rounds these alone before it adds them
-        return (product.T if self.layout == "transposed" else product).mul_(self.scaling)
+        return (product.T if self.layout in ("embedding", "transposed") else product).mul_(self.scaling)
+
+    def scratch_bytes(self, shape: Sequence[int], dtype: torch.dtype) -> int:
+        """Memory for what is added to a weight like that, and for what is cast on the way."""
+        itemsize, whole = _computed_in(dtype).itemsize, math.prod(shape)
+        cast = sum(math.prod(one.shape) for one in self.factors)
+        copies = _CONV_COPIES if self.layout == "conv" else 1
+        return itemsize * (copies * whole + cast) + 3 * 8 * min(_CHUNK, whole)
+
+
+def _computed_in(dtype: torch.dtype) -> torch.dtype:
+    """peft keeps an adapter in the dtype of its base, but never in half precision."""
+    return torch.float32 if dtype in _HALF else dtype
+
+
+def _add(total: torch.Tensor, added: torch.Tensor, *, rounded: bool) -> None:
+    """Adds to a weight, part by part; `rounded` to the weight's dtype before."""
+    rows = max(_CHUNK * len(total) // max(total.numel(), 1), 1)
+    for start in range(0, len(total), rows):
+        some = added[start : start + rows]
+        total[start : start + rows] += some.to(total.dtype) if rounded else some
 
 
 def _convolved(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
@@ -154,6 +190,7 @@ class _Adapter:
     def read(self) -> None:
         matrices: dict[str, dict[str, str]] = {}
         adapters: set[str] = set()
+        twice: list[tuple[str, str]] = []
         for full in self.adapter:
             name = full.removeprefix(_PREFIX)
             match = _MATRIX.match(name)
@@ -162,10 +199,13 @@ class _Adapter:
                 continue
             adapter, kind = _kind(match["kind"], match["rest"])
             adapters.add(adapter)
-            matrices.setdefault(match["module"], {})[kind] = full
+            if (other := matrices.setdefault(match["module"], {}).setdefault(kind, full)) != full:
+                twice.append((full, other))
         if len(adapters) > 1:
             self.problems.append(f"{self.label} holds several adapters: {listed(sorted(adapters))}")
             return
+        for full, other in twice:
+            self._problem(full, f"is another matrix for the same as {other!r}")
         self.flips_square = self._flips_square(matrices)
         for module, names in matrices.items():
             self._matrices(module, names)
@@ -175,16 +215,23 @@ class _Adapter:
 
         peft sees the class of the module, and writes down that of the last one; here the other weights tell too.
         """
-        if self.asked is not None:
+        if isinstance(self.asked, bool):
             return self.asked
         seen = set()
         for module, names in matrices.items():
             spec = self.base.get(f"{module}.weight")
-            if spec is not None and names.keys() >= {"A", "B"} and len(spec.shape) == 2 and len(set(spec.shape)) == 2:
-                seen.add(spec.shape[0] != self.adapter[names["B"]].shape[0])
+            if spec is None or not names.keys() >= {"A", "B"} or len(spec.shape) != 2 or len(set(spec.shape)) == 1:
+                continue
+            if b := self.adapter[names["B"]].shape:
+                seen.add(spec.shape[0] != b[0])
         if self.config.fan_in_fan_out is not None:
             seen.add(self.config.fan_in_fan_out)
         return (True in seen) if len(seen) < 2 else None
+
+    def _flips(self, module: str) -> bool | None:
+        """Whether a square weight has its inputs first; None where that is not clear."""
+        said = self.asked.items() if isinstance(self.asked, Mapping) else ()
+        return next((flips for pattern, flips in said if fnmatchcase(module, pattern)), self.flips_square)
 
     def _matrices(self, module: str, names: dict[str, str]) -> None:
         embedding = names.keys() == {"embedding_A", "embedding_B"}
@@ -202,14 +249,15 @@ class _Adapter:
         shape = self.base[weight].shape
         layout = _layout(shape, a.shape, b.shape, embedding)
         if layout == "square":
-            if self.flips_square is None:
+            flips = self._flips(module)
+            if flips is None:
                 self._problem(
                     first,
                     f"is for the square {weight!r}, which may have its inputs first or last: give "
                     "ms.LoRA(fan_in_fan_out=...)",
                 )
                 return
-            layout = "transposed" if self.flips_square else "linear"
+            layout = "transposed" if flips else "linear"
         if layout is None:
             self._problem(first, f"of shape {a.shape}, with B of {b.shape}, does not fit {weight!r} of shape {shape}")
             return
@@ -256,7 +304,7 @@ class _Adapter:
     def _base_name(self, name: str, full: str) -> str | None:
         if name in self.base:
             return name
-        near = get_close_matches(name, self.base, n=1)
+        near = get_close_matches(name, self.base, n=1) if len(self.problems) < _MOST_SUGGESTED else []
         self._problem(full, f"is for {name!r}, which the base has not" + (f" (but {near[0]!r})" if near else ""))
         return None
 
@@ -287,29 +335,35 @@ def _layout(weight: tuple[int, ...], a: tuple[int, ...], b: tuple[int, ...], emb
     return "transposed" if across else "linear"
 
 
-def _added(base: Checkpoint, deltas: dict[str, list[_Delta]]) -> dict[str, Stored]:
+def _added(base: Checkpoint, deltas: dict[str, list[_Delta]], replaced: Mapping[str, Stored]) -> dict[str, Stored]:
     """The tensors of the base; those that something is added to are computed, once for all names of a tied one."""
     keys = {name: bytes_key(stored, name) for name, stored in base.flat.tensors.items()}
     tied: dict[object, list[_Delta]] = {}
     for name, found in deltas.items():
         tied.setdefault(keys[name], []).extend(found)
-    made = {key: _merged(base.stored(found[0].name), found) for key, found in tied.items()}
+    made = {}
+    for key, found in tied.items():
+        names = [delta.name for delta in found]
+        weight = base.stored(names[0])
+        made[key] = _merged(next((replaced[name] for name in names if name in replaced), weight), weight.dtype, found)
     return {name: made.get(keys[name], stored) for name, stored in base.flat.tensors.items()}
 
 
-def _merged(weight: Stored, deltas: Sequence[_Delta]) -> Combined:
+def _merged(weight: Stored, dtype: torch.dtype, deltas: Sequence[_Delta]) -> Combined:
     def build(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-        merged = fresh(weight.shape, weight.dtype).copy_(tensors[0].detach())
+        merged = fresh(weight.shape, dtype).copy_(tensors[0].detach())
         at = 1
         for delta in deltas:
-            merged += delta.of(tensors[at : at + len(delta.factors)], weight.dtype)
+            # peft rounds what it adds to an embedding.
+            added = delta.of(tensors[at : at + len(delta.factors)], dtype)
+            _add(merged, added, rounded=delta.layout == "embedding")
             at += len(delta.factors)
+            del added
         return merged
 
     factors = tuple(factor for delta in deltas for factor in delta.factors)
-    # The product, and a factor that is cast.
-    scratch = 4 * math.prod(weight.shape) + 8 * max(math.prod(factor.shape) for factor in factors)
-    return Combined(f"merged with {len(deltas)}", weight.dtype, tuple(weight.shape), (weight, *factors), build, scratch)
+    scratch = max(delta.scratch_bytes(weight.shape, dtype) for delta in deltas)
+    return Combined(f"merged with {len(deltas)}", dtype, tuple(weight.shape), (weight, *factors), build, scratch)
 
 
 def _cast(stored: Stored, dtype: torch.dtype) -> Combined:
