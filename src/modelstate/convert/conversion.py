@@ -24,7 +24,7 @@ from modelstate.place.identity import lost_references
 from modelstate.plan.dtypes import short
 from modelstate.plan.journal import Journal
 from modelstate.plan.overlap import extent, sharing
-from modelstate.plan.placement import is_plain
+from modelstate.plan.placement import has_its_memory, is_plain
 from modelstate.plan.shield import uninterrupted
 from modelstate.plan.slots import BUFFER, PARAMETER, Slot, modules_of, slots_of
 from modelstate.plan.torch_private import (
@@ -170,7 +170,7 @@ class Conversion:
                 self._make_one(slot, None, True)
                 continue
             stand_in = later[dtype] if dtype in later else later.setdefault(dtype, self.target.later(dtype))
-            if stand_in is None:
+            if stand_in is None or not has_its_memory(tensor):
                 self._make_one(slot, None, True)
             elif stand_in.dtype != dtype:
                 self._put_off(slot, grad, stand_in)

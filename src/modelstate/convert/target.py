@@ -10,7 +10,7 @@ import torch
 
 from modelstate.errors import ModelStateError, PlacementError, TransformError
 from modelstate.plan.dtypes import device_name, short
-from modelstate.plan.placement import COPYABLE
+from modelstate.plan.placement import COPYABLE, has_its_memory, is_plain
 
 UNCHANGED: Any = type("Unchanged", (), {"__repr__": lambda _: "modelstate.UNCHANGED"})()
 """What a function returns that is given to `modelstate.convert`, for a tensor that is to stay as it is."""
@@ -74,6 +74,14 @@ class To:
                 expected="a tensor with memory",
                 found=f"{short(tensor.dtype)} of shape {tuple(tensor.shape)} on meta",
                 remedy="fill it with modelstate.load, or convert(..., empty=True) for memory without values",
+            )
+        if is_plain(tensor) and not tensor.is_meta and not has_its_memory(tensor):
+            raise PlacementError(
+                "the memory of a tensor has been freed; nothing has been changed",
+                where=name,
+                expected=f"{tensor.nbytes} bytes",
+                found=f"a storage of {tensor.untyped_storage().nbytes()}",
+                remedy="have what freed it (offloading, sharding) bring it back first, or convert before that",
             )
         try:
             return tensor.to(device, dtype)

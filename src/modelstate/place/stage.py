@@ -168,12 +168,12 @@ def check_budget(preparation: Preparation, max_memory_bytes: int | None) -> None
     preparation.max_memory_bytes = max_memory_bytes
     preparation.means = means_within(preparation.assignments, max_memory_bytes)
     if max_memory_bytes is not None and (needed := preparation.extra_bytes) > max_memory_bytes:
-        staged = any(made.staged_bytes for made in preparation.assignments)
+        could = not preparation.options.in_place and any(made.staged_bytes for made in preparation.assignments)
         raise MemoryBudgetError(
             "the load needs more memory beyond the final tensors than it was given; nothing has been changed",
             expected=f"at most {max_memory_bytes} bytes",
             found=f"{needed} bytes, at the least",
-            remedy=f"max_memory_bytes={needed}" + (", or in_place=True, which needs no second copy" if staged else ""),
+            remedy=f"max_memory_bytes={needed}" + (", or in_place=True, which needs no second copy" if could else ""),
         )
 
 

@@ -130,7 +130,7 @@ def _copy_cannot_fail(target: torch.Tensor, value: torch.Tensor) -> bool:
         and not target.is_inference()
         and target.is_complex() >= value.is_complex()  # torch warns, and a warning may be made an error
         and (target.is_meta or target.is_contiguous() or is_dense(target))
-        and (target.is_meta or _has_its_memory(target))
+        and (target.is_meta or has_its_memory(target))
         and (storage_id(target) != storage_id(value))
     )
 
@@ -141,5 +141,12 @@ def is_dense(tensor: torch.Tensor) -> bool:
     return tensor.permute(order).is_contiguous()
 
 
-def _has_its_memory(tensor: torch.Tensor) -> bool:
-    return tensor.untyped_storage().nbytes() >= (tensor.storage_offset() + tensor.numel()) * tensor.itemsize
+def has_its_memory(tensor: torch.Tensor) -> bool:
+    """Whether the storage of a plain tensor reaches as far as its elements: code that saves memory frees it, and torch
+    goes on writing to where it was."""
+    if tensor.is_contiguous():
+        end = tensor.storage_offset() + tensor.numel() if tensor.numel() else 0
+    else:
+        steps = zip(tensor.size(), tensor.stride(), strict=True)
+        end = tensor.storage_offset() + 1 + sum((size - 1) * step for size, step in steps)
+    return tensor.untyped_storage().nbytes() >= end * tensor.itemsize

@@ -26,10 +26,11 @@ from modelstate.plan.matching import matching_part
 from modelstate.plan.memento import same_place
 from modelstate.plan.memory import peak_bytes, usual_means
 from modelstate.plan.overlap import Addresses, clash, overlap
-from modelstate.plan.placement import Placement, choose, is_plain
+from modelstate.plan.placement import Placement, choose, has_its_memory, is_plain
 from modelstate.plan.plan import Options, Plan, Step
 from modelstate.plan.problems import (
     BadExtraState,
+    FreedMemory,
     NotATensor,
     NotYetInitialised,
     NoValues,
@@ -181,7 +182,7 @@ class Preparation:
         elif value.dtype != made.dtype and is_plain(value):
             self._check_dtype(made)
         if not param.is_meta:
-            self._check_shared_memory(made)
+            self._check_memory(made)
         self.journal.add(self._make_write(self, made))
 
     def move(self, slot: Slot, device: torch.device) -> None:
@@ -192,9 +193,13 @@ class Preparation:
         self.moves.append(made)
         self.journal.add(self._make_write(self, made))
 
-    def _check_shared_memory(self, made: Assignment) -> None:
-        """Slots that show the same memory are tied as much as those that are the same tensor."""
-        if not is_plain(made.param):
+    def _check_memory(self, made: Assignment) -> None:
+        """Slots that show the same memory are tied as much as those that are the same tensor; some have none left."""
+        param = made.param
+        if not is_plain(param):
+            return
+        if made.placement.name == "copy" and not has_its_memory(param):
+            self.problems.append(FreedMemory(made.name, param.nbytes, param.untyped_storage().nbytes()))
             return
         others = self._by_storage.setdefault(storage_id(made.param), [])
         for other in others:

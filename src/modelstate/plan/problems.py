@@ -242,6 +242,23 @@ class NotYetInitialised(Problem):
 
 
 @dataclass(frozen=True, slots=True)
+class FreedMemory(Problem):
+    """The storage of the model's tensor ends before its elements do: somebody has freed it, or cut it."""
+
+    expected: int = 0
+    """Bytes of the tensor."""
+    found: int = 0
+    """Bytes of its storage."""
+
+    title: ClassVar = "tensors of the model whose memory has been freed"
+    remedy: ClassVar = "have what freed it (offloading, sharding) bring it back first, or load before that"
+    page: ClassVar = "cannot-be-placed"
+
+    def line(self) -> str:
+        return f"{self.name}: of {self.expected} bytes, its storage has {self.found}"
+
+
+@dataclass(frozen=True, slots=True)
 class Complaint(Problem):
     """A message that code of the model added to torch's list of errors."""
 
