@@ -1,5 +1,6 @@
 """Tensors whose storage somebody has freed or cut, as code that offloads or shards weights does."""
 
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -9,8 +10,8 @@ from safetensors.torch import save_file
 from torch import nn
 
 import modelstate as ms
-from modelstate.errors import PlacementError, PlanError
-from modelstate.plan.problems import FreedMemory
+from modelstate.errors import PlacementError, PlanError, ReadFailedError
+from modelstate.plan.problems import FreedMemory, NoValues
 
 freed = pytest.mark.parametrize("nbytes", [0, 40, 16 * 16 * 4 - 1])
 
@@ -73,6 +74,29 @@ def test_nothing_is_read_from_where_the_memory_was(nbytes: int) -> None:
     with pytest.raises(PlacementError, match="has been freed"):
         ms.convert(model, torch.bfloat16)
     assert model.bias.dtype is model.weight.dtype is torch.float32
+
+
+@freed
+@pytest.mark.parametrize("options", [{}, {"in_place": True}, {"dtype": torch.bfloat16}, {"transform": lambda _, t: t}])
+@pytest.mark.parametrize("on_meta", [False, True])
+def test_a_source_whose_memory_was_freed_has_no_values(nbytes: int, options: dict[str, Any], on_meta: bool) -> None:
+    state = {"weight": cut(nbytes).weight.detach(), "bias": torch.ones(16)}
+    with ms.skeleton() if on_meta else nullcontext():
+        model = nn.Linear(16, 16)
+    with pytest.raises(PlanError) as caught:
+        ms.load(model, state, **options)
+    assert caught.value.problems == (NoValues("weight"),)
+    with pytest.raises(PlanError) as caught:
+        ms.load(model, {"w": state["weight"], "bias": state["bias"]}, rules=[ms.Rename("w", "weight")], **options)
+    assert caught.value.problems == (NoValues("weight"),)
+    combined = ms.open([state, state], combine=ms.Average())
+    with pytest.raises(PlanError) as caught:
+        ms.load(model, combined, **options)
+    assert caught.value.problems == (NoValues("weight"),)
+    with pytest.raises(ReadFailedError, match="freed"):
+        combined.tensor("weight")
+    with pytest.raises(RuntimeError, match="memory of the value has been freed"):
+        ms.load_state_dict(nn.Linear(16, 16), state)
 
 
 def test_a_view_that_its_memory_no_longer_holds(path: Path) -> None:

@@ -17,9 +17,24 @@ def why_not_plain(tensor: torch.Tensor) -> str:
         return "a nested tensor"
     if tensor.is_quantized:
         return "a quantized tensor"
-    last = sum((size - 1) * step for size, step in zip(tensor.shape, tensor.stride(), strict=True))
-    needed = (tensor.storage_offset() + last + 1) * tensor.itemsize if tensor.numel() else 0
-    return "a tensor whose memory has been given back" if needed > tensor.untyped_storage().nbytes() else ""
+    return "" if has_its_memory(tensor) else "a tensor whose memory has been given back"
+
+
+def has_its_memory(tensor: torch.Tensor) -> bool:
+    """Whether the storage of a strided tensor, which is not on meta, reaches as far as its elements.
+
+    Code that saves memory frees storages, and torch goes on using the memory where they were. True where the tensors of
+    a device have no storage to be asked.
+    """
+    if tensor.is_contiguous():
+        end = tensor.storage_offset() + tensor.numel() if tensor.numel() else 0
+    else:
+        steps = zip(tensor.size(), tensor.stride(), strict=True)
+        end = tensor.storage_offset() + 1 + sum((size - 1) * step for size, step in steps)
+    try:
+        return tensor.untyped_storage().nbytes() >= end * tensor.itemsize
+    except (NotImplementedError, RuntimeError):
+        return True
 
 
 def own_copy(tensor: torch.Tensor) -> torch.Tensor:

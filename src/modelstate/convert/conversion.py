@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from modelstate.codec.plain import has_its_memory
 from modelstate.convert.change import DATA, SUBCLASS, Change, Row, carry_out, nbytes_of, way_of
 from modelstate.convert.memory import of_its_own, parts_of
 from modelstate.convert.target import Target
@@ -24,7 +25,7 @@ from modelstate.place.identity import lost_references
 from modelstate.plan.dtypes import short
 from modelstate.plan.journal import Journal
 from modelstate.plan.overlap import extent, sharing
-from modelstate.plan.placement import has_its_memory, is_plain
+from modelstate.plan.placement import is_plain
 from modelstate.plan.shield import uninterrupted
 from modelstate.plan.slots import BUFFER, PARAMETER, Slot, modules_of, slots_of
 from modelstate.plan.torch_private import (

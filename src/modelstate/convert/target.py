@@ -8,9 +8,10 @@ from typing import Any, Protocol
 
 import torch
 
+from modelstate.codec.plain import has_its_memory
 from modelstate.errors import ModelStateError, PlacementError, TransformError
 from modelstate.plan.dtypes import device_name, short
-from modelstate.plan.placement import COPYABLE, has_its_memory, is_plain
+from modelstate.plan.placement import COPYABLE, is_plain
 
 UNCHANGED: Any = type("Unchanged", (), {"__repr__": lambda _: "modelstate.UNCHANGED"})()
 """What a function returns that is given to `modelstate.convert`, for a tensor that is to stay as it is."""

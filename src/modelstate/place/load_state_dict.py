@@ -10,10 +10,11 @@ import torch
 from torch import nn
 from torch.nn.modules.module import _IncompatibleKeys
 
+from modelstate.codec.plain import has_its_memory
 from modelstate.place.swap import exchange, swap_back
 from modelstate.plan.journal import Journal, Write
 from modelstate.plan.memento import same_place
-from modelstate.plan.placement import copy_cannot_fail, has_its_memory, is_plain
+from modelstate.plan.placement import copy_cannot_fail, is_plain
 from modelstate.plan.recorder import Outcome, walk
 from modelstate.plan.torch_private import has_registration_hooks, is_tensor_like, module_load, swap_tensors, use_count
 from modelstate.read.quiet import no_collection
@@ -131,8 +132,9 @@ class _TorchTake:
 
     def _write(self, module: nn.Module, name: str, param: torch.Tensor, value: torch.Tensor, assign: bool) -> None:
         journal = self._journal
-        if not (assign or param.is_meta) and is_plain(param) and not has_its_memory(param):
-            raise RuntimeError("the memory of the parameter has been freed")  # torch would write to where it was
+        for one in () if assign else (param, value):  # torch would use the memory where they were
+            if is_plain(one) and not one.is_meta and not has_its_memory(one):
+                raise RuntimeError(f"the memory of the {'parameter' if one is param else 'value'} has been freed")
         write: Write
         if self._swaps:
             sure = _swap_cannot_fail(param, value, assign)

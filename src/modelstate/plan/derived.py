@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
+from modelstate.codec.plain import has_its_memory
 from modelstate.plan.placement import is_plain
 from modelstate.spec import Combined, Stored, StoredComposite, StoredTensor, own_bytes, pieces
 
@@ -51,7 +52,7 @@ class Derived:
     @property
     def lacks_values(self) -> bool:
         """Whether it is made of tensors on the meta device."""
-        return any(part.lacks_values if isinstance(part, Derived) else on_meta(part) for part in self.parts)
+        return any(part.lacks_values if isinstance(part, Derived) else lacks_values(part) for part in self.parts)
 
 
 Source = Stored | Derived
@@ -62,8 +63,13 @@ def on_memory(stored: Stored) -> bool:
     return any(isinstance(piece, torch.Tensor) for piece in pieces(stored))
 
 
-def on_meta(stored: Stored) -> bool:
-    return any(isinstance(piece, torch.Tensor) and piece.is_meta for piece in pieces(stored))
+def lacks_values(stored: Stored) -> bool:
+    """Whether it is, or is made of, a tensor in memory that has none: on the meta device, or freed."""
+    return any(isinstance(piece, torch.Tensor) and _is_empty(piece) for piece in pieces(stored))
+
+
+def _is_empty(tensor: torch.Tensor) -> bool:
+    return tensor.is_meta or (is_plain(tensor) and not has_its_memory(tensor))
 
 
 def to_be_computed(stored: Stored, made: dict[Stored, Derived]) -> Source:

@@ -8,6 +8,7 @@ import torch
 from torch import nn
 from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 
+from modelstate.codec.plain import has_its_memory
 from modelstate.plan.torch_private import storage_id
 
 COPYABLE = frozenset(
@@ -139,14 +140,3 @@ def is_dense(tensor: torch.Tensor) -> bool:
     """Whether no two elements share memory and none lie apart: the strides only order the dimensions."""
     order = sorted(range(tensor.dim()), key=tensor.stride, reverse=True)
     return tensor.permute(order).is_contiguous()
-
-
-def has_its_memory(tensor: torch.Tensor) -> bool:
-    """Whether the storage of a plain tensor reaches as far as its elements: code that saves memory frees it, and torch
-    goes on writing to where it was."""
-    if tensor.is_contiguous():
-        end = tensor.storage_offset() + tensor.numel() if tensor.numel() else 0
-    else:
-        steps = zip(tensor.size(), tensor.stride(), strict=True)
-        end = tensor.storage_offset() + 1 + sum((size - 1) * step for size, step in steps)
-    return tensor.untyped_storage().nbytes() >= end * tensor.itemsize

@@ -13,10 +13,11 @@ import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
+from modelstate.codec.plain import has_its_memory
 from modelstate.errors import CodecError, ExtraStateError
 from modelstate.plan.account import Accounts
 from modelstate.plan.assignment import Assignment, Row, step_of
-from modelstate.plan.derived import Derived, Source
+from modelstate.plan.derived import Derived, Source, lacks_values
 from modelstate.plan.dtypes import cast_between, short
 from modelstate.plan.explain import model_errors, one_line, plan_error
 from modelstate.plan.held import Held
@@ -26,7 +27,7 @@ from modelstate.plan.matching import matching_part
 from modelstate.plan.memento import same_place
 from modelstate.plan.memory import peak_bytes, usual_means
 from modelstate.plan.overlap import Addresses, clash, overlap
-from modelstate.plan.placement import Placement, choose, has_its_memory, is_plain
+from modelstate.plan.placement import Placement, choose, is_plain
 from modelstate.plan.plan import Options, Plan, Step
 from modelstate.plan.problems import (
     BadExtraState,
@@ -177,7 +178,7 @@ class Preparation:
         made = self._assignment(name, kind, param, value, given, stored)
         self._by_param[id(param)] = made
         self.assignments.append(made)
-        if value.is_meta:
+        if value.is_meta or (isinstance(stored, torch.Tensor) and lacks_values(stored)):
             self.problems.append(NoValues(name))
         elif value.dtype != made.dtype and is_plain(value):
             self._check_dtype(made)

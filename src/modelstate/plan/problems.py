@@ -225,9 +225,9 @@ class NameClash(Problem):
 
 @dataclass(frozen=True, slots=True)
 class NoValues(Problem):
-    """The source's tensor is on the meta device itself."""
+    """The source's tensor is on the meta device itself, or its memory has been freed."""
 
-    title: ClassVar = "tensors of the source that are on meta, without values"
+    title: ClassVar = "tensors of the source without values: on meta, or with their memory freed"
     remedy: ClassVar = "take the state dict of a model that has been loaded"
     page: ClassVar = "left-on-meta"
 

@@ -8,6 +8,8 @@ from collections.abc import Callable
 
 import torch
 
+from modelstate.codec.plain import has_its_memory
+from modelstate.errors import ReadFailedError
 from modelstate.read.fresh import fresh
 from modelstate.read.ranges import Request
 from modelstate.spec import AT_ONCE_BYTES, ByteRange, Combined, Stored, StoredComposite, StoredTensor
@@ -33,7 +35,18 @@ def own_values(stored: Stored, read_all: ReadAll) -> torch.Tensor:
             if stored.is_read_in_pieces:
                 return _in_pieces(stored, read_all)
             return stored.build([own_values(part, read_all) for part in stored.parts])
+    if _is_plain(stored) and not has_its_memory(stored):
+        raise ReadFailedError(
+            "the memory of a tensor has been freed",
+            expected=f"{stored.nbytes} bytes",
+            found=f"a storage of {stored.untyped_storage().nbytes()}",
+            remedy="open the state dict before that, or a file",
+        )
     return stored.detach()
+
+
+def _is_plain(tensor: torch.Tensor) -> bool:
+    return type(tensor) in (torch.Tensor, torch.nn.Parameter) and tensor.layout is torch.strided and not tensor.is_meta
 
 
 def same_bytes(one: ByteRange, other: ByteRange, read_all: ReadAll) -> bool:
