@@ -51,7 +51,7 @@ class Derived:
 
     @property
     def lacks_values(self) -> bool:
-        """Whether it is made of tensors on the meta device."""
+        """Whether it is made of tensors without values: on the meta device, or freed."""
         return any(part.lacks_values if isinstance(part, Derived) else lacks_values(part) for part in self.parts)
 
 
