@@ -6,6 +6,7 @@ import sys
 from collections.abc import Callable, Collection, Mapping
 from functools import partial
 from pathlib import Path
+from random import Random
 from typing import Any
 
 from bench import files
@@ -49,12 +50,14 @@ class Runner:
     def alternate(self, contenders: Mapping[str, Child], runs: int) -> tuple[dict[str, list[Any]], dict[str, str]]:
         """Every contender once, then again, and so on, so that a slow minute of the machine meets all of them.
 
-        One that fails runs no more; the second result says why.
+        Each time in another order, the same in every run of the program: who comes first after some that took little
+        memory may find that the host of the machine has taken it back, and pays for all who come after. One that fails
+        runs no more; the second result says why.
         """
         found: dict[str, list[dict[str, Stage]]] = {name: [] for name in contenders}
         failed: dict[str, str] = {}
-        for _ in range(runs):
-            for name, child in contenders.items():
+        for turn in range(runs):
+            for name, child in Random(turn).sample(list(contenders.items()), len(contenders)):
                 if name in failed:
                     continue
                 try:

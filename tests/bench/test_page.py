@@ -2,6 +2,7 @@
 
 import platform
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -103,6 +104,25 @@ def test_a_contender_that_fails_is_named_with_the_reason(tmp_path: Path) -> None
     assert failed == {"bad": "RuntimeError: no such thing"}
     shown = tables.section(Measured("k", "T", "", "load", {"": found}, 3, failed))
     assert "- Not run here: bad: RuntimeError: no such thing." in shown
+
+
+def test_contenders_run_once_a_turn_in_another_order(tmp_path: Path) -> None:
+    ran: list[str] = []
+
+    def child(name: str) -> dict[str, Stage]:
+        ran.append(name)
+        return one_run(1, 2)
+
+    names = list("abcdef")
+    children = {name: partial(child, name) for name in names}
+    found, _ = Runner(tmp_path, 7, quick=True).alternate(children, 7)
+    turns = [ran[at : at + 6] for at in range(0, 42, 6)]
+    assert all(sorted(turn) == names for turn in turns)
+    assert len(set(map(tuple, turns))) > 1
+    assert list(found) == names
+    ran.clear()
+    Runner(tmp_path, 7, quick=True).alternate(children, 7)
+    assert [ran[at : at + 6] for at in range(0, 42, 6)] == turns
 
 
 def test_the_page_says_which_medians_are_of_fewer_runs() -> None:
