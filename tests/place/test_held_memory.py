@@ -85,3 +85,15 @@ def test_the_most_at_once_is_what_counts() -> None:
     with held.during(3):
         held.take(-5)
     assert held.peak_bytes == 12
+
+
+@pytest.mark.parametrize(("options", "named"), [({}, True), ({"in_place": True}, False)])
+def test_a_budget_names_in_place_to_who_has_not_asked_for_it(
+    options: dict[str, Any], named: bool, tmp_path: Path
+) -> None:
+    module = nn.Module()
+    module.register_buffer("counts", torch.zeros(1000, dtype=torch.uint16))  # which waits in memory of its own
+    torch.save({"counts": torch.ones(1000, dtype=torch.uint16)}, tmp_path / "x.pt")
+    with pytest.raises(ms.errors.MemoryBudgetError) as caught:
+        ms.load(module, tmp_path / "x.pt", max_memory_bytes=1, **options)
+    assert ("in_place=True" in str(caught.value)) == named

@@ -202,7 +202,7 @@ class Preparation:
         if made.placement.name == "copy" and not has_its_memory(param):
             self.problems.append(FreedMemory(made.name, param.nbytes, param.untyped_storage().nbytes()))
             return
-        others = self._by_storage.setdefault(storage_id(made.param), [])
+        others = self._by_storage.setdefault(storage_id(param), [])
         for other in others:
             if other.value.shape == other.param.shape and overlap(other.param, made.param):
                 if made.placement.name != "copy":

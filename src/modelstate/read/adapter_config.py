@@ -4,9 +4,8 @@ import json
 import math
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import lru_cache
 from typing import TypeGuard, TypeVar
 
 from modelstate.errors import AdapterError
@@ -32,8 +31,8 @@ class AdapterConfig:
 
     alpha: float | None = None
     rank: int | None = None
-    alphas: Mapping[str, float] = field(default_factory=dict)
-    ranks: Mapping[str, int] = field(default_factory=dict)
+    alphas: Mapping[re.Pattern[str], float] = field(default_factory=dict)
+    ranks: Mapping[re.Pattern[str], int] = field(default_factory=dict)
     by_root: bool = False
     """Whether alpha is divided by the square root of the rank (rsLoRA, arXiv:2312.03732)."""
     fan_in_fan_out: bool | None = None
@@ -47,17 +46,12 @@ class AdapterConfig:
         return _by_pattern(self.ranks, module, self.rank)
 
 
-def _by_pattern(patterns: Mapping[str, _T], module: str, otherwise: _T | None) -> _T | None:
+def _by_pattern(patterns: Mapping[re.Pattern[str], _T], module: str, otherwise: _T | None) -> _T | None:
     """As peft finds it: the first pattern that is the end of the path."""
     for pattern, value in patterns.items():
-        if _compiled(pattern).match(module):
+        if pattern.match(module):
             return value
     return otherwise
-
-
-@lru_cache(maxsize=100_000)
-def _compiled(pattern: str) -> re.Pattern[str]:
-    return re.compile(rf"(.*\.)?({pattern})$")
 
 
 def config_beside(files: Sequence[str]) -> AdapterConfig | None:
@@ -112,30 +106,31 @@ def _checked(found: object, path: str) -> AdapterConfig:
                 else ""
             ),
         )
-    alphas, ranks = found.get("alpha_pattern") or {}, found.get("rank_pattern") or {}
-    for patterns in (alphas, ranks):
-        if not isinstance(patterns, dict):
-            raise ValueError("a pattern that is no object")
-        for pattern in patterns:
-            _check_pattern(pattern)
     modules = found.get("modules_to_save") or []
     if not isinstance(modules, list) or not all(isinstance(name, str) for name in modules):
         raise ValueError("modules_to_save is no list of names")
     return AdapterConfig(
         alpha=_alpha(found.get("lora_alpha")),
         rank=_rank(found.get("r")),
-        alphas={pattern: _given(_alpha(value), pattern) for pattern, value in alphas.items()},
-        ranks={pattern: _given(_rank(value), pattern) for pattern, value in ranks.items()},
+        alphas=_patterns(found.get("alpha_pattern") or {}, _alpha),
+        ranks=_patterns(found.get("rank_pattern") or {}, _rank),
         by_root=_flag(found, "use_rslora"),
         fan_in_fan_out=_flag(found, "fan_in_fan_out") if "fan_in_fan_out" in found else None,
         modules_to_save=tuple(modules),
     )
 
 
-def _given(value: _T | None, pattern: str) -> _T:
-    if value is None:
-        raise ValueError(f"the pattern {pattern[:80]!r} has no value")
-    return value
+def _patterns(found: object, checked: Callable[[object], _T | None]) -> dict[re.Pattern[str], _T]:
+    """What stands for modules by patterns, each of which is compiled once."""
+    if not isinstance(found, dict):
+        raise ValueError("a pattern that is no object")
+    patterns = {}
+    for pattern, given in found.items():
+        value = checked(given)
+        if value is None:
+            raise ValueError(f"the pattern {pattern[:80]!r} has no value")
+        patterns[_compiled(pattern)] = value
+    return patterns
 
 
 def _alpha(value: object) -> float | None:
@@ -169,12 +164,15 @@ def _flag(found: Mapping[str, object], name: str) -> bool:
     return bool(value)
 
 
-def _check_pattern(pattern: str) -> None:
-    """Refuses expressions that could take for ever, which the file of a stranger may have."""
+def _compiled(pattern: str) -> re.Pattern[str]:
+    """As peft has it, for the ends of module paths.
+
+    Refuses expressions that could take for ever, which the file of a stranger may have.
+    """
     repeats = sum(pattern.count(sign) for sign in "*+{")
     if len(pattern) > _MAX_PATTERN or repeats > 3 or re.search(r"\)[*+{?]", pattern) or re.search(r"\\\d", pattern):
         raise ValueError(f"the pattern {pattern[:80]!r} is not read: it could take very long to match")
     try:
-        _compiled(pattern)
+        return re.compile(rf"(.*\.)?({pattern})$")
     except re.error as error:
         raise ValueError(f"the pattern {pattern[:80]!r} is no regular expression: {error}") from error
