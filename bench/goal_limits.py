@@ -47,13 +47,12 @@ def _in_place(fastest: Fastest) -> str:
 
 def _cold(fastest: Fastest) -> str:
     return (
-        "Fresh memory, again, of which the pages of the page cache are made as well. What is mapped comes through it, "
-        f"which takes {fastest('limits', limits.BUFFERED)} for who reads it, and the load with its first forward, "
-        f"which runs right behind the pages, {fastest('cold', 'modelstate.load', 'forward')}; `torch.load(mmap=True)` "
-        f"takes {fastest('cold', 'torch.load(mmap) + assign', 'forward')}. Read past the page cache "
-        "into memory that is there, the file comes in within "
-        f"{fastest('cold/memory', 'modelstate.load, in_place=True')}, where the disk alone takes "
-        f"{fastest('limits', limits.DIRECT)}."
+        f"The disk alone takes {fastest('limits', limits.DIRECT)}, past the page cache and into memory that is there, "
+        f"where the load comes in within {fastest('cold/memory', 'modelstate.load, in_place=True')}. What is mapped "
+        "comes through the page cache, whose pages are fresh memory: "
+        f"{fastest('limits', limits.BUFFERED)} for who reads it so with nothing else done, and "
+        f"{fastest('cold', 'modelstate.load', 'forward')} for the load with its first forward, which runs right behind "
+        f"the pages and takes {fastest('limits', limits.FORWARD)} by itself."
     )
 
 
