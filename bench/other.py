@@ -80,7 +80,7 @@ class Others:
                 "at the most; the module itself is half as large afterwards."
             )
             title = f"From float32 to bfloat16: {what}, {nbytes / 1e6:,.0f} MB"
-            sections.append(Measured(f"convert/{case}", title, words, "convert", {"": found}, self.runs, absent))
+            sections.append(Measured(f"convert/{case}", title, words, "convert", {"": found}, self.runner.runs, absent))
         return sections
 
     def save(self) -> list[Measured]:

@@ -10,6 +10,7 @@ import pytest
 from bench import goals, limits, live, measured, saving, tables, torture
 from bench.__main__ import RESULTS, main, pages
 from bench.measured import Measured, Part
+from bench.other import Others
 from bench.pages import PAGES, PARTS, Page
 from bench.run import Runner, different_weights
 from bench.sections import Load
@@ -48,6 +49,13 @@ def test_a_page_of_nothing_is_not_written(tmp_path: Path) -> None:
     with pytest.raises(SystemExit, match="nothing was kept"):
         main(["--from", str(tmp_path), "--out", str(tmp_path)])
     assert not list(tmp_path.iterdir())
+
+
+def test_conversions_are_measured(tmp_path: Path) -> None:
+    for found in Others(Runner(tmp_path, 1, quick=True)).convert():
+        assert {"module.to", "modelstate.convert"} <= set(found.rows)
+        assert found.runs == 1
+        assert "swap_tensors" in "".join(found.absent)  # which torch refuses for a parameter that others refer to
 
 
 def test_a_load_is_measured_in_fresh_processes(tmp_path: Path) -> None:
