@@ -45,7 +45,7 @@ def _safetensors(state: Mapping[str, Tensor], folder: Path, shards: int) -> None
     for name, value in state.items():
         parts[before * shards // total][name] = value
         before += value.nbytes
-    weight_map = {}
+    weight_map: dict[str, str] = {}
     for at, part in enumerate(parts, 1):
         file = f"model-{at:05d}-of-{shards:05d}.safetensors"
         save_file(part, folder / file, metadata={"format": "pt"})

@@ -54,8 +54,9 @@ def minilm(_: Sizes) -> nn.Module:
 
 def write_config(model: nn.Module, folder: Path) -> None:
     """What `from_pretrained` needs beside the tensors; nothing for models that are not of transformers."""
-    if hasattr(model, "config"):
-        model.config.save_pretrained(folder)
+    config: Any = getattr(model, "config", None)
+    if config is not None:
+        config.save_pretrained(folder)
 
 
 def run(model: nn.Module) -> object:

@@ -53,7 +53,8 @@ class Quantized(torch.Tensor):
 
     @staticmethod
     def __new__(cls, elem: torch.Tensor, scale: float) -> "Quantized":
-        made: Any = torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
+        make: Any = torch.Tensor._make_wrapper_subclass
+        made: Quantized = make(
             cls, elem.shape, dtype=elem.dtype, layout=elem.layout, device=elem.device, strides=elem.stride()
         )
         return made
@@ -62,7 +63,9 @@ class Quantized(torch.Tensor):
         self.elem, self.scale = elem, scale
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         if func in (torch.ops.aten.detach.default, torch.ops.aten._to_copy.default):
             return cls(func(args[0].elem, *args[1:], **(kwargs or {})), args[0].scale)
         raise NotImplementedError(f"Unsupported function {func}")
@@ -167,7 +170,9 @@ def waiting_graph() -> Case:
             return "backward gives no gradient"
         if grad.dtype != module.weight.dtype:
             return f"the gradient of a {name_of(module.weight.dtype)} parameter is {name_of(grad.dtype)}"
-        return "" if torch.allclose(grad, plain.weight.grad.to(grad)) else "a gradient is not what it should be"
+        wanted = plain.weight.grad
+        assert wanted is not None
+        return "" if torch.allclose(grad, wanted.to(grad)) else "a gradient is not what it should be"
 
     return Case(module, check=check, held=loss)
 
@@ -228,7 +233,7 @@ def wrapper() -> Case:
 
 
 def common_memory() -> Case:
-    module = nn.Module()
+    module: Any = nn.Module()
     flat = torch.randn(6)
     module.first, module.last = nn.Parameter(flat[:4]), nn.Parameter(flat[2:])
 
@@ -261,7 +266,7 @@ def torchao_int8() -> Case:
         from torchao.quantization import Int8WeightOnlyConfig, quantize_
     except ImportError as error:
         raise NotHere("torchao") from error
-    model = nn.Sequential(nn.Linear(32, 16))
+    model: Any = nn.Sequential(nn.Linear(32, 16))
     quantize_(model, Int8WeightOnlyConfig())
     plain = copy.deepcopy(model)
     plain[0].weight = nn.Parameter(model[0].weight.detach().to(torch.bfloat16), requires_grad=False)

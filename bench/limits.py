@@ -6,6 +6,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -38,12 +39,13 @@ def memory(path: str) -> None:
     cores = len(os.sched_getaffinity(0))
     found: dict[str, Callable[[], float]] = {MEMCPY: lambda: _memcpy(os.stat(path).st_size)}
     for count in sorted({1, cores}):
-        found[TOUCHED.format(threads(count))] = lambda n=count: _read(path, n, huge=True, touched=True)
-        found[TOUCHED_SMALL.format(threads(count))] = lambda n=count: _read(path, n, huge=False, touched=True)
-        found[SMALL.format(threads(count))] = lambda n=count: _read(path, n, huge=False)
-        found[FILLED.format(threads(count))] = lambda n=count: _read(path, n, huge=False, fills=True)
-        found[CAST.format(threads(count))] = lambda n=count: _cast(path, n)
-        found[HUGE.format(threads(count))] = lambda n=count: _read(path, n, huge=True)
+        read = partial(_read, path, count)
+        found[TOUCHED.format(threads(count))] = partial(read, huge=True, touched=True)
+        found[TOUCHED_SMALL.format(threads(count))] = partial(read, huge=False, touched=True)
+        found[SMALL.format(threads(count))] = partial(read, huge=False)
+        found[FILLED.format(threads(count))] = partial(read, huge=False, fills=True)
+        found[CAST.format(threads(count))] = partial(_cast, path, count)
+        found[HUGE.format(threads(count))] = partial(read, huge=True)
     _report(found, os.stat(path).st_size)
 
 
@@ -51,10 +53,9 @@ def disk(path: str) -> None:
     """The same for a file that is taken out of the page cache before each read."""
     found: dict[str, Callable[[], float]] = {}
     for count in (2, 4, 8):
-        found[BUFFERED.format(threads(count))] = lambda n=count: _read(path, n, huge=True, touched=True, cold=True)
-        found[DIRECT.format(threads(count))] = lambda n=count: _read(
-            path, n, huge=True, touched=True, cold=True, flags=os.O_DIRECT
-        )
+        read = partial(_read, path, count, huge=True, touched=True, cold=True)
+        found[BUFFERED.format(threads(count))] = read
+        found[DIRECT.format(threads(count))] = partial(read, flags=os.O_DIRECT)
     _report(found, os.stat(path).st_size)
 
 

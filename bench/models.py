@@ -26,7 +26,7 @@ class DecoderLayer(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         batch, length, hidden = x.shape
-        normed = self.attention_norm(x)
+        normed: Tensor = self.attention_norm(x)
         q, k, v = (
             part(normed).view(batch, length, self.heads, 64).transpose(1, 2) for part in (self.q, self.k, self.v)
         )

@@ -18,7 +18,8 @@ from bench.sizes import QUICK, Sizes
 from bench.ways.case import Way
 from modelstate.cli.measure import MeasurementError, Stage, run
 
-Child = Callable[[], dict[str, Stage]]
+Child = Callable[..., dict[str, Stage]]
+"""Runs a program and gives its stages; a time limit can be given."""
 
 
 class Runner:

@@ -58,7 +58,7 @@ def _dcp(model: nn.Module, folder: Path) -> None:
 def _torchsnapshot(model: nn.Module, folder: Path) -> None:
     from torchsnapshot import Snapshot
 
-    Snapshot.take(str(folder / "snapshot"), {"model": model})  # type: ignore[dict-item]
+    Snapshot.take(str(folder / "snapshot"), {"model": model})
 
 
 def _tensorizer(model: nn.Module, folder: Path) -> None:
@@ -186,10 +186,13 @@ def blocked(model: nn.Module, folder: Path) -> None:
     shutil.rmtree(folder / "store", ignore_errors=True)
     stages = Stages()
     with ms.Store(folder / "store", keep=1) as store:
-        store.save(1, {"model": model}, block=False).result()
+        first = store.save(1, {"model": model}, block=False)
+        assert first is not None
+        first.result()
         begun = time.perf_counter()
         pending = store.save(2, {"model": model}, block=False)
         seconds = time.perf_counter() - begun
+        assert pending is not None
         pending.result()
     stages.end(BLOCKED, seconds=seconds, nbytes=_bytes_of(model))
     begun = time.perf_counter()

@@ -7,6 +7,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -105,16 +106,16 @@ def load_constants(calls: int) -> tuple[Request, Swap]:
 
 KINDS = ("eager", "compiled", "exported", "aoti")
 STOCK: dict[str, Callable[[], tuple[Request, Swap]]] = {
-    "load_state_dict, in place": lambda: in_place(False),
-    "load_state_dict, assign=True": lambda: in_place(True),
+    "load_state_dict, in place": partial(in_place, False),
+    "load_state_dict, assign=True": partial(in_place, True),
     "functional_call, one module for all threads": functional,
-    "AOTInductor, load_constants": lambda: load_constants(1),
-    "AOTInductor, load_constants, 2 calls a request": lambda: load_constants(2),
+    "AOTInductor, load_constants": partial(load_constants, 1),
+    "AOTInductor, load_constants, 2 calls a request": partial(load_constants, 2),
 }
 WAYS: dict[str, Callable[[], tuple[Request, Swap]]] = {
-    **{f"modelstate.Live, {kind}": lambda kind=kind: live(kind, "available", 1) for kind in KINDS},
-    **{f"modelstate.Live, {kind}, 2 calls a request": lambda kind=kind: live(kind, "available", 2) for kind in KINDS},
-    **{f"modelstate.Live, {kind}, mode='frugal'": lambda kind=kind: live(kind, "frugal", 1) for kind in KINDS},
+    **{f"modelstate.Live, {kind}": partial(live, kind, "available", 1) for kind in KINDS},
+    **{f"modelstate.Live, {kind}, 2 calls a request": partial(live, kind, "available", 2) for kind in KINDS},
+    **{f"modelstate.Live, {kind}, mode='frugal'": partial(live, kind, "frugal", 1) for kind in KINDS},
     **STOCK,
 }
 OURS = tuple(name for name in WAYS if name not in STOCK)

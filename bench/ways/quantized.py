@@ -20,7 +20,7 @@ def int4() -> Any:
     from torchao.quantization import IntxWeightOnlyConfig
     from torchao.quantization.granularity import PerGroup
 
-    return IntxWeightOnlyConfig(torch.int4, granularity=PerGroup(32))
+    return IntxWeightOnlyConfig(torch.int4, granularity=PerGroup(32))  # type: ignore[attr-defined]
 
 
 Config = Callable[[], Any]
