@@ -1,6 +1,8 @@
 """Fresh memory in huge pages, as long as these are fast."""
 
+import mmap
 import re
+import struct
 from pathlib import Path
 
 import pytest
@@ -23,6 +25,25 @@ def has_small_pages(tensor: torch.Tensor) -> bool:
         elif inside and line.startswith("VmFlags:"):
             return " nh" in line
     raise AssertionError("the memory is nowhere")
+
+
+def pages_there(tensor: torch.Tensor) -> int:
+    """Of the memory of a tensor, the pages that the kernel has given to it."""
+    pagemap, size = Path("/proc/self/pagemap"), mmap.PAGESIZE
+    if not pagemap.exists():
+        pytest.skip("no /proc: the kernel does not say which pages are there")
+    with pagemap.open("rb", buffering=0) as file:
+        file.seek(tensor.data_ptr() // size * 8)
+        entries = file.read(tensor.nbytes // size * 8)
+    return sum(entry >> 63 for (entry,) in struct.iter_unpack("<Q", entries))
+
+
+def test_one_page_is_tried() -> None:
+    (fresh,) = memory.fresh_tensors(LAYOUT, memory.PageWatch(2))
+    there = pages_there(fresh)
+    if not there:
+        pytest.skip("a kernel that cannot be asked for a page")
+    assert there <= (2 << 20) // mmap.PAGESIZE  # as many as there are in a huge one
 
 
 @pytest.mark.parametrize("slow", [True, False])
