@@ -241,6 +241,17 @@ def test_memory_above_the_bound_is_no_goal_met() -> None:
     assert (row.verdict, row.reached) == ("not met", "10.00x the best peer; **target + 130.0 MB**")
 
 
+@pytest.mark.parametrize("key", ["mapped", "first-forward"])
+@pytest.mark.parametrize("table", [table for table in goals.MAPPED if table != "large/meta"])
+def test_the_fastest_of_all_is_so_in_every_table(table: str, key: str) -> None:
+    found, (ours, what) = everything(0.1), goals.MAPPED[table]
+    found[table] = table_of(table, {ours: one_run(0.1, 0.1), "theirs": one_run(0.05, 0.05)})
+    (row,) = goals.reached(found, [key])
+    assert row.verdict == "not met"
+    assert f"**0.50x the best peer{what}**" in row.reached
+    assert "10.00x the best peer;" in row.reached
+
+
 def test_what_was_not_measured_is_no_goal_met_or_missed() -> None:
     assert {one.verdict for one in goals.reached({})} == {"not measured"}
     assert tables.goals(goals.reached({})).count("**not measured**") == len(goals.ROWS)

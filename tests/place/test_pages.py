@@ -46,6 +46,20 @@ def test_one_page_is_tried() -> None:
     assert there <= (2 << 20) // mmap.PAGESIZE  # as many as there are in a huge one
 
 
+def test_the_page_that_is_tried_is_a_huge_one() -> None:
+    """The first that begins at a multiple of its size, wherever the memory begins."""
+    asked: list[tuple[int, int]] = []
+
+    class Watched(mmap.mmap):
+        def madvise(self, option: int, start: int = 0, length: int = 0) -> None:
+            asked.append((torch.frombuffer(self, dtype=torch.uint8).data_ptr() + start, length))
+
+    arenas = [Watched(-1, (4 << 20) + extra * mmap.PAGESIZE) for extra in range(1, 5)]
+    for arena in arenas:
+        memory._seconds_to_fault(arena)
+    assert [(address % (2 << 20), length) for address, length in asked] == [(0, mmap.PAGESIZE)] * 4
+
+
 @pytest.mark.parametrize("slow", [True, False])
 def test_a_slow_page_is_noticed_before_the_rest_is_used(slow: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(memory, "_seconds_to_fault", lambda arena: 0.01 if slow else 0.0001)

@@ -21,7 +21,7 @@ _SLOW_BYTES_PER_SECOND = 2.5e9
 """What a thread reads into small pages, or less."""
 _MADV_POPULATE_WRITE = 23
 """Of Linux since 5.14."""
-_PROBED_BYTES = 2 * _HUGE_PAGE
+_LEAST_PROBED_BYTES = 2 * _HUGE_PAGE
 """So much has a huge page in it, wherever it begins."""
 _SLOW_PAGE_SECONDS = 0.0015
 """Twice what as much memory in small pages takes."""
@@ -52,7 +52,7 @@ class PageWatch:
         self._arenas.append(arena)
         if self.small:
             _use_small_pages(arena)
-        elif len(arena) >= _PROBED_BYTES and _seconds_to_fault(arena) > _SLOW_PAGE_SECONDS:
+        elif len(arena) >= _LEAST_PROBED_BYTES and _seconds_to_fault(arena) > _SLOW_PAGE_SECONDS:
             self._go_small()
 
     def on_read(self, nbytes: int) -> None:
