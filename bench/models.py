@@ -120,8 +120,10 @@ KINDS: dict[str, Kind] = {
 
 def on_meta(case: str, sizes: Sizes) -> nn.Module:
     """The model with its parameters on meta; the buffers are real."""
+    kind = KINDS[case]
     with ms.skeleton():
-        return KINDS[case].build(sizes).eval().to(KINDS[case].dtype)
+        model = kind.build(sizes).eval()
+        return model if kind.dtype is torch.float32 else model.to(kind.dtype)
 
 
 def with_memory(case: str, sizes: Sizes) -> nn.Module:

@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import nn
 from torch.nn.utils.prune import l1_unstructured
+from torch.overrides import TorchFunctionMode
 
 import modelstate as ms
 
@@ -85,6 +86,71 @@ def test_other_threads_build_real_models() -> None:
         thread.join()
         built.append(nn.Linear(2, 2))
     assert [module.weight.is_meta for module in built] == [False, True]
+
+
+FILLS = ("normal_", "uniform_", "log_normal_", "exponential_", "cauchy_", "geometric_", "erfinv_", "clamp_")
+
+
+@pytest.mark.parametrize("name", FILLS)
+def test_initialisation_of_what_is_on_meta_calls_nothing(name: str) -> None:
+    names: list[str] = []
+
+    class Seen(TorchFunctionMode):
+        def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            names.append(func.__name__)
+            return func(*args, **(kwargs or {}))
+
+    arguments = {"geometric_": (0.5,), "clamp_": (-1.0, 1.0)}.get(name, ())
+    with ms.skeleton():
+        module = nn.Linear(3, 3)
+        real = torch.full((100,), 0.25)
+        with Seen():
+            assert getattr(module.weight.data, name)(*arguments).is_meta
+            with torch.no_grad():
+                assert getattr(module.weight, name)(*arguments) is module.weight
+        assert name not in names
+        torch.manual_seed(0)
+        getattr(real, name)(*arguments)
+        with pytest.raises(RuntimeError, match="leaf Variable that requires grad"):
+            getattr(module.weight, name)(*arguments)
+    torch.manual_seed(0)
+    assert torch.equal(real, getattr(torch.full((100,), 0.25), name)(*arguments))  # a buffer gets its values
+
+
+def test_methods_are_what_they_were() -> None:
+    def methods() -> list[Any]:
+        on_tensors = [vars(torch.Tensor).get(name) for name in FILLS]
+        return [*on_tensors, vars(nn.Module)["register_parameter"], vars(nn.Parameter)["__new__"]]
+
+    before = methods()
+    with ms.skeleton(), ms.skeleton():
+        inside = methods()
+    assert all(one is not other for one, other in zip(before, inside, strict=True))
+    assert all(one is other for one, other in zip(before, methods(), strict=True))
+
+
+def test_whoever_patches_the_same_methods_keeps_theirs() -> None:
+    stock = nn.Module.register_parameter
+    calls: list[str] = []
+
+    def theirs(self: nn.Module, name: str, param: Any) -> None:
+        calls.append(name)
+        inner(self, name, param)
+
+    context = ms.skeleton()
+    context.__enter__()
+    inner = nn.Module.register_parameter
+    nn.Module.register_parameter = theirs  # type: ignore[method-assign]
+    try:
+        context.__exit__(None, None, None)
+        assert nn.Module.register_parameter is theirs
+        with ms.skeleton():
+            assert nn.Linear(2, 2).weight.is_meta
+        assert nn.Module.register_parameter is theirs
+        assert not nn.Linear(2, 2).weight.is_meta
+        assert calls == ["weight", "bias"]
+    finally:
+        nn.Module.register_parameter = stock  # type: ignore[method-assign]
 
 
 def test_large_parameters_cost_nothing() -> None:
