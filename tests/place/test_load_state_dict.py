@@ -90,6 +90,16 @@ class Net(nn.Module):
         self.register_parameter("absent", None)
 
 
+class OnlyNames(Net):
+    """No module of it has code that a load would run."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(4)  # type: ignore[assignment]
+        self.register_module("nothing", None)
+        self.again = self.tail
+
+
 def edited(**changes: Any) -> Callable[[nn.Module], Any]:
     """A state dict with entries changed (a value, or a function of the old one) or deleted (...)."""
 
@@ -137,6 +147,11 @@ CASES: dict[str, Callable[[nn.Module], Any]] = {
 }
 
 
+OF_BATCH_NORM = {
+    *("one element for a scalar", "the counter of an old BatchNorm", "old metadata", "its own tensors, crossed")
+}
+
+
 def _old_metadata(module: nn.Module) -> Any:
     state = randomised(module)
     del state["norm.num_batches_tracked"]
@@ -159,6 +174,40 @@ class _Lookup(dict[str, Any]):
 @pytest.mark.parametrize("case", CASES)
 def test_a_plain_model(case: str, assign: bool, strict: bool, swapping: bool) -> None:
     same_as_torch(Net, CASES[case], strict=strict, assign=assign)
+
+
+@pytest.mark.parametrize("strict", [True, False], ids=["strict", "lenient"])
+@pytest.mark.parametrize("case", [case for case in CASES if case not in OF_BATCH_NORM])
+def test_a_model_whose_names_alone_decide(case: str, strict: bool, swapping: bool) -> None:
+    same_as_torch(OnlyNames, CASES[case], strict=strict)
+
+
+UNEXPECTED = [
+    *("x", "", ".", "..x", "first", "first.", "first..weight", "first.weight.more", "tail.9.w", "tail.0.deep.er"),
+    *("_extra_state", "tail.2._extra_state", "tail._extra_state.x", "nothing", "nothing.x", "nothing.x.y", "scratch"),
+    *("absent", "again.1.x", "again.0.weight.x", "norm.running_mean"),
+]
+
+
+@given(st.permutations(UNEXPECTED), st.integers(0, len(UNEXPECTED)), st.booleans(), st.booleans())
+@settings(max_examples=60, deadline=None)
+def test_names_that_nobody_expects(names: list[str], count: int, plain: bool, at_front: bool) -> None:
+    def state(module: nn.Module) -> Any:
+        expected, other = randomised(module), {name: torch.ones(1) for name in names[:count]}
+        return {**other, **expected} if at_front else {**expected, **other}
+
+    same_as_torch(OnlyNames if plain else Net, state)
+
+
+def test_names_with_dots_that_torch_does_not_expect() -> None:
+    class Dotted(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self._modules["a.b"] = nn.Linear(2, 2)
+            self.a = nn.ModuleDict({"b": nn.Linear(2, 2)})
+
+    same_as_torch(Dotted, randomised)
+    same_as_torch(Dotted, randomised, strict=False)
 
 
 @pytest.mark.parametrize("assign", [False, True], ids=["into", "assign"])
@@ -499,6 +548,7 @@ def problems(draw: Any) -> dict[str, Any]:
 def test_any_mixture_of_problems(changes: dict[str, Any], strict: bool, assign: bool, hooks: bool) -> None:
     make = with_hooks(derive_after, change_after) if hooks else Net
     same_as_torch(make, edited(**changes), strict=strict, assign=assign)
+    same_as_torch(OnlyNames, edited(**{k: v for k, v in changes.items() if "norm." not in k}), strict=strict)
 
 
 # The order of writes to one place.

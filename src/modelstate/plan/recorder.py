@@ -2,8 +2,9 @@
 
 `walk` calls what `torch.nn.Module.load_state_dict` calls, in its order: pre-hooks, `_load_from_state_dict` with its
 overrides, `set_extra_state`, post-hooks. Only the part of the base class that writes a tensor is handed to a `Take`,
-which may let the write wait. Where the base class looks through the whole state dict once for every child module,
-which is quadratic in a wide model, this sorts the names by child once.
+which may let the write wait. Where no module has code of its own, as in most models, names alone decide, and nothing
+else is done than to compare them. Elsewhere the names are sorted by child once, where the base class looks through the
+whole state dict for every child module, which is quadratic in a wide model.
 """
 
 import threading
@@ -13,6 +14,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from copy import copy
 from dataclasses import dataclass, field
+from operator import itemgetter
 from typing import Any, Protocol
 
 import torch
@@ -62,15 +64,18 @@ def walk(
     outcome: Outcome,
 ) -> None:
     """Runs the protocol over `root` and its descendants. Whatever the model's own code raises comes through."""
-    modules = modules_of(root)
     overriding = _Overriding()
-    copies = not assign and not _ask_for_assigning(versions)
-    recording = _Recording(journal, take, outcome, {id(module) for module in modules}, overriding, copies)
-    names = OrderedDict(state_dict)
+    names, copied = _Names(overriding), OrderedDict(state_dict)
+    are_texts = all(isinstance(name, str) for name in copied)
+    if are_texts and not assign and not _ask_for_assigning(versions) and names.add(root, ""):
+        names.compare(copied, take, outcome)
+        return
+    modules = modules_of(root)
+    recording = _Recording(journal, take, outcome, {id(module) for module in modules}, overriding)
     if versions is not None:
-        names._metadata = versions  # type: ignore[attr-defined]
+        copied._metadata = versions  # type: ignore[attr-defined]
     with _patched(recording) if any(map(overriding.has, modules)) else nullcontext():
-        _visit(recording, root, names, "", versions, assign)
+        _visit(recording, root, copied, "", versions, assign)
 
 
 def _ask_for_assigning(versions: object) -> bool:
@@ -87,8 +92,55 @@ class _Recording:
     outcome: Outcome
     modules: set[int]
     overriding: "_Overriding"
-    copies: bool
-    """Whether values are copied everywhere, and nowhere assigned."""
+
+
+class _Names:
+    """Modules that have no code of their own to run, and the names of what they hold."""
+
+    def __init__(self, overriding: "_Overriding") -> None:
+        self._overriding = overriding
+        self._modules: dict[str, nn.Module] = {}
+        """By their prefixes, in the order in which torch comes to them."""
+        self._places: dict[str, tuple[nn.Module, str, torch.Tensor]] = {}
+        """By their keys: a module, the name in it, and what is there."""
+
+    def add(self, module: nn.Module, prefix: str) -> bool:
+        """Adds a module and its descendants; False where names alone do not decide what becomes of them."""
+        if self._overriding.runs_code(module):
+            return False
+        self._modules[prefix] = module
+        for name, tensor in _local_state(module):
+            self._places[prefix + name] = module, name, tensor
+            if "." in name:
+                return False
+        for name, child in module._modules.items():
+            if child is not None and ("." in name or not self.add(child, f"{prefix}{name}.")):
+                return False
+        return True
+
+    def compare(self, state_dict: Mapping[str, Any], take: Take, outcome: Outcome) -> None:
+        """Hands over what has a value, and finds out what has none and what is left, in torch's order."""
+        for key, (module, name, tensor) in self._places.items():
+            if key in state_dict:
+                take.tensor(module, name, key, tensor, state_dict[key], False, outcome.errors)
+            else:
+                outcome.missing.append(key)
+        if left := [key for key in state_dict if key not in self._places]:
+            turns = {prefix: turn for turn, prefix in enumerate(self._modules)}
+            found = [(turns[prefix], not is_extra, key) for key in left for prefix, is_extra in self._whose(key)]
+            outcome.unexpected += [key for _, _, key in sorted(found, key=itemgetter(0, 1))]
+
+    def _whose(self, key: str) -> Iterator[tuple[str, bool]]:
+        """The prefix of the module that does not expect the name, and whether as its extra state.
+
+        None where a module has None for a child: torch leaves to the child what is below its name.
+        """
+        prefix = key[: key.rfind(".") + 1]
+        while prefix not in self._modules:
+            prefix = prefix[: prefix.rfind(".", 0, -1) + 1]
+        name, dot, _ = key[len(prefix) :].partition(".")
+        if not (dot and name in self._modules[prefix]._modules):
+            yield prefix, name == EXTRA_STATE and not dot
 
 
 def _visit(
@@ -122,28 +174,9 @@ def _visit(
             if len(state_dict) != count or name not in parts:
                 parts, _ = _by_child(state_dict, prefix, module._modules)
                 count = len(state_dict)
-            below = f"{prefix}{name}."
-            simple = recording.copies and recording.overriding.is_mere_leaf(child)
-            if not (simple and _visit_leaf(recording, child, parts[name], below)):
-                _visit(recording, child, parts[name], below, versions, assign)
+            _visit(recording, child, parts[name], f"{prefix}{name}.", versions, assign)
     if module._load_state_dict_post_hooks:
         _run_post_hooks(recording, module)
-
-
-def _visit_leaf(recording: _Recording, module: nn.Module, part: dict[str, Any], prefix: str) -> bool:
-    """Visits a module of the simplest kind, of which a model has very many; False where it takes more than that."""
-    found: list[tuple[str, str, torch.Tensor]] = []
-    for name, param in module._parameters.items():
-        if param is not None:
-            if prefix + name not in part:
-                return False
-            found.append((name, prefix + name, param))
-    if len(found) != len(part):
-        return False
-    recording.modules.add(id(module))
-    for name, key, there in found:
-        recording.take.tensor(module, name, key, there, part[key], False, recording.outcome.errors)
-    return True
 
 
 def _run_post_hooks(recording: _Recording, module: nn.Module) -> None:
@@ -244,11 +277,10 @@ class _Overriding:
             found = self._classes[cls] = _overrides_loading(module)
         return found
 
-    def is_mere_leaf(self, module: nn.Module) -> bool:
-        """Whether a module has parameters and nothing else that has to do with loading."""
-        if module._modules or module._buffers or module._load_state_dict_pre_hooks or self.has(module):
-            return False
-        return not module._load_state_dict_post_hooks and (type(module).set_extra_state is nn.Module.set_extra_state)
+    def runs_code(self, module: nn.Module) -> bool:
+        """Whether a module has code that a load runs."""
+        hooks = module._load_state_dict_pre_hooks or module._load_state_dict_post_hooks
+        return bool(hooks) or self.has(module) or type(module).set_extra_state is not nn.Module.set_extra_state
 
 
 def _overrides_loading(module: nn.Module) -> bool:
