@@ -144,8 +144,9 @@ def test_a_map_of_a_cold_file_is_brought_in_behind_the_load(cold: Path) -> None:
     assert module[5].weight[3, 3] == 5
 
 
-def test_a_map_of_a_warm_file_shows_its_pages_before_they_are_used(cold: Path) -> None:
+def test_a_map_of_a_warm_file_shows_its_pages_before_they_are_used(cold: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     cold.read_bytes()
+    monkeypatch.setattr(fetch, "LEAST_WARM_BYTES", LEAST_BYTES)
     module = model()
     report = ms.load(module, cold)
     assert report.notes == ()
@@ -158,11 +159,23 @@ def test_a_map_of_a_warm_file_shows_its_pages_before_they_are_used(cold: Path) -
 
 def test_pages_of_a_warm_file_wait_until_a_model_has_begun(cold: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     cold.read_bytes()
+    monkeypatch.setattr(fetch, "LEAST_WARM_BYTES", LEAST_BYTES)
     monkeypatch.setattr(fetch, "_SETTLING_SECONDS", 2.0)
     module = model()
     ms.load(module, cold)
     time.sleep(0.2)
     assert shown_bytes(cold) == 0
+
+
+def test_a_warm_file_that_is_in_the_map_as_soon_as_it_is_used_is_left(
+    cold: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cold.read_bytes()
+    assert LEAST_BYTES < cold.stat().st_size < fetch.LEAST_WARM_BYTES
+    monkeypatch.setattr(fetch, "begin_to_populate", lambda *_, **__: pytest.fail("a thread for nothing"))
+    module = model()
+    ms.load(module, cold)
+    assert module[5].weight[3, 3] == 5
 
 
 def test_small_tensors_of_a_warm_file_are_left_to_who_uses_them(
@@ -171,6 +184,7 @@ def test_small_tensors_of_a_warm_file_are_left_to_who_uses_them(
     path = tmp_path / "small.safetensors"
     save_file({f"{i}.weight": torch.full((4096,), float(i)) for i in range(1100)}, path)
     assert path.stat().st_size > LEAST_BYTES
+    monkeypatch.setattr(fetch, "LEAST_WARM_BYTES", LEAST_BYTES)
     monkeypatch.setattr(fetch, "begin_to_populate", lambda *_, **__: pytest.fail("a thread for nothing"))
     with ms.skeleton():
         module = nn.Sequential(*[nn.RMSNorm(4096) for _ in range(1100)])
@@ -180,6 +194,7 @@ def test_small_tensors_of_a_warm_file_are_left_to_who_uses_them(
 
 def test_a_map_of_a_warm_file_can_be_left_to_who_uses_it(cold: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     cold.read_bytes()
+    monkeypatch.setattr(fetch, "LEAST_WARM_BYTES", LEAST_BYTES)
     module = model()
     monkeypatch.setattr(fetch, "begin_to_populate", lambda *_, **__: pytest.fail("a thread for nothing"))
     ms.load(module, cold, prefault=False)

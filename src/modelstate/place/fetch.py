@@ -17,6 +17,8 @@ _SETTLING_SECONDS = 0.03
 """A model that computes right away first starts the threads that it computes with. Where a processor is busy then, the
 kernel may put two of them on the other one, and there they wait for each other: 10 to 30 ms. What a model of tens of
 megabytes uses, it has used before this is over."""
+LEAST_WARM_BYTES = 128 << 20
+"""What is less, and in the page cache, a model has in its map before that time is over, if it uses it at all."""
 _FAULT_BYTES = 64 << 10
 """What the kernel maps of a warm file around the place that is used. Of smaller tensors there are so many that to say
 where they are takes longer, and holds up the program more, than to leave them to who uses them."""
@@ -76,7 +78,7 @@ def bring_in_behind(preparation: Preparation) -> list[str]:
     """
     warm = preparation.means.cached
     shown = _shown(preparation.assignments, least_bytes=_FAULT_BYTES if warm else 0)
-    if sum(extent.nbytes for extent, _ in shown) < LEAST_BYTES:
+    if sum(extent.nbytes for extent, _ in shown) < (LEAST_WARM_BYTES if warm else LEAST_BYTES):
         return []
     if warm:
         begin_to_populate(shown, threads=1, after=_SETTLING_SECONDS)

@@ -46,6 +46,8 @@ def stage(preparation: Preparation, progress: Progress) -> None:
     for made in shown:
         made.final = made.value
     progress(sum(made.nbytes for made in shown))
+    if not waiting:
+        return
     waiting.sort(key=_place_in_file)
     from_file, rest = _split(waiting, lambda made: made.is_run_of_bytes and made.reads_plainly)
     streamed, from_file = _split(from_file, lambda made: made.is_streamed)
@@ -73,6 +75,8 @@ def stage(preparation: Preparation, progress: Progress) -> None:
 def read_in_place(preparation: Preparation, progress: Progress) -> None:
     """Reads the assignments whose bytes go straight to the memory of their slots. Raises `ReadFailedError`."""
     direct = [made for made in preparation.assignments if made.placement.direct and made.final is None]
+    if not direct:
+        return
     from_file, rest = _split(direct, lambda made: made.is_run_of_bytes)
     straight, cast = _split(
         from_file, lambda made: made.value.dtype == made.param.dtype and is_plain_memory(made.param)

@@ -9,7 +9,7 @@ tensors that it uses: the first time it uses one, the old bytes of that one are 
 
 import weakref
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -209,12 +209,12 @@ class Journal:
 
         Every write that still waits has been checked, and needs nothing but a copy between memory that is there.
         """
-        with uninterrupted():
+        waiting = [write for write in self.writes if not write.done]
+        with uninterrupted() if waiting or last else nullcontext():
             self._waiting.clear()
-            for write in self.writes:
-                if not write.done:
-                    write.run(None)
-                    write.done = True
+            for write in waiting:
+                write.run(None)
+                write.done = True
             for function in last:
                 function()
             self.committed = True

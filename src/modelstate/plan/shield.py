@@ -22,7 +22,7 @@ def uninterrupted() -> Iterator[None]:
     def note(number: int, _: FrameType | None) -> None:
         arrived.append(number)
 
-    handlers = {number: handler for number in _HANDLED if callable(handler := signal.getsignal(number))}
+    handlers = {number: handler for number in _HANDLED if callable(handler := _handler_of(number))}
     try:
         for number in handlers:
             signal.signal(number, note)
@@ -42,4 +42,6 @@ def _install(handlers: Mapping[int, Any]) -> None:
         signal.signal(number, handler)
 
 
+_handler_of = getattr(signal.getsignal, "__wrapped__", signal.getsignal)
+"""Without a look for the member of an enumeration, which takes twenty times as long, and there are 60 signals."""
 _HANDLED: list[int] = sorted({int(number) for number in signal.valid_signals()} - {signal.SIGKILL, signal.SIGSTOP})

@@ -52,16 +52,14 @@ def slots_of(root: nn.Module) -> Slots:
     lazy: set[str] = set()
     extra: list[str] = []
     for prefix, module in _modules_of(root, ""):
-        for group in (module._parameters, module._buffers):
+        for group, usual in ((module._parameters, PARAMETER), (module._buffers, BUFFER)):
             for name, tensor in group.items():
                 if tensor is None:
                     empty.add(prefix + name)
                     if name in module.__dict__.get(LAZY, ()):
                         lazy.add(prefix + name)
                     continue
-                kind = PARAMETER if group is module._parameters else BUFFER
-                if kind is BUFFER and name in module._non_persistent_buffers_set:
-                    kind = HIDDEN
+                kind = HIDDEN if usual is BUFFER and name in module._non_persistent_buffers_set else usual
                 known = found.get(id(tensor))
                 if known is None:
                     found[id(tensor)] = Slot((prefix + name,), kind, tensor)

@@ -97,7 +97,7 @@ def _probes(span: ByteRange) -> Iterator[tuple[int, int]]:
 
 def cached_share(descriptor: int, start: int, nbytes: int) -> float | None:
     """The part of a range that is in the page cache, from 0 to 1; None where the kernel does not say."""
-    page = os.sysconf("SC_PAGESIZE")
+    page = mmap.PAGESIZE
     first, behind = start // page, -(-(start + nbytes) // page)
     asked, pages = _Range(first * page, (behind - first) * page), _Pages()
     if _libc is None:

@@ -81,6 +81,11 @@ _FIELD = b"|".join(
 # Three fields in any order, a comma behind the first and the second.
 _ENTRY = rb"\{(?:" + SPACE + rb"(?:" + _FIELD + rb")" + SPACE + rb"(?:,(?!" + SPACE + rb"\})|(?=\}))){3}\}"
 _MEMBER = re.compile(rb"(" + STRING + rb")" + _COLON + _ENTRY + SPACE + rb"([,}])" + SPACE)
+# The same as writers write it, in one order and without spaces, which is found in half the time.
+_PLAIN = rb'"[^"\\\x00-\x1f]*+"'
+_SIZES = rb"(?:" + _NUMBER + rb"(?:," + _NUMBER + rb")*+)?"
+_USUAL_ENTRY = rb'\{"dtype":(%b),"shape":\[(%b)\],"data_offsets":\[(%b),(%b)\]\}' % (_PLAIN, _SIZES, _NUMBER, _NUMBER)
+_USUAL_MEMBER = re.compile(rb"(" + _PLAIN + rb"):" + _USUAL_ENTRY + rb"([,}])" + SPACE)
 _METADATA = re.compile(rb'"__metadata__"' + _COLON)
 _NULL = re.compile(rb"null")
 _OBJECT = re.compile(SPACE + rb"\{" + SPACE + rb'["}]')
@@ -189,7 +194,8 @@ class _Header:
         metadata: dict[str, str] | None = None
         more = json.opens()
         while more:
-            at, member = json.at, _MEMBER.match(json.text, json.at)
+            at, text = json.at, json.text
+            member = _USUAL_MEMBER.match(text, at) or _MEMBER.match(text, at)
             if member is None:
                 if metadata is not None or not json.take(_METADATA):
                     raise self._wrong_member(metadata)
