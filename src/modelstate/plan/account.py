@@ -134,6 +134,8 @@ class Accounts:
     def _equal(value: torch.Tensor, buffer: torch.Tensor) -> bool:
         if not (is_plain(value) and is_plain(buffer)) or value.is_meta:
             return False
+        if (value.dtype, value.device) == (buffer.dtype, buffer.device):
+            return same_values(value, buffer)
         common = torch.promote_types(value.dtype, buffer.dtype)
         return same_values(value.to(buffer.device, common), buffer.to(common))
 

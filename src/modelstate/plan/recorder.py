@@ -65,17 +65,18 @@ def walk(
 ) -> None:
     """Runs the protocol over `root` and its descendants. Whatever the model's own code raises comes through."""
     overriding = _Overriding()
-    names, copied = _Names(overriding), OrderedDict(state_dict)
-    are_texts = all(isinstance(name, str) for name in copied)
+    names, copied = _Names(overriding), dict(state_dict)
+    are_texts = {str}.issuperset(map(type, copied))
     if are_texts and not assign and not _ask_for_assigning(versions) and names.add(root, ""):
         names.compare(copied, take, outcome)
         return
     modules = modules_of(root)
     recording = _Recording(journal, take, outcome, {id(module) for module in modules}, overriding)
+    ordered = OrderedDict(copied)
     if versions is not None:
-        copied._metadata = versions  # type: ignore[attr-defined]
+        ordered._metadata = versions  # type: ignore[attr-defined]
     with _patched(recording) if any(map(overriding.has, modules)) else nullcontext():
-        _visit(recording, root, copied, "", versions, assign)
+        _visit(recording, root, ordered, "", versions, assign)
 
 
 def _ask_for_assigning(versions: object) -> bool:
@@ -279,8 +280,9 @@ class _Overriding:
 
     def runs_code(self, module: nn.Module) -> bool:
         """Whether a module has code that a load runs."""
-        hooks = module._load_state_dict_pre_hooks or module._load_state_dict_post_hooks
-        return bool(hooks) or self.has(module) or type(module).set_extra_state is not nn.Module.set_extra_state
+        if module._load_state_dict_pre_hooks or module._load_state_dict_post_hooks:
+            return True
+        return self.has(module) or type(module).set_extra_state is not nn.Module.set_extra_state
 
 
 def _overrides_loading(module: nn.Module) -> bool:
