@@ -13,12 +13,12 @@ from modelstate.read.uncached import can_read_uncached
 from modelstate.spec import ByteRange, StoredTensor
 from modelstate.words import size
 
-_SETTLING_SECONDS = 0.03
-"""A model that computes right away first starts the threads that it computes with. Where a processor is busy then, the
-kernel may put two of them on the other one, and there they wait for each other: 10 to 30 ms. What a model of tens of
-megabytes uses, it has used before this is over."""
+_SETTLING_SECONDS = 0.5
+"""A model that computes right away maps what it uses as it comes to it, and needs all processors for itself: where one
+is busy, the kernel may put two of its threads on the other one, and there they wait for each other, 10 to 30 ms. One
+that waits for its first request finds everything mapped."""
 LEAST_WARM_BYTES = 128 << 20
-"""What is less, and in the page cache, a model has in its map before that time is over, if it uses it at all."""
+"""What is less, and in the page cache, its first use maps in a few milliseconds."""
 _FAULT_BYTES = 64 << 10
 """What the kernel maps of a warm file around the place that is used. Of smaller tensors there are so many that to say
 where they are takes longer, and holds up the program more, than to leave them to who uses them."""
