@@ -19,7 +19,8 @@ def _first_forward(fastest: Fastest) -> str:
     return (
         "Whoever maps the file and reads it in the forward does the same work: "
         f"{fastest('limits', limits.FORWARD)} for the forward alone, and the page faults of the map. What is "
-        f"ours is the {fastest('large/meta', 'modelstate.load')} until the load returns."
+        f"ours is the {fastest('large/meta', 'modelstate.load')} until the load returns. Runs of one and the same "
+        "contender differ by what is beside the times; of two that do the same work, either comes out first."
     )
 
 

@@ -79,6 +79,12 @@ def _against(found: Found, key: str, ours: str, peer: str, stage: str = "ready")
     return theirs / mine, f"{ours} {_ms(mine)}, {peer} {_ms(theirs)}"
 
 
+def _ranges(found: Found, key: str, rows: Iterable[str], stage: str) -> str:
+    """The fastest and the slowest run of each of the rows, in words."""
+    of = {row: [stages[stage].seconds for stages in next(iter(found[key].cases.values()))[row]] for row in rows}
+    return " against ".join(f"{_ms(min(seconds))} to {_ms(max(seconds))}" for seconds in of.values())
+
+
 def _ms(seconds: float) -> str:
     return f"{seconds * 1000:,.1f} ms" if seconds < 1 else f"{seconds * 1000:,.0f} ms"
 
@@ -96,9 +102,10 @@ def _fastest(found: Found, stage: str) -> Reached:
     conditions, words = list[tuple[bool, str]](), list[str]()
     for key, (ours, what) in MAPPED.items():
         if key in found or not words:
-            ratio, by = _against(found, key, ours, _best(found, key, stage), stage)
+            peer = _best(found, key, stage)
+            ratio, by = _against(found, key, ours, peer, stage)
             conditions.append(_atleast(ratio, 1, f"the best peer{what}"))
-            words.append(by)
+            words.append(f"{by} (runs of {_ranges(found, key, (ours, peer), stage)})")
     return Reached(conditions, "; ".join(words))
 
 
