@@ -20,18 +20,20 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
-from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorProperties
 
 import modelstate as ms
 from modelstate import errors
 from modelstate.read.open import read_contents
 from modelstate.spec import StoredComposite, StoredTensor
 from tests.read.dcp_files import Change, boxes_of, halves, write
+from tests.read.dcp_written import write as write_module
 from tests.read.torch_files import DTYPES, assert_same, every_byte, values
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled", "ignore:ComplexHalf")
 
 RANKS = Path(__file__).parent / "dcp_ranks.py"
+WRITTEN = Path(__file__).parent / "dcp_written"
 
 
 def saved(directory: Path, state: dict[str, Any], **options: Any) -> Path:
@@ -67,6 +69,15 @@ def contiguous(node: Any) -> Any:
 def assert_as_by_torch(directory: Path) -> None:
     true = by_torch(directory)
     assert_same(reordered(contiguous(values(read_contents(directory))), true), true)
+
+
+def with_state_of_properties(directory: Path, change: Callable[[tuple[Any, ...]], tuple[Any, ...]]) -> None:
+    """Writes the metadata again, with another pickled state of each `TensorProperties`."""
+    metadata = pickle.loads((directory / ".metadata").read_bytes())
+    original = TensorProperties.__getstate__
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(TensorProperties, "__getstate__", lambda self: change(original(self)))
+        (directory / ".metadata").write_bytes(pickle.dumps(metadata))
 
 
 def training_state() -> dict[str, Any]:
@@ -106,6 +117,32 @@ def test_a_training_checkpoint(tmp_path: Path, options: dict[str, Any]) -> None:
     assert checkpoint.extra["optim.param_groups.0.betas"] == (0.9, 0.999)
     assert checkpoint.extra["plain"] == state["plain"]
     assert_same(checkpoint.tensor("model.0.weight"), state["model"]["0.weight"])
+
+
+@pytest.mark.parametrize("release", ["2.13", "2.15"])
+def test_directories_written_by_other_releases_of_torch(release: str) -> None:
+    directory = WRITTEN / f"torch-{release}"
+    assert_same(contiguous(values(read_contents(directory))), contiguous(write_module.state()))
+    assert ms.open(directory).verify() == ms.open(directory).nbytes
+
+
+@pytest.mark.parametrize("strides", [None, (2, 1)], ids=["none", "tuple"])
+def test_properties_with_strides(tmp_path: Path, strides: object) -> None:
+    directory = write(tmp_path / "checkpoint", {"a": {(0, 0): torch.arange(6.0).reshape(3, 2)}})
+    with_state_of_properties(directory, lambda state: (*state[:5], strides))
+    assert_same(values(read_contents(directory)), {"a": torch.arange(6.0).reshape(3, 2)})
+
+
+@pytest.mark.parametrize(
+    "change",
+    [lambda state: state[:4], lambda state: (*state[:5], None, None), lambda state: (*state[:5], "x")],
+    ids=["too short", "too long", "strides that are no shape"],
+)
+def test_properties_of_an_unknown_layout(tmp_path: Path, change: Callable[[tuple[Any, ...]], tuple[Any, ...]]) -> None:
+    directory = write(tmp_path / "checkpoint", {"a": {(0,): torch.ones(3)}})
+    with_state_of_properties(directory, change)
+    with pytest.raises(errors.PickleError, match="damaged"):
+        ms.open(directory)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

@@ -221,12 +221,19 @@ def _tensor(node: object) -> ChunkedTensor:
 
 
 def _dtype(node: object) -> torch.dtype:
+    """The dtype of a pickled `TensorProperties`.
+
+    Its state is (dtype, layout, requires_grad, memory format, pin_memory). torch 2.15 appends the strides of the
+    tensor, or None. They are not needed: each chunk states its own strides.
+    """
     known = type(node) is Recipe and node.name in (f"{_DCP}metadata.TensorProperties", f"{_BEFORE_2_3}TensorProperties")
-    state = node.states[0] if known and isinstance(node, Recipe) and len(node.states) == 1 else None
-    found = state[0] if type(state) is tuple and len(state) == 5 else None
-    if not isinstance(found, torch.dtype):
-        raise _damaged("the dtype of a tensor is missing", type(found).__name__)
-    return found
+    state: Any = node.states[0] if known and isinstance(node, Recipe) and len(node.states) == 1 else None
+    dtype, strides = (state[0], state[5:]) if type(state) is tuple and len(state) in (5, 6) else (None, ())
+    if not isinstance(dtype, torch.dtype):
+        raise _damaged("the dtype of a tensor is missing", type(dtype).__name__)
+    if strides not in ((), (None,)):
+        dims(strides[0])
+    return dtype
 
 
 def _check_cover(shape: tuple[int, ...], chunks: Sequence[Chunk]) -> None:
