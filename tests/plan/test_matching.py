@@ -251,7 +251,7 @@ NAMES = ["conv.weight", "conv.bias", "norm.weight", "norm.bias", "fc.weight"]
 
 
 def key_of(tree: dict[str, Any], wanted: list[str] = NAMES, *rules: Rule) -> str:
-    return matching_part(ms.open(tree), wanted, lambda name: renamed_by(rules, name)).key
+    return matching_part(ms.open(tree), wanted, [lambda name: renamed_by(rules, name)]).key
 
 
 @pytest.mark.parametrize(
@@ -314,6 +314,6 @@ def test_the_cost_of_a_part_grows_with_the_names() -> None:
     def calls(count: int) -> int:
         wanted = [f"layers.{i}.weight" for i in range(count)]
         checkpoint = ms.open({"model": state(wanted), "optimizer": {"state": {i: state(["m"]) for i in range(count)}}})
-        return calls_of(lambda: matching_part(checkpoint, wanted, lambda name: name))
+        return calls_of(lambda: matching_part(checkpoint, wanted, [lambda name: name]))
 
     assert calls(1200) < 5 * calls(300)

@@ -499,8 +499,8 @@ def test_rules_that_cannot_be() -> None:
     saved = kept({"model": model})
     with pytest.raises(errors.OptionError, match="no module"):
         restore_objects({"model": model}, saved, rules={"emma": [ms.Prefix(strip="a")]})
-    with pytest.raises(errors.OptionError, match="one module"):
-        restore_objects({"model": model}, saved, rules=ms.Schema("1", []))  # type: ignore[arg-type]
+    with pytest.raises(errors.SchemaError, match="nothing says of which version"):
+        restore_objects({"model": model}, saved, rules=ms.Schema("1", []))
     with pytest.raises(errors.PlanError) as caught:
         restore_objects({"model": model}, saved, rules={"model": [ms.Prefix(strip="emma.")]})
     assert "in model.*" in str(caught.value)

@@ -58,19 +58,21 @@ class Incoming:
     def __init__(self, target: Target, source: Source, asked: Asked) -> None:
         checkpoint = open_checkpoint(source)
         self._target, self._asked = target, asked
-        schema = asked.rules if isinstance(asked.rules, Schema) else None
-        rules = () if schema else check_rules(asked.rules)
-        self.part = matching_part(checkpoint, target.names(), partial(renamed_by, rules))
+        if isinstance(asked.rules, Schema):
+            self.part = matching_part(checkpoint, target.names(), asked.rules.renamings(checkpoint))
+            rules: tuple[Rule, ...] = asked.rules.rules_for(self.part)
+        else:
+            rules = check_rules(asked.rules)
+            self.part = matching_part(checkpoint, target.names(), [partial(renamed_by, rules)])
         given = {renamed_by(rules, name) for name in self.part}
-        self._renames = (*rules, *target.rules(given))
-        self._rules: Schema | tuple[Rule, ...] = schema or self._renames
+        self._rules = (*rules, *target.rules(given))
         self._skeleton = target.skeleton(given)
         self._hooks: Callable[[nn.Module], AbstractContextManager[None]] = (
             without_state_dict_hooks if target.is_runtime(given) else lambda module: nullcontext()
         )
         self.source = self.part.source
         slots = self._slots()
-        if not self._renames or self._renames == target.rules(given):  # other rules may make plain tensors of them
+        if not rules:  # which may make plain tensors of them
             kinds = {name: kind_of(slot) for name, slot in slots.items() if slot is not None}
             check_kinds({name: spec.stored for name, spec in self.part.items()}, kinds, self.source)
         if asked.exact:
@@ -157,7 +159,7 @@ class Incoming:
     def _slots(self) -> dict[str, torch.Tensor | None]:
         """Where each tensor of the source goes, as far as its name says."""
         slots = runtime_state(self._skeleton)
-        return {name: slots.get(renamed_by(self._renames, name)) for name in self.part}
+        return {name: slots.get(renamed_by(self._rules, name)) for name in self.part}
 
 
 def _kinds(module: nn.Module) -> dict[str, Kind]:

@@ -18,6 +18,7 @@ from modelstate.place.optimizers import check_optimizers
 from modelstate.plan.rules.chain import check_rules, renamed_by, way_back
 from modelstate.plan.rules.optimizer import apply_to_optimizer
 from modelstate.plan.rules.rule import Rule
+from modelstate.plan.rules.schema import Schema
 from modelstate.plan.shield import uninterrupted
 
 _GROUPS = "param_groups"
@@ -61,7 +62,7 @@ def load_optimizer_state(
     optimizer: torch.optim.Optimizer,
     state: Mapping[str, Any],
     *,
-    rules: Iterable[Rule] = (),
+    rules: Iterable[Rule] | Schema = (),
     allow_missing: bool = False,
 ) -> None:
     """Loads what `optimizer_state` gave, all or nothing, by the names of the parameters.
@@ -72,11 +73,16 @@ def load_optimizer_state(
     torch's optimizers keep for its elements takes its dtype; `step` stays where the optimizer keeps it. Options of a
     group (`lr`, ...) are taken over.
 
+    `rules` may be a `Schema`. The state of an optimizer has no version of its own, so its predicates are called with
+    the names of the parameters in it. Where they go by other names, of buffers or of frozen parameters, take the
+    version of the model's checkpoint: `rules=schema.rules_for(modelstate.open("model.safetensors"))`.
+
     A parameter that is there with an empty state has none afterwards. LBFGS, which has all parameters in one vector,
     takes the same ones in the same order only.
 
     Raises `OptimizerStateError` with everything that does not fit: names, shapes, groups, options of another optimizer;
-    without `allow_missing`, also where nothing was saved for a parameter. Raises `RuleError` for the rules.
+    without `allow_missing`, also where nothing was saved for a parameter. Raises `RuleError` for the rules, and
+    `SchemaError` where the version cannot be found.
     """
     load_by_name(
         model,
@@ -102,7 +108,7 @@ def load_by_name(
     optimizer: torch.optim.Optimizer,
     state: Mapping[str, Any],
     *,
-    rules: Iterable[Rule],
+    rules: Iterable[Rule] | Schema,
     may_miss: Callable[[str], bool],
     may_exceed: Callable[[str], bool],
     remedy: Callable[[], str],
@@ -114,6 +120,9 @@ def load_by_name(
     names = _names(model, optimizer)
     params = _by_any_name(model, names)
     by_name, groups = _by_name(state)
+    if isinstance(rules, Schema):
+        saved = [*by_name, *(name for group in groups for name in group["params"])]
+        rules = rules.rules(rules.version_of_names(saved, type(optimizer).__name__))
     checked = check_rules(rules)
     made_of: dict[str, tuple[str, ...]] = {}
     if checked:

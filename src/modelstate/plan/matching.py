@@ -1,7 +1,7 @@
 """Names that nearly match: which part of a checkpoint is meant, and what a misspelt name may have meant."""
 
 from collections import Counter
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from difflib import get_close_matches
 
 from modelstate.errors import AmbiguousKeyError
@@ -9,15 +9,19 @@ from modelstate.plan.differences import prefixes, without_wrappers
 from modelstate.read.checkpoint import Checkpoint
 
 
-def matching_part(checkpoint: Checkpoint, wanted: Collection[str], rename: Callable[[str], str]) -> Checkpoint:
-    """The state dict in the checkpoint whose names, once renamed, are the model's.
+def matching_part(
+    checkpoint: Checkpoint, wanted: Collection[str], renamings: Sequence[Callable[[str], str]]
+) -> Checkpoint:
+    """The state dict in the checkpoint whose names, once renamed in one of these ways, are the model's.
 
     One that has more than twice as many of them as any other is clear; otherwise `AmbiguousKeyError` lists them.
     """
     containers = {"", *checkpoint.containers}
     if len(containers) == 1:
         return checkpoint
-    exact = _matches(checkpoint, containers, set(wanted), rename)
+    exact: Counter[str] = Counter()
+    for rename in renamings:
+        exact |= _matches(checkpoint, containers, set(wanted), rename)
     # A wrapper's prefix may be in the way, on either side.
     bare = _matches(checkpoint, containers, {without_wrappers(name) for name in wanted}, without_wrappers)
     counts = exact | bare

@@ -69,23 +69,25 @@ class Preparation:
         make_write: Callable[["Preparation", Assignment], Write],
         call_extra_state: bool,
     ) -> None:
-        if options.schema is not None:
-            part = checkpoint if options.key is None else checkpoint.select(options.key)
-            options = replace(options, rules=options.schema.rules_for(part), schema=None)
-        self.journal, self.model, self.options = journal, journal.root, options
-        self._opened = checkpoint
+        self.journal, self.model = journal, journal.root
+        self._opened, self._asked = checkpoint, options
         self.slots = self.slots_before = slots_of(self.model)
         """What is there, from the end of the walk on: code of the model may have put in other tensors, or None."""
         wanted = [*self.slots.by_name, *self.slots.extra, *self.slots.lazy]
         self.transforms = Transforms(options.transform, self.model, self.slots)
         self.problems: list[Problem] = []
         self.notes: list[str] = []
+        schema = options.schema
         if options.key is not None:
             self.checkpoint = checkpoint.select(options.key)
         else:
-            self.checkpoint = matching_part(checkpoint, wanted, partial(renamed_by, options.rules))
+            renamings = [partial(renamed_by, options.rules)] if schema is None else schema.renamings(checkpoint)
+            self.checkpoint = matching_part(checkpoint, wanted, renamings)
             if rest := len(checkpoint) - len(self.checkpoint):
                 self.notes.append(f"{rest} tensors of other parts of the checkpoint are not loaded")
+        if schema is not None:  # the version is that of the part, whatever else is in the file
+            options = replace(options, rules=schema.rules_for(self.checkpoint), schema=None)
+        self.options = options
         self.assignments: list[Assignment] = []
         self.moves: list[Assignment] = []
         """Tensors that no value goes to, and that only go to another device."""
@@ -326,7 +328,7 @@ class Preparation:
             notes=tuple(self.notes),
             slots=self.slot_count,
             extra_bytes=self.extra_bytes,
-            options=self.options,
+            options=self._asked,
             checkpoint=self._opened,  # of which `key` in the options selects a part
         )
 

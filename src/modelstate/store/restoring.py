@@ -39,7 +39,7 @@ from modelstate.store.objects import (
 )
 from modelstate.store.undo import take_down
 
-RulesOf = Iterable[Rule] | Mapping[str, Iterable[Rule] | Schema]
+RulesOf = Iterable[Rule] | Schema | Mapping[str, Iterable[Rule] | Schema]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -91,7 +91,8 @@ def restore_objects(
         objects: as `captured` takes them.
         saved: a `Part` for each path; of a module a `Checkpoint`, or a state dict.
         rules: changes of names and tensors. A mapping from the path of a module gives rules, or a `Schema`, by that
-            module's own names; else names begin with the path: "model.encoder.weight". Optimizers follow.
+            module's own names; else names begin with the path: "model.encoder.weight". A `Schema` alone is for the one
+            module that is restored. Optimizers follow.
         allow_missing: glob patterns of what need not have been saved: paths of objects ("ema"), names in modules
             ("model.head.*"), and parameters by the path of their optimizer ("optimizer.model.head.*").
         allow_unexpected: the same for what was saved and need not be there.
@@ -283,7 +284,17 @@ def _check_matched(
 def _rules(given: RulesOf, checkpoints: Mapping[str, Checkpoint]) -> tuple[Rule, ...]:
     """The rules by names that begin with the paths of modules."""
     if isinstance(given, Schema):
-        raise OptionError("a schema is of one module", expected='rules={"model": schema}', found=repr(given))
+        if len(checkpoints) != 1:
+            raise OptionError(
+                "a Schema alone is for one module, and several are restored"
+                if checkpoints
+                else "no module is restored",
+                where="rules=",
+                expected="a mapping from the path of a module to its Schema",
+                found=", ".join(checkpoints) or "none",
+                remedy=f"rules={{{next(iter(checkpoints))!r}: schema}}" if checkpoints else "leave rules= out",
+            )
+        given = dict.fromkeys(checkpoints, given)
     if not isinstance(given, Mapping):
         return check_rules(given)
     found: list[Rule] = []

@@ -137,3 +137,111 @@ def test_a_predicate_that_raises(predicate: Any) -> None:
     schema = ms.Schema("1", recognise={"1": predicate})
     with pytest.raises(SchemaError, match="predicate that recognises version 1 raised"):
         ms.plan(nn.Linear(1, 1), {"weight": torch.ones(1, 1)}, rules=schema)
+
+
+TURNED = ms.Schema(
+    "1",
+    [ms.Migration("2", [ms.Transpose("fc.weight")])],
+    recognise={"1": lambda names: "fc.bias" not in names, "2": lambda names: "fc.bias" in names},
+)
+"""Both versions have a square weight, so that the rules of the wrong one apply without an error."""
+
+
+def test_the_version_is_that_of_the_part_that_is_loaded() -> None:
+    wanted = nn.ModuleDict({"fc": nn.Linear(3, 3)})
+    newest = {name: torch.randn_like(tensor) for name, tensor in wanted.state_dict().items()}
+    for source in ({"model": newest, "step": 3}, {"old": {"fc.x": torch.ones(3, 3)}, "model": newest}):
+        for options in ({}, {"key": "model"}):
+            ms.load(wanted, source, rules=TURNED, **options)
+            assert torch.equal(wanted["fc"].weight, newest["fc.weight"])
+    planned = ms.plan(wanted, {"model": newest, "optimizer": {"a": torch.ones(2)}}, rules=TURNED)
+    with torch.no_grad():
+        wanted["fc"].weight.zero_()
+    assert any("other parts" in note for note in ms.load(wanted, planned).notes)
+    assert torch.equal(wanted["fc"].weight, newest["fc.weight"])
+
+
+def test_a_version_of_a_part_that_is_not_recognised() -> None:
+    """The version is not taken from another part of the file."""
+    wanted = nn.ModuleDict({"fc": nn.Linear(2, 2, bias=False)})
+    schema = ms.Schema("1", [ms.Migration("2", [ms.Transpose("fc.weight")])], recognise={"1": lambda n: "a.b" in n})
+    source = {"model": wanted.state_dict(), "a": {"b": torch.ones(2)}}
+    before = whole(wanted)
+    with pytest.raises(SchemaError, match=r"mapping \[model\]: nothing says"):
+        ms.load(wanted, source, rules=schema)
+    assert whole(wanted) == before
+
+
+def test_a_live_program_takes_the_version_of_its_part() -> None:
+    serving = nn.Sequential(nn.Linear(3, 3)).eval()
+    schema = ms.Schema(
+        "1",
+        [ms.Migration("2", [ms.Rename("fc.*", "0.*")])],
+        recognise={"1": lambda names: "fc.bias" in names, "2": lambda names: "fc.bias" not in names},
+    )
+    oldest = {"fc.weight": torch.randn(3, 3), "fc.bias": torch.randn(3)}
+    live = ms.Live(serving)
+    live.swap({"model": oldest, "step": 1}, rules=schema)
+    assert torch.equal(live(torch.eye(3)), torch.eye(3) @ oldest["fc.weight"].T + oldest["fc.bias"])
+
+
+class Renamed(nn.Module):
+    def __init__(self, name: str) -> None:
+        super().__init__()
+        self.add_module(name, nn.Linear(3, 3))
+
+
+def trained(net: nn.Module) -> torch.optim.Optimizer:
+    optimizer = torch.optim.Adam(net.parameters(), lr=0.25)
+    for param in net.parameters():
+        param.grad = torch.randn_like(param)
+    optimizer.step()
+    return optimizer
+
+
+NAMED = ms.Schema(
+    "1",
+    [ms.Migration("2", [ms.Rename("old.*", "new.*")])],
+    recognise={"1": lambda names: "old.weight" in names, "2": lambda names: "new.weight" in names},
+)
+
+
+def test_of_a_file_with_several_state_dicts_the_error_names_them(tmp_path: Path) -> None:
+    path, state = tmp_path / "both.pt", {"old.weight": torch.ones(2)}
+    torch.save({"model": state, "ema": state}, path)
+    with pytest.raises(SchemaError, match="key='model' or 'ema'"):
+        ms.convert_checkpoint(path, tmp_path / "new.safetensors", rules=NAMED)
+    ms.convert_checkpoint(path, tmp_path / "new.safetensors", key="ema", rules=NAMED)
+    assert list(ms.open(tmp_path / "new.safetensors")) == ["new.weight"]
+
+
+@pytest.mark.parametrize("name", ["old", "new"])
+def test_the_state_of_an_optimizer_of_any_version(name: str) -> None:
+    then, now = Renamed(name), Renamed("new")
+    saved, optimizer = trained(then), torch.optim.Adam(now.parameters())
+    ms.load_optimizer_state(now, optimizer, ms.optimizer_state(then, saved), rules=NAMED)
+    for one, other in zip(then.parameters(), now.parameters(), strict=True):
+        assert torch.equal(saved.state[one]["exp_avg"], optimizer.state[other]["exp_avg"])
+    assert optimizer.param_groups[0]["lr"] == 0.25
+
+
+def test_an_optimizer_has_no_shapes_to_recognise_a_version_by() -> None:
+    then, now = Renamed("old"), Renamed("new")
+    schema = ms.Schema("1", NAMED.migrations, recognise={"1": lambda names: names["old.weight"].shape == (3, 3)})
+    optimizer = torch.optim.Adam(now.parameters())
+    with pytest.raises(SchemaError, match="only the names of the parameters are known"):
+        ms.load_optimizer_state(now, optimizer, ms.optimizer_state(then, trained(then)), rules=schema)
+    assert not optimizer.state
+
+
+def test_a_schema_alone_restores_one_module_and_its_optimizer(tmp_path: Path) -> None:
+    then, now = Renamed("old"), Renamed("new")
+    saved, optimizer = trained(then), torch.optim.Adam(now.parameters())
+    ms.save({"net": then, "optimizer": saved}, tmp_path / "x.safetensors")
+    ms.restore({"net": now, "optimizer": optimizer}, tmp_path / "x.safetensors", rules=NAMED)
+    for one, other in zip(then.parameters(), now.parameters(), strict=True):
+        assert torch.equal(one, other)
+        assert torch.equal(saved.state[one]["exp_avg"], optimizer.state[other]["exp_avg"])
+    ms.save({"net": then, "ema": then}, tmp_path / "y.safetensors")
+    with pytest.raises(OptionError, match=r"rules=\{'net': schema\}"):
+        ms.restore({"net": now, "ema": Renamed("new")}, tmp_path / "y.safetensors", rules=NAMED)

@@ -1,11 +1,12 @@
 """Versions of a model's state, and the rules that lead from each to the next."""
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from modelstate.errors import OptionError, SchemaError
-from modelstate.plan.rules.chain import Rules
+from modelstate.plan.rules.chain import Rules, renamed_by
 from modelstate.plan.rules.rule import Course, Rule, Shown
 from modelstate.read.checkpoint import Checkpoint
 
@@ -45,8 +46,8 @@ class Schema:
     """The versions of a model's state, from the first on. It can be given wherever rules can.
 
     The version of a checkpoint is what `modelstate.save(..., schema=)` noted in it. Where nothing is noted, the
-    predicates of `recognise`, by version, are asked: each gets the checkpoint as a mapping of names to specs. Or it is
-    given: `rules=schema.rules("1.0")`.
+    predicates of `recognise`, by version, are called: each gets a mapping of names to specs, of the part of the
+    checkpoint that is loaded and of nothing else in the file. Or the version is given: `rules=schema.rules("1.0")`.
 
     Raises `OptionError` for versions that are no text, or are there twice.
     """
@@ -94,36 +95,61 @@ class Schema:
         return self.rules(self.version_of(checkpoint))
 
     def version_of(self, checkpoint: Checkpoint) -> str:
-        """The version of a checkpoint. Raises `SchemaError` where nothing says it, or several predicates do."""
-        noted = checkpoint.metadata.get("schema")
+        """The version of a checkpoint, which is one state dict: of a file with several, the part that is meant.
+
+        Raises `SchemaError` where nothing says it, or several predicates do.
+        """
+        noted = self._noted(checkpoint)
         if noted is not None:
-            return self.versions[self._index(str(noted), checkpoint.source)]
-        for key in ("", *checkpoint.containers):
-            part = checkpoint.select(key) if key else checkpoint
-            found = [version for version in self.recognise if self._recognises(version, part)]
-            if len(found) > 1:
-                raise SchemaError(
-                    "several versions recognise the checkpoint as theirs",
-                    where=checkpoint.source,
-                    found=", ".join(found),
-                    remedy="make their predicates narrower, or give the version: rules=schema.rules(version)",
-                )
-            if found:
-                return found[0]
+            return noted
+        part = f" [{checkpoint.key}]" if checkpoint.key else ""
+        inner = [key for key in checkpoint.containers if key]
+        return self._recognised(checkpoint, checkpoint.source + part, inner)
+
+    def version_of_names(self, names: Iterable[str], where: str) -> str:
+        """The version of a state of which only the names are known, as of an optimizer's. Raises `SchemaError`.
+
+        A predicate that asks for a shape or a dtype gets an error.
+        """
+        return self._recognised(dict.fromkeys(names, _NameOnly()), where)
+
+    def _recognised(self, names: Mapping[str, Any], where: str, parts: Sequence[str] = ()) -> str:
+        found = [version for version in self.recognise if self._recognises(version, names, where)]
+        if len(found) == 1:
+            return found[0]
+        if found:
+            raise SchemaError(
+                "several versions recognise the checkpoint as theirs",
+                where=where,
+                found=", ".join(found),
+                remedy="make their predicates narrower, or give the version: rules=schema.rules(version)",
+            )
+        remedy = "give the version: rules=schema.rules(version)"
+        if parts:
+            remedy += f"; or the part that is meant: key={parts[0]!r}" + (f" or {parts[1]!r}" if parts[1:] else "")
         raise SchemaError(
             "nothing says of which version the checkpoint is",
-            where=checkpoint.source,
+            where=where,
             expected=f"one of {', '.join(self.versions)}, noted by modelstate.save or recognised by a predicate",
-            remedy="give the version: rules=schema.rules(version)",
+            remedy=remedy,
         )
 
-    def _recognises(self, version: str, checkpoint: Checkpoint) -> bool:
+    def renamings(self, checkpoint: Checkpoint) -> list[Callable[[str], str]]:
+        """What the rules make of a name: a function for each version that the checkpoint may have."""
+        noted = self._noted(checkpoint)
+        return [partial(renamed_by, self.rules(version)) for version in (self.versions if noted is None else [noted])]
+
+    def _noted(self, checkpoint: Checkpoint) -> str | None:
+        noted = checkpoint.metadata.get("schema")
+        return None if noted is None else self.versions[self._index(str(noted), checkpoint.source)]
+
+    def _recognises(self, version: str, names: Mapping[str, Any], where: str) -> bool:
         try:
-            return bool(self.recognise[version](checkpoint))
+            return bool(self.recognise[version](names))
         except Exception as error:
             raise SchemaError(
                 f"the predicate that recognises version {version} raised",
-                where=checkpoint.source,
+                where=where,
                 found=f"{type(error).__name__}: {error}".partition("\n")[0],
                 remedy='let it ask for names that are there: "name" in checkpoint, checkpoint.get("name")',
             ) from error
@@ -134,6 +160,13 @@ class Schema:
                 "not a version of this schema", where=where, expected=", ".join(self.versions), found=repr(version)
             )
         return self.versions.index(version)
+
+
+class _NameOnly:
+    """In place of a `TensorSpec` where nothing but the name is known."""
+
+    def __getattr__(self, attribute: str) -> Any:
+        raise AttributeError(f"only the names of the parameters are known, and not the {attribute} of one")
 
 
 def _check_version(version: object) -> str:

@@ -51,7 +51,7 @@ def suggest(
 def _part(checkpoint: Checkpoint, slots: Slots) -> Checkpoint:
     """The part of the checkpoint that is meant: by the model's names, or by its shapes."""
     names = [name for slot in slots.tensors for name in slot.names]
-    part = matching_part(checkpoint, names, str)
+    part = matching_part(checkpoint, names, [str])
     if part.key or len(checkpoint.containers) < 2 or any(name in checkpoint for name in names):
         return part
     wanted = Counter(tuple(slot.tensor.shape) for slot in slots.tensors if not torch.nn.parameter.is_lazy(slot.tensor))
