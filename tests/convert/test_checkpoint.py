@@ -232,11 +232,23 @@ def test_subclasses_of_tensors(tmp_path: Path) -> None:
     model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 3))
     quantize_(model[0], Int8WeightOnlyConfig())
     ms.save(model, tmp_path / "q.safetensors")
-    ms.convert_checkpoint(tmp_path / "q.safetensors", tmp_path / "r.safetensors", dtype=torch.bfloat16)
+    ms.convert_checkpoint(
+        tmp_path / "q.safetensors", tmp_path / "r.safetensors", rules=[ms.Cast("1.*", torch.bfloat16)]
+    )
     old, new = ms.open(tmp_path / "q.safetensors"), ms.open(tmp_path / "r.safetensors")
     assert {name: spec.kind for name, spec in new.items()} == {name: spec.kind for name, spec in old.items()}
     assert same(new.tensor("0.weight").dequantize(), model[0].weight.dequantize())
     assert same(new.tensor("1.weight"), model[1].weight.detach().bfloat16())
+
+
+def test_quantized_tensors_are_not_left_in_another_dtype_than_the_rest(tmp_path: Path) -> None:
+    model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 3))
+    quantize_(model[0], Int8WeightOnlyConfig())
+    ms.save(model, tmp_path / "q.safetensors")
+    with pytest.raises(OptionError, match=r"0.weight[\s\S]*Int8Tensor of torch.float32"):
+        ms.convert_checkpoint(tmp_path / "q.safetensors", tmp_path / "r.safetensors", dtype=torch.bfloat16)
+    assert not (tmp_path / "r.safetensors").exists()
+    ms.convert_checkpoint(tmp_path / "q.safetensors", tmp_path / "r.safetensors", dtype=torch.float32)
 
 
 def test_it_can_be_written_over_its_source(training: Path) -> None:

@@ -58,6 +58,89 @@ CONFIGS = _configs()
 every_config = pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
 
 
+class Normed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(64, 128)
+        self.down = nn.Linear(128, 64, bias=False)
+        self.norm = nn.LayerNorm(64)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        normed: torch.Tensor = self.norm(self.down(torch.relu(self.up(x))))
+        return normed
+
+
+def _quantized(config: Callable[[], Any], dtype: torch.dtype) -> tuple[nn.Module, torch.Tensor, torch.Tensor]:
+    """A quantized model with inputs and what it answers; the test is skipped where the config does not run here."""
+    torch.manual_seed(0)
+    model, inputs = Normed().to(dtype), torch.randn(4, 64, dtype=dtype)
+    try:
+        Q.quantize_(model, config())
+        return model, inputs, model(inputs)
+    except Exception as error:
+        pytest.skip(f"not here: {error}")
+
+
+@every_config
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+@pytest.mark.parametrize("skeleton", ["float32", "its dtype", "quantized"])
+def test_what_was_saved_quantized_answers_the_same(
+    tmp_path: Path, config: Callable[[], Any], dtype: torch.dtype, skeleton: str
+) -> None:
+    model, inputs, answer = _quantized(config, dtype)
+    ms.save(model, tmp_path / "q.safetensors")
+    with ms.skeleton():
+        loaded = Normed()
+    if skeleton == "its dtype":
+        loaded.to(dtype)
+    if skeleton == "quantized":
+        try:
+            Q.quantize_(loaded, config())
+        except Exception as error:
+            pytest.skip(f"not on meta: {error}")
+    report = ms.load(loaded, tmp_path / "q.safetensors")
+    found = loaded(inputs)
+    assert found.dtype == answer.dtype
+    assert torch.equal(found, answer)
+    differs = skeleton != "its dtype" and dtype != torch.float32
+    assert any("as it has quantized tensors" in note for note in report.notes) == differs
+
+
+def test_a_live_state_dict_with_quantized_tensors_is_followed_too() -> None:
+    model, inputs, answer = _quantized(Q.Int8WeightOnlyConfig, torch.bfloat16)
+    with ms.skeleton():
+        loaded = Normed()
+    ms.load(loaded, model.state_dict())
+    assert torch.equal(loaded(inputs), answer)
+
+
+@pytest.mark.parametrize("config", [Q.Int8WeightOnlyConfig, Q.Float8WeightOnlyConfig])
+@pytest.mark.parametrize("live", [False, True])
+def test_a_cast_of_quantized_tensors_is_a_problem(tmp_path: Path, config: Callable[[], Any], live: bool) -> None:
+    model, *_ = _quantized(config, torch.bfloat16)
+    ms.save(model, tmp_path / "q.safetensors")
+    if live:
+        loaded: nn.Module = Normed().bfloat16()
+        Q.quantize_(loaded, config())
+    else:
+        with ms.skeleton():
+            loaded = Normed()
+    before = {name: (id(one), one.dtype) for name, one in loaded.named_parameters()}
+    with pytest.raises(errors.PlanError) as caught:
+        ms.load(loaded, tmp_path / "q.safetensors", dtype=torch.float32)
+    assert [type(one) for one in caught.value.problems] == [problems.QuantizedCast] * 2
+    assert {name: (id(one), one.dtype) for name, one in loaded.named_parameters()} == before
+    ms.load(loaded, tmp_path / "q.safetensors", dtype=torch.bfloat16)
+
+
+def test_a_plain_checkpoint_still_gets_the_dtype_of_the_skeleton(tmp_path: Path) -> None:
+    ms.save(Normed().bfloat16(), tmp_path / "p.safetensors")
+    with ms.skeleton():
+        loaded = Normed()
+    ms.load(loaded, tmp_path / "p.safetensors")
+    assert {one.dtype for one in loaded.parameters()} == {torch.float32}
+
+
 class Net(nn.Module):
     def __init__(self, dtype: torch.dtype = torch.float32) -> None:
         super().__init__()

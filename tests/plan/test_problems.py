@@ -29,6 +29,7 @@ from modelstate.plan.problems import (
     NoValues,
     OtherNames,
     Problem,
+    QuantizedCast,
     TieConflict,
     UnevenTransform,
     Unexpected,
@@ -61,6 +62,9 @@ SAMPLES: dict[Problem, str] = {
     ),
     WrongDtype("a.w", "int64", "float32", "kind"): (
         "a.w: the model has int64, the checkpoint float32: casting changes their kind"
+    ),
+    QuantizedCast("a.w", "float32", "bfloat16", "Int8Tensor"): (
+        "a.w: dtype= is float32, the checkpoint has Int8Tensor of bfloat16"
     ),
     NotATensor("a.w", "list"): "a.w: found list",
     TieConflict("a.w", ("b.w", "c.w")): "a.w is the same tensor as b.w, c.w, but the checkpoint's values differ",

@@ -109,6 +109,7 @@ _PROBLEMS: dict[type[Problem], Callable[[Sequence[Any]], list[str]]] = {
     causes.OtherNames: _rules,
     causes.NameClash: lambda _: ["a narrower --strip-prefix, --add-prefix or --rename"],
     causes.WrongDtype: _casts,
+    causes.QuantizedCast: lambda _: ["leave out --dtype"],
     causes.TieConflict: _ties,
     causes.Uninitialised: lambda _: ["--no-skeleton, if the factory does not build on meta by itself"],
 }

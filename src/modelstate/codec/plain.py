@@ -1,5 +1,7 @@
 """Plain tensors: those that are nothing but their values."""
 
+from contextlib import suppress
+
 import torch
 
 
@@ -18,6 +20,17 @@ def why_not_plain(tensor: torch.Tensor) -> str:
     if tensor.is_quantized:
         return "a quantized tensor"
     return "" if has_its_memory(tensor) else "a tensor whose memory has been given back"
+
+
+def is_quantized(tensor: torch.Tensor) -> bool:
+    """Whether a wrapper subclass of one dtype stores its values in another one, as torchao's quantized tensors do."""
+    if type(tensor) in (torch.Tensor, torch.nn.Parameter) or tensor.layout is not torch.strided:
+        return False
+    flatten = getattr(tensor, "__tensor_flatten__", None)
+    with suppress(Exception):  # code of the class
+        parts = [getattr(tensor, name) for name in flatten()[0]] if flatten is not None else []
+        return any(part.dtype != tensor.dtype or is_quantized(part) for part in parts)
+    return False
 
 
 def has_its_memory(tensor: torch.Tensor) -> bool:

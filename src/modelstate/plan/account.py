@@ -8,6 +8,7 @@ import torch
 from torch.nn.parameter import is_lazy
 
 from modelstate.plan.differences import regular_differences
+from modelstate.plan.dtypes import short
 from modelstate.plan.matching import nearest
 from modelstate.plan.overlap import same_values
 from modelstate.plan.placement import is_plain
@@ -185,11 +186,23 @@ class Accounts:
         changed = [m for m in self.of.assignments if not m.param.is_meta and m.param.dtype != m.dtype]
         if changed:
             self._note([m.name for m in changed], "change their dtype: pass optimizers= that have state for them")
+        self._note_stored_dtypes()
         if later := [made.name for made in self.of.assignments if made.transform is not None]:
             if len(later) == len(self.of.assignments):
                 self.of.notes.append("shapes and dtypes are checked when the transform has returned")
             else:
                 self._note(later, "have their shapes and dtypes checked when their transform has returned")
+
+    def _note_stored_dtypes(self) -> None:
+        """Tensors that get another dtype than the model's because the checkpoint has quantized tensors."""
+        if self.of.options.dtype is not None:
+            return
+        others = [made for made in self.of.assignments if made.param.is_meta and made.param.dtype != made.dtype]
+        if others:
+            stored = ", ".join(sorted({short(made.dtype) for made in others}))
+            own = ", ".join(sorted({short(made.param.dtype) for made in others}))
+            what = f"get the checkpoint's {stored} instead of the model's {own}, as it has quantized tensors"
+            self._note([made.name for made in others], what)
 
     def _note_lost_versions(self) -> None:
         """Says so where modules decide by a version how to load, and the checkpoint has lost it."""

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from modelstate.codec.plain import is_quantized
 from modelstate.errors import CodecError
 from modelstate.plan.derived import Derived, Source, to_be_computed, values_of
 from modelstate.plan.journal import Journal, Write
@@ -85,6 +86,8 @@ class Incoming:
         self._late: dict[int, Late] = {}
         self._late_of: dict[int, Late] = {}
         self.applied = self._apply_rules(Places(model, slots))
+        self.quantized: list[str] = []
+        """Names of tensors that are quantized by a wrapper subclass."""
         self.state = self._state_dict()
         """By the names of the model: tensors, and values that are none."""
         self.versions = self._renamed_versions()
@@ -143,6 +146,8 @@ class Incoming:
                 continue
             value = self._late_value(content) if isinstance(content, Derived) else self.maps.tensor(content)
             state[name] = value
+            if type(value) is not torch.Tensor and is_quantized(value):
+                self.quantized.append(name)
             handed_out.append(value)
             self._origins[id(value)] = name, content
         self._journal.protect(handed_out)

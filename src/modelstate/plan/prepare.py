@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
-from modelstate.codec.plain import has_its_memory
+from modelstate.codec.plain import has_its_memory, is_quantized
 from modelstate.errors import CodecError, ExtraStateError
 from modelstate.plan.account import Accounts
 from modelstate.plan.assignment import Assignment, Row, step_of
@@ -36,6 +36,7 @@ from modelstate.plan.problems import (
     NotYetInitialised,
     NoValues,
     Problem,
+    QuantizedCast,
     TieConflict,
     WrongDtype,
     WrongShape,
@@ -109,12 +110,19 @@ class Preparation:
         self._shown: dict[ByteRange, list[ByteRange]] = {}
         self.incoming = Incoming(self.checkpoint, self.options.rules, self.model, self.slots, journal)
         self.problems += self.incoming.applied.problems
+        self._keeps_stored_dtypes = options.dtype is None and any(map(self._is_for_meta, self.incoming.quantized))
+        """Whether floats on meta get the dtypes of the checkpoint, which has quantized tensors: a layer computes in the
+        dtype that its weight was quantized from, which no cast changes."""
         outcome = Outcome()
         self._walk(outcome)
         if journal.armed:
             self.slots = slots_of(self.model)
         Accounts(self, outcome).settle()
         self.incoming.settle()
+
+    def _is_for_meta(self, name: str) -> bool:
+        slot = self.slots.by_name.get(name)
+        return slot is not None and slot.tensor.is_meta
 
     def _walk(self, outcome: Outcome) -> None:
         with model_errors("the model's own loading code", self.model):
@@ -182,7 +190,7 @@ class Preparation:
         self.assignments.append(made)
         if value.is_meta or (isinstance(stored, torch.Tensor) and lacks_values(stored)):
             self.problems.append(NoValues(name))
-        elif value.dtype != made.dtype and is_plain(value):
+        elif value.dtype != made.dtype:
             self._check_dtype(made)
         if not param.is_meta:
             self._check_memory(made)
@@ -222,8 +230,12 @@ class Preparation:
         self, name: str, kind: str, param: torch.Tensor, value: torch.Tensor, given: str, stored: Source | None
     ) -> Assignment:
         options, dtype = self.options, param.dtype
-        if options.dtype is not None and param.is_floating_point() and value.is_floating_point():
-            dtype = options.dtype
+        if (
+            (options.dtype is not None or self._keeps_stored_dtypes)
+            and param.is_floating_point()
+            and value.is_floating_point()
+        ):
+            dtype = options.dtype or (value.dtype if param.is_meta else dtype)
         device = self.device_after(param)
         choice = self.transforms.of(name)
         placement = choose(
@@ -272,6 +284,12 @@ class Preparation:
     def _check_dtype(self, made: Assignment) -> None:
         if made.transform is not None:
             return  # what it returns is asked for
+        if not is_plain(made.value):
+            keeps = made.param.is_meta or is_quantized(made.param)  # else its class says how it becomes plain
+            if self.options.dtype is not None and keeps and is_quantized(made.value):
+                cls = type(made.value.data).__name__
+                self.problems.append(QuantizedCast(made.name, short(made.dtype), short(made.value.dtype), cls))
+            return
         how = cast_between(made.value.dtype, made.dtype)
         asked = self.options.dtype is not None and made.dtype == self.options.dtype
         if how == "kind" or (how == "lossy" and not asked):

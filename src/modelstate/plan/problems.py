@@ -114,6 +114,22 @@ class WrongDtype(Problem):
 
 
 @dataclass(frozen=True, slots=True)
+class QuantizedCast(Problem):
+    """A quantized tensor cannot be cast to the dtype that `dtype=` asks for."""
+
+    expected: str = ""
+    found: str = ""
+    cls: str = ""
+
+    title: ClassVar = "quantized tensors of another dtype than dtype="
+    remedy: ClassVar = "load without dtype=: tensors on meta then get the dtypes of the checkpoint"
+    page: ClassVar = "quantized-tensors"
+
+    def line(self) -> str:
+        return f"{self.name}: dtype= is {self.expected}, the checkpoint has {self.cls} of {self.found}"
+
+
+@dataclass(frozen=True, slots=True)
 class NotATensor(Problem):
     """A value of another type stands where a tensor belongs."""
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from modelstate.codec.plain import is_quantized
 from modelstate.errors import KeyNotFoundError, MemoryBudgetError, OptionError
 from modelstate.read.checkpoint import Checkpoint, bytes_key
 from modelstate.read.pickled import Refused
@@ -103,7 +104,16 @@ class Making:
                 return stored
             return whole(cast, tuple(stored.shape), bytes_key(stored, path), stored.detach, 0)
         if not _is_plain(stored):
-            return self._checkpoint.read(stored)
+            value = self._checkpoint.read(stored)
+            if self._cast is not None and value.dtype != self._cast and is_quantized(value):
+                raise OptionError(
+                    "a quantized tensor cannot be cast",
+                    where=f"{self._checkpoint.source}: {path}",
+                    expected=f"a tensor of {self._cast}, or one that can be cast to it",
+                    found=f"{type(value).__name__} of {value.dtype}",
+                    remedy="leave out dtype=, or name another part with key=",
+                )
+            return value
         return later(stored, bytes_key(stored, path), self._read_all, cast)
 
     def cast_of(self, tensor: Any, path: str) -> torch.dtype | None:
