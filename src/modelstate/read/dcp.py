@@ -200,7 +200,7 @@ def _tree(values: Mapping[str, object], metadata: Metadata, where: str) -> dict[
         if path[-1] in node:
             raise _conflict(where, name)
         node[path[-1]] = values[name]
-    return {key: _finished(value, where, name=str(key)) for key, value in root.items()}
+    return _with_positions({key: _finished(value, where, name=str(key)) for key, value in root.items()})
 
 
 def _conflict(where: str, name: str) -> DuplicateNameError:
@@ -212,10 +212,25 @@ def _finished(node: object, where: str, name: str) -> object:
         return node
     steps = list(node)
     if all(type(step) is str for step in steps):
-        return {step: _finished(value, where, f"{name}.{step}") for step, value in node.items()}
+        return _with_positions({step: _finished(value, where, f"{name}.{step}") for step, value in node.items()})
     if not all(type(step) is int for step in steps):
         raise PickleError("the metadata is damaged: a list with keys, or a dict with indices", where=where, found=name)
     return list(_items(node, where, name))
+
+
+def _with_positions(node: dict[Any, Any]) -> dict[Any, Any]:
+    """The state of an optimizer by the positions of its parameters, which are integers; any other dict as it is.
+
+    The writer turns all keys of dicts into text. `Optimizer.load_state_dict` ignores the state of a parameter "0", so
+    keys that `param_groups` lists as integers become integers again.
+    """
+    groups, state = node.get("param_groups"), node.get("state")
+    if not isinstance(groups, list) or not isinstance(state, dict):
+        return node
+    listed = [group.get("params") for group in groups if isinstance(group, dict)]
+    several = [params for params in listed if isinstance(params, list | tuple)]
+    positions = {str(param): param for params in several for param in params if type(param) is int}
+    return {**node, "state": {positions.get(key, key): values for key, values in state.items()}}
 
 
 def _items(node: _Node, where: str, name: str) -> Iterator[object]:
