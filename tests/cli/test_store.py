@@ -339,10 +339,26 @@ class TestConvert:
         assert run("convert", "training.pt", "a.safetensors").exit_code == 0
         assert run("convert", "a.safetensors", "b.pt").exit_code == 0
         assert run("convert", "a.safetensors", "b", "--format", "torch").exit_code == 0
-        assert run("convert", "a.safetensors", "c.bin", "--format", "safetensors").exit_code == 0
+        assert run("convert", "a.safetensors", "c.v2", "--format", "safetensors").exit_code == 0
         assert torch.load("b").keys() == torch.load("b.pt").keys()
-        assert load_file("c.bin")
+        assert load_file("c.v2")
         assert torch.load("b.pt")["epoch"] == 3
+
+    @pytest.mark.parametrize(
+        ("target", "options", "says"),
+        [
+            ("x.gguf", (), ".safetensors for safetensors; .pt, .pth, .bin or .ckpt"),
+            ("x.v2", (), "--format"),
+            ("x.pt", ("--format", "safetensors"), "'torch' for a path that ends in .pt"),
+            ("x.safetensors", ("--format", "torch"), "'safetensors' for a path that ends in .safetensors"),
+            ("x.safetensors.index.json", (), "index.json: give a path with"),
+        ],
+    )
+    def test_a_suffix_that_is_not_that_of_the_format(self, target: str, options: tuple[str, ...], says: str) -> None:
+        done = run("convert", "training.pt", target, *options)
+        assert done.exit_code == 2
+        assert says in " ".join(done.stderr.replace("│", " ").split())
+        assert not Path(target).exists()
 
     @pytest.mark.parametrize(
         ("options", "code", "says"),

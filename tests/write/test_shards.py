@@ -114,7 +114,7 @@ def test_two_checkpoints_whose_names_differ_by_the_suffix(tmp_path: Path) -> Non
 
 def test_an_index_in_the_way(tmp_path: Path) -> None:
     save(tmp_path, 1, "shards")
-    for options in ({}, {"shard_size_bytes": 1}, {"format": "torch"}):
+    for options in ({}, {"shard_size_bytes": 1}):
         with pytest.raises(TargetExistsError):
             ms.save({"a": torch.ones(2), "b": torch.ones(2)}, tmp_path / NAME, overwrite=False, **options)  # type: ignore[arg-type]
     assert version_at(tmp_path / NAME) == 1
@@ -125,10 +125,12 @@ def test_an_index_in_the_way(tmp_path: Path) -> None:
 
 
 def test_a_torch_file_over_shards(tmp_path: Path) -> None:
-    save(tmp_path, 1, "shards")
-    ms.save({"a": torch.ones(1)}, tmp_path / NAME, format="torch")
-    assert set(contents(tmp_path)) == {NAME}
-    assert list(ms.open(tmp_path / NAME)) == ["a"]
+    ms.save({"a": torch.ones(1), "b": torch.ones(1)}, tmp_path / "x", shard_size_bytes=4)
+    with pytest.raises(TargetExistsError):
+        ms.save({"a": torch.ones(1)}, tmp_path / "x", format="torch", overwrite=False)
+    ms.save({"a": torch.ones(1)}, tmp_path / "x", format="torch")
+    assert set(contents(tmp_path)) == {"x"}
+    assert list(ms.open(tmp_path / "x")) == ["a"]
 
 
 def test_more_shards_than_files_may_be_open(tmp_path: Path) -> None:

@@ -18,6 +18,7 @@ import modelstate as ms
 from modelstate.cli import spelling
 from modelstate.plan.rules.chain import check_rules
 from modelstate.plan.rules.rule import Rule
+from modelstate.write.save import format_of
 
 PROBLEMS = 1
 """Exit code where the work found problems: an error of modelstate, of the model's code, or a plan that is not ok."""
@@ -170,16 +171,22 @@ FileFormat = Annotated[
     str | None,
     typer.Option(
         metavar="FORMAT",
-        help="safetensors, or torch for what torch.load reads. Without it torch for .pt, .pth, .bin and .ckpt.",
+        help="safetensors, or torch for what torch.load reads, where the suffix of TARGET says neither.",
     ),
 ]
 
 
 def parse_format(text: str | None, target: str) -> str:
-    """The format of a file that is written: the one that is named, else what its name promises."""
-    if text not in (None, "safetensors", "torch"):
-        raise typer.BadParameter(f"{text!r} is no format: give safetensors or torch")
-    return text or ("torch" if target.lower().endswith((".pt", ".pth", ".bin", ".ckpt")) else "safetensors")
+    """The format of a file that is written: the one that its suffix says, else the one that is named.
+
+    Raises `typer.BadParameter` for a suffix that is unknown, and where the two contradict each other.
+    """
+    try:
+        return format_of(target, text)
+    except ms.errors.OptionError as error:
+        raise typer.BadParameter(f"--format {text}: give {error.expected}") from error
+    except ms.errors.SaveTargetError as error:
+        raise typer.BadParameter(f"{target}: give a path with {error.expected}; or say --format") from error
 
 
 def parse_device(name: str | None) -> torch.device | None:

@@ -34,7 +34,7 @@ def convert_checkpoint(
     key: str | None = None,
     rules: Iterable[Rule] | Schema = (),
     dtype: torch.dtype | None = None,
-    format: str = "safetensors",
+    format: str | None = None,
     shard_size_bytes: int | None = None,
     max_memory_bytes: int | None = None,
     overwrite: bool = True,
@@ -52,8 +52,9 @@ def convert_checkpoint(
         key: the part of it that is wanted ("model_state").
         rules: changes of names and tensors, or a `Schema`. The names of what is written are flat then.
         dtype: what floating point tensors are cast to, those of an optimizer as well: `key=` leaves them out.
-        format, shard_size_bytes, overwrite: as in `modelstate.save`. For "torch" the tensors are put into a file
-            beside the path first, which takes as much room on the disk again.
+        format, shard_size_bytes, overwrite: as in `modelstate.save`, by whose suffixes the path says the format. For a
+            file of `torch.save` the tensors are put into a file beside the path first, which takes as much room on the
+            disk again.
         max_memory_bytes: the most that tensors may take in memory at once. Where it is small, fewer threads work.
 
     Raises what `modelstate.open` and `modelstate.save` raise; `RuleError` for rules that cannot be applied,
@@ -61,9 +62,9 @@ def convert_checkpoint(
     where one tensor takes more. Then what was at the path is as it was.
     """
     begin = perf_counter()
-    check_options(format, shard_size_bytes)
-    _check(dtype, max_memory_bytes)
     where = target_path(path)
+    chosen = check_options(where, format, shard_size_bytes)
+    _check(dtype, max_memory_bytes)
     check(where, overwrite=overwrite)
     checkpoint = open_checkpoint(source, key=key)
     chain = rules.rules_for(checkpoint) if isinstance(rules, Schema) else check_rules(rules)
@@ -74,7 +75,7 @@ def convert_checkpoint(
         state,
         where,
         begin,
-        format=format,
+        format=chosen,
         shard_bytes=shard_size_bytes,
         overwrite=overwrite,
         max_memory_bytes=max_memory_bytes,

@@ -19,7 +19,7 @@ def save(
     target: nn.Module | Mapping[str, Any] | Checkpoint,
     path: str | os.PathLike[str],
     *,
-    format: str = "safetensors",
+    format: str | None = None,
     shard_size_bytes: int | None = None,
     extra: Mapping[str, Any] | None = None,
     schema: str | None = None,
@@ -27,19 +27,22 @@ def save(
 ) -> SaveReport:
     """Saves a module, a state dict, or a tree of objects and values, and returns when it is on the disk.
 
+    The suffix of the path says the format: ".safetensors", or none, is safetensors; ".pt", ".pth", ".bin" and ".ckpt"
+    are files of `torch.save`, which `torch.load(path, weights_only=True)` reads. Another suffix is an error.
+
     What is at the path is the old checkpoint or the new one, in full, at any time: files are written beside it, synced
-    and renamed. Every tool that reads safetensors reads the tensors; `modelstate.open` also gives back what the format
-    has no word for: tied tensors, which are written once, under all their names, tensors of classes that are made of
-    plain ones (by `__tensor_flatten__`), torch's versions of modules, what `get_extra_state` returned, the containers
-    and values of a tree, and a digest of every tensor, with which `load(verify=True)` compares. Tensors are written
-    by several threads, with a few megabytes of memory each; of a view, what it shows.
+    and renamed. Every tool that reads safetensors reads the tensors of such a file; `modelstate.open` also gives back
+    what the format has no word for: tied tensors, which are written once, under all their names, tensors of classes
+    that are made of plain ones (by `__tensor_flatten__`), torch's versions of modules, what `get_extra_state` returned,
+    the containers and values of a tree, and a digest of every tensor, with which `load(verify=True)` compares. Tensors
+    are written by several threads, with a few megabytes of memory each; of a view, what it shows.
 
     Args:
         target: a module; its state dict; a mapping of objects, as `Store.save` takes them, and of tensors, containers
             and values; or a `Checkpoint`, whose tensors are read while they are written, a few megabytes at a time.
         path: where it is saved to. It is opened by the same path, also when it is in shards.
-        format: "safetensors"; or "torch" for what `torch.load` reads, with none of the above but that what is at the
-            path is whole.
+        format: "safetensors" or "torch", for a path whose suffix does not say it. A file of `torch.save` has none of
+            what is said of safetensors above, and no values that `torch.load(weights_only=True)` refuses.
         shard_size_bytes: what is larger goes into several files of at most so many bytes of tensors (or one larger
             tensor), and an index beside them, `PATH.index.json`, as Hugging Face's tools have it.
         extra: values to be kept with it; they come back in `Checkpoint.metadata["extra"]`.
@@ -47,21 +50,21 @@ def save(
             `Checkpoint.metadata`.
         overwrite: whether it may replace what is there.
 
-    Raises `SaveTargetError` for what is nothing that can be saved, and for a path where no file can be,
-    `UnsavableError` for tensors and names that the format does not have, all of them at once,
+    Raises `SaveTargetError` for what is nothing that can be saved, for a path where no file can be, and for a suffix
+    that is not known, `UnsavableError` for tensors, names and values that the format does not have,
     `UnsupportedValueError` for values without an encoding (see `register_codec`), `ModelCodeError` where the module's
     own `state_dict` raises, `ObjectStateError` where another object's does, `TargetExistsError`, `OptionError`, and
     `WriteFailedError` for an I/O error. Whatever raises, the old checkpoint is as it was and nothing new is left; an
     interrupt (Ctrl-C) that comes when the new one is in place leaves that, in full.
     """
     begin = perf_counter()
-    check_options(format, shard_size_bytes, extra, schema)
     where = target_path(path)
+    chosen = check_options(where, format, shard_size_bytes, extra, schema)
     check_both(where, overwrite)
     state = streamed(target) if isinstance(target, Checkpoint) else Streamed(_state_of(target))
     state.attached = state.attached if extra is None else extra
     state.schema = state.schema if schema is None else schema
-    return write_state(state, where, begin, format=format, shard_bytes=shard_size_bytes, overwrite=overwrite)
+    return write_state(state, where, begin, format=chosen, shard_bytes=shard_size_bytes, overwrite=overwrite)
 
 
 def _state_of(target: object) -> Mapping[Any, Any]:

@@ -13,6 +13,7 @@ from modelstate.errors import (
     SourceTypeError,
 )
 from modelstate.read.paths import local_path
+from modelstate.read.sharded import INDEX_SUFFIX
 from modelstate.read.tree import is_container, items_of
 from modelstate.words import size
 from modelstate.write.checkpoint import write_checkpoint
@@ -21,7 +22,15 @@ from modelstate.write.later import Later
 from modelstate.write.streamed import Streamed, threads_within
 from modelstate.write.torch_file import write_torch_file
 
-FORMATS = ("safetensors", "torch")
+SUFFIXES = {
+    ".safetensors": "safetensors",
+    ".pt": "torch",
+    ".pth": "torch",
+    ".bin": "torch",
+    ".ckpt": "torch",
+}
+"""The formats that are written, by the suffixes of paths; a path without a suffix is written as safetensors."""
+_LISTED = "no suffix or .safetensors for safetensors; .pt, .pth, .bin or .ckpt for a file that torch.load reads"
 _MAX_DEPTH = 100
 
 
@@ -83,19 +92,62 @@ def _tensors_in(node: object, depth: int = 0) -> int:
     return sum(_tensors_in(one, depth + 1) for _, one in items_of(node))
 
 
-def check_options(format: object, shard_size_bytes: object, extra: object = None, schema: object = None) -> None:
-    """Raises `OptionError`."""
+def check_options(
+    where: str, format: object, shard_size_bytes: object, extra: object = None, schema: object = None
+) -> str:
+    """Checks the options of a save to a path, and returns the format that is written.
+
+    Raises `OptionError`, and `SaveTargetError` for a path whose suffix is that of no format.
+    """
     if schema is not None and (not isinstance(schema, str) or not schema):
         raise OptionError("schema= is a text", expected='such as "2.0"', found=repr(schema))
-    if format not in FORMATS:
-        raise OptionError("format= is unknown", expected=" or ".join(map(repr, FORMATS)), found=repr(format)[:80])
     number = isinstance(shard_size_bytes, int) and not isinstance(shard_size_bytes, bool) and shard_size_bytes > 0
     if shard_size_bytes is not None and not number:
         raise OptionError("shard_size_bytes= is a number of bytes", expected="1 or more", found=repr(shard_size_bytes))
     if extra is not None and not (isinstance(extra, Mapping) and all(isinstance(key, str) for key in extra)):
         raise OptionError("extra= has values under names", expected="a mapping", found=repr(extra)[:80])
-    if format == "torch" and (shard_size_bytes, extra, schema) != (None, None, None):
-        raise OptionError("a torch file has no shards, no extra= and no schema=", remedy='format="safetensors"')
+    chosen = format_of(where, format)
+    if chosen == "torch" and (shard_size_bytes, extra, schema) != (None, None, None):
+        raise OptionError(
+            "a file of torch.save has no shards, no extra= and no schema=",
+            where=where,
+            remedy="give a path that ends in .safetensors, or leave these options out",
+        )
+    return chosen
+
+
+def format_of(path: str, format: object = None) -> str:
+    """The format of a file that is written: "safetensors" or "torch", as the suffix of its path says.
+
+    `format` says it for a path without a suffix, or with one that is not in `SUFFIXES`; it may not contradict one that
+    is. Raises `OptionError` for a format that is unknown or contradicts the suffix, and `SaveTargetError` for a suffix
+    that is unknown.
+    """
+    known = tuple(dict.fromkeys(SUFFIXES.values()))
+    if format is not None and format not in known:
+        raise OptionError("format= is unknown", expected=" or ".join(map(repr, known)), found=repr(format)[:80])
+    suffix = os.path.splitext(os.path.basename(path))[1]
+    by_suffix = SUFFIXES.get(suffix.lower())
+    if by_suffix is not None and format not in (None, by_suffix):
+        raise OptionError(
+            "format= and the suffix of the path contradict each other",
+            where=path,
+            expected=f"{by_suffix!r} for a path that ends in {suffix}",
+            found=f"format={format!r}",
+            remedy="leave format= out, or give a path with another suffix",
+        )
+    if suffix and by_suffix is None and format is None:
+        index = path.lower().endswith(INDEX_SUFFIX)
+        raise SaveTargetError(
+            "the suffix of the path is that of no format which is written here",
+            where=path,
+            expected=_LISTED,
+            found=suffix,
+            remedy=f"give {path[: -len(INDEX_SUFFIX)]!r} and shard_size_bytes=: the index is written beside the shards"
+            if index
+            else "give a path with one of these suffixes, or say format='safetensors' or format='torch'",
+        )
+    return str(format or by_suffix or "safetensors")
 
 
 def target_path(path: object) -> str:

@@ -1,6 +1,8 @@
-"""A file of `torch.save`, for those who need one: there in full, on the disk, or not at all."""
+"""A file of `torch.save` that `torch.load(weights_only=True)` reads: there in full, on the disk, or not at all."""
 
+import io
 import mmap
+from collections import OrderedDict
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -15,16 +17,16 @@ from modelstate.write.blocks import write_blocks
 from modelstate.write.checkpoint import write_file
 from modelstate.write.files import Output, write_errors
 from modelstate.write.later import Later
-from modelstate.write.safetensors import nbytes_of
+from modelstate.write.safetensors import listed, nbytes_of
 from modelstate.write.streamed import threads_within
 
 
 def write_torch_file(
     state: Mapping[Any, Any], path: str, *, overwrite: bool, max_memory_bytes: int | None = None
 ) -> dict[str, int]:
-    """Saves whatever pickle takes, and returns the path of the file and its bytes.
+    """Saves what `torch.load(weights_only=True)` reads, and returns the path of the file and its bytes.
 
-    Raises `UnsavableError` for what cannot be pickled, what `write_file` raises, and `MemoryBudgetError`.
+    Raises `UnsavableError` for values that it does not read, what `write_file` raises, and `MemoryBudgetError`.
     """
     with _all_here(state, path, max_memory_bytes) as here:
         return write_file(path, lambda output: _save(here, output, path), overwrite=overwrite)
@@ -45,6 +47,41 @@ def _save(state: Mapping[Any, Any], output: Output, path: str) -> None:
         ) from error
     if writer.failed is not None:
         raise writer.failed
+    # The file is mapped, so no tensor is read for it.
+    if (failure := _load_error(output.path)) is not None:
+        refused = {name: type(value) for name, value in _values_in(state) if not _is_loadable(value)}
+        raise UnsavableError(
+            "torch.load(weights_only=True) does not read values of these classes",
+            where=path,
+            found=listed({name: f"{cls.__module__}.{cls.__qualname__}" for name, cls in refused.items()}) or failure,
+            remedy="save to a path that ends in .safetensors, which keeps every value that has an encoding, or leave "
+            "these out",
+        ) from failure
+
+
+def _load_error(source: str | io.BytesIO) -> Exception | None:
+    """What `torch.load(weights_only=True)` raises for a file; None where it reads it."""
+    try:
+        torch.load(source, map_location="cpu", mmap=isinstance(source, str), weights_only=True)
+    except Exception as error:
+        return error
+    return None
+
+
+def _is_loadable(value: object) -> bool:
+    buffer = io.BytesIO()
+    torch.save(value, buffer)
+    buffer.seek(0)
+    return _load_error(buffer) is None
+
+
+def _values_in(node: Any, name: str = "") -> Iterator[tuple[str, Any]]:
+    """Everything in a tree but plain tensors, and containers that are loaded if what is in them is."""
+    if type(node) in (dict, OrderedDict, list, tuple):
+        for key, value in node.items() if isinstance(node, Mapping) else enumerate(node):
+            yield from _values_in(value, f"{name}.{key}" if name else str(key))
+    elif type(node) not in (torch.Tensor, torch.nn.Parameter):
+        yield name, node
 
 
 @contextmanager

@@ -1,0 +1,129 @@
+"""The format of a file that is written is that of its suffix."""
+
+from collections import OrderedDict, defaultdict
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import nn
+
+import modelstate as ms
+from modelstate.errors import OptionError, SaveTargetError, UnsavableError
+
+WRITERS = {
+    "save": lambda model, path, **options: ms.save(model, path, **options),
+    "convert_checkpoint": lambda model, path, **options: ms.convert_checkpoint(model.state_dict(), path, **options),
+}
+every_writer = pytest.mark.parametrize("write", WRITERS.values(), ids=WRITERS)
+
+
+class Noisy(nn.Linear):
+    """A layer with extra state."""
+
+    def __init__(self, value: Any) -> None:
+        super().__init__(2, 2)
+        self.value = value
+
+    def get_extra_state(self) -> Any:
+        return {"value": self.value}
+
+    def set_extra_state(self, state: Any) -> None:
+        self.value = state["value"]
+
+
+@every_writer
+@pytest.mark.parametrize("name", ["x.pt", "x.pth", "x.bin", "x.ckpt", "x.PT", "x.v2.Pth"])
+def test_files_for_torch_load(tmp_path: Path, write: Any, name: str) -> None:
+    model = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
+    write(model, tmp_path / name)
+    state = torch.load(tmp_path / name, weights_only=True)
+    assert isinstance(state, OrderedDict)
+    assert state._metadata["1"] == {"version": 2}  # type: ignore[attr-defined]
+    nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2)).load_state_dict(state)
+    assert torch.equal(ms.open(tmp_path / name).tensor("0.weight"), model.state_dict()["0.weight"])
+    with pytest.raises(OptionError, match=r"no shards[\s\S]*\.safetensors"):
+        write(model, tmp_path / name, shard_size_bytes=8)
+
+
+@every_writer
+@pytest.mark.parametrize("name", ["x.safetensors", "x", "x.SafeTensors", ".hidden"])
+def test_files_of_safetensors(tmp_path: Path, write: Any, name: str) -> None:
+    model = nn.Linear(2, 2)
+    write(model, tmp_path / name)
+    assert torch.equal(load_file(tmp_path / name)["weight"], model.weight.detach())
+    write(model, str(tmp_path / name), shard_size_bytes=8)
+    assert not (tmp_path / name).exists()
+    assert torch.equal(ms.open(tmp_path / name).tensor("weight"), model.weight.detach())
+
+
+@every_writer
+@pytest.mark.parametrize("name", ["x.gguf", "x.onnx", "x.npz", "x.h5", "x.pt2", "x.zip", "x.v2", "x.tar"])
+def test_other_suffixes_are_refused(tmp_path: Path, write: Any, name: str) -> None:
+    with pytest.raises(SaveTargetError, match=r"\.safetensors for safetensors; \.pt, \.pth, \.bin or \.ckpt"):
+        write(nn.Linear(2, 2), tmp_path / name)
+    assert list(tmp_path.iterdir()) == []
+    write(nn.Linear(2, 2), tmp_path / name, format="torch")
+    assert set(torch.load(tmp_path / name, weights_only=True)) == {"weight", "bias"}
+
+
+@every_writer
+def test_an_index_as_path_is_refused_with_the_path_to_give(tmp_path: Path, write: Any) -> None:
+    path = tmp_path / "model.safetensors.index.json"
+    with pytest.raises(SaveTargetError) as caught:
+        write(nn.Linear(2, 2), path, shard_size_bytes=8)
+    assert f"{str(tmp_path / 'model.safetensors')!r} and shard_size_bytes=" in caught.value.remedy
+    assert list(tmp_path.iterdir()) == []
+
+
+@every_writer
+@pytest.mark.parametrize(("name", "format"), [("x.pt", "safetensors"), ("x.SAFETENSORS", "torch")])
+def test_a_format_that_contradicts_the_suffix(tmp_path: Path, write: Any, name: str, format: str) -> None:
+    with pytest.raises(OptionError, match="contradict"):
+        write(nn.Linear(2, 2), tmp_path / name, format=format)
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("value", [3, "text", [1.5, None], {"t": torch.ones(2)}, (1, {"a": b"x"}), True])
+def test_values_that_torch_load_reads_are_kept_in_a_torch_file(tmp_path: Path, value: Any) -> None:
+    ms.save(Noisy(value), tmp_path / "x.pt")
+    found = torch.load(tmp_path / "x.pt", weights_only=True)
+    assert str(found["_extra_state"]) == str({"value": value})
+    loaded = Noisy(None)
+    loaded.load_state_dict(found)
+    assert str(loaded.value) == str(value)
+
+
+@pytest.mark.parametrize("value", [Path("/data"), np.random.default_rng(3), defaultdict(int, a=1), np.ones(2), {1, 2}])
+def test_values_that_torch_load_refuses_are_refused_by_name(tmp_path: Path, value: Any) -> None:
+    ms.save({"w": torch.ones(2)}, tmp_path / "x.pt")
+    before = (tmp_path / "x.pt").read_bytes()
+    try:
+        torch.save(value, tmp_path / "value")
+        torch.load(tmp_path / "value", weights_only=True)
+        pytest.skip("this torch reads it")
+    except Exception:
+        (tmp_path / "value").unlink()
+    with pytest.raises(UnsavableError) as caught:
+        ms.save(nn.Sequential(nn.Linear(2, 2), Noisy([1, value])), tmp_path / "x.pt")
+    assert "1._extra_state.value.1" in str(caught.value.found)
+    assert type(value).__name__ in str(caught.value.found)
+    assert ".safetensors" in caught.value.remedy
+    assert (tmp_path / "x.pt").read_bytes() == before
+    assert list(tmp_path.iterdir()) == [tmp_path / "x.pt"]
+
+
+def test_training_state_in_a_torch_file(tmp_path: Path) -> None:
+    model = nn.Linear(2, 2)
+    optimizer = torch.optim.Adam(model.parameters())
+    model(torch.ones(1, 2)).sum().backward()
+    optimizer.step()
+    ms.save({"model": model, "optimizer": optimizer, "step": 7}, tmp_path / "training.pt")
+    found = torch.load(tmp_path / "training.pt", weights_only=True)
+    assert found["step"] == 7
+    nn.Linear(2, 2).load_state_dict(found["model"])
+    fresh = torch.optim.Adam(nn.Linear(2, 2).parameters())
+    fresh.load_state_dict(found["optimizer"])
+    assert torch.equal(fresh.state_dict()["state"][0]["exp_avg"], optimizer.state_dict()["state"][0]["exp_avg"])
