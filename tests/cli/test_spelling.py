@@ -188,6 +188,19 @@ def test_patterns() -> None:
     assert [line.split()[0] for line in proposed(done.stdout)] == ["--allow-missing", "--allow-unexpected"]
 
 
+def test_the_model_initialises_what_the_file_lacks() -> None:
+    state = tiny()
+    del state["0.weight"]
+    save_file(state, "part.safetensors")
+    for command in ("plan", "load"):
+        done = run(command, "FACTORIES:tiny", "part.safetensors")
+        assert done.exit_code == 1
+        assert proposed(done.output)[1].startswith("--init-missing, ")
+        done = run(command, "FACTORIES:tiny", "part.safetensors", "--init-missing")
+        assert done.exit_code == 0
+        assert "initialised by Linear.reset_parameters: 0.weight" in done.output
+
+
 def test_a_factory_that_reads_values() -> None:
     save_file(nn.Linear(4, 3).state_dict(), "linear.safetensors")
     for command in ("plan", "load"):

@@ -69,7 +69,9 @@ SAMPLES: dict[Problem, str] = {
     NotATensor("a.w", "list"): "a.w: found list",
     TieConflict("a.w", ("b.w", "c.w")): "a.w is the same tensor as b.w, c.w, but the checkpoint's values differ",
     BufferConflict("a.ids"): "a.ids",
+    Missing("a.w", (2,), has_values=False, initialiser="Linear.reset_parameters"): "a.w [2]",
     Uninitialised("a.w", "buffer"): "a.w (buffer)",
+    Uninitialised("a.w", "parameter", "Linear.reset_parameters"): "a.w (parameter)",
     IdlePattern("head.*", "allow_missing"): "allow_missing: head.*",
     IdlePattern("head", "transform", "f is for none of what it matches"): (
         "transform: head (f is for none of what it matches)"
@@ -121,7 +123,7 @@ def test_problems_are_values(problem: Problem) -> None:
 def test_problems_as_json(problem: Problem) -> None:
     found = json.loads(json.dumps(problem_as_dict(problem)))
     assert found.pop("problem") == type(problem).__name__
-    assert found.pop("remedy") == type(problem).remedy
+    assert found.pop("remedy") == type(problem).remedy_for([problem])
     assert found == json.loads(json.dumps(dataclasses.asdict(problem)))
 
 
@@ -163,7 +165,9 @@ def test_all_causes_at_once_fit_on_a_screen() -> None:
     everything = [dataclasses.replace(problem, name=f"{problem.name}{i}") for problem in SAMPLES for i in range(100)]
     text = explain(everything)
     assert len(text.split("\n")) <= len(CLASSES) * 12
-    assert all(kind.title in text and kind.remedy in text for kind in CLASSES.values())
+    for kind in CLASSES.values():
+        assert kind.title in text
+        assert kind.remedy_for([problem for problem in everything if type(problem) is kind]) in text
 
 
 # The error.

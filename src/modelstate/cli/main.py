@@ -75,6 +75,9 @@ Missing = Annotated[
 Unexpected = Annotated[
     list[str] | None, typer.Option(metavar="PATTERN", help="Pattern of names to leave out; may be repeated.")
 ]
+InitMissing = Annotated[
+    bool, typer.Option("--init-missing", help="Have the model initialise what the file lacks, as its constructor does.")
+]
 Strip = Annotated[
     list[str] | None,
     typer.Option(metavar="PREFIX", help="Prefix to take off the names of the file, such as module.; may be repeated."),
@@ -186,6 +189,7 @@ def plan(
     rules: NamedRules = None,
     allow_missing: Missing = None,
     allow_unexpected: Unexpected = None,
+    init_missing: InitMissing = False,
     dtype: Dtype = None,
     device: Device = None,
     allow: Allow = None,
@@ -203,6 +207,7 @@ def plan(
             _both(named_rules(rules, debug), changes),
             allow_missing,
             allow_unexpected,
+            init_missing,
             dtype,
             device,
             no_skeleton,
@@ -228,6 +233,7 @@ def load(
     rules: NamedRules = None,
     allow_missing: Missing = None,
     allow_unexpected: Unexpected = None,
+    init_missing: InitMissing = False,
     dtype: Dtype = None,
     device: Device = None,
     allow: Allow = None,
@@ -245,6 +251,7 @@ def load(
             _both(named_rules(rules, debug), changes),
             allow_missing,
             allow_unexpected,
+            init_missing,
             dtype,
             device,
             no_skeleton,
@@ -269,6 +276,7 @@ def _request(
     rules: tuple[Rule, ...] | ms.Schema,
     missing: list[str] | None,
     unexpected: list[str] | None,
+    init_missing: bool,
     dtype: str | None,
     device: str | None,
     no_skeleton: bool,
@@ -281,6 +289,7 @@ def _request(
         "rules": rules,
         "allow_missing": tuple(missing or ()),
         "allow_unexpected": tuple(unexpected or ()),
+        "init_missing": init_missing,
         "dtype": parse_dtype(dtype),
         "device": parse_device(device),
     }

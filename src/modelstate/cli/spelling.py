@@ -97,12 +97,16 @@ def _is_float(name: str) -> bool:
     return isinstance(dtype, torch.dtype) and dtype.is_floating_point
 
 
+def _initialised(members: Sequence[causes.Missing | causes.Uninitialised]) -> list[str]:
+    return ["--init-missing, to have the model initialise them"] if all(one.initialiser for one in members) else []
+
+
 def _ties(members: Sequence[causes.TieConflict]) -> list[str]:
     return [_option("--ignore", members[0].name)]
 
 
 _PROBLEMS: dict[type[Problem], Callable[[Sequence[Any]], list[str]]] = {
-    causes.Missing: lambda _: [_MISSING],
+    causes.Missing: lambda members: [_MISSING, *_initialised(members)],
     causes.Unexpected: lambda _: [_UNEXPECTED],
     causes.BufferConflict: lambda _: [_UNEXPECTED],
     causes.NothingFits: lambda _: ["narrower patterns for --allow-missing and --allow-unexpected"],
@@ -111,5 +115,8 @@ _PROBLEMS: dict[type[Problem], Callable[[Sequence[Any]], list[str]]] = {
     causes.WrongDtype: _casts,
     causes.QuantizedCast: lambda _: ["leave out --dtype"],
     causes.TieConflict: _ties,
-    causes.Uninitialised: lambda _: ["--no-skeleton, if the factory does not build on meta by itself"],
+    causes.Uninitialised: lambda members: [
+        *_initialised(members),
+        "--no-skeleton, if the factory does not build on meta by itself",
+    ],
 }

@@ -50,6 +50,7 @@ def plan(
     transform: AnyTransform | Mapping[str, AnyTransform | None] | None = None,
     map: bool = True,
     in_place: bool = False,
+    init_missing: bool = False,
 ) -> Plan:
     """What `load` with the same arguments would do, and everything that stands in its way.
 
@@ -61,7 +62,9 @@ def plan(
     Raises what opening raises, `AmbiguousKeyError`, `KeyNotFoundError`, `OptionError`, and `ModelCodeError` where the
     model's code raises. Problems do not raise: see `Plan.ok`, `Plan.problems`.
     """
-    options = options_of(key, rules, allow_missing, allow_unexpected, dtype, device, transform, map, in_place)
+    options = options_of(
+        key, rules, allow_missing, allow_unexpected, dtype, device, transform, map, in_place, init_missing
+    )
     journal = Journal(check_model(model))
     try:
         checkpoint = open_checkpoint(source)
@@ -88,6 +91,7 @@ def load(
     transform: AnyTransform | Mapping[str, AnyTransform | None] | None = ...,
     map: bool = ...,
     in_place: bool = ...,
+    init_missing: bool = ...,
     verify: bool = ...,
     optimizers: Iterable[torch.optim.Optimizer] = ...,
     progress: bool | None = ...,
@@ -109,6 +113,7 @@ def load(
     transform: AnyTransform | Mapping[str, AnyTransform | None] | None = ...,
     map: bool = ...,
     in_place: bool = ...,
+    init_missing: bool = ...,
     verify: bool = ...,
     optimizers: Iterable[torch.optim.Optimizer] = ...,
     progress: bool | None = ...,
@@ -130,6 +135,7 @@ def load(
     transform: AnyTransform | Mapping[str, AnyTransform | None] | None = ...,
     map: bool = ...,
     in_place: bool = ...,
+    init_missing: bool = ...,
     verify: bool = ...,
     optimizers: Iterable[torch.optim.Optimizer] = ...,
     progress: bool | None = ...,
@@ -150,6 +156,7 @@ def load(
     transform: AnyTransform | Mapping[str, AnyTransform | None] | None = None,
     map: bool = True,
     in_place: bool = False,
+    init_missing: bool = False,
     verify: bool = False,
     optimizers: Iterable[torch.optim.Optimizer] = (),
     progress: bool | None = None,
@@ -184,6 +191,10 @@ def load(
             get memory of their own. All other targets always do.
         in_place: reads straight into the memory that is there, with no second copy. An I/O error or an interrupt in
             the middle of that read leaves a model that is partly overwritten; every other error leaves it as it was.
+        init_missing: initialises what the checkpoint lacks by the model's own code, as the constructor does: by the
+            `reset_parameters` of the module that owns a tensor, and the `_init_weights` of a Hugging Face model. They
+            run on a copy, so that no tensor that the file has is touched; plan and report name the methods for each
+            tensor. A tensor that has values and that `allow_missing` matches keeps them.
         verify: compares the file with the checksums that it keeps, before any value is put in place.
         optimizers: their state follows where a parameter's dtype or device changes, or it has had no memory.
         progress: a bar on the terminal; None shows it when the load takes longer than half a second.
@@ -200,7 +211,9 @@ def load(
     trained = check_optimizers(optimizers, check_model(model))
     check_budget_option(max_memory_bytes)
     how = _How(trained, verify, progress, max_memory_bytes, prefault, time.perf_counter())
-    options = options_of(key, rules, allow_missing, allow_unexpected, dtype, device, transform, map, in_place)
+    options = options_of(
+        key, rules, allow_missing, allow_unexpected, dtype, device, transform, map, in_place, init_missing
+    )
     # A transform is the user's code, and may leave cycles of tensors behind that have to be collected on the way.
     chosen = source.options if isinstance(source, Plan) else options
     quiet = no_collection if chosen.transform is None else nullcontext[None]

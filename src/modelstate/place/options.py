@@ -26,8 +26,16 @@ def options_of(
     transform: AnyTransform | Mapping[str, AnyTransform | None] | None,
     map: bool,
     in_place: bool,
+    init_missing: bool = False,
 ) -> Options:
     """Raises `OptionError`."""
+    if not isinstance(init_missing, bool):
+        raise OptionError(
+            "init_missing= is a choice of two",
+            expected="True or False",
+            found=repr(init_missing),
+            remedy="for some tensors only, give their patterns to the rule: rules=[modelstate.Fill(pattern)]",
+        )
     if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
         raise OptionError("dtype= casts floats", expected="a floating-point torch.dtype, or None", found=repr(dtype))
     if not (key is None or isinstance(key, str)):
@@ -46,6 +54,7 @@ def options_of(
         transform=_transforms(transform),
         map=map,
         in_place=in_place,
+        init_missing=init_missing,
     )
 
 

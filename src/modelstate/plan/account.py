@@ -65,6 +65,8 @@ class Accounts:
         ]
         allowed = {name for name in missing if self.may_miss.allow(name)}
         unexpected = self._unexpected()
+        came_to_slots = bool(self.of.assignments or self.of.uninitialised)
+        initialised = self._initialised(missing, allowed) if self.of.options.init_missing else {}
         problems += self._differences([name for name in missing if name not in allowed], unexpected)
         problems += [Complaint("", message) for message in self.outcome.errors]
         unfilled = [slot for slot in self.of.slots.tensors if not self.of.is_filled(slot.tensor)]
@@ -73,7 +75,6 @@ class Accounts:
         problems += [IdlePattern(rule, option="rules") for rule in self.of.incoming.applied.idle]
         problems += [*self.of.transforms.problems, *self.of.transforms.idle()]
         self._move(unfilled)
-        came_to_slots = self.of.assignments or self.of.uninitialised
         if any(slot.kind != HIDDEN for slot in self.of.slots.tensors) and not came_to_slots and not problems:
             problems.append(NothingFits(type(self.of.model).__name__))
         self._note_lost_versions()
@@ -83,8 +84,35 @@ class Accounts:
             self._note(computed, "made by the model's own loading code")
         if self.of.uninitialised:
             self._note(self.of.uninitialised, "stay uninitialised, as they were when the checkpoint was saved")
-        if allowed:
-            self._note(allowed, "left as they are, as allowed by allow_missing")
+        for how in dict.fromkeys(initialised.values()):
+            self._note([name for name in initialised if initialised[name] == how], f"initialised by {how}")
+        if left := allowed - initialised.keys():
+            self._note(left, "left as they are, as allowed by allow_missing")
+
+    def _initialised(self, missing: Sequence[str], allowed: set[str]) -> dict[str, str]:
+        """Gives first values to what the checkpoint lacks, where the model makes them: names, and the methods that do.
+
+        What may be missing and has values keeps them.
+        """
+        lacking = [self.of.slots.by_name[name] for name in missing if name in self.of.slots.by_name]
+        wanted = [slot for slot in lacking if slot.tensor.is_meta or not allowed.issuperset(slot.names)]
+        wanted += [slot for slot in self.of.slots.tensors if slot.tensor.is_meta]
+        came = {problem.name for problem in self.of.problems}  # a value that does not fit
+        found: dict[str, str] = {}
+        for slot in wanted:
+            if self.of.is_filled(slot.tensor) or is_lazy(slot.tensor) or not came.isdisjoint(slot.names):
+                continue
+            initialisers = ((name, self.of.initialisers.find(name)) for name in slot.names)
+            name, initialiser = next((pair for pair in initialisers if pair[1]), (slot.name, None))
+            if initialiser is not None:
+                value = self.of.incoming.initialised(name, slot.tensor, initialiser)
+                self.of.assign(slot.name, slot.kind, slot.tensor, value)
+                found[slot.name] = initialiser.how
+        return found
+
+    def _methods_for(self, slot: Slot) -> str:
+        """The methods of the model that initialise a tensor; empty where none do."""
+        return next((one.how for name in slot.names if (one := self.of.initialisers.find(name))), "")
 
     def _is_filled(self, name: str) -> bool:
         slot = self.of.slots.by_name.get(name)
@@ -154,16 +182,24 @@ class Accounts:
         over_left = [name for name in unexpected if name not in taken]
         few = len(lacking_left) + len(over_left) <= 200
         for name in lacking_left:
-            yield Missing(name, lacking[name], nearest(name, over_left) if few else "")
+            if not self._is_filled(name):  # what the model initialises is
+                yield Missing(name, lacking[name], nearest(name, over_left) if few else "", *self._first_value(name))
         for name in over_left:
             why = "registered as None in the model" if name in self.of.slots.empty else ""
             yield Unexpected(name, over[name], nearest(name, lacking_left) if few and not why else "", why)
 
-    @staticmethod
-    def _uninitialised(unfilled: Sequence[Slot], reported: set[str]) -> Iterable[Problem]:
+    def _first_value(self, name: str) -> tuple[bool, str | None]:
+        """Whether a tensor has values, and the methods that initialise it, where it is to be or has none."""
+        slot = self.of.slots.by_name.get(name)
+        if slot is None or is_lazy(slot.tensor):
+            return True, None
+        has_values = not slot.tensor.is_meta
+        return has_values, None if has_values and not self.of.options.init_missing else self._methods_for(slot)
+
+    def _uninitialised(self, unfilled: Sequence[Slot], reported: set[str]) -> Iterable[Problem]:
         for slot in unfilled:
             if slot.tensor.is_meta and reported.isdisjoint(slot.names):
-                yield Uninitialised(slot.name, slot.kind)
+                yield Uninitialised(slot.name, slot.kind, self._methods_for(slot))
 
     def _note_own_code(self, missing: list[str], unexpected: list[str], unfilled: Sequence[Slot]) -> None:
         """Names that neither came to a slot nor were found to be missing: overrides and hooks have dealt with them."""

@@ -27,7 +27,7 @@ def explain(problems: Sequence[Problem], remedies: Mapping[type[Problem], str] |
         if len(members) > _SHOWN:
             lines.append(f"    ... and {len(members) - _SHOWN} more")
         lines += [
-            f"    to do: {(remedies or {}).get(cause, cause.remedy)}",
+            f"    to do: {(remedies or {}).get(cause) or cause.remedy_for(members)}",
             f"    more: modelstate explain {cause.page}",
         ]
     return "\n".join(lines)

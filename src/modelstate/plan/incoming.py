@@ -5,11 +5,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import nn
 
 from modelstate.codec.plain import is_quantized
 from modelstate.errors import CodecError
 from modelstate.plan.derived import Derived, Source, to_be_computed, values_of
+from modelstate.plan.initialise import Initialiser, Initialisers
 from modelstate.plan.journal import Journal, Write
 from modelstate.plan.memento import same_place
 from modelstate.plan.overlap import same_values
@@ -79,13 +79,18 @@ class Incoming:
     """
 
     def __init__(
-        self, checkpoint: Checkpoint, rules: Sequence[Rule], model: nn.Module, slots: Slots, journal: Journal
+        self,
+        checkpoint: Checkpoint,
+        rules: Sequence[Rule],
+        slots: Slots,
+        initialisers: Initialisers,
+        journal: Journal,
     ) -> None:
         self._checkpoint, self._rules, self._journal = checkpoint, rules, journal
         self.maps = checkpoint.maps()
         self._late: dict[int, Late] = {}
         self._late_of: dict[int, Late] = {}
-        self.applied = self._apply_rules(Places(model, slots))
+        self.applied = self._apply_rules(Places(slots, initialisers))
         self.quantized: list[str] = []
         """Names of tensors that are quantized by a wrapper subclass."""
         self.state = self._state_dict()
@@ -139,6 +144,7 @@ class Incoming:
         state: dict[str, Any] = {}
         handed_out: list[torch.Tensor] = []
         self._origins: dict[int, tuple[str, Source | None]] = {}
+        """By the ids of what was handed out."""
         for name, entry in self.applied.entries.items():
             content = entry.content
             if isinstance(content, Value):
@@ -165,6 +171,14 @@ class Incoming:
             self._late_of[id(stored)] = late = Late(value, stored, self.maps)
             self._journal.add(late)
         self._late[id(value)] = late
+        return value
+
+    def initialised(self, name: str, param: torch.Tensor, initialiser: Initialiser) -> torch.Tensor:
+        """A first value for a tensor that nothing comes in for, made by the model's own code when it is wanted."""
+        stored = Derived(param.dtype, tuple(param.shape), (), initialiser.make, is_certain=False)
+        self.applied.entries[name] = Entry(stored, (), (initialiser.how,))
+        value = self._late_value(stored)
+        self._origins[id(value)] = name, stored
         return value
 
     def seen(self, value: torch.Tensor) -> torch.Tensor:

@@ -32,6 +32,7 @@ class Options:
     transform: Transform | ModuleTransform | Pairs | None = None
     map: bool = True
     in_place: bool = False
+    init_missing: bool = False
     of_use: frozenset[str] = frozenset()
     """Patterns of the two that are of use elsewhere, so that they may match nothing here."""
 
@@ -44,7 +45,7 @@ class Step(NamedTuple):
     kind: str
     """"parameter", "buffer", "non-persistent buffer" or "extra state"."""
     source: str
-    """The name in the checkpoint; empty where code of the model computed the value."""
+    """The name in the checkpoint; empty where a rule or code of the model made the value."""
     placement: str
     """"copy" into the memory that is there, "data" for other memory, "swap" for other memory under the identity of a
     tensor that has none yet or changes its class, "call" for `set_extra_state`."""
@@ -63,7 +64,7 @@ class Step(NamedTuple):
     ties: tuple[str, ...] = ()
     """Other names of the same tensor in the model."""
     rules: tuple[str, ...] = ()
-    """The rules that led from the source to the name."""
+    """The rules that led from the source to the name; the methods that initialise it, with `init_missing=`."""
     way: str = ""
     """How its bytes come in: "mapped"; "direct", read into the memory where they stay; "streamed", cast, moved or
     quantized in blocks while they are read; "whole", read into a buffer first; "in memory", where they are already."""
@@ -138,7 +139,7 @@ class Plan:
 
 def problem_as_dict(problem: Problem) -> dict[str, Any]:
     """A problem with the name of its class and its remedy."""
-    return {"problem": type(problem).__name__, **asdict(problem), "remedy": type(problem).remedy}
+    return {"problem": type(problem).__name__, **asdict(problem), "remedy": type(problem).remedy_for([problem])}
 
 
 def placements(steps: tuple[Step, ...]) -> list[str]:

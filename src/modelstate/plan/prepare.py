@@ -22,6 +22,7 @@ from modelstate.plan.dtypes import cast_between, short
 from modelstate.plan.explain import model_errors, one_line, plan_error
 from modelstate.plan.held import Held
 from modelstate.plan.incoming import Incoming, Undecoded
+from modelstate.plan.initialise import Initialisers
 from modelstate.plan.journal import Journal, Write
 from modelstate.plan.matching import matching_part
 from modelstate.plan.memento import same_place
@@ -108,7 +109,8 @@ class Preparation:
         self._by_storage: dict[int, list[Assignment]] = {}
         self._cause: Exception | None = None
         self._shown: dict[ByteRange, list[ByteRange]] = {}
-        self.incoming = Incoming(self.checkpoint, self.options.rules, self.model, self.slots, journal)
+        self.initialisers = Initialisers(self.model)
+        self.incoming = Incoming(self.checkpoint, self.options.rules, self.slots, self.initialisers, journal)
         self.problems += self.incoming.applied.problems
         self._keeps_stored_dtypes = options.dtype is None and any(map(self._is_for_meta, self.incoming.quantized))
         """Whether floats on meta get the dtypes of the checkpoint, which has quantized tensors: a layer computes in the

@@ -1,5 +1,6 @@
 """What can stand in the way of a load: one class a cause. A plan gathers all of them before anything is changed."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -22,6 +23,31 @@ class Problem:
         """This one, on one line."""
         return self.name
 
+    @classmethod
+    def remedy_for(cls, problems: "Sequence[Problem]") -> str:
+        """What to do about these problems, which are of this class."""
+        return cls.remedy
+
+
+def _first_values(tensors: Sequence[tuple[str, str]]) -> list[str]:
+    """How tensors get first values: of their names, and the methods of the model that initialise them."""
+    able = [name for name, methods in tensors if methods]
+    unable = [name for name, methods in tensors if not methods]
+    remedies = []
+    if able:
+        one = f"rules=[ms.Fill({_pattern(able)!r})]"
+        remedies.append(f"to have the model initialise them: init_missing=True, or {one} without allow_missing")
+    if unable:
+        one = f"rules=[ms.Fill({unable[0]!r}, value)]"
+        remedies.append(f"the model has no method that initialises {unable[0]}: {one} without allow_missing")
+    return remedies
+
+
+def _pattern(names: Sequence[str]) -> str:
+    """A pattern for the names: one of them, or what stands below the first one's module."""
+    above = names[0].rpartition(".")[0]
+    return f"{above}.*" if above and len(names) > 1 and names[1].startswith(f"{above}.") else names[0]
+
 
 @dataclass(frozen=True, slots=True)
 class Missing(Problem):
@@ -31,10 +57,21 @@ class Missing(Problem):
     """None for extra state, and for a lazy buffer that is None in the model."""
     near: str = ""
     """A name of the checkpoint that nothing takes, and that is spelt almost like this one."""
+    has_values: bool = True
+    """Whether the tensor of the model has values that it could keep: it is not on meta."""
+    initialiser: str | None = None
+    """The methods of the model that initialise it, empty where none do; None where that makes no difference."""
 
     title: ClassVar = "names of the model that the checkpoint lacks"
     remedy: ClassVar = "if the model is right without them: allow_missing=[pattern, ...]"
     page: ClassVar = "missing-keys"
+
+    @classmethod
+    def remedy_for(cls, problems: Sequence[Problem]) -> str:
+        members = [one for one in problems if isinstance(one, Missing)]
+        remedies = [cls.remedy] if any(one.has_values for one in members) else []
+        wanted = [(one.name, one.initialiser) for one in members if one.initialiser is not None]
+        return "; ".join([*remedies, *_first_values(wanted)])
 
     def line(self) -> str:
         shape = f" {list(self.shape)}" if self.shape is not None else ""
@@ -171,13 +208,23 @@ class Uninitialised(Problem):
     """A slot would still be on the meta device after the load."""
 
     kind: str = ""
+    initialiser: str = ""
+    """The methods of the model that initialise it; empty where none do."""
 
     title: ClassVar = "tensors that would stay on the meta device, without values"
-    remedy: ClassVar = (
-        "build the model with `with modelstate.skeleton():`, which leaves buffers real, "
-        "or give parameters that no checkpoint fills their values before the load"
-    )
+    remedy: ClassVar = "give them values: rules=[ms.Fill(pattern, value)]"
     page: ClassVar = "left-on-meta"
+
+    @classmethod
+    def remedy_for(cls, problems: Sequence[Problem]) -> str:
+        members = [one for one in problems if isinstance(one, Uninitialised)]
+        parameters = [(one.name, one.initialiser) for one in members if one.kind == "parameter"]
+        remedies = _first_values(parameters)
+        buffers = [one for one in members if one.kind != "parameter"]
+        if buffers:
+            kept = "build the model with `with ms.skeleton():`, which leaves buffers what the constructor computes"
+            remedies.append(kept + ("; or init_missing=True" if all(one.initialiser for one in buffers) else ""))
+        return "; ".join(remedies)
 
     def line(self) -> str:
         return f"{self.name} ({self.kind})"

@@ -4,7 +4,8 @@ Each is used by torch's own `nn.Module`, `torch.utils.swap_tensors` or `torch.ex
 """
 
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import IO, Any
 
 import torch
@@ -130,6 +131,36 @@ def keep_hooks(tensor: torch.Tensor) -> Callable[[], None]:
 
 def _nothing() -> None:
     pass
+
+
+_FILLS = frozenset(
+    f"aten::{name}_"
+    for name in (
+        *("normal", "uniform", "fill", "zero", "copy", "random"),
+        *("exponential", "log_normal", "cauchy", "geometric", "bernoulli"),
+    )
+)
+"""Operations that set all elements of a tensor, whatever they were before."""
+
+
+@contextmanager
+def recorded_fills() -> Iterator[dict[int, int]]:
+    """Counts the elements that code sets without reading them, by the storage that they are in."""
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    found: dict[int, int] = {}
+
+    class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            named = kwargs or {}
+            result = func(*args, **named)
+            target = args[0] if func._schema.name in _FILLS else named.get("out")
+            if isinstance(target, torch.Tensor):
+                found[storage_id(target)] = found.get(storage_id(target), 0) + target.numel()
+            return result
+
+    with Recorder():  # type: ignore[no-untyped-call]
+        yield found
 
 
 def module_load(tensor: torch.Tensor, value: torch.Tensor, assign: bool) -> torch.Tensor:

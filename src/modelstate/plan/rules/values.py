@@ -73,9 +73,10 @@ class Same(Shown):
 class Fill(Shown):
     """Gives a value to what the model has and the checkpoint lacks.
 
-    `Fill("*.num_batches_tracked", 0)` takes a number, or a tensor of the right shape; without one, the owner's own
-    initialiser makes the value: its `reset_parameters`, called on a copy of the owner. Names are those of its place
-    among the rules, shapes those of the model.
+    `Fill("*.num_batches_tracked", 0)` takes a number, or a tensor of the right shape; without one, the model's own
+    initialisation makes the value, as its constructor does: the `reset_parameters` of the module that owns the tensor,
+    and the `_init_weights` of a Hugging Face model, called on a copy. Names are those of its place among the rules,
+    shapes those of the model.
     """
 
     pattern: str
@@ -118,7 +119,7 @@ class Fill(Shown):
         else:
             initialiser = wanted.initialiser(name)
             if initialiser is None:
-                return course.fail(name, "its owner has no reset_parameters that would make it: give a value")
+                return course.fail(name, "no reset_parameters or _init_weights of the model makes it: give a value")
             build = initialiser
         return course.make(name, Derived(dtype, shape, (), build, is_certain=self.value is not None), [])
 
