@@ -87,6 +87,7 @@ ModelStateError
 │   ├── SaveTargetError               (TypeError) no module or flat state dict, or no path of a file
 │   ├── UnsavableError                (ValueError) tensors or names that the format does not have
 │   ├── TargetExistsError             (FileExistsError) a file that may not be replaced
+│   ├── DirectoryLockedError          (TimeoutError) another process keeps the directory locked
 │   └── WriteFailedError              (OSError) an I/O error; what was there before still is
 ├── ExportError                       (RuntimeError) a module of which no program can be made
 │   ├── ExportedAnswerError           (ValueError) the program does not answer as the module does
@@ -530,6 +531,10 @@ class UnsavableError(SaveError, ValueError):
 
 class TargetExistsError(SaveError, FileExistsError):
     """There is a file already, which may not be replaced."""
+
+
+class DirectoryLockedError(SaveError, TimeoutError):
+    """Another process keeps the directory locked in which a file should be put. What was there before still is."""
 
 
 class WriteFailedError(SaveError, OSError):

@@ -1,19 +1,24 @@
 """Whatever happens while a file is written, the old one stands or the new one does, and nothing else."""
 
 import errno
+import fcntl
 import os
 import signal
+import stat
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 import modelstate as ms
-from modelstate.errors import SaveTargetError, TargetExistsError, WriteFailedError
+from modelstate.errors import DirectoryLockedError, OptionError, SaveTargetError, TargetExistsError, WriteFailedError
 from modelstate.testing import faulty_writes
+from modelstate.write import system
 from modelstate.write.atomic import SUFFIX, atomic_file
 
 OLD = b"the old file"
@@ -219,3 +224,137 @@ def test_names_as_long_as_they_may_be(tmp_path: Path, name: str) -> None:
         put(tmp_path / name, data)
         assert (tmp_path / name).read_bytes() == data
     assert names(tmp_path) == [name]
+
+
+HOLDER = "import fcntl, os, sys; fcntl.flock(os.open(sys.argv[1], os.O_RDONLY), fcntl.LOCK_SH); print('held'); input()"
+
+
+@pytest.fixture
+def holder(tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
+    """Another process, which holds a shared lock on the directory until something is written to it."""
+    streams: Any = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+    with subprocess.Popen([sys.executable, "-c", HOLDER, str(tmp_path)], **streams) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "held\n"
+        yield process
+        if process.poll() is None:
+            process.communicate("end\n")
+
+
+@pytest.mark.parametrize("name", ["x.safetensors", "x.pt"])
+@pytest.mark.parametrize("shards", [None, 8])
+def test_a_lock_that_is_not_given_back_is_an_error_with_its_holder(
+    tmp_path: Path, holder: subprocess.Popen[str], name: str, shards: int | None
+) -> None:
+    if shards and name == "x.pt":
+        pytest.skip("no shards in this format")
+    (tmp_path / name).write_bytes(OLD)
+    state = {"a": torch.ones(2), "b": torch.ones(2)}
+    with pytest.raises(DirectoryLockedError) as caught:
+        ms.save(state, tmp_path / name, shard_size_bytes=shards, lock_timeout_seconds=0.05)
+    assert isinstance(caught.value, TimeoutError)
+    assert caught.value.where == str(tmp_path)
+    assert f"process {holder.pid} (" in str(caught.value.found)
+    assert "fcntl.flock" in str(caught.value.found)
+    assert "lock_timeout_seconds=" in caught.value.remedy
+    assert (tmp_path / name).read_bytes() == OLD
+    assert names(tmp_path) == [name]
+    holder.communicate("end\n")
+    ms.save(state, tmp_path / name, shard_size_bytes=shards, lock_timeout_seconds=0)
+    assert set(ms.open(tmp_path / name)) == {"a", "b"}
+
+
+def test_a_lock_that_is_taken_while_the_file_is_written(tmp_path: Path) -> None:
+    (tmp_path / "x").write_bytes(OLD)
+    mine = os.open(tmp_path, os.O_RDONLY)
+
+    def write() -> None:
+        with atomic_file(str(tmp_path / "x"), overwrite=True, lock_timeout_seconds=0.05) as file:
+            file.append(b"new")
+            fcntl.flock(mine, fcntl.LOCK_EX)
+
+    try:
+        with pytest.raises(DirectoryLockedError, match=f"process {os.getpid()} "):
+            write()
+    finally:
+        os.close(mine)
+    assert (tmp_path / "x").read_bytes() == OLD
+    assert names(tmp_path) == ["x"]
+
+
+@pytest.mark.parametrize("seconds", [-1, float("inf"), float("nan"), None, "1", True])
+def test_what_is_no_time_to_wait(tmp_path: Path, seconds: Any) -> None:
+    with pytest.raises(OptionError, match="lock_timeout_seconds"):
+        ms.save({"a": torch.ones(1)}, tmp_path / "x", lock_timeout_seconds=seconds)
+
+
+def _open_files(monkeypatch: pytest.MonkeyPatch, directory: Path) -> set[int]:
+    """The permission bits that any file in the directory has at any call that changes the disk."""
+    seen: set[int] = set()
+
+    def watched(real: Any) -> Any:
+        def call(*args: Any) -> Any:
+            answer = real(*args)
+            found = [path.lstat().st_mode for path in directory.iterdir()]
+            seen.update(stat.S_IMODE(one) for one in found if stat.S_ISREG(one))
+            return answer
+
+        return call
+
+    for name in ("open", "fallocate", "pwritev", "fchmod", "fsync", "replace", "link"):
+        monkeypatch.setattr(system, name, watched(getattr(system, name)))
+    return seen
+
+
+def _write_store_file(path: Path) -> None:
+    put(path, b"new")
+
+
+WRITES: dict[str, Any] = {
+    "file": lambda path: ms.save({"a": torch.ones(2), "b": torch.ones(2)}, path),
+    "shards": lambda path: ms.save({"a": torch.ones(2), "b": torch.ones(2)}, path, shard_size_bytes=8),
+    "torch": lambda path: ms.save({"a": torch.ones(2)}, path, format="torch"),
+    "streamed torch": lambda path: ms.save(ms.open({"a": torch.ones(2)}), path, format="torch"),
+    "other": _write_store_file,
+}
+
+
+@pytest.mark.parametrize("write", WRITES.values(), ids=WRITES)
+@pytest.mark.parametrize("mode", [0o600, 0o640, 0o664])
+@pytest.mark.parametrize("kind", ["file", "index", "link"])
+def test_nothing_is_ever_more_readable_than_what_it_replaces(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, write: Any, mode: int, kind: str
+) -> None:
+    path = tmp_path / "d" / "x"
+    path.parent.mkdir()
+    if kind == "index":
+        if write is _write_store_file:
+            pytest.skip("no index there")
+        WRITES["shards"](path)
+        for file in path.parent.iterdir():
+            file.chmod(mode)
+    else:
+        there = tmp_path / "elsewhere" if kind == "link" else path
+        there.write_bytes(OLD)
+        there.chmod(mode)
+        if kind == "link":
+            path.symlink_to(there)
+    old = os.umask(0o022)
+    try:
+        with monkeypatch.context() as patch:
+            seen = _open_files(patch, path.parent)
+            write(path)
+    finally:
+        os.umask(old)
+    after = {stat.S_IMODE(file.lstat().st_mode) for file in path.parent.iterdir()}
+    assert after == {mode}
+    assert seen
+    assert [oct(bits) for bits in seen if bits & ~mode] == []
+
+
+def test_a_step_that_is_saved_again_stays_private(tmp_path: Path) -> None:
+    with ms.Store(tmp_path / "run") as store:
+        store.save(1, {"model": torch.nn.Linear(2, 2)})
+        (tmp_path / "run" / "step-000000001").chmod(0o700)
+        store.save(1, {"model": torch.nn.Linear(2, 2)}, overwrite=True)
+    assert stat.S_IMODE((tmp_path / "run" / "step-000000001.1").stat().st_mode) == 0o700

@@ -21,7 +21,7 @@ from modelstate.read.open import Source
 from modelstate.read.open import open as open_checkpoint
 from modelstate.read.pickled import Refused
 from modelstate.spec import Stored
-from modelstate.write.atomic import check
+from modelstate.write.atomic import LOCK_TIMEOUT_SECONDS, check
 from modelstate.write.later import whole
 from modelstate.write.save import SaveReport, check_options, target_path, write_state
 from modelstate.write.streamed import Making, allowed, around, streamed
@@ -38,6 +38,7 @@ def convert_checkpoint(
     shard_size_bytes: int | None = None,
     max_memory_bytes: int | None = None,
     overwrite: bool = True,
+    lock_timeout_seconds: float = LOCK_TIMEOUT_SECONDS,
 ) -> SaveReport:
     """Writes what any checkpoint holds as `modelstate.save` does, with no more of it in memory than is being written.
 
@@ -52,9 +53,9 @@ def convert_checkpoint(
         key: the part of it that is wanted ("model_state").
         rules: changes of names and tensors, or a `Schema`. The names of what is written are flat then.
         dtype: what floating point tensors are cast to, those of an optimizer as well: `key=` leaves them out.
-        format, shard_size_bytes, overwrite: as in `modelstate.save`, by whose suffixes the path says the format. For a
-            file of `torch.save` the tensors are put into a file beside the path first, which takes as much room on the
-            disk again.
+        format, shard_size_bytes, overwrite, lock_timeout_seconds: as in `modelstate.save`; the suffix of the path says
+            the format. For a file of `torch.save` the tensors are put into a file beside the path first, which takes
+            as much room on the disk again.
         max_memory_bytes: the most that tensors may take in memory at once. Where it is small, fewer threads work.
 
     Raises what `modelstate.open` and `modelstate.save` raise; `RuleError` for rules that cannot be applied,
@@ -63,7 +64,7 @@ def convert_checkpoint(
     """
     begin = perf_counter()
     where = target_path(path)
-    chosen = check_options(where, format, shard_size_bytes)
+    chosen = check_options(where, format, shard_size_bytes, lock_timeout_seconds)
     _check(dtype, max_memory_bytes)
     check(where, overwrite=overwrite)
     checkpoint = open_checkpoint(source, key=key)
@@ -79,6 +80,7 @@ def convert_checkpoint(
         shard_bytes=shard_size_bytes,
         overwrite=overwrite,
         max_memory_bytes=max_memory_bytes,
+        lock_timeout_seconds=lock_timeout_seconds,
     )
 
 

@@ -60,7 +60,7 @@ def publish(
     beside = os.path.join(directory, unfinished_name(job.step))
     is_pinned = job.pin or any(one.is_pinned for one in revisions)
     try:
-        system.mkdir(beside)
+        system.mkdir(beside, _mode(revisions))
         written = {path: _write_entry(beside, path, job, before, shard_bytes, doubtful) for path in job.drafts}
         entries = {path: one.entry for path, one in written.items()}
         text = Record(store, job.step, job.time, job.metrics, entries, serial).text()
@@ -83,6 +83,15 @@ def publish(
         remove_directory(beside)
         raise
     return final, list(written.values())
+
+
+def _mode(revisions: list[Found]) -> int:
+    """The permission bits of a step's directory: those of the one that it replaces, else those of new directories."""
+    newest = max((one.place for one in revisions), default=None)
+    with suppress(OSError):
+        if newest is not None:
+            return os.stat(newest.path).st_mode & 0o777
+    return 0o777
 
 
 def discard(directory: str, gone: Iterable[Place]) -> None:

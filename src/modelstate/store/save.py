@@ -10,6 +10,7 @@ from torch import nn
 from modelstate.errors import ModelCodeError, ModelStateError, SaveTargetError
 from modelstate.read.checkpoint import Checkpoint
 from modelstate.store.objects import captured, holds_stateful
+from modelstate.write.atomic import LOCK_TIMEOUT_SECONDS
 from modelstate.write.checkpoint import check_both
 from modelstate.write.save import SaveReport, check_options, target_path, write_state
 from modelstate.write.streamed import Streamed, streamed
@@ -24,6 +25,7 @@ def save(
     extra: Mapping[str, Any] | None = None,
     schema: str | None = None,
     overwrite: bool = True,
+    lock_timeout_seconds: float = LOCK_TIMEOUT_SECONDS,
 ) -> SaveReport:
     """Saves a module, a state dict, or a tree of objects and values, and returns when it is on the disk.
 
@@ -49,22 +51,32 @@ def save(
         schema: a text of yours, not empty, by which the file says how its state is to be understood; it comes back in
             `Checkpoint.metadata`.
         overwrite: whether it may replace what is there.
+        lock_timeout_seconds: how long to wait for the lock of the directory, by which processes that save take turns.
 
     Raises `SaveTargetError` for what is nothing that can be saved, for a path where no file can be, and for a suffix
     that is not known, `UnsavableError` for tensors, names and values that the format does not have,
     `UnsupportedValueError` for values without an encoding (see `register_codec`), `ModelCodeError` where the module's
-    own `state_dict` raises, `ObjectStateError` where another object's does, `TargetExistsError`, `OptionError`, and
+    own `state_dict` raises, `ObjectStateError` where another object's does, `TargetExistsError`, `OptionError`,
+    `DirectoryLockedError` for a directory that another process keeps locked, and
     `WriteFailedError` for an I/O error. Whatever raises, the old checkpoint is as it was and nothing new is left; an
     interrupt (Ctrl-C) that comes when the new one is in place leaves that, in full.
     """
     begin = perf_counter()
     where = target_path(path)
-    chosen = check_options(where, format, shard_size_bytes, extra, schema)
+    chosen = check_options(where, format, shard_size_bytes, lock_timeout_seconds, extra, schema)
     check_both(where, overwrite)
     state = streamed(target) if isinstance(target, Checkpoint) else Streamed(_state_of(target))
     state.attached = state.attached if extra is None else extra
     state.schema = state.schema if schema is None else schema
-    return write_state(state, where, begin, format=chosen, shard_bytes=shard_size_bytes, overwrite=overwrite)
+    return write_state(
+        state,
+        where,
+        begin,
+        format=chosen,
+        shard_bytes=shard_size_bytes,
+        overwrite=overwrite,
+        lock_timeout_seconds=lock_timeout_seconds,
+    )
 
 
 def _state_of(target: object) -> Mapping[Any, Any]:

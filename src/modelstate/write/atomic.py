@@ -15,63 +15,66 @@ import os
 import re
 import secrets
 import stat
+import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
 
-from modelstate.errors import SaveTargetError, TargetExistsError
+from modelstate.errors import DirectoryLockedError, SaveTargetError, TargetExistsError
+from modelstate.words import printable
 from modelstate.write import system
 from modelstate.write.files import Output, new_file, remove_all, sync_directory, write_errors
 
 SUFFIX = ".unfinished"
 _BEGINNING_BYTES = 200
 _NO_LINKS = (errno.EPERM, errno.ENOTSUP, errno.ENOSYS, errno.EMLINK)
-_NO_RIGHTS = (errno.EPERM, errno.ENOTSUP, errno.ENOSYS, errno.EINVAL)
+LOCK_TIMEOUT_SECONDS = 60.0
+"""How long a save waits for the lock of the directory, which others hold for a few file operations."""
 _NO_LOCKS = (errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS, errno.EINVAL, errno.EBADF)
 
 
 @contextmanager
-def atomic_file(path: str, *, overwrite: bool) -> Iterator[Output]:
+def atomic_file(path: str, *, overwrite: bool, lock_timeout_seconds: float = LOCK_TIMEOUT_SECONDS) -> Iterator[Output]:
     """A file to write to, which comes to be at the path when the block ends, and does not when it raises.
 
     Raises `TargetExistsError` where something is at the path that may not be replaced, `SaveTargetError` where it is
-    no file, and `WriteFailedError` for an I/O error, which takes away what was written.
+    no file, `DirectoryLockedError`, and `WriteFailedError` for an I/O error, which takes away what was written.
     """
     check(path, overwrite=overwrite)
-    with write_errors(path), unfinished_file(path) as output:
+    with write_errors(path), unfinished_file(path, mode_of(path), lock_timeout_seconds) as output:
         yield output
         output.sync()
-        with alone_in(os.path.dirname(path)):
+        with alone_in(os.path.dirname(path), lock_timeout_seconds):
             put_durably(output.path, path, overwrite)
 
 
 @contextmanager
-def unfinished_file(path: str) -> Iterator[Output]:
+def unfinished_file(
+    path: str, mode: int | None = None, lock_timeout_seconds: float = LOCK_TIMEOUT_SECONDS
+) -> Iterator[Output]:
     """A new file beside a path. As long as it is open, nobody takes it for what a killed process has left.
 
-    Neither are those that are named after it by `part_of`.
+    Neither are those that are named after it by `part_of`. `mode` as `new_file` has it.
     """
     with ExitStack() as opened:
-        with alone_in(os.path.dirname(path)):
+        with alone_in(os.path.dirname(path), lock_timeout_seconds):
             clear(path)
-            output = opened.enter_context(new_file(_beside(path)))
-            keep_mode(output, path)
+            output = opened.enter_context(new_file(_beside(path), mode))
             with _but_for_no_locks():  # where there are none, nothing is ever taken away
                 fcntl.flock(output.descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         yield output
 
 
-def keep_mode(output: Output, path: str) -> None:
-    """Whoever may not read the file at a path may not read the one that replaces it, where there are such rights."""
-    try:
-        there = os.lstat(path)
-    except OSError:
-        return
-    if stat.S_ISREG(there.st_mode):
-        try:
-            system.fchmod(output.descriptor, there.st_mode & 0o777)
-        except OSError as error:
-            if error.errno not in _NO_RIGHTS:
-                raise
+def mode_of(*paths: str) -> int | None:
+    """The permission bits of the first of the paths that has a file; None where none has.
+
+    A file that replaces it gets the same, so that nobody can read the new one who could not read the old one.
+    """
+    for path in paths:
+        with suppress(OSError):
+            there = os.stat(path)  # of a link, what it leads to: that is what could be read at the path
+            if stat.S_ISREG(there.st_mode):
+                return stat.S_IMODE(there.st_mode) & 0o777
+    return None
 
 
 def part_of(unfinished: Output, number: int) -> str:
@@ -80,16 +83,60 @@ def part_of(unfinished: Output, number: int) -> str:
 
 
 @contextmanager
-def alone_in(directory: str) -> Iterator[None]:
-    """Within it nobody else who saves puts files into a directory or takes some away, where there are locks."""
+def alone_in(directory: str, timeout_seconds: float = LOCK_TIMEOUT_SECONDS) -> Iterator[None]:
+    """Within it no other process that saves puts files into a directory or takes some away, where there are locks.
+
+    Raises `DirectoryLockedError` where the lock is not free in time: any process that can read the directory can hold
+    it.
+    """
     descriptor = system.open(directory or ".", os.O_RDONLY)
     try:
         with _but_for_no_locks():
-            fcntl.flock(descriptor, fcntl.LOCK_EX)
+            _lock(descriptor, directory or ".", timeout_seconds)
         yield
     finally:
         with suppress(OSError):  # nothing is lost by it
             system.close(descriptor)
+
+
+def _lock(descriptor: int, directory: str, timeout_seconds: float) -> None:
+    end, pause = time.monotonic() + timeout_seconds, 0.001
+    while True:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return
+        except BlockingIOError:
+            left = end - time.monotonic()
+        if left <= 0:
+            raise DirectoryLockedError(
+                "the directory stays locked, so nothing can be put into it; what was there before is untouched",
+                where=directory,
+                expected=f"its lock (flock) to be free within {timeout_seconds:g} s",
+                found=holders_of(descriptor),
+                remedy="end that process, or wait longer: lock_timeout_seconds=",
+            )
+        time.sleep(min(pause, left))
+        pause = min(2 * pause, 0.1)
+
+
+def holders_of(descriptor: int) -> str:
+    """The processes that hold a lock (flock) on an open file, as far as Linux says."""
+    there = os.fstat(descriptor)
+    file = f"{os.major(there.st_dev):02x}:{os.minor(there.st_dev):02x}:{there.st_ino}"
+    pids: list[int] = []
+    with suppress(OSError, ValueError, IndexError), open("/proc/locks", encoding="ascii") as locks:
+        held = (line.split() for line in locks if "->" not in line)
+        pids += [int(fields[4]) for fields in held if fields[1] == "FLOCK" and fields[5] == file]
+    return ", ".join(f"process {pid}{_command_of(pid)}" for pid in dict.fromkeys(pids) if pid > 0) or (
+        "a process that the system does not name"
+    )
+
+
+def _command_of(pid: int) -> str:
+    with suppress(OSError), open(f"/proc/{pid}/cmdline", "rb") as file:
+        if command := file.read(200).replace(b"\0", b" ").decode(errors="replace").strip():
+            return f" ({printable(command)})"
+    return ""
 
 
 @contextmanager

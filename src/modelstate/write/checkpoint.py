@@ -11,7 +11,16 @@ from modelstate.errors import UnsavableError
 from modelstate.read.manifest import KEY, check_size
 from modelstate.read.sharded import INDEX_SUFFIX
 from modelstate.write import system
-from modelstate.write.atomic import alone_in, check, is_at, keep_mode, part_of, put_durably, unfinished_file
+from modelstate.write.atomic import (
+    LOCK_TIMEOUT_SECONDS,
+    alone_in,
+    check,
+    is_at,
+    mode_of,
+    part_of,
+    put_durably,
+    unfinished_file,
+)
 from modelstate.write.draft import Draft
 from modelstate.write.files import Output, new_file, remove_all, sync_directory, write_errors
 from modelstate.write.safetensors import Layout, layout, nbytes_of, write
@@ -29,6 +38,7 @@ def write_checkpoint(
     overwrite: bool = True,
     threads: int | None = None,
     metadata: Mapping[str, str] | None = None,
+    lock_timeout_seconds: float = LOCK_TIMEOUT_SECONDS,
 ) -> dict[str, int]:
     """Writes a state, and returns the paths of the files that it is in, with their bytes; of shards the index is first.
 
@@ -40,23 +50,33 @@ def write_checkpoint(
     said = {**(metadata or {}), **SHARD_METADATA}
     whole = _checked(made, path, schema, said)
     if shard_bytes is None or sum(map(nbytes_of, made.tensors.values())) <= shard_bytes:
-        return write_file(path, lambda output: write(output, whole, threads), overwrite=overwrite)
-    return _write_shards(made, path, schema, shard_bytes, overwrite, threads, said)
+        return write_file(
+            path,
+            lambda output: write(output, whole, threads),
+            overwrite=overwrite,
+            lock_timeout_seconds=lock_timeout_seconds,
+        )
+    return _write_shards(made, path, schema, shard_bytes, overwrite, threads, said, lock_timeout_seconds)
 
 
-def write_file(path: str, write_to: Callable[[Output], object], *, overwrite: bool) -> dict[str, int]:
+def write_file(
+    path: str,
+    write_to: Callable[[Output], object],
+    *,
+    overwrite: bool,
+    lock_timeout_seconds: float = LOCK_TIMEOUT_SECONDS,
+) -> dict[str, int]:
     """Puts a file at a path, and takes away the index and the shards that were there. Returns the path and its bytes.
 
     Raises `TargetExistsError` where something is there that may not be replaced, `SaveTargetError` where it is no
-    file, `WriteFailedError` for an I/O error, and what `write_to` raises.
+    file, `DirectoryLockedError`, `WriteFailedError` for an I/O error, and what `write_to` raises.
     """
     check_both(path, overwrite)
-    with write_errors(path), unfinished_file(path) as output:
-        if not os.path.lexists(path):
-            keep_mode(output, path + INDEX_SUFFIX)
+    mode = mode_of(path, path + INDEX_SUFFIX)
+    with write_errors(path), unfinished_file(path, mode, lock_timeout_seconds) as output:
         write_to(output)
         output.sync()
-        with alone_in(os.path.dirname(path)):
+        with alone_in(os.path.dirname(path), lock_timeout_seconds):
             check_both(path, overwrite)
             old = old_files(path)
             put_durably(output.path, path, overwrite)
@@ -95,6 +115,7 @@ def _write_shards(
     overwrite: bool,
     threads: int | None,
     said: Mapping[str, str],
+    lock_timeout_seconds: float,
 ) -> dict[str, int]:
     directory, index = os.path.dirname(path), path + INDEX_SUFFIX
     groups = in_shards(made.tensors, shard_bytes)
@@ -102,12 +123,12 @@ def _write_shards(
     contents: list[str] = []
     sizes: list[int] = []
     check_both(path, overwrite)
-    with write_errors(path), unfinished_file(path) as output, _litter(output, index) as litter:
-        keep_mode(output, index)
+    mode = mode_of(index, path)
+    unfinished = unfinished_file(path, mode, lock_timeout_seconds)
+    with write_errors(path), unfinished as output, _litter(output, index) as litter:
         for number, group in enumerate(groups, 1):
             litter.append(part_of(output, number))
-            with new_file(litter[-1]) as shard:
-                keep_mode(shard, output.path)
+            with new_file(litter[-1], mode) as shard:
                 written = write(shard, layout(group, lambda _: said), threads)
             digests |= written.digests
             contents.append(written.content)
@@ -117,7 +138,7 @@ def _write_shards(
         output.append(index_of(dict(zip(names, groups, strict=True)), total_bytes, made.manifest(schema, digests)))
         output.sync()
         paths = [os.path.join(directory, name) for name in names]
-        with alone_in(directory):
+        with alone_in(directory, lock_timeout_seconds):
             check_both(path, overwrite)
             old = old_files(path, but=(index, *paths))
             for beside, at in zip(list(litter), paths, strict=True):

@@ -13,6 +13,7 @@ _NO_SYNC = (errno.EINVAL, errno.ENOTSUP, errno.ENOSYS)
 """What file systems answer that have no way to sync a directory."""
 _NO_PREALLOCATION = (errno.EINVAL, errno.ENOTSUP, errno.ENOSYS, errno.ENODEV)
 _UNTOUCHED = "what was there before is untouched"
+_NO_MODES = (errno.EPERM, errno.ENOTSUP, errno.ENOSYS, errno.EINVAL)
 _REMEDIES = {
     errno.ENOSPC: f"free some space, or write to another disk; {_UNTOUCHED}",
     errno.EDQUOT: f"free some of your quota, or write to another disk; {_UNTOUCHED}",
@@ -66,14 +67,17 @@ class Output:
 
 
 @contextmanager
-def new_file(path: str) -> Iterator[Output]:
+def new_file(path: str, mode: int | None = None) -> Iterator[Output]:
     """A file that is not there yet; it is on the disk when the block ends, and gone when it raises.
 
-    Its name is durable only when its directory has been synced, too.
+    Its name is durable only when its directory has been synced, too. With `mode` it has exactly these permission bits,
+    and at no time more of them; otherwise those of new files.
     """
-    output = Output(system.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL), path)
+    output = Output(system.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o666 if mode is None else mode), path)
     try:
         try:
+            if mode is not None:
+                _set_mode(output, mode)
             yield output
             if not output.is_synced:
                 output.sync()
@@ -86,6 +90,15 @@ def new_file(path: str) -> Iterator[Output]:
     except BaseException:
         remove_all([path])
         raise
+
+
+def _set_mode(output: Output, mode: int) -> None:
+    """Sets the permission bits that the umask has taken off, where the file system has such bits."""
+    try:
+        system.fchmod(output.descriptor, mode)
+    except OSError as error:
+        if error.errno not in _NO_MODES:
+            raise
 
 
 def sync_directory(path: str) -> None:

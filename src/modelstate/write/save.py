@@ -3,6 +3,7 @@
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
+from math import inf
 from time import perf_counter
 
 import torch
@@ -16,6 +17,7 @@ from modelstate.read.paths import local_path
 from modelstate.read.sharded import INDEX_SUFFIX
 from modelstate.read.tree import is_container, items_of
 from modelstate.words import size
+from modelstate.write.atomic import LOCK_TIMEOUT_SECONDS
 from modelstate.write.checkpoint import write_checkpoint
 from modelstate.write.draft import draft
 from modelstate.write.later import Later
@@ -63,10 +65,17 @@ def write_state(
     shard_bytes: int | None,
     overwrite: bool,
     max_memory_bytes: int | None = None,
+    lock_timeout_seconds: float = LOCK_TIMEOUT_SECONDS,
 ) -> SaveReport:
     """Writes what has been checked. Raises what `save` raises, and `MemoryBudgetError`."""
     if format == "torch":
-        files = write_torch_file(it.state, where, overwrite=overwrite, max_memory_bytes=max_memory_bytes)
+        files = write_torch_file(
+            it.state,
+            where,
+            overwrite=overwrite,
+            max_memory_bytes=max_memory_bytes,
+            lock_timeout_seconds=lock_timeout_seconds,
+        )
         tensors = _tensors_in(it.state)
     else:
         made = draft(it.state, where, it.attached)
@@ -78,6 +87,7 @@ def write_state(
             overwrite=overwrite,
             threads=threads_within(made.tensors, max_memory_bytes, where),
             metadata=it.metadata,
+            lock_timeout_seconds=lock_timeout_seconds,
         )
         tensors = made.names
     return SaveReport(where, tuple(files), tensors, sum(files.values()), perf_counter() - begin)
@@ -93,7 +103,12 @@ def _tensors_in(node: object, depth: int = 0) -> int:
 
 
 def check_options(
-    where: str, format: object, shard_size_bytes: object, extra: object = None, schema: object = None
+    where: str,
+    format: object,
+    shard_size_bytes: object,
+    lock_timeout_seconds: object,
+    extra: object = None,
+    schema: object = None,
 ) -> str:
     """Checks the options of a save to a path, and returns the format that is written.
 
@@ -106,6 +121,9 @@ def check_options(
         raise OptionError("shard_size_bytes= is a number of bytes", expected="1 or more", found=repr(shard_size_bytes))
     if extra is not None and not (isinstance(extra, Mapping) and all(isinstance(key, str) for key in extra)):
         raise OptionError("extra= has values under names", expected="a mapping", found=repr(extra)[:80])
+    seconds = lock_timeout_seconds
+    if isinstance(seconds, bool) or not isinstance(seconds, int | float) or not 0 <= seconds < inf:
+        raise OptionError("lock_timeout_seconds= is a number of seconds", expected="0 or more", found=repr(seconds))
     chosen = format_of(where, format)
     if chosen == "torch" and (shard_size_bytes, extra, schema) != (None, None, None):
         raise OptionError(

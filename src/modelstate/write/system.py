@@ -53,9 +53,9 @@ def unlink(path: str) -> None:
     os.unlink(path)
 
 
-def mkdir(path: str) -> None:
+def mkdir(path: str, mode: int = 0o777) -> None:
     """`os.mkdir`."""
-    os.mkdir(path)
+    os.mkdir(path, mode)
 
 
 def rmdir(path: str) -> None:

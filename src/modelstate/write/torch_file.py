@@ -12,7 +12,7 @@ import torch
 from modelstate.errors import ModelStateError, UnsavableError
 from modelstate.read.tree import is_container
 from modelstate.write import system
-from modelstate.write.atomic import unfinished_file
+from modelstate.write.atomic import LOCK_TIMEOUT_SECONDS, unfinished_file
 from modelstate.write.blocks import write_blocks
 from modelstate.write.checkpoint import write_file
 from modelstate.write.files import Output, write_errors
@@ -22,14 +22,24 @@ from modelstate.write.streamed import threads_within
 
 
 def write_torch_file(
-    state: Mapping[Any, Any], path: str, *, overwrite: bool, max_memory_bytes: int | None = None
+    state: Mapping[Any, Any],
+    path: str,
+    *,
+    overwrite: bool,
+    max_memory_bytes: int | None = None,
+    lock_timeout_seconds: float = LOCK_TIMEOUT_SECONDS,
 ) -> dict[str, int]:
     """Saves what `torch.load(weights_only=True)` reads, and returns the path of the file and its bytes.
 
     Raises `UnsavableError` for values that it does not read, what `write_file` raises, and `MemoryBudgetError`.
     """
-    with _all_here(state, path, max_memory_bytes) as here:
-        return write_file(path, lambda output: _save(here, output, path), overwrite=overwrite)
+    with _all_here(state, path, max_memory_bytes, lock_timeout_seconds) as here:
+        return write_file(
+            path,
+            lambda output: _save(here, output, path),
+            overwrite=overwrite,
+            lock_timeout_seconds=lock_timeout_seconds,
+        )
 
 
 def _save(state: Mapping[Any, Any], output: Output, path: str) -> None:
@@ -85,7 +95,9 @@ def _values_in(node: Any, name: str = "") -> Iterator[tuple[str, Any]]:
 
 
 @contextmanager
-def _all_here(state: Mapping[Any, Any], path: str, max_memory_bytes: int | None) -> Iterator[Mapping[Any, Any]]:
+def _all_here(
+    state: Mapping[Any, Any], path: str, max_memory_bytes: int | None, lock_timeout_seconds: float
+) -> Iterator[Mapping[Any, Any]]:
     """The state with tensors that show a file beside the path in place of those that come later.
 
     torch.save wants all tensors at once; so they are no more in memory than the pages of a file are. The file has no
@@ -103,7 +115,8 @@ def _all_here(state: Mapping[Any, Any], path: str, max_memory_bytes: int | None)
     several = sorted(found.items(), key=lambda item: -item[1].itemsize)
     threads = threads_within({names[key]: one for key, one in several}, max_memory_bytes, path)
     end = sum(nbytes_of(one) for _, one in several)
-    with write_errors(path), unfinished_file(path) as output:
+    # Nobody else reads this file, which soon has no name.
+    with write_errors(path), unfinished_file(path, 0o600, lock_timeout_seconds) as output:
         output.reserve(end)
         write_blocks(output, 0, [one for _, one in several], threads)
         memory = mmap.mmap(output.descriptor, end, mmap.MAP_PRIVATE) if end else b""
