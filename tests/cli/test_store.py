@@ -94,9 +94,22 @@ class TestLs:
         assert says in done.stderr
         assert os.listdir(tmp_path) == ["run"]
 
+    @pytest.mark.parametrize("command", ["ls", "verify", "prune", "restore"])
+    def test_what_is_not_a_directory_is_named(self, command: str) -> None:
+        more = {"prune": ["--keep-last", "1"], "restore": ["out"]}.get(command, [])
+        Path("file").write_text("mine")
+        Path("dangling").symlink_to("nowhere")
+        Path("loop").symlink_to("loop")
+        said = {"file": "this is a file", "dangling": "link to something that is not there", "loop": "back to itself"}
+        for path, words in said.items():
+            done = run("store", command, path, *more)
+            assert done.exit_code == 1
+            assert words in done.stderr, path
+        assert "modelstate inspect file" in run("store", command, "file", *more).stderr
+
     def test_an_empty_one(self) -> None:
-        Path("empty").mkdir()
-        Path("empty/store.json").write_text('{"format": 1, "store": "x"}')
+        with ms.Store("empty") as store:
+            store.prune(1)  # which writes store.json
         assert run("store", "ls", "empty").stdout == "no checkpoints\n"
         assert run("store", "verify", "empty").stdout == "no checkpoints\n"
         assert run("store", "restore", "empty", "out").exit_code == 1
@@ -285,10 +298,13 @@ class TestRestore:
 
     def test_a_file_that_is_there(self) -> None:
         Path("model.safetensors").write_text("mine")
-        done = run("store", "restore", "run", "model.safetensors", "--no-overwrite")
+        done = run("store", "restore", "run", "model.safetensors")
         assert done.exit_code == 1
-        assert "--no-overwrite" in done.stderr
+        assert "--overwrite" in done.stderr
+        assert "--no-overwrite" not in done.stderr
         assert Path("model.safetensors").read_text() == "mine"
+        assert run("store", "restore", "run", "model.safetensors", "--overwrite").exit_code == 0
+        assert set(load_file("model.safetensors")) == {"weight", "bias"}
 
 
 class TestVerifyFiles:

@@ -15,6 +15,8 @@ from torch.export import Dim
 
 import modelstate as ms
 from modelstate.errors import (
+    ArchiveError,
+    CompressedRecordError,
     ExportedAnswerError,
     ExportError,
     LiveTargetError,
@@ -25,6 +27,7 @@ from modelstate.errors import (
     SaveTargetError,
     SourceNotFoundError,
     TargetExistsError,
+    TruncatedFileError,
 )
 from modelstate.live import export as exporting
 from modelstate.live.exported import ExportedTarget
@@ -295,7 +298,7 @@ def test_a_damaged_manifest(change: Any, kind: type[Exception], path: Path) -> N
 @pytest.mark.parametrize("content", [b"", b"no program", b"PK\x03\x04 cut off"])
 def test_files_that_are_no_programs(content: bytes, path: Path) -> None:
     path.write_bytes(content)
-    with pytest.raises(LiveTargetError):
+    with pytest.raises((LiveTargetError, TruncatedFileError)):
         ms.Live(path)
     with pytest.raises(SourceNotFoundError):
         ms.Live(path.with_name("nothing.pt2"))
@@ -304,7 +307,7 @@ def test_files_that_are_no_programs(content: bytes, path: Path) -> None:
         ms.Live(path)
     ms.export(nn.Linear(4, 4), (X,), path, overwrite=True)
     path.write_bytes(path.read_bytes()[:-100])
-    with pytest.raises(LiveTargetError):
+    with pytest.raises(ArchiveError):
         ms.Live(str(path))
 
 
@@ -360,3 +363,35 @@ def test_a_weight_whose_elements_share_their_memory(path: Path) -> None:
         ms.export(module, (torch.ones(1, 4),), path)
     assert caught.value.found == "bias"
     assert not path.exists()
+
+
+def patched(path: Path, signature: bytes, at: int, value: int) -> None:
+    """Sets two bytes of the header of each record of a zip archive, local (PK34) or central (PK12)."""
+    data = bytearray(path.read_bytes())
+    place = data.find(signature)
+    while place >= 0:
+        data[place + at : place + at + 2] = value.to_bytes(2, "little")
+        place = data.find(signature, place + 4)
+    path.write_bytes(data)
+
+
+@pytest.mark.parametrize(
+    ("local", "central", "value", "kind"),
+    [
+        (6, 8, 1, CompressedRecordError),  # encrypted
+        (8, 10, 99, CompressedRecordError),  # a method that nobody knows
+        (8, 10, 8, CompressedRecordError),  # deflated, which it is not
+        (22, 24, 1, ArchiveError),  # another size
+    ],
+)
+def test_records_that_are_not_plain(local: int, central: int, value: int, kind: type[Exception], path: Path) -> None:
+    ms.export(nn.Linear(4, 4), (X,), path)
+    with zipfile.ZipFile(path) as old, zipfile.ZipFile(path.with_name("plain.pt2"), "w") as new:
+        for name in old.namelist():
+            new.writestr(name, old.read(name))
+    plain = path.with_name("plain.pt2")
+    ms.Live(plain)
+    patched(plain, b"PK\3\4", local, value)
+    patched(plain, b"PK\1\2", central, value)
+    with pytest.raises(kind):
+        ms.Live(plain)

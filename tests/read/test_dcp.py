@@ -716,3 +716,14 @@ def test_each_flipped_bit_of_a_tensor_is_found(tmp_path: Path) -> None:
                 file.seek(at)
                 file.write(bytes([byte]))
     assert ms.open(directory).verify() == 40
+
+
+@pytest.mark.parametrize("name", ["__0_0\ud800.distcp", "\udc80.distcp", "a/\udfff"])
+def test_a_file_name_that_is_not_text(name: str, tmp_path: Path) -> None:
+    def change(metadata: Metadata) -> None:
+        for index, place in list(metadata.storage_data.items()):
+            metadata.storage_data[index] = replace(place, relative_path=name)
+
+    directory = write(tmp_path / "x", {"a": halves(torch.ones(4))}, change=change)
+    with pytest.raises(errors.OpenError):
+        ms.open(directory)

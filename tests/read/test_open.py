@@ -9,6 +9,7 @@ import os
 import pickle
 import shutil
 import socket
+import struct
 import subprocess
 import sys
 import tarfile
@@ -44,6 +45,7 @@ from modelstate.errors import (
     TruncatedFileError,
     UnknownFormatError,
 )
+from modelstate.read import torch_legacy
 from modelstate.read.checkpoint import Checkpoint
 from modelstate.read.open import open as open_checkpoint
 from modelstate.read.open import read_contents
@@ -537,3 +539,25 @@ def test_a_file_that_is_written_over_while_it_is_opened(make: Any, tmp_path: Pat
         count = len(faults.requests)
         assert found in ({}, {"a": [0.0] * 3, "b": [1.0] * 5}, {"a": [2.0] * 5, "b": [3.0] * 3}), at
     assert count > 3
+
+
+@pytest.mark.parametrize("nbytes", [0x80, 0x280, 0x480, 0x1080])
+def test_no_pickle_is_looked_for_in_safetensors(nbytes: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whose first byte is that of a pickle where the length of its header is 128, 384, 640, ..."""
+    text = json.dumps({"w": {"dtype": "U8", "shape": [2], "data_offsets": [0, 2]}}).encode()
+    path = tmp_path / "a.safetensors"
+    path.write_bytes(struct.pack("<Q", nbytes) + text.ljust(nbytes) + b"\1\2")
+
+    def no_pickle(*_: object) -> object:
+        raise AssertionError("the unpickler was called")
+
+    monkeypatch.setattr(torch_legacy, "unpickle", no_pickle)
+    for source in (path, tmp_path):
+        assert ms.open(source).tensor("w").tolist() == [1, 2]
+
+
+@pytest.mark.parametrize("protocol", range(2, 6))
+def test_streams_of_every_protocol_are_known(protocol: int, tmp_path: Path) -> None:
+    options = {"_use_new_zipfile_serialization": False, "pickle_protocol": protocol}
+    torch.save({"w": torch.ones(2)}, tmp_path / "a.pt", **options)
+    assert ms.open(tmp_path / "a.pt").tensor("w").tolist() == [1, 1]

@@ -12,6 +12,8 @@ import torch
 import torch.package
 from safetensors.torch import save, save_file
 
+import modelstate as ms
+from modelstate import errors
 from modelstate.errors import (
     AmbiguousDirectoryError,
     LfsPointerError,
@@ -224,3 +226,27 @@ def test_special_files_in_a_directory_are_passed_over(tmp_path: Path) -> None:
     save_file(STATE, tmp_path / "b.safetensors")
     assert stat.S_ISFIFO((tmp_path / "a.safetensors").stat().st_mode)
     assert_opens(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["model.safetensors.index.json", "x.index.json"])
+def test_an_index_that_names_itself(name: str, tmp_path: Path) -> None:
+    (tmp_path / name).write_text(index_text({"w": name}))
+    for source in (tmp_path, tmp_path / name):
+        with pytest.raises(errors.ShardIndexError, match="another index"):
+            ms.open(source)
+
+
+def test_indices_that_name_each_other(tmp_path: Path) -> None:
+    names = ("a.index.json", "b.index.json")
+    for name, other in (names, names[::-1]):
+        (tmp_path / name).write_text(index_text({"w": other}))
+    with pytest.raises(errors.OpenError):
+        ms.open(tmp_path)
+
+
+def test_a_link_that_leads_to_itself_beside_others(tmp_path: Path) -> None:
+    (tmp_path / "loop").symlink_to("loop")
+    with pytest.raises(errors.NoCheckpointError, match="loop"):
+        ms.open(tmp_path)
+    ms.save({"w": torch.ones(2)}, tmp_path / "model.safetensors")
+    assert list(ms.open(tmp_path)) == ["w"]

@@ -122,3 +122,19 @@ def test_a_value_that_cannot_be_decoded_hides_no_other(tmp_path: Path) -> None:
     assert ["x._extra_state", "?", "not decoded: nothing is registered under 'gone'"] in lines
     assert ["y._extra_state", "int", "3"] in lines
     assert "not decoded" in json.loads(inspect_json(ms.open(path)))["extra"]["x._extra_state"]
+
+
+class Broken:
+    def __repr__(self) -> str:
+        raise RuntimeError("not now")
+
+    def __hash__(self) -> int:
+        return 1
+
+
+def test_a_value_whose_repr_raises() -> None:
+    checkpoint = ms.open({"w": torch.ones(2), "a": Broken(), "b": [{Broken()}]})
+    for text in (inspect_text(checkpoint), inspect_json(checkpoint)):
+        assert "Broken, whose repr raises RuntimeError" in text
+    with pytest.raises(ms.errors.SourceTypeError, match="RuntimeError"):
+        ms.open({"w": torch.ones(2), "b": {Broken(): torch.ones(2)}})

@@ -5,9 +5,12 @@ import random
 from pathlib import Path
 
 import pytest
+import torch
+from typer.testing import CliRunner
 
 import modelstate as ms
 from modelstate import errors
+from modelstate.cli.main import app
 from tests.store.killed import Job
 from tests.store.training import Run, state_of
 
@@ -68,3 +71,39 @@ def test_every_kind_of_object_is_covered(tmp_path: Path) -> None:
                 ms.Store(tmp_path).restore(target.objects, step=1)
             flipped(path, place, 3)
     assert state_of(target.objects) == was
+
+
+def test_every_byte_of_every_json_file_is_covered(tmp_path: Path) -> None:
+    chance = random.Random(1)
+    with ms.Store(tmp_path) as store:
+        step = Path(store.save(1, {"model": torch.nn.Linear(2, 2), "epoch": 3}, metrics={"loss": 0.5}).path)
+    files = [tmp_path / "store.json", *sorted(step.glob("*.json"))]
+    assert len(files) == 3
+    assert ms.Store(tmp_path).verify() == {1: ""}
+    missed = []
+    for path in files:
+        for place in range(path.stat().st_size):
+            bit = chance.randrange(8)
+            flipped(path, place, bit)
+            if not any(ms.Store(tmp_path).verify().values()):
+                missed.append(f"{path.name}, byte {place}, bit {bit}")
+            flipped(path, place, bit)
+    assert missed == []
+    assert ms.Store(tmp_path).verify() == {1: ""}
+
+
+def test_a_damaged_store_file_is_named_and_mended_by_the_next_save(tmp_path: Path) -> None:
+    with ms.Store(tmp_path) as store:
+        store.save(1, {"epoch": 3})
+    flipped(tmp_path / "store.json", 30, 2)
+    problems = ms.Store(tmp_path).verify()
+    assert "damaged" in problems["store.json"]
+    assert problems[1] == ""
+    assert ms.Store(tmp_path).verify(1) == {1: ""}
+    done = CliRunner().invoke(app, ["store", "verify", str(tmp_path)])
+    assert done.exit_code == 1
+    assert done.stdout.startswith("store.json: ")
+    assert "step 1: " in done.stdout
+    with ms.Store(tmp_path) as store:
+        store.save(2, {"epoch": 4})
+    assert ms.Store(tmp_path).verify() == {1: "", 2: ""}

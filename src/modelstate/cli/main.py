@@ -28,7 +28,7 @@ from modelstate.cli.live import app as live_app
 from modelstate.cli.store import app as store_app
 from modelstate.cli.store import is_store, verify_steps
 from modelstate.plan.rules.rule import Rule
-from modelstate.report.inspect import inspect_json, inspect_text
+from modelstate.report.inspect import inspect_json, inspect_text, left_out
 from modelstate.report.pages import Page, find, pages
 from modelstate.report.text import columns, count, seconds
 from modelstate.words import size
@@ -154,10 +154,17 @@ def inspect(
     as_json: Json = False,
     debug: Debug = False,
 ) -> None:
-    """Show what is in a checkpoint, without reading its tensors."""
+    """Show what is in a checkpoint, without reading its tensors.
+
+    Exit code 1 if --skip-forbidden has left out objects and no tensor is found in the rest.
+    """
     with reported(debug), _open(path, allow, skip_forbidden) as whole:
         checkpoint = whole if key is None else whole.select(key)
         typer.echo(inspect_json(checkpoint) if as_json else inspect_text(checkpoint))
+        if not checkpoint and (names := left_out(checkpoint)):
+            listed = ", ".join(names[:8]) + (f", and {len(names) - 8} more" if len(names) > 8 else "")
+            typer.echo(f"error: no tensor was found; objects of these classes were left out: {listed}", err=True)
+            raise typer.Exit(PROBLEMS)
 
 
 @dataclass(frozen=True, slots=True)

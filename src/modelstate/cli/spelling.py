@@ -26,6 +26,8 @@ def of_error(error: BaseException, debug: bool = False) -> list[str]:
         return of_problems(error.problems)
     if isinstance(error, errors.ForbiddenGlobalError) and error.allow:
         return [f"{' '.join(_option('--allow', name) for name in error.allow)} if you trust them", "--skip-forbidden"]
+    if isinstance(error, errors.ForbiddenGlobalError) and "skip_forbidden" in error.remedy:
+        return ["--skip-forbidden"]
     if isinstance(error, errors.AmbiguousKeyError):
         return [_option("--key", next((key for key, _ in error.candidates if key), "KEY"))]
     if isinstance(error, errors.KeyNotFoundError):
@@ -37,7 +39,7 @@ def of_error(error: BaseException, debug: bool = False) -> list[str]:
     if isinstance(error, errors.MemoryBudgetError):
         return ["--max-memory of as many bytes, or leave it out"]
     if isinstance(error, errors.TargetExistsError):
-        return ["another path, or leave out --no-overwrite"]
+        return [] if "--overwrite" in error.remedy else ["another path, or leave out --no-overwrite"]
     if isinstance(error, errors.ModelCodeError) and not debug:
         return ["--debug shows the traceback of the cause"]
     return []

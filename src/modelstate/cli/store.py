@@ -2,6 +2,7 @@
 
 import json
 import os
+import shlex
 from collections.abc import Iterable
 from datetime import UTC, datetime
 from typing import Annotated, Any
@@ -10,10 +11,18 @@ import typer
 
 import modelstate as ms
 from modelstate.cli.common import PROBLEMS, FileFormat, parse_dtype, parse_format, parse_size, reported
-from modelstate.errors import DamagedCheckpointError, NoCheckpointError, SourceNotFoundError, StepNotFoundError
+from modelstate.errors import (
+    DamagedCheckpointError,
+    NoCheckpointError,
+    SourceNotFoundError,
+    SourceTypeError,
+    StepNotFoundError,
+)
+from modelstate.read.paths import not_found
 from modelstate.report.text import columns, count
 from modelstate.store.checking import newest_whole, problem_now
 from modelstate.store.layout import STORE_FILE, places
+from modelstate.store.shelf import store_file_problem
 from modelstate.words import in_a_line, printable, size
 
 app = typer.Typer(
@@ -39,9 +48,21 @@ def is_store(path: str) -> bool:
 
 
 def _store(path: str) -> ms.Store:
-    """Raises `SourceNotFoundError` and `NoCheckpointError`: nothing is made by looking at it."""
-    if not os.path.isdir(path):
+    """The store in a directory. Looking at it creates nothing.
+
+    Raises `SourceNotFoundError`, `SourceTypeError` for what is not a directory, and `NoCheckpointError`.
+    """
+    if not os.path.lexists(path):
         raise SourceNotFoundError("there is no such directory", where=path)
+    if not os.path.exists(path):
+        raise not_found(path, path)
+    if not os.path.isdir(path):
+        raise SourceTypeError(
+            "a store is a directory, and this is a file",
+            where=path,
+            expected="the directory of a modelstate.Store",
+            remedy=f"modelstate inspect {shlex.quote(path)} shows what is in a file",
+        )
     if not is_store(path):
         raise NoCheckpointError(
             "this is no store of checkpoints",
@@ -103,11 +124,14 @@ def verify_steps(directory: str, step: int | None = None) -> None:
     """
     store = _store(directory)
     read = problems = 0
+    if step is None and (problem := store_file_problem(directory)):
+        problems += 1
+        typer.echo(f"{STORE_FILE}: {_in_a_line(problem)}")
     while not read:
         infos = {info.step: info for info in store.infos()}
         if not infos and step is None:
             typer.echo("no checkpoints")
-            return
+            break
         for number in infos if step is None else (step,):
             try:
                 problem = problem_now(store, number)
@@ -179,12 +203,13 @@ def restore(
     format: FileFormat = None,
     dtype: Annotated[str | None, typer.Option(metavar="DTYPE", help="Cast floating point tensors.")] = None,
     shard_size: Annotated[str | None, typer.Option(metavar="SIZE", help="The most bytes in one file.")] = None,
-    no_overwrite: Annotated[bool, typer.Option("--no-overwrite", help="Leave what is there already.")] = False,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace what is there already.")] = False,
     debug: Debug = False,
 ) -> None:
     """Write one object of a checkpoint, by default of the newest one that is whole, as a file of its own.
 
-    Its bytes are compared with their digests first.
+    Its bytes are compared with their digests first. A file that is there already is left as it is, unless --overwrite
+    is given.
     """
     with reported(debug):
         options: dict[str, Any] = {"dtype": parse_dtype(dtype), "shard_size_bytes": parse_size(shard_size)}
@@ -194,8 +219,11 @@ def restore(
             found = _whole(store, step)
             try:
                 with store.open(name, found) as checkpoint:
-                    report = ms.convert_checkpoint(checkpoint, target, overwrite=not no_overwrite, **options)
+                    report = ms.convert_checkpoint(checkpoint, target, overwrite=overwrite, **options)
                 break
+            except ms.errors.TargetExistsError as error:
+                error.remedy = "take another path, or --overwrite to replace it"
+                raise
             except ms.ModelStateError:
                 if step is not None or found in {info.step for info in store.infos()}:
                     raise

@@ -9,10 +9,11 @@ from typing import Any
 
 import torch
 
-from modelstate.errors import OptionError, PackageError, UnsupportedValueError
+from modelstate.errors import OpenError, OptionError, PackageError, ReadFailedError, UnsupportedValueError
 from modelstate.read import torch_legacy, torch_zip
 from modelstate.read.open import open as open_checkpoint
 from modelstate.read.paths import local_path
+from modelstate.read.source_file import SourceFile
 from modelstate.store.save import save
 from modelstate.write import system
 from modelstate.write.files import sync_directory, write_errors
@@ -93,9 +94,9 @@ class StoreCheckpointIO(CheckpointIO):  # type: ignore[misc]
 
 def _is_torchs(path: str) -> bool:
     try:
-        with open(path, "rb") as file:
-            head = file.read(_HEAD_BYTES)
-    except OSError:
+        with SourceFile(path) as file:
+            head = file.read(0, min(file.nbytes, _HEAD_BYTES), "its beginning")
+    except (OpenError, ReadFailedError):
         return False  # whoever opens it says what is wrong
     return torch_zip.matches(head) or torch_legacy.matches(head)
 

@@ -8,7 +8,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TypeGuard, TypeVar
 
-from modelstate.errors import AdapterError
+from modelstate.errors import AdapterError, OpenError, ReadFailedError, SourceNotFoundError
+from modelstate.read.source_file import read_whole
 
 NAME = "adapter_config.json"
 _T = TypeVar("_T")
@@ -63,15 +64,17 @@ def config_beside(files: Sequence[str]) -> AdapterConfig | None:
         return None
     path = os.path.join(os.path.dirname(files[0]), NAME)
     try:
-        with open(path, "rb") as file:
-            text = file.read(_MAX_BYTES + 1)
-    except FileNotFoundError:
-        return None
-    except OSError as error:
-        raise AdapterError("the adapter's configuration cannot be read", where=path, found=error) from error
+        text = read_whole(path, _MAX_BYTES, "the adapter's configuration")
+    except (OpenError, ReadFailedError) as error:
+        if isinstance(error, SourceNotFoundError) and not os.path.islink(path):
+            return None
+        raise AdapterError(
+            "the adapter's configuration cannot be read",
+            where=path,
+            found=f"{error.what}: {error.found}".removesuffix(": "),
+            remedy=error.remedy,
+        ) from error
     try:
-        if len(text) > _MAX_BYTES:
-            raise ValueError(f"more than {_MAX_BYTES} bytes")
         return _checked(json.loads(text), path)
     except (ValueError, RecursionError) as error:
         if isinstance(error, AdapterError):

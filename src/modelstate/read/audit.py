@@ -120,7 +120,7 @@ class _Walker:
         kind = type(node)
         if kind is Refused:
             self.found.refused.append((node.name, path))
-            return INERT
+            return INERT if node.module_fields is None else INERT | UNFINISHED
         if kind is Flawed:
             self.found.flawed.append((node.error, path))
             return INERT

@@ -1,5 +1,6 @@
 """From the value of a pickle to the tree of a checkpoint: audited first, then the allowed objects are made."""
 
+from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -54,7 +55,10 @@ def _raise_refused(found: Audit, path: str, names: TorchGlobals) -> None:
     if never:
         remedy = f"do not trust this file: {never[0]} has no place in a checkpoint"
     elif any(name.startswith("torch.nn.modules.") for name in ordered):
-        remedy = "the file holds a whole module; where it can be loaded, save its state_dict() instead"
+        remedy = (
+            f'the file holds a whole module: ms.open("{path}", skip_forbidden=True) finds its parameters and buffers '
+            "without running its code; or save its state_dict() where it can be loaded"
+        )
     else:
         allow = ordered
         listed = ", ".join(f'"{name}"' for name in ordered)
@@ -126,7 +130,8 @@ class _Constructor:
         if kind is StoredTensor:
             return replace(node, attributes=self.make(node.attributes, path))
         if kind is Refused:
-            return node
+            fields = node.module_fields
+            return node if fields is None else self.module_state(fields, path)
         if flags & INERT:
             return Refused(node.name if kind is Recipe else node.kind, node)
         if kind is TensorRecipe:
@@ -150,7 +155,31 @@ class _Constructor:
             node._metadata = self.make(node._metadata, (path, "_metadata"))
         return node
 
+    def module_state(self, fields: dict[str, Any], path: Path) -> OrderedDict[str, Any]:
+        """The tensors of a pickled module whose class is not allowed, by the names that its `state_dict()` has.
+
+        No code of the module runs, so state-dict hooks and extra state have no effect.
+        """
+        found: OrderedDict[str, Any] = OrderedDict()
+        transient = fields.get("_non_persistent_buffers_set")
+        transient = transient if isinstance(transient, set) else ()
+        tensors = list(fields["_parameters"].items())
+        tensors += [(name, value) for name, value in fields["_buffers"].items() if name not in transient]
+        for name, value in tensors:
+            if value is not None:
+                found[str(name)] = self.make(value, (path, name))
+        for name, child in fields["_modules"].items():
+            below = child.module_fields if type(child) is Refused else None
+            if below is not None:
+                state = self.module_state(below, (path, name))
+                found.update((f"{name}.{key}", value) for key, value in state.items())
+            elif child is not None:
+                found[str(name)] = self.make(child, (path, name))
+        return found
+
     def hashable(self, key: Any, path: Path) -> Any:
+        if type(key) is Refused:
+            return key
         made = self.make(key, path)
         try:
             hash(made)

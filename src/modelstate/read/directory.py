@@ -78,7 +78,7 @@ def find_in(directory: str) -> str:
             return os.path.join(directory, by_name[0])
         raise _nothing(directory, entries)
     indexed = frozenset[str]().union(*(found.shards for found in candidates))
-    candidates = [found for found in candidates if found.name not in indexed]
+    candidates = [found for found in candidates if found.shards or found.name not in indexed]
     if candidates and all(_SHARD.search(found.name) for found in candidates):
         raise ShardIndexError(
             "the directory holds shards, and not the index that says what is in them",
@@ -163,7 +163,7 @@ def _refuse_other_tools(directory: str, names: list[str]) -> None:
 
 
 def _nothing(directory: str, entries: list[os.DirEntry[str]]) -> NoCheckpointError:
-    below = [entry.name for entry in entries if entry.is_dir()]
+    below = [entry.name for entry in entries if os.path.isdir(entry.path)]
     there = [entry.name + ("/" if entry.name in below else "") for entry in entries]
     more = f", and {len(there) - 12} more" if len(there) > 12 else ""
     return NoCheckpointError(

@@ -105,8 +105,8 @@ class JsonText:
             yield key
             more = self.goes_on()
 
-    def strings(self, limit: int) -> dict[str, str]:
-        """An object of strings, with at most `limit` keys. Equal values are one object."""
+    def strings(self, limit: int, different: int | None = None) -> dict[str, str]:
+        """An object of strings: at most `limit` keys, and `different` different values, each of which is one object."""
         found: dict[str, str] = {}
         values: dict[bytes, str] = {}
         more = self.opens()
@@ -122,6 +122,8 @@ class JsonText:
             found[key] = value
             if len(found) > limit:
                 raise self.fail(f"an object has more than {limit:,} keys")
+            if different is not None and len(values) > different:
+                raise self.fail(f"an object has more than {different:,} different values")
             more = self.goes_on()
         return found
 

@@ -1,6 +1,5 @@
 """From a path, a directory or a mapping to a `Checkpoint`: which reader it is for, found by content."""
 
-import errno
 import os
 import stat
 from collections.abc import Mapping, Sequence
@@ -22,7 +21,7 @@ from modelstate.read.combine import Combination, CombineFunction
 from modelstate.read.combine import combine as combined
 from modelstate.read.diagnose import HEAD_BYTES, no_checkpoint, other_zip
 from modelstate.read.directory import find_in
-from modelstate.read.paths import local_path, no_access, not_found, special_file
+from modelstate.read.paths import NOT_FOUND, local_path, no_access, not_found, special_file
 from modelstate.read.quiet import no_collection
 from modelstate.read.source_file import SourceFile
 from modelstate.read.stamp import noted, stamps_of
@@ -132,7 +131,7 @@ def _mode(path: str, given: str) -> int:
     except PermissionError as error:
         raise no_access(path, error) from error
     except OSError as error:
-        if error.errno in (errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.ENAMETOOLONG):
+        if error.errno in NOT_FOUND:
             raise not_found(path, given) from error
         raise ReadFailedError("the file cannot be opened", where=path, found=error) from error
 

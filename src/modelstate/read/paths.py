@@ -1,5 +1,6 @@
 """From what a user gives as a path to a path, and what is wrong where it leads to nothing that can be read."""
 
+import errno
 import os
 import re
 import stat
@@ -8,6 +9,10 @@ from urllib.parse import urlsplit
 from urllib.request import url2pathname
 
 from modelstate.errors import SourceAccessError, SourceNotFoundError, SourceTypeError
+from modelstate.read import system
+
+NOT_FOUND = (errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.ENAMETOOLONG)
+"""Errors of the system that mean that no file is at a path."""
 
 _URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+://")
 _REPOSITORY = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
@@ -50,6 +55,13 @@ def local_path(given: str) -> str:
 def not_found(path: str, given: str) -> SourceNotFoundError:
     """The error for a path at which there is nothing."""
     if os.path.islink(path):
+        if _is_loop(path):
+            return SourceNotFoundError(
+                "this is a symbolic link that leads back to itself",
+                where=path,
+                found=f"a link to {os.readlink(path)}",
+                remedy="remove the link, and copy or link the file itself",
+            )
         return SourceNotFoundError(
             "this is a symbolic link to something that is not there",
             where=path,
@@ -90,7 +102,53 @@ def no_access(path: str, error: Exception) -> SourceAccessError:
     )
 
 
+def open_regular(path: str, flags: int = 0) -> tuple[int, os.stat_result]:
+    """Opens a regular file for reading. Every file that may come from elsewhere is opened here.
+
+    Opening a pipe waits for a writer, and reading a device may never end: anything but a regular file is refused before
+    a byte of it is read.
+
+    Args:
+        path: The file. Symbolic links are followed.
+        flags: Flags of `os.open`, in addition to those for reading.
+
+    Returns:
+        A descriptor, which the caller closes, and the status of the file.
+
+    Raises:
+        SourceTypeError: The path names a pipe, a socket, a device or a directory.
+        OSError: The file cannot be opened.
+    """
+    flags |= os.O_RDONLY | os.O_CLOEXEC | os.O_NOCTTY
+    try:
+        descriptor = system.open(path, flags | os.O_NONBLOCK)
+    except BlockingIOError:
+        descriptor = system.open(path, flags)  # a write lease of another process, which only regular files have
+    except OSError as error:
+        if error.errno in (errno.ENXIO, errno.ENODEV):  # a socket, or a device without a driver
+            raise special_file(path, os.stat(path).st_mode) from error
+        raise
+    try:
+        status = system.fstat(descriptor)
+        if not stat.S_ISREG(status.st_mode):
+            raise special_file(path, status.st_mode)
+        os.set_blocking(descriptor, True)  # some file systems fetch archived data only for blocking reads
+        return descriptor, status
+    except BaseException:
+        os.close(descriptor)
+        raise
+
+
+def _is_loop(path: str) -> bool:
+    try:
+        os.stat(path)
+    except OSError as error:
+        return error.errno == errno.ELOOP
+    return False
+
+
 _SPECIAL = {
+    stat.S_IFDIR: "a directory",
     stat.S_IFIFO: "a pipe",
     stat.S_IFSOCK: "a socket",
     stat.S_IFCHR: "a device",
@@ -99,12 +157,14 @@ _SPECIAL = {
 
 
 def special_file(path: str, mode: int) -> SourceTypeError:
-    """The error for what is neither a file nor a directory."""
+    """The error for a path that must name a regular file, and names something else."""
+    kind = _SPECIAL.get(stat.S_IFMT(mode), "something else")
     return SourceTypeError(
         "a checkpoint is read at many places, so it must be a file",
         where=path,
-        found=_SPECIAL.get(stat.S_IFMT(mode), "something else"),
-        remedy="write what comes through it to a file first",
+        expected="a regular file",
+        found=kind,
+        remedy="give the path of a file" if stat.S_ISDIR(mode) else "write what comes through it to a file first",
     )
 
 

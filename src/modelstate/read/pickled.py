@@ -29,6 +29,17 @@ class Refused:
     def __repr__(self) -> str:
         return f"<refused {self.name}>"
 
+    @property
+    def module_fields(self) -> dict[str, Any] | None:
+        """The attributes of the object, where it is a `torch.nn.Module`; None for any other."""
+        state = self.held[-1] if self.held else None
+        if type(state) is tuple and len(state) == 2:  # of a class with slots
+            state = state[0]
+        if not isinstance(state, dict):
+            return None
+        is_module = all(isinstance(state.get(name), dict) for name in ("_parameters", "_buffers", "_modules"))
+        return state if is_module else None
+
 
 class Flawed:
     """An inert placeholder for a tensor that is not read here, or contradicts itself."""

@@ -12,6 +12,7 @@ The headers of all shards are read at opening, each once.
 """
 
 import os
+import re
 import stat
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -36,8 +37,11 @@ from modelstate.spec import Contents, Stored
 
 MAX_INDEX_BYTES = 100_000_000
 MAX_NAMES = 1_000_000
+MAX_SHARDS = 100_000
+"""Files that one index may name: a hundred times what the largest models have."""
 WEIGHT_MAP = "weight_map"
 INDEX_SUFFIX = ".index.json"
+_PLAIN_NAME = re.compile(r"\w[\w.-]*", re.ASCII)
 _MOST_SAID = 100
 _MOST_TRIES = 20
 
@@ -147,7 +151,7 @@ def read_index(index_path: str) -> _Index:
             elif weight_map is not None:
                 raise RepeatedKeyError(key, json.at, json.excerpt())
             else:
-                weight_map = json.strings(MAX_NAMES)
+                weight_map = json.strings(MAX_NAMES, MAX_SHARDS)
         json.end()
     except RepeatedKeyError as error:
         raise DuplicateNameError(
@@ -183,12 +187,7 @@ def safe_paths(index_path: str, directory: str, shards: list[str]) -> list[str]:
     """
     unsafe = [quote(shard) for shard in shards if not _is_below(shard)]
     paths = [] if unsafe else [os.path.join(directory, shard) for shard in shards]
-    roots = _roots(index_path, directory)
-    unsafe += [
-        f"{quote(shard)} -> {os.path.realpath(path)}"
-        for shard, path in zip(shards, paths, strict=False)
-        if not any(os.path.realpath(path).startswith(os.path.join(root, "")) for root in roots)
-    ]
+    unsafe += _links_outside(shards, paths, _roots(index_path, directory))
     if unsafe:
         raise UnsafePathError(
             "the index names files outside its directory",
@@ -203,7 +202,7 @@ def safe_paths(index_path: str, directory: str, shards: list[str]) -> list[str]:
         raise MissingShardError(
             f"{len(missing)} of {len(shards)} shards are missing",
             where=index_path,
-            expected=f"in {directory or '.'}: {', '.join(map(quote, missing))}",
+            expected=f"in {directory or '.'}: {_some(map(quote, missing), most=20)}",
             remedy="finish the download or the copy",
         )
     try:
@@ -217,9 +216,39 @@ def safe_paths(index_path: str, directory: str, shards: list[str]) -> list[str]:
 
 
 def _is_below(shard: str) -> bool:
-    """Whether the name stays below its directory, as any system would read it."""
+    """Whether the name is that of a file below its directory, as any system would read it."""
+    if _PLAIN_NAME.fullmatch(shard):
+        return True
+    try:
+        os.fsencode(shard)
+    except UnicodeEncodeError:  # half of a surrogate pair, which a pickle can have
+        return False
     kinds = (PurePosixPath(shard), PureWindowsPath(shard))
-    return "\0" not in shard and not any(kind.anchor or kind.is_absolute() or ".." in kind.parts for kind in kinds)
+    return (
+        "\0" not in shard
+        and bool(kinds[0].name)
+        and not any(kind.anchor or kind.is_absolute() or ".." in kind.parts for kind in kinds)
+    )
+
+
+def _links_outside(shards: Sequence[str], paths: Sequence[str], roots: Sequence[str]) -> list[str]:
+    """The shards whose symbolic links lead outside of all roots, each with the place that it leads to.
+
+    Each directory is resolved once; the shards themselves only where they are links.
+    """
+    prefixes = tuple(os.path.join(root, "") for root in roots)
+    resolved: dict[str, str] = {}
+    found = []
+    for shard, path in zip(shards, paths, strict=False):
+        parent, name = os.path.split(path)
+        if parent not in resolved:
+            resolved[parent] = os.path.realpath(parent)
+        real = os.path.join(resolved[parent], name)
+        if real.startswith(prefixes) and os.path.islink(real):
+            real = os.path.realpath(real)
+        if not real.startswith(prefixes):
+            found.append(f"{quote(shard)} -> {real}")
+    return found
 
 
 def _roots(index_path: str, directory: str) -> list[str]:

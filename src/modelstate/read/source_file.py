@@ -5,6 +5,7 @@ from types import TracebackType
 
 from modelstate.errors import OpenError, ReadFailedError, SourceAccessError, SourceNotFoundError, TruncatedFileError
 from modelstate.read import system
+from modelstate.read.paths import NOT_FOUND, not_found, open_regular
 from modelstate.read.stamp import note
 
 MAX_STRUCTURE_BYTES = 2**31
@@ -19,16 +20,27 @@ class SourceFile:
     """Where it begins, in bytes from the beginning of the file at `path`."""
 
     def __init__(self, path: str) -> None:
-        """Raises `SourceNotFoundError`, `SourceAccessError`, or `ReadFailedError` for other errors of the system."""
+        """Opens a regular file.
+
+        Raises:
+            SourceNotFoundError: There is no file, or a symbolic link leads to none.
+            SourceTypeError: A pipe, a socket, a device or a directory.
+            SourceAccessError: The permission to read is missing.
+            ReadFailedError: Any other error of the system.
+        """
         self.path = path
         try:
-            self._descriptor, self.nbytes = _opened(path)
-        except FileNotFoundError as error:
-            raise SourceNotFoundError("there is no such file", where=path) from error
+            self._descriptor, status = open_regular(path)
         except PermissionError as error:
             raise SourceAccessError("the file may not be read", where=path, remedy=f"chmod u+r {path}") from error
         except OSError as error:
-            raise ReadFailedError("the file cannot be opened", where=path, found=error) from error
+            if error.errno not in NOT_FOUND:
+                raise ReadFailedError("the file cannot be opened", where=path, found=error) from error
+            if os.path.islink(path):
+                raise not_found(path, path) from error
+            raise SourceNotFoundError("there is no such file", where=path) from error
+        note(path, status)
+        self.nbytes = status.st_size
 
     def __enter__(self) -> "SourceFile":
         return self
@@ -38,16 +50,16 @@ class SourceFile:
     ) -> None:
         os.close(self._descriptor)
 
-    def read(self, start: int, nbytes: int, what: str) -> bytes:
-        """Exactly `nbytes` bytes; `TruncatedFileError` where the file ends before."""
+    def read(self, start: int, nbytes: int, what: str, most_bytes: int = MAX_STRUCTURE_BYTES) -> bytes:
+        """Exactly `nbytes` bytes; `TruncatedFileError` where the file ends before, `OpenError` above `most_bytes`."""
         if start + nbytes > self.nbytes:
             raise self.truncated(what, start + nbytes)
-        if nbytes > MAX_STRUCTURE_BYTES:
+        if nbytes > most_bytes:
             raise OpenError(
                 f"{what} is larger than any checkpoint's",
                 where=self.path,
-                expected=f"at most {MAX_STRUCTURE_BYTES} bytes",
-                found=f"{nbytes} bytes",
+                expected=f"at most {most_bytes:,} bytes",
+                found=f"{nbytes:,} bytes",
             )
         pieces: list[bytes] = []
         while nbytes:
@@ -79,15 +91,10 @@ class SourceFile:
         )
 
 
-def _opened(path: str) -> tuple[int, int]:
-    descriptor = system.open(path, os.O_RDONLY | os.O_CLOEXEC)
-    try:
-        status = system.fstat(descriptor)
-        note(path, status)
-        return descriptor, status.st_size
-    except BaseException:
-        os.close(descriptor)
-        raise
+def read_whole(path: str, most_bytes: int, what: str) -> bytes:
+    """All of a small regular file. Raises what `SourceFile` raises, and `OpenError` for more than `most_bytes`."""
+    with SourceFile(path) as file:
+        return file.read(0, file.nbytes, what, most_bytes)
 
 
 class Section(SourceFile):
@@ -105,12 +112,12 @@ class Section(SourceFile):
     ) -> None:
         pass
 
-    def read(self, start: int, nbytes: int, what: str) -> bytes:
+    def read(self, start: int, nbytes: int, what: str, most_bytes: int = MAX_STRUCTURE_BYTES) -> bytes:
         """As of a file; what is small was read already."""
         if start + nbytes > self.nbytes:
             raise self.truncated(what, start + nbytes)
         if self._all is None:
-            return self._file.read(self._within + start, nbytes, what)
+            return self._file.read(self._within + start, nbytes, what, most_bytes)
         return self._all[start : start + nbytes]
 
 

@@ -6,8 +6,9 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import NamedTuple
 
-from modelstate.errors import ReadFailedError
+from modelstate.errors import ReadFailedError, SourceTypeError
 from modelstate.read import system
+from modelstate.read.paths import open_regular
 
 _WHILE = "the file has changed while it was read"
 
@@ -63,16 +64,18 @@ def open_unchanged(path: str, expected: Stamp | None, flags: int = 0) -> int:
     Raises `ReadFailedError` where it is not the file of the stamp.
     """
     try:
-        descriptor = system.open(path, os.O_RDONLY | os.O_CLOEXEC | flags)
-    except OSError as error:
+        descriptor, status = open_regular(path, flags)
+    except (OSError, SourceTypeError) as error:
         raise ReadFailedError(
-            "the file can no longer be opened", where=path, found=error, remedy="open the checkpoint again"
+            "the file can no longer be opened",
+            where=path,
+            found=error.found if isinstance(error, SourceTypeError) else error,
+            remedy="open the checkpoint again",
         ) from error
-    try:
-        _compare(descriptor, path, expected, "the file has changed since it was opened")
-    except BaseException:
+    found = _stamp(status)
+    if expected is not None and found != expected:
         os.close(descriptor)
-        raise
+        raise _changed(path, expected, found, "the file has changed since it was opened")
     return descriptor
 
 
@@ -82,7 +85,12 @@ def check_unchanged(descriptor: int, path: str, expected: Stamp | None) -> None:
     To be called when all has been read and before the descriptor is closed: what a file was changed to while it was
     read may have been read in part. The name may have been given to another file meanwhile, which changes nothing.
     """
-    _compare(descriptor, path, expected, _WHILE)
+    try:
+        found = _stamp(system.fstat(descriptor))
+    except OSError as error:
+        raise ReadFailedError("the file's size and time cannot be read", where=path, found=error) from error
+    if expected is not None and found != expected:
+        raise _changed(path, expected, found, _WHILE)
 
 
 def check_mapped(path: str, expected: Stamp, nbytes: int) -> None:
@@ -97,15 +105,6 @@ def check_mapped(path: str, expected: Stamp, nbytes: int) -> None:
         found = expected._replace(nbytes=nbytes)  # the name belongs to another file
     if found != expected:
         raise _changed(path, expected, found, _WHILE)
-
-
-def _compare(descriptor: int, path: str, expected: Stamp | None, what: str) -> None:
-    try:
-        found = _stamp(system.fstat(descriptor))
-    except OSError as error:
-        raise ReadFailedError("the file's size and time cannot be read", where=path, found=error) from error
-    if expected is not None and found != expected:
-        raise _changed(path, expected, found, what)
 
 
 def _changed(path: str, expected: Stamp, found: Stamp, what: str) -> ReadFailedError:

@@ -1,5 +1,6 @@
 """The stream that `torch.save` wrote before 1.6: five pickles, then each storage with its length in front."""
 
+import re
 import struct
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -27,6 +28,14 @@ FORMAT = "torch legacy"
 MAGIC = 0x1950A86A20F9469CFC6C
 VERSION = 1001
 
+_MAGIC_PICKLE = re.compile(
+    rb"(?:\x80[\x02-\x05](?:\x95.{8})?\x8a\x0a%b|L%dL?\n)\."
+    % (re.escape(MAGIC.to_bytes(10, "little", signed=True)), MAGIC),
+    re.DOTALL,
+)
+"""The pickle of `MAGIC` that such a stream begins with, as the protocols from 0 to 5 write it. A safetensors file may
+begin with \\x80 too, as the first byte of a length."""
+
 _FIRST_BYTES = 1 << 20
 """Read at first. The pickles of a model fit; a larger one is read again, four times as much."""
 
@@ -39,12 +48,7 @@ def matches(head: bytes) -> bool:
 
 
 def _is_stream(head: bytes) -> bool:
-    if not head.startswith((b"\x80", b"L")):
-        return False
-    try:
-        return unpickle(head, 0, _no_storage, TorchGlobals())[0] == MAGIC
-    except OpenError:
-        return False
+    return _MAGIC_PICKLE.match(head) is not None
 
 
 def _is_tar(head: bytes) -> bool:

@@ -85,7 +85,14 @@ class _Flattener:
         found: list[tuple[str, Any, bool]] = []
         has_tensors = False
         place = len(self.flat.containers)
-        children = list(items_of(node))
+        try:
+            children = list(items_of(node))
+        except Exception as error:  # of a key of any class
+            raise SourceTypeError(
+                "a key has no text, which is a part of names",
+                where=f"{self.where}, at {path[:80]!r}",
+                found=f"str() of it raises {type(error).__name__}",
+            ) from error
         self.nodes += len(children)
         for name, child in children:
             below = f"{path}.{name}" if depth else name

@@ -11,6 +11,8 @@ from torch.nn.parameter import is_lazy
 
 from modelstate.errors import CodecError
 from modelstate.read.checkpoint import Checkpoint
+from modelstate.read.pickled import Refused
+from modelstate.read.tree import is_container, items_of
 from modelstate.report.text import columns, count, shorten
 from modelstate.report.tree import MAX_RUNS, build, is_number, rows
 from modelstate.spec import StoredTensor, TensorSpec
@@ -47,6 +49,19 @@ def inspect_json(checkpoint: Checkpoint) -> str:
         },
         indent=2,
     )
+
+
+def left_out(checkpoint: Checkpoint) -> list[str]:
+    """The classes of the objects that `skip_forbidden` has left out of a checkpoint."""
+    found: dict[str, None] = {}
+    waiting = [checkpoint.contents.tree]
+    while waiting:
+        node = waiting.pop()
+        if isinstance(node, Refused):
+            found[node.name] = None
+        elif is_container(node):
+            waiting += [value for _, value in items_of(node)]
+    return sorted(found)
 
 
 def _heading(checkpoint: Checkpoint) -> str:
@@ -188,7 +203,15 @@ def _plain(value: Any) -> Any:
     if isinstance(value, torch.Tensor):
         return f"tensor({list(value.shape)}, {_dtype(value.dtype)})"
     if isinstance(value, Mapping):
-        return {str(key): _plain(item) for key, item in value.items()}
+        return {key if isinstance(key, str) else _repr(key): _plain(item) for key, item in value.items()}
     if isinstance(value, Sequence | set | frozenset) and not isinstance(value, bytes | bytearray | memoryview):
         return [_plain(item) for item in value]
-    return shorten(repr(value), 1000)
+    return shorten(_repr(value), 1000)
+
+
+def _repr(value: object) -> str:
+    """The value as text; where its class fails to give one, its class and the error."""
+    try:
+        return repr(value)
+    except Exception as error:
+        return f"<{type(value).__qualname__}, whose repr raises {type(error).__name__}>"

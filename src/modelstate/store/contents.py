@@ -1,6 +1,7 @@
 """What is in a checkpoint of a store: opened, read and verified."""
 
 import os
+import stat
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -11,11 +12,11 @@ from modelstate.errors import (
     ModelStateError,
     NewerManifestError,
     OpenError,
-    ReadFailedError,
 )
 from modelstate.read.checkpoint import Checkpoint
 from modelstate.read.digests import digest
 from modelstate.read.open import open as open_checkpoint
+from modelstate.read.source_file import SourceFile
 from modelstate.store.record import Entry, damaged
 
 
@@ -24,11 +25,13 @@ def why_not_whole(directory: str, entries: Mapping[str, Entry]) -> str:
     for entry in entries.values():
         for name, file in entry.files.items():
             try:
-                nbytes = os.stat(os.path.join(directory, name)).st_size
+                status = os.stat(os.path.join(directory, name))
             except OSError as error:
                 return f"{name}: {error.strerror}"
-            if nbytes != file.nbytes:
-                return f"{name} has {nbytes:,} bytes, not {file.nbytes:,}"
+            if not stat.S_ISREG(status.st_mode):
+                return f"{name} is not a regular file"
+            if status.st_size != file.nbytes:
+                return f"{name} has {status.st_size:,} bytes, not {file.nbytes:,}"
     return ""
 
 
@@ -61,12 +64,11 @@ def verify(directory: str, entry: Entry, on_read: Callable[[int], None] | None =
 
 def _verify_heads(directory: str, entry: Entry) -> None:
     for name, file in entry.files.items():
-        path = os.path.join(directory, name)
         try:
-            with open(path, "rb") as opened_file:
-                found = digest(opened_file.read(file.head_bytes))
-        except OSError as error:
-            raise ReadFailedError("reading failed", where=path, found=error) from error
+            with SourceFile(os.path.join(directory, name)) as opened_file:
+                found = digest(opened_file.read(0, file.head_bytes, "its header"))
+        except OpenError as error:
+            raise damaged(directory, _in_short(error)) from error
         if found != file.head:
             raise damaged(directory, f"{name}: what it says of its tensors is not what was written")
 

@@ -18,6 +18,7 @@ from modelstate.read import safetensors, sharded
 from modelstate.read.digests import digest
 from modelstate.read.manifest import KEY
 from modelstate.read.sharded import INDEX_SUFFIX
+from modelstate.read.source_file import SourceFile
 from modelstate.store.record import Entry, FileRecord
 from modelstate.write import system
 from modelstate.write.blocks import digests_of
@@ -94,8 +95,8 @@ def _is_untouched(path: str, record: FileRecord, doubtful: Set[tuple[int, int]])
         return False
     if (found.st_size, found.st_mtime_ns) != (record.nbytes, record.mtime_ns):
         return False
-    with open(path, "rb") as file:
-        return digest(file.read(record.head_bytes)) == record.head
+    with SourceFile(path) as file:
+        return digest(file.read(0, record.head_bytes, "its header")) == record.head
 
 
 def write_entry(
@@ -184,10 +185,11 @@ def _write_file(files: _Files, key: str, tensors: Mapping[str, torch.Tensor]) ->
 def _record(directory: str, name: str) -> FileRecord:
     path = os.path.join(directory, name)
     found = os.stat(path)
-    with open(path, "rb") as file:
-        head = file.read() if name.endswith(INDEX_SUFFIX) else file.read(8)
+    with SourceFile(path) as file:
+        nbytes = file.nbytes
         if not name.endswith(INDEX_SUFFIX):
-            head += file.read(int.from_bytes(head, "little"))
+            nbytes = 8 + int.from_bytes(file.read(0, 8, "the length of its header"), "little")
+        head = file.read(0, nbytes, "its header")
     return FileRecord(found.st_size, found.st_mtime_ns, len(head), digest(head))
 
 

@@ -13,6 +13,7 @@ import fcntl
 import json
 import os
 import socket
+import stat
 import threading
 import time
 import weakref
@@ -162,13 +163,17 @@ class WriterLock:
             raise self._no_access(error) from error
 
     def _lock_file(self, directory: int) -> _Held:
-        flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
+        flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
         for _ in range(_TRIES):
             try:
                 descriptor = os.open(LOCK_FILE, flags, 0o666, dir_fd=directory)
             except OSError as error:
+                if error.errno == errno.ENXIO:
+                    raise self._not_a_file() from error
                 raise self._no_access(error) from error
             try:
+                if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+                    raise self._not_a_file()
                 locked = self._take(descriptor)
                 if _is_at(descriptor, self._path):
                     now = time.time()
@@ -209,6 +214,15 @@ class WriterLock:
             where=self.directory,
             found=error,
             remedy=_MOUNT,
+        )
+
+    def _not_a_file(self) -> StoreAccessError:
+        return StoreAccessError(
+            "the directory cannot be locked for writing",
+            where=self._path,
+            expected="a regular file, or none",
+            found="a pipe, a socket or a device",
+            remedy=f"remove {LOCK_FILE}",
         )
 
     def _no_access(self, error: OSError) -> StoreAccessError:

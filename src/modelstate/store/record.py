@@ -7,8 +7,10 @@ from dataclasses import dataclass, field
 from datetime import datetime
 from typing import Any
 
-from modelstate.errors import ChecksumError, DamagedCheckpointError, NewerManifestError
+from modelstate.errors import ChecksumError, DamagedCheckpointError, NewerManifestError, OpenError, ReadFailedError
 from modelstate.read.digests import OPEN_SEAL, SEAL, check_seal, sealed
+from modelstate.read.safetensors import MAX_HEADER_BYTES
+from modelstate.read.source_file import read_whole
 from modelstate.store.layout import RECORD_FILE
 from modelstate.store.objects import KINDS
 from modelstate.version import __version__
@@ -17,6 +19,8 @@ FORMAT = 1
 """The version of what is described here. A reader refuses what is newer."""
 MAX_BYTES = 64_000_000
 """Of the text: a reader refuses more."""
+_MAX_HEAD_BYTES = 8 + MAX_HEADER_BYTES
+"""Of a header with its length; an index may not have more either."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,12 +97,11 @@ def read_record(directory: str) -> Record:
     """
     path = os.path.join(directory, RECORD_FILE)
     try:
-        with open(path, "rb") as file:
-            data = file.read(MAX_BYTES + 1)
-    except OSError as error:
-        raise damaged(directory, f"{RECORD_FILE} cannot be read: {error.strerror}") from error
+        data = read_whole(path, MAX_BYTES, RECORD_FILE)
+    except (OpenError, ReadFailedError) as error:
+        raise damaged(directory, f"{RECORD_FILE} cannot be read: {error.what}, {error.found}".rstrip(" ,")) from error
     try:
-        said = json.loads(data) if len(data) <= MAX_BYTES else None
+        said = json.loads(data)
     except (ValueError, RecursionError) as error:
         raise damaged(directory, f"{RECORD_FILE} is no JSON: {error}") from error
     if type(said) is not dict:
@@ -121,6 +124,8 @@ def read_record(directory: str) -> Record:
 
 
 def _parsed(said: dict[str, Any]) -> Record:
+    if type(said["format"]) is not int:
+        raise ValueError(f"format {str(said['format'])[:80]!r}")
     entries = {}
     for key, one in said["entries"].items():
         files = {name: _file(*said) for name, said in one.get("files", {}).items()}
@@ -139,8 +144,8 @@ def _parsed(said: dict[str, Any]) -> Record:
 def _file(nbytes: Any, mtime_ns: Any, head_bytes: Any, head: Any) -> FileRecord:
     if not type(nbytes) is type(mtime_ns) is type(head_bytes) is int or type(head) is not str:
         raise ValueError("what is said of a file is not what it must be")
-    if not 0 <= head_bytes <= nbytes:
-        raise ValueError("a file whose head is longer than it is")
+    if not 0 <= head_bytes <= min(nbytes, _MAX_HEAD_BYTES):
+        raise ValueError(f"a file of {nbytes:,} bytes with a header of {head_bytes:,}")
     return FileRecord(nbytes, mtime_ns, head_bytes, head)
 
 

@@ -12,11 +12,14 @@ from modelstate.errors import (
     ForeignCheckpointError,
     ModelStateError,
     NewerManifestError,
+    OpenError,
     OptionError,
     ReadFailedError,
+    SourceNotFoundError,
     StepNotFoundError,
 )
 from modelstate.read.digests import OPEN_SEAL, SEAL, check_seal, sealed
+from modelstate.read.source_file import read_whole
 from modelstate.store import contents
 from modelstate.store.layout import PIN_FILE, RECORD_FILE, STORE_FILE, Place, places
 from modelstate.store.record import Record, damaged, read_record
@@ -162,12 +165,28 @@ class Shelf:
 
         Where the file that says so is lost or damaged, it is what most of the checkpoints say.
         """
-        return _name_said(self.directory) or _most_common(self._records())
+        return _stored_name(self.directory) or _most_common(self._records())
 
     def ensure_name(self) -> str:
-        """The name, which is written down if it was not. Raises what writing raises, and `NewerManifestError`."""
-        if said := _name_said(self.directory, must_be_known=True):
-            return said
+        """The name, which is written down if it was not.
+
+        Raises what writing raises, `NewerManifestError`, and `OpenError` or `ReadFailedError` where `store.json` is
+        there and cannot be read: it may hold the name, and another one would make all checkpoints foreign.
+        """
+        try:
+            name, version = _read_store_file(self.directory)
+            if not (type(version) is int and version <= FORMAT):
+                raise NewerManifestError(
+                    "the store is that of a newer version of modelstate",
+                    where=os.path.join(self.directory, STORE_FILE),
+                    expected=f"format {FORMAT} or older",
+                    found=f"format {str(version)[:80]}",
+                    remedy="update modelstate, or take another directory",
+                )
+            if name:
+                return name
+        except (SourceNotFoundError, DamagedCheckpointError):
+            pass  # it is written below
         name = _most_common(self._records()) or os.urandom(8).hex()
         text = json.dumps({SEAL: OPEN_SEAL, "format": FORMAT, "store": name}).encode() + b"\n"
         with atomic_file(os.path.join(self.directory, STORE_FILE), overwrite=True) as output:
@@ -176,7 +195,7 @@ class Shelf:
 
     def _look(self) -> list[Found]:
         records = [(place, *self._read(place)) for place in self._places()]
-        mine = _name_said(self.directory) or _most_common(record for _, record, _ in records if record is not None)
+        mine = _stored_name(self.directory) or _most_common(record for _, record, _ in records if record is not None)
         return [self._found(place, record, error, mine) for place, record, error in records]
 
     def _found(self, place: Place, record: Record | None, error: ModelStateError | None, mine: str) -> Found:
@@ -233,30 +252,47 @@ class _Records:
         return record
 
 
-def _name_said(directory: str, must_be_known: bool = False) -> str:
-    """The name that stands in `store.json`; empty where that is not there, or damaged."""
+def _read_store_file(directory: str) -> tuple[str, object]:
+    """The name in `store.json`, and the version of the format that the file states.
+
+    Raises `OpenError` and `ReadFailedError` where the file cannot be read, and `DamagedCheckpointError` where its
+    content is not what was written.
+    """
     path = os.path.join(directory, STORE_FILE)
+    data = read_whole(path, _MAX_BYTES, STORE_FILE)
     try:
-        with open(path, "rb") as file:
-            data = file.read(_MAX_BYTES)
         said = json.loads(data)
         check_seal(data, said[SEAL], path)
         name, version = said["store"], said["format"]
-    except OSError as error:
-        if must_be_known and not isinstance(error, FileNotFoundError):
-            raise  # it may stand there, and another one would make all checkpoints foreign
-        return ""
-    except (ValueError, LookupError, TypeError, RecursionError, ChecksumError):
-        return ""
-    if must_be_known and version > FORMAT:
-        raise NewerManifestError(
-            "the store is that of a newer version of modelstate",
+        if type(name) is not str:
+            raise ValueError(f"a name of type {type(name).__name__}")
+    except (ValueError, LookupError, TypeError, AttributeError, RecursionError, ChecksumError) as error:
+        raise DamagedCheckpointError(
+            "the file that has the store's name is damaged",
             where=path,
-            expected=f"format {FORMAT} or older",
-            found=f"format {version}",
-            remedy="update modelstate, or take another directory",
-        )
-    return str(name)
+            found="its content does not have its digest"
+            if isinstance(error, ChecksumError)
+            else f"{type(error).__name__}: {error}",
+            remedy="the checkpoints can be used: they have the name too, and the next save writes the file again",
+        ) from error
+    return name, version
+
+
+def store_file_problem(directory: str) -> str:
+    """What is wrong with `store.json`; empty where nothing is, and where the directory has no such file."""
+    try:
+        _read_store_file(directory)
+    except (OpenError, ReadFailedError, DamagedCheckpointError) as error:
+        return str(error) if os.path.lexists(os.path.join(directory, STORE_FILE)) else ""
+    return ""
+
+
+def _stored_name(directory: str) -> str:
+    """The name in `store.json`; empty where the file is missing or damaged."""
+    try:
+        return _read_store_file(directory)[0]
+    except (OpenError, ReadFailedError, DamagedCheckpointError):
+        return ""
 
 
 def _most_common(records: Iterator[Record]) -> str:

@@ -25,7 +25,7 @@ from modelstate.read.checkpoint import Checkpoint
 from modelstate.read.paths import local_path
 from modelstate.store import contents
 from modelstate.store.arguments import is_number
-from modelstate.store.layout import PIN_FILE, name_of
+from modelstate.store.layout import PIN_FILE, STORE_FILE, name_of
 from modelstate.store.lock import WriterLock, check_directory
 from modelstate.store.objects import MODULE, captured, targets_of
 from modelstate.store.publishing import Job, clear, discard, make_directory, publish
@@ -34,7 +34,7 @@ from modelstate.store.record import Record
 from modelstate.store.restoring import Restored, RulesOf, restore_objects
 from modelstate.store.retention import CheckpointInfo, Keep, as_keep
 from modelstate.store.saving import PendingSave, SavedStep
-from modelstate.store.shelf import Found, Shelf
+from modelstate.store.shelf import Found, Shelf, store_file_problem
 from modelstate.store.staging import Staging
 from modelstate.write import system
 from modelstate.write.draft import draft
@@ -366,15 +366,31 @@ class Store:
         """
         return tuple(found.info for found in (self._shelf.by_age() if by_age else self._shelf.steps()))
 
-    def verify(self, step: int | None = None) -> dict[int, str]:
+    def verify(self, step: int | None = None) -> dict[int | str, str]:
         """Reads checkpoints, one or all, and compares every byte with its digest.
 
-        Returns what is wrong by the step; empty text where nothing is. Raises `StepNotFoundError`.
+        Args:
+            step: the checkpoint to read; all of them without it, and the store's own file `store.json` as well.
+
+        Returns:
+            What is wrong by the step; empty text where nothing is. Where `store.json` is damaged, what is wrong with it
+            stands under "store.json".
+
+        Raises:
+            StepNotFoundError: There is no such step.
+
+        Example:
+            >>> damaged = {step: problem for step, problem in store.verify().items() if problem}
         """
         self.wait()
         every = self._shelf.steps() if step is None else [self._shelf.step(step)]
-        problems = {found.place.step: problem_of(self._shelf, found) for found in every}
-        return {number: problem for number, problem in problems.items() if problem is not None}
+        problems: dict[int | str, str] = {}
+        if step is None and (problem := store_file_problem(self.directory)):
+            problems[STORE_FILE] = problem
+        for found in every:
+            if (of_step := problem_of(self._shelf, found)) is not None:
+                problems[found.place.step] = of_step
+        return problems
 
     # Keeping.
 
@@ -504,7 +520,8 @@ def _directory(given: object) -> str:
     except SourceTypeError as error:
         raise SaveTargetError("this can be no directory", where=repr(text[:80]), found=error.what) from error
     if os.path.lexists(path) and not os.path.isdir(path):
-        raise SaveTargetError("a store is a directory", where=path, found="a file", remedy="take another path")
+        found = "a symbolic link to something that is not there" if not os.path.exists(path) else "a file"
+        raise SaveTargetError("a store is a directory", where=path, found=found, remedy="take another path")
     return path
 
 
