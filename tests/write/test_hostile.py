@@ -3,7 +3,8 @@
 import json
 import random
 import time
-from collections.abc import Iterator
+import tracemalloc
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from safetensors.torch import load_file, save_file
 from torch.testing._internal.two_tensor import TwoTensor
 
 import modelstate as ms
-from modelstate.errors import ManifestError
+from modelstate.errors import ManifestError, UnsavableError
 from modelstate.read.digests import OPEN_SEAL, SEAL, sealed
 from modelstate.read.manifest import KEY
 from tests.write.saves import NAME
@@ -191,3 +192,58 @@ def test_a_digest_of_what_has_none(tmp_path: Path) -> None:
 def test_an_index_of_others_that_mentions_ours(tmp_path: Path) -> None:
     path = index_of(tmp_path, {"total_size": 48, "note": f"once had a {SEAL}"})
     assert list(ms.open(path)) == ["a", "b"]
+
+
+EXPANDED: dict[str, Callable[[], dict[str, torch.Tensor]]] = {
+    "stride 0": lambda: {"v": torch.ones(3), "w": torch.zeros(1, dtype=torch.int8).expand(10**7, 10**7)},
+    "rows": lambda: {"w": torch.zeros(1, 10**4).expand(10**8, 10**4)},
+    "many views": lambda: {
+        f"w{n}": one for n, one in enumerate(torch.zeros(2 << 20, dtype=torch.int8).unfold(0, 1 << 20, 800))
+    },
+}
+"""Tensors that show the few bytes which are stored of them again and again."""
+COPIES: dict[str, Callable[[Path, Path], object]] = {
+    "save": lambda old, new: ms.save(ms.open(old), new),
+    "convert": lambda old, new: ms.convert_checkpoint(old, new),
+    "rules": lambda old, new: ms.convert_checkpoint(old, new, rules=[ms.Prefix(add="net.")]),
+    "cast by rule": lambda old, new: ms.convert_checkpoint(old, new, rules=[ms.Cast("*", torch.float64)]),
+    "shards": lambda old, new: ms.convert_checkpoint(old, new, shard_size_bytes=1 << 20),
+}
+
+
+@pytest.mark.parametrize("make", EXPANDED.values(), ids=EXPANDED)
+@pytest.mark.parametrize("copy", COPIES.values(), ids=COPIES)
+@pytest.mark.parametrize("name", ["new.safetensors", "new.pt"])
+def test_a_small_file_does_not_become_a_huge_one(
+    tmp_path: Path, make: Callable[[], dict[str, torch.Tensor]], copy: Callable[[Path, Path], object], name: str
+) -> None:
+    torch.save(make(), tmp_path / "old.pt")
+    if copy is COPIES["shards"] and name == "new.pt":
+        pytest.skip("no shards in this format")
+    tracemalloc.start()
+    try:
+        with pytest.raises(UnsavableError, match="so often that a file of them would be far larger"):
+            copy(tmp_path / "old.pt", tmp_path / name)
+        assert tracemalloc.get_traced_memory()[1] < 64 << 20
+    finally:
+        tracemalloc.stop()
+    assert {path.name for path in tmp_path.iterdir()} == {"old.pt"}
+
+
+def test_a_live_tensor_that_is_expanded_far_is_refused_by_name(tmp_path: Path) -> None:
+    with pytest.raises(UnsavableError) as caught:
+        ms.save(EXPANDED["stride 0"](), tmp_path / NAME)
+    assert caught.value.where.endswith(": w")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_expanded_tensors_of_models_are_saved_in_full(tmp_path: Path) -> None:
+    state = {
+        "mask": torch.tensor([True]).expand(1, 1, 2048, 2048),
+        "ids": torch.arange(512).expand(1, 512),
+        "batch": torch.randn(64).expand(1000, 64),
+    }
+    torch.save(state, tmp_path / "old.pt")
+    ms.save(ms.open(tmp_path / "old.pt"), tmp_path / NAME)
+    found = ms.open(tmp_path / NAME)
+    assert all(torch.equal(found.tensor(name), value) for name, value in state.items())

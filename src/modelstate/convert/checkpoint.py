@@ -10,6 +10,7 @@ import torch
 
 from modelstate.errors import CodecError, OptionError, RuleError
 from modelstate.plan.derived import Derived, to_be_computed, values_of
+from modelstate.plan.derived import Source as DerivedSource
 from modelstate.plan.explain import explain
 from modelstate.plan.incoming import Undecoded, renamed_versions
 from modelstate.plan.problems import IdlePattern, Problem
@@ -22,7 +23,7 @@ from modelstate.read.open import open as open_checkpoint
 from modelstate.read.pickled import Refused
 from modelstate.spec import Stored
 from modelstate.write.atomic import LOCK_TIMEOUT_SECONDS, check
-from modelstate.write.later import whole
+from modelstate.write.later import storages_of, whole
 from modelstate.write.save import SaveReport, check_options, target_path, write_state
 from modelstate.write.streamed import Making, allowed, around, streamed
 
@@ -129,4 +130,13 @@ def _made(making: Making, checkpoint: Checkpoint, name: str, entry: Entry) -> An
         return making.tensor(content, name)
     to = making.cast_of(content, name) or content.dtype
     needed = content.scratch_bytes + content.result_bytes
-    return whole(to, content.shape, content, lambda: values_of(content, checkpoint.read), needed)
+    storages = _storages_of(content)
+    return whole(to, content.shape, content, lambda: values_of(content, checkpoint.read), needed, storages)
+
+
+def _storages_of(source: DerivedSource) -> dict[object, int]:
+    parts = source.parts if isinstance(source, Derived) else ()
+    found = {} if isinstance(source, Derived) else dict(storages_of(source))
+    for part in parts:
+        found |= _storages_of(part)
+    return found

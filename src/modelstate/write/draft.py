@@ -18,7 +18,7 @@ from modelstate.read.json_text import quote
 from modelstate.read.manifest import FORMAT, KEY
 from modelstate.read.tree import EXTRA_STATE
 from modelstate.version import __version__
-from modelstate.write.later import Later
+from modelstate.write.later import Later, check_repeated
 from modelstate.write.safetensors import listed, why_not
 
 _TORCHS_OWN = ("torch.distributed.", "torch.nested.", "torch._subclasses.")
@@ -203,6 +203,7 @@ class _Drafting:
                 found=listed(self._wrong),
                 remedy="convert them, leave them out, or give them other names",
             )
+        check_repeated(self.made.tensors, self._where)
 
     def _put(self, tensor: torch.Tensor) -> str:
         name = f"{self._prefix}{len(self.made.extra_tensors)}"

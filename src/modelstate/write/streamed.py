@@ -17,7 +17,7 @@ from modelstate.read.ranges import read_threads
 from modelstate.read.tree import is_container, rebuild, subtree
 from modelstate.spec import Encoded, Stored, StoredComposite
 from modelstate.words import size
-from modelstate.write.later import Later, later, whole
+from modelstate.write.later import Later, later, storages_of, whole
 
 
 @dataclass(slots=True)
@@ -102,7 +102,7 @@ class Making:
         if isinstance(stored, torch.Tensor):
             if cast is None:
                 return stored
-            return whole(cast, tuple(stored.shape), bytes_key(stored, path), stored.detach, 0)
+            return whole(cast, tuple(stored.shape), bytes_key(stored, path), stored.detach, 0, storages_of(stored))
         if not _is_plain(stored):
             value = self._checkpoint.read(stored)
             if self._cast is not None and value.dtype != self._cast and is_quantized(value):

@@ -16,7 +16,7 @@ from modelstate.write.atomic import LOCK_TIMEOUT_SECONDS, unfinished_file
 from modelstate.write.blocks import write_blocks
 from modelstate.write.checkpoint import write_file
 from modelstate.write.files import Output, write_errors
-from modelstate.write.later import Later
+from modelstate.write.later import Later, check_repeated
 from modelstate.write.safetensors import listed, nbytes_of
 from modelstate.write.streamed import threads_within
 
@@ -113,6 +113,7 @@ def _all_here(
         return
     # Those with wide elements first, so that all lie at multiples of their element's size.
     several = sorted(found.items(), key=lambda item: -item[1].itemsize)
+    check_repeated({names[key]: one for key, one in several}, path)
     threads = threads_within({names[key]: one for key, one in several}, max_memory_bytes, path)
     end = sum(nbytes_of(one) for _, one in several)
     # Nobody else reads this file, which soon has no name.
