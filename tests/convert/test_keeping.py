@@ -199,3 +199,76 @@ def test_blocks_of_several_threads_that_overlap(first_to_leave: int) -> None:
         leave[number].set()
         threads[number].join()
     assert nn.Module._apply is STOCK
+
+
+def with_gradients(other_dtype: bool = False) -> nn.Module:
+    module = network()
+    module(torch.ones(4, 3) * torch.arange(4.0)[:, None]).pow(2).sum().backward()
+    if other_dtype:
+        module.double()
+        for tensor in (*module.parameters(), *module.buffers()):
+            if tensor.is_floating_point():
+                tensor.data = tensor.data.float()  # which leaves the gradient what it is
+    return module
+
+
+def gradients(module: nn.Module) -> list[torch.Tensor]:
+    return [param.grad for param in module.parameters() if param.grad is not None]
+
+
+GRADIENTS: dict[str, Any] = {
+    "share_memory": lambda m: m.share_memory(),
+    "zero_": lambda m: m._apply(lambda t: t.zero_()),
+    "float": lambda m: m.float(),
+    "to": lambda m: m.to(torch.float32),
+    "cpu": lambda m: m.cpu(),
+    "float of what is shared": lambda m: m.share_memory().float(),
+}
+
+
+@pytest.mark.parametrize("other_dtype", [False, True])
+@pytest.mark.parametrize("case", GRADIENTS)
+def test_gradients_become_what_they_become_with_torch(case: str, other_dtype: bool) -> None:
+    ours, torchs = with_gradients(other_dtype), with_gradients(other_dtype)
+    before = gradients(ours)
+    with ms.reference_keeping():
+        GRADIENTS[case](ours)
+    GRADIENTS[case](torchs)
+    assert all(one is other for one, other in zip(gradients(ours), before, strict=True))
+    for one, other in zip(gradients(ours), gradients(torchs), strict=True):
+        assert (one.dtype, one.is_shared()) == (other.dtype, other.is_shared())
+        assert torch.equal(one, other)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_convert_casts_a_gradient_of_another_dtype(dtype: torch.dtype) -> None:
+    module = with_gradients(other_dtype=True)
+    before = gradients(module)
+    assert {grad.dtype for grad in before} == {torch.float64}
+    report = ms.convert(module, dtype)
+    assert {grad.dtype for grad in gradients(module)} == {dtype}
+    assert all(one is other for one, other in zip(gradients(module), before, strict=True))
+    assert len(report.steps) == (0 if dtype is torch.float32 else 6)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_gradients_of_another_dtype_are_what_they_were_after_an_error(dtype: torch.dtype) -> None:
+    module: Any = nn.Sequential(with_gradients(other_dtype=True), FailsLate())
+    module[1].fails = True
+    before, kept = whole(module), gradients(module)
+    for convert in (lambda: ms.convert(module, dtype), lambda: module.to(dtype)):
+        with ms.reference_keeping(), pytest.raises((ArithmeticError, errors.ModelCodeError)):
+            convert()
+        assert whole(module) == before
+        assert all(one is other for one, other in zip(gradients(module), kept, strict=True))
+
+
+class FailsLate(nn.Module):
+    """A module whose own `_apply` raises when it is told to, when what came before it is converted."""
+
+    fails = False
+
+    def _apply(self, fn: Any, recurse: bool = True) -> Any:
+        if self.fails:
+            raise ArithmeticError("late")
+        return super()._apply(fn, recurse)  # type: ignore[no-untyped-call]

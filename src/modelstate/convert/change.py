@@ -5,10 +5,11 @@ from typing import Any
 import torch
 
 from modelstate.errors import ModelStateError, SwapError
-from modelstate.place.swap import become, give_memory, point_to
+from modelstate.place.swap import become, give_grad, give_memory, point_to
 from modelstate.plan.dtypes import device_name, short
 from modelstate.plan.journal import Journal, Write
 from modelstate.plan.memento import has_dispatch
+from modelstate.plan.overlap import same_values
 from modelstate.plan.placement import is_plain
 from modelstate.plan.plan import Step, cast_text
 from modelstate.plan.slots import Slot
@@ -17,6 +18,7 @@ from modelstate.plan.torch_private import can_set_data, payload_of
 Way = tuple[str, str]
 """A placement, and why it was chosen."""
 DATA = "data", "other memory under the same object"
+GRADIENT = "data", "its gradient alone"
 SUBCLASS = "swap", "a tensor subclass: its payload has to change with it"
 _LAYOUT = "swap", "a layout that has no data pointer to be changed"
 _MEMORY = "swap", "has no memory, or will have none"
@@ -35,6 +37,8 @@ def way_of(tensor: torch.Tensor, value: torch.Tensor) -> Way:
         return _LAYOUT
     if torch.nn.parameter.is_lazy(tensor):
         return DATA
+    if type(value) is not type(tensor) and not is_plain(value):
+        return SUBCLASS
     if tensor.is_meta is not value.is_meta:
         return _MEMORY
     if tensor.is_inference() or _stops_training(tensor, value) or not can_set_data(tensor, value):
@@ -74,13 +78,28 @@ class Change(Write):
     def name(self) -> str:
         return self.slot.names[0]
 
+    @property
+    def keeps_values(self) -> bool:
+        """Whether the tensor has the same dtype, device and values afterwards, in other memory: another memory format.
+
+        A graph that waits for backward goes on rightly then. It costs a comparison of all values.
+        """
+        tensor, value = self.target, self.value
+        if self.waits or (tensor.dtype, tensor.device) != (value.dtype, value.device) or tensor.is_meta:
+            return False
+        return same_values(tensor.detach(), value)
+
     def run(self, journal: Journal | None) -> None:
         tensor, value, grad = self.target, self.value, self.grad
         if self.waits:
             value = tensor.to(self.value.dtype)
             if tensor.is_leaf and tensor.grad is not None:
                 grad = tensor.grad.to(self.value.dtype)
-        if self.way is DATA:
+        if self.way is GRADIENT:
+            if self.held_grad is None or grad is None:
+                return
+            undo = give_grad(tensor, self.held_grad, grad)
+        elif self.way is DATA:
             if journal is None and self.held_grad is None:
                 tensor.data = value
                 return

@@ -16,11 +16,11 @@ import torch
 from torch import nn
 
 from modelstate.codec.plain import has_its_memory
-from modelstate.convert.change import DATA, SUBCLASS, Change, Row, carry_out, nbytes_of, way_of
-from modelstate.convert.memory import of_its_own, parts_of
+from modelstate.convert.change import DATA, GRADIENT, SUBCLASS, Change, Row, Way, carry_out, nbytes_of, way_of
+from modelstate.convert.memory import is_referred_to, object_of_its_own, of_its_own, parts_of
 from modelstate.convert.target import Target
 from modelstate.errors import MemoryBudgetError, PlacementError, SwapError, TransformError
-from modelstate.place.holders import holders_of
+from modelstate.place.holders import Holders, holders_of
 from modelstate.place.identity import lost_references
 from modelstate.plan.dtypes import short
 from modelstate.plan.journal import Journal
@@ -30,9 +30,12 @@ from modelstate.plan.shield import uninterrupted
 from modelstate.plan.slots import BUFFER, PARAMETER, Slot, modules_of, slots_of
 from modelstate.plan.torch_private import (
     can_set_data,
+    is_fake,
+    is_faking,
     is_transforming,
     shards_in_use,
     storage_id,
+    use_count,
 )
 
 Apply = Callable[[torch.Tensor], torch.Tensor]
@@ -55,6 +58,14 @@ class Conversion:
         self.notes: list[str] = []
         self.modules = modules_of(root)
         self.slots = slots_of(root)
+        if is_faking() and not all(is_fake(slot.tensor) for slot in self.slots.tensors):
+            raise PlacementError(
+                "within FakeTensorMode a conversion makes tensors without values; nothing has been changed",
+                where=type(root).__name__,
+                expected="tensors with memory, outside of FakeTensorMode; or a module that was made within it",
+                found="a module whose tensors have values",
+                remedy="convert it outside of the mode",
+            )
         self._objects = _registered(self.modules)
         self.peak_bytes = 0
         """The most memory that it takes on top of what the module has, at any time."""
@@ -66,7 +77,13 @@ class Conversion:
         self._returned: list[torch.Tensor] = []
         """What functions have returned: no other tensor may get the identity or the memory of one that is gone."""
         self._grads: dict[int, torch.Tensor] = {}
+        self._exchanged: set[int] = set()
+        """By their ids, those of them that are exchanged with tensors as objects."""
         self._parted: list[list[Slot]] = []
+        self._holders: dict[int, Holders] = {}
+        """Who else holds the module's tensors, by their ids, once that has been looked for."""
+        self._owners: dict[int, int] = {}
+        """How many owners the tensors had then."""
 
     @cached_property
     def _slot_of(self) -> dict[int, Slot]:
@@ -93,6 +110,13 @@ class Conversion:
 
     def record(self, recurse: bool = True) -> None:
         """Makes every new tensor."""
+        try:
+            self._record(recurse)
+        finally:
+            self._returned.clear()
+            self._holders, self._owners = {}, {}  # a traceback must not keep those alive that are to be dropped
+
+    def _record(self, recurse: bool) -> None:
         with _active(self), torch.inference_mode(False), torch.no_grad():
             if recurse and not overriding(self.modules):
                 self._recorded = [(slot, None) for slot in self.slots.tensors]
@@ -101,7 +125,6 @@ class Conversion:
             else:
                 self._base(self.root, None, False)
             self._make()
-        self._returned.clear()
         self.check(self.changes)
 
     def fn(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -182,23 +205,60 @@ class Conversion:
         tensor, target = slot.tensor, self.target
         value = target.make(slot.names[0], tensor) if fn is None else fn(tensor)
         if value is tensor:
+            if not target.by_user:
+                self._make_grad(slot, tensor, fn)
             return
-        old_grad = grad = tensor.grad if tensor.is_leaf else None
+        shared = is_referred_to(value)
         if target.by_user:
             _check_shape(slot.name, tensor, value)
             self._check_alone(slot, value)
             value = of_its_own(value)
-        if grad is not None:
-            if id(grad) not in self._grads:  # else it becomes what it becomes with the tensor that came first
-                self._grads[id(grad)] = grad
-                grad = target.grad(grad, value) if fn is None else fn(grad)
-            if grad is None:
-                self.notes.append(f"{slot.name}: its gradient is dropped, for it does not fit any more")
-        simple = plain and not target.by_user and can_set_data(tensor, value) and not tensor.is_inference()
-        way = DATA if simple else way_of(tensor, value)
+        simple = plain and not target.by_user and is_plain(value) and can_set_data(tensor, value)
+        if simple and not tensor.is_inference():
+            way = DATA
+        else:
+            way = way_of(tensor, value)
+            value = self._exchangeable(slot, value, way, shared)
         if way is SUBCLASS and not target.by_user and (value.dtype, value.device) == (tensor.dtype, tensor.device):
             self.notes.append(f"{slot.name} stays {short(tensor.dtype)}: {type(tensor).__name__} decides that")
+        old_grad, grad = self._new_grad(slot, value, fn)
         self._add(Change(slot, value, way, old_grad, grad))
+
+    def _exchangeable(self, slot: Slot, value: torch.Tensor, way: Way, shared: bool) -> torch.Tensor:
+        """The value, checked, as an object that can be exchanged with the tensor where the way asks for that."""
+        if is_fake(value) and not is_fake(slot.tensor):
+            raise PlacementError(
+                "the function returned a FakeTensor, which has no values; nothing has been changed",
+                where=slot.name,
+                expected="a tensor with memory, or one on the meta device",
+                remedy="convert the module outside of FakeTensorMode",
+            )
+        if way is DATA or (is_plain(slot.tensor) and is_plain(value)):
+            return value
+        self._returned.append(value)  # the ids of those that are gone would be those of others
+        if id(value) in self._exchanged or id(value) in self._slot_of:
+            shared = True
+        self._exchanged.add(id(value))
+        return object_of_its_own(slot.name, slot.tensor, value, shared)
+
+    def _make_grad(self, slot: Slot, value: torch.Tensor, fn: Apply | None) -> None:
+        """Converts the gradient of a tensor that stays what it is, or that the function has changed in place."""
+        old_grad, grad = self._new_grad(slot, value, fn)
+        if old_grad is not None and grad is not old_grad:
+            self._add(Change(slot, slot.tensor, GRADIENT, old_grad, grad))
+
+    def _new_grad(
+        self, slot: Slot, value: torch.Tensor, fn: Apply | None
+    ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+        """The gradient of a tensor that becomes `value`, and what the gradient becomes."""
+        old = slot.tensor.grad if slot.tensor.is_leaf else None
+        if old is None or id(old) in self._grads:  # it becomes what it becomes with the tensor that came first
+            return old, old
+        self._grads[id(old)] = old
+        new = self.target.grad(old, value) if fn is None else fn(old)
+        if new is None:
+            self.notes.append(f"{slot.name}: its gradient is dropped, for it does not fit any more")
+        return old, new
 
     def _put_off(self, slot: Slot, grad: torch.Tensor | None, stand_in: torch.Tensor) -> None:
         """Leaves a cast that is certain to succeed to the end, where the old memory can go at once."""
@@ -235,7 +295,8 @@ class Conversion:
     def _add(self, change: Change) -> None:
         self.changes.append(change)
         self.journal.add(change)
-        self.spend(nbytes_of(change.value) + (nbytes_of(change.grad) if change.grad is not None else 0))
+        new = [] if change.way is GRADIENT else [change.value]
+        self.spend(sum(map(nbytes_of, new if change.grad is None else [*new, change.grad])))
 
     def spend(self, nbytes: int) -> None:
         """Counts memory for something that is there beside the old all the time. Raises `MemoryBudgetError`."""
@@ -270,14 +331,20 @@ class Conversion:
         flat = tensors[0].detach().as_strided((end - start,), (1,), start)
         new = self.target.make(group[0].name, flat)
         if new is flat:
+            for slot in group:
+                self._make_grad(slot, slot.tensor, None)
             return
+        if not is_plain(new) or new.shape != flat.shape or not new.is_contiguous():
+            self._parted.append(list(group))
+            for slot in group:
+                self._make_one(slot, None, True)
+            return
+        start -= int(new.storage_offset())
         for slot in group:
             tensor = slot.tensor
             value = new.as_strided(tensor.size(), tensor.stride(), tensor.storage_offset() - start).detach()
-            old_grad = tensor.grad if tensor.is_leaf else None
-            grad = self.target.grad(old_grad, value) if old_grad is not None else None
-            way = way_of(tensor, value)
-            self._add(Change(slot, value, way, old_grad, grad))
+            old_grad, grad = self._new_grad(slot, value, None)
+            self._add(Change(slot, value, way_of(tensor, value), old_grad, grad))
 
     # Between the phases.
 
@@ -290,14 +357,14 @@ class Conversion:
 
     def _refusal(self, changes: Sequence[Change]) -> SwapError | None:
         """The error, returned so that no frame in its traceback keeps the holders alive."""
-        holders = holders_of(change.target for change in changes if not change.done)
+        holders = self._holders_of([change for change in changes if not change.done and change.way is not GRADIENT])
         found: list[tuple[Change, list[str]]] = []
         for change in changes if holders else ():
             held = holders.get(id(change.target))
-            if held is None:
+            if held is None or change.way is GRADIENT:
                 continue
             texts = held.of_the_graph() if change.way is DATA else held.all()
-            if texts:
+            if texts and not (change.way is DATA and change.keeps_values):
                 found.append((change, texts))
             elif held.views:
                 self.notes.append(f"{change.name}: views of it that were taken before keep the old memory")
@@ -312,6 +379,19 @@ class Conversion:
             found="; ".join(dict.fromkeys(text for _, texts in found[:4] for text in texts)),
             remedy=holders[id(found[0][0].target)].remedy,
         )
+
+    def _holders_of(self, changes: Sequence[Change]) -> dict[int, Holders]:
+        """Who else holds the tensors of changes, by the ids of these. One search for all tensors of the module.
+
+        The search looks at every object of the process. Modules with an `_apply` of their own are checked one by one,
+        so what it has found for one of them is kept for the next, unless a tensor has got other owners since.
+        """
+        held = [change.target for change in changes if use_count(change.target) > 1]
+        if any(self._owners.get(id(tensor)) != use_count(tensor) for tensor in held):
+            tensors = {id(tensor): tensor for tensor in (*held, *(slot.tensor for slot in self.slots.tensors))}
+            self._holders = holders_of(tensors.values())
+            self._owners = {key: use_count(tensor) for key, tensor in tensors.items()}
+        return {id(tensor): self._holders[id(tensor)] for tensor in held if id(tensor) in self._holders}
 
     # Phase two.
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from modelstate.convert.change import Row, step_of
+from modelstate.convert.change import GRADIENT, Row, step_of
 from modelstate.convert.conversion import Conversion, overriding
 from modelstate.convert.keeping import replaced_apply
 from modelstate.convert.target import Made, Target, To, takes_name
@@ -77,7 +77,8 @@ def convert(
             finally:
                 conversion.rollback()
             raise
-        return _report(conversion, [change.row for change in conversion.changes], started)
+        rows = [change.row for change in conversion.changes if change.way is not GRADIENT]
+        return _report(conversion, rows, started)
 
 
 def _record(conversion: Conversion) -> None:

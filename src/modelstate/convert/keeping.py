@@ -8,9 +8,9 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensor
 
 from modelstate.convert.conversion import Conversion, dispatch, running, stock_apply
+from modelstate.plan.torch_private import is_fake, is_faking
 from modelstate.read.quiet import no_collection
 
 Apply = Callable[[torch.Tensor], torch.Tensor]
@@ -28,6 +28,9 @@ class reference_keeping:
     holds then: all or nothing, with parameters, buffers and ties the objects that they were. Errors of the conversion
     itself (`torch` saying that there is no such device) come as torch raises them; that a tensor is held by a graph
     that waits for backward, which torch finds out at the backward or never, raises `modelstate.errors.SwapError`.
+
+    `torch.__future__.set_overwrite_module_params_on_conversion` and `set_swap_module_params_on_conversion` have no
+    effect meanwhile. Modules that are traced (within `FakeTensorMode`, or with tensors of one) are left to torch.
     """
 
     def __init__(self, on: bool = True) -> None:
@@ -97,7 +100,7 @@ def _apply(self: nn.Module, fn: Apply, recurse: bool = True) -> nn.Module:
 
 def _has_fakes(module: nn.Module) -> bool:
     """Whether a module is being traced, where tensors stand for others."""
-    return any(isinstance(one, FakeTensor) for one in (*module.parameters(), *module.buffers()))
+    return is_faking() or any(map(is_fake, (*module.parameters(), *module.buffers())))
 
 
 class _Given:

@@ -11,10 +11,12 @@ import sys
 from collections import OrderedDict, deque
 from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass, field
+from functools import cache
 from types import FrameType, ModuleType
 from typing import Any
 
 import torch
+from torch.autograd.graph import get_gradient_edge
 
 from modelstate.plan.torch_private import has_gradient_node, slots_of_class, use_count, without_subclasses
 
@@ -78,28 +80,34 @@ def holders_of(tensors: Iterable[torch.Tensor]) -> dict[int, Holders]:
     if not held:
         return {}
     found = {key: Holders(has_node=has_gradient_node(tensor)) for key, tensor in held.items()}
-    objects = gc.get_objects()
-    with without_subclasses():
-        roots = [one for one in _tensors(objects) if _look_at(one, held, found)]
-    _search_graphs(roots, held, found)
     reducer = getattr(sys.modules.get("torch.nn.parallel.distributed"), "DistributedDataParallel", ())
-    for one in objects:
-        if reducer and issubclass(type(one), reducer):
-            for parameter in one.parameters():
-                if id(parameter) in found and found[id(parameter)].has_node:
-                    found[id(parameter)].reducers.append(one)
-        elif type(one).__name__ == "AccumulateGrad" and _is_held(one, objects):
-            node = found.get(id(getattr(one, "variable", None)))
-            if node is not None:
-                node.nodes.append(one)
+    # Objects are many and classes few, so the class alone decides which of the objects are looked at.
+    objects = gc.get_objects()
+    classes = set(map(type, objects))
+    of_tensors = {cls for cls in classes if issubclass(cls, torch.Tensor)}
+    of_reducers = {cls for cls in classes if reducer and issubclass(cls, reducer)}
+    of_nodes = {cls for cls in classes if cls.__name__ == "AccumulateGrad"}
+    wanted = of_tensors | of_reducers | of_nodes
+    objects = [one for one in objects if type(one) in wanted]
+    nodes = [one for one in objects if type(one) in of_nodes]
+    with without_subclasses():
+        roots = [one for one in objects if type(one) in of_tensors and _look_at(one, held, found)]
+    for module in (one for one in objects if type(one) in of_reducers):
+        for parameter in module.parameters():
+            if id(parameter) in found and found[id(parameter)].has_node:
+                found[id(parameter)].reducers.append(module)
+    del objects
+    in_graphs = _search_graphs(roots, held, found)
+    for node, is_referred_to in zip(nodes, _referred_to(nodes), strict=True):
+        holders = found.get(id(getattr(node, "variable", None)))
+        if holders is None or holders.waiting or holders.reducers:
+            continue
+        if is_referred_to or (id(node) not in in_graphs and _is_held(node, nodes)):
+            holders.nodes.append(node)
     for holders in found.values():
         explained = holders.spent or holders.waiting or holders.reducers or holders.nodes
         holders.unknown = not (explained or (holders.views and not holders.has_node))
     return found
-
-
-def _tensors(objects: Iterable[Any]) -> Iterator[torch.Tensor]:
-    return (one for one in objects if issubclass(type(one), torch.Tensor))
 
 
 def _look_at(one: torch.Tensor, held: Collection[int], found: dict[int, Holders]) -> bool:
@@ -113,19 +121,27 @@ def _look_at(one: torch.Tensor, held: Collection[int], found: dict[int, Holders]
     return result is not None
 
 
-def _search_graphs(roots: Iterable[torch.Tensor], held: dict[int, torch.Tensor], found: dict[int, Holders]) -> None:
-    """Follows the graphs from their results down to the tensors, first through what a backward pass can still use."""
-    spent: dict[int, Any] = {}
-    seen: dict[int, Any] = {}
+def _search_graphs(roots: Iterable[torch.Tensor], held: dict[int, torch.Tensor], found: dict[int, Holders]) -> set[int]:
+    """Follows the graphs from their results down to the tensors. Returns the ids of the nodes."""
+    nodes: dict[int, _Node] = {}
+    for root in roots:
+        _look_below(root.grad_fn, held, nodes)
     # What was computed last comes first: it is what a person knows, and not something that its graph has saved.
+    seen: set[int] = set()
     for root in sorted(roots, key=_order, reverse=True):
-        for node in _below(root.grad_fn, seen, spent):
-            for key in _used_by(node, held):
-                found[key].waiting.append(root)
-    for start in list(spent.values()):
-        for node in _below(start, seen, None):
-            for key in _used_by(node, held):
-                found[key].spent = True
+        stack: list[Any] = [root.grad_fn]
+        while stack:
+            node = nodes.get(id(stack.pop()))
+            if node is not None and not node.used_up and id(node.it) not in seen:
+                seen.add(id(node.it))
+                stack.extend(next_node for next_node, _ in node.it.next_functions)
+                for key in node.uses:
+                    found[key].waiting.append(root)
+    for key, node in nodes.items():
+        if key not in seen:
+            for used in node.uses:
+                found[used].spent = True
+    return set(nodes)
 
 
 def _order(root: torch.Tensor) -> int:
@@ -133,51 +149,63 @@ def _order(root: torch.Tensor) -> int:
     return int(number()) if callable(number) else 0
 
 
-def _below(start: Any, seen: dict[int, Any], spent: dict[int, Any] | None) -> Iterator[Any]:
-    """Nodes of a graph from `start` on, each once; what lies behind used-up nodes is left out, where `spent` is given
-    to collect these."""
+@dataclass(slots=True)
+class _Node:
+    """A node of an autograd graph."""
+
+    it: Any
+    """Its Python object, which has to live, or another one gets its id."""
+    used_up: bool
+    """Whether a backward pass that begins at the node would come to one whose saved tensors have been freed: it raises,
+    also where it begins with nodes that save nothing, as additions do."""
+    uses: set[int]
+    """The ids of the tensors that it has saved, or whose gradient it accumulates."""
+
+
+def _look_below(start: Any, held: Collection[int], nodes: dict[int, _Node]) -> None:
+    """Takes down the nodes of a graph from `start` on, each once and after those below it."""
     stack = [start]
     while stack:
-        node = stack.pop()
-        if node is None or id(node) in seen:
-            continue
-        if spent is not None and _is_spent(node):
-            spent[id(node)] = node
-            continue
-        seen[id(node)] = node  # its Python object has to live, or another one gets its id
-        yield node
-        stack.extend(next_node for next_node, _ in node.next_functions)
+        it = stack[-1]
+        below = [next_node for next_node, _ in it.next_functions if next_node is not None]
+        if id(it) not in nodes:
+            is_freed, saved = _saved_by(it)
+            used = {id(getattr(it, "variable", None)), *map(id, saved)} & set(held)
+            nodes[id(it)] = _Node(it, is_freed, used)
+            stack += [next_node for next_node in below if id(next_node) not in nodes]
+        else:
+            stack.pop()
+            node = nodes[id(it)]
+            node.used_up = node.used_up or any(nodes[id(next_node)].used_up for next_node in below)
 
 
-def _is_spent(node: Any) -> bool:
-    """Whether a backward pass has freed what the node saved for it, so that there cannot be another."""
-    return any(_freed(node, name) for name in _saved_names(node))
+def _saved_by(node: Any) -> tuple[bool, list[Any]]:
+    """Whether a backward pass has freed what a node saved for it, and what it has saved, as far as that is there.
 
-
-def _saved_names(node: Any) -> list[str]:
-    if hasattr(type(node), "saved_tensors"):
-        return ["saved_tensors"]
-    return [name for name in dir(type(node)) if name.startswith("_saved_")]
-
-
-def _freed(node: Any, name: str) -> bool:
-    try:
-        getattr(node, name)
-    except RuntimeError as error:
-        return "second time" in str(error) or "already been freed" in str(error)
-    return False
-
-
-def _used_by(node: Any, held: Collection[int]) -> set[int]:
-    """Which of the tensors a node uses: the one whose gradient it accumulates, or those that it has saved."""
-    used = {id(getattr(node, "variable", None))}
-    for name in _saved_names(node):
+    No hook of `saved_tensors_hooks` is called: that of `torch.utils.checkpoint` would run the forward pass again.
+    """
+    is_freed, values = False, list[Any]()
+    cls: Any = type(node)
+    for name in _saved_names(cls):
         try:
+            raw = getattr(node, f"_raw_{name.removeprefix('_')}", None)
+            packed = [one for one in (raw if isinstance(raw, list | tuple) else [raw]) if one is not None]
+            if any(getattr(one, "unpack_hook", None) is not None for one in packed):
+                values += [one.data for one in packed]
+                continue
             saved = getattr(node, name)
-        except RuntimeError:
+        except RuntimeError as error:
+            is_freed = is_freed or "second time" in str(error) or "already been freed" in str(error)
             continue
-        used.update(id(one) for one in (saved if isinstance(saved, list | tuple) else [saved]))
-    return used & set(held)
+        values += saved if isinstance(saved, list | tuple) else [saved]
+    return is_freed, values
+
+
+@cache
+def _saved_names(cls: Any) -> list[str]:
+    if hasattr(cls, "saved_tensors"):
+        return ["saved_tensors"]
+    return [name for name in dir(cls) if name.startswith("_saved_")]
 
 
 def where_held(wanted: object) -> str:
@@ -227,10 +255,26 @@ def _frames() -> Iterator[FrameType]:
             at = at.f_back
 
 
-def _is_held(node: object, objects: list[Any]) -> bool:
+def _is_held(node: object, nodes: list[Any]) -> bool:
     """Whether Python refers to a node; that it has an object in Python is not enough, for torch keeps that."""
-    others = [one for one in gc.get_referrers(node) if one is not objects and not _is_ours(one)]
+    others = [one for one in gc.get_referrers(node) if one is not nodes and not _is_ours(one)]
     return bool(others) or bool(_name_in_frames(node))
+
+
+def _referred_to(nodes: list[Any]) -> list[bool]:
+    """For each node that is part of a graph whether Python refers to it, too: whether it has more owners than one that
+    is in a graph and in a list alone. To look for the owners of each would take a search of the process for each."""
+    with torch.inference_mode(False), torch.enable_grad():
+        variable = torch.ones((), requires_grad=True, device="cpu")
+        result = variable * 1
+        alone = [get_gradient_edge(variable).node]
+    expected = _owner_counts(alone)[0]
+    del result
+    return [count > expected for count in _owner_counts(nodes)]
+
+
+def _owner_counts(nodes: list[Any]) -> list[int]:
+    return [sys.getrefcount(node) for node in nodes]
 
 
 def _through(referrer: Any, wanted: object, depth: int, seen: set[int]) -> str:

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from modelstate.plan.memento import has_dispatch
+from modelstate.plan.memento import has_dispatch, set_grad
 from modelstate.plan.placement import is_plain
 from modelstate.plan.torch_private import keep_hooks, slots_of_class, swap_impl
 
@@ -91,19 +91,42 @@ def point_to(
         try:
             undo_grad = _replace(new_grad, grad, undoable)
         except BaseException:
-            held.grad = old_grad
+            set_grad(held, old_grad)
             raise
-    held.data = value
-    if grad is not None:
-        held.grad = new_grad
-    if not undoable:
-        return _nothing
 
     def undo() -> None:
         held.grad = None
         held.data = old
         undo_grad()
-        held.grad = old_grad
+        set_grad(held, old_grad)
+
+    try:
+        held.data = value
+        if grad is not None:
+            set_grad(held, new_grad)
+    except BaseException:
+        if undoable:
+            undo()
+        raise
+    return undo if undoable else _nothing
+
+
+def give_grad(tensor: torch.Tensor, grad: torch.Tensor, new: torch.Tensor) -> Undo:
+    """Makes the gradient of a tensor, which is the object `grad`, what `new` is, and leaves the tensor alone."""
+    tensor.grad = None  # torch exchanges only tensors with one owner
+    undo_grad = _nothing
+    try:
+        undo_grad = _replace(grad, new)
+        set_grad(tensor, grad)
+    except BaseException:
+        undo_grad()
+        set_grad(tensor, grad)
+        raise
+
+    def undo() -> None:
+        tensor.grad = None
+        undo_grad()
+        set_grad(tensor, grad)
 
     return undo
 
@@ -121,7 +144,7 @@ def become(tensor: torch.Tensor, value: torch.Tensor, grad: torch.Tensor | None 
     try:
         undo = exchange(tensor, new)
     except BaseException:
-        tensor.grad = old_grad
+        set_grad(tensor, old_grad)
         raise
     for name, attribute in attributes.items():
         tensor.__dict__.setdefault(name, attribute)
@@ -130,18 +153,18 @@ def become(tensor: torch.Tensor, value: torch.Tensor, grad: torch.Tensor | None 
     if old_grad is not None and grad is not None and tensor.requires_grad:
         try:
             undo_grad = _replace(old_grad, grad)
-            tensor.grad = old_grad
+            set_grad(tensor, old_grad)
         except BaseException:
             undo_grad()
             undo()
-            tensor.grad = old_grad
+            set_grad(tensor, old_grad)
             raise
 
     def back() -> None:
         tensor.grad = None
         undo()
         undo_grad()
-        tensor.grad = old_grad
+        set_grad(tensor, old_grad)
 
     return back
 

@@ -223,13 +223,26 @@ def tensor_state(tensor: torch.Tensor) -> Callable[[], None]:
                 if restore_grad is not None:
                     restore_grad()  # a gradient is taken only where it fits
                 if tensor.grad is not grad:
-                    tensor.grad = grad
+                    set_grad(tensor, grad)
             if hooks is not None and dict(held._backward_hooks or {}) != hooks:
                 _restore_hooks(tensor, "_backward_hooks", hooks)
             if accumulated is not None and dict(held._post_accumulate_grad_hooks or {}) != accumulated:
                 _restore_hooks(tensor, "_post_accumulate_grad_hooks", accumulated)
 
     return restore
+
+
+def set_grad(tensor: torch.Tensor, grad: torch.Tensor | None) -> None:
+    """Assigns a gradient. Its dtype and device may differ from the tensor's, which an assignment alone refuses."""
+    fits = grad is None or (grad.dtype, grad.device) == (tensor.dtype, tensor.device)
+    if grad is None or fits or not (_is_view(grad) and _is_view(tensor)):
+        tensor.grad = grad
+        return
+    data, grad.data = grad.data, torch.empty_like(grad, dtype=tensor.dtype, device=tensor.device)
+    try:
+        tensor.grad = grad
+    finally:
+        grad.data = data
 
 
 def _is_view(tensor: torch.Tensor) -> bool:

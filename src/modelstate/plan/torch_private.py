@@ -44,6 +44,17 @@ def shards_in_use(module: torch.nn.Module) -> bool:
     return getattr(state, "_is_root", True) is not None
 
 
+def is_faking() -> bool:
+    """Whether a `FakeTensorMode` is active: operations return tensors without values."""
+    return torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None
+
+
+def is_fake(tensor: torch.Tensor) -> bool:
+    """Whether a tensor is a `FakeTensor`, which has no values."""
+    module = sys.modules.get("torch._subclasses.fake_tensor")
+    return module is not None and isinstance(tensor, module.FakeTensor)
+
+
 def is_transforming() -> bool:
     """Whether a transform of `torch.func` is running, in which tensors stand for others."""
     return torch._C._functorch.peek_interpreter_stack() is not None
