@@ -77,6 +77,43 @@ def test_exactly_one_file_imports_pickle() -> None:
     assert found == ["unpickle.py"]
 
 
+OPENS_BY_ITSELF = {
+    "read/paths.py": "where files that may come from elsewhere are opened",
+    "read/system.py": "the system calls that it makes",
+    "read/open.py": "`modelstate.open` itself",
+    "read/readahead.py": "/proc",
+    "store/deadline.py": "/proc",
+    "store/lock.py": "the lock, which is written too",
+    "write/system.py": "files that are written",
+    "write/atomic.py": "a lease on a file of our own",
+    "integrations/transformers.py": "a file that is written",
+    "live/export.py": "a file that is written",
+    "live/pt2.py": "a file that is written",
+    "cli/live.py": "a token, which a shell may give as a pipe",
+    "cli/measure.py": "/proc",
+    "report/pages.py": "pages of the package itself",
+    "testing/disk.py": "a copy of a disk for tests",
+}
+"""Files that open files in another way than by `modelstate.read.paths.open_regular`, and which."""
+
+
+def test_files_are_opened_in_one_way() -> None:
+    calls = {
+        (path, node.func)
+        for path in FILES
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Call)
+    }
+    found = {
+        path.relative_to(SOURCE).as_posix()
+        for path, called in calls
+        if (isinstance(called, ast.Name) and called.id == "open")
+        or (isinstance(called, ast.Attribute) and ast.unparse(called) in ("os.open", "io.open", "zipfile.ZipFile"))
+        or (isinstance(called, ast.Attribute) and called.attr in ("read_bytes", "read_text"))
+    }
+    assert found <= set(OPENS_BY_ITSELF)
+
+
 def test_the_public_module_only_names() -> None:
     text = (SOURCE / "__init__.py").read_text()
     assert len(text.splitlines()) < 80

@@ -12,7 +12,8 @@ from types import FrameType
 import torch
 import uvicorn
 
-from examples.serve.app import Service, application, log
+from examples.serve.app import Service, log
+from examples.serve.connections import config
 from examples.serve.metrics import Metrics
 from examples.serve.program import KINDS, live
 from examples.serve.swaps import Swaps
@@ -38,6 +39,13 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--max-waiting", type=_count, default=Limits().waiting, help="requests (default %(default)s)")
     parser.add_argument("--max-texts", type=_count, default=Limits().texts, help="in a request (default %(default)s)")
     parser.add_argument("--max-tokens", type=_count, default=Limits().tokens, help="in a text (default %(default)s)")
+    parser.add_argument(
+        "--max-connections", type=_count, default=Limits().connections, help="open at a time (default %(default)s)"
+    )
+    parser.add_argument(
+        "--client-seconds", type=_count, default=int(Limits().client_seconds),
+        help="for a client to send a request, and to read its answer (default %(default)s)",
+    )  # fmt: skip
     options = parser.parse_args(arguments)
     if not 2 < options.max_tokens <= _MOST_TOKENS:
         parser.error(f"--max-tokens is from 3 to {_MOST_TOKENS}, for which the model has positions")
@@ -61,7 +69,13 @@ def _count(text: str) -> int:
 def _service(options: argparse.Namespace) -> Service:
     folder = find_material().folder
     checkpoint = options.checkpoint or folder / "model.safetensors"
-    limits = Limits(texts=options.max_texts, tokens=options.max_tokens, waiting=options.max_waiting)
+    limits = Limits(
+        texts=options.max_texts,
+        tokens=options.max_tokens,
+        waiting=options.max_waiting,
+        connections=options.max_connections,
+        client_seconds=options.client_seconds,
+    )
     program = live(options.kind, folder, checkpoint, limits)
     return Service(
         program,
@@ -86,15 +100,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     service = _service(options)
     if not service.token:
         log.warning("neither MODELSTATE_TOKEN nor --token-file is given: weights cannot be swapped")
-    config = uvicorn.Config(
-        application(service),
-        host=options.host,
-        port=options.port,
-        access_log=False,
-        timeout_graceful_shutdown=60,
-    )
+    served = config(service, host=options.host, port=options.port, timeout_graceful_shutdown=60)
     try:
-        uvicorn.Server(config).run()
+        uvicorn.Server(served).run()
     except KeyboardInterrupt:
         sys.exit(130)
 

@@ -20,7 +20,7 @@ from starlette.routing import Route
 import modelstate as ms
 from examples.serve.bodies import field_of, read_body
 from examples.serve.metrics import CONTENT_TYPE, Metrics
-from examples.serve.refusals import OverloadedError, RequestError, UnauthorizedError, status_of
+from examples.serve.refusals import OverloadedError, RequestError, UnauthorizedError, detail_of, status_of
 from examples.serve.swaps import Swaps
 from examples.serve.texts import Limits, Texts
 from modelstate.errors import ModelStateError
@@ -141,7 +141,7 @@ def application(service: Service) -> Starlette:
 async def _refused(request: Request, error: Exception) -> Response:
     """Every error as JSON. Of one that nobody has thought of the log has the rest."""
     status, headers = status_of(error), dict[str, str]()
-    detail = str(error) if status != 500 else "the log of the server has more"
+    detail = detail_of(error)
     if isinstance(error, HTTPException):
         status, detail = error.status_code, error.detail
         headers |= error.headers or {}

@@ -53,6 +53,17 @@ _STATUSES: tuple[tuple[type[Exception], int], ...] = (
 )
 
 
+def detail_of(error: Exception) -> str:
+    """What an answer says of an error.
+
+    An error of opening or reading a file may quote the file, which need not be a checkpoint: the answer has the meaning
+    of its class, and only the log has the rest.
+    """
+    if isinstance(error, errors.ModelStateError) and not isinstance(error, errors.LiveError | errors.PlanError):
+        return f"{(type(error).__doc__ or '').partition(chr(10))[0]} The log of the server has more."
+    return str(error) if status_of(error) != 500 else "the log of the server has more"
+
+
 def status_of(error: Exception) -> int:
     """The status for an error; 500 for what nobody has thought of."""
     if isinstance(error, RequestError):

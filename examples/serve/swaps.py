@@ -29,8 +29,9 @@ class Swaps:
     def swap(self, source: object) -> ms.SwapReport:
         """Raises `BadRequestError`, `OutsideError`, `NoSuchPathError`, and what `ms.open` and `Live.swap` raise."""
         path = self._path(source)
+        self._check_links(path)
         with self._one_at_a_time(), ms.open(path) as checkpoint:
-            for file in checkpoint.files:  # links within a directory, and shards that an index names
+            for file in checkpoint.files:  # once more: a link may have been replaced meanwhile
                 self._check_inside(os.path.realpath(file))
             return self._live.swap(
                 checkpoint,
@@ -59,6 +60,25 @@ class Swaps:
         if not there:
             raise NoSuchPathError(f"there is nothing at {source}")
         return path
+
+    def _check_links(self, path: str) -> None:
+        """Raises `OutsideError` where opening the path could read a file outside, before anything is opened.
+
+        `ms.open` looks into all files of a directory. The shards that an index names lie below the directory of the
+        index, or in the repository of a Hugging Face cache whose snapshot the index lies in.
+        """
+        if not os.path.isdir(path):
+            repository, is_snapshot, _ = path.rpartition(os.path.join(os.sep, "snapshots", ""))
+            if is_snapshot and path.endswith(".json"):
+                self._check_inside(repository)
+            return
+        try:
+            entries = list(os.scandir(path))
+        except OSError as error:
+            raise NoSuchPathError("the directory cannot be read") from error
+        for entry in entries:
+            if entry.is_symlink() and not os.path.isdir(entry.path):
+                self._check_inside(os.path.realpath(entry.path))
 
     def _check_inside(self, path: str) -> None:
         directory = os.path.realpath(self._directory)

@@ -19,6 +19,10 @@ class Limits:
     body_bytes: int = 1 << 20
     waiting: int = 256
     """Requests that wait for those that are being computed."""
+    connections: int = 320
+    """Open at a time: more than the requests that may wait."""
+    client_seconds: float = 20.0
+    """For a client to send all of a request, and to read the answer."""
 
 
 class Texts:

@@ -4,11 +4,13 @@ import http.client
 import json
 import os
 import re
+import socket
 import subprocess
 import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -271,6 +273,32 @@ def test_weights_that_are_refused(name: str, folder: Path, server: Server, clien
     make, status, error = BAD[name]
     source = make(folder)
     refused_while_requests_go_on(server, client, expected, lambda: client.swap(source), status, error)
+
+
+def test_no_answer_quotes_a_file_that_a_link_leads_to(folder: Path, client: Client) -> None:
+    (folder / "checkpoints" / "leak").mkdir()
+    (folder / "checkpoints" / "leak" / "model.safetensors").symlink_to("/etc/passwd")
+    for source in ("leak", "leak/model.safetensors"):
+        with pytest.raises(RefusedError) as found:
+            client.swap(source)
+        assert (found.value.status, found.value.error) == (403, "OutsideError")
+        assert "root" not in found.value.detail
+
+
+def test_slow_connections_are_closed_and_others_are_served(server: Server, expected: Expected) -> None:
+    slow = []
+    for number in range(600):
+        slow.append(socket.create_connection(("127.0.0.1", server.port), timeout=60))
+        with suppress(OSError):
+            slow[-1].sendall((b"", b"POST /embed HTTP/1.1\r\nHost: a\r\nContent-Length: 9\r\n\r\n{")[number % 2])
+    done = load(server.port, 20, 0, readers=2)
+    assert done.failed == []
+    assert done.wrong(expected) == []
+    for one in slow:
+        with suppress(ConnectionError):
+            while one.recv(1000):
+                pass
+        one.close()
 
 
 @pytest.mark.parametrize(

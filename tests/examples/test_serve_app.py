@@ -5,6 +5,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -16,12 +17,14 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 import modelstate as ms
-from examples.serve.app import Service, application
+from examples.serve.app import Service
 from examples.serve.client import Client, RefusedError
+from examples.serve.connections import config
 from examples.serve.metrics import Metrics
 from examples.serve.refusals import NoSuchPathError, OutsideError
 from examples.serve.swaps import Swaps
 from examples.serve.texts import Limits
+from modelstate.testing import faulty_reads
 
 
 class Slow:
@@ -64,7 +67,7 @@ class InThread:
         service = Service(live, texts, swaps, metrics, limits, b"token", workers=1)
         self.socket = socket.create_server(("127.0.0.1", 0))
         self.port = self.socket.getsockname()[1]
-        self.server = uvicorn.Server(uvicorn.Config(application(service), log_config=None))
+        self.server = uvicorn.Server(config(service, log_config=None))
         self.thread = threading.Thread(target=self.server.run, kwargs={"sockets": [self.socket]})
         self.thread.start()
 
@@ -82,7 +85,7 @@ def slow() -> Slow:
 @pytest.fixture
 def served(slow: Slow, tmp_path: Path) -> Iterator[InThread]:
     ms.save({"w": torch.ones(2)}, tmp_path / "weights.safetensors")
-    made = InThread(slow, tmp_path, Limits(waiting=1))
+    made = InThread(slow, tmp_path, Limits(waiting=1, connections=20, client_seconds=1))
     yield made
     slow.go.set()
     made.end()
@@ -164,6 +167,69 @@ def test_what_nobody_has_thought_of_is_an_error_without_particulars(slow: Slow, 
     client.close()
 
 
+SECRET = "root:x:0:0:root:/root:/bin/bash"
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "x.safetensors", "model.safetensors.index.json", ".metadata"])
+@pytest.mark.parametrize("place", ["a link out", "a file"])
+def test_no_answer_quotes_a_file(
+    name: str, place: str, slow: Slow, served: InThread, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    (tmp_path / "sub").mkdir()
+    secret = (tmp_path_factory.mktemp("etc") if place == "a link out" else tmp_path / "sub") / name
+    secret.write_text(SECRET * 10)
+    if place == "a link out":
+        (tmp_path / "sub" / name).symlink_to(secret)
+    opened: list[str] = []
+    client = Client(served.port, "token")
+    with faulty_reads(before=lambda request: opened.append(request.path)):
+        for source in ("sub", f"sub/{name}"):
+            with pytest.raises(RefusedError) as found:
+                client.swap(source)
+            assert "root:" not in found.value.detail
+            assert found.value.error in (("OutsideError",) if place == "a link out" else OPEN_ERRORS)
+    assert (str(secret) in map(os.path.realpath, opened)) == (place == "a file")
+    client.close()
+
+
+OPEN_ERRORS = [kind.__name__ for kind in vars(ms.errors).values() if isinstance(kind, type)]
+
+
+def test_slow_clients_do_not_keep_others_out(slow: Slow, served: InThread) -> None:
+    slow.go.set()
+    beginnings = (b"", b"P", b"POST /embed HTTP/1.1\r\nHost: a\r\nX-A: b", SLOW_BODY)
+    several = [socket.create_connection(("127.0.0.1", served.port)) for _ in range(60)]
+    for number, one in enumerate(several):
+        with suppress(OSError):
+            one.sendall(beginnings[number % len(beginnings)])
+    client = Client(served.port, "token")
+    assert client.embed(["a"])[1] == 1
+    until = time.monotonic() + 60
+    while len(served.server.server_state.connections) > 20:
+        assert time.monotonic() < until
+    for one in several:  # each is closed by the server, at the latest when its time is over
+        one.settimeout(60)
+        with suppress(ConnectionError):
+            while one.recv(1000):
+                pass
+        one.close()
+    client.close()
+    assert Client(served.port).version()["version"] == 1
+
+
+SLOW_BODY = b"POST /embed HTTP/1.1\r\nHost: a\r\nContent-Length: 100\r\n\r\n{"
+
+
+def test_a_client_that_does_not_read_is_closed(slow: Slow, served: InThread) -> None:
+    request = b"GET /metrics HTTP/1.1\r\nHost: a\r\n\r\n"
+    with socket.create_connection(("127.0.0.1", served.port)) as one:
+        one.settimeout(60)
+        with suppress(ConnectionError):
+            while True:  # until the server closes the connection; where it does not, the socket times out
+                one.sendall(request * 1000)
+    assert Client(served.port).version()["version"] == 1
+
+
 def test_versions_that_are_long_gone_have_no_line() -> None:
     metrics = Metrics(lambda: 350)
     for version in range(1, 351):
@@ -209,7 +275,7 @@ def test_no_path_leads_out(parts: list[str], absolute: bool, tree: Path) -> None
     try:
         Swaps(live, tree / "in", "").swap(source)
     except OutsideError:
-        assert not inside or meant == root / "a" / "b"  # whose checkpoint is a link out
+        assert not inside or meant in (root / "a", root / "a" / "b")  # which have links out in them
     except NoSuchPathError:
         assert inside
         assert not there
