@@ -317,6 +317,12 @@ def test_rules_as_options() -> None:
     assert rule_as_options("Other(1)") is None
 
 
+def test_a_file_without_checksums() -> None:
+    error = errors.ChecksumError("x", remedy="modelstate.save(...) writes one")
+    assert of_error(error) == ["modelstate convert PATH TARGET.safetensors writes a file that keeps checksums"]
+    assert of_error(errors.ChecksumError("x", remedy="get it again")) == []
+
+
 def test_what_needs_python_says_so() -> None:
     lines = of_problems([causes.WrongDtype("a", "float32", "int8", "kind")])
     assert lines == of_error(errors.PlacementError("x"))

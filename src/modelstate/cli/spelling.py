@@ -40,6 +40,8 @@ def of_error(error: BaseException, debug: bool = False) -> list[str]:
         return ["--max-memory of as many bytes, or leave it out"]
     if isinstance(error, errors.TargetExistsError):
         return [] if "--overwrite" in error.remedy else ["another path, or leave out --no-overwrite"]
+    if isinstance(error, errors.ChecksumError) and "modelstate.save" in error.remedy:
+        return ["modelstate convert PATH TARGET.safetensors writes a file that keeps checksums"]
     if isinstance(error, errors.ModelCodeError) and not debug:
         return ["--debug shows the traceback of the cause"]
     return []

@@ -36,7 +36,7 @@ class Clock(dict[str, float]):
 Mode = Literal["available", "frugal"]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, repr=False)
 class SwapReport:
     """What a swap has done. Made by `Live.swap`."""
 
@@ -67,6 +67,10 @@ class SwapReport:
     carried: tuple[str, ...] = ()
     """Buffers that were taken over from the version before, as requests had changed them."""
     notes: tuple[str, ...] = ()
+
+    def __repr__(self) -> str:
+        served = f"{self.source} into {self.target}: version {self.version} serves, after {self.previous}"
+        return f"<{type(self).__name__}: {served}, {self.tensors} tensors, {size(self.bytes)}>"
 
     def __str__(self) -> str:
         lines = [

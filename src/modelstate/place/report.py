@@ -45,10 +45,12 @@ class Described(Sequence[Loaded], Generic[_Row]):
         return hash(tuple(self))
 
     def __repr__(self) -> str:
-        return repr(tuple(self))
+        shown = [f"{one.step.name}: {one.step.placement}" for one in self[:3]]
+        more = f", ... and {len(self) - len(shown)} more" if len(self) > len(shown) else ""
+        return f"<{len(self)} loaded: {', '.join(shown)}{more}>"
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, repr=False)
 class Report:
     """What a load has done. Made by `modelstate.load`."""
 
@@ -90,6 +92,13 @@ class Report:
     def steps(self) -> tuple[Step, ...]:
         """The steps that were carried out."""
         return tuple(one.step for one in self.loaded)
+
+    def __repr__(self) -> str:
+        """The first line of what `print` shows."""
+        first, *_ = self._conversion() if self.action else self._load()
+        notes = f", {len(self.notes)} notes" if self.notes else ""
+        lost = f", {len(self.references_lost)} references lost" if self.references_lost else ""
+        return f"<{type(self).__name__}: {first}, {size(self.bytes)} in {self.seconds:.3f} s{notes}{lost}>"
 
     def __str__(self) -> str:
         lines = self._conversion() if self.action else self._load()

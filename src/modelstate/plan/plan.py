@@ -70,7 +70,7 @@ class Step(NamedTuple):
     quantized in blocks while they are read; "whole", read into a buffer first; "in memory", where they are already."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, repr=False)
 class Plan:
     """What a load would do. Made by `modelstate.plan`, carried out by `modelstate.load`."""
 
@@ -106,6 +106,12 @@ class Plan:
     def coverage(self) -> float:
         """The part of the model's slots that is filled, from 0 to 1."""
         return len(self.steps) / self.slots if self.slots else 1.0
+
+    def __repr__(self) -> str:
+        """The first line of what `print` shows."""
+        problems = f"{len(self.problems)} problems" if self.problems else "ok"
+        filled = f"{self.source} into {self.target}: {len(self.steps)} of {self.slots} slots filled"
+        return f"<{type(self).__name__}: {filled}, {size(self.bytes)} to read, {problems}>"
 
     def __str__(self) -> str:
         lines = [

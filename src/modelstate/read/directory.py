@@ -166,15 +166,20 @@ def _nothing(directory: str, entries: list[os.DirEntry[str]]) -> NoCheckpointErr
     below = [entry.name for entry in entries if os.path.isdir(entry.path)]
     there = [entry.name + ("/" if entry.name in below else "") for entry in entries]
     more = f", and {len(there) - 12} more" if len(there) > 12 else ""
+    if "store.json" in there:
+        remedy = "it is a store: modelstate.Store(path) has open, restore and verify; so has `modelstate store`"
+    elif below:
+        remedy = f"subdirectories are not searched: give one of {', '.join(below[:6])}"
+    else:
+        remedy = "finish the download or the copy, or give the path of the file to see what it is"
     return NoCheckpointError(
         "no file of this directory is a checkpoint",
         where=directory,
         expected="model.safetensors, pytorch_model.bin, an index of shards, .metadata of torch.distributed.checkpoint, "
         "or one file of torch.save or safetensors",
         found=(", ".join(there[:12]) + more) or "an empty directory",
-        remedy=f"subdirectories are not searched: give one of {', '.join(below[:6])}" if below else
-        "finish the download or the copy, or give the path of the file to see what it is",
-    )  # fmt: skip
+        remedy=remedy,
+    )
 
 
 def _several(directory: str, candidates: list[_Candidate]) -> AmbiguousDirectoryError:

@@ -108,6 +108,6 @@ def _part(checkpoint: Checkpoint, path: str, target: Target) -> Part | None:
             where=f"{checkpoint.source}: {path}",
             expected="a mapping with state and param_groups",
             found=type(value).__name__,
-            remedy="look at what the file has: modelstate inspect",
+            remedy="look at what the file has there: modelstate.open(path).value(name)",
         )
     return Part(target.kind, value)

@@ -36,7 +36,7 @@ _LISTED = "no suffix or .safetensors for safetensors; .pt, .pth, .bin or .ckpt f
 _MAX_DEPTH = 100
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, repr=False)
 class SaveReport:
     """What a save has written. Made by `modelstate.save`."""
 
@@ -50,6 +50,9 @@ class SaveReport:
     """Bytes of the files."""
     seconds: float
     """From the call to the return, when all of it is on the disk."""
+
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__}: {self}>"
 
     def __str__(self) -> str:
         shards = f", {len(self.files) - 1} shards" if len(self.files) > 1 else ""

@@ -58,6 +58,20 @@ class Suggestion(list[Rule]):
         """Whether nothing stays open."""
         return not (self.missing or self.unused or self.ambiguous)
 
+    def __repr__(self) -> str:
+        """How much of the model the rules explain; `print` shows the rules."""
+        still = [f"{len(some)} {what}" for some, what in self._left() if some]
+        explained = f"{self.explained} of {self.total} names of the model explained"
+        return f"<{type(self).__name__}: {len(self)} rules, {', '.join([explained, *still])}>"
+
+    def _left(self) -> list[tuple[tuple[object, ...], str]]:
+        return [
+            (self.missing, "missing"),
+            (self.unused, "unused"),
+            (self.ambiguous, "ambiguous"),
+            (self.notes, "notes"),
+        ]
+
     def __str__(self) -> str:
         return "\n".join(
             [*self._code(), f"# {self.explained} of {self.total} names of the model explained", *self._open()]
