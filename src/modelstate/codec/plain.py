@@ -1,12 +1,49 @@
 """Plain tensors: those that are nothing but their values."""
 
+from collections.abc import Iterable
 from contextlib import suppress
 
 import torch
 
+_FAKE = "torch._subclasses.fake_tensor.FakeTensor"
+_SHARDED = "torch.distributed.tensor.DTensor"
+GATHER = (
+    "gather them first: get_model_state_dict(model, options=StateDictOptions(full_state_dict=True)) of "
+    "torch.distributed.checkpoint.state_dict on every rank, or tensor.full_tensor() for one of them"
+)
+"""What to do where a DTensor is to be read."""
+REAL = "make them outside of FakeTensorMode: a FakeTensor has a shape and no values"
+"""What to do where a FakeTensor is to be read, or to be filled."""
+
+
+def is_fake(tensor: torch.Tensor) -> bool:
+    """Whether this is a `FakeTensor`, which has no values."""
+    return _is_of(tensor, _FAKE)
+
+
+def is_sharded(tensor: torch.Tensor) -> bool:
+    """Whether this is a `DTensor`, of which this process may have a part, as of the parameters of FSDP2."""
+    return _is_of(tensor, _SHARDED)
+
+
+def remedies_for(values: Iterable[object]) -> list[str]:
+    """What to do about values that cannot be read, as they are fake or shards; nothing where none of them is."""
+    tensors = [value for value in values if isinstance(value, torch.Tensor)]
+    return [GATHER] * any(map(is_sharded, tensors)) + [REAL] * any(map(is_fake, tensors))
+
+
+def _is_of(tensor: torch.Tensor, name: str) -> bool:
+    if type(tensor) is torch.Tensor or type(tensor) is torch.nn.Parameter:
+        return False
+    return any(f"{cls.__module__}.{cls.__qualname__}" == name for cls in type(tensor).__mro__)
+
 
 def why_not_plain(tensor: torch.Tensor) -> str:
     """Why a tensor is not a plain one with values; empty where it is."""
+    if is_fake(tensor):
+        return "a FakeTensor, which has a shape and no values"
+    if is_sharded(tensor):
+        return "a DTensor, of which this process may have a part (FSDP2, tensor parallelism)"
     if type(tensor) is not torch.Tensor and type(tensor) is not torch.nn.Parameter:
         return (
             f"a tensor of the class {type(tensor).__module__}.{type(tensor).__qualname__}, which is more than a tensor"

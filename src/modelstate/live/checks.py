@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 import torch
 from torch import nn
 
+from modelstate.codec.plain import remedies_for
 from modelstate.errors import (
     NonFiniteWeightError,
     WeightDtypeError,
@@ -77,7 +78,8 @@ def check_kinds(found: Mapping[str, object], kinds: Mapping[str, Kind], where: s
             wrong.append((name, f"{type(one).__name__}, {one.layout}"))
     if wrong:
         what = "weights are another kind of tensor than the program's: sparse, or of a class of their own"
-        remedy = "give plain tensors: weight.to_dense(), weight.as_subclass(torch.Tensor)"
+        special = remedies_for(found[name] for name, _ in wrong)
+        remedy = "; ".join(special) or "give plain tensors: weight.to_dense(), weight.as_subclass(torch.Tensor)"
         raise _error(WeightKindError, what, wrong, where, "the kind that the program has", remedy)
 
 

@@ -6,6 +6,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from modelstate.codec.plain import REAL, is_fake, is_sharded
 from modelstate.errors import LiveTargetError
 from modelstate.live.buffers import renew
 from modelstate.live.held import check_held
@@ -57,6 +58,7 @@ class ModuleTarget:
                     where=f"{self.name}.{path}" if path else self.name,
                     remedy="compile the whole: Live(torch.compile(module))",
                 )
+        _check_values(original, self.name)
         self._skeleton = twin(original)
         check_held(original, self._skeleton)
         # Not the module itself, whose memory would then outlive version 1.
@@ -92,3 +94,20 @@ class ModuleTarget:
 
     def program(self, filled: nn.Module) -> ModuleProgram:
         return ModuleProgram(filled, filled if self._compiled is None else compiled_like(self._compiled, filled))
+
+
+def _check_values(module: nn.Module, name: str) -> None:
+    """Raises `LiveTargetError` for tensors that no other version could have: fake ones, and shards."""
+    tensors = [*module.named_parameters(), *module.named_buffers()]
+    for path, tensor in tensors:
+        if is_sharded(tensor):
+            raise LiveTargetError(
+                "a module with DTensors (of FSDP2 or tensor parallelism) cannot be served in versions",
+                where=f"{name}.{path}",
+                found="a DTensor, of which this process may have a part",
+                remedy="serve the module as it is before fully_shard or distribute_tensor, with a whole checkpoint",
+            )
+        if is_fake(tensor):
+            raise LiveTargetError(
+                "a module with fake tensors cannot be served", where=f"{name}.{path}", found="a FakeTensor", remedy=REAL
+            )

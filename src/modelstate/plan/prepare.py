@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
-from modelstate.codec.plain import has_its_memory, is_quantized
+from modelstate.codec.plain import has_its_memory, is_fake, is_quantized, is_sharded
 from modelstate.errors import CodecError, ExtraStateError
 from modelstate.plan.account import Accounts
 from modelstate.plan.assignment import Assignment, Row, step_of
@@ -32,12 +32,14 @@ from modelstate.plan.placement import Placement, choose, is_plain
 from modelstate.plan.plan import Options, Plan, Step
 from modelstate.plan.problems import (
     BadExtraState,
+    FakeTensors,
     FreedMemory,
     NotATensor,
     NotYetInitialised,
     NoValues,
     Problem,
     QuantizedCast,
+    ShardedTensors,
     TieConflict,
     WrongDtype,
     WrongShape,
@@ -190,6 +192,8 @@ class Preparation:
         made = self._assignment(name, kind, param, value, given, stored)
         self._by_param[id(param)] = made
         self.assignments.append(made)
+        if not (is_plain(param) and is_plain(value)):
+            self._check_classes(made)
         if value.is_meta or (isinstance(stored, torch.Tensor) and lacks_values(stored)):
             self.problems.append(NoValues(name))
         elif value.dtype != made.dtype:
@@ -197,6 +201,17 @@ class Preparation:
         if not param.is_meta:
             self._check_memory(made)
         self.journal.add(self._make_write(self, made))
+
+    def _check_classes(self, made: Assignment) -> None:
+        """A FakeTensor has no values, and torch copies nothing between a DTensor and a whole tensor."""
+        for tensor, side in ((made.param, "model"), (made.value, "checkpoint")):
+            if is_fake(tensor):
+                self.problems.append(FakeTensors(made.name, side))
+                return
+        if is_sharded(made.param) and not is_sharded(made.value):
+            self.problems.append(ShardedTensors(made.name, "model", on_meta=made.param.is_meta))
+        elif is_sharded(made.value) and not is_sharded(made.param):
+            self.problems.append(ShardedTensors(made.name, "checkpoint"))
 
     def move(self, slot: Slot, device: torch.device) -> None:
         """Takes down that a tensor that gets no value goes to a device."""

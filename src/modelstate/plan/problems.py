@@ -4,6 +4,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
+from modelstate.codec.plain import GATHER, REAL
+
 
 @dataclass(frozen=True, slots=True)
 class Problem:
@@ -178,6 +180,51 @@ class NotATensor(Problem):
 
     def line(self) -> str:
         return f"{self.name}: found {self.found}"
+
+
+@dataclass(frozen=True, slots=True)
+class FakeTensors(Problem):
+    """A tensor of `FakeTensorMode`, which has no values, on either side."""
+
+    side: str = "model"
+    """"model" or "checkpoint"."""
+
+    title: ClassVar = "fake tensors (of FakeTensorMode), which have a shape and no values"
+    remedy: ClassVar = REAL + "; for a model without memory: `with ms.skeleton():`"
+    page: ClassVar = "cannot-be-placed"
+
+    def line(self) -> str:
+        return f"{self.name}: a FakeTensor in the {self.side}"
+
+
+@dataclass(frozen=True, slots=True)
+class ShardedTensors(Problem):
+    """A `DTensor`, of FSDP2 or tensor parallelism, on one side, and a whole tensor on the other."""
+
+    side: str = "model"
+    """Where the `DTensor` is: "model" or "checkpoint"."""
+    on_meta: bool = False
+    """Whether the one of the model has no memory."""
+
+    title: ClassVar = "DTensors (of FSDP2 or tensor parallelism) on one side, and whole tensors on the other"
+    remedy: ClassVar = (
+        "load the model before fully_shard or distribute_tensor; or, on every rank, set_model_state_dict(model, "
+        "ms.open(path).value(), options=StateDictOptions(full_state_dict=True)) of "
+        "torch.distributed.checkpoint.state_dict"
+    )
+    page: ClassVar = "cannot-be-placed"
+
+    def line(self) -> str:
+        other = "checkpoint" if self.side == "model" else "model"
+        return f"{self.name}: a DTensor in the {self.side}, a whole tensor in the {other}"
+
+    @classmethod
+    def remedy_for(cls, problems: Sequence[Problem]) -> str:
+        members = [one for one in problems if isinstance(one, ShardedTensors)]
+        remedies = [cls.remedy] if any(one.side == "model" for one in members) else []
+        if any(one.on_meta for one in members):
+            remedies.append("where the model is on meta, call model.to_empty(device=...) before set_model_state_dict")
+        return "; ".join([*remedies, GATHER] if any(one.side == "checkpoint" for one in members) else remedies)
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,6 +10,7 @@ import torch
 from torch.nn.parameter import is_lazy
 
 from modelstate.codec.codec import encode
+from modelstate.codec.plain import remedies_for
 from modelstate.codec.walk import is_unicode
 from modelstate.errors import UnsavableError, UnsupportedValueError
 from modelstate.read.checkpoint import bytes_key
@@ -95,6 +96,7 @@ class _Drafting:
         self.made = Draft()
         self._where = where
         self._wrong: dict[object, str] = {}
+        self._refused: list[object] = []
         self._by_bytes: dict[object, str] = {}
         self._kept: list[torch.Tensor] = []
         self._open: set[int] = set()
@@ -157,6 +159,7 @@ class _Drafting:
             return self._add_subclass(name, tensor)
         if problem := why_not(name, tensor):
             self._wrong[name] = problem
+            self._refused.append(tensor)
             return str(name)
         # What conjugates or negates when it is read has the memory of what does not, and is not tied to it.
         plain = tensor.detach().resolve_conj().resolve_neg() if isinstance(tensor, torch.Tensor) else tensor
@@ -201,7 +204,8 @@ class _Drafting:
                 f"{len(self._wrong)} of {self.made.names} tensors cannot be stored in a safetensors file",
                 where=self._where,
                 found=listed(self._wrong),
-                remedy="convert them, leave them out, or give them other names",
+                remedy="; ".join(remedies_for(self._refused))
+                or "convert them, leave them out, or give them other names",
             )
         check_repeated(self.made.tensors, self._where)
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from modelstate.codec.plain import remedies_for, why_not_plain
 from modelstate.errors import ModelStateError, UnsavableError
 from modelstate.read.tree import is_container
 from modelstate.write import system
@@ -33,12 +34,25 @@ def write_torch_file(
 
     Raises `UnsavableError` for values that it does not read, what `write_file` raises, and `MemoryBudgetError`.
     """
+    _check_tensors(state, path)
     with _all_here(state, path, max_memory_bytes, lock_timeout_seconds) as here:
         return write_file(
             path,
             lambda output: _save(here, output, path),
             overwrite=overwrite,
             lock_timeout_seconds=lock_timeout_seconds,
+        )
+
+
+def _check_tensors(state: Mapping[Any, Any], path: str) -> None:
+    """Raises `UnsavableError` for tensors that pickle takes, and of which a file would have no values, or a part."""
+    refused = {name: one for name, one in _leaves(state) if isinstance(one, torch.Tensor) and remedies_for([one])}
+    if refused:
+        raise UnsavableError(
+            "tensors have no values here, or only a part of them",
+            where=path,
+            found=listed({name: why_not_plain(tensor) for name, tensor in refused.items()}),
+            remedy="; ".join(remedies_for(refused.values())),
         )
 
 
@@ -133,12 +147,16 @@ def _all_here(
     yield _put(state, made)
 
 
-def _later_in(node: Any, name: str = "") -> Iterator[tuple[str, Later]]:
-    if isinstance(node, Later):
-        yield name, node
-    elif is_container(node):
+def _later_in(node: Any) -> Iterator[tuple[str, Later]]:
+    return ((name, one) for name, one in _leaves(node) if isinstance(one, Later))
+
+
+def _leaves(node: Any, name: str = "") -> Iterator[tuple[str, Any]]:
+    if is_container(node):
         for key, one in node.items() if isinstance(node, Mapping) else enumerate(node):
-            yield from _later_in(one, f"{name}.{key}" if name else str(key))
+            yield from _leaves(one, f"{name}.{key}" if name else str(key))
+    else:
+        yield name, node
 
 
 def _put(node: Any, made: Mapping[object, torch.Tensor]) -> Any:
