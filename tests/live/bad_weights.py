@@ -131,7 +131,7 @@ def given(**changes: Any) -> Callable[[Path], dict[str, Any]]:
 
 
 BAD = {
-    "a typo": Bad(given(bias=None, bais=torch.ones(8, 8)), "PlanError: Missing, Unexpected", "did you mean 'bias'"),
+    "a typo": Bad(given(bias=None, bais=torch.ones(8, 8)), "PlanError: Missing, Unexpected", "bais [8, 8]"),
     "a name too many": Bad(given(d=torch.ones(1)), "PlanError: Unexpected"),
     "half of the names": Bad(given(a=None, again=None), "PlanError: Missing"),
     "a wrong shape": Bad(given(bias=torch.ones(8, 9)), "PlanError: WrongShape"),

@@ -82,7 +82,7 @@ def test_either_spelling_goes_into_every_target(make: Callable[[], nn.Module], t
 
 @pytest.mark.parametrize("target", ["eager", "exported"])
 @pytest.mark.parametrize("make", [Decoder, Nested])
-def test_a_typo_names_its_nearest_match(target: str, make: Callable[[], nn.Module]) -> None:
+def test_a_typo_is_refused_with_both_names(target: str, make: Callable[[], nn.Module]) -> None:
     module, x = make(), torch.randn(2, 4)
     live = ms.Live(
         module if target == "eager" else torch.export.export(module, (x,)),
@@ -91,6 +91,6 @@ def test_a_typo_names_its_nearest_match(target: str, make: Callable[[], nn.Modul
     state = dict(make().state_dict())
     name = next(one for one in state if one.endswith("weight"))
     state[name.replace("weight", "wieght")] = state.pop(name)
-    with pytest.raises(PlanError, match=r"wieght \[4, 4\] \(did you mean '\S*weight'"):
+    with pytest.raises(PlanError, match=r"weight \[4, 4\]\n[^`]*wieght \[4, 4\]\n.*ms\.Rename"):
         live.swap(state)
     assert live.version == 1

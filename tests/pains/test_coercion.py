@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 import modelstate as ms
-from modelstate.plan.problems import Problem, WrongDtype, WrongShape
+from modelstate.plan.problems import OtherDimensions, Problem, WrongDtype
 from tests.pains.conftest import StockFails
 from tests.place.fingerprint import whole
 
@@ -61,7 +61,7 @@ BENT: dict[str, tuple[torch.Tensor, torch.Tensor, list[float], Problem]] = {
         torch.zeros(()),
         torch.tensor([7.0]),
         [7.0],
-        WrongShape("value", (), (1,)),
+        OtherDimensions("value", (), (1,), "ms.Reshape('value', [])"),
     ),
 }
 

@@ -63,7 +63,7 @@ def test_a_typo_is_taken(stock_fails: StockFails) -> None:
     stock_fails("a name that nobody has changes nothing, silently", torch.equal(program.module()(X), expected))
 
     live = ms.Live(torch.export.export(model(), (X,)))
-    with pytest.raises(ms.PlanError, match=r"did you mean '0\.weight'"):
+    with pytest.raises(ms.PlanError, match=r"0\.wieght"):
         live.swap(trained)
 
 

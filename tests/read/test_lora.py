@@ -310,3 +310,52 @@ def test_options_that_mean_nothing() -> None:
         ms.open([BASE, {}], combine=ms.LoRA())
     with pytest.raises(AdapterError, match=r"alpha=\.\.\."):
         ms.open([BASE, matrices("lin")], combine=ms.LoRA())
+
+
+# Where it is forgotten that an adapter is one.
+
+
+def small_adapter() -> dict[str, torch.Tensor]:
+    return {
+        "base_model.model.0.lora_A.weight": torch.ones(1, 4),
+        "base_model.model.0.lora_B.weight": torch.ones(2, 1),
+        "base_model.model.1.weight": torch.ones(2),
+    }
+
+
+@pytest.mark.parametrize("case", ["with its base", "before its base", "alone"])
+def test_an_adapter_that_is_not_merged_is_answered_with_lora(case: str) -> None:
+    base = nn.Sequential(nn.Linear(4, 2), nn.LayerNorm(2))
+    parts = {
+        "with its base": [base.state_dict(), small_adapter()],
+        "before its base": [small_adapter(), base.state_dict()],
+    }
+    before = {name: value.clone() for name, value in base.state_dict().items()}
+    with pytest.raises(ms.PlanError) as caught:
+        ms.load(base, ms.open(parts.get(case, [small_adapter()])))
+    kinds = [type(problem).__name__ for problem in caught.value.problems]
+    assert kinds[:3] == ["UnmergedAdapter"] * 3
+    assert set(kinds[3:]) == ({"Missing"} if case == "alone" else set())
+    assert "combine=ms.LoRA()" in str(caught.value)
+    assert "allow_unexpected" not in str(caught.value)
+    assert all(torch.equal(value, before[name]) for name, value in base.state_dict().items())
+
+
+def test_what_is_allowed_by_name_is_passed_over() -> None:
+    base = nn.Sequential(nn.Linear(4, 2), nn.LayerNorm(2))
+    ms.load(base, ms.open([base.state_dict(), small_adapter()]), allow_unexpected=["base_model.*"])
+
+
+def test_a_model_that_has_an_adapter_itself_is_not_told_to_merge() -> None:
+    model = nn.ModuleDict({"lora_A": nn.Linear(2, 2, bias=False), "lora_B": nn.Linear(2, 2, bias=False)})
+    wrapped = nn.ModuleDict({"q": model})
+    state = {name.replace("weight", "default.weight"): value for name, value in wrapped.state_dict().items()}
+    kinds = {type(problem).__name__ for problem in ms.plan(wrapped, state).problems}
+    assert kinds == {"Missing", "Unexpected"}
+
+
+@pytest.mark.parametrize("others", [[], [{"0.weight": torch.ones(2, 4)}]], ids=["alone", "before its base"])
+def test_the_base_has_to_come_first(others: list[dict[str, torch.Tensor]]) -> None:
+    with pytest.raises(AdapterError, match="the first checkpoint is an adapter") as caught:
+        ms.open([small_adapter(), *others], combine=ms.LoRA(alpha=1))
+    assert caught.value.remedy == "ms.open([base, adapter], combine=ms.LoRA())"

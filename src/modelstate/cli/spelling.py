@@ -12,7 +12,7 @@ import torch
 
 from modelstate import errors
 from modelstate.plan import problems as causes
-from modelstate.plan.explain import grouped
+from modelstate.plan.explain import SUGGEST, grouped
 from modelstate.plan.problems import Problem
 
 _MISSING = "--allow-missing PATTERN, which may be repeated"
@@ -49,7 +49,10 @@ def of_error(error: BaseException, debug: bool = False) -> list[str]:
 
 def of_problems(problems: Sequence[Problem]) -> list[str]:
     """What to do about the problems of a plan, a line each."""
-    lines = [line for cause, members in grouped(problems) for line in _PROBLEMS.get(cause, _nothing)(members)]
+    groups = grouped(problems)
+    lines = [line for cause, members in groups for line in _PROBLEMS.get(cause, _nothing)(members)]
+    if {causes.Missing, causes.Unexpected} <= {cause for cause, _ in groups}:
+        lines.insert(0, f"{SUGGEST}, which works out rules where only names differ")
     return list(dict.fromkeys(lines))
 
 

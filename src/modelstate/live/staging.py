@@ -3,7 +3,7 @@
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Literal
 
@@ -18,8 +18,9 @@ from modelstate.live.names import runtime_state
 from modelstate.live.program import Program, Target
 from modelstate.place.load import Source, load, plan
 from modelstate.place.report import Report
+from modelstate.plan.differences import wrapper_rule
 from modelstate.plan.explain import plan_error
-from modelstate.plan.matching import matching_part, nearest
+from modelstate.plan.matching import matching_part
 from modelstate.plan.problems import Missing, Problem, Unexpected
 from modelstate.plan.rules.chain import check_rules, renamed_by
 from modelstate.plan.rules.rule import Rule
@@ -31,7 +32,8 @@ State = Callable[[], Mapping[str, torch.Tensor]]
 
 _REMEDIES: dict[type[Problem], str] = {
     Missing: "take a checkpoint that has them: a version has all of its weights. rules=[...] can make what is computed",
-    Unexpected: "if they are not needed: rules=[modelstate.Ignore(name)]",
+    Unexpected: "if they are not needed: rules=[ms.Ignore(name)]; if they are missing ones in another spelling: "
+    "rules=[ms.Rename(name, other)]",
 }
 
 
@@ -65,7 +67,10 @@ class Incoming:
             rules = check_rules(asked.rules)
             self.part = matching_part(checkpoint, target.names(), [partial(renamed_by, rules)])
         given = {renamed_by(rules, name) for name in self.part}
-        self._rules = (*rules, *target.rules(given))
+        wrappers = wrapper_rule(given, target.names())
+        renames = rules if wrappers is None else (*rules, wrappers)
+        given = given if wrappers is None else {renamed_by(renames, name) for name in self.part}
+        self._rules = (*renames, *target.rules(given))
         self._skeleton = target.skeleton(given)
         self._hooks: Callable[[nn.Module], AbstractContextManager[None]] = (
             without_state_dict_hooks if target.is_runtime(given) else lambda module: nullcontext()
@@ -137,17 +142,8 @@ class Incoming:
             only = len(names) == len(error.problems)
             own = self._target.refused(names) if only else None
             if own is None:
-                problems = [self._with_nearest(one) for one in error.problems]
-                raise plan_error(self._target.name, self.source, problems, _REMEDIES) from error.__cause__
+                raise plan_error(self._target.name, self.source, error.problems, _REMEDIES) from error.__cause__
             raise own from error
-
-    def _with_nearest(self, problem: Problem) -> Problem:
-        """With the name that may be meant, also where checkpoints spell it in another way than what runs."""
-        if not isinstance(problem, Unexpected) or problem.near or problem.why:
-            return problem
-        return replace(
-            problem, near=nearest(problem.name, [one for one in self._target.names() if one not in self.part])
-        )
 
     def _check_loaded(self, report: Report, filled: nn.Module, kinds: Mapping[str, Kind], serving: State) -> None:
         check_kinds(runtime_state(filled), kinds, self.source)

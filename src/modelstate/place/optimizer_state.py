@@ -15,6 +15,7 @@ from torch import nn
 from modelstate.errors import OptimizerStateError
 from modelstate.place.arguments import check_model
 from modelstate.place.optimizers import check_optimizers
+from modelstate.plan.differences import wrapper_rule
 from modelstate.plan.rules.chain import check_rules, renamed_by, way_back
 from modelstate.plan.rules.optimizer import apply_to_optimizer
 from modelstate.plan.rules.rule import Rule
@@ -124,6 +125,9 @@ def load_by_name(
         saved = [*by_name, *(name for group in groups for name in group["params"])]
         rules = rules.rules(rules.version_of_names(saved, type(optimizer).__name__))
     checked = check_rules(rules)
+    listed = {*by_name, *(name for group in groups for name in group["params"])}
+    wrappers = wrapper_rule({renamed_by(checked, name) for name in listed}, params)
+    checked = checked if wrappers is None else (*checked, wrappers)
     made_of: dict[str, tuple[str, ...]] = {}
     if checked:
         by_name, made_of = apply_to_optimizer(checked, by_name)

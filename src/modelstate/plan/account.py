@@ -7,9 +7,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.nn.parameter import is_lazy
 
-from modelstate.plan.differences import regular_differences
+from modelstate.plan.differences import one_prefix
 from modelstate.plan.dtypes import short
-from modelstate.plan.matching import nearest
 from modelstate.plan.overlap import same_values
 from modelstate.plan.placement import is_plain
 from modelstate.plan.problems import (
@@ -22,10 +21,12 @@ from modelstate.plan.problems import (
     Problem,
     Unexpected,
     Uninitialised,
-    WrongShape,
+    UnmergedAdapter,
+    wrong_shape,
 )
 from modelstate.plan.recorder import Outcome, loads_by_version
 from modelstate.plan.slots import HIDDEN, Slot
+from modelstate.read.lora import adapter_names
 
 if TYPE_CHECKING:
     from modelstate.plan.prepare import Preparation
@@ -150,7 +151,9 @@ class Accounts:
             self.of.problems.append(NotYetInitialised(name))
         elif not isinstance(value, torch.Tensor) or value.shape != buffer.shape:
             found = tuple(value.shape) if isinstance(value, torch.Tensor) else ()
-            self.of.problems.append(WrongShape(name, tuple(buffer.shape), found))
+            self.of.problems.append(
+                wrong_shape(name, tuple(buffer.shape), found, self.of.incoming.name_for_rules(name))
+            )
         elif buffer.is_meta:
             self.of.assign(name, HIDDEN, buffer, value)
         elif self._equal(self.of.incoming.seen(value), buffer):
@@ -169,24 +172,30 @@ class Accounts:
         return same_values(value.to(buffer.device, common), buffer.to(common))
 
     def _differences(self, missing: list[str], unexpected: list[str]) -> Iterable[Problem]:
-        lacking = {name: self._slot_shape(name) for name in (*missing, *self._computed())}
+        computed = self._computed()
+        lacking = {name: self._slot_shape(name) for name in (*missing, *computed)}
         over = {name: self._value_shape(name) for name in unexpected}
-        regular, explained = regular_differences(lacking, over, self._fitting())
-        yield from regular
-        for name, source in explained.items():
-            expected, found = lacking[name], over[source]
-            if expected is not None and found is not None and expected != found:
-                yield WrongShape(name, expected, found)
-        taken = set(explained.values())
-        lacking_left = [name for name in missing if name not in explained]
-        over_left = [name for name in unexpected if name not in taken]
-        few = len(lacking_left) + len(over_left) <= 200
-        for name in lacking_left:
+        adapter = [] if adapter_names(self.of.slots.by_name) else adapter_names(unexpected)
+        yield from map(UnmergedAdapter, adapter)
+        unexpected = [name for name in unexpected if name not in adapter] if adapter else unexpected
+        # A rule of a user's sees names with their wrappers, which are not those that are compared here.
+        is_simple = not (adapter or self.of.incoming.before_wrappers)
+        other_names, pairs = (
+            one_prefix(lacking, over, fitting=self._fitting(), optional=computed) if is_simple else (None, {})
+        )
+        if other_names is not None:
+            yield other_names
+            for name, source in pairs.items():
+                expected, found = lacking[name], over[source]
+                if expected is not None and found is not None and expected != found:
+                    yield wrong_shape(name, expected, found)
+            return
+        for name in missing:
             if not self._is_filled(name):  # what the model initialises is
-                yield Missing(name, lacking[name], nearest(name, over_left) if few else "", *self._first_value(name))
-        for name in over_left:
+                yield Missing(name, lacking[name], *self._first_value(name))
+        for name in unexpected:
             why = "registered as None in the model" if name in self.of.slots.empty else ""
-            yield Unexpected(name, over[name], nearest(name, lacking_left) if few and not why else "", why)
+            yield Unexpected(name, over[name], why)
 
     def _first_value(self, name: str) -> tuple[bool, str | None]:
         """Whether a tensor has values, and the methods that initialise it, where it is to be or has none."""

@@ -1,130 +1,29 @@
-"""Regular differences between the names of a checkpoint and those of a model, and the rules that take them back."""
+"""How the names of a checkpoint differ from those of a model, as far as the names alone prove it.
+
+Two differences can be proved. A wrapper (DataParallel, `torch.compile`, FSDP) puts its name into the names of all that
+it wraps: `wrapper_rule` takes it out, or puts it in, with no help from a user. Any other prefix that all names of one
+side have more than those of the other is only proposed, by `one_prefix`. What remains is for `modelstate.suggest`,
+which looks at more than names and says how sure it is.
+"""
 
 import re
-from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
+from torch import nn
+
 from modelstate.plan.problems import OtherNames
+from modelstate.plan.recorder import loads_names_itself
 from modelstate.plan.rules.known import WRAPPERS
 from modelstate.plan.rules.names import Prefix, Rename
 from modelstate.plan.rules.rule import Rule, as_code
+from modelstate.plan.slots import named_modules_of
 
-_MOST_WAYS = 8
 _MOST_HEADS = 12
+_MOST_CANDIDATES = 4
+"""One name that ends like very many is no sign of a prefix."""
 
 Shape = tuple[int, ...] | None
-
-
-@dataclass(frozen=True, slots=True)
-class _Way:
-    """A rule, and what it explains."""
-
-    rule: Rule
-    difference: str
-    pairs: dict[str, str]
-    """From missing to unexpected names."""
-    narrower: tuple[Rule, ...] = ()
-    """Rules that do the same to fewer names, for where the first would touch others."""
-
-
-def regular_differences(
-    missing: Mapping[str, Shape], unexpected: Mapping[str, Shape], fitting: Collection[str] = ()
-) -> tuple[list[OtherNames], dict[str, str]]:
-    """Ways in which several unexpected names become missing ones.
-
-    A way is found by names of the same shape, and then explains all names that it fits. The rules work together, in
-    their order, and leave alone the names that are `fitting` already. Returns the ways, and what they explain: from
-    missing to unexpected names.
-    """
-    ways: list[_Way] = []
-    left, over = dict(missing), dict(unexpected)
-    while left and over and len(ways) < _MOST_WAYS:
-        found = (_strip(left, over), _add(left, over), _unwrap(left, over), _wrap(left, over), _replace(left, over))
-        best = max(found, key=lambda way: len(way.pairs))
-        if not best.pairs or (len(best.pairs) == 1 and (ways or len(left) > 3)):
-            break  # one name of many that ends like another is no regularity
-        ways.append(best)
-        taken = set(best.pairs.values())
-        left = {name: shape for name, shape in left.items() if name not in best.pairs}
-        over = {name: shape for name, shape in over.items() if name not in taken}
-    ways = _working_together(ways, fitting)
-    explained = {name: source for way in ways for name, source in way.pairs.items()}
-    problems = [
-        OtherNames(next(iter(way.pairs)), count=len(way.pairs), difference=way.difference, rule=as_code(way.rule))
-        for way in ways
-    ]
-    return problems, explained
-
-
-def _working_together(ways: list[_Way], fitting: Collection[str]) -> list[_Way]:
-    """The ways with rules that do not touch what fits already, or what the others explain; without such, left out."""
-    kept: list[_Way] = []
-    for way in ways:
-        others = [other for other in ways if other is not way]
-        untouchable = {name for other in others for pair in other.pairs.items() for name in pair} | set(fitting)
-        for rule in (way.rule, *way.narrower):
-            right = all(rule.rename(source) == name for name, source in way.pairs.items())
-            if right and all(rule.rename(name) is None for name in untouchable):
-                kept.append(_Way(rule, way.difference, way.pairs))
-                break
-    return kept
-
-
-def _strip(missing: Mapping[str, Shape], unexpected: Mapping[str, Shape]) -> _Way:
-    """The prefix that most unexpected names have more than a missing one."""
-    prefix, pairs = _best_prefix(missing, unexpected)
-    narrower = _narrowed(rf"^{re.escape(prefix)}", pairs, "")
-    return _Way(Prefix(strip=prefix or "."), f"the prefix {prefix!r} of the checkpoint", pairs, narrower)
-
-
-def _add(missing: Mapping[str, Shape], unexpected: Mapping[str, Shape]) -> _Way:
-    """The prefix that most missing names have more than an unexpected one."""
-    prefix, turned = _best_prefix(unexpected, missing)
-    narrower = _narrowed("^", turned, prefix.replace("\\", r"\\"))
-    pairs = {name: source for source, name in turned.items()}
-    return _Way(Prefix(add=prefix or "."), f"the prefix {prefix!r} of the model", pairs, narrower)
-
-
-def _replace(missing: Mapping[str, Shape], unexpected: Mapping[str, Shape]) -> _Way:
-    """The prefix of unexpected names, and the one of missing names in its place, by which most of them differ."""
-    by_rest: dict[str, list[str]] = {}
-    for name in missing:
-        for prefix in prefixes(name):
-            by_rest.setdefault(name[len(prefix) :], []).append(prefix)
-    votes: Counter[tuple[str, str]] = Counter()
-    for name, shape in unexpected.items():
-        for prefix in prefixes(name):
-            rest = name[len(prefix) :]
-            votes.update((prefix, put) for put in by_rest.get(rest, [])[:16] if missing[put + rest] == shape)
-    if not votes or max(votes.values()) < 2:  # two single names may be anything to each other
-        return _Way(Prefix(strip="."), "", {})
-    strip, add = max(votes, key=lambda pair: (votes[pair], -len(pair[0])))
-    turned = {name: add + name[len(strip) :] for name in unexpected if name.startswith(strip)}
-    pairs = {put: name for name, put in turned.items() if put in missing}
-    narrower = _narrowed(rf"^{re.escape(strip)}", (name[len(strip) :] for name in pairs.values()), add)
-    return _Way(Prefix(strip, add), f"the prefix {strip!r} of the checkpoint for {add!r}", pairs, narrower)
-
-
-def _best_prefix(short: Mapping[str, Shape], long: Mapping[str, Shape]) -> tuple[str, dict[str, str]]:
-    votes: Counter[str] = Counter()
-    for name, shape in long.items():
-        votes.update(prefix for prefix in prefixes(name) if short.get(name[len(prefix) :], ...) == shape)
-    if not votes:
-        return "", {}
-    prefix = votes.most_common(1)[0][0]
-    rests = {name[len(prefix) :]: name for name in long if name.startswith(prefix)}
-    return prefix, {rest: name for rest, name in rests.items() if rest in short}
-
-
-def _narrowed(start: str, rests: Iterable[str], replacement: str) -> tuple[Rule, ...]:
-    """Rules for just the names that go on, behind `start`, as these do."""
-    rules: list[Rule] = []
-    for parts in ({rest.partition(".")[0] for rest in rests}, set(rests)):
-        if parts and len(parts) <= _MOST_HEADS:
-            choice = "|".join(sorted(map(re.escape, parts)))
-            rules.append(Rename(re.compile(rf"{start}(?=(?:{choice})(?:\.|$))"), replacement))
-    return tuple(rules)
 
 
 def prefixes(name: str) -> Iterator[str]:
@@ -135,54 +34,165 @@ def prefixes(name: str) -> Iterator[str]:
         at = name.find(".", at + 1)
 
 
-def without_wrappers(name: str, wrappers: Collection[str] = WRAPPERS) -> str:
+def without_wrappers(name: str) -> str:
     """The name without the parts that wrappers have put into it."""
-    return ".".join(part for part in name.split(".") if part not in wrappers)
+    *path, last = name.split(".")
+    return ".".join([*(part for part in path if part not in WRAPPERS), last])
 
 
-def _unwrap(missing: Mapping[str, Shape], unexpected: Mapping[str, Shape]) -> _Way:
-    """The wrappers that most unexpected names have somewhere within, and missing ones have not."""
-    best = _Way(Prefix(strip="."), "", {})
-    for wrappers in _choices(unexpected):
-        pairs = _pairs_without(wrappers, missing, unexpected)
-        if len(pairs) > len(best.pairs):
-            rule = Rename(re.compile(rf"(^|\.)(?:(?:{'|'.join(wrappers)})\.)+"), r"\1")
-            best = _Way(rule, f"{' or '.join(map(repr, wrappers))} within the names of the checkpoint", pairs)
-    return best
+# Wrappers.
 
 
-def _wrap(missing: Mapping[str, Shape], unexpected: Mapping[str, Shape]) -> _Way:
-    """The wrapper that most missing names have somewhere within, and unexpected ones have not."""
-    best = _Way(Prefix(add="."), "", {})
-    for (wrapper,) in _choices(missing, several=False):
-        turned = _pairs_without((wrapper,), unexpected, missing)
-        if len(turned) <= len(best.pairs):
+@dataclass(frozen=True, repr=False)
+class Rewrapped:
+    """Takes the names of wrappers out of names, or puts them in, at certain modules."""
+
+    modules: Mapping[str, str]
+    """From prefixes of the checkpoint's names to those of the model's: "module." to "", or the other way round."""
+
+    def __repr__(self) -> str:
+        return (
+            f"Rewrapped({dict(self.modules)!r})"
+            if len(self.modules) <= 2
+            else f"Rewrapped({len(self.modules)} modules)"
+        )
+
+    def rename(self, name: str) -> str | None:
+        for prefix in (*reversed([*prefixes(name)]), ""):
+            put = self.modules.get(prefix)
+            if put is not None:
+                return put + name[len(prefix) :]
+        return None
+
+    def reverse(self) -> "Rewrapped":
+        return Rewrapped({put: prefix for prefix, put in self.modules.items()})
+
+    def note(self, count: int) -> str:
+        """What the rule did to so many names, for a report."""
+        taken, put = (
+            {part for prefix in side for part in prefix.split(".") if part in WRAPPERS}
+            for side in (self.modules, self.modules.values())
+        )
+        what = [f"without {', '.join(sorted(taken - put))}"] if taken - put else []
+        what += [f"with {', '.join(sorted(put - taken))}"] if put - taken else []
+        return f"{count} names of the checkpoint are read {' and '.join(what) or 'with wrappers in other places'}"
+
+
+def wrapper_rule(
+    given: Collection[str], wanted: Collection[str], model: nn.Module | None = None, made: Collection[str] = ()
+) -> Rewrapped | None:
+    """The rule that makes names of a checkpoint those of a model, where they differ in nothing but wrappers.
+
+    None where all names fit as they are, and where anything speaks against it: two names of one side that are the same
+    without wrappers; a module of which some names go through a wrapper and others do not; code of the model, if one is
+    given, that loads the names at such a module itself. `made` are names that stay as they are, beside those `given`.
+    """
+    if all(name in wanted for name in given) or not any(map(_has_wrapper, (*given, *wanted))):
+        return None
+    sources = {without_wrappers(name): name for name in (*made, *given)}
+    targets = {without_wrappers(name): name for name in wanted}
+    if len(sources) < len(given) + len(made) or len(targets) < len(wanted):
+        return None
+    kept = set(made)
+    pairs = {name: targets[bare] for bare, name in sources.items() if bare in targets and name not in kept}
+    modules: dict[str, str] = {}
+    chains: tuple[dict[str, str], dict[str, str]] = {}, {}
+    for source, target in pairs.items():
+        for (bare, before, chain), (_, put_before, put_chain) in zip(_places(source), _places(target), strict=True):
+            if chains[0].setdefault(bare, chain) != chain or chains[1].setdefault(bare, put_chain) != put_chain:
+                return None
+            if chain != put_chain:
+                modules[before + chain] = put_before + put_chain
+    rule = Rewrapped(modules)
+    if not modules or any((rule.rename(source) or source) != target for source, target in pairs.items()):
+        return None
+    return None if model is not None and _loads_itself(model, modules.values()) else rule
+
+
+def _has_wrapper(name: str) -> bool:
+    return any(wrapper in name for wrapper in WRAPPERS)
+
+
+def _places(name: str) -> Iterator[tuple[str, str, str]]:
+    """For each module that a name goes through: its bare path, the prefix that leads to it, and its wrappers."""
+    bare = before = chain = ""
+    *path, _ = name.split(".")
+    for part in path:
+        if part in WRAPPERS:
+            chain += f"{part}."
             continue
-        # Where it belongs: behind these parts of names, whatever the number of the layer.
-        heads = {name.partition(f"{wrapper}.")[0] for name in turned.values()}
-        places = {re.sub(r"(?<=\\.)\d+(?=\\.)", r"\\d+", re.escape(head)) for head in heads}
-        if len(places) <= _MOST_HEADS:
-            rule = Rename(re.compile(f"^({'|'.join(sorted(places))})"), rf"\1{wrapper}.")
-            pairs = {name: source for source, name in turned.items()}
-            best = _Way(rule, f"{wrapper!r} within the names of the model", pairs)
-    return best
+        yield bare, before, chain
+        bare, before, chain = f"{bare}{part}.", f"{before}{chain}{part}.", ""
+    yield bare, before, chain
 
 
-def _choices(names: Iterable[str], several: bool = True) -> list[tuple[str, ...]]:
-    """Each wrapper that is there, and all of them together."""
-    parts = {part for name in names for part in name.split(".")}
-    present = tuple(wrapper for wrapper in WRAPPERS if wrapper in parts)
-    single: list[tuple[str, ...]] = [(wrapper,) for wrapper in present]
-    return [*single, present] if several and len(present) > 1 else single
+def _loads_itself(model: nn.Module, places: Iterable[str]) -> bool:
+    """Whether a module at one of these prefixes, or above it, may give names another meaning as it loads."""
+    modules = named_modules_of(model)
+    above = {prefix[:-1] for place in places for prefix in prefixes(place)} | {""}
+    return any(path in modules and loads_names_itself(modules[path]) for path in above)
 
 
-def _pairs_without(
-    wrappers: Collection[str], bare: Mapping[str, Shape], wrapped: Mapping[str, Shape]
-) -> dict[str, str]:
-    """From names of `bare` to those of `wrapped` that are the same but for these wrappers, and of the same shape."""
-    pairs: dict[str, str] = {}
-    for name, shape in wrapped.items():
-        short = without_wrappers(name, wrappers)
-        if short != name and bare.get(short, ...) == shape:
-            pairs[short] = name
-    return pairs
+# One prefix.
+
+
+def one_prefix(
+    missing: Mapping[str, Shape],
+    unexpected: Mapping[str, Shape],
+    *,
+    fitting: Collection[str] = (),
+    optional: Collection[str] = (),
+) -> tuple[OtherNames | None, dict[str, str]]:
+    """The prefix by which all missing names and all unexpected ones differ, as a problem with the rule for it.
+
+    Only names decide, so the rule is right wherever there is one: every unexpected name is a missing one behind the
+    prefix, or the other way round, and none is left on either side, but for missing ones that are `optional`. Shapes
+    that mostly differ speak against it. The rule leaves the names alone that are `fitting` already. With the problem
+    come the pairs, from missing to unexpected names; without one there are none.
+    """
+    required = missing.keys() - set(optional)
+    found = [
+        (prefix, strips, pairs)
+        for prefix, strips in _candidates(required, missing, unexpected)
+        for pairs in [_paired(prefix, strips, missing, unexpected)]
+        if len(pairs) == len(unexpected) and required <= pairs.keys()
+    ]
+    if len(found) != 1:
+        return None, {}
+    ((prefix, strips, pairs),) = found
+    if 2 * sum(missing[name] == unexpected[source] for name, source in pairs.items()) <= len(pairs):
+        return None, {}
+    start, put = (rf"^{re.escape(prefix)}", "") if strips else ("^", prefix.replace("\\", r"\\"))
+    rests = [name if strips else source for name, source in pairs.items()]
+    for rule in (Prefix(strip=prefix) if strips else Prefix(add=prefix), *_narrowed(start, rests, put)):
+        right = all(rule.rename(source) == name for name, source in pairs.items())
+        if right and all(rule.rename(name) is None for name in fitting):
+            difference = f"the prefix {prefix!r} of the {'checkpoint' if strips else 'model'}"
+            return OtherNames(next(iter(pairs)), len(pairs), difference, as_code(rule)), pairs
+    return None, {}
+
+
+def _candidates(required: Collection[str], missing: Iterable[str], unexpected: Iterable[str]) -> list[tuple[str, bool]]:
+    """Prefixes that the longest name says to be possible, and whether they are to be taken off."""
+    found: list[tuple[str, bool]] = []
+    for strips, names, others in ((True, required, unexpected), (False, unexpected, missing)):
+        last = max(names, key=len, default="")
+        found += [(other[: -len(last)], strips) for other in others if last and other.endswith(f".{last}")]
+    return found if len(found) <= _MOST_CANDIDATES else []
+
+
+def _paired(prefix: str, strips: bool, missing: Iterable[str], unexpected: Collection[str]) -> dict[str, str]:
+    """From missing names to the unexpected ones that differ by the prefix."""
+    starting = missing if strips else (name for name in missing if name.startswith(prefix))
+    pairs = {name: prefix + name if strips else name[len(prefix) :] for name in starting}
+    return {name: source for name, source in pairs.items() if source in unexpected}
+
+
+def _narrowed(start: str, rests: Iterable[str], replacement: str) -> tuple[Rule, ...]:
+    """Rules for just the names that go on, behind `start`, as these do."""
+    rules: list[Rule] = []
+    for parts in ({rest.partition(".")[0] for rest in rests}, set(rests)):
+        if parts and len(parts) <= _MOST_HEADS:
+            choice = "|".join(sorted(map(re.escape, parts)))
+            rules.append(Rename(re.compile(rf"{start}(?=(?:{choice})(?:\.|$))"), replacement))
+    return tuple(rules)

@@ -1,33 +1,51 @@
 """Problems as text: grouped by their cause, a few lines each, with what to do next."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 from modelstate.errors import ModelCodeError, ModelStateError, PlanError
-from modelstate.plan.problems import Problem
+from modelstate.plan.problems import IdlePattern, Missing, Problem, Unexpected, UnmergedAdapter
 from modelstate.words import printable
 
 _SHOWN = 8
+SUGGEST = "modelstate suggest MODEL FILE"
+"""The command that works out rules."""
+_RENAMED = (
+    f"if the names below are these in another spelling, ms.suggest(model, source) works out rules (`{SUGGEST}`); "
+)
+_OF_A_BASE = "open the base with the adapter; "
 
 
 def grouped(problems: Sequence[Problem]) -> list[tuple[type[Problem], list[Problem]]]:
-    """Problems of one class together, in the order in which the classes first appear."""
+    """Problems of one class together, in the order in which the classes first appear.
+
+    What others may follow from comes first: a rule that matches nothing leaves all its names missing and unexpected.
+    """
     groups: dict[type[Problem], list[Problem]] = {}
     for problem in problems:
         groups.setdefault(type(problem), []).append(problem)
-    return list(groups.items())
+    return sorted(groups.items(), key=lambda group: group[0] is not IdlePattern)
+
+
+def _to_do_before(causes: Collection[type[Problem]]) -> dict[type[Problem], str]:
+    """What to try where several causes come together, before what is to be done about each alone."""
+    if UnmergedAdapter in causes:
+        return {Missing: _OF_A_BASE}
+    return {Missing: _RENAMED} if Unexpected in causes else {}
 
 
 def explain(problems: Sequence[Problem], remedies: Mapping[type[Problem], str] | None = None) -> str:
     """All problems on a screen; `remedies` are those that are others than the problems' own."""
     lines = []
-    for cause, members in grouped(problems):
+    groups = grouped(problems)
+    chosen, before = remedies or {}, _to_do_before([cause for cause, _ in groups])
+    for cause, members in groups:
         lines.append(f"  {cause.title} ({len(members)}):")
         lines += [f"    {problem.line()}" for problem in members[:_SHOWN]]
         if len(members) > _SHOWN:
             lines.append(f"    ... and {len(members) - _SHOWN} more")
         lines += [
-            f"    to do: {(remedies or {}).get(cause) or cause.remedy_for(members)}",
+            f"    to do: {chosen.get(cause) or before.get(cause, '') + cause.remedy_for(members)}",
             f"    more: modelstate explain {cause.page}",
         ]
     return "\n".join(lines)

@@ -1,7 +1,7 @@
 """What comes in: a checkpoint by the names, and in the pieces, that the model has, once the rules are applied."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -9,6 +9,7 @@ import torch
 from modelstate.codec.plain import is_quantized
 from modelstate.errors import CodecError
 from modelstate.plan.derived import Derived, Source, to_be_computed, values_of
+from modelstate.plan.differences import wrapper_rule
 from modelstate.plan.initialise import Initialiser, Initialisers
 from modelstate.plan.journal import Journal, Write
 from modelstate.plan.memento import same_place
@@ -91,6 +92,9 @@ class Incoming:
         self._late: dict[int, Late] = {}
         self._late_of: dict[int, Late] = {}
         self.applied = self._apply_rules(Places(slots, initialisers))
+        self.before_wrappers: dict[str, str] = {}
+        """From names of the model to what the rules of a user see in their place, where a wrapper's name differs."""
+        self.wrapper_note = self._rewrap(slots)
         self.quantized: list[str] = []
         """Names of tensors that are quantized by a wrapper subclass."""
         self.state = self._state_dict()
@@ -138,6 +142,31 @@ class Incoming:
         if not rules:
             return Applied(entries)
         return apply_rules(rules, entries, checkpoint.read, places.before)
+
+    def _rewrap(self, slots: Slots) -> str:
+        """Applies the rule for wrappers after the others, where there is one. Returns a note on it, or nothing."""
+        entries = self.applied.entries
+        if entries.keys() <= slots.by_name.keys():
+            return ""
+        given = [name for name, entry in entries.items() if entry.sources]
+        wanted = {*slots.by_name, *slots.extra, *slots.lazy}
+        rule = wrapper_rule(given, wanted, self._journal.root, made=entries.keys() - given)
+        if rule is None:
+            return ""
+        renamed: dict[str, Entry] = {}
+        for name, entry in entries.items():
+            changed = rule.rename(name) if entry.sources else None
+            if changed is None:
+                renamed[name] = entry
+            else:
+                renamed[changed] = entry._replace(rules=(*entry.rules, repr(rule)))
+                self.before_wrappers[changed] = name
+        self.applied, self._rules = replace(self.applied, entries=renamed), (*self._rules, rule)
+        return rule.note(len(self.before_wrappers))
+
+    def name_for_rules(self, name: str) -> str:
+        """What a further rule of a user's sees in the place of a name of the model; empty where that is no name."""
+        return self.before_wrappers.get(name, name) if name in self.applied.entries else ""
 
     def _state_dict(self) -> dict[str, Any]:
         """The part of the checkpoint as the protocol wants it: by the names of the model, tensors mapped."""

@@ -37,12 +37,13 @@ from modelstate.plan.problems import (
     NotATensor,
     NotYetInitialised,
     NoValues,
+    NumPyArray,
     Problem,
     QuantizedCast,
     ShardedTensors,
     TieConflict,
     WrongDtype,
-    WrongShape,
+    wrong_shape,
 )
 from modelstate.plan.recorder import Outcome, walk
 from modelstate.plan.rules.chain import renamed_by
@@ -114,6 +115,7 @@ class Preparation:
         self.initialisers = Initialisers(self.model)
         self.incoming = Incoming(self.checkpoint, self.options.rules, self.slots, self.initialisers, journal)
         self.problems += self.incoming.applied.problems
+        self.notes += [self.incoming.wrapper_note] if self.incoming.wrapper_note else []
         self._keeps_stored_dtypes = options.dtype is None and any(map(self._is_for_meta, self.incoming.quantized))
         """Whether floats on meta get the dtypes of the checkpoint, which has quantized tensors: a layer computes in the
         dtype that its weight was quantized from, which no cast changes."""
@@ -168,7 +170,8 @@ class Preparation:
             if slot is None or slot.tensor is not param:  # a module that loads a child by itself uses a shorter name
                 key = self._names.get(id(param), key)
         if not isinstance(value, torch.Tensor):
-            self.problems.append(NotATensor(key, type(value).__name__))
+            is_array = f"{type(value).__module__}.{type(value).__name__}" == "numpy.ndarray"
+            self.problems.append((NumPyArray if is_array else NotATensor)(key, type(value).__name__))
         elif is_lazy(value):
             self.used.add(given)
             if is_lazy(param):
@@ -176,7 +179,8 @@ class Preparation:
             else:
                 self.problems.append(NotYetInitialised(key))
         elif param.shape != value.shape and self.transforms.of(key).first is None:
-            self.problems.append(WrongShape(key, tuple(param.size()), tuple(value.size())))
+            seen_by_rules = self.incoming.name_for_rules(given)
+            self.problems.append(wrong_shape(key, tuple(param.size()), tuple(value.size()), seen_by_rules))
         else:
             self.assign(key, PARAMETER if name in module._parameters else BUFFER, param, value)
 

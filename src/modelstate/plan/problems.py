@@ -57,8 +57,6 @@ class Missing(Problem):
 
     shape: tuple[int, ...] | None = None
     """None for extra state, and for a lazy buffer that is None in the model."""
-    near: str = ""
-    """A name of the checkpoint that nothing takes, and that is spelt almost like this one."""
     has_values: bool = True
     """Whether the tensor of the model has values that it could keep: it is not on meta."""
     initialiser: str | None = None
@@ -76,8 +74,7 @@ class Missing(Problem):
         return "; ".join([*remedies, *_first_values(wanted)])
 
     def line(self) -> str:
-        shape = f" {list(self.shape)}" if self.shape is not None else ""
-        return f"{self.name}{shape}" + (f" (the checkpoint has {self.near!r})" if self.near else "")
+        return self.name + (f" {list(self.shape)}" if self.shape is not None else "")
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,8 +83,6 @@ class Unexpected(Problem):
 
     shape: tuple[int, ...] | None = None
     """None for a value that is no tensor."""
-    near: str = ""
-    """A name of the model that nothing fills, and that is spelt almost like this one."""
     why: str = ""
 
     title: ClassVar = "names of the checkpoint that the model lacks"
@@ -96,20 +91,31 @@ class Unexpected(Problem):
 
     def line(self) -> str:
         shape = f" {list(self.shape)}" if self.shape is not None else ""
-        note = f" (did you mean {self.near!r}?)" if self.near else f" ({self.why})" if self.why else ""
-        return f"{self.name}{shape}{note}"
+        return f"{self.name}{shape}" + (f" ({self.why})" if self.why else "")
+
+
+@dataclass(frozen=True, slots=True)
+class UnmergedAdapter(Problem):
+    """The checkpoint has a part of a LoRA adapter, and the model has no place for it: it belongs into the weights."""
+
+    title: ClassVar = "tensors of a LoRA adapter, which is to be merged with its base"
+    remedy: ClassVar = (
+        "open both together, the base first: ms.open([base, adapter], combine=ms.LoRA()); where one file has both, "
+        "merge them with peft: merge_and_unload()"
+    )
+    page: ClassVar = "combine"
 
 
 @dataclass(frozen=True, slots=True)
 class OtherNames(Problem):
-    """Names that differ in one regular way, which a rule takes back."""
+    """Names that differ in one prefix, which a rule takes back."""
 
     count: int = 0
     difference: str = ""
     rule: str = ""
     """The rule, as code that can be pasted."""
 
-    title: ClassVar = "names that differ in one regular way"
+    title: ClassVar = "names that differ in one prefix"
     remedy: ClassVar = "pass the rule"
     page: ClassVar = "other-names"
 
@@ -132,6 +138,28 @@ class WrongShape(Problem):
 
     def line(self) -> str:
         return f"{self.name}: the model has {list(self.expected)}, the checkpoint {list(self.found)}"
+
+
+@dataclass(frozen=True, slots=True)
+class OtherDimensions(WrongShape):
+    """The two shapes differ in dimensions of size 1 only, so that the elements are the same in the same order."""
+
+    rule: str = ""
+    """The rule, as code that can be pasted."""
+
+    title: ClassVar = "tensors whose shapes differ in dimensions of size 1 only"
+    remedy: ClassVar = "pass the rules"
+
+    def line(self) -> str:
+        return f"{WrongShape.line(self)}: rules=[{self.rule}]"
+
+
+def wrong_shape(name: str, expected: tuple[int, ...], found: tuple[int, ...], seen_by_rules: str = "") -> WrongShape:
+    """The problem of two shapes; `seen_by_rules` is the name that a rule for it would see, if there is one."""
+    same_elements = [size for size in expected if size != 1] == [size for size in found if size != 1]
+    if not same_elements or not seen_by_rules:
+        return WrongShape(name, expected, found)
+    return OtherDimensions(name, expected, found, f"ms.Reshape({seen_by_rules!r}, {list(expected)})")
 
 
 @dataclass(frozen=True, slots=True)
@@ -180,6 +208,14 @@ class NotATensor(Problem):
 
     def line(self) -> str:
         return f"{self.name}: found {self.found}"
+
+
+@dataclass(frozen=True, slots=True)
+class NumPyArray(NotATensor):
+    """A NumPy array stands where a tensor belongs."""
+
+    title: ClassVar = "NumPy arrays in the place of tensors"
+    remedy: ClassVar = "make tensors of them: {name: torch.from_numpy(array) for name, array in arrays.items()}"
 
 
 @dataclass(frozen=True, slots=True)

@@ -300,6 +300,13 @@ def loads_by_version(module: nn.Module) -> bool:
     return _overrides_loading(module) and getattr(module, "_version", None) not in (None, 1)
 
 
+def loads_names_itself(module: nn.Module) -> bool:
+    """Whether code of the module, and not torch's own, may decide which name is for which tensor as it loads."""
+    function = getattr(module._load_from_state_dict, "__func__", None)
+    is_torchs = getattr(function, "__module__", "").startswith("torch.nn.modules.")  # as that of batch norms
+    return bool(module._load_state_dict_pre_hooks) or (_overrides_loading(module) and not is_torchs)
+
+
 def is_recorded(module: nn.Module) -> bool:
     """Whether a load of ours is calling the module's loading code: what that does can then be undone."""
     return _recording_of(module) is not None

@@ -6,7 +6,7 @@ peft's `merge_and_unload`, step by step, so that the results are the same.
 
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
@@ -33,6 +33,13 @@ _CHUNK = 1 << 18
 """Elements that are added at once: where dtypes differ, torch widens both sides before it adds them."""
 _MOST_SUGGESTED = 3
 """Names are compared with all of the base's to find one that is nearly the same, which takes long."""
+
+
+def adapter_names(names: Iterable[str]) -> list[str]:
+    """Those of the names that belong to an adapter of peft; none where no name is that of a LoRA matrix."""
+    given = list(names)
+    matrices = {name for name in given if ".lora_" in name and _MATRIX.match(name)}
+    return [name for name in given if name in matrices or name.startswith(_PREFIX)] if matrices else []
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,6 +85,14 @@ class LoRA(Combination):
     def merge(self, sources: Sequence[Checkpoint]) -> Merged:
         """The weights of the base, with what is added to them when they are wanted."""
         base = sources[0]
+        if adapter_names(base):
+            raise AdapterError(
+                "the first checkpoint is an adapter, and its base has to be before it",
+                where=base.source,
+                expected="a base, and one adapter or more",
+                found=listed(adapter_names(base), most=2),
+                remedy="ms.open([base, adapter], combine=ms.LoRA())",
+            )
         if len(sources) < 2:
             raise AdapterError("there is no adapter", where=base.source, expected="a base, and one adapter or more")
         for index, adapter in enumerate(sources[1:], 1):

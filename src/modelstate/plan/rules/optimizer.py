@@ -89,7 +89,7 @@ def _shape_problems(state: State, name: str, entry: Entry) -> list[Problem]:
     return []
 
 
-_NAMES_ONLY = ("Rename(", "Prefix(", "Reached(")
+_NAMES_ONLY = ("Rename(", "Prefix(", "Reached(", "Rewrapped(")
 
 
 def _carry_for_all(state: State, name: str, sources: tuple[str, ...], made: dict[str, Any]) -> list[Problem]:
