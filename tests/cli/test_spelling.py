@@ -66,6 +66,22 @@ def prints():
     model.register_load_state_dict_pre_hook(hook)
     return model
 
+def reads_in_a_hook():
+    def hook(module, *_):
+        if module[0].weight.sum().item() > 1e9:
+            raise RuntimeError
+    model = tiny()
+    model._register_load_state_dict_pre_hook(hook, with_module=True)
+    return model
+
+def swallows():
+    try:
+        return looks()
+    except RuntimeError:
+        return None
+
+instance = tiny()
+
 def lost():
     model = tiny()
     model.register_buffer("table", torch.arange(3.0, device="meta"), persistent=False)
@@ -195,6 +211,28 @@ def test_patterns() -> None:
     done = run("plan", "FACTORIES:tiny", "part.safetensors")
     options = [line.split()[0] for line in proposed(done.stdout)]
     assert options == ["modelstate", "--allow-missing", "--allow-unexpected"]
+
+
+@pytest.mark.parametrize("factory", ["looks", "swallows", "reads_in_a_hook"])
+def test_what_fails_without_values_works_with_them(factory: str) -> None:
+    save_file(nn.Linear(4, 3).state_dict(), "linear.safetensors")
+    path = "tiny.safetensors" if factory == "reads_in_a_hook" else "linear.safetensors"
+    for command in ("plan", "load"):
+        done = run(command, f"FACTORIES:{factory}", path)
+        assert done.exit_code == 1
+        assert "--no-skeleton builds the model with values" in done.stderr
+        done = run(command, f"FACTORIES:{factory}", path, "--no-skeleton")
+        assert done.exit_code == 0, done.output
+
+
+def test_a_model_itself() -> None:
+    """It is not called: a module can be, and would run its forward pass."""
+    for command in ("plan", "load", "suggest"):
+        done = run(command, "FACTORIES:instance", "tiny.safetensors")
+        assert done.exit_code == 0, done.output
+    done = run("plan", "FACTORIES:torch", "tiny.safetensors")
+    assert done.exit_code == 2
+    assert "a function that returns a torch.nn.Module, or one itself" in " ".join(done.stderr.split())
 
 
 def test_the_model_initialises_what_the_file_lacks() -> None:

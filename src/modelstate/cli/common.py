@@ -26,6 +26,9 @@ USAGE = 2
 """Exit code where the command line itself is wrong."""
 
 
+WITH_VALUES = "--no-skeleton builds the model with values in its parameters"
+
+
 class FactoryError(Exception):
     """The factory that was named raised, or gave no module."""
 
@@ -74,11 +77,16 @@ def code_of_others() -> Iterator[None]:
 def model_factory(spec: str, debug: bool = False) -> Callable[[], object]:
     """The callable that `package.module:factory` names, found from the working directory too.
 
-    Raises `typer.BadParameter` where the text does not lead to one.
+    Of a module instance, a callable that returns it. Raises `typer.BadParameter` where the text leads to neither.
     """
     made = _named(spec, "no model: give package.module:factory, where factory() returns a torch.nn.Module", debug)
+    if isinstance(made, torch.nn.Module):
+        return lambda: made
     if not callable(made):
-        raise typer.BadParameter(f"{spec!r} is of type {type(made).__name__}, and should be a function")
+        raise typer.BadParameter(
+            f"{spec!r} is of type {type(made).__name__}, "
+            "and should be a function that returns a torch.nn.Module, or one itself"
+        )
     factory: Callable[[], object] = made
     return factory
 
@@ -127,7 +135,10 @@ def build_model(spec: str, factory: Callable[[], object], *, skeleton: bool = Tr
         remedy = _factory_remedy(factory, error, skeleton)
         raise FactoryError(f"{spec} raised {_one_line(error)}\n  to do: {remedy}") from error
     if not isinstance(model, torch.nn.Module):
-        raise FactoryError(f"{spec} gave a value of type {type(model).__name__}\n  expected: a torch.nn.Module")
+        text = f"{spec} gave a value of type {type(model).__name__}\n  expected: a torch.nn.Module"
+        if skeleton:
+            text += f"\n  to do: let it return the model; if it does so otherwise, {WITH_VALUES}"
+        raise FactoryError(text)
     return model
 
 
@@ -139,9 +150,9 @@ def _factory_remedy(factory: Callable[[], object], error: BaseException, skeleto
             return "it must work without arguments: write a function that calls it with them, and name that"
     # torch has no class of its own for what cannot be done without values.
     if skeleton and "meta" in f"{error} {error.__cause__}":
-        return "it reads the values of its parameters, which have none yet: --no-skeleton builds the model for real"
+        return f"it reads the values of its parameters, which have none yet: {WITH_VALUES}"
     where = "--debug shows where"
-    return f"{where}; --no-skeleton builds the model with values in its parameters" if skeleton else where
+    return f"{where}; {WITH_VALUES}" if skeleton else where
 
 
 def parse_dtype(name: str | None) -> torch.dtype | None:

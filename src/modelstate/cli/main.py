@@ -12,6 +12,7 @@ import modelstate as ms
 from modelstate.cli import spelling
 from modelstate.cli.common import (
     PROBLEMS,
+    WITH_VALUES,
     FileFormat,
     build_model,
     code_of_others,
@@ -52,7 +53,8 @@ Model = Annotated[
     str,
     typer.Argument(
         metavar="MODEL",
-        help="package.module:factory, a callable that returns the model; the working directory is searched too.",
+        help="package.module:name of a callable that returns the model, or of the model itself; the working directory "
+        "is searched too.",
         show_default=False,
     ),
 ]
@@ -179,8 +181,13 @@ class Request:
     def run(self, do: Callable[..., Any], checkpoint: ms.Checkpoint) -> Any:
         """What a function of modelstate says of the checkpoint and the model."""
         model = build_model(self.model, self.factory, skeleton=self.skeleton)
-        with code_of_others():
-            return do(model, checkpoint, **self.options)
+        try:
+            with code_of_others():
+                return do(model, checkpoint, **self.options)
+        except ms.errors.ModelCodeError as error:
+            if any(param.is_meta for param in model.parameters()):
+                error.remedy += f"; if the code reads values, {WITH_VALUES}"
+            raise
 
 
 @app.command()
