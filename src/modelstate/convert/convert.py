@@ -17,6 +17,7 @@ from modelstate.place.arguments import check_budget_option, device_of
 from modelstate.place.optimizers import check_optimizers, following_state, placed
 from modelstate.place.report import Described, Loaded, Report
 from modelstate.plan.explain import model_errors
+from modelstate.plan.torch_private import unwrapped
 from modelstate.read.quiet import no_collection
 
 
@@ -60,6 +61,7 @@ def convert(
     started = time.perf_counter()
     if not isinstance(module, nn.Module):
         raise OptionError("not a module", expected="torch.nn.Module", found=type(module).__name__)
+    module = unwrapped(module)
     check_budget_option(max_memory_bytes)
     checked = check_optimizers(optimizers, module)
     target = _target(dtype, device, fn, empty)

@@ -13,7 +13,7 @@ from modelstate.live.held import check_held
 from modelstate.live.names import runtime_state
 from modelstate.live.twin import twin
 from modelstate.plan.rules.rule import Rule
-from modelstate.plan.torch_private import compiled_like, compiled_module, has_compiled_call
+from modelstate.plan.torch_private import compiled_like, compiled_module, has_compiled_call, unwrapped
 
 
 class ModuleProgram:
@@ -47,6 +47,8 @@ class ModuleTarget:
     seats = None
 
     def __init__(self, module: nn.Module) -> None:
+        if len(getattr(module, "device_ids", None) or ()) < 2:  # a call of the wrapper is a call of the module
+            module = unwrapped(module, keep_compiled=True)
         compiled = compiled_module(module)
         original = module if compiled is None else compiled
         self.kind = "eager" if compiled is None else "compiled"

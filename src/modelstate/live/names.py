@@ -9,6 +9,7 @@ from modelstate.live.twin import twin
 from modelstate.place.load import Source, load
 from modelstate.plan.rules.rule import Rule
 from modelstate.plan.rules.schema import Schema
+from modelstate.plan.torch_private import unwrapped
 
 
 def runtime_state(
@@ -25,6 +26,7 @@ def runtime_state(
 
     Raises what `modelstate.load` raises, and `LiveTargetError` where the module cannot be copied.
     """
+    module = unwrapped(module)
     if source is not None:
         module = twin(module)
         load(module, source, rules=rules, map=False)

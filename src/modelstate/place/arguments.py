@@ -6,6 +6,7 @@ import torch
 from torch import nn
 
 from modelstate.errors import OptionError
+from modelstate.plan.torch_private import unwrapped
 
 
 def check_budget_option(max_memory_bytes: object) -> None:
@@ -27,7 +28,7 @@ def device_of(device: Any) -> torch.device | None:
 
 
 def check_model(model: object) -> nn.Module:
-    """The model, if it is one. Raises `OptionError`."""
+    """The model, without the wrappers of compiling and data parallelism. Raises `OptionError` for what is none."""
     if not isinstance(model, nn.Module):
         raise OptionError("not a model", expected="torch.nn.Module", found=type(model).__name__)
-    return model
+    return unwrapped(model)

@@ -208,7 +208,8 @@ def load(
     Raises `PlanError` with all problems at once; what opening raises; `ModelCodeError`, `TransformError`,
     `PlacementError`, `ReadFailedError`, `ChecksumError`, `MemoryBudgetError`, `OptionError`, `StalePlanError`.
     """
-    trained = check_optimizers(optimizers, check_model(model))
+    model = check_model(model)
+    trained = check_optimizers(optimizers, model)
     check_budget_option(max_memory_bytes)
     how = _How(trained, verify, progress, max_memory_bytes, prefault, time.perf_counter())
     options = options_of(

@@ -35,7 +35,7 @@ def optimizer_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[
     live ones, as in `state_dict()`; a tied parameter is there once, under its first name. Raises `OptionError`, and
     `OptimizerStateError` for a parameter that is not the model's, and for an optimizer that keeps more than that.
     """
-    names = _names(model, optimizer)
+    names = _names(check_model(model), optimizer)
     _check_nothing_else(optimizer)
     groups = [
         {**_options(group), "params": [names[param] for param in group["params"]]} for group in optimizer.param_groups
@@ -118,6 +118,7 @@ def load_by_name(
 
     Then, if the state does not fit, what the remedy is.
     """
+    model = check_model(model)
     names = _names(model, optimizer)
     params = _by_any_name(model, names)
     by_name, groups = _by_name(state)
@@ -173,7 +174,7 @@ def load_by_name(
 
 
 def _names(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[torch.Tensor, str]:
-    check_optimizers([optimizer], check_model(model))
+    check_optimizers([optimizer], model)
     found: dict[torch.Tensor, str] = {param: name for name, param in model.named_parameters()}
     params = [param for group in optimizer.param_groups for param in group["params"]]
     foreign = sum(param not in found for param in params)

@@ -221,6 +221,34 @@ def compiled_module(module: torch.nn.Module) -> torch.nn.Module | None:
     return found
 
 
+def unwrapped(module: torch.nn.Module, *, keep_compiled: bool = False) -> torch.nn.Module:
+    """The module inside the wrappers of `torch.compile`, `DataParallel` and `DistributedDataParallel`; else itself.
+
+    These have no state of their own, and put their name in front of every name of it. A wrapper that has hooks for its
+    state dict, or state that a subclass of it has added, is a module like any other.
+    """
+    while True:
+        inner = None if keep_compiled else compiled_module(module)
+        if inner is None and isinstance(module, _PARALLEL):
+            inner = module.module
+        if inner is None or len(module._modules) != 1 or module._parameters or module._buffers or _has_hooks(module):
+            return module
+        module = inner
+
+
+_PARALLEL = (torch.nn.DataParallel, torch.nn.parallel.DistributedDataParallel)
+
+
+def _has_hooks(module: torch.nn.Module) -> bool:
+    """Whether code runs when the state of a module itself is taken or loaded."""
+    held: Any = module
+    hooks = (
+        *(held._state_dict_hooks, held._state_dict_pre_hooks),
+        *(held._load_state_dict_pre_hooks, held._load_state_dict_post_hooks),
+    )
+    return any(hooks) or type(module).set_extra_state is not torch.nn.Module.set_extra_state
+
+
 def compiled_like(compiled: torch.nn.Module, module: torch.nn.Module) -> torch.nn.Module:
     """Another instance under the compilation of a compiled one: the same backend and options, the same code."""
     made: torch.nn.Module = type(compiled)(module, compiled.dynamo_ctx)

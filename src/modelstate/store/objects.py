@@ -10,6 +10,7 @@ from torch import nn
 
 from modelstate.errors import ModelStateError, ObjectStateError, OptimizerStateError, OptionError
 from modelstate.place.optimizer_state import optimizer_state
+from modelstate.plan.torch_private import unwrapped
 from modelstate.store.bundle import Objects, bundle
 
 MODULE, OPTIMIZER, STATEFUL = "module", "optimizer", "stateful"
@@ -155,7 +156,7 @@ def _walk(objects: Mapping[Any, Any], above: str, depth: int) -> Iterator[tuple[
                 )
             yield from _walk(it, f"{path}.", depth + 1)
         else:
-            yield path, Target(kind or VALUE, it)
+            yield path, Target(kind or VALUE, unwrapped(it) if isinstance(it, nn.Module) else it)
 
 
 def _kind(it: object) -> str | None:

@@ -8,6 +8,7 @@ from typing import Any
 from torch import nn
 
 from modelstate.errors import ModelCodeError, ModelStateError, SaveTargetError
+from modelstate.plan.torch_private import unwrapped
 from modelstate.read.checkpoint import Checkpoint
 from modelstate.store.objects import captured, holds_stateful
 from modelstate.write.atomic import LOCK_TIMEOUT_SECONDS
@@ -82,7 +83,7 @@ def save(
 def _state_of(target: object) -> Mapping[Any, Any]:
     if isinstance(target, Mapping) and holds_stateful(target):
         return _nested({path: part.tree for path, part in captured(target).parts.items()})
-    state = _state_dict(target) if isinstance(target, nn.Module) else target
+    state = _state_dict(unwrapped(target)) if isinstance(target, nn.Module) else target
     if isinstance(state, Mapping):
         return state
     raise SaveTargetError(

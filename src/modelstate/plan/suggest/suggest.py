@@ -15,6 +15,7 @@ from modelstate.plan.suggest.found import find
 from modelstate.plan.suggest.skeletons import Leaf, kind_of
 from modelstate.plan.suggest.suggestion import Suggestion
 from modelstate.plan.suggest.verified import verified
+from modelstate.plan.torch_private import unwrapped
 from modelstate.read.checkpoint import Checkpoint
 from modelstate.read.open import open as open_checkpoint
 
@@ -38,7 +39,7 @@ def suggest(
     if not isinstance(model, nn.Module):
         raise OptionError("not a model", expected="a torch.nn.Module", found=type(model).__name__)
     checkpoint = open_checkpoint(source)
-    slots = slots_of(model)
+    slots = slots_of(unwrapped(model))
     checkpoint = _part(checkpoint, slots) if key is None else checkpoint.select(key)
     sources = [Leaf(name, spec.shape, kind_of(spec.dtype)) for name, spec in checkpoint.items()]
     wanted = [slot for slot in slots.tensors if slot.kind != HIDDEN and not torch.nn.parameter.is_lazy(slot.tensor)]
