@@ -114,6 +114,7 @@ ModelStateError
 │   ├── AppAccessError                (PermissionError) a serving app does not take the token, or the path
 │   └── AppRefusedError               (ValueError) a serving app refuses a checkpoint
 ├── SwapError                         (RuntimeError) a tensor that somebody holds, who would go on with what it was
+├── ModelBusyError                    (RuntimeError) another thread changes the model
 └── MemoryBudgetError                 (MemoryError)
 """
 
@@ -442,6 +443,10 @@ class PlanError(ModelStateError, RuntimeError, page="plan-problems"):
 
 class StalePlanError(ModelStateError, RuntimeError, page="stale-plan"):
     """The model or the checkpoint is no longer what was planned for, or the plan has been applied."""
+
+
+class ModelBusyError(ModelStateError, RuntimeError, page="model-busy"):
+    """Another thread changes the module, or one that shares tensors with it, and does not come to an end."""
 
 
 class LoadCancelledError(ModelStateError, RuntimeError, page="background-load"):

@@ -16,6 +16,7 @@ from modelstate.errors import OptionError
 from modelstate.place.arguments import check_budget_option, device_of
 from modelstate.place.optimizers import check_optimizers, following_state, placed
 from modelstate.place.report import Described, Loaded, Report
+from modelstate.plan.exclusive import exclusive
 from modelstate.plan.explain import model_errors
 from modelstate.plan.torch_private import unwrapped
 from modelstate.read.quiet import no_collection
@@ -65,8 +66,8 @@ def convert(
     check_budget_option(max_memory_bytes)
     checked = check_optimizers(optimizers, module)
     target = _target(dtype, device, fn, empty)
-    before = placed(checked)
-    with no_collection():
+    with exclusive(module), no_collection():
+        before = placed(checked)
         conversion = Conversion(module, target, max_memory_bytes)
         try:
             _record(conversion)

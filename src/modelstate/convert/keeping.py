@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from modelstate.convert.conversion import Conversion, dispatch, running, stock_apply
+from modelstate.plan.exclusive import exclusive
 from modelstate.plan.torch_private import is_fake, is_faking
 from modelstate.read.quiet import no_collection
 
@@ -84,7 +85,7 @@ def _install() -> None:
 def _apply(self: nn.Module, fn: Apply, recurse: bool = True) -> nn.Module:
     if running(self) is not None or not reference_keeping.holds() or _has_fakes(self):
         return dispatch(self, fn, recurse)
-    with no_collection():
+    with exclusive(self), no_collection():
         conversion = Conversion(self, _Given(fn))
         try:
             conversion.record(recurse)

@@ -27,6 +27,7 @@ from modelstate.live.version import Entry, Pin, Version
 from modelstate.live.watched import Bag, Watched, wait_all
 from modelstate.place.load import Source
 from modelstate.place.report import Report
+from modelstate.plan.exclusive import exclusive
 from modelstate.plan.rules.rule import Rule
 from modelstate.plan.rules.schema import Schema
 from modelstate.read.checkpoint import Checkpoint
@@ -296,7 +297,11 @@ class Live:
             incoming = Incoming(self._target, swap.source, swap.asked)
             incoming.check(program)
             prepared = None if swap.canary is None else self._prepared(swap.canary)
-        with self._flipping(old, swap.until), self._gate.closed(swap.until, clock("drain")):
+        with (
+            self._flipping(old, swap.until),
+            self._gate.closed(swap.until, clock("drain")),
+            exclusive(program.holder),
+        ):
             touched = changed(program, old.marks) if swap.buffers == "carry" else {}
             if self._target.seats is None:  # the answers of a library have memory of their own
                 leave_to_others(program)

@@ -24,6 +24,7 @@ from modelstate.place.report import Described, Loaded, Report
 from modelstate.place.stage import check_budget, read_in_place, stage
 from modelstate.place.staged import LOAD_AGAIN, Staged
 from modelstate.plan.assignment import Row, step_of
+from modelstate.plan.exclusive import exclusive
 from modelstate.plan.journal import Journal
 from modelstate.plan.placement import is_plain
 from modelstate.plan.plan import Options, Plan, Step
@@ -65,16 +66,18 @@ def plan(
     options = options_of(
         key, rules, allow_missing, allow_unexpected, dtype, device, transform, map, in_place, init_missing
     )
-    journal = Journal(check_model(model))
-    try:
-        checkpoint = open_checkpoint(source)
-        with no_collection(), torch.random.fork_rng(devices=[]):
-            return Preparation(journal, checkpoint, options, Place, call_extra_state=False).plan()
-    finally:
+    check_model(model)
+    checkpoint = open_checkpoint(source)
+    with exclusive(model):
+        journal = Journal(model)
         try:
-            journal.rollback()
+            with no_collection(), torch.random.fork_rng(devices=[]):
+                return Preparation(journal, checkpoint, options, Place, call_extra_state=False).plan()
         finally:
-            journal.rollback()
+            try:
+                journal.rollback()
+            finally:
+                journal.rollback()
 
 
 @overload
@@ -219,7 +222,7 @@ def load(
     chosen = source.options if isinstance(source, Plan) else options
     quiet = no_collection if chosen.transform is None else nullcontext[None]
     if not background:
-        with quiet():
+        with exclusive(model), quiet():
             return _carry_out(model, source, options, how)
     if chosen.in_place:
         raise OptionError(
@@ -227,13 +230,13 @@ def load(
             where="background=True",
             remedy="leave one of them out: without in_place=True the values wait in memory of their own",
         )
-    with quiet():
+    with exclusive(model), quiet():
         staged = _staged(model, source, options, how)
 
     def commit() -> Report:
         if isinstance(source, Plan):
             _of_plan(source, Options())  # another load may have carried it out since
-        with quiet():
+        with exclusive(model), quiet():
             report = _carry_out(model, staged.plan, Options(), replace(how, progress=False), staged)
         if isinstance(source, Plan):
             source.carried_out.extend(staged.plan.carried_out)
@@ -275,7 +278,7 @@ def load_then(
     """
     check_budget_option(max_memory_bytes)
     how = _How(tuple(optimizers), verify, progress, max_memory_bytes, prefault, time.perf_counter())
-    with no_collection():
+    with exclusive(journal.root), no_collection():
         return _carry_out(journal.root, checkpoint, options, how, journal=journal, then=then)
 
 

@@ -12,6 +12,7 @@ from torch.nn.modules.module import _IncompatibleKeys
 
 from modelstate.codec.plain import has_its_memory
 from modelstate.place.swap import exchange, swap_back
+from modelstate.plan.exclusive import exclusive
 from modelstate.plan.journal import Journal, Write
 from modelstate.plan.memento import same_place
 from modelstate.plan.placement import copy_cannot_fail, is_plain
@@ -44,22 +45,22 @@ def load_state_dict(
     """
     if not isinstance(state_dict, Mapping):
         raise TypeError(f"Expected state_dict to be dict-like, got {type(state_dict)}.")
-    journal = Journal(module)
     outcome = Outcome()
     versions = getattr(state_dict, "_metadata", None)
-    try:
-        with no_collection():
-            walk(
-                module, state_dict, versions, assign=assign, journal=journal, take=_TorchTake(journal), outcome=outcome
-            )
-        _raise_errors(module, outcome, strict)
-        journal.commit()
-    except BaseException:
+    with exclusive(module):
+        journal = Journal(module)
+        take = _TorchTake(journal)
         try:
-            journal.rollback()
-        finally:
-            journal.rollback()
-        raise
+            with no_collection():
+                walk(module, state_dict, versions, assign=assign, journal=journal, take=take, outcome=outcome)
+            _raise_errors(module, outcome, strict)
+            journal.commit()
+        except BaseException:
+            try:
+                journal.rollback()
+            finally:
+                journal.rollback()
+            raise
     return _IncompatibleKeys(outcome.missing, outcome.unexpected)
 
 

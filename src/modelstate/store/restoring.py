@@ -14,6 +14,7 @@ from modelstate.place.optimizer_state import load_by_name, remedy_of
 from modelstate.place.options import options_of
 from modelstate.place.report import Report
 from modelstate.plan.account import Patterns
+from modelstate.plan.exclusive import exclusive
 from modelstate.plan.journal import Journal
 from modelstate.plan.rules.chain import check_rules
 from modelstate.plan.rules.rule import Rule
@@ -122,24 +123,25 @@ def restore_objects(
     for checkpoint in dict.fromkeys(checkpoints.values()) if verify else ():
         checkpoint.verify()
     journal = Journal(bundle({path: targets[path].it for path in checkpoints}))
-    try:
-        take_down(restoring.turn, journal)
-        report = load_then(
-            journal,
-            bundled(checkpoints),
-            replace(options, of_use=frozenset(may_miss.used | may_exceed.used)),
-            partial(restoring.others, journal),
-            optimizers=[targets[path].it for path in missing if targets[path].kind == OPTIMIZER],
-            progress=progress,
-            max_memory_bytes=max_memory_bytes,
-            prefault=prefault,
-        )
-    except BaseException:
+    with exclusive(journal.root):
         try:
-            journal.rollback()
-        finally:
-            journal.rollback()
-        raise
+            take_down(restoring.turn, journal)
+            report = load_then(
+                journal,
+                bundled(checkpoints),
+                replace(options, of_use=frozenset(may_miss.used | may_exceed.used)),
+                partial(restoring.others, journal),
+                optimizers=[targets[path].it for path in missing if targets[path].kind == OPTIMIZER],
+                progress=progress,
+                max_memory_bytes=max_memory_bytes,
+                prefault=prefault,
+            )
+        except BaseException:
+            try:
+                journal.rollback()
+            finally:
+                journal.rollback()
+            raise
     plain = {path: sources[path].tree for path, target in restoring.turn if target.kind == VALUE}
     return Restored(plain, report, missing, unexpected)
 
