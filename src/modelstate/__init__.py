@@ -33,6 +33,7 @@ from modelstate.place.quantize import Quantize as Quantize
 from modelstate.place.report import Report as Report
 from modelstate.place.skeleton import skeleton as skeleton
 from modelstate.place.swap_tensors import swap_tensors as swap_tensors
+from modelstate.plan import rules as rules
 from modelstate.plan.plan import Plan as Plan
 from modelstate.plan.rules import known as known
 from modelstate.plan.rules.chain import Rules as Rules

@@ -42,7 +42,7 @@ def package_of(module: nn.Module, *args: Any, **options: Any) -> Path:
     with open(path.with_suffix(".lock"), "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if not path.exists():
-            ms.export(module, args, path, kind="aoti", **options)
+            ms.export(module, args, path, kind="aoti", training=True, **options)
     return path
 
 

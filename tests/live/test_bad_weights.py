@@ -159,7 +159,7 @@ def test_canaries_that_are_content(mode: Any) -> None:
 @pytest.mark.parametrize("mode", ["available", "frugal"])
 def test_a_canary_leaves_no_trace_in_the_buffers(mode: Any) -> None:
     module = nn.BatchNorm1d(4)
-    live = ms.Live(module)
+    live = ms.Live(module, training=True)
     live.swap(module.state_dict(), mode=mode, canary=lambda v: v(torch.randn(8, 4)))
     with live.pin() as v:
         assert int(v._program.buffers["num_batches_tracked"]) == 0  # type: ignore[union-attr]

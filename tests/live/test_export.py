@@ -57,7 +57,7 @@ def test_what_the_file_says(kind: Any, path: Path) -> None:
     if kind == "aoti":
         path = package_of(Everything(), X)
     else:
-        assert ms.export(Everything(), (X,), path).to_json() == json.dumps(manifest_in(path), indent=1)
+        assert ms.export(Everything(), (X,), path, training=True).to_json() == json.dumps(manifest_in(path), indent=1)
     said = manifest_in(path)
     assert (said["kind"], said["torch"]) == (kind, torch.__version__)
     tensors = {one["name"]: one for one in said["tensors"]}
@@ -196,9 +196,9 @@ class Folding(nn.Module):
 def test_random_answers_prove_nothing_of_a_package(tmp_path: Path) -> None:
     needs_a_compiler()
     module = nn.Sequential(nn.Linear(4, 4), nn.Dropout())
-    ms.export(module, (X,), tmp_path / "a.pt2")
+    ms.export(module, (X,), tmp_path / "a.pt2", training=True)
     with pytest.raises(ExportError, match="random"):
-        ms.export(module, (X,), tmp_path / "b.pt2", kind="aoti")
+        ms.export(module, (X,), tmp_path / "b.pt2", kind="aoti", training=True)
     assert os.listdir(tmp_path) == ["a.pt2"]
 
 

@@ -185,7 +185,7 @@ def normed() -> nn.Module:
 FOLLOWED: dict[str, Callable[[], nn.Module]] = {
     "a method": by_method,
     "a partial": by_partial,
-    "nn.LSTM": lambda: Recurrent(4, 4),
+    "nn.LSTM": lambda: Recurrent(4, 4).eval(),
     "containers": Listed,
     "accelerate": accelerated,
     "prune": pruned,

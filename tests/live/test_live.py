@@ -120,7 +120,7 @@ def test_ties_buffers_and_modes(kind: str, mode: Any) -> None:
     trained.shift.copy_(module.shift)
     trained.norm.running_mean.fill_(3.0)
     target = target_of(kind, module, X)
-    live = ms.Live(target)
+    live = ms.Live(target, training=True)
     with torch.no_grad():
         module.norm.running_mean.zero_()  # what an export in training mode has run
     live.swap(trained.state_dict(), mode=mode, buffers="reset")
@@ -139,7 +139,7 @@ def test_buffers_that_requests_change_are_carried_over_or_reset(kind: str, mode:
     module = Everything()
     state = {name: value.clone() for name, value in module.state_dict().items()}
     state["scale"] = torch.full((), 5.0)
-    live = ms.Live(target_of(kind, module, X))
+    live = ms.Live(target_of(kind, module, X), training=True)
 
     def seen() -> float:
         with live.pin() as v:

@@ -45,6 +45,7 @@ class AotiVersion:
     """The weights of one version; and a library, as long as it has a seat in one."""
 
     __slots__ = ("__weakref__", "_call", "_hidden", "_seats", "constants", "holder", "loader")
+    module = None
 
     def __init__(
         self, seats: "TwoSeats", call: "_Call", filled: nn.Module, hidden: dict[str, torch.Tensor], wanted: "_Wanted"

@@ -10,6 +10,7 @@ from modelstate.codec.plain import REAL, is_fake, is_sharded
 from modelstate.errors import LiveTargetError
 from modelstate.live.buffers import renew
 from modelstate.live.held import check_held
+from modelstate.live.mode import check_mode
 from modelstate.live.names import runtime_state
 from modelstate.live.twin import twin
 from modelstate.plan.rules.rule import Rule
@@ -24,6 +25,10 @@ class ModuleProgram:
     def __init__(self, holder: nn.Module, call: Callable[..., Any]) -> None:
         self.holder = holder
         self._call = call
+
+    @property
+    def module(self) -> nn.Module:
+        return self.holder
 
     @property
     def buffers(self) -> dict[str, torch.Tensor]:
@@ -46,7 +51,7 @@ class ModuleTarget:
     fixed: tuple[str, ...] = ()
     seats = None
 
-    def __init__(self, module: nn.Module) -> None:
+    def __init__(self, module: nn.Module, training: bool) -> None:
         if len(getattr(module, "device_ids", None) or ()) < 2:  # a call of the wrapper is a call of the module
             module = unwrapped(module, keep_compiled=True)
         compiled = compiled_module(module)
@@ -60,6 +65,7 @@ class ModuleTarget:
                     where=f"{self.name}.{path}" if path else self.name,
                     remedy="compile the whole: Live(torch.compile(module))",
                 )
+        check_mode(original, training)
         _check_values(original, self.name)
         self._skeleton = twin(original)
         check_held(original, self._skeleton)

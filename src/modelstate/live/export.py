@@ -13,6 +13,7 @@ from modelstate.live.exported import ExportedTarget
 from modelstate.live.guards import conditions, is_equality
 from modelstate.live.held import check_held
 from modelstate.live.manifest import NAME, Kind, Manifest, ProgramTensor
+from modelstate.live.mode import check_mode
 from modelstate.live.name_map import NameMap
 from modelstate.live.names import runtime_state
 from modelstate.live.prove import Proof, prove
@@ -54,6 +55,7 @@ def export(
     strict: bool = False,
     options: Mapping[str, Any] | None = None,
     overwrite: bool = False,
+    training: bool = False,
 ) -> Manifest:
     """Writes a module as a program, each parameter and persistent buffer of which can be swapped while it serves.
 
@@ -62,7 +64,7 @@ def export(
     times for each of its tensors, with `args`. It stays as it is.
 
     Args:
-        module: what is to serve, in the mode in which it will (`module.eval()`).
+        module: what is to serve, in eval mode (`module.eval()`).
         args: inputs that it is exported with, and tried with.
         path: of the file, which ends in `.pt2`. `modelstate.Live(path)` serves it. torch's own `torch.export.load` or
             `torch._inductor.aoti_load_package` read it, too; the latter gives a package whose weights have yet to be
@@ -74,16 +76,18 @@ def export(
         strict: as for `torch.export.export`.
         options: for the compiler, beside those that keep weights out of the code.
         overwrite: whether a file that is there is replaced.
+        training: whether the module may be in training mode; the program then works as in training, too.
 
     Returns what the file says of its tensors. Raises `ExportError` where the module cannot be exported or compiled,
-    `ExportedAnswerError`, `NotSwappableError`, `LiveTargetError` where its tensors overlap, or where it keeps a view of
-    a weight that is no part of its state, `OptionError`, and what `modelstate.save` raises for a path; then no file is
-    written, and one that was there stays.
+    `ExportedAnswerError`, `NotSwappableError`, `LiveTargetError` where it is in training mode, where its tensors
+    overlap, or where it keeps a view of a weight that is no part of its state, `OptionError`, and what
+    `modelstate.save` raises for a path; then no file is written, and one that was there stays.
     """
     where = os.fspath(path)
     check_choice("kind", kind, ("exported", "aoti"))
     _check_arguments(module, args, where, kind, options)
     check(where, overwrite=overwrite)
+    check_mode(module, training)
     kwargs = dict(kwargs or {})
     check_held(module, twin(module))  # both raise for what no version could have as it is
     names, reason = _names(module)
@@ -98,7 +102,7 @@ def export(
     with atomic_file(where, overwrite=overwrite) as output:
         first = manifest(Proof(frozenset(), ()))
         _write(output, program, files, first)
-        proof = prove(target_of_file(output.path, None), module, args, kwargs)
+        proof = prove(target_of_file(output.path, None, training), module, args, kwargs)
         made = manifest(proof)
         if made != first:
             _write(output, program, files, made)

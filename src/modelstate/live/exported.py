@@ -23,6 +23,7 @@ class ExportedProgramVersion:
     """The graph of a program with the weights of one version. All versions have one graph."""
 
     __slots__ = ("_graph", "_hidden", "_weights", "holder")
+    module = None
 
     def __init__(self, graph: "_Graph", filled: nn.Module, hidden: dict[str, torch.Tensor]) -> None:
         self._graph, self._hidden = graph, hidden

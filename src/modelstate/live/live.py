@@ -23,7 +23,7 @@ from modelstate.live.served import target_of
 from modelstate.live.shared import leave_to_others
 from modelstate.live.staging import Asked, Buffers, Incoming, Undo, check_choice
 from modelstate.live.turn import Turn
-from modelstate.live.version import Entry, Pin, Version
+from modelstate.live.version import Entry, Method, Pin, Version
 from modelstate.live.watched import Bag, Watched, wait_all
 from modelstate.place.load import Source
 from modelstate.place.report import Report
@@ -80,14 +80,18 @@ class Live:
             of its `state_dict()` are taken as well as those in the program's own. What `modelstate.export` has written
             has a map with it.
         keep: how many versions before the current one stay in memory, to roll back to.
+        training: takes a module in training mode, or a program that was exported in it: dropout is active, and
+            requests change statistics. Without it such a target is refused.
 
     Raises `LiveTargetError` for what cannot be served so, `OptionError`, and for a file `OpenError`.
     """
 
-    def __init__(self, target: Any, *, names: NameMap | nn.Module | None = None, keep: int = 1) -> None:
+    def __init__(
+        self, target: Any, *, names: NameMap | nn.Module | None = None, keep: int = 1, training: bool = False
+    ) -> None:
         if type(keep) is not int or keep < 0:
             raise OptionError("keep= is a number of versions", expected="0 or more", found=repr(keep))
-        self._target = target_of(target, names)
+        self._target = target_of(target, names, training)
         self._keep = keep
         self._before: deque[Version] = deque()
         """Kept versions, the newest last."""
@@ -119,8 +123,27 @@ class Live:
         with self.pin() as version:
             return Answer(version(*args, **named), version.id)
 
+    def method(self, name: str) -> Method:
+        """A method of the module that serves, called with one version: `live.method("generate")(ids)`.
+
+        The version is in use until the call has ended; where the method is a generator or a coroutine function, until
+        that has ended or is dropped. `live.method("generate").answer(ids)` gives the version's id as well. Within a pin
+        it is `v.generate(ids)`. A compiled module runs the method as it was written, and compiles nothing.
+
+        Args:
+            name: the name of a method that the module's class defines, or of a submodule.
+
+        Returns a callable, which any number of threads can use; it takes the version that is current at each call.
+        Raises `AttributeError` for a name that the module does not have; `OptionError` for methods that every
+        `nn.Module` has, which change the module or hand out its weights; `LiveTargetError` where an exported or
+        compiled program is served.
+        """
+        with self.pin() as version:
+            version.method(name)
+        return Method(self.pin, name)
+
     def pin(self) -> AbstractContextManager[Pin]:
-        """One version for several calls: `with live.pin() as v: v(x); v(y)`. `v.id` is its id."""
+        """One version for several calls: `with live.pin() as v: v(x); v.generate(y)`. `v.id` is its id."""
         return self._gate.pinned()
 
     @property

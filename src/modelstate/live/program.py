@@ -17,6 +17,10 @@ class Program(Protocol):
         """The module whose parameters and buffers are the weights; loading into it changes the program."""
 
     @property
+    def module(self) -> nn.Module | None:
+        """The module whose methods a request may call; None for a program that has none."""
+
+    @property
     def buffers(self) -> dict[str, torch.Tensor]:
         """Everything that a request may change, by name."""
 

@@ -7,24 +7,26 @@ from torch import nn
 
 from modelstate.errors import LiveTargetError, OptionError
 from modelstate.live.eager import ModuleTarget
+from modelstate.live.mode import check_graph_mode
 from modelstate.live.name_map import NameMap
 from modelstate.live.program import Target
 from modelstate.plan.torch_private import exported_program_class
 
 
-def target_of(target: Any, names: NameMap | nn.Module | None) -> Target:
+def target_of(target: Any, names: NameMap | nn.Module | None, training: bool = False) -> Target:
     """What can be given to `Live`, as the kind that it is. Raises as `Live` does."""
     if isinstance(target, str | os.PathLike):
-        return target_of_file(os.fspath(target), names)
+        return target_of_file(os.fspath(target), names, training)
     program_class = exported_program_class()
     if program_class is not None and isinstance(target, program_class):
         from modelstate.live.exported import ExportedTarget
 
+        check_graph_mode(target, training, "ExportedProgram")
         return ExportedTarget(target, names)
     if isinstance(target, nn.Module):
         if names is not None:
             raise OptionError("names= is for exported programs", found="a module, which has its names with it")
-        return ModuleTarget(target)
+        return ModuleTarget(target, training)
     raise LiveTargetError(
         "this cannot be served",
         expected="a module, a compiled module, an ExportedProgram, or the path of a .pt2",
@@ -33,7 +35,7 @@ def target_of(target: Any, names: NameMap | nn.Module | None) -> Target:
     )
 
 
-def target_of_file(path: str, names: NameMap | nn.Module | None) -> Target:
+def target_of_file(path: str, names: NameMap | nn.Module | None, training: bool = False) -> Target:
     """What a `.pt2` is served as. Raises as `Live` does."""
     from modelstate.live.pt2 import read_program_file
 
@@ -46,4 +48,6 @@ def target_of_file(path: str, names: NameMap | nn.Module | None) -> Target:
 
     if names is None and file.manifest is not None:
         names = file.manifest.names
-    return ExportedTarget(file.program(), names, path)
+    program = file.program()
+    check_graph_mode(program, training, path)
+    return ExportedTarget(program, names, path)

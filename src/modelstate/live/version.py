@@ -2,13 +2,18 @@
 
 import functools
 import time
+import types
 import weakref
-from collections.abc import Callable
+from collections.abc import AsyncGenerator, Callable, Coroutine, Generator
+from contextlib import AbstractContextManager
 from typing import Any
 
-from modelstate.errors import VersionGoneError
+from torch import nn
+
+from modelstate.errors import LiveTargetError, OptionError, VersionGoneError
 from modelstate.live.buffers import Marks
 from modelstate.live.program import Program
+from modelstate.live.report import Answer
 from modelstate.live.watched import Watched, wait_all
 
 
@@ -116,6 +121,36 @@ class Pin:
         """Serves with the pinned version. Raises `VersionGoneError` behind the block."""
         return self._entry()(*args, **named)
 
+    def method(self, name: str) -> Callable[..., Any]:
+        """A method of the pinned version's module: `v.method("generate")(...)`, which is `v.generate(...)`.
+
+        The version is in use until the call has ended; where the method is a generator or a coroutine function, until
+        that has ended or is dropped. A compiled module runs the method as it was written, and compiles nothing.
+
+        Args:
+            name: the name of a method that the module's class defines, or of a submodule.
+
+        Raises `AttributeError` for another name; `OptionError` for methods that every `nn.Module` has, which change
+        the module or hand out its weights; `LiveTargetError` where an exported or compiled program is served.
+        """
+        _method_of(self._entry().func, name)
+        return functools.partial(self._called, name)
+
+    def __getattr__(self, name: str) -> Callable[..., Any]:
+        if name.startswith("_"):  # what protocols look for
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+        try:
+            return self.method(name)
+        except (OptionError, LiveTargetError) as error:
+            raise AttributeError(str(error)) from error
+
+    def _called(self, name: str, /, *args: Any, **named: Any) -> Any:
+        entry = self._entry()
+        try:
+            return _held(entry, _method_of(entry.func, name)(*args, **named))
+        finally:
+            del entry  # the traceback of an error keeps this frame
+
     @property
     def _program(self) -> Any:
         return self._entry().func
@@ -130,3 +165,79 @@ class Pin:
                 remedy="call within the block of live.pin()",
             )
         return entry
+
+
+class Method:
+    """A method of the module that serves: what `Live.method` gives. Each call has one version from begin to end."""
+
+    __slots__ = ("_name", "_pin")
+
+    def __init__(self, pin: Callable[[], AbstractContextManager[Pin]], name: str) -> None:
+        self._pin, self._name = pin, name
+
+    def __call__(self, *args: Any, **named: Any) -> Any:
+        """What the method of the current version returns. It raises what the method raises."""
+        return self.answer(*args, **named).value
+
+    def answer(self, *args: Any, **named: Any) -> Answer:
+        """The same, with the id of the version that gave the answer."""
+        with self._pin() as version:
+            return Answer(version.method(self._name)(*args, **named), version.id)
+
+
+def _method_of(program: Any, name: str) -> Callable[..., Any]:
+    """A method of the module that a program is."""
+    if not isinstance(name, str) or not name.isidentifier() or name[0] == "_" or hasattr(nn.Module, name):
+        raise OptionError(
+            "this is no method that requests can call",
+            expected="a public method that the module's own class defines",
+            found=repr(name),
+            remedy="call the version itself for forward(); methods of nn.Module change the module",
+        )
+    module = program.module
+    if module is None:
+        raise LiveTargetError(
+            "an exported or compiled program has no methods, only its call",
+            found=repr(name),
+            remedy="serve the module: modelstate.Live(module)",
+        )
+    method = getattr(module, name)
+    if not callable(method):
+        raise AttributeError(f"{type(module).__name__}.{name} is no method, it is of type {type(method).__name__}")
+    return method  # type: ignore[no-any-return]
+
+
+def _held(entry: Entry, result: Any) -> Any:
+    """What a method has returned; where that has yet to run, it has the version in use until it ends."""
+    if isinstance(result, types.GeneratorType):
+        return _generator(entry, result)
+    if isinstance(result, types.CoroutineType):
+        return _coroutine(entry, result)
+    if isinstance(result, types.AsyncGeneratorType):
+        return _async_generator(entry, result)
+    return result
+
+
+def _generator(entry: Entry, made: Generator[Any, Any, Any]) -> Generator[Any, Any, Any]:
+    try:
+        return (yield from made)
+    finally:
+        del entry
+
+
+async def _coroutine(entry: Entry, made: Coroutine[Any, Any, Any]) -> Any:
+    try:
+        return await made
+    finally:
+        del entry
+
+
+async def _async_generator(entry: Entry, made: AsyncGenerator[Any, Any]) -> AsyncGenerator[Any, Any]:
+    try:
+        async for value in made:
+            yield value
+    finally:
+        try:
+            await made.aclose()
+        finally:
+            del entry

@@ -11,6 +11,7 @@ from modelstate.plan.differences import one_prefix
 from modelstate.plan.dtypes import short
 from modelstate.plan.overlap import same_values
 from modelstate.plan.placement import is_plain
+from modelstate.plan.plan import Options
 from modelstate.plan.problems import (
     BufferConflict,
     Complaint,
@@ -25,7 +26,8 @@ from modelstate.plan.problems import (
     wrong_shape,
 )
 from modelstate.plan.recorder import Outcome, loads_by_version
-from modelstate.plan.slots import HIDDEN, Slot
+from modelstate.plan.rules.rule import Entries
+from modelstate.plan.slots import HIDDEN, Slot, Slots
 from modelstate.read.lora import adapter_names
 
 if TYPE_CHECKING:
@@ -46,6 +48,23 @@ class Patterns:
 
     def idle(self) -> list[Problem]:
         return [IdlePattern(pattern, option=self.option) for pattern in self.patterns if pattern not in self.used]
+
+
+def fits(slots: Slots, entries: Entries, options: Options) -> bool:
+    """Whether the names and shapes of a checkpoint are those of a model, each once, but for what is allowed."""
+    may_miss = Patterns("allow_missing", options.allow_missing)
+    may_exceed = Patterns("allow_unexpected", options.allow_unexpected)
+    for name, entry in entries.items():
+        slot = slots.by_name.get(name)
+        if slot is None:
+            if name not in slots.extra and not any(map(may_exceed.allow, (name, ", ".join(entry.sources)))):
+                return False
+        elif entry.tensor is None or is_lazy(slot.tensor) or tuple(entry.tensor.shape) != tuple(slot.tensor.shape):
+            return False
+    return options.init_missing or all(
+        slot.kind == HIDDEN or not entries.keys().isdisjoint(slot.names) or any(map(may_miss.allow, slot.names))
+        for slot in slots.tensors
+    )
 
 
 class Accounts:

@@ -15,7 +15,7 @@ from modelstate.plan.journal import Journal, Write
 from modelstate.plan.memento import same_place
 from modelstate.plan.overlap import same_values
 from modelstate.plan.rules.chain import Applied, apply_rules, renamed_by
-from modelstate.plan.rules.rule import Entry, Rule, Value
+from modelstate.plan.rules.rule import Entries, Entry, Rule, Value
 from modelstate.plan.slots import Slots
 from modelstate.plan.torch_private import storage_id
 from modelstate.plan.wanted import Places
@@ -56,6 +56,15 @@ def _decoded(checkpoint: Checkpoint, name: str) -> Any:
         return Undecoded(error)
 
 
+def entries_of(checkpoint: Checkpoint) -> Entries:
+    """What a checkpoint has, by its names, for rules to be applied to."""
+    computed: dict[Stored, Derived] = {}
+    entries = {
+        name: Entry(to_be_computed(stored, computed), (name,)) for name, stored in checkpoint.flat.tensors.items()
+    }
+    return entries | {name: Entry(Value(_decoded(checkpoint, name)), (name,)) for name in checkpoint.extra}
+
+
 def renamed_versions(
     versions: Mapping[str, dict[str, Any]], applied: Applied, rules: Sequence[Rule]
 ) -> dict[str, dict[str, Any]]:
@@ -86,12 +95,14 @@ class Incoming:
         slots: Slots,
         initialisers: Initialisers,
         journal: Journal,
+        applied: Applied | None = None,
     ) -> None:
+        """`applied` is what the rules make of the checkpoint, where that is known already."""
         self._checkpoint, self._rules, self._journal = checkpoint, rules, journal
         self.maps = checkpoint.maps()
         self._late: dict[int, Late] = {}
         self._late_of: dict[int, Late] = {}
-        self.applied = self._apply_rules(Places(slots, initialisers))
+        self.applied = self._apply_rules(Places(slots, initialisers)) if applied is None else applied
         self.before_wrappers: dict[str, str] = {}
         """From names of the model to what the rules of a user see in their place, where a wrapper's name differs."""
         self.wrapper_note = self._rewrap(slots)
@@ -133,15 +144,10 @@ class Incoming:
 
     def _apply_rules(self, places: Places) -> Applied:
         """The checkpoint by the names, and in the pieces, of the model."""
-        checkpoint, rules = self._checkpoint, self._rules
-        computed: dict[Stored, Derived] = {}
-        entries = {
-            name: Entry(to_be_computed(stored, computed), (name,)) for name, stored in checkpoint.flat.tensors.items()
-        }
-        entries |= {name: Entry(Value(_decoded(checkpoint, name)), (name,)) for name in checkpoint.extra}
-        if not rules:
+        entries = entries_of(self._checkpoint)
+        if not self._rules:
             return Applied(entries)
-        return apply_rules(rules, entries, checkpoint.read, places.before)
+        return apply_rules(self._rules, entries, self._checkpoint.read, places.before)
 
     def _rewrap(self, slots: Slots) -> str:
         """Applies the rule for wrappers after the others, where there is one. Returns a note on it, or nothing."""

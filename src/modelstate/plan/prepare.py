@@ -15,13 +15,14 @@ from torch.nn.parameter import is_lazy
 
 from modelstate.codec.plain import has_its_memory, is_fake, is_quantized, is_sharded
 from modelstate.errors import CodecError, ExtraStateError
-from modelstate.plan.account import Accounts
+from modelstate.plan.account import Accounts, fits
 from modelstate.plan.assignment import Assignment, Row, step_of
 from modelstate.plan.derived import Derived, Source, lacks_values
+from modelstate.plan.differences import wrapper_rule
 from modelstate.plan.dtypes import cast_between, short
 from modelstate.plan.explain import model_errors, one_line, plan_error
 from modelstate.plan.held import Held
-from modelstate.plan.incoming import Incoming, Undecoded
+from modelstate.plan.incoming import Incoming, Undecoded, entries_of
 from modelstate.plan.initialise import Initialisers
 from modelstate.plan.journal import Journal, Write
 from modelstate.plan.matching import matching_part
@@ -32,6 +33,7 @@ from modelstate.plan.placement import Placement, choose, is_plain
 from modelstate.plan.plan import Options, Plan, Step
 from modelstate.plan.problems import (
     BadExtraState,
+    Complaint,
     FakeTensors,
     FreedMemory,
     NotATensor,
@@ -46,7 +48,9 @@ from modelstate.plan.problems import (
     wrong_shape,
 )
 from modelstate.plan.recorder import Outcome, walk
-from modelstate.plan.rules.chain import renamed_by
+from modelstate.plan.rules.chain import Applied, apply_rules, renamed_by
+from modelstate.plan.rules.rule import describe
+from modelstate.plan.rules.transformers_mapping import from_transformers, is_transformers_model, notes_of
 from modelstate.plan.slots import BUFFER, EXTRA, HIDDEN, PARAMETER, Slot, slots_of
 from modelstate.plan.torch_private import storage_id
 from modelstate.plan.transforms import ModuleTransform, Transforms, asked_bytes, asked_rows, bound
@@ -56,6 +60,10 @@ from modelstate.spec import ByteRange, StoredTensor, overlapping
 _CPU = torch.device("cpu")
 CHECK_EXTRA_STATE = "_modelstate_check_extra_state"
 """The method of modules that can say what is wrong with an extra state without taking it."""
+_FITS_IN_PART = (
+    "transformers' conversion mapping makes the names fit only in part, and the model's own loading code takes the "
+    "rest: rules=ms.rules.from_transformers(model), if that is meant"
+)
 
 
 class Preparation:
@@ -113,7 +121,11 @@ class Preparation:
         self._cause: Exception | None = None
         self._shown: dict[ByteRange, list[ByteRange]] = {}
         self.initialisers = Initialisers(self.model)
-        self.incoming = Incoming(self.checkpoint, self.options.rules, self.slots, self.initialisers, journal)
+        applied, self._fits_in_part = None, False
+        if not options.rules and is_transformers_model(self.model):
+            applied = self._applied_mapping()
+        self.incoming = Incoming(self.checkpoint, self.options.rules, self.slots, self.initialisers, journal, applied)
+        self.notes += notes_of(self.options.rules, self.incoming.applied)
         self.problems += self.incoming.applied.problems
         self.notes += [self.incoming.wrapper_note] if self.incoming.wrapper_note else []
         self._keeps_stored_dtypes = options.dtype is None and any(map(self._is_for_meta, self.incoming.quantized))
@@ -124,11 +136,39 @@ class Preparation:
         if journal.armed:
             self.slots = slots_of(self.model)
         Accounts(self, outcome).settle()
+        if self._fits_in_part and not self.problems:
+            self.problems.append(Complaint("", _FITS_IN_PART))
         self.incoming.settle()
 
     def _is_for_meta(self, name: str) -> bool:
         slot = self.slots.by_name.get(name)
         return slot is not None and slot.tensor.is_meta
+
+    def _applied_mapping(self) -> Applied:
+        """The checkpoint by its own names; by those that transformers' rules give it where more of them fit then.
+
+        Where all of them fit that is loaded; otherwise it only makes the problems those that are left.
+        """
+        own = Applied(entries_of(self.checkpoint))
+        if fits(self.slots, own.entries, self.options):
+            return own
+        try:
+            rules = from_transformers(self.model)
+            mapped = apply_rules(rules, own.entries, self.checkpoint.read)
+        except Exception as error:  # a version of transformers whose mapping works in another way
+            self.notes.append(f"transformers' conversion mapping cannot be used: {describe(error)}")
+            return own
+        if mapped.problems or self._fitting_names(mapped) <= self._fitting_names(own):
+            return own
+        self._fits_in_part = not fits(self.slots, mapped.entries, self.options)
+        if self._fits_in_part and wrapper_rule(list(own.entries), self.slots.by_name, self.model) is not None:
+            self._fits_in_part = False
+            return own
+        self.options = replace(self.options, rules=rules)
+        return mapped
+
+    def _fitting_names(self, applied: Applied) -> int:
+        return len(applied.entries.keys() & self.slots.by_name.keys())
 
     def _walk(self, outcome: Outcome) -> None:
         with model_errors("the model's own loading code", self.model):

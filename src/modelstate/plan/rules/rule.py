@@ -121,6 +121,10 @@ class Course:
         self._hits += 1
         self._made = dict(entries)
 
+    def used(self) -> None:
+        """Counts the rule as one that applies here, whatever it matches."""
+        self._hits += 1
+
     def drop(self) -> None:
         """Leaves an entry out."""
         self._hits += 1
