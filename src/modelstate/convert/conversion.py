@@ -8,7 +8,6 @@ part returns, as they would in torch, and what they did is undone if the convers
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import cached_property
 from operator import is_
 from typing import Any
 
@@ -37,6 +36,7 @@ from modelstate.plan.torch_private import (
     storage_id,
     use_count,
 )
+from modelstate.read.workers import cached_attribute
 
 Apply = Callable[[torch.Tensor], torch.Tensor]
 stock_apply: Any = nn.Module._apply
@@ -85,20 +85,20 @@ class Conversion:
         self._owners: dict[int, int] = {}
         """How many owners the tensors had then."""
 
-    @cached_property
+    @cached_attribute
     def _slot_of(self) -> dict[int, Slot]:
         return {id(slot.tensor): slot for slot in self.slots.tensors}
 
-    @cached_property
+    @cached_attribute
     def _memory(self) -> dict[int, str]:
         """Whose memory is there already, by storage."""
         return {storage_id(part): slot.name for slot in self.slots.tensors for part in parts_of(slot.tensor)}
 
-    @cached_property
+    @cached_attribute
     def _prefixes(self) -> dict[int, str]:
         return {id(module): f"{path}." if path else "" for path, module in self.root.named_modules()}
 
-    @cached_property
+    @cached_attribute
     def _ids(self) -> set[int]:
         return {id(module) for module in self.modules}
 

@@ -13,10 +13,11 @@ from modelstate.convert.conversion import Conversion, dispatch, running, stock_a
 from modelstate.plan.exclusive import exclusive
 from modelstate.plan.torch_private import is_fake, is_faking
 from modelstate.read.quiet import no_collection
+from modelstate.read.workers import fork_safe_lock
 
 Apply = Callable[[torch.Tensor], torch.Tensor]
-_lock = threading.Lock()
-_conversions = 0
+_conversions: list[int] = []
+"""The threads of those that are running."""
 _switches: "list[reference_keeping]" = []
 """In the order in which they were asked for, those of all threads."""
 
@@ -65,21 +66,29 @@ class reference_keeping:
 @contextmanager
 def replaced_apply() -> Iterator[None]:
     """While this lasts, torch's part of `_apply` comes back to the conversion that runs in the thread."""
-    global _conversions
+    thread = threading.get_ident()
     with _lock:
-        _conversions += 1
+        _conversions.append(thread)
         _install()
     try:
         yield
     finally:
         with _lock:
-            _conversions -= 1
+            _conversions.remove(thread)
             _install()
 
 
 def _install() -> None:
     wanted: Any = _apply if reference_keeping.holds() or _conversions else stock_apply
     nn.Module._apply = wanted  # type: ignore[method-assign]
+
+
+def _in_child(thread: int) -> None:
+    _conversions[:] = [other for other in _conversions if other == thread]
+    _install()
+
+
+_lock = fork_safe_lock(_in_child)
 
 
 def _apply(self: nn.Module, fn: Apply, recurse: bool = True) -> nn.Module:

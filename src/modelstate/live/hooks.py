@@ -8,13 +8,17 @@ from typing import Any
 
 from torch import nn
 
+from modelstate.read.workers import fork_safe_lock
+
 _TABLES = (
     "_state_dict_hooks",
     "_state_dict_pre_hooks",
     "_load_state_dict_pre_hooks",
     "_load_state_dict_post_hooks",
 )
-_lock = threading.Lock()
+_Slept = list[tuple[dict[int, Any], int, "_Asleep"]]
+_sleeping: list[tuple[int, _Slept]] = []
+"""For each block that is running, its thread and the hooks that it has put to sleep."""
 
 
 class _Asleep:
@@ -61,9 +65,11 @@ def without_state_dict_hooks(module: nn.Module) -> Iterator[None]:
     The hooks belong to the module and not to a thread, so another thread's `state_dict` runs without them as well.
     Overrides of `_save_to_state_dict` and `_load_from_state_dict` are no hooks, and are not touched.
     """
-    slept: list[tuple[dict[int, Any], int, _Asleep]] = []
+    slept: _Slept = []
+    block = threading.get_ident(), slept
     try:
         with _lock:
+            _sleeping.append(block)
             for table in _tables(module):
                 for key, hook in list(table.items()):
                     asleep = hook if isinstance(hook, _Asleep) else _Asleep(hook)
@@ -73,10 +79,23 @@ def without_state_dict_hooks(module: nn.Module) -> Iterator[None]:
         yield
     finally:
         with _lock:
-            for table, key, asleep in slept:
-                asleep.contexts -= 1
-                if not asleep.contexts and table.get(key) is asleep:
-                    table[key] = asleep.hook
+            _wake(block)
+
+
+def _wake(block: tuple[int, _Slept]) -> None:
+    _sleeping[:] = [other for other in _sleeping if other is not block]
+    for table, key, asleep in block[1]:
+        asleep.contexts -= 1
+        if not asleep.contexts and table.get(key) is asleep:
+            table[key] = asleep.hook
+
+
+def _in_child(thread: int) -> None:
+    for block in [block for block in _sleeping if block[0] != thread]:
+        _wake(block)
+
+
+_lock = fork_safe_lock(_in_child)
 
 
 def _tables(module: nn.Module) -> Iterator[dict[int, Any]]:

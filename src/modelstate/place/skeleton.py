@@ -12,6 +12,7 @@ from torch import nn
 
 from modelstate.place.swap import give_memory
 from modelstate.plan.placement import is_plain
+from modelstate.read.workers import fork_safe_lock
 
 _FILLS = ("normal_", "uniform_", "log_normal_", "exponential_", "cauchy_", "geometric_", "erfinv_", "clamp_")
 """What initialisation is made of, and torch checks in Python for a tensor on meta: 10 to 800 us each, which for many
@@ -32,13 +33,15 @@ def skeleton() -> Iterator[None]:
     parameters cannot run so, and neither can one that a `torch.device("meta")` stops.
     """
     outer = _made_here()
-    _patch(1)
+    thread = threading.get_ident()
+    _enter(thread)
     _active.made = WeakValueDictionary() if outer is None else outer
     try:
         yield
     finally:
         _active.made = outer
-        _patch(-1)
+        with _lock:
+            _leave([thread])
 
 
 def _made_here() -> "WeakValueDictionary[int, nn.Parameter] | None":
@@ -103,16 +106,24 @@ _PATCHES = (
     _Patch(nn.Parameter, "__new__", _new),
     *(_Patch(torch.Tensor, name, _fill) for name in _FILLS),
 )
-_lock = threading.Lock()
-_count = 0
+_builders: list[int] = []
+"""The threads that build skeletons, once for each `skeleton` that they are in."""
 
 
-def _patch(change: int) -> None:
-    global _count
+def _enter(thread: int) -> None:
     with _lock:
-        before, _count = _count, _count + change
-        for one in _PATCHES:
-            if not before:
+        if not _builders:
+            for one in _PATCHES:
                 one.put()
-            elif not _count:
-                one.take_back()
+        _builders.append(thread)
+
+
+def _leave(threads: list[int]) -> None:
+    for thread in threads:
+        _builders.remove(thread)
+    if threads and not _builders:
+        for one in _PATCHES:
+            one.take_back()
+
+
+_lock = fork_safe_lock(lambda here: _leave([thread for thread in _builders if thread != here]))

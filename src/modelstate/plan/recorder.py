@@ -24,6 +24,7 @@ from torch.nn.modules.module import _IncompatibleKeys
 from modelstate.plan.journal import Journal
 from modelstate.plan.slots import modules_of
 from modelstate.read.tree import EXTRA_STATE
+from modelstate.read.workers import fork_safe_lock
 
 _TORCHS_FILE = nn.Module.named_parameters.__code__.co_filename
 _stock_load = nn.Module._load_from_state_dict
@@ -324,7 +325,7 @@ def _recording_of(module: nn.Module) -> _Recording | None:
 
 
 _active = threading.local()
-_patch_lock = threading.Lock()
+_patch_lock = fork_safe_lock()
 _patching: weakref.WeakSet[_Recording] = weakref.WeakSet()
 
 

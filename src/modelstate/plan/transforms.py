@@ -5,7 +5,6 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
-from functools import cached_property
 from typing import NamedTuple
 
 import torch
@@ -14,6 +13,7 @@ from torch import nn
 from modelstate.errors import TransformError
 from modelstate.plan.problems import IdlePattern, Problem, UnevenTransform
 from modelstate.plan.slots import Slots, named_modules_of
+from modelstate.read.workers import cached_attribute
 
 Transform = Callable[[str, torch.Tensor], torch.Tensor]
 """Makes of a name in the model, and of the tensor as the checkpoint has it, the tensor to load."""
@@ -160,7 +160,7 @@ class Transforms:
             self.problems.append(UnevenTransform(name, str(transform), others))
         return Choice(None, transform, owners[applies.index(True)][1])
 
-    @cached_property
+    @cached_attribute
     def _modules(self) -> dict[str, nn.Module]:
         return named_modules_of(self._root)
 

@@ -2,12 +2,13 @@
 
 import gc
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 
-_lock = threading.Lock()
-_quiet: set[int] = set()
-"""Who wants it quiet: loads in several threads at once."""
+from modelstate.read.workers import fork_safe_lock
+
+_quiet: dict[int, int] = {}
+"""The requests for it, of loads in several threads at once, each with the number of its thread."""
 _collected_before = True
 
 
@@ -35,13 +36,25 @@ def _switch_off(wish: int) -> None:
     with _lock:
         if not _quiet:
             _collected_before = gc.isenabled()
-        _quiet.add(wish)
+        _quiet[wish] = threading.get_ident()
         gc.disable()
 
 
 def _switch_back(wish: int) -> None:
     with _lock:
-        if wish in _quiet:
-            if len(_quiet) == 1 and _collected_before:
-                gc.enable()
-            _quiet.discard(wish)
+        _forget([wish])
+
+
+def _forget(wishes: Iterable[int]) -> None:
+    known = [wish for wish in wishes if wish in _quiet]
+    if known and len(known) == len(_quiet) and _collected_before:
+        gc.enable()
+    for wish in known:
+        del _quiet[wish]
+
+
+def _in_child(thread: int) -> None:
+    _forget([wish for wish, owner in _quiet.items() if owner != thread])
+
+
+_lock = fork_safe_lock(_in_child)

@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor, as_completed
 from contextlib import suppress
-from typing import TypeVar
+from typing import Any, Generic, TypeVar
 
 import torch
 
@@ -179,18 +179,66 @@ class _Alone:
             self._lock.release()
 
 
-_lock = threading.Lock()
+_fork_safe: list[tuple[threading.Lock, Callable[[int], None] | None]] = []
+_acquired: list[threading.Lock] = []
+
+
+def fork_safe_lock(in_child: Callable[[int], None] | None = None) -> threading.Lock:
+    """A lock for the state of a Python module, which is held for moments: a fork waits until it is free.
+
+    So a forked child finds it free, and what it guards complete. `in_child` is called in the child, while it has the
+    lock, with the number of its only thread (`threading.get_ident`): it takes back what other threads had begun, which
+    do not go on there.
+    """
+    lock = threading.Lock()
+    _fork_safe.append((lock, in_child))
+    return lock
+
+
+class cached_attribute(Generic[_Item]):
+    """A method that is called once for each object, as of `functools.cached_property`, and has no lock.
+
+    Up to Python 3.11 that one has a lock which all objects share, and which is held in a child that is forked while
+    another thread computes a value.
+    """
+
+    def __init__(self, compute: Callable[[Any], _Item]) -> None:
+        self._compute, self.__doc__ = compute, compute.__doc__
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self._name = name
+
+    def __get__(self, instance: object, owner: type | None = None) -> _Item:
+        # Called once: what it leaves in the object's own attributes comes before it.
+        value = vars(instance)[self._name] = self._compute(instance)
+        return value
+
+
+def _before_fork() -> None:
+    for lock, _ in _fork_safe:
+        lock.acquire()
+        _acquired.append(lock)
+
+
+def _after_fork_in_parent() -> None:
+    while _acquired:
+        _acquired.pop().release()
+
+
+def _after_fork_in_child() -> None:
+    global _is_forked
+    _is_forked = True
+    here = threading.get_ident()
+    for _, in_child in _fork_safe:
+        if in_child is not None:
+            in_child(here)
+    _after_fork_in_parent()
+
+
+os.register_at_fork(before=_before_fork, after_in_parent=_after_fork_in_parent, after_in_child=_after_fork_in_child)
+_lock = fork_safe_lock()
 _is_forked = False
-
-
-def _after_fork() -> None:
-    """A forked process lacks the threads that torch counts on: there only what the caller has set is known to work."""
-    global _is_forked, _lock
-    _is_forked, _lock = True, threading.Lock()
-
-
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_after_fork)
+"""A forked process lacks the threads that torch counts on: there only what the caller has set is known to work."""
 
 
 def _wait_until_empty(running: list[None]) -> None:
