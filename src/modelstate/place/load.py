@@ -49,7 +49,7 @@ def plan(
     dtype: torch.dtype | None = None,
     device: torch.device | str | None = None,
     transform: AnyTransform | Mapping[str, AnyTransform | None] | None = None,
-    map: bool = True,
+    map: bool | None = None,
     in_place: bool = False,
     init_missing: bool = False,
 ) -> Plan:
@@ -92,7 +92,7 @@ def load(
     dtype: torch.dtype | None = ...,
     device: torch.device | str | None = ...,
     transform: AnyTransform | Mapping[str, AnyTransform | None] | None = ...,
-    map: bool = ...,
+    map: bool | None = ...,
     in_place: bool = ...,
     init_missing: bool = ...,
     verify: bool = ...,
@@ -114,7 +114,7 @@ def load(
     dtype: torch.dtype | None = ...,
     device: torch.device | str | None = ...,
     transform: AnyTransform | Mapping[str, AnyTransform | None] | None = ...,
-    map: bool = ...,
+    map: bool | None = ...,
     in_place: bool = ...,
     init_missing: bool = ...,
     verify: bool = ...,
@@ -136,7 +136,7 @@ def load(
     dtype: torch.dtype | None = ...,
     device: torch.device | str | None = ...,
     transform: AnyTransform | Mapping[str, AnyTransform | None] | None = ...,
-    map: bool = ...,
+    map: bool | None = ...,
     in_place: bool = ...,
     init_missing: bool = ...,
     verify: bool = ...,
@@ -157,7 +157,7 @@ def load(
     dtype: torch.dtype | None = None,
     device: torch.device | str | None = None,
     transform: AnyTransform | Mapping[str, AnyTransform | None] | None = None,
-    map: bool = True,
+    map: bool | None = None,
     in_place: bool = False,
     init_missing: bool = False,
     verify: bool = False,
@@ -189,9 +189,11 @@ def load(
             the file has it; returns the tensor to load, of the same shape. A tensor subclass is possible. Or a mapping
             from glob patterns, of names or of the paths of modules, to transforms, or to None for what is left alone:
             the first pattern that matches counts. See also `modelstate.Quantize`.
-        map: whether tensors on meta may show the file itself, copy-on-write, so that nothing is copied. Replacing that
-            file by a rename is safe; overwriting it in place changes the model, or ends the process. With False they
-            get memory of their own. All other targets always do.
+        map: whether tensors on meta may show the file itself, copy-on-write, so that nothing is copied. None maps a
+            file only where that is safe: not a torch file that this process may write to, since `torch.save` would
+            overwrite it in place, and no file that cannot be protected from other processes. True maps it all the
+            same, and the report's notes say what is not protected; overwriting such a file in place changes the model,
+            or ends the process. With False the tensors get memory of their own. All other targets always do.
         in_place: reads straight into the memory that is there, with no second copy. An I/O error or an interrupt in
             the middle of that read leaves a model that is partly overwritten; every other error leaves it as it was.
         init_missing: initialises what the checkpoint lacks by the model's own code, as the constructor does: by the

@@ -24,7 +24,7 @@ def options_of(
     dtype: torch.dtype | None,
     device: torch.device | str | None,
     transform: AnyTransform | Mapping[str, AnyTransform | None] | None,
-    map: bool,
+    map: bool | None,
     in_place: bool,
     init_missing: bool = False,
 ) -> Options:
@@ -40,6 +40,8 @@ def options_of(
         raise OptionError("dtype= casts floats", expected="a floating-point torch.dtype, or None", found=repr(dtype))
     if not (key is None or isinstance(key, str)):
         raise OptionError("key= is a path", expected="text, as 'model.encoder'", found=repr(key))
+    if not (map is None or isinstance(map, bool)):
+        raise OptionError("map= says whether files may be mapped", expected="None, True or False", found=repr(map))
     target = device_of(device)
     if target is not None and target.type == "meta":
         raise OptionError("nothing can be loaded onto the meta device", remedy="device='cpu', or none")

@@ -30,7 +30,7 @@ class Options:
     dtype: torch.dtype | None = None
     device: torch.device | None = None
     transform: Transform | ModuleTransform | Pairs | None = None
-    map: bool = True
+    map: bool | None = None
     in_place: bool = False
     init_missing: bool = False
     of_use: frozenset[str] = frozenset()

@@ -6,7 +6,7 @@ bytes, with everything known that could keep them from being carried out.
 
 from collections.abc import Callable
 from dataclasses import replace
-from functools import cached_property, partial
+from functools import partial
 from typing import Any
 
 import torch
@@ -55,6 +55,7 @@ from modelstate.plan.slots import BUFFER, EXTRA, HIDDEN, PARAMETER, Slot, slots_
 from modelstate.plan.torch_private import storage_id
 from modelstate.plan.transforms import ModuleTransform, Transforms, asked_bytes, asked_rows, bound
 from modelstate.read.checkpoint import Checkpoint
+from modelstate.read.workers import cached_attribute
 from modelstate.spec import ByteRange, StoredTensor, overlapping
 
 _CPU = torch.device("cpu")
@@ -139,6 +140,7 @@ class Preparation:
         if self._fits_in_part and not self.problems:
             self.problems.append(Complaint("", _FITS_IN_PART))
         self.incoming.settle()
+        self.notes += self.incoming.maps.notes
 
     def _is_for_meta(self, name: str) -> bool:
         slot = self.slots.by_name.get(name)
@@ -305,13 +307,15 @@ class Preparation:
             dtype,
             device,
             # What a transform looks at is read: a map must not be shortened while somebody looks at it.
-            map=options.map and choice.first is None and param.is_meta and self._may_show(stored),
+            map=options.map is not False and choice.first is None and param.is_meta and self._may_show(stored),
             in_place=options.in_place and self._can_be_read_straight(stored),
             transformed=choice.first is not None,
         )
         if choice.last is not None:
             placement = Placement("swap", f"made by {choice.last}")
         elif placement.mapped and isinstance(stored, StoredTensor):
+            if not self.incoming.maps.may_show(stored.storage.path, options.map):
+                placement = choose(param, value, dtype, device, map=False, in_place=False, transformed=False)
             self._shown.setdefault(stored.storage, []).append(stored.extent)
         made = Assignment(name, kind, param, value, given, stored, placement, dtype, device, choice.first)
         if choice.last is not None:
@@ -356,11 +360,11 @@ class Preparation:
         if how == "kind" or (how == "lossy" and not asked):
             self.problems.append(WrongDtype(made.name, short(made.dtype), short(made.value.dtype), how))
 
-    @cached_property
+    @cached_attribute
     def _names(self) -> dict[int, str]:
         return {id(slot.tensor): slot.name for slot in self.slots.tensors}
 
-    @cached_property
+    @cached_attribute
     def own_memory(self) -> Addresses:
         """Where the tensors of the model lie."""
         return Addresses(slot.tensor for slot in self.slots.tensors)
@@ -443,7 +447,7 @@ class Preparation:
             for made in self.assignments
         ]
 
-    @cached_property
+    @cached_attribute
     def _ties(self) -> dict[str, tuple[str, ...]]:
         tied = [slot.names for slot in self.slots.tensors if len(slot.names) > 1]
         return {name: tuple(other for other in names if other != name) for names in tied for name in names}

@@ -31,6 +31,7 @@ from modelstate.spec import (
     StoredComposite,
     StoredTensor,
     TensorSpec,
+    pieces,
 )
 
 
@@ -280,6 +281,9 @@ class Checkpoint(Mapping[str, TensorSpec]):
         tensor = self._maps.tensor(stored)
         if isinstance(stored, torch.Tensor):
             return tensor
+        for piece in pieces(stored):
+            if isinstance(piece, StoredTensor):
+                self._maps.may_show(piece.storage.path, None)  # a lease is held where it does no harm
         differentiable = stored.requires_grad and (tensor.is_floating_point() or tensor.is_complex())
         return torch.nn.Parameter(tensor, differentiable) if stored.is_parameter else tensor
 

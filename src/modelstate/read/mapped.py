@@ -9,7 +9,8 @@ from functools import partial
 import torch
 
 from modelstate.errors import ReadFailedError
-from modelstate.read import system
+from modelstate.read import safetensors, system
+from modelstate.read.lease import hold
 from modelstate.read.own import own_values
 from modelstate.read.ranges import read_ranges
 from modelstate.read.stamp import Stamp, check_mapped, open_unchanged
@@ -26,14 +27,16 @@ class Maps:
     of this one that share its bytes. So every load takes a `Maps` of its own. A map lives as long as a tensor that
     shows it.
 
-    The file must not be overwritten in place while a map of it lives: that changes the tensors, and shortening it
-    ends the process with SIGBUS when they are used. Replacing it by a rename is safe, for the map keeps the old file.
+    Replacing the file by a rename is safe, for the map keeps the old file. Overwriting it in place changes the
+    tensors, and shortening it ends the process with SIGBUS when they are used, unless a lease is held: see `may_show`.
     """
 
     def __init__(self, stamps: Mapping[str, Stamp]) -> None:
         self._stamps = stamps
         self._maps: dict[str, mmap.mmap] = {}
         self._shown: dict[tuple[ByteRange, int], tuple[torch.Tensor, int]] = {}
+        self._may_show: dict[tuple[str, bool | None], bool] = {}
+        self._notes: dict[str, list[str]] = {}
 
     def tensor(self, stored: Stored) -> torch.Tensor:
         """The tensor as a view of its file; in memory already: a detached alias.
@@ -68,6 +71,63 @@ class Maps:
             stamp = self._stamps.get(path)
             if stamp is not None:
                 check_mapped(path, stamp, found.size())
+
+    def may_show(self, path: str, asked: bool | None) -> bool:
+        """Whether tensors that stay may show this file, which is then protected for as long as its map lives.
+
+        A read lease has other processes that open the file for writing wait until the tensors have memory of their
+        own; see `modelstate.read.lease`. With `asked` None a file may be shown only where nothing can go wrong; with
+        True always. `notes` has what else there is to say.
+        """
+        known = self._may_show.get((path, asked))
+        if known is None:
+            if path not in self._maps:
+                return True  # only tensors without bytes have been asked for
+            known = self._may_show[path, asked] = self._protect(path, asked)
+        return known
+
+    def _protect(self, path: str, asked: bool | None) -> bool:
+        mapped, stamp = self._maps[path], self._stamps.get(path)
+        try:
+            descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+        except OSError:
+            return True  # the mapped file has no name any more, by which it could be overwritten
+        try:
+            status = os.fstat(descriptor)
+            if stamp is not None and (status.st_ino, status.st_dev) != (stamp.inode, stamp.device):
+                return True  # the name belongs to another file
+            writer = _overwriting_writer(path, os.pread(descriptor, _HEAD_BYTES, 0))
+            if writer and not asked:
+                self._note(f"read into memory, not mapped: {writer} overwrites such files in place; {_MAPS_IT}", path)
+                return False
+            unprotected = hold(path, descriptor, mapped)
+        finally:
+            os.close(descriptor)
+        if writer:
+            self._note(f"mapped: {writer} onto it in this process ends the process; save beside it and rename", path)
+        elif not unprotected or not status.st_mode & _WRITABLE:
+            return True
+        elif not asked:
+            self._note(f"read into memory, not mapped: it cannot be protected, for {unprotected}; {_MAPS_IT}", path)
+            return False
+        if unprotected:
+            self._note(
+                f"mapped without protection, for {unprotected}: overwriting it in place changes the model, or ends the "
+                "process",
+                path,
+            )
+        return True
+
+    def _note(self, what: str, path: str) -> None:
+        self._notes.setdefault(what, []).append(os.path.basename(path))
+
+    @property
+    def notes(self) -> list[str]:
+        """What to say of the files that `may_show` was asked about."""
+        return [
+            f"{names[0]}{f' and {len(names) - 1} more files' if len(names) > 1 else ''}: {what}"
+            for what, names in self._notes.items()
+        ]
 
     def _strided(self, stored: StoredTensor) -> torch.Tensor:
         region, dtype = stored.extent, stored.dtype
@@ -113,6 +173,27 @@ class Maps:
         return found
 
 
+def _overwriting_writer(path: str, head: bytes) -> str:
+    """What this process may write such a file with, that keeps Python's lock while it overwrites the file in place.
+
+    A lease cannot help against that: the thread that answers for it needs the lock. Empty where there is none.
+    """
+    if not os.access(path, os.W_OK, effective_ids=os.access in os.supports_effective_ids):
+        return ""
+    if not safetensors.matches(head):
+        return "torch.save"
+    version: str = getattr(sys.modules.get("safetensors"), "__version__", "")
+    return f"save_file of safetensors {version}" if version.split(".")[:2] in _SAFETENSORS_IN_PLACE else ""
+
+
+_MAPS_IT = "map=True maps it all the same"
+_HEAD_BYTES = 64
+_WRITABLE = 0o222
+"""Without these nobody may write to a file, short of changing its mode or being root."""
+_SAFETENSORS_IN_PLACE = [["0", str(minor)] for minor in range(8)]
+"""Versions whose `save_file` truncates the file. From 0.8 on, which is what we require, it renames another one over it.
+
+What has been imported is looked at, since looking for the installed version takes as long as a small load."""
 _NOTHING_SHOWN: tuple[torch.Tensor | None, int] = (None, 0)
 
 

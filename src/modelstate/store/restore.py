@@ -23,7 +23,7 @@ def restore(
     allow_missing: Iterable[str] = (),
     allow_unexpected: Iterable[str] = (),
     device: torch.device | str | None = None,
-    map: bool = True,
+    map: bool | None = None,
     verify: bool = False,
     progress: bool | None = None,
     max_memory_bytes: int | None = None,

@@ -278,7 +278,7 @@ class Store:
         allow_missing: Iterable[str] = (),
         allow_unexpected: Iterable[str] = (),
         device: torch.device | str | None = None,
-        map: bool = True,
+        map: bool | None = None,
         verify: bool = True,
         progress: bool | None = None,
         max_memory_bytes: int | None = None,
