@@ -5,6 +5,7 @@ trainer = Trainer(plugins=[StoreCheckpointIO()])
 
 import os
 from collections.abc import Callable, Mapping
+from time import perf_counter
 from typing import Any
 
 import torch
@@ -14,9 +15,10 @@ from modelstate.read import torch_legacy, torch_zip
 from modelstate.read.open import open as open_checkpoint
 from modelstate.read.paths import local_path
 from modelstate.read.source_file import SourceFile
-from modelstate.store.save import save
 from modelstate.write import system
 from modelstate.write.files import sync_directory, write_errors
+from modelstate.write.save import write_state
+from modelstate.write.streamed import Streamed
 
 try:
     from lightning.pytorch.plugins.io import CheckpointIO, TorchCheckpointIO
@@ -58,7 +60,10 @@ class StoreCheckpointIO(CheckpointIO):  # type: ignore[misc]
         with write_errors(where):
             os.makedirs(os.path.dirname(where) or ".", exist_ok=True)
         try:
-            save(checkpoint, where)
+            # Lightning chooses the suffix, .ckpt by default, which does not say the format here.
+            write_state(
+                Streamed(checkpoint), where, perf_counter(), format="safetensors", shard_bytes=None, overwrite=True
+            )
         except UnsupportedValueError as error:
             error.remedy = f"{error.remedy}; {_SKIP}" if error.remedy else _SKIP
             raise
