@@ -14,6 +14,7 @@ from modelstate.plan.placement import is_plain
 from modelstate.plan.plan import Step, cast_text
 from modelstate.plan.slots import Slot
 from modelstate.plan.torch_private import can_set_data, payload_of
+from modelstate.read.overflow import Overflows
 
 Way = tuple[str, str]
 """A placement, and why it was chosen."""
@@ -54,7 +55,7 @@ def _stops_training(tensor: torch.Tensor, value: torch.Tensor) -> bool:
 class Change(Write):
     """A tensor that becomes another one: the write that does it."""
 
-    __slots__ = ("grad", "held_grad", "row", "slot", "waits", "way")
+    __slots__ = ("grad", "held_grad", "overflows", "row", "slot", "waits", "way")
 
     def __init__(
         self,
@@ -72,6 +73,8 @@ class Change(Write):
         """What the gradient becomes; None where there is none, or where it has no place any more."""
         self.waits = waits
         """Whether the value is a cast that is made when it is time; until then `value` has its dtype only."""
+        self.overflows: Overflows | None = None
+        """Counts what becomes infinite or NaN by a cast that waits."""
         self.row: Row = row or _row(slot, value, way)
 
     @property
@@ -93,6 +96,8 @@ class Change(Write):
         tensor, value, grad = self.target, self.value, self.grad
         if self.waits:
             value = tensor.to(self.value.dtype)
+            if self.overflows is not None:
+                self.overflows.check(self.name, tensor, value)
             if tensor.is_leaf and tensor.grad is not None:
                 grad = tensor.grad.to(self.value.dtype)
         if self.way is GRADIENT:

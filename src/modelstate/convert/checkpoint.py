@@ -2,7 +2,8 @@
 
 import os
 from collections import OrderedDict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
+from functools import partial
 from time import perf_counter
 from typing import Any
 
@@ -25,7 +26,7 @@ from modelstate.spec import Stored
 from modelstate.write.atomic import LOCK_TIMEOUT_SECONDS, check
 from modelstate.write.later import storages_of, whole
 from modelstate.write.save import SaveReport, check_options, target_path, write_state
-from modelstate.write.streamed import Making, allowed, around, streamed
+from modelstate.write.streamed import Making, Streamed, allowed, around, streamed
 
 
 def convert_checkpoint(
@@ -70,7 +71,7 @@ def convert_checkpoint(
     check(where, overwrite=overwrite)
     checkpoint = open_checkpoint(source, key=key)
     chain = rules.rules_for(checkpoint) if isinstance(rules, Schema) else check_rules(rules)
-    state = around(checkpoint, _by_rules(checkpoint, chain, dtype)) if chain else streamed(checkpoint, dtype)
+    state = _by_rules(checkpoint, chain, dtype) if chain else streamed(checkpoint, dtype)
     if isinstance(rules, Schema):
         state.schema = rules.version
     return write_state(
@@ -92,7 +93,7 @@ def _check(dtype: object, max_memory_bytes: object) -> None:
         raise OptionError("max_memory_bytes= is a number of bytes", expected="1 or more", found=repr(max_memory_bytes))
 
 
-def _by_rules(checkpoint: Checkpoint, rules: Sequence[Rule], dtype: torch.dtype | None) -> Mapping[str, Any]:
+def _by_rules(checkpoint: Checkpoint, rules: Sequence[Rule], dtype: torch.dtype | None) -> Streamed:
     """The checkpoint as the rules change it, by names."""
     computed: dict[Stored, Derived] = {}
     entries = {
@@ -110,7 +111,7 @@ def _by_rules(checkpoint: Checkpoint, rules: Sequence[Rule], dtype: torch.dtype 
     state = OrderedDict((name, _made(making, checkpoint, name, entry)) for name, entry in applied.entries.items())
     if checkpoint.versions is not None:
         state._metadata = renamed_versions(checkpoint.versions, applied, rules)  # type: ignore[attr-defined]
-    return state
+    return around(checkpoint, state, making.overflows)
 
 
 def _value(checkpoint: Checkpoint, name: str) -> Any:
@@ -130,8 +131,9 @@ def _made(making: Making, checkpoint: Checkpoint, name: str, entry: Entry) -> An
         return making.tensor(content, name)
     to = making.cast_of(content, name) or content.dtype
     needed = content.scratch_bytes + content.result_bytes
-    storages = _storages_of(content)
-    return whole(to, content.shape, content, lambda: values_of(content, checkpoint.read), needed, storages)
+    on_cast = making.on_cast(name)
+    values = partial(values_of, content, checkpoint.read, on_cast)
+    return whole(to, content.shape, content, values, needed, _storages_of(content), on_cast)
 
 
 def _storages_of(source: DerivedSource) -> dict[object, int]:

@@ -17,7 +17,7 @@ from torch import nn
 from modelstate.codec.plain import has_its_memory
 from modelstate.convert.change import DATA, GRADIENT, SUBCLASS, Change, Row, Way, carry_out, nbytes_of, way_of
 from modelstate.convert.memory import is_referred_to, object_of_its_own, of_its_own, parts_of
-from modelstate.convert.target import Target
+from modelstate.convert.target import Target, To
 from modelstate.errors import MemoryBudgetError, PlacementError, SwapError, TransformError
 from modelstate.place.holders import Holders, holders_of
 from modelstate.place.identity import lost_references
@@ -36,6 +36,7 @@ from modelstate.plan.torch_private import (
     storage_id,
     use_count,
 )
+from modelstate.read.overflow import Overflows
 from modelstate.read.workers import cached_attribute
 
 Apply = Callable[[torch.Tensor], torch.Tensor]
@@ -56,6 +57,8 @@ class Conversion:
         self.journal = Journal(root)
         self.changes: list[Change] = []
         self.notes: list[str] = []
+        self.overflows = Overflows() if isinstance(target, To) and not target.empty else None
+        """Counts what becomes infinite or NaN by a cast. A function's results are what the caller asked for."""
         self.modules = modules_of(root)
         self.slots = slots_of(root)
         if is_faking() and not all(is_fake(slot.tensor) for slot in self.slots.tensors):
@@ -266,6 +269,7 @@ class Conversion:
         nbytes = tensor.nbytes
         row: Row = slot.names, slot.kind, DATA, tensor.shape, tensor.dtype, new_dtype, stand_in.device, nbytes
         change = Change(slot, stand_in, DATA, grad, None, True, row)
+        change.overflows = self.overflows
         self.changes.append(change)
         self.journal.add(change)
         old = nbytes if grad is None else nbytes + grad.nbytes
@@ -295,8 +299,15 @@ class Conversion:
     def _add(self, change: Change) -> None:
         self.changes.append(change)
         self.journal.add(change)
+        self._check_overflow(change)
         new = [] if change.way is GRADIENT else [change.value]
         self.spend(sum(map(nbytes_of, new if change.grad is None else [*new, change.grad])))
+
+    def _check_overflow(self, change: Change) -> None:
+        tensor, value = change.target, change.value
+        plain = is_plain(tensor) and is_plain(value) and not tensor.is_nested and tensor.shape == value.shape
+        if self.overflows is not None and change.way is not GRADIENT and plain and not value.is_meta:
+            self.overflows.check(change.name, tensor, value)
 
     def spend(self, nbytes: int) -> None:
         """Counts memory for something that is there beside the old all the time. Raises `MemoryBudgetError`."""

@@ -101,7 +101,7 @@ def _report(conversion: Conversion, rows: list[Row], started: float) -> Report:
         target=type(conversion.root).__name__,
         source="",
         loaded=Described(rows, _described),
-        notes=tuple(conversion.notes),
+        notes=(*conversion.notes, *(conversion.overflows.notes() if conversion.overflows is not None else ())),
         slots=len(conversion.slots.tensors),
         seconds=time.perf_counter() - started,
         peak_memory_bytes=conversion.peak_bytes,

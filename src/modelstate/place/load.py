@@ -443,7 +443,7 @@ def _report(preparation: Preparation, started: float, verified_bytes: int) -> Re
         target=target,
         source=source,
         loaded=Described(rows, _described),
-        notes=tuple(preparation.notes),
+        notes=(*preparation.notes, *preparation.overflows.notes()),
         slots=preparation.slot_count,
         seconds=time.perf_counter() - started,
         peak_memory_bytes=preparation.held.peak_bytes,

@@ -66,7 +66,10 @@ def remake(made: Assignment, last: Transform, value: torch.Tensor) -> None:
 
 def settled(made: Assignment, value: torch.Tensor) -> torch.Tensor:
     """The value in memory of its own, as the slot wants it."""
-    if not made.on_cpu:
-        return value.to(made.dtype).to(made.device)
-    (final,) = fresh_tensors([made.layout])
-    return final.copy_(value)
+    if made.on_cpu:
+        (final,) = fresh_tensors([made.layout])
+        final.copy_(value)
+    else:
+        final = value.to(made.dtype)
+    made.overflows.check(made.name, value, final)
+    return final.to(made.device)

@@ -141,11 +141,14 @@ def _stage_one(preparation: Preparation, made: Assignment, read: torch.Tensor | 
     elif made.placement.by_handler:
         value = _own_value(preparation, made)
         made.final = value.to(made.dtype) if is_plain(value) else value
+        if is_plain(value):
+            made.overflows.check(made.name, value, made.final)
     elif made.placement.name == "copy" and isinstance(made.stored, torch.Tensor):
         # A live tensor is as good as a copy of it, unless the load itself is about to overwrite it.
         made.final = made.value.clone() if preparation.own_memory.hold(made.value) else made.value
+        made.overflows.check(made.name, made.value, made.dtype)
     elif isinstance(made.stored, Derived):
-        value = values_of(made.stored, preparation.checkpoint.read)
+        value = values_of(made.stored, preparation.checkpoint.read, partial(made.overflows.check, made.name))
         if made.remake is None and _is_as_wanted(made, value):
             made.final = value.detach()
         else:
@@ -190,7 +193,7 @@ def _own_value(preparation: Preparation, made: Assignment) -> torch.Tensor:
     if isinstance(made.stored, StoredComposite):
         return preparation.checkpoint.read(made.stored)
     if isinstance(made.stored, Derived):
-        value = values_of(made.stored, preparation.checkpoint.read)
+        value = values_of(made.stored, preparation.checkpoint.read, partial(made.overflows.check, made.name))
         return value.clone() if storage_owners(value) > 1 else value.detach()
     if isinstance(made.stored, StoredTensor):
         value = preparation.checkpoint.read(made.stored)
@@ -219,6 +222,7 @@ def _finish_staged(preparation: Preparation, made: Assignment, value: torch.Tens
 def _finish_in_place(made: Assignment, value: torch.Tensor) -> None:
     with torch.no_grad():
         made.param.copy_(value)
+        made.overflows.check(made.name, value, made.param)
     made.final = made.param
 
 
@@ -241,7 +245,9 @@ def _as_asked(preparation: Preparation, made: Assignment, result: torch.Tensor, 
     """The result with the dtype and device that were asked for, and memory that nobody else has."""
     asked = preparation.options.dtype
     if asked is not None and result.is_floating_point() and type(result) is torch.Tensor:
-        result = result.to(asked)
+        cast = result.to(asked)
+        made.overflows.check(made.name, result, cast)
+        result = cast
     result = result.to(made.device)
     made.dtype = result.dtype
     made.placement = after_transform(made.placement, made.param, result, made.value)

@@ -80,6 +80,7 @@ class Staged:
                 self._check(made, preparation)
                 self._hand_over(first, made, preparation)
         preparation.notes += self._notes
+        preparation.overflows.add(self._preparation.overflows.counts)
         preparation.means = self._preparation.means  # which may have become others, for a file that was cold
         preparation.held = self._preparation.held
 

@@ -13,6 +13,7 @@ from modelstate.plan.held import Held
 from modelstate.plan.placement import after_remaking
 from modelstate.plan.prepare import Preparation
 from modelstate.plan.transforms import RowsWriter, asked_writer
+from modelstate.read.overflow import can_overflow
 from modelstate.read.stream import Block, Part, Wait, Wanted
 from modelstate.read.uncached import BUFFER_BYTES
 from modelstate.spec import StoredTensor, contiguous_stride
@@ -86,6 +87,7 @@ class _Flow:
             self._held.take(buffer.nbytes + self._beside_bytes)
         values: list[torch.Tensor] = []
         targets: list[torch.Tensor] = []
+        checked: list[tuple[Assignment, torch.Tensor, torch.Tensor]] = []
         with torch.no_grad():
             for part in block.parts:
                 made = self._streamed[part.which]
@@ -96,10 +98,16 @@ class _Flow:
                 first = part.first // made.value.itemsize
                 values.append(value)
                 targets.append(self._flat[part.which][first : first + value.numel()])
+                if can_overflow(made.value.dtype, made.dtype):
+                    checked.append((made, value, targets[-1]))
             if self.on_device:
+                for made, value, target in checked:  # before the buffer is read into again
+                    made.overflows.check(made.name, value, target)
                 return self._queues.copy(targets, values)
             if values:
                 torch._foreach_copy_(targets, values)
+            for made, value, target in checked:
+                made.overflows.check(made.name, value, target)
         return None
 
     def _remake(self, made: Assignment, part: Part, value: torch.Tensor) -> None:
@@ -112,7 +120,9 @@ class _Flow:
             given = rows[at : at + made.remake_rows]
             # As many bytes are given to it as it returns.
             with self._held.during(made.remake_bytes + given.numel() * made.dtype.itemsize * (2 if casts else 1)):
-                some = given.to(made.dtype).to(made.device)
+                some = given.to(made.dtype)
+                made.overflows.check(made.name, given, some)
+                some = some.to(made.device)
                 self._join(part.which, first + at, some)
                 del some
 

@@ -10,6 +10,7 @@ from modelstate.plan.placement import Placement, is_dense, is_plain
 from modelstate.plan.plan import Step, cast_text
 from modelstate.plan.torch_private import payload_of, storage_id
 from modelstate.plan.transforms import Bound, Transform
+from modelstate.read.overflow import Overflows
 from modelstate.spec import StoredComposite, StoredTensor, contiguous_stride
 
 LEAST_AHEAD_BYTES = 64 << 10
@@ -36,6 +37,8 @@ class Assignment:
     """After the load."""
     device: torch.device
     """After the load."""
+    overflows: Overflows
+    """Counts what becomes infinite or NaN by a cast on the way, for all assignments of a load."""
     transform: Transform | None = None
     """Called with the value as the checkpoint has it; what it returns is asked for."""
     remake: Bound | None = None

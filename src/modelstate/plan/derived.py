@@ -85,11 +85,22 @@ def _itself(tensor: torch.Tensor) -> torch.Tensor:
     return tensor
 
 
-def values_of(source: Source, read: Callable[[Stored], torch.Tensor]) -> torch.Tensor:
-    """The values; `read` gives those of the tensors of the checkpoint."""
-    if isinstance(source, Derived):
-        return source.change(*(values_of(part, read) for part in source.parts))
-    return read(source)
+def values_of(
+    source: Source,
+    read: Callable[[Stored], torch.Tensor],
+    on_cast: Callable[[torch.Tensor, torch.Tensor], None] | None = None,
+) -> torch.Tensor:
+    """The values; `read` gives those of the tensors of the checkpoint.
+
+    `on_cast` is called with the values before and after each step that changes the dtype of one tensor.
+    """
+    if not isinstance(source, Derived):
+        return read(source)
+    parts = [values_of(part, read, on_cast) for part in source.parts]
+    result = source.change(*parts)
+    if on_cast is not None and len(parts) == 1 and parts[0].dtype != result.dtype and parts[0].shape == result.shape:
+        on_cast(parts[0], result)
+    return result
 
 
 def derived(change: Change, parts: Sequence[Source]) -> Source:

@@ -55,6 +55,7 @@ from modelstate.plan.slots import BUFFER, EXTRA, HIDDEN, PARAMETER, Slot, slots_
 from modelstate.plan.torch_private import storage_id
 from modelstate.plan.transforms import ModuleTransform, Transforms, asked_bytes, asked_rows, bound
 from modelstate.read.checkpoint import Checkpoint
+from modelstate.read.overflow import Overflows
 from modelstate.read.workers import cached_attribute
 from modelstate.spec import ByteRange, StoredTensor, overlapping
 
@@ -102,6 +103,7 @@ class Preparation:
         if schema is not None:  # the version is that of the part, whatever else is in the file
             options = replace(options, rules=schema.rules_for(self.checkpoint), schema=None)
         self.options = options
+        self.overflows = Overflows()
         self.assignments: list[Assignment] = []
         self.moves: list[Assignment] = []
         """Tensors that no value goes to, and that only go to another device."""
@@ -263,7 +265,9 @@ class Preparation:
         """Takes down that a tensor that gets no value goes to a device."""
         value = slot.tensor.detach()
         placement = Placement("data", f"moves to {device}")
-        made = Assignment(slot.name, slot.kind, slot.tensor, value, "", value, placement, value.dtype, device)
+        made = Assignment(
+            slot.name, slot.kind, slot.tensor, value, "", value, placement, value.dtype, device, self.overflows
+        )
         self.moves.append(made)
         self.journal.add(self._make_write(self, made))
 
@@ -317,7 +321,9 @@ class Preparation:
             if not self.incoming.maps.may_show(stored.storage.path, options.map):
                 placement = choose(param, value, dtype, device, map=False, in_place=False, transformed=False)
             self._shown.setdefault(stored.storage, []).append(stored.extent)
-        made = Assignment(name, kind, param, value, given, stored, placement, dtype, device, choice.first)
+        made = Assignment(
+            name, kind, param, value, given, stored, placement, dtype, device, self.overflows, choice.first
+        )
         if choice.last is not None:
             made.remake = bound(choice)
             self._measure_remaking(made, choice.last)

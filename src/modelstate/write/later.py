@@ -16,6 +16,7 @@ from modelstate.spec import Stored, StoredTensor, own_bytes, pieces
 from modelstate.words import size
 
 Make = Callable[[int, int], torch.Tensor]
+OnCast = Callable[[torch.Tensor, torch.Tensor], None]
 REPEATED_BYTES, REPEATED_TIMES = 1 << 30, 16
 """A state may take as many bytes, and as many times more than are stored of it, when each view is written in full."""
 
@@ -45,10 +46,12 @@ class Later:
         return self.dtype.itemsize
 
 
-def later(stored: Stored, key: object, read_all: ReadAll, dtype: torch.dtype | None = None) -> Later:
+def later(
+    stored: Stored, key: object, read_all: ReadAll, dtype: torch.dtype | None = None, on_cast: OnCast = lambda *_: None
+) -> Later:
     """A tensor of a checkpoint, cast to a dtype where one is given.
 
-    `read_all` reads in the thread that calls it.
+    `read_all` reads in the thread that calls it. `on_cast` is called with the values before and after each cast.
     """
     to = stored.dtype if dtype is None else dtype
     shape = tuple(stored.shape)
@@ -56,8 +59,9 @@ def later(stored: Stored, key: object, read_all: ReadAll, dtype: torch.dtype | N
         piece = min(BLOCK_BYTES, math.prod(shape) * to.itemsize)
         read = piece // to.itemsize * stored.dtype.itemsize
         taken = read + (piece if dtype else 0)
-        return Later(to, shape, key, partial(_piece, stored, read_all, to), True, taken, storages_of(stored))
-    return whole(to, shape, key, partial(own_values, stored, read_all), own_bytes(stored), storages_of(stored))
+        return Later(to, shape, key, partial(_piece, stored, read_all, to, on_cast), True, taken, storages_of(stored))
+    values = partial(own_values, stored, read_all)
+    return whole(to, shape, key, values, own_bytes(stored), storages_of(stored), on_cast)
 
 
 def whole(
@@ -67,10 +71,11 @@ def whole(
     values: Callable[[], torch.Tensor],
     memory_bytes: int,
     storages: Mapping[object, int],
+    on_cast: OnCast = lambda *_: None,
 ) -> Later:
     """A tensor that is made at once; `memory_bytes` is what that takes beside the result."""
     result = math.prod(shape) * dtype.itemsize
-    return Later(dtype, shape, key, partial(_whole, values, dtype), False, memory_bytes + result, storages)
+    return Later(dtype, shape, key, partial(_whole, values, dtype, on_cast), False, memory_bytes + result, storages)
 
 
 def storages_of(stored: Stored | Later) -> Mapping[object, int]:
@@ -115,16 +120,24 @@ def check_repeated(tensors: Mapping[str, torch.Tensor | Later], where: str) -> N
         )
 
 
-def _piece(stored: StoredTensor, read_all: ReadAll, dtype: torch.dtype, first: int, end: int) -> torch.Tensor:
+def _piece(
+    stored: StoredTensor, read_all: ReadAll, dtype: torch.dtype, on_cast: OnCast, first: int, end: int
+) -> torch.Tensor:
     with torch.inference_mode(False), torch.no_grad():
-        return _cast(elements(stored, first, end - first, read_all), dtype)
+        return _cast(elements(stored, first, end - first, read_all), dtype, on_cast)
 
 
-def _whole(values: Callable[[], torch.Tensor], dtype: torch.dtype, first: int, end: int) -> torch.Tensor:
+def _whole(
+    values: Callable[[], torch.Tensor], dtype: torch.dtype, on_cast: OnCast, first: int, end: int
+) -> torch.Tensor:
     with torch.inference_mode(False), torch.no_grad():
-        return _cast(values().detach(), dtype)
+        return _cast(values().detach(), dtype, on_cast)
 
 
-def _cast(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+def _cast(tensor: torch.Tensor, dtype: torch.dtype, on_cast: OnCast) -> torch.Tensor:
+    if tensor.dtype == dtype:
+        return tensor
     # In memory that goes back to the system, for very many are made one after the other.
-    return tensor if tensor.dtype == dtype else fresh(tensor.shape, dtype).copy_(tensor)
+    cast = fresh(tensor.shape, dtype).copy_(tensor)
+    on_cast(tensor, cast)
+    return cast

@@ -50,11 +50,17 @@ class SaveReport:
     """Bytes of the files."""
     seconds: float
     """From the call to the return, when all of it is on the disk."""
+    notes: tuple[str, ...] = ()
+    """What else is worth knowing, such as values that became infinite by a cast."""
 
     def __repr__(self) -> str:
-        return f"<{type(self).__name__}: {self}>"
+        notes = f", {len(self.notes)} notes" if self.notes else ""
+        return f"<{type(self).__name__}: {self._line()}{notes}>"
 
     def __str__(self) -> str:
+        return "\n".join([self._line(), *(f"  note: {note}" for note in self.notes)])
+
+    def _line(self) -> str:
         shards = f", {len(self.files) - 1} shards" if len(self.files) > 1 else ""
         return f"{self.path}: {self.tensors} tensors, {size(self.bytes)}{shards} in {self.seconds:.3f} s"
 
@@ -93,7 +99,9 @@ def write_state(
             lock_timeout_seconds=lock_timeout_seconds,
         )
         tensors = made.names
-    return SaveReport(where, tuple(files), tensors, sum(files.values()), perf_counter() - begin)
+    return SaveReport(
+        where, tuple(files), tensors, sum(files.values()), perf_counter() - begin, tuple(it.overflows.notes())
+    )
 
 
 def _tensors_in(node: object, depth: int = 0) -> int:

@@ -12,12 +12,13 @@ import torch
 from modelstate.codec.plain import is_quantized
 from modelstate.errors import KeyNotFoundError, MemoryBudgetError, OptionError
 from modelstate.read.checkpoint import Checkpoint, bytes_key
+from modelstate.read.overflow import Overflows
 from modelstate.read.pickled import Refused
 from modelstate.read.ranges import read_threads
 from modelstate.read.tree import is_container, rebuild, subtree
 from modelstate.spec import Encoded, Stored, StoredComposite
 from modelstate.words import size
-from modelstate.write.later import Later, later, storages_of, whole
+from modelstate.write.later import Later, OnCast, later, storages_of, whole
 
 
 @dataclass(slots=True)
@@ -29,6 +30,8 @@ class Streamed:
     """Text that the file said of itself."""
     attached: Mapping[str, Any] | None = None
     schema: str | None = None
+    overflows: Overflows = field(default_factory=Overflows)
+    """Counts what becomes infinite or NaN by a cast while it is written."""
 
 
 def streamed(checkpoint: Checkpoint, cast: torch.dtype | None = None) -> Streamed:
@@ -36,17 +39,18 @@ def streamed(checkpoint: Checkpoint, cast: torch.dtype | None = None) -> Streame
 
     Raises `OptionError` for a cast that torch does not have, and `CodecError` for a value that cannot be decoded.
     """
-    return around(checkpoint, Making(checkpoint, cast).node(_root(checkpoint), ""))
+    making = Making(checkpoint, cast)
+    return around(checkpoint, making.node(_root(checkpoint), ""), making.overflows)
 
 
-def around(checkpoint: Checkpoint, state: Mapping[Any, Any]) -> Streamed:
+def around(checkpoint: Checkpoint, state: Mapping[Any, Any], overflows: Overflows) -> Streamed:
     """A state that is made of a checkpoint, with what its file says of itself."""
     told = {key: value for key, value in checkpoint.contents.metadata.items() if type(value) is str}
     schema = told.pop("schema", None)
     attached = (
         checkpoint.metadata.get("extra") if isinstance(checkpoint.contents.metadata.get("extra"), Encoded) else None
     )
-    return Streamed(state, told, attached, schema)
+    return Streamed(state, told, attached, schema, overflows)
 
 
 def threads_within(tensors: Mapping[str, Any], max_memory_bytes: int | None, where: str) -> int:
@@ -74,6 +78,7 @@ class Making:
         self._checkpoint, self._cast = checkpoint, cast
         self._read_all = partial(checkpoint.read_all, threads=1)
         self._values = checkpoint.flat.values
+        self.overflows = Overflows()
 
     def node(self, node: Any, path: str) -> Any:
         """A part of the tree, by its path."""
@@ -102,7 +107,8 @@ class Making:
         if isinstance(stored, torch.Tensor):
             if cast is None:
                 return stored
-            return whole(cast, tuple(stored.shape), bytes_key(stored, path), stored.detach, 0, storages_of(stored))
+            shape, key, storages = tuple(stored.shape), bytes_key(stored, path), storages_of(stored)
+            return whole(cast, shape, key, stored.detach, 0, storages, self.on_cast(path))
         if not _is_plain(stored):
             value = self._checkpoint.read(stored)
             if self._cast is not None and value.dtype != self._cast and is_quantized(value):
@@ -114,7 +120,11 @@ class Making:
                     remedy="leave out dtype=, or name another part with key=",
                 )
             return value
-        return later(stored, bytes_key(stored, path), self._read_all, cast)
+        return later(stored, bytes_key(stored, path), self._read_all, cast, self.on_cast(path))
+
+    def on_cast(self, path: str) -> OnCast:
+        """What hears of the casts of a tensor."""
+        return partial(self.overflows.check, path)
 
     def cast_of(self, tensor: Any, path: str) -> torch.dtype | None:
         """What a tensor is cast to, if it is. Raises `OptionError` where torch has no such cast."""
