@@ -5,7 +5,6 @@ side by side; a change within another one, in the same thread, goes on at once. 
 reference, so that it ends with the object. The child of a fork forgets the claims of threads that it does not have.
 """
 
-import os
 import threading
 import time
 import weakref
@@ -18,13 +17,13 @@ from torch import nn
 from modelstate.errors import ModelBusyError
 from modelstate.plan.slots import modules_of
 from modelstate.plan.torch_private import payload_of, storage_id
+from modelstate.read.workers import fork_safe_lock
 
 _LOOK_SECONDS = 0.1
 """How often a thread that waits looks again, should the owner of a claim have gone without a word."""
 _PATIENCE_SECONDS = 600.0
 """How long a thread waits: the owner of a claim may be waiting for this very thread, as a hook that joins it does."""
 
-_lock = threading.Lock()
 _claims: list["weakref.ref[exclusive]"] = []
 _waiting: dict[int, set[int]] = {}
 """By threads that wait, the threads that they wait for."""
@@ -130,13 +129,9 @@ def _ids_of(root: nn.Module) -> set[int]:
     return {*map(id, modules), *map(id, tensors), *storages}
 
 
-def _after_fork() -> None:
-    global _lock
-    _lock = threading.Lock()
-    here = threading.get_ident()
-    _claims[:] = [claim for claim in _claims if (one := claim()) is not None and one.thread == here]
+def _in_child(thread: int) -> None:
+    _claims[:] = [claim for claim in _claims if (one := claim()) is not None and one.thread == thread]
     _waiting.clear()
 
 
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_after_fork)
+_lock = fork_safe_lock(_in_child)
