@@ -234,6 +234,13 @@ class TensorSpec:
     dtype: torch.dtype
     stored: Stored = field(repr=False, compare=False)
 
+    def __getattr__(self, name: str) -> Any:
+        if hasattr(torch.Tensor, name) and not name.startswith("_"):
+            raise AttributeError(
+                f"a TensorSpec has no values, and so no {name!r}: checkpoint.tensor({self.name!r}) is the tensor"
+            )
+        raise AttributeError(f"'TensorSpec' object has no attribute {name!r}")
+
     @property
     def stride(self) -> tuple[int, ...]:
         """In elements; empty where the tensor is composite."""

@@ -185,7 +185,7 @@ def test_a_buffer_does_not_become_a_parameter() -> None:
 # Arguments.
 
 ARGUMENTS: dict[str, tuple[dict[str, Any], str]] = {
-    "a dtype as text": ({"dtype": "float64"}, "float64"),
+    "a text that is no dtype": ({"dtype": "float65"}, "float65"),
     "a dtype of Python": ({"dtype": float}, "float"),
     "a device as a dtype": ({"dtype": torch.device("cpu")}, "device"),
     "an integer dtype": ({"dtype": torch.int8}, "int8"),

@@ -273,7 +273,7 @@ def test_saving_a_checkpoint(training: Path, tmp_path: Path) -> None:
     ("options", "error"),
     [
         ({"dtype": torch.int64}, OptionError),
-        ({"dtype": "bfloat16"}, OptionError),
+        ({"dtype": "bfloat61"}, OptionError),
         ({"format": "onnx"}, OptionError),
         ({"max_memory_bytes": 0}, OptionError),
         ({"shard_size_bytes": "5GB"}, OptionError),

@@ -501,11 +501,44 @@ def test_nothing_is_kept_alive_by_a_load(source: Any) -> None:
     assert report.coverage == 1.0
 
 
+def test_a_class_is_no_model() -> None:
+    with pytest.raises(errors.OptionError, match=r"an object of it: Linear\(\.\.\.\)"):
+        ms.load(nn.Linear, {})  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("name", ["bfloat16", "torch.bfloat16", "bf16", "BF16"])
+def test_dtypes_by_name(name: str, tmp_path: Path) -> None:
+    state = nn.Linear(2, 2).state_dict()
+    for model in (nn.Linear(2, 2), nn.Linear(2, 2)):
+        ms.load(model, state, dtype=name)
+        assert model.weight.dtype is torch.bfloat16
+        ms.convert(model, "float32")
+        assert model.weight.dtype is torch.float32
+    ms.convert_checkpoint(state, tmp_path / "half.safetensors", dtype=name)
+    assert ms.open(tmp_path / "half.safetensors")["weight"].dtype is torch.bfloat16
+    cast = {"weight": state["weight"]}
+    assert ms.Rules([ms.Cast("*", name)]).apply(cast)["weight"].dtype is torch.bfloat16
+
+
+def test_the_proposed_rule_for_dimensions_of_size_1_works(tmp_path: Path) -> None:
+    model = nn.ModuleDict({"conv": nn.Conv2d(2, 3, 1, bias=False), "norm": nn.BatchNorm1d(3)})
+    state = {f"module.{name}": torch.rand(value.shape) for name, value in model.state_dict().items()}
+    state["module.conv.weight"] = state["module.conv.weight"].reshape(3, 2)
+    state["module.norm.num_batches_tracked"] = torch.tensor([4])
+    with pytest.raises(ms.PlanError) as caught:
+        ms.load(model, state)
+    assert {type(problem).__name__ for problem in caught.value.problems} == {"OtherDimensions"}
+    ms.load(model, state, rules=[eval(problem.rule, {"ms": ms}) for problem in caught.value.problems])
+    assert model.norm.num_batches_tracked == 4
+    assert torch.equal(model.conv.weight.reshape(3, 2), state["module.conv.weight"])
+
+
 @pytest.mark.parametrize(
     ("arguments", "text"),
     [
         ({"dtype": torch.int8}, "dtype= casts floats"),
-        ({"dtype": "bfloat16"}, "dtype= casts floats"),
+        ({"dtype": "int8"}, '"bfloat16" or "bf16"'),
+        ({"dtype": "float33"}, '"bfloat16" or "bf16"'),
         ({"device": "nowhere"}, "not a device"),
         ({"device": "cuda:99"}, "not a device"),
         ({"device": 1.5}, "not a device"),
@@ -514,8 +547,15 @@ def test_nothing_is_kept_alive_by_a_load(source: Any) -> None:
         ({"rules": [ms.Prefix]}, "not a rule"),
         ({"rules": "module."}, "not a rule"),
         ({"transform": 3}, "transform= is called"),
-        ({"allow_missing": 3}, "several patterns"),
-        ({"allow_unexpected": [3]}, "several patterns"),
+        ({"allow_missing": 3}, r"allow_missing=\[\"head\.\*\"\]"),
+        ({"allow_missing": True}, r"name what is meant: allow_missing=\["),
+        ({"allow_unexpected": False}, "leave it out"),
+        ({"allow_unexpected": [3]}, "glob patterns of names"),
+        ({"map_location": "cpu"}, r"to do: device=: where"),
+        ({"strict": False}, r"allow_missing=\[.*allow_unexpected=\["),
+        ({"assign": True}, "stay the objects that they are"),
+        ({"weights_only": True}, "no code of a pickle"),
+        ({"mmap": True}, "map=: whether"),
         ({"key": 3}, "key= is a path"),
         ({"max_memory_bytes": "1GB"}, "is a number"),
         ({"max_memory_bytes": -5}, "is a number"),

@@ -561,3 +561,65 @@ def test_streams_of_every_protocol_are_known(protocol: int, tmp_path: Path) -> N
     options = {"_use_new_zipfile_serialization": False, "pickle_protocol": protocol}
     torch.save({"w": torch.ones(2)}, tmp_path / "a.pt", **options)
     assert ms.open(tmp_path / "a.pt").tensor("w").tolist() == [1, 1]
+
+
+# What other libraries write.
+
+TABLE_END = bytes.fromhex("57fb808b247547db")
+
+
+def tensorflow(folder: Path) -> None:
+    (folder / "model.ckpt.index").write_bytes(b"\0" * 64 + TABLE_END)
+    (folder / "model.ckpt.data-00000-of-00001").write_bytes(b"\1\2\3" * 50)
+    (folder / "model.ckpt.meta").write_bytes(b"\n\x05graph")
+    (folder / "checkpoint").write_text('model_checkpoint_path: "model.ckpt"\n')
+
+
+@pytest.mark.parametrize(
+    "name", ["model.ckpt", "model.ckpt.index", "model.ckpt.data-00000-of-00001", "model.ckpt.meta", "checkpoint", "."]
+)
+def test_checkpoints_of_tensorflow_are_named(name: str, tmp_path: Path) -> None:
+    tensorflow(tmp_path)
+    with pytest.raises(NotACheckpointError, match="TensorFlow checkpoint"):
+        ms.open(tmp_path / name)
+
+
+FLAX = [
+    b"\x81\xa6params\x81\xa5dense\x82\xa6kernel\xc7\x20\x01",
+    b"\x82\xa4step\x07\xa6params\x80",
+    b"\xde\x00\x20\xa6params\x80",
+    b"\x81\xd9\x28" + b"a" * 40 + b"\x80",
+]
+
+
+@pytest.mark.parametrize("content", FLAX)
+@pytest.mark.parametrize("name", ["flax_model.msgpack", "weights.bin"])
+def test_flax_is_named(content: bytes, name: str, tmp_path: Path) -> None:
+    (tmp_path / name).write_bytes(content + b"\0" * 100)
+    for path in (tmp_path / name, tmp_path):
+        with pytest.raises(NotACheckpointError, match=r"Flax \.msgpack"):
+            ms.open(path)
+
+
+def test_a_folder_with_weights_of_keras_alone(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    (tmp_path / "tf_model.h5").write_bytes(b"\x89HDF\r\n\x1a\n" + b"\0" * 40)
+    with pytest.raises(NotACheckpointError, match="HDF5"):
+        ms.open(tmp_path)
+    save_file(STATE, tmp_path / "model.safetensors")
+    assert_opens(tmp_path)
+
+
+def test_arguments_of_torch_load_are_answered(tmp_path: Path) -> None:
+    with pytest.raises(ms.errors.OptionError, match=r"ms\.load\(model, path, device=\.\.\.\)"):
+        ms.open(tmp_path, map_location="cpu")  # type: ignore[call-arg]
+
+
+def test_a_spec_that_is_taken_for_a_tensor() -> None:
+    spec = ms.open(STATE)["weight"]
+    with pytest.raises(AttributeError, match=r"checkpoint\.tensor\('weight'\)"):
+        spec.mean()
+    with pytest.raises(AttributeError, match="no attribute 'maen'"):
+        spec.maen()
+    assert not hasattr(spec, "__array__")
+    assert pickle.loads(pickle.dumps(spec)) == spec

@@ -16,6 +16,7 @@ import typer
 
 import modelstate as ms
 from modelstate.cli import spelling
+from modelstate.plan.dtypes import dtype_named
 from modelstate.plan.rules.chain import check_rules
 from modelstate.plan.rules.rule import Rule
 from modelstate.write.save import format_of
@@ -156,11 +157,11 @@ def _factory_remedy(factory: Callable[[], object], error: BaseException, skeleto
 
 
 def parse_dtype(name: str | None) -> torch.dtype | None:
-    """A floating dtype by torch's name for it, with or without `torch.`."""
+    """A floating dtype by a name that `dtype=` takes."""
     if name is None:
         return None
-    dtype = getattr(torch, name.removeprefix("torch."), None)
-    if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
+    dtype = dtype_named(name)
+    if dtype is None or not dtype.is_floating_point:
         raise typer.BadParameter(f"{name!r} is no floating dtype of torch: give float32, bfloat16, float16, ...")
     return dtype
 

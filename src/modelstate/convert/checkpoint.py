@@ -12,6 +12,7 @@ import torch
 from modelstate.errors import CodecError, OptionError, RuleError
 from modelstate.plan.derived import Derived, to_be_computed, values_of
 from modelstate.plan.derived import Source as DerivedSource
+from modelstate.plan.dtypes import floating_dtype
 from modelstate.plan.explain import explain
 from modelstate.plan.incoming import Undecoded, renamed_versions
 from modelstate.plan.problems import IdlePattern, Problem
@@ -35,7 +36,7 @@ def convert_checkpoint(
     *,
     key: str | None = None,
     rules: Iterable[Rule] | Schema = (),
-    dtype: torch.dtype | None = None,
+    dtype: torch.dtype | str | None = None,
     format: str | None = None,
     shard_size_bytes: int | None = None,
     max_memory_bytes: int | None = None,
@@ -67,11 +68,12 @@ def convert_checkpoint(
     begin = perf_counter()
     where = target_path(path)
     chosen = check_options(where, format, shard_size_bytes, lock_timeout_seconds)
-    _check(dtype, max_memory_bytes)
+    to = floating_dtype(dtype)
+    _check_budget(max_memory_bytes)
     check(where, overwrite=overwrite)
     checkpoint = open_checkpoint(source, key=key)
     chain = rules.rules_for(checkpoint) if isinstance(rules, Schema) else check_rules(rules)
-    state = _by_rules(checkpoint, chain, dtype) if chain else streamed(checkpoint, dtype)
+    state = _by_rules(checkpoint, chain, to) if chain else streamed(checkpoint, to)
     if isinstance(rules, Schema):
         state.schema = rules.version
     return write_state(
@@ -86,9 +88,7 @@ def convert_checkpoint(
     )
 
 
-def _check(dtype: object, max_memory_bytes: object) -> None:
-    if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
-        raise OptionError("dtype= is a floating dtype of torch", expected="such as torch.bfloat16", found=repr(dtype))
+def _check_budget(max_memory_bytes: object) -> None:
     if max_memory_bytes is not None and not (type(max_memory_bytes) is int and max_memory_bytes > 0):
         raise OptionError("max_memory_bytes= is a number of bytes", expected="1 or more", found=repr(max_memory_bytes))
 

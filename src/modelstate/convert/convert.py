@@ -16,6 +16,7 @@ from modelstate.errors import OptionError
 from modelstate.place.arguments import check_budget_option, device_of
 from modelstate.place.optimizers import check_optimizers, following_state, placed
 from modelstate.place.report import Described, Loaded, Report
+from modelstate.plan.dtypes import floating_dtype
 from modelstate.plan.exclusive import exclusive
 from modelstate.plan.explain import model_errors
 from modelstate.plan.torch_private import unwrapped
@@ -24,7 +25,7 @@ from modelstate.read.quiet import no_collection
 
 def convert(
     module: nn.Module,
-    dtype: torch.dtype | None = None,
+    dtype: torch.dtype | str | None = None,
     device: torch.device | str | None = None,
     fn: Callable[..., torch.Tensor] | None = None,
     optimizers: Iterable[torch.optim.Optimizer] = (),
@@ -111,10 +112,7 @@ def _report(conversion: Conversion, rows: list[Row], started: float) -> Report:
 
 
 def _target(dtype: Any, device: Any, fn: Any, empty: bool) -> Target:
-    if dtype is not None and not (isinstance(dtype, torch.dtype) and (dtype.is_floating_point or dtype.is_complex)):
-        raise OptionError(
-            "dtype= casts floats", expected="a floating-point or complex torch.dtype, or None", found=repr(dtype)
-        )
+    dtype = floating_dtype(dtype, or_complex=True)
     if fn is not None and not callable(fn):
         raise OptionError("fn= is called", expected="a function of a tensor, or of name and tensor", found=repr(fn))
     if dtype is None and device is None and fn is None:

@@ -29,6 +29,13 @@ def device_of(device: Any) -> torch.device | None:
 
 def check_model(model: object) -> nn.Module:
     """The model, without the wrappers of compiling and data parallelism. Raises `OptionError` for what is none."""
-    if not isinstance(model, nn.Module):
-        raise OptionError("not a model", expected="torch.nn.Module", found=type(model).__name__)
-    return unwrapped(model)
+    if isinstance(model, nn.Module):
+        return unwrapped(model)
+    if isinstance(model, type) and issubclass(model, nn.Module):
+        raise OptionError(
+            "this is a class, and not a model of it",
+            expected=f"an object of it: {model.__name__}(...)",
+            found=f"the class {model.__qualname__}",
+            remedy=f"with ms.skeleton(): model = {model.__name__}(...), with its arguments; then give the model",
+        )
+    raise OptionError("not a model", expected="torch.nn.Module", found=type(model).__name__)

@@ -32,12 +32,23 @@ from modelstate.plan.prepare import Preparation
 from modelstate.plan.rules.rule import Rule
 from modelstate.plan.rules.schema import Schema
 from modelstate.read.checkpoint import Checkpoint
+from modelstate.read.open import NO_PICKLE, foreign_arguments
 from modelstate.read.open import open as open_checkpoint
 from modelstate.read.quiet import no_collection
 
 Source = str | os.PathLike[str] | Mapping[str, Any] | Checkpoint
+_OF_TORCH = {
+    "map_location": "device=: where the tensors go; without it they stay where the model has them",
+    "strict": 'leave it out: all names have to fit. To allow some that do not: allow_missing=["head.*"], '
+    'allow_unexpected=["old.*"]',
+    "assign": "leave it out: tensors on meta get memory, and all parameters stay the objects that they are",
+    "weights_only": NO_PICKLE,
+    "mmap": "map=: whether tensors on meta may show the file itself",
+}
+"""Arguments of `torch.load` and `load_state_dict`, and what takes their place."""
 
 
+@foreign_arguments(**_OF_TORCH)
 def plan(
     model: nn.Module,
     source: Source,
@@ -46,7 +57,7 @@ def plan(
     rules: Iterable[Rule] | Schema = (),
     allow_missing: Iterable[str] = (),
     allow_unexpected: Iterable[str] = (),
-    dtype: torch.dtype | None = None,
+    dtype: torch.dtype | str | None = None,
     device: torch.device | str | None = None,
     transform: AnyTransform | Mapping[str, AnyTransform | None] | None = None,
     map: bool | None = None,
@@ -89,7 +100,7 @@ def load(
     rules: Iterable[Rule] | Schema = ...,
     allow_missing: Iterable[str] = ...,
     allow_unexpected: Iterable[str] = ...,
-    dtype: torch.dtype | None = ...,
+    dtype: torch.dtype | str | None = ...,
     device: torch.device | str | None = ...,
     transform: AnyTransform | Mapping[str, AnyTransform | None] | None = ...,
     map: bool | None = ...,
@@ -111,7 +122,7 @@ def load(
     rules: Iterable[Rule] | Schema = ...,
     allow_missing: Iterable[str] = ...,
     allow_unexpected: Iterable[str] = ...,
-    dtype: torch.dtype | None = ...,
+    dtype: torch.dtype | str | None = ...,
     device: torch.device | str | None = ...,
     transform: AnyTransform | Mapping[str, AnyTransform | None] | None = ...,
     map: bool | None = ...,
@@ -133,7 +144,7 @@ def load(
     rules: Iterable[Rule] | Schema = ...,
     allow_missing: Iterable[str] = ...,
     allow_unexpected: Iterable[str] = ...,
-    dtype: torch.dtype | None = ...,
+    dtype: torch.dtype | str | None = ...,
     device: torch.device | str | None = ...,
     transform: AnyTransform | Mapping[str, AnyTransform | None] | None = ...,
     map: bool | None = ...,
@@ -146,6 +157,7 @@ def load(
     prefault: bool | None = ...,
     background: bool,
 ) -> Report | LoadHandle: ...
+@foreign_arguments(**_OF_TORCH)
 def load(
     model: nn.Module,
     source: Source | Plan,
@@ -154,7 +166,7 @@ def load(
     rules: Iterable[Rule] | Schema = (),
     allow_missing: Iterable[str] = (),
     allow_unexpected: Iterable[str] = (),
-    dtype: torch.dtype | None = None,
+    dtype: torch.dtype | str | None = None,
     device: torch.device | str | None = None,
     transform: AnyTransform | Mapping[str, AnyTransform | None] | None = None,
     map: bool | None = None,
@@ -182,8 +194,8 @@ def load(
             that lead from the checkpoint's version to the current one.
         allow_missing: glob patterns of names that the model has and the checkpoint need not have.
         allow_unexpected: glob patterns of names that the checkpoint has and the model need not have.
-        dtype: casts floating-point tensors on the way; what is loaded has that dtype afterwards. Without it, only
-            casts that lose nothing are made, to the dtype of the model.
+        dtype: casts floating-point tensors on the way; what is loaded has that dtype afterwards. A torch.dtype, or its
+            name: "bfloat16", "bf16". Without it, only casts that lose nothing are made, to the dtype of the model.
         device: where the tensors go. Without it they stay where they are, and those on meta go to the CPU.
         transform: called once for each tensor, in the order of the file, with its name in the model and the tensor as
             the file has it; returns the tensor to load, of the same shape. A tensor subclass is possible. Or a mapping

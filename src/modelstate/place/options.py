@@ -7,6 +7,7 @@ import torch
 
 from modelstate.errors import OptionError
 from modelstate.place.arguments import device_of
+from modelstate.plan.dtypes import floating_dtype
 from modelstate.plan.plan import Options
 from modelstate.plan.rules.chain import check_rules
 from modelstate.plan.rules.rule import Rule
@@ -21,7 +22,7 @@ def options_of(
     rules: Iterable[Rule] | Schema,
     allow_missing: Iterable[str],
     allow_unexpected: Iterable[str],
-    dtype: torch.dtype | None,
+    dtype: torch.dtype | str | None,
     device: torch.device | str | None,
     transform: AnyTransform | Mapping[str, AnyTransform | None] | None,
     map: bool | None,
@@ -36,8 +37,6 @@ def options_of(
             found=repr(init_missing),
             remedy="for some tensors only, give their patterns to the rule: rules=[modelstate.Fill(pattern)]",
         )
-    if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
-        raise OptionError("dtype= casts floats", expected="a floating-point torch.dtype, or None", found=repr(dtype))
     if not (key is None or isinstance(key, str)):
         raise OptionError("key= is a path", expected="text, as 'model.encoder'", found=repr(key))
     if not (map is None or isinstance(map, bool)):
@@ -51,7 +50,7 @@ def options_of(
         schema=rules if isinstance(rules, Schema) else None,
         allow_missing=_patterns("allow_missing", allow_missing),
         allow_unexpected=_patterns("allow_unexpected", allow_unexpected),
-        dtype=dtype,
+        dtype=floating_dtype(dtype),
         device=target,
         transform=_transforms(transform),
         map=map,
@@ -83,9 +82,17 @@ def _transforms(given: Any) -> AnyTransform | Pairs | None:
     return found
 
 
-def _patterns(option: str, patterns: Iterable[str]) -> tuple[str, ...]:
-    several = isinstance(patterns, Iterable) and not isinstance(patterns, str)
-    found = tuple(patterns) if several else ()
-    if not several or not all(isinstance(pattern, str) for pattern in found):
-        raise OptionError(f"{option}= takes several patterns", expected=f"a list of text, as [{patterns!r}]")
-    return found
+def _patterns(option: str, patterns: object) -> tuple[str, ...]:
+    found = tuple(patterns) if isinstance(patterns, Iterable) and not isinstance(patterns, str) else None
+    if found is not None and all(isinstance(pattern, str) for pattern in found):
+        return found
+    if isinstance(patterns, str):
+        remedy = f"{option}=[{patterns!r}]"
+    elif isinstance(patterns, bool):
+        every = f'{option}=["head.*"]; for all of them {option}=["*"]'
+        remedy = f"name what is meant: {every}" if patterns else f"leave it out: without {option}= none is allowed"
+    else:
+        remedy = f'{option}=["head.*"]'
+    raise OptionError(
+        f"{option}= takes glob patterns of names", expected="a list of text", found=repr(patterns), remedy=remedy
+    )

@@ -4,6 +4,8 @@ from functools import cache
 
 import torch
 
+from modelstate.errors import OptionError
+
 _WITHOUT_LIMITS = tuple(filter(None, [getattr(torch, "float4_e2m1fn_x2", None)]))
 """Dtypes of which torch does not say what they can represent."""
 
@@ -43,6 +45,37 @@ def _kind(dtype: torch.dtype) -> str:
     except (TypeError, RuntimeError):
         return "other"
     return "integer"
+
+
+_OTHER_NAMES = {
+    "bf16": torch.bfloat16,
+    **dict.fromkeys(("fp16", "f16"), torch.float16),
+    **dict.fromkeys(("fp32", "f32"), torch.float32),
+    **dict.fromkeys(("fp64", "f64"), torch.float64),
+}
+"""What dtypes are called beside torch's own names for them."""
+
+
+def dtype_named(name: str) -> torch.dtype | None:
+    """The dtype of a name: torch's, with or without `torch.`, or a usual short one ("bf16"). None for another text."""
+    dtype = _OTHER_NAMES.get(name.lower()) or getattr(torch, name.removeprefix("torch."), None)
+    return dtype if isinstance(dtype, torch.dtype) else None
+
+
+def floating_dtype(given: object, or_complex: bool = False) -> torch.dtype | None:
+    """The dtype that a `dtype=` asks for, by itself or by its name. Raises `OptionError` for what is no such dtype."""
+    dtype = dtype_named(given) if isinstance(given, str) else given
+    if dtype is None and given is None:
+        return None
+    if isinstance(dtype, torch.dtype) and (dtype.is_floating_point or (or_complex and dtype.is_complex)):
+        return dtype
+    kinds = "floating-point or complex" if or_complex else "floating-point"
+    raise OptionError(
+        "dtype= casts floats",
+        expected=f'a {kinds} torch.dtype or its name, as torch.bfloat16, "bfloat16" or "bf16"; or None',
+        found=repr(given),
+        remedy="" if isinstance(given, str) else "for other casts: rules=[ms.Cast(pattern, dtype)]",
+    )
 
 
 @cache

@@ -40,6 +40,10 @@ _ELSEWHERE = "give the path of the checkpoint"
 _UNPICKLE = (
     "unpickling runs whatever the file says: if you trust it, load it once, and save its tensors with safetensors"
 )
+_FLAX = (
+    "restore it with flax.serialization.msgpack_restore(data), and save its arrays, flat by name, with "
+    "safetensors.numpy.save_file"
+)
 _NPZ = "pass a mapping: {name: torch.from_numpy(array) for name, array in numpy.load(path).items()}"
 _NPY = 'pass a mapping: {"name": torch.from_numpy(numpy.load(path))}'
 
@@ -73,6 +77,8 @@ KINDS = _kinds(
     (rb"\x80[\x02-\x05]", "a plain pickle, not one of torch.save", _UNPICKLE),
     (rb"\((?:dp|lp)\d*\n|c[\w.]+\n\w+\n", "a plain pickle of protocol 0", _UNPICKLE),
     (rb"PAR1|ARROW1|SQLite format 3\0", "a table or a database", _ELSEWHERE),
+    (rb'model_checkpoint_path: "', "the text that names the newest TensorFlow checkpoint of a directory", _CONVERT),
+    (rb"(?:[\x81-\x8f]|\xde..)(?:[\xa1-\xbf]|\xd9.)[A-Za-z_]\w", "MessagePack (Flax .msgpack)", _FLAX),
     (rb"\x7fELF|%PDF-|\x89PNG\r\n|\xff\xd8\xff", "a program, a document or a picture", _ELSEWHERE),
 )
 
@@ -145,12 +151,26 @@ def _known(kinds: tuple[Kind, ...], path: str, head: bytes) -> NotACheckpointErr
 def _by_its_end(path: str) -> NotACheckpointError | None:
     with SourceFile(path) as file:
         end = file.read(max(file.nbytes - 8, 0), min(file.nbytes, 8), "its end")
-    if end != _TF_TABLE_END and not _TF_DATA.search(path):
+    of_graph = path.endswith(".meta") and os.path.exists(f"{path.removesuffix('.meta')}.index")
+    if end != _TF_TABLE_END and not _TF_DATA.search(path) and not of_graph:
         return None
     return NotACheckpointError(
         "this is part of a TensorFlow checkpoint, which is not read here",
         where=path,
         found=excerpt(end),
+        remedy=_CONVERT,
+    )
+
+
+def tensorflow_prefix(path: str) -> NotACheckpointError | None:
+    """The error for a path at which there is nothing, and that TensorFlow calls a checkpoint by its beginning."""
+    parts = [name for name in (f"{path}.index", f"{path}.meta") if os.path.isfile(name)]
+    if f"{path}.index" not in parts:
+        return None
+    return NotACheckpointError(
+        "this is the prefix of a TensorFlow checkpoint, which is not read here",
+        where=path,
+        found=", ".join(map(os.path.basename, parts)),
         remedy=_CONVERT,
     )
 

@@ -28,6 +28,8 @@ from modelstate.read.source_file import SourceFile
 MODEL = "model"
 _SHARD = re.compile(r"-\d{5}-of-\d{5}\.\w+$")
 _SUFFIX = re.compile(r"\.(safetensors|bin|pt|pth|ckpt|tar)$")
+_FOREIGN = re.compile(r"\.(msgpack|h5|hdf5|keras|gguf|onnx|tflite|npz|index)$")
+"""Weights in formats that are not read."""
 _INDEX = re.compile(r"\.(safetensors|bin)\.index\.json$")
 _OTHER_TOOLS = (
     (
@@ -72,7 +74,9 @@ def find_in(directory: str) -> str:
             return os.path.join(directory, dcp.METADATA)
         _refuse_other_tools(directory, [entry.name for entry in entries])
     if not candidates:
-        by_name = [name for name in files if _SUFFIX.search(name)]
+        by_name = [name for name in files if _SUFFIX.search(name)] or [name for name in files if _FOREIGN.search(name)][
+            :1
+        ]
         if len(by_name) == 1:
             # Reading it says what is wrong with it.
             return os.path.join(directory, by_name[0])

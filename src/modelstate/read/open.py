@@ -2,9 +2,9 @@
 
 import os
 import stat
-from collections.abc import Mapping, Sequence
-from functools import partial
-from typing import Any, cast
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial, wraps
+from typing import Any, ParamSpec, TypeVar, cast
 
 from modelstate.errors import (
     EmptyFileError,
@@ -19,7 +19,7 @@ from modelstate.read import dcp, mapping, safetensors, sharded, system, torch_le
 from modelstate.read.checkpoint import Checkpoint
 from modelstate.read.combine import Combination, CombineFunction
 from modelstate.read.combine import combine as combined
-from modelstate.read.diagnose import HEAD_BYTES, no_checkpoint, other_zip
+from modelstate.read.diagnose import HEAD_BYTES, no_checkpoint, other_zip, tensorflow_prefix
 from modelstate.read.directory import find_in
 from modelstate.read.paths import NOT_FOUND, local_path, no_access, not_found, special_file
 from modelstate.read.quiet import no_collection
@@ -28,8 +28,37 @@ from modelstate.read.stamp import noted, stamps_of
 from modelstate.spec import Contents
 
 Source = str | os.PathLike[str] | Mapping[Any, Any]
+_P = ParamSpec("_P")
+_R = TypeVar("_R")
 
 
+def foreign_arguments(**answers: str) -> Callable[[Callable[_P, _R]], Callable[_P, _R]]:
+    """Answers arguments of torch's functions with what takes their place here, in an `OptionError`."""
+
+    def decorate(function: Callable[_P, _R]) -> Callable[_P, _R]:
+        @wraps(function)
+        def checked(*args: _P.args, **kwargs: _P.kwargs) -> _R:
+            for name in kwargs.keys() & answers.keys():
+                raise OptionError(
+                    f"{function.__name__}() has no {name}=, which is torch's",
+                    found=f"{name}={kwargs[name]!r}",
+                    remedy=answers[name],
+                )
+            return function(*args, **kwargs)
+
+        return checked
+
+    return decorate
+
+
+NO_PICKLE = "leave it out: no code of a pickle is ever run here"
+
+
+@foreign_arguments(
+    map_location="leave it out: no tensor is read yet. To load onto a device: ms.load(model, path, device=...)",
+    weights_only=NO_PICKLE,
+    mmap="leave it out: no tensor is read yet. checkpoint.tensor(name) maps the file",
+)
 def open(
     source: Source | Sequence[Source],
     *,
@@ -132,7 +161,7 @@ def _mode(path: str, given: str) -> int:
         raise no_access(path, error) from error
     except OSError as error:
         if error.errno in NOT_FOUND:
-            raise not_found(path, given) from error
+            raise tensorflow_prefix(path) or not_found(path, given) from error
         raise ReadFailedError("the file cannot be opened", where=path, found=error) from error
 
 

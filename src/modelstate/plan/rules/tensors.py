@@ -10,7 +10,7 @@ import torch
 
 from modelstate.errors import RuleError, TransformError
 from modelstate.plan.derived import Derived, Source, stand_in
-from modelstate.plan.dtypes import cast_between
+from modelstate.plan.dtypes import cast_between, dtype_named
 from modelstate.plan.rules.arguments import whole_numbers
 from modelstate.plan.rules.rule import Course, Entry, Shown, Value, describe, irreversible, matching
 from modelstate.plan.rules.template import Template
@@ -94,8 +94,11 @@ class Cast(_OneByOne):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        for given in (self.dtype, *([] if self.before is None else [self.before])):
-            if not isinstance(given, torch.dtype):
+        for name in ("dtype", "before"):
+            given: object = getattr(self, name)
+            if isinstance(given, str):
+                object.__setattr__(self, name, dtype_named(given) or given)
+            if not isinstance(getattr(self, name), torch.dtype) and (given is not None or name == "dtype"):
                 raise RuleError("a Cast takes dtypes", where=self, found=repr(given))
 
     def change(self, tensor: torch.Tensor) -> torch.Tensor:
