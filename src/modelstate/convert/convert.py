@@ -14,11 +14,12 @@ from modelstate.convert.keeping import replaced_apply
 from modelstate.convert.target import Made, Target, To, takes_name
 from modelstate.errors import OptionError
 from modelstate.place.arguments import check_budget_option, device_of
-from modelstate.place.optimizers import check_optimizers, following_state, placed
+from modelstate.place.optimizers import check_optimizers, following_state, left_behind, other_optimizers, placed
 from modelstate.place.report import Described, Loaded, Report
 from modelstate.plan.dtypes import floating_dtype
 from modelstate.plan.exclusive import exclusive
 from modelstate.plan.explain import model_errors
+from modelstate.plan.slots import modules_of
 from modelstate.plan.torch_private import unwrapped
 from modelstate.read.quiet import no_collection
 
@@ -50,7 +51,8 @@ def convert(
             of the same shape, of any dtype or tensor subclass, or `modelstate.UNCHANGED`. A tied tensor comes once.
             `dtype` and `device` apply to what it returns.
         optimizers: their state follows, in dtype and device, what the parameters become; counters of steps stay where
-            the optimizer wants them, and `param_groups` is not touched.
+            the optimizer wants them, and `param_groups` is not touched. The report names those that have state and
+            were not passed.
         empty: gives memory without values, as `to_empty` does.
         max_memory_bytes: the most that it may take on top of the memory that the module has. Casts on the CPU free the
             old tensors one by one as they go; for a device or a function, all new tensors are made beside the old ones.
@@ -68,12 +70,14 @@ def convert(
     checked = check_optimizers(optimizers, module)
     target = _target(dtype, device, fn, empty)
     with exclusive(module), no_collection():
-        before = placed(checked)
+        others = other_optimizers(modules_of(module), checked)
+        before = placed((*checked, *others))
         conversion = Conversion(module, target, max_memory_bytes)
         try:
             _record(conversion)
-            finals = {change.target: change.value for change in conversion.changes} if checked else {}
+            finals = {change.target: change.value for change in conversion.changes} if before else {}
             state = following_state(checked, finals, before, conversion.spend)
+            behind = left_behind(others, finals, before)
             conversion.commit(*(partial(one.__setitem__, key, value) for one, key, value in state))
         except BaseException:
             try:
@@ -82,7 +86,7 @@ def convert(
                 conversion.rollback()
             raise
         rows = [change.row for change in conversion.changes if change.way is not GRADIENT]
-        return _report(conversion, rows, started)
+        return _report(conversion, rows, behind, started)
 
 
 def _record(conversion: Conversion) -> None:
@@ -97,7 +101,7 @@ def _described(row: Row) -> Loaded:
     return Loaded(step_of(row), 0.0)
 
 
-def _report(conversion: Conversion, rows: list[Row], started: float) -> Report:
+def _report(conversion: Conversion, rows: list[Row], behind: tuple[str, ...], started: float) -> Report:
     return Report(
         target=type(conversion.root).__name__,
         source="",
@@ -107,6 +111,7 @@ def _report(conversion: Conversion, rows: list[Row], started: float) -> Report:
         seconds=time.perf_counter() - started,
         peak_memory_bytes=conversion.peak_bytes,
         references_lost=conversion.references_lost(),
+        left_behind=behind,
         action=f"converted to {conversion.target.words}",
     )
 

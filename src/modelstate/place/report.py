@@ -75,6 +75,9 @@ class Report:
     references_lost: tuple[str, ...] = ()
     """Names, ties, views and places in optimizers that have another object now, or another partner: what the model's
     own code has replaced. Empty where every reference was kept."""
+    left_behind: tuple[str, ...] = ()
+    """Optimizers that were not passed to a conversion, and whose state is now of another dtype or on another device
+    than the parameters. Pass them: `convert(..., optimizers=[...])`."""
     action: str = ""
     """What was done, where it was no load: "converted to bfloat16"."""
 
@@ -108,8 +111,10 @@ class Report:
             lines.append(f"  {size(self.verified_bytes)} verified against their checksums")
         if self.references_lost:
             lines.append(f"  references lost: {'; '.join(self.references_lost[:8])}")
-        else:
+        elif not self.left_behind:
             lines.append("  all references kept")
+        if self.left_behind:
+            lines.append(f"  left behind: {'; '.join(self.left_behind[:8])}; pass them with optimizers=[...]")
         return "\n".join(lines)
 
     def _conversion(self) -> list[str]:
@@ -139,6 +144,7 @@ class Report:
                 "peak_memory_bytes": self.peak_memory_bytes,
                 "verified_bytes": self.verified_bytes,
                 "references_lost": list(self.references_lost),
+                "left_behind": list(self.left_behind),
                 "action": self.action or "loaded",
                 "slots": self.slots,
                 "coverage": self.coverage,

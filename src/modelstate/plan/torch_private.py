@@ -44,6 +44,17 @@ def shards_in_use(module: torch.nn.Module) -> bool:
     return getattr(state, "_is_root", True) is not None
 
 
+def optimizers_were_made() -> bool:
+    """Whether an optimizer has been made in this process: the first of a class changes the `step` of the class."""
+    classes: list[Any] = [torch.optim.Optimizer]
+    while classes:
+        cls = classes.pop()
+        if hasattr(cls.step, "hooked"):
+            return True
+        classes += cls.__subclasses__()
+    return False
+
+
 def is_faking() -> bool:
     """Whether a `FakeTensorMode` is active: operations return tensors without values."""
     return torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None
