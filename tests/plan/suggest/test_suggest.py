@@ -113,6 +113,37 @@ def test_what_stays_open() -> None:
     assert "extra.weight" in str(found)
 
 
+@pytest.mark.parametrize("layers", [0, 1, 2, 12], ids=lambda layers: f"{layers} layers")
+@pytest.mark.parametrize("turned", [False, True])
+def test_numbered_members_of_an_mlp_in_a_list_of_layers(layers: int, turned: bool) -> None:
+    def block(up: str, down: str) -> dict[str, tuple[int, ...]]:
+        mlp = {f"mlp.{up}": (32, 8), f"mlp.{down}": (8, 32)}
+        return {"norm.weight": (8,)} | {
+            f"{name}.{role}": shape if role == "weight" else shape[:1]
+            for name, shape in mlp.items()
+            for role in ("weight", "bias")
+        }
+
+    prefixes = [f"blocks.{i}." for i in range(layers)] or [""]
+    numbered, named = (
+        {prefix + name: shape for prefix in prefixes for name, shape in block(*members).items()}
+        for members in (("0", "2"), ("up", "down"))
+    )
+    given, wanted = (named, numbered) if turned else (numbered, named)
+    model, state = tree(wanted), values(given)
+    found = ms.suggest(model, state)
+    assert found.complete
+    ms.load(model, state, rules=found)
+    for target, source in zip(wanted, given, strict=True):
+        assert torch.equal(model.get_parameter(target), state[source])
+
+
+def test_numbered_members_of_one_shape_stay_open() -> None:
+    shapes = {f"blocks.{i}.mlp.{at}.weight": (8, 8) for i in range(3) for at in (0, 2)}
+    model = tree({f"blocks.{i}.mlp.{name}.weight": (8, 8) for i in range(3) for name in ("up", "down")})
+    assert not ms.suggest(model, values(shapes)).complete
+
+
 def test_siblings_whose_names_say_nothing_are_reported() -> None:
     model = tree({"foo.weight": (3, 3), "bar.weight": (3, 3), "fc.weight": (3, 5)})
     found = ms.suggest(model, values({"one.weight": (3, 3), "two.weight": (3, 3), "net.fc.weight": (3, 5)}))

@@ -29,6 +29,8 @@ class Level(Enum):
     ALL = "all"
     WHOLE = "whole"
     """Only those that are a whole part of a name."""
+    SAME = "same"
+    """Only those of these that tell apart parts of the same shapes: layers, and not the members of an MLP."""
     NONE = "none"
 
 
@@ -127,11 +129,12 @@ def _pieces(leaf: Leaf) -> list[str]:
 
 def _take_out(names: list[_Name], depth: int, places: dict[str, set[str]], level: Level) -> None:
     """Decides about the number at this depth of every name."""
-    below: dict[str, dict[str, set[tuple[str, int]]]] = defaultdict(lambda: defaultdict(set))
+    below: dict[str, dict[str, set[tuple[str, int | Shape]]]] = defaultdict(lambda: defaultdict(set))
     deep = [name for name in names if depth < len(name.numbers)]
     for name in deep:
         rest = "#".join(name.texts[depth + 1 :])
-        below[name.text][name.numbers[depth]].add((rest, len(name.leaf.shape)))
+        shape = name.leaf.shape
+        below[name.text][name.numbers[depth]].add((rest, shape if level is Level.SAME else len(shape)))
     lists = {text: _are_alike(list(values.values())) for text, values in below.items()}
     for text, values in below.items():
         places[text] |= values.keys()
@@ -139,12 +142,12 @@ def _take_out(names: list[_Name], depth: int, places: dict[str, set[str]], level
         number, text = name.numbers[depth], name.text
         after = name.texts[depth + 1]
         is_whole = (not text or text[-1] == ".") and (not after or after[0] == ".")
-        taken = lists[text] and (level is Level.ALL or (level is Level.WHOLE and is_whole))
+        taken = lists[text] and (level is Level.ALL or (level is not Level.NONE and is_whole))
         (name.taken if taken else name.ordinals).append((text, number))
         name.text += ("#" if taken else number) + after
 
 
-def _are_alike(contents: list[set[tuple[str, int]]]) -> bool:
+def _are_alike(contents: list[set[tuple[str, int | Shape]]]) -> bool:
     most = max(contents, key=len)
     return all(len(one & most) >= _ALIKE * len(one | most) for one in contents)
 
