@@ -81,6 +81,7 @@ OPENS_BY_ITSELF = {
     "read/paths.py": "where files that may come from elsewhere are opened",
     "read/system.py": "the system calls that it makes",
     "read/open.py": "`modelstate.open` itself",
+    "read/lease.py": "/proc",
     "read/readahead.py": "/proc",
     "store/deadline.py": "/proc",
     "store/lock.py": "the lock, which is written too",

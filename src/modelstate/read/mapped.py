@@ -8,10 +8,11 @@ from functools import partial
 
 import torch
 
-from modelstate.errors import ReadFailedError
+from modelstate.errors import ReadFailedError, SourceTypeError
 from modelstate.read import safetensors, system
 from modelstate.read.lease import hold
 from modelstate.read.own import own_values
+from modelstate.read.paths import open_regular
 from modelstate.read.ranges import read_ranges
 from modelstate.read.stamp import Stamp, check_mapped, open_unchanged
 from modelstate.spec import ByteRange, Combined, Stored, StoredComposite, StoredTensor
@@ -89,11 +90,10 @@ class Maps:
     def _protect(self, path: str, asked: bool | None) -> bool:
         mapped, stamp = self._maps[path], self._stamps.get(path)
         try:
-            descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
-        except OSError:
-            return True  # the mapped file has no name any more, by which it could be overwritten
+            descriptor, status = open_regular(path)
+        except (OSError, SourceTypeError):
+            return True  # no name leads to the mapped file any more, by which it could be overwritten
         try:
-            status = os.fstat(descriptor)
             if stamp is not None and (status.st_ino, status.st_dev) != (stamp.inode, stamp.device):
                 return True  # the name belongs to another file
             writer = _overwriting_writer(path, os.pread(descriptor, _HEAD_BYTES, 0))
