@@ -305,8 +305,9 @@ class Conversion:
 
     def _check_overflow(self, change: Change) -> None:
         tensor, value = change.target, change.value
-        plain = is_plain(tensor) and is_plain(value) and not tensor.is_nested and tensor.shape == value.shape
-        if self.overflows is not None and change.way is not GRADIENT and plain and not value.is_meta:
+        if self.overflows is None or change.way is GRADIENT or not (is_plain(tensor) and is_plain(value)):
+            return
+        if not (tensor.is_nested or value.is_nested or value.is_meta) and tensor.shape == value.shape:
             self.overflows.check(change.name, tensor, value)
 
     def spend(self, nbytes: int) -> None:
