@@ -359,3 +359,10 @@ def test_the_base_has_to_come_first(others: list[dict[str, torch.Tensor]]) -> No
     with pytest.raises(AdapterError, match="the first checkpoint is an adapter") as caught:
         ms.open([small_adapter(), *others], combine=ms.LoRA(alpha=1))
     assert caught.value.remedy == "ms.open([base, adapter], combine=ms.LoRA())"
+
+
+def test_a_second_model_is_not_taken_for_an_adapter() -> None:
+    base, other = Net().state_dict(), Net().state_dict()
+    with pytest.raises(AdapterError, match="not an adapter") as raised:
+        ms.open([base, other], combine=ms.LoRA())
+    assert "ms.Average()" in str(raised.value)

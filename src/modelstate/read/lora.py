@@ -98,6 +98,14 @@ class LoRA(Combination):
         for index, adapter in enumerate(sources[1:], 1):
             if not len(adapter):
                 raise AdapterError("an adapter has no tensors", where=label(sources, index))
+            if not any(name.startswith(_PREFIX) or _MATRIX.match(name) for name in adapter):
+                raise AdapterError(
+                    "this checkpoint is not an adapter: it has no LoRA matrices",
+                    where=label(sources, index),
+                    expected="names such as layer.lora_A.weight and layer.lora_B.weight",
+                    found=listed(list(adapter), most=2),
+                    remedy="open it by itself, or average several models with combine=ms.Average()",
+                )
         problems: list[str] = []
         deltas: dict[str, list[_Delta]] = {}
         replaced: dict[str, tuple[int, Stored]] = {}
