@@ -125,7 +125,7 @@ def test_an_embedding_that_is_saved_beside_its_adapter(tmp_path: Path) -> None:
     difference = checkpoint.tensor("emb.weight") - (wanted["emb.weight"] + 2 * base.emb.weight)
     assert difference.abs().max() < 1e-5
     with pytest.raises(AdapterError, match="after something is added to it"):
-        ms.open([BASE, matrices("lin"), {"lin.weight": torch.ones(4, 3)}], combine=ms.LoRA(alpha=2))
+        ms.open([BASE, matrices("lin"), {"base_model.model.lin.weight": torch.ones(4, 3)}], combine=ms.LoRA(alpha=2))
 
 
 # Files in peft's format, by hand.
