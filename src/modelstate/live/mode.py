@@ -80,7 +80,9 @@ def _reads_mode(called: Any) -> bool:
         if isinstance(function, functools.partial):
             function = function.func
         if not isinstance(function, types.FunctionType):
-            function = vars(type(function)).get("__call__")  # an object that is a hook
+            # An object that is a hook, as those of pruning.
+            bases = [base for base in type(function).__mro__ if "__call__" in vars(base)]
+            function = vars(bases[0])["__call__"] if bases else None
             if not isinstance(function, types.FunctionType):
                 return True
         if id(function.__code__) in seen:
