@@ -17,7 +17,9 @@ from modelstate.read import workers
 from tests.store.common import failing_call
 
 CONTEXT: Any = get_context("forkserver")
-CONTEXT.set_forkserver_preload(["torch", "safetensors.torch", "modelstate"])
+CONTEXT.set_forkserver_preload(
+    ["torch", "safetensors.torch", "torch._dynamo", "torchdata.stateful_dataloader", "modelstate"]
+)
 
 
 class Job:

@@ -1,21 +1,31 @@
 """A loop that saves between its steps, and goes on where it was."""
 
 import errno
+import inspect
+import logging
+import math
 import os
+import random
+import shutil
 import signal
 import threading
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
+from torch.utils.data import DataLoader
+from torchdata.stateful_dataloader import StatefulDataLoader
 
 import modelstate as ms
 from modelstate.errors import OptionError, SaveFailedWarning, StepNotFoundError, UnsupportedValueError, WriteFailedError
+from modelstate.read.equality import same_value
 from modelstate.write import system
-from tests.store.common import Held
+from tests.store.common import Held, contents, litter
 
 
 def objects() -> dict[str, Any]:
@@ -139,11 +149,33 @@ def test_where_the_disk_stays_full_the_last_save_raises(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str
 ) -> None:
     store, of, done = ms.Store(tmp_path), objects(), []
-    monkeypatch.setattr(system, call, full)
+
+    def train() -> None:
+        for number in ms.resumable(store, of, steps=5, save_every=2):
+            done.append(number)
+            monkeypatch.setattr(system, call, full)
+
     with pytest.warns(SaveFailedWarning, match="step 2"), pytest.raises(WriteFailedError, match="No space left"):
-        done.extend(ms.resumable(store, of, steps=5, save_every=2))
+        train()
     monkeypatch.undo()
-    assert store.steps() == ()
+    assert (done, store.steps()) == ([0, 1, 2, 3, 4], ())
+
+
+@pytest.mark.parametrize("call", ["mkdir", "pwritev", "fsync", "replace"])
+@pytest.mark.parametrize("is_resumed", [False, True])
+def test_a_directory_that_cannot_be_written_is_found_out_before_the_first_step(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str, is_resumed: bool
+) -> None:
+    if is_resumed:
+        ms.Store(tmp_path).save(1, objects())
+    before = contents(tmp_path)
+    monkeypatch.setattr(system, call, full)
+    with pytest.raises(WriteFailedError, match="No space left"):
+        ms.resumable(tmp_path, objects(), steps=5, save_every=2)
+    monkeypatch.undo()
+    assert {name: contents(tmp_path)[name] for name in before} == before
+    assert litter(tmp_path) == []
+    assert list(ms.resumable(tmp_path, objects(), steps=5, save_every=2)) == [*range(is_resumed, 5)]
 
 
 @pytest.mark.parametrize("code", [errno.EIO, errno.ESTALE, errno.EACCES, errno.EMFILE])
@@ -175,7 +207,7 @@ def test_a_store_that_cannot_be_looked_at_for_a_while(
     assert store.steps() == (1, 2, 3, 6, 7, 8)
     for step, warning in zip((4, 5), warned, strict=True):
         assert str(warning.message).startswith(f"step {step} was not saved: ")
-        assert os.strerror(code) in str(warning.message)
+        assert os.strerror(code) in str(warning.message) or "may not be read" in str(warning.message)
         assert warning.filename == __file__
 
 
@@ -216,3 +248,174 @@ def test_options(tmp_path: Path) -> None:
             ms.resumable(store, objects(), steps=1, save_every=1, **bad)
     assert list(ms.resumable(ms.Store(tmp_path / "of"), {"a": 1}, steps=1, save_every=1, allow_missing=["x"])) == [0]
     assert not any(path.name != "of" for path in tmp_path.iterdir())
+
+
+def test_a_path_is_a_store_of_its_own(tmp_path: Path) -> None:
+    losses, expected = dict[int, float](), uninterrupted(7)
+    for leave_at in (4, None):
+        of = objects()
+        loop = ms.resumable(tmp_path / "run", of, steps=7, save_every=2, keep=2)
+        for number in loop:
+            losses[number] = step(of)
+            if number == leave_at:
+                break
+        ms.Store(tmp_path / "run").save(100 + loop.done, of)  # the directory is free again
+        shutil.rmtree(tmp_path / "run" / f"step-000000{100 + loop.done}")
+    assert [losses[number] for number in range(7)] == expected
+    assert (loop.start, loop.store.steps()) == (4, (6, 7))
+    with pytest.raises(OptionError, match="keep="):
+        ms.resumable(ms.Store(tmp_path), objects(), steps=1, save_every=1, keep=2)
+
+
+def test_what_was_restored_is_true_whatever_was_asked_for(tmp_path: Path) -> None:
+    store, of = ms.Store(tmp_path), objects()
+    first = ms.resumable(store, of, steps=1, save_every=1)
+    assert first.restored is None
+    assert list(first) == [0]
+    assert store.restore(of)
+    assert ms.resumable(store, of, steps=2, save_every=1).restored
+    ms.save(of, tmp_path / "x.safetensors")
+    assert ms.restore(of, tmp_path / "x.safetensors")
+
+
+def test_what_cannot_be_saved_is_found_out_before_the_first_step(tmp_path: Path) -> None:
+    with pytest.raises(UnsupportedValueError):
+        ms.resumable(tmp_path, {**objects(), "held": Held(value=object())}, steps=9, save_every=9)
+    with pytest.raises(OptionError, match="StatefulDataLoader"):
+        ms.resumable(tmp_path, {**objects(), "data": DataLoader([1, 2])}, steps=9, save_every=9)  # type: ignore[arg-type]
+
+
+def test_what_cannot_be_saved_is_found_out_after_the_first_step(tmp_path: Path) -> None:
+    held, done = Held(), []
+
+    def train() -> None:
+        for number in ms.resumable(tmp_path, {"held": held}, steps=9, save_every=9):
+            done.append(number)
+            held.values["made by the first step"] = object()
+
+    with pytest.raises(UnsupportedValueError):
+        train()
+    assert done == [0]
+
+
+def test_looking_whether_objects_can_be_saved_draws_nothing_and_builds_no_iterator(tmp_path: Path) -> None:
+    generator = torch.Generator()
+    loader: Any = StatefulDataLoader([1, 2], shuffle=True, generator=generator)  # type: ignore[arg-type]
+    of = {"loader": loader, "drawing": Drawing(), "rng": ms.RNG({"loader": generator})}
+    before = ms.RNG({"loader": generator}).state_dict()
+    ms.Store(tmp_path).check(of)
+    assert same_value(ms.RNG({"loader": generator}).state_dict(), before)
+    assert loader._iterator is None
+    assert contents(tmp_path).keys() == {"store.json"}
+    assert litter(tmp_path) == []
+
+
+class Drawing(Held):
+    def state_dict(self) -> dict[str, Any]:
+        return {"seed": torch.randint(9, ()), "other": random.random()}
+
+
+def test_too_little_space_is_logged(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    space = os.statvfs_result((4096, 4096, 1, 0, 0, 0, 0, 0, 0, 255))
+    monkeypatch.setattr(os, "statvfs", lambda path: space)
+    ms.Store(tmp_path).check(objects())
+    assert "0 B are free" in caplog.text
+
+
+def test_a_run_that_goes_on_says_so(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "modelstate")
+    assert list(ms.resumable(tmp_path, objects(), steps=3, save_every=5)) == [0, 1, 2]
+    assert caplog.records == []
+    ms.resumable(tmp_path, objects(), steps=5, save_every=5)
+    (record,) = caplog.records
+    assert (record.levelname, record.getMessage()[:30]) == ("INFO", "going on from step 3 of 5, sav")
+    assert list(ms.resumable(tmp_path, objects(), steps=2, save_every=5)) == []
+    assert caplog.records[-1].levelname == "WARNING"
+    assert "steps=2 is less than the 3 steps that are done already" in caplog.text
+
+
+def with_metric(path: Path, **given: Any) -> list[int]:
+    keep = ms.Keep(last=2, best=1, metric="val_loss")
+    loop, done = ms.resumable(path, {"a": Held(b=1)}, steps=6, save_every=1, keep=keep, block=True, **given), []
+    for number in loop:
+        done.append(number)
+        loop.metrics["loss"] = 1.0
+    return done
+
+
+def test_a_metric_that_is_never_given_is_an_error_and_removes_nothing(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with pytest.raises(OptionError, match="val_loss") as caught:
+        with_metric(tmp_path)
+    assert caught.value.found == "loss"
+    assert ms.Store(tmp_path).steps() == (1, 2, 3)
+    assert "step 1 is saved without the metric of Keep(best=1, metric='val_loss'): loop.metrics has 'loss'" in (
+        caplog.text
+    )
+    with pytest.raises(OptionError, match="val_loss"):
+        ms.Store(tmp_path).prune(ms.Keep(best=1, metric="val_loss"))
+    assert ms.Store(tmp_path).steps() == (1, 2, 3)
+
+
+def test_a_metric_that_no_checkpoint_has_is_an_error_at_the_end(tmp_path: Path) -> None:
+    store = ms.Store(tmp_path, keep=ms.Keep(last=9, best=1, metric="val_loss"))
+    loop = ms.resumable(store, {"a": Held(b=1)}, steps=2, save_every=1)
+    with pytest.raises(OptionError, match="val_loss"):
+        list(loop)
+    assert store.steps() == (1, 2)
+
+
+def test_a_metric_that_is_not_known_yet_is_given_as_nan(tmp_path: Path) -> None:
+    keep = ms.Keep(last=1, best=1, metric="val_loss")
+    loop = ms.resumable(tmp_path, {"a": Held(b=1)}, steps=6, save_every=1, keep=keep)
+    loop.metrics = {"val_loss": math.nan}
+    for number in loop:
+        if number == 2:
+            loop.metrics["val_loss"] = 0.5
+        elif number > 2:
+            loop.metrics["val_loss"] = 1.0
+    assert loop.store.steps() == (3, 6)
+
+
+@pytest.mark.parametrize("name", ["start", "done", "stopped", "restored", "metrics", "store"])
+def test_the_attributes_of_a_loop_are_found_where_one_looks(tmp_path: Path, name: str) -> None:
+    loop = ms.resumable(tmp_path, {"a": Held(b=1)}, steps=6, save_every=1)
+    assert name in dir(ms.Resumable)
+    assert name in dir(loop)
+    assert inspect.getdoc(getattr(ms.Resumable, name))
+    assert f"    {name}: " in (ms.Resumable.__doc__ or "")
+    assert f"`{name}`" in (ms.resumable.__doc__ or "")
+    page = Path(__file__).parents[2] / "docs" / "training_loops.md"
+    assert f"loop.{name}" in page.read_text()
+
+
+def test_generators_are_set_again_when_the_first_step_is_handed_out(tmp_path: Path) -> None:
+    """Those of Python, NumPy and torch, and all that are among the objects."""
+
+    def run() -> tuple[dict[str, Any], Callable[[], list[float]]]:
+        one, other, own = torch.Generator(), np.random.default_rng(0), torch.Generator()
+        loader: Any = StatefulDataLoader([1, 2], generator=own)  # type: ignore[arg-type]
+
+        def draw() -> list[float]:
+            torches = [torch.rand((), generator=generator).item() for generator in (None, one, own)]
+            return [*torches, other.random(), random.random(), np.random.random()]
+
+        return {"one": one, "rng": ms.RNG({"other": other}), "loader": loader}, draw
+
+    of, draw = run()
+    drawn = [draw() for _ in ms.resumable(tmp_path, of, steps=4, save_every=2) if _ < 2]
+    assert len(drawn) == 2
+    shutil.rmtree(tmp_path / "step-000000004")
+    again, draw_again = run()
+    loop = ms.resumable(tmp_path, again, steps=4, save_every=2)
+    expected = draw_again()
+    draw_again()
+    steps = iter(loop)
+    assert (next(steps), draw_again()) == (2, expected)
+    assert loop.restored is not None
+    assert (next(steps), draw_again() == expected) == (3, False)
+    loop.restored.rewind_generators()
+    assert draw_again() == expected

@@ -12,6 +12,7 @@ from modelstate.errors import ModelStateError, ObjectStateError, OptimizerStateE
 from modelstate.place.optimizer_state import optimizer_state
 from modelstate.plan.torch_private import unwrapped
 from modelstate.store.bundle import Objects, bundle
+from modelstate.store.loaders import is_loader_without_state, state_of
 
 MODULE, OPTIMIZER, STATEFUL = "module", "optimizer", "stateful"
 GENERATOR, VALUE = "generator", "value"
@@ -52,6 +53,7 @@ class Target(NamedTuple):
 
 def captured(objects: Mapping[str, Any]) -> Captured:
     """The state of all objects, with nothing copied: its tensors and containers are the live ones.
+
 
     A mapping that holds objects is one of objects; any other is a plain value. The parameters of an optimizer go by
     their names in the modules among the objects. Generators, and objects whose class says `restored_last`, are asked
@@ -127,7 +129,7 @@ def _tree(path: str, target: Target, modules: nn.Module) -> Any:
             return optimizer_state(modules, target.it)
         if target.kind == GENERATOR:
             return target.it.get_state()
-        return target.it if target.kind == VALUE else target.it.state_dict()
+        return target.it if target.kind == VALUE else state_of(target.it)
 
 
 def _walk(objects: Mapping[Any, Any], above: str, depth: int) -> Iterator[tuple[str, Target]]:
@@ -155,6 +157,15 @@ def _walk(objects: Mapping[Any, Any], above: str, depth: int) -> Iterator[tuple[
                     remedy='give a mapping: {"first": ..., "second": ...}',
                 )
             yield from _walk(it, f"{path}.", depth + 1)
+        elif is_loader_without_state(it):
+            raise OptionError(
+                "a DataLoader of torch has no state that could be saved",
+                where=path,
+                expected="a loader with state_dict and load_state_dict, as torchdata's StatefulDataLoader",
+                found=type(it).__name__,
+                remedy="use StatefulDataLoader, which takes the same arguments; or save between epochs, and leave the "
+                "loader out: with generator=g, give ms.RNG({'loader': g})",
+            )
         else:
             yield path, Target(kind or VALUE, unwrapped(it) if isinstance(it, nn.Module) else it)
 

@@ -94,6 +94,21 @@ def _mode(revisions: list[Found]) -> int:
     return 0o777
 
 
+def probe(directory: str) -> None:
+    """Makes a small directory in the way in which `publish` makes a checkpoint, and removes it. Raises `OSError`."""
+    beside, renamed = (os.path.join(directory, unfinished_name(0)) for _ in range(2))
+    try:
+        system.mkdir(beside)
+        with new_file(os.path.join(beside, RECORD_FILE)) as output:
+            output.append(b"{}\n")
+        sync_directory(beside)
+        system.replace(beside, renamed)
+        sync_directory(directory)
+    finally:
+        for path in (beside, renamed):
+            remove_directory(path)
+
+
 def discard(directory: str, gone: Iterable[Place]) -> None:
     """Takes checkpoints away: first their names, durably, so that nobody ever sees half of one. Raises `OSError`."""
     renamed = []

@@ -17,7 +17,7 @@ from modelstate.errors import (
 from modelstate.store import contents
 from modelstate.store.objects import MODULE, Part
 from modelstate.store.record import Record, read_record
-from modelstate.store.retention import Keep, kept
+from modelstate.store.retention import Keep, check_metric, kept
 from modelstate.store.shelf import Found, Shelf
 
 T = TypeVar("T")
@@ -105,6 +105,8 @@ def to_go(shelf: Shelf, keep: Keep | None) -> list[Found]:
         infos = [replace(found.info, intact=found.is_whole and found.place.step not in bad) for found in ours]
         stay = kept(infos, keep)
         gone = [found for found in ours if found.place.step not in stay]
+        if gone and keep is not None:
+            check_metric(infos, keep)
         intact = [found for found, info in zip(ours, infos, strict=True) if info.intact]
         if not gone or not intact or shelf.is_known_whole(intact[-1]) or not problem_of(shelf, intact[-1]):
             return gone

@@ -23,6 +23,7 @@ from modelstate.plan.rules.within import Within
 from modelstate.read.checkpoint import Checkpoint
 from modelstate.read.open import open as open_checkpoint
 from modelstate.store.bundle import Objects, bundle, bundled
+from modelstate.store.loaders import load_state, own_generator, rewind
 from modelstate.store.objects import (
     GENERATOR,
     KINDS,
@@ -55,6 +56,34 @@ class Restored(Mapping[str, Any]):
     """Objects that nothing was saved for, as `allow_missing` allows. They are what they were."""
     unexpected: tuple[str, ...] = ()
     """What was saved for objects that are not there, as `allow_unexpected` allows."""
+    _drawn_from: tuple[tuple[str, Target, Any], ...] = field(default=(), repr=False)
+    """The random generators, and the loaders that have their own, with what was saved for them."""
+
+    def rewind_generators(self) -> None:
+        """Sets the random generators among the objects to their saved states once more.
+
+        Call it before the first step where random numbers are drawn between the restore and that step, as when a
+        validation pass is made or another model is initialised. `modelstate.resumable` does it by itself. Generators
+        are `torch.Generator`s, `RNG`s, objects whose class says `restored_last`, and those that loaders were given.
+
+        Raises `RandomStateError` and `ObjectStateError` where a generator does not take its state.
+
+            restored = store.restore({"model": model, "rng": ms.RNG()})
+            validate(model)
+            restored.rewind_generators()
+        """
+        for path, target, tree in self._drawn_from:
+            with code_of(path, "the generator does not take the state"):
+                if target.kind == GENERATOR:
+                    target.it.set_state(tree)
+                elif target.is_late:
+                    target.it.load_state_dict(deepcopy(tree))
+                else:
+                    rewind(target.it, tree)
+
+    def __bool__(self) -> bool:
+        """Always true: something was restored, whether plain values were asked for or not."""
+        return True
 
     def __getitem__(self, path: str) -> Any:
         return self.plain[path]
@@ -143,7 +172,7 @@ def restore_objects(
                 journal.rollback()
             raise
     plain = {path: sources[path].tree for path, target in restoring.turn if target.kind == VALUE}
-    return Restored(plain, report, missing, unexpected)
+    return Restored(plain, report, missing, unexpected, restoring.drawn_from)
 
 
 class _Restoring:
@@ -162,6 +191,11 @@ class _Restoring:
         """The targets that get a state, in the order in which they do."""
         self._sources, self._rules = sources, rules
         self._may_miss, self._may_exceed = may_miss, may_exceed
+        self.drawn_from = tuple(
+            (path, target, sources[path].tree)
+            for path, target in self.turn
+            if target.is_late or own_generator(target.it) is not None
+        )
 
     def note_use(self) -> None:
         """Patterns that have to do with parameters of optimizers need not match anything else."""
@@ -182,11 +216,12 @@ class _Restoring:
         for path, target in self.turn:
             if target.kind == OPTIMIZER:
                 self._load_optimizer(path, target.it)
+        generators = [target.it for _, target in self.turn if target.is_late]
         for path, target in self.turn:
             if target.kind == STATEFUL:
                 with code_of(path, "its load_state_dict raised; nothing has been changed"), journal.model_code():
                     # A copy, since the object may keep what it is given.
-                    target.it.load_state_dict(deepcopy(self._sources[path].tree))
+                    load_state(target.it, deepcopy(self._sources[path].tree), generators)
             elif target.kind == GENERATOR:
                 with code_of(path, "the generator does not take the state; nothing has been changed"):
                     target.it.set_state(self._sources[path].tree)

@@ -1,27 +1,46 @@
 """`modelstate.resumable`: a training loop that may be killed at any time."""
 
 import inspect
-import itertools
+import logging
 import math
+import os
 import sys
 import threading
 import time
 import warnings
+import weakref
 from collections.abc import Iterator, Mapping
+from contextlib import closing, nullcontext
 from types import CodeType, FrameType
 from typing import Any
 
 from modelstate.errors import OptionError, SaveFailedWarning
 from modelstate.plan.matching import nearest
 from modelstate.store.deadline import Deadline, now_seconds
+from modelstate.store.retention import Keep, check_metric
 from modelstate.store.saving import PASSING, PendingSave, SavedStep
 from modelstate.store.store import RestoredStep, Store
 
+_logger = logging.getLogger(__name__)
 _RESTORING = tuple(inspect.signature(Store.restore).parameters)[2:]
 
 
 class Resumable:
-    """The steps that are left of a training run, one after the other. Made by `modelstate.resumable`."""
+    """The steps of a training run that are left, for one `for` loop. Made by `modelstate.resumable`.
+
+    Attributes:
+        start: the first step of this run, which is how many were done before it.
+        done: how many steps are done now.
+        stopped: why the loop ended before its last step; empty where it did not.
+        restored: the `RestoredStep` that the run goes on from; None where the store was empty.
+        metrics: a dict of numbers that are saved with each checkpoint.
+        store: the `Store` that the loop saves to.
+
+        loop = ms.resumable("checkpoints", {"model": model}, steps=1000, save_every=100)
+        for step in loop:
+            loop.metrics["loss"] = train_step()
+        print(loop.start, loop.done, loop.stopped or "all steps are done")
+    """
 
     def __init__(
         self,
@@ -32,35 +51,72 @@ class Resumable:
         deadline: Deadline | None,
         block: bool,
         restored: RestoredStep | None,
+        owns_store: bool,
     ) -> None:
-        self.restored = restored
-        """What came back, with the plain values that were asked for; None where the store was empty."""
-        self.start = restored.step if restored is not None else 0
-        """The first step of this run: how many are done already."""
-        self.done = self.start
-        """How many steps are done."""
-        self.stopped = ""
-        """Why the loop ended before its last step, as text; empty where it did not."""
-        self.metrics: dict[str, float] = {}
-        """Goes into the next checkpoint: put the loss there, for `Keep(best=...)`."""
+        self._restored = restored
+        self._start = self._done = restored.step if restored is not None else 0
+        self._stopped = ""
+        self._metrics: dict[str, float] = dict(restored.metrics) if restored is not None else {}
         self._store, self._objects, self._steps = store, objects, steps
         self._save_every, self._deadline, self._block = save_every, deadline, block
+        self._owns_store = owns_store
+        self._is_first = True
+        """Whether no step has been handed out yet."""
+        self._is_metric_missed = False
+        """Whether it has been logged that the metric of `Keep(best=...)` is not in the metrics."""
         self._saved_at = self.start if restored is not None else -1
         self._pending: PendingSave | None = None
         self._step_began = 0.0
         self._looked_at = 0.0
         """When this loop, or one within its step, last looked at the deadline of both."""
-        _newest[store.directory] = self._number = next(_numbers)
+        _newest[store.directory] = weakref.ref(self)
         self._caller: tuple[int, CodeType | None] = 0, None
         """The frame that has asked for the last step: its identity, which another one gets behind it, and its code."""
         self._stopped_within = ""
         """Why a loop within the last step was ended, so that the step is not done."""
 
+    @property
+    def start(self) -> int:
+        """The first step of this run, which is how many steps were done before it."""
+        return self._start
+
+    @property
+    def done(self) -> int:
+        """How many steps are done; the number of the checkpoint that is saved now."""
+        return self._done
+
+    @property
+    def stopped(self) -> str:
+        """Why the loop ended before its last step, as text; empty where it did not."""
+        return self._stopped
+
+    @property
+    def restored(self) -> RestoredStep | None:
+        """What was restored, with the plain values among the objects; None where the store was empty."""
+        return self._restored
+
+    @property
+    def metrics(self) -> dict[str, float]:
+        """Numbers by their names, which are saved with each checkpoint, as for `Keep(best=3, metric="loss")`.
+
+        A value stays until it is replaced, also in a resumed run. `math.nan` stands for one that is not known yet.
+        """
+        return self._metrics
+
+    @metrics.setter
+    def metrics(self, metrics: Mapping[str, float]) -> None:
+        self._metrics = dict(metrics)
+
+    @property
+    def store(self) -> Store:
+        """The store that the loop saves to: the one that was given, or that of the path."""
+        return self._store
+
+    def __repr__(self) -> str:
+        return f"<Resumable {self.done} of {self._steps} steps are done, {self._store!r}>"
+
     def __iter__(self) -> Iterator[int]:
-        if self._deadline is None:
-            yield from self._all()
-            return
-        with self._deadline:
+        with self._deadline or nullcontext(), closing(self._store) if self._owns_store else nullcontext():
             yield from self._all()
 
     def _all(self) -> Iterator[int]:
@@ -74,29 +130,37 @@ class Resumable:
             self._step_began = now_seconds()
             self._caller = _identity(sys._getframe(2))  # behind this generator and `__iter__`
             around.append(self)
+            is_first, self._is_first = self._is_first, False
+            if is_first and self._restored is not None:
+                self._restored.rewind_generators()  # whatever was drawn since they were restored
             try:
                 yield self.done
             finally:
                 around.remove(self)
             self._check_is_newest()
             if self._stopped_within:
-                self.stopped, self._stopped_within = self._stopped_within, ""
+                self._stopped, self._stopped_within = self._stopped_within, ""
                 self._hear()
                 return
-            self.done += 1
+            self._done += 1
             self._look(around, since=self._looked_at)
             if self.done % self._save_every == 0 and self.done < self._steps:
                 self._save(block=self._block)
                 self._look(around)
+            elif is_first and self.done < self._steps:
+                # Optimizers and loaders have their state from the first step on.
+                self._store.check_state(self._objects)
         if self.stopped:
             self._tell(around)
         self._save(block=True)
         self._store.wait()
+        if not self.stopped:
+            self._check_metric()
         self._look(around)
 
     def _check_is_newest(self) -> None:
         """Raises `OptionError` where another loop has restored from the same store, and may have saved to it, since."""
-        if _newest[self._store.directory] != self._number:
+        if _newest[self._store.directory]() is not self:
             raise OptionError(
                 "another loop over the same store was made since, so that their steps would be mixed up",
                 where=self._store.directory,
@@ -124,6 +188,14 @@ class Resumable:
             if self._deadline.is_by_signal or self._deadline.start < loop._step_began:
                 loop._stopped_within = self.stopped
 
+    def give_up(self) -> None:
+        """Ends the background save, and closes the store for a newer loop, behind which this one cannot go on.
+
+        An interpreter keeps the last error, and with it the loop that was left by it.
+        """
+        self._hear()
+        self._store.close()
+
     def is_in_step(self) -> bool:
         """Whether who asked for the last step is still at it: an error may have ended that, and kept the frame.
 
@@ -137,15 +209,16 @@ class Resumable:
     def _stop(self) -> bool:
         if self._pending is not None and self._pending.done:
             self._hear()
-        self.stopped = self._deadline.reason if self._deadline is not None else ""
+        self._stopped = self._deadline.reason if self._deadline is not None else ""
         return bool(self.stopped)
 
     def _save(self, *, block: bool) -> None:
         self._hear()  # it is waited for, as it would be by the store
         if self._saved_at == self.done:
             return
+        self._note_metric()
         # A step that was left to go on from an earlier one is done again, and replaced.
-        how: dict[str, Any] = {"metrics": dict(self.metrics), "overwrite": True}
+        how: dict[str, Any] = {"metrics": dict(self._metrics), "overwrite": True}
         if block:
             self._learn(self._store.save(self.done, self._objects, **how))
         else:
@@ -155,6 +228,22 @@ class Resumable:
                 self._lost(self.done, error)
                 return
         self._saved_at = self.done
+
+    def _note_metric(self) -> None:
+        """Logs once that the metric which decides what is kept is not among the metrics."""
+        keep = self._store.keep
+        if keep is None or keep.metric is None or keep.metric in self._metrics or self._is_metric_missed:
+            return
+        self._is_metric_missed = True
+        _logger.warning(
+            "step %s is saved without the metric of Keep(best=%s, metric=%r): loop.metrics has %s",
+            *(self.done, keep.best, keep.metric, ", ".join(map(repr, self._metrics)) or "nothing"),
+        )
+
+    def _check_metric(self) -> None:
+        """Raises `OptionError` where no checkpoint has the metric by which the best ones would be chosen."""
+        if self._is_metric_missed and self._store.keep is not None:
+            check_metric(self._store.infos(), self._store.keep)
 
     def _hear(self) -> None:
         """What has become of the save in the background. That it has failed does not end the training."""
@@ -196,17 +285,17 @@ def _identity(frame: FrameType) -> tuple[int, CodeType | None]:
 
 
 _loops = _Loops()
-_numbers = itertools.count()
-_newest: dict[str, int] = {}
+_newest: dict[str, "weakref.ref[Resumable]"] = {}
 """Which loop over each store was made last."""
 
 
 def resumable(
-    store: Store,
+    store: Store | str | os.PathLike[str],
     objects: Mapping[str, Any],
     *,
     steps: int,
     save_every: int,
+    keep: Keep | int | None = None,
     deadline: Deadline | None = None,
     block: bool = False,
     **restoring: Any,
@@ -221,25 +310,46 @@ def resumable(
     the other one's deadline began within the step, it is only the end of the step.) Of the loops over a store only the
     one that was made last goes on.
 
+    Random generators among the objects are set when the objects are restored, and once more when the first step is
+    handed out: what draws random numbers between this call and the loop does not change the steps.
+
+    Whether the objects can be saved and the directory can be written to is found out here, and again for the objects
+    after the first step, when optimizers and loaders have their state. Not where all steps are done.
+
     Args:
-        store: where the checkpoints are.
+        store: where the checkpoints are: a `Store`, or the path of its directory. The store of a path is closed when
+            the loop ends.
         objects: as `Store.save` takes them; all that the training draws on: generators, and where the data is.
         steps: how many the run has.
         save_every: after how many of them it saves.
+        keep: for a path: which checkpoints stay, as `Store` takes it.
         deadline: says when to end.
         block: whether the loop waits until a checkpoint is durable; else it goes on when the state has been copied. The
             last one is always waited for.
         restoring: what `Store.restore` takes.
 
-    Raises what `Store.restore` raises, here, and what `Store.save` raises, in the loop; but where a save that the loop
-    does not wait for fails with an I/O error, in looking at the store or in writing to it, or since the directory is
-    not there any more, that is a `SaveFailedWarning`, and the next one saves all.
+    Returns:
+        The loop; its attributes are `start`, `done`, `stopped`, `restored`, `metrics` and `store`. That a run goes on
+        from a checkpoint is logged (level INFO).
+
+    Raises what `Store.restore` and `Store.check` raise, here, and what `Store.save` raises, in the loop; but where a
+    save that the loop does not wait for fails with an I/O error, in looking at the store or in writing to it, or since
+    the directory is not there any more, that is a `SaveFailedWarning`, and the next one saves all. `OptionError` where
+    the loop ends and no checkpoint has the metric of `Keep(best=...)`.
+
+        objects = {"model": model, "optimizer": optimizer, "rng": ms.RNG()}
+        for step in ms.resumable("checkpoints", objects, steps=1000, save_every=100, keep=3):
+            train_step()
     """
     for name, value in (("steps", steps), ("save_every", save_every)):
         if type(value) is not int or value < 1:
             raise OptionError(f"{name}= is a number of steps", expected="an int, 1 or more", found=repr(value))
     if deadline is not None and not isinstance(deadline, Deadline):
         raise OptionError("deadline= says when to end", expected="a modelstate.Deadline", found=repr(deadline))
+    is_path = not isinstance(store, Store)
+    if not is_path and keep is not None:
+        raise OptionError("keep= is for the path of a store", found=repr(keep), remedy="give it to the Store: keep=...")
+    store = store if isinstance(store, Store) else Store(store, keep=keep)
     if any(loop._store.directory == store.directory and loop.is_in_step() for loop in _loops.around()):
         raise OptionError(
             "a loop within another one's step, of the same store, in which their steps would be mixed up",
@@ -253,5 +363,22 @@ def resumable(
                 expected=nearest(name, _RESTORING) or ", ".join(_RESTORING),
                 found=name,
             )
+    earlier = _newest.get(store.directory, lambda: None)()
+    if earlier is not None and earlier.store is not store:
+        earlier.give_up()
     restored = store.restore(objects, **restoring) if store.infos() else None
-    return Resumable(store, objects, steps, save_every, deadline, block, restored)
+    if restored is not None:
+        _log_resume(restored, store, steps)
+    if restored is None or restored.step < steps:
+        store.check(objects)
+    return Resumable(store, objects, steps, save_every, deadline, block, restored, is_path)
+
+
+def _log_resume(restored: RestoredStep, store: Store, steps: int) -> None:
+    when = time.strftime("%F %T", time.localtime(restored.time))
+    _logger.info("going on from step %s of %s, saved %s, in %s", restored.step, steps, when, store.directory)
+    if restored.step > steps:
+        _logger.warning(
+            "steps=%s is less than the %s steps that are done already, in %s: no step is left",
+            *(steps, restored.step, store.directory),
+        )

@@ -120,6 +120,18 @@ def kept(infos: Iterable[CheckpointInfo], keep: Keep | int | None) -> set[int]:
     return stay | {max(intact, key=_by_step).step, max(intact, key=_by_age).step}
 
 
+def check_metric(infos: Iterable[CheckpointInfo], keep: Keep) -> None:
+    """Raises `OptionError` where no checkpoint has the metric that `best` goes by, so that it keeps nothing."""
+    metrics = {name for info in infos for name in info.metrics}
+    if keep.metric is not None and keep.metric not in metrics:
+        raise OptionError(
+            f"Keep(best={keep.best}, metric={keep.metric!r}): no checkpoint has this metric; none has been removed",
+            expected=f"metrics={{{keep.metric!r}: ...}} at Store.save, or loop.metrics[{keep.metric!r}] = ...",
+            found=", ".join(sorted(metrics)) or "no metrics",
+            remedy="give it with each checkpoint; math.nan stands for a value that is not known yet",
+        )
+
+
 def ages(serials: Mapping[int, int | None]) -> dict[int, tuple[int, int]]:
     """What each step sorts by where steps go by when they were saved: the higher, the later.
 

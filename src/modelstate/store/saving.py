@@ -10,10 +10,16 @@ from multiprocessing import parent_process
 from multiprocessing.util import Finalize
 from typing import Any
 
-from modelstate.errors import ReadFailedError, SaveTimeoutError, StoreAccessError, WriteFailedError
+from modelstate.errors import (
+    ReadFailedError,
+    SaveTimeoutError,
+    SourceAccessError,
+    StoreAccessError,
+    WriteFailedError,
+)
 from modelstate.words import size
 
-PASSING = (WriteFailedError, ReadFailedError, StoreAccessError)
+PASSING = (WriteFailedError, ReadFailedError, StoreAccessError, SourceAccessError)
 """What an I/O error comes through as, wherever in a save it was: it may be over when the next one begins."""
 
 

@@ -1,5 +1,6 @@
 """`modelstate.Store`."""
 
+import logging
 import os
 import threading
 import time
@@ -26,9 +27,10 @@ from modelstate.read.paths import local_path
 from modelstate.store import contents
 from modelstate.store.arguments import is_number
 from modelstate.store.layout import PIN_FILE, STORE_FILE, name_of
+from modelstate.store.loaders import preserved_generators
 from modelstate.store.lock import WriterLock, check_directory
 from modelstate.store.objects import MODULE, captured, targets_of
-from modelstate.store.publishing import Job, clear, discard, make_directory, publish
+from modelstate.store.publishing import Job, clear, discard, make_directory, probe, publish
 from modelstate.store.reading import Step, of_first_whole, parts_of, problem_of, to_go, usable
 from modelstate.store.record import Record
 from modelstate.store.restoring import Restored, RulesOf, restore_objects
@@ -36,9 +38,13 @@ from modelstate.store.retention import CheckpointInfo, Keep, as_keep
 from modelstate.store.saving import PendingSave, SavedStep
 from modelstate.store.shelf import Found, Shelf, store_file_problem
 from modelstate.store.staging import Staging
+from modelstate.words import size
 from modelstate.write import system
 from modelstate.write.draft import draft
 from modelstate.write.files import new_file, sync_directory, write_errors
+from modelstate.write.safetensors import nbytes_of
+
+_logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
@@ -173,6 +179,45 @@ class Store:
             self._pending = pending = PendingSave(step, self._staging.nbytes, write)
             pending.start()
             return pending
+
+    def check(self, objects: Mapping[str, Any]) -> None:
+        """Finds out whether a save of these objects would work, without saving them.
+
+        The state of every object is encoded as `save` does it, with no tensor copied. The store is taken for this
+        process, and a small file is written to its directory, synced, renamed and removed. A warning is logged where
+        the file system has less free space than the state takes. Random generators are left as they are.
+
+        Args:
+            objects: as `save` takes them.
+
+        Raises what `save` raises.
+
+            store = ms.Store("checkpoints")
+            store.check({"model": model, "optimizer": optimizer})
+        """
+        with self._my_turn():
+            self.wait()
+            nbytes = self.check_state(objects)
+            self._become_writer()
+            with self._in_its_directory(), write_errors(self.directory):
+                probe(self.directory)
+                space = os.statvfs(self.directory)
+        free_bytes = space.f_bavail * space.f_frsize
+        if free_bytes < nbytes:
+            _logger.warning(
+                "%s: a checkpoint takes up to %s, and %s are free", self.directory, size(nbytes), size(free_bytes)
+            )
+
+    def check_state(self, objects: Mapping[str, Any]) -> int:
+        """Raises what keeps the objects from being saved. Returns how many bytes their tensors have.
+
+        Nothing is copied or written, and random generators are left as they are.
+        """
+        late = [target.it for target in targets_of(objects).values() if target.is_late]
+        with preserved_generators(late):
+            job = self._job(0, objects, {}, False, 0.0)
+        job.check()
+        return sum(nbytes_of(tensor) for made in job.drafts.values() for tensor in made.live.values())
 
     def wait(self, timeout_s: float | None = None) -> None:
         """Waits until what is being written is durable. Raises what its write has raised, once, and

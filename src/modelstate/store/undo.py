@@ -9,6 +9,7 @@ import torch
 
 from modelstate.plan.journal import Journal
 from modelstate.read.equality import same_value
+from modelstate.store.loaders import load_state, own_generator, state_of
 from modelstate.store.objects import GENERATOR, OPTIMIZER, STATEFUL, Target, code_of
 
 Undo = Callable[[], None]
@@ -50,8 +51,10 @@ def _of_optimizer(_: str, optimizer: torch.optim.Optimizer) -> Undo:
 
 
 def _of_stateful(path: str, it: Any) -> Undo:
+    generator = own_generator(it)
+    random = None if generator is None else generator.get_state()
     with code_of(path, "its state cannot be copied, so that a restore could not be undone; nothing has been changed"):
-        kept = deepcopy(it.state_dict())
+        kept = deepcopy(state_of(it))
     attributes = getattr(it, "__dict__", None)
     bindings = dict(attributes) if isinstance(attributes, dict) else None
 
@@ -59,11 +62,13 @@ def _of_stateful(path: str, it: Any) -> Undo:
         if isinstance(attributes, dict) and bindings is not None:
             attributes.clear()
             attributes.update(bindings)
+        if generator is not None and random is not None:
+            generator.set_state(random)
         with suppress(Exception):
-            if same_value(it.state_dict(), kept):
+            if same_value(state_of(it), kept):
                 return  # nothing has happened to it, or it was done with its attributes
         with code_of(path, "its load_state_dict does not take what its own state_dict gave before"):
-            it.load_state_dict(kept)
+            load_state(it, kept)
 
     return undo
 

@@ -1,0 +1,228 @@
+"""Training loops of every structure, which can be killed at any moment and started again.
+
+Each says the loss of every step. Without a directory it runs without modelstate: a plain loop, for comparing.
+"""
+
+import os
+import random
+from collections.abc import Callable, Iterable, Iterator
+from multiprocessing import set_start_method
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
+from torch.utils.data import DataLoader, Dataset, IterableDataset, get_worker_info
+from torchdata.stateful_dataloader import StatefulDataLoader
+
+import modelstate as ms
+from modelstate.read import workers
+
+EPOCH, BATCH, STEPS = 44, 4, 34
+"""Samples in an epoch (11 batches), and steps of a run: three epochs and a bit."""
+
+
+class Samples(Dataset[torch.Tensor]):
+    """Samples with noise that is drawn when they are read, from all three global generators."""
+
+    def __len__(self) -> int:
+        return EPOCH
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        return torch.full((6,), index / EPOCH) + torch.rand(6) + random.random() + np.random.random()
+
+
+class SamplesInWorkers(Samples):
+    """The same in worker processes, whose generators go with the state of the loader."""
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"rng": ms.RNG().state_dict()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        ms.RNG().load_state_dict(state["rng"])
+
+
+class Stream(IterableDataset[torch.Tensor]):
+    """A shuffled stream that is shared out among the workers, and knows where it is."""
+
+    def __init__(self) -> None:
+        self.at, self.is_restored = 0, False
+
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        worker = get_worker_info()
+        first, stride = (0, 1) if worker is None else (worker.id, worker.num_workers)
+        order = random.Random(0).sample(range(EPOCH), EPOCH)[first::stride]
+        self.at, self.is_restored = self.at if self.is_restored else 0, False
+        while self.at < len(order):
+            self.at += 1
+            yield torch.full((6,), order[self.at - 1] / EPOCH)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"at": self.at}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.at, self.is_restored = state["at"], True
+
+
+class Trained:
+    """A model with dropout, its optimizer, scheduler, scaler and average; gradients of two steps are added up."""
+
+    def __init__(self, compiled: bool = False) -> None:
+        self.model = nn.Sequential(nn.Linear(6, 16), nn.Dropout(0.5), nn.ReLU(), nn.Dropout(0.1), nn.Linear(16, 1))
+        self.run = torch.compile(self.model) if compiled else self.model
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), 1e-2)
+        self.scheduler = torch.optim.lr_scheduler.OneCycleLR(self.optimizer, 1e-2, 200)
+        self.scaler = torch.amp.GradScaler("cpu", init_scale=16.0, growth_interval=3)
+        self.ema = AveragedModel(self.model, multi_avg_fn=get_ema_multi_avg_fn(0.9))
+
+    @property
+    def objects(self) -> dict[str, Any]:
+        names = ("model", "optimizer", "scheduler", "scaler", "ema")
+        return {name: getattr(self, name) for name in names} | {"rng": ms.RNG()}
+
+    def step(self, batch: torch.Tensor) -> str:
+        loss = (self.run(batch) - batch.sum(1, keepdim=True)).square().mean()
+        self.scaler.scale(loss / 2).backward()
+        return float(loss.detach()).hex()
+
+    def update(self) -> str:
+        self.scaler.step(self.optimizer)
+        self.scaler.update()
+        self.optimizer.zero_grad()
+        self.scheduler.step()
+        self.ema.update_parameters(self.model)
+        return float(sum(param.sum() for param in self.ema.parameters()).detach()).hex()
+
+    def two(self, batches: Callable[[], torch.Tensor]) -> tuple[str, ...]:
+        """One step, of two batches."""
+        return self.step(batches()), self.step(batches()), self.update()
+
+
+Loop = Callable[..., Iterable[int]]
+Said = Iterator[tuple[int, Any]]
+
+
+def endless(loader: Any) -> Iterator[Any]:
+    while True:
+        yield from loader
+
+
+def iterator_before(loop: Loop, loader: Any) -> Said:
+    """The iterator of the loader is made between `resumable` and the loop, and so is much else."""
+    trained = Trained()
+    steps = loop({**trained.objects, "loader": loader}, STEPS)
+    batches = iter(loader)
+    nn.Linear(9, 9)  # which draws random numbers
+    for step in steps:
+        loss = []
+        for _ in range(2):
+            batch = next(batches, None)
+            if batch is None:
+                batches = iter(loader)
+                batch = next(batches)
+            loss.append(trained.step(batch))
+        yield step, (*loss, trained.update())
+
+
+def iterator_within(loop: Loop, loader: Any) -> Said:
+    """The iterator is made in the first step."""
+    trained = Trained()
+    batches = None
+    for step in loop({**trained.objects, "loader": loader}, STEPS):
+        if batches is None:
+            batches = endless(loader)
+        yield step, trained.two(lambda: next(batches))  # noqa: B023
+
+
+def epochs(loop: Loop, loader: Any, objects: dict[str, Any]) -> Said:
+    """A step of the loop is an epoch."""
+    trained = Trained()
+    for epoch in loop({**trained.objects, **objects}, 6, save_every=1):
+        for number, batch in enumerate(loader):
+            loss = trained.step(batch)
+            yield epoch * 100 + number, (loss, trained.update() if number % 2 or number == 10 else None)
+
+
+def steps_with_validation(loop: Loop, loader: Any) -> Said:
+    """After every sixth step, a look at other data."""
+    trained = Trained()
+    validation = StatefulDataLoader(Samples(), BATCH)
+    batches = endless(loader)
+    for step in loop({**trained.objects, "loader": loader, "validation": validation}, STEPS):
+        losses = trained.two(lambda: next(batches))
+        if step % 6 == 5:
+            trained.model.eval()
+            losses += tuple(trained.run(batch).sum().item() for batch in validation)
+            trained.model.train()
+        yield step, losses
+
+
+def compiled(loop: Loop) -> Said:
+    trained = Trained(compiled=True)
+    loader = StatefulDataLoader(Samples(), BATCH, shuffle=True)
+    batches = endless(loader)
+    for step in loop({**trained.objects, "loader": loader}, STEPS):
+        yield step, trained.two(lambda: next(batches))
+
+
+def seeded(seed: int = 3) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)
+
+
+def with_generator(loop: Loop, **options: Any) -> Said:
+    generator = seeded()
+    loader = DataLoader(Samples(), BATCH, shuffle=True, generator=generator, **options)
+    return epochs(loop, loader, {"rng": ms.RNG({"loader": generator})})
+
+
+def stateful(samples: Any, **options: Any) -> Any:
+    return StatefulDataLoader(samples, BATCH, shuffle=isinstance(samples, Samples), **options)
+
+
+LOOPS: dict[str, Callable[[Loop], Said]] = {
+    "iterator before the loop": lambda loop: iterator_before(loop, stateful(Samples())),
+    "iterator in the first step": lambda loop: iterator_within(loop, stateful(Samples())),
+    "a generator of its own": lambda loop: iterator_within(loop, stateful(Samples(), generator=seeded())),
+    "two workers": lambda loop: iterator_before(loop, stateful(SamplesInWorkers(), num_workers=2)),
+    "two workers and a generator": lambda loop: iterator_within(
+        loop, stateful(SamplesInWorkers(), num_workers=2, generator=seeded())
+    ),
+    "workers that persist": lambda loop: steps_with_validation(
+        loop, stateful(SamplesInWorkers(), num_workers=2, persistent_workers=True)
+    ),
+    "epochs": lambda loop: epochs(loop, DataLoader(Samples(), BATCH, shuffle=True), {}),
+    "epochs with workers": lambda loop: epochs(loop, DataLoader(Samples(), BATCH, shuffle=True, num_workers=2), {}),
+    "epochs with a generator": with_generator,
+    "epochs of a loader with a state": lambda loop: (lambda loader: epochs(loop, loader, {"loader": loader}))(
+        stateful(Samples(), generator=seeded())
+    ),
+    "steps with validation": lambda loop: steps_with_validation(loop, stateful(Samples(), generator=seeded())),
+    "a stream": lambda loop: iterator_within(loop, stateful(Stream())),
+    "a stream with workers": lambda loop: iterator_before(loop, stateful(Stream(), num_workers=2)),
+    "compiled": compiled,
+}
+"""By names for the reports of tests."""
+
+
+def run(report: Connection, directory: str | None, name: str) -> None:
+    """Trains, and says what each step gave."""
+    os.setsid()  # the processes of the loaders belong to it, and are killed with it
+    set_start_method("fork", force=True)  # of the workers of loaders
+    workers._is_forked = False
+    torch.set_num_threads(1)
+    is_resumed = directory is not None and any(Path(directory).glob("step-*"))
+    torch.manual_seed(os.getpid() if is_resumed else 0)
+    random.seed(os.getpid() if is_resumed else 1)
+    np.random.seed(os.getpid() if is_resumed else 2)
+
+    def loop(objects: dict[str, Any], steps: int, save_every: int = 3) -> Iterable[int]:
+        if directory is None:
+            return range(steps)
+        return ms.resumable(directory, objects, steps=steps, save_every=save_every, keep=2, block=True)
+
+    for said in LOOPS[name](loop):
+        report.send(said)
+    report.send("end")
