@@ -37,11 +37,13 @@ def test_load_asks_hooks_and_the_protocol_but_no_override_of_load_state_dict() -
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_transformers_saves_some_models_under_other_names(tmp_path: Path) -> None:
+def test_a_wrapped_model_of_transformers_needs_the_rules_of_its_model(tmp_path: Path) -> None:
     transformers = pytest.importorskip("transformers", minversion="5")
     size = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16}
-    vision = transformers.ViTModel(transformers.ViTConfig(**size, image_size=32, patch_size=16))
-    text = transformers.BertModel(transformers.BertConfig(**size, vocab_size=20))
-    for name, model in (("vit", vision), ("bert", text)):
-        model.save_pretrained(tmp_path / name)
-        assert ms.plan(model, tmp_path / name).ok == (name == "bert")
+    model = transformers.ViTModel(transformers.ViTConfig(**size, image_size=32, patch_size=16))
+    model.save_pretrained(tmp_path)
+    wrapper = nn.ModuleDict({"inner": model})
+    assert ms.plan(model, tmp_path).ok
+    assert not ms.plan(wrapper, tmp_path).ok
+    rules = [ms.rules.from_transformers(model), ms.Prefix(add="inner.")]
+    assert ms.plan(wrapper, tmp_path, rules=rules).ok

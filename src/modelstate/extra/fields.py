@@ -8,6 +8,7 @@ from torch import nn
 from modelstate.errors import OptionError
 from modelstate.extra.declaration import Declaration, Upgrade, listed
 from modelstate.extra.layer import METHODS, Layer, layer_of
+from modelstate.plan.recorder import KEEPS_NAMES
 
 M = TypeVar("M", bound=nn.Module)
 
@@ -89,6 +90,7 @@ def _declare(cls: type[nn.Module], declaration: Declaration) -> None:
     for name, method in zip(METHODS, _methods(layer), strict=True):
         method.__qualname__, method.__module__ = f"{cls.__qualname__}.{name}", cls.__module__
         method.modelstate_layer = layer
+        setattr(method, KEEPS_NAMES, not layer.overrides(name))
         setattr(cls, name, method)
     setattr(cls, _LAYER, layer)
 

@@ -67,6 +67,10 @@ class Layer:
         found: Any = getattr(super(self.cls, module), method)
         return None if getattr(found, "__func__", None) is getattr(nn.Module, method) else found
 
+    def overrides(self, method: str) -> bool:
+        """Whether the class has written the method itself."""
+        return method in self._own
+
     def _chain(self, module: nn.Module) -> "tuple[list[Layer], Any]":
         """This layer and those below it, and what somebody has written below those."""
         layers = [self]

@@ -17,6 +17,7 @@ from torch import nn
 
 from modelstate.errors import BufferNameError, OptionError
 from modelstate.plan.placement import is_plain
+from modelstate.plan.recorder import KEEPS_NAMES
 from modelstate.plan.slots import LAZY
 
 NOTE = "modelstate.lazy_buffers"
@@ -117,6 +118,9 @@ def _before_loading(
             missing_keys.append(key)
         elif says is False or (says is None and name not in came and _speaks_of(state_dict, prefix, module)):
             module._buffers[name] = None
+
+
+setattr(_before_loading, KEEPS_NAMES, True)
 
 
 def _names(module: nn.Module) -> list[str]:

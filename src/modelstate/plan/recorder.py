@@ -301,11 +301,22 @@ def loads_by_version(module: nn.Module) -> bool:
     return _overrides_loading(module) and getattr(module, "_version", None) not in (None, 1)
 
 
+KEEPS_NAMES = "modelstate_keeps_names"
+"""The attribute of a hook or a `_load_from_state_dict` that gives no name of a state dict another meaning."""
+
+
 def loads_names_itself(module: nn.Module) -> bool:
-    """Whether code of the module, and not torch's own, may decide which name is for which tensor as it loads."""
-    function = getattr(module._load_from_state_dict, "__func__", None)
+    """Whether code of the module, neither torch's nor ours, may decide which name is for which tensor as it loads."""
+    if not all(getattr(hook, KEEPS_NAMES, False) for hook in module._load_state_dict_pre_hooks.values()):
+        return True
+    holders = (vars(module), *map(vars, type(module).__mro__))
+    methods = [holder["_load_from_state_dict"] for holder in holders if "_load_from_state_dict" in holder]
+    return not all(_keeps_names(getattr(method, "__func__", method)) for method in methods)
+
+
+def _keeps_names(function: Any) -> bool:
     is_torchs = getattr(function, "__module__", "").startswith("torch.nn.modules.")  # as that of batch norms
-    return bool(module._load_state_dict_pre_hooks) or (_overrides_loading(module) and not is_torchs)
+    return function is _dispatch or getattr(function, KEEPS_NAMES, is_torchs)
 
 
 def is_recorded(module: nn.Module) -> bool:
