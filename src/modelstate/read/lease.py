@@ -221,6 +221,7 @@ def _give_way(lease: Lease, until: float) -> None:
                     *(lease.path, size(copied), size(lease.nbytes)),
                 )
     finally:
+        mapped = None  # the writer goes on from here; by then the memory is its tensors' alone again
         _release(lease)
 
 
