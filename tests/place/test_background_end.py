@@ -350,10 +350,8 @@ def test_the_program_ends_with_a_running_handle(seconds: float, tmp_path: Path) 
     child = subprocess.Popen([sys.executable, "-c", code, str(path)], stdout=subprocess.PIPE, stderr=subprocess.PIPE)
     assert child.stdout is not None
     assert child.stdout.readline() == b"end\n"
-    started = time.monotonic()
     _, told = child.communicate(timeout=SOON)
     assert (child.returncode, told) == (0, b"")
-    assert time.monotonic() - started < 10
 
 
 SLOW = """
@@ -382,10 +380,8 @@ def test_the_end_of_the_program_does_not_wait_for_all_reads(tmp_path: Path) -> N
     child = subprocess.Popen(code, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
     assert child.stdout is not None
     assert child.stdout.readline() == b"end\n"
-    started = time.monotonic()
     _, told = child.communicate(timeout=SOON)
     assert (child.returncode, told) == (0, b"")
-    assert time.monotonic() - started < 10
 
 
 def test_in_a_forked_process_there_is_no_result(path: Path, gate: Gate) -> None:

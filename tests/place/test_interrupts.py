@@ -67,14 +67,13 @@ def test_ctrl_c_in_the_middle_of_a_load(options: str, signals: int, path: Path) 
     )
     assert child.stdout is not None
     assert child.stdout.readline() == "reading\n"
-    sent = time.monotonic()
     for _ in range(signals):
         child.send_signal(signal.SIGINT)
         time.sleep(0.05)
+    requests = 0
     while child.stdout.readline() == "reading\n":
-        pass
-    taken = time.monotonic() - sent
+        requests += 1
     _, errors = child.communicate(timeout=60)
     assert child.returncode == 0, errors
-    # What is under way is waited for, and no more: the whole would take a second for each two or more requests.
-    assert taken < 2.5
+    # What is under way is waited for, and no more.
+    assert requests < BATCHES - 2

@@ -1,7 +1,10 @@
 """`captured` and `restore_objects`: everything comes back bit for bit, or everything is as it was."""
 
+import ast
 import copy
+import re
 from collections import OrderedDict
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,6 +15,7 @@ from torch import nn
 
 import modelstate as ms
 from modelstate import errors
+from modelstate.errors import OptimizerStateError, PlanError
 from modelstate.plan import problems
 from modelstate.store.objects import Part, captured
 from modelstate.store.restoring import restore_objects
@@ -591,3 +595,63 @@ def test_what_allows_parameters_that_are_new_or_gone_is_named() -> None:
     for option, patterns in allowed.items():
         assert f"{option}={patterns}" in str(caught.value.remedy)
     restore_objects(of(0, 2), saved, **allowed)  # type: ignore[arg-type]
+
+
+class Headed(nn.Module):
+    def __init__(self, head: str, width: int = 4) -> None:
+        super().__init__()
+        self.body = nn.Linear(4, 4)
+        setattr(self, head, nn.Linear(4, width))
+        setattr(self, f"{head}_norm", nn.LayerNorm(width))
+
+
+def headed(head: str, width: int = 4, optimizers: int = 1) -> dict[str, Any]:
+    model = Headed(head, width)
+    of: dict[str, Any] = {"model": model}
+    for number in range(optimizers):
+        of[f"optimizer{number}"] = optimizer = torch.optim.Adam(list(model.parameters())[number::optimizers])
+        sum(param.sum() for param in model.parameters()).backward()
+        optimizer.step()
+    return of
+
+
+def proposed(remedy: str) -> dict[str, list[str]]:
+    found = re.findall(r"(allow_\w+)=(\[.*?\])", remedy)
+    return {option: ast.literal_eval(patterns) for option, patterns in found if "'" in patterns}
+
+
+@pytest.mark.parametrize("optimizers", [1, 2])
+def test_models_and_optimizers_have_their_problems_in_one_error_with_patterns_for_both(
+    tmp_path: Path, optimizers: int
+) -> None:
+    store, of = ms.Store(tmp_path), headed("new", optimizers=optimizers)
+    store.save(1, headed("old", 5, optimizers))
+    before = everything(of)
+    with pytest.raises(PlanError) as caught:
+        store.restore(of)
+    assert everything(of) == before
+    kinds = {type(problem).__name__ for problem in caught.value.problems}
+    assert kinds == {"Missing", "Unexpected", "OptimizerMisfit"}
+    options = proposed(str(caught.value))
+    assert set(options) == {"allow_missing", "allow_unexpected"}
+    assert store.restore(of, **options).step == 1  # type: ignore[arg-type]
+
+
+def test_all_optimizers_have_their_problems_in_one_error(tmp_path: Path) -> None:
+    store, of = ms.Store(tmp_path), headed("new", optimizers=2)
+    store.save(1, headed("old", optimizers=2))
+    allowed = {"allow_missing": ["model.*"], "allow_unexpected": ["model.*"]}
+    before = everything(of)
+    with pytest.raises(OptimizerStateError, match=r"(?s)optimizer0.*optimizer1") as caught:
+        store.restore(of, **allowed)  # type: ignore[arg-type]
+    assert everything(of) == before
+    more = proposed(str(caught.value))
+    options = {option: [*allowed[option], *more[option]] for option in allowed}
+    assert store.restore(of, **options).step == 1  # type: ignore[arg-type]
+
+
+def test_a_shape_that_does_not_fit_is_said_once_of_the_model(tmp_path: Path) -> None:
+    ms.Store(tmp_path).save(1, headed("head", 5))
+    with pytest.raises(PlanError) as caught:
+        ms.Store(tmp_path).restore(headed("head", 4))
+    assert {type(problem).__name__ for problem in caught.value.problems} == {"WrongShape"}

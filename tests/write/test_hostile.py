@@ -82,7 +82,7 @@ def edited(manifest: Any, path: tuple[Any, ...], draw: random.Random) -> Any:
 
 def read_all(path: Path) -> bool:
     """Whether all of it can be read; what cannot raises one of our errors."""
-    begin = time.perf_counter()
+    begin = time.process_time()
     try:
         checkpoint = ms.open(path)
         for name in checkpoint:
@@ -94,7 +94,7 @@ def read_all(path: Path) -> bool:
     except ms.ModelStateError:
         return False
     finally:
-        assert time.perf_counter() - begin < 5
+        assert time.process_time() - begin < 5
     return True
 
 
@@ -146,13 +146,13 @@ LARGE: dict[str, Any] = {
 @pytest.mark.parametrize("name", LARGE)
 def test_large_ones_take_little(tmp_path: Path, name: str) -> None:
     save_file({"a": torch.ones(2)}, tmp_path / NAME, metadata={KEY: json.dumps({"format": 1, **LARGE[name]})})
-    begin = time.perf_counter()
+    begin = time.process_time()
     if name == "the same tensor often":
         assert len(ms.open(tmp_path / NAME)) == 1_000_000
     else:
         with pytest.raises(ms.ModelStateError):
             ms.open(tmp_path / NAME).tensor("w")
-    assert time.perf_counter() - begin < 20
+    assert time.process_time() - begin < 20
 
 
 def test_edited_indexes(tmp_path: Path) -> None:

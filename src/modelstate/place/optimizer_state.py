@@ -85,15 +85,12 @@ def load_optimizer_state(
     without `allow_missing`, also where nothing was saved for a parameter. Raises `RuleError` for the rules, and
     `SchemaError` where the version cannot be found.
     """
-    load_by_name(
-        model,
-        optimizer,
-        state,
-        rules=rules,
-        may_miss=lambda _: allow_missing,
-        may_exceed=lambda _: False,
-        remedy=lambda: remedy_of("True"),
+    problems, load = plan_by_name(
+        model, optimizer, state, rules=rules, may_miss=lambda _: allow_missing, may_exceed=lambda _: False
     )
+    if problems:
+        raise misfit(type(optimizer).__name__, problems, remedy_of("True"))
+    load()
 
 
 def remedy_of(allow_missing: str) -> str:
@@ -104,7 +101,18 @@ def remedy_of(allow_missing: str) -> str:
     )
 
 
-def load_by_name(
+def misfit(where: str, problems: Sequence[str], remedy: str) -> OptimizerStateError:
+    """The error for the state of an optimizer that does not fit."""
+    more = f"\n    and {len(problems) - 12} more" if len(problems) > 12 else ""
+    return OptimizerStateError(
+        "the state does not fit the optimizer; nothing has been changed",
+        where=where,
+        found="\n    ".join(problems[:12]) + more,
+        remedy=remedy,
+    )
+
+
+def plan_by_name(
     model: nn.Module,
     optimizer: torch.optim.Optimizer,
     state: Mapping[str, Any],
@@ -112,11 +120,11 @@ def load_by_name(
     rules: Iterable[Rule] | Schema,
     may_miss: Callable[[str], bool],
     may_exceed: Callable[[str], bool],
-    remedy: Callable[[], str],
-) -> None:
-    """`load_optimizer_state`, where it is asked for each name whether its state may be missing, or too much.
+) -> tuple[list[str], Callable[[], None]]:
+    """`load_optimizer_state` in two parts: what does not fit, as lines of text, and the load, which changes all.
 
-    Then, if the state does not fit, what the remedy is.
+    For each name, `may_miss` and `may_exceed` say whether its state may be missing, or too much. The load is to be
+    called where nothing is wrong; it raises `OptimizerStateError` for a value that cannot be copied.
     """
     model = check_model(model)
     names = _names(model, optimizer)
@@ -147,30 +155,25 @@ def load_by_name(
     kept = _Kept(optimizer)
     for param, values in by_param.items():
         wrong += _wrong_values(names[param], values, param, optimizer, kept.of(param))
-    wrong = list(dict.fromkeys(wrong))
-    if wrong:
-        more = f"\n    and {len(wrong) - 12} more" if len(wrong) > 12 else ""
-        raise OptimizerStateError(
-            "the state does not fit the optimizer; nothing has been changed",
-            where=type(optimizer).__name__,
-            found="\n    ".join(wrong[:12]) + more,
-            remedy=remedy(),
-        )
-    try:
-        made = {param: _placed(values, param, kept) for param, values in by_param.items()}
-        chosen = [(group, deepcopy(options)) for group, options in matched]
-    except Exception as error:
-        raise OptimizerStateError(
-            "a value of the state cannot be copied; nothing has been changed",
-            where=type(optimizer).__name__,
-            found=error,
-        ) from error
-    with uninterrupted():
-        for param in names:
-            optimizer.state.pop(param, None)
-        optimizer.state.update(made)
-        for group, options in chosen:
-            group.update(options)
+
+    def load() -> None:
+        try:
+            made = {param: _placed(values, param, kept) for param, values in by_param.items()}
+            chosen = [(group, deepcopy(options)) for group, options in matched]
+        except Exception as error:
+            raise OptimizerStateError(
+                "a value of the state cannot be copied; nothing has been changed",
+                where=type(optimizer).__name__,
+                found=error,
+            ) from error
+        with uninterrupted():
+            for param in names:
+                optimizer.state.pop(param, None)
+            optimizer.state.update(made)
+            for group, options in chosen:
+                group.update(options)
+
+    return list(dict.fromkeys(wrong)), load
 
 
 def _names(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[torch.Tensor, str]:

@@ -347,6 +347,20 @@ class UnevenTransform(Problem):
 
 
 @dataclass(frozen=True, slots=True)
+class OptimizerMisfit(Problem):
+    """The saved state of an optimizer does not fit the optimizer, beside what is wrong with the model."""
+
+    why: str = ""
+
+    title: ClassVar = "states that do not fit their optimizers"
+    remedy: ClassVar = "give the rules by which the model's names have changed, which optimizers follow: rules=[...]"
+    page: ClassVar = "optimizer-state"
+
+    def line(self) -> str:
+        return f"{self.name}: {self.why}"
+
+
+@dataclass(frozen=True, slots=True)
 class NothingFits(Problem):
     """Everything is allowed to be missing or unexpected, and not one tensor would be loaded."""
 

@@ -1,6 +1,7 @@
 """The state of several objects back into them, all or nothing over all of them together."""
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import suppress
 from copy import deepcopy
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -8,14 +9,23 @@ from typing import Any
 
 import torch
 
-from modelstate.errors import MissingObjectError, ObjectKindError, OptionError, UnexpectedObjectError
+from modelstate.errors import (
+    MissingObjectError,
+    ObjectKindError,
+    OptimizerStateError,
+    OptionError,
+    PlanError,
+    UnexpectedObjectError,
+)
 from modelstate.place.load import load_then
-from modelstate.place.optimizer_state import load_by_name, remedy_of
+from modelstate.place.optimizer_state import misfit, plan_by_name, remedy_of
 from modelstate.place.options import options_of
 from modelstate.place.report import Report
 from modelstate.plan.account import Patterns
 from modelstate.plan.exclusive import exclusive
+from modelstate.plan.explain import plan_error
 from modelstate.plan.journal import Journal
+from modelstate.plan.problems import Missing, OptimizerMisfit, OtherNames, Unexpected, WrongShape
 from modelstate.plan.rules.chain import check_rules
 from modelstate.plan.rules.rule import Rule
 from modelstate.plan.rules.schema import Schema
@@ -165,11 +175,13 @@ def restore_objects(
                 max_memory_bytes=max_memory_bytes,
                 prefault=prefault,
             )
-        except BaseException:
+        except BaseException as error:
             try:
                 journal.rollback()
             finally:
                 journal.rollback()
+            if isinstance(error, PlanError) and (joined := restoring.with_optimizers(error, checkpoints)) is not None:
+                raise joined from error
             raise
     plain = {path: sources[path].tree for path, target in restoring.turn if target.kind == VALUE}
     return Restored(plain, report, missing, unexpected, restoring.drawn_from)
@@ -213,9 +225,16 @@ class _Restoring:
         """Gives all objects but the modules their states."""
         if any(target.kind == STATEFUL for _, target in self.turn):
             journal.arm()  # the modules may hold optimizers, which are about to be changed
+        planned = []
         for path, target in self.turn:
             if target.kind == OPTIMIZER:
-                self._load_optimizer(path, target.it)
+                with code_of(path, "its state cannot be loaded; nothing has been changed"):
+                    planned.append(self._plan_optimizer(path, target.it))
+        if any(one.problems for one in planned):
+            raise _misfits([one for one in planned if one.problems])
+        for one in planned:
+            with code_of(one.path, "its state cannot be loaded; nothing has been changed"):
+                one.load()
         generators = [target.it for _, target in self.turn if target.is_late]
         for path, target in self.turn:
             if target.kind == STATEFUL:
@@ -226,7 +245,7 @@ class _Restoring:
                 with code_of(path, "the generator does not take the state; nothing has been changed"):
                     target.it.set_state(self._sources[path].tree)
 
-    def _load_optimizer(self, path: str, optimizer: torch.optim.Optimizer) -> None:
+    def _plan_optimizer(self, path: str, optimizer: torch.optim.Optimizer) -> "_OptimizerPlan":
         lacking: list[str] = []
         over: list[str] = []
 
@@ -236,23 +255,68 @@ class _Restoring:
                 refused.append(f"{path}.{name}")
             return is_allowed
 
-        with code_of(path, "its state cannot be loaded; nothing has been changed"):
-            load_by_name(
-                self.modules,
-                optimizer,
-                self._sources[path].tree,
-                rules=self._rules,
-                may_miss=partial(asked, self._may_miss, lacking),
-                may_exceed=partial(asked, self._may_exceed, over),
-                remedy=partial(_remedy, path, lacking, over),
-            )
+        problems, load = plan_by_name(
+            self.modules,
+            optimizer,
+            self._sources[path].tree,
+            rules=self._rules,
+            may_miss=partial(asked, self._may_miss, lacking),
+            may_exceed=partial(asked, self._may_exceed, over),
+        )
+        return _OptimizerPlan(path, type(optimizer).__name__, problems, lacking, over, load)
+
+    def with_optimizers(self, error: PlanError, checkpoints: Mapping[str, Checkpoint]) -> PlanError | None:
+        """The error of a model with the problems of the optimizers beside it; None where they have none."""
+        misshapen = {problem.name for problem in error.problems if isinstance(problem, WrongShape)}
+        planned, problems = [], []
+        for path, target in self.turn:
+            if target.kind == OPTIMIZER:
+                with suppress(Exception):  # what raises for a model that was not loaded says nothing of its own
+                    planned.append(self._plan_optimizer(path, target.it))
+        for one in planned:
+            for line in one.problems:
+                name, _, why = line.partition(": ")
+                if name not in misshapen:  # its state has the shape of the checkpoint's parameter
+                    problems.append(OptimizerMisfit(f"{one.path}.{name}" if why else one.path, why=why or line))
+        if not problems:
+            return None
+        lacking = [problem.name for problem in error.problems if isinstance(problem, Missing)]
+        over = [problem.name for problem in error.problems if isinstance(problem, Unexpected)]
+        for one in planned:
+            lacking += one.lacking
+            over += one.over
+        has_rule = any(isinstance(problem, OtherNames) for problem in error.problems)
+        remedy = "pass the rule above: optimizers follow rules" if has_rule else _remedy(lacking, over)
+        sources = list(dict.fromkeys(checkpoint.source for checkpoint in checkpoints.values()))
+        every = [*error.problems, *problems]
+        return plan_error(", ".join(checkpoints), ", ".join(sources[:3]), every, {OptimizerMisfit: remedy})
 
 
-def _remedy(path: str, lacking: list[str], over: list[str]) -> str:
-    """Here it is patterns that allow something to be missing."""
-    if not lacking and not over:
-        return remedy_of(f'["{path}.NAME"]')
-    remedies = ["give the rules by which the model's names have changed: rules=[...]"]
+@dataclass(frozen=True, slots=True)
+class _OptimizerPlan:
+    path: str
+    kind: str
+    problems: list[str]
+    lacking: list[str]
+    """Names of parameters, with the path before them, that nothing was saved for."""
+    over: list[str]
+    """Names that were saved, and that the optimizer lacks."""
+    load: Callable[[], None]
+
+
+def _misfits(planned: list[_OptimizerPlan]) -> OptimizerStateError:
+    """One error for all optimizers that their states do not fit."""
+    lacking = [name for one in planned for name in one.lacking]
+    over = [name for one in planned for name in one.over]
+    remedy = _remedy(lacking, over) if lacking or over else remedy_of(f'["{planned[0].path}.NAME"]')
+    several = len(planned) > 1
+    lines = [f"{one.path}: {line}" if several else line for one in planned for line in one.problems]
+    return misfit(", ".join(f"{one.path}: {one.kind}" for one in planned), lines, remedy)
+
+
+def _remedy(lacking: list[str], over: list[str]) -> str:
+    """With the patterns that allow these names to be missing and to be too many."""
+    remedies = [OptimizerMisfit.remedy]
     if lacking:
         remedies.append(f"for parameters that are new: allow_missing={_patterns(lacking)!r}")
     if over:
