@@ -195,9 +195,10 @@ def _watch() -> None:
 
 def _answer() -> None:
     """Gives back the leases that a writer waits for, when the maps of their files are memory."""
-    until = time.monotonic() + _break_seconds() - _MARGIN_SECONDS
+    until = 0.0
     for lease in list(_leases.values()):
         if fcntl.fcntl(lease.descriptor, fcntl.F_GETLEASE) == fcntl.F_UNLCK:
+            until = until or time.monotonic() + _break_seconds() - _MARGIN_SECONDS
             _give_way(lease, until)
 
 
