@@ -77,7 +77,7 @@ def plan(
     options = options_of(
         key, rules, allow_missing, allow_unexpected, dtype, device, transform, map, in_place, init_missing
     )
-    check_model(model)
+    model = check_model(model)
     checkpoint = open_checkpoint(source)
     with exclusive(model):
         journal = Journal(model)

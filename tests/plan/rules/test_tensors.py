@@ -101,7 +101,7 @@ def test_what_a_rule_cannot(rule: Any, state: dict[str, Any], says: str) -> None
         (lambda: ms.Reshape("w", 7), "shape= takes"),
         (lambda: ms.Reshape("w", [2.5]), "whole numbers"),
         (lambda: ms.Transpose(""), "a name"),
-        (lambda: ms.Cast("w", "float16"), "takes dtypes"),
+        (lambda: ms.Cast("w", "float17"), "takes dtypes"),
         (lambda: ms.Apply("w", 7), "takes functions"),
         (lambda: ms.Apply("w", abs, inverse=7), "takes functions"),
         (lambda: ms.Fill("w", "zero"), "number or a tensor"),
