@@ -190,12 +190,19 @@ class TestPlan:
             assert done.exit_code == 0, done.stderr
 
     def test_a_prefix_is_proposed_and_taken_off(self) -> None:
-        save_file({f"module.{name}": value for name, value in tiny().state_dict().items()}, "wrapped.safetensors")
-        done = run("plan", "ZOO:tiny", "wrapped.safetensors")
+        save_file({f"net.{name}": value for name, value in tiny().state_dict().items()}, "prefixed.safetensors")
+        done = run("plan", "ZOO:tiny", "prefixed.safetensors")
         assert done.exit_code == 1
-        assert "module." in done.stdout
+        assert "--strip-prefix net." in done.stdout
         for command in ("plan", "load"):
-            assert run(command, "ZOO:tiny", "wrapped.safetensors", "--strip-prefix", "module.").exit_code == 0
+            assert run(command, "ZOO:tiny", "prefixed.safetensors", "--strip-prefix", "net.").exit_code == 0
+
+    @pytest.mark.parametrize("command", ["plan", "load"])
+    def test_the_prefix_of_a_wrapper_needs_no_option(self, command: str) -> None:
+        save_file({f"module.{name}": value for name, value in tiny().state_dict().items()}, "wrapped.safetensors")
+        done = run(command, "ZOO:tiny", "wrapped.safetensors")
+        assert done.exit_code == 0
+        assert "without module" in done.stdout
 
 
 class TestLoad:
