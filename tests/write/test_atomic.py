@@ -7,8 +7,10 @@ import signal
 import stat
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +20,7 @@ import torch
 import modelstate as ms
 from modelstate.errors import DirectoryLockedError, OptionError, SaveTargetError, TargetExistsError, WriteFailedError
 from modelstate.testing import faulty_writes
-from modelstate.write import system
+from modelstate.write import checkpoint, system
 from modelstate.write.atomic import SUFFIX, atomic_file
 
 OLD = b"the old file"
@@ -274,12 +276,92 @@ def test_a_lock_that_is_taken_while_the_file_is_written(tmp_path: Path) -> None:
             fcntl.flock(mine, fcntl.LOCK_EX)
 
     try:
-        with pytest.raises(DirectoryLockedError, match=f"process {os.getpid()} "):
+        with pytest.raises(DirectoryLockedError, match=rf"this process \({os.getpid()}\)"):
             write()
     finally:
         os.close(mine)
     assert (tmp_path / "x").read_bytes() == OLD
     assert names(tmp_path) == ["x"]
+
+
+@contextmanager
+def a_save_under_way(monkeypatch: pytest.MonkeyPatch, path: Path) -> Iterator[threading.Event]:
+    """Another thread saves to the path, and has the lock of the directory until the event is set."""
+    inside, go_on = threading.Event(), threading.Event()
+    real = checkpoint.put_durably
+
+    def slow(*arguments: Any, **named: Any) -> None:
+        if threading.current_thread() is thread:
+            inside.set()
+            go_on.wait(60)
+        real(*arguments, **named)
+
+    monkeypatch.setattr(checkpoint, "put_durably", slow)
+    thread = threading.Thread(target=ms.save, args=({"a": torch.ones(2)}, path))
+    thread.start()
+    try:
+        assert inside.wait(60)
+        yield go_on
+    finally:
+        go_on.set()
+        thread.join()
+
+
+def test_a_forked_child_keeps_no_lock_of_a_save(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    end, write = os.pipe()
+    with a_save_under_way(monkeypatch, tmp_path / "a.safetensors"):
+        child = os.fork()
+        if not child:
+            os.close(write)
+            os.read(end, 1)  # until the parent has closed its end
+            os._exit(0)
+    try:
+        ms.save({"b": torch.ones(2)}, tmp_path / "b.safetensors", lock_timeout_seconds=0)
+        assert names(tmp_path) == ["a.safetensors", "b.safetensors"]
+    finally:
+        os.close(write)
+        os.waitpid(child, 0)
+        os.close(end)
+
+
+def test_a_forked_child_has_no_descriptor_of_a_save(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with a_save_under_way(monkeypatch, tmp_path / "a.safetensors"):
+        child = os.fork()
+        if not child:
+            there = [os.path.realpath(f"/proc/self/fd/{one}") for one in os.listdir("/proc/self/fd")]
+            os._exit(any(path.startswith(str(tmp_path)) for path in there))
+        assert os.waitpid(child, 0)[1] == 0
+        with pytest.raises(DirectoryLockedError):  # the child has not released the lock of its parent
+            ms.save({"b": torch.ones(2)}, tmp_path / "b.safetensors", lock_timeout_seconds=0)
+
+
+def test_a_forked_child_saves_when_the_save_of_its_parent_has_ended(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ready, write = os.pipe()
+    with a_save_under_way(monkeypatch, tmp_path / "a.safetensors"):
+        child = os.fork()
+        if not child:
+            code = 1
+            try:
+                os.write(write, b"1")
+                ms.save({"b": torch.ones(2)}, tmp_path / "b.safetensors", lock_timeout_seconds=30)
+                code = 0
+            finally:
+                os._exit(code)
+        os.read(ready, 1)
+    assert os.waitpid(child, 0)[1] == 0
+    assert names(tmp_path) == ["a.safetensors", "b.safetensors"]
+    os.close(ready)
+    os.close(write)
+
+
+def test_a_lock_of_another_thread_is_named_as_such(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with a_save_under_way(monkeypatch, tmp_path / "a.safetensors"), pytest.raises(DirectoryLockedError) as caught:
+        ms.save({"b": torch.ones(2)}, tmp_path / "b.safetensors", lock_timeout_seconds=0)
+    assert f"another thread of this process ({os.getpid()})" in str(caught.value.found)
+    assert "end that process" not in caught.value.remedy
+    assert "lock_timeout_seconds=" in caught.value.remedy
 
 
 @pytest.mark.parametrize("seconds", [-1, float("inf"), float("nan"), None, "1", True])

@@ -7,6 +7,10 @@ replaced, not followed, so no other file ever changes.
 A process that is killed leaves files behind, as `.NAME.*.unfinished`; the next one that writes to the path takes them
 away. Whether their writer lives, a lock on the first of them tells, which goes with its process. Files of that name are
 made, put in place and taken away by one process at a time, which has the lock of the directory.
+
+A lock of `flock` belongs to the open file, which a forked child shares. So a lock is released by `LOCK_UN`, which holds
+for all copies of the descriptor, and a forked child closes its copies, which would keep a lock after its owner is
+killed.
 """
 
 import errno
@@ -30,6 +34,9 @@ _NO_LINKS = (errno.EPERM, errno.ENOTSUP, errno.ENOSYS, errno.EMLINK)
 LOCK_TIMEOUT_SECONDS = 60.0
 """How long a save waits for the lock of the directory, which others hold for a few file operations."""
 _NO_LOCKS = (errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS, errno.EINVAL, errno.EBADF)
+_locked: set[int] = set()
+"""Descriptors of this process that have a lock or wait for one. No lock guards the set, since a signal handler may save
+in the middle of another save; each change is one operation."""
 
 
 @contextmanager
@@ -59,6 +66,8 @@ def unfinished_file(
         with alone_in(os.path.dirname(path), lock_timeout_seconds):
             clear(path)
             output = opened.enter_context(new_file(_beside(path), mode))
+            opened.callback(_locked.discard, output.descriptor)
+            _locked.add(output.descriptor)
             with _but_for_no_locks():  # where there are none, nothing is ever taken away
                 fcntl.flock(output.descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         yield output
@@ -84,19 +93,34 @@ def part_of(unfinished: Output, number: int) -> str:
 
 @contextmanager
 def alone_in(directory: str, timeout_seconds: float = LOCK_TIMEOUT_SECONDS) -> Iterator[None]:
-    """Within it no other process that saves puts files into a directory or takes some away, where there are locks.
+    """Within it no other save, of this process or another, puts files into a directory or takes some away.
 
-    Raises `DirectoryLockedError` where the lock is not free in time: any process that can read the directory can hold
-    it.
+    This needs a file system with locks. Raises `DirectoryLockedError` where the lock is not free in time: any process
+    that can read the directory can hold it.
     """
-    descriptor = system.open(directory or ".", os.O_RDONLY)
+    descriptor, pid = system.open(directory or ".", os.O_RDONLY), os.getpid()
     try:
+        _locked.add(descriptor)
         with _but_for_no_locks():
             _lock(descriptor, directory or ".", timeout_seconds)
         yield
     finally:
-        with suppress(OSError):  # nothing is lost by it
-            system.close(descriptor)
+        if os.getpid() == pid:  # a forked child has closed its copy
+            with suppress(OSError):
+                fcntl.flock(descriptor, fcntl.LOCK_UN)
+            _locked.discard(descriptor)
+            with suppress(OSError):  # nothing is lost by it
+                system.close(descriptor)
+
+
+def _close_locked() -> None:
+    """In a forked child: closes the descriptors of the parent's saves. `LOCK_UN` would release the parent's locks."""
+    while _locked:
+        with suppress(OSError):
+            os.close(_locked.pop())
+
+
+os.register_at_fork(after_in_child=_close_locked)
 
 
 def _lock(descriptor: int, directory: str, timeout_seconds: float) -> None:
@@ -108,18 +132,22 @@ def _lock(descriptor: int, directory: str, timeout_seconds: float) -> None:
         except BlockingIOError:
             left = end - time.monotonic()
         if left <= 0:
+            pids = _holding_pids(descriptor)
+            remedy = "end that process, or wait longer: lock_timeout_seconds="
+            if os.getpid() in pids:
+                remedy = "let the other thread finish its save, or wait longer: lock_timeout_seconds="
             raise DirectoryLockedError(
                 "the directory stays locked, so nothing can be put into it; what was there before is untouched",
                 where=directory,
                 expected=f"its lock (flock) to be free within {timeout_seconds:g} s",
-                found=holders_of(descriptor),
-                remedy="end that process, or wait longer: lock_timeout_seconds=",
+                found=", ".join(map(_named, pids)) or "a process that the system does not name",
+                remedy=remedy,
             )
         time.sleep(min(pause, left))
         pause = min(2 * pause, 0.1)
 
 
-def holders_of(descriptor: int) -> str:
+def _holding_pids(descriptor: int) -> list[int]:
     """The processes that hold a lock (flock) on an open file, as far as Linux says."""
     there = os.fstat(descriptor)
     file = f"{os.major(there.st_dev):02x}:{os.minor(there.st_dev):02x}:{there.st_ino}"
@@ -127,9 +155,13 @@ def holders_of(descriptor: int) -> str:
     with suppress(OSError, ValueError, IndexError), open("/proc/locks", encoding="ascii") as locks:
         held = (line.split() for line in locks if "->" not in line)
         pids += [int(fields[4]) for fields in held if fields[1] == "FLOCK" and fields[5] == file]
-    return ", ".join(f"process {pid}{_command_of(pid)}" for pid in dict.fromkeys(pids) if pid > 0) or (
-        "a process that the system does not name"
-    )
+    return [pid for pid in dict.fromkeys(pids) if pid > 0]
+
+
+def _named(pid: int) -> str:
+    if pid == os.getpid():
+        return f"another thread of this process ({pid}), or another open file of it"
+    return f"process {pid}{_command_of(pid)}"
 
 
 def _command_of(pid: int) -> str:
