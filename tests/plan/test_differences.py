@@ -223,6 +223,44 @@ def test_nothing_is_proposed_that_is_not_proved(case: str) -> None:
     assert one_prefix(*NOT_PROVED[case]) == (None, {})
 
 
+@pytest.mark.parametrize("strips", [True, False])
+def test_nothing_is_proved_where_names_fit_that_lie_between(strips: bool) -> None:
+    short, between, long = {"head": (1,)}, "model.head", {"model.model.head": (1,)}
+    missing, unexpected = (short, long) if strips else (long, short)
+    assert one_prefix(missing, unexpected, fitting=[between]) == (None, {})
+
+
+@given(
+    st.sets(st.lists(st.sampled_from("ab"), min_size=1, max_size=4).map(".".join), min_size=1, max_size=6),
+    st.sampled_from(["a.", "b.", "a.b.", "a.a."]),
+    st.booleans(),
+)
+@settings(deadline=None)
+def test_no_proposal_contradicts_a_prefix_that_all_names_have(names: set[str], prefix: str, strips: bool) -> None:
+    truth = {prefix + name: name for name in names} if strips else {name: prefix + name for name in names}
+    fitting = truth.keys() & set(truth.values())
+    missing = dict.fromkeys(set(truth.values()) - fitting, (1,))
+    unexpected = dict.fromkeys(truth.keys() - fitting, (1,))
+    problem, _ = one_prefix(missing, unexpected, fitting=fitting)
+    if problem is not None:
+        assert renamed([pasted(problem)], truth) == {target: source for source, target in truth.items()}
+
+
+def test_a_prefix_that_a_module_of_the_model_has_too_is_not_proposed() -> None:
+    def net() -> nn.Module:
+        return nn.ModuleDict({"model": nn.ModuleDict({"head": nn.Linear(2, 2)}), "head": nn.Linear(2, 2)})
+
+    file = {f"model.{name}": value for name, value in net().state_dict().items()}
+    with pytest.raises(ms.PlanError) as raised:
+        ms.load(net(), file)
+    assert "Prefix(" not in str(raised.value)
+    assert "ms.suggest" in str(raised.value)
+    suggestion = ms.suggest(net(), file)
+    assert not suggestion
+    assert {name for group in suggestion.ambiguous for name in group.names} == {"head.weight", "head.bias"}
+    assert "model.model.head.weight to model.head.weight" in str(suggestion)
+
+
 def test_one_name_of_another_shape_goes_with_the_others() -> None:
     problem, pairs = one_prefix(LAYERS, under("model.", LAYERS) | {"model.layers.0.norm": (9,)})
     assert problem is not None

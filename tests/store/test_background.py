@@ -33,13 +33,13 @@ class Gate:
         self.opened.set()
         real = system.mkdir
 
-        def mkdir(path: str) -> None:
+        def mkdir(path: str, *mode: int) -> None:
             if "unfinished" in path:
                 self.reached.set()
                 assert self.opened.wait(60)
                 if self.error is not None:
                     raise self.error
-            real(path)
+            real(path, *mode)
 
         monkeypatch.setattr(system, "mkdir", mkdir)
 

@@ -138,9 +138,9 @@ class Accounts:
         slot = self.of.slots.by_name.get(name)
         return slot is not None and self.of.is_filled(slot.tensor)
 
-    def _fitting(self) -> list[str]:
+    def _fitting(self) -> set[str]:
         """Names that are the same on both sides."""
-        return [name for name in self.of.incoming.applied.entries if name in self.of.slots.by_name]
+        return self.of.incoming.applied.entries.keys() & self.of.slots.by_name.keys()
 
     def _computed(self) -> list[str]:
         """Names that code of the model filled, which the checkpoint does not have."""

@@ -147,8 +147,9 @@ def one_prefix(
 
     Only names decide, so the rule is right wherever there is one: every unexpected name is a missing one behind the
     prefix, or the other way round, and none is left on either side, but for missing ones that are `optional`. Shapes
-    that mostly differ speak against it. The rule leaves the names alone that are `fitting` already. With the problem
-    come the pairs, from missing to unexpected names; without one there are none.
+    that mostly differ speak against it. The rule leaves the names alone that are `fitting` already. Nothing is proved
+    where a part of the prefix leads to one of these, as from "a.a.w" to "a.w": it may be that all names have one "a."
+    more. With the problem come the pairs, from missing to unexpected names; without one there are none.
     """
     required = missing.keys() - set(optional)
     found = [
@@ -160,6 +161,9 @@ def one_prefix(
     if len(found) != 1:
         return None, {}
     ((prefix, strips, pairs),) = found
+    longer = pairs.values() if strips else pairs.keys()
+    if any(name[len(part) :] in fitting for name in longer for part in prefixes(name) if len(part) < len(prefix)):
+        return None, {}
     if 2 * sum(missing[name] == unexpected[source] for name, source in pairs.items()) <= len(pairs):
         return None, {}
     start, put = (rf"^{re.escape(prefix)}", "") if strips else ("^", prefix.replace("\\", r"\\"))

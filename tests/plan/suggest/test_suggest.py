@@ -144,6 +144,16 @@ def test_numbered_members_of_one_shape_stay_open() -> None:
     assert not ms.suggest(model, values(shapes)).complete
 
 
+@pytest.mark.parametrize(("first", "last"), [(0, 1), (1, 0), (3, 4)])
+def test_layers_that_are_numbered_from_another_number_stay_open(first: int, last: int) -> None:
+    """The layers at the ends are not paired: each layer may have moved by one."""
+    shapes, others = ({f"layers.{at + i}.weight": (8, 8) for i in range(3)} for at in (first, last))
+    found = ms.suggest(tree(others), values(shapes))
+    assert list(found) == []
+    assert not found.complete
+    assert "may each have moved by one" in str(found)
+
+
 def test_siblings_whose_names_say_nothing_are_reported() -> None:
     model = tree({"foo.weight": (3, 3), "bar.weight": (3, 3), "fc.weight": (3, 5)})
     found = ms.suggest(model, values({"one.weight": (3, 3), "two.weight": (3, 3), "net.fc.weight": (3, 5)}))

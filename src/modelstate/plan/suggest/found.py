@@ -16,6 +16,8 @@ from modelstate.plan.suggest.skeletons import Leaf, Level
 from modelstate.plan.suggest.suggestion import Ambiguous
 
 _ORDINARY = re.compile(r"[^*#\n]+")
+_NUMBER = re.compile(r"(\d+)")
+_LONGEST_ROW = 10_000
 
 
 @dataclass(slots=True)
@@ -57,13 +59,14 @@ def find(sources: Sequence[Leaf], targets: Sequence[Leaf], slots: Slots) -> Foun
     match(straight, places, pairing, lying.turned_layers, wanted.turned_layers)
     fused.look(straight, places, named=False)
     found.pairs = {leaf.name: pairing.pairs[leaf.name] for leaf in found.sources if leaf.name in pairing.pairs}
+    shifted = _take_shifted(found)
     found.by_shape = pairing.by_shape
     found.conventional = by_convention(sources), by_convention(targets)
     _turned(found, lying, wanted)
     left, lacking = pairing.open_sources(straight), pairing.open_targets(places)
     tied = {name for slot in slots.tensors if pairing.targets.intersection(slot.names) for name in slot.names}
     lacking = [leaf for leaf in lacking if leaf.name not in tied]
-    found.ambiguous = _ambiguous(left, lacking)
+    found.ambiguous = [*shifted, *_ambiguous(left, lacking)]
     mixed = interleaved(left)
     if mixed and lacking:
         found.notes.append(f"{_folded(mixed)}: query, key and value may take turns in it, head by head; it is not cut")
@@ -185,6 +188,44 @@ def _turned(found: Found, lying: Orientation, wanted: Orientation) -> None:
                 found.inferred |= {name} if here != there else set()
             elif here is True or there is True:
                 found.doubtful.append(name)
+
+
+def _take_shifted(found: Found) -> list[Ambiguous]:
+    """Takes out the pairs that could as well be the ends of a row in which every name has moved by one.
+
+    Where layers 0 to 2 meet layers 1 to 3, only 0 and 3 are left, but it is more likely that each number is one higher.
+    So it is with "a.a.w" and "a.w" that meet "a.w" and "w".
+    """
+    shifted: list[Ambiguous] = []
+    for source, target in list(found.pairs.items()):
+        between = _between(source, target)
+        if between and all(found.pairs.get(name) == name for name in between):
+            del found.pairs[source]
+            shifted.append(Ambiguous((target,), (source,)))
+            if len(shifted) == 1:
+                found.notes.append(
+                    f"names that fit as they are may each have moved by one, as from {source} to {between[0]}; then "
+                    "only a Rename that is written by hand says so"
+                )
+    return shifted
+
+
+def _between(one: str, other: str) -> list[str]:
+    """The names on the way from one name to another that has another number, or more or less before it."""
+    shorter, longer = sorted((one, other), key=len)
+    if longer.endswith(f".{shorter}"):
+        between = [longer[len(part) :] for part in prefixes(longer) if len(longer) - len(part) > len(shorter)]
+        return between if longer == one else between[::-1]
+    first, second = _NUMBER.split(one), _NUMBER.split(other)
+    differing = [at for at, (a, b) in enumerate(zip(first, second, strict=False)) if a != b]
+    if len(first) != len(second) or len(differing) != 1 or differing[0] % 2 == 0:
+        return []
+    at = differing[0]
+    low, high = sorted((int(first[at]), int(second[at])))
+    if high - low > _LONGEST_ROW:
+        return []
+    between = ["".join([*first[:at], str(number), *first[at + 1 :]]) for number in range(low + 1, high)]
+    return between if int(first[at]) == low else between[::-1]
 
 
 def _ambiguous(sources: Iterable[Leaf], targets: Iterable[Leaf]) -> list[Ambiguous]:
