@@ -167,6 +167,17 @@ def test_a_cast_that_loses_something() -> None:
     assert works_as_proposed("FACTORIES:half", "tiny.safetensors") == "--dtype float16"
 
 
+def test_an_adapter_is_merged_in_python() -> None:
+    low = {"0.lora_A.weight": torch.ones(2, 4), "0.lora_B.weight": torch.ones(3, 2)}
+    save_file({**tiny(), **{f"base_model.model.{name}": value for name, value in low.items()}}, "adapted.safetensors")
+    for command in ("plan", "load"):
+        done = run(command, "FACTORIES:tiny", "adapted.safetensors")
+        assert done.exit_code == 1
+        (line,) = proposed(done.stdout if command == "plan" else done.stderr)
+        call = "modelstate.load(model, modelstate.open([BASE, ADAPTER], combine=modelstate.LoRA()))"
+        assert line == f"an adapter is merged in Python: {call}"
+
+
 def test_several_state_dicts() -> None:
     torch.save({"model": tiny(), "ema": tiny()}, "two.pt")
     for command in ("plan", "load"):

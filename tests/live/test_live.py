@@ -14,6 +14,7 @@ from modelstate.errors import (
     LiveTargetError,
     OptionError,
     SourceNotFoundError,
+    SourceTypeError,
     SwapBusyError,
     SwapTimeoutError,
     VersionGoneError,
@@ -284,6 +285,16 @@ def test_requests_raise_what_the_program_raises_and_leave_nothing_behind() -> No
 def test_what_cannot_be_served(target: Any, why: str) -> None:
     with pytest.raises(LiveTargetError, match=why):
         ms.Live(target)
+
+
+@pytest.mark.parametrize("path", ["a\0.pt2", "", "s3://bucket/a.pt2"])
+def test_what_can_be_no_path_is_refused_as_open_refuses_it(path: str) -> None:
+    said = []
+    for take in (ms.open, ms.Live):
+        with pytest.raises(SourceTypeError) as caught:
+            take(path)
+        said.append(str(caught.value))
+    assert said[0] == said[1]
 
 
 def test_modules_of_which_no_second_one_can_be_made() -> None:

@@ -360,6 +360,16 @@ def test_a_shard_that_is_no_flat_mapping(tree: object, tmp_path: Path) -> None:
         read(str(write(tmp_path)), read_file=lambda path: Contents("torch zip", tree, (path,)))
 
 
+def test_an_index_of_more_shards_than_are_read_is_not_called_damaged(tmp_path: Path) -> None:
+    index = write(tmp_path, {f"w{number}": f"{number}.safetensors" for number in range(100_001)})
+    with pytest.raises(ShardIndexError, match="exceeds a limit") as raised:
+        opened(index)
+    assert "100,000 files" in str(raised.value.expected)
+    assert "fewer, larger shards" in raised.value.remedy
+    assert "again in fewer" in str(raised.value)
+    assert "download" not in str(raised.value)
+
+
 def test_an_index_beyond_all_measure_is_not_read(tmp_path: Path) -> None:
     index = write(tmp_path)
     with index.open("r+b") as file:

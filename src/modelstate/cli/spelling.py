@@ -17,6 +17,10 @@ from modelstate.plan.problems import Problem
 
 _MISSING = "--allow-missing PATTERN, which may be repeated"
 _UNEXPECTED = "--allow-unexpected PATTERN, which may be repeated"
+_LORA_IN_PYTHON = (
+    "an adapter is merged in Python: "
+    "modelstate.load(model, modelstate.open([BASE, ADAPTER], combine=modelstate.LoRA()))"
+)
 _IN_PYTHON = "a transform is given in Python: modelstate.load(model, path, transform=...)"
 
 
@@ -115,6 +119,7 @@ def _ties(members: Sequence[causes.TieConflict]) -> list[str]:
 _PROBLEMS: dict[type[Problem], Callable[[Sequence[Any]], list[str]]] = {
     causes.Missing: lambda members: [_MISSING, *_initialised(members)],
     causes.Unexpected: lambda _: [_UNEXPECTED],
+    causes.UnmergedAdapter: lambda _: [_LORA_IN_PYTHON],
     causes.BufferConflict: lambda _: [_UNEXPECTED],
     causes.NothingFits: lambda _: ["narrower patterns for --allow-missing and --allow-unexpected"],
     causes.OtherNames: _rules,

@@ -30,6 +30,7 @@ from modelstate.plan.torch_private import (
 )
 from modelstate.write.atomic import atomic_file, check
 from modelstate.write.files import Output
+from modelstate.write.save import target_path
 
 _OPTIONS: dict[str, Any] = {
     # Small tensors, and what is computed of a tensor that is uniform, would be numbers in the code.
@@ -83,7 +84,7 @@ def export(
     overlap, or where it keeps a view of a weight that is no part of its state, `OptionError`, and what
     `modelstate.save` raises for a path; then no file is written, and one that was there stays.
     """
-    where = os.fspath(path)
+    where = target_path(path)
     check_choice("kind", kind, ("exported", "aoti"))
     _check_arguments(module, args, where, kind, options)
     check(where, overwrite=overwrite)

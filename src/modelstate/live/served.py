@@ -11,12 +11,13 @@ from modelstate.live.mode import check_graph_mode
 from modelstate.live.name_map import NameMap
 from modelstate.live.program import Target
 from modelstate.plan.torch_private import exported_program_class
+from modelstate.read.paths import local_path
 
 
 def target_of(target: Any, names: NameMap | nn.Module | None, training: bool = False) -> Target:
     """What can be given to `Live`, as the kind that it is. Raises as `Live` does."""
     if isinstance(target, str | os.PathLike):
-        return target_of_file(os.fspath(target), names, training)
+        return target_of_file(local_path(os.fspath(target)), names, training)
     program_class = exported_program_class()
     if program_class is not None and isinstance(target, program_class):
         from modelstate.live.exported import ExportedTarget

@@ -41,6 +41,10 @@ class RepeatedKeyError(JsonTextError):
         self.key = key
 
 
+class JsonLimitError(JsonTextError):
+    """An object has more of something than is read."""
+
+
 class JsonText:
     """A JSON document and a position in it. Every method raises `JsonTextError`, and passes what it returns."""
 
@@ -121,9 +125,9 @@ class JsonText:
                 raise RepeatedKeyError(key, at, f"{quote(found[key])} and {quote(value)}")
             found[key] = value
             if len(found) > limit:
-                raise self.fail(f"an object has more than {limit:,} keys")
+                raise JsonLimitError(f"an object has more than {limit:,} keys", self.at, self.excerpt())
             if different is not None and len(values) > different:
-                raise self.fail(f"an object has more than {different:,} different values")
+                raise JsonLimitError(f"an object has more than {different:,} different values", self.at, self.excerpt())
             more = self.goes_on()
         return found
 

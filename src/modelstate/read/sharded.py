@@ -30,7 +30,7 @@ from modelstate.errors import (
 )
 from modelstate.read import manifest, system
 from modelstate.read.digests import SEAL, check_seal
-from modelstate.read.json_text import JsonText, JsonTextError, RepeatedKeyError, quote
+from modelstate.read.json_text import JsonLimitError, JsonText, JsonTextError, RepeatedKeyError, quote
 from modelstate.read.source_file import SourceFile
 from modelstate.read.stamp import forget
 from modelstate.spec import Contents, Stored
@@ -159,6 +159,14 @@ def read_index(index_path: str) -> _Index:
             where=f"{index_path}: byte {error.at}",
             found=error.found,
             remedy="write the shards again: which of the two is meant cannot be known",
+        ) from error
+    except JsonLimitError as error:
+        raise ShardIndexError(
+            "the index exceeds a limit of this reader, which does not mean that it is damaged",
+            where=f"{index_path}: byte {error.at}",
+            expected=f"at most {MAX_SHARDS:,} files, {MAX_NAMES:,} tensors and {_MOST_SAID} metadata entries",
+            found=error.what,
+            remedy="write the checkpoint again in fewer, larger shards, or as several checkpoints",
         ) from error
     except JsonTextError as error:
         raise ShardIndexError(

@@ -155,7 +155,8 @@ def format_of(path: str, format: object = None) -> str:
     known = tuple(dict.fromkeys(SUFFIXES.values()))
     if format is not None and format not in known:
         raise OptionError("format= is unknown", expected=" or ".join(map(repr, known)), found=repr(format)[:80])
-    suffix = os.path.splitext(os.path.basename(path))[1]
+    name = os.path.basename(path)
+    suffix = name if name.lower() in SUFFIXES else os.path.splitext(name)[1]  # which takes ".pt" for a name without one
     by_suffix = SUFFIXES.get(suffix.lower())
     if by_suffix is not None and format not in (None, by_suffix):
         raise OptionError(
