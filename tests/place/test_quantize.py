@@ -133,6 +133,50 @@ def test_a_cast_of_quantized_tensors_is_a_problem(tmp_path: Path, config: Callab
     ms.load(loaded, tmp_path / "q.safetensors", dtype=torch.bfloat16)
 
 
+@pytest.mark.parametrize("config", [Q.Int8WeightOnlyConfig, Q.Float8WeightOnlyConfig])
+@pytest.mark.parametrize("source", ["file", "live"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_quantized_tensors_for_plain_ones_are_a_problem(
+    tmp_path: Path, config: Callable[[], Any], source: str, dtype: torch.dtype
+) -> None:
+    model, inputs, answer = _quantized(config, torch.bfloat16)
+    ms.save(model, tmp_path / "q.safetensors")
+    given = tmp_path / "q.safetensors" if source == "file" else model.state_dict()
+    loaded = Normed().to(dtype)
+    before = whole(loaded)
+    plan = ms.plan(loaded, given)
+    with pytest.raises(errors.PlanError, match="quantize the model in the same way") as caught:
+        ms.load(loaded, given)
+    assert [type(one) for one in caught.value.problems] == [problems.QuantizedIntoPlain] * 2
+    assert plan.problems == tuple(caught.value.problems)
+    assert whole(loaded) == before
+    Q.quantize_(loaded.bfloat16(), config())
+    ms.load(loaded, given)
+    assert torch.equal(loaded(inputs), answer)
+
+
+@pytest.mark.parametrize("source", ["file", "live"])
+def test_a_quantized_class_that_becomes_plain_is_loaded(
+    tmp_path: Path, source: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With a handler of `module_load`, which dequantizes."""
+    model, *_ = _quantized(Q.Int8WeightOnlyConfig, torch.bfloat16)
+    ms.save(model, tmp_path / "q.safetensors")
+    cls = type(model.state_dict()["up.weight"])
+    own = cls.__torch_function__.__func__
+
+    def with_handler(own_cls: Any, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.Tensor.module_load and not isinstance(args[0], cls):
+            return args[1].dequantize()
+        return own(own_cls, func, types, args, kwargs)
+
+    monkeypatch.setattr(cls, "__torch_function__", classmethod(with_handler))
+    loaded = Normed().bfloat16()
+    ms.load(loaded, tmp_path / "q.safetensors" if source == "file" else model.state_dict())
+    assert type(loaded.up.weight) is nn.Parameter
+    assert torch.equal(loaded.up.weight, model.up.weight.dequantize())
+
+
 def test_a_plain_checkpoint_still_gets_the_dtype_of_the_skeleton(tmp_path: Path) -> None:
     ms.save(Normed().bfloat16(), tmp_path / "p.safetensors")
     with ms.skeleton():

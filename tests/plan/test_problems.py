@@ -34,6 +34,7 @@ from modelstate.plan.problems import (
     OtherNames,
     Problem,
     QuantizedCast,
+    QuantizedIntoPlain,
     ShardedTensors,
     TieConflict,
     UnevenTransform,
@@ -69,6 +70,9 @@ SAMPLES: dict[Problem, str] = {
     ),
     QuantizedCast("a.w", "float32", "bfloat16", "Int8Tensor"): (
         "a.w: dtype= is float32, the checkpoint has Int8Tensor of bfloat16"
+    ),
+    QuantizedIntoPlain("a.w", "float32", "bfloat16", "Int8Tensor"): (
+        "a.w: the checkpoint has Int8Tensor of bfloat16, the model a plain tensor of float32"
     ),
     NotATensor("a.w", "list"): "a.w: found list",
     FakeTensors("a.w"): "a.w: a FakeTensor in the model",

@@ -126,6 +126,7 @@ _PROBLEMS: dict[type[Problem], Callable[[Sequence[Any]], list[str]]] = {
     causes.NameClash: lambda _: ["a narrower --strip-prefix, --add-prefix or --rename"],
     causes.WrongDtype: _casts,
     causes.QuantizedCast: lambda _: ["leave out --dtype"],
+    causes.QuantizedIntoPlain: lambda _: ["leave out --no-skeleton, and name a function that builds the model"],
     causes.TieConflict: _ties,
     causes.Uninitialised: lambda members: [
         *_initialised(members),

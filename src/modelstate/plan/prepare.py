@@ -14,7 +14,7 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from modelstate.codec.plain import has_its_memory, is_fake, is_quantized, is_sharded
-from modelstate.errors import CodecError, ExtraStateError
+from modelstate.errors import CodecError, ExtraStateError, ModelStateError
 from modelstate.plan.account import Accounts, fits
 from modelstate.plan.assignment import Assignment, Row, step_of
 from modelstate.plan.derived import Derived, Source, lacks_values
@@ -42,6 +42,7 @@ from modelstate.plan.problems import (
     NumPyArray,
     Problem,
     QuantizedCast,
+    QuantizedIntoPlain,
     ShardedTensors,
     TieConflict,
     WrongDtype,
@@ -52,12 +53,12 @@ from modelstate.plan.rules.chain import Applied, apply_rules, renamed_by
 from modelstate.plan.rules.rule import describe
 from modelstate.plan.rules.transformers_mapping import from_transformers, is_transformers_model, notes_of
 from modelstate.plan.slots import BUFFER, EXTRA, HIDDEN, PARAMETER, Slot, slots_of
-from modelstate.plan.torch_private import storage_id
+from modelstate.plan.torch_private import module_load, storage_id
 from modelstate.plan.transforms import ModuleTransform, Transforms, asked_bytes, asked_rows, bound
 from modelstate.read.checkpoint import Checkpoint
 from modelstate.read.overflow import Overflows
 from modelstate.read.workers import cached_attribute
-from modelstate.spec import ByteRange, StoredTensor, overlapping
+from modelstate.spec import ByteRange, StoredComposite, StoredTensor, overlapping
 
 _CPU = torch.device("cpu")
 CHECK_EXTRA_STATE = "_modelstate_check_extra_state"
@@ -136,6 +137,7 @@ class Preparation:
         dtype that its weight was quantized from, which no cast changes."""
         outcome = Outcome()
         self._walk(outcome)
+        self._check_quantized()
         if journal.armed:
             self.slots = slots_of(self.model)
         Accounts(self, outcome).settle()
@@ -260,6 +262,39 @@ class Preparation:
             self.problems.append(ShardedTensors(made.name, "model", on_meta=made.param.is_meta))
         elif is_sharded(made.value) and not is_sharded(made.param):
             self.problems.append(ShardedTensors(made.name, "checkpoint"))
+
+    def _check_quantized(self) -> None:
+        """Finds quantized tensors that do not become the plain tensors of the model.
+
+        Only the code of their class knows whether they do. It is called on the first tensor of each class, with a copy
+        of the model's tensor.
+        """
+        converts: dict[type, bool] = {}
+        for made in self.assignments:
+            if is_plain(made.value) or made.param.is_meta or made.transform is not None or made.remake is not None:
+                continue
+            if not (is_plain(made.param) and is_quantized(made.value)) or lacks_values(made.value):
+                continue
+            cls = type(made.value.data)
+            if cls not in converts:
+                converts[cls] = self._becomes_plain(made)
+            if not converts[cls]:
+                expected, found = short(made.param.dtype), short(made.value.dtype)
+                self.problems.append(QuantizedIntoPlain(made.name, expected, found, cls.__name__))
+
+    def _becomes_plain(self, made: Assignment) -> bool:
+        """Whether `module_load` takes the value, as it will when the assignment is carried out."""
+        try:
+            with torch.inference_mode(False), torch.no_grad():
+                stored = made.stored
+                value = self.checkpoint.read(stored) if isinstance(stored, StoredComposite) else made.value.detach()
+                param = torch.empty_like(made.param)
+                module_load(nn.Parameter(param, False) if made.kind == PARAMETER else param, value, assign=False)
+        except ModelStateError:
+            raise
+        except Exception:
+            return False
+        return True
 
     def move(self, slot: Slot, device: torch.device) -> None:
         """Takes down that a tensor that gets no value goes to a device."""
