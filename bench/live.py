@@ -36,7 +36,7 @@ class Matrices(nn.Module):
 
 def swap(kind: str, count: int, width: int) -> None:
     """Each the median of some swaps, between which the weights are copied into memory that is there."""
-    module, x = Matrices(count, width), torch.ones(4, width)
+    module, x = Matrices(count, width).eval(), torch.ones(4, width)
     live = ms.Live(target_of(kind, module, x))
     state = {name: value.detach().clone() for name, value in module.state_dict().items()}
     copies = [torch.ones_like(value) for value in state.values()]
@@ -62,7 +62,7 @@ def swap(kind: str, count: int, width: int) -> None:
 def request(kind: str) -> None:
     """A call of a model so small that what is around it shows: each way in turn, for some rounds."""
     torch.set_num_threads(1)
-    module, x = Matrices(4, 8), torch.ones(2, 8)
+    module, x = Matrices(4, 8).eval(), torch.ones(2, 8)
     target = target_of(kind, module, x)
     live = ms.Live(target)
 

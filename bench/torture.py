@@ -43,6 +43,7 @@ class Constant(nn.Module):
 
 def target_of(kind: str, module: nn.Module, x: torch.Tensor) -> Any:
     """What is served of a module."""
+    module.eval()
     if kind == "aoti":
         path = _folder() / "program.pt2"
         ms.export(module, (x,), path, kind="aoti")

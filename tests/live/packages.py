@@ -47,7 +47,9 @@ def package_of(module: nn.Module, *args: Any, **options: Any) -> Path:
 
 
 def _key(module: nn.Module, args: Any, options: Any) -> str:
-    digest = hashlib.sha256(f"{torch.__version__} {module!r} {type(module).__qualname__} {options!r}".encode())
+    digest = hashlib.sha256(
+        f"{torch.__version__} {module!r} {type(module).__qualname__} {module.training} {options!r}".encode()
+    )
     for one in (*args, *module.parameters(), *module.buffers()):
         if isinstance(one, torch.Tensor):
             digest.update(f"{one.shape} {one.dtype} {one.stride()}".encode())

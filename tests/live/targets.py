@@ -14,8 +14,9 @@ from tests.live.packages import package_of
 KINDS = ("eager", "compiled", "exported", "aoti")
 
 
-def target_of(kind: str, module: nn.Module, x: torch.Tensor) -> Any:
-    """What is served of a module."""
+def target_of(kind: str, module: nn.Module, x: torch.Tensor, *, training: bool = False) -> Any:
+    """What is served of a module, which is put into eval mode unless `training` is given."""
+    module.train(training)
     if kind == "eager":
         return module
     if kind == "compiled":

@@ -19,7 +19,7 @@ from tests.live.targets import KINDS, target_of
 
 
 def test_what_is_refused_by_choice_only() -> None:
-    live = ms.Live(Tied())
+    live = ms.Live(Tied().eval())
     flat = views_of_one_buffer(Path())
     flat["bias"] = flat["bias"].half()
     with pytest.raises(errors.WeightsError):
@@ -60,13 +60,13 @@ class Masked(nn.Module):
 @pytest.mark.parametrize("mode", ["available", "frugal"])
 def test_tensors_that_a_file_has_in_parts_are_plain(mode: Any, tmp_path: Path) -> None:
     torch.distributed.checkpoint.save(state(2), checkpoint_id=tmp_path / "dcp")
-    live = ms.Live(Tied())
+    live = ms.Live(Tied().eval())
     live.swap(tmp_path / "dcp", mode=mode)
     assert live(X).unique().tolist() == [2.0]
 
 
 def test_sparse_tensors_are_taken_where_the_module_has_them() -> None:
-    live = ms.Live(Masked(1))
+    live = ms.Live(Masked(1).eval())
     live.swap(Masked(2).state_dict())
     assert torch.equal(live(X), X.T * 2)
     with pytest.raises(errors.WeightKindError):
@@ -76,7 +76,7 @@ def test_sparse_tensors_are_taken_where_the_module_has_them() -> None:
 
 @pytest.mark.parametrize("mode", ["available", "frugal"])
 def test_other_dtypes_are_one_error(mode: Any) -> None:
-    live = ms.Live(Tied())
+    live = ms.Live(Tied().eval())
     for dtype in (torch.float64, torch.float16, torch.int64):
         bias = torch.full((8, 8), 2, dtype=dtype)
         with pytest.raises(errors.WeightDtypeError) as caught:
@@ -94,7 +94,9 @@ def test_what_code_of_the_module_has_raised_is_the_cause() -> None:
     def raising(old: int, values: dict[str, Any]) -> dict[str, Any]:
         raise KeyError("no such thing")
 
-    live = ms.Live(ms.extra_state("note", version=2, upgrade=raising)(type("Noted", (nn.Linear,), {"note": 0}))(2, 2))
+    live = ms.Live(
+        ms.extra_state("note", version=2, upgrade=raising)(type("Noted", (nn.Linear,), {"note": 0}))(2, 2).eval()
+    )
     saved = ms.extra_state("note", version=1)(type("Noted", (nn.Linear,), {"note": 0}))(2, 2)
     with pytest.raises(errors.PlanError) as caught:
         live.swap(saved.state_dict())
@@ -132,7 +134,7 @@ def test_channels_last_is_the_order_of_a_program_that_has_it(tmp_path: Path) -> 
 )
 @pytest.mark.parametrize("mode", ["available", "frugal"])
 def test_a_canary_that_fails(canary: Any, why: str, mode: Any) -> None:
-    live = ms.Live(Tied())
+    live = ms.Live(Tied().eval())
     with pytest.raises(errors.CanaryError, match=why):
         live.swap(state(2), canary=canary, mode=mode)
     assert live.version == 1
@@ -141,12 +143,14 @@ def test_a_canary_that_fails(canary: Any, why: str, mode: Any) -> None:
 
 def test_a_canary_with_nan_that_nobody_asked_for() -> None:
     with pytest.raises(errors.CanaryError, match="has NaN"):
-        ms.Live(Tied()).swap(state(bias=torch.full((8, 8), float("nan"))), check_finite=False, canary=ms.Canary((X,)))
+        ms.Live(Tied().eval()).swap(
+            state(bias=torch.full((8, 8), float("nan"))), check_finite=False, canary=ms.Canary((X,))
+        )
 
 
 @pytest.mark.parametrize("mode", ["available", "frugal"])
 def test_canaries_that_are_content(mode: Any) -> None:
-    live = ms.Live(Tied())
+    live = ms.Live(Tied().eval())
     live.swap(state(2), mode=mode, canary=ms.Canary((X,), atol=1.5))
     live.swap(state(3), mode=mode, canary=ms.Canary((X,), rtol=0.5))
     live.swap(state(4), mode=mode, canary=ms.Canary(kwargs={"x": X}, check=lambda answer: None))
@@ -178,7 +182,7 @@ def test_statistics_of_a_refused_swap_in_place_do_not_count_as_changed() -> None
 
 
 def test_an_undo_that_fails_puts_the_program_into_quarantine(monkeypatch: pytest.MonkeyPatch) -> None:
-    live = ms.Live(Tied())
+    live = ms.Live(Tied().eval())
 
     def overwrite(self: object, serving: Any, before: dict[str, torch.Tensor]) -> None:
         serving.holder.bias.data = torch.ones(3, 3)  # nothing that is known of can be copied back into this
@@ -201,10 +205,10 @@ def test_an_io_error_at_any_request_leaves_what_serves(mode: Any, tmp_path: Path
     path = tmp_path / "two.safetensors"
     ms.save(state(2), path)
     with faulty_reads() as counted:
-        ms.Live(Tied()).swap(path, mode=mode)
+        ms.Live(Tied().eval()).swap(path, mode=mode)
     assert counted.requests
     for number in range(1, len(counted.requests) + 1):
-        live = ms.Live(Tied())
+        live = ms.Live(Tied().eval())
         with faulty_reads(at=number, error=OSError(errno.EIO, "broken")):
             with pytest.raises(ms.ModelStateError):
                 live.swap(path, mode=mode)

@@ -59,7 +59,7 @@ def weights(module: nn.Module) -> dict[str, torch.Tensor]:
 @persistences
 @pytest.mark.parametrize("inference", [False, True])
 def test_a_canary_leaves_no_rows_in_a_buffer_that_was_none(persistent: bool, inference: bool, mode: Any) -> None:
-    live = ms.Live(Cache(persistent))
+    live = ms.Live(Cache(persistent).eval())
     with torch.inference_mode(inference):
         live.swap(WEIGHTS, mode=mode, canary=lambda v: v(X * 7) and v(X * 7))
         assert live(X) == [[10.0, 10.0]]
@@ -73,7 +73,7 @@ def test_a_canary_leaves_no_rows_in_a_buffer_that_was_none(persistent: bool, inf
 @every_mode
 @persistences
 def test_rows_of_requests_are_carried_over_or_reset(persistent: bool, mode: Any) -> None:
-    live = ms.Live(Cache(persistent))
+    live = ms.Live(Cache(persistent).eval())
     live(X * 5), live(X)
     assert live.swap(WEIGHTS, mode=mode).carried == ("rows",)
     assert live(X) == [[50.0, 50.0], [10.0, 10.0], [10.0, 10.0]]
@@ -84,7 +84,7 @@ def test_rows_of_requests_are_carried_over_or_reset(persistent: bool, mode: Any)
 @every_mode
 @persistences
 def test_a_canary_leaves_the_buffers_that_there_were(persistent: bool, mode: Any) -> None:
-    module = Shifting(persistent)
+    module = Shifting(persistent).eval()
     live, state = ms.Live(module), weights(module)
     live.swap(state, mode=mode, canary=lambda v: v(X) and v(X))
     assert live(X) == FRESH
@@ -96,7 +96,7 @@ def test_a_canary_leaves_the_buffers_that_there_were(persistent: bool, mode: Any
 @every_mode
 @persistences
 def test_buffers_that_code_has_replaced_are_reset(persistent: bool, mode: Any) -> None:
-    module = Shifting(persistent)
+    module = Shifting(persistent).eval()
     live, state = ms.Live(module), weights(module)
     for _ in range(2):
         live(X)
@@ -110,7 +110,7 @@ def test_buffers_that_code_has_replaced_are_reset(persistent: bool, mode: Any) -
 @every_mode
 @persistences
 def test_buffers_that_code_has_replaced_are_carried_over(persistent: bool, mode: Any) -> None:
-    module = Shifting(persistent)
+    module = Shifting(persistent).eval()
     live, state = ms.Live(module), weights(module)
     live(X), live(X)
     report = live.swap(state, mode=mode)

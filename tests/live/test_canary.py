@@ -31,7 +31,7 @@ class Says(nn.Module):
 
 def tried(make: Callable[[float], Any], k: float = 2.0, **canary: Any) -> None:
     """A swap from the weight 1 to the weight k."""
-    live = ms.Live(Says(make))
+    live = ms.Live(Says(make).eval())
     try:
         live.swap({"weight": torch.tensor([k])}, canary=ms.Canary(**canary))
     finally:
@@ -51,7 +51,7 @@ NOT_FALSE = [None, True, np.True_, torch.tensor([True, True]), 0, 0.0, "", [], {
 @pytest.mark.parametrize("result", FALSE, ids=repr)
 @pytest.mark.parametrize("mode", ["available", "frugal"])
 def test_false_of_any_kind_refuses(result: Any, mode: Any) -> None:
-    live = ms.Live(Says(lambda k: k))
+    live = ms.Live(Says(lambda k: k).eval())
     for canary in (lambda v: result, ms.Canary(check=lambda answer: result)):
         with pytest.raises(CanaryError, match="refused the new version"):
             live.swap({"weight": torch.tensor([2.0])}, canary=canary, mode=mode)

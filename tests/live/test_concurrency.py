@@ -217,7 +217,7 @@ class Cache(nn.Module):
 
 
 def test_a_swap_in_place_that_is_refused_undoes_what_its_canary_has_replaced() -> None:
-    live, x = ms.Live(Cache()), torch.zeros(1, 2)
+    live, x = ms.Live(Cache().eval()), torch.zeros(1, 2)
     with pytest.raises(CanaryError):
         live.swap({"cache": torch.full((1, 2), 5.0)}, mode="frugal", canary=lambda v: bool(v(x).sum() > 99))
     assert live(x).tolist() == [1.0, 1.0]

@@ -79,7 +79,7 @@ def test_what_the_file_says(kind: Any, path: Path) -> None:
 
 
 def test_others_read_the_exported_file(path: Path) -> None:
-    module = Decoder()
+    module = Decoder().eval()
     ms.export(module, (X,), path)
     assert torch.equal(torch.export.load(path).module()(X), module(X))
 
@@ -87,7 +87,7 @@ def test_others_read_the_exported_file(path: Path) -> None:
 @pytest.mark.parametrize("spelling", ["eager", "runtime"])
 @pytest.mark.parametrize("make", [Decoder, Nested])
 def test_the_map_of_names_comes_with_the_file(make: Any, spelling: str, path: Path) -> None:
-    ms.export(make(), (X,), path)
+    ms.export(make().eval(), (X,), path)
     live, trained = ms.Live(path), randomised(make())
     assert live.kind == "exported"
     live.swap(trained.state_dict() if spelling == "eager" else ms.runtime_state(trained))
@@ -95,7 +95,7 @@ def test_the_map_of_names_comes_with_the_file(make: Any, spelling: str, path: Pa
 
 
 def test_hooks_that_fuse_leave_no_map_and_a_reason(path: Path) -> None:
-    said = ms.export(Fused(), (X,), path)
+    said = ms.export(Fused().eval(), (X,), path)
     assert said.names is None
     assert "qkv" in said.names_reason
     assert "no map of names" in str(said)
@@ -163,12 +163,12 @@ class Branches(nn.Linear):
 
 def test_a_weight_that_was_folded_is_named_and_no_file_is_left(tmp_path: Path) -> None:
     with pytest.raises(NotSwappableError, match="scale") as caught:
-        ms.export(Folded(), (X,), tmp_path / "a.pt2")
+        ms.export(Folded().eval(), (X,), tmp_path / "a.pt2")
     assert caught.value.names == ("scale",)
     with pytest.raises(ExportedAnswerError):
-        ms.export(Otherwise(4, 4), (X,), tmp_path / "a.pt2")
+        ms.export(Otherwise(4, 4).eval(), (X,), tmp_path / "a.pt2")
     with pytest.raises(ExportError, match=r"torch\.export cannot export") as cause:
-        ms.export(Branches(4, 4), (X,), tmp_path / "a.pt2")
+        ms.export(Branches(4, 4).eval(), (X,), tmp_path / "a.pt2")
     assert cause.value.__cause__ is not None
     assert os.listdir(tmp_path) == []
 
@@ -178,7 +178,7 @@ def test_what_the_compiler_inlines_is_found(tmp_path: Path, monkeypatch: pytest.
     needs_a_compiler()
     monkeypatch.setitem(exporting._OPTIONS, "always_keep_tensor_constants", False)
     with pytest.raises(NotSwappableError) as caught:
-        ms.export(Folding(), (X,), tmp_path / "a.pt2", kind="aoti")
+        ms.export(Folding().eval(), (X,), tmp_path / "a.pt2", kind="aoti")
     assert caught.value.names == ("bias", "scale")
     assert os.listdir(tmp_path) == []
 

@@ -84,7 +84,7 @@ class Training:
 
 
 def test_what_another_process_saves_serves_and_no_request_fails(tmp_path: Path) -> None:
-    live, x = ms.Live(Constant(4, 64)), torch.ones(1, 64)
+    live, x = ms.Live(Constant(4, 64).eval()), torch.ones(1, 64)
     errors: list[Exception] = []
     wrong: list[str] = []
     seen: set[float] = set()
@@ -133,7 +133,7 @@ def test_what_another_process_saves_serves_and_no_request_fails(tmp_path: Path) 
 
 def test_a_store_that_is_saved_to_all_the_time(tmp_path: Path) -> None:
     """Checkpoints go while they are read; none of them is called bad."""
-    live, errors = ms.Live(Constant(4, 64)), list[Exception]()
+    live, errors = ms.Live(Constant(4, 64).eval()), list[Exception]()
     training = Training(tmp_path)
     try:
         with ms.follow(live, tmp_path, poll_s=0.001, on_error=errors.append) as following:

@@ -22,7 +22,7 @@ class Scaled(nn.Module):
 
 torch.set_num_threads(1)
 torch.set_grad_enabled(False)
-x, live = torch.ones(2), ms.Live(Scaled())
+x, live = torch.ones(2), ms.Live(Scaled().eval())
 state = lambda k: {"p": torch.full((2,), float(k))}
 live.swap(state(1))
 inside, ended = threading.Event(), threading.Event()

@@ -208,9 +208,9 @@ def test_packages_from_before_conditions_open(tmp_path: Path) -> None:
 def test_what_cannot_be_written_down_is_not_compiled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("modelstate.live.exported.guards_of", lambda program: ["L['x'].stride()[0] == 3"])
     with pytest.raises(ExportError, match="cannot be written down"):
-        ms.export(Even(), rows(4), tmp_path / "package.pt2", kind="aoti", dynamic_shapes=(DYNAMIC,))
+        ms.export(Even().eval(), rows(4), tmp_path / "package.pt2", kind="aoti", dynamic_shapes=(DYNAMIC,))
     assert not [*tmp_path.iterdir()]
-    ms.export(Even(), rows(4), tmp_path / "program.pt2", dynamic_shapes=(DYNAMIC,))
+    ms.export(Even().eval(), rows(4), tmp_path / "program.pt2", dynamic_shapes=(DYNAMIC,))
 
 
 def test_what_the_compiler_relies_on_is_checked_and_what_it_chooses_by_is_not(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -185,14 +185,14 @@ def normed() -> nn.Module:
 FOLLOWED: dict[str, Callable[[], nn.Module]] = {
     "a method": by_method,
     "a partial": by_partial,
-    "nn.LSTM": lambda: Recurrent(4, 4).eval(),
+    "nn.LSTM": lambda: Recurrent(4, 4),
     "containers": Listed,
     "accelerate": accelerated,
     "prune": pruned,
     "weight_norm, the old one": normed,
     "weight_norm": lambda: nn.utils.parametrizations.weight_norm(nn.Linear(4, 4)),
-    "spectral_norm, the old one": lambda: nn.utils.spectral_norm(nn.Linear(4, 4)).eval(),
-    "spectral_norm": lambda: nn.utils.parametrizations.spectral_norm(nn.Linear(4, 4)).eval(),
+    "spectral_norm, the old one": lambda: nn.utils.spectral_norm(nn.Linear(4, 4)),
+    "spectral_norm": lambda: nn.utils.parametrizations.spectral_norm(nn.Linear(4, 4)),
     "orthogonal": lambda: nn.utils.parametrizations.orthogonal(nn.Linear(4, 4)),
 }
 
@@ -202,14 +202,14 @@ FOLLOWED: dict[str, Callable[[], nn.Module]] = {
 def test_what_a_copy_follows_serves_the_new_weights(name: str, mode: Any) -> None:
     make = FOLLOWED[name]
     torch.manual_seed(0)
-    module, trained = make(), make()
+    module, trained = make().eval(), make().eval()
     randomised(trained)
     with torch.no_grad():
         live, expected = ms.Live(module), trained(X)
         live(X)
         live.swap(trained.state_dict(), mode=mode)
         assert torch.allclose(live(X), expected, atol=1e-6)
-        assert not torch.allclose(make()(X), expected, atol=1e-3)
+        assert not torch.allclose(make().eval()(X), expected, atol=1e-3)
 
 
 def test_transformers_models_are_served() -> None:
@@ -226,7 +226,7 @@ def test_transformers_models_are_served() -> None:
 
 def test_what_has_no_weights_does_not_matter() -> None:
     """A compiled function; and a wrapped representation, as torchao has it of a layer that it has quantized."""
-    module = nn.Linear(4, 4)
+    module = nn.Linear(4, 4).eval()
     module.act = torch.compile(lambda x: x.relu(), backend="eager")  # type: ignore[assignment]
     module.act(X)
     before = module.extra_repr

@@ -120,7 +120,7 @@ def test_ties_buffers_and_modes(kind: str, mode: Any) -> None:
     module, trained = Everything(), randomised(Everything())
     trained.shift.copy_(module.shift)
     trained.norm.running_mean.fill_(3.0)
-    target = target_of(kind, module, X)
+    target = target_of(kind, module, X, training=True)
     live = ms.Live(target, training=True)
     with torch.no_grad():
         module.norm.running_mean.zero_()  # what an export in training mode has run
@@ -140,7 +140,7 @@ def test_buffers_that_requests_change_are_carried_over_or_reset(kind: str, mode:
     module = Everything()
     state = {name: value.clone() for name, value in module.state_dict().items()}
     state["scale"] = torch.full((), 5.0)
-    live = ms.Live(target_of(kind, module, X), training=True)
+    live = ms.Live(target_of(kind, module, X, training=True), training=True)
 
     def seen() -> float:
         with live.pin() as v:
@@ -175,7 +175,7 @@ class Cache(nn.Module):
 
 
 def test_a_cache_that_grows_is_carried_over_or_reset() -> None:
-    live, x = ms.Live(Cache()), torch.ones(2)
+    live, x = ms.Live(Cache().eval()), torch.ones(2)
     live(x), live(x)
     live.swap({"weight": torch.full((2,), 10.0)})
     assert live(x).tolist() == [12.0, 12.0]
@@ -231,7 +231,7 @@ def test_a_second_swap_waits_or_is_refused() -> None:
 
 
 def test_swaps_from_many_threads_come_one_after_the_other() -> None:
-    live = ms.Live(Constant(2, 8))
+    live = ms.Live(Constant(2, 8).eval())
     versions: list[int] = []
 
     def work(k: int) -> None:
@@ -369,6 +369,6 @@ def test_a_request_costs_little_more_than_the_bare_call() -> None:
 
 
 def test_a_module_with_a_hook_that_takes_new_weights() -> None:
-    live, trained = ms.Live(Decoder()), randomised(Decoder())
+    live, trained = ms.Live(Decoder().eval()), randomised(Decoder())
     live.swap(trained.state_dict())
     assert torch.equal(live(X), trained(X))

@@ -66,7 +66,7 @@ class Cyclic(Constant):
 
 
 def test_modules_that_hold_themselves_are_collected() -> None:
-    live = ms.Live(Cyclic(), keep=0)
+    live = ms.Live(Cyclic().eval(), keep=0)
     gc.disable()
     try:
         live.swap(weights_of(Cyclic(), 2))
@@ -78,7 +78,7 @@ def test_modules_that_hold_themselves_are_collected() -> None:
 
 
 def test_a_pinned_version_is_freed_by_its_last_request() -> None:
-    live = ms.Live(Constant(2, 8), keep=0)
+    live = ms.Live(Constant(2, 8).eval(), keep=0)
     live.swap(weights_of(Constant(2, 8), 2))
     ref = holder_of(live)
     with live.pin() as v:

@@ -1,10 +1,12 @@
 """Methods of the module that serves, training mode, and a version for a whole generation."""
 
 import asyncio
+import functools
 import gc
 import threading
+import types
 import weakref
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -301,10 +303,40 @@ def helped(module: nn.Module, x: torch.Tensor) -> torch.Tensor:
 
 
 class Helped(nn.Linear):
-    """Whose own code does not name the mode."""
+    """Calls dropout through a helper, so that its own code does not contain the name `training`."""
+
+    def __init__(self, call: Callable[[nn.Module, torch.Tensor], torch.Tensor]) -> None:
+        super().__init__(4, 4)
+        self.call = call
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.call(self, super().forward(x))
+
+
+class HelpedByGlobal(nn.Linear):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
         return helped(self, super().forward(x))
+
+
+helpers = types.ModuleType("helpers")
+helpers.drop = helped  # type: ignore[attr-defined]
+by_name = {"drop": helped}
+
+
+class HelpedByModule(nn.Linear):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = helpers.drop(self, super().forward(x))
+        return out
+
+
+class HelpedByDict(nn.Linear):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return by_name["drop"](self, super().forward(x))
+
+
+class Helper:
+    def drop(self, module: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        return helped(module, x)
 
 
 def hooked() -> nn.Module:
@@ -313,13 +345,49 @@ def hooked() -> nn.Module:
     return module
 
 
+def with_forward_of_its_own() -> nn.Module:
+    module = nn.Linear(4, 4)
+    forward = types.MethodType(lambda self, x: helped(self, nn.Linear.forward(self, x)), module)
+    module.forward = forward  # type: ignore[method-assign]
+    return module
+
+
+def with_wrapped_forward() -> nn.Module:
+    module = nn.Linear(4, 4)
+    wrapped = functools.wraps(nn.Linear.forward)(lambda self, x: helped(self, nn.Linear.forward(self, x)))
+    module.forward = types.MethodType(wrapped, module)  # type: ignore[method-assign]
+    return module
+
+
+def parametrized() -> nn.Module:
+    class Dropped(nn.Module):
+        def forward(self, weight: torch.Tensor) -> torch.Tensor:
+            return helped(self, weight)
+
+    module = nn.Linear(4, 4)
+    nn.utils.parametrize.register_parametrization(module, "weight", Dropped())
+    return module
+
+
+class Linear(nn.Linear):
+    """Has the name of a class of torch."""
+
+
 MODES = {
     "dropout": lambda: nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.5)),
     "batch norm": lambda: nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)),
     "recurrent": lambda: nn.LSTM(4, 4, 2, dropout=0.5),
     "own class": Dropping,
-    "helper": lambda: Helped(4, 4),
+    "helper in the globals": lambda: HelpedByGlobal(4, 4),
+    "helper in a module object": lambda: HelpedByModule(4, 4),
+    "helper in a dict of functions": lambda: HelpedByDict(4, 4),
+    "function as an attribute": lambda: Helped(helped),
+    "method of a plain object": lambda: Helped(Helper().drop),
     "hook": hooked,
+    "forward of the instance": with_forward_of_its_own,
+    "forward of the instance that wraps": with_wrapped_forward,
+    "parametrization": parametrized,
+    "class with the name of one of torch": lambda: Linear(4, 4),
 }
 
 
@@ -342,10 +410,33 @@ def test_training_mode_is_refused_unless_it_is_meant(kind: str, tmp_path: Path) 
     ms.Live(module)
 
 
-def test_layers_that_have_no_mode_may_be_in_either() -> None:
+def test_layers_that_have_no_mode_may_be_in_either(tmp_path: Path) -> None:
     module = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.LayerNorm(4), nn.Embedding(2, 2), nn.Conv2d(1, 1, 1))
     assert module.training
     ms.Live(module)
+    ms.export(module[:3], (torch.randn(3, 4),), tmp_path / "program.pt2")
+
+
+def test_a_layer_of_torch_that_was_given_a_function_counts_as_a_module_of_the_user() -> None:
+    module = nn.TripletMarginWithDistanceLoss(distance_function=lambda a, b: helped(nn.Module(), a - b).norm(dim=1))
+    with pytest.raises(LiveTargetError, match="training mode in the module itself"):
+        ms.Live(module)
+    ms.Live(nn.TripletMarginWithDistanceLoss())
+
+
+@pytest.mark.parametrize("decorate", [lambda function: function, torch.no_grad()])
+def test_a_class_of_torch_whose_forward_was_replaced_may_not_be_in_training_mode(
+    decorate: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plain = nn.Linear.forward
+
+    @functools.wraps(plain)
+    def forward(self: nn.Linear, x: torch.Tensor) -> torch.Tensor:
+        return helped(self, plain(self, x))
+
+    monkeypatch.setattr(nn.Linear, "forward", decorate(forward))
+    with pytest.raises(LiveTargetError, match="training mode"):
+        ms.Live(nn.Linear(4, 4))
 
 
 def test_a_compiled_module_is_looked_through() -> None:

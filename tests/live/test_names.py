@@ -83,7 +83,7 @@ def test_either_spelling_goes_into_every_target(make: Callable[[], nn.Module], t
 @pytest.mark.parametrize("target", ["eager", "exported"])
 @pytest.mark.parametrize("make", [Decoder, Nested])
 def test_a_typo_is_refused_with_both_names(target: str, make: Callable[[], nn.Module]) -> None:
-    module, x = make(), torch.randn(2, 4)
+    module, x = make().eval(), torch.randn(2, 4)
     live = ms.Live(
         module if target == "eager" else torch.export.export(module, (x,)),
         names=None if target == "eager" else ms.NameMap.of(module),

@@ -62,7 +62,7 @@ def test_an_exported_program_that_answers_with_a_weight_itself() -> None:
 
 
 def test_a_swap_in_place_that_is_refused_leaves_answers_and_weights() -> None:
-    live = ms.Live(Table())
+    live = ms.Live(Table().eval())
     given = live(X)
     with pytest.raises(ms.errors.CanaryError):
         live.swap(state(2), mode="frugal", canary=lambda v: False)
@@ -93,7 +93,7 @@ class Caching(nn.Module):
 
 
 def test_views_that_a_module_keeps_follow_its_weights() -> None:
-    live = ms.Live(Caching())
+    live = ms.Live(Caching().eval())
     given = live(X)
     kept = given.t()
     live.swap({"p": torch.full((2, 4), 5.0)}, mode="frugal")

@@ -65,7 +65,7 @@ def test_a_request_sees_one_version(stock_fails: StockFails) -> None:
                 break
         stock_fails(what, torn)
 
-    live = ms.Live(Constant())
+    live = ms.Live(Constant().eval())
     versions: list[tuple[float, int]] = []
 
     def answer() -> torch.Tensor:

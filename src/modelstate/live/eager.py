@@ -65,10 +65,10 @@ class ModuleTarget:
                     where=f"{self.name}.{path}" if path else self.name,
                     remedy="compile the whole: Live(torch.compile(module))",
                 )
-        check_mode(original, training)
         _check_values(original, self.name)
         self._skeleton = twin(original)
         check_held(original, self._skeleton)
+        check_mode(original, training)  # last: of what can be remedied by eval() alone
         # Not the module itself, whose memory would then outlive version 1.
         self._compiled = None if compiled is None else compiled_like(module, self._skeleton)
         self._first: ModuleProgram | None = ModuleProgram(original, module)

@@ -88,9 +88,9 @@ def export(
     check_choice("kind", kind, ("exported", "aoti"))
     _check_arguments(module, args, where, kind, options)
     check(where, overwrite=overwrite)
-    check_mode(module, training)
     kwargs = dict(kwargs or {})
     check_held(module, twin(module))  # both raise for what no version could have as it is
+    check_mode(module, training)
     names, reason = _names(module)
     program = _exported(module, args, kwargs, dynamic_shapes, strict)
     extra = names.extra if names is not None else ()

@@ -81,7 +81,8 @@ class Live:
             has a map with it.
         keep: how many versions before the current one stay in memory, to roll back to.
         training: takes a module in training mode, or a program that was exported in it: dropout is active, and
-            requests change statistics. Without it such a target is refused.
+            requests change statistics. Without it such a target is refused, except for layers of `torch.nn` that
+            compute the same in both modes, as `Linear`.
 
     Raises `LiveTargetError` for what cannot be served so, `OptionError`, and for a file `OpenError`.
     """

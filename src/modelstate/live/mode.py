@@ -1,8 +1,6 @@
-"""Training mode: a program that serves must not drop out values or collect statistics, unless that is meant."""
+"""Training mode: a served program must not apply dropout or collect statistics, unless the caller asks for it."""
 
-import functools
 import types
-from collections.abc import Iterator
 from typing import Any
 
 from torch import nn
@@ -10,23 +8,17 @@ from torch import nn
 from modelstate.errors import LiveTargetError
 
 _LISTED = 4
-_FORWARD = ("forward", "__call__")
-_HOOKS = ("_forward_hooks", "_forward_pre_hooks")
 
 
 def check_mode(module: nn.Module, training: object) -> None:
-    """Raises `LiveTargetError` where a module is in training mode and would compute something else in eval mode.
+    """Raises `LiveTargetError` where the module or one of its submodules is in training mode.
 
-    A module counts where its code cannot be read, or where that code, its hooks or the functions that they call have
-    the name `training` in them. So plain layers of torch, as `Linear`, may be in either mode.
+    Layers of torch that compute the same in both modes, as `Linear`, may be in either.
     """
     if training:
         return
-    known: dict[type, bool] = {}
     found = [
-        path or "the module itself"
-        for path, one in module.named_modules()
-        if one.training and (_mode_matters(type(one), known) or any(map(_reads_mode, _of_instance(one))))
+        path or "the module itself" for path, one in module.named_modules() if one.training and not _is_plain_layer(one)
     ]
     if found:
         _refuse(type(module).__name__, found, "call module.eval() first; training=True takes the module as it is")
@@ -52,70 +44,42 @@ def _refuse(where: str, found: list[str], remedy: str) -> None:
     )
 
 
-def _mode_matters(kind: type, known: dict[type, bool]) -> bool:
-    """Whether the methods of a class below `nn.Module` read the mode."""
-    if kind not in known:
-        bases = [base for base in kind.__mro__ if base not in (nn.Module, *nn.Module.__mro__)]
-        methods = [getattr(value, "__func__", value) for base in bases for value in vars(base).values()]
-        properties = [value.fget for value in methods if isinstance(value, property)]
-        code = [value for value in (*methods, *properties) if isinstance(value, types.FunctionType)]
-        forward = getattr(kind, "forward", None)
-        known[kind] = not isinstance(forward, types.FunctionType) or any(map(_reads_mode, code))
-    return known[kind]
+def _is_plain_layer(module: nn.Module) -> bool:
+    """Whether a module runs code of torch alone, and that code does not read the mode.
+
+    Only exact classes of `torch.nn.modules` count. A module with hooks, or with a function of the user in one of its
+    attributes, as `forward` or `activation`, does not.
+    """
+    kind = type(module)
+    if getattr(nn.modules, kind.__name__, None) is not kind or module._forward_hooks or module._forward_pre_hooks:
+        return False
+    if "forward" in vars(module) or not isinstance(kind.forward, types.FunctionType):
+        return False
+    if any(callable(value) and not _is_of_torch(value) for value in vars(module).values()):
+        return False
+    bases = [base for base in kind.__mro__ if base not in nn.Module.__mro__]
+    members = [getattr(value, "__func__", value) for base in bases for value in vars(base).values()]
+    members = [value.fget if isinstance(value, property) else value for value in members]
+    functions = [value for value in members if isinstance(value, types.FunctionType)]
+    return all(_is_of_torch(function) and not _reads_mode(function.__code__) for function in functions)
 
 
-def _of_instance(module: nn.Module) -> Iterator[Any]:
-    """What is called with an instance beside the methods of its class: its hooks, and a `forward` of its own."""
-    yield from (vars(module)[name] for name in _FORWARD if name in vars(module))
-    for name in _HOOKS:
-        yield from vars(module)[name].values()
+def _is_of_torch(value: Any) -> bool:
+    """Whether this is a function or class of torch, not one that wraps another (which may be the user's).
+
+    The `__module__` of a function does not say so: `functools.wraps` copies it.
+    """
+    if isinstance(value, types.FunctionType):
+        name = "" if hasattr(value, "__wrapped__") else value.__globals__.get("__name__")
+    else:
+        name = value.__module__ if isinstance(value, (type, types.BuiltinFunctionType)) else ""
+    return str(name).partition(".")[0] == "torch"
 
 
-def _reads_mode(called: Any) -> bool:
-    """Whether a function, or one that it calls or wraps, names `training`. What has no code is taken to."""
-    waiting, seen = [called], set[int]()
-    while waiting:
-        function = waiting.pop()
-        function = getattr(function, "__func__", function)
-        if isinstance(function, functools.partial):
-            function = function.func
-        if not isinstance(function, types.FunctionType):
-            # An object that is a hook, as those of pruning.
-            bases = [base for base in type(function).__mro__ if "__call__" in vars(base)]
-            function = vars(bases[0])["__call__"] if bases else None
-            if not isinstance(function, types.FunctionType):
-                return True
-        if id(function.__code__) in seen:
-            continue
-        seen.add(id(function.__code__))
-        names, constants = _names_in(function.__code__)
-        if "training" in names or "training" in constants:
-            return True
-        cells = [cell.cell_contents for cell in function.__closure__ or () if _is_filled(cell)]
-        others = [*cells, *(function.__globals__.get(name) for name in names)]
-        waiting += [one for one in others if isinstance(one, types.FunctionType) and not _is_of_torch(one)]
-    return False
-
-
-def _names_in(code: types.CodeType) -> tuple[set[str], set[object]]:
-    """The names and constants in code, and in the functions within it."""
-    names, constants = set(code.co_names), set[object](code.co_consts)
-    for inner in [value for value in code.co_consts if isinstance(value, types.CodeType)]:
-        more = _names_in(inner)
-        names |= more[0]
-        constants |= more[1]
-    return names, constants
-
-
-def _is_filled(cell: types.CellType) -> bool:
-    try:
-        return cell.cell_contents is not None
-    except ValueError:
-        return False  # nothing has been put into it yet
-
-
-def _is_of_torch(function: types.FunctionType) -> bool:
-    return (function.__module__ or "").partition(".")[0] == "torch"
+def _reads_mode(code: types.CodeType) -> bool:
+    """Whether code, or a function within it, has the name `training` in it."""
+    inner = [value for value in code.co_consts if isinstance(value, types.CodeType)]
+    return "training" in (*code.co_names, *code.co_consts) or any(map(_reads_mode, inner))
 
 
 def _trains(node: Any) -> bool:
