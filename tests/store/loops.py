@@ -160,6 +160,22 @@ def steps_with_validation(loop: Loop, loader: Any) -> Said:
         yield step, losses
 
 
+def loops_in_loops(loop: Loop, loader: Any) -> Said:
+    """One loop within the other; between them the model is validated, and the learning rate is changed."""
+    trained = Trained()
+    decay = torch.optim.lr_scheduler.ExponentialLR(trained.optimizer, 0.5)
+    validation = StatefulDataLoader(Samples(), BATCH)
+    objects = {**trained.objects, "decay": decay, "loader": loader, "validation": validation}
+    batches = endless(loader)
+    for epoch in loop(objects, 5, save_every=1, store="epochs"):
+        for step in loop(objects, (epoch + 1) * 6, save_every=2, store="steps"):
+            yield step, trained.two(lambda: next(batches))
+        trained.model.eval()
+        yield 1000 + epoch, [trained.run(batch).sum().item() for batch in validation]
+        trained.model.train()
+        decay.step()
+
+
 def compiled(loop: Loop) -> Said:
     trained = Trained(compiled=True)
     loader = StatefulDataLoader(Samples(), BATCH, shuffle=True)
@@ -200,6 +216,7 @@ LOOPS: dict[str, Callable[[Loop], Said]] = {
         stateful(Samples(), generator=seeded())
     ),
     "steps with validation": lambda loop: steps_with_validation(loop, stateful(Samples(), generator=seeded())),
+    "loops in loops": lambda loop: loops_in_loops(loop, stateful(Samples(), generator=seeded())),
     "a stream": lambda loop: iterator_within(loop, stateful(Stream())),
     "a stream with workers": lambda loop: iterator_before(loop, stateful(Stream(), num_workers=2)),
     "compiled": compiled,
@@ -213,15 +230,19 @@ def run(report: Connection, directory: str | None, name: str) -> None:
     set_start_method("fork", force=True)  # of the workers of loaders
     workers._is_forked = False
     torch.set_num_threads(1)
-    is_resumed = directory is not None and any(Path(directory).glob("step-*"))
+    is_resumed = directory is not None and any(Path(directory).glob("*/step-*"))
     torch.manual_seed(os.getpid() if is_resumed else 0)
     random.seed(os.getpid() if is_resumed else 1)
     np.random.seed(os.getpid() if is_resumed else 2)
 
-    def loop(objects: dict[str, Any], steps: int, save_every: int = 3) -> Iterable[int]:
+    def loop(objects: dict[str, Any], steps: int, save_every: int = 3, store: str = "run") -> Iterable[int]:
         if directory is None:
-            return range(steps)
-        return ms.resumable(directory, objects, steps=steps, save_every=save_every, keep=2, block=True)
+            first, done[store] = done.get(store, 0), steps
+            return range(first, steps)
+        path = os.path.join(directory, store)
+        return ms.resumable(path, objects, steps=steps, save_every=save_every, keep=2, block=True)
+
+    done: dict[str, int] = {}
 
     for said in LOOPS[name](loop):
         report.send(said)

@@ -17,7 +17,8 @@ from typing import Any
 from modelstate.errors import OptionError, SaveFailedWarning
 from modelstate.plan.matching import nearest
 from modelstate.store.deadline import Deadline, now_seconds
-from modelstate.store.retention import Keep, check_metric
+from modelstate.store.objects import VALUE, targets_of
+from modelstate.store.retention import CheckpointInfo, Keep, check_metric
 from modelstate.store.saving import PASSING, PendingSave, SavedStep
 from modelstate.store.store import RestoredStep, Store
 
@@ -32,7 +33,7 @@ class Resumable:
         start: the first step of this run, which is how many were done before it.
         done: how many steps are done now.
         stopped: why the loop ended before its last step; empty where it did not.
-        restored: the `RestoredStep` that the run goes on from; None where the store was empty.
+        restored: the `RestoredStep` that the run goes on from; None where nothing had to be restored.
         metrics: a dict of numbers that are saved with each checkpoint.
         store: the `Store` that the loop saves to.
 
@@ -51,12 +52,14 @@ class Resumable:
         deadline: Deadline | None,
         block: bool,
         restored: RestoredStep | None,
+        reached: CheckpointInfo | None,
         owns_store: bool,
     ) -> None:
+        before = restored or reached
         self._restored = restored
-        self._start = self._done = restored.step if restored is not None else 0
+        self._start = self._done = before.step if before is not None else 0
         self._stopped = ""
-        self._metrics: dict[str, float] = dict(restored.metrics) if restored is not None else {}
+        self._metrics: dict[str, float] = dict(before.metrics) if before is not None else {}
         self._store, self._objects, self._steps = store, objects, steps
         self._save_every, self._deadline, self._block = save_every, deadline, block
         self._owns_store = owns_store
@@ -64,7 +67,9 @@ class Resumable:
         """Whether no step has been handed out yet."""
         self._is_metric_missed = False
         """Whether it has been logged that the metric of `Keep(best=...)` is not in the metrics."""
-        self._saved_at = self.start if restored is not None else -1
+        self._saved_at = self.start if before is not None else -1
+        self._reached_within: dict[str, int] = {}
+        """How many steps loops over other stores, within steps of this one, have done to its objects."""
         self._pending: PendingSave | None = None
         self._step_began = 0.0
         self._looked_at = 0.0
@@ -92,7 +97,11 @@ class Resumable:
 
     @property
     def restored(self) -> RestoredStep | None:
-        """What was restored, with the plain values among the objects; None where the store was empty."""
+        """What was restored, with the plain values among the objects.
+
+        None where the store was empty, and where the objects are as new as the checkpoint: in the step of another loop
+        that has them all, after an earlier loop over this store in it, or where the other loop was restored later.
+        """
         return self._restored
 
     @property
@@ -156,6 +165,9 @@ class Resumable:
         self._store.wait()
         if not self.stopped:
             self._check_metric()
+            for loop in around:
+                if loop.has_all(self._objects):
+                    loop._reached_within[self._store.directory] = self.done
         self._look(around)
 
     def _check_is_newest(self) -> None:
@@ -195,6 +207,16 @@ class Resumable:
         """
         self._hear()
         self._store.close()
+
+    def has_all(self, objects: Mapping[str, Any]) -> bool:
+        """Whether all of the objects are among this loop's, and none is a plain value, which only a restore gives."""
+        mine = {id(target.it) for target in targets_of(self._objects).values()}
+        return all(target.kind != VALUE and id(target.it) in mine for target in targets_of(objects).values())
+
+    def is_as_new_as(self, info: CheckpointInfo, directory: str) -> bool:
+        """Whether the objects of this loop, in its step, are as new as the newest checkpoint of another store."""
+        restored = self._restored
+        return self._reached_within.get(directory) == info.step or (restored is not None and restored.time >= info.time)
 
     def is_in_step(self) -> bool:
         """Whether who asked for the last step is still at it: an error may have ended that, and kept the frame.
@@ -366,12 +388,27 @@ def resumable(
     earlier = _newest.get(store.directory, lambda: None)()
     if earlier is not None and earlier.store is not store:
         earlier.give_up()
-    restored = store.restore(objects, **restoring) if store.infos() else None
-    if restored is not None:
+    restored, reached = None, _reached(store, objects)
+    if reached is None and store.infos():
+        restored = store.restore(objects, **restoring)
         _log_resume(restored, store, steps)
-    if restored is None or restored.step < steps:
+    before = restored or reached
+    if before is None or before.step < steps:
         store.check(objects)
-    return Resumable(store, objects, steps, save_every, deadline, block, restored, is_path)
+    return Resumable(store, objects, steps, save_every, deadline, block, restored, reached, is_path)
+
+
+def _reached(store: Store, objects: Mapping[str, Any]) -> CheckpointInfo | None:
+    """The newest checkpoint, where the objects need not be restored from it, as a loop around has them as new.
+
+    Else what the loop around has done to them since would be undone.
+    """
+    around = _loops.around()
+    newest = next((info for info in reversed(store.infos(by_age=True)) if info.intact), None) if around else None
+    if newest is None:
+        return None
+    is_as_new = any(loop.is_as_new_as(newest, store.directory) and loop.has_all(objects) for loop in around)
+    return newest if is_as_new else None
 
 
 def _log_resume(restored: RestoredStep, store: Store, steps: int) -> None:
