@@ -9,9 +9,10 @@ import gc
 import inspect
 import sys
 from collections import OrderedDict, deque
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import cache
+from itertools import compress
 from types import FrameType, ModuleType
 from typing import Any
 
@@ -74,6 +75,16 @@ class Holders:
         return "find the extension or the graph that has taken it, and do this before that"
 
 
+def objects_of(wanted: Callable[[type], bool]) -> list[Any]:
+    """The objects of this process that the garbage collector knows, of the classes for which `wanted` is true.
+
+    Objects are many and classes few, so the exact class alone decides, without a line of Python for each object.
+    """
+    objects = gc.get_objects()
+    classes = {cls for cls in set(map(type, objects)) if wanted(cls)}
+    return list(compress(objects, map(classes.__contains__, map(type, objects)))) if classes else []
+
+
 def holders_of(tensors: Iterable[torch.Tensor]) -> dict[int, Holders]:
     """By their ids, who holds those tensors that have more than one owner. One search for all of them."""
     held = {id(tensor): tensor for tensor in tensors if use_count(tensor) > 1}
@@ -81,18 +92,13 @@ def holders_of(tensors: Iterable[torch.Tensor]) -> dict[int, Holders]:
         return {}
     found = {key: Holders(has_node=has_gradient_node(tensor)) for key, tensor in held.items()}
     reducer = getattr(sys.modules.get("torch.nn.parallel.distributed"), "DistributedDataParallel", ())
-    # Objects are many and classes few, so the class alone decides which of the objects are looked at.
-    objects = gc.get_objects()
-    classes = set(map(type, objects))
-    of_tensors = {cls for cls in classes if issubclass(cls, torch.Tensor)}
-    of_reducers = {cls for cls in classes if reducer and issubclass(cls, reducer)}
-    of_nodes = {cls for cls in classes if cls.__name__ == "AccumulateGrad"}
-    wanted = of_tensors | of_reducers | of_nodes
-    objects = [one for one in objects if type(one) in wanted]
-    nodes = [one for one in objects if type(one) in of_nodes]
+    objects = objects_of(
+        lambda cls: issubclass(cls, torch.Tensor) or issubclass(cls, reducer) or cls.__name__ == "AccumulateGrad"
+    )
+    nodes = [one for one in objects if type(one).__name__ == "AccumulateGrad"]
     with without_subclasses():
-        roots = [one for one in objects if type(one) in of_tensors and _look_at(one, held, found)]
-    for module in (one for one in objects if type(one) in of_reducers):
+        roots = [one for one in objects if issubclass(type(one), torch.Tensor) and _look_at(one, held, found)]
+    for module in (one for one in objects if issubclass(type(one), reducer)):
         for parameter in module.parameters():
             if id(parameter) in found and found[id(parameter)].has_node:
                 found[id(parameter)].reducers.append(module)

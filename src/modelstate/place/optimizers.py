@@ -1,6 +1,5 @@
 """Optimizers whose parameters get another dtype or device, or memory for the first time."""
 
-import gc
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -10,6 +9,7 @@ import torch
 from torch import nn
 
 from modelstate.errors import OptionError, PlacementError
+from modelstate.place.holders import objects_of
 from modelstate.plan.torch_private import optimizers_were_made, use_count
 
 Placed = Mapping[torch.Tensor, tuple[torch.dtype, torch.device]]
@@ -48,9 +48,7 @@ def other_optimizers(
     if not optimizers_were_made() or not _referred_to_elsewhere(modules, passed):
         return []
     params = {id(param) for module in modules for param in module._parameters.values()}
-    objects = gc.get_objects()
-    kinds = {cls for cls in set(map(type, objects)) if issubclass(cls, torch.optim.Optimizer)}
-    found = [one for one in objects if type(one) in kinds]
+    found = objects_of(lambda cls: issubclass(cls, torch.optim.Optimizer))
     others = [one for one in found if all(one is not known for known in passed)]
     return [one for one in others if any(id(param) in params for param in one.state)]
 

@@ -35,6 +35,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
 
+from modelstate.read import system
 from modelstate.read.quiet import no_collection
 from modelstate.words import size
 
@@ -245,7 +246,8 @@ def _before_fork() -> None:
     _fork_has_lock = _lock.acquire()
     for lease in list(_leases.values()):
         try:
-            lease.for_child = os.open(f"/proc/self/fd/{lease.descriptor}", os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+            again = f"/proc/self/fd/{lease.descriptor}"
+            lease.for_child = system.open(again, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
         except OSError as error:
             _log.warning("%s is not protected against overwriting in a forked process: %s", lease.path, error.strerror)
             continue

@@ -96,7 +96,7 @@ class Maps:
         try:
             if stamp is not None and (status.st_ino, status.st_dev) != (stamp.inode, stamp.device):
                 return True  # the name belongs to another file
-            writer = _overwriting_writer(path, os.pread(descriptor, _HEAD_BYTES, 0))
+            writer = _overwriting_writer(path, system.pread(descriptor, _HEAD_BYTES, 0))
             if writer and not asked:
                 self._note(f"read into memory, not mapped: {writer} overwrites such files in place; {_MAPS_IT}", path)
                 return False
