@@ -91,12 +91,20 @@ class Maps:
         mapped, stamp = self._maps[path], self._stamps.get(path)
         try:
             descriptor, status = open_regular(path)
-        except (OSError, SourceTypeError):
+        except (FileNotFoundError, NotADirectoryError, SourceTypeError):
             return True  # no name leads to the mapped file any more, by which it could be overwritten
+        except OSError as error:
+            raise ReadFailedError("the file can no longer be opened", where=path, found=error) from error
         try:
             if stamp is not None and (status.st_ino, status.st_dev) != (stamp.inode, stamp.device):
                 return True  # the name belongs to another file
-            writer = _overwriting_writer(path, system.pread(descriptor, _HEAD_BYTES, 0))
+            try:
+                head = system.pread(descriptor, _HEAD_BYTES, 0)
+            except OSError as error:
+                raise ReadFailedError("the file cannot be read", where=path, found=error) from error
+            if len(head) < min(_HEAD_BYTES, status.st_size):
+                raise ReadFailedError("the file has become shorter", where=path, expected=status.st_size)
+            writer = _overwriting_writer(path, head)
             if writer and not asked:
                 self._note(f"read into memory, not mapped: {writer} overwrites such files in place; {_MAPS_IT}", path)
                 return False
