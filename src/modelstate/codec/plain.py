@@ -22,7 +22,7 @@ def is_fake(tensor: torch.Tensor) -> bool:
 
 
 def is_sharded(tensor: torch.Tensor) -> bool:
-    """Whether this is a `DTensor`, of which this process may have a part, as of the parameters of FSDP2."""
+    """Whether this is a `DTensor`, as the parameters of FSDP2 are: this process may hold only a shard."""
     return _is_of(tensor, _SHARDED)
 
 
@@ -43,7 +43,7 @@ def why_not_plain(tensor: torch.Tensor) -> str:
     if is_fake(tensor):
         return "a FakeTensor, which has a shape and no values"
     if is_sharded(tensor):
-        return "a DTensor, of which this process may have a part (FSDP2, tensor parallelism)"
+        return "a DTensor: this process may hold only a shard (FSDP2, tensor parallelism)"
     if type(tensor) is not torch.Tensor and type(tensor) is not torch.nn.Parameter:
         return (
             f"a tensor of the class {type(tensor).__module__}.{type(tensor).__qualname__}, which is more than a tensor"

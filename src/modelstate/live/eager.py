@@ -112,7 +112,7 @@ def _check_values(module: nn.Module, name: str) -> None:
             raise LiveTargetError(
                 "a module with DTensors (of FSDP2 or tensor parallelism) cannot be served in versions",
                 where=f"{name}.{path}",
-                found="a DTensor, of which this process may have a part",
+                found="a DTensor: this process may hold only a shard",
                 remedy="serve the module as it is before fully_shard or distribute_tensor, with a whole checkpoint",
             )
         if is_fake(tensor):
