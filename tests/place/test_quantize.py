@@ -293,8 +293,8 @@ def test_most_configs_run_here() -> None:
 
 
 def test_only_weights_of_linear_layers_leave_the_fast_paths(path: Path) -> None:
-    plain = {step.name: step for step in ms.plan(skeleton(), path).steps}
-    plan = ms.plan(skeleton(), path, transform=ms.Quantize(Q.Int8WeightOnlyConfig()))
+    plain = {step.name: step for step in ms.plan(skeleton(), path, map=True).steps}
+    plan = ms.plan(skeleton(), path, map=True, transform=ms.Quantize(Q.Int8WeightOnlyConfig()))
     steps = {step.name: step for step in plan.steps}
     changed = {name for name in steps if steps[name] != plain[name]}
     assert changed == {"up.weight", "head.weight"}

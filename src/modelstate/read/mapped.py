@@ -99,7 +99,7 @@ class Maps:
             if stamp is not None and (status.st_ino, status.st_dev) != (stamp.inode, stamp.device):
                 return True  # the name belongs to another file
             try:
-                head = system.pread(descriptor, _HEAD_BYTES, 0)
+                head = system.pread_fully(descriptor, _HEAD_BYTES, 0)
             except OSError as error:
                 raise ReadFailedError("the file cannot be read", where=path, found=error) from error
             if len(head) < min(_HEAD_BYTES, status.st_size):

@@ -61,18 +61,13 @@ class SourceFile:
                 expected=f"at most {most_bytes:,} bytes",
                 found=f"{nbytes:,} bytes",
             )
-        pieces: list[bytes] = []
-        while nbytes:
-            try:
-                piece = system.pread(self._descriptor, nbytes, start)
-            except OSError as error:
-                raise ReadFailedError(f"{what} cannot be read", where=self.path, found=error) from error
-            if not piece:
-                raise self.truncated(what, start + nbytes)
-            pieces.append(piece)
-            start += len(piece)
-            nbytes -= len(piece)
-        return pieces[0] if len(pieces) == 1 else b"".join(pieces)
+        try:
+            found = system.pread_fully(self._descriptor, nbytes, start)
+        except OSError as error:
+            raise ReadFailedError(f"{what} cannot be read", where=self.path, found=error) from error
+        if len(found) < nbytes:
+            raise self.truncated(what, start + nbytes)
+        return found
 
     def section(self, start: int, nbytes: int, what: str) -> "Section":
         """A part of the file as a file; `TruncatedFileError` where the file ends before."""

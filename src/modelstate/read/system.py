@@ -37,6 +37,19 @@ def pread(descriptor: int, nbytes: int, offset: int) -> bytes:
     return os.pread(descriptor, nbytes, offset)
 
 
+def pread_fully(descriptor: int, nbytes: int, offset: int) -> bytes:
+    """`nbytes` bytes, or fewer where the file ends before: one `pread` may return fewer than it was asked for."""
+    pieces: list[bytes] = []
+    while nbytes:
+        piece = pread(descriptor, nbytes, offset)
+        if not piece:
+            break
+        pieces.append(piece)
+        offset += len(piece)
+        nbytes -= len(piece)
+    return pieces[0] if len(pieces) == 1 else b"".join(pieces)
+
+
 def preadv(descriptor: int, buffers: Sequence[memoryview], offset: int) -> int:
     """`os.preadv`."""
     return os.preadv(descriptor, buffers, offset)
