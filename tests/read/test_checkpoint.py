@@ -292,14 +292,15 @@ def test_a_tensor_costs_no_memory(tmp_path: Path) -> None:
     assert resident_bytes() - before < 32 << 20
 
 
-def test_writing_to_a_tensor_stays_private(checkpoint: Checkpoint, path: str) -> None:
+@pytest.mark.parametrize("map", [None, True, False])
+def test_writing_to_a_tensor_stays_private(map: bool | None, checkpoint: Checkpoint, path: str) -> None:
     before = Path(path).read_bytes()
     name, tied = "model_state.0.weight", "model_state.tied"
-    ours, fresh = checkpoint.tensor(name), checkpoint.maps()
+    ours, fresh = checkpoint.tensor(name, map=map), checkpoint.maps()
     other = fresh.tensor(checkpoint[name].stored)
     ours.fill_(7)
-    assert (checkpoint.tensor(name) == 7).all()
-    assert (checkpoint.tensor(tied) == 7).all()
+    assert (checkpoint.tensor(name, map=map) == 7).all()
+    assert (checkpoint.tensor(tied, map=map) == 7).all()
     assert same(other, WEIGHT)
     assert same(open_checkpoint(path).tensor(name), WEIGHT)
     assert Path(path).read_bytes() == before
@@ -318,10 +319,52 @@ def test_tensors_outlive_the_checkpoint(path: str) -> None:
 
 def test_close_gives_the_map_up(path: str) -> None:
     checkpoint = open_checkpoint(path)
-    checkpoint.tensor("model_state.0.weight")
+    checkpoint.tensor("model_state.0.weight", map=True)
     assert path in Path("/proc/self/maps").read_text()
     checkpoint.close()
     assert path not in Path("/proc/self/maps").read_text()
+
+
+@pytest.mark.parametrize("size", [8, 1 << 18])
+def test_torch_save_over_the_file_does_not_change_a_tensor(size: int, tmp_path: Path) -> None:
+    """`torch.save` of the same process overwrites the file in place, with the same layout and then a shorter one."""
+    path = tmp_path / "x.pt"
+    weight = torch.ones(2 * size)
+    sparse = torch.sparse_coo_tensor([[0, 2]], [1.0, 1.0], (3,))
+    torch.save({"weight": weight, "rows": weight[size:], "tied": weight, "sparse": sparse}, path)
+    checkpoint = open_checkpoint(path)
+    whole, rows, coo = (checkpoint.tensor(name) for name in ("weight", "rows", "sparse"))
+    torch.save({"weight": weight * 2, "rows": weight[size:] * 2, "tied": weight, "sparse": sparse * 2}, path)
+    assert whole.eq(1).all()
+    assert rows.eq(1).all()
+    assert coo.to_dense().tolist() == [1, 0, 1]
+    torch.save({}, path)
+    assert whole.eq(1).all()
+
+
+def test_map_says_how_a_tensor_is_given(tmp_path: Path) -> None:
+    path = tmp_path / "x.pt"
+    torch.save({"weight": torch.ones(4)}, path)
+
+    def is_mapped(**options: Any) -> bool:
+        weight = open_checkpoint(path).tensor("weight", **options)
+        assert weight.tolist() == [1] * 4
+        return _shows(path, weight)
+
+    assert is_mapped(map=True)
+    assert not is_mapped()
+    assert not is_mapped(map=False)
+    with pytest.raises(errors.OptionError, match="map="):
+        open_checkpoint(path).tensor("weight", map="yes")  # type: ignore[arg-type]
+
+
+def _shows(path: Path, tensor: torch.Tensor) -> bool:
+    """Whether the memory of a tensor is a map of the file."""
+    for line in Path("/proc/self/maps").read_text().splitlines():
+        first, last = (int(part, 16) for part in line.split()[0].split("-"))
+        if first <= tensor.data_ptr() < last:
+            return line.endswith(str(path))
+    return False
 
 
 def test_it_holds_no_descriptor(path: str) -> None:
@@ -607,11 +650,12 @@ def safetensors_header(tensors: dict[str, tuple[str, list[int]]]) -> bytes:
 
 
 @pytest.mark.parametrize("change", [lambda t: t.float(), lambda t: torch.full((1,), -5.0), lambda t: t[1:]])
-def test_what_is_done_to_a_tensor_does_not_show_in_the_next(change: Any, tmp_path: Path) -> None:
+@pytest.mark.parametrize("map", [None, True])
+def test_what_is_done_to_a_tensor_does_not_show_in_the_next(map: bool | None, change: Any, tmp_path: Path) -> None:
     torch.save({"w": torch.arange(4.0).half()}, tmp_path / "x.pt")
     checkpoint = open_checkpoint(tmp_path / "x.pt")
-    tensor = checkpoint.tensor("w")
+    tensor = checkpoint.tensor("w", map=map)
     tensor.data = change(tensor.data)
-    again = checkpoint.tensor("w")
+    again = checkpoint.tensor("w", map=map)
     assert again.dtype is torch.float16
     assert again.tolist() == [0, 1, 2, 3]

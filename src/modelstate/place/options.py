@@ -13,6 +13,7 @@ from modelstate.plan.rules.chain import check_rules
 from modelstate.plan.rules.rule import Rule
 from modelstate.plan.rules.schema import Schema
 from modelstate.plan.transforms import ModuleTransform, Pairs, Transform
+from modelstate.read.mapped import check_map_option
 
 AnyTransform = Transform | ModuleTransform
 
@@ -39,8 +40,7 @@ def options_of(
         )
     if not (key is None or isinstance(key, str)):
         raise OptionError("key= is a path", expected="text, as 'model.encoder'", found=repr(key))
-    if not (map is None or isinstance(map, bool)):
-        raise OptionError("map= says whether files may be mapped", expected="None, True or False", found=repr(map))
+    check_map_option(map)
     target = device_of(device)
     if target is not None and target.type == "meta":
         raise OptionError("nothing can be loaded onto the meta device", remedy="device='cpu', or none")

@@ -14,7 +14,7 @@ from modelstate.errors import (
     TensorNotFoundError,
     UnsupportedTensorError,
 )
-from modelstate.read.mapped import Maps
+from modelstate.read.mapped import Maps, check_map_option
 from modelstate.read.ranges import Request, read_ranges
 from modelstate.read.readahead import read_ahead
 from modelstate.read.stamp import Stamp, stamps_of
@@ -31,7 +31,6 @@ from modelstate.spec import (
     StoredComposite,
     StoredTensor,
     TensorSpec,
-    pieces,
 )
 
 
@@ -269,21 +268,36 @@ class Checkpoint(Mapping[str, TensorSpec]):
         part._key = f"{self._key}.{key}" if self._key and key else self._key or key
         return part
 
-    def tensor(self, name: str) -> torch.Tensor:
-        """The tensor as a view of its file: nothing is copied, and nothing is read until it is used.
+    def tensor(self, name: str, *, map: bool | None = None) -> torch.Tensor:
+        """Returns one tensor, which stays valid when the checkpoint is closed.
 
-        The map is private: writing to the tensor never changes the file, but shows in the tensors of this checkpoint
-        that share its bytes. See `modelstate.read.mapped.Maps` for what overwriting the file does to it. A mapping's
-        tensor comes as a detached alias, and what was saved as an `nn.Parameter` as one. What is combined from several
-        checkpoints is computed anew by each call. Raises `TensorNotFoundError`, `ReadFailedError`, `CombineError`.
+        Writing to the tensor never changes the file. Tensors of one checkpoint that are the same bytes of a file, as
+        tied ones are, share memory: writing to one shows in the others. What was saved as an `nn.Parameter` comes as
+        one. A tensor of a mapping comes as a detached alias. A tensor that is combined from several checkpoints is
+        computed anew by each call.
+
+        Args:
+            name: a name of this checkpoint.
+            map: whether the tensor may be a view of its file (copy-on-write), so that nothing is copied and nothing is
+                read until it is used. None maps a file where nothing that happens to it can change the tensor, as
+                `modelstate.load` does, and reads the tensor into memory elsewhere: a file of `torch.save` that this
+                process may write to, or a file that cannot be protected from other processes. True maps such files
+                too; overwriting one in place then changes the tensor, or ends the process. False reads into memory.
+
+        Raises:
+            TensorNotFoundError: the checkpoint has no tensor of this name.
+            ReadFailedError: the file cannot be read, or has changed since it was opened.
+            CombineError: the tensor cannot be computed from the checkpoints that it is combined from.
+            OptionError: `map` is not None, True or False.
+
+        Example:
+            >>> weight = modelstate.open("model.safetensors").tensor("layers.0.weight")
         """
+        check_map_option(map)
         stored = self[name].stored
-        tensor = self._maps.tensor(stored)
+        tensor = self._maps.tensor_for_user(stored, map)
         if isinstance(stored, torch.Tensor):
             return tensor
-        for piece in pieces(stored):
-            if isinstance(piece, StoredTensor):
-                self._maps.may_show(piece.storage.path, None)  # a lease is held where it does no harm
         differentiable = stored.requires_grad and (tensor.is_floating_point() or tensor.is_complex())
         return torch.nn.Parameter(tensor, differentiable) if stored.is_parameter else tensor
 
@@ -325,8 +339,8 @@ class Checkpoint(Mapping[str, TensorSpec]):
     def read(self, stored: Stored) -> torch.Tensor:
         """The values of a tensor in memory of their own; a live tensor as a detached alias.
 
-        For whoever looks at them at once: `tensor` maps, and what is mapped must not be shortened meanwhile. Raises
-        `ReadFailedError`, and `CombineError` where the tensor is computed from several checkpoints.
+        Unlike `tensor` it never maps, and each call gives memory of its own. Raises `ReadFailedError`, and
+        `CombineError` where the tensor is computed from several checkpoints.
         """
         return self._maps.read(stored)
 

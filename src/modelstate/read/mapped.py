@@ -3,12 +3,13 @@
 import mmap
 import os
 import sys
+import weakref
 from collections.abc import Mapping
 from functools import partial
 
 import torch
 
-from modelstate.errors import ReadFailedError, SourceTypeError
+from modelstate.errors import OptionError, ReadFailedError, SourceTypeError
 from modelstate.read import safetensors, system
 from modelstate.read.lease import hold
 from modelstate.read.own import own_values
@@ -36,6 +37,7 @@ class Maps:
         self._stamps = stamps
         self._maps: dict[str, mmap.mmap] = {}
         self._shown: dict[tuple[ByteRange, int], tuple[torch.Tensor, int]] = {}
+        self._read: weakref.WeakValueDictionary[ByteRange, torch.UntypedStorage] = weakref.WeakValueDictionary()
         self._may_show: dict[tuple[str, bool | None], bool] = {}
         self._notes: dict[str, list[str]] = {}
 
@@ -58,6 +60,32 @@ class Maps:
         if isinstance(stored, Combined):
             return self.read(stored)  # what is computed is looked at here and now
         return stored.detach()
+
+    def tensor_for_user(self, stored: Stored, asked: bool | None) -> torch.Tensor:
+        """The tensor as a view of its file where `may_show` allows that; else in memory of its own.
+
+        In both cases tensors of the same bytes share memory, as long as one of them is alive. Raises `ReadFailedError`.
+        """
+        if torch.is_inference_mode_enabled():
+            with torch.inference_mode(False):
+                return self.tensor_for_user(stored, asked)
+        if isinstance(stored, StoredTensor) and stored.nbytes:
+            if asked is not False:
+                self._map(stored.extent)
+                if self.may_show(stored.extent.path, asked):
+                    return self._strided(stored)
+            return self._in_memory(stored)
+        if isinstance(stored, StoredComposite):
+            return stored.build([self.tensor_for_user(part, asked) for part in stored.parts])
+        return self.tensor(stored)
+
+    def _in_memory(self, stored: StoredTensor) -> torch.Tensor:
+        storage = self._read.get(stored.extent)
+        if storage is None or storage.nbytes() != stored.extent.nbytes:
+            tensor = self.read(stored)
+            self._read[stored.extent] = tensor.untyped_storage()
+            return tensor
+        return torch.empty(0, dtype=stored.dtype, device="cpu").set_(storage, 0, stored.shape, stored.stride)
 
     def read(self, stored: Stored) -> torch.Tensor:
         """The values in memory of their own, with no map. See `own_values`."""
@@ -179,6 +207,12 @@ class Maps:
                 remedy="open the checkpoint again, when nothing writes to it any more",
             )
         return found
+
+
+def check_map_option(map: object) -> None:
+    """Raises `OptionError` for a value of `map=` that is not None, True or False."""
+    if not (map is None or isinstance(map, bool)):
+        raise OptionError("map= says whether files may be mapped", expected="None, True or False", found=repr(map))
 
 
 def _overwriting_writer(path: str, head: bytes) -> str:

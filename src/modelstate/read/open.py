@@ -57,7 +57,7 @@ NO_PICKLE = "leave it out: no code of a pickle is ever run here"
 @foreign_arguments(
     map_location="leave it out: no tensor is read yet. To load onto a device: ms.load(model, path, device=...)",
     weights_only=NO_PICKLE,
-    mmap="leave it out: no tensor is read yet. checkpoint.tensor(name) maps the file",
+    mmap="leave it out: no tensor is read yet. checkpoint.tensor(name, map=True) maps the file",
 )
 def open(
     source: Source | Sequence[Source],
