@@ -8,6 +8,7 @@ part returns, as they would in torch, and what they did is undone if the convers
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from operator import is_
 from typing import Any
 
@@ -17,7 +18,7 @@ from torch import nn
 from modelstate.codec.plain import has_its_memory
 from modelstate.convert.change import DATA, GRADIENT, SUBCLASS, Change, Row, Way, carry_out, nbytes_of, way_of
 from modelstate.convert.memory import is_referred_to, object_of_its_own, of_its_own, parts_of
-from modelstate.convert.target import Target, To
+from modelstate.convert.target import Target
 from modelstate.errors import MemoryBudgetError, PlacementError, SwapError, TransformError
 from modelstate.place.holders import Holders, holders_of
 from modelstate.place.identity import lost_references
@@ -36,7 +37,7 @@ from modelstate.plan.torch_private import (
     storage_id,
     use_count,
 )
-from modelstate.read.overflow import Overflows
+from modelstate.read.overflow import Overflows, nonfinite
 from modelstate.read.workers import cached_attribute
 
 Apply = Callable[[torch.Tensor], torch.Tensor]
@@ -57,8 +58,8 @@ class Conversion:
         self.journal = Journal(root)
         self.changes: list[Change] = []
         self.notes: list[str] = []
-        self.overflows = Overflows() if isinstance(target, To) and not target.empty else None
-        """Counts what becomes infinite or NaN by a cast. A function's results are what the caller asked for."""
+        self.overflows = Overflows() if target.cause else None
+        """Counts what becomes infinite or NaN."""
         self.modules = modules_of(root)
         self.slots = slots_of(root)
         if is_faking() and not all(is_fake(slot.tensor) for slot in self.slots.tensors):
@@ -307,8 +308,12 @@ class Conversion:
         tensor, value = change.target, change.value
         if self.overflows is None or change.way is GRADIENT or not (is_plain(tensor) and is_plain(value)):
             return
-        if not (tensor.is_nested or value.is_nested or value.is_meta) and tensor.shape == value.shape:
+        if tensor.is_nested or value.is_nested or value.is_meta or tensor.shape != value.shape:
+            return
+        if not self.target.by_user:
             self.overflows.check(change.name, tensor, value)
+        elif not tensor.is_meta and has_its_memory(tensor) and has_its_memory(value):
+            self.overflows.check_function(change.name, self.target.cause, value, partial(nonfinite, tensor))
 
     def spend(self, nbytes: int) -> None:
         """Counts memory for something that is there beside the old all the time. Raises `MemoryBudgetError`."""

@@ -117,6 +117,7 @@ class _Given:
     """What torch has been asked for, as a function."""
 
     words = "what was asked for"
+    cause = ""  # torch's own calls return no report
     by_user = False
 
     def __init__(self, fn: Apply) -> None:

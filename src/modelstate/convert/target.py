@@ -25,6 +25,10 @@ class Target(Protocol):
         """For a report: "bfloat16", "what quantize makes of it"."""
 
     @property
+    def cause(self) -> str:
+        """What makes infinite or NaN values, for a note; empty where they are not counted."""
+
+    @property
     def by_user(self) -> bool:
         """Whether a function of the user's makes it, which may return anything; what torch does to tensors can be done
         to the common memory of several as well."""
@@ -47,6 +51,10 @@ class To:
     dtype: torch.dtype | None = None
     device: torch.device | None = None
     empty: bool = False
+
+    @property
+    def cause(self) -> str:
+        return "" if self.empty else "a cast"
 
     @property
     def by_user(self) -> bool:
@@ -120,6 +128,11 @@ class Made:
     function: Callable[..., Any]
     by_name: bool
     then: To | None
+
+    @property
+    def cause(self) -> str:
+        casts = self.then is not None and self.then.dtype is not None
+        return "fn= or the cast after it" if casts else "fn="
 
     @property
     def by_user(self) -> bool:

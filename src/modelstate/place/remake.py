@@ -12,6 +12,9 @@ from modelstate.plan.assignment import Assignment
 from modelstate.plan.placement import after_remaking, is_dense, is_plain
 from modelstate.plan.torch_private import payload_of, storage_id, storage_owners
 from modelstate.plan.transforms import Transform
+from modelstate.read.overflow import nonfinite
+
+BY_TRANSFORM = "transform="
 
 
 def called(transform: Transform, name: str, value: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
@@ -42,11 +45,20 @@ def told_of(name: str) -> Iterator[None]:
         ) from error
 
 
+def remade(made: Assignment, last: Transform, value: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
+    """What a module's transform returns for a value, or for some rows of it, with its new infinite values counted."""
+    before = nonfinite(value) if is_plain(value) else 0
+    result = called(last, made.name, value, shape)
+    if is_plain(result):
+        made.overflows.check_function(made.name, BY_TRANSFORM, result, lambda: before)
+    return result
+
+
 def remake(made: Assignment, last: Transform, value: torch.Tensor) -> None:
     """Lets a module's transform have the last word on a value that is about to be reused."""
     if is_plain(value) and not (made.on_cpu and value.dtype == made.dtype and value.stride() == made.stride):
         value = settled(made, value)
-    result = called(last, made.name, value, made.param.shape)
+    result = remade(made, last, value, made.param.shape)
     made.freezes = isinstance(result, nn.Parameter) and not result.requires_grad
     try:
         result = result.detach().to(made.device)

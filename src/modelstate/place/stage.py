@@ -12,17 +12,19 @@ from torch.autograd.graph import increment_version
 
 from modelstate.errors import MemoryBudgetError, ModelStateError, PlacementError
 from modelstate.place.memory import HeapTrim, PageWatch, fresh_tensors
-from modelstate.place.remake import called, remake, settled
+from modelstate.place.remake import BY_TRANSFORM, called, remake, settled
 from modelstate.place.streamed import read_streamed
 from modelstate.plan.assignment import Assignment
 from modelstate.plan.derived import Derived, values_of
 from modelstate.plan.memory import means_within, past_the_cache_bytes
 from modelstate.plan.placement import after_transform, is_dense, is_plain
 from modelstate.plan.prepare import Preparation
-from modelstate.plan.torch_private import storage_owners
+from modelstate.plan.torch_private import storage_id, storage_owners
 from modelstate.plan.transforms import Transform
 from modelstate.read.checkpoint import is_plain_memory
 from modelstate.read.fill import Filler
+from modelstate.read.overflow import AT_ONCE, nonfinite
+from modelstate.read.own import elements
 from modelstate.read.ranges import Request, read_threads
 from modelstate.read.stream import aligned
 from modelstate.read.workers import one_ahead
@@ -231,24 +233,46 @@ def _transformed(
 ) -> torch.Tensor:
     value = _own_value(preparation, made) if read is None else read
     references, owners = sys.getrefcount(value), storage_owners(value)
+    version = _version_of(value)
     result = called(transform, made.name, value, made.param.shape)
     # A tensor that others hold, or memory that they do, cannot be the slot's own: they may write to it before the slot
     # has it, as a function does that returns the same buffer again and again, or afterwards.
     references, owners = (references + 1, owners) if result is value else (2, 1)
     own = sys.getrefcount(result) <= references and storage_owners(result) <= owners
-    return _as_asked(preparation, made, result.detach(), own)
+    result = result.detach()
+    # A function that works in place leaves nothing to compare its result with.
+    untouched = version is not None and value._version == version and storage_id(value) != storage_id(result)
+    before = partial(nonfinite, value) if untouched else partial(_nonfinite_before, preparation, made)
+    return _as_asked(preparation, made, result, own, before)
+
+
+def _version_of(value: torch.Tensor) -> int | None:
+    """The counter of writes to a plain tensor, where it has one."""
+    return value._version if is_plain(value) and not value.is_inference() else None
+
+
+def _nonfinite_before(preparation: Preparation, made: Assignment) -> int:
+    """The infinite and NaN values of what a transform was given, which is read once more."""
+    stored, read_all = made.stored, preparation.checkpoint.read_all
+    if isinstance(stored, StoredTensor) and made.is_run_of_bytes:
+        starts = range(0, stored.numel, AT_ONCE)
+        return sum(nonfinite(elements(stored, at, min(AT_ONCE, stored.numel - at), read_all)) for at in starts)
+    with preparation.held.during(made.buffer_bytes):
+        return nonfinite(made.value if stored is None else values_of(stored, preparation.checkpoint.read))
 
 
 @torch.inference_mode(False)
 @torch.no_grad()
-def _as_asked(preparation: Preparation, made: Assignment, result: torch.Tensor, own: bool) -> torch.Tensor:
+def _as_asked(
+    preparation: Preparation, made: Assignment, result: torch.Tensor, own: bool, before: Callable[[], int]
+) -> torch.Tensor:
     """The result with the dtype and device that were asked for, and memory that nobody else has."""
-    asked = preparation.options.dtype
+    asked, cast = preparation.options.dtype, result
     if asked is not None and result.is_floating_point() and type(result) is torch.Tensor:
         cast = result.to(asked)
-        made.overflows.check(made.name, result, cast)
-        result = cast
-    result = result.to(made.device)
+    if not made.overflows.check(made.name, result, cast) and is_plain(result):
+        made.overflows.check_function(made.name, BY_TRANSFORM, result, before)
+    result = cast.to(made.device)
     made.dtype = result.dtype
     made.placement = after_transform(made.placement, made.param, result, made.value)
     if not is_plain(result):

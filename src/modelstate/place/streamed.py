@@ -6,7 +6,7 @@ import torch
 
 from modelstate.place.memory import HeapTrim, PageWatch, fresh_tensors
 from modelstate.place.queues import Queues
-from modelstate.place.remake import called, told_of
+from modelstate.place.remake import remade, told_of
 from modelstate.place.rows import Joined
 from modelstate.plan.assignment import Assignment
 from modelstate.plan.held import Held
@@ -131,7 +131,7 @@ class _Flow:
         made, joined, writer = self._streamed[which], self._joined[which], self._writers[which]
         assert made.remake is not None
         if writer is None:
-            joined.put(first, called(made.remake, made.name, some, some.shape))
+            joined.put(first, remade(made, made.remake, some, some.shape))
             return
         if not joined.has_begun:
             joined.begin(writer.like)

@@ -88,7 +88,7 @@ def _itself(tensor: torch.Tensor) -> torch.Tensor:
 def values_of(
     source: Source,
     read: Callable[[Stored], torch.Tensor],
-    on_cast: Callable[[torch.Tensor, torch.Tensor], None] | None = None,
+    on_cast: Callable[[torch.Tensor, torch.Tensor], object] | None = None,
 ) -> torch.Tensor:
     """The values; `read` gives those of the tensors of the checkpoint.
 

@@ -1,19 +1,24 @@
-"""Finite values that become infinite or NaN by a cast to a dtype of a smaller range.
+"""Finite values that become infinite or NaN, by a cast to a dtype of a smaller range or by a function of the user.
 
-The check runs on a block of values while it is in the cache of the processor, and only for casts that can overflow. It
-has three steps, each of which decides most of what the one before leaves open: the sum of the result, which is finite
-where all of it is; the least and the greatest value of the source; and the count of the values.
+The check of a cast runs on a block of values while it is in the cache of the processor, and only for casts that can
+overflow. It has three steps, each of which decides most of what the one before leaves open: the sum of the result,
+which is finite where all of it is; the least and the greatest value of the source; and the count of the values.
+
+The result of a function is summed too, which takes about 7% of the time of multiplying the tensor by a number. What the
+function was given is looked at only where the result has infinite or NaN values.
 """
 
 import math
 import threading
+from collections.abc import Callable, Iterator
 from functools import cache
 
 import torch
 
-_AT_ONCE = 1 << 20
+AT_ONCE = 1 << 20
 """Elements that are counted at a time, so that counting takes little memory."""
 _SHOWN = 8
+_CAST = "a cast"
 
 
 @cache
@@ -29,42 +34,82 @@ def can_overflow(source: torch.dtype, target: torch.dtype) -> bool:
 
 
 class Overflows:
-    """Counts, by the names of tensors, what overflows in the casts of one load, save or conversion."""
+    """Counts, by cause and by the names of tensors, the values that become infinite or NaN in one operation."""
 
     def __init__(self) -> None:
-        self.counts: dict[str, int] = {}
+        self.counts: dict[tuple[str, str], int] = {}
+        """By cause, as "a cast", and name."""
         self._lock = threading.Lock()
 
-    def check(self, name: str, source: torch.Tensor, target: torch.Tensor | torch.dtype) -> None:
+    def check(self, name: str, source: torch.Tensor, target: torch.Tensor | torch.dtype) -> bool:
         """Counts the elements of `source` that are finite, and infinite or NaN in `target`, which it was cast to.
 
         A dtype as `target` stands for a cast that is made later. Called from any thread, with all of a tensor or a part
-        of it.
+        of it. Returns whether it has seen that all values of `target` are finite.
         """
         dtype = target.dtype if isinstance(target, torch.Tensor) else target
         if not can_overflow(source.dtype, dtype) or source.is_meta or not source.numel():
-            return
+            return False
         with torch.no_grad():
             if isinstance(target, torch.Tensor) and _has_finite_sum(target):
-                return
+                return True
             if not _is_within(source, dtype):
-                self.add({name: _newly_infinite(source, dtype)})
+                self.add({(_CAST, name): _newly_infinite(source, dtype)})
+        return False
 
-    def add(self, counts: dict[str, int]) -> None:
+    def check_function(self, name: str, cause: str, result: torch.Tensor, before: Callable[[], int]) -> None:
+        """Counts the infinite and NaN values that the result of a function has more than what the function was given.
+
+        `before` gives the number that the function was given. It is called only where the result has such values.
+        """
+        count = nonfinite(result)
+        if count:
+            self.add({(cause, name): max(count - before(), 0)})
+
+    def add(self, counts: dict[tuple[str, str], int]) -> None:
         """Adds what was counted elsewhere."""
         with self._lock:
-            for name, count in counts.items():
+            for key, count in counts.items():
                 if count:
-                    self.counts[name] = self.counts.get(name, 0) + count
+                    self.counts[key] = self.counts.get(key, 0) + count
 
     def notes(self) -> list[str]:
-        """What a report says of it: nothing, or one sentence."""
-        if not self.counts:
-            return []
-        shown = [f"{name} ({count:,})" for name, count in sorted(self.counts.items())[:_SHOWN]]
-        more = f", and {len(self.counts) - _SHOWN} more" if len(self.counts) > _SHOWN else ""
-        total = sum(self.counts.values())
-        return [f"finite values became infinite or NaN by a cast, {total:,} in all: {', '.join(shown)}{more}"]
+        """One sentence for each cause, for a report."""
+        notes = []
+        for cause in sorted({cause for cause, _ in self.counts}):
+            named = sorted((name, count) for (by, name), count in self.counts.items() if by == cause)
+            shown = [f"{name} ({count:,})" for name, count in named[:_SHOWN]]
+            more = f", and {len(named) - _SHOWN} more" if len(named) > _SHOWN else ""
+            total = sum(count for _, count in named)
+            notes.append(f"finite values became infinite or NaN by {cause}, {total:,} in all: {', '.join(shown)}{more}")
+        return notes
+
+
+def nonfinite(tensor: torch.Tensor) -> int:
+    """The number of infinite and NaN values: 0 at the cost of one sum where there are none and the sum is in range."""
+    if tensor.is_meta or not tensor.numel() or not (tensor.is_floating_point() or tensor.is_complex()):
+        return 0
+    with torch.no_grad():
+        if _has_finite_sum(tensor):
+            return 0
+        if tensor.itemsize > 1 and not tensor.is_complex():
+            least, greatest = (float(value) for value in torch.aminmax(tensor))
+            if math.isfinite(least) and math.isfinite(greatest):
+                return 0
+        try:
+            return sum(int((~_comparable(part).isfinite()).sum()) for part in _parts(tensor))
+        except (RuntimeError, NotImplementedError):  # a dtype without arithmetic, as float4
+            return 0
+
+
+def _parts(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
+    flat = tensor.detach().flatten()
+    for start in range(0, flat.numel(), AT_ONCE):
+        yield flat[start : start + AT_ONCE]
+
+
+def _comparable(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor if tensor.itemsize > 1 else tensor.float()  # torch has no comparisons of float8
 
 
 def _has_finite_sum(tensor: torch.Tensor) -> bool:
@@ -85,12 +130,8 @@ def _is_within(source: torch.Tensor, dtype: torch.dtype) -> bool:
 
 def _newly_infinite(source: torch.Tensor, dtype: torch.dtype) -> int:
     """The number of finite elements that the cast makes infinite or NaN."""
-    flat = source.detach().flatten()
     count = 0
-    for start in range(0, flat.numel(), _AT_ONCE):
-        part = flat[start : start + _AT_ONCE]
-        wide = part if part.itemsize > 1 else part.float()
-        cast = part.to(dtype)
-        cast = cast if cast.itemsize > 1 else cast.float()
-        count += int((wide.isfinite() & ~cast.isfinite()).sum())
+    for part in _parts(source):
+        cast = _comparable(part.to(dtype))
+        count += int((_comparable(part).isfinite() & ~cast.isfinite()).sum())
     return count

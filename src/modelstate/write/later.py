@@ -16,7 +16,7 @@ from modelstate.spec import Stored, StoredTensor, own_bytes, pieces
 from modelstate.words import size
 
 Make = Callable[[int, int], torch.Tensor]
-OnCast = Callable[[torch.Tensor, torch.Tensor], None]
+OnCast = Callable[[torch.Tensor, torch.Tensor], object]
 REPEATED_BYTES, REPEATED_TIMES = 1 << 30, 16
 """A state may take as many bytes, and as many times more than are stored of it, when each view is written in full."""
 
