@@ -177,7 +177,7 @@ def with_other(name: str) -> Any:
         (changed("q.weight", "exp_avg", torch.eye(4).to_sparse()), (), OptimizerStateError, "no values"),
         (changed("q.weight", "exp_avg", torch.ones(4, 4, device="meta")), (), OptimizerStateError, "no values"),
         (changed("q.weight", "exp_avg", torch.ones(4, 4) * 1j), (), OptimizerStateError, "complex"),
-        (changed("q.weight", "momentum_buffer", torch.ones(4, 4)), (), OptimizerStateError, "another optimizer keeps"),
+        (changed("q.weight", "momentum_buffer", torch.ones(4, 4)), (), OptimizerStateError, "saved momentum_buffer"),
         (changed("q.weight", "exp_avg", torch.ones(1, 4)), (), OptimizerStateError, r"shape \[1, 4\]"),
         (lambda state: state["state"]["q.weight"].pop("step"), (), OptimizerStateError, "step is lacking"),
         (changed("q.weight", "exp_avg", 1.0), (), OptimizerStateError, "is float, where the optimizer has Tensor"),
@@ -186,10 +186,10 @@ def with_other(name: str) -> Any:
         (changed("q.weight", "step", torch.ones(4, 4)), (), OptimizerStateError, "step has 2 dimensions"),
         (lambda state: state["state"].update({"q.weight": 5}), (), OptimizerStateError, "not the state of a parameter"),
         (lambda state: state["param_groups"][0].update(betas=(1, 2, 3)), (), OptimizerStateError, "the option betas"),
-        (lambda state: state["param_groups"][0].update({3: 3}), (), OptimizerStateError, "another optimizer"),
+        (lambda state: state["param_groups"][0].update({3: 3}), (), OptimizerStateError, "the saved option 3"),
         (lambda state: state["param_groups"][0].update(lr=iter(())), (), OptimizerStateError, "the option lr"),
         (lambda state: state["param_groups"][0].update(lr="high"), (), OptimizerStateError, "the option lr is 'high'"),
-        (lambda state: state["param_groups"][0].update(nesterov=1), (), OptimizerStateError, "another optimizer"),
+        (lambda state: state["param_groups"][0].update(nesterov=1), (), OptimizerStateError, "the saved option nest"),
         (with_other("x"), (), OptimizerStateError, "x: the optimizer has no such parameter"),
         (changed("q.bias", "exp_avg", torch.ones(4, 4)), (), OptimizerStateError, r"exp_avg has the shape \[4, 4\]"),
         (changed("q.bias", "exp_avg", torch.ones(1, 1)), (), OptimizerStateError, r"exp_avg has the shape \[1, 1\]"),
@@ -327,10 +327,167 @@ def test_options_follow_by_rules_that_go_one_way() -> None:
 def test_options_of_another_optimizer() -> None:
     model = Separate()
     adam, sgd = trained(model), torch.optim.SGD(model.parameters())
-    with pytest.raises(OptimizerStateError, match="another optimizer"):
+    with pytest.raises(OptimizerStateError, match="does not have the saved options amsgrad, betas") as caught:
         ms.load_optimizer_state(model, sgd, ms.optimizer_state(model, adam))
-    with pytest.raises(OptimizerStateError, match="another optimizer"):
+    assert "the state is of torch.optim.AdamW, the optimizer is torch.optim.SGD" in caught.value.found
+    assert "rules" not in caught.value.remedy
+    assert "keep_options" not in caught.value.remedy
+    with pytest.raises(OptimizerStateError, match="does not have the saved options dampening") as caught:
         ms.load_optimizer_state(model, adam, ms.optimizer_state(model, sgd))
+    assert "build the optimizer that was saved: torch.optim.SGD" in caught.value.remedy
+
+
+def test_kept_options_do_not_make_the_moments_fit_another_optimizer() -> None:
+    model = Separate()
+    adam, sgd = trained(model), torch.optim.SGD(model.parameters())
+    with pytest.raises(OptimizerStateError, match="does not keep the saved step, exp_avg, exp_avg_sq"):
+        ms.load_optimizer_state(model, sgd, ms.optimizer_state(model, adam), keep_options=["*"])
+
+
+class Logged(torch.optim.Adam):
+    """An optimizer of a user's that computes as the class that it is derived from."""
+
+
+class Renamed(torch.optim.Optimizer):
+    """An optimizer of a user's that torch's classes are no part of."""
+
+    def __init__(self, params: Any, lr: float = 1e-3) -> None:
+        super().__init__(params, {"lr": lr, "betas": (0.9, 0.999), "eps": 1e-8, "maximize": False})
+
+
+def without_class(state: dict[str, Any]) -> dict[str, Any]:
+    """The state as a file has it that does not name the class."""
+    return {key: value for key, value in state.items() if key != "class"}
+
+
+CHANGES = [
+    ("Adam", "AdamW", "decoupled_weight_decay True -> False"),
+    ("AdamW", "Adam", "decoupled_weight_decay False -> True"),
+    ("RAdam", "Adam", ""),
+    ("RAdam", "AdamW", "decoupled_weight_decay True -> False"),
+]
+
+
+@pytest.mark.parametrize("names_class", [True, False])
+@pytest.mark.parametrize(("before", "after", "change"), CHANGES)
+def test_a_state_that_would_make_the_optimizer_compute_as_another(
+    before: str, after: str, change: str, names_class: bool
+) -> None:
+    model = Separate()
+    first = getattr(torch.optim, before)(model.parameters(), lr=0.25)
+    train(model, first)
+    state = ms.optimizer_state(model, first)
+    assert state["class"] == f"torch.optim.{before}"
+    state = state if names_class else without_class(state)
+    second = getattr(torch.optim, after)(model.parameters(), weight_decay=0.125)
+    was = described(second.state_dict())
+    with pytest.raises(OptimizerStateError) as caught:
+        ms.load_optimizer_state(model, second, state)
+    assert described(second.state_dict()) == was
+    assert f"the state is of torch.optim.{before}" in caught.value.found
+    assert ("a guess" in caught.value.found) is not names_class
+    assert change in caught.value.found
+    assert 'keep_options=["*"]' in caught.value.remedy
+    ms.load_optimizer_state(model, second, state, keep_options=["*"])
+    assert described(second.param_groups) == described(
+        getattr(torch.optim, after)(model.parameters(), weight_decay=0.125).param_groups
+    )
+    assert torch.equal(second.state[model.q.weight]["exp_avg"], first.state[model.q.weight]["exp_avg"])
+
+
+def test_an_adam_that_decouples_its_weight_decay_is_resumed() -> None:
+    model = Separate()
+    first = torch.optim.Adam(model.parameters(), decoupled_weight_decay=True)
+    train(model, first)
+    state = ms.optimizer_state(model, first)
+    for second in (torch.optim.Adam(model.parameters()), torch.optim.Adam(model.parameters(), lr=0.5)):
+        ms.load_optimizer_state(model, second, state)
+        assert second.param_groups[0]["decoupled_weight_decay"] is True
+    second = torch.optim.Adam(model.parameters(), decoupled_weight_decay=True)
+    ms.load_optimizer_state(model, second, without_class(state))
+    assert described(second.state_dict()) == described(first.state_dict())
+
+
+@pytest.mark.parametrize("names_class", [True, False])
+def test_classes_that_are_derived_from_each_other_share_their_state(names_class: bool) -> None:
+    model = Separate()
+    for before, after in [(torch.optim.Adam, Logged), (Logged, torch.optim.Adam), (Logged, Logged)]:
+        first = before(model.parameters(), lr=0.25)
+        train(model, first)
+        state = ms.optimizer_state(model, first)
+        second = after(model.parameters())
+        ms.load_optimizer_state(model, second, state if names_class else without_class(state))
+        assert described(second.state_dict()) == described(first.state_dict())
+
+
+def test_a_class_that_nothing_is_known_of_needs_a_decision() -> None:
+    model = Separate()
+    first = torch.optim.SparseAdam(model.parameters(), lr=0.25)
+    state = ms.optimizer_state(model, first)
+    with pytest.raises(OptimizerStateError, match=r"torch.optim.SparseAdam, the optimizer is .*Renamed"):
+        ms.load_optimizer_state(model, Renamed(model.parameters()), state)
+    second = Renamed(model.parameters())
+    ms.load_optimizer_state(model, second, state, keep_options=["*"])
+    assert second.param_groups[0]["lr"] == 1e-3
+    # The file does not say that it is of another class, and the options are the same.
+    ms.load_optimizer_state(model, second, without_class(state))
+    assert second.param_groups[0]["lr"] == 0.25
+
+
+def test_a_class_that_has_moved_to_another_module_is_the_same() -> None:
+    model = Separate()
+    first = Renamed(model.parameters(), lr=0.25)
+    state = {**ms.optimizer_state(model, first), "class": "old.module.Renamed"}
+    second = Renamed(model.parameters())
+    ms.load_optimizer_state(model, second, state)
+    assert second.param_groups[0]["lr"] == 0.25
+
+
+class Wrapper(torch.optim.Optimizer):
+    """Shows the groups and the state of another optimizer, as accelerate's class does."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self.optimizer = optimizer
+
+    @property
+    def param_groups(self) -> Any:
+        return self.optimizer.param_groups
+
+    @property
+    def state(self) -> Any:
+        return self.optimizer.state
+
+
+def test_a_wrapper_has_the_class_of_what_it_wraps() -> None:
+    model = Separate()
+    first = trained(model, lr=0.25)
+    state = ms.optimizer_state(model, Wrapper(first))
+    assert state["class"] == "torch.optim.AdamW"
+    second = torch.optim.AdamW(model.parameters())
+    ms.load_optimizer_state(model, Wrapper(second), state)
+    assert described(second.state_dict()) == described(first.state_dict())
+
+
+def test_options_that_the_optimizer_keeps() -> None:
+    model = Separate()
+    first = trained(model, lr=0.25, weight_decay=0.5)
+    state = ms.optimizer_state(model, first)
+    second = torch.optim.AdamW(model.parameters(), lr=0.125, weight_decay=0.0)
+    ms.load_optimizer_state(model, second, state, keep_options=["lr"])
+    assert (second.param_groups[0]["lr"], second.param_groups[0]["weight_decay"]) == (0.125, 0.5)
+    assert torch.equal(second.state[model.q.weight]["exp_avg"], first.state[model.q.weight]["exp_avg"])
+    with pytest.raises(OptionError, match="keep_options='learning_rate'"):
+        ms.load_optimizer_state(model, second, state, keep_options=["learning_rate"])
+    with pytest.raises(OptionError, match=r"keep_options=\['lr'\]"):
+        ms.load_optimizer_state(model, second, state, keep_options="lr")
+
+
+def test_options_that_decide_what_is_kept_come_with_the_state() -> None:
+    model = Separate()
+    first = trained(model, amsgrad=True)
+    second = torch.optim.AdamW(model.parameters())
+    ms.load_optimizer_state(model, second, ms.optimizer_state(model, first))
+    assert described(second.state_dict()) == described(first.state_dict())
 
 
 def test_a_step_from_before_it_was_a_tensor() -> None:

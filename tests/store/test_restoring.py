@@ -637,6 +637,98 @@ def test_models_and_optimizers_have_their_problems_in_one_error_with_patterns_fo
     assert store.restore(of, **options).step == 1  # type: ignore[arg-type]
 
 
+def with_optimizers(**classes: Any) -> dict[str, Any]:
+    """Objects with an optimizer of each class that has made a step."""
+    model = nn.Linear(3, 3)
+    of: dict[str, Any] = {"model": model, "step": 3}
+    for name, cls in classes.items():
+        of[name] = cls(model.parameters(), lr=0.25)
+        model(torch.ones(1, 3)).sum().backward()
+        of[name].step()
+    return of
+
+
+def restored_from(place: str, path: Path, objects: dict[str, Any]) -> Any:
+    """Saves the objects, and gives the function that restores others from there."""
+    if place == "file":
+        ms.save(objects, path / "training.safetensors")
+        return lambda of, **options: ms.restore(of, path / "training.safetensors", **options)
+    store = ms.Store(path)
+    store.save(1, objects)
+    return store.restore
+
+
+@pytest.mark.parametrize("place", ["file", "store"])
+def test_the_state_of_another_optimizer_is_left_out_as_the_error_says(tmp_path: Path, place: str) -> None:
+    saved = with_optimizers(optimizer=torch.optim.Adam, second=torch.optim.Adagrad)
+    restore = restored_from(place, tmp_path, saved)
+    of = with_optimizers(optimizer=torch.optim.SGD, second=torch.optim.SGD)
+    before = everything(of)
+    with pytest.raises(OptimizerStateError) as caught:
+        restore(of)
+    assert everything(of) == before
+    found, remedy = caught.value.found, str(caught.value.remedy)
+    assert "optimizer: the state is of torch.optim.Adam, the optimizer is torch.optim.SGD" in found
+    assert "second: the state is of torch.optim.Adagrad, the optimizer is torch.optim.SGD" in found
+    assert "rules" not in remedy
+    assert "keep_options" not in remedy
+    new = dict(re.findall(r"call it '(\w+)' among the objects.*?allow_unexpected=\['(\w+)'\]", remedy))
+    assert set(new.values()) == {"optimizer", "second"}
+    again = {name: it for name, it in of.items() if name not in new.values()}
+    again |= {name: of[old] for name, old in new.items()}
+    options: dict[str, list[str]] = {}
+    for option, patterns in re.findall(r"(allow_\w+)=(\[.*?\])", remedy):
+        options.setdefault(option, []).extend(ast.literal_eval(patterns))
+    state = {name: repr(of[name].state_dict()) for name in new.values()}
+    restored = restore(again, **options)
+    assert torch.equal(of["model"].weight, saved["model"].weight)
+    assert {name: repr(of[name].state_dict()) for name in new.values()} == state
+    assert restored["step"] == 3
+
+
+@pytest.mark.parametrize("place", ["file", "store"])
+def test_an_optimizer_takes_the_moments_of_another_class_where_it_is_told_to(tmp_path: Path, place: str) -> None:
+    saved = with_optimizers(adam=torch.optim.Adam)
+    restore = restored_from(place, tmp_path, saved)
+    of = with_optimizers(adam=torch.optim.AdamW)
+    options = {key: value for key, value in of["adam"].param_groups[0].items() if key != "params"}
+    before = everything(of)
+    with pytest.raises(OptimizerStateError, match="decoupled_weight_decay True -> False") as caught:
+        restore(of)
+    assert everything(of) == before
+    (remedy,) = re.findall(r"keep_options=(\[.*?\])", str(caught.value.remedy))
+    report = restore(of, keep_options=ast.literal_eval(remedy)).report
+    assert "adam: the state of torch.optim.Adam is loaded into torch.optim.AdamW" in report.notes
+    assert {key: value for key, value in of["adam"].param_groups[0].items() if key != "params"} == options
+    for name, param in of["model"].named_parameters():
+        moment = saved["adam"].state[saved["model"].get_parameter(name)]["exp_avg"]
+        assert torch.equal(of["adam"].state[param]["exp_avg"], moment)
+
+
+def test_some_options_of_one_of_two_optimizers_are_kept(tmp_path: Path) -> None:
+    saved = with_optimizers(first=torch.optim.AdamW, second=torch.optim.AdamW)
+    ms.save(saved, tmp_path / "training.safetensors")
+    of = with_optimizers(first=torch.optim.AdamW, second=torch.optim.AdamW)
+    for name in ("first", "second"):
+        of[name].param_groups[0].update(lr=0.125, weight_decay=0.5)
+    ms.restore(of, tmp_path / "training.safetensors", keep_options=["second.lr"])
+    found = {name: [of[name].param_groups[0][key] for key in ("lr", "weight_decay")] for name in ("first", "second")}
+    assert found == {"first": [0.25, 0.01], "second": [0.125, 0.01]}
+    with pytest.raises(errors.OptionError, match="keep_options='third'"):
+        ms.restore(of, tmp_path / "training.safetensors", keep_options=["third"])
+
+
+def test_a_model_and_an_optimizer_of_another_class_have_their_problems_in_one_error(tmp_path: Path) -> None:
+    store, of = ms.Store(tmp_path), headed("new")
+    store.save(1, headed("old"))
+    of["optimizer0"] = torch.optim.SGD(of["model"].parameters())
+    with pytest.raises(PlanError) as caught:
+        store.restore(of)
+    whys = [one.line() for one in caught.value.problems if isinstance(one, problems.OptimizerMisfit)]
+    assert "optimizer0: the state is of torch.optim.Adam, the optimizer is torch.optim.SGD" in whys
+    assert "build the optimizer that was saved: torch.optim.Adam" in str(caught.value)
+
+
 def test_all_optimizers_have_their_problems_in_one_error(tmp_path: Path) -> None:
     store, of = ms.Store(tmp_path), headed("new", optimizers=2)
     store.save(1, headed("old", optimizers=2))

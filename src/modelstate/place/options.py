@@ -48,8 +48,8 @@ def options_of(
         key=key,
         rules=() if isinstance(rules, Schema) else check_rules(rules),
         schema=rules if isinstance(rules, Schema) else None,
-        allow_missing=_patterns("allow_missing", allow_missing),
-        allow_unexpected=_patterns("allow_unexpected", allow_unexpected),
+        allow_missing=patterns_of("allow_missing", allow_missing),
+        allow_unexpected=patterns_of("allow_unexpected", allow_unexpected),
         dtype=floating_dtype(dtype),
         device=target,
         transform=_transforms(transform),
@@ -82,7 +82,7 @@ def _transforms(given: Any) -> AnyTransform | Pairs | None:
     return found
 
 
-def _patterns(option: str, patterns: object) -> tuple[str, ...]:
+def patterns_of(option: str, patterns: object) -> tuple[str, ...]:
     found = tuple(patterns) if isinstance(patterns, Iterable) and not isinstance(patterns, str) else None
     if found is not None and all(isinstance(pattern, str) for pattern in found):
         return found

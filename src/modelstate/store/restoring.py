@@ -1,9 +1,10 @@
 """The state of several objects back into them, all or nothing over all of them together."""
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from copy import deepcopy
 from dataclasses import dataclass, field, replace
+from fnmatch import fnmatchcase
 from functools import partial
 from typing import Any
 
@@ -18,8 +19,8 @@ from modelstate.errors import (
     UnexpectedObjectError,
 )
 from modelstate.place.load import load_then
-from modelstate.place.optimizer_state import misfit, plan_by_name, remedy_of
-from modelstate.place.options import options_of
+from modelstate.place.optimizer_state import OptimizerPlan, check_keep_options, misfit, plan_by_name, remedy_of
+from modelstate.place.options import options_of, patterns_of
 from modelstate.place.report import Report
 from modelstate.plan.account import Patterns
 from modelstate.plan.exclusive import exclusive
@@ -112,6 +113,7 @@ def restore_objects(
     rules: RulesOf = (),
     allow_missing: Iterable[str] = (),
     allow_unexpected: Iterable[str] = (),
+    keep_options: Iterable[str] = (),
     device: torch.device | str | None = None,
     map: bool | None = None,
     verify: bool = False,
@@ -136,6 +138,9 @@ def restore_objects(
         allow_missing: glob patterns of what need not have been saved: paths of objects ("ema"), names in modules
             ("model.head.*"), and parameters by the path of their optimizer ("optimizer.model.head.*").
         allow_unexpected: the same for what was saved and need not be there.
+        keep_options: glob patterns of optimizers that keep their own options: all of them ("optimizer"), or some
+            ("optimizer.lr"). With all of them, an optimizer takes the state of the parameters from another class of
+            optimizer, where it fits; without, such a state is refused if the optimizer would compute otherwise.
         device, map, verify, progress, max_memory_bytes, prefault: as `modelstate.load` has them, for the modules.
 
     Raises `MissingObjectError`, `UnexpectedObjectError` and `ObjectKindError` for what does not go together,
@@ -146,6 +151,8 @@ def restore_objects(
     check_owners(targets, modules_of(targets))
     sources = _checked(saved)
     options = options_of("", (), allow_missing, allow_unexpected, None, device, None, map, False)
+    kept_options = patterns_of("keep_options", keep_options)
+    check_keep_options(kept_options, [name for path, target in targets.items() for name in _option_names(path, target)])
     may_miss = Patterns("allow_missing", options.allow_missing)
     may_exceed = Patterns("allow_unexpected", options.allow_unexpected)
     missing = _allowed([path for path in targets if path not in sources], may_miss)
@@ -157,7 +164,7 @@ def restore_objects(
         if target.kind == MODULE and path in sources
     }
     options = replace(options, rules=_rules(rules, checkpoints))
-    restoring = _Restoring(targets, sources, options.rules, may_miss, may_exceed)
+    restoring = _Restoring(targets, sources, options.rules, may_miss, may_exceed, kept_options)
     restoring.note_use()
     for checkpoint in dict.fromkeys(checkpoints.values()) if verify else ():
         checkpoint.verify()
@@ -184,6 +191,7 @@ def restore_objects(
                 raise joined from error
             raise
     plain = {path: sources[path].tree for path, target in restoring.turn if target.kind == VALUE}
+    report = replace(report, notes=(*report.notes, *restoring.notes))
     return Restored(plain, report, missing, unexpected, restoring.drawn_from)
 
 
@@ -197,12 +205,15 @@ class _Restoring:
         rules: tuple[Rule, ...],
         may_miss: Patterns,
         may_exceed: Patterns,
+        keep_options: tuple[str, ...],
     ) -> None:
         self.modules: Objects = modules_of(targets)
         self.turn = [(path, target) for path, target in in_turn(targets) if path in sources]
         """The targets that get a state, in the order in which they do."""
         self._sources, self._rules = sources, rules
-        self._may_miss, self._may_exceed = may_miss, may_exceed
+        self._may_miss, self._may_exceed, self._keep_options = may_miss, may_exceed, keep_options
+        self.notes: list[str] = []
+        """What is worth knowing of the optimizers that have got their states."""
         self.drawn_from = tuple(
             (path, target, sources[path].tree)
             for path, target in self.turn
@@ -230,11 +241,12 @@ class _Restoring:
             if target.kind == OPTIMIZER:
                 with code_of(path, "its state cannot be loaded; nothing has been changed"):
                     planned.append(self._plan_optimizer(path, target.it))
-        if any(one.problems for one in planned):
-            raise _misfits([one for one in planned if one.problems])
+        if any(one.plan.problems for one in planned):
+            raise _misfits([one for one in planned if one.plan.problems])
         for one in planned:
             with code_of(one.path, "its state cannot be loaded; nothing has been changed"):
-                one.load()
+                one.plan.load()
+            self.notes += [f"{one.path}: {one.plan.note}"] if one.plan.note else []
         generators = [target.it for _, target in self.turn if target.is_late]
         for path, target in self.turn:
             if target.kind == STATEFUL:
@@ -245,7 +257,7 @@ class _Restoring:
                 with code_of(path, "the generator does not take the state; nothing has been changed"):
                     target.it.set_state(self._sources[path].tree)
 
-    def _plan_optimizer(self, path: str, optimizer: torch.optim.Optimizer) -> "_OptimizerPlan":
+    def _plan_optimizer(self, path: str, optimizer: torch.optim.Optimizer) -> "_PathPlan":
         lacking: list[str] = []
         over: list[str] = []
 
@@ -255,15 +267,21 @@ class _Restoring:
                 refused.append(f"{path}.{name}")
             return is_allowed
 
-        problems, load = plan_by_name(
+        def keeps(option: str) -> bool:
+            return any(
+                fnmatchcase(path, pattern) or fnmatchcase(f"{path}.{option}", pattern) for pattern in self._keep_options
+            )
+
+        plan = plan_by_name(
             self.modules,
             optimizer,
             self._sources[path].tree,
             rules=self._rules,
             may_miss=partial(asked, self._may_miss, lacking),
             may_exceed=partial(asked, self._may_exceed, over),
+            keeps=keeps,
         )
-        return _OptimizerPlan(path, type(optimizer).__name__, problems, lacking, over, load)
+        return _PathPlan(path, type(optimizer).__name__, plan, lacking, over)
 
     def with_optimizers(self, error: PlanError, checkpoints: Mapping[str, Checkpoint]) -> PlanError | None:
         """The error of a model with the problems of the optimizers beside it; None where they have none."""
@@ -274,7 +292,7 @@ class _Restoring:
                 with suppress(Exception):  # what raises for a model that was not loaded says nothing of its own
                     planned.append(self._plan_optimizer(path, target.it))
         for one in planned:
-            for line in one.problems:
+            for line in one.plan.problems:
                 name, _, why = line.partition(": ")
                 if name not in misshapen:  # its state has the shape of the checkpoint's parameter
                     problems.append(OptimizerMisfit(f"{one.path}.{name}" if why else one.path, why=why or line))
@@ -286,32 +304,59 @@ class _Restoring:
             lacking += one.lacking
             over += one.over
         has_rule = any(isinstance(problem, OtherNames) for problem in error.problems)
-        remedy = "pass the rule above: optimizers follow rules" if has_rule else _remedy(lacking, over)
+        remedies = [_class_remedy(one) for one in planned if one.plan.other_class]
+        if has_rule:
+            remedies.append("pass the rule above: optimizers follow rules")
+        elif lacking or over or not remedies:
+            remedies.append(_remedy(lacking, over))
         sources = list(dict.fromkeys(checkpoint.source for checkpoint in checkpoints.values()))
         every = [*error.problems, *problems]
-        return plan_error(", ".join(checkpoints), ", ".join(sources[:3]), every, {OptimizerMisfit: remedy})
+        return plan_error(", ".join(checkpoints), ", ".join(sources[:3]), every, {OptimizerMisfit: "; ".join(remedies)})
 
 
 @dataclass(frozen=True, slots=True)
-class _OptimizerPlan:
+class _PathPlan:
+    """The plan of the optimizer at a path."""
+
     path: str
     kind: str
-    problems: list[str]
+    plan: OptimizerPlan
     lacking: list[str]
     """Names of parameters, with the path before them, that nothing was saved for."""
     over: list[str]
     """Names that were saved, and that the optimizer lacks."""
-    load: Callable[[], None]
 
 
-def _misfits(planned: list[_OptimizerPlan]) -> OptimizerStateError:
+def _misfits(planned: list[_PathPlan]) -> OptimizerStateError:
     """One error for all optimizers that their states do not fit."""
     lacking = [name for one in planned for name in one.lacking]
     over = [name for one in planned for name in one.over]
-    remedy = _remedy(lacking, over) if lacking or over else remedy_of(f'["{planned[0].path}.NAME"]')
+    remedies = [_class_remedy(one) for one in planned if one.plan.other_class]
+    if lacking or over:
+        remedies.append(_remedy(lacking, over))
     several = len(planned) > 1
-    lines = [f"{one.path}: {line}" if several else line for one in planned for line in one.problems]
+    found = [(one, line) for one in planned for line in one.plan.problems]
+    found.sort(key=lambda pair: pair[0].plan.other_class is None or pair[0].plan.other_class.text != pair[1])
+    lines = [f"{one.path}: {line}" if several else line for one, line in found]
+    remedy = "; ".join(remedies) or remedy_of(f'["{planned[0].path}.NAME"]')
     return misfit(", ".join(f"{one.path}: {one.kind}" for one in planned), lines, remedy)
+
+
+def _class_remedy(planned: _PathPlan) -> str:
+    """For the state of another class of optimizer."""
+    other, path, new = planned.plan.other_class, planned.path, f"{planned.path}_new"
+    assert other is not None
+    return other.remedy(
+        f"[{path!r}]", f"call it {new!r} among the objects, with allow_missing=[{new!r}], allow_unexpected=[{path!r}]"
+    )
+
+
+def _option_names(path: str, target: Target) -> list[str]:
+    """What `keep_options` may match of an object."""
+    if target.kind != OPTIMIZER:
+        return []
+    options = {str(key) for group in target.it.param_groups for key in group} - {"params", "param_names"}
+    return [path, *(f"{path}.{option}" for option in sorted(options))]
 
 
 def _remedy(lacking: list[str], over: list[str]) -> str:

@@ -322,6 +322,7 @@ class Store:
         rules: RulesOf = (),
         allow_missing: Iterable[str] = (),
         allow_unexpected: Iterable[str] = (),
+        keep_options: Iterable[str] = (),
         device: torch.device | str | None = None,
         map: bool | None = None,
         verify: bool = True,
@@ -343,6 +344,7 @@ class Store:
             _patterns("allow_missing", allow_missing),
             _patterns("allow_unexpected", allow_unexpected),
         )
+        kept_options = _patterns("keep_options", keep_options)
 
         def attempt(found: Found) -> tuple[Record, Restored]:
             record, parts = parts_of(self._shelf, found, verify)
@@ -352,6 +354,7 @@ class Store:
                 rules=rules,
                 allow_missing=may_miss,
                 allow_unexpected=may_exceed,
+                keep_options=kept_options,
                 device=device,
                 map=map,
                 progress=progress,
