@@ -4,6 +4,7 @@ import ast
 import copy
 import re
 from collections import OrderedDict
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -650,12 +651,17 @@ def with_optimizers(**classes: Any) -> dict[str, Any]:
 
 def restored_from(place: str, path: Path, objects: dict[str, Any]) -> Any:
     """Saves the objects, and gives the function that restores others from there."""
-    if place == "file":
-        ms.save(objects, path / "training.safetensors")
-        return lambda of, **options: ms.restore(of, path / "training.safetensors", **options)
-    store = ms.Store(path)
-    store.save(1, objects)
-    return store.restore
+    if place == "store":
+        store = ms.Store(path)
+        store.save(1, objects)
+        return store.restore
+    file = path / ("training.pt" if place == "torch file" else "model.safetensors")
+    ms.save(objects, file, shard_size_bytes=100 if place == "directory" else None)
+    source: Any = path if place == "directory" else str(file)
+    source = {"checkpoint": ms.open, "mapping": lambda file: ms.open(file).value()}.get(place, lambda file: file)(
+        source
+    )
+    return partial(ms.restore, source=source)
 
 
 @pytest.mark.parametrize("place", ["file", "store"])
@@ -727,6 +733,53 @@ def test_a_model_and_an_optimizer_of_another_class_have_their_problems_in_one_er
     whys = [one.line() for one in caught.value.problems if isinstance(one, problems.OptimizerMisfit)]
     assert "optimizer0: the state is of torch.optim.Adam, the optimizer is torch.optim.SGD" in whys
     assert "build the optimizer that was saved: torch.optim.Adam" in str(caught.value)
+
+
+class Respelled(nn.Module):
+    def __init__(self, first: str, last: str) -> None:
+        super().__init__()
+        setattr(self, first, nn.Linear(3, 4))
+        setattr(self, last, nn.Linear(4, 2))
+
+
+def respelled(first: str, last: str, unchanged: nn.Module) -> dict[str, Any]:
+    nets = {"model": Respelled(first, last), "class": Respelled(first, last)}
+    params = [param for net in (*nets.values(), unchanged) for param in net.parameters()]
+    optimizer = torch.optim.Adam(params)
+    sum(param.sum() for param in params).backward()
+    optimizer.step()
+    return {"model": nets["model"], "nets": {"critic": nets["class"]}, "other": unchanged, "optimizer": optimizer}
+
+
+@pytest.mark.parametrize("place", ["file", "torch file", "directory", "store", "checkpoint", "mapping"])
+def test_the_rules_that_an_error_proposes_to_work_out_restore_everything(tmp_path: Path, place: str) -> None:
+    saved = respelled("fc1", "out", nn.Linear(2, 2))
+    restore = restored_from(place, tmp_path, saved)
+    of = respelled("first_layer", "last_layer", nn.Linear(2, 2))
+    before = everything(of)
+    with pytest.raises(PlanError) as caught:
+        restore(of)
+    assert everything(of) == before
+    (code,) = re.findall(r"rules=(\{.*?\)\})", str(caught.value))
+    source = getattr(restore, "keywords", {}).get("source")
+    rules = eval(code, {"ms": ms, "model": of["model"], "critic": of["nets"]["critic"], "source": source})
+    assert set(rules) == {"model", "nets.critic"}
+    restore(of, rules=rules)
+    for path in ("model", "nets", "other"):
+        old, new = ([it[path]] if path != "nets" else [it[path]["critic"]] for it in (saved, of))
+        assert [*map(torch.Tensor.tolist, old[0].parameters())] == [*map(torch.Tensor.tolist, new[0].parameters())]
+    old_moments, new_moments = ([one["exp_avg"] for one in it["optimizer"].state.values()] for it in (saved, of))
+    assert all(map(torch.equal, old_moments, new_moments))
+
+
+def test_the_rules_that_an_error_proposes_for_a_state_dict_of_a_part() -> None:
+    saved = {"model": Part("module", Respelled("fc1", "out").state_dict())}
+    model = Respelled("first_layer", "last_layer")
+    with pytest.raises(PlanError) as caught:
+        restore_objects({"model": model}, saved)
+    (code,) = re.findall(r"rules=(\{.*?\)\})", str(caught.value))
+    restore_objects({"model": model}, saved, rules=eval(code, {"ms": ms, "model": model, "saved": saved}))
+    assert torch.equal(model.first_layer.weight, saved["model"].tree["fc1.weight"])
 
 
 def test_all_optimizers_have_their_problems_in_one_error(tmp_path: Path) -> None:

@@ -10,9 +10,7 @@ from modelstate.words import printable
 _SHOWN = 8
 SUGGEST = "modelstate suggest MODEL FILE"
 """The command that works out rules."""
-_RENAMED = (
-    f"if the names below are these in another spelling, ms.suggest(model, source) works out rules (`{SUGGEST}`); "
-)
+_RULES_FROM_SUGGEST = f"ms.suggest(model, source) works out rules (`{SUGGEST}`)"
 _OF_A_BASE = "open the base with the adapter; "
 
 
@@ -27,18 +25,25 @@ def grouped(problems: Sequence[Problem]) -> list[tuple[type[Problem], list[Probl
     return sorted(groups.items(), key=lambda group: group[0] is not IdlePattern)
 
 
-def _to_do_before(causes: Collection[type[Problem]]) -> dict[type[Problem], str]:
+def _to_do_before(causes: Collection[type[Problem]], suggest: str) -> dict[type[Problem], str]:
     """What to try where several causes come together, before what is to be done about each alone."""
     if UnmergedAdapter in causes:
         return {Missing: _OF_A_BASE}
-    return {Missing: _RENAMED} if Unexpected in causes else {}
+    return {Missing: f"if the names below are these in another spelling, {suggest}; "} if Unexpected in causes else {}
 
 
-def explain(problems: Sequence[Problem], remedies: Mapping[type[Problem], str] | None = None) -> str:
-    """All problems on a screen; `remedies` are those that are others than the problems' own."""
+def explain(
+    problems: Sequence[Problem],
+    remedies: Mapping[type[Problem], str] | None = None,
+    suggest: str = _RULES_FROM_SUGGEST,
+) -> str:
+    """All problems on a screen.
+
+    `remedies` replace the problems' own; `suggest` says how rules are worked out, in the words of the caller.
+    """
     lines = []
     groups = grouped(problems)
-    chosen, before = remedies or {}, _to_do_before([cause for cause, _ in groups])
+    chosen, before = remedies or {}, _to_do_before([cause for cause, _ in groups], suggest)
     for cause, members in groups:
         lines.append(f"  {cause.title} ({len(members)}):")
         lines += [f"    {problem.line()}" for problem in members[:_SHOWN]]
@@ -52,13 +57,17 @@ def explain(problems: Sequence[Problem], remedies: Mapping[type[Problem], str] |
 
 
 def plan_error(
-    target: str, source: str, problems: Sequence[Problem], remedies: Mapping[type[Problem], str] | None = None
+    target: str,
+    source: str,
+    problems: Sequence[Problem],
+    remedies: Mapping[type[Problem], str] | None = None,
+    suggest: str = _RULES_FROM_SUGGEST,
 ) -> PlanError:
     """The error that a plan with problems raises."""
     noun = "problem" if len(problems) == 1 else "problems"
     return PlanError(
         f"cannot load {source} into {target}; nothing has been changed. {len(problems)} {noun}:\n"
-        f"{explain(problems, remedies)}",
+        f"{explain(problems, remedies, suggest)}",
         problems=problems,
     )
 

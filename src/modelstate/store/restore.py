@@ -55,6 +55,7 @@ def restore(
         map=map,
         progress=progress,
         max_memory_bytes=max_memory_bytes,
+        source_name="" if isinstance(source, str | os.PathLike) else "source",
     )
 
 

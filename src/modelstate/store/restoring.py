@@ -6,6 +6,7 @@ from copy import deepcopy
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from functools import partial
+from keyword import iskeyword
 from typing import Any
 
 import torch
@@ -120,6 +121,7 @@ def restore_objects(
     progress: bool | None = None,
     max_memory_bytes: int | None = None,
     prefault: bool | None = None,
+    source_name: str = "",
 ) -> Restored:
     """Gives objects the state that was saved for them, all or nothing.
 
@@ -142,6 +144,7 @@ def restore_objects(
             ("optimizer.lr"). With all of them, an optimizer takes the state of the parameters from another class of
             optimizer, where it fits; without, such a state is refused if the optimizer would compute otherwise.
         device, map, verify, progress, max_memory_bytes, prefault: as `modelstate.load` has them, for the modules.
+        source_name: what an error calls the source in code that it proposes; without it, the path of the checkpoint.
 
     Raises `MissingObjectError`, `UnexpectedObjectError` and `ObjectKindError` for what does not go together,
     `ObjectStateError` where an object's own code raises, `OptimizerStateError`, `RuleError`, `OptionError`, and what
@@ -187,8 +190,8 @@ def restore_objects(
                 journal.rollback()
             finally:
                 journal.rollback()
-            if isinstance(error, PlanError) and (joined := restoring.with_optimizers(error, checkpoints)) is not None:
-                raise joined from error
+            if isinstance(error, PlanError):
+                raise restoring.plan_error(error, checkpoints, source_name) from error.__cause__
             raise
     plain = {path: sources[path].tree for path, target in restoring.turn if target.kind == VALUE}
     report = replace(report, notes=(*report.notes, *restoring.notes))
@@ -283,8 +286,8 @@ class _Restoring:
         )
         return _PathPlan(path, type(optimizer).__name__, plan, lacking, over)
 
-    def with_optimizers(self, error: PlanError, checkpoints: Mapping[str, Checkpoint]) -> PlanError | None:
-        """The error of a model with the problems of the optimizers beside it; None where they have none."""
+    def plan_error(self, error: PlanError, checkpoints: Mapping[str, Checkpoint], source_name: str) -> PlanError:
+        """The error of the modules in the terms of several objects, with the problems of the optimizers beside it."""
         misshapen = {problem.name for problem in error.problems if isinstance(problem, WrongShape)}
         planned, problems = [], []
         for path, target in self.turn:
@@ -296,8 +299,6 @@ class _Restoring:
                 name, _, why = line.partition(": ")
                 if name not in misshapen:  # its state has the shape of the checkpoint's parameter
                     problems.append(OptimizerMisfit(f"{one.path}.{name}" if why else one.path, why=why or line))
-        if not problems:
-            return None
         lacking = [problem.name for problem in error.problems if isinstance(problem, Missing)]
         over = [problem.name for problem in error.problems if isinstance(problem, Unexpected)]
         for one in planned:
@@ -310,8 +311,22 @@ class _Restoring:
         elif lacking or over or not remedies:
             remedies.append(_remedy(lacking, over))
         sources = list(dict.fromkeys(checkpoint.source for checkpoint in checkpoints.values()))
-        every = [*error.problems, *problems]
-        return plan_error(", ".join(checkpoints), ", ".join(sources[:3]), every, {OptimizerMisfit: "; ".join(remedies)})
+        renamed = [
+            path
+            for path in checkpoints
+            if all(
+                any(type(problem) is cause and problem.name.startswith(f"{path}.") for problem in error.problems)
+                for cause in (Missing, Unexpected)
+            )
+        ]
+        suggested = ", ".join(f"{path!r}: {_suggest_code(path, checkpoints[path], source_name)}" for path in renamed)
+        return plan_error(
+            ", ".join(checkpoints),
+            ", ".join(sources[:3]),
+            [*error.problems, *problems],
+            {OptimizerMisfit: "; ".join(remedies)},
+            *([f"work out rules: rules={{{suggested}}}"] if suggested else []),
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -367,6 +382,20 @@ def _remedy(lacking: list[str], over: list[str]) -> str:
     if over:
         remedies.append(f"for those that are gone or frozen: allow_unexpected={_patterns(over)!r}")
     return "; ".join(remedies)
+
+
+def _suggest_code(path: str, checkpoint: Checkpoint, source_name: str) -> str:
+    """The call that works out rules for the module of a path, with the last part of the path as its variable.
+
+    The checkpoint is a file, the part of one, or the state dict of a `Part`.
+    """
+    name = path.rpartition(".")[2]
+    variable = name if name.isidentifier() and not iskeyword(name) else "model"
+    if source_name:
+        return f"ms.suggest({variable}, {source_name}, key={path!r})"
+    if checkpoint.format == "mapping":
+        return f"ms.suggest({variable}, saved[{path!r}].tree)"
+    return f"ms.suggest({variable}, {checkpoint.source!r}{f', key={checkpoint.key!r}' if checkpoint.key else ''})"
 
 
 def _patterns(names: list[str]) -> list[str]:
