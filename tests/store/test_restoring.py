@@ -16,7 +16,7 @@ from torch import nn
 
 import modelstate as ms
 from modelstate import errors
-from modelstate.errors import OptimizerStateError, PlanError
+from modelstate.errors import OptimizerStateError, OptionError, PlanError
 from modelstate.plan import problems
 from modelstate.store.objects import Part, captured
 from modelstate.store.restoring import restore_objects
@@ -800,3 +800,57 @@ def test_a_shape_that_does_not_fit_is_said_once_of_the_model(tmp_path: Path) -> 
     with pytest.raises(PlanError) as caught:
         ms.Store(tmp_path).restore(headed("head", 4))
     assert {type(problem).__name__ for problem in caught.value.problems} == {"WrongShape"}
+
+
+@pytest.mark.parametrize("restore", ["file", "store"])
+def test_a_model_with_new_parameters_gets_their_first_values_and_no_optimizer_state(
+    tmp_path: Path, restore: str
+) -> None:
+    class Model(nn.Module):
+        def __init__(self, *heads: str) -> None:
+            super().__init__()
+            self.body = nn.Linear(4, 4)
+            for head in heads:
+                self.add_module(head, nn.Linear(4, 2))
+
+    def built(*heads: str) -> dict[str, Any]:
+        model = Model(*heads)
+        of = {"model": model, "optimizer": torch.optim.Adam(model.parameters()), "rng": ms.RNG()}
+        sum(param.sum() for param in model.parameters()).backward()
+        of["optimizer"].step()
+        return of
+
+    def into(of: dict[str, Any], **options: Any) -> object:
+        if restore == "file":
+            return ms.restore(of, tmp_path / "x.safetensors", **options)
+        return ms.Store(tmp_path).restore(of, **options)
+
+    saved, of = built("first"), built("first", "second")
+    ms.save(saved, tmp_path / "x.safetensors")
+    ms.Store(tmp_path).save(1, saved)
+    following = torch.rand(3)  # saved with the objects
+    with torch.no_grad():
+        for param in of["model"].parameters():
+            param.fill_(7)
+    before = everything(of)
+    with pytest.raises(PlanError, match=r"model\.second\.weight"):
+        into(of)
+    assert everything(of) == before
+    into(of, init_missing=True)
+    assert torch.equal(torch.rand(3), following)
+    assert torch.equal(of["model"].first.weight, saved["model"].first.weight)
+    assert of["model"].second.weight.abs().max() <= 0.5  # by nn.Linear.reset_parameters
+    states = of["optimizer"].state
+    assert all(param in states for param in (*of["model"].body.parameters(), *of["model"].first.parameters()))
+    assert not any(states.get(param) for param in of["model"].second.parameters())
+    of["optimizer"].step()
+
+
+def test_a_parameter_that_is_not_initialised_keeps_its_need_of_a_state(tmp_path: Path) -> None:
+    saved = headed("head")
+    saved["optimizer0"] = torch.optim.Adam([saved["model"].body.weight])
+    ms.Store(tmp_path).save(1, saved)
+    with pytest.raises(OptimizerStateError, match=r"model\.head"):
+        ms.Store(tmp_path).restore(headed("head"), init_missing=True)
+    with pytest.raises(OptionError, match="init_missing"):
+        ms.Store(tmp_path).restore(headed("head"), init_missing="model.head.*")  # type: ignore[arg-type]

@@ -2,7 +2,7 @@
 
 import os
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Set
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
@@ -275,7 +275,7 @@ def load_then(
     journal: Journal,
     checkpoint: Checkpoint,
     options: Options,
-    then: Callable[[], None],
+    then: Callable[[Set[str]], None],
     *,
     optimizers: Iterable[torch.optim.Optimizer] = (),
     verify: bool = False,
@@ -287,8 +287,8 @@ def load_then(
 
     `then` is called when every tensor is of the shape and dtype, and on the device, that it will have, and all that is
     left to do is to copy values between memory that is there; code that looks at tensors there, within the journal's
-    `model_code`, sees the new values. What it changes it takes down in the journal, before it does, which undoes it
-    whatever raises, from the beginning of the load on.
+    `model_code`, sees the new values. It gets the names of the tensors that the model initialises. What it changes it
+    takes down in the journal, before it does, which undoes it whatever raises, from the beginning of the load on.
     """
     check_budget_option(max_memory_bytes)
     how = _How(tuple(optimizers), verify, progress, max_memory_bytes, prefault, time.perf_counter())
@@ -323,7 +323,7 @@ def _carry_out(
     how: _How,
     staged: Staged | None = None,
     journal: Journal | None = None,
-    then: Callable[[], None] | None = None,
+    then: Callable[[Set[str]], None] | None = None,
 ) -> Report:
     """The load itself. All that it needed is gone when it returns. `staged` is what was brought in for it before."""
     checkpoint, options = _of_plan(source, options) if isinstance(source, Plan) else (open_checkpoint(source), options)
@@ -350,7 +350,7 @@ def _carry_out(
             _check_shown(preparation)
             _read_in_place(preparation, advance)
         if then is not None:
-            then()
+            then(preparation.initialised)
         journal.commit(*(partial(state.__setitem__, name, value) for state, name, value in new_state))
     except BaseException:
         try:

@@ -128,6 +128,7 @@ class Accounts:
                 value = self.of.incoming.initialised(name, slot.tensor, initialiser)
                 self.of.assign(slot.name, slot.kind, slot.tensor, value)
                 found[slot.name] = initialiser.how
+                self.of.initialised.update(slot.names)
         return found
 
     def _methods_for(self, slot: Slot) -> str:

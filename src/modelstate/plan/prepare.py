@@ -112,6 +112,8 @@ class Preparation:
         """Names, after the rules, whose values have come to a slot."""
         self.uninitialised: dict[str, torch.Tensor] = {}
         """What stays as it is, since neither a lazy module here nor the one that was saved has made it."""
+        self.initialised: set[str] = set()
+        """Names of tensors that the checkpoint lacks, and that get their first values from the model's own code."""
         self.extra_states: list[str] = []
         self.means = usual_means()
         """What the bytes are read with."""

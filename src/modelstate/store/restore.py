@@ -28,12 +28,14 @@ def restore(
     verify: bool = False,
     progress: bool | None = None,
     max_memory_bytes: int | None = None,
+    init_missing: bool = False,
 ) -> Restored:
     """Gives several objects back what `modelstate.save` has written of them to one file: all of them, or none.
 
     The objects are found under the names that they were saved under. A plain value among them says that the value is
     wanted; it comes back in the result. The other arguments are those of `modelstate.load`, where patterns of names
-    begin with the path of an object.
+    begin with the path of an object; `init_missing` initialises the parameters that the file lacks, for which the
+    optimizers then have no state.
 
     Raises what opening raises, and what `restore_objects` raises; `ChecksumError` with `verify`.
     """
@@ -56,6 +58,7 @@ def restore(
         progress=progress,
         max_memory_bytes=max_memory_bytes,
         source_name="" if isinstance(source, str | os.PathLike) else "source",
+        init_missing=init_missing,
     )
 
 

@@ -1,6 +1,6 @@
 """The state of several objects back into them, all or nothing over all of them together."""
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Set
 from contextlib import suppress
 from copy import deepcopy
 from dataclasses import dataclass, field, replace
@@ -122,6 +122,7 @@ def restore_objects(
     max_memory_bytes: int | None = None,
     prefault: bool | None = None,
     source_name: str = "",
+    init_missing: bool = False,
 ) -> Restored:
     """Gives objects the state that was saved for them, all or nothing.
 
@@ -145,6 +146,7 @@ def restore_objects(
             optimizer, where it fits; without, such a state is refused if the optimizer would compute otherwise.
         device, map, verify, progress, max_memory_bytes, prefault: as `modelstate.load` has them, for the modules.
         source_name: what an error calls the source in code that it proposes; without it, the path of the checkpoint.
+        init_missing: as `modelstate.load` has it. Optimizers have no state for the parameters that are initialised.
 
     Raises `MissingObjectError`, `UnexpectedObjectError` and `ObjectKindError` for what does not go together,
     `ObjectStateError` where an object's own code raises, `OptimizerStateError`, `RuleError`, `OptionError`, and what
@@ -153,7 +155,7 @@ def restore_objects(
     targets = targets_of(objects)
     check_owners(targets, modules_of(targets))
     sources = _checked(saved)
-    options = options_of("", (), allow_missing, allow_unexpected, None, device, None, map, False)
+    options = options_of("", (), allow_missing, allow_unexpected, None, device, None, map, False, init_missing)
     kept_options = patterns_of("keep_options", keep_options)
     check_keep_options(kept_options, [name for path, target in targets.items() for name in _option_names(path, target)])
     may_miss = Patterns("allow_missing", options.allow_missing)
@@ -191,7 +193,7 @@ def restore_objects(
             finally:
                 journal.rollback()
             if isinstance(error, PlanError):
-                raise restoring.plan_error(error, checkpoints, source_name) from error.__cause__
+                raise restoring.plan_error(error, checkpoints, source_name, init_missing) from error.__cause__
             raise
     plain = {path: sources[path].tree for path, target in restoring.turn if target.kind == VALUE}
     report = replace(report, notes=(*report.notes, *restoring.notes))
@@ -235,15 +237,15 @@ class _Restoring:
                 for name in listed:
                     self._may_exceed.allow(f"{path}.{name}")
 
-    def others(self, journal: Journal) -> None:
-        """Gives all objects but the modules their states."""
+    def others(self, journal: Journal, initialised: Set[str]) -> None:
+        """Gives all objects but the modules their states. Optimizers may lack those of initialised parameters."""
         if any(target.kind == STATEFUL for _, target in self.turn):
             journal.arm()  # the modules may hold optimizers, which are about to be changed
         planned = []
         for path, target in self.turn:
             if target.kind == OPTIMIZER:
                 with code_of(path, "its state cannot be loaded; nothing has been changed"):
-                    planned.append(self._plan_optimizer(path, target.it))
+                    planned.append(self._plan_optimizer(path, target.it, initialised.__contains__))
         if any(one.plan.problems for one in planned):
             raise _misfits([one for one in planned if one.plan.problems])
         for one in planned:
@@ -260,7 +262,9 @@ class _Restoring:
                 with code_of(path, "the generator does not take the state; nothing has been changed"):
                     target.it.set_state(self._sources[path].tree)
 
-    def _plan_optimizer(self, path: str, optimizer: torch.optim.Optimizer) -> "_PathPlan":
+    def _plan_optimizer(
+        self, path: str, optimizer: torch.optim.Optimizer, is_new: Callable[[str], bool]
+    ) -> "_PathPlan":
         lacking: list[str] = []
         over: list[str] = []
 
@@ -280,20 +284,25 @@ class _Restoring:
             optimizer,
             self._sources[path].tree,
             rules=self._rules,
-            may_miss=partial(asked, self._may_miss, lacking),
+            may_miss=lambda name: is_new(name) or asked(self._may_miss, lacking, name),
             may_exceed=partial(asked, self._may_exceed, over),
             keeps=keeps,
         )
         return _PathPlan(path, type(optimizer).__name__, plan, lacking, over)
 
-    def plan_error(self, error: PlanError, checkpoints: Mapping[str, Checkpoint], source_name: str) -> PlanError:
-        """The error of the modules in the terms of several objects, with the problems of the optimizers beside it."""
+    def plan_error(
+        self, error: PlanError, checkpoints: Mapping[str, Checkpoint], source_name: str, init_missing: bool
+    ) -> PlanError:
+        """The error of the modules in the terms of several objects, with the problems of the optimizers beside it.
+
+        With `init_missing` any parameter may be one that the load would have initialised.
+        """
         misshapen = {problem.name for problem in error.problems if isinstance(problem, WrongShape)}
         planned, problems = [], []
         for path, target in self.turn:
             if target.kind == OPTIMIZER:
                 with suppress(Exception):  # what raises for a model that was not loaded says nothing of its own
-                    planned.append(self._plan_optimizer(path, target.it))
+                    planned.append(self._plan_optimizer(path, target.it, lambda _: init_missing))
         for one in planned:
             for line in one.plan.problems:
                 name, _, why = line.partition(": ")

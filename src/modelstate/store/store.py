@@ -328,13 +328,16 @@ class Store:
         verify: bool = True,
         progress: bool | None = None,
         max_memory_bytes: int | None = None,
+        init_missing: bool = False,
     ) -> RestoredStep:
         """Gives the objects back what was saved of them: all of them, or none.
 
         Of the latest checkpoints the newest one is taken that is whole; those that are not are reported by a
         `DamagedCheckpointWarning` and in `RestoredStep.skipped`. A plain value among the objects says that the value
         is wanted; it comes back in the result. The other arguments are those of `modelstate.load`, where patterns of
-        names begin with the path of an object; `verify` compares everything with its digest before anything is used.
+        names begin with the path of an object; `verify` compares everything with its digest before anything is used,
+        and `init_missing` initialises the parameters that the checkpoint lacks, for which the optimizers then have no
+        state.
 
         Raises `StepNotFoundError`, `DamagedCheckpointError`, `ForeignCheckpointError`, `NewerManifestError`, what
         `restore_objects` raises, and what a save in the background has raised.
@@ -359,6 +362,7 @@ class Store:
                 map=map,
                 progress=progress,
                 max_memory_bytes=max_memory_bytes,
+                init_missing=init_missing,
             )
 
         (record, restored), skipped = of_first_whole(self._shelf, step, attempt)
