@@ -396,6 +396,10 @@ class DamagedCheckpointWarning(UserWarning):
     """A damaged checkpoint was passed over, and an older one was restored."""
 
 
+class ResumeWarning(UserWarning):
+    """A run that is resumed from a checkpoint would differ from an uninterrupted run."""
+
+
 class StoreLockedError(StoreError, RuntimeError, page="store-locked"):
     """Somebody else writes to the store."""
 

@@ -160,6 +160,34 @@ def steps_with_validation(loop: Loop, loader: Any) -> Said:
         yield step, losses
 
 
+def short_validation(loop: Loop, loader: Any) -> Said:
+    """After every third step, a look at the first batches of other data, in an order that is drawn."""
+    trained = Trained()
+    validation = DataLoader(Samples(), BATCH, shuffle=True)
+    batches = endless(loader)
+    for step in loop({**trained.objects, "loader": loader}, STEPS):
+        losses = trained.two(lambda: next(batches))
+        if step % 3 == 2:
+            trained.model.eval()
+            for number, batch in enumerate(validation):
+                losses += (trained.run(batch).sum().item(),)
+                if number == 3:
+                    break
+            trained.model.train()
+        yield step, losses
+
+
+def persistent_epochs(loop: Loop) -> Said:
+    """Epochs of torch's own loader, whose workers are started before the loop, and draw nothing."""
+    trained = Trained()
+    data = torch.arange(EPOCH * 6.0).reshape(EPOCH, 6) / EPOCH
+    loader = DataLoader(data, BATCH, shuffle=True, num_workers=2, persistent_workers=True)  # type: ignore[arg-type]
+    iter(loader)
+    for epoch in loop(trained.objects, 6, save_every=1):
+        for number, batch in enumerate(loader):
+            yield epoch * 100 + number, (trained.step(batch), trained.update() if number % 2 or number == 10 else None)
+
+
 def loops_in_loops(loop: Loop, loader: Any) -> Said:
     """One loop within the other; between them the model is validated, and the learning rate is changed."""
     trained = Trained()
@@ -215,6 +243,11 @@ LOOPS: dict[str, Callable[[Loop], Said]] = {
     "epochs of a loader with a state": lambda loop: (lambda loader: epochs(loop, loader, {"loader": loader}))(
         stateful(Samples(), generator=seeded())
     ),
+    "epochs of a loader with workers that persist": lambda loop: (
+        lambda loader: epochs(loop, loader, {"loader": loader})
+    )(stateful(SamplesInWorkers(), num_workers=2, persistent_workers=True)),
+    "epochs with workers that persist": persistent_epochs,
+    "steps with a short validation": lambda loop: short_validation(loop, stateful(Samples())),
     "steps with validation": lambda loop: steps_with_validation(loop, stateful(Samples(), generator=seeded())),
     "loops in loops": lambda loop: loops_in_loops(loop, stateful(Samples(), generator=seeded())),
     "a stream": lambda loop: iterator_within(loop, stateful(Stream())),

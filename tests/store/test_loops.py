@@ -20,7 +20,14 @@ from tests.store.loops import LOOPS, run
 KILLS = 4
 
 
-SLOW = ("compiled", "two workers", "two workers and a generator", "workers that persist")
+SLOW = (
+    "compiled",
+    "two workers",
+    "two workers and a generator",
+    "workers that persist",
+    "epochs of a loader with workers that persist",
+    "epochs with workers that persist",
+)
 
 
 @pytest.mark.parametrize("name", [pytest.param(name, marks=[pytest.mark.slow] * (name in SLOW)) for name in LOOPS])

@@ -6,14 +6,18 @@ not draw, so that all random numbers behind it differ. What keeps both runs the 
 known here of the inside of loaders.
 """
 
+import sys
+import threading
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
-from functools import partial
+from functools import partial, wraps
 from typing import Any
 
 import torch
 from torch.utils.data import DataLoader
 
+from modelstate.errors import ResumeWarning
 from modelstate.store.rng import RNG
 
 GENERATOR_KEY = "modelstate.generator"
@@ -83,6 +87,97 @@ def preserved_generators(generators: Iterable[Any] = ()) -> Iterator[None]:
             rng.load_state_dict(state)
 
 
+@contextmanager
+def checked_iterators(objects: Iterable[Any]) -> Iterator[None]:
+    """Within it, an iterator of a data loader that a resumed run would not make in the same way is a `ResumeWarning`.
+
+    `objects` are those whose state is saved. Two kinds of iterators make a resumed run differ:
+
+    - The first iterator of a loader with persistent workers, where the state of the loader is not saved. An
+      uninterrupted run makes it once. A resumed run makes it again, which draws one more seed, and the workers' own
+      generators begin with that seed.
+    - A new iterator of a loader whose state is saved, while the last one is in the middle of the data. In the resumed
+      run it is the first one, which goes on in the middle.
+
+    Loaders that are not among the objects are seen as well: for as long as it lasts, `__iter__` of the loaders'
+    classes is wrapped.
+    """
+    saved = list(objects)
+    with _lock:
+        _saved.append(saved)
+        for cls in _loader_classes():
+            if cls not in _unwrapped:
+                _unwrapped[cls] = cls.__iter__
+                cls.__iter__ = _checking(cls.__iter__)
+    try:
+        yield
+    finally:
+        with _lock:
+            _saved[:] = [other for other in _saved if other is not saved]
+            for cls in [] if _saved else list(_unwrapped):
+                if getattr(cls.__iter__, "__wrapped__", None) is _unwrapped[cls]:  # no one else has wrapped it since
+                    cls.__iter__ = _unwrapped[cls]
+                del _unwrapped[cls]
+
+
+_lock = threading.Lock()
+_saved: list[list[Any]] = []
+"""The objects of each `checked_iterators` that is entered."""
+_unwrapped: dict[Any, Callable[[Any], Any]] = {}
+"""`__iter__` of the classes that are wrapped now."""
+
+
+def _loader_classes() -> list[Any]:
+    torchdata = sys.modules.get("torchdata.stateful_dataloader")
+    stateful = getattr(torchdata, "StatefulDataLoader", None)
+    return [DataLoader] if stateful is None else [DataLoader, stateful]
+
+
+def _checking(make: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    @wraps(make)
+    def __iter__(loader: Any) -> Any:
+        if problem := _resume_problem(loader):
+            warnings.warn(problem, ResumeWarning, stacklevel=2)
+        return make(loader)
+
+    return __iter__
+
+
+def _resume_problem(loader: Any) -> str:
+    """Why a resumed run would not make the iterator that the loader makes next; empty where it would."""
+    if not _saved:
+        return ""
+    objects = [it for saved in _saved for it in saved]
+    last, has_state = getattr(loader, "_iterator", None), _is_loader_with_state(loader)
+    is_saved = has_state and any(found is loader for it in objects for found in _loaders(it))
+    if loader.persistent_workers and loader.num_workers > 0 and last is None and not is_saved:
+        return (
+            "a data loader with persistent_workers=True starts its workers in a step of the loop, and its state is not "
+            "saved: a resumed run starts them again, with other random numbers, so its losses differ from those of an "
+            "uninterrupted run. Leave out persistent_workers=True, or put a StatefulDataLoader among the objects. "
+            "Where the workers draw no random numbers, iter(loader) before the loop is enough"
+        )
+    if (
+        any(it is loader for it in objects)
+        and getattr(last, "_num_yielded", 0) > 0
+        and not getattr(last, "_finished", True)
+    ):
+        return (
+            "a data loader among the objects begins anew, while its last iterator is in the middle of the data: a run "
+            "that is resumed from a checkpoint goes on in the middle, so its data differ from those of an "
+            "uninterrupted run. Leave the loader out of the objects, or read it to its end"
+        )
+    return ""
+
+
+def _loaders(it: object) -> Iterator[Any]:
+    """The loader that an object is, and those that it holds as attributes."""
+    attributes = getattr(it, "__dict__", None)
+    for found in (it, *(attributes.values() if isinstance(attributes, dict) else ())):
+        if isinstance(found, DataLoader):
+            yield found
+
+
 def _is_loader_with_state(it: object) -> bool:
     return isinstance(it, DataLoader) and hasattr(it, _WAITING)
 
@@ -97,10 +192,7 @@ def _has_generator(it: object, state: Any) -> bool:
 
 def _stateful_loaders(it: object) -> Iterator[Any]:
     """The loader that an object is, and those that it holds as attributes, if a restored state waits in them."""
-    attributes = getattr(it, "__dict__", None)
-    for found in (it, *(attributes.values() if isinstance(attributes, dict) else ())):
-        if isinstance(found, DataLoader) and getattr(found, _WAITING, None) is not None:
-            yield found
+    return (found for found in _loaders(it) if getattr(found, _WAITING, None) is not None)
 
 
 def _build(loader: Any, generators: tuple[Any, ...]) -> Any:

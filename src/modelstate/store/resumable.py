@@ -4,6 +4,7 @@ import inspect
 import logging
 import math
 import os
+import re
 import sys
 import threading
 import time
@@ -12,11 +13,13 @@ import weakref
 from collections.abc import Iterator, Mapping
 from contextlib import closing, nullcontext
 from types import CodeType, FrameType
-from typing import Any
+from typing import Any, Self
 
 from modelstate.errors import OptionError, SaveFailedWarning
 from modelstate.plan.matching import nearest
+from modelstate.store.arguments import metric_value
 from modelstate.store.deadline import Deadline, now_seconds
+from modelstate.store.loaders import checked_iterators
 from modelstate.store.objects import VALUE, targets_of
 from modelstate.store.retention import CheckpointInfo, Keep, check_metric
 from modelstate.store.saving import PASSING, PendingSave, SavedStep
@@ -24,6 +27,25 @@ from modelstate.store.store import RestoredStep, Store
 
 _logger = logging.getLogger(__name__)
 _RESTORING = tuple(inspect.signature(Store.restore).parameters)[2:]
+
+
+class _Metrics(dict[str, float]):
+    """Metrics of a loop, which are checked when they are set."""
+
+    def __setitem__(self, name: str, value: float) -> None:
+        super().__setitem__(name, metric_value(name, value))
+
+    def setdefault(self, name: str, default: float = math.nan) -> float:
+        if name not in self:
+            self[name] = default
+        return self[name]
+
+    def update(self, *given: Any, **named: Any) -> None:
+        super().update({name: metric_value(name, value) for name, value in dict(*given, **named).items()})
+
+    def __ior__(self, given: Any) -> Self:  # type: ignore[misc, override]
+        self.update(given)
+        return self
 
 
 class Resumable:
@@ -59,12 +81,14 @@ class Resumable:
         self._restored = restored
         self._start = self._done = before.step if before is not None else 0
         self._stopped = ""
-        self._metrics: dict[str, float] = dict(before.metrics) if before is not None else {}
+        self.metrics = before.metrics if before is not None else {}
         self._store, self._objects, self._steps = store, objects, steps
         self._save_every, self._deadline, self._block = save_every, deadline, block
         self._owns_store = owns_store
         self._is_first = True
         """Whether no step has been handed out yet."""
+        self._compared_metrics: tuple[str, ...] = ()
+        """The names of metrics that have been compared with the metric of `Keep(best=...)`."""
         self._is_metric_missed = False
         """Whether it has been logged that the metric of `Keep(best=...)` is not in the metrics."""
         self._saved_at = self.start if before is not None else -1
@@ -109,12 +133,16 @@ class Resumable:
         """Numbers by their names, which are saved with each checkpoint, as for `Keep(best=3, metric="loss")`.
 
         A value stays until it is replaced, also in a resumed run. `math.nan` stands for one that is not known yet.
+        Setting a name that is no text, or a value that is no number, raises `OptionError`: of a tensor give
+        `loss.item()`.
         """
         return self._metrics
 
     @metrics.setter
     def metrics(self, metrics: Mapping[str, float]) -> None:
-        self._metrics = dict(metrics)
+        checked = _Metrics()
+        checked.update(metrics)
+        self._metrics = checked
 
     @property
     def store(self) -> Store:
@@ -125,7 +153,12 @@ class Resumable:
         return f"<Resumable {self.done} of {self._steps} steps are done, {self._store!r}>"
 
     def __iter__(self) -> Iterator[int]:
-        with self._deadline or nullcontext(), closing(self._store) if self._owns_store else nullcontext():
+        objects = (target.it for target in targets_of(self._objects).values())
+        with (
+            self._deadline or nullcontext(),
+            closing(self._store) if self._owns_store else nullcontext(),
+            checked_iterators(objects),
+        ):
             yield from self._all()
 
     def _all(self) -> Iterator[int]:
@@ -152,6 +185,7 @@ class Resumable:
                 self._hear()
                 return
             self._done += 1
+            self._note_misspelt_metric()
             self._look(around, since=self._looked_at)
             if self.done % self._save_every == 0 and self.done < self._steps:
                 self._save(block=self._block)
@@ -262,6 +296,23 @@ class Resumable:
             *(self.done, keep.best, keep.metric, ", ".join(map(repr, self._metrics)) or "nothing"),
         )
 
+    def _note_misspelt_metric(self) -> None:
+        """Logs a metric that was set under nearly the name of the metric which decides what is kept.
+
+        Other metrics say nothing: the metric of `Keep(best=...)` may be set as late as in the step that is saved.
+        """
+        wanted = self._store.keep.metric if self._store.keep is not None else None
+        if wanted is None or wanted in self._metrics or self._compared_metrics == (names := tuple(self._metrics)):
+            return
+        numbers = re.findall(r"\d+", wanted)  # top1 is not top5 misspelt
+        alike = [name for name in names if re.findall(r"\d+", name) == numbers and name not in self._compared_metrics]
+        self._compared_metrics = names
+        if near := nearest(wanted, alike):
+            _logger.warning(
+                "step %s set loop.metrics[%r]: is it the metric of Keep(best=..., metric=%r), which has not been set?",
+                *(self._done - 1, near, wanted),
+            )
+
     def _check_metric(self) -> None:
         """Raises `OptionError` where no checkpoint has the metric by which the best ones would be chosen."""
         if self._is_metric_missed and self._store.keep is not None:
@@ -337,6 +388,9 @@ def resumable(
 
     Whether the objects can be saved and the directory can be written to is found out here, and again for the objects
     after the first step, when optimizers and loaders have their state. Not where all steps are done.
+
+    A data loader that a resumed run would iterate in another way is a `ResumeWarning`: one with persistent workers that
+    start in a step, and one among the objects that begins anew in the middle of its data.
 
     Args:
         store: where the checkpoints are: a `Store`, or the path of its directory. The store of a path is closed when

@@ -25,7 +25,7 @@ from modelstate.errors import (
 from modelstate.read.checkpoint import Checkpoint
 from modelstate.read.paths import local_path
 from modelstate.store import contents
-from modelstate.store.arguments import is_number
+from modelstate.store.arguments import metric_value
 from modelstate.store.layout import PIN_FILE, STORE_FILE, name_of
 from modelstate.store.loaders import preserved_generators
 from modelstate.store.lock import WriterLock, check_directory
@@ -583,13 +583,11 @@ def _checked(step: object, metrics: object, when_busy: object) -> dict[str, floa
         raise OptionError("step= is the number of a step", expected="an int, 0 or more", found=repr(step))
     if when_busy not in ("wait", "skip"):
         raise OptionError("when_busy= says what to do", expected='"wait" or "skip"', found=repr(when_busy))
-    try:
-        said = dict(metrics or {})  # type: ignore[call-overload]
-        if all(type(name) is str and is_number(value) for name, value in said.items()):
-            return {name: float(value) for name, value in said.items()}
-    except (TypeError, ValueError, OverflowError):
-        pass
-    raise OptionError("metrics= has numbers under names", expected='such as {"loss": 0.5}', found=repr(metrics)[:200])
+    if not isinstance(metrics, Mapping | None):
+        raise OptionError(
+            "metrics= has numbers under names", expected='such as {"loss": 0.5}', found=repr(metrics)[:200]
+        )
+    return {name: metric_value(name, value) for name, value in (metrics or {}).items()}
 
 
 def _patterns(name: str, given: Any) -> tuple[str, ...]:

@@ -1,0 +1,144 @@
+"""Data loaders in a resumable loop that a resumed run would not iterate in the same way."""
+
+import itertools
+import warnings
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.data import DataLoader
+from torchdata.stateful_dataloader import StatefulDataLoader
+
+import modelstate as ms
+from modelstate.errors import ResumeWarning
+
+DATA = list(range(8))
+ITERS = DataLoader.__iter__, StatefulDataLoader.__iter__
+
+
+@pytest.fixture(autouse=True)
+def classes_are_left_as_they_were() -> Iterator[None]:
+    yield
+    assert (DataLoader.__iter__, StatefulDataLoader.__iter__) == ITERS
+
+
+def persistent(kind: Any = DataLoader, **options: Any) -> Any:
+    return kind(DATA, batch_size=2, num_workers=1, persistent_workers=True, multiprocessing_context="fork", **options)
+
+
+def epochs(path: Path, loader: Any, objects: dict[str, Any] | None = None, batches: int | None = None) -> list[str]:
+    """Iterates a loader in each of two steps, and returns the warnings, each with its file."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for _ in ms.resumable(path, {"rng": ms.RNG(), **(objects or {})}, steps=2, save_every=1):
+            for _ in itertools.islice(loader, batches):
+                pass
+    found = [one for one in caught if issubclass(one.category, ResumeWarning)]
+    assert all(one.filename == __file__ for one in found)
+    return [str(one.message) for one in found]
+
+
+@pytest.mark.parametrize("kind", [DataLoader, StatefulDataLoader])
+def test_persistent_workers_that_start_in_a_step_are_a_warning(tmp_path: Path, kind: Any) -> None:
+    (message,) = epochs(tmp_path, persistent(kind))
+    assert "persistent_workers=True" in message
+    assert "StatefulDataLoader" in message
+
+
+def test_the_warning_comes_before_the_first_batch(tmp_path: Path) -> None:
+    loader = persistent()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", ResumeWarning)
+        for _ in ms.resumable(tmp_path, {"rng": ms.RNG()}, steps=1, save_every=1):
+            with pytest.raises(ResumeWarning):
+                iter(loader)
+
+
+def test_what_the_warning_proposes_is_no_warning(tmp_path: Path) -> None:
+    assert epochs(tmp_path / "none", DataLoader(DATA, num_workers=1, multiprocessing_context="fork")) == []  # type: ignore[arg-type]
+    loader = persistent(StatefulDataLoader)
+    assert epochs(tmp_path / "saved", loader, {"loader": loader}) == []
+    started = persistent()
+    iter(started)
+    assert epochs(tmp_path / "started", started) == []
+
+
+def test_an_object_that_holds_the_loader_saves_its_state(tmp_path: Path) -> None:
+    class Holder:
+        def __init__(self) -> None:
+            self.loader = persistent(StatefulDataLoader)
+
+        def state_dict(self) -> Any:
+            return self.loader.state_dict()
+
+        def load_state_dict(self, state: Any) -> None:
+            self.loader.load_state_dict(state)
+
+    holder = Holder()
+    assert epochs(tmp_path, holder.loader, {"holder": holder}) == []
+
+
+def test_persistent_workers_outside_a_loop_are_no_warning(tmp_path: Path) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", ResumeWarning)
+        assert len(list(persistent())) == 4
+        for _ in ms.resumable(tmp_path, {"rng": ms.RNG()}, steps=2, save_every=1):
+            break
+        assert len(list(persistent())) == 4
+
+
+def test_a_loader_among_the_objects_that_is_left_and_begun_anew_is_a_warning(tmp_path: Path) -> None:
+    loader: Any = StatefulDataLoader(DATA, batch_size=2)  # type: ignore[arg-type]
+    (message,) = epochs(tmp_path / "left", loader, {"loader": loader}, batches=2)
+    assert "in the middle of the data" in message
+    assert "out of the objects" in message
+    whole: Any = StatefulDataLoader(DATA, batch_size=2)  # type: ignore[arg-type]
+    assert epochs(tmp_path / "whole", whole, {"loader": whole}) == []
+    assert epochs(tmp_path / "outside", StatefulDataLoader(DATA, batch_size=2), batches=2) == []  # type: ignore[arg-type]
+
+
+def test_a_loop_within_a_loop_leaves_the_classes_as_they_were(tmp_path: Path) -> None:
+    loader = StatefulDataLoader(DATA, batch_size=2)  # type: ignore[arg-type,var-annotated]
+    objects = {"loader": loader, "rng": ms.RNG()}
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", ResumeWarning)
+        for epoch in ms.resumable(tmp_path / "epochs", objects, steps=2, save_every=1):
+            steps = ms.resumable(tmp_path / "steps", {"rng": objects["rng"]}, steps=epoch + 1, save_every=1)
+            for _ in steps:
+                assert len(list(loader)) == 4
+            assert DataLoader.__iter__ is not ITERS[0]
+
+
+def test_a_wrapper_that_another_package_adds_meanwhile_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    loader = DataLoader(DATA, batch_size=2)  # type: ignore[arg-type,var-annotated]
+    monkeypatch.setattr(DataLoader, "__iter__", ITERS[0])  # which puts it back at the end
+
+    def wrapped(make: Callable[[Any], Any]) -> Callable[[Any], Any]:
+        return lambda self: make(self)
+
+    for _ in ms.resumable(tmp_path, {"rng": ms.RNG()}, steps=1, save_every=1):
+        DataLoader.__iter__ = other = wrapped(DataLoader.__iter__)  # type: ignore[method-assign,assignment]
+    assert DataLoader.__iter__ is other
+    assert [batch.tolist() for batch in loader] == [[0, 1], [2, 3], [4, 5], [6, 7]]
+    assert [len(list(loader)) for _ in ms.resumable(tmp_path / "again", {"rng": ms.RNG()}, steps=1, save_every=1)] == [
+        4
+    ]
+
+
+def test_a_resumed_run_does_what_the_warning_says(tmp_path: Path) -> None:
+    """A loader that is left in the middle goes on there, and not at the beginning, where a run is resumed."""
+
+    def run(steps: int) -> list[list[int]]:
+        torch.manual_seed(0)
+        loader: Any = StatefulDataLoader(DATA, batch_size=2)  # type: ignore[arg-type]
+        found = []
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", ResumeWarning)
+            for _ in ms.resumable(tmp_path, {"loader": loader}, steps=steps, save_every=1):
+                found += [batch.tolist() for batch in itertools.islice(loader, 2)]
+        return found
+
+    assert run(2) == [[0, 1], [2, 3], [0, 1], [2, 3]]
+    assert run(3) == [[4, 5], [6, 7]]
