@@ -300,8 +300,7 @@ class TestRestore:
         Path("model.safetensors").write_text("mine")
         done = run("store", "restore", "run", "model.safetensors")
         assert done.exit_code == 1
-        assert "--overwrite" in done.stderr
-        assert "--no-overwrite" not in done.stderr
+        assert "on the command line: another path, or --overwrite to replace it" in done.stderr
         assert Path("model.safetensors").read_text() == "mine"
         assert run("store", "restore", "run", "model.safetensors", "--overwrite").exit_code == 0
         assert set(load_file("model.safetensors")) == {"weight", "bias"}
@@ -360,6 +359,26 @@ class TestConvert:
         assert load_file("c.v2")
         assert torch.load("b.pt")["epoch"] == 3
 
+    @pytest.mark.parametrize("options", [(), ("--shard-size", "64B")], ids=["a file", "shards"])
+    def test_what_is_there_is_replaced_only_on_demand(self, options: tuple[str, ...], tmp_path: Path) -> None:
+        arguments = ("convert", "training.pt", "out.safetensors", "--key", "model", *options)
+        assert run(*arguments).exit_code == 0
+        before = {path: path.read_bytes() for path in tmp_path.glob("out*")}
+        torch.save({"model": model_at(2).state_dict()}, "training.pt")
+        done = run(*arguments)
+        assert done.exit_code == 1
+        assert "on the command line: another path, or --overwrite to replace it" in done.stderr
+        assert {path: path.read_bytes() for path in tmp_path.glob("out*")} == before
+        assert run(*arguments, "--overwrite").exit_code == 0
+        assert torch.equal(ms.open("out.safetensors").tensor("weight"), model_at(2).weight)
+
+    def test_the_source_is_replaced_only_on_demand(self) -> None:
+        before = Path("training.pt").read_bytes()
+        assert run("convert", "training.pt", "training.pt", "--dtype", "bfloat16").exit_code == 1
+        assert Path("training.pt").read_bytes() == before
+        assert run("convert", "training.pt", "training.pt", "--dtype", "bfloat16", "--overwrite").exit_code == 0
+        assert ms.open("training.pt")["model.weight"].dtype == torch.bfloat16
+
     @pytest.mark.parametrize(
         ("target", "options", "says"),
         [
@@ -386,14 +405,14 @@ class TestConvert:
             (["--max-memory", "10B"], 1, "--max-memory"),
             (["--ignore", "nothing*"], 1, "match nothing"),
             (["--key", "nothing"], 1, "--key"),
-            (["--no-overwrite"], 1, "--no-overwrite"),
+            ([], 1, "--overwrite"),
             (["--format", "torch", "--shard-size", "1MB"], 1, "shards"),
         ],
     )
     def test_what_is_wrong(self, options: list[str], code: int, says: str, tmp_path: Path) -> None:
         Path("out").write_text("mine")
         before = sorted(os.listdir(tmp_path))
-        done = run("convert", "training.pt", "out", *options)
+        done = run("convert", "training.pt", "out", *options, *(["--overwrite"] if says != "--overwrite" else []))
         assert done.exit_code == code
         assert says in done.stderr
         assert "Traceback" not in done.stderr

@@ -179,6 +179,7 @@ def parse_size(text: str | None) -> int | None:
     return nbytes
 
 
+Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace what is there already.")]
 FileFormat = Annotated[
     str | None,
     typer.Option(

@@ -14,6 +14,7 @@ from modelstate.cli.common import (
     PROBLEMS,
     WITH_VALUES,
     FileFormat,
+    Overwrite,
     build_model,
     code_of_others,
     model_factory,
@@ -350,12 +351,15 @@ def convert(
     rename_regex: RenameRegex = None,
     ignore: Ignore = None,
     rules: NamedRules = None,
-    no_overwrite: Annotated[bool, typer.Option("--no-overwrite", help="Leave what is there already.")] = False,
+    overwrite: Overwrite = False,
     allow: Allow = None,
     skip_forbidden: Skip = False,
     debug: Debug = False,
 ) -> None:
-    """Write what a checkpoint holds to another file, in a few megabytes of memory: format, dtype, names, shards."""
+    """Write what a checkpoint holds to another file, in a few megabytes of memory: format, dtype, names, shards.
+
+    A file that is there already is left as it is, unless --overwrite is given; the source may be overwritten too.
+    """
     with reported(debug):
         changes = parse_rules(strip_prefix or (), add_prefix, rename or (), rename_regex or (), ignore or ())
         options: dict[str, Any] = {
@@ -364,7 +368,7 @@ def convert(
             "format": parse_format(format, target),
             "shard_size_bytes": parse_size(shard_size),
             "max_memory_bytes": parse_size(max_memory),
-            "overwrite": not no_overwrite,
+            "overwrite": overwrite,
         }
         with _open(path, allow, skip_forbidden) as checkpoint, code_of_others():
             report = ms.convert_checkpoint(checkpoint, target, key=key, **options)

@@ -43,7 +43,7 @@ def of_error(error: BaseException, debug: bool = False) -> list[str]:
     if isinstance(error, errors.MemoryBudgetError):
         return ["--max-memory of as many bytes, or leave it out"]
     if isinstance(error, errors.TargetExistsError):
-        return [] if "--overwrite" in error.remedy else ["another path, or leave out --no-overwrite"]
+        return ["another path, or --overwrite to replace it"]
     if isinstance(error, errors.ChecksumError) and "modelstate.save" in error.remedy:
         return ["modelstate convert PATH TARGET.safetensors writes a file that keeps checksums"]
     if isinstance(error, errors.ModelCodeError) and not debug:

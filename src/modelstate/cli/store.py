@@ -10,7 +10,7 @@ from typing import Annotated, Any
 import typer
 
 import modelstate as ms
-from modelstate.cli.common import PROBLEMS, FileFormat, parse_dtype, parse_format, parse_size, reported
+from modelstate.cli.common import PROBLEMS, FileFormat, Overwrite, parse_dtype, parse_format, parse_size, reported
 from modelstate.errors import (
     DamagedCheckpointError,
     NoCheckpointError,
@@ -203,7 +203,7 @@ def restore(
     format: FileFormat = None,
     dtype: Annotated[str | None, typer.Option(metavar="DTYPE", help="Cast floating point tensors.")] = None,
     shard_size: Annotated[str | None, typer.Option(metavar="SIZE", help="The most bytes in one file.")] = None,
-    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace what is there already.")] = False,
+    overwrite: Overwrite = False,
     debug: Debug = False,
 ) -> None:
     """Write one object of a checkpoint, by default of the newest one that is whole, as a file of its own.
@@ -221,9 +221,6 @@ def restore(
                 with store.open(name, found) as checkpoint:
                     report = ms.convert_checkpoint(checkpoint, target, overwrite=overwrite, **options)
                 break
-            except ms.errors.TargetExistsError as error:
-                error.remedy = "take another path, or --overwrite to replace it"
-                raise
             except ms.ModelStateError:
                 if step is not None or found in {info.step for info in store.infos()}:
                     raise

@@ -24,7 +24,8 @@ from modelstate.read.open import Source
 from modelstate.read.open import open as open_checkpoint
 from modelstate.read.pickled import Refused
 from modelstate.spec import Stored
-from modelstate.write.atomic import LOCK_TIMEOUT_SECONDS, check
+from modelstate.write.atomic import LOCK_TIMEOUT_SECONDS
+from modelstate.write.checkpoint import check_both
 from modelstate.write.later import storages_of, whole
 from modelstate.write.save import SaveReport, check_options, target_path, write_state
 from modelstate.write.streamed import Making, Streamed, allowed, around, streamed
@@ -70,7 +71,7 @@ def convert_checkpoint(
     chosen = check_options(where, format, shard_size_bytes, lock_timeout_seconds)
     to = floating_dtype(dtype)
     _check_budget(max_memory_bytes)
-    check(where, overwrite=overwrite)
+    check_both(where, overwrite)
     checkpoint = open_checkpoint(source, key=key)
     chain = rules.rules_for(checkpoint) if isinstance(rules, Schema) else check_rules(rules)
     state = _by_rules(checkpoint, chain, to) if chain else streamed(checkpoint, to)
