@@ -44,6 +44,7 @@ ModelStateError
 ├── ReadTargetError                   (ValueError) `read_into` a tensor that does not fit
 ├── ChecksumError                     (ValueError) bytes that are not what their checksum says, or have none
 ├── OptionError                       (TypeError) an argument that means nothing
+├── TensorSpecError                   (TypeError, AttributeError) a description of a tensor is used as the tensor
 ├── PackageError                      (ImportError) a package that is needed and is not there
 ├── BufferNameError                   (KeyError) a name that a module cannot take for a lazy buffer
 ├── RuleError                         (ValueError) a rule that cannot be applied
@@ -338,6 +339,10 @@ class ChecksumError(ModelStateError, ValueError, page="checksum"):
 
 class OptionError(ModelStateError, TypeError, page="argument"):
     """An argument of a kind that means nothing here."""
+
+
+class TensorSpecError(ModelStateError, TypeError, AttributeError, page="not-a-tensor"):
+    """A `TensorSpec`, which describes a stored tensor and has no values, is used as the tensor."""
 
 
 class PackageError(ModelStateError, ImportError, page="missing-package"):

@@ -7,7 +7,7 @@ from typing import Any, ClassVar, NamedTuple
 
 import torch
 
-from modelstate.errors import TensorRangeError, TensorSizeError
+from modelstate.errors import TensorRangeError, TensorSizeError, TensorSpecError
 
 
 class ByteRange(NamedTuple):
@@ -227,7 +227,11 @@ class Checksum(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class TensorSpec:
-    """A tensor of a checkpoint, without its data."""
+    """A tensor of a checkpoint, without its data: its name, shape and dtype, and where it is stored.
+
+    `checkpoint.tensor(name)` reads the values. Operators, functions of torch and methods of `torch.Tensor` raise
+    `TensorSpecError`.
+    """
 
     name: str
     shape: tuple[int, ...]
@@ -236,9 +240,7 @@ class TensorSpec:
 
     def __getattr__(self, name: str) -> Any:
         if hasattr(torch.Tensor, name) and not name.startswith("_"):
-            raise AttributeError(
-                f"a TensorSpec has no values, and so no {name!r}: checkpoint.tensor({self.name!r}) is the tensor"
-            )
+            raise _spec_error(self, f".{name}")
         raise AttributeError(f"'TensorSpec' object has no attribute {name!r}")
 
     @property
@@ -269,6 +271,64 @@ class TensorSpec:
     def location(self) -> ByteRange | None:
         """The bytes of the file that hold the elements; None in memory, and for a composite."""
         return self.stored.extent if isinstance(self.stored, StoredTensor) else None
+
+
+def _spec_error(spec: TensorSpec, used: str) -> TensorSpecError:
+    return TensorSpecError(
+        "this is the description of a stored tensor, not the tensor",
+        where=spec.name,
+        expected="a torch.Tensor",
+        found=f"a TensorSpec, on which {used} was called",
+        remedy=f"read it first: checkpoint.tensor({spec.name!r})",
+    )
+
+
+def _refusal(name: str) -> Callable[..., Any]:
+    def refuse(self: TensorSpec, *_: object, **__: object) -> Any:
+        raise _spec_error(self, name)
+
+    refuse.__name__ = refuse.__qualname__ = name
+    return refuse
+
+
+def _refuse_function(
+    cls: type[TensorSpec],
+    function: Any,
+    types: object,
+    args: Sequence[Any] = (),
+    kwargs: Mapping[str, Any] | None = None,
+) -> Any:
+    """What torch calls where one of its functions is given a `TensorSpec`."""
+    given = (*args, *(kwargs or {}).values())
+    flat = (item for value in given for item in (value if isinstance(value, list | tuple) else (value,)))
+    spec = next(item for item in flat if isinstance(item, cls))
+    raise _spec_error(spec, getattr(function, "__name__", str(function)))
+
+
+_BINARY = "add sub mul truediv floordiv mod pow matmul and or xor lshift rshift"
+_OTHERS = "neg pos abs invert lt le gt ge float int complex getitem setitem len"
+_REFUSED = (
+    *(f"__{side}{name}__" for name in _BINARY.split() for side in ("", "r")),
+    *(f"__{name}__" for name in _OTHERS.split()),
+)
+
+
+def _as_array(self: TensorSpec, dtype: Any = None, copy: bool | None = None) -> Any:
+    """What NumPy calls. An array of objects, as a table of descriptions has, holds the description itself."""
+    import numpy as np
+
+    if dtype is None or np.dtype(dtype) != np.dtype(object):
+        raise _spec_error(self, "__array__")
+    array = np.empty((), dtype=object)
+    array[()] = self
+    return array
+
+
+for _name in _REFUSED:  # set here, so that type checkers report these uses too
+    setattr(TensorSpec, _name, _refusal(_name))
+TensorSpec.__array__ = _as_array  # type: ignore[attr-defined]
+TensorSpec.__bool__ = lambda self: True  # type: ignore[attr-defined]  # which Python would ask __len__ for
+TensorSpec.__torch_function__ = classmethod(_refuse_function)  # type: ignore[attr-defined]
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,6 +16,7 @@ import torch
 from modelstate.codec.bounds import FREE_DRAWN_BYTES, MAX_BITS, MAX_DRAWN, Collisions
 from modelstate.codec.plain import own_copy, why_not_plain
 from modelstate.errors import CodecError, EncodedValueError, ModelStateError, UnsupportedValueError
+from modelstate.spec import TensorSpec
 from modelstate.words import printable
 
 MAX_DEPTH = 100
@@ -219,6 +220,12 @@ class Encoder(Walk):
             for key, item in value.items():
                 trees[key] = self.child(item, (ITEM, key))
             return trees
+        if cls is TensorSpec:
+            raise self.fail(
+                "a TensorSpec, which describes a stored tensor and has no values",
+                found=_shown(value),
+                remedy=f"save checkpoint.tensor({value.name!r}), or the whole checkpoint: ms.save(checkpoint, path)",
+            )
         kind = self.kinds.of(cls)
         if kind is None:
             raise self.fail(

@@ -20,7 +20,7 @@ from modelstate.plan.rules.chain import apply_rules, check_rules
 from modelstate.plan.rules.rule import Entry, Rule, Value
 from modelstate.plan.rules.schema import Schema
 from modelstate.read.checkpoint import Checkpoint
-from modelstate.read.open import Source
+from modelstate.read.open import Source, argument_order, is_path, is_source
 from modelstate.read.open import open as open_checkpoint
 from modelstate.read.pickled import Refused
 from modelstate.spec import Stored
@@ -31,6 +31,7 @@ from modelstate.write.save import SaveReport, check_options, target_path, write_
 from modelstate.write.streamed import Making, Streamed, allowed, around, streamed
 
 
+@argument_order("ms.convert_checkpoint", lambda value: is_source(value) or isinstance(value, Sequence), is_path)
 def convert_checkpoint(
     source: Source | Sequence[Source],
     path: str | os.PathLike[str],

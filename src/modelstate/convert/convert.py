@@ -21,9 +21,11 @@ from modelstate.plan.exclusive import exclusive
 from modelstate.plan.explain import model_errors
 from modelstate.plan.slots import modules_of
 from modelstate.plan.torch_private import unwrapped
+from modelstate.read.open import argument_order, is_module
 from modelstate.read.quiet import no_collection
 
 
+@argument_order("ms.convert", is_module, lambda value: isinstance(value, torch.dtype | str))
 def convert(
     module: nn.Module,
     dtype: torch.dtype | str | None = None,

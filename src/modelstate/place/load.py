@@ -32,7 +32,7 @@ from modelstate.plan.prepare import Preparation
 from modelstate.plan.rules.rule import Rule
 from modelstate.plan.rules.schema import Schema
 from modelstate.read.checkpoint import Checkpoint
-from modelstate.read.open import NO_PICKLE, foreign_arguments
+from modelstate.read.open import NO_PICKLE, argument_order, foreign_arguments, is_module, is_source
 from modelstate.read.open import open as open_checkpoint
 from modelstate.read.quiet import no_collection
 
@@ -48,6 +48,7 @@ _OF_TORCH = {
 """Arguments of `torch.load` and `load_state_dict`, and what takes their place."""
 
 
+@argument_order("ms.plan", is_module, is_source)
 @foreign_arguments(**_OF_TORCH)
 def plan(
     model: nn.Module,
@@ -157,6 +158,7 @@ def load(
     prefault: bool | None = ...,
     background: bool,
 ) -> Report | LoadHandle: ...
+@argument_order("ms.load", is_module, lambda value: is_source(value) or isinstance(value, Plan))
 @foreign_arguments(**_OF_TORCH)
 def load(
     model: nn.Module,

@@ -18,9 +18,11 @@ from modelstate.plan.memento import same_place
 from modelstate.plan.placement import copy_cannot_fail, is_plain
 from modelstate.plan.recorder import Outcome, walk
 from modelstate.plan.torch_private import has_registration_hooks, is_tensor_like, module_load, swap_tensors, use_count
+from modelstate.read.open import argument_order, is_module, is_source
 from modelstate.read.quiet import no_collection
 
 
+@argument_order("ms.load_state_dict", is_module, is_source, call_for_paths="ms.load")
 def load_state_dict(
     module: nn.Module, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
 ) -> _IncompatibleKeys:

@@ -25,12 +25,18 @@ from modelstate.plan.rules.optimizer import apply_to_optimizer
 from modelstate.plan.rules.rule import Rule
 from modelstate.plan.rules.schema import Schema
 from modelstate.plan.shield import uninterrupted
+from modelstate.read.open import argument_order, is_module
 
 _GROUPS, _CLASS = "param_groups", "class"
 _OF_SCHEDULERS = {"initial_lr", "max_lr", "min_lr", "base_momentum", "max_momentum"}
 """Options that schedulers put into groups."""
 
 
+def _is_optimizer(value: object) -> bool:
+    return isinstance(value, torch.optim.Optimizer)
+
+
+@argument_order("ms.optimizer_state", is_module, _is_optimizer)
 def optimizer_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     """The state of an optimizer by the names that the model has for its parameters.
 
@@ -63,6 +69,7 @@ def _check_nothing_else(optimizer: torch.optim.Optimizer) -> None:
         )
 
 
+@argument_order("ms.load_optimizer_state", is_module, _is_optimizer)
 def load_optimizer_state(
     model: nn.Module,
     optimizer: torch.optim.Optimizer,

@@ -227,6 +227,12 @@ class NotATensor(Problem):
     remedy: ClassVar = "look at the file with `modelstate inspect`"
     page: ClassVar = "not-a-tensor"
 
+    @classmethod
+    def remedy_for(cls, problems: Sequence[Problem]) -> str:
+        if all(isinstance(problem, NotATensor) and problem.found == "TensorSpec" for problem in problems):
+            return "give the checkpoint itself, or its tensors: checkpoint.value()"
+        return cls.remedy
+
     def line(self) -> str:
         return f"{self.name}: found {self.found}"
 

@@ -1,10 +1,13 @@
 """From a path, a directory or a mapping to a `Checkpoint`: which reader it is for, found by content."""
 
+import inspect
 import os
 import stat
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial, wraps
 from typing import Any, ParamSpec, TypeVar, cast
+
+import torch
 
 from modelstate.errors import (
     EmptyFileError,
@@ -49,6 +52,72 @@ def foreign_arguments(**answers: str) -> Callable[[Callable[_P, _R]], Callable[_
         return checked
 
     return decorate
+
+
+def argument_order(
+    call: str,
+    is_first: Callable[[Any], bool],
+    is_second: Callable[[Any], bool],
+    *,
+    call_for_paths: str = "",
+    is_method: bool = False,
+) -> Callable[[Callable[_P, _R]], Callable[_P, _R]]:
+    """Answers two swapped arguments with the right call, in an `OptionError`.
+
+    Args:
+        call: The function as users call it: "ms.load".
+        is_first: Whether a value can be the first argument.
+        is_second: Whether a value can be the second argument.
+        call_for_paths: The function to call where the second argument is a path, if it is another one.
+        is_method: Whether `self` comes before the two arguments.
+    """
+
+    def decorate(function: Callable[_P, _R]) -> Callable[_P, _R]:
+        @wraps(function)
+        def checked(*args: _P.args, **kwargs: _P.kwargs) -> _R:
+            given = args[is_method:][:2]
+            if len(given) == 2 and not (is_first(given[0]) and is_second(given[1])):
+                second, first = given
+                if is_first(first) and is_second(second):
+                    names = tuple(inspect.signature(function).parameters)[is_method:][:2]
+                    in_order, as_given = _shown(names[0], first), _shown(names[1], second)
+                    right = (call_for_paths if is_path(second) else "") or call
+                    raise OptionError(
+                        f"the arguments of {call} are in the wrong order; nothing has been changed",
+                        expected=f"{call}({', '.join(names)})",
+                        found=f"{call}({as_given}, {in_order})",
+                        remedy=f"{right}({in_order}, {as_given})",
+                    )
+            return function(*args, **kwargs)
+
+        return checked
+
+    return decorate
+
+
+def _shown(name: str, value: object) -> str:
+    """An argument in the text of a call: a short value as it is written, any other by the name of its parameter."""
+    if isinstance(value, str | os.PathLike):
+        return repr(os.fspath(value))
+    return str(value) if isinstance(value, int | torch.dtype) else name
+
+
+def is_path(value: object) -> bool:
+    return isinstance(value, str | os.PathLike)
+
+
+def is_module(value: object) -> bool:
+    return isinstance(value, torch.nn.Module)
+
+
+def is_source(value: object) -> bool:
+    """Whether `modelstate.open` takes a value of this kind."""
+    return isinstance(value, str | os.PathLike | Mapping)
+
+
+def is_objects(value: object) -> bool:
+    """Whether a value can be a mapping of objects, as those that a store saves."""
+    return isinstance(value, Mapping) and not isinstance(value, Checkpoint)
 
 
 NO_PICKLE = "leave it out: no code of a pickle is ever run here"

@@ -8,6 +8,7 @@ import torch
 
 from modelstate.errors import KeyNotFoundError, ObjectKindError
 from modelstate.read.checkpoint import Checkpoint
+from modelstate.read.open import argument_order, is_objects, is_source
 from modelstate.read.open import open as open_checkpoint
 from modelstate.store.objects import MODULE, OPTIMIZER, STATEFUL, Part, Target, targets_of
 from modelstate.store.restoring import Restored, RulesOf, restore_objects
@@ -15,6 +16,7 @@ from modelstate.store.restoring import Restored, RulesOf, restore_objects
 Source = str | os.PathLike[str] | Mapping[str, Any] | Checkpoint
 
 
+@argument_order("ms.restore", is_objects, is_source)
 def restore(
     objects: Mapping[str, Any],
     source: Source,

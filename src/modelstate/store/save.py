@@ -10,6 +10,7 @@ from torch import nn
 from modelstate.errors import ModelCodeError, ModelStateError, SaveTargetError
 from modelstate.plan.torch_private import unwrapped
 from modelstate.read.checkpoint import Checkpoint
+from modelstate.read.open import argument_order, is_module, is_path
 from modelstate.store.objects import captured, holds_stateful
 from modelstate.write.atomic import LOCK_TIMEOUT_SECONDS
 from modelstate.write.checkpoint import check_both
@@ -17,6 +18,7 @@ from modelstate.write.save import SaveReport, check_options, target_path, write_
 from modelstate.write.streamed import Streamed, streamed
 
 
+@argument_order("ms.save", lambda value: is_module(value) or isinstance(value, Mapping), is_path)
 def save(
     target: nn.Module | Mapping[str, Any] | Checkpoint,
     path: str | os.PathLike[str],

@@ -23,6 +23,7 @@ from modelstate.errors import (
     StoreMovedError,
 )
 from modelstate.read.checkpoint import Checkpoint
+from modelstate.read.open import argument_order, is_objects
 from modelstate.read.paths import local_path
 from modelstate.store import contents
 from modelstate.store.arguments import metric_value
@@ -127,6 +128,7 @@ class Store:
         overwrite: bool = ...,
         when_busy: Literal["wait", "skip"] = ...,
     ) -> PendingSave | None: ...
+    @argument_order("store.save", lambda value: isinstance(value, int), is_objects, is_method=True)
     def save(
         self,
         step: int,
@@ -314,6 +316,7 @@ class Store:
 
     # Restoring.
 
+    @argument_order("store.restore", is_objects, lambda value: isinstance(value, int | str), is_method=True)
     def restore(
         self,
         objects: Mapping[str, Any],

@@ -17,9 +17,11 @@ from modelstate.plan.suggest.suggestion import Suggestion
 from modelstate.plan.suggest.verified import verified
 from modelstate.plan.torch_private import unwrapped
 from modelstate.read.checkpoint import Checkpoint
+from modelstate.read.open import argument_order, is_module, is_source
 from modelstate.read.open import open as open_checkpoint
 
 
+@argument_order("ms.suggest", is_module, is_source)
 def suggest(
     model: nn.Module,
     source: str | os.PathLike[str] | Mapping[str, Any] | Checkpoint,
