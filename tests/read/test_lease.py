@@ -10,7 +10,8 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 
 import pytest
@@ -284,6 +285,63 @@ def test_a_file_that_is_open_for_writing_is_read(folder: Path) -> None:
     )
     assert all(step.mapped for step in told.steps)
     assert "model.safetensors: mapped without protection, for a process has the file open" in "\n".join(told.notes)
+
+
+@contextmanager
+def open_for_writing(path: Path) -> Iterator[None]:
+    """Another process has the file open for writing, so that no lease can be had."""
+    code = "import sys; file = open(sys.argv[1], 'r+b'); print(flush=True); sys.stdin.read()"
+    with subprocess.Popen(
+        [sys.executable, "-c", code, str(path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    ) as writer:
+        assert writer.stdout is not None
+        writer.stdout.readline()
+        yield
+        writer.communicate(timeout=40)
+
+
+@pytest.mark.parametrize("background", [False, True])
+@pytest.mark.parametrize("when", ["planned", "loaded"])
+def test_a_plan_holds_when_the_file_may_not_be_mapped_any_more(when: str, background: bool, folder: Path) -> None:
+    path = saved(folder / "model.safetensors", 3.0)
+    with ms.skeleton():
+        model = nn.Linear(SIZE, SIZE)
+    with open_for_writing(path) if when == "planned" else nullcontext():
+        plan = ms.plan(model, path)
+    assert all(step.mapped == (when == "loaded") for step in plan.steps)
+    with open_for_writing(path) if when == "loaded" else nullcontext():
+        report = ms.load(model, plan, background=True).result(60) if background else ms.load(model, plan)
+    assert all(step.mapped == (when == "planned") for step in report.steps)
+    assert model.weight.eq(3).all()
+    notes = "\n".join(report.notes)
+    if when == "loaded":
+        assert "2 tensors are read into memory; when the plan was made, the file could be mapped" in notes
+        assert "a process has the file open for writing" in notes
+    else:
+        assert "2 tensors show the file; when the plan was made, it could not be mapped" in notes
+
+
+def test_a_load_in_the_background_ends_while_a_writer_has_the_file_open(folder: Path) -> None:
+    path = saved(folder / "model.safetensors", 3.0)
+    with ms.skeleton():
+        model = nn.Linear(SIZE, SIZE)
+    handle = ms.load(model, path, background=True)
+    while not handle.done:
+        time.sleep(0.01)
+    with open_for_writing(path):
+        handle.result()
+    assert model.weight.eq(3).all()
+
+
+def test_a_plan_for_a_file_that_may_not_be_mapped_any_more_and_a_model_that_has_changed(folder: Path) -> None:
+    path = saved(folder / "model.safetensors")
+    with ms.skeleton():
+        model = nn.Linear(SIZE, SIZE)
+    plan = ms.plan(model, path)
+    model.double()
+    with open_for_writing(path), pytest.raises(ms.errors.StalePlanError, match="the model is no longer"):
+        ms.load(model, plan)
+    assert model.weight.is_meta
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")

@@ -306,11 +306,10 @@ def _staged(model: nn.Module, source: Source | Plan, options: Options, how: _How
         with torch.random.fork_rng(devices=[]):
             preparation = Preparation(journal, checkpoint, options, Place, call_extra_state=False)
         preparation.check()
-        if isinstance(source, Plan):
-            _check_unchanged(source, preparation.plan())
+        notes = _check_unchanged(source, preparation.plan()) if isinstance(source, Plan) else []
         check_budget(preparation, how.max_memory_bytes)
         _check_trained(preparation, how.optimizers)
-        return Staged(preparation, how.verify)
+        return Staged(preparation, how.verify, notes)
     finally:
         try:
             journal.rollback()
@@ -334,7 +333,10 @@ def _carry_out(
         preparation = Preparation(journal, checkpoint, options, Place, call_extra_state=True)
         preparation.check()
         if isinstance(source, Plan):
-            _check_unchanged(source, preparation.plan(), "make the plan again" if staged is None else LOAD_AGAIN)
+            notes = _check_unchanged(
+                source, preparation.plan(), "make the plan again" if staged is None else LOAD_AGAIN
+            )
+            preparation.notes += notes if staged is None else []  # what was staged is not read again
         check_budget(preparation, how.max_memory_bytes)
         _check_trained(preparation, how.optimizers)
         if staged is None:
@@ -387,8 +389,16 @@ def _of_plan(plan: Plan, options: Options) -> tuple[Checkpoint, Options]:
     return plan.checkpoint, plan.options
 
 
-def _check_unchanged(plan: Plan, now: Plan, remedy: str = "make the plan again") -> None:
-    if (plan.steps, plan.slots) != (now.steps, now.slots):
+def _check_unchanged(plan: Plan, now: Plan, remedy: str = "make the plan again") -> list[str]:
+    """Raises `StalePlanError` where the model has changed. Returns notes on what is done in another way than planned.
+
+    Whether a file may be mapped depends on the processes that have it open, too. That does not make a plan stale: the
+    values are the same, and the load takes the way that is safe now, as it would without a plan.
+    """
+    was = {(step.name, step.kind): step for step in plan.steps}
+    different = [step for step in now.steps if was.get((step.name, step.kind)) != step]
+    other_way = [step for step in different if _differ_in_mapping(was.get((step.name, step.kind)), step)]
+    if len(different) > len(other_way) or (len(plan.steps), plan.slots) != (len(now.steps), now.slots):
         changed = [step.name for step in {*plan.steps} ^ {*now.steps}]
         raise StalePlanError(
             "the model is no longer what was planned for; nothing has been changed",
@@ -396,6 +406,18 @@ def _check_unchanged(plan: Plan, now: Plan, remedy: str = "make the plan again")
             found=f"{len(changed)} steps differ: {', '.join(sorted(set(changed))[:4])}",
             remedy=remedy,
         )
+    mapped, read = sum(step.mapped for step in other_way), sum(not step.mapped for step in other_way)
+    notes = [f"{read} tensors are read into memory; when the plan was made, the file could be mapped"] if read else []
+    return notes + (
+        [f"{mapped} tensors show the file; when the plan was made, it could not be mapped"] if mapped else []
+    )
+
+
+def _differ_in_mapping(one: Step | None, other: Step) -> bool:
+    """Whether all that differs is that the tensor shows the file in one of the two, and has its own memory else."""
+    if one is None or one.mapped == other.mapped:
+        return False
+    return one._replace(why="", mapped=False, way="") == other._replace(why="", mapped=False, way="")
 
 
 def _check_trained(preparation: Preparation, optimizers: tuple[torch.optim.Optimizer, ...]) -> None:

@@ -1,6 +1,6 @@
 """Values that are brought in by one preparation of a load, and put in place by a later one."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -34,13 +34,16 @@ class Staged:
     since that code will look again; so is what depends on the model's values, or costs nothing.
     """
 
-    def __init__(self, preparation: Preparation, verify: bool) -> None:
-        """Takes the preparation over, before it is undone. Raises `ChecksumError` where nothing can be verified."""
+    def __init__(self, preparation: Preparation, verify: bool, notes: Sequence[str] = ()) -> None:
+        """Takes the preparation over, before it is undone; `notes` are for the report.
+
+        Raises `ChecksumError` where nothing can be verified.
+        """
         if verify:
             what_to_verify(preparation.checkpoint)
         self.plan = preparation.plan()
         self.verified_bytes = 0
-        self._verify, self._notes = verify, list[str]()
+        self._verify, self._notes = verify, [*notes]
         self._given: list[Assignment] = []
         waiting = [made for made in preparation.assignments if _comes_from_elsewhere(made)]
         self._slots = {made.name: _slot(made) for made in waiting}
