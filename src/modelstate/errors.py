@@ -151,7 +151,14 @@ class ModelStateError(Exception):
         self.remedy = str(remedy)
         """What to do next."""
 
+    @property
+    def has_fields(self) -> bool:
+        """Whether the fields are set: a subclass may have a constructor that does not call this one."""
+        return "what" in self.__dict__
+
     def __str__(self) -> str:
+        if not self.has_fields:
+            return super().__str__()
         lines = [f"{self.where}: {self.what}" if self.where else self.what]
         lines += [f"  {k}: {v}" for k, v in (("expected", self.expected), ("found", self.found)) if v]
         if self.remedy:

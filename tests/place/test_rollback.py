@@ -495,3 +495,39 @@ def test_what_cannot_be_put_back_is_said_and_the_rest_is_put_back(monkeypatch: p
         ms.load_state_dict(module, {"weight": torch.ones(2), "zz": torch.ones(1)})
     assert module.weight.tolist() == [0, 0]
     assert broken.tolist() == [1, 1]
+
+
+class Unreadable:
+    """One of its attributes raises when it is read."""
+
+    __slots__ = ("__dict__", "_kept")
+
+    def __init__(self) -> None:
+        self.cache = [1]
+
+
+class Descriptor:
+    def __get__(self, owner: object, cls: type | None = None) -> object:
+        raise RuntimeError("not now")
+
+    def __set__(self, owner: object, value: object) -> None:
+        raise RuntimeError("not now")
+
+
+@pytest.mark.parametrize("load", [ms.load, ms.load_state_dict])
+def test_an_object_with_an_attribute_that_cannot_be_read(
+    load: Callable[..., object], caplog: pytest.LogCaptureFixture
+) -> None:
+    """Its other attributes are put back, and a warning names its class."""
+    module: Any = pair()
+    module.helper = Unreadable()
+    Unreadable._kept = Descriptor()  # type: ignore[assignment]
+    failing_late(module, lambda owner: owner.helper.cache.append(2))
+    left_as_it_was(module, lambda: load(module, ones(module)), Exception)
+    assert module.helper.cache == [1]
+    assert "Unreadable" in caplog.text
+    caplog.clear()
+    plain = pair()
+    failing_late(plain)
+    left_as_it_was(plain, lambda: load(plain, ones(plain)), Exception)
+    assert not caplog.text

@@ -1,12 +1,11 @@
 """Fake tensors, DTensors and modules of FSDP2 are named as what they are, and what the errors advise works."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, set_model_state_dict
@@ -21,13 +20,7 @@ from tests.place.fingerprint import whole
 FULL = StateDictOptions(full_state_dict=True)
 
 
-@pytest.fixture(scope="module", autouse=True)
-def group() -> Iterator[None]:
-    if not dist.is_gloo_available():
-        pytest.skip("torch is built without gloo")
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
+pytestmark = pytest.mark.usefixtures("process_group")
 
 
 def network() -> nn.Module:

@@ -1,26 +1,17 @@
 """What `torch.compile` and data parallelism wrap is loaded, saved and converted as the module itself."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 
 import modelstate as ms
 from tests.place.fingerprint import whole
 
-
-@pytest.fixture(scope="module", autouse=True)
-def group() -> Iterator[None]:
-    if not dist.is_gloo_available():
-        pytest.skip("torch is built without gloo")
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
-
+pytestmark = pytest.mark.usefixtures("process_group")
 
 WRAPPERS: dict[str, Callable[[nn.Module], nn.Module]] = {
     "compile": lambda module: torch.compile(module, backend="eager"),  # type: ignore[dict-item,return-value]

@@ -5,13 +5,16 @@ import json
 import pickle
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
+from torch import nn
 
 import modelstate as ms
+from modelstate import errors
 from modelstate.errors import PlanError
 from modelstate.plan import problems as module
-from modelstate.plan.explain import explain, grouped, plan_error
+from modelstate.plan.explain import explain, grouped, one_line, plan_error
 from modelstate.plan.plan import problem_as_dict
 from modelstate.plan.problems import (
     BadExtraState,
@@ -250,3 +253,49 @@ def test_a_plan_and_a_load_report_the_same_problems_at_once() -> None:
     with pytest.raises(PlanError, match="cannot load mapping into ModuleDict") as caught:
         ms.load(model, state, allow_missing=["z*"])
     assert caught.value.problems == plan.problems
+
+
+class OfTheModel(errors.ExtraStateError):
+    """An error of a user's, whose constructor does not call that of the class that it extends."""
+
+    def __init__(self, number: int) -> None:
+        Exception.__init__(self, f"number {number}\nis wrong")
+
+
+class Strict(nn.Module):
+    def get_extra_state(self) -> int:
+        return 1
+
+    def set_extra_state(self, state: int) -> None:
+        raise OfTheModel(state)
+
+
+def test_an_error_of_the_user_without_fields_is_a_problem_like_others() -> None:
+    with pytest.raises(errors.PlanError, match="OfTheModel: number 3 is wrong") as caught:
+        ms.load(Strict(), {"_extra_state": 3})
+    assert isinstance(caught.value.__cause__, OfTheModel)
+    assert str(caught.value.__cause__) == "number 3\nis wrong"
+
+
+def test_foreign_errors_in_one_line() -> None:
+    assert one_line(ValueError("a\nb")) == "ValueError: a b"
+    assert one_line(KeyError()) == "KeyError"
+    assert one_line(errors.OptionError("no", found="1\n2", remedy="x")) == "no (found 1 2); x"
+
+
+@pytest.mark.parametrize("path", ["model", "model.net", "a.b"])
+@pytest.mark.parametrize("beside", [{}, {"epoch": 3, "rng": {"state": np.ones(2)}}])
+def test_nested_arrays_are_named_as_flat_ones_are(path: str, beside: dict[str, object]) -> None:
+    model = nn.Sequential(nn.Linear(2, 2))
+    arrays = {name: value.detach().numpy() for name, value in model.state_dict().items()}
+    flat = ms.plan(model, arrays).problems
+    assert {type(problem) for problem in flat} == {NumPyArray}
+    nested: dict[str, object] = {path.rpartition(".")[2]: arrays}
+    for key in reversed(path.split(".")[:-1]):
+        nested = {key: nested}
+    assert ms.plan(model, {**nested, **beside}).problems == flat
+
+
+def test_arrays_of_other_names_are_left_where_they_are() -> None:
+    problems = ms.plan(nn.Linear(2, 2), {"rng": {"state": np.ones(2)}}).problems
+    assert {problem.name for problem in problems} == {"weight", "bias", "rng"}

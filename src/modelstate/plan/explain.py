@@ -88,8 +88,10 @@ def model_errors(what: str, model: object) -> Iterator[None]:
         ) from error
 
 
-def one_line(error: ModelStateError) -> str:
-    """What an error says, but for where."""
+def one_line(error: Exception) -> str:
+    """The text of an error without its place. Of an error that is not modelstate's, its class and its text."""
+    if not isinstance(error, ModelStateError) or not error.has_fields:
+        return printable(" ".join(f"{type(error).__name__}: {error}".removesuffix(": ").split()))
     fields = [f"{what} {value}" for what, value in (("expected", error.expected), ("found", error.found)) if value]
     text = error.what + (f" ({', '.join(fields)})" if fields else "") + (f"; {error.remedy}" if error.remedy else "")
     return printable(text.replace("\n", " "))

@@ -7,6 +7,7 @@ sake of code that rarely looks at a tensor. So writes wait, and while the model'
 tensors that it uses: the first time it uses one, the old bytes of that one are saved and its write is carried out.
 """
 
+import logging
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
@@ -21,6 +22,8 @@ from modelstate.errors import RollbackError
 from modelstate.plan.memento import Memento, has_dispatch, put_back, tensor_state
 from modelstate.plan.shield import uninterrupted
 from modelstate.plan.torch_private import enter_mode, leave_mode, payload_of, storage_id, storage_of, without_subclasses
+
+_log = logging.getLogger("modelstate")
 
 
 class Write:
@@ -233,8 +236,16 @@ class Journal:
             steps = [*reversed(self._undo), *(self._memento.restores if self._memento is not None else ())]
             steps += [partial(_put_bytes, *saved) for saved in self._saved.values()]
             failures = _all_of(steps)
+            unlisted = list(dict.fromkeys(self._memento.unlisted)) if self._memento is not None else []
             torch.set_grad_enabled(self._grad_enabled)  # an interrupt can break off what would have done it
             self._let_go()
+        if unlisted:
+            _log.warning(
+                "what the code of %s may have changed in objects of these classes is not undone, for they raise when "
+                "their attributes are read: %s",
+                type(self.root).__name__,
+                ", ".join(unlisted[:8]),
+            )
         if failures:
             raise RollbackError(
                 f"{len(failures)} things could not be made what they were; everything else has been",

@@ -1,8 +1,10 @@
 """Names that nearly match: which part of a checkpoint is meant, and what a misspelt name may have meant."""
 
 from collections import Counter
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from difflib import get_close_matches
+
+import numpy as np
 
 from modelstate.errors import AmbiguousKeyError
 from modelstate.plan.differences import prefixes, without_wrappers
@@ -16,6 +18,8 @@ def matching_part(
 
     One that has more than twice as many of them as any other is clear; otherwise `AmbiguousKeyError` lists them.
     """
+    if not checkpoint:
+        return _part_of_arrays(checkpoint, wanted)
     containers = {"", *checkpoint.containers}
     if len(containers) == 1:
         return checkpoint
@@ -49,6 +53,27 @@ def matching_part(
             candidates=tuple(rivals.items()),
         )
     return checkpoint.select(best) if best else checkpoint
+
+
+def _part_of_arrays(checkpoint: Checkpoint, wanted: Collection[str]) -> Checkpoint:
+    """In a checkpoint without tensors, the mapping whose NumPy arrays have the most names of the model.
+
+    It cannot be loaded. It is selected so that the problems are about its arrays, as those of a flat mapping are.
+    """
+    values = checkpoint.flat.values
+    bare = {without_wrappers(name) for name in wanted}
+    counts: Counter[str] = Counter()
+    waiting = [(path, value) for path, value in values.items() if isinstance(value, Mapping)]
+    if any(name in values for name in wanted):
+        return checkpoint
+    while waiting:
+        path, value = waiting.pop()
+        for key, item in value.items():
+            if isinstance(item, Mapping):
+                waiting.append((f"{path}.{key}", item))
+            elif isinstance(item, np.ndarray) and isinstance(key, str) and without_wrappers(key) in bare:
+                counts[path] += 1
+    return checkpoint.select(counts.most_common(1)[0][0]) if counts else checkpoint
 
 
 def _matches(

@@ -39,6 +39,8 @@ class Memento:
         """Every tensor that was found, gradients included, by its id."""
         self.restores: list[Callable[[], None]] = []
         """What puts everything back, the objects themselves and their order included, a step each."""
+        self.unlisted: list[str] = []
+        """Classes of objects whose contents cannot be listed: what only they hold is not put back."""
         self._seen: dict[int, object] = {}
         queue = deque(roots)
         while queue and len(self._seen) < _MAX_OBJECTS:
@@ -47,7 +49,8 @@ class Memento:
                 self._seen[id(found)] = found
                 try:
                     visited = list(self._visit(found))
-                except Exception:  # an object that cannot say what it holds cannot be put back either
+                except Exception:
+                    self.unlisted.append(f"{type(found).__module__}.{type(found).__qualname__}")
                     continue
                 for below in visited:
                     # Tensors first: they must not fall to the limit behind a vocabulary.
@@ -136,7 +139,11 @@ class Memento:
         if isinstance(attributes, dict):
             below.extend(self._visit_dict(attributes))
         for name in slots_of_class(type(found)):
-            kept = getattr(found, name, _UNSET)
+            try:
+                kept = getattr(found, name, _UNSET)
+            except Exception:  # the other attributes are put back all the same
+                self.unlisted.append(f"{type(found).__module__}.{type(found).__qualname__}")
+                continue
             below.append(kept)
             self.restores.append(partial(_set_slot, found, name, kept))
         return below

@@ -197,19 +197,14 @@ class QuantizedCast(Problem):
 
 
 @dataclass(frozen=True, slots=True)
-class QuantizedIntoPlain(Problem):
+class QuantizedIntoPlain(QuantizedCast):
     """The checkpoint's tensor is quantized, the model's is a plain one with values, and the class cannot convert it."""
-
-    expected: str = ""
-    found: str = ""
-    cls: str = ""
 
     title: ClassVar = "quantized tensors of the checkpoint for plain tensors of the model"
     remedy: ClassVar = (
         "build the model with `with ms.skeleton():`, which takes quantized tensors as they are, or quantize the model "
         "in the same way before the load"
     )
-    page: ClassVar = "quantized-tensors"
 
     def line(self) -> str:
         return (
