@@ -244,8 +244,8 @@ class Preparation:
         made = self._assignment(name, kind, param, value, given, stored)
         self._by_param[id(param)] = made
         self.assignments.append(made)
-        if not (is_plain(param) and is_plain(value)):
-            self._check_classes(made)
+        if not (is_plain(param) and is_plain(value)) and self._has_other_class(made):
+            return  # it is never written, even where the model's own code looks at the tensor
         if value.is_meta or (isinstance(stored, torch.Tensor) and lacks_values(stored)):
             self.problems.append(NoValues(name))
         elif value.dtype != made.dtype:
@@ -254,16 +254,20 @@ class Preparation:
             self._check_memory(made)
         self.journal.add(self._make_write(self, made))
 
-    def _check_classes(self, made: Assignment) -> None:
-        """A FakeTensor has no values, and torch copies nothing between a DTensor and a whole tensor."""
-        for tensor, side in ((made.param, "model"), (made.value, "checkpoint")):
-            if is_fake(tensor):
-                self.problems.append(FakeTensors(made.name, side))
-                return
-        if is_sharded(made.param) and not is_sharded(made.value):
-            self.problems.append(ShardedTensors(made.name, "model", on_meta=made.param.is_meta))
+    def _has_other_class(self, made: Assignment) -> bool:
+        """Whether the classes of the two tensors rule a copy out; adds the problem.
+
+        A FakeTensor has no values, and torch copies nothing between a DTensor and a whole tensor.
+        """
+        problem: Problem | None = None
+        if is_fake(made.param) or is_fake(made.value):
+            problem = FakeTensors(made.name, "model" if is_fake(made.param) else "checkpoint")
+        elif is_sharded(made.param) and not is_sharded(made.value):
+            problem = ShardedTensors(made.name, "model", on_meta=made.param.is_meta)
         elif is_sharded(made.value) and not is_sharded(made.param):
-            self.problems.append(ShardedTensors(made.name, "checkpoint"))
+            problem = ShardedTensors(made.name, "checkpoint")
+        self.problems += [problem] if problem is not None else []
+        return problem is not None
 
     def _check_quantized(self) -> None:
         """Finds quantized tensors that do not become the plain tensors of the model.
