@@ -310,14 +310,15 @@ except ms.errors.UnknownClassError:
 
 
 def test_warnings_say_where(tmp_path: Path) -> None:
-    store = ms.Store(tmp_path)
+    store, model = ms.Store(tmp_path), torch.nn.Linear(1, 1)
     for step in (1, 2):
-        store.save(step, {"value": step})
+        store.save(step, {"model": model})
     flip(tmp_path / "step-000000002" / "checkpoint.json", 60)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        store.restore({"value": None})
-    assert [Path(one.filename).name for one in caught] == [Path(__file__).name]
+        store.restore({"model": model})
+        ms.Store(tmp_path).open("model")
+    assert [Path(one.filename).name for one in caught] == [Path(__file__).name] * 2
 
 
 def test_of_a_step_that_is_a_link_only_the_link_is_pruned(tmp_path: Path) -> None:

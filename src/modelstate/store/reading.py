@@ -115,5 +115,5 @@ def to_go(shelf: Shelf, keep: Keep | None) -> list[Found]:
 
 def _warn(skipped: Mapping[int, ModelStateError]) -> None:
     for step, error in skipped.items():
-        # At whoever has called the store.
-        warnings.warn(f"step {step} is passed over: {error}", DamagedCheckpointWarning, stacklevel=4)
+        # At the caller of the store: above are `of_first_whole`, the store's method, and what checks its arguments.
+        warnings.warn(f"step {step} is passed over: {error}", DamagedCheckpointWarning, stacklevel=5)

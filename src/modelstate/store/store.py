@@ -374,6 +374,9 @@ class Store:
         same = {one.name: getattr(restored, one.name) for one in fields(restored)}
         return RestoredStep(**same, step=record.step, time=record.time, metrics=dict(record.metrics), skipped=skipped)
 
+    @argument_order(
+        "store.open", lambda value: isinstance(value, str), lambda value: isinstance(value, int | str), is_method=True
+    )
     def open(self, name: str, step: Step = "latest", *, verify: bool = False) -> Checkpoint:
         """The tensors and values of one object of a checkpoint, for whatever takes a `Checkpoint`.
 
