@@ -300,6 +300,13 @@ def test_the_cost_of_wrappers_grows_with_the_names() -> None:
     assert calls(2000) < 5 * calls(500)
 
 
+def test_nothing_is_proved_where_another_name_goes_through_a_wrapper() -> None:
+    wanted = ["encoder.q", "encoder.module.w"]
+    assert wrapper_rule(["encoder.w"], wanted) is not None
+    assert wrapper_rule(["q", "module.w", "encoder.w"], wanted) is None  # "module.w" may be meant
+    assert wrapper_rule(wanted, ["q", "module.w", "encoder.w"]) is None
+
+
 # What an error proposes.
 
 PROJECTIONS = [("query", "key", "value"), ("q_proj", "k_proj", "v_proj")]

@@ -103,6 +103,11 @@ def wrapper_rule(
                 return None
             if chain != put_chain:
                 modules[before + chain] = put_before + put_chain
+    unpaired = set(given).difference(pairs), set(wanted).difference(pairs.values())
+    for side, names in zip(chains, unpaired, strict=True):
+        left = filter(_has_wrapper, names)
+        if any(side.get(bare, chain) != chain for name in left for bare, _, chain in _places(name)):
+            return None  # a name without a counterpart goes through a wrapper where the others do not
     rule = Rewrapped(modules)
     if not modules or any((rule.rename(source) or source) != target for source, target in pairs.items()):
         return None
