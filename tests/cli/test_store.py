@@ -372,6 +372,24 @@ class TestConvert:
         assert run(*arguments, "--overwrite").exit_code == 0
         assert torch.equal(ms.open("out.safetensors").tensor("weight"), model_at(2).weight)
 
+    def test_a_model_says_what_is_to_be_filled_in(self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+        Path("my_grown_model.py").write_text(
+            "import torch\nimport modelstate as ms\n"
+            "def build():\n"
+            "    return torch.nn.ModuleDict({'new': torch.nn.Linear(3, 2), 'old': torch.nn.Linear(2, 3)})\n"
+            "rules = [ms.Rename('*', 'old.*'), ms.Fill('new.*', 0.5)]\n"
+        )
+        monkeypatch.syspath_prepend(tmp_path)
+        arguments = ("convert", "training.pt", "out.safetensors", "--key", "model", "--rules", "my_grown_model:rules")
+        done = run(*arguments)
+        assert done.exit_code == 1
+        assert "on the command line: --model MODEL" in done.stderr
+        done = run(*arguments, "--model", "my_grown_model:build")
+        assert done.exit_code == 0, done.output
+        found = ms.open("out.safetensors")
+        assert set(found) == {"old.weight", "old.bias", "new.weight", "new.bias"}
+        assert found.tensor("new.weight").eq(0.5).all()
+
     def test_the_source_is_replaced_only_on_demand(self) -> None:
         before = Path("training.pt").read_bytes()
         assert run("convert", "training.pt", "training.pt", "--dtype", "bfloat16").exit_code == 1

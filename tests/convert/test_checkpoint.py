@@ -5,6 +5,7 @@ import re
 import subprocess
 import sys
 from collections import Counter, OrderedDict, defaultdict
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 from torch import nn
+from torch.testing._internal.two_tensor import TwoTensor
 from torchao.quantization import Int8WeightOnlyConfig, quantize_
 
 import modelstate as ms
@@ -249,6 +251,115 @@ def test_quantized_tensors_are_not_left_in_another_dtype_than_the_rest(tmp_path:
         ms.convert_checkpoint(tmp_path / "q.safetensors", tmp_path / "r.safetensors", dtype=torch.bfloat16)
     assert not (tmp_path / "r.safetensors").exists()
     ms.convert_checkpoint(tmp_path / "q.safetensors", tmp_path / "r.safetensors", dtype=torch.float32)
+
+
+SPARSE: dict[str, Any] = {
+    "coo": lambda: torch.eye(4).to_sparse(),
+    "coo, not coalesced": lambda: torch.sparse_coo_tensor([[0, 0], [1, 1]], [1.0, 2.0], (2, 2)),
+    "coo, with rows": lambda: torch.randn(3, 4).to_sparse(1),
+    "csr": lambda: torch.eye(4).to_sparse_csr(),
+    "csc": lambda: torch.eye(4).to_sparse_csc(),
+    "bsr": lambda: torch.eye(4).to_sparse_bsr((2, 2)),
+    "bsc": lambda: torch.eye(4).to_sparse_bsc((2, 2)),
+}
+
+
+@pytest.mark.parametrize("rules", [(), [ms.Rename("weight", "w")]], ids=["as it is", "by rules"])
+@pytest.mark.parametrize("in_memory", [False, True])
+@pytest.mark.parametrize("kind", SPARSE)
+def test_sparse_tensors_are_cast(kind: str, in_memory: bool, rules: Any, tmp_path: Path) -> None:
+    tensor = SPARSE[kind]()
+    state = {"weight": tensor, "other": tensor.to(torch.float64), "mask": tensor.to(torch.bool)}
+    torch.save(state, tmp_path / "a.pt")
+    source = state if in_memory else tmp_path / "a.pt"
+    ms.convert_checkpoint(source, tmp_path / "b.pt", rules=rules, dtype=torch.float16)
+    found = torch.load(tmp_path / "b.pt")
+    assert [found[name].dtype for name in found] == [torch.float16, torch.float16, torch.bool]
+    assert found["w" if rules else "weight"].layout is tensor.layout
+    assert torch.equal(found["w" if rules else "weight"].to_dense(), tensor.to(torch.float16).to_dense())
+    assert tensor.dtype is torch.float32
+
+
+def test_what_a_cast_of_a_sparse_tensor_loses_is_noted(tmp_path: Path) -> None:
+    report = ms.convert_checkpoint({"s": (torch.eye(3) * 1e30).to_sparse()}, tmp_path / "b.pt", dtype=torch.float16)
+    assert "finite values became infinite or NaN by a cast, 3 in all: s (3)" in report.notes
+
+
+def test_subclasses_that_are_not_cast_are_noted(tmp_path: Path) -> None:
+    state = {"pair": TwoTensor(torch.ones(2), torch.zeros(2)), "plain": torch.ones(2)}
+    report = ms.convert_checkpoint(state, tmp_path / "a.safetensors", dtype=torch.float16)
+    assert report.notes == ("1 tensor of the class TwoTensor is not cast: pair",)
+    found = ms.open(tmp_path / "a.safetensors", allow=[TwoTensor])
+    assert (found["pair"].dtype, found["plain"].dtype) == (torch.float32, torch.float16)
+    assert not ms.convert_checkpoint(state, tmp_path / "a.safetensors").notes
+
+
+def test_sparse_tensors_that_are_tied_stay_tied(tmp_path: Path) -> None:
+    tensor = torch.eye(3).to_sparse()
+    ms.convert_checkpoint({"a": tensor, "b": tensor}, tmp_path / "b.pt", dtype=torch.float16)
+    found = torch.load(tmp_path / "b.pt")
+    assert found["a"].dtype == torch.float16
+    assert found["a"]._values().data_ptr() == found["b"]._values().data_ptr()
+
+
+class Grown(nn.Module):
+    """A later version of a model that had only `body`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Linear(3, 3)
+        self.norm = nn.BatchNorm1d(3)
+        self.head = nn.Linear(3, 2)
+
+
+GROWN = ms.Schema(
+    "1.0",
+    [
+        ms.Migration("2.0", [ms.Fill("norm.num_batches_tracked", 7), ms.Fill("norm.running_*", 0.5)]),
+        ms.Migration("3.0", [ms.Fill("norm.*"), ms.Fill("top.*"), ms.Rename("top.*", "head.*")]),
+    ],
+)
+
+
+@pytest.mark.parametrize("skeleton", [False, True])
+def test_a_model_says_what_is_to_be_filled_in(skeleton: bool, tmp_path: Path) -> None:
+    body = nn.Linear(3, 3)
+    ms.save({"body": body.state_dict()}, tmp_path / "a.safetensors", schema="1.0")
+    with ms.skeleton() if skeleton else nullcontext():
+        model = Grown()
+    before = {name: None if tensor.is_meta else tensor.clone() for name, tensor in model.state_dict().items()}
+    files = []
+    for number in range(2):
+        torch.manual_seed(5)
+        path = tmp_path / f"{number}.safetensors"
+        ms.convert_checkpoint(tmp_path / "a.safetensors", path, rules=GROWN, model=model, dtype=torch.bfloat16)
+        files.append(path.read_bytes())
+    assert files[0] == files[1]
+    for name, tensor in model.state_dict().items():
+        assert tensor.is_meta if before[name] is None else torch.equal(tensor, before[name])
+    loaded = Grown()
+    report = ms.load(loaded, path, rules=GROWN)
+    assert report.coverage == 1
+    assert torch.equal(loaded.body.weight, body.weight.bfloat16())
+    assert loaded.norm.num_batches_tracked.item() == 7
+    assert loaded.norm.running_mean.eq(0.5).all()
+    assert loaded.norm.weight.eq(1).all()
+    assert 0 < loaded.head.weight.abs().max() <= 3**-0.5
+    assert ms.open(path)["head.weight"].dtype == torch.bfloat16
+
+
+def test_what_only_a_model_can_say_is_asked_for(tmp_path: Path) -> None:
+    ms.save({"body": nn.Linear(3, 3).state_dict()}, tmp_path / "a.safetensors", schema="1.0")
+    with pytest.raises(RuleError, match=r"convert_checkpoint\(\.\.\., model=model\)") as caught:
+        ms.convert_checkpoint(tmp_path / "a.safetensors", tmp_path / "b.safetensors", rules=GROWN)
+    assert "match nothing" not in str(caught.value)
+    assert "    Fill('norm.running_*', value=0.5)\n" in str(caught.value)
+    assert not (tmp_path / "b.safetensors").exists()
+    with pytest.raises(OptionError):
+        ms.convert_checkpoint(tmp_path / "a.safetensors", tmp_path / "b.safetensors", rules=GROWN, model=3)  # type: ignore[arg-type]
+    rules = [ms.Fill("scale", torch.ones(2))]
+    ms.convert_checkpoint(tmp_path / "a.safetensors", tmp_path / "b.safetensors", rules=rules)
+    assert ms.open(tmp_path / "b.safetensors").tensor("scale").tolist() == [1, 1]
 
 
 def test_it_can_be_written_over_its_source(training: Path) -> None:

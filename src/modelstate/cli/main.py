@@ -351,6 +351,13 @@ def convert(
     rename_regex: RenameRegex = None,
     ignore: Ignore = None,
     rules: NamedRules = None,
+    model: Annotated[
+        str | None,
+        typer.Option(
+            metavar="MODEL", help="package.module:name of a callable that returns the model; a Fill in RULES needs it."
+        ),
+    ] = None,
+    no_skeleton: NoSkeleton = False,
     overwrite: Overwrite = False,
     allow: Allow = None,
     skip_forbidden: Skip = False,
@@ -370,6 +377,8 @@ def convert(
             "max_memory_bytes": parse_size(max_memory),
             "overwrite": overwrite,
         }
+        if model is not None:
+            options["model"] = build_model(model, model_factory(model, debug), skeleton=not no_skeleton)
         with _open(path, allow, skip_forbidden) as checkpoint, code_of_others():
             report = ms.convert_checkpoint(checkpoint, target, key=key, **options)
         typer.echo(str(report))

@@ -42,6 +42,8 @@ def of_error(error: BaseException, debug: bool = False) -> list[str]:
         return [_IN_PYTHON]
     if isinstance(error, errors.MemoryBudgetError):
         return ["--max-memory of as many bytes, or leave it out"]
+    if isinstance(error, errors.RuleError) and causes.NeedsModel.remedy in str(error):
+        return ["--model MODEL: the function that builds the model, as to `modelstate plan`"]
     if isinstance(error, errors.TargetExistsError):
         return ["another path, or --overwrite to replace it"]
     if isinstance(error, errors.ChecksumError) and "modelstate.save" in error.remedy:

@@ -8,17 +8,23 @@ from time import perf_counter
 from typing import Any
 
 import torch
+from torch import nn
 
 from modelstate.errors import CodecError, OptionError, RuleError
+from modelstate.place.arguments import check_model
 from modelstate.plan.derived import Derived, to_be_computed, values_of
 from modelstate.plan.derived import Source as DerivedSource
 from modelstate.plan.dtypes import floating_dtype
 from modelstate.plan.explain import explain
 from modelstate.plan.incoming import Undecoded, renamed_versions
+from modelstate.plan.initialise import Initialisers
 from modelstate.plan.problems import IdlePattern, Problem
 from modelstate.plan.rules.chain import apply_rules, check_rules
 from modelstate.plan.rules.rule import Entry, Rule, Value
 from modelstate.plan.rules.schema import Schema
+from modelstate.plan.slots import slots_of
+from modelstate.plan.torch_private import unwrapped
+from modelstate.plan.wanted import Places
 from modelstate.read.checkpoint import Checkpoint
 from modelstate.read.open import Source, argument_order, is_path, is_source
 from modelstate.read.open import open as open_checkpoint
@@ -38,6 +44,7 @@ def convert_checkpoint(
     *,
     key: str | None = None,
     rules: Iterable[Rule] | Schema = (),
+    model: nn.Module | None = None,
     dtype: torch.dtype | str | None = None,
     format: str | None = None,
     shard_size_bytes: int | None = None,
@@ -50,13 +57,17 @@ def convert_checkpoint(
     Tied tensors stay tied, values that are no tensors are kept (but for placeholders of what was skipped as forbidden),
     and so are torch's versions of modules and what the file says of itself. Tensors are read and cast in blocks of a
     few megabytes, several at a time; what rules compute, and what is not stored in its own order, one tensor at a time.
-    Subclasses of tensors, which are not cast, are in memory all the time.
+    Sparse tensors, and subclasses of tensors, are in memory all the time. Subclasses are not cast, which the report's
+    notes say; where they are quantized, `dtype=` is refused.
 
     Args:
         source: what `modelstate.open` opens; or a `Checkpoint`.
         path: where it is written to; it may be the source.
         key: the part of it that is wanted ("model_state").
         rules: changes of names and tensors, or a `Schema`. The names of what is written are flat then.
+        model: a model that what is written is for; it may be a skeleton, and is not changed. A `Fill` among the rules
+            needs it, for the names that are lacking, their shapes and dtypes, and their initialisation. What the model
+            initialises is in memory from the beginning.
         dtype: what floating point tensors are cast to, those of an optimizer as well: `key=` leaves them out.
         format, shard_size_bytes, overwrite, lock_timeout_seconds: as in `modelstate.save`; the suffix of the path says
             the format. For a file of `torch.save` the tensors are put into a file beside the path first, which takes
@@ -75,7 +86,7 @@ def convert_checkpoint(
     check_both(where, overwrite)
     checkpoint = open_checkpoint(source, key=key)
     chain = rules.rules_for(checkpoint) if isinstance(rules, Schema) else check_rules(rules)
-    state = _by_rules(checkpoint, chain, to) if chain else streamed(checkpoint, to)
+    state = _by_rules(checkpoint, chain, to, model) if chain else streamed(checkpoint, to)
     if isinstance(rules, Schema):
         state.schema = rules.version
     return write_state(
@@ -95,7 +106,9 @@ def _check_budget(max_memory_bytes: object) -> None:
         raise OptionError("max_memory_bytes= is a number of bytes", expected="1 or more", found=repr(max_memory_bytes))
 
 
-def _by_rules(checkpoint: Checkpoint, rules: Sequence[Rule], dtype: torch.dtype | None) -> Streamed:
+def _by_rules(
+    checkpoint: Checkpoint, rules: Sequence[Rule], dtype: torch.dtype | None, model: nn.Module | None
+) -> Streamed:
     """The checkpoint as the rules change it, by names."""
     computed: dict[Stored, Derived] = {}
     entries = {
@@ -103,7 +116,7 @@ def _by_rules(checkpoint: Checkpoint, rules: Sequence[Rule], dtype: torch.dtype 
     }
     values = {name: _value(checkpoint, name) for name in checkpoint.extra}
     entries |= {name: Entry(Value(one), (name,)) for name, one in values.items() if not isinstance(one, Refused)}
-    applied = apply_rules(rules, entries, checkpoint.read)
+    applied = apply_rules(rules, entries, checkpoint.read, None if model is None else _places(model).before)
     problems: list[Problem] = [*applied.problems, *(IdlePattern(rule, option="rules") for rule in applied.idle)]
     if problems:
         raise RuleError(
@@ -113,7 +126,12 @@ def _by_rules(checkpoint: Checkpoint, rules: Sequence[Rule], dtype: torch.dtype 
     state = OrderedDict((name, _made(making, checkpoint, name, entry)) for name, entry in applied.entries.items())
     if checkpoint.versions is not None:
         state._metadata = renamed_versions(checkpoint.versions, applied, rules)  # type: ignore[attr-defined]
-    return around(checkpoint, state, making.overflows)
+    return around(checkpoint, state, making)
+
+
+def _places(model: nn.Module) -> Places:
+    model = unwrapped(check_model(model))
+    return Places(slots_of(model), Initialisers(model))
 
 
 def _value(checkpoint: Checkpoint, name: str) -> Any:
@@ -131,11 +149,21 @@ def _made(making: Making, checkpoint: Checkpoint, name: str, entry: Entry) -> An
         return allowed(content.value)
     if not isinstance(content, Derived):
         return making.tensor(content, name)
+    if _is_initialised(content):
+        # Here and now: the model's code is not made for several threads, and draws its random numbers in order.
+        return making.tensor(values_of(content, checkpoint.read, making.on_cast(name)), name)
     to = making.cast_of(content, name) or content.dtype
     needed = content.scratch_bytes + content.result_bytes
     on_cast = making.on_cast(name)
     values = partial(values_of, content, checkpoint.read, on_cast)
     return whole(to, content.shape, content, values, needed, _storages_of(content), on_cast)
+
+
+def _is_initialised(source: DerivedSource) -> bool:
+    """Whether code of a model makes a part of it."""
+    if not isinstance(source, Derived):
+        return False
+    return any(map(_is_initialised, source.parts)) if source.parts else not source.is_certain
 
 
 def _storages_of(source: DerivedSource) -> dict[object, int]:

@@ -470,6 +470,23 @@ class BadRule(Problem):
 
 
 @dataclass(frozen=True, slots=True)
+class NeedsModel(Problem):
+    """A rule makes what a model lacks, and is applied without a model."""
+
+    rule: str = ""
+
+    title: ClassVar = "rules that only a model can say the names and shapes for"
+    remedy: ClassVar = (
+        "ms.convert_checkpoint(..., model=model), or load the model with these rules and save it; a tensor under a "
+        "whole name needs no model: ms.Fill('name', tensor)"
+    )
+    page: ClassVar = "bad-rule"
+
+    def line(self) -> str:
+        return self.rule
+
+
+@dataclass(frozen=True, slots=True)
 class CyclicRules(Problem):
     """Rules that lead a name back to one that it had before."""
 

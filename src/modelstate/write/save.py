@@ -100,7 +100,7 @@ def write_state(
         )
         tensors = made.names
     return SaveReport(
-        where, tuple(files), tensors, sum(files.values()), perf_counter() - begin, tuple(it.overflows.notes())
+        where, tuple(files), tensors, sum(files.values()), perf_counter() - begin, (*it.notes, *it.overflows.notes())
     )
 
 

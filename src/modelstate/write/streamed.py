@@ -1,7 +1,7 @@
 """A checkpoint as a state that can be saved: its tensors come later, everything else is there."""
 
 from collections import OrderedDict
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
@@ -32,6 +32,8 @@ class Streamed:
     schema: str | None = None
     overflows: Overflows = field(default_factory=Overflows)
     """Counts what becomes infinite or NaN by a cast while it is written."""
+    notes: Sequence[str] = ()
+    """What else the report says."""
 
 
 def streamed(checkpoint: Checkpoint, cast: torch.dtype | None = None) -> Streamed:
@@ -40,17 +42,17 @@ def streamed(checkpoint: Checkpoint, cast: torch.dtype | None = None) -> Streame
     Raises `OptionError` for a cast that torch does not have, and `CodecError` for a value that cannot be decoded.
     """
     making = Making(checkpoint, cast)
-    return around(checkpoint, making.node(_root(checkpoint), ""), making.overflows)
+    return around(checkpoint, making.node(_root(checkpoint), ""), making)
 
 
-def around(checkpoint: Checkpoint, state: Mapping[Any, Any], overflows: Overflows) -> Streamed:
+def around(checkpoint: Checkpoint, state: Mapping[Any, Any], making: "Making") -> Streamed:
     """A state that is made of a checkpoint, with what its file says of itself."""
     told = {key: value for key, value in checkpoint.contents.metadata.items() if type(value) is str}
     schema = told.pop("schema", None)
     attached = (
         checkpoint.metadata.get("extra") if isinstance(checkpoint.contents.metadata.get("extra"), Encoded) else None
     )
-    return Streamed(state, told, attached, schema, overflows)
+    return Streamed(state, told, attached, schema, making.overflows, making.notes())
 
 
 def threads_within(tensors: Mapping[str, Any], max_memory_bytes: int | None, where: str) -> int:
@@ -79,6 +81,10 @@ class Making:
         self._read_all = partial(checkpoint.read_all, threads=1)
         self._values = checkpoint.flat.values
         self.overflows = Overflows()
+        self._made_now: dict[int, torch.Tensor] = {}
+        """What is in memory all the time, by the ids of what is stored."""
+        self._uncast: dict[str, list[str]] = {}
+        """By the names of classes that are not cast, the names of tensors."""
 
     def node(self, node: Any, path: str) -> Any:
         """A part of the tree, by its path."""
@@ -103,24 +109,55 @@ class Making:
 
     def tensor(self, stored: Stored, path: str) -> Any:
         """What stands for a tensor. What is made of others is read here and now."""
+        if not _is_plain(stored):
+            if id(stored) not in self._made_now:
+                value = stored if isinstance(stored, torch.Tensor) else self._checkpoint.read(stored)
+                self._made_now[id(stored)] = self._cast_now(value, path)
+            return self._made_now[id(stored)]
         cast = self.cast_of(stored, path)
         if isinstance(stored, torch.Tensor):
             if cast is None:
                 return stored
             shape, key, storages = tuple(stored.shape), bytes_key(stored, path), storages_of(stored)
             return whole(cast, shape, key, stored.detach, 0, storages, self.on_cast(path))
-        if not _is_plain(stored):
-            value = self._checkpoint.read(stored)
-            if self._cast is not None and value.dtype != self._cast and is_quantized(value):
-                raise OptionError(
-                    "a quantized tensor cannot be cast",
-                    where=f"{self._checkpoint.source}: {path}",
-                    expected=f"a tensor of {self._cast}, or one that can be cast to it",
-                    found=f"{type(value).__name__} of {value.dtype}",
-                    remedy="leave out dtype=, or name another part with key=",
-                )
-            return value
         return later(stored, bytes_key(stored, path), self._read_all, cast, self.on_cast(path))
+
+    def _cast_now(self, value: torch.Tensor, path: str) -> torch.Tensor:
+        """A sparse tensor, cast; a subclass of tensors as it is. Raises `OptionError` for one that is quantized."""
+        to = self._cast
+        if to is None or value.dtype == to or not value.dtype.is_floating_point:
+            return value
+        if is_quantized(value):
+            raise OptionError(
+                "a quantized tensor cannot be cast",
+                where=f"{self._checkpoint.source}: {path}",
+                expected=f"a tensor of {to}, or one that can be cast to it",
+                found=f"{type(value).__name__} of {value.dtype}",
+                remedy="leave out dtype=, or name another part with key=",
+            )
+        if type(value) not in _PLAIN or value.layout not in _SPARSE:
+            self._uncast.setdefault(type(value).__name__, []).append(path)
+            return value
+        with torch.inference_mode(False), torch.no_grad():
+            try:
+                cast = value.detach().to(to)
+            except (RuntimeError, NotImplementedError) as error:
+                raise self._no_cast(value.dtype, path, error) from error
+            self.overflows.check(path, _elements(value.detach()), _elements(cast))
+        return cast
+
+    def _no_cast(self, dtype: torch.dtype, path: str, error: Exception) -> OptionError:
+        return OptionError(
+            f"torch cannot cast {dtype} to {self._cast}", where=f"{self._checkpoint.source}: {path}", found=error
+        )
+
+    def notes(self) -> list[str]:
+        """What is to be said of the tensors that were made."""
+        return [
+            f"{'1 tensor' if len(paths) == 1 else f'{len(paths)} tensors'} of the class {name} "
+            f"{'is' if len(paths) == 1 else 'are'} not cast: {', '.join(paths[:3])}{', ...' if len(paths) > 3 else ''}"
+            for name, paths in self._uncast.items()
+        ]
 
     def on_cast(self, path: str) -> OnCast:
         """What hears of the casts of a tensor."""
@@ -134,9 +171,7 @@ class Making:
         try:
             torch.zeros(tensor.dtype.itemsize, dtype=torch.uint8).view(tensor.dtype).to(to)
         except (RuntimeError, NotImplementedError) as error:
-            raise OptionError(
-                f"torch cannot cast {tensor.dtype} to {to}", where=f"{self._checkpoint.source}: {path}", found=error
-            ) from error
+            raise self._no_cast(tensor.dtype, path, error) from error
         return to
 
 
@@ -150,9 +185,18 @@ def allowed(value: Any) -> Any:
     return value
 
 
+_PLAIN = (torch.Tensor, torch.nn.Parameter)
+_SPARSE = (torch.sparse_coo, torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc)
+
+
+def _elements(tensor: torch.Tensor) -> torch.Tensor:
+    """The elements of a sparse tensor that it stores."""
+    return tensor._values() if tensor.layout is torch.sparse_coo else tensor.values()
+
+
 def _is_plain(tensor: Any) -> bool:
     if isinstance(tensor, torch.Tensor):
-        return type(tensor) in (torch.Tensor, torch.nn.Parameter) and tensor.layout is torch.strided
+        return type(tensor) in _PLAIN and tensor.layout is torch.strided
     return not isinstance(tensor, StoredComposite) or tensor.kind == "dcp shards"
 
 

@@ -10,7 +10,7 @@ import torch
 from modelstate.errors import RuleError
 from modelstate.plan.derived import Change, Source, derived, values_of, why_not_plain
 from modelstate.plan.overlap import same_values
-from modelstate.plan.problems import BadRule, CyclicRules, NameClash, Problem
+from modelstate.plan.problems import BadRule, CyclicRules, NameClash, NeedsModel, Problem
 from modelstate.plan.rules.template import Template
 from modelstate.spec import Stored, StoredTensor
 
@@ -88,7 +88,8 @@ class Course:
             rule.apply(self)
         else:
             rename_all(rule, self)
-        if not self._hits:
+        # What a rule would have made of a model is lacking for the later ones.
+        if not self._hits and not any(isinstance(problem, NeedsModel) for problem in self.problems):
             self.idle.append(repr(rule))
         self.entries = self._made
 
@@ -169,6 +170,11 @@ class Course:
         """Takes down why the rule cannot be carried out here."""
         self._hits += 1
         self.problems.append(BadRule(name, repr(self.rule), why))
+
+    def fail_without_model(self, name: str) -> None:
+        """Takes down that only a model can say what the rule makes."""
+        self._hits += 1
+        self.problems.append(NeedsModel(name, repr(self.rule)))
 
     def _put(self, name: str, entry: Entry) -> None:
         first = self._made.setdefault(name, entry)

@@ -76,7 +76,8 @@ class Fill(Shown):
     `Fill("*.num_batches_tracked", 0)` takes a number, or a tensor of the right shape; without one, the model's own
     initialisation makes the value, as its constructor does: the `reset_parameters` of the module that owns the tensor,
     and the `_init_weights` of a Hugging Face model, called on a copy. Names are those of its place among the rules,
-    shapes those of the model.
+    shapes those of the model. Where there is no model, as in `Rules.apply`, only a tensor under a whole name can be
+    filled in; `convert_checkpoint` takes `model=`.
     """
 
     pattern: str
@@ -100,9 +101,10 @@ class Fill(Shown):
         if isinstance(self.value, torch.Tensor) and not template.stars:
             return course.make(self.pattern, self.value.detach(), [])
         wanted = course.wanted
-        if wanted is not None:
-            for name in [name for name in wanted.lacking(course.entries) if template.match(name) is not None]:
-                self._fill(course, wanted, name)
+        if wanted is None:
+            return course.fail_without_model(self.pattern)
+        for name in [name for name in wanted.lacking(course.entries) if template.match(name) is not None]:
+            self._fill(course, wanted, name)
         return None
 
     def _fill(self, course: Course, wanted: Wanted, name: str) -> None:
