@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from bench import limits, live, saving, torture
 from bench.goal_limits import LIMITS
 from bench.measured import Measured
-from modelstate.words import size
+from modelstate.text_format import size
 
 Found = Mapping[str, Measured]
 """Everything that was measured, by its key."""

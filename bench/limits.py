@@ -13,7 +13,7 @@ import torch
 
 from bench import files
 from modelstate.cli.measure import Stages
-from modelstate.read.fill import Filler
+from modelstate.io.memory import UffdFiller
 
 MEMCPY = "memcpy into touched memory"
 FORWARD = "the forward alone"
@@ -112,7 +112,7 @@ def _read(
         read(at, end)  # less than is filled
 
     try:
-        with Filler(lambda: True) as filler:
+        with UffdFiller(lambda: True) as filler:
             return _timed(fill if fills else read, nbytes, count)
     finally:
         os.close(descriptor)

@@ -337,7 +337,7 @@ def row(what: tuple[str, str]) -> tuple[str, ...]:
     return *what, explained, str(len(found)), str(left), str(doubted), loaded, f"{seconds * 1000:.0f}"
 
 
-def verdict(pair: Pair, found: ms.Suggestion) -> str:
+def verdict(pair: Pair, found: ms.suggestion.Suggestion) -> str:
     """How the model is after a load with the rules."""
     if not found.complete:
         if found.missing or found.ambiguous:

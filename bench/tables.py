@@ -12,7 +12,7 @@ from bench.goals import Goal
 from bench.measured import Measured, Part, Runs
 from bench.pages import Page
 from modelstate.cli.measure import median
-from modelstate.words import size
+from modelstate.text_format import size
 
 
 def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:

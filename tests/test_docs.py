@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.live.packages import needs_a_compiler
+from tests.serve.packages import needs_a_compiler
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from modelstate.report.pages import Page, classes, pages
+from modelstate.cli.error_pages import Page, classes, pages
 
 ROOT = Path(__file__).resolve().parent.parent
 FOLDER = ROOT / "docs" / "errors"

@@ -11,14 +11,8 @@ from typing import Any
 import pytest
 
 from modelstate import errors
-from modelstate.errors import (
-    AmbiguousKeyError,
-    ExtraStateNamesError,
-    ForbiddenGlobalError,
-    ModelStateError,
-    PlanError,
-)
-from modelstate.plan.problems import Missing, WrongShape
+from modelstate.errors import AmbiguousKeyError, ExtraStateNamesError, ForbiddenGlobalError, ModelStateError, PlanError
+from modelstate.problems import Missing, WrongShape
 
 CLASSES = {
     name: found

@@ -45,5 +45,5 @@ def test_a_wrapped_model_of_transformers_needs_the_rules_of_its_model(tmp_path: 
     wrapper = nn.ModuleDict({"inner": model})
     assert ms.plan(model, tmp_path).ok
     assert not ms.plan(wrapper, tmp_path).ok
-    rules = [ms.rules.from_transformers(model), ms.Prefix(add="inner.")]
+    rules = [ms.rules.from_transformers(model), ms.rules.Prefix(add="inner.")]
     assert ms.plan(wrapper, tmp_path, rules=rules).ok

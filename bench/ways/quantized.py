@@ -33,7 +33,7 @@ def ours(config: Config, *, builds: bool = False) -> Way:
         import modelstate as ms
 
         model = None if builds else case.on_meta()
-        quantize = ms.Quantize(config())
+        quantize = ms.loading.Quantize(config())
         transform: Any = {"lm_head": None, "*": quantize} if builds else quantize
 
         def work() -> nn.Module:

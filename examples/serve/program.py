@@ -35,9 +35,9 @@ def encoder(folder: Path, checkpoint: Path) -> nn.Module:
     return made
 
 
-def rules_for(checkpoint: ms.Checkpoint) -> list[ms.Rule]:
+def rules_for(checkpoint: ms.Checkpoint) -> list[ms.rules.Rule]:
     """Leaves out what is not served, where the checkpoint has it: a rule that matches nothing is refused."""
-    return [ms.Ignore(name) for name in NOT_SERVED if any(f".{one}".endswith(f".{name}") for one in checkpoint)]
+    return [ms.rules.Ignore(name) for name in NOT_SERVED if any(f".{one}".endswith(f".{name}") for one in checkpoint)]
 
 
 def sample() -> tuple[torch.Tensor, torch.Tensor]:
@@ -60,7 +60,7 @@ def _sizes(limits: Limits) -> tuple[dict[int, Any], dict[int, Any]]:
 def _exported(module: nn.Module, limits: Limits) -> ms.Live:
     with torch.no_grad():
         program = torch.export.export(module, sample(), dynamic_shapes=_sizes(limits))
-    return ms.Live(program, names=ms.NameMap.of(module))
+    return ms.Live(program, names=ms.serve.NameMap.of(module))
 
 
 def _aoti(module: nn.Module, limits: Limits) -> ms.Live:

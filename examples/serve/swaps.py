@@ -26,7 +26,7 @@ class Swaps:
         version, source = self._live.serving
         return version, self._first if version == 1 else source
 
-    def swap(self, source: object) -> ms.SwapReport:
+    def swap(self, source: object) -> ms.serve.SwapReport:
         """Raises `BadRequestError`, `OutsideError`, `NoSuchPathError`, and what `ms.open` and `Live.swap` raise."""
         path = self._path(source)
         self._check_links(path)

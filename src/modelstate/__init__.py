@@ -1,78 +1,147 @@
 """modelstate moves model state between files and live PyTorch models: all or nothing, with every reference kept."""
 
-from modelstate import errors as errors
-from modelstate.codec.codec import register_codec as register_codec
-from modelstate.convert.checkpoint import convert_checkpoint as convert_checkpoint
-from modelstate.convert.convert import convert as convert
-from modelstate.convert.keeping import reference_keeping as reference_keeping
-from modelstate.convert.target import UNCHANGED as UNCHANGED
-from modelstate.errors import ModelStateError as ModelStateError
-from modelstate.errors import PlanError as PlanError
-from modelstate.extra.fields import declare_extra_state as declare_extra_state
-from modelstate.extra.fields import extra_state as extra_state
-from modelstate.extra.lazy import register_lazy_buffer as register_lazy_buffer
-from modelstate.live.canary import Canary as Canary
-from modelstate.live.export import export as export
-from modelstate.live.follow import Following as Following
-from modelstate.live.follow import follow as follow
-from modelstate.live.hooks import without_state_dict_hooks as without_state_dict_hooks
-from modelstate.live.live import Live as Live
-from modelstate.live.manifest import Manifest as Manifest
-from modelstate.live.name_map import NameMap as NameMap
-from modelstate.live.names import runtime_state as runtime_state
-from modelstate.live.report import SwapReport as SwapReport
-from modelstate.place.background import LoadHandle as LoadHandle
-from modelstate.place.identity import Identity as Identity
-from modelstate.place.identity import identity as identity
-from modelstate.place.load import load as load
-from modelstate.place.load import plan as plan
-from modelstate.place.load_state_dict import load_state_dict as load_state_dict
-from modelstate.place.optimizer_state import load_optimizer_state as load_optimizer_state
-from modelstate.place.optimizer_state import optimizer_state as optimizer_state
-from modelstate.place.quantize import Quantize as Quantize
-from modelstate.place.report import Report as Report
-from modelstate.place.skeleton import skeleton as skeleton
-from modelstate.place.swap_tensors import swap_tensors as swap_tensors
-from modelstate.plan import rules as rules
-from modelstate.plan.plan import Plan as Plan
-from modelstate.plan.rules import known as known
-from modelstate.plan.rules.chain import Rules as Rules
-from modelstate.plan.rules.names import Ignore as Ignore
-from modelstate.plan.rules.names import Prefix as Prefix
-from modelstate.plan.rules.names import Rename as Rename
-from modelstate.plan.rules.pieces import Concat as Concat
-from modelstate.plan.rules.pieces import Split as Split
-from modelstate.plan.rules.rule import Rule as Rule
-from modelstate.plan.rules.schema import Migration as Migration
-from modelstate.plan.rules.schema import Schema as Schema
-from modelstate.plan.rules.tensors import Apply as Apply
-from modelstate.plan.rules.tensors import Cast as Cast
-from modelstate.plan.rules.tensors import Reshape as Reshape
-from modelstate.plan.rules.tensors import Transpose as Transpose
-from modelstate.plan.rules.values import Copy as Copy
-from modelstate.plan.rules.values import Fill as Fill
-from modelstate.plan.rules.values import Same as Same
-from modelstate.plan.suggest.suggest import suggest as suggest
-from modelstate.plan.suggest.suggestion import Suggestion as Suggestion
-from modelstate.plan.transforms import ModuleTransform as ModuleTransform
-from modelstate.plan.transforms import RowsWriter as RowsWriter
-from modelstate.read.average import Average as Average
-from modelstate.read.checkpoint import Checkpoint as Checkpoint
-from modelstate.read.lora import LoRA as LoRA
-from modelstate.read.open import open as open
-from modelstate.spec import TensorSpec as TensorSpec
-from modelstate.store.deadline import Deadline as Deadline
-from modelstate.store.restore import restore as restore
-from modelstate.store.restoring import Restored as Restored
-from modelstate.store.resumable import Resumable as Resumable
-from modelstate.store.resumable import resumable as resumable
-from modelstate.store.retention import CheckpointInfo as CheckpointInfo
-from modelstate.store.retention import Keep as Keep
-from modelstate.store.rng import RNG as RNG
-from modelstate.store.save import save as save
-from modelstate.store.saving import PendingSave as PendingSave
-from modelstate.store.saving import SavedStep as SavedStep
-from modelstate.store.store import RestoredStep as RestoredStep
-from modelstate.store.store import Store as Store
+from typing import TYPE_CHECKING
+
+from modelstate.lazy import attach
 from modelstate.version import __version__ as __version__
-from modelstate.write.save import SaveReport as SaveReport
+
+if TYPE_CHECKING:
+    from modelstate import conversion as conversion
+    from modelstate import errors as errors
+    from modelstate import loading as loading
+    from modelstate import merge as merge
+    from modelstate import objects as objects
+    from modelstate import rules as rules
+    from modelstate import serve as serve
+    from modelstate import store as store
+    from modelstate import suggestion as suggestion
+    from modelstate import transaction as transaction
+    from modelstate.checkpoint.checkpoint import Checkpoint as Checkpoint
+    from modelstate.checkpoint.open import open as open
+    from modelstate.checkpoint.write import SaveReport as SaveReport
+    from modelstate.codec.codec import register_codec as register_codec
+    from modelstate.conversion.checkpoint import convert_checkpoint as convert_checkpoint
+    from modelstate.conversion.convert import convert as convert
+    from modelstate.conversion.reference_keeping import reference_keeping as reference_keeping
+    from modelstate.errors import ModelStateError as ModelStateError
+    from modelstate.errors import PlanError as PlanError
+    from modelstate.loading.load import load as load
+    from modelstate.loading.load import plan as plan
+    from modelstate.loading.load_state_dict import load_state_dict as load_state_dict
+    from modelstate.loading.report import LoadReport as LoadReport
+    from modelstate.loading.skeleton import skeleton as skeleton
+    from modelstate.objects.extra_state import declare_extra_state as declare_extra_state
+    from modelstate.objects.extra_state import extra_state as extra_state
+    from modelstate.objects.lazy_buffers import register_lazy_buffer as register_lazy_buffer
+    from modelstate.objects.optimizer_state import load_optimizer_state as load_optimizer_state
+    from modelstate.objects.optimizer_state import optimizer_state as optimizer_state
+    from modelstate.objects.restore import restore as restore
+    from modelstate.objects.rng import RNG as RNG
+    from modelstate.objects.save import save as save
+    from modelstate.planning.plan import LoadPlan as LoadPlan
+    from modelstate.serve.canary import Canary as Canary
+    from modelstate.serve.export import export as export
+    from modelstate.serve.follow import follow as follow
+    from modelstate.serve.live import Live as Live
+    from modelstate.spec import TensorSpec as TensorSpec
+    from modelstate.store.deadline import Deadline as Deadline
+    from modelstate.store.resumable import resumable as resumable
+    from modelstate.store.retention import Keep as Keep
+    from modelstate.store.store import Store as Store
+    from modelstate.suggestion.suggest import suggest as suggest
+    from modelstate.transaction.references import identity as identity
+    from modelstate.transaction.swap_tensors import swap_tensors as swap_tensors
+else:
+    __getattr__, __dir__ = attach(
+        __name__,
+        {
+            "Canary": "modelstate.serve.canary",
+            "Checkpoint": "modelstate.checkpoint.checkpoint",
+            "Deadline": "modelstate.store.deadline",
+            "Keep": "modelstate.store.retention",
+            "Live": "modelstate.serve.live",
+            "LoadPlan": "modelstate.planning.plan",
+            "LoadReport": "modelstate.loading.report",
+            "ModelStateError": "modelstate.errors",
+            "PlanError": "modelstate.errors",
+            "RNG": "modelstate.objects.rng",
+            "SaveReport": "modelstate.checkpoint.write",
+            "Store": "modelstate.store.store",
+            "TensorSpec": "modelstate.spec",
+            "conversion": "modelstate.conversion",
+            "convert": "modelstate.conversion.convert",
+            "convert_checkpoint": "modelstate.conversion.checkpoint",
+            "declare_extra_state": "modelstate.objects.extra_state",
+            "errors": "modelstate.errors",
+            "export": "modelstate.serve.export",
+            "extra_state": "modelstate.objects.extra_state",
+            "follow": "modelstate.serve.follow",
+            "identity": "modelstate.transaction.references",
+            "load": "modelstate.loading.load",
+            "load_optimizer_state": "modelstate.objects.optimizer_state",
+            "load_state_dict": "modelstate.loading.load_state_dict",
+            "loading": "modelstate.loading",
+            "merge": "modelstate.merge",
+            "objects": "modelstate.objects",
+            "open": "modelstate.checkpoint.open",
+            "optimizer_state": "modelstate.objects.optimizer_state",
+            "plan": "modelstate.loading.load",
+            "reference_keeping": "modelstate.conversion.reference_keeping",
+            "register_codec": "modelstate.codec.codec",
+            "register_lazy_buffer": "modelstate.objects.lazy_buffers",
+            "restore": "modelstate.objects.restore",
+            "resumable": "modelstate.store.resumable",
+            "rules": "modelstate.rules",
+            "save": "modelstate.objects.save",
+            "serve": "modelstate.serve",
+            "skeleton": "modelstate.loading.skeleton",
+            "store": "modelstate.store",
+            "suggest": "modelstate.suggestion.suggest",
+            "suggestion": "modelstate.suggestion",
+            "swap_tensors": "modelstate.transaction.swap_tensors",
+            "transaction": "modelstate.transaction",
+        },
+    )
+
+__all__ = [
+    "RNG",
+    "Canary",
+    "Checkpoint",
+    "Deadline",
+    "Keep",
+    "Live",
+    "LoadPlan",
+    "LoadReport",
+    "ModelStateError",
+    "PlanError",
+    "SaveReport",
+    "Store",
+    "TensorSpec",
+    "convert",
+    "convert_checkpoint",
+    "declare_extra_state",
+    "errors",
+    "export",
+    "extra_state",
+    "follow",
+    "identity",
+    "load",
+    "load_optimizer_state",
+    "load_state_dict",
+    "merge",
+    "open",
+    "optimizer_state",
+    "plan",
+    "reference_keeping",
+    "register_codec",
+    "register_lazy_buffer",
+    "restore",
+    "resumable",
+    "rules",
+    "save",
+    "serve",
+    "skeleton",
+    "store",
+    "suggest",
+    "swap_tensors",
+]

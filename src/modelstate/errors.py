@@ -450,7 +450,7 @@ class PlanError(ModelStateError, RuntimeError, page="plan-problems"):
     def __init__(self, what: str, *, problems: Sequence[Any] = (), **fields: object) -> None:
         super().__init__(what, **fields)
         self.problems = tuple(problems)
-        """The problems, each a `modelstate.plan.problems.Problem`."""
+        """The problems, each a `modelstate.problems.Problem`."""
 
     def _more(self) -> list[str]:
         # The text has the problems by their causes, each with its page.

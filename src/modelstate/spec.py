@@ -9,6 +9,8 @@ import torch
 
 from modelstate.errors import TensorRangeError, TensorSizeError, TensorSpecError
 
+_PLAIN = (torch.Tensor, torch.nn.Parameter)
+
 
 class ByteRange(NamedTuple):
     """A run of bytes in one file. (A named tuple, for there are very many, and they are looked up in tables.)"""
@@ -357,3 +359,16 @@ def contiguous_stride(shape: Sequence[int]) -> tuple[int, ...]:
         steps.append(step)
         step *= max(size, 1)
     return tuple(reversed(steps))
+
+
+def bytes_key(stored: Stored, name: str) -> object:
+    """Equal for tensors that are the same bytes in the same shape; `name` for those without bytes."""
+    if isinstance(stored, Combined):
+        return stored
+    if isinstance(stored, StoredTensor):
+        return (stored.storage, stored.offset, stored.shape, stored.stride, stored.dtype) if stored.nbytes else name
+    if isinstance(stored, StoredComposite):
+        return tuple(bytes_key(part, name) for part in stored.parts) or name
+    if stored.layout is torch.strided and stored.device.type != "meta" and type(stored) in _PLAIN and stored.numel():
+        return (stored.data_ptr(), str(stored.device), stored.shape, stored.stride(), stored.dtype)
+    return id(stored)

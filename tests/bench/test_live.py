@@ -7,7 +7,7 @@ from bench.live import MEMCPY
 from bench.live_sections import measure
 from bench.run import Runner
 from bench.sizes import QUICK, Sizes
-from tests.live.packages import needs_a_compiler
+from tests.serve.packages import needs_a_compiler
 
 
 def test_the_readers_see_what_is_torn() -> None:

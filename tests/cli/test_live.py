@@ -15,8 +15,8 @@ from typer.testing import CliRunner, Result
 
 import modelstate as ms
 from modelstate.cli.main import app as cli
-from tests.live.serving import TOKEN, App, serving
-from tests.live.stores import damage, linear, save
+from tests.serve.serving import TOKEN, App, serving
+from tests.serve.stores import damage, linear, save
 
 SECONDS = 60.0
 

@@ -13,9 +13,9 @@ from torch import nn
 from typer.testing import CliRunner, Result
 
 from modelstate import errors
+from modelstate import problems as causes
 from modelstate.cli.main import app
 from modelstate.cli.spelling import as_text, of_error, of_problems, rule_as_options
-from modelstate.plan import problems as causes
 
 MODULE = """
 import torch
@@ -174,7 +174,7 @@ def test_an_adapter_is_merged_in_python() -> None:
         done = run(command, "FACTORIES:tiny", "adapted.safetensors")
         assert done.exit_code == 1
         (line,) = proposed(done.stdout if command == "plan" else done.stderr)
-        call = "modelstate.load(model, modelstate.open([BASE, ADAPTER], combine=modelstate.LoRA()))"
+        call = "modelstate.load(model, modelstate.open([BASE, ADAPTER], combine=modelstate.merge.LoRA()))"
         assert line == f"an adapter is merged in Python: {call}"
 
 
@@ -335,8 +335,8 @@ def test_rules_apply_in_their_order() -> None:
 def test_rules_from_a_module() -> None:
     Path("their_rules.py").write_text(
         "import modelstate as ms\n"
-        "rules = [ms.Prefix(strip='net.')]\n"
-        "schema = ms.Schema('1', [ms.Migration('2', rules)], recognise={'1': lambda names: True})\n"
+        "rules = [ms.rules.Prefix(strip='net.')]\n"
+        "schema = ms.rules.Schema('1', [ms.rules.Migration('2', rules)], recognise={'1': lambda names: True})\n"
         "nothing = 7\n"
     )
     save_file({f"net.{name}": value for name, value in tiny().items()}, "old.safetensors")
@@ -366,12 +366,12 @@ def test_a_rule_that_applies_to_nothing_is_a_problem() -> None:
 
 
 def test_rules_as_options() -> None:
-    assert rule_as_options("ms.Prefix(strip='module.')") == "--strip-prefix module."
-    assert rule_as_options("ms.Prefix(add='a b.')") == "--add-prefix 'a b.'"
-    assert rule_as_options(r'ms.Rename(re.compile(r"^(?=a\.)"), "x.")') == r"--rename-regex '^(?=a\.)=x.'"
-    assert rule_as_options("ms.Rename('a.*', 'b.*')") == "--rename 'a.*=b.*'"
-    assert rule_as_options("ms.Rename('a', 'b=c')") is None
-    assert rule_as_options("ms.Prefix(strip='a.', add='b.')") is None
+    assert rule_as_options("ms.rules.Prefix(strip='module.')") == "--strip-prefix module."
+    assert rule_as_options("ms.rules.Prefix(add='a b.')") == "--add-prefix 'a b.'"
+    assert rule_as_options(r'ms.rules.Rename(re.compile(r"^(?=a\.)"), "x.")') == r"--rename-regex '^(?=a\.)=x.'"
+    assert rule_as_options("ms.rules.Rename('a.*', 'b.*')") == "--rename 'a.*=b.*'"
+    assert rule_as_options("ms.rules.Rename('a', 'b=c')") is None
+    assert rule_as_options("ms.rules.Prefix(strip='a.', add='b.')") is None
     assert rule_as_options("Other(1)") is None
 
 

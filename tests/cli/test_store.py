@@ -15,7 +15,7 @@ from typer.testing import CliRunner, Result
 import modelstate as ms
 from modelstate.cli.common import parse_size
 from modelstate.cli.main import app
-from modelstate.store import contents
+from modelstate.store import records
 
 
 def run(*arguments: str) -> Result:
@@ -143,11 +143,11 @@ class TestVerify:
 
 def take_away_when_read(monkeypatch: pytest.MonkeyPatch, *steps: int, save: int | None = None) -> None:
     """Somebody takes steps away as soon as one of them is read, and saves another one."""
-    real = contents.verify
+    real = records.verify
 
     def verify(directory: str, *args: Any) -> int:
         if any(f"step-{step:09d}" in directory for step in steps):
-            monkeypatch.setattr(contents, "verify", real)
+            monkeypatch.setattr(records, "verify", real)
             for step in steps:
                 shutil.rmtree(f"run/step-{step:09d}")
             if save is not None:
@@ -155,7 +155,7 @@ def take_away_when_read(monkeypatch: pytest.MonkeyPatch, *steps: int, save: int 
                     store.save(save, {"model": model_at(save)})
         return real(directory, *args)
 
-    monkeypatch.setattr(contents, "verify", verify)
+    monkeypatch.setattr(records, "verify", verify)
 
 
 class TestWhileARunPrunes:
@@ -187,15 +187,15 @@ class TestWhileARunPrunes:
         assert "20, 30" in done.stderr
 
     def test_a_step_that_is_saved_anew(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        real = contents.verify
+        real = records.verify
 
         def verify(directory: str, *args: Any) -> int:
-            monkeypatch.setattr(contents, "verify", real)
+            monkeypatch.setattr(records, "verify", real)
             with ms.Store("run") as store:
                 store.save(20, {"model": model_at(21)}, overwrite=True)
             return real(directory, *args)
 
-        monkeypatch.setattr(contents, "verify", verify)
+        monkeypatch.setattr(records, "verify", verify)
         done = run("store", "verify", "run", "--step", "20")
         assert done.exit_code == 0, done.output
         assert "whole" in done.stdout
@@ -377,7 +377,7 @@ class TestConvert:
             "import torch\nimport modelstate as ms\n"
             "def build():\n"
             "    return torch.nn.ModuleDict({'new': torch.nn.Linear(3, 2), 'old': torch.nn.Linear(2, 3)})\n"
-            "rules = [ms.Rename('*', 'old.*'), ms.Fill('new.*', 0.5)]\n"
+            "rules = [ms.rules.Rename('*', 'old.*'), ms.rules.Fill('new.*', 0.5)]\n"
         )
         monkeypatch.syspath_prepend(tmp_path)
         arguments = ("convert", "training.pt", "out.safetensors", "--key", "model", "--rules", "my_grown_model:rules")

@@ -14,8 +14,8 @@ import numpy as np
 import pytest
 import torch
 
-from modelstate.codec.bounds import MAX_BITS, MAX_RATIO_BITS
 from modelstate.codec.codec import decode, encode
+from modelstate.codec.walk import MAX_BITS, MAX_RATIO_BITS
 from modelstate.errors import CodecError, EncodedValueError, UnsupportedValueError
 from tests.codec.test_codec import every_way
 from tests.codec.values import Bits, Point, same

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import modelstate as ms
-from modelstate.codec import registry
+from modelstate.codec import codec
 from modelstate.codec.codec import decode, encode
 from modelstate.errors import CodecNameError, EncodedValueError, OptionError, UnknownClassError, UnsupportedValueError
 from tests.codec.values import WAYS, Point
@@ -29,9 +29,9 @@ class Other:
 
 @pytest.fixture(autouse=True)
 def _alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(registry, "_BY_CLASS", {})
-    monkeypatch.setattr(registry, "_BY_NAME", {})
-    monkeypatch.setattr(registry, "_REPLACED", WeakSet())
+    monkeypatch.setattr(codec, "_BY_CLASS", {})
+    monkeypatch.setattr(codec, "_BY_NAME", {})
+    monkeypatch.setattr(codec, "_REPLACED", WeakSet())
 
 
 def register(**options: Any) -> None:
@@ -146,7 +146,7 @@ def test_the_functions_have_to_return_the_right_thing() -> None:
 def test_what_is_not_registered_where_it_is_read() -> None:
     register(name="meter")
     tree = encode([Meter(1)])
-    registry._BY_NAME.clear()
+    codec._BY_NAME.clear()
     with pytest.raises(UnknownClassError, match=r"(?s)file\[0\]: nothing is registered under 'meter'.*register_codec"):
         decode(tree, "file")
 

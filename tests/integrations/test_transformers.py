@@ -25,8 +25,8 @@ from modelstate.errors import (
     StepNotFoundError,
     WriteFailedError,
 )
-from modelstate.store import contents
-from modelstate.write import system
+from modelstate.io import write_system
+from modelstate.store import records
 
 transformers = pytest.importorskip("transformers")
 
@@ -310,11 +310,11 @@ class FullDisk(TrainerCallback):  # type: ignore[misc]
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, begin: int, end: int, call: str = "pwritev") -> None:
         self.patch, self.begin, self.end, self.call = monkeypatch, begin, end, call
-        self.real = getattr(system, call)
+        self.real = getattr(write_system, call)
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         is_full = self.begin <= state.global_step < self.end
-        self.patch.setattr(system, self.call, full if is_full else self.real)
+        self.patch.setattr(write_system, self.call, full if is_full else self.real)
 
 
 def full(*_: Any) -> None:
@@ -404,20 +404,20 @@ def test_a_step_that_is_taken_away_while_it_is_read(tmp_path: Path, monkeypatch:
     with ms.Store(tmp_path / "run") as store:
         saving = StoreCallback(store)
         saving.train(trainer_of(tmp_path, saving))
-    real = contents.verify
+    real = records.verify
 
     def verify(directory: str, *args: Any) -> int:
         """Somebody takes the step away as its reading begins."""
-        monkeypatch.setattr(contents, "verify", real)
+        monkeypatch.setattr(records, "verify", real)
         shutil.rmtree(directory)
         return real(directory, *args)
 
     with ms.Store(tmp_path / "run") as store:
         saving, model = StoreCallback(store), Net()
-        monkeypatch.setattr(contents, "verify", verify)
+        monkeypatch.setattr(records, "verify", verify)
         assert saving.train(trainer_of(tmp_path, saving, model)).global_step == 15
         assert len(model.losses) == 3
-        monkeypatch.setattr(contents, "verify", verify)
+        monkeypatch.setattr(records, "verify", verify)
         with pytest.raises(StepNotFoundError):
             saving.train(trainer_of(tmp_path, saving), step=9)
 

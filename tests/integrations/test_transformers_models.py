@@ -405,7 +405,7 @@ def test_the_rules_work_with_others_and_for_a_part(tmp_path: Path) -> None:
     state = {f"module.{name}": value for name, value in load_file(file).items()}
     model = made(MIXTRAL, 2)
     rules = ms.rules.from_transformers(model)
-    ms.load(model, state, rules=[ms.Prefix(strip="module."), rules])
+    ms.load(model, state, rules=[ms.rules.Prefix(strip="module."), rules])
     assert_same(model, stock)
     assert rules.apply(load_file(file)).keys() == stock.state_dict().keys()
     assert rules.apply(stock.state_dict()).keys() == stock.state_dict().keys()  # nothing to convert
@@ -416,7 +416,7 @@ def test_the_rules_work_with_others_and_for_a_part(tmp_path: Path) -> None:
     wrapper = nn.ModuleDict({"encoder": made(MIXTRAL, 3)})
     with pytest.raises(ms.PlanError):
         ms.load(wrapper, tmp_path)
-    ms.load(wrapper, tmp_path, rules=[rules, ms.Prefix(add="encoder.")])
+    ms.load(wrapper, tmp_path, rules=[rules, ms.rules.Prefix(add="encoder.")])
     assert_same(wrapper["encoder"], stock)
 
 

@@ -9,8 +9,8 @@ import torch
 from torch import nn
 
 import modelstate as ms
+from tests.loading.fingerprint import described, described_module, whole
 from tests.pains.conftest import StockFails
-from tests.place.fingerprint import described, described_module, whole
 
 
 class Scale(nn.Module):

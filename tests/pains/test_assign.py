@@ -10,8 +10,8 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import modelstate as ms
+from tests.loading.fingerprint import described
 from tests.pains.conftest import StockFails
-from tests.place.fingerprint import described
 
 
 class Tied(nn.Module):

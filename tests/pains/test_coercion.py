@@ -8,9 +8,9 @@ import torch
 from torch import nn
 
 import modelstate as ms
-from modelstate.plan.problems import OtherDimensions, Problem, WrongDtype
+from modelstate.problems import OtherDimensions, Problem, WrongDtype
+from tests.loading.fingerprint import whole
 from tests.pains.conftest import StockFails
-from tests.place.fingerprint import whole
 
 
 class Holder(nn.Module):
@@ -61,7 +61,7 @@ BENT: dict[str, tuple[torch.Tensor, torch.Tensor, list[float], Problem]] = {
         torch.zeros(()),
         torch.tensor([7.0]),
         [7.0],
-        OtherDimensions("value", (), (1,), "ms.Reshape('value', [])"),
+        OtherDimensions("value", (), (1,), "ms.rules.Reshape('value', [])"),
     ),
 }
 

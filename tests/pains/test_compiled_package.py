@@ -10,8 +10,8 @@ from torch import nn
 
 import modelstate as ms
 from modelstate.errors import FixedWeightError, LiveTargetError
-from tests.live.packages import needs_a_compiler, package_of
 from tests.pains.conftest import StockFails
+from tests.serve.packages import needs_a_compiler, package_of
 
 ROOT = Path(__file__).resolve().parents[2]
 X = torch.ones(4, 16)

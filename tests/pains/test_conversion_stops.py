@@ -9,8 +9,8 @@ import torch
 from torch import nn
 
 import modelstate as ms
+from tests.loading.fingerprint import whole
 from tests.pains.conftest import StockFails
-from tests.place.fingerprint import whole
 
 
 def model() -> nn.Module:

@@ -13,8 +13,8 @@ import torch.distributed.checkpoint as dcp
 from torch import nn
 
 import modelstate as ms
+from tests.loading.fingerprint import whole
 from tests.pains.conftest import StockFails
-from tests.place.fingerprint import whole
 
 
 class Hostile:

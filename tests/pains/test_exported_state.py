@@ -48,15 +48,15 @@ def test_a_checkpoint_has_other_names(stock_fails: StockFails) -> None:
         program.module().load_state_dict(new.state_dict())
     stock_fails("the program does not take the checkpoint of its own model", True)
 
-    live = ms.Live(torch.export.export(model(), (X,)), names=ms.NameMap.of(model()))
-    for state in (new.state_dict(), ms.runtime_state(new)):
+    live = ms.Live(torch.export.export(model(), (X,)), names=ms.serve.NameMap.of(model()))
+    for state in (new.state_dict(), ms.serve.runtime_state(new)):
         live.swap(model().state_dict())
         live.swap(state)
         assert torch.allclose(live(X), new(X))
 
 
 def test_a_typo_is_taken(stock_fails: StockFails) -> None:
-    program, trained = torch.export.export(model(), (X,)), ms.runtime_state(model())
+    program, trained = torch.export.export(model(), (X,)), ms.serve.runtime_state(model())
     trained["0.wieght"] = trained.pop("0.weight")
     expected = program.module()(X)
     program.state_dict["0.wieght"] = trained["0.wieght"]
@@ -68,7 +68,7 @@ def test_a_typo_is_taken(stock_fails: StockFails) -> None:
 
 
 def test_a_wrong_shape_is_taken(stock_fails: StockFails) -> None:
-    program, trained = torch.export.export(model(), (X,)), ms.runtime_state(model())
+    program, trained = torch.export.export(model(), (X,)), ms.serve.runtime_state(model())
     expected = program.module()(X)
     trained["0.bias"] = nn.Parameter(torch.ones(1))
     program.state_dict["0.bias"] = trained["0.bias"]
@@ -135,7 +135,7 @@ def test_extra_state_is_dropped(stock_fails: StockFails) -> None:
     stock_fails("which strict=False passes over", found.unexpected_keys == ["_extra_state"])
     stock_fails("so that answers are those of no checkpoint", not torch.allclose(module(X), new(X)))
 
-    live = ms.Live(torch.export.export(old, (X,)), names=ms.NameMap.of(old))
+    live = ms.Live(torch.export.export(old, (X,)), names=ms.serve.NameMap.of(old))
     with pytest.raises(ms.PlanError, match="_extra_state: the program has the extra state that it was exported with"):
         live.swap(new.state_dict())
     assert torch.allclose(live(X), old(X))

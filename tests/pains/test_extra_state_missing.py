@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 import modelstate as ms
-from modelstate.plan.problems import BadExtraState, Missing, Unexpected
+from modelstate.problems import BadExtraState, Missing, Unexpected
 from tests.pains.conftest import StockFails
 
 

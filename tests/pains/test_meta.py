@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 import modelstate as ms
-from modelstate.plan.problems import BufferConflict, Uninitialised
+from modelstate.problems import BufferConflict, Uninitialised
 from tests.pains.conftest import StockFails
 
 

@@ -74,7 +74,7 @@ def test_the_class_may_change_on_request() -> None:
     cls = quantized_class()
 
     def quantize(name: str, tensor: torch.Tensor) -> torch.Tensor:
-        return cls(tensor.clone(), 0.25) if name == "weight" else ms.UNCHANGED
+        return cls(tensor.clone(), 0.25) if name == "weight" else ms.conversion.UNCHANGED
 
     ours = nn.Linear(3, 5)
     optimizer = torch.optim.SGD(ours.parameters())
@@ -84,7 +84,7 @@ def test_the_class_may_change_on_request() -> None:
     assert type(weight) is cls
     assert torch.equal(weight.elem, value)
     assert [step.name for step in report.steps] == ["weight"]
-    ms.convert(ours, fn=lambda tensor: tensor.elem.clone() if isinstance(tensor, cls) else ms.UNCHANGED)
+    ms.convert(ours, fn=lambda tensor: tensor.elem.clone() if isinstance(tensor, cls) else ms.conversion.UNCHANGED)
     assert ours.weight is weight
     assert torch.equal(weight, value)
 

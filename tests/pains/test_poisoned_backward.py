@@ -7,8 +7,8 @@ import torch
 from torch import nn
 
 import modelstate as ms
+from tests.loading.fingerprint import whole
 from tests.pains.conftest import StockFails
-from tests.place.fingerprint import whole
 
 
 def begun() -> tuple[nn.Linear, torch.Tensor]:

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 import modelstate as ms
-from modelstate.plan.problems import OtherNames
+from modelstate.problems import OtherNames
 from tests.pains.conftest import StockFails
 
 

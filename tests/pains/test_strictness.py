@@ -5,9 +5,9 @@ import torch
 from torch import nn
 
 import modelstate as ms
-from modelstate.plan.problems import IdlePattern, WrongShape
+from modelstate.problems import IdlePattern, WrongShape
+from tests.loading.fingerprint import described_module, whole
 from tests.pains.conftest import StockFails
-from tests.place.fingerprint import described_module, whole
 
 
 def net(seed: int) -> nn.Module:

@@ -7,9 +7,9 @@ import torch
 from torch import nn
 
 import modelstate as ms
+from tests.loading.fingerprint import described
 from tests.pains.conftest import StockFails
 from tests.pains.quantized import every_way, from_plain, quantized, quantized_class
-from tests.place.fingerprint import described
 
 
 def skeleton(dtype: torch.dtype = torch.float32) -> nn.Linear:

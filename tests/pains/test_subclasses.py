@@ -9,9 +9,9 @@ import torch
 from torch import nn
 
 import modelstate as ms
+from tests.loading.fingerprint import described_module, identities, whole
 from tests.pains.conftest import StockFails
 from tests.pains.quantized import HANDLERS, every_way, quantized, quantized_class
-from tests.place.fingerprint import described_module, identities, whole
 
 WAYS = [(source, target) for source, target in itertools.product(("plain", "subclass"), repeat=2)][1:]
 

@@ -5,9 +5,9 @@ import torch
 from torch import nn
 
 import modelstate as ms
-from modelstate.plan.problems import TieConflict
+from modelstate.problems import TieConflict
+from tests.loading.fingerprint import whole
 from tests.pains.conftest import StockFails
-from tests.place.fingerprint import whole
 
 
 class Tied(nn.Module):
@@ -77,6 +77,6 @@ def skeleton() -> Tied:
 
 def test_one_value_on_request() -> None:
     ours = Tied()
-    ms.load(ours, state(1, 2, 3, 4), rules=[ms.Ignore("head.weight"), ms.Ignore("head.scale")])
+    ms.load(ours, state(1, 2, 3, 4), rules=[ms.rules.Ignore("head.weight"), ms.rules.Ignore("head.scale")])
     assert ours.embed.weight[0, 0].item() == ours.head.weight[0, 0].item() == 1
     assert ours.scale[0].item() == 3

@@ -10,8 +10,8 @@ import torch
 from torch import nn
 
 import modelstate as ms
+from tests.loading.fingerprint import identities, whole
 from tests.pains.conftest import StockFails
-from tests.place.fingerprint import identities, whole
 
 quantization = pytest.importorskip("torchao.quantization")
 
@@ -150,7 +150,7 @@ def test_quantised_file_into_plain_model_dequantised(files: Files) -> None:
     torch.testing.assert_close(ours(files.x), files.twin(files.x))
 
 
-@pytest.mark.parametrize("transform", [quantize, ms.Quantize(quantization.Int8WeightOnlyConfig())])
+@pytest.mark.parametrize("transform", [quantize, ms.loading.Quantize(quantization.Int8WeightOnlyConfig())])
 @pytest.mark.parametrize("make", [plain, on_meta, skeleton])
 def test_quantise_on_load(make: Callable[[int], nn.Module], transform: Any, files: Files) -> None:
     ours = make(2)

@@ -18,5 +18,5 @@ def test_versions_follow_the_rules(stock_fails: StockFails, tmp_path: Path) -> N
     theirs.load_state_dict({name.removeprefix("module."): value for name, value in state.items()})
     stock_fails("the usual way to take a prefix off loses the versions", theirs[0].weight[0, 1].item() == 13)
 
-    ms.load(ours, tmp_path / "wrapped.pt", rules=[ms.Prefix(strip="module.")])
+    ms.load(ours, tmp_path / "wrapped.pt", rules=[ms.rules.Prefix(strip="module.")])
     assert torch.equal(ours[0].weight, Turned(10.0).weight)

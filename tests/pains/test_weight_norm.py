@@ -12,11 +12,11 @@ from torch.nn.utils import spectral_norm as old_spectral_norm
 from torch.nn.utils import weight_norm as old_weight_norm
 
 import modelstate as ms
+from tests.loading.fingerprint import whole
 from tests.pains.conftest import StockFails
-from tests.place.fingerprint import whole
 
-BACK = ms.known.weight_norm().reverse()
-SPECTRAL = ms.known.spectral_norm()
+BACK = ms.rules.known.weight_norm().reverse()
+SPECTRAL = ms.rules.known.spectral_norm()
 X = torch.eye(3)
 
 

@@ -13,8 +13,8 @@ import torch
 from torch import nn
 
 import modelstate as ms
-from modelstate.testing.writes import CALLS
-from modelstate.write import system
+from modelstate.io import write_system
+from modelstate.testing.faults import WRITE_CALLS
 
 
 def network(seed: int = 0, width: int = 16) -> nn.Sequential:
@@ -107,7 +107,7 @@ def failing_call(
     """
     made: list[str] = []
     lock = threading.Lock()
-    real = {name: getattr(system, name) for name in CALLS}
+    real = {name: getattr(write_system, name) for name in WRITE_CALLS}
 
     def before(name: str) -> None:
         with lock:
@@ -130,10 +130,10 @@ def failing_call(
 
         return call
 
-    for name in CALLS:
-        setattr(system, name, replaced(name))
+    for name in WRITE_CALLS:
+        setattr(write_system, name, replaced(name))
     try:
         yield made
     finally:
-        for name in CALLS:
-            setattr(system, name, real[name])
+        for name in WRITE_CALLS:
+            setattr(write_system, name, real[name])

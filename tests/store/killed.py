@@ -13,7 +13,7 @@ from safetensors.torch import save_file
 from torch import nn
 
 import modelstate as ms
-from modelstate.read import workers
+from modelstate import process
 from tests.store.common import failing_call
 
 CONTEXT: Any = get_context("forkserver")
@@ -69,7 +69,7 @@ def said(by: Connection) -> list[Any]:
 
 
 def _as_a_process_of_its_own() -> None:
-    workers._is_forked = False  # what it was forked from had no threads, so that none is missing
+    process._is_forked = False  # what it was forked from had no threads, so that none is missing
     torch.set_num_threads(1)
 
 

@@ -20,8 +20,8 @@ from torch import nn
 
 import modelstate as ms
 from modelstate import errors
-from modelstate.store.staging import Staging
-from modelstate.write import system
+from modelstate.io import write_system
+from modelstate.store.background import Staging
 from tests.store.common import Held, Training, failing_call, litter, program
 
 
@@ -31,7 +31,7 @@ class Gate:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.opened, self.reached, self.error = threading.Event(), threading.Event(), None
         self.opened.set()
-        real = system.mkdir
+        real = write_system.mkdir
 
         def mkdir(path: str, *mode: int) -> None:
             if "unfinished" in path:
@@ -41,7 +41,7 @@ class Gate:
                     raise self.error
             real(path, *mode)
 
-        monkeypatch.setattr(system, "mkdir", mkdir)
+        monkeypatch.setattr(write_system, "mkdir", mkdir)
 
     opened: threading.Event
     reached: threading.Event

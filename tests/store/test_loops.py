@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from tests.live.packages import needs_a_compiler
+from tests.serve.packages import needs_a_compiler
 from tests.store.killed import start
 from tests.store.loops import LOOPS, run
 

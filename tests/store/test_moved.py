@@ -9,7 +9,7 @@ import pytest
 
 import modelstate as ms
 from modelstate.errors import SaveFailedWarning, StoreMovedError
-from modelstate.write import system
+from modelstate.io import write_system
 from tests.store.common import Training, contents, program
 
 
@@ -97,14 +97,14 @@ def test_a_save_that_is_under_way(
 ) -> None:
     training, store = Training(), ms.Store(directory)
     store.save(1, training.objects)
-    real = getattr(system, call)
+    real = getattr(write_system, call)
 
     def changing(*given: object) -> object:
-        monkeypatch.setattr(system, call, real)
+        monkeypatch.setattr(write_system, call, real)
         change(directory)
         return real(*given)
 
-    monkeypatch.setattr(system, call, changing)
+    monkeypatch.setattr(write_system, call, changing)
     store.save(2, training.train().objects, block=False)
     with pytest.raises(StoreMovedError):
         store.wait()
@@ -157,7 +157,7 @@ def test_one_that_nothing_was_done_with_is_made(directory: Path) -> None:
     assert store.steps() == (2,)
 
 
-def run(loop: ms.Resumable, store: ms.Store, at: dict[int, Callable[[], object]]) -> None:
+def run(loop: ms.store.Resumable, store: ms.Store, at: dict[int, Callable[[], object]]) -> None:
     for step in loop:
         if step in at:
             store.wait()

@@ -62,9 +62,9 @@ def test_the_law_can_fail(tmp_path: Path, left_out: str, monkeypatch: pytest.Mon
     (tmp_path / "disk").mkdir()
     reported: dict[int, tuple[int, str]] = {}
     if left_out == "fsync":
-        monkeypatch.setattr("modelstate.write.files.Output.sync", lambda self: None)
+        monkeypatch.setattr("modelstate.io.atomic.Output.sync", lambda self: None)
     else:
-        monkeypatch.setattr("modelstate.store.publishing.sync_directory", lambda path: None)
+        monkeypatch.setattr("modelstate.store.writing.sync_directory", lambda path: None)
     with lossy_disk(tmp_path / "disk") as disk:
         saves(tmp_path / "disk", Job(), reported, disk.calls)
     disk.write(tmp_path / "cut", len(disk.calls), "synced")

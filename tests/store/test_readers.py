@@ -10,6 +10,7 @@ import pytest
 import modelstate as ms
 from modelstate import errors
 from modelstate.store import store as store_module
+from modelstate.store.reading import parts_of
 from tests.store.killed import Job, start, train
 
 SAVES, READS = 40, 3
@@ -90,7 +91,7 @@ def test_a_step_that_vanishes_while_it_is_read(tmp_path: Path, monkeypatch: pyte
     """At the latest moment: the writer takes it away when the reader has begun with it."""
     writer, reader, job = ms.Store(tmp_path, keep=1), ms.Store(tmp_path), Job()
     writer.save(1, job.objects(1))
-    real = store_module.parts_of
+    real = parts_of
     seen = []
 
     def parts(shelf: Any, found: Any, verify: bool) -> object:
@@ -111,7 +112,7 @@ def test_a_step_that_vanishes_while_it_is_read(tmp_path: Path, monkeypatch: pyte
 def test_a_step_that_is_replaced_while_it_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     writer, reader, job = ms.Store(tmp_path), ms.Store(tmp_path), Job()
     writer.save(1, job.objects(1))
-    real = store_module.parts_of
+    real = parts_of
 
     def parts(shelf: Any, found: Any, verify: bool) -> object:
         if found.place.revision == 0:

@@ -23,8 +23,8 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 
 import modelstate as ms
 from modelstate.errors import OptionError, SaveFailedWarning, StepNotFoundError, UnsupportedValueError, WriteFailedError
-from modelstate.read.equality import same_value
-from modelstate.write import system
+from modelstate.formats.tree import same_value
+from modelstate.io import write_system
 from tests.store.common import Held, contents, litter
 
 
@@ -122,10 +122,10 @@ def full(*args: Any) -> None:
 
 def test_a_save_in_the_background_that_fails_does_not_end_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     store, of, done = ms.Store(tmp_path), objects(), []
-    has_failed, real = threading.Event(), system.pwritev
+    has_failed, real = threading.Event(), write_system.pwritev
 
     def full_once(*args: Any) -> None:
-        monkeypatch.setattr(system, "pwritev", real)
+        monkeypatch.setattr(write_system, "pwritev", real)
         has_failed.set()
         full()
 
@@ -134,7 +134,7 @@ def test_a_save_in_the_background_that_fails_does_not_end_it(tmp_path: Path, mon
             done.append(number)
             if number == 3:
                 store.wait()
-                monkeypatch.setattr(system, "pwritev", full_once)
+                monkeypatch.setattr(write_system, "pwritev", full_once)
             if number == 4:
                 assert has_failed.wait(60)
 
@@ -153,7 +153,7 @@ def test_where_the_disk_stays_full_the_last_save_raises(
     def train() -> None:
         for number in ms.resumable(store, of, steps=5, save_every=2):
             done.append(number)
-            monkeypatch.setattr(system, call, full)
+            monkeypatch.setattr(write_system, call, full)
 
     with pytest.warns(SaveFailedWarning, match="step 2"), pytest.raises(WriteFailedError, match="No space left"):
         train()
@@ -169,7 +169,7 @@ def test_a_directory_that_cannot_be_written_is_found_out_before_the_first_step(
     if is_resumed:
         ms.Store(tmp_path).save(1, objects())
     before = contents(tmp_path)
-    monkeypatch.setattr(system, call, full)
+    monkeypatch.setattr(write_system, call, full)
     with pytest.raises(WriteFailedError, match="No space left"):
         ms.resumable(tmp_path, objects(), steps=5, save_every=2)
     monkeypatch.undo()
@@ -383,10 +383,10 @@ def test_a_metric_that_is_not_known_yet_is_given_as_nan(tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", ["start", "done", "stopped", "restored", "metrics", "store"])
 def test_the_attributes_of_a_loop_are_found_where_one_looks(tmp_path: Path, name: str) -> None:
     loop = ms.resumable(tmp_path, {"a": Held(b=1)}, steps=6, save_every=1)
-    assert name in dir(ms.Resumable)
+    assert name in dir(ms.store.Resumable)
     assert name in dir(loop)
-    assert inspect.getdoc(getattr(ms.Resumable, name))
-    assert f"    {name}: " in (ms.Resumable.__doc__ or "")
+    assert inspect.getdoc(getattr(ms.store.Resumable, name))
+    assert f"    {name}: " in (ms.store.Resumable.__doc__ or "")
     assert f"`{name}`" in (ms.resumable.__doc__ or "")
     page = Path(__file__).parents[2] / "docs" / "training_loops.md"
     assert f"loop.{name}" in page.read_text()

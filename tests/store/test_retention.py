@@ -36,30 +36,30 @@ def rules(draw: st.DrawFn) -> ms.Keep:
 
 
 @st.composite
-def histories(draw: st.DrawFn, ascending: bool = False) -> list[ms.CheckpointInfo]:
+def histories(draw: st.DrawFn, ascending: bool = False) -> list[ms.store.CheckpointInfo]:
     steps = draw(st.lists(st.integers(0, 300), unique=True, max_size=25))
     times = draw(st.lists(st.floats(0, 50 * HOUR), unique=True, min_size=len(steps), max_size=len(steps)))
     if ascending:
         steps, times = sorted(steps), sorted(times)
     return [
-        ms.CheckpointInfo(
+        ms.store.CheckpointInfo(
             step, 1.8e9 + time, draw(metrics), pinned=draw(st.integers(0, 9)) == 0, intact=draw(st.integers(0, 4)) > 0
         )
         for step, time in zip(steps, times, strict=True)
     ]
 
 
-def of(infos: list[ms.CheckpointInfo], steps: set[int]) -> list[ms.CheckpointInfo]:
+def of(infos: list[ms.store.CheckpointInfo], steps: set[int]) -> list[ms.store.CheckpointInfo]:
     return [info for info in infos if info.step in steps]
 
 
-def infos(*steps: int, **values: Any) -> list[ms.CheckpointInfo]:
-    return [ms.CheckpointInfo(step, 1.8e9 + step, **values) for step in steps]
+def infos(*steps: int, **values: Any) -> list[ms.store.CheckpointInfo]:
+    return [ms.store.CheckpointInfo(step, 1.8e9 + step, **values) for step in steps]
 
 
 @given(histories(), rules())
 @settings(max_examples=300)
-def test_pruning_twice_is_pruning_once(history: list[ms.CheckpointInfo], keep: ms.Keep) -> None:
+def test_pruning_twice_is_pruning_once(history: list[ms.store.CheckpointInfo], keep: ms.Keep) -> None:
     first = kept(history, keep)
     assert kept(of(history, first), keep) == first
 
@@ -67,9 +67,9 @@ def test_pruning_twice_is_pruning_once(history: list[ms.CheckpointInfo], keep: m
 @given(histories(ascending=True), rules())
 @settings(max_examples=300)
 def test_pruning_after_each_save_keeps_what_pruning_at_the_end_does(
-    history: list[ms.CheckpointInfo], keep: ms.Keep
+    history: list[ms.store.CheckpointInfo], keep: ms.Keep
 ) -> None:
-    there: list[ms.CheckpointInfo] = []
+    there: list[ms.store.CheckpointInfo] = []
     for info in history:
         there = of([*there, info], kept([*there, info], keep))
     assert {info.step for info in there} == kept(history, keep)
@@ -77,7 +77,7 @@ def test_pruning_after_each_save_keeps_what_pruning_at_the_end_does(
 
 @given(histories(), rules(), st.randoms())
 def test_the_order_in_which_checkpoints_are_listed_does_not_matter(
-    history: list[ms.CheckpointInfo], keep: ms.Keep, chance: Any
+    history: list[ms.store.CheckpointInfo], keep: ms.Keep, chance: Any
 ) -> None:
     mixed = list(history)
     chance.shuffle(mixed)
@@ -86,7 +86,7 @@ def test_the_order_in_which_checkpoints_are_listed_does_not_matter(
 
 @given(histories(), rules())
 @settings(max_examples=300)
-def test_what_is_never_removed(history: list[ms.CheckpointInfo], keep: ms.Keep) -> None:
+def test_what_is_never_removed(history: list[ms.store.CheckpointInfo], keep: ms.Keep) -> None:
     stay = kept(history, keep)
     assert stay <= {info.step for info in history}
     assert {info.step for info in history if info.pinned} <= stay
@@ -100,7 +100,7 @@ def test_what_is_never_removed(history: list[ms.CheckpointInfo], keep: ms.Keep) 
 
 @given(histories(), rules())
 @settings(max_examples=300)
-def test_damaged_ones_take_nobodys_place(history: list[ms.CheckpointInfo], keep: ms.Keep) -> None:
+def test_damaged_ones_take_nobodys_place(history: list[ms.store.CheckpointInfo], keep: ms.Keep) -> None:
     intact = [info for info in history if info.intact]
     stay = kept(history, keep)
     assert kept(intact, keep) == stay & {info.step for info in intact}
@@ -111,7 +111,7 @@ def test_damaged_ones_take_nobodys_place(history: list[ms.CheckpointInfo], keep:
 
 @given(histories(), rules(), rules())
 def test_rules_together_keep_what_each_of_them_keeps(
-    history: list[ms.CheckpointInfo], one: ms.Keep, other: ms.Keep
+    history: list[ms.store.CheckpointInfo], one: ms.Keep, other: ms.Keep
 ) -> None:
     together = kept(history, one)
     for name in ("last", "every_steps", "every_hours"):
@@ -122,7 +122,7 @@ def test_rules_together_keep_what_each_of_them_keeps(
 
 
 @given(histories(), st.integers(1, 10))
-def test_a_number_is_that_of_the_last(history: list[ms.CheckpointInfo], count: int) -> None:
+def test_a_number_is_that_of_the_last(history: list[ms.store.CheckpointInfo], count: int) -> None:
     assert kept(history, count) == kept(history, ms.Keep(last=count))
     assert kept(history, None) == {info.step for info in history}
 
@@ -139,25 +139,27 @@ def test_the_first_of_every_so_many_steps() -> None:
 
 def test_the_first_of_every_so_many_hours() -> None:
     start = 1_800_000_000 // (6 * HOUR) * 6 * HOUR
-    saved = [ms.CheckpointInfo(step, start + HOUR * hour) for step, hour in enumerate([1, 2, 5.9, 6, 11, 13, 13.5])]
+    saved = [
+        ms.store.CheckpointInfo(step, start + HOUR * hour) for step, hour in enumerate([1, 2, 5.9, 6, 11, 13, 13.5])
+    ]
     assert kept(saved, ms.Keep(every_hours=6)) == {0, 3, 5, 6}  # the newest besides
 
 
 @pytest.mark.parametrize(("mode", "expected"), [("min", {1, 3, 6}), ("max", {2, 4, 6})])
 def test_the_best(mode: Any, expected: set[int]) -> None:
     losses = [0.5, 1.0, 0.5, 2.0, 0.7, math.nan]
-    saved = [ms.CheckpointInfo(step, step, {"loss": loss}) for step, loss in enumerate(losses, 1)]
-    saved.append(ms.CheckpointInfo(0, 0))  # without the metric
+    saved = [ms.store.CheckpointInfo(step, step, {"loss": loss}) for step, loss in enumerate(losses, 1)]
+    saved.append(ms.store.CheckpointInfo(0, 0))  # without the metric
     assert kept(saved, ms.Keep(best=2, metric="loss", mode=mode)) == expected
 
 
 def test_of_equally_good_ones_the_earlier() -> None:
-    saved = [ms.CheckpointInfo(step, step, {"loss": 1}) for step in (1, 2, 3)]
+    saved = [ms.store.CheckpointInfo(step, step, {"loss": 1}) for step in (1, 2, 3)]
     assert kept(saved, ms.Keep(best=1, metric="loss")) == {1, 3}
 
 
 def test_a_run_that_went_back_keeps_what_it_has_just_written() -> None:
-    saved = [*infos(100, 400, 500), ms.CheckpointInfo(150, 1.9e9)]
+    saved = [*infos(100, 400, 500), ms.store.CheckpointInfo(150, 1.9e9)]
     assert kept(saved, 2) == {400, 500, 150}
 
 
@@ -222,11 +224,11 @@ def test_what_is_no_rule(given: Any) -> None:
 )
 def test_what_is_no_checkpoint(given: Any) -> None:
     with pytest.raises(OptionError):
-        ms.CheckpointInfo(*given)
+        ms.store.CheckpointInfo(*given)
 
 
 def test_both_are_values() -> None:
-    keep, info = ms.Keep(last=3), ms.CheckpointInfo(1, 2.0, {"loss": 3.0}, path="a")
+    keep, info = ms.Keep(last=3), ms.store.CheckpointInfo(1, 2.0, {"loss": 3.0}, path="a")
     assert pickle.loads(pickle.dumps((keep, info))) == (keep, info)
     assert len({keep, ms.Keep(last=3)}) == len({info, dataclasses.replace(info)}) == 1
     with pytest.raises(dataclasses.FrozenInstanceError):

@@ -9,8 +9,8 @@ from torch import nn
 from torch.optim import lr_scheduler
 
 import modelstate as ms
-from modelstate.store.objects import Part, captured, targets_of
-from tests.place.fingerprint import described, whole
+from modelstate.objects.objects import Part, captured, targets_of
+from tests.loading.fingerprint import described, whole
 
 
 class Counted(nn.Linear):

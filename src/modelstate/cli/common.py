@@ -15,11 +15,11 @@ import torch
 import typer
 
 import modelstate as ms
+from modelstate.checkpoint.write import format_of
 from modelstate.cli import spelling
-from modelstate.plan.dtypes import dtype_named
-from modelstate.plan.rules.chain import check_rules
-from modelstate.plan.rules.rule import Rule
-from modelstate.write.save import format_of
+from modelstate.rules.rule import Rule
+from modelstate.rules.schema import check_rules
+from modelstate.torch_compat.dtypes import dtype_named
 
 PROBLEMS = 1
 """Exit code where the work found problems: an error of modelstate, of the model's code, or a plan that is not ok."""
@@ -92,13 +92,13 @@ def model_factory(spec: str, debug: bool = False) -> Callable[[], object]:
     return factory
 
 
-def named_rules(spec: str | None, debug: bool = False) -> tuple[Rule, ...] | ms.Schema:
-    """The rules that `package.module:name` names: a list of them, `ms.Rules`, or an `ms.Schema`."""
+def named_rules(spec: str | None, debug: bool = False) -> tuple[Rule, ...] | ms.rules.Schema:
+    """The rules that `package.module:name` names: a list of them, `ms.rules.Rules`, or an `ms.rules.Schema`."""
     if spec is None:
         return ()
     made = _named(spec, "no rules: give package.module:name of a list of rules, or of a Schema", debug)
     try:
-        return made if isinstance(made, ms.Schema) else check_rules(made)
+        return made if isinstance(made, ms.rules.Schema) else check_rules(made)
     except ms.errors.OptionError as error:
         raise typer.BadParameter(f"{spec!r} has no rules: {_one_line(error)}") from error
 
@@ -235,11 +235,11 @@ def parse_rules(
 ) -> tuple[Rule, ...]:
     """The rules, in the order of the arguments."""
     try:
-        rules: list[Rule] = [ms.Prefix(strip=prefix) for prefix in strip]
-        rules += [ms.Prefix(add=add)] if add is not None else []
-        rules += [ms.Rename(*_both_sides(text)) for text in rename]
-        rules += [ms.Rename(re.compile(pattern), put) for pattern, put in map(_both_sides, rename_regex)]
-        rules += [ms.Ignore(pattern) for pattern in ignore]
+        rules: list[Rule] = [ms.rules.Prefix(strip=prefix) for prefix in strip]
+        rules += [ms.rules.Prefix(add=add)] if add is not None else []
+        rules += [ms.rules.Rename(*_both_sides(text)) for text in rename]
+        rules += [ms.rules.Rename(re.compile(pattern), put) for pattern, put in map(_both_sides, rename_regex)]
+        rules += [ms.rules.Ignore(pattern) for pattern in ignore]
     except re.error as error:
         raise typer.BadParameter(f"not a regular expression: {error}") from error
     except ms.errors.RuleError as error:

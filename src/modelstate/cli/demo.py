@@ -19,8 +19,7 @@ import torch
 import modelstate as ms
 from modelstate.cli.measure import Stage, Stages, alternate, median, run
 from modelstate.errors import ModelStateError
-from modelstate.report.text import columns, seconds
-from modelstate.words import size
+from modelstate.text_format import columns, seconds, size
 
 SENTENCES = (
     "The cat sleeps on the warm windowsill.",

@@ -10,8 +10,8 @@ import typer
 import modelstate as ms
 from modelstate.cli.common import PROBLEMS, reported
 from modelstate.errors import OptionError
-from modelstate.live.app import ServingApp
-from modelstate.live.telling import FollowEvent
+from modelstate.serve.app import ServingApp
+from modelstate.serve.follow import FollowEvent
 
 TOKEN = "MODELSTATE_TOKEN"
 _LOOK_SECONDS = 0.2
@@ -77,7 +77,7 @@ def follow(
             _look_until_a_signal(following)
 
 
-def _look_once(following: ms.Following, store: str) -> None:
+def _look_once(following: ms.serve.Following, store: str) -> None:
     happened = following.poll()
     if not happened:
         print(f"error: {store} has no checkpoint to take", file=sys.stderr)
@@ -85,7 +85,7 @@ def _look_once(following: ms.Following, store: str) -> None:
         raise typer.Exit(PROBLEMS)
 
 
-def _look_until_a_signal(following: ms.Following) -> None:
+def _look_until_a_signal(following: ms.serve.Following) -> None:
     # The looks are another thread's, so that a swap that takes its time does not put off the end.
     with ms.Deadline(hours=None, signals=(signal.SIGTERM, signal.SIGINT)) as end:
         following.start()

@@ -9,6 +9,7 @@ from typing import Annotated, Any
 import typer
 
 import modelstate as ms
+from modelstate.checkpoint.inspect import inspect_json, inspect_text, left_out
 from modelstate.cli import spelling
 from modelstate.cli.common import (
     PROBLEMS,
@@ -26,14 +27,12 @@ from modelstate.cli.common import (
     parse_size,
     reported,
 )
+from modelstate.cli.error_pages import Page, find, pages
 from modelstate.cli.live import app as live_app
 from modelstate.cli.store import app as store_app
 from modelstate.cli.store import is_store, verify_steps
-from modelstate.plan.rules.rule import Rule
-from modelstate.report.inspect import inspect_json, inspect_text, left_out
-from modelstate.report.pages import Page, find, pages
-from modelstate.report.text import columns, count, seconds
-from modelstate.words import size
+from modelstate.rules.rule import Rule
+from modelstate.text_format import columns, count, seconds, size
 
 app = typer.Typer(
     help="Move model state between files and live PyTorch models.",
@@ -277,8 +276,8 @@ def load(
         typer.echo(report.to_json() if as_json else str(report))
 
 
-def _both(named: tuple[Rule, ...] | ms.Schema, changes: tuple[Rule, ...]) -> tuple[Rule, ...] | ms.Schema:
-    if isinstance(named, ms.Schema):
+def _both(named: tuple[Rule, ...] | ms.rules.Schema, changes: tuple[Rule, ...]) -> tuple[Rule, ...] | ms.rules.Schema:
+    if isinstance(named, ms.rules.Schema):
         if changes:
             raise typer.BadParameter("a Schema has all the rules: give it, or the options that change names")
         return named
@@ -288,7 +287,7 @@ def _both(named: tuple[Rule, ...] | ms.Schema, changes: tuple[Rule, ...]) -> tup
 def _request(
     model: str,
     key: str | None,
-    rules: tuple[Rule, ...] | ms.Schema,
+    rules: tuple[Rule, ...] | ms.rules.Schema,
     missing: list[str] | None,
     unexpected: list[str] | None,
     init_missing: bool,

@@ -11,15 +11,14 @@ from typing import Any
 import torch
 
 from modelstate import errors
-from modelstate.plan import problems as causes
-from modelstate.plan.explain import SUGGEST, grouped
-from modelstate.plan.problems import Problem
+from modelstate import problems as causes
+from modelstate.problems import SUGGEST, Problem, grouped
 
 _MISSING = "--allow-missing PATTERN, which may be repeated"
 _UNEXPECTED = "--allow-unexpected PATTERN, which may be repeated"
 _LORA_IN_PYTHON = (
     "an adapter is merged in Python: "
-    "modelstate.load(model, modelstate.open([BASE, ADAPTER], combine=modelstate.LoRA()))"
+    "modelstate.load(model, modelstate.open([BASE, ADAPTER], combine=modelstate.merge.LoRA()))"
 )
 _IN_PYTHON = "a transform is given in Python: modelstate.load(model, path, transform=...)"
 
@@ -70,7 +69,7 @@ def as_text(lines: Sequence[str]) -> str:
 
 
 def rule_as_options(code: str) -> str | None:
-    """A rule as problems propose it (`ms.Prefix(strip='module.')`), as options; None where there are none for it."""
+    """The options for a rule as problems propose it (`ms.rules.Prefix(strip='module.')`); None where it has none."""
     call = ast.parse(code, mode="eval").body
     if not (isinstance(call, ast.Call) and isinstance(call.func, ast.Attribute)):
         return None

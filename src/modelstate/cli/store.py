@@ -18,12 +18,11 @@ from modelstate.errors import (
     SourceTypeError,
     StepNotFoundError,
 )
-from modelstate.read.paths import not_found
-from modelstate.report.text import columns, count
-from modelstate.store.checking import newest_whole, problem_now
-from modelstate.store.layout import STORE_FILE, places
-from modelstate.store.shelf import store_file_problem
-from modelstate.words import in_a_line, printable, size
+from modelstate.io.files import not_found
+from modelstate.store.records import STORE_FILE, places
+from modelstate.store.step_index import store_file_problem
+from modelstate.store.store import newest_whole, problem_now
+from modelstate.text_format import columns, count, in_a_line, printable, size
 
 app = typer.Typer(
     help="Look at a directory of checkpoints, check it, prune it, and take a model out of it.",
@@ -89,7 +88,7 @@ def list_steps(directory: Directory, as_json: Json = False, debug: Debug = False
             raise typer.Exit(PROBLEMS)
 
 
-def _fields(info: ms.CheckpointInfo) -> dict[str, Any]:
+def _fields(info: ms.store.CheckpointInfo) -> dict[str, Any]:
     # JSON has no NaN.
     metrics = {name: value if value - value == 0 else str(value) for name, value in info.metrics.items()}
     return {
@@ -103,7 +102,7 @@ def _fields(info: ms.CheckpointInfo) -> dict[str, Any]:
     }
 
 
-def _row(info: ms.CheckpointInfo) -> list[str]:
+def _row(info: ms.store.CheckpointInfo) -> list[str]:
     marks = [mark for mark, has in (("damaged", not info.intact), ("pinned", info.pinned)) if has]
     metrics = [f"{name}={value:.6g}" for name, value in info.metrics.items()]
     saved = datetime.fromtimestamp(info.time, UTC).strftime("%Y-%m-%d %H:%M:%S UTC")

@@ -10,15 +10,13 @@ from typing import Any
 
 import torch
 
+from modelstate.checkpoint.open import open as open_checkpoint
+from modelstate.checkpoint.write import StateToWrite, write_state
 from modelstate.errors import OpenError, OptionError, PackageError, ReadFailedError, UnsupportedValueError
-from modelstate.read import torch_legacy, torch_zip
-from modelstate.read.open import open as open_checkpoint
-from modelstate.read.paths import local_path
-from modelstate.read.source_file import SourceFile
-from modelstate.write import system
-from modelstate.write.files import sync_directory, write_errors
-from modelstate.write.save import write_state
-from modelstate.write.streamed import Streamed
+from modelstate.formats import torch_legacy, torch_zip
+from modelstate.io import write_system
+from modelstate.io.atomic import sync_directory, write_errors
+from modelstate.io.files import SourceFile, local_path
 
 try:
     from lightning.pytorch.plugins.io import CheckpointIO, TorchCheckpointIO
@@ -62,7 +60,7 @@ class StoreCheckpointIO(CheckpointIO):  # type: ignore[misc]
         try:
             # Lightning chooses the suffix, .ckpt by default, which does not say the format here.
             write_state(
-                Streamed(checkpoint), where, perf_counter(), format="safetensors", shard_bytes=None, overwrite=True
+                StateToWrite(checkpoint), where, perf_counter(), format="safetensors", shard_bytes=None, overwrite=True
             )
         except UnsupportedValueError as error:
             error.remedy = f"{error.remedy}; {_SKIP}" if error.remedy else _SKIP
@@ -93,7 +91,7 @@ class StoreCheckpointIO(CheckpointIO):  # type: ignore[misc]
             TorchCheckpointIO().remove_checkpoint(path)
         elif os.path.lexists(where):
             with write_errors(where):
-                system.unlink(where)
+                write_system.unlink(where)
                 sync_directory(os.path.dirname(where))
 
 

@@ -27,15 +27,14 @@ from modelstate.errors import (
     SaveFailedWarning,
     StepNotFoundError,
 )
-from modelstate.store import contents
-from modelstate.store.arguments import is_number
-from modelstate.store.checking import newest_whole, problem_now
+from modelstate.objects.rng import RNG
+from modelstate.store import records
+from modelstate.store.background import PASSING, PendingSave, SavedStep
 from modelstate.store.deadline import Deadline
 from modelstate.store.reading import Step
-from modelstate.store.record import read_record
-from modelstate.store.rng import RNG
-from modelstate.store.saving import PASSING, PendingSave, SavedStep
-from modelstate.store.store import Store
+from modelstate.store.records import read_record
+from modelstate.store.retention import is_number
+from modelstate.store.store import Store, newest_whole, problem_now
 
 try:
     from transformers import TrainerCallback
@@ -180,7 +179,7 @@ class StoreCallback(TrainerCallback):  # type: ignore[misc]
             _instead(trainer, "get_batch_samples", partial(self._batches_left, trainer.get_batch_samples)),
         ):
             with open(os.path.join(directory, "trainer_state.json"), "w", encoding="utf-8") as file:
-                json.dump(contents.value_of(info.path, entry), file)
+                json.dump(records.value_of(info.path, entry), file)
             yield directory
 
     # Events of the Trainer.

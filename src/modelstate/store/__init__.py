@@ -1,1 +1,31 @@
 """Checkpoints of a training run: saved so that they survive, and restored all together."""
+
+from typing import TYPE_CHECKING
+
+from modelstate.lazy import attach
+
+if TYPE_CHECKING:
+    from modelstate.store.background import PendingSave as PendingSave
+    from modelstate.store.background import SavedStep as SavedStep
+    from modelstate.store.resumable import Resumable as Resumable
+    from modelstate.store.retention import CheckpointInfo as CheckpointInfo
+    from modelstate.store.store import RestoredStep as RestoredStep
+else:
+    __getattr__, __dir__ = attach(
+        __name__,
+        {
+            "CheckpointInfo": "modelstate.store.retention",
+            "PendingSave": "modelstate.store.background",
+            "RestoredStep": "modelstate.store.store",
+            "Resumable": "modelstate.store.resumable",
+            "SavedStep": "modelstate.store.background",
+        },
+    )
+
+__all__ = [
+    "CheckpointInfo",
+    "PendingSave",
+    "RestoredStep",
+    "Resumable",
+    "SavedStep",
+]

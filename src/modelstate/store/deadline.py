@@ -11,7 +11,7 @@ from types import FrameType, TracebackType
 from typing import Any, Literal, Self
 
 from modelstate.errors import OptionError
-from modelstate.store.arguments import is_number
+from modelstate.store.retention import is_number
 
 _HOUR_SECONDS = 3600
 _FLOOR_SECONDS = 30.0

@@ -14,11 +14,11 @@ from modelstate.errors import (
     ReadFailedError,
     StepNotFoundError,
 )
-from modelstate.store import contents
-from modelstate.store.objects import MODULE, Part
-from modelstate.store.record import Record, read_record
+from modelstate.objects.objects import MODULE, Part
+from modelstate.store import records
+from modelstate.store.records import Record, read_record
 from modelstate.store.retention import Keep, check_metric, kept
-from modelstate.store.shelf import Found, Shelf
+from modelstate.store.step_index import StepEntry, StepIndex
 
 T = TypeVar("T")
 Step = int | Literal["latest"]
@@ -27,7 +27,7 @@ _UNUSABLE = (DamagedCheckpointError, ForeignCheckpointError, NewerManifestError,
 """What is wrong with a checkpoint, so that another one is taken."""
 
 
-def usable(found: Found) -> Record:
+def usable(found: StepEntry) -> Record:
     """What it says of itself. Raises what keeps it from being used."""
     if found.error is not None:
         raise found.error
@@ -35,7 +35,7 @@ def usable(found: Found) -> Record:
     return found.record
 
 
-def of_first_whole(shelf: Shelf, step: Step, attempt: Callable[[Found], T]) -> tuple[T, dict[int, str]]:
+def of_first_whole(shelf: StepIndex, step: Step, attempt: Callable[[StepEntry], T]) -> tuple[T, dict[int, str]]:
     """What the attempt makes of the step, or of the latest one that can be used; and newer ones that cannot."""
     while True:
         skipped: dict[int, ModelStateError] = {}
@@ -63,27 +63,27 @@ def of_first_whole(shelf: Shelf, step: Step, attempt: Callable[[Found], T]) -> t
             )
 
 
-def parts_of(shelf: Shelf, found: Found, verify: bool) -> tuple[Record, dict[str, Part]]:
+def parts_of(shelf: StepIndex, found: StepEntry, verify: bool) -> tuple[Record, dict[str, Part]]:
     """What was captured of each object. Raises what keeps the checkpoint from being used."""
     record, directory = usable(found), found.place.path
     if verify:
         for entry in record.entries.values():
-            contents.verify(directory, entry)
+            records.verify(directory, entry)
         shelf.note_whole(directory)
     parts = {}
     for path, entry in record.entries.items():
         is_module = entry.kind == MODULE and entry.index
-        tree = contents.opened(directory, entry) if is_module else contents.value_of(directory, entry)
+        tree = records.opened(directory, entry) if is_module else records.value_of(directory, entry)
         parts[path] = Part(entry.kind, tree)
     return record, parts
 
 
-def problem_of(shelf: Shelf, found: Found) -> str | None:
+def problem_of(shelf: StepIndex, found: StepEntry) -> str | None:
     """What reading all of it shows to be wrong, empty where nothing is; None where it is taken away meanwhile."""
     try:
         usable(found)
         for entry in read_record(found.place.path).entries.values():
-            contents.verify(found.place.path, entry)
+            records.verify(found.place.path, entry)
     except (ModelStateError, OSError) as error:
         if found.is_gone:
             return None
@@ -94,7 +94,7 @@ def problem_of(shelf: Shelf, found: Found) -> str | None:
     return ""
 
 
-def to_go(shelf: Shelf, keep: Keep | None) -> list[Found]:
+def to_go(shelf: StepIndex, keep: Keep | None) -> list[StepEntry]:
     """What no rule keeps. The newest one that is kept has been found to be whole, by reading it if need be.
 
     What is another store's, or a newer version's, is not ours to take away.

@@ -16,13 +16,12 @@ from types import CodeType, FrameType
 from typing import Any, Self
 
 from modelstate.errors import OptionError, SaveFailedWarning
-from modelstate.plan.matching import nearest
-from modelstate.store.arguments import metric_value
+from modelstate.objects.loaders import checked_iterators
+from modelstate.objects.objects import VALUE, targets_of
+from modelstate.planning.matching import nearest
+from modelstate.store.background import PASSING, PendingSave, SavedStep
 from modelstate.store.deadline import Deadline, now_seconds
-from modelstate.store.loaders import checked_iterators
-from modelstate.store.objects import VALUE, targets_of
-from modelstate.store.retention import CheckpointInfo, Keep, check_metric
-from modelstate.store.saving import PASSING, PendingSave, SavedStep
+from modelstate.store.retention import CheckpointInfo, Keep, check_metric, metric_value
 from modelstate.store.store import RestoredStep, Store
 
 _logger = logging.getLogger(__name__)

@@ -1,11 +1,11 @@
-"""`modelstate.Store`."""
+"""`modelstate.Store`: a directory of checkpoints of a training run."""
 
 import logging
 import os
 import threading
 import time
 import weakref
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, fields
 from functools import partial
@@ -13,6 +13,8 @@ from typing import Any, Literal, Self, overload
 
 import torch
 
+from modelstate.checkpoint.checkpoint import Checkpoint
+from modelstate.checkpoint.open import argument_order, is_objects
 from modelstate.errors import (
     OptionError,
     SaveTargetError,
@@ -22,28 +24,23 @@ from modelstate.errors import (
     StoreLockedError,
     StoreMovedError,
 )
-from modelstate.read.checkpoint import Checkpoint
-from modelstate.read.open import argument_order, is_objects
-from modelstate.read.paths import local_path
-from modelstate.store import contents
-from modelstate.store.arguments import metric_value
-from modelstate.store.layout import PIN_FILE, STORE_FILE, name_of
-from modelstate.store.loaders import preserved_generators
-from modelstate.store.lock import WriterLock, check_directory
-from modelstate.store.objects import MODULE, captured, targets_of
-from modelstate.store.publishing import Job, clear, discard, make_directory, probe, publish
+from modelstate.formats.safetensors import nbytes_of
+from modelstate.formats.serialize import serialize
+from modelstate.io import write_system
+from modelstate.io.atomic import new_file, sync_directory, write_errors
+from modelstate.io.files import local_path
+from modelstate.io.lock import WriterLock, check_directory
+from modelstate.objects.loaders import preserved_generators
+from modelstate.objects.objects import MODULE, captured, targets_of
+from modelstate.objects.restore import Restored, RulesOf, restore_objects
+from modelstate.store import records
+from modelstate.store.background import PendingSave, SavedStep, Staging
 from modelstate.store.reading import Step, of_first_whole, parts_of, problem_of, to_go, usable
-from modelstate.store.record import Record
-from modelstate.store.restoring import Restored, RulesOf, restore_objects
-from modelstate.store.retention import CheckpointInfo, Keep, as_keep
-from modelstate.store.saving import PendingSave, SavedStep
-from modelstate.store.shelf import Found, Shelf, store_file_problem
-from modelstate.store.staging import Staging
-from modelstate.words import size
-from modelstate.write import system
-from modelstate.write.draft import draft
-from modelstate.write.files import new_file, sync_directory, write_errors
-from modelstate.write.safetensors import nbytes_of
+from modelstate.store.records import PIN_FILE, STORE_FILE, Record, name_of
+from modelstate.store.retention import CheckpointInfo, Keep, as_keep, metric_value
+from modelstate.store.step_index import StepEntry, StepIndex, store_file_problem
+from modelstate.store.writing import Job, clear, discard, make_directory, probe, publish
+from modelstate.text_format import size
 
 _logger = logging.getLogger(__name__)
 
@@ -89,7 +86,7 @@ class Store:
         if shard_size_bytes is not None and (type(shard_size_bytes) is not int or shard_size_bytes < 1):
             raise OptionError("shard_size_bytes= is a number of bytes", expected="1 or more", found=shard_size_bytes)
         self._shard_bytes = shard_size_bytes
-        self._shelf = Shelf(self.directory)
+        self._shelf = StepIndex(self.directory)
         self._lock = WriterLock(self.directory)
         self._in_use: os.stat_result | None = None
         """The directory that something has been restored from, or saved to: then no other takes its place."""
@@ -259,7 +256,7 @@ class Store:
 
     def _job(self, step: int, objects: Mapping[str, Any], metrics: dict[str, float], pin: bool, begun: float) -> Job:
         parts = captured(objects).parts
-        drafts = {path: draft(part.tree, path, as_tree=part.kind != MODULE) for path, part in parts.items()}
+        drafts = {path: serialize(part.tree, path, as_tree=part.kind != MODULE) for path, part in parts.items()}
         steady = {path: _frozen(target.it) for path, target in targets_of(objects).items() if target.kind == MODULE}
         kinds = {path: part.kind for path, part in parts.items()}
         return Job(step, kinds, drafts, steady, metrics, pin, begun, time.time())
@@ -352,7 +349,7 @@ class Store:
         )
         kept_options = _patterns("keep_options", keep_options)
 
-        def attempt(found: Found) -> tuple[Record, Restored]:
+        def attempt(found: StepEntry) -> tuple[Record, Restored]:
             record, parts = parts_of(self._shelf, found, verify)
             return record, restore_objects(
                 objects,
@@ -386,7 +383,7 @@ class Store:
         """
         self.wait()
 
-        def attempt(found: Found) -> Checkpoint:
+        def attempt(found: StepEntry) -> Checkpoint:
             record = usable(found)
             entry = record.entries.get(name)
             if entry is None or not entry.index:
@@ -396,10 +393,10 @@ class Store:
                     expected=", ".join(key for key, one in record.entries.items() if one.index) or "none has any",
                     found=repr(name),
                 )
-            checkpoint = contents.opened(found.place.path, entry)
+            checkpoint = records.opened(found.place.path, entry)
             if verify:
                 # Behind the opening: a file that changes from here on is refused when it is read.
-                contents.verify(found.place.path, entry)
+                records.verify(found.place.path, entry)
             return checkpoint
 
         return of_first_whole(self._shelf, step, attempt)[0]
@@ -490,10 +487,10 @@ class Store:
                     with new_file(path):
                         pass
                 else:
-                    system.unlink(path)
+                    write_system.unlink(path)
                 sync_directory(found.place.path)
 
-    def _prune(self, keep: Keep | None, shelf: Shelf) -> tuple[int, ...]:
+    def _prune(self, keep: Keep | None, shelf: StepIndex) -> tuple[int, ...]:
         gone = [found.place.step for found in to_go(shelf, keep)]
         every = shelf.all_revisions() if gone else []
         discard(self.directory, [found.place for found in every if found.place.step in gone])
@@ -608,3 +605,33 @@ def _frozen(module: torch.nn.Module) -> frozenset[str]:
     """Names of what training does not change."""
     named = module.named_parameters(remove_duplicate=False)
     return frozenset(name for name, param in named if not param.requires_grad)
+
+
+def problem_now(store: Store, step: int) -> str:
+    """What reading all of a step shows to be wrong; empty where nothing is.
+
+    Raises `StepNotFoundError` where it is not there, and where it is taken away before all has been read.
+    """
+    while True:
+        problems = store.verify(step)
+        if step in problems:
+            return problems[step]
+        # It is not what it was when reading began: it is gone, or there is a new one.
+
+
+def newest_whole(store: Store, passed_over: Callable[[int, str], None]) -> int | None:
+    """The step that was saved last of those that are whole; None where none is.
+
+    `passed_over` hears of those that were saved later, and of what is wrong with each.
+    """
+    while True:
+        for step in [info.step for info in store.infos(by_age=True)][::-1]:
+            try:
+                problem = problem_now(store, step)
+            except StepNotFoundError:
+                break  # it was taken away: there are others now
+            if not problem:
+                return step
+            passed_over(step, problem)
+        else:
+            return None

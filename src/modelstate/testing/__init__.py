@@ -5,4 +5,4 @@ from modelstate.testing.disk import lossy_disk as lossy_disk
 from modelstate.testing.faults import Faults as Faults
 from modelstate.testing.faults import Request as Request
 from modelstate.testing.faults import faulty_reads as faulty_reads
-from modelstate.testing.writes import faulty_writes as faulty_writes
+from modelstate.testing.faults import faulty_writes as faulty_writes

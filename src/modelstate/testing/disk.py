@@ -14,9 +14,8 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from modelstate.errors import OptionError
-from modelstate.testing.faults import replaced
-from modelstate.testing.writes import CALLS
-from modelstate.write import system
+from modelstate.io import write_system
+from modelstate.testing.faults import WRITE_CALLS, replaced
 
 
 @dataclass(slots=True)
@@ -231,7 +230,7 @@ def lossy_disk(directory: str | os.PathLike[str]) -> Iterator[LossyDisk]:
     written is kept in memory.
     """
     disk = LossyDisk(os.fspath(directory))
-    with replaced(system, {name: disk._recorded(name, getattr(system, name)) for name in CALLS}):
+    with replaced(write_system, {name: disk._recorded(name, getattr(write_system, name)) for name in WRITE_CALLS}):
         yield disk
 
 

@@ -1,4 +1,4 @@
-"""System calls that fail on demand: an I/O error, a short read or write, or a file that changes, at any one of them."""
+"""System calls that fail on demand: reads and writes, each at any one of its calls."""
 
 import errno
 import mmap
@@ -11,7 +11,7 @@ from types import ModuleType
 from typing import Any
 
 from modelstate.errors import OptionError
-from modelstate.read import system
+from modelstate.io import system, write_system
 
 CALLS = ("open", "stat", "fstat", "pread", "preadv", "mmap")
 
@@ -171,3 +171,92 @@ def _check(at: object, error: object, short: object, before: object) -> None:
         raise OptionError("error= is raised", expected="an exception, or None", found=repr(error))
     if before is not None and not callable(before):
         raise OptionError("before= is called with a request", expected="a function, or None", found=repr(before))
+
+
+WRITE_CALLS = (
+    "open",
+    "fallocate",
+    "pwritev",
+    "fchmod",
+    "fsync",
+    "close",
+    "replace",
+    "link",
+    "unlink",
+    "mkdir",
+    "rmdir",
+)
+
+
+@contextmanager
+def faulty_writes(
+    *,
+    at: int | None = None,
+    error: BaseException | type[BaseException] | None = None,
+    short: int | None = None,
+    before: Callable[[Request], object] | None = None,
+) -> Iterator[Faults]:
+    """Within this context the system calls by which checkpoints are saved can be made to fail.
+
+    Without arguments it only counts them. They are `open` (of files that are written, and of directories), `fallocate`,
+    `pwritev`, `fchmod`, `fsync`, `close`, `replace`, `link`, `unlink`, `mkdir` and `rmdir`, of all threads of the
+    process. Contexts can be nested, as those of `faulty_reads`.
+
+    Args:
+        at: the number of the call that is meant, from 1; without it, all of them.
+        error: raised instead of making the call: an `OSError`, as `OSError(errno.ENOSPC, "...")`, or a
+            `KeyboardInterrupt`. A descriptor is closed before `close` raises, as Linux does.
+        short: the most bytes that a `pwritev` writes, as on a disk that is nearly full.
+        before: called with the `Request` before the call is made, in the thread that makes it: to look at the
+            directory just then, to kill the process, to wait, or to raise.
+
+    Raises `OptionError` for arguments that mean nothing.
+    """
+    faults = Faults(at, error, short, before)
+    with replaced(write_system, _write_calls(faults)):
+        yield faults
+
+
+def _write_calls(faults: Faults) -> dict[str, Callable[..., Any]]:
+    """The calls that are there now, by their names, each behind `faults.met`."""
+    real = {name: getattr(write_system, name) for name in WRITE_CALLS}
+
+    def of_path(name: str) -> Callable[..., Any]:
+        def call(path: str, *args: Any) -> Any:
+            faults.met(name, os.fspath(path))
+            return real[name](path, *args)
+
+        return call
+
+    def fallocate(descriptor: int, nbytes: int) -> None:
+        faults.met("fallocate", path_of(descriptor), 0, nbytes)
+        real["fallocate"](descriptor, nbytes)
+
+    def pwritev(descriptor: int, buffers: Sequence[memoryview | bytes], offset: int) -> Any:
+        most = faults.met("pwritev", path_of(descriptor), offset, sum(len(buffer) for buffer in buffers))
+        return real["pwritev"](descriptor, buffers if most is None else first(buffers, most), offset)
+
+    def fchmod(descriptor: int, mode: int) -> None:
+        faults.met("fchmod", path_of(descriptor))
+        real["fchmod"](descriptor, mode)
+
+    def fsync(descriptor: int) -> None:
+        faults.met("fsync", path_of(descriptor))
+        real["fsync"](descriptor)
+
+    def close(descriptor: int) -> None:
+        path = path_of(descriptor)
+        try:
+            faults.met("close", path)
+        finally:
+            real["close"](descriptor)
+
+    paths = ("open", "replace", "link", "unlink", "mkdir", "rmdir")
+    others: dict[str, Callable[..., Any]] = {
+        "fallocate": fallocate,
+        "pwritev": pwritev,
+        "fchmod": fchmod,
+        "fsync": fsync,
+        "close": close,
+    }
+    return {**{name: of_path(name) for name in paths}, **others}

@@ -1,0 +1,327 @@
+"""Several checkpoints as one: their trees merged, their tensors side by side or computed from one another."""
+
+from abc import ABC, abstractmethod
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from modelstate.checkpoint.checkpoint import Checkpoint
+from modelstate.errors import CombineError, OptionError, ReadFailedError
+from modelstate.formats.sharded import merged_metadata
+from modelstate.formats.tree import FlatTree, is_container, items_of, same_value, subtree
+from modelstate.io.files import FileFingerprint
+from modelstate.spec import Combined, Contents, Stored, StoredComposite, StoredTensor
+
+CombineFunction = Callable[[str, list[torch.Tensor]], torch.Tensor]
+"""From a name, and the tensors of all checkpoints that have it in their order, to one tensor."""
+Versions = dict[str, dict[str, Any]]
+"""torch's versions of modules by module path, as they stand in one container."""
+
+
+@dataclass(slots=True)
+class Merged:
+    """What several checkpoints are as one."""
+
+    flat: FlatTree
+    versions: dict[str, Versions] = field(default_factory=dict)
+    """By the paths of the containers that have some."""
+
+
+class Combination(ABC):
+    """A way to make one checkpoint of several."""
+
+    @abstractmethod
+    def merge(self, sources: Sequence[Checkpoint]) -> Merged:
+        """Reads no tensor. Raises `CombineError` with all that stands against it."""
+
+
+def combine(sources: Sequence[Checkpoint], how: object) -> Checkpoint:
+    """The checkpoints as one: with disjoint names where `how` is None, by a `Combination`, or by a `CombineFunction`.
+
+    Raises `CombineError`, and `ReadFailedError` where a file has changed between the opening of two of them.
+    """
+    if not sources:
+        raise CombineError("there is nothing to combine", expected="at least one checkpoint", found="an empty list")
+    if how is None:
+        how = Disjoint()
+    elif not isinstance(how, Combination):
+        if not callable(how) or isinstance(how, type):
+            raise OptionError(
+                "combine= is no way to combine checkpoints",
+                expected="ms.merge.Average(...), ms.merge.LoRA(...), or a function of a name and a list of tensors",
+                found=repr(how),
+            )
+        how = PerName(how)
+    merged = how.merge(sources)
+    names = [f"{index}: {source.source}" for index, source in enumerate(sources)]
+    contents = Contents(
+        format=" and ".join(dict.fromkeys(source.format for source in sources)),
+        tree=_tree(merged, where(sources)),
+        files=tuple(dict.fromkeys(path for source in sources for path in source.files)),
+        metadata=merged_metadata({name: source.contents for name, source in zip(names, sources, strict=True)}),
+        checksums={place: crc for source in sources for place, crc in source.checksums.items()},
+        is_sealed=all(source.contents.is_sealed for source in sources),
+    )
+    return Checkpoint(contents, source=where(sources), stamps=_stamps(sources))
+
+
+def where(sources: Sequence[Checkpoint]) -> str:
+    """The sources in one line."""
+    return listed([source.source for source in sources], most=3)
+
+
+def listed(items: Iterable[str], most: int = 6, between: str = ", ") -> str:
+    """The first items, and how many more there are."""
+    items = list(items)
+    return between.join(items[:most]) + (f"{between}and {len(items) - most} more" if len(items) > most else "")
+
+
+def label(sources: Sequence[Checkpoint], index: int) -> str:
+    """A source by its place in the list and its path."""
+    return f"[{index}] {sources[index].source}"
+
+
+def is_plain(stored: Stored) -> bool:
+    """Whether the tensor is strided, with nothing on top."""
+    if isinstance(stored, StoredComposite):
+        return stored.kind == "dcp shards"
+    if isinstance(stored, torch.Tensor):
+        return type(stored) in (torch.Tensor, torch.nn.Parameter) and stored.layout is torch.strided
+    return True
+
+
+def combined_meta_like(stored: Stored) -> torch.Tensor:
+    """A tensor like it without values."""
+    if isinstance(stored, StoredTensor):
+        return torch.empty_strided(stored.shape, stored.stride, dtype=stored.dtype, device="meta")
+    return torch.empty(tuple(stored.shape), dtype=stored.dtype, device="meta")
+
+
+def holders_of(parts: Sequence[Mapping[str, object]]) -> dict[str, list[int]]:
+    """For each name the indices of the sources that have it, in the order of the sources."""
+    found: dict[str, list[int]] = {}
+    for index, names in enumerate(parts):
+        for name in names:
+            found.setdefault(name, []).append(index)
+    return found
+
+
+class Disjoint(Combination):
+    """Parts of one model: every name is in one of them."""
+
+    def merge(self, sources: Sequence[Checkpoint]) -> Merged:
+        holders = holders_of([{**source.flat.tensors, **source.flat.values} for source in sources])
+        twice = [f"{name!r} in {_places(found)}" for name, found in holders.items() if len(found) > 1]
+        if twice:
+            raise CombineError(
+                f"{len(twice)} names are in more than one checkpoint",
+                where=where(sources),
+                found=listed(twice),
+                remedy="say by combine= what is to become of them: ms.merge.Average(), ms.merge.LoRA(), or a function "
+                "of the name and the tensors",
+            )
+        tensors = {name: stored for source in sources for name, stored in source.flat.tensors.items()}
+        values = {name: value for source in sources for name, value in source.flat.values.items()}
+        return Merged(FlatTree(tensors, values, containers_of(sources)), versions_of(sources))
+
+
+def _places(indices: Sequence[int]) -> str:
+    return " and ".join(f"[{index}]" for index in indices)
+
+
+@dataclass(frozen=True, slots=True)
+class PerName(Combination):
+    """A function that is called for each name."""
+
+    function: CombineFunction
+
+    def merge(self, sources: Sequence[Checkpoint]) -> Merged:
+        tensors: dict[str, Stored] = {}
+        for name, found in holders_of([source.flat.tensors for source in sources]).items():
+            parts = tuple(sources[index].stored(name) for index in found)
+            tensors[name] = _by_function(self.function, name, parts)
+        values = {
+            name: sources[found[0]].flat.values[name]
+            for name, found in holders_of([source.flat.values for source in sources]).items()
+        }
+        check_values(sources)
+        return Merged(FlatTree(tensors, values, containers_of(sources)), versions_of(sources))
+
+
+def _by_function(function: CombineFunction, name: str, parts: tuple[Stored, ...]) -> Stored:
+    given = [combined_meta_like(part) for part in parts]
+    asked = getattr(function, "meta", None) or function
+    try:
+        result = asked(name, given)
+    except Exception as error:
+        raise CombineError(
+            "the combining function raised when it was asked for shape and dtype",
+            where=name,
+            expected="a function that can be called with tensors on the meta device",
+            found=f"{type(error).__name__}: {error}",
+            remedy="where it has to look at values, give it an attribute `meta`: a function of the same arguments that "
+            "returns a meta tensor of the shape and dtype of its result",
+        ) from error
+    _check_result(name, result, None)
+
+    def build(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+        # A function that writes to what it is given must not reach tensors that are somebody's.
+        own = [
+            tensor.clone() if isinstance(part, torch.Tensor) else tensor
+            for tensor, part in zip(tensors, parts, strict=True)
+        ]
+        try:
+            made = function(name, own)
+        except Exception as error:
+            raise CombineError(
+                "the combining function raised", where=name, found=f"{type(error).__name__}: {error}"
+            ) from error
+        _check_result(name, made, result)
+        return made.detach()
+
+    return Combined(f"combined of {len(parts)}", result.dtype, tuple(result.shape), parts, build)
+
+
+def _check_result(name: str, result: object, like: torch.Tensor | None) -> None:
+    if isinstance(result, torch.Tensor) and is_plain(result):
+        if like is None and result.is_meta:
+            return
+        if like is not None and not result.is_meta and result.dtype == like.dtype and result.shape == like.shape:
+            return
+        found = f"{result.dtype} of shape {tuple(result.shape)} on {result.device}"
+    else:
+        found = type(result).__name__
+    raise CombineError(
+        "the combining function returned something else than it should",
+        where=name,
+        expected="a plain tensor on the meta device, where it is given such"
+        if like is None
+        else f"{like.dtype} of shape {tuple(like.shape)}, as for tensors on the meta device",
+        found=found,
+    )
+
+
+# What is no tensor.
+
+
+def check_values(sources: Sequence[Checkpoint], *, in_all: bool = False) -> None:
+    """Raises `CombineError` where a value that is no tensor differs between checkpoints that have it, or `in_all`."""
+    differing = []
+    for name, found in holders_of([source.flat.values for source in sources]).items():
+        values = [sources[index].extra[name] for index in found] if len(found) > 1 else []
+        lacking = in_all and len(found) < len(sources)
+        if lacking or not all(same_value(values[0], value) for value in values[1:]):
+            differing.append(f"{name!r} in {_places(found)}")
+    if differing:
+        raise CombineError(
+            f"{len(differing)} values that are no tensors differ",
+            where=where(sources),
+            expected="the same in all checkpoints" + ("" if in_all else " that have them"),
+            found=listed(differing),
+            remedy="open the parts that hold the weights alone, with key=; or take them from one of the checkpoints: "
+            'ms.merge.Average(others="first")',
+        )
+
+
+def containers_of(sources: Sequence[Checkpoint]) -> list[str]:
+    """The containers of all."""
+    return list(dict.fromkeys(path for source in sources for path in source.flat.containers))
+
+
+def versions_of(sources: Sequence[Checkpoint]) -> dict[str, Versions]:
+    """The versions that modules have saved. Raises `CombineError` where two checkpoints differ in one."""
+    merged: dict[str, Versions] = {}
+    holder: dict[tuple[str, str], int] = {}
+    for index, source in enumerate(sources):
+        for path, versions in _versions_in(source):
+            into = merged.setdefault(path, {})
+            for module, saved in versions.items():
+                first = holder.setdefault((path, module), index)
+                if into.setdefault(module, saved) != saved:
+                    raise CombineError(
+                        "the checkpoints come from different versions of a module",
+                        where=where(sources),
+                        expected=f"{module or 'the whole'}: {into[module]}, as in {label(sources, first)}",
+                        found=f"{saved} in {label(sources, index)}",
+                        remedy="load each into a model of today and save it from there",
+                    )
+    return merged
+
+
+def _versions_in(source: Checkpoint) -> Iterator[tuple[str, Versions]]:
+    if source.versions is not None:
+        yield "", source.versions
+    waiting = [("", subtree(source.contents.tree, source.key, source.source))] if _has_node(source) else []
+    containers = set(source.flat.containers)
+    while waiting:
+        path, node = waiting.pop()
+        saved = getattr(node, "_metadata", None)
+        if path and isinstance(saved, Mapping):
+            yield path, {str(name): dict(value) for name, value in saved.items() if isinstance(value, Mapping)}
+        below = ((f"{path}.{name}" if path else name, child) for name, child in items_of(node) if is_container(child))
+        waiting += [(path, child) for path, child in below if path in containers]
+
+
+def _has_node(source: Checkpoint) -> bool:
+    """Whether what is selected is a container of its own, and not the beginning of names."""
+    try:
+        return is_container(subtree(source.contents.tree, source.key, source.source))
+    except KeyError:
+        return False
+
+
+def _tree(merged: Merged, at: str) -> dict[str, Any]:
+    """The nested tree of a flat one."""
+    root = _node(merged, "")
+    nodes = {"": root}
+    containers = set(merged.flat.containers)
+
+    def node_of(name: str) -> tuple[dict[str, Any], str]:
+        """The container that holds a name, and its key there."""
+        path = name.rpartition(".")[0]
+        while path and path not in containers:
+            path = path.rpartition(".")[0]
+        if path not in nodes:
+            nodes[path] = _node(merged, path)
+            put(path, nodes[path])
+        return nodes[path], name[len(path) + 1 :] if path else name
+
+    def put(name: str, leaf: object) -> None:
+        node, key = node_of(name)
+        if key in node:
+            raise CombineError(
+                "a name is a value in one checkpoint and a container in another",
+                where=at,
+                found=name,
+                remedy="open the parts that belong together alone, with key=",
+            )
+        node[key] = leaf
+
+    for name, stored in merged.flat.tensors.items():
+        put(name, stored)
+    for name, value in merged.flat.values.items():
+        put(name, value)
+    return root
+
+
+def _node(merged: Merged, path: str) -> dict[str, Any]:
+    node: OrderedDict[str, Any] = OrderedDict()
+    if path in merged.versions:
+        node._metadata = merged.versions[path]  # type: ignore[attr-defined]
+    return node
+
+
+def _stamps(sources: Sequence[Checkpoint]) -> dict[str, FileFingerprint]:
+    stamps: dict[str, FileFingerprint] = {}
+    for source in sources:
+        for path, stamp in source.stamps.items():
+            if stamps.setdefault(path, stamp) != stamp:
+                raise ReadFailedError(
+                    "the file changed between the opening of two of the checkpoints",
+                    where=path,
+                    remedy="open them again, when nothing writes to it any more",
+                )
+    return stamps

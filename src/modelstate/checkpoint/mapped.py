@@ -1,0 +1,246 @@
+"""Tensors that are views of files: nothing is read until it is used, nothing is copied."""
+
+import mmap
+import os
+import sys
+import weakref
+from collections.abc import Mapping
+from functools import partial
+
+import torch
+
+from modelstate.errors import OptionError, ReadFailedError, SourceTypeError
+from modelstate.formats import safetensors
+from modelstate.io import system
+from modelstate.io.engine import read_ranges
+from modelstate.io.files import FileFingerprint, check_mapped, open_regular, open_unchanged
+from modelstate.io.lease import hold
+from modelstate.io.own import read_tensor
+from modelstate.spec import ByteRange, Combined, Stored, StoredComposite, StoredTensor
+
+_NO_RESERVE = getattr(mmap, "MAP_NORESERVE", 0x4000 if sys.platform == "linux" else 0)
+"""Linux would count a map that may be written as memory, and refuse a file that is larger than there is."""
+
+
+class Maps:
+    """Private, copy-on-write maps of the files of a checkpoint.
+
+    Writing to a tensor changes neither the file nor the tensors of another `Maps`; it does change the other tensors
+    of this one that share its bytes. So every load takes a `Maps` of its own. A map lives as long as a tensor that
+    shows it.
+
+    Replacing the file by a rename is safe, for the map keeps the old file. Overwriting it in place changes the
+    tensors, and shortening it ends the process with SIGBUS when they are used, unless a lease is held: see `may_show`.
+    """
+
+    def __init__(self, stamps: Mapping[str, FileFingerprint]) -> None:
+        self._stamps = stamps
+        self._maps: dict[str, mmap.mmap] = {}
+        self._shown: dict[tuple[ByteRange, int], tuple[torch.Tensor, int]] = {}
+        self._read: weakref.WeakValueDictionary[ByteRange, torch.UntypedStorage] = weakref.WeakValueDictionary()
+        self._may_show: dict[tuple[str, bool | None], bool] = {}
+        self._notes: dict[str, list[str]] = {}
+
+    def tensor(self, stored: Stored) -> torch.Tensor:
+        """The tensor as a view of its file; in memory already: a detached alias.
+
+        Only where the file has put a number at an odd address are its bytes copied. Raises `ReadFailedError` where
+        the file cannot be mapped, or has become shorter than it was.
+        """
+        if torch.is_inference_mode_enabled():
+            # What is made in that mode could never be trained.
+            with torch.inference_mode(False):
+                return self.tensor(stored)
+        if isinstance(stored, StoredTensor):
+            if stored.nbytes == 0:
+                return torch.empty_strided(stored.shape, stored.stride, dtype=stored.dtype, device="cpu")
+            return self._strided(stored)
+        if isinstance(stored, StoredComposite):
+            return stored.build([self.tensor(part) for part in stored.parts])
+        if isinstance(stored, Combined):
+            return self.read(stored)  # what is computed is looked at here and now
+        return stored.detach()
+
+    def tensor_for_user(self, stored: Stored, asked: bool | None) -> torch.Tensor:
+        """The tensor as a view of its file where `may_show` allows that; else in memory of its own.
+
+        In both cases tensors of the same bytes share memory, as long as one of them is alive. Raises `ReadFailedError`.
+        """
+        if torch.is_inference_mode_enabled():
+            with torch.inference_mode(False):
+                return self.tensor_for_user(stored, asked)
+        if isinstance(stored, StoredTensor) and stored.nbytes:
+            if asked is not False:
+                self._map(stored.extent)
+                if self.may_show(stored.extent.path, asked):
+                    return self._strided(stored)
+            return self._in_memory(stored)
+        if isinstance(stored, StoredComposite):
+            return stored.build([self.tensor_for_user(part, asked) for part in stored.parts])
+        return self.tensor(stored)
+
+    def _in_memory(self, stored: StoredTensor) -> torch.Tensor:
+        storage = self._read.get(stored.extent)
+        if storage is None or storage.nbytes() != stored.extent.nbytes:
+            tensor = self.read(stored)
+            self._read[stored.extent] = tensor.untyped_storage()
+            return tensor
+        return torch.empty(0, dtype=stored.dtype, device="cpu").set_(storage, 0, stored.shape, stored.stride)
+
+    def read(self, stored: Stored) -> torch.Tensor:
+        """The values in memory of their own, with no map. See `read_tensor`."""
+        return read_tensor(stored, partial(read_ranges, stamps=self._stamps))
+
+    def check_unchanged(self) -> None:
+        """Raises `ReadFailedError` where a file is not what it was when it was mapped.
+
+        That its name belongs to another file by now does no harm.
+        """
+        for path, found in self._maps.items():
+            stamp = self._stamps.get(path)
+            if stamp is not None:
+                check_mapped(path, stamp, found.size())
+
+    def may_show(self, path: str, asked: bool | None) -> bool:
+        """Whether tensors that stay may show this file, which is then protected for as long as its map lives.
+
+        A read lease has other processes that open the file for writing wait until the tensors have memory of their
+        own; see `modelstate.io.lease`. With `asked` None a file may be shown only where nothing can go wrong; with
+        True always. `notes` has what else there is to say.
+        """
+        known = self._may_show.get((path, asked))
+        if known is None:
+            if path not in self._maps:
+                return True  # only tensors without bytes have been asked for
+            known = self._may_show[path, asked] = self._protect(path, asked)
+        return known
+
+    def _protect(self, path: str, asked: bool | None) -> bool:
+        mapped, stamp = self._maps[path], self._stamps.get(path)
+        try:
+            descriptor, status = open_regular(path)
+        except (FileNotFoundError, NotADirectoryError, SourceTypeError):
+            return True  # no name leads to the mapped file any more, by which it could be overwritten
+        except OSError as error:
+            raise ReadFailedError("the file can no longer be opened", where=path, found=error) from error
+        try:
+            if stamp is not None and (status.st_ino, status.st_dev) != (stamp.inode, stamp.device):
+                return True  # the name belongs to another file
+            try:
+                head = system.pread_fully(descriptor, _HEAD_BYTES, 0)
+            except OSError as error:
+                raise ReadFailedError("the file cannot be read", where=path, found=error) from error
+            if len(head) < min(_HEAD_BYTES, status.st_size):
+                raise ReadFailedError("the file has become shorter", where=path, expected=status.st_size)
+            writer = _overwriting_writer(path, head)
+            if writer and not asked:
+                self._note(f"read into memory, not mapped: {writer} overwrites such files in place; {_MAPS_IT}", path)
+                return False
+            unprotected = hold(path, descriptor, mapped)
+        finally:
+            os.close(descriptor)
+        if writer:
+            self._note(f"mapped: {writer} onto it in this process ends the process; save beside it and rename", path)
+        elif not unprotected or not status.st_mode & _WRITABLE:
+            return True
+        elif not asked:
+            self._note(f"read into memory, not mapped: it cannot be protected, for {unprotected}; {_MAPS_IT}", path)
+            return False
+        if unprotected:
+            self._note(
+                f"mapped without protection, for {unprotected}: overwriting it in place changes the model, or ends the "
+                "process",
+                path,
+            )
+        return True
+
+    def _note(self, what: str, path: str) -> None:
+        self._notes.setdefault(what, []).append(os.path.basename(path))
+
+    @property
+    def notes(self) -> list[str]:
+        """What to say of the files that `may_show` was asked about."""
+        return [
+            f"{names[0]}{f' and {len(names) - 1} more files' if len(names) > 1 else ''}: {what}"
+            for what, names in self._notes.items()
+        ]
+
+    def _strided(self, stored: StoredTensor) -> torch.Tensor:
+        region, dtype = stored.extent, stored.dtype
+        key = region, dtype.itemsize
+        shown, address = self._shown.get(key, _NOTHING_SHOWN)
+        # Whoever got the first tensor may have made it point elsewhere.
+        if shown is None or shown.data_ptr() != address or shown.untyped_storage().nbytes() != region.nbytes:
+            shown = self._flat(region, dtype)
+            self._shown[key] = shown, shown.data_ptr()
+            if stored.is_contiguous:
+                return _reshaped(shown, stored.shape)
+        empty = torch.empty(0, dtype=dtype, device="cpu")
+        return empty.set_(shown.untyped_storage(), 0, stored.shape, stored.stride)
+
+    def _flat(self, region: ByteRange, dtype: torch.dtype) -> torch.Tensor:
+        """These bytes, in a storage that shows no more, whatever larger one of the file they are a part of."""
+        file, (_, start, nbytes), itemsize = self._map(region), region, dtype.itemsize
+        if start % itemsize == 0:
+            return torch.frombuffer(file, dtype=dtype, count=nbytes // itemsize, offset=start)
+        # torch's vector code may assume that a number lies at a multiple of its size.
+        raw = torch.frombuffer(file, dtype=torch.uint8, count=nbytes, offset=start)
+        return torch.empty(0, dtype=dtype, device="cpu").set_(raw.clone().untyped_storage())
+
+    def _map(self, region: ByteRange) -> mmap.mmap:
+        found = self._maps.get(region.path)
+        if found is None:
+            descriptor = open_unchanged(region.path, self._stamps.get(region.path))
+            try:
+                found = system.mmap(descriptor, 0, mmap.MAP_PRIVATE | _NO_RESERVE)
+            except (OSError, ValueError) as error:
+                raise ReadFailedError("the file cannot be mapped", where=region.path, found=error) from error
+            finally:
+                os.close(descriptor)
+            self._maps[region.path] = found
+        if region.start + region.nbytes > len(found):
+            raise ReadFailedError(
+                "the file has become shorter since it was opened",
+                where=region.path,
+                expected=f"at least {region.start + region.nbytes} bytes",
+                found=f"{len(found)} bytes",
+                remedy="open the checkpoint again, when nothing writes to it any more",
+            )
+        return found
+
+
+def check_map_option(map: object) -> None:
+    """Raises `OptionError` for a value of `map=` that is not None, True or False."""
+    if not (map is None or isinstance(map, bool)):
+        raise OptionError("map= says whether files may be mapped", expected="None, True or False", found=repr(map))
+
+
+def _overwriting_writer(path: str, head: bytes) -> str:
+    """What this process may write such a file with, that keeps Python's lock while it overwrites the file in place.
+
+    A lease cannot help against that: the thread that answers for it needs the lock. Empty where there is none.
+    """
+    if not os.access(path, os.W_OK, effective_ids=os.access in os.supports_effective_ids):
+        return ""
+    if not safetensors.matches(head):
+        return "torch.save"
+    version: str = getattr(sys.modules.get("safetensors"), "__version__", "")
+    return f"save_file of safetensors {version}" if version.split(".")[:2] in _SAFETENSORS_IN_PLACE else ""
+
+
+_MAPS_IT = "map=True maps it all the same"
+_HEAD_BYTES = 64
+_WRITABLE = 0o222
+"""Without these nobody may write to a file, short of changing its mode or being root."""
+_SAFETENSORS_IN_PLACE = [["0", str(minor)] for minor in range(8)]
+"""Versions whose `save_file` truncates the file. From 0.8 on, which is what we require, it renames another one over it.
+
+What has been imported is looked at, since looking for the installed version takes as long as a small load."""
+_NOTHING_SHOWN: tuple[torch.Tensor | None, int] = (None, 0)
+
+
+def _reshaped(flat: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
+    """A tensor of one dimension with another shape of as many elements, without another object."""
+    if len(shape) == 1:
+        return flat
+    return flat.resize_(*shape) if shape else flat.resize_(shape)  # torch parses numbers faster than a tuple of them

@@ -1,0 +1,461 @@
+"""`modelstate.open`: finds the reader for a path, a directory or a mapping by its content.
+
+Every file is looked at, by its content where its name does not say it all. The shards of an index stand behind the
+index. Files that differ only in how they are written are one checkpoint: `model.safetensors` and `pytorch_model.bin`,
+`x.safetensors` and `x.pt`; the safetensors file is taken, or its index, since it can be read without a pickle. Of
+several checkpoints the one named `model` is taken, as in the repositories and training folders of Hugging Face, where
+optimizers lie beside it. Otherwise, where torch.distributed.checkpoint has written its `.metadata`, that is taken:
+what lies beside it belongs to it. Otherwise there must be one only. Subdirectories are not searched.
+"""
+
+import inspect
+import os
+import re
+import stat
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial, wraps
+from typing import Any, NamedTuple, ParamSpec, TypeVar, cast
+
+import torch
+
+from modelstate.checkpoint.checkpoint import Checkpoint
+from modelstate.checkpoint.combine import Combination, CombineFunction
+from modelstate.checkpoint.combine import combine as combined
+from modelstate.errors import (
+    AmbiguousDirectoryError,
+    ChecksumError,
+    EmptyFileError,
+    NoCheckpointError,
+    NotACheckpointError,
+    OpenError,
+    OptionError,
+    ReadFailedError,
+    ShardIndexError,
+    SourceAccessError,
+    SourceNotFoundError,
+    SourceTypeError,
+)
+from modelstate.formats import dcp, safetensors, sharded, torch_legacy, torch_zip
+from modelstate.formats.diagnose import HEAD_BYTES, no_checkpoint, other_zip, tensorflow_prefix
+from modelstate.io import system
+from modelstate.io.files import NOT_FOUND, SourceFile, local_path, no_access, not_found, noted, special_file, stamps_of
+from modelstate.process import gc_paused
+from modelstate.spec import Contents
+
+MODEL = "model"
+_SHARD = re.compile(r"-\d{5}-of-\d{5}\.\w+$")
+_SUFFIX = re.compile(r"\.(safetensors|bin|pt|pth|ckpt|tar)$")
+_FOREIGN = re.compile(r"\.(msgpack|h5|hdf5|keras|gguf|onnx|tflite|npz|index)$")
+"""Weights in formats that are not read."""
+_INDEX = re.compile(r"\.(safetensors|bin)\.index\.json$")
+_OTHER_TOOLS = (
+    (
+        re.compile(r"__\d+\.metadata"),
+        "torch.distributed.checkpoint, each rank's by itself",
+        "load it with torch.distributed.checkpoint on as many ranks, and save it with use_collectives=True",
+    ),
+    (
+        re.compile(r".*\.distcp"),
+        "torch.distributed.checkpoint, without its .metadata",
+        "it is written last: take a checkpoint whose save was finished, or copy this one again",
+    ),
+    (re.compile(r"\.snapshot_metadata"), "torchsnapshot", "load it with torchsnapshot, then torch.save"),
+    (re.compile(r"saved_model\.pb"), "TensorFlow (SavedModel)", "load it with TensorFlow, save with safetensors"),
+    (re.compile(r"_CHECKPOINT_METADATA|manifest\.ocdbt"), "Orbax", "load it with Orbax, save with safetensors"),
+)
+
+
+class _Candidate(NamedTuple):
+    name: str
+    is_safetensors: bool = False
+    shards: frozenset[str] = frozenset()
+
+    @property
+    def stem(self) -> str:
+        """What the file is called, however it is written."""
+        stem = self.name.removesuffix(".index.json")
+        return _SUFFIX.sub("", stem).replace("pytorch_model", "model")
+
+
+def find_in(directory: str) -> str:
+    """The path of the checkpoint in a directory.
+
+    Raises `NotACheckpointError` for a directory of another tool's format, `ShardIndexError` where there are shards
+    without their index, `NoCheckpointError`, `AmbiguousDirectoryError`, and `PermissionError`.
+    """
+    entries = sorted(os.scandir(directory), key=lambda entry: entry.name)
+    files = [entry.name for entry in entries if _is_file(entry)]
+    candidates = [found for name in files if (found := _candidate(directory, name))]
+    if not any(found.stem == MODEL for found in candidates):
+        if dcp.METADATA in files and _is_dcp(directory, files):
+            return os.path.join(directory, dcp.METADATA)
+        _refuse_other_tools(directory, [entry.name for entry in entries])
+    if not candidates:
+        by_name = [name for name in files if _SUFFIX.search(name)] or [name for name in files if _FOREIGN.search(name)][
+            :1
+        ]
+        if len(by_name) == 1:
+            # Reading it says what is wrong with it.
+            return os.path.join(directory, by_name[0])
+        raise _nothing(directory, entries)
+    indexed = frozenset[str]().union(*(found.shards for found in candidates))
+    candidates = [found for found in candidates if found.shards or found.name not in indexed]
+    if candidates and all(_SHARD.search(found.name) for found in candidates):
+        raise ShardIndexError(
+            "the directory holds shards, and not the index that says what is in them",
+            where=directory,
+            expected="a file *.index.json",
+            found=", ".join(found.name for found in candidates[:4]),
+            remedy="download or copy the index too; shards of torch.distributed.checkpoint need consolidating first",
+        )
+    candidates = [found for found in candidates if found.stem == MODEL] or candidates
+    names = {found.name for found in candidates}
+    chosen = [found for found in candidates if found.is_safetensors] or candidates
+    # A file goes before an index of the same name, as it does elsewhere: a save that was killed may leave both.
+    chosen = [found for found in chosen if found.name.removesuffix(sharded.INDEX_SUFFIX) not in names - {found.name}]
+    if len(chosen) > 1 or len({found.stem for found in candidates}) > 1:
+        raise _several(directory, candidates)
+    return os.path.join(directory, chosen[0].name)
+
+
+def _is_file(entry: os.DirEntry[str]) -> bool:
+    try:
+        return stat.S_ISREG(entry.stat().st_mode)
+    except OSError:
+        # A link whose target is missing is what an interrupted download leaves.
+        return entry.is_symlink()
+
+
+def _candidate(directory: str, name: str) -> _Candidate | None:
+    """What the file is a candidate as. By name alone where the name leaves no doubt: if such a file is damaged, or a
+    pointer to what was never downloaded, another must not be taken in its place."""
+    path = os.path.join(directory, name)
+    if name.startswith("."):
+        return None
+    if name.endswith(".safetensors"):
+        return _Candidate(name, is_safetensors=True)
+    if name == "pytorch_model.bin":
+        return _Candidate(name)
+    try:
+        with SourceFile(path) as file:
+            head = file.read(0, min(file.nbytes, HEAD_BYTES), "its beginning")
+    except OpenError:
+        return None
+    if sharded.matches(head, path) or _INDEX.search(name):
+        shards = _shards(path)
+        in_safetensors = any(shard.endswith(".safetensors") for shard in (*shards, name.removesuffix(".index.json")))
+        return _Candidate(name, in_safetensors, shards) if shards or _INDEX.search(name) else None
+    if torch_zip.matches(head):
+        return None if other_zip(path, head) or torch_zip.is_foreign(path) else _Candidate(name)
+    if torch_legacy.matches(head):
+        return _Candidate(name)
+    return _Candidate(name, is_safetensors=True) if safetensors.matches(head) else None
+
+
+def _is_dcp(directory: str, files: list[str]) -> bool:
+    """Whether the `.metadata` in the directory is of torch.distributed.checkpoint."""
+    if any(name.endswith(".distcp") for name in files):
+        return True
+    try:
+        with SourceFile(os.path.join(directory, dcp.METADATA)) as file:
+            # The name alone would do for a file that is given, but other tools have files of this name.
+            return dcp.matches(file.read(0, min(file.nbytes, HEAD_BYTES), "its beginning"), "")
+    except OpenError:
+        return False
+
+
+def _shards(index_path: str) -> frozenset[str]:
+    """The shards of an index; none where it is damaged, which opening it will say."""
+    try:
+        return frozenset(sharded.read_weight_map(index_path).values())
+    except (OpenError, ChecksumError):
+        return frozenset()
+
+
+def _refuse_other_tools(directory: str, names: list[str]) -> None:
+    for mark, tool, remedy in _OTHER_TOOLS:
+        if any(map(mark.fullmatch, names)):
+            raise NotACheckpointError(
+                f"this is a checkpoint of {tool}, which is not read here",
+                where=directory,
+                found=", ".join(names[:6]),
+                remedy=remedy,
+            )
+
+
+def _nothing(directory: str, entries: list[os.DirEntry[str]]) -> NoCheckpointError:
+    below = [entry.name for entry in entries if os.path.isdir(entry.path)]
+    there = [entry.name + ("/" if entry.name in below else "") for entry in entries]
+    more = f", and {len(there) - 12} more" if len(there) > 12 else ""
+    if "store.json" in there:
+        remedy = "it is a store: modelstate.Store(path) has open, restore and verify; so has `modelstate store`"
+    elif below:
+        remedy = f"subdirectories are not searched: give one of {', '.join(below[:6])}"
+    else:
+        remedy = "finish the download or the copy, or give the path of the file to see what it is"
+    return NoCheckpointError(
+        "no file of this directory is a checkpoint",
+        where=directory,
+        expected="model.safetensors, pytorch_model.bin, an index of shards, .metadata of torch.distributed.checkpoint, "
+        "or one file of torch.save or safetensors",
+        found=(", ".join(there[:12]) + more) or "an empty directory",
+        remedy=remedy,
+    )
+
+
+def _several(directory: str, candidates: list[_Candidate]) -> AmbiguousDirectoryError:
+    names = [found.name for found in candidates]
+    more = f", and {len(names) - 12} more" if len(names) > 12 else ""
+    return AmbiguousDirectoryError(
+        f"several checkpoints are in this directory, {len(names)} of them",
+        where=directory,
+        expected="one, or one named model",
+        found=", ".join(names[:12]) + more,
+        remedy=f"give the path of the one that is meant, such as {os.path.join(directory, names[0])}",
+    )
+
+
+def read(mapping: Mapping[Any, Any]) -> Contents:
+    """The mapping as contents: nothing is copied, every value is passed as it is, `_metadata` stays on its dict.
+
+    A tensor that changes later changes what the checkpoint gives.
+    """
+    return Contents("mapping", mapping)
+
+
+Source = str | os.PathLike[str] | Mapping[Any, Any]
+_P = ParamSpec("_P")
+_R = TypeVar("_R")
+
+
+def foreign_arguments(**answers: str) -> Callable[[Callable[_P, _R]], Callable[_P, _R]]:
+    """Answers arguments of torch's functions with what takes their place here, in an `OptionError`."""
+
+    def decorate(function: Callable[_P, _R]) -> Callable[_P, _R]:
+        @wraps(function)
+        def checked(*args: _P.args, **kwargs: _P.kwargs) -> _R:
+            for name in kwargs.keys() & answers.keys():
+                raise OptionError(
+                    f"{function.__name__}() has no {name}=, which is torch's",
+                    found=f"{name}={kwargs[name]!r}",
+                    remedy=answers[name],
+                )
+            return function(*args, **kwargs)
+
+        return checked
+
+    return decorate
+
+
+def argument_order(
+    call: str,
+    is_first: Callable[[Any], bool],
+    is_second: Callable[[Any], bool],
+    *,
+    call_for_paths: str = "",
+    is_method: bool = False,
+) -> Callable[[Callable[_P, _R]], Callable[_P, _R]]:
+    """Answers two swapped arguments with the right call, in an `OptionError`.
+
+    Args:
+        call: The function as users call it: "ms.load".
+        is_first: Whether a value can be the first argument.
+        is_second: Whether a value can be the second argument.
+        call_for_paths: The function to call where the second argument is a path, if it is another one.
+        is_method: Whether `self` comes before the two arguments.
+    """
+
+    def decorate(function: Callable[_P, _R]) -> Callable[_P, _R]:
+        @wraps(function)
+        def checked(*args: _P.args, **kwargs: _P.kwargs) -> _R:
+            given = args[is_method:][:2]
+            if len(given) == 2 and not (is_first(given[0]) and is_second(given[1])):
+                second, first = given
+                if is_first(first) and is_second(second):
+                    names = tuple(inspect.signature(function).parameters)[is_method:][:2]
+                    in_order, as_given = _shown(names[0], first), _shown(names[1], second)
+                    right = (call_for_paths if is_path(second) else "") or call
+                    raise OptionError(
+                        f"the arguments of {call} are in the wrong order; nothing has been changed",
+                        expected=f"{call}({', '.join(names)})",
+                        found=f"{call}({as_given}, {in_order})",
+                        remedy=f"{right}({in_order}, {as_given})",
+                    )
+            return function(*args, **kwargs)
+
+        return checked
+
+    return decorate
+
+
+def _shown(name: str, value: object) -> str:
+    """An argument in the text of a call: a short value as it is written, any other by the name of its parameter."""
+    if isinstance(value, str | os.PathLike):
+        return repr(os.fspath(value))
+    return str(value) if isinstance(value, int | torch.dtype) else name
+
+
+def is_path(value: object) -> bool:
+    return isinstance(value, str | os.PathLike)
+
+
+def is_module(value: object) -> bool:
+    return isinstance(value, torch.nn.Module)
+
+
+def is_source(value: object) -> bool:
+    """Whether `modelstate.open` takes a value of this kind."""
+    return isinstance(value, str | os.PathLike | Mapping)
+
+
+def is_objects(value: object) -> bool:
+    """Whether a value can be a mapping of objects, as those that a store saves."""
+    return isinstance(value, Mapping) and not isinstance(value, Checkpoint)
+
+
+NO_PICKLE = "leave it out: no code of a pickle is ever run here"
+
+
+@foreign_arguments(
+    map_location="leave it out: no tensor is read yet. To load onto a device: ms.load(model, path, device=...)",
+    weights_only=NO_PICKLE,
+    mmap="leave it out: no tensor is read yet. checkpoint.tensor(name, map=True) maps the file",
+)
+def open(
+    source: Source | Sequence[Source],
+    *,
+    key: str | None = None,
+    allow: Sequence[object] = (),
+    skip_forbidden: bool = False,
+    combine: Combination | CombineFunction | None = None,
+) -> Checkpoint:
+    """Opens a checkpoint: reads names, shapes, dtypes and places, and no tensor bytes.
+
+    `source` is the path of a file of `torch.save`, of a safetensors file, of an index of shards (`*.index.json`), or
+    of a directory with one of these or of torch.distributed.checkpoint; a `file://` URL; a mapping in memory; or a
+    `Checkpoint`. What a file is, its content says and not its name. Of a directory, `model.safetensors` or its index is
+    taken before `pytorch_model.bin`, and these before other files; without them there must be one checkpoint only.
+
+    `key` is the dotted path of the part that is wanted ("model_state"). `allow` has the classes and functions, or their
+    qualified names, that a pickle may use besides those that torch allows; `skip_forbidden` leaves the others out
+    instead of raising.
+
+    A list of sources is opened as one checkpoint, with what the other arguments say for each of them. Their names must
+    be disjoint, unless `combine` says how to make one tensor of several: `Average`, `LoRA`, or a function of a name
+    and of the tensors of all checkpoints that have it, in their order. It is called with tensors on the meta device
+    first, for the shape and dtype of its result, and with the values when they are wanted: then one name at a time, so
+    that no more is in memory than what one name takes.
+
+    Raises `SourceNotFoundError`, `SourceAccessError` and `SourceTypeError` for what is no readable path;
+    `EmptyFileError`, `UnknownFormatError` (`LfsPointerError`, `HtmlPageError`, `NotACheckpointError`) and
+    `TruncatedFileError` for a file that is no checkpoint or none any more; `NoCheckpointError` and
+    `AmbiguousDirectoryError` for directories; `HeaderLengthError`, `HeaderTooLargeError`, `HeaderSyntaxError`,
+    `UnknownDtypeError`, `TensorRangeError`, `TensorSizeError` and `UnsupportedTensorError` for damaged tensors;
+    `ArchiveError` (`MissingRecordError`, `CompressedRecordError`, `RecordSizeError`), `PickleError` and
+    `ForbiddenGlobalError` for files of torch; `ShardIndexError`, `MissingShardError`, `UnsafePathError` and
+    `DuplicateNameError` for shards; `CombineError` for a list: all of them `OpenError`. `KeyNotFoundError` where `key`
+    selects nothing; `ReadFailedError` for an I/O error.
+    """
+    if isinstance(source, list | tuple):
+        return combined([open(one, key=key, allow=allow, skip_forbidden=skip_forbidden) for one in source], combine)
+    if combine is not None:
+        raise OptionError(
+            "combine= is for several checkpoints", expected="a list of sources", found=type(source).__name__
+        )
+    if isinstance(source, Checkpoint):
+        return source if key is None else source.select(key)
+    source = cast(Source, source)
+    with gc_paused(), noted() as stamps:
+        contents = read_contents(source, allow=allow, skip_forbidden=skip_forbidden)
+        name = "mapping" if isinstance(source, Mapping) else os.fspath(source)
+        # What each file was before its header was read: one that was written meanwhile is refused when it is read.
+        stamps |= stamps_of(path for path in contents.files if path not in stamps)
+        return Checkpoint(contents, source=name, key=key, stamps={path: stamps[path] for path in contents.files})
+
+
+def read_contents(source: Source, *, allow: Sequence[object] = (), skip_forbidden: bool = False) -> Contents:
+    """What a path or a mapping holds: what `open` makes a `Checkpoint` of. Raises what `open` raises."""
+    if isinstance(source, Mapping):
+        return read(source)
+    given = _path_of(source)
+    path = local_path(given)
+    if not os.path.lexists(path) and os.path.exists(path + sharded.INDEX_SUFFIX):
+        path += sharded.INDEX_SUFFIX  # what `modelstate.save` makes of a path when it writes shards
+    mode = _mode(path, given)
+    if stat.S_ISDIR(mode):
+        try:
+            path = find_in(path)
+        except PermissionError as error:
+            raise no_access(path, error) from error
+    elif not stat.S_ISREG(mode):
+        raise special_file(path, mode)
+    read_file = partial(_read_file, allow=allow, skip_forbidden=skip_forbidden)
+    head = _head(path)
+    if sharded.matches(head, path):
+        return sharded.read(path, read_file=read_file, allow=allow)
+    if head and dcp.matches(head, path):
+        return dcp.read(path, allow=allow, skip_forbidden=skip_forbidden)
+    return read_file(path, head)
+
+
+def _path_of(source: object) -> str:
+    found = os.fspath(source) if isinstance(source, str | os.PathLike) else None
+    if isinstance(found, str):
+        return found
+    if hasattr(source, "state_dict"):
+        remedy = "give its .state_dict()"
+    elif hasattr(source, "read"):
+        remedy = "give the path of the file; an open file cannot be mapped, or read from several threads"
+    else:
+        remedy = "give a str, a pathlib.Path or a dict"
+    raise SourceTypeError(
+        "this cannot be opened as a checkpoint",
+        expected="a path, or a mapping from names to tensors",
+        found=f"{type(source).__module__}.{type(source).__qualname__}",
+        remedy=remedy,
+    )
+
+
+def _mode(path: str, given: str) -> int:
+    try:
+        return system.stat(path).st_mode
+    except PermissionError as error:
+        raise no_access(path, error) from error
+    except OSError as error:
+        if error.errno in NOT_FOUND:
+            raise tensorflow_prefix(path) or not_found(path, given) from error
+        raise ReadFailedError("the file cannot be opened", where=path, found=error) from error
+
+
+def _head(path: str) -> bytes:
+    try:
+        with SourceFile(path) as file:
+            return file.read(0, min(file.nbytes, HEAD_BYTES), "its beginning")
+    except SourceAccessError as error:
+        raise no_access(path, error) from error
+    except SourceNotFoundError as error:
+        raise not_found(path, path) from error
+
+
+def _read_file(path: str, head: bytes | None = None, *, allow: Sequence[object], skip_forbidden: bool) -> Contents:
+    """What one file holds that has the tensors themselves: a shard, or all of a checkpoint. It begins with `head`."""
+    head = _head(path) if head is None else head
+    if not head:
+        raise EmptyFileError(
+            "the file is empty",
+            where=path,
+            found="0 bytes",
+            remedy="its writer or its download was stopped, or the disk was full: take an older one, or copy it again",
+        )
+    other = dcp.part_of_one(path, head) or other_zip(path, head)
+    if other:
+        raise other
+    if torch_zip.matches(head):
+        return torch_zip.read(path, allow=allow, skip_forbidden=skip_forbidden)
+    if torch_legacy.matches(head):
+        return torch_legacy.read(path, allow=allow, skip_forbidden=skip_forbidden)
+    if safetensors.matches(head):
+        return safetensors.read(path, allow=allow)
+    if sharded.matches(head, path):
+        raise ShardIndexError("an index names another index as a shard", where=path, remedy="open that index")
+    raise no_checkpoint(path, head)

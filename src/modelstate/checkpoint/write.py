@@ -1,0 +1,384 @@
+"""Writes a state to a file: options, the report of a save, states whose tensors are read as they are written."""
+
+import os
+from collections import OrderedDict
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from functools import partial
+from math import inf
+from time import perf_counter
+from typing import Any
+
+import torch
+
+from modelstate.checkpoint.checkpoint import Checkpoint
+from modelstate.errors import KeyNotFoundError, OptionError, SaveTargetError, SourceTypeError
+from modelstate.formats.block_writer import LazyTensor, OnCast, lazy_tensor, storages_of, threads_within, whole
+from modelstate.formats.pickled import Refused
+from modelstate.formats.serialize import serialize
+from modelstate.formats.sharded import INDEX_SUFFIX
+from modelstate.formats.torch_writer import write_torch_file
+from modelstate.formats.tree import is_container, items_of, rebuild, subtree
+from modelstate.formats.write import write_checkpoint
+from modelstate.io.atomic import LOCK_TIMEOUT_SECONDS
+from modelstate.io.files import local_path
+from modelstate.spec import Encoded, Stored, StoredComposite, bytes_key
+from modelstate.text_format import size
+from modelstate.torch_compat.dtypes import Overflows
+from modelstate.torch_compat.plain import is_quantized
+
+
+@dataclass(slots=True)
+class StateToWrite:
+    """A state, of which tensors may come later, and what is said of it."""
+
+    state: Mapping[Any, Any]
+    metadata: Mapping[str, str] = field(default_factory=dict)
+    """Text that the file said of itself."""
+    attached: Mapping[str, Any] | None = None
+    schema: str | None = None
+    overflows: Overflows = field(default_factory=Overflows)
+    """Counts what becomes infinite or NaN by a cast while it is written."""
+    notes: Sequence[str] = ()
+    """What else the report says."""
+
+
+def streamed(checkpoint: Checkpoint, cast: torch.dtype | None = None) -> StateToWrite:
+    """All of a checkpoint, with its floating point tensors `cast` to a dtype.
+
+    Raises `OptionError` for a cast that torch does not have, and `CodecError` for a value that cannot be decoded.
+    """
+    making = LazyStateBuilder(checkpoint, cast)
+    return around(checkpoint, making.node(_root(checkpoint), ""), making)
+
+
+def around(checkpoint: Checkpoint, state: Mapping[Any, Any], making: "LazyStateBuilder") -> StateToWrite:
+    """A state that is made of a checkpoint, with what its file says of itself."""
+    told = {key: value for key, value in checkpoint.contents.metadata.items() if type(value) is str}
+    schema = told.pop("schema", None)
+    attached = (
+        checkpoint.metadata.get("extra") if isinstance(checkpoint.contents.metadata.get("extra"), Encoded) else None
+    )
+    return StateToWrite(state, told, attached, schema, making.overflows, making.notes())
+
+
+class LazyStateBuilder:
+    """Makes tensors of a checkpoint such that come later."""
+
+    def __init__(self, checkpoint: Checkpoint, cast: torch.dtype | None = None) -> None:
+        self._checkpoint, self._cast = checkpoint, cast
+        self._read_all = partial(checkpoint.read_all, threads=1)
+        self._values = checkpoint.flat.values
+        self.overflows = Overflows()
+        self._made_now: dict[int, torch.Tensor] = {}
+        """What is in memory all the time, by the ids of what is stored."""
+        self._uncast: dict[str, list[str]] = {}
+        """By the names of classes that are not cast, the names of tensors."""
+
+    def node(self, node: Any, path: str) -> Any:
+        """A part of the tree, by its path."""
+        if path in self._values:
+            return allowed(rebuild(node, self._checkpoint.read))
+        if not is_container(node):
+            return self.tensor(node, path)
+        if isinstance(node, Mapping):
+            made: Any = OrderedDict() if isinstance(node, OrderedDict) else {}
+            for key, one in node.items():
+                if not isinstance(one, Refused):
+                    made[key] = self.node(one, f"{path}.{key}" if path else str(key))
+            if hasattr(node, "_metadata"):
+                made._metadata = node._metadata
+            return made
+        items = [
+            self.node(one, f"{path}.{index}" if path else str(index))
+            for index, one in enumerate(node)
+            if not isinstance(one, Refused)
+        ]
+        return items if isinstance(node, list) else tuple(items)
+
+    def tensor(self, stored: Stored, path: str) -> Any:
+        """What stands for a tensor. What is made of others is read here and now."""
+        if not _is_plain(stored):
+            if id(stored) not in self._made_now:
+                value = stored if isinstance(stored, torch.Tensor) else self._checkpoint.read(stored)
+                self._made_now[id(stored)] = self._cast_now(value, path)
+            return self._made_now[id(stored)]
+        cast = self.cast_of(stored, path)
+        if isinstance(stored, torch.Tensor):
+            if cast is None:
+                return stored
+            shape, key, storages = tuple(stored.shape), bytes_key(stored, path), storages_of(stored)
+            return whole(cast, shape, key, stored.detach, 0, storages, self.on_cast(path))
+        return lazy_tensor(stored, bytes_key(stored, path), self._read_all, cast, self.on_cast(path))
+
+    def _cast_now(self, value: torch.Tensor, path: str) -> torch.Tensor:
+        """A sparse tensor, cast; a subclass of tensors as it is. Raises `OptionError` for one that is quantized."""
+        to = self._cast
+        if to is None or value.dtype == to or not value.dtype.is_floating_point:
+            return value
+        if is_quantized(value):
+            raise OptionError(
+                "a quantized tensor cannot be cast",
+                where=f"{self._checkpoint.source}: {path}",
+                expected=f"a tensor of {to}, or one that can be cast to it",
+                found=f"{type(value).__name__} of {value.dtype}",
+                remedy="leave out dtype=, or name another part with key=",
+            )
+        if type(value) not in _PLAIN or value.layout not in _SPARSE:
+            self._uncast.setdefault(type(value).__name__, []).append(path)
+            return value
+        with torch.inference_mode(False), torch.no_grad():
+            try:
+                cast = value.detach().to(to)
+            except (RuntimeError, NotImplementedError) as error:
+                raise self._no_cast(value.dtype, path, error) from error
+            self.overflows.check(path, _elements(value.detach()), _elements(cast))
+        return cast
+
+    def _no_cast(self, dtype: torch.dtype, path: str, error: Exception) -> OptionError:
+        return OptionError(
+            f"torch cannot cast {dtype} to {self._cast}", where=f"{self._checkpoint.source}: {path}", found=error
+        )
+
+    def notes(self) -> list[str]:
+        """What is to be said of the tensors that were made."""
+        return [
+            f"{'1 tensor' if len(paths) == 1 else f'{len(paths)} tensors'} of the class {name} "
+            f"{'is' if len(paths) == 1 else 'are'} not cast: {', '.join(paths[:3])}{', ...' if len(paths) > 3 else ''}"
+            for name, paths in self._uncast.items()
+        ]
+
+    def on_cast(self, path: str) -> OnCast:
+        """What hears of the casts of a tensor."""
+        return partial(self.overflows.check, path)
+
+    def cast_of(self, tensor: Any, path: str) -> torch.dtype | None:
+        """What a tensor is cast to, if it is. Raises `OptionError` where torch has no such cast."""
+        to = self._cast
+        if to is None or tensor.dtype == to or not tensor.dtype.is_floating_point or not _is_plain(tensor):
+            return None
+        try:
+            torch.zeros(tensor.dtype.itemsize, dtype=torch.uint8).view(tensor.dtype).to(to)
+        except (RuntimeError, NotImplementedError) as error:
+            raise self._no_cast(tensor.dtype, path, error) from error
+        return to
+
+
+def allowed(value: Any) -> Any:
+    """The value without the placeholders that stand in it for what a file may not use."""
+    if type(value) in (dict, OrderedDict):
+        kept = {key: allowed(one) for key, one in value.items() if not isinstance(one, Refused)}
+        return kept if type(value) is dict else OrderedDict(kept)
+    if type(value) in (list, tuple):
+        return type(value)(allowed(one) for one in value if not isinstance(one, Refused))
+    return value
+
+
+_PLAIN = (torch.Tensor, torch.nn.Parameter)
+_SPARSE = (torch.sparse_coo, torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc)
+
+
+def _elements(tensor: torch.Tensor) -> torch.Tensor:
+    """The elements of a sparse tensor that it stores."""
+    return tensor._values() if tensor.layout is torch.sparse_coo else tensor.values()
+
+
+def _is_plain(tensor: Any) -> bool:
+    if isinstance(tensor, torch.Tensor):
+        return type(tensor) in _PLAIN and tensor.layout is torch.strided
+    return not isinstance(tensor, StoredComposite) or tensor.kind == "dcp shards"
+
+
+def _root(checkpoint: Checkpoint) -> Mapping[Any, Any]:
+    """The tree of the checkpoint; its names alone, where its key is a part of them."""
+    with suppress(KeyNotFoundError):
+        node = subtree(checkpoint.contents.tree, checkpoint.key, checkpoint.source)
+        if isinstance(node, Mapping):
+            return node
+    return flat_root(checkpoint)
+
+
+def flat_root(checkpoint: Checkpoint) -> Mapping[str, Any]:
+    """All tensors and values of a checkpoint by their names."""
+    made: Any = OrderedDict[str, Any]({**checkpoint.flat.tensors, **checkpoint.flat.values})
+    if checkpoint.versions is not None:
+        made._metadata = checkpoint.versions
+    return made  # type: ignore[no-any-return]
+
+
+SUFFIXES = {
+    ".safetensors": "safetensors",
+    ".pt": "torch",
+    ".pth": "torch",
+    ".bin": "torch",
+    ".ckpt": "torch",
+}
+"""The formats that are written, by the suffixes of paths; a path without a suffix is written as safetensors."""
+_LISTED = "no suffix or .safetensors for safetensors; .pt, .pth, .bin or .ckpt for a file that torch.load reads"
+_MAX_DEPTH = 100
+
+
+@dataclass(frozen=True, slots=True, repr=False)
+class SaveReport:
+    """What a save has written. Made by `modelstate.save`."""
+
+    path: str
+    """Where it was saved to, and where it can be opened."""
+    files: tuple[str, ...]
+    """The files that it is in: that of the path, or its index and the shards."""
+    tensors: int
+    """Names of tensors that were saved, tied ones under each of theirs."""
+    bytes: int
+    """Bytes of the files."""
+    seconds: float
+    """From the call to the return, when all of it is on the disk."""
+    notes: tuple[str, ...] = ()
+    """What else is worth knowing, such as values that became infinite by a cast."""
+
+    def __repr__(self) -> str:
+        notes = f", {len(self.notes)} notes" if self.notes else ""
+        return f"<{type(self).__name__}: {self._line()}{notes}>"
+
+    def __str__(self) -> str:
+        return "\n".join([self._line(), *(f"  note: {note}" for note in self.notes)])
+
+    def _line(self) -> str:
+        shards = f", {len(self.files) - 1} shards" if len(self.files) > 1 else ""
+        return f"{self.path}: {self.tensors} tensors, {size(self.bytes)}{shards} in {self.seconds:.3f} s"
+
+
+def write_state(
+    it: StateToWrite,
+    where: str,
+    begin: float,
+    *,
+    format: str,
+    shard_bytes: int | None,
+    overwrite: bool,
+    max_memory_bytes: int | None = None,
+    lock_timeout_seconds: float = LOCK_TIMEOUT_SECONDS,
+) -> SaveReport:
+    """Writes what has been checked. Raises what `save` raises, and `MemoryBudgetError`."""
+    if format == "torch":
+        files = write_torch_file(
+            it.state,
+            where,
+            overwrite=overwrite,
+            max_memory_bytes=max_memory_bytes,
+            lock_timeout_seconds=lock_timeout_seconds,
+        )
+        tensors = _tensors_in(it.state)
+    else:
+        made = serialize(it.state, where, it.attached)
+        files = write_checkpoint(
+            made,
+            where,
+            schema=it.schema,
+            shard_bytes=shard_bytes,
+            overwrite=overwrite,
+            threads=threads_within(made.tensors, max_memory_bytes, where),
+            metadata=it.metadata,
+            lock_timeout_seconds=lock_timeout_seconds,
+        )
+        tensors = made.names
+    return SaveReport(
+        where, tuple(files), tensors, sum(files.values()), perf_counter() - begin, (*it.notes, *it.overflows.notes())
+    )
+
+
+def _tensors_in(node: object, depth: int = 0) -> int:
+    """How many names of tensors a tree has, as far down as one can be opened."""
+    if isinstance(node, torch.Tensor | LazyTensor):
+        return 1
+    if not is_container(node) or depth > _MAX_DEPTH:
+        return 0
+    return sum(_tensors_in(one, depth + 1) for _, one in items_of(node))
+
+
+def check_options(
+    where: str,
+    format: object,
+    shard_size_bytes: object,
+    lock_timeout_seconds: object,
+    extra: object = None,
+    schema: object = None,
+) -> str:
+    """Checks the options of a save to a path, and returns the format that is written.
+
+    Raises `OptionError`, and `SaveTargetError` for a path whose suffix is that of no format.
+    """
+    if schema is not None and (not isinstance(schema, str) or not schema):
+        raise OptionError("schema= is a text", expected='such as "2.0"', found=repr(schema))
+    number = isinstance(shard_size_bytes, int) and not isinstance(shard_size_bytes, bool) and shard_size_bytes > 0
+    if shard_size_bytes is not None and not number:
+        raise OptionError("shard_size_bytes= is a number of bytes", expected="1 or more", found=repr(shard_size_bytes))
+    if extra is not None and not (isinstance(extra, Mapping) and all(isinstance(key, str) for key in extra)):
+        raise OptionError("extra= has values under names", expected="a mapping", found=repr(extra)[:80])
+    seconds = lock_timeout_seconds
+    if isinstance(seconds, bool) or not isinstance(seconds, int | float) or not 0 <= seconds < inf:
+        raise OptionError("lock_timeout_seconds= is a number of seconds", expected="0 or more", found=repr(seconds))
+    chosen = format_of(where, format)
+    if chosen == "torch" and (shard_size_bytes, extra, schema) != (None, None, None):
+        raise OptionError(
+            "a file of torch.save has no shards, no extra= and no schema=",
+            where=where,
+            remedy="give a path that ends in .safetensors, or leave these options out",
+        )
+    return chosen
+
+
+def format_of(path: str, format: object = None) -> str:
+    """The format of a file that is written: "safetensors" or "torch", as the suffix of its path says.
+
+    `format` says it for a path without a suffix, or with one that is not in `SUFFIXES`; it may not contradict one that
+    is. Raises `OptionError` for a format that is unknown or contradicts the suffix, and `SaveTargetError` for a suffix
+    that is unknown.
+    """
+    known = tuple(dict.fromkeys(SUFFIXES.values()))
+    if format is not None and format not in known:
+        raise OptionError("format= is unknown", expected=" or ".join(map(repr, known)), found=repr(format)[:80])
+    name = os.path.basename(path)
+    suffix = name if name.lower() in SUFFIXES else os.path.splitext(name)[1]  # which takes ".pt" for a name without one
+    by_suffix = SUFFIXES.get(suffix.lower())
+    if by_suffix is not None and format not in (None, by_suffix):
+        raise OptionError(
+            "format= and the suffix of the path contradict each other",
+            where=path,
+            expected=f"{by_suffix!r} for a path that ends in {suffix}",
+            found=f"format={format!r}",
+            remedy="leave format= out, or give a path with another suffix",
+        )
+    if suffix and by_suffix is None and format is None:
+        index = path.lower().endswith(INDEX_SUFFIX)
+        raise SaveTargetError(
+            "the suffix of the path is that of no format which is written here",
+            where=path,
+            expected=_LISTED,
+            found=suffix,
+            remedy=f"give {path[: -len(INDEX_SUFFIX)]!r} and shard_size_bytes=: the index is written beside the shards"
+            if index
+            else "give a path with one of these suffixes, or say format='safetensors' or format='torch'",
+        )
+    return str(format or by_suffix or "safetensors")
+
+
+def target_path(path: object) -> str:
+    """The path of a file to be. Raises `SaveTargetError`."""
+    given = os.fspath(path) if isinstance(path, str | os.PathLike) else path
+    if not isinstance(given, str):
+        raise SaveTargetError("a file is saved to a path", expected="a str or a pathlib.Path", found=repr(path)[:80])
+    if given.endswith(os.sep):
+        raise SaveTargetError(
+            "a file cannot be put here",
+            where=given[:200],
+            found="the path of a directory, as it ends with a slash",
+            remedy="give the path of a file",
+        )
+    try:
+        return local_path(given)
+    except SourceTypeError as error:
+        remedy = "give the path of a file; save there, and copy it to its place"
+        raise SaveTargetError(
+            "a file cannot be put here", where=error.where, found=error.what, remedy=remedy
+        ) from error

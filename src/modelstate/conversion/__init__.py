@@ -1,0 +1,19 @@
+"""Conversions of live modules to another dtype or device, with every reference kept."""
+
+from typing import TYPE_CHECKING
+
+from modelstate.lazy import attach
+
+if TYPE_CHECKING:
+    from modelstate.conversion.tensors import UNCHANGED as UNCHANGED
+else:
+    __getattr__, __dir__ = attach(
+        __name__,
+        {
+            "UNCHANGED": "modelstate.conversion.tensors",
+        },
+    )
+
+__all__ = [
+    "UNCHANGED",
+]

@@ -1,0 +1,132 @@
+"""Converting a module: another dtype, another device, or whatever a function makes of its tensors."""
+
+import time
+from collections.abc import Callable, Iterable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+
+from modelstate.checkpoint.open import argument_order, is_module
+from modelstate.conversion.conversion import Conversion, overriding
+from modelstate.conversion.reference_keeping import replaced_apply
+from modelstate.conversion.tensors import GRADIENT, Made, Row, Target, To, step_of, takes_name
+from modelstate.errors import OptionError
+from modelstate.loading.options import check_budget_option, device_of
+from modelstate.loading.report import Described, Loaded, LoadReport
+from modelstate.problems import model_errors
+from modelstate.process import gc_paused
+from modelstate.torch_compat.dtypes import floating_dtype
+from modelstate.torch_compat.private import unwrapped
+from modelstate.transaction.exclusive import exclusive
+from modelstate.transaction.optimizers import check_optimizers, following_state, left_behind, other_optimizers, placed
+from modelstate.transaction.slots import modules_of
+
+
+@argument_order("ms.convert", is_module, lambda value: isinstance(value, torch.dtype | str))
+def convert(
+    module: nn.Module,
+    dtype: torch.dtype | str | None = None,
+    device: torch.device | str | None = None,
+    fn: Callable[..., torch.Tensor] | None = None,
+    optimizers: Iterable[torch.optim.Optimizer] = (),
+    *,
+    empty: bool = False,
+    max_memory_bytes: int | None = None,
+) -> LoadReport:
+    """Changes what the parameters and buffers of a module are, and keeps who they are: all of them, or none.
+
+    What `module.to(dtype)`, `.to(device)`, `.bfloat16()`, `.cpu()` and `.to_empty(device=...)` do, and any function
+    of tensors. Afterwards every parameter and buffer is the object that it was, so that optimizers, ties, hooks and
+    weak references still have the live one; `requires_grad`, gradients (converted too), attributes and memory formats
+    are kept, and tensors that show common memory go on doing so. New tensors are made and checked before the first is
+    put in its place; on any error the module is what it was, bit for bit.
+
+    Args:
+        module: the module; with everything below it.
+        dtype: for floating-point tensors. Integers and booleans stay what they are, and complex numbers do unless the
+            dtype is complex.
+        device: for all tensors. From meta, which has no values, only with `empty`.
+        fn: called with each tensor, or with its name and the tensor where it takes two arguments; returns a new tensor
+            of the same shape, of any dtype or tensor subclass, or `modelstate.conversion.UNCHANGED`. It is called once
+            for a tied tensor. `dtype` and `device` apply to what it returns.
+        optimizers: their state follows, in dtype and device, what the parameters become; counters of steps stay where
+            the optimizer wants them, and `param_groups` is not touched. The report names those that have state and
+            were not passed.
+        empty: gives memory without values, as `to_empty` does.
+        max_memory_bytes: the most that it may take on top of the memory that the module has. Casts on the CPU free the
+            old tensors one by one as they go; for a device or a function, all new tensors are made beside the old ones.
+
+    Raises `OptionError`, `TransformError` where the function raises or returns something unusable, `SwapError` where
+    an autograd graph that waits for backward, a reducer of distributed training or a view would go on with a tensor
+    as it was (it says who, and where), `PlacementError` for tensors on meta, `MemoryBudgetError`, and `ModelCodeError`
+    where an `_apply` of the model's own raises.
+    """
+    started = time.perf_counter()
+    if not isinstance(module, nn.Module):
+        raise OptionError("not a module", expected="torch.nn.Module", found=type(module).__name__)
+    module = unwrapped(module)
+    check_budget_option(max_memory_bytes)
+    checked = check_optimizers(optimizers, module)
+    target = _target(dtype, device, fn, empty)
+    with exclusive(module), gc_paused():
+        others = other_optimizers(modules_of(module), checked)
+        before = placed((*checked, *others))
+        conversion = Conversion(module, target, max_memory_bytes)
+        try:
+            _record(conversion)
+            finals = {change.target: change.value for change in conversion.changes} if before else {}
+            state = following_state(checked, finals, before, conversion.spend)
+            behind = left_behind(others, finals, before)
+            conversion.commit(*(partial(one.__setitem__, key, value) for one, key, value in state))
+        except BaseException:
+            try:
+                conversion.rollback()
+            finally:
+                conversion.rollback()
+            raise
+        rows = [change.row for change in conversion.changes if change.way is not GRADIENT]
+        return _report(conversion, rows, behind, started)
+
+
+def _record(conversion: Conversion) -> None:
+    if not overriding(conversion.modules):
+        conversion.record()
+        return
+    with replaced_apply(), model_errors("the model's own _apply", conversion.root):
+        conversion.record()
+
+
+def _described(row: Row) -> Loaded:
+    return Loaded(step_of(row), 0.0)
+
+
+def _report(conversion: Conversion, rows: list[Row], behind: tuple[str, ...], started: float) -> LoadReport:
+    return LoadReport(
+        target=type(conversion.root).__name__,
+        source="",
+        loaded=Described(rows, _described),
+        notes=(*conversion.notes, *(conversion.overflows.notes() if conversion.overflows is not None else ())),
+        slots=len(conversion.slots.tensors),
+        seconds=time.perf_counter() - started,
+        peak_memory_bytes=conversion.peak_bytes,
+        references_lost=conversion.references_lost(),
+        left_behind=behind,
+        action=f"converted to {conversion.target.words}",
+    )
+
+
+def _target(dtype: Any, device: Any, fn: Any, empty: bool) -> Target:
+    dtype = floating_dtype(dtype, or_complex=True)
+    if fn is not None and not callable(fn):
+        raise OptionError("fn= is called", expected="a function of a tensor, or of name and tensor", found=repr(fn))
+    if dtype is None and device is None and fn is None:
+        raise OptionError("nothing to convert to", expected="dtype=, device= or fn=", found="none of them")
+    if empty and fn is not None:
+        raise OptionError("empty= keeps no values that fn= could be called with", remedy="give one of them")
+    place = device_of(device)
+    to = To(dtype, place, empty)
+    if fn is None:
+        return to
+    return Made(fn, takes_name(fn), None if dtype is None and place is None else to)

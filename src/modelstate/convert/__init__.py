@@ -1,1 +1,0 @@
-"""Changing what the tensors of a module are, and keeping who they are."""

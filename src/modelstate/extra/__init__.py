@@ -1,1 +1,0 @@
-"""State that torch's own state dicts have no place for."""

@@ -1,0 +1,1 @@
+"""The file formats: readers beside writers."""

@@ -1,0 +1,581 @@
+"""Directories of torch.distributed.checkpoint: `.metadata`, and `*.distcp` files of each rank.
+
+torch writes it as a pickle of its own classes, and loads it without restriction. Here the pickle is only described:
+none of its classes is made, and what they hold is taken out of the description and checked. Nothing keeps a checksum
+of the file, so whatever it says twice must agree.
+
+In these files each chunk of a tensor, and each value that is no tensor, is an archive of `torch.save`. The archives
+lie one behind another, and `.metadata` has their names and places.
+"""
+
+import enum
+import math
+import os
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise, product
+from typing import Any
+
+import torch
+
+from modelstate.errors import (
+    DuplicateNameError,
+    ForbiddenGlobalError,
+    NotACheckpointError,
+    OpenError,
+    PickleError,
+    TensorRangeError,
+    TensorSizeError,
+    UnsupportedTensorError,
+)
+from modelstate.formats import torch_zip
+from modelstate.formats.construct import construct
+from modelstate.formats.json_text import excerpt
+from modelstate.formats.pickled import DeferredCall, Refused
+from modelstate.formats.rebuild import MAX_INDEX, dims
+from modelstate.formats.sharded import safe_paths
+from modelstate.formats.torch_globals import TorchGlobals, is_never
+from modelstate.formats.torch_zip import Archive
+from modelstate.formats.unpickle import unpickle
+from modelstate.io.files import SourceFile
+from modelstate.spec import ByteRange, Checksum, Contents, StoredComposite, StoredTensor
+
+_DCP = "torch.distributed.checkpoint."
+_BEFORE_2_3 = "torch.distributed._shard.sharded_tensor.metadata."
+_MAX_SHARDED_DIMS = 8
+_MAX_PATH_STEPS = 100
+
+Path = tuple[str | int, ...]
+"""The keys, and indices of lists, that lead to a value."""
+Index = tuple[str, tuple[int, ...] | None]
+"""A name, and the offsets of a chunk where it is a tensor's."""
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where something was written."""
+
+    file: str
+    """Relative to the directory, and not checked."""
+    start: int
+    """Bytes from the beginning of the file."""
+    nbytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """A box of a tensor's elements that was saved by itself."""
+
+    offsets: tuple[int, ...]
+    shape: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class ChunkedTensor:
+    """A tensor as the sum of its chunks, which cover it exactly."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    chunks: tuple[Chunk, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Metadata:
+    """What a `.metadata` says, in itself free of contradictions."""
+
+    items: dict[str, ChunkedTensor | None]
+    """By the names under which they were written; None for what is no tensor."""
+    places: dict[Index, Place]
+    """Of every chunk, and of every item that is no tensor. They do not overlap."""
+    paths: dict[str, Path]
+    """Where each item was in the state dict, in the order of the state dict."""
+
+
+def read_metadata(path: str, *, allow: Sequence[object] = (), skip_forbidden: bool = False) -> Metadata:
+    """What the file at `path` says.
+
+    What is allowed besides torch's classes may stand in the file, also in their place, as the subclasses of other
+    libraries do. It is not made either, and a name that is given as text is not imported.
+
+    Raises `ForbiddenGlobalError`, `PickleError`, `TruncatedFileError`; `TensorRangeError` where chunks overlap or do
+    not cover their tensor, or bytes belong to two of them; `TensorSizeError`; and `UnsupportedTensorError` for items
+    that were transformed as they were written.
+    """
+    with SourceFile(path) as file:
+        data = file.read(0, file.nbytes, "the metadata")
+    others = ((_StandIn, entry) if isinstance(entry, str) else entry for entry in allow)
+    names = TorchGlobals([*others, *((stand_in, name) for name, stand_in in _STAND_INS.items())])
+    try:
+        value, end = unpickle(data, 0, _no_storage, names)
+        if names.refused and not skip_forbidden:
+            raise _forbidden(names)
+        if end != len(data):
+            raise _damaged("it goes on after its end", f"{len(data) - end} more bytes")
+        return _checked(value)
+    except OpenError as error:
+        error.where = error.where if error.where.startswith(path) else f"{path}: {error.where}".removesuffix(": ")
+        raise
+
+
+class _StandIn:
+    """In place of every class of torch.distributed.checkpoint; not made either."""
+
+
+class _MemoryFormat(enum.Enum):
+    TORCH_CONTIGUOUS_FORMAT = 0
+    TORCH_CHANNELS_LAST = 1
+    TORCH_PRESERVE_FORMAT = 2
+
+
+_STAND_INS: dict[str, type] = {
+    f"{_DCP}metadata._MEM_FORMAT_ENCODING": _MemoryFormat,
+    f"{_BEFORE_2_3}MEM_FORMAT_ENCODING": _MemoryFormat,
+} | dict.fromkeys(
+    (
+        f"{_DCP}metadata.Metadata",
+        f"{_DCP}metadata.TensorStorageMetadata",
+        f"{_DCP}metadata.BytesStorageMetadata",
+        f"{_DCP}metadata.ChunkStorageMetadata",
+        f"{_DCP}metadata.TensorProperties",
+        f"{_DCP}metadata.MetadataIndex",
+        f"{_DCP}metadata.StorageMeta",
+        f"{_DCP}filesystem._StorageInfo",
+        f"{_BEFORE_2_3}TensorProperties",
+        # The directory, as it was given to `save`.
+        "pathlib.PosixPath",
+        "pathlib.WindowsPath",
+        "pathlib._local.PosixPath",
+        "pathlib._local.WindowsPath",
+    ),
+    _StandIn,
+)
+
+
+def _no_storage(key: tuple[Any, ...]) -> object:
+    raise _damaged("it refers to a storage")
+
+
+def _damaged(what: str, found: object = "") -> PickleError:
+    return PickleError(f"the metadata is damaged: {what}", found=found, remedy="copy the checkpoint again")
+
+
+def _forbidden(names: TorchGlobals) -> ForbiddenGlobalError:
+    refused = sorted(names.refused)
+    never = [name for name in refused if is_never(name)]
+    listed = ", ".join(f'"{name}"' for name in refused[:10])
+    return ForbiddenGlobalError(
+        "the metadata asks for classes or functions that are not allowed",
+        refused=[(name, "") for name in refused],
+        allow=() if never else refused,
+        expected="the classes of torch.distributed.checkpoint",
+        found=", ".join(refused[:10]) + (f", and {len(refused) - 10} more" if len(refused) > 10 else ""),
+        remedy=f"do not trust this checkpoint: {never[0]} has no place in its metadata"
+        if never
+        else f"if you know why they are there: ms.load(model, ms.open(path, allow=[{listed}])); they are not made",
+    )
+
+
+# Taking the description apart.
+
+
+def _state(node: object, kind: str) -> dict[str, Any]:
+    """The fields of an object of a class of torch.distributed.checkpoint, or of one that was allowed in its place."""
+    if type(node) is not DeferredCall or (node.name != _DCP + kind and node.name in _STAND_INS):
+        raise _damaged(f"a {kind.rpartition('.')[2]} is missing", getattr(node, "name", type(node).__name__))
+    state = node.states[0] if node.states else {}
+    if len(node.states) > 1 or type(state) is not dict:
+        raise _damaged(f"a {kind.rpartition('.')[2]} that is none", type(state).__name__)
+    return state
+
+
+def _typed(value: object, kind: type, what: str) -> Any:
+    if type(value) is not kind:
+        raise _damaged(f"{what} is missing", type(value).__name__)
+    return value
+
+
+def _checked(value: object) -> Metadata:
+    fields = _state(value, "metadata.Metadata")
+    items: dict[str, ChunkedTensor | None] = {}
+    seen: dict[int, ChunkedTensor] = {}
+    for name, node in _typed(fields.get("state_dict_metadata"), dict, "the table of contents").items():
+        _typed(name, str, "the name of an item")
+        if type(node) is DeferredCall and node.name == f"{_DCP}metadata.BytesStorageMetadata":
+            items[name] = None
+            continue
+        # A pickle may use one description for many names; it must not cost more than its bytes.
+        if id(node) not in seen:
+            try:
+                seen[id(node)] = _tensor_metadata(node)
+            except OpenError as error:
+                error.where = error.where or name
+                raise
+        items[name] = seen[id(node)]
+    written = _places(_typed(fields.get("storage_data"), dict, "the table of places"))
+    places = {index: _written(index, written) for index in _indices(items)}
+    _check_apart(written)
+    return Metadata(items, places, _paths(items, fields.get("planner_data")))
+
+
+def _tensor_metadata(node: object) -> ChunkedTensor:
+    fields = _state(node, "metadata.TensorStorageMetadata")
+    shape = dims(fields.get("size"))
+    dtype = _dtype(fields.get("properties"))
+    if min((*shape, 0)) < 0 or math.prod(filter(None, shape)) * dtype.itemsize >= MAX_INDEX:
+        raise TensorSizeError("a tensor has an impossible size", found=f"shape {shape} of {dtype}")
+    chunks: list[Chunk] = []
+    for chunk in _typed(fields.get("chunks"), list, "the list of chunks"):
+        box = _state(chunk, "metadata.ChunkStorageMetadata")
+        chunks.append(Chunk(dims(box.get("offsets")), dims(box.get("sizes"))))
+    _check_cover(shape, chunks)
+    return ChunkedTensor(dtype, shape, tuple(chunks))
+
+
+def _dtype(node: object) -> torch.dtype:
+    """The dtype of a pickled `TensorProperties`.
+
+    Its state is (dtype, layout, requires_grad, memory format, pin_memory). torch 2.15 appends the strides of the
+    tensor, or None. They are not needed: each chunk states its own strides.
+    """
+    known = type(node) is DeferredCall and node.name in (
+        f"{_DCP}metadata.TensorProperties",
+        f"{_BEFORE_2_3}TensorProperties",
+    )
+    state: Any = node.states[0] if known and isinstance(node, DeferredCall) and len(node.states) == 1 else None
+    dtype, strides = (state[0], state[5:]) if type(state) is tuple and len(state) in (5, 6) else (None, ())
+    if not isinstance(dtype, torch.dtype):
+        raise _damaged("the dtype of a tensor is missing", type(dtype).__name__)
+    if strides not in ((), (None,)):
+        dims(strides[0])
+    return dtype
+
+
+def _check_cover(shape: tuple[int, ...], chunks: Sequence[Chunk]) -> None:
+    """Raises `TensorRangeError` unless each element is in exactly one chunk.
+
+    A box is known by its corners, signed by how many of their coordinates are upper bounds: they are the mixed
+    derivative of the function that is 1 in the box and 0 outside. So the corners of the chunks add up to those of the
+    tensor exactly where the chunks add up to the tensor, whatever their arrangement.
+    """
+    for chunk in chunks:
+        inside = len(chunk.offsets) == len(chunk.shape) == len(shape) and all(
+            offset >= 0 and size >= 0 and offset + size <= whole
+            for offset, size, whole in zip(chunk.offsets, chunk.shape, shape, strict=True)
+        )
+        if not inside:
+            raise _not_covered("a chunk lies outside its tensor", shape, chunk)
+    dimensions = [at for at, size in enumerate(shape) if any(chunk.shape[at] != size for chunk in chunks)]
+    if len(dimensions) > _MAX_SHARDED_DIMS:
+        raise UnsupportedTensorError(f"a tensor that is split along {len(dimensions)} dimensions is not supported")
+    corners: Counter[tuple[int, ...]] = Counter()
+    for sign, box in [(1, chunk) for chunk in chunks] + [(-1, Chunk((0,) * len(shape), shape))]:
+        # The dimensions that are not split are of no interest, unless there is nothing along them.
+        if 0 in box.shape:
+            continue
+        for upper in product((0, 1), repeat=len(dimensions)):
+            corner = tuple(box.offsets[at] + box.shape[at] * up for at, up in zip(dimensions, upper, strict=True))
+            corners[corner] += -sign if sum(upper) % 2 else sign
+    if any(corners.values()):
+        saved = sum(math.prod(chunk.shape) for chunk in chunks)
+        raise _not_covered("the chunks of a tensor overlap, or leave holes", shape, f"{saved} of {math.prod(shape)}")
+    if len({chunk.offsets for chunk in chunks}) < len(chunks):
+        raise _not_covered("two chunks of a tensor are at one place", shape, len(chunks))
+
+
+def _not_covered(what: str, shape: tuple[int, ...], found: object) -> TensorRangeError:
+    return TensorRangeError(
+        what,
+        expected=f"chunks that make up a tensor of shape {shape}",
+        found=found if isinstance(found, Chunk) else f"{found} elements in chunks",
+        remedy="copy the checkpoint again; if it was saved so, save it without the rank that failed",
+    )
+
+
+def _indices(items: dict[str, ChunkedTensor | None]) -> Iterable[Index]:
+    for name, item in items.items():
+        if item is None:
+            yield name, None
+        else:
+            for chunk in item.chunks:
+                yield name, chunk.offsets
+
+
+def _places(table: dict[object, object]) -> dict[Index, Place]:
+    found: dict[Index, Place] = {}
+    for key, node in table.items():
+        index, info = _state(key, "metadata.MetadataIndex"), _state(node, "filesystem._StorageInfo")
+        name, offset = _typed(index.get("fqn"), str, "the name of a place"), index.get("offset")
+        at = name, None if offset is None else dims(offset)
+        if at in found:
+            raise _damaged("two places of one item", name)
+        place = Place(
+            _typed(info.get("relative_path"), str, "the file of an item"),
+            _typed(info.get("offset"), int, "the place of an item"),
+            _typed(info.get("length"), int, "the length of an item"),
+        )
+        if not 0 <= place.start < MAX_INDEX or not 0 <= place.nbytes < MAX_INDEX:
+            raise TensorRangeError("an item lies nowhere", where=name, found=place, remedy="copy the checkpoint again")
+        transforms = info.get("transform_descriptors")
+        if transforms:
+            raise UnsupportedTensorError(
+                "items that were compressed or otherwise transformed as they were written are not supported",
+                where=name,
+                found=str(transforms)[:200],
+                remedy="load it with the extensions that it was saved with, and save it without",
+            )
+        found[at] = place
+    return found
+
+
+def _written(index: Index, places: dict[Index, Place]) -> Place:
+    if index not in places:
+        raise _damaged(
+            "the place of an item is missing", index[0] + (f", chunk at {index[1]}" if index[1] is not None else "")
+        )
+    return places[index]
+
+
+def _check_apart(places: dict[Index, Place]) -> None:
+    """Raises `TensorRangeError` where bytes belong to two items: one of them would be the other."""
+    ordered = sorted(places.items(), key=lambda item: (item[1].file, item[1].start, item[1].nbytes))
+    for (one, before), (other, after) in pairwise(ordered):
+        if before.file == after.file and before.start + before.nbytes > after.start:
+            raise TensorRangeError(
+                "two items lie in the same bytes",
+                where=after.file,
+                found=f"{one[0]} and {other[0]}, at byte {after.start}",
+                remedy="copy the checkpoint again",
+            )
+
+
+def _paths(items: dict[str, ChunkedTensor | None], mapping: object) -> dict[str, Path]:
+    """From names to paths, as the planner kept them; without, the names themselves."""
+    if type(mapping) is not dict:
+        return {name: (name,) for name in items}
+    found: dict[str, Path] = {}
+    for name, path in mapping.items():
+        good = type(name) is str and type(path) is tuple and 0 < len(path) <= _MAX_PATH_STEPS and type(path[0]) is str
+        if not good or not all(type(step) is str or (type(step) is int and 0 <= step < MAX_INDEX) for step in path):
+            raise _damaged("a path of the state dict that is none", str(name)[:200])
+        if name != ".".join(map(str, path)):
+            raise _damaged("a name is not that of its path", f"{str(name)[:200]!r} and {str(path)[:200]}")
+        # Other ranks may have had values that were not written.
+        if name in items:
+            found[name] = path
+    for name in items:
+        if name not in found:
+            raise _damaged("an item has no path in the state dict", name)
+    return found
+
+
+FORMAT = "dcp"
+METADATA = ".metadata"
+KIND = "dcp shards"
+_HEAD_BYTES = 512
+
+
+def matches(head: bytes, path: str) -> bool:
+    """Whether a file that begins with `head` is the metadata of a checkpoint; a damaged one is known by its name."""
+    by_content = head.startswith(b"\x80") and b"torch.distributed.checkpoint" in head[:_HEAD_BYTES]
+    return by_content or os.path.basename(path) == METADATA
+
+
+def part_of_one(path: str, head: bytes) -> NotACheckpointError | None:
+    """The error for a `.distcp` file that is opened by itself."""
+    if not path.endswith(".distcp") or not torch_zip.matches(head):
+        return None
+    return NotACheckpointError(
+        "this is a part of a checkpoint of torch.distributed.checkpoint; what is in it stands in .metadata",
+        where=path,
+        remedy=f"open its directory: {os.path.dirname(path) or '.'}",
+    )
+
+
+def read(path: str, *, allow: Sequence[object] = (), skip_forbidden: bool = False) -> Contents:
+    """The table of contents of the checkpoint whose metadata is at `path`.
+
+    Reads the metadata, the tables of all archives, and the values that are no tensors. A tensor that was saved in
+    several chunks is a composite of them.
+
+    Args:
+        path: The file `.metadata`.
+        allow: As of `torch_zip.read`, for the values that are no tensors. In the metadata these names may stand, but
+            nothing is made of them.
+        skip_forbidden: Leave placeholders in place of what is not allowed, rather than raise.
+
+    Raises:
+        ForbiddenGlobalError: The metadata or a value asks for what is not allowed.
+        UnsafePathError: The metadata names a file outside its directory.
+        MissingShardError: A file that the metadata names is not there.
+        TensorRangeError: Chunks overlap, leave holes, or lie in the same bytes.
+        TensorSizeError: A chunk is not what the metadata says.
+        UnsupportedTensorError: As of `torch_zip.read`; and what was compressed as it was written.
+        OpenError: A file is damaged; a subclass says how.
+    """
+    metadata = read_metadata(path, allow=allow, skip_forbidden=skip_forbidden)
+    directory = os.path.dirname(path)
+    files = sorted({place.file for place in metadata.places.values()})
+    paths = dict(zip(files, safe_paths(path, directory, files), strict=True))
+    names = TorchGlobals(allow)
+    archives = _read_archives(metadata.places, paths, names)
+    made: Any = construct(
+        {name: _described(name, item, archives) for name, item in metadata.items.items()},
+        path=directory,
+        data_nbytes=sum(archive.pickle_nbytes for archive in archives.values()),
+        names=names,
+        skip_forbidden=skip_forbidden,
+    )
+    for name, item in metadata.items.items():
+        if item is not None:
+            made[name] = _tensor(item, made[name], f"{directory}: {name}")
+    checksums: dict[ByteRange, Checksum] = {}
+    for archive in archives.values():
+        checksums.update(archive.checksums)
+    return Contents(FORMAT, _tree(made, metadata, path), (path, *paths.values()), checksums=checksums)
+
+
+def _read_archives(
+    places: Mapping[Index, Place], paths: Mapping[str, str], names: TorchGlobals
+) -> dict[Index, Archive]:
+    found: dict[Index, Archive] = {}
+    ordered = sorted(places.items(), key=lambda item: (item[1].file, item[1].start))
+    for name, path in paths.items():
+        with SourceFile(path) as file:
+            while len(found) < len(ordered) and ordered[len(found)][1].file == name:
+                index, place = ordered[len(found)]
+                found[index] = _read_archive(file, index, place, names)
+    return found
+
+
+def _read_archive(file: SourceFile, index: Index, place: Place, names: TorchGlobals) -> Archive:
+    try:
+        section = file.section(place.start, place.nbytes, index[0])
+        head = section.read(0, min(4, place.nbytes), "its beginning")
+        if not torch_zip.matches(head):
+            raise PickleError(
+                "this is no archive of torch.save",
+                expected=f"one at byte {place.start}, as the metadata says",
+                found=excerpt(head),
+                remedy="copy the checkpoint again",
+            )
+        return torch_zip.read_archive(section, names)
+    except OpenError as error:
+        inner = error.where.removeprefix(file.path).lstrip(": ")
+        error.where = f"{file.path}: {index[0]}" + (f": {inner}" if inner else "")
+        raise
+
+
+def _described(name: str, item: ChunkedTensor | None, archives: Mapping[Index, Archive]) -> object:
+    if item is None:
+        return archives[name, None].value
+    return [archives[name, chunk.offsets].value for chunk in item.chunks]
+
+
+def _tensor(item: ChunkedTensor, found: Sequence[object], where: str) -> object:
+    """The tensor that the chunks make up."""
+    parts: list[StoredTensor | StoredComposite] = []
+    for chunk, part in zip(item.chunks, found, strict=True):
+        if isinstance(part, Refused):
+            return part
+        if not isinstance(part, StoredTensor | StoredComposite):
+            raise PickleError("a chunk of a tensor is none", where=where, found=type(part).__name__)
+        if part.dtype != item.dtype or part.shape != chunk.shape:
+            raise TensorSizeError(
+                "a chunk of a tensor is not what the metadata says",
+                where=where,
+                expected=f"{item.dtype} of shape {chunk.shape}",
+                found=f"{part.dtype} of shape {part.shape}",
+                remedy="copy the checkpoint again: its files may be of two checkpoints",
+            )
+        if part.shape == item.shape:
+            # Ranks for which there was nothing have saved empty chunks beside it.
+            return part
+        parts.append(part)
+    return _assembled(item, parts, where)
+
+
+def _assembled(item: ChunkedTensor, parts: Sequence[StoredTensor | StoredComposite], where: str) -> StoredComposite:
+    stored: list[StoredTensor] = []
+    for part in parts:
+        if isinstance(part, StoredComposite):
+            raise UnsupportedTensorError(f"chunks of kind {part.kind} are not supported", where=where)
+        if part.nbytes > part.storage.nbytes:
+            # Assembling it would take memory that the file need not have.
+            raise TensorSizeError(
+                "a chunk has more elements than bytes", where=where, expected=part.nbytes, found=part.storage.nbytes
+            )
+        stored.append(part)
+    boxes = [
+        tuple(slice(offset, offset + size) for offset, size in zip(chunk.offsets, chunk.shape, strict=True))
+        for chunk in item.chunks
+    ]
+
+    def build(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+        whole = torch.empty(item.shape, dtype=item.dtype, device="cpu")
+        for box, tensor in zip(boxes, tensors, strict=True):
+            whole[box].copy_(tensor)
+        return whole
+
+    return StoredComposite(kind=KIND, dtype=item.dtype, shape=item.shape, parts=tuple(stored), build=build)
+
+
+# The state dict.
+
+
+class _Node(dict[str | int, Any]):
+    """A container of the state dict, as opposed to a dict that is a value."""
+
+
+def _tree(values: Mapping[str, object], metadata: Metadata, where: str) -> dict[Any, Any]:
+    """The state dict, with its items at their paths."""
+    root = _Node()
+    for name, path in metadata.paths.items():
+        node = root
+        for step in path[:-1]:
+            below = node.setdefault(step, _Node())
+            if type(below) is not _Node:
+                raise _conflict(where, name)
+            node = below
+        if path[-1] in node:
+            raise _conflict(where, name)
+        node[path[-1]] = values[name]
+    return _with_positions({key: _finished(value, where, name=str(key)) for key, value in root.items()})
+
+
+def _conflict(where: str, name: str) -> DuplicateNameError:
+    return DuplicateNameError("two items have one path in the state dict", where=where, found=name)
+
+
+def _finished(node: object, where: str, name: str) -> object:
+    if type(node) is not _Node:
+        return node
+    steps = list(node)
+    if all(type(step) is str for step in steps):
+        return _with_positions({step: _finished(value, where, f"{name}.{step}") for step, value in node.items()})
+    if not all(type(step) is int for step in steps):
+        raise PickleError("the metadata is damaged: a list with keys, or a dict with indices", where=where, found=name)
+    return list(_items(node, where, name))
+
+
+def _with_positions(node: dict[Any, Any]) -> dict[Any, Any]:
+    """The state of an optimizer by the positions of its parameters, which are integers; any other dict as it is.
+
+    The writer turns all keys of dicts into text. `Optimizer.load_state_dict` ignores the state of a parameter "0", so
+    keys that `param_groups` lists as integers become integers again.
+    """
+    groups, state = node.get("param_groups"), node.get("state")
+    if not isinstance(groups, list) or not isinstance(state, dict):
+        return node
+    listed = [group.get("params") for group in groups if isinstance(group, dict)]
+    several = [params for params in listed if isinstance(params, list | tuple)]
+    positions = {str(param): param for params in several for param in params if type(param) is int}
+    return {**node, "state": {positions.get(key, key): values for key, values in state.items()}}
+
+
+def _items(node: _Node, where: str, name: str) -> Iterator[object]:
+    """The items of a list; None where nothing was saved, as of an empty dict."""
+    length = 1 + max(int(step) for step in node)
+    if length > 1000 + 10 * len(node):
+        raise PickleError("the metadata is damaged: a list with few items and many indices", where=where, found=name)
+    return (_finished(node.get(index), where, f"{name}.{index}") for index in range(length))

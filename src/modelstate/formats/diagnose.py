@@ -1,0 +1,236 @@
+"""What a file is that is no checkpoint, from its content, and what to do about it."""
+
+import os
+import re
+from typing import NamedTuple
+
+from modelstate.errors import (
+    HtmlPageError,
+    LfsPointerError,
+    NotACheckpointError,
+    TruncatedFileError,
+    UnknownFormatError,
+)
+from modelstate.formats.json_text import excerpt
+from modelstate.io.files import CUT_SHORT, SourceFile
+
+HEAD_BYTES = 4096
+_FORMATS = "a file of torch.save, safetensors, or an index of shards"
+_BEGINNINGS = (b"PK\x03\x04", b"\x80\x02\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19.")
+"""Of the files that torch.save writes; what has less is cut short."""
+_FEW_BYTES = 2
+"""What may as well be the beginning of a length in a safetensors file is not called a text."""
+_ZEROS_BYTES = 16 << 20
+"""How far a file is read to find whether it is all zeros."""
+
+
+class Kind(NamedTuple):
+    """A kind of file that holds no checkpoint that is read here."""
+
+    signature: re.Pattern[bytes]
+    """What the file begins with."""
+    name: str
+    remedy: str
+
+
+_UNPACK = "unpack it first, and open what is in it"
+_CONVERT = "load it with the library it is of, and save its arrays with safetensors"
+_EXPORTED = "take the checkpoint that it was exported or converted from"
+_ELSEWHERE = "give the path of the checkpoint"
+_UNPICKLE = (
+    "unpickling runs whatever the file says: if you trust it, load it once, and save its tensors with safetensors"
+)
+_FLAX = (
+    "restore it with flax.serialization.msgpack_restore(data), and save its arrays, flat by name, with "
+    "safetensors.numpy.save_file"
+)
+_NPZ = "pass a mapping: {name: torch.from_numpy(array) for name, array in numpy.load(path).items()}"
+_NPY = 'pass a mapping: {"name": torch.from_numpy(numpy.load(path))}'
+
+
+def _kinds(*rows: tuple[bytes, str, str]) -> tuple[Kind, ...]:
+    return tuple(Kind(re.compile(signature, re.DOTALL), name, remedy) for signature, name, remedy in rows)
+
+
+_ZIP = rb"PK\x03\x04.{26}"
+ZIP_KINDS = _kinds(
+    (_ZIP + rb"[^\0]{1,200}?\.npy", "a NumPy archive (.npz)", _NPZ),
+    (_ZIP + rb"(?:metadata|config)\.json", "a Keras 3 model (.keras)", _CONVERT),
+    (_ZIP + rb"(?:\[Content_Types\]\.xml|mimetype|META-INF/)", "an office document or a Java archive", _ELSEWHERE),
+)
+"""Zip files that are told from a checkpoint by the name of their first member."""
+
+KINDS = _kinds(
+    (rb"GGUF|lmgg|fmgg|tjgg", "a GGUF or GGML file (llama.cpp)", "take the safetensors files of the model"),
+    (rb"\x89HDF\r\n\x1a\n", "an HDF5 file (Keras .h5)", _CONVERT),
+    (rb"\x93NUMPY", "a NumPy array (.npy)", _NPY),
+    (rb"\x08[\x01-\x20](?:\x12[\x01-\x40][ -~]|:|\x1a)", "an ONNX model", _EXPORTED),
+    (rb".{4}TFL3", "a TensorFlow Lite model", _EXPORTED),
+    (rb".{4}E[TH]\d\d", "an ExecuTorch program", _EXPORTED),
+    (rb"\x1f\x8b\x08", "compressed with gzip", f"gunzip, or tar -xzf: {_UNPACK}"),
+    (rb"\x28\xb5\x2f\xfd", "compressed with zstd", f"zstd -d: {_UNPACK}"),
+    (rb"\xfd7zXZ\0", "compressed with xz", f"xz -d, or tar -xJf: {_UNPACK}"),
+    (rb"BZh[1-9]1AY&SY", "compressed with bzip2", f"bzip2 -d, or tar -xjf: {_UNPACK}"),
+    (rb"\x04\x22\x4d\x18", "compressed with lz4", f"lz4 -d: {_UNPACK}"),
+    (rb"7z\xbc\xaf\x27\x1c|Rar!\x1a\x07", "a 7z or RAR archive", _UNPACK),
+    (rb".{257}ustar", "a tar archive", f"tar -xf: {_UNPACK}"),
+    (rb"\x80[\x02-\x05]", "a plain pickle, not one of torch.save", _UNPICKLE),
+    (rb"\((?:dp|lp)\d*\n|c[\w.]+\n\w+\n", "a plain pickle of protocol 0", _UNPICKLE),
+    (rb"PAR1|ARROW1|SQLite format 3\0", "a table or a database", _ELSEWHERE),
+    (rb'model_checkpoint_path: "', "the text that names the newest TensorFlow checkpoint of a directory", _CONVERT),
+    (rb"(?:[\x81-\x8f]|\xde..)(?:[\xa1-\xbf]|\xd9.)[A-Za-z_]\w", "MessagePack (Flax .msgpack)", _FLAX),
+    (rb"\x7fELF|%PDF-|\x89PNG\r\n|\xff\xd8\xff", "a program, a document or a picture", _ELSEWHERE),
+)
+
+_TF_TABLE_END = bytes.fromhex("57fb808b247547db")
+_TF_DATA = re.compile(r"\.data-\d{5}-of-\d{5}$")
+_LFS = re.compile(rb"version https?://(?:git-lfs|hawser)\S+\r?\n")
+_LFS_SIZE = re.compile(rb"^size (\d{1,18})\s*$", re.MULTILINE)
+_PAGE = re.compile(rb"\s*<(?:!doctype html|html|head|body|\?xml|error|!--)", re.IGNORECASE)
+
+
+def other_zip(path: str, head: bytes) -> NotACheckpointError | None:
+    """The error for a zip file that is no checkpoint, by the name of its first member."""
+    return _known(ZIP_KINDS, path, head)
+
+
+def no_checkpoint(path: str, head: bytes) -> UnknownFormatError | TruncatedFileError:
+    """The error for a file of which no format recognises the first `HEAD_BYTES`."""
+    if any(beginning.startswith(head) for beginning in _BEGINNINGS):
+        return _too_short(path, head)
+    text = head.removeprefix(b"\xef\xbb\xbf").lstrip()
+    if _LFS.match(text):
+        size = _LFS_SIZE.search(text)
+        return LfsPointerError(
+            "this is a Git LFS pointer; the file itself was not downloaded",
+            where=path,
+            expected=f"the file of {int(size[1]):,} bytes" if size else "the file",
+            found=f"its pointer, of {len(head)} bytes",
+            remedy=f"git lfs install && git -C {os.path.dirname(path) or '.'} lfs pull",
+        )
+    if _PAGE.match(text):
+        return HtmlPageError(
+            "this is a web page, or a server's message, saved in place of the file",
+            where=path,
+            found=excerpt(text[:80]),
+            remedy="open the link in a browser: a login, a licence to accept or another link is needed; on "
+            "huggingface.co and github.com the link to the file has /resolve/ or /raw/, not /blob/",
+        )
+    known = _known(KINDS, path, head)
+    if known:
+        return known
+    if text[:1] in (b"{", b"[") and _is_text(head):
+        return _json(path, text)
+    return _by_its_end(path) or _unknown(path, head)
+
+
+def _json(path: str, text: bytes) -> NotACheckpointError:
+    if path.endswith(".json"):
+        return NotACheckpointError(
+            "this is a JSON file; it holds no tensors, and no weight_map of an index of shards",
+            where=path,
+            found=excerpt(text[:60]),
+            remedy=f"open its directory: {os.path.dirname(path) or '.'}",
+        )
+    return NotACheckpointError(
+        "this is a JSON text, probably a server's answer, saved in place of the file",
+        where=path,
+        found=excerpt(text[:200]),
+        remedy="read it: it may say why there was no file; then download the file again",
+    )
+
+
+def _known(kinds: tuple[Kind, ...], path: str, head: bytes) -> NotACheckpointError | None:
+    for kind in kinds:
+        if kind.signature.match(head):
+            what = f"this is {kind.name}, which is not read here"
+            return NotACheckpointError(what, where=path, found=excerpt(head[:16]), remedy=kind.remedy)
+    return None
+
+
+def _by_its_end(path: str) -> NotACheckpointError | None:
+    with SourceFile(path) as file:
+        end = file.read(max(file.nbytes - 8, 0), min(file.nbytes, 8), "its end")
+    of_graph = path.endswith(".meta") and os.path.exists(f"{path.removesuffix('.meta')}.index")
+    if end != _TF_TABLE_END and not _TF_DATA.search(path) and not of_graph:
+        return None
+    return NotACheckpointError(
+        "this is part of a TensorFlow checkpoint, which is not read here",
+        where=path,
+        found=excerpt(end),
+        remedy=_CONVERT,
+    )
+
+
+def tensorflow_prefix(path: str) -> NotACheckpointError | None:
+    """The error for a path at which there is nothing, and that TensorFlow calls a checkpoint by its beginning."""
+    parts = [name for name in (f"{path}.index", f"{path}.meta") if os.path.isfile(name)]
+    if f"{path}.index" not in parts:
+        return None
+    return NotACheckpointError(
+        "this is the prefix of a TensorFlow checkpoint, which is not read here",
+        where=path,
+        found=", ".join(map(os.path.basename, parts)),
+        remedy=_CONVERT,
+    )
+
+
+def _too_short(path: str, head: bytes) -> TruncatedFileError:
+    return TruncatedFileError(
+        "the file is shorter than the beginning of any checkpoint",
+        where=path,
+        expected=_FORMATS,
+        found=f"{len(head)} {'byte' if len(head) == 1 else 'bytes'}: {head.hex(' ')}",
+        remedy=CUT_SHORT,
+    )
+
+
+def _unknown(path: str, head: bytes) -> UnknownFormatError | TruncatedFileError:
+    if not head.strip(b"\0"):
+        return _zeros(path)
+    if len(head) > _FEW_BYTES and _is_text(head):
+        return UnknownFormatError(
+            "this is a text file",
+            where=path,
+            expected=_FORMATS,
+            found=excerpt(head[:120]),
+            remedy="read it: it may be what a server answered in place of the file",
+        )
+    if len(head) < 8:
+        return _too_short(path, head)
+    return UnknownFormatError(
+        "this is no checkpoint of a format that is known here",
+        where=path,
+        expected=_FORMATS,
+        found=f"a file that begins with {head[:16].hex(' ')} ({excerpt(head[:16])})",
+        remedy="compare its size and its SHA-256 with those of the original; if they are right, convert it to "
+        "safetensors with what wrote it",
+    )
+
+
+def _zeros(path: str) -> UnknownFormatError:
+    with SourceFile(path) as file:
+        nbytes, begin = file.nbytes, 0
+        while begin < min(nbytes, _ZEROS_BYTES):
+            piece = file.read(begin, min(1 << 20, nbytes - begin), "its content")
+            begin += len(piece) - len(piece.lstrip(b"\0"))
+            if piece.strip(b"\0"):
+                break
+    found = (
+        f"all its {nbytes:,} bytes are zero" if begin == nbytes else f"the first {begin:,} of {nbytes:,} bytes are zero"
+    )
+    return UnknownFormatError(
+        "the file is empty space: its writer was stopped before it wrote, or the machine before the disk did",
+        where=path,
+        expected=_FORMATS,
+        found=found,
+        remedy="take an older checkpoint, or copy the file again",
+    )
+
+
+def _is_text(head: bytes) -> bool:
+    try:
+        return head.decode("utf-8").isprintable() or not re.search(rb"[\x00-\x08\x0e-\x1f\x7f]", head)
+    except UnicodeDecodeError as error:
+        # A character may be cut off where the head ends.
+        return error.start >= len(head) - 3 and len(head) == HEAD_BYTES and not re.search(rb"[\x00-\x08]", head)

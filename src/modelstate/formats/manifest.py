@@ -1,0 +1,247 @@
+"""The manifest of what `modelstate.save` has written: JSON that says what safetensors has no word for.
+
+It stands in the `__metadata__` of a file, or in the `metadata` of the index of shards. Its fields, all but the first
+of them optional:
+
+- `format`, `writer`, `schema`: versions of this description, of what has written it, and of the state.
+- `aliases`: names of tensors that are other names of a tensor of the file.
+- `digests`: XXH3-128 of each tensor, one for each block of it.
+- `subclasses`: names of tensors that are made of tensors of the file.
+- `extra`: values that are no tensors, encoded; `extra_tensors` are the tensors in them.
+- `attached`: what was given to be kept beside the state, encoded.
+- `versions`: torch's `_metadata`.
+- `tree`: where the state is more than names and tensors: its containers. A node is the name of a tensor, or an object
+  with one of `dict` (pairs of an encoded key and a node), `list`, `tuple` and `value` (encoded), where a dict may also
+  have `ordered` and `versions`.
+"""
+
+import json
+from collections import OrderedDict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from modelstate.codec.codec import decode
+from modelstate.codec.walk import Collisions
+from modelstate.errors import CodecError, ForbiddenGlobalError, ManifestError, NewerManifestError, UnknownClassError
+from modelstate.formats.torch_globals import composite
+from modelstate.io.digests import ALGORITHM, BLOCK_BYTES, checksum_of
+from modelstate.io.files import CUT_SHORT
+from modelstate.spec import ByteRange, Checksum, Encoded, Stored, StoredTensor
+from modelstate.text_format import quote, size
+
+KEY = "modelstate"
+"""Under which the manifest stands."""
+FORMAT = 1
+"""The version of what is described here. A reader refuses what is newer."""
+MAX_BYTES = 32_000_000
+MAX_PARTS = 4_000_000
+"""Lists, objects and commas: each becomes an object in memory as soon as the text is parsed."""
+_MAX_DEPTH = 100
+
+_FIELDS: dict[str, type | tuple[type, ...]] = {
+    "writer": str,
+    "schema": str,
+    "aliases": dict,
+    "digests": dict,
+    "subclasses": dict,
+    "versions": dict,
+    "extra": dict,
+    "extra_tensors": list,
+    "tree": (dict, str),
+    "attached": dict,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Told:
+    """What a manifest makes of the tensors of its file."""
+
+    tree: Any
+    """The state that was saved. Values that are no tensors are there, not yet decoded, and their tensors are not."""
+    metadata: dict[str, Any]
+    """`schema` and `extra`, where they were given; the latter not yet decoded."""
+    checksums: dict[ByteRange, Checksum]
+
+
+def check_size(text: str) -> None:
+    """Raises `ValueError` for a manifest that nobody should parse."""
+    parts = sum(text.count(char) for char in ",[{")
+    if len(text) > MAX_BYTES or parts > MAX_PARTS:
+        limits = f"at most {size(MAX_BYTES)} and {MAX_PARTS:,}"
+        raise ValueError(f"values that are no tensors, of {size(len(text))} in {parts:,} parts; {limits} are read")
+
+
+def apply(tensors: Mapping[str, StoredTensor], text: str, path: str, place: str, allow: Sequence[object] = ()) -> Told:
+    """The state that was saved, and what else its file says of it.
+
+    Tied tensors stand under all their names, and subclasses under theirs. `allow` has their classes, besides those that
+    torch allows. Raises `ManifestError`, `NewerManifestError`, and `ForbiddenGlobalError` for a class that is not
+    allowed or not there.
+    """
+    where = f"{path}: {place}[{KEY!r}]"
+    manifest = _parse(text, where)
+    metadata: dict[str, Any] = {"schema": manifest["schema"]} if "schema" in manifest else {}
+    checksums = _checksums(manifest.get("digests", {}), tensors, where)
+    hidden = {name: tensors[name] for name in _names(manifest.get("extra_tensors", []), tensors, where)}
+    if "attached" in manifest:
+        metadata["extra"] = Encoded(manifest["attached"], hidden, f"{path}: extra")
+    known: dict[str, Stored] = dict(tensors)
+    parts: set[str] = set()
+    for name, said in manifest.get("subclasses", {}).items():
+        if name in known:
+            raise _damaged(where, f"{quote(name)} is a tensor and one that is made of others")
+        try:
+            known[name], used = composite(name, said, known, allow, where)
+        except (ForbiddenGlobalError, UnknownClassError):
+            raise
+        except ValueError as error:
+            raise _damaged(where, f"{quote(name)}: {error}") from error
+        parts.update(used)
+    aliases = manifest.get("aliases", {})
+    owners = _names(list(aliases.values()), known, where)
+    for alias, owner in zip(aliases, owners, strict=True):
+        if alias in tensors or owner in hidden:
+            raise _damaged(where, f"{quote(alias)} is another name of {quote(owner)}, and one of them means more")
+    if "tree" in manifest:
+        return Told(_Tree(known, path, where).node(manifest["tree"], ""), metadata, checksums)
+    state = OrderedDict[str, Any]((n, one) for n, one in known.items() if n not in hidden and n not in parts)
+    state.update((alias, known[owner]) for alias, owner in zip(aliases, owners, strict=True))
+    for name, tree in manifest.get("extra", {}).items():
+        if name in state or name in hidden:
+            raise _damaged(where, f"{quote(name)} is a tensor and a value that is none")
+        state[name] = Encoded(tree, hidden, f"{path}: {name}")
+    if "versions" in manifest:
+        state._metadata = _versions(manifest["versions"], where)  # type: ignore[attr-defined]
+    return Told(state, metadata, checksums)
+
+
+class _Tree:
+    """Containers of what is known."""
+
+    def __init__(self, known: Mapping[str, Any], path: str, where: str) -> None:
+        self._known, self._path, self._where = known, path, where
+
+    def node(self, tree: Any, at: str, depth: int = 0) -> Any:
+        """What stands at a place of the state."""
+        if type(tree) is str:
+            return self._known[_names([tree], self._known, self._where)[0]]
+        kinds = [kind for kind in ("dict", "list", "tuple", "value") if type(tree) is dict and kind in tree]
+        extra = set(tree) - {"ordered", "versions"} if kinds == ["dict"] else set(tree if kinds else ())
+        if len(kinds) != 1 or extra != set(kinds) or depth > _MAX_DEPTH:
+            raise _damaged(self._where, f"no node of a tree: {str(tree)[:80]}")
+        (kind,) = kinds
+        if kind == "value":
+            plain = tree["value"]
+            return (
+                plain if type(plain) in (str, int, float, bool) else Encoded(plain, self._known, f"{self._path}: {at}")
+            )
+        if type(tree[kind]) is not list:
+            raise _damaged(self._where, f"a {kind} that is no list")
+        if kind != "dict":
+            items = [self.node(one, f"{at}[{index}]", depth + 1) for index, one in enumerate(tree[kind])]
+            return items if kind == "list" else tuple(items)
+        return self._dict(tree, at, depth)
+
+    def _dict(self, tree: dict[str, Any], at: str, depth: int) -> dict[Any, Any]:
+        made: Any = OrderedDict() if tree.get("ordered") or "versions" in tree else {}
+        collisions = Collisions(len(tree["dict"]), lambda what, **_: _damaged(self._where, f"{what}, at {at[:80]}"))
+        for pair in tree["dict"]:
+            if type(pair) is not list or len(pair) != 2:
+                raise _damaged(self._where, f"no pair of key and node: {str(pair)[:80]}")
+            key = self._key(pair[0])
+            collisions.add(key)
+            if key in made:
+                raise _damaged(self._where, f"a key stands twice: {str(key)[:80]}")
+            made[key] = self.node(pair[1], f"{at}.{key}" if at else str(key), depth + 1)
+        if "versions" in tree:
+            made._metadata = _versions(tree["versions"], self._where)
+        return made  # type: ignore[no-any-return]
+
+    def _key(self, tree: Any) -> Any:
+        if type(tree) in (str, int):
+            return tree
+        try:
+            key = decode(tree)
+            hash(key)
+        except (CodecError, TypeError) as error:
+            raise _damaged(self._where, f"a key: {error}") from error
+        return key
+
+
+def _checksums(said: dict[str, Any], tensors: Mapping[str, StoredTensor], where: str) -> dict[ByteRange, Checksum]:
+    if not said:
+        return {}
+    digests = said.get("tensors")
+    if said.get("algorithm") != ALGORITHM or said.get("block_bytes") != BLOCK_BYTES or type(digests) is not dict:
+        raise _damaged(where, f"digests of another kind: {str(said)[:80]}")
+    found = {}
+    for name in _names(list(digests), tensors, where):
+        stored: object = tensors[name]
+        if not isinstance(stored, StoredTensor):
+            raise _damaged(where, f"a digest of {quote(name)}, which is no plain tensor")
+        storage = stored.storage
+        try:
+            found[storage] = checksum_of(digests[name], storage.nbytes)
+        except ValueError as error:
+            raise _damaged(where, f"{quote(name)}: {error}") from error
+    return found
+
+
+def _versions(tree: object, where: str) -> OrderedDict[str, Any]:
+    try:
+        versions = decode(tree)
+    except CodecError as error:
+        raise _damaged(where, f"the versions of modules: {error.what}") from error
+    if not isinstance(versions, dict) or not all(isinstance(kept, dict) for kept in versions.values()):
+        raise _damaged(where, "the versions of modules are no dict of dicts")
+    return OrderedDict(versions)
+
+
+def _parse(text: str, where: str) -> dict[str, Any]:
+    try:
+        check_size(text)
+        manifest = json.loads(text, object_pairs_hook=_once, parse_constant=_never)
+    except (ValueError, RecursionError) as error:
+        raise _damaged(where, str(error) if isinstance(error, ValueError) else "nested without end") from error
+    if type(manifest) is not dict or type(manifest.get("format")) is not int:
+        raise _damaged(where, "no format version")
+    if manifest["format"] > FORMAT:
+        raise NewerManifestError(
+            "the file was written by a newer version of modelstate, and says what this one does not know",
+            where=where,
+            expected=f"format {FORMAT} or older",
+            found=f"format {manifest['format']}, by {str(manifest.get('writer', '?'))[:80]}",
+            remedy="update modelstate; the safetensors library reads the tensors alone",
+        )
+    for key, value in manifest.items():
+        if key != "format" and not isinstance(value, _FIELDS.get(key, ())):
+            raise _damaged(where, f"{quote(key)} is unknown, or not what it must be")
+    return manifest
+
+
+def _names(names: list[Any], known: Mapping[str, Any], where: str) -> list[str]:
+    for name in names:
+        if type(name) is not str or name not in known:
+            raise _damaged(where, f"it speaks of a tensor {quote(str(name))}, which is not there")
+    return names
+
+
+def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    made = dict(pairs)
+    if len(made) != len(pairs):
+        raise ValueError("a key stands twice in one object")
+    return made
+
+
+def _never(constant: str) -> None:
+    raise ValueError(f"{constant} is no JSON")
+
+
+def _damaged(where: str, found: str) -> ManifestError:
+    return ManifestError(
+        "the manifest that modelstate has put into the file is damaged",
+        where=where,
+        found=found[:500],
+        remedy=f"{CUT_SHORT}; the safetensors library reads the tensors alone",
+    )

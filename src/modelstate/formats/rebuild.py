@@ -1,0 +1,378 @@
+"""torch's functions that rebuild tensors from a pickle, as descriptions of what they would make.
+
+The names on the left of `FUNCTIONS` and their arguments are what torch.save has written since 0.2. What contradicts
+itself, or is not read here, becomes a `Flawed`, so that the error can say where in the tree it stands.
+"""
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from modelstate.errors import OpenError, PickleError, TensorRangeError, TensorSizeError, UnsupportedTensorError
+from modelstate.formats.pickled import (
+    MAX_ARGUMENTS,
+    Allowed,
+    DeferredCall,
+    DeferredTensor,
+    InvalidTensor,
+    Refused,
+    SafeGlobal,
+    Storage,
+)
+from modelstate.spec import StoredTensor
+
+MAX_DIMS = 64
+MAX_INDEX = 2**63
+QUANTIZED = frozenset({torch.quint8, torch.qint8, torch.qint32, torch.quint4x2, torch.quint2x4})
+
+_INTEGERS = frozenset({int})
+
+Described = StoredTensor | DeferredTensor | InvalidTensor | Refused
+
+
+def dims(values: object) -> tuple[int, ...]:
+    """The values as a tuple of at most 64 integers that fit 64 bits. Raises `PickleError`, `TensorSizeError`."""
+    if not isinstance(values, tuple | list):
+        raise PickleError("the pickle is damaged: a shape that is no tuple", found=type(values).__name__)
+    if len(values) > MAX_DIMS:
+        raise TensorSizeError("a tensor of too many dimensions", expected=f"at most {MAX_DIMS}", found=len(values))
+    if not _INTEGERS.issuperset(map(type, values)):
+        raise PickleError("the pickle is damaged: a shape that is not made of integers")
+    if values and not -MAX_INDEX <= min(values) <= max(values) < MAX_INDEX:
+        raise TensorSizeError("a tensor has more elements than any memory", found="a size above 2**63")
+    return tuple(values)
+
+
+def _checked(size: Any, stride: Any, offset: Any) -> tuple[tuple[int, ...], tuple[int, ...], int]:
+    """Shape, stride and offset as `dims` would have them, faster."""
+    if not isinstance(size, tuple | list) or not isinstance(stride, tuple | list) or len(size) + len(stride) > MAX_DIMS:
+        return dims(size), dims(stride), dims((offset,))[0]
+    every = (*size, *stride, offset)
+    if not _INTEGERS.issuperset(map(type, every)) or max(every) >= MAX_INDEX:
+        return dims(size), dims(stride), dims((offset,))[0]
+    # torch multiplies all sizes, also those of an empty tensor.
+    if 0 in size and math.prod(filter(None, size)) >= MAX_INDEX:
+        raise TensorSizeError("a tensor has more elements than any memory", found=f"shape {tuple(size)}")
+    return tuple(size), tuple(stride), offset
+
+
+def unsupported(kind: str, remedy: str = "") -> InvalidTensor:
+    """The placeholder of a tensor that is not read here."""
+    return InvalidTensor(UnsupportedTensorError(f"{kind} is not supported", remedy=remedy))
+
+
+def _typed(value: object, kind: type, what: str) -> Any:
+    if type(value) is not kind:
+        raise PickleError(f"the pickle is damaged: {what}", found=type(value).__name__)
+    return value
+
+
+def _strided(
+    storage: Any, offset: Any, size: Any, stride: Any, requires_grad: Any, dtype: torch.dtype, metadata: Any
+) -> Described:
+    if type(storage) is not Storage:
+        raise PickleError("the pickle is damaged: a tensor without a storage", found=type(storage).__name__)
+    if dtype in QUANTIZED:
+        return unsupported(f"a quantized tensor ({dtype})", "save its dequantize()d form")
+    try:
+        shape, steps, first = _checked(size, stride, offset)
+        grad = _typed(requires_grad, bool, "requires_grad is neither True nor False")
+        if grad and not (dtype.is_floating_point or dtype.is_complex):
+            raise TensorSizeError("a tensor of integers that requires a gradient", found=str(dtype))
+        found = StoredTensor(dtype, shape, steps, storage.region, storage.offset + first, grad)
+    except OpenError as error:
+        return InvalidTensor(error)
+    return _with_bits(found, metadata) if metadata else found
+
+
+def _with_bits(stored: StoredTensor, metadata: Any) -> Described:
+    """conj() and, of complex numbers, `imag` are views that torch resolves when it computes."""
+    if not isinstance(metadata, dict) or not {"conj", "neg"}.issuperset(metadata):
+        return unsupported(f"a tensor with {str(metadata)[:100]}")
+    conj, neg = bool(metadata.get("conj")), bool(metadata.get("neg"))
+    if not conj and not neg:
+        return stored
+    if conj and not stored.dtype.is_complex:
+        return InvalidTensor(PickleError("the pickle is damaged: real numbers that are conjugated"))
+
+    def make(parts: Sequence[torch.Tensor]) -> torch.Tensor:
+        value = parts[0].conj() if conj else parts[0]  # a view: a small file may expand a number to any size
+        return value.neg() if neg else value
+
+    kind = " and ".join(name for name, there in (("conjugate", conj), ("negative", neg)) if there)
+    plain = replace(stored, requires_grad=False)
+    return DeferredTensor(f"{kind} view", stored.dtype, stored.shape, (plain,), make, stored.requires_grad)
+
+
+def _tensor(storage: Any, offset: Any, size: Any, stride: Any) -> Described:
+    return tensor_v2(storage, offset, size, stride)
+
+
+def tensor_v2(
+    storage: Any,
+    offset: Any,
+    size: Any,
+    stride: Any,
+    requires_grad: Any = False,
+    hooks: Any = None,
+    metadata: Any = None,
+) -> Described:
+    """`torch._utils._rebuild_tensor_v2`, from torch 0.4 on for nearly every tensor."""
+    dtype = storage.dtype if type(storage) is Storage else torch.uint8
+    return _strided(storage, offset, size, stride, requires_grad, dtype, metadata)
+
+
+def _tensor_v3(
+    storage: Any,
+    offset: Any,
+    size: Any,
+    stride: Any,
+    requires_grad: Any,
+    hooks: Any,
+    dtype: Any,
+    metadata: Any = None,
+) -> Described:
+    """For dtypes without a storage class of their own, such as fp8."""
+    return _strided(storage, offset, size, stride, requires_grad, _dtype(dtype), metadata)
+
+
+def _dtype(value: object) -> torch.dtype:
+    found: torch.dtype = _typed(value, torch.dtype, "a dtype that is none")
+    return found
+
+
+def _parameter(data: Any, requires_grad: Any = True, hooks: Any = None, state: Any = None) -> Described:
+    if isinstance(data, Refused | InvalidTensor):
+        return data
+    grad = _typed(requires_grad, bool, "requires_grad is neither True nor False")
+    if type(data) is StoredTensor:
+        if grad and not (data.dtype.is_floating_point or data.dtype.is_complex):
+            return InvalidTensor(
+                TensorSizeError("a parameter of integers that requires a gradient", found=str(data.dtype))
+            )
+        return _with_attributes(replace(data, requires_grad=grad, is_parameter=True), state)
+    if type(data) is DeferredTensor:
+        return replace(data, requires_grad=grad, is_parameter=True)
+    raise PickleError("the pickle is damaged: a parameter without a tensor", found=type(data).__name__)
+
+
+def _with_attributes(tensor: StoredTensor | DeferredTensor, state: Any) -> Described:
+    """What Python code has hung on a tensor is kept where the description has a place for it."""
+    attributes = state[0] if isinstance(state, tuple) and len(state) == 2 else state
+    if not attributes or type(tensor) is not StoredTensor:
+        return tensor
+    if not isinstance(attributes, dict) or not all(type(key) is str for key in attributes):
+        raise PickleError("the pickle is damaged: attributes that are no dict")
+    return replace(tensor, attributes=attributes)
+
+
+_SPARSE = {
+    torch.sparse_coo: ("indices", "values"),
+    torch.sparse_csr: ("crow_indices", "col_indices", "values"),
+    torch.sparse_csc: ("ccol_indices", "row_indices", "values"),
+    torch.sparse_bsr: ("crow_indices", "col_indices", "values"),
+    torch.sparse_bsc: ("ccol_indices", "row_indices", "values"),
+}
+
+
+def _sparse(layout: Any, data: Any) -> Described:
+    if not isinstance(layout, torch.layout) or layout not in _SPARSE or type(data) is not tuple:
+        return unsupported(f"a sparse tensor of layout {str(layout)[:100]}")
+    count = len(_SPARSE[layout])
+    parts, rest = data[:count], data[count:]
+    for part in parts:
+        if isinstance(part, Refused | InvalidTensor):
+            return part
+        if type(part) is not StoredTensor and type(part) is not DeferredTensor:
+            raise PickleError("the pickle is damaged: a sparse tensor of what is no tensor", found=type(part).__name__)
+    if not 1 <= len(rest) <= 2 or len(parts) != count:
+        raise PickleError("the pickle is damaged: a sparse tensor of too many or too few parts")
+    try:
+        size = dims(rest[0])
+        if min((*size, 0)) < 0 or math.prod(filter(None, size)) >= MAX_INDEX:
+            raise TensorSizeError("a sparse tensor of an impossible size", found=f"shape {size}")
+    except OpenError as error:
+        return InvalidTensor(error)
+    # A file of before 2.1 does not say whether the indices are coalesced.
+    coalesced = rest[1] if len(rest) == 2 and type(rest[1]) is bool else None
+
+    def make(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+        try:
+            if layout is torch.sparse_coo:
+                return torch.sparse_coo_tensor(
+                    tensors[0], tensors[1], size, check_invariants=True, is_coalesced=coalesced
+                )
+            compressed, plain, values = tensors
+            return torch.sparse_compressed_tensor(compressed, plain, values, size, layout=layout, check_invariants=True)
+        except (RuntimeError, ValueError, IndexError, TypeError) as error:
+            raise TensorRangeError(
+                "the parts of a sparse tensor contradict each other", found=error, remedy="get the file again"
+            ) from error
+
+    return DeferredTensor(str(layout).removeprefix("torch."), parts[-1].dtype, size, parts, make)
+
+
+def _wrapper(
+    cls: Any,
+    dtype: Any,
+    size: Any,
+    stride: Any,
+    offset: Any,
+    layout: Any,
+    device: Any,
+    requires_grad: Any,
+) -> Described:
+    """A subclass without a storage of its own; alone it has nothing inside."""
+    return unsupported(f"a tensor of class {_class_name(cls)} without its contents")
+
+
+def _from_type(function: Any, cls: Any, args: Any, state: Any) -> Described:
+    """`torch._tensor._rebuild_from_type_v2`: tensors with attributes, and subclasses."""
+    if isinstance(function, Refused) or isinstance(cls, Refused):
+        name = cls.name if isinstance(cls, Refused) else function.name
+        return Refused(name, args, state)
+    if type(args) is not tuple or type(function) is not SafeGlobal or type(cls) not in (SafeGlobal, Allowed):
+        raise PickleError("the pickle is damaged: a subclass that is none")
+    inert = next((arg for arg in args[:MAX_ARGUMENTS] if isinstance(arg, Refused | InvalidTensor)), None)
+    if inert is not None:
+        return Refused(inert.name, args, state) if isinstance(inert, Refused) else inert
+    if function.name == "torch._utils._rebuild_wrapper_subclass":
+        return _wrapper_subclass(cls, args, state)
+    if function.call is _from_type or function.name not in FUNCTIONS or len(args) > MAX_ARGUMENTS:
+        raise PickleError("the pickle is damaged: a subclass that is none", found=function.name)
+    base = FUNCTIONS[function.name](*args)
+    if isinstance(base, Refused):
+        return Refused(base.name, base, state)
+    if isinstance(base, InvalidTensor):
+        return base
+    if type(base) is not StoredTensor and type(base) is not DeferredTensor:
+        raise PickleError("the pickle is damaged: a subclass of what is no tensor", found=type(base).__name__)
+    if cls.real is torch.Tensor:
+        return _with_attributes(base, state)
+    if type(cls) is SafeGlobal or not _is_tensor_class(cls.real):
+        raise PickleError("the pickle is damaged: a tensor that becomes what is no tensor", found=cls.name)
+    return _subclass(cls, base.dtype, base.shape, (base,), state, lambda parts: parts[0])
+
+
+def _wrapper_subclass(cls: Any, args: tuple[Any, ...], state: Any) -> Described:
+    if type(cls) is not Allowed or not _is_tensor_class(cls.real) or len(args) != 8 or args[0] is not cls:
+        raise PickleError("the pickle is damaged: a subclass that is none", found=_class_name(cls))
+    if cls.name.startswith("torch.nested."):
+        return unsupported("a nested tensor", "save its values() and offsets()")
+    _, dtype, size, stride, offset, layout, _, _ = args
+    try:
+        shape, steps, first = _checked(size, stride, offset)
+        if min((*shape, *steps, first)) < 0 or math.prod(filter(None, shape)) >= MAX_INDEX:
+            raise TensorSizeError("a tensor has an impossible layout", found=f"shape {shape}, stride {steps}")
+    except OpenError as error:
+        return InvalidTensor(error)
+    dtype, layout = _dtype(dtype), _typed(layout, torch.layout, "a layout that is none")
+
+    def make(parts: Sequence[Any]) -> torch.Tensor:
+        # `_make_wrapper_subclass` is what every such class calls in its `__new__`, whose arguments are not known here.
+        made: torch.Tensor = torch.Tensor._make_wrapper_subclass(
+            cls.real, shape, strides=steps, storage_offset=first, dtype=dtype, layout=layout, device=torch.device("cpu")
+        )
+        return made
+
+    return replace(_subclass(cls, dtype, shape, (), state, make), requires_grad=args[7] is True)
+
+
+def _subclass(
+    cls: Any, dtype: torch.dtype, shape: tuple[int, ...], base: tuple[Any, ...], state: Any, make: Callable[..., Any]
+) -> DeferredTensor:
+    def finish(parts: tuple[tuple[Any, ...], Any]) -> torch.Tensor:
+        made = make(parts[0])
+        if type(made) is not cls.real:
+            made = made.as_subclass(cls.real)
+        set_state(made, parts[1])
+        return made  # type: ignore[no-any-return]
+
+    return DeferredTensor(cls.name, dtype, shape, (base, state), finish)
+
+
+def set_state(made: Any, state: Any) -> None:
+    """What a pickle's BUILD does to a new object. Raises `PickleError` for a state that reaches behind the object."""
+    own = getattr(type(made), "__setstate__", None)
+    if own is not None and own is not torch.Tensor.__setstate__:
+        made.__setstate__(state)
+        return
+    pieces = state if isinstance(state, tuple) and len(state) == 2 else (state,)
+    # A frozen dataclass refuses plain assignment; a tensor may have its own.
+    assign = setattr if isinstance(made, torch.Tensor) else object.__setattr__
+    for piece in pieces:
+        if piece is not None and not isinstance(piece, Mapping):
+            raise PickleError("the pickle is damaged: a state that is no dict", found=type(piece).__name__)
+        for key, value in (piece or {}).items():
+            if type(key) is not str or key.startswith("__") or isinstance(made, type):
+                raise PickleError("the pickle is damaged: a state that reaches behind the object", found=str(key)[:100])
+            assign(made, key, value)
+
+
+def _is_tensor_class(real: object) -> bool:
+    return isinstance(real, type) and issubclass(real, torch.Tensor)
+
+
+def _class_name(cls: Any) -> str:
+    return str(getattr(cls, "name", type(cls).__name__))
+
+
+def _from_cpu(data: Any, dtype: Any, device: Any, requires_grad: Any) -> Described:
+    """From a device that has no storages, such as XLA."""
+    target = _dtype(dtype)
+    grad = _typed(requires_grad, bool, "requires_grad is neither True nor False")
+    if type(data) is not StoredTensor:
+        raise PickleError("the pickle is damaged: a tensor of a device without its values", found=type(data).__name__)
+    if data.dtype == target:
+        return replace(data, requires_grad=grad)
+    return DeferredTensor("cast", target, data.shape, (data,), lambda parts: parts[0].to(target), grad)
+
+
+def _from_numpy(data: Any, dtype: Any, device: Any, requires_grad: Any) -> object:
+    target = _dtype(dtype)
+    return DeferredCall("torch.from_numpy", lambda array: torch.from_numpy(array).to(target), (data,))
+
+
+def _meta(dtype: Any, size: Any, *_: Any) -> Described:
+    return unsupported(
+        f"a tensor on the meta device ({dtype}, shape {str(size)[:100]}), which has no values,",
+        "save the tensors after they were given values",
+    )
+
+
+def _quantized(*args: Any) -> Described:
+    dtype = args[0].dtype if args and type(args[0]) is Storage else "quantized"
+    return unsupported(f"a quantized tensor ({dtype})", "save its dequantize()d form")
+
+
+def _nested(*_: Any) -> Described:
+    return unsupported("a nested tensor", "save the tensors that it is made of")
+
+
+def old_tensor(*_: Any) -> Described:
+    """Classes such as `torch.FloatTensor`, called by files of before 0.2."""
+    return unsupported("a tensor that PyTorch before 0.2 saved", "load and save it once with torch.load and torch.save")
+
+
+FUNCTIONS: dict[str, Callable[..., object]] = {
+    "torch._utils._rebuild_tensor": _tensor,
+    "torch._utils._rebuild_tensor_v2": tensor_v2,
+    "torch._utils._rebuild_tensor_v3": _tensor_v3,
+    "torch._utils._rebuild_parameter": _parameter,
+    "torch._utils._rebuild_parameter_with_state": _parameter,
+    "torch._utils._rebuild_sparse_tensor": _sparse,
+    "torch._utils._rebuild_wrapper_subclass": _wrapper,
+    "torch._utils._rebuild_device_tensor_from_cpu_tensor": _from_cpu,
+    "torch._utils._rebuild_device_tensor_from_numpy": _from_numpy,
+    "torch._utils._rebuild_xla_tensor": _from_numpy,
+    "torch._utils._rebuild_meta_tensor_no_storage": _meta,
+    "torch._utils._rebuild_qtensor": _quantized,
+    "torch._utils._rebuild_nested_tensor": _nested,
+    "torch._tensor._rebuild_from_type_v2": _from_type,
+    "torch._tensor._rebuild_from_type": _from_type,
+    "torch.tensor._rebuild_from_type_v2": _from_type,
+    "torch.tensor._rebuild_from_type": _from_type,
+}

@@ -1,0 +1,472 @@
+"""The safetensors format: header length, JSON header, bytes of the tensors; reader and writer.
+
+The format is that of https://github.com/huggingface/safetensors, and a file that its library refuses is refused here.
+Stricter than the library are: a name, or a key of `__metadata__`, that stands twice; fields other than the three of
+the format, since nobody knows what they say of the bytes; an entry written as an array; more than `MAX_ENTRIES`
+entries; shapes that no tensor of PyTorch has (over 1,024 dimensions, sizes that overflow beside a 0).
+
+The time and memory of reading a header are proportional to the number of tensors: the header is checked as it is
+read (see `modelstate.formats.json_text`), and one that is not what it must be costs its own bytes and nothing more.
+
+Tensors with wide elements come first, so that all lie at multiples of their element's size, whatever their number:
+they can be mapped. The header is written last, for it has the digests of what stands behind it, and a seal, which is
+the digest of itself.
+"""
+
+import json
+import re
+import struct
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+
+from modelstate.codec.walk import is_unicode
+from modelstate.errors import (
+    DuplicateNameError,
+    HeaderLengthError,
+    HeaderSyntaxError,
+    HeaderTooLargeError,
+    OpenError,
+    TensorRangeError,
+    TensorSizeError,
+    TruncatedFileError,
+    UnknownDtypeError,
+    UnsupportedTensorError,
+)
+from modelstate.formats import manifest
+from modelstate.formats.block_writer import LazyTensor, past_page_cache, write_blocks
+from modelstate.formats.json_text import SPACE, STRING, JsonText, JsonTextError, RepeatedKeyError
+from modelstate.io.atomic import Output
+from modelstate.io.digests import BLOCK_BYTES, HEX, OPEN_SEAL, SEAL, check_seal, digest, sealed
+from modelstate.io.files import CUT_SHORT, SourceFile
+from modelstate.spec import ByteRange, Contents, StoredTensor, contiguous_stride
+from modelstate.text_format import quote
+from modelstate.torch_compat.plain import why_not_plain
+
+MAX_HEADER_BYTES = 100_000_000
+"""What the format allows."""
+MAX_ENTRIES = 1_000_000
+"""Tensors, and keys of `__metadata__`: about ten times what the largest models have in all their files together."""
+MAX_DIMENSIONS = 1024
+
+DTYPES = {
+    "BOOL": torch.bool,
+    "U8": torch.uint8,
+    "I8": torch.int8,
+    "U16": torch.uint16,
+    "I16": torch.int16,
+    "U32": torch.uint32,
+    "I32": torch.int32,
+    "U64": torch.uint64,
+    "I64": torch.int64,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "F32": torch.float32,
+    "F64": torch.float64,
+    "C64": torch.complex64,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E4M3FNUZ": torch.float8_e4m3fnuz,
+    "F8_E5M2": torch.float8_e5m2,
+    "F8_E5M2FNUZ": torch.float8_e5m2fnuz,
+    "F8_E8M0": torch.float8_e8m0fnu,
+    "F4": torch.float4_e2m1fn_x2,
+}
+"""The names of the format. An element of `float4_e2m1fn_x2` is two of `F4`."""
+_WITHOUT_DTYPE = {"F6_E2M3", "F6_E3M2"}
+"""Known to the format, and not to PyTorch."""
+
+_FIELDS = (b'"dtype"', b'"shape"', b'"data_offsets"', b'"__metadata__"')
+_NUMBER = rb"(?:0|[1-9][0-9]*+)"
+_COLON, _COMMA = SPACE + rb":" + SPACE, SPACE + rb"," + SPACE
+_NUMBERS = SPACE + rb"(?:" + _NUMBER + rb"(?:" + _COMMA + _NUMBER + rb")*+" + SPACE + rb")?"
+_RANGE = rb"\[" + SPACE + rb"(" + _NUMBER + rb")" + _COMMA + rb"(" + _NUMBER + rb")" + SPACE + rb"\]"
+_FIELD = b"|".join(
+    (
+        rb'"dtype"' + _COLON + rb"(" + STRING + rb")",
+        rb'"shape"' + _COLON + rb"\[(" + _NUMBERS + rb")\]",
+        rb'"data_offsets"' + _COLON + _RANGE,
+    )
+)
+# Three fields in any order, a comma behind the first and the second.
+_ENTRY = rb"\{(?:" + SPACE + rb"(?:" + _FIELD + rb")" + SPACE + rb"(?:,(?!" + SPACE + rb"\})|(?=\}))){3}\}"
+_MEMBER = re.compile(rb"(" + STRING + rb")" + _COLON + _ENTRY + SPACE + rb"([,}])" + SPACE)
+# The same as writers write it, in one order and without spaces, which is found in half the time.
+_PLAIN = rb'"[^"\\\x00-\x1f]*+"'
+_SIZES = rb"(?:" + _NUMBER + rb"(?:," + _NUMBER + rb")*+)?"
+_USUAL_ENTRY = rb'\{"dtype":(%b),"shape":\[(%b)\],"data_offsets":\[(%b),(%b)\]\}' % (_PLAIN, _SIZES, _NUMBER, _NUMBER)
+_USUAL_MEMBER = re.compile(rb"(" + _PLAIN + rb"):" + _USUAL_ENTRY + rb"([,}])" + SPACE)
+_METADATA = re.compile(rb'"__metadata__"' + _COLON)
+_NULL = re.compile(rb"null")
+_OBJECT = re.compile(SPACE + rb"\{" + SPACE + rb'["}]')
+
+
+def matches(head: bytes) -> bool:
+    """Whether a file that begins so is safetensors, perhaps a damaged one.
+
+    True where the header begins as it must, where it has the field names of the format, or where the first eight
+    bytes can be the length of a header and what follows can be its text.
+    """
+    if len(head) < 8 or (head[:8].isascii() and _is_text(head[:8])):
+        return False
+    text = head[8:]
+    if _OBJECT.match(text) or any(field in text for field in _FIELDS):
+        return True
+    length = int.from_bytes(head[:8], "little")
+    return 2 <= length <= MAX_HEADER_BYTES and _is_text(text[: min(length, 64)])
+
+
+def read(path: str, *, allow: Sequence[object] = ()) -> Contents:
+    """The table of contents of a safetensors file: one flat dict, in the order of the bytes.
+
+    Raises `HeaderLengthError`, `HeaderTooLargeError`, `HeaderSyntaxError`, `DuplicateNameError`, `UnknownDtypeError`,
+    `UnsupportedTensorError` (6-bit floats, and 4-bit ones whose last dimension is odd), `TensorSizeError`,
+    `TensorRangeError`, `TruncatedFileError`, what `modelstate.formats.manifest.apply` raises for what `modelstate.save`
+    has added, `ChecksumError` where the header is not what it was when it was sealed, and what `SourceFile` raises
+    where the file cannot be read. `allow` has classes of tensors, as for `modelstate.open`.
+    """
+    header, file_bytes = _read_header(path)
+    begin = 8 + len(header)
+    try:
+        tensors, metadata = _Header(path, header, begin).parse()
+    except RepeatedKeyError as error:
+        raise HeaderSyntaxError(
+            error.what, where=f"{path}: header, byte {error.at}", found=error.found, remedy=CUT_SHORT
+        ) from error
+    except JsonTextError as error:
+        raise HeaderSyntaxError(
+            f"the header is damaged: {error.what}",
+            where=f"{path}: header, byte {error.at} of {len(header)}",
+            expected=error.expected or "JSON as the safetensors format has it",
+            found=error.found,
+            remedy=CUT_SHORT,
+        ) from error
+    ordered = _in_file_order(tensors, path, begin, file_bytes)
+    seal = metadata.pop(SEAL, None)
+    if seal is not None:
+        check_seal(header, seal, path)
+    if manifest.KEY not in metadata:
+        return Contents("safetensors", ordered, (path,), metadata, is_sealed=seal is not None)
+    told = manifest.apply(ordered, metadata.pop(manifest.KEY), path, "__metadata__", allow)
+    checksums = told.checksums if seal is not None else {}  # they may be damaged themselves
+    return Contents("safetensors", told.tree, (path,), metadata | told.metadata, checksums, seal is not None)
+
+
+def _read_header(path: str) -> tuple[bytes, int]:
+    with SourceFile(path) as file:
+        (length,) = struct.unpack("<Q", file.read(0, 8, "the length of its header"))
+        if length > MAX_HEADER_BYTES:
+            raise HeaderTooLargeError(
+                "the header would be larger than the format allows; the length before it is probably damaged",
+                where=path,
+                expected=f"at most {MAX_HEADER_BYTES:,} bytes",
+                found=f"{length:,} bytes announced, in a file of {file.nbytes:,}",
+                remedy=CUT_SHORT,
+            )
+        if 8 + length > file.nbytes:
+            raise HeaderLengthError(
+                "the file ends within its header",
+                where=path,
+                expected=f"a header of {length:,} bytes",
+                found=f"{file.nbytes - 8:,} bytes behind its length",
+                remedy=CUT_SHORT,
+            )
+        return file.read(8, length, "its header"), file.nbytes
+
+
+class _Layout(NamedTuple):
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    nbytes: int
+
+
+class _Header:
+    """The parser of one header."""
+
+    def __init__(self, path: str, header: bytes, begin: int) -> None:
+        self._path = path
+        self._begin = begin
+        self._json = JsonText(header)
+        self._layouts: dict[tuple[bytes, bytes], _Layout] = {}
+
+    def parse(self) -> tuple[dict[str, StoredTensor], dict[str, str]]:
+        json, tensors = self._json, dict[str, StoredTensor]()
+        count = json.text.count(b'"data_offsets"')
+        if count > MAX_ENTRIES:
+            raise HeaderTooLargeError(
+                "the header has more tensors than any model",
+                where=self._path,
+                expected=f"at most {MAX_ENTRIES:,}",
+                found=f"{count:,}",
+                remedy="split the file into shards",
+            )
+        metadata: dict[str, str] | None = None
+        more = json.opens()
+        while more:
+            at, text = json.at, json.text
+            member = _USUAL_MEMBER.match(text, at) or _MEMBER.match(text, at)
+            if member is None:
+                if metadata is not None or not json.take(_METADATA):
+                    raise self._wrong_member(metadata)
+                metadata = {} if json.take(_NULL) else json.strings(MAX_ENTRIES)
+                more = json.goes_on()
+                continue
+            quoted, kind, shape, first, last, follows = member.groups()
+            if first is None or kind is None or shape is None:
+                # Of a field that stands twice another one is missing.
+                raise self._wrong_member(metadata)
+            json.at = member.end()
+            name = json.decode(quoted, at)
+            if name in tensors:
+                raise DuplicateNameError(
+                    f"the name {quote(name)} stands twice in the header",
+                    where=f"{self._path}: header, byte {at}",
+                    remedy="write the file again: which of the two tensors is meant cannot be known",
+                )
+            tensors[name] = self._tensor(name, kind, shape, first, last)
+            more = follows == b","
+        json.end()
+        return tensors, metadata or {}
+
+    def _wrong_member(self, metadata: dict[str, str] | None) -> JsonTextError:
+        json = self._json
+        at, name = json.at, json.string()
+        if name == "__metadata__" and metadata is not None:
+            return RepeatedKeyError(name, at, json.excerpt())
+        json.at = at
+        return json.fail(
+            f"the entry of {quote(name)} is not what it must be",
+            '"name": {"dtype": string, "shape": [sizes], "data_offsets": [begin, end]}, whole numbers from 0',
+        )
+
+    def _tensor(self, name: str, kind: bytes, shape: bytes, first: bytes, last: bytes) -> StoredTensor:
+        layout = self._layouts.get((kind, shape))
+        if layout is None:
+            layout = self._layout(name, self._json.decode(kind, self._json.at), shape)
+            if len(self._layouts) < 1000:
+                self._layouts[kind, shape] = layout
+        dtype, sizes, stride, nbytes = layout
+        start = int(first) if len(first) < 20 else -1
+        if len(last) >= 20 or start < 0 or int(last) - start != nbytes:
+            raise self._wrong_range(name, layout, first, last)
+        return StoredTensor.whole(dtype, sizes, stride, ByteRange(self._path, self._begin + start, nbytes))
+
+    def _wrong_range(self, name: str, layout: _Layout, first: bytes, last: bytes) -> OpenError:
+        start = int(first) if len(first) < 20 else -1
+        nbytes = int(last) - start if len(last) < 20 else -1
+        if start < 0 or nbytes < 0:
+            return TensorRangeError(
+                f"the bytes of {quote(name)} end before they begin, or behind the end of any file",
+                where=self._path,
+                expected="begin and end of a range",
+                found=f"[{_short(first)}, {_short(last)}]",
+                remedy=CUT_SHORT,
+            )
+        return TensorSizeError(
+            f"the bytes of {quote(name)} are not as many as its shape and dtype need",
+            where=self._path,
+            expected=f"{layout.nbytes:,} bytes for {layout.dtype} of shape {layout.shape}",
+            found=f"{nbytes:,} bytes, from {start} to {start + nbytes}",
+            remedy=CUT_SHORT,
+        )
+
+    def _layout(self, name: str, kind: str, text: bytes) -> _Layout:
+        dtype = DTYPES.get(kind)
+        if dtype is None:
+            if kind in _WITHOUT_DTYPE:
+                raise UnsupportedTensorError(
+                    f"{quote(name)} is stored as {kind}, for which PyTorch has no dtype",
+                    where=self._path,
+                    remedy="convert the file to a dtype that PyTorch has, with the tool that wrote it",
+                )
+            raise UnknownDtypeError(
+                f"the dtype of {quote(name)} is unknown",
+                where=self._path,
+                expected=f"one of {', '.join(sorted(DTYPES))}",
+                found=repr(kind[:40]),
+                remedy=f"a newer version may read it; otherwise the file is damaged: {CUT_SHORT}",
+            )
+        sizes = self._sizes(name, text)
+        if dtype is torch.float4_e2m1fn_x2:
+            sizes = self._paired(name, sizes)
+        span = dtype.itemsize
+        for size in sizes:
+            span *= max(size, 1)
+        if span >= 2**63:
+            raise TensorSizeError(
+                f"{quote(name)} has more bytes than any memory",
+                where=self._path,
+                expected="fewer than 2**63 bytes",
+                found=f"{kind} of shape {_short(text)}",
+                remedy=CUT_SHORT,
+            )
+        return _Layout(dtype, sizes, contiguous_stride(sizes), 0 if 0 in sizes else span)
+
+    def _sizes(self, name: str, text: bytes) -> tuple[int, ...]:
+        count = text.count(b",") + 1
+        parts = text.split(b",") if count <= MAX_DIMENSIONS and text.strip() else []
+        if count > MAX_DIMENSIONS or any(len(part.strip()) > 19 for part in parts):
+            raise TensorSizeError(
+                f"the shape of {quote(name)} is that of no tensor",
+                where=self._path,
+                expected=f"at most {MAX_DIMENSIONS} sizes below 2**63",
+                found=f"[{_short(text)}], {count} of them",
+                remedy=CUT_SHORT,
+            )
+        return tuple(map(int, parts))
+
+    def _paired(self, name: str, sizes: tuple[int, ...]) -> tuple[int, ...]:
+        if sizes and sizes[-1] % 2 == 0:
+            return (*sizes[:-1], sizes[-1] // 2)
+        raise UnsupportedTensorError(
+            f"{quote(name)} is stored as F4 and has no even last dimension; PyTorch has such floats in pairs only",
+            where=self._path,
+            expected="an even last dimension",
+            found=f"shape {sizes}",
+            remedy="pad the last dimension, with the tool that wrote the file",
+        )
+
+
+def _in_file_order(tensors: dict[str, StoredTensor], path: str, begin: int, file_bytes: int) -> dict[str, StoredTensor]:
+    """The tensors by their place, which must be one run from the end of the header to the end of the file."""
+    ordered = dict(sorted(tensors.items(), key=lambda item: item[1].storage))
+    before: str | None = None
+    end = begin
+    for name, stored in ordered.items():
+        _, start, nbytes = stored.storage
+        if start != end:
+            kind = "overlap those of" if start < end else "leave a hole behind"
+            raise TensorRangeError(
+                f"the bytes of {quote(name)} {kind} {quote(before) if before is not None else 'the header'}",
+                where=path,
+                expected=f"a begin at {end - begin}",
+                found=f"a begin at {start - begin}",
+                remedy=CUT_SHORT,
+            )
+        end, before = start + nbytes, name
+    if end > file_bytes:
+        raise TruncatedFileError(
+            f"the file is cut short: {sum(_end(stored) > file_bytes for stored in ordered.values())} of its "
+            f"{len(ordered)} tensors are not there, or not in full",
+            where=path,
+            expected=f"{end:,} bytes",
+            found=f"{file_bytes:,} bytes",
+            remedy=CUT_SHORT,
+        )
+    if end < file_bytes:
+        raise TensorRangeError(
+            "the file goes on behind its last tensor",
+            where=path,
+            expected=f"{end:,} bytes",
+            found=f"{file_bytes:,} bytes",
+            remedy=f"something was appended to the file, or a tensor is missing in its header: {CUT_SHORT}",
+        )
+    return ordered
+
+
+def _end(stored: StoredTensor) -> int:
+    return stored.storage.start + stored.storage.nbytes
+
+
+def _short(text: bytes) -> str:
+    return text.decode(errors="replace") if len(text) <= 60 else text[:60].decode(errors="replace") + "…"
+
+
+def _is_text(data: bytes) -> bool:
+    return not any(byte < 32 and byte not in b"\t\n\r" for byte in data) and b"\x7f" not in data
+
+
+NAMES = {dtype: name for name, dtype in DTYPES.items()}
+_METADATA_NAME = "__metadata__"
+
+Tensors = list[tuple[str, torch.Tensor | LazyTensor]]
+Metadata = Callable[[Mapping[str, str]], Mapping[str, str]]
+"""What a file says of itself, given the digests of its tensors by their names; as long with any digests."""
+
+
+def why_not(name: object, tensor: torch.Tensor | LazyTensor) -> str:
+    """What keeps a tensor from being stored under a name; empty where nothing does."""
+    if not isinstance(name, str) or not is_unicode(name) or name == _METADATA_NAME:
+        return "not a name that the format has"
+    problem = why_not_plain(tensor) if isinstance(tensor, torch.Tensor) else ""
+    if not problem and tensor.dtype not in NAMES:
+        problem = f"{tensor.dtype}, which safetensors does not have"
+    if not problem and tensor.dtype is torch.float4_e2m1fn_x2 and not tensor.shape:
+        problem = f"{tensor.dtype} without dimensions, which safetensors does not have"
+    return problem
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """A file that is going to be written."""
+
+    tensors: Tensors
+    """In the order of their bytes."""
+    metadata: Metadata
+    header_bytes: int
+    """With the eight bytes of its length."""
+
+    @property
+    def nbytes(self) -> int:
+        """Of the file."""
+        return self.header_bytes + sum(nbytes_of(tensor) for _, tensor in self.tensors)
+
+
+def layout(tensors: Mapping[str, torch.Tensor | LazyTensor], metadata: Metadata) -> Layout:
+    """Raises `ValueError` where it is more than a header holds."""
+    ordered = sorted(tensors.items(), key=lambda item: -item[1].itemsize)
+    blank = {name: "0" * (HEX * -(-nbytes_of(tensor) // BLOCK_BYTES)) for name, tensor in ordered}
+    return Layout(ordered, metadata, len(_header(ordered, metadata(blank))))
+
+
+@dataclass(frozen=True, slots=True)
+class Written:
+    """What a file has come to hold."""
+
+    digests: dict[str, str]
+    """Of its tensors, by their names."""
+    content: str
+    """A digest of everything in it."""
+
+
+def write(output: Output, planned: Layout, threads: int | None = None) -> Written:
+    """Writes the file, which is not yet synced."""
+    output.reserve(planned.nbytes)
+    with past_page_cache(output, planned.nbytes) as file:
+        found = write_blocks(file, planned.header_bytes, [tensor for _, tensor in planned.tensors], threads)
+    digests = {name: one for (name, _), one in zip(planned.tensors, found, strict=True)}
+    header = _header(planned.tensors, planned.metadata(digests))
+    assert len(header) == planned.header_bytes
+    output.write_at(0, header)
+    return Written(digests, digest(header + "".join(found).encode()))
+
+
+def _header(tensors: Iterable[tuple[str, torch.Tensor | LazyTensor]], metadata: Mapping[str, str]) -> bytes:
+    entries: dict[str, Any] = {_METADATA_NAME: {SEAL: OPEN_SEAL, **metadata}}
+    end = 0
+    for name, tensor in tensors:
+        begin, end = end, end + nbytes_of(tensor)
+        entries[name] = {"dtype": NAMES[tensor.dtype], "shape": _shape(tensor), "data_offsets": [begin, end]}
+    text = json.dumps(entries, ensure_ascii=False, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    if len(text) > MAX_HEADER_BYTES or len(entries) > MAX_ENTRIES:
+        raise ValueError(f"{len(entries):,} tensors and a header of {len(text):,} bytes")
+    return len(text).to_bytes(8, "little") + sealed(text)
+
+
+def _shape(tensor: torch.Tensor | LazyTensor) -> list[int]:
+    sizes = list(tensor.shape)
+    return [*sizes[:-1], 2 * sizes[-1]] if tensor.dtype is torch.float4_e2m1fn_x2 else sizes
+
+
+def nbytes_of(tensor: torch.Tensor | LazyTensor) -> int:
+    """Bytes of the elements."""
+    return tensor.numel() * tensor.itemsize
+
+
+def listed(problems: Mapping[Any, str], most: int = 8) -> str:
+    """Names with what is wrong with each."""
+    lines = [f"{quote(str(name))}: {problem}" for name, problem in list(problems.items())[:most]]
+    return "; ".join(lines) + (f"; and {len(problems) - most} more" if len(problems) > most else "")

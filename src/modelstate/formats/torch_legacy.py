@@ -1,0 +1,207 @@
+"""The stream that `torch.save` wrote before 1.6: five pickles, then each storage with its length in front."""
+
+import re
+import struct
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+from modelstate.errors import (
+    DuplicateNameError,
+    MissingRecordError,
+    NotACheckpointError,
+    OpenError,
+    PickleError,
+    RecordSizeError,
+    TensorRangeError,
+    TruncatedFileError,
+    UnsupportedTensorError,
+)
+from modelstate.formats.construct import construct
+from modelstate.formats.pickled import Allowed, Refused, Storage
+from modelstate.formats.torch_globals import StorageType, TorchGlobals
+from modelstate.formats.unpickle import unpickle
+from modelstate.io.files import CUT_SHORT, MAX_STRUCTURE_BYTES, SourceFile
+from modelstate.spec import ByteRange, Contents
+
+FORMAT = "torch legacy"
+MAGIC = 0x1950A86A20F9469CFC6C
+VERSION = 1001
+
+_MAGIC_PICKLE = re.compile(
+    rb"(?:\x80[\x02-\x05](?:\x95.{8})?\x8a\x0a%b|L%dL?\n)\."
+    % (re.escape(MAGIC.to_bytes(10, "little", signed=True)), MAGIC),
+    re.DOTALL,
+)
+"""The pickle of `MAGIC` that such a stream begins with, as the protocols from 0 to 5 write it. A safetensors file may
+begin with \\x80 too, as the first byte of a length."""
+
+_FIRST_BYTES = 1 << 20
+"""Read at first. The pickles of a model fit; a larger one is read again, four times as much."""
+
+Persistent = Callable[[tuple[Any, ...]], object]
+
+
+def matches(head: bytes) -> bool:
+    """Whether a file that begins with `head` is such a stream, or the tar archive of before 0.2."""
+    return _is_stream(head) or _is_tar(head)
+
+
+def _is_stream(head: bytes) -> bool:
+    return _MAGIC_PICKLE.match(head) is not None
+
+
+def _is_tar(head: bytes) -> bool:
+    return head[257:262] == b"ustar" and head[:100].rstrip(b"\0") in (b"sys_info", b"pickle", b"tensors", b"storages")
+
+
+def read(path: str, *, allow: Sequence[object] = (), skip_forbidden: bool = False) -> Contents:
+    """The table of contents of a file that `torch.save` wrote before 1.6, or has been told to write like that since.
+
+    Reads the pickles and the length in front of each storage; no tensor, but for what lies next to the pickles.
+    Arguments and errors are those of `modelstate.formats.torch_zip.read`.
+    """
+    with SourceFile(path) as file:
+        if _is_tar(file.read(0, min(file.nbytes, 512), "the beginning")):
+            raise NotACheckpointError(
+                "a checkpoint of PyTorch before 0.2, which is not read here",
+                where=path,
+                remedy="if you trust it, load it with torch.load(path, weights_only=False) and save it with torch.save",
+            )
+        try:
+            return Contents(FORMAT, _tree(file, allow, skip_forbidden), (path,))
+        except OpenError as error:
+            error.where = error.where if error.where.startswith(path) else f"{path}: {error.where}".rstrip(": ")
+            raise
+
+
+def _tree(file: SourceFile, allow: Sequence[object], skip_forbidden: bool) -> object:
+    storages = _Storages(file)
+    nbytes = min(_FIRST_BYTES, file.nbytes)
+    while True:
+        data = file.read(0, nbytes, "the pickles")
+        storages.declared.clear()
+        try:
+            start, keys, end = _pickles(data, storages)
+            break
+        except TruncatedFileError as error:
+            if nbytes == file.nbytes or nbytes > MAX_STRUCTURE_BYTES // 4:
+                error.remedy = CUT_SHORT
+                raise
+            nbytes = min(nbytes * 4, file.nbytes)
+    storages.locate(keys, end)
+    # Only now is known where the storages lie.
+    names = TorchGlobals(allow)
+    value, stop = unpickle(data, start, storages.find, names)
+    return construct(value, path=file.path, data_nbytes=stop - start, names=names, skip_forbidden=skip_forbidden)
+
+
+def _pickles(data: bytes, storages: "_Storages") -> tuple[int, object, int]:
+    """Where the main pickle begins, the storages' keys in their order, and where the first storage begins."""
+    names = TorchGlobals()
+    magic, pos = unpickle(data, 0, _no_storage, names)
+    version, pos = unpickle(data, pos, _no_storage, names)
+    if magic != MAGIC or version != VERSION:
+        raise NotACheckpointError(
+            "not the stream that torch.save wrote before 1.6",
+            expected=f"version {VERSION}",
+            found=str(version)[:100],
+            remedy="load and save it once with a current PyTorch",
+        )
+    # What follows says on which machine it was written; the numbers of tensors are always little-endian.
+    _, start = unpickle(data, pos, _no_storage, names)
+    _, pos = unpickle(data, start, storages.declare, names)
+    keys, end = unpickle(data, pos, _no_storage, names)
+    return start, keys, end
+
+
+def _no_storage(key: tuple[Any, ...]) -> object:
+    raise PickleError("the pickle is damaged: a storage where none can be")
+
+
+class _Storages:
+    """The storages of a file: first what the pickle says of them, then where they lie."""
+
+    def __init__(self, file: SourceFile) -> None:
+        self.file = file
+        self.declared: dict[str, Storage] = {}
+        self.located: dict[str, Storage] = {}
+
+    def parse(self, key: tuple[Any, ...]) -> Any:
+        """The type, name, number of elements and view of a storage as a tuple; or what is no storage."""
+        kind = key[0].decode() if key and isinstance(key[0], bytes) else key[:1] and key[0]
+        if kind == "module" and len(key) == 4 and type(key[1]) in (Refused, Allowed):
+            return key[1]
+        if kind != "storage" or len(key) != 6:
+            raise PickleError("the pickle is damaged: it refers to what is no storage", found=len(key))
+        if type(key[1]) is Refused:
+            return key[1]
+        _, cls, name, _, numel, view = key
+        name = str(name) if type(name) is int else name
+        good = type(cls) is StorageType and type(name) is str and len(name) <= 100 and type(numel) is int
+        if not good or not 0 <= numel < 2**60:
+            raise PickleError("the pickle is damaged: it refers to a storage that cannot be")
+        return cls, name, numel, view
+
+    def declare(self, key: tuple[Any, ...]) -> object:
+        """Notes what the pickle says of a storage."""
+        parsed = self.parse(key)
+        if type(parsed) is Refused and key[0] != "module":
+            # Without the size of its elements no storage behind it can be found.
+            raise UnsupportedTensorError(f"a storage of class {parsed.name[:100]} is not supported")
+        if not isinstance(parsed, tuple):
+            return parsed
+        cls, name, numel, _ = parsed
+        region = ByteRange(self.file.path, 0, numel * cls.dtype.itemsize)
+        # The first mention decides the size of an element in the file.
+        self.declared.setdefault(name, Storage(cls.dtype, region, numel=numel))
+        return Refused("torch.storage")
+
+    def locate(self, keys: object, pos: int) -> None:
+        """Finds each storage, one after the other."""
+        if type(keys) is not list or not all(type(key) in (str, int) for key in keys):
+            raise PickleError("the pickle is damaged: the names of its storages are no list", found=type(keys).__name__)
+        for key in map(str, keys):
+            declared = self.declared.get(key)
+            if declared is None:
+                raise PickleError("the file has a storage that nothing refers to", found=key[:100])
+            if key in self.located:
+                raise DuplicateNameError("a storage stands twice in the file", found=key)
+            (numel,) = struct.unpack("<q", self.file.read(pos, 8, "the length of a storage"))
+            if numel != declared.numel:
+                raise RecordSizeError(
+                    "the file contradicts itself about a storage",
+                    where=f"storage {key}",
+                    expected=f"{declared.numel} elements, as the pickle says",
+                    found=f"{numel} elements, at byte {pos}",
+                    remedy="get the file again",
+                )
+            region = declared.region._replace(start=pos + 8)
+            pos = region.start + region.nbytes
+            if pos > self.file.nbytes:
+                raise self.file.truncated(f"storage {key}", pos)
+            self.located[key] = replace(declared, region=region)
+
+    def find(self, key: tuple[Any, ...]) -> object:
+        """What the pickle refers to, with its place."""
+        parsed = self.parse(key)
+        if not isinstance(parsed, tuple):
+            return parsed
+        cls, name, numel, view = parsed
+        storage = self.located.get(name)
+        if storage is None:
+            raise MissingRecordError("a storage is missing", expected=f"storage {name}", remedy="get the file again")
+        itemsize = cls.dtype.itemsize
+        offset = 0
+        if view is not None:
+            if type(view) is not tuple or len(view) != 3 or {type(view[1]), type(view[2])} != {int}:
+                raise PickleError("the pickle is damaged: a view of a storage that is none")
+            _, offset, numel = view
+        if not 0 <= offset <= offset + numel or (offset + numel) * itemsize > storage.region.nbytes:
+            raise TensorRangeError(
+                "a view leaves its storage",
+                where=f"storage {name}",
+                expected=f"an end within {storage.region.nbytes} bytes",
+                found=f"{numel} elements of {cls.dtype} from element {offset}",
+            )
+        return replace(storage, dtype=cls.dtype, offset=offset, numel=numel)

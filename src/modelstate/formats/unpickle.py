@@ -1,0 +1,416 @@
+"""A pickle machine that makes plain values and descriptions, and runs nothing.
+
+The machine knows the opcodes and the types that they have of their own. What a pickle asks for by name goes to a
+`Globals`; nothing that this answers with runs anything that the pickle could choose. Every step costs time and memory
+in proportion to the bytes that it consumes, or counts against a budget.
+"""
+
+import pickle
+import struct
+from _compat_pickle import IMPORT_MAPPING, NAME_MAPPING
+from collections import Counter, OrderedDict
+from collections.abc import Callable
+from typing import Any
+
+from modelstate.errors import OpenError, PickleError, TruncatedFileError
+from modelstate.formats.pickled import (
+    MAX_ARGUMENTS,
+    Allowed,
+    DeferredCall,
+    Globals,
+    InvalidTensor,
+    Refused,
+    SafeGlobal,
+    check_key,
+)
+from modelstate.process import gc_paused
+
+MAX_INT_BYTES = 256
+
+_INERT = frozenset({Refused, InvalidTensor})
+
+_u16 = struct.Struct("<H").unpack_from
+_u32 = struct.Struct("<I").unpack_from
+_i32 = struct.Struct("<i").unpack_from
+
+
+def unpickle(
+    data: bytes, start: int, persistent: Callable[[tuple[Any, ...]], object], names: Globals
+) -> tuple[object, int]:
+    """The value of the pickle that begins at `start`, and the position behind it.
+
+    `persistent` turns the tuples by which torch names storages into descriptions of them. The value may hold
+    `Refused`, `DeferredCall`, `Allowed` and `SafeGlobal` where the pickle asks for them, and containers may hold
+    themselves: `modelstate.formats.construct` checks the value. Raises `PickleError`, and `TruncatedFileError` where
+    the data ends before the pickle does.
+    """
+    machine = _Machine(data, start, persistent, names)
+    try:
+        with gc_paused():
+            return machine.run(), machine.pos
+    except OpenError:
+        raise
+    except Exception as error:
+        # Whatever a damaged pickle provokes (an empty stack, a key of the memo that is not there, text that is no
+        # UTF-8) means the same to the caller.
+        if isinstance(error, struct.error) or str(error) == "index out of range":
+            raise _ends_early(len(data)) from error
+        raise PickleError(
+            "the pickle is damaged",
+            where=f"byte {machine.pos} of the pickle",
+            found=f"{type(error).__name__}: {str(error)[:200]}",
+            remedy="get the file again; it was changed after it was written, or was never a checkpoint",
+        ) from error
+
+
+def _ends_early(pos: int) -> TruncatedFileError:
+    return TruncatedFileError(f"the pickle ends early, at byte {pos}", remedy="get the file again")
+
+
+def _damaged(what: str, found: object = "") -> PickleError:
+    return PickleError(f"the pickle is damaged: {what}", found=found, remedy="get the file again")
+
+
+class _Machine:
+    def __init__(
+        self, data: bytes, start: int, persistent: Callable[[tuple[Any, ...]], object], names: Globals
+    ) -> None:
+        self.data = data
+        self.pos = start
+        self.persistent = persistent
+        self.names = names
+        self.stack: list[Any] = []
+        self.marks: list[list[Any]] = []
+        self.memo: dict[int, Any] = {}
+        self.found: dict[str, object] = {}
+        self.protocol = 0
+        self.budget = 4 * (len(data) - start) + 1000
+        """Items and bytes that may still be copied."""
+
+    def run(self) -> object:
+        # Nearly all of a file with many tensors is made of the opcodes in this loop; the table has the others.
+        data, memo, stack, pos = self.data, self.memo, self.stack, self.pos
+        marks, call, persistent = self.marks, self.call, self.persistent
+        try:
+            while True:
+                op = data[pos]
+                pos += 1
+                if op == 0x72:  # LONG_BINPUT
+                    memo[_u32(data, pos)[0]] = stack[-1]
+                    pos += 4
+                elif op == 0x68:  # BINGET
+                    stack.append(memo[data[pos]])
+                    pos += 1
+                elif op == 0x4B:  # BININT1
+                    stack.append(data[pos])
+                    pos += 1
+                elif op == 0x28:  # MARK
+                    marks.append(stack)
+                    stack = []
+                elif op == 0x74:  # TUPLE
+                    items = tuple(stack)
+                    stack = marks.pop()
+                    stack.append(items)
+                elif op == 0x52:  # REDUCE
+                    args = stack.pop()
+                    stack[-1] = call(stack[-1], args)
+                elif op == 0x58:  # BINUNICODE
+                    end = pos + 4 + _u32(data, pos)[0]
+                    if end > len(data):
+                        raise _ends_early(len(data))
+                    stack.append(str(data[pos + 4 : end], "utf-8", "surrogatepass"))
+                    pos = end
+                elif op == 0x71:  # BINPUT
+                    memo[data[pos]] = stack[-1]
+                    pos += 1
+                elif op == 0x86:  # TUPLE2
+                    last = stack.pop()
+                    stack[-1] = (stack[-1], last)
+                elif op == 0x85:  # TUPLE1
+                    stack[-1] = (stack[-1],)
+                elif op == 0x4D:  # BININT2
+                    stack.append(_u16(data, pos)[0])
+                    pos += 2
+                elif op == 0x51:  # BINPERSID
+                    key = stack.pop()
+                    if type(key) is not tuple:
+                        raise _damaged("a persistent id that is no tuple", type(key).__name__)
+                    stack.append(persistent(key))
+                elif op == 0x29:  # EMPTY_TUPLE
+                    stack.append(())
+                elif op == 0x89:  # NEWFALSE
+                    stack.append(False)
+                elif op == 0x4A:  # BININT
+                    stack.append(_i32(data, pos)[0])
+                    pos += 4
+                elif op == 0x2E:  # STOP
+                    return stack.pop()
+                else:
+                    self.pos, self.stack = pos, stack
+                    act = _TABLE[op]
+                    if act is None:
+                        raise _damaged("an opcode that no checkpoint has", f"0x{op:02x} at byte {pos - 1}")
+                    act(self)
+                    pos, stack = self.pos, self.stack
+        finally:
+            self.pos = pos
+
+    # Pieces of the data.
+
+    def take(self, nbytes: int) -> bytes:
+        end = self.pos + nbytes
+        if end > len(self.data):
+            raise _ends_early(len(self.data))
+        piece = self.data[self.pos : end]
+        self.pos = end
+        return piece
+
+    def number(self, nbytes: int) -> int:
+        return int.from_bytes(self.take(nbytes), "little")
+
+    def raw_line(self) -> bytes:
+        end = self.data.find(b"\n", self.pos)
+        if end < 0:
+            raise _ends_early(len(self.data))
+        piece = self.data[self.pos : end]
+        self.pos = end + 1
+        return piece
+
+    def line(self) -> str:
+        return self.raw_line().decode("utf-8")
+
+    def push(self, value: object) -> None:
+        self.stack.append(value)
+
+    def pop_mark(self) -> list[Any]:
+        items = self.stack
+        self.stack = self.marks.pop()
+        return items
+
+    def text(self, nbytes: int) -> None:
+        self.push(str(self.take(nbytes), "utf-8", "surrogatepass"))
+
+    def old_string(self, piece: bytes) -> None:
+        """Python 2 wrote both text and bytes like this; what is no UTF-8 was no text."""
+        try:
+            self.push(piece.decode("utf-8"))
+        except UnicodeDecodeError:
+            self.push(piece)
+
+    def long(self, nbytes: int) -> None:
+        if nbytes > MAX_INT_BYTES:
+            raise _damaged("an integer beyond all measure", f"{nbytes} bytes")
+        self.push(int.from_bytes(self.take(nbytes), "little", signed=True))
+
+    def int_line(self) -> None:
+        line = self.line()
+        if line in ("00", "01"):
+            self.push(line == "01")
+            return
+        if len(line) > MAX_INT_BYTES:
+            raise _damaged("an integer beyond all measure", f"{len(line)} digits")
+        self.push(int(line.removesuffix("L")))
+
+    # Names, calls and objects.
+
+    def name(self, module: str, name: str) -> None:
+        if self.protocol < 3:
+            if (module, name) in NAME_MAPPING:
+                module, name = NAME_MAPPING[(module, name)]
+            else:
+                module = IMPORT_MAPPING.get(module, module)
+        whole = f"{module}.{name}"
+        if whole not in self.found:
+            self.found[whole] = self.names.find(whole)
+        self.push(self.found[whole])
+
+    def stack_global(self) -> None:
+        name, module = self.stack.pop(), self.stack.pop()
+        if type(name) is not str or type(module) is not str:
+            raise _damaged("a name that is no text", type(name).__name__)
+        self.budget -= len(module) + len(name)
+        self.check_budget()
+        self.name(module, name)
+
+    def check_budget(self) -> None:
+        if self.budget < 0:
+            raise _damaged("it copies more than it holds")
+
+    def call(self, function: Any, args: Any) -> object:
+        if type(args) is not tuple:
+            raise _damaged("arguments that are no tuple", type(args).__name__)
+        if type(function) is SafeGlobal:
+            if function.call is None or len(args) > MAX_ARGUMENTS:
+                raise _damaged("a call that cannot be", f"{function.name} of {len(args)} values")
+            if not _INERT.isdisjoint(map(type, args)) and not function.takes_inert:
+                inert = next(arg for arg in args if type(arg) in _INERT)
+                return Refused(inert.name, args) if type(inert) is Refused else inert
+            if args and function.copies:
+                self.budget -= sum(len(arg) for arg in args if hasattr(arg, "__len__"))
+                self.check_budget()
+            return function.call(*args)
+        if type(function) is Refused:
+            return Refused(function.name, *([function] if function.held else []), args)
+        if type(function) is Allowed:
+            return DeferredCall(function.name, function.real, args)
+        raise _damaged("a call of what is no function", type(function).__name__)
+
+    def new(self, cls: Any, args: Any, kwargs: Any) -> None:
+        if type(cls) is not Allowed:
+            self.push(self.call(cls, (*args, kwargs) if kwargs else args))
+            return
+        if type(args) is not tuple or type(kwargs) is not dict or not isinstance(cls.real, type):
+            raise _damaged("a new object that cannot be", cls.name)
+        if not all(type(key) is str for key in kwargs):
+            raise _damaged("keywords that are no text", cls.name)
+        self.push(DeferredCall(cls.name, cls.real, args, kwargs, new=True))
+
+    def insert(self, items: list[Any]) -> None:
+        target, kind = self.stack[-1], type(self.stack[-1])
+        pairs = list(zip(items[::2], items[1::2], strict=True))
+        for key in items[::2]:
+            if type(key) is not str:
+                check_key(key)
+        if kind is dict or kind is OrderedDict:
+            target.update(pairs)
+        elif kind is Counter:
+            dict.update(target, pairs)
+        elif kind is DeferredCall:
+            target.inserted.extend(pairs)
+        elif kind is Refused:
+            target.held.extend(items)
+        elif kind is not InvalidTensor:
+            raise _damaged("keys and values for what is no dict", kind.__name__)
+
+    def extend(self, items: list[Any]) -> None:
+        target, kind = self.stack[-1], type(self.stack[-1])
+        if kind is list:
+            target.extend(items)
+        elif kind is set:
+            for item in items:
+                check_key(item)
+            target.update(items)
+        elif kind is DeferredCall:
+            target.appended.extend(items)
+        elif kind is Refused:
+            target.held.extend(items)
+        elif kind is not InvalidTensor:
+            raise _damaged("items for what is no list", kind.__name__)
+
+    def build(self, state: Any) -> None:
+        target, kind = self.stack[-1], type(self.stack[-1])
+        if kind is DeferredCall:
+            target.states.append(state)
+        elif kind is Refused:
+            target.held.append(state)
+        elif kind is OrderedDict:
+            # Only what torch keeps there: any other attribute could hide a method of the dict.
+            versions = state.get("_metadata") if isinstance(state, dict) else None
+            if isinstance(versions, dict):
+                target._metadata = versions
+        elif kind is not InvalidTensor:
+            raise _damaged("a state for what has none", kind.__name__)
+
+    def marked_dict(self) -> None:
+        items = self.pop_mark()
+        self.push({})
+        self.insert(items)
+
+    def frozen_set(self) -> None:
+        items = self.pop_mark()
+        for item in items:
+            check_key(item)
+        self.push(frozenset(items))
+
+    def instance(self) -> None:
+        module, name = self.line(), self.line()
+        args = tuple(self.pop_mark())
+        self.name(module, name)
+        self.push(self.call(self.stack.pop(), args))
+
+    def old_object(self) -> None:
+        cls, *args = self.pop_mark()
+        self.push(self.call(cls, tuple(args)))
+
+    def new_ex(self) -> None:
+        kwargs, args = self.stack.pop(), self.stack.pop()
+        self.new(self.stack.pop(), args, kwargs)
+
+    def new_obj(self) -> None:
+        args = self.stack.pop()
+        self.new(self.stack.pop(), args, {})
+
+    def pop(self) -> None:
+        if self.stack:
+            self.stack.pop()
+        else:
+            self.pop_mark()
+
+    def tuple3(self) -> None:
+        self.stack[-3:] = [tuple(self.stack[-3:])]
+
+    def set_item(self) -> None:
+        value, key = self.stack.pop(), self.stack.pop()
+        self.insert([key, value])
+
+    def set_protocol(self) -> None:
+        self.protocol = self.number(1)
+        if self.protocol > pickle.HIGHEST_PROTOCOL:
+            raise _damaged("a protocol that does not exist", self.protocol)
+
+
+def _table() -> list[Callable[[_Machine], object] | None]:
+    actions: dict[bytes, Callable[[_Machine], object]] = {
+        pickle.PROTO: _Machine.set_protocol,
+        pickle.FRAME: lambda m: m.take(8),
+        pickle.NONE: lambda m: m.push(None),
+        pickle.NEWTRUE: lambda m: m.push(True),
+        pickle.INT: _Machine.int_line,
+        pickle.LONG: _Machine.int_line,
+        pickle.LONG1: lambda m: m.long(m.number(1)),
+        pickle.LONG4: lambda m: m.long(m.number(4)),
+        pickle.FLOAT: lambda m: m.push(float(m.line())),
+        pickle.BINFLOAT: lambda m: m.push(struct.unpack(">d", m.take(8))[0]),
+        pickle.UNICODE: lambda m: m.push(m.raw_line().decode("raw-unicode-escape")),
+        pickle.SHORT_BINUNICODE: lambda m: m.text(m.number(1)),
+        pickle.BINUNICODE8: lambda m: m.text(m.number(8)),
+        pickle.SHORT_BINSTRING: lambda m: m.old_string(m.take(m.number(1))),
+        pickle.BINSTRING: lambda m: m.old_string(m.take(m.number(4))),
+        pickle.SHORT_BINBYTES: lambda m: m.push(m.take(m.number(1))),
+        pickle.BINBYTES: lambda m: m.push(m.take(m.number(4))),
+        pickle.BINBYTES8: lambda m: m.push(m.take(m.number(8))),
+        pickle.BYTEARRAY8: lambda m: m.push(bytearray(m.take(m.number(8)))),
+        pickle.EMPTY_LIST: lambda m: m.push([]),
+        pickle.EMPTY_DICT: lambda m: m.push({}),
+        pickle.EMPTY_SET: lambda m: m.push(set()),
+        pickle.LIST: lambda m: m.push(m.pop_mark()),
+        pickle.DICT: _Machine.marked_dict,
+        pickle.FROZENSET: _Machine.frozen_set,
+        pickle.TUPLE3: _Machine.tuple3,
+        pickle.APPEND: lambda m: m.extend([m.stack.pop()]),
+        pickle.APPENDS: lambda m: m.extend(m.pop_mark()),
+        pickle.ADDITEMS: lambda m: m.extend(m.pop_mark()),
+        pickle.SETITEM: _Machine.set_item,
+        pickle.SETITEMS: lambda m: m.insert(m.pop_mark()),
+        pickle.POP: _Machine.pop,
+        pickle.POP_MARK: lambda m: m.pop_mark(),
+        pickle.DUP: lambda m: m.push(m.stack[-1]),
+        pickle.GET: lambda m: m.push(m.memo[int(m.line()[:20])]),
+        pickle.LONG_BINGET: lambda m: m.push(m.memo[m.number(4)]),
+        pickle.PUT: lambda m: m.memo.__setitem__(int(m.line()[:20]), m.stack[-1]),
+        pickle.MEMOIZE: lambda m: m.memo.__setitem__(len(m.memo), m.stack[-1]),
+        pickle.GLOBAL: lambda m: m.name(m.line(), m.line()),
+        pickle.STACK_GLOBAL: _Machine.stack_global,
+        pickle.NEWOBJ: _Machine.new_obj,
+        pickle.NEWOBJ_EX: _Machine.new_ex,
+        pickle.BUILD: lambda m: m.build(m.stack.pop()),
+        pickle.INST: _Machine.instance,
+        pickle.OBJ: _Machine.old_object,
+    }
+    table: list[Callable[[_Machine], object] | None] = [None] * 256
+    for opcode, action in actions.items():
+        table[opcode[0]] = action
+    return table
+
+
+_TABLE = _table()

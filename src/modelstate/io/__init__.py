@@ -1,0 +1,1 @@
+"""Reading and writing bytes: files, the engine that executes read requests, memory, leases, locks."""

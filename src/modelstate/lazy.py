@@ -1,0 +1,28 @@
+"""Resolves the public names of a package when they are first used, so that importing the package costs little."""
+
+import importlib
+import sys
+from collections.abc import Callable, Mapping
+
+
+def attach(package: str, modules: Mapping[str, str]) -> tuple[Callable[[str], object], Callable[[], list[str]]]:
+    """Returns `__getattr__` and `__dir__` for a package.
+
+    Args:
+        package: the name of the package, `__name__` in its `__init__.py`.
+        modules: each public name, and the module that defines it; the module itself where the name is its last part.
+    """
+
+    def __getattr__(name: str) -> object:
+        module = modules.get(name)
+        if module is None:
+            raise AttributeError(f"module {package!r} has no attribute {name!r}", name=name, obj=sys.modules[package])
+        found = importlib.import_module(module)
+        value: object = found if module == f"{package}.{name}" else getattr(found, name)
+        setattr(sys.modules[package], name, value)
+        return value
+
+    def __dir__() -> list[str]:
+        return sorted({*vars(sys.modules[package]), *modules})
+
+    return __getattr__, __dir__

@@ -1,1 +1,0 @@
-"""Programs that serve: their names, their versions, and new weights for them."""

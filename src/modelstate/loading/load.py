@@ -1,0 +1,496 @@
+"""From a checkpoint into a live model: plan, stage, commit."""
+
+import os
+import time
+from collections.abc import Callable, Iterable, Mapping, Set
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, Literal, overload
+
+import torch
+from torch import nn
+
+from modelstate.checkpoint.checkpoint import Checkpoint
+from modelstate.checkpoint.open import NO_PICKLE, argument_order, foreign_arguments, is_module, is_source
+from modelstate.checkpoint.open import open as open_checkpoint
+from modelstate.errors import ModelStateError, OptionError, PlacementError, ReadFailedError, StalePlanError
+from modelstate.loading.background import LoadHandle
+from modelstate.loading.commit import LOAD_AGAIN, Place, StagedLoad
+from modelstate.loading.options import AnyTransform, check_budget_option, check_model, options_of
+from modelstate.loading.prefetch import bring_in, prefault_async, prefetch_range
+from modelstate.loading.report import Described, Loaded, LoadReport, progress_bar
+from modelstate.loading.stage import check_budget, read_in_place, stage
+from modelstate.planning.assignment import Row, step_of
+from modelstate.planning.plan import LoadPlan, Options, Step
+from modelstate.planning.prepare import Preparation
+from modelstate.process import gc_paused
+from modelstate.rules.rule import Rule
+from modelstate.rules.schema import Schema
+from modelstate.torch_compat.plain import is_plain
+from modelstate.transaction.exclusive import exclusive
+from modelstate.transaction.journal import Journal
+from modelstate.transaction.optimizers import check_optimizers, following_state, placed
+from modelstate.transaction.references import lost_references
+
+Source = str | os.PathLike[str] | Mapping[str, Any] | Checkpoint
+_OF_TORCH = {
+    "map_location": "device=: where the tensors go; without it they stay where the model has them",
+    "strict": 'leave it out: all names have to fit. To allow some that do not: allow_missing=["head.*"], '
+    'allow_unexpected=["old.*"]',
+    "assign": "leave it out: tensors on meta get memory, and all parameters stay the objects that they are",
+    "weights_only": NO_PICKLE,
+    "mmap": "map=: whether tensors on meta may show the file itself",
+}
+"""Arguments of `torch.load` and `load_state_dict`, and what takes their place."""
+
+
+@argument_order("ms.plan", is_module, is_source)
+@foreign_arguments(**_OF_TORCH)
+def plan(
+    model: nn.Module,
+    source: Source,
+    *,
+    key: str | None = None,
+    rules: Iterable[Rule] | Schema = (),
+    allow_missing: Iterable[str] = (),
+    allow_unexpected: Iterable[str] = (),
+    dtype: torch.dtype | str | None = None,
+    device: torch.device | str | None = None,
+    transform: AnyTransform | Mapping[str, AnyTransform | None] | None = None,
+    map: bool | None = None,
+    in_place: bool = False,
+    init_missing: bool = False,
+) -> LoadPlan:
+    """What `load` with the same arguments would do, and everything that stands in its way.
+
+    The model is not changed. Its own loading code runs (hooks and `_load_from_state_dict` overrides; not
+    `set_extra_state`), and what that does is undone. No tensor's bytes are read, unless that code or the function of
+    an `Apply` looks at them, or two values have to be compared: of tied tensors, of a `Same`, and of non-persistent
+    buffers that the checkpoint has too.
+
+    Raises what opening raises, `AmbiguousKeyError`, `KeyNotFoundError`, `OptionError`, and `ModelCodeError` where the
+    model's code raises. Problems do not raise: see `Plan.ok`, `Plan.problems`.
+    """
+    options = options_of(
+        key, rules, allow_missing, allow_unexpected, dtype, device, transform, map, in_place, init_missing
+    )
+    model = check_model(model)
+    checkpoint = open_checkpoint(source)
+    with exclusive(model):
+        journal = Journal(model)
+        try:
+            with gc_paused(), torch.random.fork_rng(devices=[]):
+                return Preparation(journal, checkpoint, options, Place, call_extra_state=False).plan()
+        finally:
+            try:
+                journal.rollback()
+            finally:
+                journal.rollback()
+
+
+@overload
+def load(
+    model: nn.Module,
+    source: Source | LoadPlan,
+    *,
+    key: str | None = ...,
+    rules: Iterable[Rule] | Schema = ...,
+    allow_missing: Iterable[str] = ...,
+    allow_unexpected: Iterable[str] = ...,
+    dtype: torch.dtype | str | None = ...,
+    device: torch.device | str | None = ...,
+    transform: AnyTransform | Mapping[str, AnyTransform | None] | None = ...,
+    map: bool | None = ...,
+    in_place: bool = ...,
+    init_missing: bool = ...,
+    verify: bool = ...,
+    optimizers: Iterable[torch.optim.Optimizer] = ...,
+    progress: bool | None = ...,
+    max_memory_bytes: int | None = ...,
+    prefault: bool | None = ...,
+    background: Literal[False] = False,
+) -> LoadReport: ...
+@overload
+def load(
+    model: nn.Module,
+    source: Source | LoadPlan,
+    *,
+    key: str | None = ...,
+    rules: Iterable[Rule] | Schema = ...,
+    allow_missing: Iterable[str] = ...,
+    allow_unexpected: Iterable[str] = ...,
+    dtype: torch.dtype | str | None = ...,
+    device: torch.device | str | None = ...,
+    transform: AnyTransform | Mapping[str, AnyTransform | None] | None = ...,
+    map: bool | None = ...,
+    in_place: bool = ...,
+    init_missing: bool = ...,
+    verify: bool = ...,
+    optimizers: Iterable[torch.optim.Optimizer] = ...,
+    progress: bool | None = ...,
+    max_memory_bytes: int | None = ...,
+    prefault: bool | None = ...,
+    background: Literal[True],
+) -> LoadHandle: ...
+@overload
+def load(
+    model: nn.Module,
+    source: Source | LoadPlan,
+    *,
+    key: str | None = ...,
+    rules: Iterable[Rule] | Schema = ...,
+    allow_missing: Iterable[str] = ...,
+    allow_unexpected: Iterable[str] = ...,
+    dtype: torch.dtype | str | None = ...,
+    device: torch.device | str | None = ...,
+    transform: AnyTransform | Mapping[str, AnyTransform | None] | None = ...,
+    map: bool | None = ...,
+    in_place: bool = ...,
+    init_missing: bool = ...,
+    verify: bool = ...,
+    optimizers: Iterable[torch.optim.Optimizer] = ...,
+    progress: bool | None = ...,
+    max_memory_bytes: int | None = ...,
+    prefault: bool | None = ...,
+    background: bool,
+) -> LoadReport | LoadHandle: ...
+@argument_order("ms.load", is_module, lambda value: is_source(value) or isinstance(value, LoadPlan))
+@foreign_arguments(**_OF_TORCH)
+def load(
+    model: nn.Module,
+    source: Source | LoadPlan,
+    *,
+    key: str | None = None,
+    rules: Iterable[Rule] | Schema = (),
+    allow_missing: Iterable[str] = (),
+    allow_unexpected: Iterable[str] = (),
+    dtype: torch.dtype | str | None = None,
+    device: torch.device | str | None = None,
+    transform: AnyTransform | Mapping[str, AnyTransform | None] | None = None,
+    map: bool | None = None,
+    in_place: bool = False,
+    init_missing: bool = False,
+    verify: bool = False,
+    optimizers: Iterable[torch.optim.Optimizer] = (),
+    progress: bool | None = None,
+    max_memory_bytes: int | None = None,
+    prefault: bool | None = None,
+    background: bool = False,
+) -> LoadReport | LoadHandle:
+    """Loads a checkpoint into a model, all or nothing, with every reference kept.
+
+    Afterwards every parameter and buffer is the object that it was: optimizers, ties and hooks that refer to it go on
+    working. Every name of the checkpoint and every slot of the model has to be accounted for. On any error the model
+    is what it was, bit for bit.
+
+    Args:
+        model: a module, or a part of one; on the meta device (see `modelstate.skeleton`), materialised, or mixed.
+        source: a path, a directory, a mapping of names to tensors, a `Checkpoint`; or a `LoadPlan`, which has its
+            own arguments and is refused where the model has changed since.
+        key: the part of the checkpoint to load, by its dotted path. Without it, the part that has the model's names.
+        rules: changes of the checkpoint's names and tensors, applied in their order; or a `Schema`, which gives those
+            that lead from the checkpoint's version to the current one.
+        allow_missing: glob patterns of names that the model has and the checkpoint need not have.
+        allow_unexpected: glob patterns of names that the checkpoint has and the model need not have.
+        dtype: casts floating-point tensors on the way; what is loaded has that dtype afterwards. A torch.dtype, or its
+            name: "bfloat16", "bf16". Without it, only casts that lose nothing are made, to the dtype of the model.
+        device: where the tensors go. Without it they stay where they are, and those on meta go to the CPU.
+        transform: called once for each tensor, in the order of the file, with its name in the model and the tensor as
+            the file has it; returns the tensor to load, of the same shape. A tensor subclass is possible. Or a mapping
+            from glob patterns, of names or of the paths of modules, to transforms, or to None for what is left alone:
+            the first pattern that matches counts. See also `modelstate.loading.Quantize`.
+        map: whether tensors on meta may show the file itself, copy-on-write, so that nothing is copied. None maps a
+            file only where that is safe: not a torch file that this process may write to, since `torch.save` would
+            overwrite it in place, and no file that cannot be protected from other processes. True maps it all the
+            same, and the report's notes say what is not protected; overwriting such a file in place changes the model,
+            or ends the process. With False the tensors get memory of their own. All other targets always do.
+        in_place: reads straight into the memory that is there, with no second copy. An I/O error or an interrupt in
+            the middle of that read leaves a model that is partly overwritten; every other error leaves it as it was.
+        init_missing: initialises what the checkpoint lacks by the model's own code, as the constructor does: by the
+            `reset_parameters` of the module that owns a tensor, and the `_init_weights` of a Hugging Face model. They
+            run on a copy, so that no tensor that the file has is touched; plan and report name the methods for each
+            tensor. A tensor that has values and that `allow_missing` matches keeps them.
+        verify: compares the file with the checksums that it keeps, before any value is put in place.
+        optimizers: their state follows where a parameter's dtype or device changes, or it has had no memory.
+        progress: a bar on the terminal; None shows it when the load takes longer than half a second.
+        max_memory_bytes: the most memory that the load may need beyond the final tensors.
+        prefault: True brings in the pages of the file that tensors show, with several threads, before anything is put
+            in place; then nothing waits for the disk later. None does so in the background; False leaves it to
+            whoever uses them.
+        background: plans and checks, and returns a `LoadHandle` while a thread reads, casts and transforms; the model
+            is what it was until its `result`. The report's `seconds` are those from this call to that return.
+
+    Raises `PlanError` with all problems at once; what opening raises; `ModelCodeError`, `TransformError`,
+    `PlacementError`, `ReadFailedError`, `ChecksumError`, `MemoryBudgetError`, `OptionError`, `StalePlanError`.
+    """
+    model = check_model(model)
+    trained = check_optimizers(optimizers, model)
+    check_budget_option(max_memory_bytes)
+    how = _LoadOptions(trained, verify, progress, max_memory_bytes, prefault, time.perf_counter())
+    options = options_of(
+        key, rules, allow_missing, allow_unexpected, dtype, device, transform, map, in_place, init_missing
+    )
+    # A transform is the user's code, and may leave cycles of tensors behind that have to be collected on the way.
+    chosen = source.options if isinstance(source, LoadPlan) else options
+    quiet = gc_paused if chosen.transform is None else nullcontext[None]
+    if not background:
+        with exclusive(model), quiet():
+            return _carry_out(model, source, options, how)
+    if chosen.in_place:
+        raise OptionError(
+            "in_place=True reads into memory that the program goes on using",
+            where="background=True",
+            remedy="leave one of them out: without in_place=True the values wait in memory of their own",
+        )
+    with exclusive(model), quiet():
+        staged = _staged(model, source, options, how)
+
+    def commit() -> LoadReport:
+        if isinstance(source, LoadPlan):
+            _of_plan(source, Options())  # another load may have carried it out since
+        with exclusive(model), quiet():
+            report = _carry_out(model, staged.plan, Options(), replace(how, progress=False), staged)
+        if isinstance(source, LoadPlan):
+            source.carried_out.extend(staged.plan.carried_out)
+        return report
+
+    return LoadHandle(staged, progress, commit)
+
+
+@dataclass(frozen=True, slots=True)
+class _LoadOptions:
+    """What a load has to keep to, and that does not decide about its plan."""
+
+    optimizers: tuple[torch.optim.Optimizer, ...]
+    verify: bool
+    progress: bool | None
+    max_memory_bytes: int | None
+    prefault: bool | None
+    started: float
+
+
+def load_then(
+    journal: Journal,
+    checkpoint: Checkpoint,
+    options: Options,
+    then: Callable[[Set[str]], None],
+    *,
+    optimizers: Iterable[torch.optim.Optimizer] = (),
+    verify: bool = False,
+    progress: bool | None = None,
+    max_memory_bytes: int | None = None,
+    prefault: bool | None = None,
+) -> LoadReport:
+    """`load` into the root of a journal, and whatever else belongs to it, all or nothing together.
+
+    `then` is called when every tensor is of the shape and dtype, and on the device, that it will have, and all that is
+    left to do is to copy values between memory that is there; code that looks at tensors there, within the journal's
+    `model_code`, sees the new values. It gets the names of the tensors that the model initialises. What it changes it
+    takes down in the journal, before it does, which undoes it whatever raises, from the beginning of the load on.
+    """
+    check_budget_option(max_memory_bytes)
+    how = _LoadOptions(tuple(optimizers), verify, progress, max_memory_bytes, prefault, time.perf_counter())
+    with exclusive(journal.root), gc_paused():
+        return _carry_out(journal.root, checkpoint, options, how, journal=journal, then=then)
+
+
+def _staged(model: nn.Module, source: Source | LoadPlan, options: Options, how: _LoadOptions) -> StagedLoad:
+    """What is to be brought in for a load that has been planned, checked and undone."""
+    checkpoint, options = (
+        _of_plan(source, options) if isinstance(source, LoadPlan) else (open_checkpoint(source), options)
+    )
+    journal = Journal(model)
+    try:
+        with torch.random.fork_rng(devices=[]):
+            preparation = Preparation(journal, checkpoint, options, Place, call_extra_state=False)
+        preparation.check()
+        notes = _check_unchanged(source, preparation.plan()) if isinstance(source, LoadPlan) else []
+        check_budget(preparation, how.max_memory_bytes)
+        _check_trained(preparation, how.optimizers)
+        return StagedLoad(preparation, how.verify, notes)
+    finally:
+        try:
+            journal.rollback()
+        finally:
+            journal.rollback()
+
+
+def _carry_out(
+    model: nn.Module,
+    source: Source | LoadPlan,
+    options: Options,
+    how: _LoadOptions,
+    staged: StagedLoad | None = None,
+    journal: Journal | None = None,
+    then: Callable[[Set[str]], None] | None = None,
+) -> LoadReport:
+    """The load itself. All that it needed is gone when it returns. `staged` is what was brought in for it before."""
+    checkpoint, options = (
+        _of_plan(source, options) if isinstance(source, LoadPlan) else (open_checkpoint(source), options)
+    )
+    journal, before = journal or Journal(model), placed(how.optimizers)
+    try:
+        preparation = Preparation(journal, checkpoint, options, Place, call_extra_state=True)
+        preparation.check()
+        if isinstance(source, LoadPlan):
+            notes = _check_unchanged(
+                source, preparation.plan(), "make the plan again" if staged is None else LOAD_AGAIN
+            )
+            preparation.notes += notes if staged is None else []  # what was staged is not read again
+        check_budget(preparation, how.max_memory_bytes)
+        _check_trained(preparation, how.optimizers)
+        if staged is None:
+            verified = preparation.checkpoint.verify() if how.verify else 0
+            preparation.notes += prefetch_range(preparation)
+        else:
+            verified = staged.verified_bytes
+            staged.give(preparation)
+        with progress_bar(how.progress, preparation.nbytes) as advance:
+            stage(preparation, advance)
+            new_state = following_state(how.optimizers, _finals(preparation), before) if how.optimizers else []
+            _place_what_may_fail(preparation)
+            if how.prefault and staged is None:
+                preparation.notes += bring_in(preparation.assignments, lambda _: None)
+            _check_shown(preparation)
+            _read_in_place(preparation, advance)
+        if then is not None:
+            then(preparation.initialised)
+        journal.commit(*(partial(state.__setitem__, name, value) for state, name, value in new_state))
+    except BaseException:
+        try:
+            journal.rollback()
+        finally:
+            journal.rollback()
+        raise
+    if how.prefault is None and staged is None:
+        preparation.notes += prefault_async(preparation)
+    if isinstance(source, LoadPlan):
+        source.carried_out.append(time.strftime("%F %T"))
+    return _report(preparation, how.started, verified)
+
+
+def _check_shown(preparation: Preparation) -> None:
+    """What is going to be shown is not read, so that only the file itself can say whether it is still the same."""
+    if any(made.placement.mapped for made in preparation.assignments):
+        preparation.incoming.maps.check_unchanged()
+
+
+def _of_plan(plan: LoadPlan, options: Options) -> tuple[Checkpoint, Options]:
+    if options != Options():
+        raise OptionError("a plan brings its own arguments", remedy="give them to modelstate.plan")
+    if plan.carried_out or plan.checkpoint is None:
+        raise StalePlanError(
+            "the plan has been carried out",
+            where=plan.target,
+            found=", ".join(plan.carried_out),
+            remedy="make a new one",
+        )
+    # The files may have been replaced since; what is there now counts, and must be what was planned for.
+    return plan.checkpoint, plan.options
+
+
+def _check_unchanged(plan: LoadPlan, now: LoadPlan, remedy: str = "make the plan again") -> list[str]:
+    """Raises `StalePlanError` where the model has changed. Returns notes on what is done in another way than planned.
+
+    Whether a file may be mapped depends on the processes that have it open, too. That does not make a plan stale: the
+    values are the same, and the load takes the way that is safe now, as it would without a plan.
+    """
+    was = {(step.name, step.kind): step for step in plan.steps}
+    different = [step for step in now.steps if was.get((step.name, step.kind)) != step]
+    other_way = [step for step in different if _differ_in_mapping(was.get((step.name, step.kind)), step)]
+    if len(different) > len(other_way) or (len(plan.steps), plan.slots) != (len(now.steps), now.slots):
+        changed = [step.name for step in {*plan.steps} ^ {*now.steps}]
+        raise StalePlanError(
+            "the model is no longer what was planned for; nothing has been changed",
+            where=now.target,
+            found=f"{len(changed)} steps differ: {', '.join(sorted(set(changed))[:4])}",
+            remedy=remedy,
+        )
+    mapped, read = sum(step.mapped for step in other_way), sum(not step.mapped for step in other_way)
+    notes = [f"{read} tensors are read into memory; when the plan was made, the file could be mapped"] if read else []
+    return notes + (
+        [f"{mapped} tensors show the file; when the plan was made, it could not be mapped"] if mapped else []
+    )
+
+
+def _differ_in_mapping(one: Step | None, other: Step) -> bool:
+    """Whether all that differs is that the tensor shows the file in one of the two, and has its own memory else."""
+    if one is None or one.mapped == other.mapped:
+        return False
+    return one._replace(why="", mapped=False, way="") == other._replace(why="", mapped=False, way="")
+
+
+def _check_trained(preparation: Preparation, optimizers: tuple[torch.optim.Optimizer, ...]) -> None:
+    """Nothing is known of the state that fits what a module's transform makes of a parameter."""
+    if not optimizers:
+        return
+    trained = {param for optimizer in optimizers for group in optimizer.param_groups for param in group["params"]}
+    for made in preparation.assignments:
+        if made.remake is not None and made.param in trained:
+            raise OptionError(
+                "an optimizer's state cannot follow what the transform makes of its parameter",
+                where=made.name,
+                found=made.placement.why,
+                remedy="build the optimizer after the load, or leave the parameter alone: transform={name: None, ...}",
+            )
+
+
+def _finals(preparation: Preparation) -> dict[torch.Tensor, torch.Tensor]:
+    """What each parameter is going to be, before it is; what a tensor subclass has made is there already."""
+    made = preparation.assignments
+    return {one.param: one.final for one in made if one.final is not None and is_plain(one.final)}
+
+
+def _place_what_may_fail(preparation: Preparation) -> None:
+    """Values that run code of a tensor subclass on their way in; they can still be undone."""
+    for write in preparation.journal.writes:
+        if isinstance(write, Place) and not write.done and not write.made.placement.direct and not write.cannot_fail:
+            try:
+                write.run(preparation.journal)
+            except ModelStateError:
+                raise
+            except Exception as error:
+                raise PlacementError(
+                    "a value cannot be put in its place; nothing has been changed",
+                    where=write.made.name,
+                    expected=f"{type(write.target).__name__}, {write.target.dtype}",
+                    found=f"{type(write.value).__name__}, {write.value.dtype}: {error}",
+                    remedy="give the tensor subclass a module_load handler, or convert the value with transform=",
+                ) from error
+            write.done = True
+
+
+def _read_in_place(preparation: Preparation, advance: Callable[[int], None]) -> None:
+    try:
+        read_in_place(preparation, advance)
+    except ReadFailedError as error:
+        raise ReadFailedError(
+            "reading failed while the model was read in place: its values are partly overwritten",
+            where=error.where,
+            found=error,
+            remedy="load again, or load without in_place=True, which keeps the old values until all is read",
+        ) from error
+
+
+def _report(preparation: Preparation, started: float, verified_bytes: int) -> LoadReport:
+    target, source = preparation.names
+    rows: list[Row | Step] = [*preparation.rows(), *preparation.calls()]
+    return LoadReport(
+        target=target,
+        source=source,
+        loaded=Described(rows, _described),
+        notes=(*preparation.notes, *preparation.overflows.notes()),
+        slots=preparation.slot_count,
+        seconds=time.perf_counter() - started,
+        peak_memory_bytes=preparation.held.peak_bytes,
+        verified_bytes=verified_bytes,
+        # Our own writes keep every object; code of the model may put another one in its place.
+        references_lost=lost_references(preparation.slots_before, preparation.model)
+        if preparation.journal.armed
+        else (),
+    )
+
+
+def _described(row: Row | Step) -> Loaded:
+    return Loaded(row, 0.0) if isinstance(row, Step) else Loaded(step_of(row), row[-1])

@@ -1,0 +1,199 @@
+"""The weighted average of checkpoints: model soups, averages over training, and sums of task vectors."""
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from modelstate.checkpoint.checkpoint import Checkpoint
+from modelstate.checkpoint.combine import Combination, Merged, check_values, is_plain, label, listed, versions_of, where
+from modelstate.errors import CombineError, OptionError
+from modelstate.formats.tree import FlatTree, same_tensor
+from modelstate.io.memory import empty_cpu
+from modelstate.spec import Combined, Stored, StoredTensor, bytes_key
+
+_CHUNK = 1 << 17
+"""Elements that are summed at once: their sums stay in the processor's cache."""
+_COMPUTED_IN = {
+    torch.float16: torch.float32,
+    torch.bfloat16: torch.float32,
+    torch.float32: torch.float64,
+    torch.float64: torch.float64,
+    torch.complex64: torch.complex128,
+    torch.complex128: torch.complex128,
+}
+"""The sum is rounded to the dtype of the file once, at its end. What is not here, as float8 with its scales in other
+tensors, has no average of its own."""
+
+
+@dataclass(frozen=True, slots=True)
+class Average(Combination):
+    """The weighted average of checkpoints of one model, for `ms.open(sources, combine=ms.merge.Average(...))`.
+
+    All checkpoints must have the same names, shapes and dtypes. float16 and bfloat16 are summed in float32, float32
+    and complex64 in double precision, and rounded once. A checkpoint whose weight is zero is left out of the sums, and
+    where only one is left with the weight 1, its tensors are taken as they are.
+
+    Method: "Model soups", Wortsman et al., arXiv:2203.05482; weights of other sums: "Editing Models with Task
+    Arithmetic", Ilharco et al., arXiv:2212.04089.
+    """
+
+    weights: Sequence[float] | None = None
+    """One for each checkpoint, finite; they are used as they are, and need not add up to 1. None for equal parts."""
+    others: str | int = "equal"
+    """What becomes of tensors that are neither floating-point nor complex, and of values that are no tensors: "equal"
+    demands that all checkpoints agree, which for tensors is checked when they are read; "first", "last" or an index
+    take them from that checkpoint."""
+
+    def __post_init__(self) -> None:
+        if self.weights is not None:
+            try:
+                if isinstance(self.weights, str | bytes | Mapping) or any(
+                    isinstance(one, bool) for one in self.weights
+                ):
+                    raise TypeError
+                numbers = tuple(float(weight) for weight in self.weights)
+            except (TypeError, ValueError, OverflowError) as error:
+                raise OptionError(
+                    "the weights of an average are no numbers",
+                    expected="one for each checkpoint",
+                    found=repr(self.weights)[:200],
+                ) from error
+            if not all(map(math.isfinite, numbers)):
+                raise CombineError("the weights of an average must be finite", found=list(numbers))
+            object.__setattr__(self, "weights", numbers)
+        is_index = isinstance(self.others, int) and not isinstance(self.others, bool)
+        if not is_index and self.others not in ("equal", "first", "last"):
+            raise OptionError(
+                "others= names no checkpoint", expected='"equal", "first", "last" or an index', found=repr(self.others)
+            )
+
+    def merge(self, sources: Sequence[Checkpoint]) -> Merged:
+        """The averages, which are computed when they are wanted."""
+        weights = self._weights(sources)
+        chosen = self._chosen(sources)
+        differences = list(_differences(sources))
+        if differences:
+            raise CombineError(
+                f"the checkpoints differ in {len(differences)} places, so they have no average",
+                where=where(sources),
+                expected="the same names, shapes and dtypes in all",
+                found=listed(differences, most=12, between="; "),
+                remedy="open the parts that agree alone, with key=",
+            )
+        if chosen is None:
+            check_values(sources, in_all=True)
+        made: dict[object, Stored] = {}
+        tensors: dict[str, Stored] = {}
+        for name in sources[0]:
+            parts = tuple(source.stored(name) for source in sources)
+            keys = tuple(bytes_key(part, name) for part in parts)
+            if keys not in made:  # tied in all of them: one average, with all the names
+                made[keys] = self._averaged(name, parts, weights, chosen)
+            tensors[name] = made[keys]
+        values = sources[chosen or 0].flat.values
+        return Merged(FlatTree(tensors, dict(values), sources[0].flat.containers), versions_of(sources))
+
+    def _weights(self, sources: Sequence[Checkpoint]) -> tuple[float, ...]:
+        if self.weights is None:
+            return (1 / len(sources),) * len(sources)
+        if len(self.weights) != len(sources):
+            raise CombineError(
+                "an average has not as many weights as checkpoints",
+                where=where(sources),
+                expected=f"{len(sources)} weights",
+                found=f"{len(self.weights)}: {list(self.weights)}",
+            )
+        return tuple(self.weights)
+
+    def _chosen(self, sources: Sequence[Checkpoint]) -> int | None:
+        """The index of the checkpoint that the other values are taken from."""
+        index = {"equal": None, "first": 0, "last": len(sources) - 1}.get(str(self.others), self.others)
+        if isinstance(index, int) and not 0 <= index < len(sources):
+            raise CombineError(
+                "others= names a checkpoint that is not there",
+                where=where(sources),
+                expected=f"an index below {len(sources)}",
+                found=index,
+            )
+        return index if isinstance(index, int) else None
+
+    def _averaged(self, name: str, parts: tuple[Stored, ...], weights: tuple[float, ...], chosen: int | None) -> Stored:
+        dtype, shape = parts[0].dtype, tuple(parts[0].shape)
+        if dtype not in _COMPUTED_IN or not all(map(is_plain, parts)):
+            if chosen is not None:
+                return parts[chosen]
+            return Combined(f"the same in {len(parts)}", dtype, shape, parts, lambda found: _same(name, found))
+        used = tuple((part, weight) for part, weight in zip(parts, weights, strict=True) if weight)
+        if len(used) == 1 and used[0][1] == 1:
+            return used[0][0]
+        wide = _COMPUTED_IN[dtype]
+        factors = [weight for _, weight in used]
+        keeps_equal = self.weights is None and wide == dtype
+
+        def build(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+            return _sum(tensors, factors, tuple(tensors[0].shape) if tensors else shape, dtype, keeps_equal)
+
+        scratch = 4 * min(_CHUNK, math.prod(shape)) * wide.itemsize + sum(_ordered_bytes(part) for part, _ in used)
+        kind, parts = f"average of {len(parts)}", tuple(part for part, _ in used)
+        return Combined(kind, dtype, shape, parts, build, scratch, elementwise=True)
+
+
+def _ordered_bytes(part: Stored) -> int:
+    """Memory for the elements of a tensor in their order, where they lie in another one, or elsewhere."""
+    if isinstance(part, torch.Tensor):
+        in_order = part.is_cpu and part.is_contiguous() and not part.is_conj() and not part.is_neg()
+    else:
+        in_order = not isinstance(part, StoredTensor) or part.is_contiguous
+    return 0 if in_order else math.prod(part.shape) * part.dtype.itemsize
+
+
+def _sum(
+    tensors: Sequence[torch.Tensor], weights: Sequence[float], shape: tuple[int, ...], dtype: torch.dtype, keep: bool
+) -> torch.Tensor:
+    """The weighted sum; with `keep`, an element that is the same in all stays what it is, whatever the rounding."""
+    wide = _COMPUTED_IN[dtype]
+    out = empty_cpu(shape, dtype)
+    flat = [tensor.detach().to("cpu").resolve_conj().resolve_neg().reshape(-1) for tensor in tensors]
+    into = out.view(-1)
+    scratch = empty_cpu((2, min(_CHUNK, into.numel())), wide)  # one for all chunks
+    for start in range(0, into.numel() if flat else 0, _CHUNK):
+        pieces = [tensor[start : start + _CHUNK] for tensor in flat]
+        total, widened = scratch[:, : pieces[0].numel()]
+        total.copy_(pieces[0]).mul_(weights[0])
+        for piece, weight in zip(pieces[1:], weights[1:], strict=True):
+            total.add_(widened.copy_(piece), alpha=weight)
+        if keep:
+            same = torch.ones_like(total, dtype=torch.bool)
+            for piece in pieces[1:]:
+                same &= piece == pieces[0]
+            total = torch.where(same, pieces[0], total)
+        into[start : start + _CHUNK].copy_(total)
+    return out
+
+
+def _same(name: str, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+    differing = [index for index, tensor in enumerate(tensors) if not same_tensor(tensors[0], tensor)]
+    if differing:
+        raise CombineError(
+            "a tensor that has no average differs between the checkpoints",
+            where=name,
+            expected=f"the same {tensors[0].dtype} values in all",
+            found=f"others than in the first in {', '.join(f'[{index}]' for index in differing)}",
+            remedy='take it from one of them: ms.merge.Average(others="first")',
+        )
+    return tensors[0]
+
+
+def _differences(sources: Sequence[Checkpoint]) -> Iterator[str]:
+    """In what the checkpoints are not of one model."""
+    first = sources[0]
+    for index, other in enumerate(sources[1:], 1):
+        at = label(sources, index)
+        yield from (f"{name!r} is not in {at}" for name in first if name not in other)
+        yield from (f"{name!r} is in {at} alone, or not in [0]" for name in other if name not in first)
+        for name, spec in first.items():
+            found = other.get(name)
+            if found is not None and (found.shape != spec.shape or found.dtype != spec.dtype):
+                yield f"{name!r} is {found.dtype} of shape {found.shape} in {at}, {spec.dtype} of {spec.shape} in [0]"

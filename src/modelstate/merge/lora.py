@@ -1,0 +1,558 @@
+"""LoRA adapters of peft, added to the weights of their base as these are read.
+
+Method: "LoRA: Low-Rank Adaptation of Large Language Models", Hu et al., arXiv:2106.09685. The arithmetic is that of
+peft's `merge_and_unload`, step by step, so that the results are the same.
+"""
+
+import json
+import math
+import os
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from difflib import get_close_matches
+from fnmatch import fnmatchcase
+from typing import TypeGuard, TypeVar
+
+import torch
+
+from modelstate.checkpoint.checkpoint import Checkpoint
+from modelstate.checkpoint.combine import Combination, Merged, is_plain, label, listed, versions_of
+from modelstate.errors import AdapterError, OpenError, OptionError, ReadFailedError, SourceNotFoundError
+from modelstate.formats.tree import FlatTree
+from modelstate.io.files import read_whole
+from modelstate.io.memory import empty_cpu
+from modelstate.planning.matching import _MATRIX, _PREFIX, adapter_names
+from modelstate.spec import Combined, Stored, bytes_key
+
+NAME = "adapter_config.json"
+_T = TypeVar("_T")
+_MAX_BYTES = 10_000_000
+_MAX_PATTERN = 500
+_NOT_MERGED = (
+    *("use_dora", "use_qalora", "use_bdlora", "layer_replication", "target_parameters", "trainable_token_indices"),
+    *("alora_invocation_tokens", "arrow_config", "velora_config", "monteclora_config", "megatron_config"),
+    *("corda_config", "lora_ga_config", "kasa_config"),
+)
+"""Settings by which an adapter is more than two matrices, or stands for another model than its base."""
+_CHANGE_THE_BASE = ("pissa", "olora", "corda", "lora_ga", "loftq")
+"""How `init_lora_weights` begins where the base had something taken off when the adapter was made, which is in no file
+of the adapter. peft computes it anew whenever it loads one."""
+
+
+@dataclass(frozen=True, slots=True)
+class AdapterConfig:
+    """How an adapter is scaled. The patterns are regular expressions for the ends of module paths."""
+
+    alpha: float | None = None
+    rank: int | None = None
+    alphas: Mapping[re.Pattern[str], float] = field(default_factory=dict)
+    ranks: Mapping[re.Pattern[str], int] = field(default_factory=dict)
+    by_root: bool = False
+    """Whether alpha is divided by the square root of the rank (rsLoRA, arXiv:2312.03732)."""
+    fan_in_fan_out: bool | None = None
+    modules_to_save: tuple[str, ...] = ()
+    """Modules that are replaced as a whole."""
+
+    def alpha_of(self, module: str) -> float | None:
+        return _by_pattern(self.alphas, module, self.alpha)
+
+    def rank_of(self, module: str) -> int | None:
+        return _by_pattern(self.ranks, module, self.rank)
+
+
+def _by_pattern(patterns: Mapping[re.Pattern[str], _T], module: str, otherwise: _T | None) -> _T | None:
+    """As peft finds it: the first pattern that is the end of the path."""
+    for pattern, value in patterns.items():
+        if pattern.match(module):
+            return value
+    return otherwise
+
+
+def config_beside(files: Sequence[str]) -> AdapterConfig | None:
+    """The configuration in the directory of an adapter's first file; None where there is none.
+
+    Raises `AdapterError` where it is damaged, or says that the adapter is of a kind that is not merged here.
+    """
+    if not files:
+        return None
+    path = os.path.join(os.path.dirname(files[0]), NAME)
+    try:
+        text = read_whole(path, _MAX_BYTES, "the adapter's configuration")
+    except (OpenError, ReadFailedError) as error:
+        if isinstance(error, SourceNotFoundError) and not os.path.islink(path):
+            return None
+        raise AdapterError(
+            "the adapter's configuration cannot be read",
+            where=path,
+            found=f"{error.what}: {error.found}".removesuffix(": "),
+            remedy=error.remedy,
+        ) from error
+    try:
+        return _checked(json.loads(text), path)
+    except (ValueError, RecursionError) as error:
+        if isinstance(error, AdapterError):
+            raise
+        raise AdapterError(
+            "the adapter's configuration is damaged",
+            where=path,
+            found=f"{type(error).__name__}: {error}",
+            remedy="copy it again; or remove it, and give ms.merge.LoRA(alpha=...)",
+        ) from error
+
+
+def _checked(found: object, path: str) -> AdapterConfig:
+    if not isinstance(found, dict):
+        raise ValueError(f"a {type(found).__name__} where an object should be")
+    kind = found.get("peft_type", "LORA")
+    unsupported = [name for name in _NOT_MERGED if found.get(name)]
+    if str(found.get("init_lora_weights")).startswith(_CHANGE_THE_BASE):
+        unsupported.append("init_lora_weights")
+    if kind != "LORA" or unsupported:
+        raise AdapterError(
+            "an adapter of this kind is not merged here",
+            where=path,
+            expected='peft_type "LORA", with none of its variants',
+            found=f"peft_type {kind!r}"
+            if kind != "LORA"
+            else ", ".join(f"{name}: {found[name]!r}" for name in unsupported),
+            remedy="merge it with peft: PeftModel.merge_and_unload()"
+            + (
+                ", or save it for the untouched base: save_pretrained(path_initial_model_for_weight_conversion=...)"
+                if unsupported == ["init_lora_weights"]
+                else ""
+            ),
+        )
+    modules = found.get("modules_to_save") or []
+    if not isinstance(modules, list) or not all(isinstance(name, str) for name in modules):
+        raise ValueError("modules_to_save is no list of names")
+    return AdapterConfig(
+        alpha=_alpha(found.get("lora_alpha")),
+        rank=_rank(found.get("r")),
+        alphas=_patterns(found.get("alpha_pattern") or {}, _alpha),
+        ranks=_patterns(found.get("rank_pattern") or {}, _rank),
+        by_root=_flag(found, "use_rslora"),
+        fan_in_fan_out=_flag(found, "fan_in_fan_out") if "fan_in_fan_out" in found else None,
+        modules_to_save=tuple(modules),
+    )
+
+
+def _patterns(found: object, checked: Callable[[object], _T | None]) -> dict[re.Pattern[str], _T]:
+    """What stands for modules by patterns, each of which is compiled once."""
+    if not isinstance(found, dict):
+        raise ValueError("a pattern that is no object")
+    patterns = {}
+    for pattern, given in found.items():
+        value = checked(given)
+        if value is None:
+            raise ValueError(f"the pattern {pattern[:80]!r} has no value")
+        patterns[_compiled(pattern)] = value
+    return patterns
+
+
+def _alpha(value: object) -> float | None:
+    if value is None:
+        return None
+    if not is_finite_number(value):
+        raise ValueError(f"an alpha of {str(value)[:80]}")
+    return float(value)
+
+
+def is_finite_number(value: object) -> TypeGuard[float]:
+    """Whether a value is a number, and no boolean, that fits a float."""
+    try:
+        return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    except OverflowError:  # an int of hundreds of digits
+        return False
+
+
+def _rank(value: object) -> int | None:
+    if value is None:
+        return None
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise ValueError(f"a rank of {value!r}")
+    return value
+
+
+def _flag(found: Mapping[str, object], name: str) -> bool:
+    value = found.get(name, False)
+    if value is not None and not isinstance(value, bool):
+        raise ValueError(f"{name} is {value!r}")
+    return bool(value)
+
+
+def _compiled(pattern: str) -> re.Pattern[str]:
+    """As peft has it, for the ends of module paths.
+
+    Refuses expressions that could take for ever, which the file of a stranger may have.
+    """
+    repeats = sum(pattern.count(sign) for sign in "*+{")
+    if len(pattern) > _MAX_PATTERN or repeats > 3 or re.search(r"\)[*+{?]", pattern) or re.search(r"\\\d", pattern):
+        raise ValueError(f"the pattern {pattern[:80]!r} is not read: it could take very long to match")
+    try:
+        return re.compile(rf"(.*\.)?({pattern})$")
+    except re.error as error:
+        raise ValueError(f"the pattern {pattern[:80]!r} is no regular expression: {error}") from error
+
+
+_SAVED = re.compile(r"\.modules_to_save(\.[^.]+)?(?=\.)")
+_ORIGINAL = ".original_module."
+_CONV = {3: torch.nn.functional.conv1d, 4: torch.nn.functional.conv2d, 5: torch.nn.functional.conv3d}
+_CONV_COPIES = 2
+"""Of what a convolution computes: it lays its result out in ways of its own before it returns it."""
+_HALF = (torch.float16, torch.bfloat16)
+_CHUNK = 1 << 18
+"""Elements that are added at once: where dtypes differ, torch widens both sides before it adds them."""
+_MOST_SUGGESTED = 3
+"""Names are compared with all of the base's to find one that is nearly the same, which takes long."""
+
+
+@dataclass(frozen=True, slots=True)
+class LoRA(Combination):
+    """A base with its adapters merged, for `ms.open([base, adapter, ...], combine=ms.merge.LoRA())`.
+
+    Each weight W that an adapter has matrices A and B for becomes W + alpha / r * B @ A, for linear layers,
+    embeddings, `Conv1D` of transformers and convolutions, in the base's dtype. Biases and `modules_to_save` of an
+    adapter take the place of the base's. Several adapters are added one after the other. `alpha`, `r`, their overrides
+    for single modules and the scaling of rsLoRA are read from the `adapter_config.json` beside an adapter; what is
+    given here counts instead, for all adapters and modules. DoRA and other variants are refused.
+
+    A matrix that is added to a tied weight of the base changes all its names, as it does in a live model.
+    """
+
+    alpha: float | None = None
+    """What the product is multiplied with, before it is divided by the rank."""
+    rank: int | None = None
+    """The rank that all matrices must have; None takes it from their shapes."""
+    rslora: bool | None = None
+    """Whether alpha is divided by the square root of the rank instead."""
+    fan_in_fan_out: bool | Mapping[str, bool] | None = None
+    """Whether square weights have their inputs first, as `Conv1D` has them; or that by glob patterns of modules, of
+    which the first that matches counts. Other shapes tell by themselves, and None takes square ones for what these and
+    the adapter's configuration say; where they differ, it has to be said here."""
+
+    def __post_init__(self) -> None:
+        alpha, rank, flips = self.alpha, self.rank, self.fan_in_fan_out
+        if alpha is not None and not is_finite_number(alpha):
+            raise OptionError("alpha= is no finite number", found=repr(alpha)[:80])
+        if rank is not None and (isinstance(rank, bool) or not isinstance(rank, int) or rank < 1):
+            raise OptionError("rank= is no positive integer", found=repr(rank)[:80])
+        if not isinstance(self.rslora, bool | None):
+            raise OptionError("rslora= is neither True nor False", found=repr(self.rslora))
+        said = flips.values() if isinstance(flips, Mapping) else [flips]
+        if not all(isinstance(one, bool | None) for one in said) or (isinstance(flips, Mapping) and None in said):
+            raise OptionError(
+                "fan_in_fan_out= says neither True nor False",
+                expected="one, or one for each pattern",
+                found=repr(flips),
+            )
+
+    def merge(self, sources: Sequence[Checkpoint]) -> Merged:
+        """The weights of the base, with what is added to them when they are wanted."""
+        base = sources[0]
+        if adapter_names(base):
+            raise AdapterError(
+                "the first checkpoint is an adapter, and its base has to be before it",
+                where=base.source,
+                expected="a base, and one adapter or more",
+                found=listed(adapter_names(base), most=2),
+                remedy="ms.open([base, adapter], combine=ms.merge.LoRA())",
+            )
+        if len(sources) < 2:
+            raise AdapterError("there is no adapter", where=base.source, expected="a base, and one adapter or more")
+        for index, adapter in enumerate(sources[1:], 1):
+            if not len(adapter):
+                raise AdapterError("an adapter has no tensors", where=label(sources, index))
+            if not any(name.startswith(_PREFIX) or _MATRIX.match(name) for name in adapter):
+                raise AdapterError(
+                    "this checkpoint is not an adapter: it has no LoRA matrices",
+                    where=label(sources, index),
+                    expected="names such as layer.lora_A.weight and layer.lora_B.weight",
+                    found=listed(list(adapter), most=2),
+                    remedy="open it by itself, or average several models with combine=ms.merge.Average()",
+                )
+        problems: list[str] = []
+        deltas: dict[str, list[_Delta]] = {}
+        replaced: dict[str, tuple[int, Stored]] = {}
+        for index, adapter in enumerate(sources[1:], 1):
+            reading = _Adapter(base, adapter, label(sources, index), self._config(adapter), self)
+            reading.read()
+            problems += reading.problems
+            for name, stored in reading.replaced.items():
+                if name in replaced:
+                    problems.append(f"{name!r} is replaced by {label(sources, index)} and by [{replaced[name][0]}]")
+                if name in deltas:
+                    problems.append(f"{name!r} is replaced by {label(sources, index)}, after something is added to it")
+                replaced[name] = index, stored
+            for delta in reading.deltas:
+                deltas.setdefault(delta.name, []).append(delta)
+        if problems:
+            raise AdapterError(
+                f"{len(problems)} tensors of adapters do not fit the base",
+                where=base.source,
+                found=listed(problems, most=12, between="; "),
+                remedy="open the base that the adapter was trained for; its names may need the prefix of a wrapper",
+            )
+        tensors = _added(base, deltas, {name: stored for name, (_, stored) in replaced.items()})
+        for name, (_, stored) in replaced.items():
+            like = base.get(name)
+            if name not in deltas:
+                tensors[name] = stored if like is None or like.dtype == stored.dtype else _cast(stored, like.dtype)
+        return Merged(FlatTree(tensors, dict(base.flat.values), base.flat.containers), versions_of([base]))
+
+    def _config(self, adapter: Checkpoint) -> AdapterConfig:
+        found = config_beside(adapter.files) or AdapterConfig()
+        return AdapterConfig(
+            alpha=found.alpha if self.alpha is None else self.alpha,
+            rank=found.rank,
+            alphas=found.alphas if self.alpha is None else {},
+            ranks=found.ranks,
+            by_root=found.by_root if self.rslora is None else self.rslora,
+            fan_in_fan_out=found.fan_in_fan_out,
+            modules_to_save=found.modules_to_save,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class _Delta:
+    """What is added to one tensor of the base."""
+
+    name: str
+    layout: str
+    """"linear", "transposed", "embedding", "conv", or "bias", which is one tensor and no product."""
+    factors: tuple[Stored, ...]
+    """A and B."""
+    scaling: float
+
+    def of(self, factors: Sequence[torch.Tensor], dtype: torch.dtype) -> torch.Tensor:
+        """What is added to a weight of `dtype`, from A and B, in the dtype that peft computes with."""
+        wide = [one.detach().cpu().to(_computed_in(dtype)) for one in factors]
+        if self.layout == "bias":
+            return wide[0] * self.scaling
+        a, b = wide
+        if self.layout == "conv":
+            product = _convolved(a, b)
+        else:
+            product = torch.mm(b, a, out=empty_cpu((b.shape[0], a.shape[1]), a.dtype))
+        return (product.T if self.layout in ("embedding", "transposed") else product).mul_(self.scaling)
+
+    def scratch_bytes(self, shape: Sequence[int], dtype: torch.dtype) -> int:
+        """Memory for what is added to a weight like that, and for what is cast on the way."""
+        itemsize, whole = _computed_in(dtype).itemsize, math.prod(shape)
+        cast = sum(math.prod(one.shape) for one in self.factors)
+        copies = _CONV_COPIES if self.layout == "conv" else 1
+        return itemsize * (copies * whole + cast) + 3 * 8 * min(_CHUNK, whole)
+
+
+def _computed_in(dtype: torch.dtype) -> torch.dtype:
+    """peft keeps an adapter in the dtype of its base, but never in half precision."""
+    return torch.float32 if dtype in _HALF else dtype
+
+
+def _add(total: torch.Tensor, added: torch.Tensor, *, rounded: bool) -> None:
+    """Adds to a weight, part by part; `rounded` to the weight's dtype before."""
+    rows = max(_CHUNK * len(total) // max(total.numel(), 1), 1)
+    for start in range(0, len(total), rows):
+        some = added[start : start + rows]
+        total[start : start + rows] += some.to(total.dtype) if rounded else some
+
+
+def _convolved(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    if a.dim() == 4 and a.shape[2:] == (1, 1):
+        return (b.squeeze(3).squeeze(2) @ a.squeeze(3).squeeze(2)).unsqueeze(2).unsqueeze(3)
+    return _CONV[a.dim()](a.transpose(0, 1), b).transpose(0, 1)
+
+
+class _Adapter:
+    """An adapter's tensors, each with its place in the base; or what is wrong with it."""
+
+    def __init__(self, base: Checkpoint, adapter: Checkpoint, label: str, config: AdapterConfig, asked: LoRA) -> None:
+        self.base, self.adapter, self.label, self.config = base, adapter, label, config
+        self.rank, self.asked = asked.rank, asked.fan_in_fan_out
+        self.flips_square: bool | None = False
+        self.problems: list[str] = []
+        self.deltas: list[_Delta] = []
+        self.replaced: dict[str, Stored] = {}
+        """By their names in the base."""
+
+    def read(self) -> None:
+        matrices: dict[str, dict[str, str]] = {}
+        adapters: set[str] = set()
+        twice: list[tuple[str, str]] = []
+        for full in self.adapter:
+            name = full.removeprefix(_PREFIX)
+            match = _MATRIX.match(name)
+            if match is None:
+                self._replacement(full, name.replace(".base_layer.", "."))
+                continue
+            adapter, kind = _kind(match["kind"], match["rest"])
+            adapters.add(adapter)
+            if (other := matrices.setdefault(match["module"], {}).setdefault(kind, full)) != full:
+                twice.append((full, other))
+        if len(adapters) > 1:
+            self.problems.append(f"{self.label} holds several adapters: {listed(sorted(adapters))}")
+            return
+        for full, other in twice:
+            self._problem(full, f"is another matrix for the same as {other!r}")
+        self.flips_square = self._flips_square(matrices)
+        for module, names in matrices.items():
+            self._matrices(module, names)
+
+    def _flips_square(self, matrices: dict[str, dict[str, str]]) -> bool | None:
+        """Whether square weights have their inputs first, as those of `Conv1D` do; None where that is not clear.
+
+        peft sees the class of the module, and writes down that of the last one; here the other weights tell too.
+        """
+        if isinstance(self.asked, bool):
+            return self.asked
+        seen = set()
+        for module, names in matrices.items():
+            spec = self.base.get(f"{module}.weight")
+            if spec is None or not names.keys() >= {"A", "B"} or len(spec.shape) != 2 or len(set(spec.shape)) == 1:
+                continue
+            if b := self.adapter[names["B"]].shape:
+                seen.add(spec.shape[0] != b[0])
+        if self.config.fan_in_fan_out is not None:
+            seen.add(self.config.fan_in_fan_out)
+        return (True in seen) if len(seen) < 2 else None
+
+    def _flips(self, module: str) -> bool | None:
+        """Whether a square weight has its inputs first; None where that is not clear."""
+        said = self.asked.items() if isinstance(self.asked, Mapping) else ()
+        return next((flips for pattern, flips in said if fnmatchcase(module, pattern)), self.flips_square)
+
+    def _matrices(self, module: str, names: dict[str, str]) -> None:
+        embedding = names.keys() == {"embedding_A", "embedding_B"}
+        if not embedding and not {"A", "B"} <= names.keys() <= {"A", "B", "B.bias"}:
+            self._problem(next(iter(names.values())), f"has not its counterpart: there are {', '.join(sorted(names))}")
+            return
+        first, second = (names[f"embedding_{kind}" if embedding else kind] for kind in "AB")
+        a, b = self.adapter[first], self.adapter[second]
+        if a.dtype != b.dtype:
+            self._problem(first, f"is {a.dtype}, and its B is {b.dtype}")
+            return
+        weight = self._base_name(f"{module}.weight", first)
+        if weight is None:
+            return
+        shape = self.base[weight].shape
+        layout = _layout(shape, a.shape, b.shape, embedding)
+        if layout == "square":
+            flips = self._flips(module)
+            if flips is None:
+                self._problem(
+                    first,
+                    f"is for the square {weight!r}, which may have its inputs first or last: give "
+                    "ms.merge.LoRA(fan_in_fan_out=...)",
+                )
+                return
+            layout = "transposed" if flips else "linear"
+        if layout is None:
+            self._problem(first, f"of shape {a.shape}, with B of {b.shape}, does not fit {weight!r} of shape {shape}")
+            return
+        rank = a.shape[0]
+        wanted = {found for found in (self.rank, self.config.rank_of(module)) if found is not None}
+        if wanted - {rank}:
+            self._problem(first, f"has rank {rank}, and rank {sorted(wanted)} was said")
+            return
+        alpha = self.config.alpha_of(module)
+        if alpha is None:
+            self._problem(first, "comes without adapter_config.json: give ms.merge.LoRA(alpha=...)")
+            return
+        scaling = alpha / math.sqrt(rank) if self.config.by_root else alpha / rank
+        self._add(weight, layout, (first, second), scaling)
+        if "B.bias" in names:
+            bias = self._base_name(f"{module}.bias", names["B.bias"])
+            if bias is not None and self.base[bias].shape == self.adapter[names["B.bias"]].shape:
+                self._add(bias, "bias", (names["B.bias"],), scaling)
+            elif bias is not None:
+                self._problem(names["B.bias"], f"does not fit {bias!r} of shape {self.base[bias].shape}")
+
+    def _add(self, name: str, layout: str, factors: tuple[str, ...], scaling: float) -> None:
+        stored = tuple(self.adapter.stored(factor) for factor in factors)
+        for full, one in ((name, self.base.stored(name)), *zip(factors, stored, strict=True)):
+            if not (one.dtype.is_floating_point and one.dtype.itemsize > 1 and is_plain(one)):
+                self._problem(full, f"is {one.dtype}, to which nothing can be added")
+                return
+        self.deltas.append(_Delta(name, layout, stored, scaling))
+
+    def _replacement(self, full: str, name: str) -> None:
+        """Takes a tensor that stands for one of the base."""
+        if _ORIGINAL in name:
+            return  # what the base had there when the adapter was made
+        plain = {_SAVED.sub(r"\1", name), _SAVED.sub("", name)}  # with and without the adapter's name
+        if len(plain) > 1 or plain != {name}:
+            # The same tensor may be there by its plain name too.
+            name = next((one for one in sorted(plain) if one in self.base), _SAVED.sub("", name))
+            if _PREFIX + name in self.adapter or name in self.replaced:
+                return
+        module = f".{name.rpartition('.')[0]}."
+        if any(f".{one}." in module for one in self.config.modules_to_save) or self._base_name(name, full) is not None:
+            self.replaced[name] = self.adapter.stored(full)
+
+    def _base_name(self, name: str, full: str) -> str | None:
+        if name in self.base:
+            return name
+        near = get_close_matches(name, self.base, n=1) if len(self.problems) < _MOST_SUGGESTED else []
+        self._problem(full, f"is for {name!r}, which the base has not" + (f" (but {near[0]!r})" if near else ""))
+        return None
+
+    def _problem(self, full: str, what: str) -> None:
+        self.problems.append(f"{full!r} of {self.label} {what}")
+
+
+def _kind(kind: str, rest: str | None) -> tuple[str, str]:
+    """The adapter's name, empty where it is not in the file, and the kind of tensor."""
+    parts = (rest or "").split(".")
+    last = parts.pop() if parts[-1] in ("weight", "bias", "") else ""
+    return ".".join(parts), f"{kind}.bias" if last == "bias" else kind
+
+
+def _layout(weight: tuple[int, ...], a: tuple[int, ...], b: tuple[int, ...], embedding: bool) -> str | None:
+    """How B @ A becomes what is added to a weight; None where it cannot."""
+    if len(a) < 2 or len(a) != len(b) or a[0] != b[1] or not a[0]:
+        return None
+    if len(a) in _CONV:
+        return "conv" if weight == (b[0], *a[1:]) and set(b[2:]) == {1} else None
+    straight, across = weight == (b[0], a[1]), weight == (a[1], b[0])
+    if len(a) != 2 or not (straight or across):
+        return None
+    if embedding:
+        return "embedding" if across else None
+    if straight and across:
+        return "square"
+    return "transposed" if across else "linear"
+
+
+def _added(base: Checkpoint, deltas: dict[str, list[_Delta]], replaced: Mapping[str, Stored]) -> dict[str, Stored]:
+    """The tensors of the base; those that something is added to are computed, once for all names of a tied one."""
+    keys = {name: bytes_key(stored, name) for name, stored in base.flat.tensors.items()}
+    tied: dict[object, list[_Delta]] = {}
+    for name, found in deltas.items():
+        tied.setdefault(keys[name], []).extend(found)
+    made = {}
+    for key, found in tied.items():
+        names = [delta.name for delta in found]
+        weight = base.stored(names[0])
+        made[key] = _merged(next((replaced[name] for name in names if name in replaced), weight), weight.dtype, found)
+    return {name: made.get(keys[name], stored) for name, stored in base.flat.tensors.items()}
+
+
+def _merged(weight: Stored, dtype: torch.dtype, deltas: Sequence[_Delta]) -> Combined:
+    def build(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+        merged = empty_cpu(weight.shape, dtype).copy_(tensors[0].detach())
+        at = 1
+        for delta in deltas:
+            # peft rounds what it adds to an embedding.
+            added = delta.of(tensors[at : at + len(delta.factors)], dtype)
+            _add(merged, added, rounded=delta.layout == "embedding")
+            at += len(delta.factors)
+            del added
+        return merged
+
+    factors = tuple(factor for delta in deltas for factor in delta.factors)
+    scratch = max(delta.scratch_bytes(weight.shape, dtype) for delta in deltas)
+    return Combined(f"merged with {len(deltas)}", dtype, tuple(weight.shape), (weight, *factors), build, scratch)
+
+
+def _cast(stored: Stored, dtype: torch.dtype) -> Combined:
+    return Combined(str(dtype), dtype, tuple(stored.shape), (stored,), lambda tensors: tensors[0].to(dtype))

@@ -1,1 +1,0 @@
-"""From a plan to a changed module: values into their places, all of them or none."""

@@ -1,0 +1,312 @@
+"""The firewall: every name of the checkpoint and every slot of the model is accounted for."""
+
+from collections.abc import Collection, Iterable, Sequence
+from fnmatch import fnmatchcase
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.nn.parameter import is_lazy
+
+from modelstate.planning.matching import adapter_names, one_prefix
+from modelstate.planning.plan import Options
+from modelstate.planning.recorder import IncompatibleKeys, loads_by_version
+from modelstate.problems import (
+    BufferConflict,
+    Complaint,
+    IdlePattern,
+    Missing,
+    NothingFits,
+    NotYetInitialised,
+    Problem,
+    Unexpected,
+    Uninitialised,
+    UnmergedAdapter,
+    wrong_shape,
+)
+from modelstate.rules.rule import Entries
+from modelstate.torch_compat.dtypes import short
+from modelstate.torch_compat.plain import is_plain
+from modelstate.transaction.slots import HIDDEN, Slot, Slots, same_values
+
+if TYPE_CHECKING:
+    from modelstate.planning.prepare import Preparation
+
+
+class Patterns:
+    """Glob patterns that allow names, and which of them have been of use."""
+
+    def __init__(self, option: str, patterns: Sequence[str], of_use: Iterable[str] = ()) -> None:
+        self.option, self.patterns = option, tuple(patterns)
+        self.used: set[str] = set(of_use)
+
+    def allow(self, name: str) -> bool:
+        hits = [pattern for pattern in self.patterns if fnmatchcase(name, pattern)]
+        self.used.update(hits)
+        return bool(hits)
+
+    def idle(self) -> list[Problem]:
+        return [IdlePattern(pattern, option=self.option) for pattern in self.patterns if pattern not in self.used]
+
+
+def fits(slots: Slots, entries: Entries, options: Options) -> bool:
+    """Whether the names and shapes of a checkpoint are those of a model, each once, but for what is allowed."""
+    may_miss = Patterns("allow_missing", options.allow_missing)
+    may_exceed = Patterns("allow_unexpected", options.allow_unexpected)
+    for name, entry in entries.items():
+        slot = slots.by_name.get(name)
+        if slot is None:
+            if name not in slots.extra and not any(map(may_exceed.allow, (name, ", ".join(entry.sources)))):
+                return False
+        elif entry.tensor is None or is_lazy(slot.tensor) or tuple(entry.tensor.shape) != tuple(slot.tensor.shape):
+            return False
+    return options.init_missing or all(
+        slot.kind == HIDDEN or not entries.keys().isdisjoint(slot.names) or any(map(may_miss.allow, slot.names))
+        for slot in slots.tensors
+    )
+
+
+class CoverageCheck:
+    """Settles what a walk has left open: names without a counterpart, and slots without a value."""
+
+    def __init__(self, preparation: "Preparation", outcome: IncompatibleKeys) -> None:
+        self.of, self.outcome = preparation, outcome
+        options = preparation.options
+        self.may_miss = Patterns("allow_missing", options.allow_missing, options.of_use)
+        self.may_exceed = Patterns("allow_unexpected", options.allow_unexpected, options.of_use)
+
+    def settle(self) -> None:
+        """Adds the problems and notes that come of it to the preparation."""
+        problems = self.of.problems
+        came = {problem.name for problem in problems}  # a value that does not fit
+        missing = [
+            name for name in dict.fromkeys(self.outcome.missing) if not self._is_filled(name) and name not in came
+        ]
+        allowed = {name for name in missing if self.may_miss.allow(name)}
+        unexpected = self._unexpected()
+        came_to_slots = bool(self.of.assignments or self.of.uninitialised)
+        initialised = self._initialised(missing, allowed) if self.of.options.init_missing else {}
+        problems += self._differences([name for name in missing if name not in allowed], unexpected)
+        problems += [Complaint("", message) for message in self.outcome.errors]
+        unfilled = [slot for slot in self.of.slots.tensors if not self.of.is_filled(slot.tensor)]
+        problems += self._uninitialised(unfilled, (set(missing) - allowed).union(problem.name for problem in problems))
+        problems += self.may_miss.idle() + self.may_exceed.idle()
+        problems += [IdlePattern(rule, option="rules") for rule in self.of.incoming.applied.idle]
+        problems += [*self.of.transforms.problems, *self.of.transforms.idle()]
+        self._move(unfilled)
+        if any(slot.kind != HIDDEN for slot in self.of.slots.tensors) and not came_to_slots and not problems:
+            problems.append(NothingFits(type(self.of.model).__name__))
+        self._note_lost_versions()
+        self._note_own_code(missing, unexpected, unfilled)
+        self._note_options()
+        if computed := self._computed():
+            self._note(computed, "made by the model's own loading code")
+        if self.of.uninitialised:
+            self._note(self.of.uninitialised, "stay uninitialised, as they were when the checkpoint was saved")
+        for how in dict.fromkeys(initialised.values()):
+            self._note([name for name in initialised if initialised[name] == how], f"initialised by {how}")
+        if left := allowed - initialised.keys():
+            self._note(left, "left as they are, as allowed by allow_missing")
+
+    def _initialised(self, missing: Sequence[str], allowed: set[str]) -> dict[str, str]:
+        """Gives first values to what the checkpoint lacks, where the model makes them: names, and the methods that do.
+
+        What may be missing and has values keeps them.
+        """
+        lacking = [self.of.slots.by_name[name] for name in missing if name in self.of.slots.by_name]
+        wanted = [slot for slot in lacking if slot.tensor.is_meta or not allowed.issuperset(slot.names)]
+        wanted += [slot for slot in self.of.slots.tensors if slot.tensor.is_meta]
+        came = {problem.name for problem in self.of.problems}  # a value that does not fit
+        found: dict[str, str] = {}
+        for slot in wanted:
+            if self.of.is_filled(slot.tensor) or is_lazy(slot.tensor) or not came.isdisjoint(slot.names):
+                continue
+            initialisers = ((name, self.of.initialisers.find(name)) for name in slot.names)
+            name, initialiser = next((pair for pair in initialisers if pair[1]), (slot.name, None))
+            if initialiser is not None:
+                value = self.of.incoming.initialised(name, slot.tensor, initialiser)
+                self.of.assign(slot.name, slot.kind, slot.tensor, value)
+                found[slot.name] = initialiser.how
+                self.of.initialised.update(slot.names)
+        return found
+
+    def _methods_for(self, slot: Slot) -> str:
+        """The methods of the model that initialise a tensor; empty where none do."""
+        return next((one.how for name in slot.names if (one := self.of.initialisers.find(name))), "")
+
+    def _is_filled(self, name: str) -> bool:
+        slot = self.of.slots.by_name.get(name)
+        return slot is not None and self.of.is_filled(slot.tensor)
+
+    def _fitting(self) -> set[str]:
+        """Names that are the same on both sides."""
+        return self.of.incoming.applied.entries.keys() & self.of.slots.by_name.keys()
+
+    def _computed(self) -> list[str]:
+        """Names that code of the model filled, which the checkpoint does not have."""
+        return [made.name for made in self.of.assignments if not made.given and made.kind != HIDDEN]
+
+    def _unexpected(self) -> list[str]:
+        """Unexpected names that are not allowed, and fill no non-persistent buffer."""
+        left, passed, equal = [], [], []
+        for name in dict.fromkeys(self.outcome.unexpected):
+            slot = self.of.slots.by_name.get(name)
+            if self.may_exceed.allow(self.of.incoming.source_of(name)) or self.may_exceed.allow(name):
+                passed.append(name)
+            elif slot is not None and slot.kind == HIDDEN:
+                equal += self._hidden_buffer(slot, name)
+            else:
+                left.append(name)
+        if passed:
+            self._note(passed, "passed over, as allowed by allow_unexpected")
+        if equal:
+            self._note(equal, "passed over: non-persistent buffers that hold the same already")
+        return left
+
+    def _hidden_buffer(self, slot: Slot, name: str) -> list[str]:
+        """A value for a non-persistent buffer fills it on meta, and must agree with it elsewhere."""
+        value, buffer = self.of.value_of(name), slot.tensor
+        if is_lazy(value):
+            self.of.problems.append(NotYetInitialised(name))
+        elif not isinstance(value, torch.Tensor) or value.shape != buffer.shape:
+            found = tuple(value.shape) if isinstance(value, torch.Tensor) else ()
+            self.of.problems.append(
+                wrong_shape(name, tuple(buffer.shape), found, self.of.incoming.name_for_rules(name))
+            )
+        elif buffer.is_meta:
+            self.of.assign(name, HIDDEN, buffer, value)
+        elif self._equal(self.of.incoming.seen(value), buffer):
+            return [name]
+        else:
+            self.of.problems.append(BufferConflict(name))
+        return []
+
+    @staticmethod
+    def _equal(value: torch.Tensor, buffer: torch.Tensor) -> bool:
+        if not (is_plain(value) and is_plain(buffer)) or value.is_meta:
+            return False
+        if (value.dtype, value.device) == (buffer.dtype, buffer.device):
+            return same_values(value, buffer)
+        common = torch.promote_types(value.dtype, buffer.dtype)
+        return same_values(value.to(buffer.device, common), buffer.to(common))
+
+    def _differences(self, missing: list[str], unexpected: list[str]) -> Iterable[Problem]:
+        computed = self._computed()
+        lacking = {name: self._slot_shape(name) for name in (*missing, *computed)}
+        over = {name: self._value_shape(name) for name in unexpected}
+        adapter = [] if adapter_names(self.of.slots.by_name) else adapter_names(unexpected)
+        yield from map(UnmergedAdapter, adapter)
+        unexpected = [name for name in unexpected if name not in adapter] if adapter else unexpected
+        # A rule of a user's sees names with their wrappers, which are not those that are compared here.
+        is_simple = not (adapter or self.of.incoming.before_wrappers)
+        other_names, pairs = (
+            one_prefix(lacking, over, fitting=self._fitting(), optional=computed) if is_simple else (None, {})
+        )
+        if other_names is not None:
+            yield other_names
+            for name, source in pairs.items():
+                expected, found = lacking[name], over[source]
+                if expected is not None and found is not None and expected != found:
+                    yield wrong_shape(name, expected, found)
+            return
+        for name in missing:
+            if not self._is_filled(name):  # what the model initialises is
+                yield Missing(name, lacking[name], *self._first_value(name))
+        for name in unexpected:
+            why = "registered as None in the model" if name in self.of.slots.empty else ""
+            yield Unexpected(name, over[name], why)
+
+    def _first_value(self, name: str) -> tuple[bool, str | None]:
+        """Whether a tensor has values, and the methods that initialise it, where it is to be or has none."""
+        slot = self.of.slots.by_name.get(name)
+        if slot is None or is_lazy(slot.tensor):
+            return True, None
+        has_values = not slot.tensor.is_meta
+        return has_values, None if has_values and not self.of.options.init_missing else self._methods_for(slot)
+
+    def _uninitialised(self, unfilled: Sequence[Slot], reported: set[str]) -> Iterable[Problem]:
+        for slot in unfilled:
+            if slot.tensor.is_meta and reported.isdisjoint(slot.names):
+                yield Uninitialised(slot.name, slot.kind, self._methods_for(slot))
+
+    def _note_own_code(self, missing: list[str], unexpected: list[str], unfilled: Sequence[Slot]) -> None:
+        """Names that neither came to a slot nor were found to be missing: overrides and hooks have dealt with them."""
+        of = self.of
+        named = {*missing, *unexpected, *self.outcome.unexpected, *of.extra_states, *of.uninitialised}
+        named.update(problem.name for problem in of.problems)
+        if gone := of.incoming.applied.entries.keys() - of.used - named:
+            self._note(gone, "went into the model's own loading code")
+        known = {*named, *self.outcome.missing}
+        if absent := [name for name in of.slots.extra if name not in known]:
+            self._note(absent, "extra states that the checkpoint lacks, as their classes allow")
+        still = [slot.name for slot in unfilled if slot.kind != HIDDEN]
+        if left := [name for name in still if name not in named]:
+            self._note(left, "left to the model's own loading code")
+        if emptied := of.slots.empty & of.slots_before.by_name.keys():
+            self._note(emptied, "become None, as the model's own loading code says")
+
+    def _note_options(self) -> None:
+        """What the arguments mean for things that the plan cannot look into."""
+        changed = [m for m in self.of.assignments if not m.param.is_meta and m.param.dtype != m.dtype]
+        if changed:
+            self._note([m.name for m in changed], "change their dtype: pass optimizers= that have state for them")
+        self._note_stored_dtypes()
+        if later := [made.name for made in self.of.assignments if made.transform is not None]:
+            if len(later) == len(self.of.assignments):
+                self.of.notes.append("shapes and dtypes are checked when the transform has returned")
+            else:
+                self._note(later, "have their shapes and dtypes checked when their transform has returned")
+
+    def _note_stored_dtypes(self) -> None:
+        """Tensors that get another dtype than the model's because the checkpoint has quantized tensors."""
+        if self.of.options.dtype is not None:
+            return
+        others = [made for made in self.of.assignments if made.param.is_meta and made.param.dtype != made.dtype]
+        if others:
+            stored = ", ".join(sorted({short(made.dtype) for made in others}))
+            own = ", ".join(sorted({short(made.param.dtype) for made in others}))
+            what = f"get the checkpoint's {stored} instead of the model's {own}, as it has quantized tensors"
+            self._note([made.name for made in others], what)
+
+    def _note_lost_versions(self) -> None:
+        """Says so where modules decide by a version how to load, and the checkpoint has lost it."""
+        if not self.of.journal.armed:
+            return  # no module has loading code of its own
+        versions = self.of.incoming.versions or {}
+        deciding = {
+            type(module).__name__
+            for path, module in self.of.model.named_modules()
+            if path not in versions and loads_by_version(module)
+        }
+        if deciding:
+            self.of.notes.append(
+                f"the checkpoint has no version metadata (torch's _metadata) for {', '.join(sorted(deciding))}: "
+                "they load it as one of the oldest version"
+            )
+
+    def _move(self, unfilled: Sequence[Slot]) -> None:
+        """With `device=` the tensors that the checkpoint does not fill go there too, as the model needs them there."""
+        device = self.of.options.device
+        if device is None:
+            return
+        for slot in unfilled:
+            if is_lazy(slot.tensor):
+                continue  # has nothing to move, and goes where its module is sent
+            if not slot.tensor.is_meta and slot.tensor.device != device:
+                self.of.move(slot, device)
+        if self.of.moves:
+            self._note([made.name for made in self.of.moves], f"only moved to {device}")
+
+    def _slot_shape(self, name: str) -> tuple[int, ...] | None:
+        slot = self.of.slots.by_name.get(name)
+        if slot is None or is_lazy(slot.tensor):
+            return None
+        return tuple(slot.tensor.shape)
+
+    def _value_shape(self, name: str) -> tuple[int, ...] | None:
+        value: Any = self.of.value_of(name)
+        return tuple(value.shape) if isinstance(value, torch.Tensor) and not is_lazy(value) else None
+
+    def _note(self, names: Collection[str], what: str) -> None:
+        listed = sorted(names)
+        shown = ", ".join(listed[:4]) + (", ..." if len(listed) > 4 else "")
+        self.of.notes.append(f"{len(listed)} {what}: {shown}")

@@ -1,0 +1,312 @@
+"""Compares the names of a checkpoint with those of a model: the part that is meant, prefixes, wrappers.
+
+Two differences can be proved. A wrapper (DataParallel, `torch.compile`, FSDP) puts its name into the names of all that
+it wraps: `wrapper_rule` takes it out, or puts it in, with no help from a user. Any other prefix that all names of one
+side have more than those of the other is only proposed, by `one_prefix`. What remains is for `modelstate.suggest`,
+which looks at more than names and says how sure it is.
+"""
+
+import re
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from difflib import get_close_matches
+
+import numpy as np
+from torch import nn
+
+from modelstate.checkpoint.checkpoint import Checkpoint
+from modelstate.errors import AmbiguousKeyError
+from modelstate.planning.recorder import loads_names_itself
+from modelstate.problems import OtherNames
+from modelstate.rules.known import WRAPPERS
+from modelstate.rules.names import Prefix, Rename
+from modelstate.rules.rule import Rule, as_code
+from modelstate.transaction.slots import named_modules_of
+
+_MATRIX = re.compile(r"(?P<module>.+)\.lora_(?P<kind>embedding_A|embedding_B|A|B)(?:\.(?P<rest>.+))?$")
+
+
+_PREFIX = "base_model.model."
+
+
+_MOST_HEADS = 12
+_MOST_CANDIDATES = 4
+"""One name that ends like very many is no sign of a prefix."""
+
+Shape = tuple[int, ...] | None
+
+
+def prefixes(name: str) -> Iterator[str]:
+    """All prefixes of a dotted name that end with a dot."""
+    at = name.find(".")
+    while at >= 0:
+        yield name[: at + 1]
+        at = name.find(".", at + 1)
+
+
+def without_wrappers(name: str) -> str:
+    """The name without the parts that wrappers have put into it."""
+    *path, last = name.split(".")
+    return ".".join([*(part for part in path if part not in WRAPPERS), last])
+
+
+# Wrappers.
+
+
+@dataclass(frozen=True, repr=False)
+class Rewrapped:
+    """Takes the names of wrappers out of names, or puts them in, at certain modules."""
+
+    modules: Mapping[str, str]
+    """From prefixes of the checkpoint's names to those of the model's: "module." to "", or the other way round."""
+
+    def __repr__(self) -> str:
+        return (
+            f"Rewrapped({dict(self.modules)!r})"
+            if len(self.modules) <= 2
+            else f"Rewrapped({len(self.modules)} modules)"
+        )
+
+    def rename(self, name: str) -> str | None:
+        for prefix in (*reversed([*prefixes(name)]), ""):
+            put = self.modules.get(prefix)
+            if put is not None:
+                return put + name[len(prefix) :]
+        return None
+
+    def reverse(self) -> "Rewrapped":
+        return Rewrapped({put: prefix for prefix, put in self.modules.items()})
+
+    def note(self, count: int) -> str:
+        """What the rule did to so many names, for a report."""
+        taken, put = (
+            {part for prefix in side for part in prefix.split(".") if part in WRAPPERS}
+            for side in (self.modules, self.modules.values())
+        )
+        what = [f"without {', '.join(sorted(taken - put))}"] if taken - put else []
+        what += [f"with {', '.join(sorted(put - taken))}"] if put - taken else []
+        return f"{count} names of the checkpoint are read {' and '.join(what) or 'with wrappers in other places'}"
+
+
+def wrapper_rule(
+    given: Collection[str], wanted: Collection[str], model: nn.Module | None = None, made: Collection[str] = ()
+) -> Rewrapped | None:
+    """The rule that makes names of a checkpoint those of a model, where they differ in nothing but wrappers.
+
+    None where all names fit as they are, and where anything speaks against it: two names of one side that are the same
+    without wrappers; a module of which some names go through a wrapper and others do not; code of the model, if one is
+    given, that loads the names at such a module itself. `made` are names that stay as they are, beside those `given`.
+    """
+    if all(name in wanted for name in given) or not any(map(_has_wrapper, (*given, *wanted))):
+        return None
+    sources = {without_wrappers(name): name for name in (*made, *given)}
+    targets = {without_wrappers(name): name for name in wanted}
+    if len(sources) < len(given) + len(made) or len(targets) < len(wanted):
+        return None
+    kept = set(made)
+    pairs = {name: targets[bare] for bare, name in sources.items() if bare in targets and name not in kept}
+    modules: dict[str, str] = {}
+    chains: tuple[dict[str, str], dict[str, str]] = {}, {}
+    for source, target in pairs.items():
+        for (bare, before, chain), (_, put_before, put_chain) in zip(_places(source), _places(target), strict=True):
+            if chains[0].setdefault(bare, chain) != chain or chains[1].setdefault(bare, put_chain) != put_chain:
+                return None
+            if chain != put_chain:
+                modules[before + chain] = put_before + put_chain
+    unpaired = set(given).difference(pairs), set(wanted).difference(pairs.values())
+    for side, names in zip(chains, unpaired, strict=True):
+        left = filter(_has_wrapper, names)
+        if any(side.get(bare, chain) != chain for name in left for bare, _, chain in _places(name)):
+            return None  # a name without a counterpart goes through a wrapper where the others do not
+    rule = Rewrapped(modules)
+    if not modules or any((rule.rename(source) or source) != target for source, target in pairs.items()):
+        return None
+    return None if model is not None and _loads_itself(model, modules.values()) else rule
+
+
+def _has_wrapper(name: str) -> bool:
+    return any(wrapper in name for wrapper in WRAPPERS)
+
+
+def _places(name: str) -> Iterator[tuple[str, str, str]]:
+    """For each module that a name goes through: its bare path, the prefix that leads to it, and its wrappers."""
+    bare = before = chain = ""
+    *path, _ = name.split(".")
+    for part in path:
+        if part in WRAPPERS:
+            chain += f"{part}."
+            continue
+        yield bare, before, chain
+        bare, before, chain = f"{bare}{part}.", f"{before}{chain}{part}.", ""
+    yield bare, before, chain
+
+
+def _loads_itself(model: nn.Module, places: Iterable[str]) -> bool:
+    """Whether a module at one of these prefixes, or above it, may give names another meaning as it loads."""
+    modules = named_modules_of(model)
+    above = {prefix[:-1] for place in places for prefix in prefixes(place)} | {""}
+    return any(path in modules and loads_names_itself(modules[path]) for path in above)
+
+
+# One prefix.
+
+
+def one_prefix(
+    missing: Mapping[str, Shape],
+    unexpected: Mapping[str, Shape],
+    *,
+    fitting: Collection[str] = (),
+    optional: Collection[str] = (),
+) -> tuple[OtherNames | None, dict[str, str]]:
+    """The prefix by which all missing names and all unexpected ones differ, as a problem with the rule for it.
+
+    Only names decide, so the rule is right wherever there is one: every unexpected name is a missing one behind the
+    prefix, or the other way round, and none is left on either side, but for missing ones that are `optional`. Shapes
+    that mostly differ speak against it. The rule leaves the names alone that are `fitting` already. Nothing is proved
+    where a part of the prefix leads to one of these, as from "a.a.w" to "a.w": it may be that all names have one "a."
+    more. With the problem come the pairs, from missing to unexpected names; without one there are none.
+    """
+    required = missing.keys() - set(optional)
+    found = [
+        (prefix, strips, pairs)
+        for prefix, strips in _candidates(required, missing, unexpected)
+        for pairs in [_paired(prefix, strips, missing, unexpected)]
+        if len(pairs) == len(unexpected) and required <= pairs.keys()
+    ]
+    if len(found) != 1:
+        return None, {}
+    ((prefix, strips, pairs),) = found
+    longer = pairs.values() if strips else pairs.keys()
+    if any(name[len(part) :] in fitting for name in longer for part in prefixes(name) if len(part) < len(prefix)):
+        return None, {}
+    if 2 * sum(missing[name] == unexpected[source] for name, source in pairs.items()) <= len(pairs):
+        return None, {}
+    start, put = (rf"^{re.escape(prefix)}", "") if strips else ("^", prefix.replace("\\", r"\\"))
+    rests = [name if strips else source for name, source in pairs.items()]
+    for rule in (Prefix(strip=prefix) if strips else Prefix(add=prefix), *_narrowed(start, rests, put)):
+        right = all(rule.rename(source) == name for name, source in pairs.items())
+        if right and all(rule.rename(name) is None for name in fitting):
+            difference = f"the prefix {prefix!r} of the {'checkpoint' if strips else 'model'}"
+            return OtherNames(next(iter(pairs)), len(pairs), difference, as_code(rule)), pairs
+    return None, {}
+
+
+def _candidates(required: Collection[str], missing: Iterable[str], unexpected: Iterable[str]) -> list[tuple[str, bool]]:
+    """Prefixes that the longest name says to be possible, and whether they are to be taken off."""
+    found: list[tuple[str, bool]] = []
+    for strips, names, others in ((True, required, unexpected), (False, unexpected, missing)):
+        last = max(names, key=len, default="")
+        found += [(other[: -len(last)], strips) for other in others if last and other.endswith(f".{last}")]
+    return found if len(found) <= _MOST_CANDIDATES else []
+
+
+def _paired(prefix: str, strips: bool, missing: Iterable[str], unexpected: Collection[str]) -> dict[str, str]:
+    """From missing names to the unexpected ones that differ by the prefix."""
+    starting = missing if strips else (name for name in missing if name.startswith(prefix))
+    pairs = {name: prefix + name if strips else name[len(prefix) :] for name in starting}
+    return {name: source for name, source in pairs.items() if source in unexpected}
+
+
+def _narrowed(start: str, rests: Iterable[str], replacement: str) -> tuple[Rule, ...]:
+    """Rules for just the names that go on, behind `start`, as these do."""
+    rules: list[Rule] = []
+    for parts in ({rest.partition(".")[0] for rest in rests}, set(rests)):
+        if parts and len(parts) <= _MOST_HEADS:
+            choice = "|".join(sorted(map(re.escape, parts)))
+            rules.append(Rename(re.compile(rf"{start}(?=(?:{choice})(?:\.|$))"), replacement))
+    return tuple(rules)
+
+
+def matching_part(
+    checkpoint: Checkpoint, wanted: Collection[str], renamings: Sequence[Callable[[str], str]]
+) -> Checkpoint:
+    """The state dict in the checkpoint whose names, once renamed in one of these ways, are the model's.
+
+    One that has more than twice as many of them as any other is clear; otherwise `AmbiguousKeyError` lists them.
+    """
+    if not checkpoint:
+        return _part_of_arrays(checkpoint, wanted)
+    containers = {"", *checkpoint.containers}
+    if len(containers) == 1:
+        return checkpoint
+    exact: Counter[str] = Counter()
+    for rename in renamings:
+        exact |= _matches(checkpoint, containers, set(wanted), rename)
+    # A wrapper's prefix may be in the way, on either side.
+    bare = _matches(checkpoint, containers, {without_wrappers(name) for name in wanted}, without_wrappers)
+    counts = exact | bare
+    if not counts:
+        ends = {name[len(prefix) :] for name in wanted for prefix in prefixes(name)}
+        counts = _matches(checkpoint, containers, ends, without_wrappers)
+    if not counts:
+        return checkpoint
+    best, most = max(counts.items(), key=lambda item: (item[1], exact[item[0]], len(item[0])))
+    rivals = {
+        key: count
+        for key, count in counts.items()
+        if count * 2 >= most and not (not exact[key] and best.startswith(f"{key}." if key else ""))
+    }
+    rivals[best] = most
+    if len(rivals) > 1:
+        listed = ", ".join(
+            f"{key or '(the whole)'!r} ({count} of {len(wanted)} names match)" for key, count in rivals.items()
+        )
+        raise AmbiguousKeyError(
+            "the checkpoint holds several state dicts that fit the model",
+            where=checkpoint.source,
+            found=listed,
+            remedy=f"say which: key={best!r}",
+            candidates=tuple(rivals.items()),
+        )
+    return checkpoint.select(best) if best else checkpoint
+
+
+def _part_of_arrays(checkpoint: Checkpoint, wanted: Collection[str]) -> Checkpoint:
+    """In a checkpoint without tensors, the mapping whose NumPy arrays have the most names of the model.
+
+    It cannot be loaded. It is selected so that the problems are about its arrays, as those of a flat mapping are.
+    """
+    values = checkpoint.flat.values
+    bare = {without_wrappers(name) for name in wanted}
+    counts: Counter[str] = Counter()
+    waiting = [(path, value) for path, value in values.items() if isinstance(value, Mapping)]
+    if any(name in values for name in wanted):
+        return checkpoint
+    while waiting:
+        path, value = waiting.pop()
+        for key, item in value.items():
+            if isinstance(item, Mapping):
+                waiting.append((f"{path}.{key}", item))
+            elif isinstance(item, np.ndarray) and isinstance(key, str) and without_wrappers(key) in bare:
+                counts[path] += 1
+    return checkpoint.select(counts.most_common(1)[0][0]) if counts else checkpoint
+
+
+def _matches(
+    checkpoint: Checkpoint, containers: Collection[str], wanted: Collection[str], rename: Callable[[str], str]
+) -> Counter[str]:
+    """For each container the number of names below it that are wanted."""
+    counts: Counter[str] = Counter()
+    for name in checkpoint:
+        head = name
+        while head:
+            head = head.rpartition(".")[0]
+            if head in containers and rename(name[len(head) + 1 :] if head else name) in wanted:
+                counts[head] += 1
+    return counts
+
+
+def nearest(name: str, names: Collection[str]) -> str:
+    """The name that is spelt most like this one, if any is; empty for too many names to compare."""
+    if len(names) > 2000:
+        return ""
+    found = get_close_matches(name, names, n=1, cutoff=0.75)
+    return found[0] if found else ""
+
+
+def adapter_names(names: Iterable[str]) -> list[str]:
+    """Those of the names that belong to an adapter of peft; none where no name is that of a LoRA matrix."""
+    given = list(names)
+    matrices = {name for name in given if ".lora_" in name and _MATRIX.match(name)}
+    return [name for name in given if name in matrices or name.startswith(_PREFIX)] if matrices else []

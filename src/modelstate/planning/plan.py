@@ -1,0 +1,176 @@
+"""The Plan: frozen steps, and the problems that stand in their way. It can be printed and saved, and applied once."""
+
+import json
+from collections import Counter
+from dataclasses import asdict, dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+
+from modelstate.checkpoint.checkpoint import Checkpoint
+from modelstate.planning.transforms import ModuleTransform, Pairs, Transform
+from modelstate.problems import Problem, explain
+from modelstate.rules.rule import Rule
+from modelstate.rules.schema import Schema
+from modelstate.text_format import size
+from modelstate.torch_compat.dtypes import short
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """How a checkpoint is to be loaded: the arguments of `modelstate.load` that decide about the plan."""
+
+    key: str | None = None
+    rules: tuple[Rule, ...] = ()
+    schema: Schema | None = None
+    """Gives the rules, once the checkpoint is known."""
+    allow_missing: tuple[str, ...] = ()
+    allow_unexpected: tuple[str, ...] = ()
+    dtype: torch.dtype | None = None
+    device: torch.device | None = None
+    transform: Transform | ModuleTransform | Pairs | None = None
+    map: bool | None = None
+    in_place: bool = False
+    init_missing: bool = False
+    of_use: frozenset[str] = frozenset()
+    """Patterns of the two that are of use elsewhere, so that they may match nothing here."""
+
+
+class Step(NamedTuple):
+    """What happens to one slot. (A named tuple, for a model may have very many of them.)"""
+
+    name: str
+    """The name in the model."""
+    kind: str
+    """"parameter", "buffer", "non-persistent buffer" or "extra state"."""
+    source: str
+    """The name in the checkpoint; empty where a rule or code of the model made the value."""
+    placement: str
+    """"copy" into the memory that is there, "data" for other memory, "swap" for other memory under the identity of a
+    tensor that has none yet or changes its class, "call" for `set_extra_state`."""
+    why: str
+    """Why this placement."""
+    shape: tuple[int, ...] = ()
+    dtype: str = ""
+    """After the load."""
+    cast: str = ""
+    """"float16 to float32", where the checkpoint has another dtype."""
+    device: str = ""
+    nbytes: int = 0
+    """Bytes that are read."""
+    mapped: bool = False
+    """Whether the tensor will show the file itself, so that nothing is copied."""
+    ties: tuple[str, ...] = ()
+    """Other names of the same tensor in the model."""
+    rules: tuple[str, ...] = ()
+    """The rules that led from the source to the name; the methods that initialise it, with `init_missing=`."""
+    way: str = ""
+    """How its bytes come in: "mapped"; "direct", read into the memory where they stay; "streamed", cast, moved or
+    quantized in blocks while they are read; "whole", read into a buffer first; "in memory", where they are already."""
+
+
+@dataclass(frozen=True, slots=True, repr=False)
+class LoadPlan:
+    """What a load would do. Made by `modelstate.plan`, carried out by `modelstate.load`."""
+
+    target: str
+    """The class of the model."""
+    source: str
+    """The path of the checkpoint, and the part of it that is meant."""
+    steps: tuple[Step, ...]
+    problems: tuple[Problem, ...]
+    notes: tuple[str, ...] = ()
+    """What was passed over, and what else is worth knowing."""
+    slots: int = 0
+    """Tensors of the model and extra states: a tied tensor once, and no buffers that only the constructor fills."""
+    extra_bytes: int = 0
+    """The most memory that the load needs beyond the final tensors, in bytes."""
+    options: Options = field(default_factory=Options, repr=False)
+    checkpoint: Checkpoint | None = field(default=None, repr=False, compare=False)
+    """What was opened, of which it reads the part that the options say."""
+    carried_out: list[str] = field(default_factory=list, repr=False, compare=False)
+    """When it was, if it was."""
+
+    @property
+    def ok(self) -> bool:
+        """Whether it can be carried out."""
+        return not self.problems
+
+    @property
+    def bytes(self) -> int:
+        """Bytes that are read, those of mapped tensors when they are first used."""
+        return sum(step.nbytes for step in self.steps)
+
+    @property
+    def coverage(self) -> float:
+        """The part of the model's slots that is filled, from 0 to 1."""
+        return len(self.steps) / self.slots if self.slots else 1.0
+
+    def __repr__(self) -> str:
+        """The first line of what `print` shows."""
+        problems = f"{len(self.problems)} problems" if self.problems else "ok"
+        filled = f"{self.source} into {self.target}: {len(self.steps)} of {self.slots} slots filled"
+        return f"<{type(self).__name__}: {filled}, {size(self.bytes)} to read, {problems}>"
+
+    def __str__(self) -> str:
+        lines = [
+            f"{self.source} into {self.target}: {len(self.steps)} of {self.slots} slots filled",
+            f"  {size(self.bytes)} to read, {size(self.extra_bytes)} of memory beyond the final tensors",
+            *(f"  {line}" for line in placements(self.steps)),
+            *(f"  note: {note}" for note in self.notes),
+        ]
+        if self.problems:
+            lines += [f"problems ({len(self.problems)}):", explain(self.problems)]
+        return "\n".join(lines)
+
+    def to_json(self) -> str:
+        """All of it, machine-readable."""
+        return json.dumps(
+            {
+                "target": self.target,
+                "source": self.source,
+                "ok": self.ok,
+                "bytes": self.bytes,
+                "extra_bytes": self.extra_bytes,
+                "slots": self.slots,
+                "coverage": self.coverage,
+                "notes": list(self.notes),
+                "problems": [problem_as_dict(problem) for problem in self.problems],
+                "steps": [step._asdict() for step in self.steps],
+            },
+            indent=1,
+        )
+
+
+def problem_as_dict(problem: Problem) -> dict[str, Any]:
+    """A problem with the name of its class and its remedy."""
+    return {"problem": type(problem).__name__, **asdict(problem), "remedy": type(problem).remedy_for([problem])}
+
+
+def placements(steps: tuple[Step, ...]) -> list[str]:
+    """A line for each way in which tensors are placed, and one for each cast."""
+    ways: Counter[tuple[str, str]] = Counter()
+    casts: Counter[str] = Counter()
+    read: Counter[str] = Counter()
+    sizes: Counter[tuple[str, str]] = Counter()
+    for step in steps:
+        ways[step.placement, step.why] += 1
+        sizes[step.placement, step.why] += step.nbytes
+        if step.cast:
+            casts[step.cast] += 1
+        if step.way and step.way != "in memory":
+            read[step.way] += step.nbytes
+    lines = [
+        f"{placement}: {count} tensors, {size(sizes[placement, why])}: {why}"
+        if placement != "call"
+        else f"{placement}: {count} extra states: {why}"
+        for (placement, why), count in ways.most_common()
+    ]
+    if read:
+        lines.append("bytes: " + ", ".join(f"{size(nbytes)} {way}" for way, nbytes in read.most_common()))
+    return lines + [f"cast: {count} tensors from {cast}" for cast, count in casts.most_common()]
+
+
+def cast_text(source: torch.dtype, target: torch.dtype) -> str:
+    """ "float16 to float32"; empty where they are the same."""
+    return f"{short(source)} to {short(target)}" if source != target else ""

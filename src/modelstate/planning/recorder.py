@@ -1,0 +1,398 @@
+"""PyTorch's loading protocol with the writing taken out.
+
+`walk` calls what `torch.nn.Module.load_state_dict` calls, in its order: pre-hooks, `_load_from_state_dict` with its
+overrides, `set_extra_state`, post-hooks. Only the part of the base class that writes a tensor is handed to a `Take`,
+which may let the write wait. Where no module has code of its own, as in most models, names alone decide, and nothing
+else is done than to compare them. Elsewhere the names are sorted by child once, where the base class looks through the
+whole state dict for every child module, which is quadratic in a wide model.
+"""
+
+import threading
+import weakref
+from collections import OrderedDict
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, nullcontext
+from copy import copy
+from dataclasses import dataclass, field
+from operator import itemgetter
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+from torch.nn.modules.module import _IncompatibleKeys
+
+from modelstate.formats.tree import EXTRA_STATE
+from modelstate.process import fork_safe_lock
+from modelstate.transaction.journal import Journal
+from modelstate.transaction.slots import modules_of
+
+_TORCHS_FILE = nn.Module.named_parameters.__code__.co_filename
+_stock_load = nn.Module._load_from_state_dict
+
+
+class LoadSink(Protocol):
+    """What is done with each value that the base class would write."""
+
+    def tensor(
+        self, module: nn.Module, name: str, key: str, param: torch.Tensor, value: Any, assign: bool, errors: list[str]
+    ) -> None:
+        """`value`, which is `state_dict[key]`, is for `module.name`, which is `param` now."""
+
+    def extra_state(self, module: nn.Module, key: str, value: Any) -> None:
+        """`state_dict[key]` is for `module.set_extra_state`. Called as the model's code."""
+
+    def device_after(self, param: torch.Tensor) -> torch.device:
+        """Where a tensor of the model will be when all writes have been carried out."""
+
+
+@dataclass(slots=True)
+class IncompatibleKeys:
+    """What a walk found, in the words of torch."""
+
+    missing: list[str] = field(default_factory=list)
+    unexpected: list[str] = field(default_factory=list)
+    errors: list[str] = field(default_factory=list)
+
+
+def walk(
+    root: nn.Module,
+    state_dict: Mapping[str, Any],
+    versions: Mapping[str, dict[str, Any]] | None,
+    *,
+    assign: bool,
+    journal: Journal,
+    take: LoadSink,
+    outcome: IncompatibleKeys,
+) -> None:
+    """Runs the protocol over `root` and its descendants. Whatever the model's own code raises comes through."""
+    overriding = _Overriding()
+    names, copied = _Names(overriding), dict(state_dict)
+    are_texts = {str}.issuperset(map(type, copied))
+    if are_texts and not assign and not _ask_for_assigning(versions) and names.add(root, ""):
+        names.compare(copied, take, outcome)
+        return
+    modules = modules_of(root)
+    recording = _Recording(journal, take, outcome, {id(module) for module in modules}, overriding)
+    ordered = OrderedDict(copied)
+    if versions is not None:
+        ordered._metadata = versions  # type: ignore[attr-defined]
+    with _patched(recording) if any(map(overriding.has, modules)) else nullcontext():
+        _visit(recording, root, ordered, "", versions, assign)
+
+
+def _ask_for_assigning(versions: object) -> bool:
+    """Whether versions may have torch's flag of an earlier load in them."""
+    if not isinstance(versions, Mapping):
+        return versions is not None
+    return any(not isinstance(saved, Mapping) or "assign_to_params_buffers" in saved for saved in versions.values())
+
+
+@dataclass(slots=True, weakref_slot=True, eq=False)
+class _Recording:
+    journal: Journal
+    take: LoadSink
+    outcome: IncompatibleKeys
+    modules: set[int]
+    overriding: "_Overriding"
+
+
+class _Names:
+    """Modules that have no code of their own to run, and the names of what they hold."""
+
+    def __init__(self, overriding: "_Overriding") -> None:
+        self._overriding = overriding
+        self._modules: dict[str, nn.Module] = {}
+        """By their prefixes, in the order in which torch comes to them."""
+        self._places: dict[str, tuple[nn.Module, str, torch.Tensor]] = {}
+        """By their keys: a module, the name in it, and what is there."""
+
+    def add(self, module: nn.Module, prefix: str) -> bool:
+        """Adds a module and its descendants; False where names alone do not decide what becomes of them."""
+        if self._overriding.runs_code(module):
+            return False
+        self._modules[prefix] = module
+        for name, tensor in _local_state(module):
+            self._places[prefix + name] = module, name, tensor
+            if "." in name:
+                return False
+        for name, child in module._modules.items():
+            if child is not None and ("." in name or not self.add(child, f"{prefix}{name}.")):
+                return False
+        return True
+
+    def compare(self, state_dict: Mapping[str, Any], take: LoadSink, outcome: IncompatibleKeys) -> None:
+        """Hands over what has a value, and finds out what has none and what is left, in torch's order."""
+        for key, (module, name, tensor) in self._places.items():
+            if key in state_dict:
+                take.tensor(module, name, key, tensor, state_dict[key], False, outcome.errors)
+            else:
+                outcome.missing.append(key)
+        if left := [key for key in state_dict if key not in self._places]:
+            turns = {prefix: turn for turn, prefix in enumerate(self._modules)}
+            found = [(turns[prefix], not is_extra, key) for key in left for prefix, is_extra in self._whose(key)]
+            outcome.unexpected += [key for _, _, key in sorted(found, key=itemgetter(0, 1))]
+
+    def _whose(self, key: str) -> Iterator[tuple[str, bool]]:
+        """The prefix of the module that does not expect the name, and whether as its extra state.
+
+        None where a module has None for a child: torch leaves to the child what is below its name.
+        """
+        prefix = key[: key.rfind(".") + 1]
+        while prefix not in self._modules:
+            prefix = prefix[: prefix.rfind(".", 0, -1) + 1]
+        name, dot, _ = key[len(prefix) :].partition(".")
+        if not (dot and name in self._modules[prefix]._modules):
+            yield prefix, name == EXTRA_STATE and not dot
+
+
+def _visit(
+    recording: _Recording,
+    module: nn.Module,
+    state_dict: dict[str, Any],
+    prefix: str,
+    versions: Mapping[str, dict[str, Any]] | None,
+    assign: bool,
+) -> None:
+    # A copy: torch writes the flag below into the state dict's own metadata, where it decides the next load too.
+    local_metadata = {} if versions is None else copy(versions.get(prefix[:-1], {}))
+    if assign:
+        local_metadata["assign_to_params_buffers"] = assign
+    recording.modules.add(id(module))
+    outcome = recording.outcome
+    lists = (outcome.missing, outcome.unexpected, outcome.errors)
+    own: set[str] | None = None
+    if recording.overriding.has(module):
+        with recording.journal.model_code():
+            module._load_from_state_dict(state_dict, prefix, local_metadata, True, *lists)
+    else:
+        own = _load_local(recording, module, state_dict, prefix, local_metadata, True, *lists)
+    parts, rest = _by_child(state_dict, prefix, module._modules)
+    if own is not None and not own.issuperset(rest):
+        outcome.unexpected += [key for key in rest if key not in own]
+    # The modules and values as they are when it is their turn: code of another one may have put in others.
+    count = len(state_dict)
+    for name, child in module._modules.items():
+        if child is not None:
+            if len(state_dict) != count or name not in parts:
+                parts, _ = _by_child(state_dict, prefix, module._modules)
+                count = len(state_dict)
+            _visit(recording, child, parts[name], f"{prefix}{name}.", versions, assign)
+    if module._load_state_dict_post_hooks:
+        _run_post_hooks(recording, module)
+
+
+def _run_post_hooks(recording: _Recording, module: nn.Module) -> None:
+    incompatible = _IncompatibleKeys(recording.outcome.missing, recording.outcome.unexpected)
+    for hook in module._load_state_dict_post_hooks.values():
+        with recording.journal.model_code():
+            returned = hook(module, incompatible)
+        if returned is not None:
+            raise AssertionError(
+                "Hooks registered with ``register_load_state_dict_post_hook`` are not "
+                "expected to return new values, if incompatible_keys need to be modified, "
+                "it should be done inplace."
+            )
+
+
+def _by_child(
+    state_dict: Mapping[str, Any], prefix: str, children: Mapping[str, object]
+) -> tuple[dict[str, dict[str, Any]], list[str]]:
+    """For each child the items whose names begin with its prefix, and the names that belong to none."""
+    if not children:
+        return {}, [key for key in state_dict if key.startswith(prefix)]
+    parts: dict[str, dict[str, Any]] = {name: {} for name in children.keys()}  # noqa: SIM118  (TorchScript's)
+    rest: list[str] = []
+    cut = len(prefix)
+    for key, value in state_dict.items():
+        if key.startswith(prefix):
+            child, dot, _ = key[cut:].partition(".")
+            if dot and child in parts:
+                parts[child][key] = value
+            else:
+                rest.append(key)
+    for name in parts:
+        if "." in name:
+            parts[name] = {key: value for key, value in state_dict.items() if key.startswith(f"{prefix}{name}.")}
+    return parts, rest
+
+
+def _load_local(
+    recording: _Recording,
+    module: nn.Module,
+    state_dict: dict[str, Any],
+    prefix: str,
+    local_metadata: dict[str, Any],
+    strict: bool,
+    missing_keys: list[str],
+    unexpected_keys: list[str],
+    error_msgs: list[str],
+) -> set[str]:
+    """What the base class does for one module, with `LoadSink` in place of its writes; but for what is unexpected.
+
+    Returns the keys of what is the module's own, whether they are there or not.
+    """
+    for hook in module._load_state_dict_pre_hooks.values():
+        with recording.journal.model_code():
+            hook(state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs)
+    assign = local_metadata.get("assign_to_params_buffers", False)
+    extra_key = prefix + EXTRA_STATE
+    own = {extra_key}
+    for name, param in _local_state(module):
+        key = prefix + name
+        own.add(key)
+        if key in state_dict:
+            recording.take.tensor(module, name, key, param, state_dict[key], assign, error_msgs)
+        elif strict:
+            missing_keys.append(key)
+    if type(module).set_extra_state is not nn.Module.set_extra_state:
+        if extra_key in state_dict:
+            with recording.journal.model_code():
+                recording.take.extra_state(module, extra_key, state_dict[extra_key])
+        elif strict:
+            missing_keys.append(extra_key)
+    elif strict and extra_key in state_dict:
+        unexpected_keys.append(extra_key)
+    return own
+
+
+def _local_state(module: nn.Module) -> list[tuple[str, torch.Tensor]]:
+    """The module's own parameters and persistent buffers, without those that are None."""
+    found: list[tuple[str, torch.Tensor]] = [(name, p) for name, p in module._parameters.items() if p is not None]
+    if module._buffers:
+        hidden = module._non_persistent_buffers_set
+        found += [(name, b) for name, b in module._buffers.items() if b is not None and name not in hidden]
+    return found
+
+
+class _Overriding:
+    """Which modules have loading code of their own; classes are asked once."""
+
+    def __init__(self) -> None:
+        self._classes: dict[type, bool] = {}
+
+    def has(self, module: nn.Module) -> bool:
+        if "_load_from_state_dict" in module.__dict__:
+            return _overrides_loading(module)
+        cls = type(module)
+        found = self._classes.get(cls)
+        if found is None:
+            found = self._classes[cls] = _overrides_loading(module)
+        return found
+
+    def runs_code(self, module: nn.Module) -> bool:
+        """Whether a module has code that a load runs."""
+        if module._load_state_dict_pre_hooks or module._load_state_dict_post_hooks:
+            return True
+        return self.has(module) or type(module).set_extra_state is not nn.Module.set_extra_state
+
+
+def _overrides_loading(module: nn.Module) -> bool:
+    function = getattr(module._load_from_state_dict, "__func__", None)
+    return function is not _dispatch and not _is_torchs(function)
+
+
+def _is_torchs(function: Any) -> bool:
+    """Whether a function is written in torch's own file, and not put in the place of one that is."""
+    return getattr(getattr(function, "__code__", None), "co_filename", "") == _TORCHS_FILE
+
+
+def loads_by_version(module: nn.Module) -> bool:
+    """Whether the module has loading code of its own, and a version for it to decide by."""
+    return _overrides_loading(module) and getattr(module, "_version", None) not in (None, 1)
+
+
+KEEPS_NAMES = "modelstate_keeps_names"
+"""The attribute of a hook or a `_load_from_state_dict` that gives no name of a state dict another meaning."""
+
+
+def loads_names_itself(module: nn.Module) -> bool:
+    """Whether code of the module, neither torch's nor ours, may decide which name is for which tensor as it loads."""
+    if not all(getattr(hook, KEEPS_NAMES, False) for hook in module._load_state_dict_pre_hooks.values()):
+        return True
+    holders = (vars(module), *map(vars, type(module).__mro__))
+    methods = [holder["_load_from_state_dict"] for holder in holders if "_load_from_state_dict" in holder]
+    return not all(_keeps_names(getattr(method, "__func__", method)) for method in methods)
+
+
+def _keeps_names(function: Any) -> bool:
+    is_torchs = getattr(function, "__module__", "").startswith("torch.nn.modules.")  # as that of batch norms
+    return function is _dispatch or getattr(function, KEEPS_NAMES, is_torchs)
+
+
+def is_recorded(module: nn.Module) -> bool:
+    """Whether a load of ours is calling the module's loading code: what that does can then be undone."""
+    return _recording_of(module) is not None
+
+
+def device_after(module: nn.Module, param: torch.Tensor) -> torch.device:
+    """Where a tensor of a module will be after the load that is going on: it may go to another device later."""
+    recording = _recording_of(module)
+    return param.device if recording is None else recording.take.device_after(param)
+
+
+def _recording_of(module: nn.Module) -> _Recording | None:
+    stack: list[_Recording] = getattr(_active, "stack", [])
+    return stack[-1] if stack and id(module) in stack[-1].modules else None
+
+
+_active = threading.local()
+_patch_lock = fork_safe_lock()
+_patching: weakref.WeakSet[_Recording] = weakref.WeakSet()
+
+
+@contextmanager
+def _patched(recording: _Recording) -> Iterator[None]:
+    """While this lasts, an override in this thread that calls the base class comes back to the recording."""
+    stack: list[_Recording] = getattr(_active, "stack", [])
+    _active.stack = stack
+    try:
+        try:
+            _patch(recording)
+            stack.append(recording)
+            yield
+        finally:
+            _unpatch(recording, stack)
+    except BaseException:
+        _unpatch(recording, stack)  # an interrupt may have broken off the first time
+        raise
+
+
+def _patch(recording: _Recording) -> None:
+    global _stock_load
+    with _patch_lock:
+        _patching.add(recording)
+        current = nn.Module._load_from_state_dict
+        if current is not _dispatch:
+            _stock_load = current  # torch's, or what someone has put in its place
+            if _is_torchs(current):
+                nn.Module._load_from_state_dict = _dispatch  # type: ignore[method-assign]
+
+
+def _unpatch(recording: _Recording, stack: list[_Recording]) -> None:
+    stack[:] = [one for one in stack if one is not recording]
+    with _patch_lock:
+        _patching.discard(recording)
+        if not _patching:
+            nn.Module._load_from_state_dict = _stock_load  # type: ignore[method-assign]
+
+
+def _dispatch(
+    self: nn.Module,
+    state_dict: Any,
+    prefix: str,
+    local_metadata: Any,
+    strict: bool,
+    missing_keys: list[str],
+    unexpected_keys: list[str],
+    error_msgs: list[str],
+) -> None:
+    lists = missing_keys, unexpected_keys, error_msgs
+    recording = _recording_of(self)
+    if recording is None:
+        _stock_load(self, state_dict, prefix, local_metadata, strict, *lists)
+        return
+    with recording.journal.our_code():
+        own = _load_local(recording, self, state_dict, prefix, local_metadata, strict, *lists)
+    if strict:
+        _, rest = _by_child(state_dict, prefix, self._modules)
+        unexpected_keys += [key for key in rest if key not in own]

@@ -1,1 +1,0 @@
-"""From files and mappings to a `Checkpoint`: what is there, and ways to its bytes."""

@@ -1,1 +1,0 @@
-"""What people and programs read: text and JSON made of checkpoints."""

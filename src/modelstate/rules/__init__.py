@@ -1,0 +1,70 @@
+"""Explicit changes between the names and tensors of a checkpoint and those of a model."""
+
+from typing import TYPE_CHECKING
+
+from modelstate.lazy import attach
+
+if TYPE_CHECKING:
+    from modelstate.rules import known as known
+    from modelstate.rules.names import Ignore as Ignore
+    from modelstate.rules.names import Prefix as Prefix
+    from modelstate.rules.names import Rename as Rename
+    from modelstate.rules.rule import Rule as Rule
+    from modelstate.rules.schema import Migration as Migration
+    from modelstate.rules.schema import Rules as Rules
+    from modelstate.rules.schema import Schema as Schema
+    from modelstate.rules.tensors import Apply as Apply
+    from modelstate.rules.tensors import Cast as Cast
+    from modelstate.rules.tensors import Concat as Concat
+    from modelstate.rules.tensors import Reshape as Reshape
+    from modelstate.rules.tensors import Split as Split
+    from modelstate.rules.tensors import Transpose as Transpose
+    from modelstate.rules.transformers_mapping import from_transformers as from_transformers
+    from modelstate.rules.values import Copy as Copy
+    from modelstate.rules.values import Fill as Fill
+    from modelstate.rules.values import Same as Same
+else:
+    __getattr__, __dir__ = attach(
+        __name__,
+        {
+            "Apply": "modelstate.rules.tensors",
+            "Cast": "modelstate.rules.tensors",
+            "Concat": "modelstate.rules.tensors",
+            "Copy": "modelstate.rules.values",
+            "Fill": "modelstate.rules.values",
+            "Ignore": "modelstate.rules.names",
+            "Migration": "modelstate.rules.schema",
+            "Prefix": "modelstate.rules.names",
+            "Rename": "modelstate.rules.names",
+            "Reshape": "modelstate.rules.tensors",
+            "Rule": "modelstate.rules.rule",
+            "Rules": "modelstate.rules.schema",
+            "Same": "modelstate.rules.values",
+            "Schema": "modelstate.rules.schema",
+            "Split": "modelstate.rules.tensors",
+            "Transpose": "modelstate.rules.tensors",
+            "known": "modelstate.rules.known",
+            "from_transformers": "modelstate.rules.transformers_mapping",
+        },
+    )
+
+__all__ = [
+    "Apply",
+    "Cast",
+    "Concat",
+    "Copy",
+    "Fill",
+    "Ignore",
+    "Migration",
+    "Prefix",
+    "Rename",
+    "Reshape",
+    "Rule",
+    "Rules",
+    "Same",
+    "Schema",
+    "Split",
+    "Transpose",
+    "from_transformers",
+    "known",
+]

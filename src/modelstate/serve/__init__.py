@@ -1,0 +1,34 @@
+"""Programs that serve while their weights are swapped."""
+
+from typing import TYPE_CHECKING
+
+from modelstate.lazy import attach
+
+if TYPE_CHECKING:
+    from modelstate.serve.follow import Following as Following
+    from modelstate.serve.program_file import Manifest as Manifest
+    from modelstate.serve.report import SwapReport as SwapReport
+    from modelstate.serve.state_names import NameMap as NameMap
+    from modelstate.serve.state_names import runtime_state as runtime_state
+    from modelstate.torch_compat.hooks import without_state_dict_hooks as without_state_dict_hooks
+else:
+    __getattr__, __dir__ = attach(
+        __name__,
+        {
+            "Following": "modelstate.serve.follow",
+            "Manifest": "modelstate.serve.program_file",
+            "NameMap": "modelstate.serve.state_names",
+            "SwapReport": "modelstate.serve.report",
+            "runtime_state": "modelstate.serve.state_names",
+            "without_state_dict_hooks": "modelstate.torch_compat.hooks",
+        },
+    )
+
+__all__ = [
+    "Following",
+    "Manifest",
+    "NameMap",
+    "SwapReport",
+    "runtime_state",
+    "without_state_dict_hooks",
+]

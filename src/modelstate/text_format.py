@@ -1,0 +1,72 @@
+"""Formats sizes, counts, durations and untrusted text for messages and tables."""
+
+from collections.abc import Iterable, Sequence
+
+_UNITS = ("kB", "MB", "GB", "TB", "PB")
+
+
+def size(nbytes: float) -> str:
+    """A number of bytes as people say it: "512 B", "1.5 kB", "90.9 MB"."""
+    if round(nbytes) < 1000:
+        return f"{nbytes:.0f} B"
+    value = float(nbytes)
+    for unit in _UNITS:
+        value /= 1000
+        if round(value, 1) < 1000 or unit == _UNITS[-1]:
+            break
+    return f"{value:,.1f} {unit}"
+
+
+def printable(text: str) -> str:
+    """The text with what would move the cursor or break the line made visible: names in files are others' words."""
+    if text.isprintable():
+        return text
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
+
+
+def in_a_line(text: str) -> str:
+    """The text of an error of ours in one line, without what is to be done and where to read more."""
+    return "; ".join(line.strip() for line in text.splitlines() if not line.startswith(("  more:", "  to do:")))
+
+
+def count(number: int, noun: str) -> str:
+    """ "1 tensor", "20,000 tensors"."""
+    return f"{number:,} {noun}" if number == 1 else f"{number:,} {noun}s"
+
+
+def seconds(value: float) -> str:
+    """ "12.3 ms", "1.23 s"."""
+    return f"{value * 1000:.1f} ms" if value < 1 else f"{value:.2f} s"
+
+
+def shorten(text: str, width: int) -> str:
+    return text if len(text) <= width else text[: width - 1] + "…"
+
+
+def columns(rows: Iterable[Sequence[str]], *, right: Sequence[int] = (), gap: int = 2) -> str:
+    """Rows of text in aligned columns, without trailing blanks.
+
+    Long lines are left to the terminal, so that a pipe gets one line a row. rich's own table takes seconds for the
+    tens of thousands of rows that a checkpoint can have.
+    """
+    from rich.cells import cell_len  # `import modelstate` does not need it
+
+    cells = [[printable(cell) for cell in row] for row in rows]
+    widths: list[int] = []
+    for row in cells:
+        widths += [0] * (len(row) - len(widths))
+        for i, cell in enumerate(row):
+            widths[i] = max(widths[i], cell_len(cell))
+    lines = []
+    for row in cells:
+        padded = []
+        for i, cell in enumerate(row):
+            blank = " " * (widths[i] - cell_len(cell))
+            padded.append(blank + cell if i in right else cell + blank)
+        lines.append((" " * gap).join(padded).rstrip())
+    return "\n".join(lines)
+
+
+def quote(name: str) -> str:
+    """A name for a message, shortened where a hostile file made it long."""
+    return repr(name) if len(name) <= 200 else f"{name[:200]!r}… ({len(name):,} characters)"

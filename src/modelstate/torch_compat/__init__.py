@@ -1,0 +1,1 @@
+"""Everything that is asked of torch under names that are not public, in one room."""

@@ -1,0 +1,223 @@
+"""Dtypes and devices: their names, which casts keep every value, which casts overflow.
+
+The check of a cast runs on a block of values while it is in the cache of the processor, and only for casts that can
+overflow. It has three steps, each of which decides most of what the one before leaves open: the sum of the result,
+which is finite where all of it is; the least and the greatest value of the source; and the count of the values.
+
+The result of a function is summed too, which takes about 7% of the time of multiplying the tensor by a number. What the
+function was given is looked at only where the result has infinite or NaN values.
+"""
+
+import math
+import threading
+from collections.abc import Callable, Iterator
+from functools import cache
+
+import torch
+
+from modelstate.errors import OptionError
+
+_WITHOUT_LIMITS = tuple(filter(None, [getattr(torch, "float4_e2m1fn_x2", None)]))
+"""Dtypes of which torch does not say what they can represent."""
+
+
+@cache
+def cast_between(source: torch.dtype, target: torch.dtype) -> str:
+    """What casting does to values: "same", "lossless", "lossy", or "kind" where it changes what they are.
+
+    Booleans, integers, floats and complex numbers are kinds. A cast is lossless where the target can represent every
+    value of the source: precision, range and subnormals for floats (IEEE 754 and its 8-bit kin), range for integers.
+    """
+    if source == target:
+        return "same"
+    if _kind(source) != _kind(target) or _kind(source) == "other":
+        return "kind"
+    if _kind(source) == "integer":
+        a, b = torch.iinfo(source), torch.iinfo(target)
+        return "lossless" if b.min <= a.min and a.max <= b.max else "lossy"
+    if target.itemsize == 1 or source in _WITHOUT_LIMITS:
+        return "lossy"  # none of the 8-bit floats has all the values of another
+    f, g = torch.finfo(source), torch.finfo(target)
+    wider = g.eps <= f.eps and g.max >= f.max and g.smallest_normal * g.eps <= f.smallest_normal * f.eps
+    return "lossless" if wider else "lossy"
+
+
+def _kind(dtype: torch.dtype) -> str:
+    if dtype.is_floating_point:
+        return "float"
+    if dtype.is_complex:
+        return "complex"
+    if dtype is torch.bool:
+        return "bool"
+    if "torch.q" in str(dtype):  # qint8 and its kin, which torch.iinfo takes for integers
+        return "other"
+    try:
+        torch.iinfo(dtype)
+    except (TypeError, RuntimeError):
+        return "other"
+    return "integer"
+
+
+_OTHER_NAMES = {
+    "bf16": torch.bfloat16,
+    **dict.fromkeys(("fp16", "f16"), torch.float16),
+    **dict.fromkeys(("fp32", "f32"), torch.float32),
+    **dict.fromkeys(("fp64", "f64"), torch.float64),
+}
+"""What dtypes are called beside torch's own names for them."""
+
+
+def dtype_named(name: str) -> torch.dtype | None:
+    """The dtype of a name: torch's, with or without `torch.`, or a usual short one ("bf16"). None for another text."""
+    dtype = _OTHER_NAMES.get(name.lower()) or getattr(torch, name.removeprefix("torch."), None)
+    return dtype if isinstance(dtype, torch.dtype) else None
+
+
+def floating_dtype(given: object, or_complex: bool = False) -> torch.dtype | None:
+    """The dtype that a `dtype=` asks for, by itself or by its name. Raises `OptionError` for what is no such dtype."""
+    dtype = dtype_named(given) if isinstance(given, str) else given
+    if dtype is None and given is None:
+        return None
+    if isinstance(dtype, torch.dtype) and (dtype.is_floating_point or (or_complex and dtype.is_complex)):
+        return dtype
+    kinds = "floating-point or complex" if or_complex else "floating-point"
+    raise OptionError(
+        "dtype= casts floats",
+        expected=f'a {kinds} torch.dtype or its name, as torch.bfloat16, "bfloat16" or "bf16"; or None',
+        found=repr(given),
+        remedy="" if isinstance(given, str) else "for other casts: rules=[ms.rules.Cast(pattern, dtype)]",
+    )
+
+
+@cache
+def short(dtype: torch.dtype) -> str:
+    """ "float32" for `torch.float32`."""
+    return str(dtype).removeprefix("torch.")
+
+
+@cache
+def device_name(device: torch.device) -> str:
+    """ "cuda:0" for `torch.device("cuda", 0)`."""
+    return str(device)
+
+
+AT_ONCE = 1 << 20
+"""Elements that are counted at a time, so that counting takes little memory."""
+_SHOWN = 8
+_CAST = "a cast"
+
+
+@cache
+def can_overflow(source: torch.dtype, target: torch.dtype) -> bool:
+    """Whether the target cannot hold some finite values of the source, not even rounded."""
+    kinds = (source.is_floating_point, source.is_complex), (target.is_floating_point, target.is_complex)
+    if source == target or kinds[0] != kinds[1] or not any(kinds[0]):
+        return False
+    try:
+        return torch.finfo(target).max < torch.finfo(source).max or target is torch.float8_e8m0fnu
+    except (TypeError, RuntimeError):  # a dtype that torch says nothing about
+        return False
+
+
+class Overflows:
+    """Counts, by cause and by the names of tensors, the values that become infinite or NaN in one operation."""
+
+    def __init__(self) -> None:
+        self.counts: dict[tuple[str, str], int] = {}
+        """By cause, as "a cast", and name."""
+        self._lock = threading.Lock()
+
+    def check(self, name: str, source: torch.Tensor, target: torch.Tensor | torch.dtype) -> bool:
+        """Counts the elements of `source` that are finite, and infinite or NaN in `target`, which it was cast to.
+
+        A dtype as `target` stands for a cast that is made later. Called from any thread, with all of a tensor or a part
+        of it. Returns whether it has seen that all values of `target` are finite.
+        """
+        dtype = target.dtype if isinstance(target, torch.Tensor) else target
+        if not can_overflow(source.dtype, dtype) or source.is_meta or not source.numel():
+            return False
+        with torch.no_grad():
+            if isinstance(target, torch.Tensor) and _has_finite_sum(target):
+                return True
+            if not _is_within(source, dtype):
+                self.add({(_CAST, name): _newly_infinite(source, dtype)})
+        return False
+
+    def check_function(self, name: str, cause: str, result: torch.Tensor, before: Callable[[], int]) -> None:
+        """Counts the infinite and NaN values that the result of a function has more than what the function was given.
+
+        `before` gives the number that the function was given. It is called only where the result has such values.
+        """
+        count = nonfinite(result)
+        if count:
+            self.add({(cause, name): max(count - before(), 0)})
+
+    def add(self, counts: dict[tuple[str, str], int]) -> None:
+        """Adds what was counted elsewhere."""
+        with self._lock:
+            for key, count in counts.items():
+                if count:
+                    self.counts[key] = self.counts.get(key, 0) + count
+
+    def notes(self) -> list[str]:
+        """One sentence for each cause, for a report."""
+        notes = []
+        for cause in sorted({cause for cause, _ in self.counts}):
+            named = sorted((name, count) for (by, name), count in self.counts.items() if by == cause)
+            shown = [f"{name} ({count:,})" for name, count in named[:_SHOWN]]
+            more = f", and {len(named) - _SHOWN} more" if len(named) > _SHOWN else ""
+            total = sum(count for _, count in named)
+            notes.append(f"finite values became infinite or NaN by {cause}, {total:,} in all: {', '.join(shown)}{more}")
+        return notes
+
+
+def nonfinite(tensor: torch.Tensor) -> int:
+    """The number of infinite and NaN values: 0 at the cost of one sum where there are none and the sum is in range."""
+    if tensor.is_meta or not tensor.numel() or not (tensor.is_floating_point() or tensor.is_complex()):
+        return 0
+    with torch.no_grad():
+        if _has_finite_sum(tensor):
+            return 0
+        if tensor.itemsize > 1 and not tensor.is_complex():
+            least, greatest = (float(value) for value in torch.aminmax(tensor))
+            if math.isfinite(least) and math.isfinite(greatest):
+                return 0
+        try:
+            return sum(int((~_comparable(part).isfinite()).sum()) for part in _parts(tensor))
+        except (RuntimeError, NotImplementedError):  # a dtype without arithmetic, as float4
+            return 0
+
+
+def _parts(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
+    flat = tensor.detach().flatten()
+    for start in range(0, flat.numel(), AT_ONCE):
+        yield flat[start : start + AT_ONCE]
+
+
+def _comparable(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor if tensor.itemsize > 1 else tensor.float()  # torch has no comparisons of float8
+
+
+def _has_finite_sum(tensor: torch.Tensor) -> bool:
+    if tensor.itemsize == 1 or tensor.device.type != "cpu":
+        return False
+    total = tensor.sum().item()
+    return math.isfinite(total.real) and math.isfinite(total.imag)
+
+
+def _is_within(source: torch.Tensor, dtype: torch.dtype) -> bool:
+    """Whether all values lie within the limits of a dtype; False for NaN, and where torch cannot compare them."""
+    if source.itemsize == 1 or source.is_complex() or dtype is torch.float8_e8m0fnu:
+        return False
+    least, greatest = (float(value) for value in torch.aminmax(source))
+    limit = torch.finfo(dtype).max
+    return -limit <= least and greatest <= limit
+
+
+def _newly_infinite(source: torch.Tensor, dtype: torch.dtype) -> int:
+    """The number of finite elements that the cast makes infinite or NaN."""
+    count = 0
+    for part in _parts(source):
+        cast = _comparable(part.to(dtype))
+        count += int((_comparable(part).isfinite() & ~cast.isfinite()).sum())
+    return count

@@ -1,0 +1,148 @@
+"""Tells plain tensors from those whose values are more than strided memory."""
+
+from collections.abc import Iterable
+from contextlib import suppress
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
+
+from modelstate.problems import GATHER, REAL
+from modelstate.torch_compat.private import storage_id
+
+_PLAIN = frozenset([torch.Tensor, nn.Parameter, nn.Buffer])
+
+
+def is_plain_memory(tensor: torch.Tensor) -> bool:
+    """Whether the tensor's elements are one run of CPU memory in their own order, with nothing on top."""
+    return (
+        tensor.layout is torch.strided
+        and tensor.is_cpu
+        and (type(tensor) is torch.Tensor or type(tensor) is torch.nn.Parameter)
+        and tensor.is_contiguous()
+        and not tensor.is_conj()
+        and not tensor.is_neg()
+        and not tensor.is_quantized
+    )
+
+
+def same_place(tensor: torch.Tensor, alias: torch.Tensor) -> bool:
+    """Whether two tensors are the same view of the same storage."""
+    if (tensor.layout, tensor.device, tensor.dtype) != (alias.layout, alias.device, alias.dtype):
+        return False
+    if tensor.layout is not torch.strided or tensor.is_nested:
+        return tensor is alias
+    return (
+        tensor.size() == alias.size()
+        and tensor.stride() == alias.stride()
+        and tensor.storage_offset() == alias.storage_offset()
+        and storage_id(tensor) == storage_id(alias)
+    )
+
+
+def is_plain(tensor: torch.Tensor) -> bool:
+    """Whether the tensor is a strided one with nothing on top: no subclass that has a say in what happens to it."""
+    cls = type(tensor)
+    return (cls in _PLAIN or _is_mere_parameter(cls)) and tensor.layout is torch.strided
+
+
+@lru_cache(maxsize=1024)
+def _is_mere_parameter(cls: Any) -> bool:
+    """Whether a class is one of parameters that differ from torch's in their attributes only."""
+    return (
+        issubclass(cls, nn.Parameter)
+        and not issubclass(cls, UninitializedParameter | UninitializedBuffer)
+        and cls.__torch_dispatch__ is nn.Parameter.__torch_dispatch__
+        and cls.__torch_function__ is nn.Parameter.__torch_function__
+        and cls.module_load is nn.Parameter.module_load
+    )
+
+
+def is_dense(tensor: torch.Tensor) -> bool:
+    """Whether no two elements share memory and none lie apart: the strides only order the dimensions."""
+    order = sorted(range(tensor.dim()), key=tensor.stride, reverse=True)
+    return tensor.permute(order).is_contiguous()
+
+
+_FAKE = "torch._subclasses.fake_tensor.FakeTensor"
+_SHARDED = "torch.distributed.tensor.DTensor"
+
+
+def is_fake(tensor: torch.Tensor) -> bool:
+    """Whether this is a `FakeTensor`, which has no values."""
+    return _is_of(tensor, _FAKE)
+
+
+def is_sharded(tensor: torch.Tensor) -> bool:
+    """Whether this is a `DTensor`, as the parameters of FSDP2 are: this process may hold only a shard."""
+    return _is_of(tensor, _SHARDED)
+
+
+def remedies_for(values: Iterable[object]) -> list[str]:
+    """What to do about values that cannot be read, as they are fake or shards; nothing where none of them is."""
+    tensors = [value for value in values if isinstance(value, torch.Tensor)]
+    return [GATHER] * any(map(is_sharded, tensors)) + [REAL] * any(map(is_fake, tensors))
+
+
+def _is_of(tensor: torch.Tensor, name: str) -> bool:
+    if type(tensor) is torch.Tensor or type(tensor) is torch.nn.Parameter:
+        return False
+    return any(f"{cls.__module__}.{cls.__qualname__}" == name for cls in type(tensor).__mro__)
+
+
+def why_not_plain(tensor: torch.Tensor) -> str:
+    """Why a tensor is not a plain one with values; empty where it is."""
+    if is_fake(tensor):
+        return "a FakeTensor, which has a shape and no values"
+    if is_sharded(tensor):
+        return "a DTensor: this process may hold only a shard (FSDP2, tensor parallelism)"
+    if type(tensor) is not torch.Tensor and type(tensor) is not torch.nn.Parameter:
+        return (
+            f"a tensor of the class {type(tensor).__module__}.{type(tensor).__qualname__}, which is more than a tensor"
+        )
+    if tensor.is_meta:
+        return "a tensor on the meta device, which has no values"
+    if tensor.layout is not torch.strided:
+        return f"a tensor of the layout {tensor.layout}"
+    if tensor.is_nested:
+        return "a nested tensor"
+    if tensor.is_quantized:
+        return "a quantized tensor"
+    return "" if has_its_memory(tensor) else "a tensor whose memory has been given back"
+
+
+def is_quantized(tensor: torch.Tensor) -> bool:
+    """Whether a wrapper subclass of one dtype stores its values in another one, as torchao's quantized tensors do."""
+    if type(tensor) in (torch.Tensor, torch.nn.Parameter) or tensor.layout is not torch.strided:
+        return False
+    flatten = getattr(tensor, "__tensor_flatten__", None)
+    with suppress(Exception):  # code of the class
+        parts = [getattr(tensor, name) for name in flatten()[0]] if flatten is not None else []
+        return any(part.dtype != tensor.dtype or is_quantized(part) for part in parts)
+    return False
+
+
+def has_its_memory(tensor: torch.Tensor) -> bool:
+    """Whether the storage of a strided tensor, which is not on meta, reaches as far as its elements.
+
+    Code that saves memory frees storages, and torch goes on using the memory where they were. True where the tensors of
+    a device have no storage to be asked.
+    """
+    if tensor.is_contiguous():
+        end = tensor.storage_offset() + tensor.numel() if tensor.numel() else 0
+    else:
+        steps = zip(tensor.size(), tensor.stride(), strict=True)
+        end = tensor.storage_offset() + 1 + sum((size - 1) * step for size, step in steps)
+    try:
+        return tensor.untyped_storage().nbytes() >= end * tensor.itemsize
+    except (NotImplementedError, RuntimeError):
+        return True
+
+
+def own_copy(tensor: torch.Tensor) -> torch.Tensor:
+    """The values in memory that nobody else has."""
+    with torch.inference_mode(False), torch.no_grad():
+        plain = tensor.detach().resolve_conj().resolve_neg()
+        return plain.clone(memory_format=torch.contiguous_format)

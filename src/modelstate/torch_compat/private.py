@@ -1,0 +1,396 @@
+"""Everything that is asked of torch under names that are not public.
+
+Each is used by torch's own `nn.Module`, `torch.utils.swap_tensors` or `torch.export` for the same purpose.
+"""
+
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import IO, Any
+
+import torch
+
+without_subclasses: Any = torch._C.DisableTorchFunctionSubclass
+"""A context in which tensor subclasses do not see what is done to them."""
+
+
+def use_count(tensor: torch.Tensor) -> int:
+    """How many owners the tensor has in torch's core; 1 where only Python holds it, more for views and graphs."""
+    return int(tensor._use_count())  # type: ignore[attr-defined]
+
+
+def has_gradient_node(tensor: torch.Tensor) -> bool:
+    """Whether autograd has a node that accumulates the gradient of the tensor: it is, or was, used by a graph."""
+    if not (tensor.requires_grad and tensor.is_leaf) or tensor.is_inference():
+        return False
+    before = use_count(tensor)
+    edge = torch.autograd.graph.get_gradient_edge(tensor)  # makes the node where there is none, which then owns too
+    return use_count(tensor) == before and edge is not None
+
+
+def shards_in_use(module: torch.nn.Module) -> bool:
+    """Whether a module is sharded by FSDP in a way that remembers the dtype and device of its parameters.
+
+    FSDP2 does from its first forward pass on, when it makes buffers for what it gathers, and FSDP1 from the beginning.
+    """
+    fsdp = sys.modules.get("torch.distributed.fsdp")
+    if fsdp is None:
+        return False
+    if isinstance(module, fsdp.FullyShardedDataParallel):
+        return True
+    if not isinstance(module, fsdp.FSDPModule):
+        return False
+    state: Any = module._get_fsdp_state()
+    return getattr(state, "_is_root", True) is not None
+
+
+def optimizers_were_made() -> bool:
+    """Whether an optimizer has been made in this process: the first of a class changes the `step` of the class."""
+    classes: list[Any] = [torch.optim.Optimizer]
+    while classes:
+        cls = classes.pop()
+        if hasattr(cls.step, "hooked"):
+            return True
+        classes += cls.__subclasses__()
+    return False
+
+
+def is_faking() -> bool:
+    """Whether a `FakeTensorMode` is active: operations return tensors without values."""
+    return torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None
+
+
+def is_fake(tensor: torch.Tensor) -> bool:
+    """Whether a tensor is a `FakeTensor`, which has no values."""
+    module = sys.modules.get("torch._subclasses.fake_tensor")
+    return module is not None and isinstance(tensor, module.FakeTensor)
+
+
+def is_transforming() -> bool:
+    """Whether a transform of `torch.func` is running, in which tensors stand for others."""
+    return torch._C._functorch.peek_interpreter_stack() is not None
+
+
+def swap_impl(a: torch.Tensor, b: torch.Tensor) -> None:
+    """Exchanges what two Python tensors stand for in torch's core; classes and attributes stay where they are."""
+    torch._C._swap_tensor_impl(a, b)
+
+
+def can_set_data(tensor: torch.Tensor, value: torch.Tensor) -> bool:
+    """Whether `tensor.data = value` is possible."""
+    return bool(torch._has_compatible_shallow_copy_type(tensor, value))
+
+
+def storage_of(tensor: torch.Tensor) -> torch.UntypedStorage:
+    """The storage of a tensor, whatever its class has to say to that."""
+    if type(tensor) is torch.Tensor or type(tensor) is torch.nn.Parameter:
+        return tensor.untyped_storage()
+    with without_subclasses():
+        return tensor.untyped_storage()
+
+
+def storage_id(tensor: torch.Tensor) -> int:
+    """The address of the storage object of a tensor; 0 where it has none of its own (sparse, wrapper subclasses)."""
+    try:
+        storage = storage_of(tensor)
+        storage.data_ptr()  # raises for the storage of a wrapper, which is there in name only
+        return int(storage._cdata)
+    except (NotImplementedError, RuntimeError):
+        return 0
+
+
+def payload_of(tensor: torch.Tensor) -> list[torch.Tensor]:
+    """The tensors of which a wrapper subclass is made, at any depth; the tensor itself where it is none."""
+    if storage_id(tensor):
+        return [tensor]
+    flatten = getattr(tensor, "__tensor_flatten__", None)
+    names = flatten()[0] if flatten else [*getattr(tensor, "__dict__", {}), *slots_of_class(type(tensor))]
+    inner = [getattr(tensor, name, None) for name in names]
+    return [part for value in inner if isinstance(value, torch.Tensor) for part in payload_of(value)]
+
+
+def slots_of_class(cls: type) -> list[str]:
+    """The names of a class's `__slots__`, as attributes have them."""
+    names: list[str] = []
+    for base in cls.__mro__:
+        slots = base.__dict__.get("__slots__", ())
+        for name in [slots] if isinstance(slots, str) else list(slots):
+            private = name.startswith("__") and not name.endswith("__")
+            names.append(f"_{base.__name__.lstrip('_')}{name}" if private else name)
+    return [name for name in names if name not in ("__dict__", "__weakref__")]
+
+
+def storage_owners(tensor: torch.Tensor) -> int:
+    """How many tensors and storages have the memory of a tensor; 1 where it has it alone, 0 where it has none."""
+    storage = storage_of(tensor) if storage_id(tensor) else None
+    return int(torch._C._storage_Use_Count(storage._cdata)) - 1 if storage is not None else 0
+
+
+def address_range(tensor: torch.Tensor) -> tuple[int, int]:
+    """Where the storage of a tensor begins and ends in memory; nothing for one that has none."""
+    if not storage_id(tensor) or tensor.is_meta:
+        return 0, 0
+    storage = storage_of(tensor)
+    return storage.data_ptr(), storage.data_ptr() + storage.nbytes()
+
+
+def keep_hooks(tensor: torch.Tensor) -> Callable[[], None]:
+    """Takes down the gradient hooks of a tensor; the function returned gives them to what the tensor is then."""
+    held: Any = tensor
+    backward, accumulated = held._backward_hooks, held._post_accumulate_grad_hooks
+    if backward is None and accumulated is None:
+        return _nothing
+
+    def restore() -> None:
+        if held.requires_grad:
+            if backward is not None:
+                held._backward_hooks = backward
+            if accumulated is not None:
+                held._post_accumulate_grad_hooks = accumulated
+
+    return restore
+
+
+def _nothing() -> None:
+    pass
+
+
+_FILLS = frozenset(
+    f"aten::{name}_"
+    for name in (
+        *("normal", "uniform", "fill", "zero", "copy", "random"),
+        *("exponential", "log_normal", "cauchy", "geometric", "bernoulli"),
+    )
+)
+"""Operations that set all elements of a tensor, whatever they were before."""
+
+
+@contextmanager
+def recorded_fills() -> Iterator[dict[int, int]]:
+    """Counts the elements that code sets without reading them, by the storage that they are in."""
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    found: dict[int, int] = {}
+
+    class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            named = kwargs or {}
+            result = func(*args, **named)
+            target = args[0] if func._schema.name in _FILLS else named.get("out")
+            if isinstance(target, torch.Tensor):
+                found[storage_id(target)] = found.get(storage_id(target), 0) + target.numel()
+            return result
+
+    with Recorder():  # type: ignore[no-untyped-call]
+        yield found
+
+
+def module_load(tensor: torch.Tensor, value: torch.Tensor, assign: bool) -> torch.Tensor:
+    """`torch.Tensor.module_load`, through the handlers of both classes."""
+    load: Any = tensor.module_load
+    made: torch.Tensor = load(value, assign=assign)
+    return made
+
+
+def swap_tensors(a: torch.Tensor, b: torch.Tensor) -> None:
+    """`torch.utils.swap_tensors`."""
+    swap: Any = torch.utils.swap_tensors
+    swap(a, b)
+
+
+def enter_mode(mode: torch.overrides.TorchFunctionMode) -> None:
+    """Puts a mode on torch's stack."""
+    enter: Any = mode.__enter__
+    enter()
+
+
+def leave_mode(mode: torch.overrides.TorchFunctionMode) -> None:
+    """Takes a mode off the top of torch's stack, where an interrupt has left it."""
+    overrides: Any = torch.overrides
+    while overrides._get_current_function_mode() is mode:
+        overrides._pop_mode()
+
+
+def has_registration_hooks() -> bool:
+    """Whether anything is called whenever a module registers a parameter or a buffer."""
+    module = torch.nn.modules.module
+    return bool(module._global_parameter_registration_hooks or module._global_buffer_registration_hooks)
+
+
+def is_tensor_like(value: object) -> bool:
+    """`torch.overrides.is_tensor_like`."""
+    check: Any = torch.overrides.is_tensor_like
+    return bool(check(value))
+
+
+def compiled_module(module: torch.nn.Module) -> torch.nn.Module | None:
+    """The module that `torch.compile` was called with, where this is what it returned."""
+    frames = sys.modules.get("torch._dynamo.eval_frame")
+    if frames is None or not isinstance(module, frames.OptimizedModule):
+        return None
+    found: torch.nn.Module = module._orig_mod
+    return found
+
+
+def unwrapped(module: torch.nn.Module, *, keep_compiled: bool = False) -> torch.nn.Module:
+    """The module inside the wrappers of `torch.compile`, `DataParallel` and `DistributedDataParallel`; else itself.
+
+    These have no state of their own, and put their name in front of every name of it. A wrapper that has hooks for its
+    state dict, or state that a subclass of it has added, is a module like any other.
+    """
+    while True:
+        inner = None if keep_compiled else compiled_module(module)
+        if inner is None and isinstance(module, _PARALLEL):
+            inner = module.module
+        if inner is None or len(module._modules) != 1 or module._parameters or module._buffers or _has_hooks(module):
+            return module
+        module = inner
+
+
+_PARALLEL = (torch.nn.DataParallel, torch.nn.parallel.DistributedDataParallel)
+
+
+def _has_hooks(module: torch.nn.Module) -> bool:
+    """Whether code runs when the state of a module itself is taken or loaded."""
+    held: Any = module
+    hooks = (
+        *(held._state_dict_hooks, held._state_dict_pre_hooks),
+        *(held._load_state_dict_pre_hooks, held._load_state_dict_post_hooks),
+    )
+    return any(hooks) or type(module).set_extra_state is not torch.nn.Module.set_extra_state
+
+
+def compiled_like(compiled: torch.nn.Module, module: torch.nn.Module) -> torch.nn.Module:
+    """Another instance under the compilation of a compiled one: the same backend and options, the same code."""
+    made: torch.nn.Module = type(compiled)(module, compiled.dynamo_ctx)
+    return made
+
+
+def exported_program_class() -> Any:
+    """`torch.export.ExportedProgram`; None where nothing has been exported or loaded in this process."""
+    return getattr(sys.modules.get("torch.export"), "ExportedProgram", None)
+
+
+def flatten(value: object) -> tuple[list[Any], Any]:
+    """The leaves of nested containers, and their structure, as `torch.export` has them."""
+    leaves, spec = torch.utils._pytree.tree_flatten(value)
+    return leaves, spec
+
+
+def unflatten(leaves: list[Any], spec: Any) -> Any:
+    """The way back of `flatten`."""
+    return torch.utils._pytree.tree_unflatten(leaves, spec)
+
+
+def keyword_order(spec: Any) -> list[str]:
+    """The names of keyword arguments, in the order in which the structure of a program's inputs has them."""
+    return list(spec.child(1).context)
+
+
+def expression_of(size: object) -> Any:
+    """The expression, of symbols and numbers, that a size of an exported program stands for; a number as it is."""
+    return size.node.expr if isinstance(size, torch.SymInt) else size
+
+
+def has_compiled_call(module: torch.nn.Module) -> bool:
+    """Whether `module.compile()` has been called."""
+    return module._compiled_call_impl is not None
+
+
+def structure_of(text: str) -> Any:
+    """The structure of containers that a package has written down."""
+    return torch.utils._pytree.treespec_loads(text)
+
+
+def aoti_loader(path: str, model: str) -> Any:
+    """A library of AOTInductor's, out of its package into the process: it has no constants yet, or its own."""
+    return torch._C._aoti.AOTIModelPackageLoader(path, model, False, 1, -1)
+
+
+def aoti_metadata(path: str, model: str) -> dict[str, str]:
+    """What a package says of the machine that it was compiled for."""
+    loader: Any = torch._C._aoti.AOTIModelPackageLoader
+    return dict(loader.load_metadata_from_package(path, model))
+
+
+def aoti_set_constants(loader: Any, constants: Mapping[str, torch.Tensor]) -> None:
+    """Has a library use these tensors, all that it has. They are never let go of: what is given once stays."""
+    loader.load_constants(dict(constants), False, True, True)
+
+
+def aoti_refresh_constants(loader: Any) -> None:
+    """Has a library look up again where the tensors that it uses lie. To name none of them keeps all."""
+    loader.load_constants({}, False, False, True)
+
+
+def aoti_embedded_constants(library: str) -> dict[str, torch.Tensor]:
+    """The constants that stand in a library itself."""
+    runner = torch._C._aoti.AOTIModelContainerRunnerCpu(library, 1)
+    return {name: value.clone() for name, value in runner.extract_constants_map(False).items()}
+
+
+def aoti_compile(program: Any, options: dict[str, Any]) -> list[Any]:
+    """Compiles an exported program ahead of time, as `torch._inductor.aoti_compile_and_package` does."""
+    import torch._inductor
+
+    args, named = program.example_inputs
+    module = program.module(check_guards=False)
+    files: Any = torch._inductor.aot_compile(module, args, named, options=options)
+    return list(files)
+
+
+def aoti_package(file: IO[bytes], files: list[Any], extra: dict[str, str]) -> None:
+    """Writes what was compiled as a `.pt2`, with files of our own in it."""
+    from torch.export.pt2_archive._package import package_pt2
+
+    package_pt2(file, aoti_files=files, extra_files=extra)
+
+
+def text_of_size(expression: Any) -> str:
+    """An expression of sizes, as Python has it."""
+    from torch.utils._sympy.printers import PythonPrinter
+
+    return str(PythonPrinter().doprint(expression))
+
+
+def guards_of(program: Any) -> list[str]:
+    """What the sizes of an exported program's inputs must fulfil, as Python that goes by the module's arguments."""
+    return list(getattr(program, "_guards_code", ()))
+
+
+def guards_of_compiling(program: Any) -> list[str]:
+    """The same, with what a compiler has found out and relied on since."""
+    import torch.export.exported_program
+
+    guards: Any = torch.export.exported_program._convert_guards_to_code
+    return list(guards(program.graph_module))
+
+
+def guard_function(program: Any) -> Callable[..., None]:
+    """Torch's own check of a program's inputs, which raises. There is none without the inputs of the export."""
+    found: Any = getattr(program.module(), "_guards_fn", None)
+    return _nothing_of if found is None else found.forward
+
+
+def _nothing_of(*inputs: object) -> None:
+    pass
+
+
+def argument_names(program: Any) -> list[str]:
+    """The names of a program's positional arguments, each of `*args` alone."""
+    signature, count = program.module_call_graph[0].signature, program.call_spec.in_spec.child(0).num_children
+    names = list((signature.forward_arg_names if signature is not None else None) or ())
+    return (names if len(names) >= count else [f"arg_{place}" for place in range(count)])[:count]
+
+
+def leaf_paths(spec: Any, arguments: Sequence[str]) -> list[tuple[str, str]]:
+    """Where each input is: the name of its argument, and the way from there, as Python has it."""
+    pytree = torch.utils._pytree
+    args, named = pytree.tree_unflatten([*range(spec.num_leaves)], spec)
+    given = [*zip(arguments, args, strict=True), *named.items()]
+    return [(name, pytree.keystr(path)) for name, value in given for path, _ in pytree.tree_leaves_with_path(value)]
+
+
+def written_inputs(program: Any) -> list[str]:
+    """The names of the inputs that a program writes to."""
+    return [*program.run_decompositions({}).graph_signature.user_inputs_to_mutate.values()]

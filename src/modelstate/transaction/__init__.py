@@ -1,0 +1,19 @@
+"""Changes to live objects: undo journal, object snapshots, references, `swap_tensors`."""
+
+from typing import TYPE_CHECKING
+
+from modelstate.lazy import attach
+
+if TYPE_CHECKING:
+    from modelstate.transaction.references import Identity as Identity
+else:
+    __getattr__, __dir__ = attach(
+        __name__,
+        {
+            "Identity": "modelstate.transaction.references",
+        },
+    )
+
+__all__ = [
+    "Identity",
+]

@@ -1,0 +1,216 @@
+"""Optimizers whose parameters get another dtype or device, or memory for the first time."""
+
+import sys
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from modelstate.errors import OptionError, PlacementError
+from modelstate.torch_compat.private import optimizers_were_made, use_count
+from modelstate.transaction.references import objects_of
+
+Placed = Mapping[torch.Tensor, tuple[torch.dtype, torch.device]]
+"""Dtype and device of parameters."""
+NewState = tuple[dict[str, Any], str, Any]
+"""The state of one parameter, a name in it, and the new value."""
+
+
+def check_optimizers(optimizers: Iterable[Any], model: nn.Module) -> tuple[torch.optim.Optimizer, ...]:
+    """The optimizers, if that is what they are, and of this model. Raises `OptionError`."""
+    checked = tuple(optimizers) if isinstance(optimizers, Iterable) else (optimizers,)
+    for optimizer in checked:
+        if not isinstance(optimizer, torch.optim.Optimizer):
+            raise OptionError("not an optimizer", expected="torch.optim.Optimizer", found=type(optimizer).__name__)
+        params = {id(param) for group in optimizer.param_groups for param in group["params"]}
+        if params.isdisjoint(map(id, model.parameters())):
+            raise OptionError("an optimizer of another model", where=type(optimizer).__name__)
+    return checked
+
+
+def placed(optimizers: Iterable[torch.optim.Optimizer]) -> Placed:
+    """Where the parameters of optimizers are, and in which dtype."""
+    groups = (group for optimizer in optimizers for group in optimizer.param_groups)
+    return {param: (param.dtype, param.device) for group in groups for param in group["params"]}
+
+
+def other_optimizers(
+    modules: Iterable[nn.Module], passed: Sequence[torch.optim.Optimizer]
+) -> list[torch.optim.Optimizer]:
+    """Optimizers with state for parameters of the modules, beside those that were passed.
+
+    torch keeps no list of optimizers, so all objects of the process are searched, which takes some 50 ms. That is done
+    only where a parameter has more references than the modules and the optimizers that were passed account for.
+    """
+    modules = list(modules)
+    if not optimizers_were_made() or not _referred_to_elsewhere(modules, passed):
+        return []
+    params = {id(param) for module in modules for param in module._parameters.values()}
+    found = objects_of(lambda cls: issubclass(cls, torch.optim.Optimizer))
+    others = [one for one in found if all(one is not known for known in passed)]
+    return [one for one in others if any(id(param) in params for param in one.state)]
+
+
+def _referred_to_elsewhere(modules: list[nn.Module], passed: Sequence[torch.optim.Optimizer]) -> bool:
+    """Whether anything but the modules and the optimizers refers to a parameter of the modules."""
+    known = Counter(id(param) for module in modules for param in module._parameters.values())
+    for optimizer in passed:
+        known.update(id(param) for group in optimizer.param_groups for param in group["params"])
+        known.update(map(id, optimizer.state))
+    more = _with_more_references(modules, known)
+    if more:  # recurrent modules have lists of their parameters
+        values = (value for module in modules for value in vars(module).values())
+        known.update(id(one) for value in values if isinstance(value, list | tuple) for one in value)
+        more = _with_more_references(modules, known)
+    return more
+
+
+def _with_more_references(modules: list[nn.Module], known: Mapping[int, int]) -> bool:
+    probe = {"": object()}
+    by_the_loop = next(sys.getrefcount(one) for one in probe.values()) - 1
+    return any(
+        # An autograd graph has one reference to the object.
+        sys.getrefcount(param) - by_the_loop > known[id(param)] + (use_count(param) > 1)
+        for module in modules
+        for param in module._parameters.values()
+        if param is not None
+    )
+
+
+def left_behind(
+    optimizers: Iterable[torch.optim.Optimizer], finals: Mapping[torch.Tensor, torch.Tensor], before: Placed
+) -> tuple[str, ...]:
+    """Optimizers that were not passed, and whose state would have to follow what parameters become, a line each."""
+    lines = []
+    for optimizer in optimizers:
+        count = 0
+        for group in optimizer.param_groups:
+            beside = bool(group.get("capturable") or group.get("fused"))
+            for param in group["params"]:
+                if param in finals and param in optimizer.state:
+                    state = {key: value for key, value in optimizer.state[param].items() if key != "step" or beside}
+                    count += _lags("", state, param, finals[param], before[param])
+        if count:
+            lines.append(
+                f"the state of {type(optimizer).__name__} for {count} of these parameters, which was not passed"
+            )
+    return tuple(lines)
+
+
+def _lags(
+    key: str, value: Any, param: torch.Tensor, final: torch.Tensor, before: tuple[torch.dtype, torch.device]
+) -> bool:
+    """Whether a value in a parameter's state would become another one, as `following_state` has it."""
+    if isinstance(value, torch.Tensor):
+        return (value.dtype, value.device) != _followed(key, value, param, final, before)
+    if type(value) in (list, tuple):
+        return any(_lags(key, item, param, final, before) for item in value)
+    return type(value) is dict and any(_lags(name, item, param, final, before) for name, item in value.items())
+
+
+def following_state(
+    optimizers: Sequence[torch.optim.Optimizer],
+    finals: Mapping[torch.Tensor, torch.Tensor],
+    before: Placed,
+    spend: Callable[[int], None] = lambda _: None,
+) -> list[NewState]:
+    """What has to change in the optimizers' state when parameters, which were as `before` says, become `finals`.
+
+    State on a parameter's device goes where it goes, and state of its dtype (Adam's moments, the directions of LBFGS)
+    gets its new dtype, at any depth of lists and dicts. Counters and other scalars keep their dtype; `step` moves only
+    where the optimizer is capturable or fused and wants it beside the parameter. State that was made on meta is made
+    again, by a new optimizer of the same class and options. All new tensors are made here, so that nothing can fail
+    when they are put in place; `spend` hears of the bytes of each before. Raises `PlacementError`.
+    """
+    found: list[NewState] = []
+    for optimizer in optimizers:
+        on_meta = [param for param in finals if _is_on_meta(optimizer.state.get(param, {}))]
+        found += _made_again(optimizer, on_meta, finals)
+        for group in optimizer.param_groups:
+            beside = bool(group.get("capturable") or group.get("fused"))
+            for param in group["params"]:
+                if param in finals:
+                    state = optimizer.state.get(param, {})
+                    for key, old in state.items():
+                        new = (
+                            old
+                            if key == "step" and not beside
+                            else _following(key, old, param, finals[param], before[param], spend)
+                        )
+                        if new is not old:
+                            found.append((state, key, new))
+    return found
+
+
+def _following(
+    key: str,
+    value: Any,
+    param: torch.Tensor,
+    final: torch.Tensor,
+    before: tuple[torch.dtype, torch.device],
+    spend: Callable[[int], None],
+) -> Any:
+    """What a value in a parameter's state becomes; the value itself where that is what it is already."""
+    if isinstance(value, torch.Tensor):
+        dtype, device = _followed(key, value, param, final, before)
+        if (dtype, device) == (value.dtype, value.device):
+            return value
+        spend(value.numel() * dtype.itemsize)
+        return value.to(device, dtype)
+    if type(value) in (list, tuple):
+        items = [_following(key, item, param, final, before, spend) for item in value]
+        return type(value)(items) if any(a is not b for a, b in zip(items, value, strict=True)) else value
+    if type(value) is dict:
+        made = {name: _following(key, item, param, final, before, spend) for name, item in value.items()}
+        return made if any(made[name] is not value[name] for name in value) else value
+    return value
+
+
+def _followed(
+    key: str, value: torch.Tensor, param: torch.Tensor, final: torch.Tensor, before: tuple[torch.dtype, torch.device]
+) -> tuple[torch.dtype, torch.device]:
+    """The dtype and device that a tensor in a parameter's state has afterwards."""
+    if value.is_meta or final.is_meta:
+        return value.dtype, value.device
+    scalar = key in _SCALARS or (value.dim() == 0 and param.dim() > 0)
+    casts = value.dtype == before[0] and final.is_floating_point() and not scalar
+    return final.dtype if casts else value.dtype, final.device if value.device == before[1] else value.device
+
+
+_SCALARS = ("step", "eta", "mu", "mu_product")
+"""What torch's optimizers keep as one number for a parameter, in a dtype of its own."""
+
+
+def _is_on_meta(state: Mapping[str, Any]) -> bool:
+    return any(isinstance(value, torch.Tensor) and value.is_meta for value in state.values())
+
+
+def _made_again(
+    optimizer: torch.optim.Optimizer, params: Sequence[torch.Tensor], finals: Mapping[torch.Tensor, torch.Tensor]
+) -> list[NewState]:
+    if not params:
+        return []
+    wanted = set(params)
+    twins = {param: nn.Parameter(finals[param].detach(), requires_grad=param.requires_grad) for param in params}
+    groups = [
+        {**group, "params": [twins[param] for param in group["params"] if param in wanted]}
+        for group in optimizer.param_groups
+    ]
+    build: Any = type(optimizer)
+    try:
+        twin: torch.optim.Optimizer = build([group for group in groups if group["params"]])
+    except Exception as error:
+        raise PlacementError(
+            "the optimizer's state was made on meta and cannot be made again; nothing has been changed",
+            where=type(optimizer).__name__,
+            found=error,
+            remedy="build the optimizer after the load",
+        ) from error
+    return [
+        (optimizer.state[param], key, twin.state[twins[param]][key])
+        for param in params
+        for key, old in optimizer.state[param].items()
+        if isinstance(old, torch.Tensor) and old.is_meta and key in twin.state[twins[param]]
+    ]

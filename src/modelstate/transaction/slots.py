@@ -1,0 +1,200 @@
+"""The slots of a module that a load can fill, and which of them share memory."""
+
+from bisect import bisect_right
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import nn
+
+from modelstate.formats.tree import EXTRA_STATE
+from modelstate.torch_compat.plain import is_plain, same_place
+from modelstate.torch_compat.private import address_range, storage_id
+
+PARAMETER, BUFFER, HIDDEN, EXTRA = "parameter", "buffer", "non-persistent buffer", "extra state"
+
+LAZY = "_modelstate_lazy_buffers"
+"""The attribute in which a module names the buffers that may be None; see `modelstate.objects.lazy_buffers`."""
+
+_STRICTEST = (PARAMETER, BUFFER, HIDDEN)
+
+
+class Slot(NamedTuple):
+    """A tensor of a module, and all the names under which it is reached: more than one where it is tied."""
+
+    names: tuple[str, ...]
+    kind: str
+    """"parameter", "buffer" or "non-persistent buffer"; the strictest of its places where they differ."""
+    tensor: torch.Tensor
+
+    @property
+    def name(self) -> str:
+        """The first of its names."""
+        return self.names[0]
+
+
+@dataclass(frozen=True, slots=True)
+class Slots:
+    """All slots of a module."""
+
+    tensors: tuple[Slot, ...]
+    by_name: dict[str, Slot]
+    empty: frozenset[str]
+    """Names that are registered with None."""
+    lazy: frozenset[str]
+    """Those of them that are lazy buffers, which may get a value all the same."""
+    extra: tuple[str, ...]
+    """Names of the extra state of modules that take some."""
+
+
+def slots_of(root: nn.Module) -> Slots:
+    """The slots of `root` and its descendants, in the order of `state_dict`."""
+    found: dict[int, Slot] = {}
+    empty: set[str] = set()
+    lazy: set[str] = set()
+    extra: list[str] = []
+    for prefix, module in _modules_of(root, ""):
+        for group, usual in ((module._parameters, PARAMETER), (module._buffers, BUFFER)):
+            for name, tensor in group.items():
+                if tensor is None:
+                    empty.add(prefix + name)
+                    if name in module.__dict__.get(LAZY, ()):
+                        lazy.add(prefix + name)
+                    continue
+                kind = HIDDEN if usual is BUFFER and name in module._non_persistent_buffers_set else usual
+                known = found.get(id(tensor))
+                if known is None:
+                    found[id(tensor)] = Slot((prefix + name,), kind, tensor)
+                else:
+                    strictest = min(known.kind, kind, key=_STRICTEST.index)
+                    found[id(tensor)] = Slot((*known.names, prefix + name), strictest, tensor)
+        if type(module).set_extra_state is not nn.Module.set_extra_state:
+            extra.append(prefix + EXTRA_STATE)
+    tensors = tuple(found.values())
+    by_name = {name: slot for slot in tensors for name in slot.names}
+    return Slots(tensors, by_name, frozenset(empty), frozenset(lazy), tuple(extra))
+
+
+def _modules_of(module: nn.Module, prefix: str) -> Iterator[tuple[str, nn.Module]]:
+    """Every module under every name that it has, with its prefix."""
+    stack = [(prefix, module)]
+    while stack:
+        prefix, module = stack.pop()
+        yield prefix, module
+        if module._modules:
+            children = [(f"{prefix}{name}.", child) for name, child in module._modules.items() if child is not None]
+            stack.extend(reversed(children))
+
+
+def named_modules_of(root: nn.Module) -> dict[str, nn.Module]:
+    """Every module by every path that leads to it."""
+    return {prefix.removesuffix("."): module for prefix, module in _modules_of(root, "")}
+
+
+def modules_of(root: nn.Module) -> list[nn.Module]:
+    """Every module once."""
+    found: dict[int, nn.Module] = {}
+    waiting: list[nn.Module | None] = [root]
+    while waiting:
+        module = waiting.pop()
+        if module is not None and id(module) not in found:
+            found[id(module)] = module
+            waiting.extend(module._modules.values())
+    return list(found.values())
+
+
+class Addresses:
+    """The memory of some tensors, to be asked whether others lie in it."""
+
+    def __init__(self, tensors: Iterable[torch.Tensor]) -> None:
+        ranges = sorted({address_range(tensor) for tensor in tensors} - {(0, 0)})
+        self._starts = [start for start, _ in ranges]
+        self._ends = [end for _, end in ranges]
+
+    def hold(self, tensor: torch.Tensor) -> bool:
+        """Whether the storage of the tensor lies in this memory, or a part of it does."""
+        start, end = address_range(tensor)
+        if start == end:
+            return False
+        before = bisect_right(self._starts, start) - 1
+        return (before >= 0 and start < self._ends[before]) or (
+            before + 1 < len(self._starts) and self._starts[before + 1] < end
+        )
+
+
+def overlap(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Whether two plain tensors with memory may have elements in common."""
+    if not (is_plain(a) and is_plain(b)) or a.is_meta or b.is_meta or storage_id(a) != storage_id(b):
+        return False
+    (a_start, a_end), (b_start, b_end) = extent(a), extent(b)
+    return a_start < b_end and b_start < a_end
+
+
+def sharing(slots: Sequence[Slot]) -> list[list[Slot]]:
+    """Groups of slots with plain tensors that show common elements of one storage. Sorting finds them."""
+    starts = [slot.tensor.data_ptr() for slot in slots]
+    groups: list[list[Slot]] = []
+    run: list[Slot] = []
+    end = 0
+    for index in sorted(range(len(slots)), key=starts.__getitem__):
+        start, slot = starts[index], slots[index]
+        nbytes = _extent_bytes(slot.tensor) if start else 0
+        if not nbytes:  # empty, or on meta
+            continue
+        if start < end and any(overlap(slot.tensor, one.tensor) for one in run):
+            run.append(slot)
+        else:
+            run = [slot]
+            groups.append(run)
+        end = max(end, start + nbytes)
+    return [group for group in groups if len(group) > 1]
+
+
+def clash(a: torch.Tensor, a_value: torch.Tensor, b: torch.Tensor, b_value: torch.Tensor) -> bool:
+    """Whether writing `a_value` to `a` and then `b_value` to `b`, which overlap, changes what `a` has got."""
+    if same_place(a, b):
+        return not same_values(a_value, b_value)
+    if a.dtype != b.dtype:
+        return True
+    size = a.untyped_storage().nbytes() // a.itemsize
+    memory = torch.zeros(size, dtype=a.dtype, device=a.device)
+    written = torch.zeros(size, dtype=torch.bool, device=a.device)
+    memory.as_strided(a.size(), a.stride(), a.storage_offset()).copy_(a_value)
+    written.as_strided(a.size(), a.stride(), a.storage_offset()).fill_(True)
+    there = memory.as_strided(b.size(), b.stride(), b.storage_offset())
+    mask = written.as_strided(b.size(), b.stride(), b.storage_offset())
+    new = b_value.to(a.device, a.dtype)
+    same = (there == new) | ((there != there) & (new != new))
+    return not bool((same | ~mask).all())
+
+
+def same_values(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Whether two tensors are equal bit for bit, without looking where they are the same view of the same bytes."""
+    if a.dtype != b.dtype or a.shape != b.shape:
+        return False
+    if not (is_plain(a) and is_plain(b)):
+        return a is b
+    if same_place(a, b):
+        return a.is_conj() == b.is_conj() and a.is_neg() == b.is_neg()
+    bits = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+    a, b = (t.resolve_conj().resolve_neg() for t in (a, b))
+    if a.is_complex():
+        a, b = torch.view_as_real(a), torch.view_as_real(b)
+    return torch.equal(a.view(bits[a.itemsize]), b.view(bits[b.itemsize]))
+
+
+def _extent_bytes(tensor: torch.Tensor) -> int:
+    if tensor.is_contiguous():
+        return tensor.nbytes
+    start, end = extent(tensor)
+    return (end - start) * tensor.itemsize
+
+
+def extent(tensor: torch.Tensor) -> tuple[int, int]:
+    """Elements from the beginning of the storage to the first and behind the last."""
+    if not tensor.numel():
+        return 0, 0
+    start = int(tensor.storage_offset())
+    steps = zip(tensor.size(), tensor.stride(), strict=True)
+    return start, start + 1 + sum((size - 1) * step for size, step in steps)

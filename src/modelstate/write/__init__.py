@@ -1,1 +1,0 @@
-"""From state in memory to files: complete and durable, or not there."""

@@ -1,0 +1,625 @@
+"""Opening: what a source is, found by its content, and what is said of what is none."""
+
+import bz2
+import gzip
+import io
+import json
+import lzma
+import os
+import pickle
+import shutil
+import socket
+import struct
+import subprocess
+import sys
+import tarfile
+import tempfile
+import textwrap
+import zipfile
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.package
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from safetensors.torch import save, save_file
+
+import modelstate as ms
+from modelstate.checkpoint.checkpoint import Checkpoint
+from modelstate.checkpoint.open import open as open_checkpoint
+from modelstate.checkpoint.open import read_contents
+from modelstate.errors import (
+    EmptyFileError,
+    HeaderLengthError,
+    HtmlPageError,
+    KeyNotFoundError,
+    LfsPointerError,
+    NotACheckpointError,
+    OpenError,
+    ReadFailedError,
+    ShardIndexError,
+    SourceNotFoundError,
+    SourceTypeError,
+    TruncatedFileError,
+    UnknownFormatError,
+)
+from modelstate.formats import torch_legacy
+from modelstate.testing import Request, faulty_reads
+from tests.formats.files import index_text, same
+
+STATE = {"weight": torch.arange(6.0).reshape(2, 3), "bias": torch.arange(3)}
+
+
+def assert_opens(source: Any) -> None:
+    checkpoint = open_checkpoint(source)
+    assert set(checkpoint) == set(STATE)
+    assert all(same(checkpoint.tensor(name), STATE[name]) for name in STATE)
+
+
+def save_sharded(directory: Path, index: str = "model.safetensors.index.json") -> Path:
+    directory.mkdir(exist_ok=True)
+    weight_map = {name: f"model-0000{i}-of-00002.safetensors" for i, name in enumerate(STATE, 1)}
+    for name, shard in weight_map.items():
+        save_file({name: STATE[name]}, directory / shard)
+    (directory / index).write_text(index_text(weight_map))
+    return directory / index
+
+
+def save_legacy(path: Path) -> None:
+    torch.save(STATE, path, _use_new_zipfile_serialization=False)
+
+
+# What opens.
+
+WRITERS: dict[str, Callable[[Path], None]] = {
+    "safetensors": lambda path: save_file(STATE, path),
+    "torch zip": lambda path: torch.save(STATE, path),
+    "torch legacy": save_legacy,
+}
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "model.pt", "model.json", "model", "model.tar.gz"])
+@pytest.mark.parametrize("kind", WRITERS)
+def test_the_content_decides_and_not_the_name(kind: str, name: str, tmp_path: Path) -> None:
+    path = tmp_path / name
+    WRITERS[kind](path)
+    assert_opens(path)
+    assert open_checkpoint(str(path)).format == kind
+
+
+def test_an_index_of_any_name(tmp_path: Path) -> None:
+    assert_opens(save_sharded(tmp_path))
+    assert_opens(save_sharded(tmp_path, "anything"))
+
+
+def test_a_mapping() -> None:
+    assert_opens(STATE)
+    checkpoint = open_checkpoint(STATE)
+    assert checkpoint.source == "mapping"
+    assert checkpoint.format == "mapping"
+
+
+def test_a_checkpoint_comes_back(tmp_path: Path) -> None:
+    checkpoint = open_checkpoint({"model": STATE, "step": 3})
+    assert open_checkpoint(checkpoint) is checkpoint
+    assert_opens(open_checkpoint(checkpoint, key="model"))
+
+
+def test_a_key(tmp_path: Path) -> None:
+    torch.save({"model": STATE, "step": 3}, tmp_path / "x.pt")
+    assert set(open_checkpoint(tmp_path / "x.pt", key="model")) == set(STATE)
+    with pytest.raises(KeyNotFoundError):
+        open_checkpoint(tmp_path / "x.pt", key="modle")
+
+
+def test_the_source_is_the_path_as_given(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    save_file(STATE, tmp_path / "x.safetensors")
+    monkeypatch.chdir(tmp_path)
+    checkpoint = open_checkpoint("x.safetensors")
+    assert checkpoint.source == "x.safetensors"
+    monkeypatch.chdir("/")
+    assert same(checkpoint.tensor("weight"), STATE["weight"])
+
+
+def test_a_file_url(tmp_path: Path) -> None:
+    path = tmp_path / "with space ü.safetensors"
+    save_file(STATE, path)
+    assert_opens(path.as_uri())
+
+
+def test_dots_after_a_link(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "a" / "b").mkdir(parents=True)
+    (tmp_path / "link").symlink_to(tmp_path / "a" / "b")
+    save_file(STATE, tmp_path / "a" / "x.safetensors")
+    monkeypatch.chdir(tmp_path)
+    assert_opens("link/../x.safetensors")
+
+
+def test_shards_of_every_format(tmp_path: Path) -> None:
+    torch.save({"weight": STATE["weight"]}, tmp_path / "1.bin")
+    torch.save({"bias": STATE["bias"]}, tmp_path / "2.bin", _use_new_zipfile_serialization=False)
+    (tmp_path / "pytorch_model.bin.index.json").write_text(index_text({"weight": "1.bin", "bias": "2.bin"}))
+    assert_opens(tmp_path)
+    assert open_checkpoint(tmp_path).format == "torch legacy and torch zip"
+
+
+# Files that are none.
+
+
+def zipped(*names: str) -> bytes:
+    file = io.BytesIO()
+    with zipfile.ZipFile(file, "w") as archive:
+        for name in names:
+            archive.writestr(name, b"content")
+    return file.getvalue()
+
+
+def tarred(*names: str) -> bytes:
+    file = io.BytesIO()
+    with tarfile.open(fileobj=file, mode="w") as archive:
+        for name in names:
+            archive.addfile(tarfile.TarInfo(name))
+    return file.getvalue()
+
+
+def arrays(writer: Callable[..., None]) -> bytes:
+    file = io.BytesIO()
+    writer(file, np.arange(3))
+    return file.getvalue()
+
+
+LFS = b"version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\nsize 90868376\n"
+SOME = bytes(range(1, 255)) * 4
+
+FOREIGN: dict[str, tuple[type[OpenError], str, bytes]] = {
+    "nothing": (EmptyFileError, "empty", b""),
+    "git lfs": (LfsPointerError, "lfs pull", LFS),
+    "git lfs, with CRLF": (LfsPointerError, "90,868,376", LFS.replace(b"\n", b"\r\n")),
+    "html": (HtmlPageError, "web page", b"<!DOCTYPE html>\n<html><head><title>Sign in</title>"),
+    "html with a mark": (HtmlPageError, "web page", b"\xef\xbb\xbf \n<HTML lang=en>"),
+    "xml of a bucket": (HtmlPageError, "web page", b'<?xml version="1.0"?><Error><Code>AccessDenied</Code>'),
+    "gguf": (NotACheckpointError, "GGUF", b"GGUF\x03\0\0\0" + bytes(32)),
+    "ggml": (NotACheckpointError, "GGML", b"tjgg\x01\0\0\0" + bytes(32)),
+    "hdf5": (NotACheckpointError, "HDF5", b"\x89HDF\r\n\x1a\n" + bytes(32)),
+    "onnx": (NotACheckpointError, "ONNX", b"\x08\x08\x12\x07pytorch\x1a\x052.6.0:\x8a\x01\n" + bytes(32)),
+    "npy": (NotACheckpointError, "NumPy array", arrays(np.save)),
+    "npz": (NotACheckpointError, "NumPy archive", arrays(np.savez)),
+    "npz, compressed": (NotACheckpointError, "NumPy archive", arrays(np.savez_compressed)),
+    "keras": (NotACheckpointError, "Keras 3", zipped("metadata.json", "config.json", "model.weights.h5")),
+    "office": (NotACheckpointError, "office", zipped("[Content_Types].xml", "word/document.xml")),
+    **{
+        f"pickle {protocol}": (NotACheckpointError, "plain pickle", pickle.dumps({"weight": [1.0]}, protocol))
+        for protocol in (0, 2, 3, 4, 5)
+    },
+    "gzip": (NotACheckpointError, "gzip", gzip.compress(SOME)),
+    "zstd": (NotACheckpointError, "zstd", b"\x28\xb5\x2f\xfd" + SOME),
+    "xz": (NotACheckpointError, "xz", lzma.compress(SOME)),
+    "bzip2": (NotACheckpointError, "bzip2", bz2.compress(SOME)),
+    "lz4": (NotACheckpointError, "lz4", b"\x04\x22\x4d\x18" + SOME),
+    "7z": (NotACheckpointError, "7z", b"7z\xbc\xaf\x27\x1c" + SOME),
+    "tar": (NotACheckpointError, "tar -xf", tarred("model.safetensors")),
+    "tar of torch": (NotACheckpointError, "", tarred("sys_info", "pickle", "tensors", "storages")),
+    "tf index": (NotACheckpointError, "TensorFlow", b"\0\0\x01\x02" + SOME + bytes.fromhex("57fb808b247547db")),
+    "tflite": (NotACheckpointError, "TensorFlow Lite", b"\x1c\0\0\0TFL3" + SOME),
+    "executorch": (NotACheckpointError, "ExecuTorch", b"\x1c\0\0\0ET12" + SOME),
+    "json": (NotACheckpointError, "JSON", json.dumps({"hidden_size": 384, "vocab_size": 30522}).encode()),
+    "json list": (NotACheckpointError, "JSON", b"[1, 2, 3]\n"),
+    "json of a server": (NotACheckpointError, "Repository not found", b'{"error": "Repository not found"}'),
+    "npy, as it begins": (NotACheckpointError, r"found: \x93NUMPY\x01", arrays(np.save)),
+    "a zip's first byte": (TruncatedFileError, "1 byte: 50", b"P"),
+    "a zip's first two": (TruncatedFileError, "2 bytes: 50 4b", b"PK"),
+    "a legacy file's first two": (TruncatedFileError, "2 bytes: 80 02", b"\x80\x02"),
+    "the length of a header": (TruncatedFileError, "1 byte: 40", b"@"),
+    "program": (NotACheckpointError, "program", b"\x7fELF\x02\x01\x01" + bytes(60)),
+    "text": (UnknownFormatError, "Entry not found", b"Entry not found"),
+    "long text": (UnknownFormatError, "text file", "ein größerer Text 🙂\n".encode() * 1000),
+    "zeros": (UnknownFormatError, "all its 3,000 bytes are zero", bytes(3000)),
+    "one zero": (UnknownFormatError, "all its 1 bytes are zero", bytes(1)),
+    "zeros at first": (UnknownFormatError, "first 5,000 of 5,254 bytes", bytes(5000) + bytes(range(1, 255))),
+    "noise": (UnknownFormatError, "fe fd fc", bytes(range(254, 128, -1))),
+    "a few bytes": (TruncatedFileError, "3 bytes", b"\x50\x00\x01"),
+    "a zip and no more": (OpenError, "", b"PK\x03\x04"),
+}
+
+
+@pytest.mark.parametrize(("error", "text", "content"), FOREIGN.values(), ids=FOREIGN)
+def test_files_that_are_no_checkpoints(error: type[OpenError], text: str, content: bytes, tmp_path: Path) -> None:
+    path = tmp_path / "x.safetensors"
+    path.write_bytes(content)
+    with pytest.raises(error) as raised:
+        open_checkpoint(path)
+    assert type(raised.value) is error or error is OpenError
+    assert str(path) in raised.value.where
+    assert raised.value.remedy
+    assert text in str(raised.value)
+
+
+def test_json_is_said_to_be_an_answer_where_it_stands_for_a_file(tmp_path: Path) -> None:
+    for name, what, remedy in (("model.pt", "server's answer", "download"), ("config.json", "JSON", str(tmp_path))):
+        (tmp_path / name).write_text('{"error": "Invalid credentials"}')
+        with pytest.raises(NotACheckpointError, match=what) as raised:
+            open_checkpoint(tmp_path / name)
+        assert "Invalid credentials" in raised.value.found
+        assert remedy in raised.value.remedy
+
+
+def test_bytes_and_letters_are_shown_as_they_are(tmp_path: Path) -> None:
+    path = tmp_path / "x"
+    path.write_bytes("größer".encode())
+    with pytest.raises(UnknownFormatError) as raised:
+        open_checkpoint(path)
+    assert raised.value.found == "größer"
+
+
+def test_data_of_tensorflow_is_known_by_its_name(tmp_path: Path) -> None:
+    path = tmp_path / "model.ckpt.data-00000-of-00001"
+    path.write_bytes(SOME)
+    with pytest.raises(NotACheckpointError, match="TensorFlow"):
+        open_checkpoint(path)
+
+
+def test_zeros_of_any_size_are_looked_at_in_part(tmp_path: Path) -> None:
+    path = tmp_path / "x.safetensors"
+    path.touch()
+    os.truncate(path, 100 << 30)
+    with pytest.raises(UnknownFormatError, match="first 16,777,216 of 107,374,182,400 bytes are zero"):
+        open_checkpoint(path)
+
+
+def test_messages_are_short_and_printable(tmp_path: Path) -> None:
+    for name, (_, _, content) in FOREIGN.items():
+        path = tmp_path / "x"
+        path.write_bytes(content)
+        with pytest.raises(OpenError) as raised:
+            read_contents(path)
+        text = str(raised.value)
+        assert len(text) < 1200, name
+        assert text.replace("\n", "").isprintable(), name
+
+
+def test_a_shard_that_is_a_pointer(tmp_path: Path) -> None:
+    index = save_sharded(tmp_path)
+    shard = tmp_path / "model-00002-of-00002.safetensors"
+    shard.write_bytes(LFS)
+    with pytest.raises(LfsPointerError) as raised:
+        open_checkpoint(index)
+    assert raised.value.where == str(shard)
+
+
+def test_an_index_in_an_index(tmp_path: Path) -> None:
+    index = tmp_path / "x.index.json"
+    index.write_text(index_text({"a": "x.index.json"}))
+    with pytest.raises(ShardIndexError, match="another index"):
+        open_checkpoint(index)
+
+
+# Paths that lead nowhere.
+
+
+def test_nothing_there(tmp_path: Path) -> None:
+    save_file(STATE, tmp_path / "model.safetensors")
+    with pytest.raises(SourceNotFoundError) as raised:
+        open_checkpoint(tmp_path / "modle.safetensors")
+    assert f"did you mean {tmp_path}/model.safetensors?" in str(raised.value)
+    assert isinstance(raised.value, FileNotFoundError)
+    with pytest.raises(SourceNotFoundError) as raised:
+        open_checkpoint(tmp_path / "no" / "such" / "x.pt")
+    assert f"the directory {tmp_path} is there" in str(raised.value)
+    with pytest.raises(SourceNotFoundError) as raised:
+        open_checkpoint(tmp_path / "model.safetensors" / "x.pt")
+    assert f"the file {tmp_path}/model.safetensors is there" in str(raised.value)
+
+
+def test_a_link_to_nothing(tmp_path: Path) -> None:
+    (tmp_path / "x.pt").symlink_to("y.pt")
+    with pytest.raises(SourceNotFoundError, match="symbolic link") as raised:
+        open_checkpoint(tmp_path / "x.pt")
+    assert raised.value.found == str(tmp_path / "y.pt")
+    (tmp_path / "loop").symlink_to("loop")
+    with pytest.raises(SourceNotFoundError):
+        open_checkpoint(tmp_path / "loop")
+
+
+def test_a_name_that_is_too_long(tmp_path: Path) -> None:
+    with pytest.raises(SourceNotFoundError):
+        open_checkpoint(tmp_path / ("x" * 1000))
+
+
+def test_a_home_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    save_file(STATE, tmp_path / "x.safetensors")
+    with pytest.raises(SourceNotFoundError, match="the shell expands ~") as raised:
+        open_checkpoint("~/x.safetensors")
+    assert str(tmp_path / "x.safetensors") in raised.value.remedy
+
+
+def test_a_repository(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(SourceNotFoundError, match="hf download sentence-transformers/all-MiniLM-L6-v2"):
+        open_checkpoint("sentence-transformers/all-MiniLM-L6-v2")
+
+
+@pytest.mark.parametrize(
+    ("source", "text"),
+    [
+        (None, "NoneType"),
+        (3, "int"),
+        (b"x.pt", "bytes"),
+        ({"x.pt"}, "set"),
+        (torch.nn.Linear(1, 1), "state_dict"),
+        (io.BytesIO(b""), "the path of the file"),
+        ("", "no path"),
+        ("a\0b", "no path"),
+        ("s3://bucket/model.pt", "aws s3 cp"),
+        ("gs://bucket/model.pt", "download it first"),
+        ("https://example.com/model.pt", "curl -fLO https://example.com/model.pt"),
+        ("hf://owner/name", "hf download owner/name"),
+        ("ftp://example.com/{x}", "download it first"),
+        ("file://server/share/x.pt", "download it first"),
+    ],
+)
+def test_sources_of_another_kind(source: Any, text: str) -> None:
+    with pytest.raises(SourceTypeError, match=text) as raised:
+        open_checkpoint(source)
+    assert isinstance(raised.value, TypeError)
+    assert raised.value.remedy
+
+
+@pytest.fixture
+def special_files(tmp_path: Path) -> Iterator[dict[str, str]]:
+    os.mkfifo(tmp_path / "pipe")
+    with socket.socket(socket.AF_UNIX) as server:
+        here = os.getcwd()
+        os.chdir(tmp_path)
+        server.bind("socket")
+        os.chdir(here)
+        yield {"a pipe": str(tmp_path / "pipe"), "a socket": str(tmp_path / "socket"), "a device": "/dev/zero"}
+
+
+@pytest.mark.parametrize("kind", ["a pipe", "a socket", "a device"])
+def test_special_files_do_not_block(kind: str, special_files: dict[str, str]) -> None:
+    with pytest.raises(SourceTypeError) as raised:
+        open_checkpoint(special_files[kind])
+    assert raised.value.found == kind
+
+
+# What may not be read.
+
+
+@pytest.fixture
+def public() -> Iterator[Path]:
+    """A directory that every user can reach."""
+    directory = Path(tempfile.mkdtemp())
+    directory.chmod(0o755)
+    yield directory
+    shutil.rmtree(directory)
+
+
+def as_nobody(path: Path) -> str:
+    """The error of opening `path` as a user without rights, and what it is as a builtin."""
+    program = """
+        import os, sys
+        from modelstate.errors import ModelStateError
+        from modelstate.checkpoint.open import open
+        if os.geteuid() == 0:
+            os.setgroups([])
+            os.setgid(65534)
+            os.setuid(65534)
+        try:
+            open(sys.argv[1])
+        except ModelStateError as error:
+            print(type(error).__name__, isinstance(error, PermissionError))
+            print(error)
+    """
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(program), str(path)], capture_output=True, text=True, check=True
+    )
+    return done.stdout
+
+
+@pytest.mark.parametrize("hidden", ["x.safetensors", "closed", "closed/x.safetensors"])
+def test_no_permission(hidden: str, public: Path) -> None:
+    (public / "closed").mkdir()
+    save_file(STATE, public / "x.safetensors")
+    save_file(STATE, public / "closed" / "x.safetensors")
+    (public / "x.safetensors").chmod(0)
+    (public / "closed").chmod(0)
+    try:
+        text = as_nobody(public / hidden)
+    finally:
+        (public / "closed").chmod(0o755)
+    assert text.startswith("SourceAccessError True\n")
+    assert "permission" in text
+    assert "this process is user" in text
+    assert "chmod +r" in text
+
+
+def test_no_permission_for_a_shard(public: Path) -> None:
+    save_sharded(public)
+    for path in public.iterdir():
+        path.chmod(0o644)
+    (public / "model-00002-of-00002.safetensors").chmod(0)
+    text = as_nobody(public)
+    assert text.startswith("SourceAccessError True\n")
+    assert "model-00002-of-00002.safetensors" in text
+
+
+def test_an_error_of_the_system(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object, **__: object) -> int:
+        raise OSError(5, "Input/output error")
+
+    path = tmp_path / "x.safetensors"
+    save_file(STATE, path)
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "pread", fail)
+        with pytest.raises(ReadFailedError):
+            open_checkpoint(path)
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "stat", fail)
+        with pytest.raises(ReadFailedError):
+            open_checkpoint(path)
+    assert_opens(path)
+
+
+# Damage at random.
+
+WHOLE = save(STATE, metadata={"format": "pt"})
+
+
+@settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(data=st.data())
+def test_damaged_safetensors(data: st.DataObject, tmp_path: Path) -> None:
+    content = bytearray(WHOLE)
+    at = data.draw(st.integers(0, len(content) - 1))
+    how = data.draw(st.sampled_from(["flip", "cut", "zero", "insert"]))
+    if how == "flip":
+        content[at] ^= 1 << data.draw(st.integers(0, 7))
+    elif how == "cut":
+        del content[at:]
+    elif how == "zero":
+        content[at : at + 64] = bytes(len(content[at : at + 64]))
+    else:
+        content[at:at] = data.draw(st.binary(min_size=1, max_size=16))
+    path = tmp_path / "x.safetensors"
+    path.write_bytes(content)
+    try:
+        checkpoint = open_checkpoint(path)
+    except OpenError:
+        return
+    # What no damage of one place can do without a contradiction is to change a shape or a dtype.
+    assert how in ("flip", "zero")
+    assert {(spec.shape, spec.dtype) for spec in checkpoint.values()} == {(t.shape, t.dtype) for t in STATE.values()}
+    different = {name for name in STATE if name not in checkpoint or not same(checkpoint.tensor(name), STATE[name])}
+    assert len(different) <= (2 if how == "zero" else 1)
+
+
+@settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(content=st.binary(max_size=300), suffix=st.sampled_from(["", ".pt", ".safetensors", ".index.json"]))
+def test_any_bytes(content: bytes, suffix: str, tmp_path: Path) -> None:
+    path = tmp_path / f"x{suffix}"
+    path.write_bytes(content)
+    with pytest.raises(OpenError):
+        open_checkpoint(path)
+
+
+@pytest.mark.parametrize("length", range(8, len(WHOLE), 13))
+def test_a_cut_file_is_told_from_one_of_another_kind(length: int, tmp_path: Path) -> None:
+    path = tmp_path / "x"
+    path.write_bytes(WHOLE[:length])
+    with pytest.raises((HeaderLengthError, TruncatedFileError), match=r"the file (ends|is cut short)"):
+        open_checkpoint(path)
+
+
+def test_the_type_of_what_opens() -> None:
+    assert type(open_checkpoint({})) is Checkpoint
+
+
+@pytest.mark.parametrize("make", [torch.save, lambda state, path: save_file(state, path)])
+def test_a_file_that_is_written_over_while_it_is_opened(make: Any, tmp_path: Path) -> None:
+    """At each request in turn: what is loaded is one of the two files, and no mixture."""
+    path, count, at = tmp_path / "x", 1, 0
+    while at < count:
+        at += 1
+        make({"a": torch.zeros(3), "b": torch.ones(5)}, path)
+        os.utime(path, ns=(at, at))
+
+        def write_over(request: Request) -> None:
+            make({"a": torch.full((5,), 2.0), "b": torch.full((3,), 3.0)}, path)
+
+        found: dict[str, list[float]] = {}
+        with suppress(ms.ModelStateError):
+            with faulty_reads(at=at, before=write_over) as faults:
+                checkpoint = ms.open(path)
+            found = {name: checkpoint.tensor(name).tolist() for name in checkpoint}
+        count = len(faults.requests)
+        assert found in ({}, {"a": [0.0] * 3, "b": [1.0] * 5}, {"a": [2.0] * 5, "b": [3.0] * 3}), at
+    assert count > 3
+
+
+@pytest.mark.parametrize("nbytes", [0x80, 0x280, 0x480, 0x1080])
+def test_no_pickle_is_looked_for_in_safetensors(nbytes: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whose first byte is that of a pickle where the length of its header is 128, 384, 640, ..."""
+    text = json.dumps({"w": {"dtype": "U8", "shape": [2], "data_offsets": [0, 2]}}).encode()
+    path = tmp_path / "a.safetensors"
+    path.write_bytes(struct.pack("<Q", nbytes) + text.ljust(nbytes) + b"\1\2")
+
+    def no_pickle(*_: object) -> object:
+        raise AssertionError("the unpickler was called")
+
+    monkeypatch.setattr(torch_legacy, "unpickle", no_pickle)
+    for source in (path, tmp_path):
+        assert ms.open(source).tensor("w").tolist() == [1, 2]
+
+
+@pytest.mark.parametrize("protocol", range(2, 6))
+def test_streams_of_every_protocol_are_known(protocol: int, tmp_path: Path) -> None:
+    options = {"_use_new_zipfile_serialization": False, "pickle_protocol": protocol}
+    torch.save({"w": torch.ones(2)}, tmp_path / "a.pt", **options)
+    assert ms.open(tmp_path / "a.pt").tensor("w").tolist() == [1, 1]
+
+
+# What other libraries write.
+
+TABLE_END = bytes.fromhex("57fb808b247547db")
+
+
+def tensorflow(folder: Path) -> None:
+    (folder / "model.ckpt.index").write_bytes(b"\0" * 64 + TABLE_END)
+    (folder / "model.ckpt.data-00000-of-00001").write_bytes(b"\1\2\3" * 50)
+    (folder / "model.ckpt.meta").write_bytes(b"\n\x05graph")
+    (folder / "checkpoint").write_text('model_checkpoint_path: "model.ckpt"\n')
+
+
+@pytest.mark.parametrize(
+    "name", ["model.ckpt", "model.ckpt.index", "model.ckpt.data-00000-of-00001", "model.ckpt.meta", "checkpoint", "."]
+)
+def test_checkpoints_of_tensorflow_are_named(name: str, tmp_path: Path) -> None:
+    tensorflow(tmp_path)
+    with pytest.raises(NotACheckpointError, match="TensorFlow checkpoint"):
+        ms.open(tmp_path / name)
+
+
+FLAX = [
+    b"\x81\xa6params\x81\xa5dense\x82\xa6kernel\xc7\x20\x01",
+    b"\x82\xa4step\x07\xa6params\x80",
+    b"\xde\x00\x20\xa6params\x80",
+    b"\x81\xd9\x28" + b"a" * 40 + b"\x80",
+]
+
+
+@pytest.mark.parametrize("content", FLAX)
+@pytest.mark.parametrize("name", ["flax_model.msgpack", "weights.bin"])
+def test_flax_is_named(content: bytes, name: str, tmp_path: Path) -> None:
+    (tmp_path / name).write_bytes(content + b"\0" * 100)
+    for path in (tmp_path / name, tmp_path):
+        with pytest.raises(NotACheckpointError, match=r"Flax \.msgpack"):
+            ms.open(path)
+
+
+def test_a_folder_with_weights_of_keras_alone(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    (tmp_path / "tf_model.h5").write_bytes(b"\x89HDF\r\n\x1a\n" + b"\0" * 40)
+    with pytest.raises(NotACheckpointError, match="HDF5"):
+        ms.open(tmp_path)
+    save_file(STATE, tmp_path / "model.safetensors")
+    assert_opens(tmp_path)
+
+
+def test_arguments_of_torch_load_are_answered(tmp_path: Path) -> None:
+    with pytest.raises(ms.errors.OptionError, match=r"ms\.load\(model, path, device=\.\.\.\)"):
+        ms.open(tmp_path, map_location="cpu")  # type: ignore[call-arg]
+
+
+def test_a_spec_that_is_taken_for_a_tensor() -> None:
+    spec = ms.open(STATE)["weight"]
+    with pytest.raises(AttributeError, match=r"checkpoint\.tensor\('weight'\)"):
+        spec.mean()
+    with pytest.raises(AttributeError, match="no attribute 'maen'"):
+        spec.maen()
+    assert not hasattr(spec, "__array__")
+    assert pickle.loads(pickle.dumps(spec)) == spec

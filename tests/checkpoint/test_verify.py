@@ -1,0 +1,97 @@
+"""Checksums: a sound file is verified, and damage is named."""
+
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from modelstate.checkpoint import checkpoint as verify_module
+from modelstate.checkpoint.checkpoint import Checkpoint
+from modelstate.checkpoint.open import open as open_checkpoint
+from modelstate.errors import ChecksumError
+from tests.formats.files import index_text
+from tests.formats.torch_files import WEIGHT, saved
+
+
+def damage(path: str, checkpoint: Checkpoint, *names: str) -> Checkpoint:
+    """The checkpoint, opened after the last bit of some tensors was flipped."""
+    with open(path, "r+b") as file:
+        for name in names:
+            place = checkpoint[name].location
+            assert place is not None
+            file.seek(place.start + place.nbytes - 1)
+            last = file.read(1)
+            file.seek(-1, os.SEEK_CUR)
+            file.write(bytes([last[0] ^ 1]))
+    return open_checkpoint(path)
+
+
+def test_a_sound_file_is_verified(checkpoint: Checkpoint) -> None:
+    batch_norm = 4 * 4 * 4 + 8
+    assert checkpoint.verify() == 48 + 16 + batch_norm + 48
+    assert checkpoint.select("optimizer").verify() == 48
+
+
+def test_damage_is_named(path: str, checkpoint: Checkpoint) -> None:
+    damaged = damage(path, checkpoint, "model_state.0.weight", "model_state.1.bias")
+    with pytest.raises(ChecksumError, match="3 tensors are not what their checksums say") as caught:
+        damaged.verify()
+    assert caught.value.found == "model_state.0.weight, model_state.tied, model_state.1.bias"
+    assert caught.value.where == path
+    assert damaged.select("optimizer").verify() == 48
+
+
+def test_much_damage_is_summed_up(tmp_path: Path) -> None:
+    path = saved(tmp_path / "x.pt", {f"w{i}": WEIGHT + i for i in range(12)})
+    damaged = damage(path, open_checkpoint(path), *(f"w{i}" for i in range(10)))
+    with pytest.raises(ChecksumError, match="10 tensors") as caught:
+        damaged.verify()
+    assert caught.value.found == ", ".join(f"w{i}" for i in range(8)) + ", ..."
+
+
+def test_damage_behind_the_bytes_that_a_tensor_uses(tmp_path: Path) -> None:
+    path = saved(tmp_path / "x.pt", {"whole": WEIGHT, "view": WEIGHT[:1]})
+    with pytest.raises(ChecksumError) as caught:
+        damage(path, open_checkpoint(path), "whole").select("").verify()
+    assert caught.value.found == "whole, view"
+
+
+def test_sparse_parts_are_verified(tmp_path: Path) -> None:
+    path = saved(tmp_path / "x.pt", {"s": torch.eye(3).to_sparse()})
+    checkpoint = open_checkpoint(path)
+    assert checkpoint.verify() == 2 * 3 * 8 + 3 * 4
+    region = next(iter(checkpoint.checksums))
+    with open(path, "r+b") as file:
+        file.seek(region.start)
+        file.write(b"\xff")
+    with pytest.raises(ChecksumError) as caught:
+        open_checkpoint(path).verify()
+    assert caught.value.found == "s"
+
+
+def test_checksums_of_several_chunks(path: str, checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch) -> None:
+    verified = checkpoint.verify()
+    monkeypatch.setattr(verify_module, "_CHUNK_BYTES", 7)
+    assert checkpoint.verify() == verified
+    with pytest.raises(ChecksumError, match=r"found: optimizer\.state\.0\.exp_avg"):
+        damage(path, checkpoint, "optimizer.state.0.exp_avg").verify()
+
+
+@pytest.mark.parametrize("kind", ["safetensors", "mapping"])
+def test_nothing_to_verify_against(tmp_path: Path, kind: str) -> None:
+    save_file({"a": WEIGHT}, tmp_path / "x.safetensors")
+    source: Any = {"a": WEIGHT} if kind == "mapping" else tmp_path / "x.safetensors"
+    with pytest.raises(ChecksumError, match=f"found: {kind}, which keeps none"):
+        open_checkpoint(source).verify()
+
+
+def test_what_has_no_checksum_is_named(tmp_path: Path) -> None:
+    save_file({f"b{i}": WEIGHT + i for i in range(5)}, tmp_path / "b.safetensors")
+    torch.save({"a": WEIGHT}, tmp_path / "a.pt")
+    (tmp_path / "x.index.json").write_text(index_text({"a": "a.pt"} | {f"b{i}": "b.safetensors" for i in range(5)}))
+    with pytest.raises(ChecksumError) as caught:
+        open_checkpoint(tmp_path / "x.index.json").verify()
+    assert caught.value.found == "none for b0, b1, b2, ..."

@@ -1,0 +1,99 @@
+"""How the pages about errors are found: by their names, by classes, and by the texts of errors."""
+
+import shutil
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+
+from modelstate.cli.error_pages import classes, find, pages
+
+ROOT = Path(__file__).resolve().parent.parent.parent
+
+
+@pytest.mark.parametrize(
+    ("asked", "name"),
+    [
+        ("size-mismatch", "size-mismatch"),
+        ("Size_Mismatch", "size-mismatch"),
+        ("WrongShape", "size-mismatch"),
+        ("wrongshape", "size-mismatch"),
+        ("modelstate.errors.SwapError", "somebody-holds-it"),
+        ("ms.PlanError", "plan-problems"),
+    ],
+)
+def test_by_name(asked: str, name: str) -> None:
+    found = find(asked)
+    assert [page.name for page in found.pages] == [name]
+    assert not found.guess
+
+
+def test_every_class_and_every_page_is_found() -> None:
+    for kind in classes():
+        assert [page.name for page in find(kind.__name__).pages] == [kind.page]
+    for name in pages():
+        assert [page.name for page in find(name).pages] == [name]
+
+
+@pytest.mark.parametrize(
+    ("asked", "name"),
+    [
+        ("WrongShap", "size-mismatch"),
+        ("misssing-keys", "missing-keys"),
+        ("ForbidenGlobal", "forbidden-global"),
+        (
+            "size mismatch for layers.3.weight: copying a param with shape torch.Size([7, 5]) from checkpoint, "
+            "the shape in current model is torch.Size([7, 6]).",
+            "size-mismatch",
+        ),
+    ],
+)
+def test_the_nearest(asked: str, name: str) -> None:
+    found = find(asked)
+    assert [page.name for page in found.pages] == [name]
+    assert found.guess
+
+
+@pytest.mark.parametrize(
+    ("asked", "names"),
+    [
+        ("attribute 'p' already exists", {"attribute-already-exists"}),
+        ("unexpected KEY(S)  in state_dict", {"unexpected-keys", "other-names", "missing-extra-state"}),
+        ("poisoned", {"somebody-holds-it"}),
+        ("--strip-prefix", {"other-names"}),
+    ],
+)
+def test_by_words(asked: str, names: set[str]) -> None:
+    found = find(asked)
+    assert {page.name for page in found.pages} == names
+    assert not found.guess
+
+
+@pytest.mark.parametrize("asked", ["", " ", "zzzz", "nothing of the kind is anywhere", "\N{GRINNING FACE}"])
+def test_nothing(asked: str) -> None:
+    assert find(asked).pages == ()
+
+
+def test_links_to_other_pages_are_their_names() -> None:
+    for page in pages().values():
+        assert ".md)" not in page.text
+    assert "see other-names" in pages()["unexpected-keys"].text
+
+
+def test_a_wheel_has_them(tmp_path: Path) -> None:
+    """A wheel is laid out by hand as the project's settings say, and asked from outside the checkout."""
+    settings = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["hatch"]["build"]["targets"]
+    (package,) = settings["wheel"]["packages"]
+    shutil.copytree(ROOT / package, tmp_path / Path(package).name, ignore=shutil.ignore_patterns("__pycache__"))
+    for source, target in settings["wheel"]["force-include"].items():
+        assert any(source.startswith(included.strip("/")) for included in settings["sdist"]["include"])
+        shutil.copytree(ROOT / source, tmp_path / target)
+    code = "import sys; sys.path.insert(0, '.'); from modelstate.cli.main import main; main()"
+    command = [sys.executable, "-c", code, "explain", "WrongShape"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=True, env={})
+    assert done.stdout.rstrip() == pages()["size-mismatch"].text.rstrip()
+    (tmp_path / "modelstate" / "pages" / "size-mismatch.md").unlink()
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False, env={})
+    assert "# size mismatch" not in done.stdout

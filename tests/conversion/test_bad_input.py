@@ -1,0 +1,307 @@
+"""Bad input to `convert`: each has an error of its own, which says what to do, and nothing is changed."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import modelstate as ms
+from modelstate import errors
+from tests.loading.fingerprint import described, holding, whole
+from tests.pains.quantized import quantized_class
+
+Quantized = quantized_class()
+
+
+def trained() -> tuple[nn.Sequential, torch.optim.Optimizer]:
+    """A model in the middle of training, with a tie and a buffer of integers; its last tensor is `3.weight`."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2), nn.Linear(2, 2), nn.Linear(2, 2, bias=False))
+    model[2].weight = model[0].weight
+    optimizer = torch.optim.Adam(model.parameters())
+    model(torch.randn(4, 2)).square().sum().backward()
+    optimizer.step()
+    return model, optimizer
+
+
+@contextmanager
+def unchanged(model: nn.Module, *optimizers: torch.optim.Optimizer) -> Iterator[None]:
+    before, who = whole(model), ms.identity(model, optimizers)
+    state = [described(one.state_dict()) for one in optimizers]
+    yield
+    assert whole(model) == before
+    assert who.differences(ms.identity(model, optimizers)) == []
+    assert [described(one.state_dict()) for one in optimizers] == state
+
+
+def on_last(make: Callable[[torch.Tensor], Any]) -> Callable[[str, torch.Tensor], Any]:
+    """A function that does as it should until it comes to the last tensor."""
+    return lambda name, tensor: make(tensor) if name == "3.weight" else tensor.double()
+
+
+def raising(tensor: torch.Tensor) -> torch.Tensor:
+    raise LookupError("no such codebook")
+
+
+FUNCTIONS: dict[str, tuple[Callable[[torch.Tensor], Any], str]] = {
+    "None": (lambda tensor: None, "returned no tensor"),
+    "a list": (lambda tensor: tensor.tolist(), "returned no tensor"),
+    "a number": (lambda tensor: 1.5, "returned no tensor"),
+    "a different shape": (lambda tensor: tensor[:1].double(), "another shape"),
+    "a different shape of as many elements": (lambda tensor: tensor.double().reshape(4), "another shape"),
+    "a sparse tensor of a different shape": (lambda tensor: torch.eye(3).to_sparse(), "another shape"),
+    "a wrapper of a different shape": (lambda tensor: Quantized(torch.ones(3), 1.0), "another shape"),
+    "its own input": (lambda tensor: tensor, "returned its own input"),
+    "its own input without a cast to be done": (lambda tensor: tensor.float(), "returned its own input"),
+    "an error": (raising, "the function raised"),
+}
+
+
+@pytest.mark.parametrize("case", FUNCTIONS)
+def test_a_function_that_returns(case: str) -> None:
+    make, words = FUNCTIONS[case]
+    model, optimizer = trained()
+    with unchanged(model, optimizer), pytest.raises(errors.TransformError, match=words) as caught:
+        ms.convert(model, fn=on_last(make), optimizers=[optimizer])
+    assert "3.weight" in caught.value.where
+    assert caught.value.remedy
+
+
+def test_what_a_function_raised_is_the_cause() -> None:
+    model, optimizer = trained()
+    with (
+        unchanged(model, optimizer),
+        pytest.raises(errors.TransformError, match="LookupError: no such codebook") as caught,
+    ):
+        ms.convert(model, fn=on_last(raising))
+    assert isinstance(caught.value.__cause__, LookupError)
+
+
+@pytest.mark.parametrize("interrupt", [KeyboardInterrupt, SystemExit])
+def test_a_function_that_is_interrupted(interrupt: type[BaseException]) -> None:
+    def stop(tensor: torch.Tensor) -> torch.Tensor:
+        raise interrupt
+
+    model, optimizer = trained()
+    with unchanged(model, optimizer), pytest.raises(interrupt):
+        ms.convert(model, fn=on_last(stop), optimizers=[optimizer])
+
+
+def test_a_function_with_too_many_parameters() -> None:
+    model, optimizer = trained()
+    with unchanged(model, optimizer), pytest.raises(ms.ModelStateError):
+        ms.convert(model, fn=lambda name, tensor, more: tensor)
+
+
+def test_a_function_that_writes_to_its_input() -> None:
+    """The bytes are the function's doing, which it is told; all else is what it was."""
+    model, optimizer = trained()
+    others = [one for one in model.state_dict().values() if one is not model[3].weight]
+    before, who = [one.clone() for one in others[:-1]], ms.identity(model, [optimizer])
+    with pytest.raises(errors.TransformError, match="changed its input in place") as caught:
+        ms.convert(model, fn=on_last(lambda tensor: tensor.mul_(2).double()), optimizers=[optimizer])
+    assert "clone" in caught.value.remedy
+    assert all(map(torch.equal, before, others))
+    assert who == ms.identity(model, [optimizer])
+    assert all(param.dtype is torch.float32 for param in model.parameters())
+
+
+# The same for two.
+
+FOR_ALL: dict[str, Callable[[], torch.Tensor]] = {
+    "plain": lambda: torch.ones(2, 2),
+    "COO": lambda: torch.eye(2).to_sparse(),
+    "CSR": lambda: torch.eye(2).to_sparse_csr(),
+    "wrapper": lambda: Quantized(torch.ones(2, 2), 0.5),
+    "wrapper on meta": lambda: Quantized(torch.ones(2, 2, device="meta"), 0.5),
+}
+
+
+def pair(kind: str = "buffers") -> nn.Module:
+    a, b = torch.ones(2, 2), torch.full((2, 2), 2.0)
+    return holding(a=a, b=b) if kind == "buffers" else holding(a=nn.Parameter(a), b=nn.Parameter(b))
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("kind", ["buffers", "parameters"])
+@pytest.mark.parametrize("case", FOR_ALL)
+def test_the_same_tensor_for_two_slots(case: str, kind: str) -> None:
+    module, one = pair(kind), FOR_ALL[case]()
+    with unchanged(module), pytest.raises(errors.TransformError, match="same tensor, or the same memory") as caught:
+        ms.convert(module, fn=lambda tensor: one)
+    assert "a and b" in caught.value.where
+
+
+@pytest.mark.parametrize("case", ["halves", "rows", "a transpose", "a view of what the other has", "inside a wrapper"])
+def test_memory_that_two_slots_would_share(case: str) -> None:
+    module, flat = pair(), torch.zeros(4, 2)
+    makers: dict[str, Callable[[str, torch.Tensor], torch.Tensor]] = {
+        "halves": lambda name, tensor: flat[:2] if name == "a" else flat[1:3],
+        "rows": lambda name, tensor: flat[::2] if name == "a" else flat[:2],
+        "a transpose": lambda name, tensor: flat[:2] if name == "a" else flat[:2].t(),
+        "a view of what the other has": lambda name, tensor: flat[:2] if name == "a" else flat[:2].detach(),
+        "inside a wrapper": lambda name, tensor: flat[:2] if name == "a" else Quantized(flat[:2], 0.5),
+    }
+    with unchanged(module), pytest.raises(errors.TransformError, match="same memory"):
+        ms.convert(module, fn=makers[case])
+
+
+def test_the_memory_of_a_slot_that_stays() -> None:
+    """One gets what the other has and keeps, and the two are tied from then on: nobody has asked for that."""
+    module = pair()
+    with unchanged(module), pytest.raises(errors.TransformError, match="same memory"):
+        ms.convert(module, fn=lambda name, tensor: module.b.detach() if name == "a" else ms.conversion.UNCHANGED)
+    with unchanged(module), pytest.raises(errors.TransformError, match="same memory"):
+        ms.convert(module, fn=lambda name, tensor: module.a.detach() if name == "b" else ms.conversion.UNCHANGED)
+
+
+def test_views_of_one_another_are_not_parted_in_silence() -> None:
+    """A function makes each of them anew; if their memory is parted by that, the report says so."""
+    flat = torch.arange(4.0)
+    module = holding(all=flat, first=flat.data[:2])
+    before = ms.identity(module)
+    try:
+        report = ms.convert(module, fn=lambda tensor: tensor.double())
+    except ms.ModelStateError:
+        assert before == ms.identity(module)
+    else:
+        lost = before.differences(ms.identity(module))
+        assert not lost or report.references_lost or report.notes
+
+
+def test_a_buffer_does_not_become_a_parameter() -> None:
+    """What a function returns decides on dtype, memory and subclass, and not on what the slot is."""
+    module = holding(plain=torch.ones(2), sparse=torch.eye(2).to_sparse())
+    ms.convert(module, fn=lambda tensor: nn.Parameter(tensor.double()))
+    assert type(module.plain) is torch.Tensor
+    assert type(module.sparse) is torch.Tensor
+    assert not module.plain.requires_grad
+    assert not module.sparse.requires_grad
+
+
+# Arguments.
+
+ARGUMENTS: dict[str, tuple[dict[str, Any], str]] = {
+    "a text that is no dtype": ({"dtype": "float65"}, "float65"),
+    "a dtype of Python": ({"dtype": float}, "float"),
+    "a device as a dtype": ({"dtype": torch.device("cpu")}, "device"),
+    "an integer dtype": ({"dtype": torch.int8}, "int8"),
+    "a boolean dtype": ({"dtype": torch.bool}, "bool"),
+    "no such kind of device": ({"device": "nonsense"}, "nonsense"),
+    "a device that is not there": ({"device": "cuda:99"}, "cuda:99"),
+    "a dtype as device": ({"device": torch.float64}, "float64"),
+    "a device of no kind": ({"device": object()}, "object"),
+    "nothing": ({}, "nothing to convert to"),
+    "a function that is none": ({"fn": "double"}, "double"),
+    "empty and a function": ({"fn": torch.zeros_like, "empty": True}, "fn="),
+    "an optimizer that is none": ({"dtype": torch.float64, "optimizers": [nn.Linear(1, 1)]}, "Linear"),
+    "a lone optimizer that is none": ({"dtype": torch.float64, "optimizers": 3}, "int"),
+    "a budget as text": ({"dtype": torch.float64, "max_memory_bytes": "1 GB"}, "max_memory_bytes"),
+    "a negative budget": ({"dtype": torch.float64, "max_memory_bytes": -1}, "max_memory_bytes"),
+}
+
+
+@pytest.mark.parametrize("case", ARGUMENTS)
+def test_an_argument_that_means_nothing(case: str) -> None:
+    arguments, words = ARGUMENTS[case]
+    model, optimizer = trained()
+    with unchanged(model, optimizer), pytest.raises(errors.OptionError) as caught:
+        ms.convert(model, **{"optimizers": [optimizer], **arguments})
+    assert words in str(caught.value)
+
+
+def test_no_module() -> None:
+    with pytest.raises(errors.OptionError, match="not a module"):
+        ms.convert(torch.ones(2), torch.float64)  # type: ignore[arg-type]
+
+
+def test_an_optimizer_of_another_model() -> None:
+    model, optimizer = trained()
+    with unchanged(model, optimizer), pytest.raises(errors.OptionError, match="another model"):
+        ms.convert(model, torch.float64, optimizers=[optimizer, torch.optim.SGD([nn.Parameter(torch.ones(1))])])
+
+
+# What is in the way.
+
+
+@pytest.mark.parametrize("to", [{"dtype": torch.float64}, {"device": "meta"}, {"fn": torch.Tensor.double}], ids=str)
+def test_a_graph_that_waits_for_backward(to: dict[str, Any]) -> None:
+    """It names the result that holds the graph, and where it is; after backward there is nothing in the way."""
+    model, optimizer = trained()
+    optimizer.zero_grad()
+    cost = model(torch.randn(4, 2)).square().sum()
+    with unchanged(model, optimizer), pytest.raises(errors.SwapError, match="waits for backward") as caught:
+        ms.convert(model, optimizers=[optimizer], **to)
+    assert "`cost` in frame `test_a_graph_that_waits_for_backward`" in caught.value.found
+    assert "backward" in caught.value.remedy
+    cost.backward()
+    ms.convert(model, optimizers=[optimizer], **to)
+
+
+def test_a_graph_in_a_list() -> None:
+    model, _ = trained()
+    costs = [model(torch.randn(4, 2)).sum()]
+    with unchanged(model), pytest.raises(errors.SwapError, match="list `costs` in frame `test_a_graph_in_a_list`"):
+        ms.convert(model, torch.float64)
+    costs.clear()
+    ms.convert(model, torch.float64)
+
+
+def test_a_graph_of_one_tensor_stops_the_others_too() -> None:
+    model, optimizer = trained()
+    product = model[3].weight * 2
+    with unchanged(model, optimizer), pytest.raises(errors.SwapError) as caught:
+        ms.convert(model, torch.float64, optimizers=[optimizer])
+    assert caught.value.where == "3.weight"
+    assert "`product`" in caught.value.found
+    assert product.shape == (2, 2)
+
+
+def test_an_error_that_is_kept_is_not_in_the_way() -> None:
+    """As an interactive session keeps the last one: what it tells to drop is not held by the error itself."""
+    model, _ = trained()
+    product = model[3].weight * 2
+    with unchanged(model), pytest.raises(errors.SwapError, match="`product`") as caught:
+        ms.convert(model, torch.float64)
+    del product
+    ms.convert(model, torch.float64)
+    assert "drop" in caught.value.remedy
+
+
+@pytest.mark.parametrize("to", [{"device": "cpu"}, {"dtype": torch.float64, "device": "cpu"}], ids=str)
+def test_meta_without_empty(to: dict[str, Any]) -> None:
+    """The last tensor is on meta, and the ones before it stay what they were."""
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2, device="meta"))
+    with unchanged(model), pytest.raises(errors.PlacementError, match="on meta") as caught:
+        ms.convert(model, **to)
+    assert caught.value.where == "1.weight"
+    assert "empty=True" in caught.value.remedy
+    ms.convert(model, **to, empty=True)
+    assert not any(param.is_meta for param in model.parameters())
+
+
+# Memory.
+
+
+@pytest.mark.parametrize("to", [{"dtype": torch.float64}, {"fn": lambda tensor: tensor.double()}], ids=["dtype", "fn"])
+def test_a_budget_that_is_too_small(to: dict[str, Any]) -> None:
+    model, optimizer = trained()
+    peak = ms.convert(trained()[0], **to).peak_memory_bytes
+    assert peak > 0
+    for budget in (0, 1, peak - 1):
+        with unchanged(model, optimizer), pytest.raises(errors.MemoryBudgetError, match="nothing has been") as caught:
+            ms.convert(model, **to, max_memory_bytes=budget)
+        assert str(budget) in caught.value.expected
+        assert "part" in caught.value.remedy
+    ms.convert(model, **to, max_memory_bytes=peak)
+
+
+def test_state_of_an_optimizer_counts() -> None:
+    """Moments take as much memory as what they belong to, twice for Adam."""
+    model, optimizer = trained()
+    without = ms.convert(trained()[0], torch.float64).peak_memory_bytes
+    with unchanged(model, optimizer), pytest.raises(errors.MemoryBudgetError):
+        ms.convert(model, torch.float64, optimizers=[optimizer], max_memory_bytes=without)

@@ -1,0 +1,355 @@
+"""`convert`: what the tensors of a module are changes, and who they are stays."""
+
+import gc
+import resource
+import subprocess
+import sys
+import weakref
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import modelstate as ms
+from modelstate import errors
+from tests.loading.fingerprint import whole
+from tests.pains.quantized import quantized_class
+
+
+def network() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 2))
+
+
+def objects(module: nn.Module) -> list[int]:
+    return [id(one) for one in (*module.parameters(), *module.buffers())]
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn])
+def test_values_are_those_of_torch(dtype: torch.dtype) -> None:
+    ours, torchs = network(), network().to(dtype)
+    before = objects(ours)
+    ms.convert(ours, dtype)
+    assert objects(ours) == before
+    for one, other in zip(ours.state_dict().values(), torchs.state_dict().values(), strict=True):
+        assert one.dtype == other.dtype
+        assert torch.equal(one.double(), other.double())
+
+
+def test_everything_that_hangs_on_a_tensor_stays() -> None:
+    module = network()
+    module(torch.randn(5, 3)).pow(2).sum().backward()
+    weight: Any = module[0].weight
+    grad, seen = weight.grad, []
+    weight.tag = "kept"
+    weight.register_hook(lambda _: seen.append("hook"))
+    weight.register_post_accumulate_grad_hook(lambda _: seen.append("accumulated"))
+    module[2].bias.requires_grad_(False)
+    weak = weakref.ref(weight)
+    ms.convert(module, torch.float64)
+    assert weight is module[0].weight is weak()
+    assert weight.grad is grad
+    assert grad.dtype is torch.float64
+    assert weight.tag == "kept"
+    assert not module[2].bias.requires_grad
+    assert module[1].num_batches_tracked.dtype is torch.int64
+    module(torch.randn(5, 3).double()).sum().backward()
+    assert seen == ["hook", "accumulated"]
+
+
+def test_memory_formats_stay() -> None:
+    module = nn.Conv2d(3, 4, 2).to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+    stride = module.weight.stride()
+    ms.convert(module, torch.bfloat16)
+    assert module.weight.stride() == stride
+    assert module.weight.is_contiguous(memory_format=torch.channels_last)
+
+
+def test_common_memory_stays_common() -> None:
+    module = nn.Module()
+    module.a = module.b = nn.Parameter(torch.randn(4))
+    module.register_buffer("whole", torch.arange(6.0))
+    module.register_buffer("part", module.whole[2:4])
+    module.register_buffer("twisted", module.whole.view(2, 3).T)
+    module.register_buffer("alone", torch.ones(2))
+    before = ms.identity(module)
+    assert before.ties == (("a", "b"),)
+    ms.convert(module, torch.float64)
+    assert ms.identity(module) == before
+    module.whole[2] = 70
+    assert module.part.tolist() == [70, 3]
+    assert module.twisted.tolist() == [[0, 3], [1, 4], [70, 5]]
+
+
+def test_common_memory_of_several_dtypes_is_refused() -> None:
+    module = nn.Module()
+    module.register_buffer("floats", torch.ones(2))
+    module.register_buffer("bits", module.floats.view(torch.int32))
+    before = whole(module)
+    with pytest.raises(errors.PlacementError, match=r"bits and floats|floats and bits"):
+        ms.convert(module, torch.float64)
+    assert whole(module) == before
+    ms.convert(module, torch.float32)
+
+
+def test_a_function_is_called_once_for_each_tensor() -> None:
+    module, names = network(), []
+
+    def double_weights(name: str, tensor: Tensor) -> Tensor:
+        names.append(name)
+        return tensor.double() if name.endswith("weight") else ms.conversion.UNCHANGED
+
+    module.again = module[0]
+    report = ms.convert(module, fn=double_weights)
+    assert sorted(names) == sorted({*dict(module.named_parameters()), *dict(module.named_buffers())})
+    assert {step.name for step in report.steps} == {"0.weight", "1.weight", "2.weight"}
+    assert module[0].bias.dtype is torch.float32
+    assert report.steps[0].ties == ("again.weight",)
+
+
+@pytest.mark.parametrize("fn", [torch.Tensor.double, lambda t: t.double(), lambda t, times=1: t.double() * times])
+def test_functions_of_a_tensor(fn: Any) -> None:
+    module = nn.Linear(2, 2)
+    ms.convert(module, fn=fn)
+    assert module.weight.dtype is torch.float64
+
+
+def test_weights_become_a_subclass_under_their_identity() -> None:
+    quantized = quantized_class()
+    module = nn.Linear(3, 5)
+    weight, optimizer = module.weight, torch.optim.SGD(module.parameters())
+    module(torch.ones(1, 3)).sum().backward()
+    report = ms.convert(
+        module, fn=lambda name, t: quantized(t.detach().clone(), 0.5) if name == "weight" else ms.conversion.UNCHANGED
+    )
+    assert module.weight is weight is optimizer.param_groups[0]["params"][0]
+    assert isinstance(weight, quantized)
+    assert isinstance(weight, nn.Parameter)
+    assert [(step.name, step.placement) for step in report.steps] == [("weight", "swap")]
+    ms.convert(module, fn=lambda t: t.elem.double() if isinstance(t, quantized) else ms.conversion.UNCHANGED)
+    assert type(weight) is nn.Parameter
+    assert weight is module.weight
+    assert weight.dtype is torch.float64
+    assert not hasattr(weight, "elem")
+
+
+def test_the_payload_of_a_subclass_is_converted() -> None:
+    module = nn.Linear(3, 5)
+    module.weight = nn.Parameter(quantized_class()(module.weight, 0.5))
+    weight: Any = module.weight
+    weight.mine = "kept"
+    ms.convert(module, torch.bfloat16)
+    assert module.weight is weight
+    assert (weight.dtype, weight.elem.dtype, weight.scale, weight.mine) == (torch.bfloat16, torch.bfloat16, 0.5, "kept")
+
+
+@pytest.mark.parametrize("layout", ["coo", "csr", "nested", "jagged", "sparse gradient"])
+def test_layouts(layout: str) -> None:
+    module = nn.Module()
+    made = {
+        "coo": lambda: torch.eye(3).to_sparse(),
+        "csr": lambda: torch.eye(3).to_sparse_csr(),
+        "nested": lambda: torch.nested.nested_tensor([torch.ones(2), torch.ones(3)]),
+        "jagged": lambda: torch.nested.nested_tensor([torch.ones(2), torch.ones(3)], layout=torch.jagged),
+        "sparse gradient": lambda: torch.ones(3, 2),
+    }[layout]()
+    module.p, module.b = nn.Parameter(made), nn.Buffer(made.clone())
+    if layout == "sparse gradient":
+        nn.functional.embedding(torch.tensor([1]), module.p, sparse=True).sum().backward()
+    p, b, grad = module.p, module.b, module.p.grad
+    ms.convert(module, torch.float64)
+    assert module.p is p
+    assert module.b is b
+    for one in (p, b):
+        assert one.dtype is torch.float64
+        values = one.unbind() if one.is_nested else [one.detach().to_dense()]
+        expected = made.unbind() if made.is_nested else [made.to_dense()]
+        assert all(torch.equal(x.detach(), y.double()) for x, y in zip(values, expected, strict=True))
+    if grad is not None:
+        assert p.grad is grad
+        assert (grad.is_sparse, grad.dtype) == (True, torch.float64)
+
+
+def test_complex_numbers_take_complex_dtypes_only() -> None:
+    module = nn.Module()
+    module.z, module.f = nn.Parameter(torch.ones(2, dtype=torch.complex64)), nn.Parameter(torch.ones(2))
+    ms.convert(module, torch.float64)
+    assert (module.z.dtype, module.f.dtype) == (torch.complex64, torch.float64)
+    ms.convert(module, torch.complex128)
+    assert (module.z.dtype, module.f.dtype) == (torch.complex128, torch.complex128)
+
+
+def test_meta_gets_memory_only_when_asked() -> None:
+    with torch.device("meta"):
+        module = network()
+    kept = objects(module)
+    with pytest.raises(errors.PlacementError, match="has no values") as caught:
+        ms.convert(module, device="cpu")
+    assert "empty=True" in caught.value.remedy
+    ms.convert(module, torch.bfloat16)
+    assert {p.device.type for p in module.parameters()} == {"meta"}
+    ms.convert(module, torch.float32, "cpu", empty=True)
+    assert {p.device.type for p in module.parameters()} == {"cpu"}
+    assert objects(module) == kept
+    ms.load(module, network().state_dict())
+    ms.convert(module, device="meta")
+    assert objects(module) == kept
+
+
+def test_inference_tensors_and_inference_mode() -> None:
+    with torch.inference_mode():
+        frozen = nn.Linear(2, 2)
+    ms.convert(frozen, torch.float64)
+    assert frozen.weight.dtype is torch.float64
+    trained = nn.Linear(2, 2)
+    with torch.inference_mode():
+        ms.convert(trained, torch.float64)
+    trained(torch.ones(1, 2).double()).sum().backward()
+    assert trained.weight.grad is not None
+
+
+def test_nothing_to_do_is_done_without_a_change() -> None:
+    module = network()
+    loss = module(torch.randn(4, 3)).sum()
+    before = whole(module)
+    report = ms.convert(module, torch.float32, "cpu")
+    assert not report.steps
+    assert "0 of 9 tensors changed" in str(report)
+    assert whole(module) == before
+    loss.backward()
+
+
+def test_the_report_tells_everything() -> None:
+    module = network()
+    report = ms.convert(module, torch.bfloat16, "cpu")
+    text = str(report)
+    assert "Sequential converted to bfloat16 on device cpu: 8 of 9 tensors changed" in text
+    assert "data: 8 tensors" in text
+    assert "8 tensors from float32 to bfloat16" in text
+    assert "all references kept" in text
+    assert {(step.placement, step.cast) for step in report.steps} == {("data", "float32 to bfloat16")}
+    assert report.references_lost == ()
+    assert '"action": "converted to bfloat16 on device cpu"' in report.to_json()
+
+
+def test_a_report_keeps_no_tensor_alive() -> None:
+    module = network()
+    weak = weakref.ref(module[0].weight)
+    report = ms.convert(module, torch.bfloat16)
+    del module
+    gc.collect()
+    assert weak() is None
+    assert len(report.steps) == 8
+
+
+def test_views_from_before_are_noted() -> None:
+    module = nn.Linear(2, 2)
+    with torch.no_grad():
+        view = module.weight[0]
+    report = ms.convert(module, torch.float64)
+    assert any("views of it" in note for note in report.notes)
+    assert view.dtype is torch.float32
+
+
+def test_the_budget_counts_what_is_needed_at_once() -> None:
+    module = nn.Sequential(*(nn.Linear(100, 100, bias=False) for _ in range(10)))
+    with pytest.raises(errors.MemoryBudgetError):
+        ms.convert(module, torch.bfloat16, max_memory_bytes=19_999)
+    assert {p.dtype for p in module.parameters()} == {torch.float32}
+    assert ms.convert(module, torch.bfloat16, max_memory_bytes=20_000).peak_memory_bytes == 20_000
+    with pytest.raises(errors.MemoryBudgetError):
+        ms.convert(module, torch.float32, max_memory_bytes=219_999)
+    assert ms.convert(module, torch.float32, max_memory_bytes=220_000).peak_memory_bytes == 220_000
+
+
+PEAK = """
+import resource, sys, torch, modelstate as ms
+from torch import nn
+module = nn.Sequential(*(nn.Linear(2048, 2048, bias=False) for _ in range(24)))
+ms.convert(nn.Linear(2, 2), torch.bfloat16)
+before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+report = ms.convert(module, torch.bfloat16)
+grown = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) * 1024
+print(grown, report.peak_memory_bytes)
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="ru_maxrss is in kilobytes on Linux only")
+def test_the_old_memory_goes_as_the_new_comes() -> None:
+    """400 MB of float32 become bfloat16 with one tensor of 8 MB on top, where two phases would need 200."""
+    done = subprocess.run([sys.executable, "-c", PEAK], capture_output=True, text=True, check=True, timeout=120)
+    grown, stated = map(int, done.stdout.split())
+    assert stated == 8 << 20
+    assert grown < 40e6
+
+
+def test_a_system_without_memory_changes_nothing() -> None:
+    module = nn.Linear(4000, 4000, bias=False)
+    before = module.weight.sum().item()
+    soft, hard = resource.getrlimit(resource.RLIMIT_AS)
+    with open("/proc/self/statm") as file:
+        now = int(file.read().split()[0]) * resource.getpagesize()
+    resource.setrlimit(resource.RLIMIT_AS, (now + 50_000_000, hard))
+    try:
+        with pytest.raises(errors.MemoryBudgetError, match="no memory for the new tensors"):
+            ms.convert(module, torch.float64)
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
+    assert (module.weight.dtype, module.weight.sum().item()) == (torch.float32, before)
+
+
+def test_parameters_that_become_integers_need_no_gradient_any_more() -> None:
+    module = nn.Linear(3, 2)
+    module(torch.ones(1, 3)).sum().backward()
+    weight, bias = module.weight, module.bias
+    report = ms.convert(module, fn=lambda name, t: t.to(torch.int8) if name == "bias" else t * 2)
+    assert module.bias is bias
+    assert (bias.dtype, bias.requires_grad, bias.grad) == (torch.int8, False, None)
+    assert module.weight is weight
+    assert weight.requires_grad
+    assert any("bias: its gradient is dropped" in note for note in report.notes)
+
+
+def test_within_a_transform_of_torch_func_it_is_refused() -> None:
+    """What a tensor stands for there is gone afterwards."""
+    module = nn.Linear(3, 3)
+    before = whole(module)
+    for change in (lambda: ms.convert(module, torch.float64), lambda: ms.swap_tensors(module.bias, torch.ones(3))):
+        with pytest.raises(errors.SwapError, match="transform"):
+            torch.func.grad(lambda x, change=change: (change(), x.sum())[1])(torch.randn(2, 3))
+    assert whole(module) == before
+
+
+def test_a_function_can_leave_lazy_tensors_alone() -> None:
+    module = nn.Sequential(nn.Linear(3, 3), nn.LazyLinear(2))
+    ms.convert(module, fn=lambda name, t: ms.conversion.UNCHANGED if name.startswith("1") else t.half())
+    assert module[0].weight.dtype is torch.float16
+
+
+def test_a_dtype_that_torch_cannot_copy_to_is_named() -> None:
+    module = nn.Linear(2, 2)
+    with pytest.raises(errors.PlacementError, match="weight: torch cannot convert this tensor"):
+        ms.convert(module, torch.float4_e2m1fn_x2)
+    assert module.weight.dtype is torch.float32
+
+
+def test_a_gradient_of_another_layout_is_dropped_and_noted() -> None:
+    module = nn.Linear(2, 2, bias=False)
+    module(torch.ones(1, 2)).sum().backward()
+    report = ms.convert(module, fn=lambda t: t.detach().to_sparse())
+    assert module.weight.is_sparse
+    assert module.weight.grad is None
+    assert any("gradient is dropped" in note for note in report.notes)
+
+
+@pytest.mark.parametrize("fn", [lambda t: torch.zeros(1).expand(t.shape), lambda t: torch.zeros(1000)[:4].view(2, 2)])
+def test_what_a_function_returns_becomes_memory_of_its_own(fn: Any) -> None:
+    module = nn.Linear(2, 2, bias=False)
+    module.others = nn.ParameterList(nn.Parameter(torch.ones(2, 2)) for _ in range(20))
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+    ms.convert(module, fn=fn)
+    assert {one.untyped_storage().nbytes() for one in module.parameters()} == {16}
+    module(torch.ones(1, 2)).sum().backward()
+    optimizer.step()
+    assert torch.allclose(module.weight, torch.full((2, 2), -0.1))

@@ -1,0 +1,137 @@
+"""Autograd graphs that are held while a module is converted."""
+
+import copy
+import gc
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+import modelstate as ms
+from modelstate import errors
+from tests.loading.fingerprint import whole
+
+
+class Biased(nn.Module):
+    """A layer whose last operation saves nothing for its backward pass."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.bias = nn.Linear(2, 2), nn.Parameter(torch.ones(2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layer(x) + self.bias
+
+
+MODULES: dict[str, tuple[Any, int]] = {"an addition": (Biased, 1), "bilinear": (lambda: nn.Bilinear(2, 2, 2), 2)}
+
+
+@pytest.mark.parametrize("case", MODULES)
+def test_a_graph_that_is_used_up_behind_nodes_that_save_nothing(case: str) -> None:
+    make, inputs = MODULES[case]
+    module = make()
+    loss = module(*[torch.ones(1, 2)] * inputs).sum()
+    loss.backward(retain_graph=True)
+    with pytest.raises(errors.SwapError, match="waits for backward: its result is held by `loss`"):
+        ms.convert(module, torch.float64)
+    loss.backward()
+    ms.convert(module, torch.float64)
+    with pytest.raises(RuntimeError, match="second time"):
+        loss.backward()
+
+
+def test_a_second_result_that_shares_a_used_up_part() -> None:
+    trunk, heads = nn.Linear(2, 2), [nn.Linear(2, 1) for _ in range(2)]
+    hidden = trunk(torch.ones(1, 2)).tanh()
+    results = [head(hidden).sum() for head in heads]
+    results[0].backward()
+    ms.convert(nn.ModuleList([trunk, *heads]), torch.float64)
+    with pytest.raises(RuntimeError, match="second time"):
+        results[1].backward()
+
+
+def convolutions() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Conv2d(4, 4, 1))
+
+
+@pytest.mark.parametrize("way", ["keeping", "convert"])
+def test_another_memory_format_leaves_a_waiting_graph_right(way: str) -> None:
+    module, stock, batch = convolutions(), convolutions(), torch.randn(2, 3, 6, 6)
+    loss, expected = module(batch).square().sum(), stock(batch).square().sum()
+    stock.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+    if way == "keeping":
+        with ms.reference_keeping():
+            module.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+    else:
+        ms.convert(
+            module,
+            fn=lambda t: (
+                t.to(memory_format=torch.channels_last, copy=True) if t.dim() == 4 else ms.conversion.UNCHANGED
+            ),
+        )
+    loss.backward()
+    expected.backward()
+    for ours, torchs in zip(module.parameters(), stock.parameters(), strict=True):
+        assert ours.stride() == torchs.stride()
+        assert torch.equal(ours.grad, torchs.grad)  # type: ignore[arg-type]
+
+
+def test_other_values_of_the_same_dtype_are_refused() -> None:
+    module = convolutions()
+    loss = module(torch.randn(2, 3, 6, 6)).sum()
+    before = whole(module)
+    with pytest.raises(errors.SwapError, match="waits for backward"):
+        ms.convert(module, fn=lambda t: t * 2)
+    assert whole(module) == before
+    loss.backward()
+
+
+@pytest.mark.parametrize("used_up", [False, True])
+def test_a_checkpointed_forward_pass_is_not_run_again(used_up: bool) -> None:
+    """Who holds a tensor is found out without what would recompute the activations, and count the batch twice."""
+    module = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
+    loss = checkpoint(module, torch.randn(4, 2, requires_grad=True), use_reentrant=False).square().sum()
+    if used_up:
+        loss.backward()
+    before: Any = copy.deepcopy(module[1].state_dict())
+    if used_up:
+        ms.convert(module, torch.float64)
+    else:
+        with pytest.raises(errors.SwapError, match="waits for backward"):
+            ms.convert(module, torch.float64)
+    assert module[1].num_batches_tracked == before["num_batches_tracked"]
+    assert torch.equal(module[1].running_mean.float(), before["running_mean"])
+
+
+@pytest.mark.parametrize("held", [False, True])
+def test_one_search_of_all_objects_for_a_conversion(monkeypatch: pytest.MonkeyPatch, held: bool) -> None:
+    """Not one for each tensor, nor for each module with an `_apply` of its own."""
+    modules = nn.ModuleList(nn.LSTM(2, 2) for _ in range(3))
+    result = torch.ones(1, 1, 2)
+    for module in modules:
+        result = module(result)[0]
+    loss = result.sum()
+    loss.backward()
+    if not held:
+        del loss, result
+    searches: list[str] = []
+    for name in ("get_objects", "get_referrers"):
+        stock = getattr(gc, name)
+        monkeypatch.setattr(gc, name, lambda *a, name=name, stock=stock: (searches.append(name), stock(*a))[1])
+    ms.convert(modules, torch.float64)
+    assert searches == (["get_objects"] if held else [])
+
+
+def test_nodes_of_autograd_that_are_held() -> None:
+    """Of a graph that is used up, too; the search for them is one for all."""
+    module = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    loss = module(torch.ones(1, 2)).sum()
+    nodes = [torch.autograd.graph.get_gradient_edge(param).node for param in module.parameters()]
+    loss.backward()
+    with pytest.raises(errors.SwapError, match=r"its AccumulateGrad node, held by list `nodes`"):
+        ms.convert(module, torch.float64)
+    nodes.clear()
+    ms.convert(module, torch.float64)

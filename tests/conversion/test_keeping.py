@@ -1,0 +1,274 @@
+"""`reference_keeping`: `.to()` and its kin on an unchanged model."""
+
+import threading
+from collections.abc import Iterator
+from contextlib import suppress
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+import modelstate as ms
+from modelstate import errors
+from tests.loading.fingerprint import whole
+
+STOCK = nn.Module._apply
+
+
+@pytest.fixture(autouse=True)
+def _torch_is_left_alone() -> Iterator[None]:
+    yield
+    assert nn.Module._apply is STOCK
+
+
+def network() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4))
+
+
+def objects(module: nn.Module) -> list[int]:
+    return [id(one) for one in (*module.parameters(), *module.buffers())]
+
+
+@pytest.mark.parametrize(
+    "convert",
+    [
+        lambda m: m.to(torch.float64),
+        lambda m: m.to("cpu", torch.bfloat16),
+        lambda m: m.to(torch.ones(1, dtype=torch.float16)),
+        lambda m: m.double().half().float(),
+        lambda m: m.bfloat16(),
+        lambda m: m.cpu(),
+        lambda m: m.to("meta"),
+        lambda m: m.to_empty(device="cpu"),
+        lambda m: m.type(torch.float64),
+        lambda m: m.share_memory(),
+        lambda m: m.requires_grad_(False).eval(),
+    ],
+)
+def test_all_of_them_keep_every_object(convert: Any) -> None:
+    ours, torchs = network(), network()
+    before = objects(ours)
+    with ms.reference_keeping():
+        assert convert(ours) is ours
+    convert(torchs)
+    assert objects(ours) == before
+    for one, other in zip(ours.state_dict().values(), torchs.state_dict().values(), strict=True):
+        assert (one.dtype, one.device, one.is_shared()) == (other.dtype, other.device, other.is_shared())
+
+
+def test_from_meta_to_memory_and_back() -> None:
+    with torch.device("meta"):
+        module = network()
+    before = objects(module)
+    with ms.reference_keeping():
+        with pytest.raises(NotImplementedError, match="Cannot copy out of meta tensor"):
+            module.to("cpu")
+        module.to_empty(device="cpu")
+    assert objects(module) == before
+    assert {p.device.type for p in module.parameters()} == {"cpu"}
+
+
+def test_gradients_are_converted_too() -> None:
+    module = network()
+    module(torch.randn(4, 3)).pow(2).sum().backward()
+    grad = module[0].weight.grad
+    with ms.reference_keeping():
+        module.double()
+    assert module[0].weight.grad is grad
+    assert grad is not None
+    assert grad.dtype is torch.float64
+
+
+def test_an_error_half_way_changes_nothing() -> None:
+    module = network()
+    before, calls = whole(module), []
+
+    def fails_late(tensor: torch.Tensor) -> torch.Tensor:
+        calls.append(1)
+        if len(calls) == 6:
+            raise ArithmeticError("late")
+        return tensor.double()
+
+    with ms.reference_keeping(), pytest.raises(ArithmeticError, match="late"):
+        module._apply(fails_late)  # type: ignore[no-untyped-call]
+    assert whole(module) == before
+
+
+def test_a_graph_that_waits_is_found() -> None:
+    module = network()
+    loss = module(torch.randn(4, 3)).pow(2).sum()
+    before = whole(module)
+    with (
+        ms.reference_keeping(),
+        pytest.raises(errors.SwapError, match="waits for backward: its result is held by `loss`"),
+    ):
+        module.double()
+    assert whole(module) == before
+    loss.backward()
+    with ms.reference_keeping():
+        module.double()
+
+
+def test_only_the_module_itself_where_torch_does_not_recurse() -> None:
+    module = nn.Module()
+    module.own, module.child = nn.Parameter(torch.ones(2)), nn.Linear(2, 2)
+    with ms.reference_keeping():
+        module.to_empty(device="meta", recurse=False)
+    assert module.own.is_meta
+    assert not module.child.weight.is_meta
+
+
+def test_switched_on_for_good_and_off_again() -> None:
+    module = network()
+    buffer: Any = module[1].running_mean
+    ms.reference_keeping()
+    try:
+        module.double()
+        with ms.reference_keeping(False):
+            assert nn.Module._apply is STOCK
+        module.float()
+    finally:
+        ms.reference_keeping(False)
+    assert module[1].running_mean is buffer
+    module.double()
+    assert module[1].running_mean is not buffer
+
+
+def test_nested_and_after_an_exception() -> None:
+    with pytest.raises(KeyError), ms.reference_keeping(), ms.reference_keeping():
+        raise KeyError
+    assert nn.Module._apply is STOCK
+
+
+def test_modules_that_are_being_traced_are_left_to_torch() -> None:
+    # torch itself raises where its caches refer to a fake tensor.
+    with FakeTensorMode(), ms.reference_keeping(), suppress(RuntimeError):
+        assert network().to(torch.float64)[0].weight.dtype is torch.float64
+
+
+def test_threads() -> None:
+    """Conversions in several threads do not come into each other's way."""
+    modules = [nn.Sequential(nn.LSTM(3, 4), nn.Linear(4, 4)) for _ in range(8)]
+    kept = [objects(module) for module in modules]
+
+    def work(module: nn.Module) -> None:
+        for _ in range(20):
+            ms.convert(module, torch.float64)
+            module.to(torch.float32)
+
+    threads = [threading.Thread(target=work, args=(module,)) for module in modules]
+    with ms.reference_keeping():
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    assert [objects(module) for module in modules] == kept
+    assert {p.dtype for module in modules for p in module.parameters()} == {torch.float32}
+
+
+def test_one_switch_can_be_used_again() -> None:
+    switch = ms.reference_keeping()
+    module = network()
+    buffer = module[1].running_mean
+    for _ in range(2):
+        with switch, switch:
+            module.double()
+            module.float()
+    assert nn.Module._apply is STOCK
+    assert module[1].running_mean is buffer
+
+
+@pytest.mark.parametrize("first_to_leave", [0, 1])
+def test_blocks_of_several_threads_that_overlap(first_to_leave: int) -> None:
+    inside, leave = ([threading.Event() for _ in range(2)] for _ in range(2))
+
+    def work(number: int) -> None:
+        with ms.reference_keeping():
+            inside[number].set()
+            leave[number].wait(10)
+
+    threads = [threading.Thread(target=work, args=(number,)) for number in range(2)]
+    for number, thread in enumerate(threads):
+        thread.start()
+        inside[number].wait(10)
+    for number in (first_to_leave, 1 - first_to_leave):
+        assert nn.Module._apply is not STOCK
+        leave[number].set()
+        threads[number].join()
+    assert nn.Module._apply is STOCK
+
+
+def with_gradients(other_dtype: bool = False) -> nn.Module:
+    module = network()
+    module(torch.ones(4, 3) * torch.arange(4.0)[:, None]).pow(2).sum().backward()
+    if other_dtype:
+        module.double()
+        for tensor in (*module.parameters(), *module.buffers()):
+            if tensor.is_floating_point():
+                tensor.data = tensor.data.float()  # which leaves the gradient what it is
+    return module
+
+
+def gradients(module: nn.Module) -> list[torch.Tensor]:
+    return [param.grad for param in module.parameters() if param.grad is not None]
+
+
+GRADIENTS: dict[str, Any] = {
+    "share_memory": lambda m: m.share_memory(),
+    "zero_": lambda m: m._apply(lambda t: t.zero_()),
+    "float": lambda m: m.float(),
+    "to": lambda m: m.to(torch.float32),
+    "cpu": lambda m: m.cpu(),
+    "float of what is shared": lambda m: m.share_memory().float(),
+}
+
+
+@pytest.mark.parametrize("other_dtype", [False, True])
+@pytest.mark.parametrize("case", GRADIENTS)
+def test_gradients_become_what_they_become_with_torch(case: str, other_dtype: bool) -> None:
+    ours, torchs = with_gradients(other_dtype), with_gradients(other_dtype)
+    before = gradients(ours)
+    with ms.reference_keeping():
+        GRADIENTS[case](ours)
+    GRADIENTS[case](torchs)
+    assert all(one is other for one, other in zip(gradients(ours), before, strict=True))
+    for one, other in zip(gradients(ours), gradients(torchs), strict=True):
+        assert (one.dtype, one.is_shared()) == (other.dtype, other.is_shared())
+        assert torch.equal(one, other)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_convert_casts_a_gradient_of_another_dtype(dtype: torch.dtype) -> None:
+    module = with_gradients(other_dtype=True)
+    before = gradients(module)
+    assert {grad.dtype for grad in before} == {torch.float64}
+    report = ms.convert(module, dtype)
+    assert {grad.dtype for grad in gradients(module)} == {dtype}
+    assert all(one is other for one, other in zip(gradients(module), before, strict=True))
+    assert len(report.steps) == (0 if dtype is torch.float32 else 6)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_gradients_of_another_dtype_are_what_they_were_after_an_error(dtype: torch.dtype) -> None:
+    module: Any = nn.Sequential(with_gradients(other_dtype=True), FailsLate())
+    module[1].fails = True
+    before, kept = whole(module), gradients(module)
+    for convert in (lambda: ms.convert(module, dtype), lambda: module.to(dtype)):
+        with ms.reference_keeping(), pytest.raises((ArithmeticError, errors.ModelCodeError)):
+            convert()
+        assert whole(module) == before
+        assert all(one is other for one, other in zip(gradients(module), kept, strict=True))
+
+
+class FailsLate(nn.Module):
+    """A module whose own `_apply` raises when it is told to, when what came before it is converted."""
+
+    fails = False
+
+    def _apply(self, fn: Any, recurse: bool = True) -> Any:
+        if self.fails:
+            raise ArithmeticError("late")
+        return super()._apply(fn, recurse)  # type: ignore[no-untyped-call]

@@ -1,0 +1,259 @@
+"""Results of other classes and layouts than the tensor that they replace, by `convert` and by `reference_keeping`."""
+
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.testing._internal.two_tensor import TwoTensor
+
+import modelstate as ms
+from modelstate import errors
+from tests.loading.fingerprint import holding, whole
+
+WAYS = ["convert", "keeping"]
+
+SCRIPT = """
+import sys, torch
+from torch import nn
+from torch.testing._internal.two_tensor import TwoTensor
+import modelstate as ms
+
+def masked(t):
+    return torch.masked.masked_tensor(t.detach().clone(), t.detach() > 0)
+
+FUNCTIONS = {{
+    "two tensors": lambda t: TwoTensor(t.double(), t.double()),
+    "two tensors of the input": lambda t: TwoTensor(t, t),
+    "jagged": lambda t: torch.nested.nested_tensor([t.detach().double()] * 2, layout=torch.jagged),
+    "nested": lambda t: torch.nested.nested_tensor([t.detach().double()] * 2),
+    "sparse": lambda t: t.double().to_sparse(),
+    "quantized": lambda t: torch.quantize_per_tensor(t.detach(), 0.5, 0, torch.qint8),
+    "masked": masked,
+}}
+fn = FUNCTIONS[{case!r}]
+module = nn.Module()
+module.weight, module.scale = nn.Parameter(torch.full((2, 2), 3.0)), nn.Buffer(torch.full((2, 2), 5.0))
+weight, scale = module.weight, module.scale
+if {way!r} == "convert":
+    ms.convert(module, fn=fn)
+else:
+    with ms.reference_keeping():
+        module._apply(fn)
+assert module.weight is weight and module.scale is scale
+expected = fn(torch.full((2, 2), 3.0))
+assert isinstance(weight, nn.Parameter) and isinstance(weight, type(expected)), type(weight)
+assert type(scale) is type(expected) and scale.layout == expected.layout and scale.dtype == expected.dtype
+def values(t):
+    t = t.detach()
+    if t.is_nested:
+        return torch.stack(list(t.unbind()))
+    if t.is_quantized:
+        return t.dequantize()
+    if hasattr(t, "get_data"):
+        return t.get_data()
+    return t.b if hasattr(t, "b") else t.to_dense()
+for tensor, number in ((weight, 3.0), (scale, 5.0)):
+    repr(tensor)
+    found = values(tensor)
+    assert torch.equal(found, torch.full_like(found, number)), found
+print("done")
+"""
+CASES = (
+    "two tensors",
+    "two tensors of the input",
+    "jagged",
+    "nested",
+    "sparse",
+    "quantized",
+    "masked",
+)
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("case", CASES)
+def test_a_result_of_another_class(case: str, way: str) -> None:
+    """In a process of its own, since torch ends a process that uses a tensor of a wrong class."""
+    code = SCRIPT.format(case=case, way=way)
+    done = subprocess.run([sys.executable, "-W", "ignore", "-c", code], capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, (done.returncode, done.stderr[-2000:])
+    assert done.stdout == "done\n"
+
+
+DTENSOR = """
+import torch, torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
+from torch.testing._internal.distributed.fake_pg import FakeStore
+import modelstate as ms
+from tests.loading.fingerprint import whole
+
+dist.init_process_group("fake", rank=0, world_size=1, store=FakeStore())
+mesh = init_device_mesh("cpu", (1,))
+fn = lambda t: distribute_tensor(t.detach().double(), mesh, [Replicate()])
+module = nn.BatchNorm1d(2)
+before = whole(module)
+for convert in (lambda: ms.convert(module, fn=fn), lambda: module._apply(fn)):
+    with ms.reference_keeping():
+        try:
+            convert()
+        except ms.errors.SwapError as error:
+            print(error.what)
+    assert whole(module) == before
+dist.destroy_process_group()
+"""
+
+
+def test_a_parameter_cannot_become_a_dtensor() -> None:
+    """Python cannot assign that class to the object of a parameter: its objects have another layout."""
+    done = subprocess.run([sys.executable, "-W", "ignore", "-c", DTENSOR], capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert done.stdout.count("torch cannot put the new tensor in the place of the old one") == 2
+
+
+def changed(module: nn.Module, fn: Any, way: str) -> None:
+    if way == "convert":
+        ms.convert(module, fn=fn)
+    else:
+        with ms.reference_keeping():
+            module._apply(fn)  # type: ignore[no-untyped-call]
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_result_that_holds_its_input_does_not_come_to_hold_itself(way: str) -> None:
+    module = holding(scale=torch.arange(3.0))
+    scale: Any = module.scale
+    changed(module, lambda t: TwoTensor(t, t), way)
+    assert module.scale is scale
+    assert type(scale) is TwoTensor
+    for part in (scale.a, scale.b):
+        assert type(part) is torch.Tensor
+        assert part.tolist() == [0, 1, 2]
+    assert (scale + 1).a.tolist() == [1, 2, 3]
+
+
+class Stubborn(TwoTensor):
+    """A wrapper that cannot be detached from its input."""
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten.detach.default:
+            return Stubborn(args[0].a, args[0].b)
+        return super().__torch_dispatch__(func, types, args, kwargs)
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("kind", ["attribute", "list", "dict"])
+def test_a_result_that_cannot_be_parted_from_its_input(way: str, kind: str) -> None:
+    def wrap(tensor: torch.Tensor) -> torch.Tensor:
+        made = Stubborn(tensor.clone(), tensor.clone())
+        made.a = {"attribute": tensor, "list": tensor.clone(), "dict": tensor.clone()}[kind]  # type: ignore[assignment]
+        made.parts = [tensor] if kind == "list" else {"input": tensor}  # type: ignore[attr-defined]
+        return made
+
+    class Keeping(Stubborn):
+        def detach(self) -> Any:
+            return self
+
+    def wrap_keeping(tensor: torch.Tensor) -> torch.Tensor:
+        made: Any = Keeping(tensor.clone(), tensor.clone())
+        made.parts = [tensor] if kind == "list" else {"input": tensor}
+        return made
+
+    fn = wrap if kind == "attribute" else wrap_keeping
+    module = holding(scale=torch.arange(3.0))
+    before = whole(module)
+    with pytest.raises(errors.TransformError, match="holds its input") as caught:
+        changed(module, fn, way)
+    assert caught.value.where == "scale"
+    assert whole(module) == before
+
+
+def test_a_result_that_its_maker_keeps() -> None:
+    """What a function returns and keeps goes on being what it was."""
+    module = holding(scale=torch.arange(3.0))
+    kept: Any = TwoTensor(torch.ones(3), torch.ones(3))
+    ms.convert(module, fn=lambda t: kept)
+    assert type(kept) is type(module.scale) is TwoTensor
+    assert kept.a.tolist() == module.scale.a.tolist() == [1, 1, 1]  # type: ignore[union-attr]
+
+
+def test_one_result_for_two_slots() -> None:
+    """As with torch, both have its values; with torch's exchange of objects one would get those of the other."""
+    module = holding(first=torch.zeros(2, 2), second=torch.ones(2, 2))
+    kept = (2 * torch.eye(2)).to_sparse()
+    with ms.reference_keeping():
+        module._apply(lambda t: kept)  # type: ignore[no-untyped-call]
+    for tensor in (kept, module.first, module.second):
+        assert torch.equal(tensor.to_dense(), 2 * torch.eye(2))  # type: ignore[operator, union-attr]
+
+
+def test_a_class_without_a_say_in_dispatch() -> None:
+    class Named(torch.Tensor):
+        pass
+
+    module = nn.Linear(2, 2)
+    weight = module.weight
+    ms.convert(module, fn=lambda t: t.detach().double().as_subclass(Named))
+    assert module.weight is weight
+    assert isinstance(weight, Named)
+    assert weight.dtype is torch.float64
+
+
+def test_a_mode_without_values() -> None:
+    module = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
+    before = whole(module)
+    for arguments in ({"dtype": torch.float16}, {"device": "meta"}, {"fn": torch.Tensor.half}):
+        with FakeTensorMode(allow_non_fake_inputs=True), pytest.raises(errors.PlacementError, match="FakeTensorMode"):
+            ms.convert(module, **arguments)  # type: ignore[arg-type]
+        assert whole(module) == before
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_tensor_without_values(way: str) -> None:
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    module = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
+    before = whole(module)
+    with pytest.raises(errors.PlacementError, match="FakeTensor, which has no values"):
+        changed(module, lambda t: mode.from_tensor(t.detach()), way)
+    assert whole(module) == before
+
+
+def test_keeping_references_leaves_tracing_to_torch() -> None:
+    """A trace in FakeTensorMode replaces the tensors of the module, as torch does; the real ones keep their values."""
+    module = nn.Linear(2, 2)
+    weight, values = module.weight, module.weight.tolist()
+    with FakeTensorMode(allow_non_fake_inputs=True), ms.reference_keeping():
+        module.half()
+    assert module.weight is not weight
+    assert weight.dtype is torch.float32
+    assert weight.tolist() == values
+
+
+@pytest.mark.parametrize("case", ["a view", "data", "a part of a flat tensor"])
+def test_common_memory_of_two_tensors_and_a_function_that_returns_views(case: str) -> None:
+    """What is returned begins in the middle of its storage."""
+    flat = torch.arange(8.0)
+    module = holding(whole=flat[4:], part=flat[5:7])
+    fn = {
+        "a view": lambda t: t[:],
+        "data": lambda t: t.data,
+        "a part of a flat tensor": lambda t: torch.cat([torch.zeros(3), t])[3:],
+    }[case]
+    with ms.reference_keeping():
+        module._apply(fn)  # type: ignore[no-untyped-call]
+    assert (module.whole.tolist(), module.part.tolist()) == ([4, 5, 6, 7], [5, 6])
+    module.whole[1] = 50
+    assert module.part.tolist() == [50, 6]
+
+
+def test_common_memory_and_a_result_of_another_class() -> None:
+    flat = torch.arange(8.0)
+    module: Any = holding(whole=flat[4:], part=flat[5:7])
+    with ms.reference_keeping():
+        module._apply(lambda t: TwoTensor(t.double(), t.double()))
+    assert (module.whole.a.tolist(), module.part.b.tolist()) == ([4, 5, 6, 7], [5, 6])

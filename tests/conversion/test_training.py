@@ -1,0 +1,324 @@
+"""Training goes on through a conversion, with every optimizer that torch has."""
+
+import copy
+import inspect
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import modelstate as ms
+from tests.loading.fingerprint import described, whole
+
+CLASSES = {
+    name: found
+    for name, found in vars(torch.optim).items()
+    if isinstance(found, type) and issubclass(found, torch.optim.Optimizer) and found is not torch.optim.Optimizer
+}
+OPTIONS: dict[str, dict[str, Any]] = {
+    "": {},
+    "foreach": {"foreach": True},
+    "fused": {"fused": True},
+    "capturable": {"capturable": True},
+    "amsgrad": {"amsgrad": True},
+    "centered": {"centered": True, "momentum": 0.5},
+    "nesterov": {"nesterov": True, "momentum": 0.5},
+    "decoupled": {"decoupled_weight_decay": True},
+    "strong Wolfe": {"line_search_fn": "strong_wolfe"},
+    "a tensor as lr": {"lr": torch.tensor(0.01), "fused": True},
+}
+STEADY = {"LBFGS": {"lr": 0.1, "max_iter": 3}}
+"""Where the defaults overshoot on a tiny model, so that any rounding would grow."""
+
+
+class Tokens(nn.Module):
+    """An embedding with sparse gradients, for the optimizer that takes nothing else."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(6, 3, sparse=True)
+
+    def forward(self, batch: torch.Tensor) -> torch.Tensor:
+        return self.embed((batch[:, 0].abs() * 10).long() % 6)
+
+
+class Training:
+    """A model and its optimizer, which can be trained for any number of steps, always with the same batch."""
+
+    def __init__(self, name: str, options: dict[str, Any]) -> None:
+        torch.manual_seed(0)
+        self.name, self.options = name, options
+        self.model: nn.Module = Tokens()
+        if name != "SparseAdam":
+            self.model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.BatchNorm1d(4), nn.Linear(4, 3))
+        self.optimizer = self._new_optimizer()
+        self.batch = torch.randn(8, 3, generator=torch.Generator().manual_seed(1))
+        self.losses: list[float] = []
+
+    def _new_optimizer(self) -> Any:
+        params = [p for p in self.model.parameters() if p.dim() == 2 or self.name != "Muon"]
+        return CLASSES[self.name](params, **STEADY.get(self.name, {}), **copy.deepcopy(self.options))
+
+    def renew(self, dtype: torch.dtype) -> None:
+        """Another dtype without `convert`: a new optimizer, with the old state cast by hand."""
+        self.model.to(dtype)
+        old, self.optimizer = self.optimizer, self._new_optimizer()
+        for param, state in old.state.items():
+            self.optimizer.state[param] = cast(state, dtype)
+
+    def train(self, steps: int = 5) -> "Training":
+        for _ in range(steps):
+            param = next(self.model.parameters())
+            batch = self.batch.to(param.device, param.dtype)
+
+            def closure() -> torch.Tensor:
+                self.optimizer.zero_grad()
+                loss = (self.model(batch) - batch.roll(1, 0)).square().mean()  # noqa: B023
+                loss.backward()
+                return loss
+
+            self.losses.append(self.optimizer.step(closure).item())
+        return self
+
+    def state(self) -> Iterator[tuple[tuple[Any, ...], torch.Tensor]]:
+        """Every tensor in the optimizer's state, at any depth, with its place."""
+        for number, state in self.optimizer.state_dict()["state"].items():
+            yield from tensors_in(state, (number,))
+
+    def groups(self) -> list[Any]:
+        """Who `param_groups` is: the list, its dicts, and every value in them."""
+        groups = self.optimizer.param_groups
+        values = [value for group in groups for value in group.values()]
+        params = [param for group in groups for param in group["params"]]
+        return [groups, *groups, *values, *params]
+
+
+def tensors_in(value: Any, at: tuple[Any, ...]) -> Iterator[tuple[tuple[Any, ...], torch.Tensor]]:
+    if isinstance(value, torch.Tensor):
+        yield at, value
+    elif isinstance(value, dict):
+        for key, one in value.items():
+            yield from tensors_in(one, (*at, key))
+    elif isinstance(value, list):
+        for index, one in enumerate(value):
+            yield from tensors_in(one, (*at, index))
+
+
+def cast(value: Any, dtype: torch.dtype) -> Any:
+    if isinstance(value, torch.Tensor):
+        return value.to(dtype) if value.dim() else value.clone()
+    if isinstance(value, dict):
+        return {key: cast(one, dtype) for key, one in value.items()}
+    return [cast(one, dtype) for one in value] if isinstance(value, list) else value
+
+
+def works(name: str, options: dict[str, Any]) -> bool:
+    try:
+        Training(name, options).train(1)
+    except (RuntimeError, AssertionError, ValueError):
+        return False
+    return True
+
+
+VARIANTS = {
+    f"{name} {variant}".strip(): (name, options)
+    for name, found in CLASSES.items()
+    for variant, options in OPTIONS.items()
+    if not variant or (set(options) <= set(inspect.signature(found).parameters) and works(name, options))
+}
+every_optimizer = pytest.mark.parametrize("variant", VARIANTS)
+
+
+def training(variant: str) -> Training:
+    name, options = VARIANTS[variant]
+    return Training(name, options)
+
+
+def same_bits(one: Training, other: Training) -> None:
+    assert whole(one.model)[0] == whole(other.model)[0]
+    assert described(one.optimizer.state_dict()) == described(other.optimizer.state_dict())
+    assert one.losses == other.losses
+
+
+def close(one: Training, other: Training, tolerance: float = 1e-6) -> None:
+    """Equal within a tolerance; what was learned, not every moment of the optimizer on the way.
+
+    Both have to have computed the same in the same dtypes: a line search, or a batch norm of a tiny batch, makes much
+    of a difference in rounding.
+    """
+    for key, value in other.model.state_dict().items():
+        torch.testing.assert_close(
+            one.model.state_dict()[key], value, atol=tolerance, rtol=tolerance, msg=lambda m, key=key: f"{key}: {m}"
+        )
+    assert one.losses == pytest.approx(other.losses, rel=tolerance, abs=tolerance)
+
+
+def test_there_is_no_optimizer_that_was_forgotten() -> None:
+    below = {one for one in torch.optim.Optimizer.__subclasses__() if one.__module__.startswith("torch.optim")}
+    assert below <= {*CLASSES.values()}
+    assert {name for name, _ in VARIANTS.values()} == {*CLASSES}
+    assert {"Adam foreach", "Adam fused", "Adam amsgrad", "Adam a tensor as lr", "LBFGS strong Wolfe"} <= {*VARIANTS}
+
+
+@every_optimizer
+@pytest.mark.parametrize("to", [{"device": "cpu"}, {"dtype": torch.float32}], ids=["device", "dtype"])
+def test_a_conversion_to_what_it_is_changes_nothing(variant: str, to: dict[str, Any]) -> None:
+    one, other = training(variant).train(), training(variant).train(10)
+    before, objects = whole(one.model), [id(value) for _, value in one.state()]
+    report = ms.convert(one.model, optimizers=[one.optimizer], **to)
+    assert len(report.loaded) == 0
+    assert whole(one.model) == before
+    assert [id(value) for _, value in one.state()] == objects
+    same_bits(one.train(), other)
+
+
+@every_optimizer
+def test_there_and_back_without_loss(variant: str) -> None:
+    """Every float32 is a float64, so training never knows."""
+    one, other = training(variant).train(), training(variant).train(10)
+    who = ms.identity(one.model, [one.optimizer])
+    ms.convert(one.model, torch.float64, optimizers=[one.optimizer])
+    ms.convert(one.model, torch.float32, optimizers=[one.optimizer])
+    assert who.differences(ms.identity(one.model, [one.optimizer])) == []
+    same_bits(one.train(), other)
+
+
+@every_optimizer
+def test_there_and_back_with_loss(variant: str) -> None:
+    one, other = training(variant).train(), training(variant).train()
+    before = {at: value.dtype for at, value in one.state()}
+    for dtype in (torch.bfloat16, torch.float32):
+        ms.convert(one.model, dtype, optimizers=[one.optimizer])
+        other.renew(dtype)
+    assert {at: value.dtype for at, value in one.state()} == before
+    close(one.train(), other.train())
+
+
+@every_optimizer
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=["float64", "bfloat16"])
+def test_what_follows_and_what_stays(variant: str, dtype: torch.dtype) -> None:
+    """Moments take the dtype of the parameter, counters keep theirs, and nobody touches the groups."""
+    one = training(variant).train()
+    before = {at: (value.dtype, value.device, value.clone()) for at, value in one.state()}
+    groups, contents = one.groups(), described(one.optimizer.param_groups[0] | {"params": None})
+    ms.convert(one.model, dtype, optimizers=[one.optimizer])
+    assert all(param.dtype is dtype and param.grad.dtype is dtype for param in one.optimizer.param_groups[0]["params"])
+    assert {at for at, _ in one.state()} == set(before)
+    for at, value in one.state():
+        old_dtype, old_device, old = before[at]
+        assert value.device == old_device
+        if "step" in at:
+            assert value.dtype is old_dtype
+            assert torch.equal(value, old)
+        elif value.dim():
+            assert value.dtype is dtype
+            assert torch.equal(value, old.to(dtype))
+    now = one.groups()
+    assert len(now) == len(groups)
+    assert all(a is b for a, b in zip(now, groups, strict=True))
+    assert described(one.optimizer.param_groups[0] | {"params": None}) == contents
+
+
+@every_optimizer
+def test_training_while_converted(variant: str) -> None:
+    """It learns what it learns with new optimizers for the cast model, to which everything was carried by hand."""
+    one, other = training(variant).train(), training(variant).train()
+    for dtype in (torch.float64, torch.float32):
+        ms.convert(one.model, dtype, optimizers=[one.optimizer])
+        other.renew(dtype)
+        assert all(param.dtype is dtype for param in one.model.parameters())
+        assert {at: value.dtype for at, value in one.state()} == {at: value.dtype for at, value in other.state()}
+        close(one.train(), other.train())
+
+
+@every_optimizer
+def test_training_in_bfloat16(variant: str) -> None:
+    name, options = VARIANTS[variant]
+    fresh = Training(name, options)
+    fresh.model.bfloat16()
+    try:
+        fresh.train(2)
+    except (RuntimeError, AssertionError) as error:
+        pytest.skip(f"torch cannot do it: {error}")
+    one = training(variant).train()
+    ms.convert(one.model, torch.bfloat16, optimizers=[one.optimizer])
+    one.train()
+    assert all(math.isfinite(loss) for loss in one.losses)
+    assert all(param.dtype is torch.bfloat16 for param in one.model.parameters())
+    ms.convert(one.model, torch.float32, optimizers=[one.optimizer])
+    one.train()
+    assert all(math.isfinite(loss) for loss in one.losses)
+
+
+def test_two_optimizers_of_one_model_and_a_parameter_without_state() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    first, second = torch.optim.Adam(model[0].parameters()), torch.optim.SGD([model[1].weight], momentum=0.5)
+    model(torch.ones(1, 2)).sum().backward()
+    first.step()
+    second.step()
+    before = ms.identity(model, [first, second])
+    ms.convert(model, torch.float64, optimizers=[first, second])
+    assert before == ms.identity(model, [first, second])
+    assert first.state[model[0].weight]["exp_avg"].dtype is torch.float64
+    assert first.state[model[0].weight]["step"].dtype is torch.float32
+    assert second.state[model[1].weight]["momentum_buffer"].dtype is torch.float64
+    assert model[1].bias not in second.state
+    model(torch.ones(1, 2, dtype=torch.float64)).sum().backward()
+    first.step()
+    second.step()
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=["float64", "bfloat16"])
+@pytest.mark.parametrize("name", sorted({*CLASSES} - {"Muon", "SparseAdam", "LBFGS"}))
+def test_a_parameter_that_is_one_number(name: str, dtype: torch.dtype) -> None:
+    """Its moments look like counters, and are not: all dtypes are what they are when training begins in the new one."""
+
+    def trained(dtype: torch.dtype) -> tuple[nn.Module, torch.optim.Optimizer]:
+        module = nn.Module()
+        module.scale = nn.Parameter(torch.tensor(0.5, dtype=dtype))
+        optimizer = CLASSES[name](module.parameters(), lr=0.1)
+        for _ in range(3):
+            optimizer.zero_grad()
+            module.scale.square().backward()
+            optimizer.step()
+        return module, optimizer
+
+    module, optimizer = trained(torch.float32)
+    ms.convert(module, dtype, optimizers=[optimizer])
+    dtypes = [(at, value.dtype) for at, value in tensors_in(optimizer.state_dict()["state"], ())]
+    fresh = trained(dtype)[1].state_dict()["state"]
+    assert dtypes == [(at, value.dtype) for at, value in tensors_in(fresh, ())]
+
+
+def test_parameters_that_have_the_dtype_already() -> None:
+    """What the conversion leaves alone has its state left alone."""
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2).double())
+    optimizer = torch.optim.Adam(model.parameters())
+    model[1](model[0](torch.ones(1, 2)).double()).sum().backward()
+    optimizer.step()
+    kept = optimizer.state[model[1].weight]["exp_avg"]
+    ms.convert(model, torch.float64, optimizers=[optimizer])
+    assert optimizer.state[model[1].weight]["exp_avg"] is kept
+    assert optimizer.state[model[0].weight]["exp_avg"].dtype is torch.float64
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@every_optimizer
+def test_to_a_device_and_back(variant: str) -> None:
+    one, other = training(variant).train(), training(variant).train(15)
+    who = ms.identity(one.model, [one.optimizer])
+    ms.convert(one.model, device="cuda", optimizers=[one.optimizer])
+    for at, value in one.state():
+        beside = one.optimizer.param_groups[0].get("fused") or one.optimizer.param_groups[0].get("capturable")
+        if value.dim() or ("step" in at and beside):
+            assert value.is_cuda, at
+    one.train()
+    ms.convert(one.model, device="cpu", optimizers=[one.optimizer])
+    assert not any(value.is_cuda for _, value in one.state())
+    assert who.differences(ms.identity(one.model, [one.optimizer])) == []
+    close(one.train(), other, 2e-3)

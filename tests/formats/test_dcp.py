@@ -1,0 +1,729 @@
+"""Directories of torch.distributed.checkpoint, with torch's own reader as the oracle."""
+
+import os
+import pickle
+import pickletools
+import re
+import shutil
+import subprocess
+import sys
+import warnings
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorProperties
+
+import modelstate as ms
+from modelstate import errors
+from modelstate.checkpoint.open import read_contents
+from modelstate.spec import StoredComposite, StoredTensor
+from tests.formats.dcp_files import Change, boxes_of, halves, write
+from tests.formats.dcp_written import write as write_module
+from tests.formats.torch_files import DTYPES, assert_same, every_byte, values
+
+pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled", "ignore:ComplexHalf")
+
+RANKS = Path(__file__).parent / "dcp_ranks.py"
+WRITTEN = Path(__file__).parent / "dcp_written"
+
+
+def saved(directory: Path, state: dict[str, Any], **options: Any) -> Path:
+    dcp.save(state, storage_writer=dcp.FileSystemWriter(directory, sync_files=False, **options))
+    return directory
+
+
+def by_torch(directory: Path) -> Any:
+    """The state dict as torch reads it."""
+    out = directory.parent / "by_torch.pt"
+    dcp_to_torch_save(directory, out)
+    return torch.load(out, weights_only=False)
+
+
+def reordered(found: Any, like: Any) -> Any:
+    """Dicts in the order of `like`: torch's reader sorts the tensors to the end."""
+    if isinstance(found, dict) and isinstance(like, dict) and found.keys() == like.keys():
+        return {key: reordered(found[key], like[key]) for key in like}
+    if isinstance(found, list) and isinstance(like, list) and len(found) == len(like):
+        return [reordered(one, other) for one, other in zip(found, like, strict=True)]
+    return found
+
+
+def contiguous(node: Any) -> Any:
+    """torch's reader copies what it reads into new tensors."""
+    if isinstance(node, torch.Tensor):
+        return node.contiguous()
+    if isinstance(node, dict):
+        return {key: contiguous(value) for key, value in node.items()}
+    return type(node)(map(contiguous, node)) if type(node) in (list, tuple) else node
+
+
+def assert_as_by_torch(directory: Path) -> None:
+    true = by_torch(directory)
+    assert_same(reordered(contiguous(values(read_contents(directory))), true), true)
+
+
+def with_state_of_properties(directory: Path, change: Callable[[tuple[Any, ...]], tuple[Any, ...]]) -> None:
+    """Writes the metadata again, with another pickled state of each `TensorProperties`."""
+    metadata = pickle.loads((directory / ".metadata").read_bytes())
+    original = TensorProperties.__getstate__
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(TensorProperties, "__getstate__", lambda self: change(original(self)))
+        (directory / ".metadata").write_bytes(pickle.dumps(metadata))
+
+
+def training_state() -> dict[str, Any]:
+    model = torch.nn.Sequential(torch.nn.Linear(3, 5), torch.nn.BatchNorm1d(5), torch.nn.Linear(5, 2))
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.randn(7, 3)).sum().backward()
+    optimizer.step()
+    return {
+        "model": model.state_dict(),
+        "optim": optimizer.state_dict(),
+        "scalar": torch.tensor(2.5),
+        "half": torch.arange(6, dtype=torch.bfloat16).reshape(2, 3),
+        "turned": torch.arange(6.0).reshape(2, 3).t(),
+        "empty": [torch.empty(0, 3), torch.empty(0)],
+        "list": [1, torch.ones(2), {"a": torch.zeros(2), "b": [torch.ones(1), None]}],
+        "tuple": (1, torch.arange(3), "x"),
+        "plain": {"step": 12, "text": "é", "numbers": [1, 2.5, 2**70], "none": None, "size": torch.Size([1, 2])},
+        "by number": {0: torch.ones(1), 1: 2},
+        "a.b": {"c.d": torch.ones(4)},
+    }
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"thread_count": 3}, {"single_file_per_rank": False}], ids=["one file", "threads", "file per item"]
+)
+def test_a_training_checkpoint(tmp_path: Path, options: dict[str, Any]) -> None:
+    state = training_state()
+    directory = saved(tmp_path / "checkpoint", state, **options)
+    true = by_torch(directory)
+    true["optim"]["state"] = {int(key): kept for key, kept in true["optim"]["state"].items()}  # which torch leaves text
+    assert_same(reordered(contiguous(values(read_contents(directory))), true), true)
+    checkpoint = ms.open(directory)
+    assert checkpoint.format == "dcp"
+    assert checkpoint.files[0] == str(directory / ".metadata")
+    assert set(checkpoint.files) == {str(path) for path in directory.iterdir()}
+    assert checkpoint.verify() == checkpoint.nbytes
+    assert list(ms.open(directory, key="model")) == list(state["model"])
+    assert {"", "model", "optim", "optim.state", "optim.state.0"} <= set(checkpoint.containers)
+    assert checkpoint.extra["optim.param_groups.0.betas"] == (0.9, 0.999)
+    assert checkpoint.extra["plain"] == state["plain"]
+    assert_same(checkpoint.tensor("model.0.weight"), state["model"]["0.weight"])
+
+
+def trained(*names: str, **options: Any) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
+    model = torch.nn.ModuleDict({name: torch.nn.Linear(3, 3) for name in names})
+    optimizer = torch.optim.Adam(
+        model.named_parameters() if options.pop("named", False) else model.parameters(), **options
+    )
+    for param in model.parameters():
+        param.grad = torch.randn_like(param)
+    optimizer.step()
+    return model, optimizer
+
+
+@pytest.mark.parametrize("capturable", [False, True], ids=["groups in one piece", "groups with tensors"])
+@pytest.mark.parametrize("suffix", [".safetensors", ".pt"])
+@pytest.mark.parametrize("key", ["optim", None])
+def test_an_optimizer_takes_its_moments_from_the_converted_directory(
+    tmp_path: Path, capturable: bool, suffix: str, key: str | None
+) -> None:
+    """The writer of torch makes text of the positions, and stock `load_state_dict` loads nothing from those."""
+    model, optimizer = trained("a", "b", lr=torch.tensor(0.5) if capturable else 0.5)
+    state = {"model": model.state_dict(), "optim": optimizer.state_dict()}
+    directory = saved(tmp_path / "checkpoint", state if key else optimizer.state_dict())
+    path = tmp_path / f"new{suffix}"
+    ms.convert_checkpoint(directory, path, format="torch" if suffix == ".pt" else "safetensors")
+    whole = torch.load(path) if suffix == ".pt" else ms.open(path).value()
+    for found in (whole, ms.open(directory).value()):
+        later = torch.optim.Adam(model.parameters())
+        later.load_state_dict(found[key] if key else found)
+        assert_same(later.state_dict()["state"], optimizer.state_dict()["state"])
+        assert later.param_groups[0]["lr"] == 0.5
+
+
+def test_an_optimizer_with_names_from_a_directory(tmp_path: Path) -> None:
+    model, optimizer = trained("a", "b", named=True)
+    directory = saved(tmp_path / "checkpoint", {"optim": optimizer.state_dict()})
+    other = torch.nn.ModuleDict({name: torch.nn.Linear(3, 3) for name in ("b", "a")})
+    later = torch.optim.Adam(other.parameters())
+    ms.load_optimizer_state(other, later, ms.open(directory).value("optim"))
+    for name in ("a.weight", "b.bias"):
+        found, true = later.state[other.get_parameter(name)], optimizer.state[model.get_parameter(name)]
+        assert torch.equal(found["exp_avg"], true["exp_avg"])
+
+
+def test_text_that_looks_like_a_position_stays_text(tmp_path: Path) -> None:
+    """Names of parameters, keys that the groups do not list, and dicts of other kinds."""
+    state = {
+        "by name": {"state": {"0": {"exp_avg": torch.ones(1)}}, "param_groups": [{"params": ["0"], "lr": 1.0}]},
+        "not listed": {"state": {"7": {"exp_avg": torch.ones(1)}}, "param_groups": [{"params": [0, True], "lr": 1.0}]},
+        "other": {"state": {"0": torch.ones(1)}, "param_groups": [None, {"params": 3}]},
+    }
+    found = ms.open(saved(tmp_path / "checkpoint", state)).value()
+    assert_same(found, state)
+
+
+@pytest.mark.parametrize("release", ["2.13", "2.15"])
+def test_directories_written_by_other_releases_of_torch(release: str) -> None:
+    directory = WRITTEN / f"torch-{release}"
+    assert_same(contiguous(values(read_contents(directory))), contiguous(write_module.state()))
+    assert ms.open(directory).verify() == ms.open(directory).nbytes
+
+
+@pytest.mark.parametrize("strides", [None, (2, 1)], ids=["none", "tuple"])
+def test_properties_with_strides(tmp_path: Path, strides: object) -> None:
+    directory = write(tmp_path / "checkpoint", {"a": {(0, 0): torch.arange(6.0).reshape(3, 2)}})
+    with_state_of_properties(directory, lambda state: (*state[:5], strides))
+    assert_same(values(read_contents(directory)), {"a": torch.arange(6.0).reshape(3, 2)})
+
+
+@pytest.mark.parametrize(
+    "change",
+    [lambda state: state[:4], lambda state: (*state[:5], None, None), lambda state: (*state[:5], "x")],
+    ids=["too short", "too long", "strides that are no shape"],
+)
+def test_properties_of_an_unknown_layout(tmp_path: Path, change: Callable[[tuple[Any, ...]], tuple[Any, ...]]) -> None:
+    directory = write(tmp_path / "checkpoint", {"a": {(0,): torch.ones(3)}})
+    with_state_of_properties(directory, change)
+    with pytest.raises(errors.PickleError, match="damaged"):
+        ms.open(directory)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_every_dtype(tmp_path: Path, dtype: torch.dtype) -> None:
+    tensor = every_byte(dtype, 60).reshape(5, 12)
+    whole = saved(tmp_path / "whole", {"a": tensor, "scalar": tensor[0, 1].clone()})
+    assert_same(values(read_contents(whole)), {"a": tensor, "scalar": tensor[0, 1]})
+    split = write(tmp_path / "split", {"a": halves(tensor)})
+    assert_same(values(read_contents(split)), {"a": tensor})
+
+
+def test_a_flat_state_dict(tmp_path: Path) -> None:
+    state = {"a.b": torch.ones(2), "c": {"d": [1]}, "e": torch.zeros(1)}
+    planner = dcp.DefaultSavePlanner(flatten_state_dict=False)
+    dcp.save(state, checkpoint_id=tmp_path / "x", planner=planner)
+    contents = read_contents(tmp_path / "x")
+    assert_same(values(contents), {name: state[name] for name in contents.tree})  # type: ignore[attr-defined]
+    assert set(contents.tree) == set(state)  # type: ignore[call-overload]
+
+
+def test_a_list_with_gaps(tmp_path: Path) -> None:
+    """Nothing is saved of an empty dict. torch's own reader needs it again to read the rest."""
+    directory = saved(tmp_path / "x", {"a": [{}, torch.ones(1)]})
+    assert_same(values(read_contents(directory)), {"a": [None, torch.ones(1)]})
+
+
+def test_no_tensor_is_read_to_open(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    directory = saved(tmp_path / "x", {"large": torch.zeros(1 << 20)})
+    read: list[int] = []
+    pread = os.pread
+
+    def counted(descriptor: int, nbytes: int, start: int) -> bytes:
+        read.append(nbytes)
+        return pread(descriptor, nbytes, start)
+
+    monkeypatch.setattr(os, "pread", counted)
+    ms.open(directory)
+    assert 0 < sum(read) < 400_000
+
+
+# Several ranks.
+
+
+@pytest.fixture(scope="module")
+def of_three_ranks(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("ranks")
+    environment = {**os.environ, "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, str(RANKS), "3", str(directory)]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr[-2000:]
+    return directory
+
+
+def test_sharded_by_several_ranks(of_three_ranks: Path) -> None:
+    directory = of_three_ranks / "checkpoint"
+    assert_as_by_torch(directory)
+    contents = read_contents(directory)
+    true = torch.load(of_three_ranks / "whole.pt")
+    assert_same(reordered(values(contents), true), true)
+    checkpoint = ms.open(directory)
+    assert checkpoint["model.0.weight"].kind == checkpoint["columns"].kind == "dcp shards"
+    assert checkpoint["model.0.weight"].shape == (7, 6)
+    # Only one of three ranks had a row of it.
+    assert checkpoint["model.2.weight"].kind == checkpoint["everywhere"].kind == "strided"
+    assert checkpoint.verify() == checkpoint.nbytes == sum(spec.nbytes for spec in checkpoint.values())
+    assert len(checkpoint.files) == 4
+
+
+def test_sharded_into_a_model(of_three_ranks: Path) -> None:
+    true = torch.load(of_three_ranks / "whole.pt")["model"]
+    model = torch.nn.Sequential(torch.nn.Linear(6, 7), torch.nn.LayerNorm(7), torch.nn.Linear(7, 1))
+    ms.load(model, of_three_ranks / "checkpoint")
+    assert_same(dict(model.state_dict()), dict(true))
+    with ms.skeleton():
+        empty = torch.nn.Sequential(torch.nn.Linear(6, 7), torch.nn.LayerNorm(7), torch.nn.Linear(7, 1))
+    ms.load(empty, of_three_ranks / "checkpoint", verify=True)
+    assert_same(dict(empty.state_dict()), dict(true))
+
+
+def test_rows_of_a_sharded_tensor(tmp_path: Path) -> None:
+    tensor = torch.arange(35.0).reshape(7, 5)
+    checkpoint = ms.open(write(tmp_path / "x", {"a": halves(tensor)}))
+    rows = torch.empty(3, 5)
+    checkpoint.read_into("a", rows, 2, 5)
+    assert_same(rows, tensor[2:5])
+
+
+@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(data=st.data())
+def test_any_division_into_boxes(tmp_path: Path, data: st.DataObject) -> None:
+    shape = tuple(data.draw(st.lists(st.integers(1, 6), min_size=1, max_size=3)))
+    tensor = torch.randn(shape)
+    boxes = boxes_of(shape, lambda n: data.draw(st.integers(0, n - 1)), data.draw(st.integers(0, 3)))
+    chunks = {
+        offset: tensor[tuple(slice(o, o + n) for o, n in zip(offset, size, strict=True))].clone()
+        for offset, size in data.draw(st.permutations(boxes))
+    }
+    shutil.rmtree(tmp_path / "x", ignore_errors=True)
+    write(tmp_path / "x", {"a": chunks})
+    assert_same(values(read_contents(tmp_path / "x")), {"a": tensor})
+
+    spoiled = dict(chunks)
+    gone = data.draw(st.sampled_from(sorted(chunks)))
+    if data.draw(st.booleans()):
+        # As many elements as there should be, but elsewhere.
+        moved = tuple(offset + 1 for offset in gone)
+        spoiled = {moved if offset == gone else offset: chunk for offset, chunk in chunks.items()}
+        if len(spoiled) < len(chunks):
+            return
+    elif len(chunks) > 1:
+        del spoiled[gone]
+    else:
+        return
+    write(tmp_path / "x", {"a": spoiled}, shapes={"a": shape})
+    with pytest.raises(errors.TensorRangeError):
+        ms.open(tmp_path / "x")
+
+
+# What is refused.
+
+
+class Runs:
+    def __init__(self, marker: Path) -> None:
+        self.marker = marker
+
+    def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+        return os.system, (f"touch {self.marker}",)
+
+
+@pytest.mark.parametrize("place", ["instead", "planner_data", "storage_meta", "table", "thrown away"])
+def test_hostile_metadata_runs_nothing(tmp_path: Path, place: str) -> None:
+    marker = tmp_path / "marker"
+
+    def change(metadata: Metadata) -> None:
+        if place == "table":
+            metadata.state_dict_metadata["b"] = Runs(marker)  # type: ignore[assignment]
+        else:
+            setattr(metadata, place, Runs(marker))
+
+    directory = write(tmp_path / "x", {"a": halves(torch.ones(4))}, change=change if place != "instead" else id)
+    if place == "instead":
+        (directory / ".metadata").write_bytes(pickle.dumps(Runs(marker)))
+    if place == "thrown away":
+        true = (directory / ".metadata").read_bytes()
+        (directory / ".metadata").write_bytes(
+            pickletools.optimize(pickle.dumps(Runs(marker), 2))[:-1] + b"0" + true[2:]
+        )
+    for options in ({}, {"allow": ["posix.system", "os.system"]}):
+        with pytest.raises(errors.ForbiddenGlobalError, match="do not trust") as raised:
+            ms.open(directory, **options)  # type: ignore[arg-type]
+        assert raised.value.refused == (("posix.system", ""),)
+        assert str(directory / ".metadata") in str(raised.value)
+    assert not marker.exists()
+    if place in ("instead", "table"):
+        with pytest.raises(errors.PickleError):
+            ms.open(directory, skip_forbidden=True)
+    else:
+        assert list(ms.open(directory, skip_forbidden=True)) == ["a"]
+    assert not marker.exists()
+    # The file does what it is feared for.
+    pickle.loads((directory / ".metadata").read_bytes())
+    assert marker.exists()
+
+
+class Custom:
+    made = 0
+
+    def __init__(self) -> None:
+        Custom.made += 1
+
+
+def test_other_classes_are_named_and_may_be_allowed(tmp_path: Path) -> None:
+    directory = write(
+        tmp_path / "x",
+        {"a": halves(torch.ones(4))},
+        {"b.c": [Custom()], "d": {"e": Custom()}},
+        change=lambda metadata: setattr(metadata, "storage_meta", Custom()),
+    )
+    name = f"{Custom.__module__}.Custom"
+    with pytest.raises(errors.ForbiddenGlobalError) as raised:
+        ms.open(directory)
+    assert raised.value.refused == ((name, ""),)
+    made = Custom.made
+    assert isinstance(ms.open(directory, allow=[Custom]).extra["d"]["e"], Custom)
+    assert Custom.made == made
+
+    directory = write(tmp_path / "y", {}, {"b.c": [Custom()], "d": {"e": Custom()}, "f": 1})
+    with pytest.raises(errors.ForbiddenGlobalError) as raised:
+        ms.open(directory)
+    assert raised.value.refused == ((name, "b.c.0"), (name, "d.e"))
+    assert ms.open(directory, skip_forbidden=True).extra["f"] == 1
+
+
+class OfAnotherLibrary(Metadata):
+    pass
+
+
+class PlaceOfAnotherLibrary(_StorageInfo):
+    pass
+
+
+def test_subclasses_of_other_libraries(tmp_path: Path) -> None:
+    def change(metadata: Metadata) -> None:
+        metadata.__class__ = OfAnotherLibrary
+        _first_place(metadata)[1].__class__ = PlaceOfAnotherLibrary
+
+    tensor = torch.randn(4)
+    directory = write(tmp_path / "x", {"a": halves(tensor)}, change=change)
+    true = (directory / ".metadata").read_bytes()
+    (directory / ".metadata").write_bytes(true.replace(__name__.encode(), b"x" * len(__name__)))
+    names = ["x" * len(__name__) + name for name in (".OfAnotherLibrary", ".PlaceOfAnotherLibrary")]
+    with pytest.raises(errors.ForbiddenGlobalError) as raised:
+        ms.open(directory)
+    assert raised.value.refused == tuple((name, "") for name in names)
+    assert torch.equal(ms.open(directory, allow=names).tensor("a"), tensor)
+
+
+def test_many_chunks(tmp_path: Path) -> None:
+    tensor = torch.arange(1600.0).reshape(40, 40)
+    chunks = {(row, column): tensor[row : row + 2, column : column + 2].clone()
+              for row in range(0, 40, 2) for column in range(0, 40, 2)}  # fmt: skip
+    assert_same(values(read_contents(write(tmp_path / "x", {"a": chunks}))), {"a": tensor})
+
+
+def _first_place(metadata: Metadata) -> tuple[MetadataIndex, _StorageInfo]:
+    index: MetadataIndex = next(iter(metadata.storage_data))
+    return index, metadata.storage_data[index]
+
+
+def _place(**fields: Any) -> Change:
+    def change(metadata: Metadata) -> None:
+        index, info = _first_place(metadata)
+        metadata.storage_data[index] = replace(info, **fields)
+
+    return change
+
+
+def _table(**fields: Any) -> Change:
+    return lambda metadata: metadata.state_dict_metadata["a"].__dict__.update(fields)
+
+
+def _field(name: str, value: object) -> Change:
+    return lambda metadata: setattr(metadata, name, value)
+
+
+def _chunk(**fields: Any) -> Change:
+    return lambda metadata: metadata.state_dict_metadata["a"].chunks[0].__dict__.update(fields)  # type: ignore[union-attr]
+
+
+def _same_bytes(metadata: Metadata) -> None:
+    one, other = metadata.storage_data
+    metadata.storage_data[other] = metadata.storage_data[one]
+
+
+FLAWS: dict[str, tuple[Change, type[errors.OpenError], str]] = {
+    "parent": (_place(relative_path="../__0_0.distcp"), errors.UnsafePathError, "outside its directory"),
+    "absolute": (_place(relative_path="/etc/passwd"), errors.UnsafePathError, "outside its directory"),
+    "missing": (_place(relative_path="__7_0.distcp"), errors.MissingShardError, "__7_0.distcp"),
+    "behind the end": (_place(offset=10**6), errors.TruncatedFileError, "ends within a"),
+    "too long": (_place(length=10**6), errors.TruncatedFileError, "ends within a"),
+    "too short": (_place(length=700), errors.TruncatedFileError, "has no end"),
+    "negative": (_place(offset=-1), errors.TensorRangeError, "nowhere"),
+    "huge": (_place(length=2**70), errors.TensorRangeError, "nowhere"),
+    "nothing": (_place(length=0), errors.PickleError, "no archive"),
+    "shifted": (_place(offset=5, length=100), errors.PickleError, "no archive"),
+    "number as a file": (_place(relative_path=1), errors.PickleError, "the file of an item"),
+    "compressed": (_place(transform_descriptors=["stream.zstd"]), errors.UnsupportedTensorError, "stream.zstd"),
+    "same bytes": (_same_bytes, errors.TensorRangeError, "in the same bytes"),
+    "no place": (lambda m: m.storage_data.pop(_first_place(m)[0]), errors.PickleError, "the place of an item"),
+    "no places": (_field("storage_data", None), errors.PickleError, "the table of places"),
+    "no table": (_field("state_dict_metadata", []), errors.PickleError, "the table of contents"),
+    "no entry": (lambda m: m.state_dict_metadata.update(b=1), errors.PickleError, "TensorStorageMetadata"),  # type: ignore[call-overload]
+    "no text": (lambda m: m.state_dict_metadata.update({1: 2}), errors.PickleError, "the name of an item"),  # type: ignore[dict-item]
+    "other dtype": (
+        lambda m: setattr(m.state_dict_metadata["a"].properties, "dtype", torch.int32),  # type: ignore[union-attr]
+        errors.TensorSizeError,
+        "not what the metadata says",
+    ),
+    "no dtype": (_table(properties=None), errors.PickleError, "the dtype"),
+    "no chunks": (_table(chunks=[]), errors.TensorRangeError, "leave holes"),
+    "larger": (_table(size=torch.Size([5, 3])), errors.TensorRangeError, "leave holes"),
+    "smaller": (_table(size=torch.Size([3, 3])), errors.TensorRangeError, "outside its tensor"),
+    "fewer dimensions": (_table(size=torch.Size([4])), errors.TensorRangeError, "outside its tensor"),
+    "text": (_table(size="4"), errors.PickleError, "no tuple"),
+    "immense": (_table(size=torch.Size([2**62, 4])), errors.TensorSizeError, "impossible size"),
+    "immense and empty": (_table(size=torch.Size([0, 2**62, 4])), errors.TensorSizeError, "impossible size"),
+    "overlapping": (_chunk(offsets=torch.Size([1, 0])), errors.TensorRangeError, "overlap"),
+    "before the beginning": (_chunk(offsets=torch.Size([-1, 0])), errors.TensorRangeError, "outside its tensor"),
+    "paths of others": (_field("planner_data", {"b": ("b",)}), errors.PickleError, "no path"),
+    "another path": (_field("planner_data", {"a": ("b",)}), errors.PickleError, "not that of its path"),
+    "no path": (_field("planner_data", {"a": "a"}), errors.PickleError, "a path"),
+    "empty path": (_field("planner_data", {"": ()}), errors.PickleError, "a path"),
+    "number as a name": (_field("planner_data", {0: ("0",)}), errors.PickleError, "a path"),
+    "path of lists": (_field("planner_data", {"0": (0,)}), errors.PickleError, "a path"),
+}
+
+
+@pytest.mark.parametrize("flaw", FLAWS)
+def test_flaws_of_the_metadata(tmp_path: Path, flaw: str) -> None:
+    change, error, match = FLAWS[flaw]
+    directory = write(tmp_path / "x", {"a": halves(torch.randn(4, 3))}, change=change)
+    shutil.copy(directory / "__0_0.distcp", tmp_path)
+    with pytest.raises(error, match=match) as raised:
+        ms.open(directory)
+    assert str(directory) in raised.value.where
+
+
+@pytest.mark.parametrize(
+    ("paths", "error"),
+    [
+        ({"a": ("a",), "a.b": ("a", "b")}, errors.DuplicateNameError),
+        ({"a.b": ("a", "b"), "a": ("a",)}, errors.DuplicateNameError),
+        ({"a.0": ("a", 0), "a.b": ("a", "b")}, errors.PickleError),
+        ({"a.1000000000": ("a", 1_000_000_000)}, errors.PickleError),
+        ({"a" + ".a" * 200: ("a",) * 201}, errors.PickleError),
+    ],
+    ids=["leaf, then dict", "dict, then leaf", "list and dict", "a long list", "deep"],
+)
+def test_paths_that_make_no_tree(tmp_path: Path, paths: dict[str, Any], error: type[Exception]) -> None:
+    with pytest.raises(error):
+        ms.open(write(tmp_path / "x", {}, dict.fromkeys(paths, 1), paths=paths))
+
+
+def test_a_link_out_of_the_directory(tmp_path: Path) -> None:
+    directory = write(tmp_path / "x", {"a": halves(torch.ones(4))})
+    (directory / "__0_0.distcp").rename(tmp_path / "elsewhere")
+    (directory / "__0_0.distcp").symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(errors.UnsafePathError):
+        ms.open(directory)
+
+
+def test_chunks_of_another_shape_or_kind(tmp_path: Path) -> None:
+    good = halves(torch.randn(4, 3))
+    second = list(good)[1]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        quantized = torch.quantize_per_tensor(torch.ones(2, 3), 1.0, 0, torch.qint8)
+    for number, (chunk, error) in enumerate(
+        [
+            (good[second].t().contiguous(), errors.TensorRangeError),
+            (torch.ones(1, 1).expand(2, 3), errors.TensorSizeError),
+            (torch.ones(2, 3).to_sparse(), errors.UnsupportedTensorError),
+            (quantized, errors.UnsupportedTensorError),
+        ]
+    ):
+        directory = write(tmp_path / str(number), {"a": {**good, second: chunk}}, shapes={"a": (4, 3)})
+        with pytest.raises(error, match=rf"^{re.escape(str(directory))}"):
+            ms.open(directory)
+    directory = write(tmp_path / "x", {"a": {(0,): torch.ones(2)}}, {"b": 1})
+    # The places of the two are exchanged.
+    raw = pickle.loads((directory / ".metadata").read_bytes())
+    one, other = raw.storage_data
+    raw.storage_data[one], raw.storage_data[other] = raw.storage_data[other], raw.storage_data[one]
+    (directory / ".metadata").write_bytes(pickle.dumps(raw))
+    with pytest.raises(errors.PickleError, match="is none"):
+        ms.open(directory)
+
+
+def test_split_along_many_dimensions(tmp_path: Path) -> None:
+    def grid(dims: int) -> Path:
+        tensor = torch.arange(2.0**dims).reshape((2,) * dims)
+        chunks = {(0,) * dims: tensor[(slice(0, 1),) * dims].clone()}
+        return write(tmp_path / str(dims), {"a": chunks}, shapes={"a": (2,) * dims})
+
+    with pytest.raises(errors.TensorRangeError):
+        ms.open(grid(8))
+    with pytest.raises(errors.UnsupportedTensorError, match="9 dimensions"):
+        ms.open(grid(9))
+
+
+def test_a_tensor_of_no_chunks(tmp_path: Path) -> None:
+    change: Change = lambda metadata: metadata.state_dict_metadata["a"].chunks.clear()  # type: ignore[union-attr]  # noqa: E731
+    directory = write(tmp_path / "x", {"a": {(0, 0): torch.empty(0, 3)}}, change=change)
+    assert_same(values(read_contents(directory)), {"a": torch.empty(0, 3)})
+
+
+def test_metadata_of_before_2_3(tmp_path: Path) -> None:
+    from torch.distributed._shard.sharded_tensor.metadata import TensorProperties
+
+    tensor = torch.randn(4)
+    directory = write(tmp_path / "x", {"a": halves(tensor)}, change=_table(properties=TensorProperties(torch.float32)))
+    assert_same(values(read_contents(directory)), {"a": tensor})
+
+
+def test_damaged_metadata(tmp_path: Path) -> None:
+    directory = write(tmp_path / "x", {"a": halves(torch.ones(4))})
+    true = (directory / ".metadata").read_bytes()
+    for data, error, match in (
+        (true[:-40], errors.TruncatedFileError, "ends early"),
+        (b"", errors.EmptyFileError, "empty"),
+        (b"text", errors.PickleError, "damaged"),
+        (true + b".", errors.PickleError, "goes on after its end"),
+        (pickle.dumps({}), errors.PickleError, "a Metadata is missing"),
+        (b"\x80\x02U\x01aQ.", errors.PickleError, "damaged"),
+        (b"\x80\x02(U\x01atQ.", errors.PickleError, "refers to a storage"),
+    ):
+        (directory / ".metadata").write_bytes(data)
+        with pytest.raises(error, match=match):
+            ms.open(directory)
+
+
+# Directories.
+
+
+def test_which_file_of_a_directory(tmp_path: Path) -> None:
+    directory = write(tmp_path / "x", {"a": halves(torch.ones(4))})
+    torch.save({"step": 1}, directory / "train_state.pt")
+    assert ms.open(directory).format == ms.open(directory / ".metadata").format == "dcp"
+    with pytest.raises(errors.NotACheckpointError, match="open its directory"):
+        ms.open(directory / "__0_0.distcp")
+    for path in directory.glob("*.distcp"):
+        path.unlink()
+    with pytest.raises(errors.MissingShardError):
+        ms.open(directory)
+    (directory / ".metadata").write_text("of another tool")
+    assert ms.open(directory).format == "torch zip"
+    torch.save({"a": torch.ones(1)}, directory / "pytorch_model.bin")
+    write(directory, {"a": halves(torch.ones(4))})
+    assert ms.open(directory).format == "torch zip"
+
+
+def test_a_save_that_was_not_finished(tmp_path: Path) -> None:
+    directory = write(tmp_path / "x", {"a": halves(torch.ones(4))})
+    (directory / ".metadata").unlink()
+    with pytest.raises(errors.NotACheckpointError, match="without its"):
+        ms.open(directory)
+
+
+@pytest.mark.parametrize("options", [{}, {"save_distributed": True, "enable_consolidation": True}])
+def test_the_writer_of_hugging_face_files(tmp_path: Path, options: dict[str, Any]) -> None:
+    state = {"a.b": torch.randn(2, 3), "c": torch.zeros(4)}
+    dcp.save(state, storage_writer=dcp.HuggingFaceStorageWriter(str(tmp_path / "x"), **options))
+    checkpoint = ms.open(tmp_path / "x")
+    assert checkpoint.format == "safetensors"
+    assert_same({name: checkpoint.tensor(name) for name in checkpoint}, state)
+
+
+# Damage at random.
+
+STATE = {
+    "model": {"a.weight": torch.arange(6.0).reshape(2, 3), "a.bias": -torch.arange(6.0).reshape(2, 3)},
+    "optim": [{"lr": 0.5, "m": torch.arange(1.0, 3)}, 7],
+}
+NBYTES = 2 * 24 + 8
+
+
+def _opened(directory: Path) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
+    checkpoint = ms.open(directory)
+    return {name: checkpoint.tensor(name).clone() for name in checkpoint}, dict(checkpoint.extra)
+
+
+@pytest.fixture(scope="module")
+def small(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("small") / "x"
+    dcp.save(STATE, checkpoint_id=directory)
+    return directory
+
+
+@settings(max_examples=150, deadline=None)
+@given(at=st.floats(0, 1, exclude_max=True), bit=st.integers(0, 7), cut=st.booleans())
+def test_damaged_metadata_at_random(small: Path, at: float, bit: int, cut: bool) -> None:
+    true = _opened(small)
+    path = small / ".metadata"
+    data = bytearray(path.read_bytes())
+    whole, place = bytes(data), int(at * len(data))
+    data[place] ^= 1 << bit
+    path.write_bytes(bytes(data[:place] if cut else data))
+    try:
+        found = _opened(small)
+    except errors.ModelStateError:
+        pass
+    else:
+        assert_same(found, true)
+    finally:
+        path.write_bytes(whole)
+
+
+@settings(max_examples=150, deadline=None)
+@given(at=st.floats(0, 1, exclude_max=True), bit=st.integers(0, 7), cut=st.booleans())
+def test_damaged_tensors_at_random(small: Path, at: float, bit: int, cut: bool) -> None:
+    true = _opened(small)
+    path = small / "__0_0.distcp"
+    data = bytearray(path.read_bytes())
+    whole, place = bytes(data), int(at * len(data))
+    data[place] ^= 1 << bit
+    path.write_bytes(bytes(data[:place] if cut else data))
+    try:
+        checkpoint = ms.open(small)
+        assert checkpoint.verify() == NBYTES
+        found = _opened(small)
+    except errors.ModelStateError:
+        pass
+    else:
+        assert not cut
+        assert_same(found, true)
+    finally:
+        path.write_bytes(whole)
+
+
+def test_each_flipped_bit_of_a_tensor_is_found(tmp_path: Path) -> None:
+    directory = write(tmp_path / "x", {"model.a": halves(torch.arange(10.0))})
+    stored = read_contents(directory).tree["model.a"]  # type: ignore[index]
+    assert isinstance(stored, StoredComposite)
+    for part in stored.parts:
+        assert isinstance(part, StoredTensor)
+        with Path(part.storage.path).open("r+b") as file:
+            for at in range(part.storage.start, part.storage.start + part.storage.nbytes):
+                file.seek(at)
+                byte = file.read(1)[0]
+                for bit in (at % 8, 7):
+                    file.seek(at)
+                    file.write(bytes([byte ^ (1 << bit)]))
+                    file.flush()
+                    with pytest.raises(errors.ChecksumError, match="not what their checksums say"):
+                        ms.open(directory).verify()
+                file.seek(at)
+                file.write(bytes([byte]))
+    assert ms.open(directory).verify() == 40
+
+
+@pytest.mark.parametrize("name", ["__0_0\ud800.distcp", "\udc80.distcp", "a/\udfff"])
+def test_a_file_name_that_is_not_text(name: str, tmp_path: Path) -> None:
+    def change(metadata: Metadata) -> None:
+        for index, place in list(metadata.storage_data.items()):
+            metadata.storage_data[index] = replace(place, relative_path=name)
+
+    directory = write(tmp_path / "x", {"a": halves(torch.ones(4))}, change=change)
+    with pytest.raises(errors.OpenError):
+        ms.open(directory)

@@ -1,0 +1,507 @@
+"""safetensors files: what their own library writes is read alike, and what it refuses is refused."""
+
+import struct
+import subprocess
+import sys
+import textwrap
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import HealthCheck, example, given, settings
+from hypothesis import strategies as st
+from safetensors import safe_open
+from safetensors.torch import save, save_file
+
+from modelstate.errors import (
+    DuplicateNameError,
+    HeaderLengthError,
+    HeaderSyntaxError,
+    HeaderTooLargeError,
+    OpenError,
+    TensorRangeError,
+    TensorSizeError,
+    TruncatedFileError,
+    UnknownDtypeError,
+    UnsupportedTensorError,
+)
+from modelstate.formats.safetensors import DTYPES, matches, read
+from modelstate.spec import StoredTensor
+from tests.formats.files import entry, safetensors_bytes, same, value
+
+A = entry("F32", [1], 0, 4)
+HEAD_BYTES = 4096
+
+
+def by_library(path: Path) -> dict[str, torch.Tensor]:
+    with safe_open(path, "pt") as file:
+        return {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+
+
+def refused_by_library(path: Path) -> bool:
+    try:
+        by_library(path)
+    except Exception:
+        return True
+    return False
+
+
+def assert_agrees(path: Path) -> None:
+    tree, expected = read(str(path)).tree, by_library(path)
+    assert isinstance(tree, dict)
+    assert tree.keys() == expected.keys()
+    assert all(same(value(tree[name]), expected[name]) for name in tree)
+
+
+def sample() -> dict[str, torch.Tensor]:
+    torch.manual_seed(0)
+    return {
+        "layers.0.weight": torch.randn(3, 5),
+        "layers.0.bias": torch.randn(5, dtype=torch.float64),
+        "empty": torch.empty(0, 4),
+        "scalar": torch.tensor(7),
+        "half": torch.randn(3).to(torch.bfloat16),
+        "ключ 模型 🙂": torch.tensor([True, False]),
+        "": torch.arange(3, dtype=torch.uint8),
+    }
+
+
+# What is right.
+
+
+def test_what_the_library_writes(tmp_path: Path) -> None:
+    path = tmp_path / "x.safetensors"
+    save_file(sample(), path, metadata={"format": "pt", "note": "ü"})
+    assert_agrees(path)
+    found = read(str(path))
+    assert found.format == "safetensors"
+    assert found.metadata == {"format": "pt", "note": "ü"}
+    assert found.files == (str(path),)
+
+
+@pytest.mark.parametrize("name", [name for name in DTYPES if name != "F4"])
+def test_every_dtype(name: str, tmp_path: Path) -> None:
+    dtype, path = DTYPES[name], tmp_path / "x.safetensors"
+    bits = torch.arange(6 * dtype.itemsize, dtype=torch.uint8)
+    if dtype is torch.bool:
+        bits %= 2
+    save_file({"a": bits.view(dtype).reshape(2, 3), "b": torch.empty(0, dtype=dtype)}, path)
+    assert f'"{name}"'.encode() in path.read_bytes()
+    assert_agrees(path)
+
+
+def test_four_bit_floats_come_in_pairs(tmp_path: Path) -> None:
+    path = tmp_path / "x.safetensors"
+    path.write_bytes(safetensors_bytes({"a": entry("F4", [3, 4], 0, 6)}, 6))
+    assert_agrees(path)
+    tree = read(str(path)).tree
+    assert isinstance(tree, dict)
+    assert tree["a"].dtype is torch.float4_e2m1fn_x2
+    assert tree["a"].shape == (3, 2)
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        safetensors_bytes({}),
+        safetensors_bytes(b"{}  \n\t\r "),
+        safetensors_bytes(b" \n{ }"),
+        safetensors_bytes({"__metadata__": None}),
+        safetensors_bytes({"__metadata__": {}, "a": A}, 4),
+        safetensors_bytes({"a": A, "__metadata__": {"k": "v"}}, 4),
+        safetensors_bytes({"b": entry("F32", [1], 4, 8), "a": A}, 8),
+        safetensors_bytes({"a": A, "z": entry("F32", [0], 4, 4), "b": entry("U8", [1], 4, 5)}, 5),
+        safetensors_bytes({"a": A, "z": entry("F32", [0], 0, 0), "b": entry("U8", [1], 4, 5)}, 5),
+        safetensors_bytes({"a": entry("U8", [], 0, 1)}, 1),
+        safetensors_bytes({"a": entry("U8", [1] * 100, 0, 1)}, 1),
+        safetensors_bytes({'a\\b"c\n': A}, 4),
+        safetensors_bytes(b'{ "a" : { "shape" : [ 1 , 2 ] ,\n"data_offsets":[ 0 , 2 ] , "dtype":"U8" } }', 2),
+        safetensors_bytes({"odd": entry("U8", [3], 0, 3), "unaligned": entry("F64", [2], 3, 19)}, 19),
+    ],
+)
+def test_unusual_files_that_are_right(content: bytes, tmp_path: Path) -> None:
+    path = tmp_path / "x.safetensors"
+    path.write_bytes(content)
+    assert matches(content[:HEAD_BYTES])
+    assert_agrees(path)
+
+
+def test_names_come_in_the_order_of_the_bytes(tmp_path: Path) -> None:
+    path = tmp_path / "x.safetensors"
+    header = {"b": entry("U8", [4], 5, 9), "c": entry("U8", [0], 5, 5), "a": entry("U8", [5], 0, 5)}
+    path.write_bytes(safetensors_bytes(header, 9))
+    tree = read(str(path)).tree
+    assert isinstance(tree, dict)
+    assert list(tree) == ["a", "c", "b"]
+
+
+def test_a_published_file(real_file: Callable[[str], Path]) -> None:
+    path = real_file("minilm")
+    assert_agrees(path)
+    tree = read(str(path)).tree
+    assert isinstance(tree, dict)
+    assert sum(stored.numel for stored in tree.values()) > 22_000_000
+
+
+# What is wrong, one error each. The library is asked too.
+
+FIRST = '{"dtype":"U8","shape":[1],"data_offsets":[0,1]}'
+SECOND = '{"dtype":"U8","shape":[1],"data_offsets":[1,2]}'
+FAR_END = b'{"dtype":"U8","shape":[1],"data_offsets":[0,' + b"9" * 5000 + b"]}"
+LONG_SIZE = b'{"dtype":"U8","shape":[' + b"9" * 5000 + b'],"data_offsets":[0,1]}'
+FLOAT = '{"dtype":"F32","shape":[1],"data_offsets":[0,4]}'
+
+
+def raw(text: bytes, data: int = 0) -> bytes:
+    """A file with this header, in which %F is a good entry of a float, %0 and %1 are two of a byte each."""
+    for mark, good in ((b"%F", FLOAT), (b"%0", FIRST), (b"%1", SECOND)):
+        text = text.replace(mark, good.encode())
+    return safetensors_bytes(text, data)
+
+
+def one(its: dict[str, Any], data: int = 0) -> bytes:
+    """A file with one tensor."""
+    return safetensors_bytes({"a": its}, data)
+
+
+made = safetensors_bytes
+
+MALFORMED: dict[str, tuple[type[OpenError], bytes]] = {
+    "length beyond the file": (HeaderLengthError, made({"a": A}, 4, length=5000)),
+    "length alone": (HeaderLengthError, struct.pack("<Q", 80)),
+    "length above the limit": (HeaderTooLargeError, made({"a": A}, 4, length=100_000_001)),
+    "length of 2**64-1": (HeaderTooLargeError, made({"a": A}, 4, length=2**64 - 1)),
+    "length too small": (HeaderSyntaxError, made({"a": A}, 4, length=20)),
+    "length of 0": (HeaderSyntaxError, made({"a": A}, 4, length=0)),
+    "no JSON": (HeaderSyntaxError, raw(b"hello, this is no JSON")),
+    "no UTF-8": (HeaderSyntaxError, raw(b'{"\xff\xfe":%F}', 4)),
+    "no UTF-8 in the metadata": (HeaderSyntaxError, raw(b'{"__metadata__":{"a":"\xc3"}}')),
+    "a byte order mark": (HeaderSyntaxError, raw(b"\xef\xbb\xbf{}")),
+    "an array": (HeaderSyntaxError, raw(b"[]")),
+    "a number": (HeaderSyntaxError, raw(b"17")),
+    "null": (HeaderSyntaxError, raw(b"null")),
+    "an end missing": (HeaderSyntaxError, raw(b'{"a":%F', 4)),
+    "a comma too much": (HeaderSyntaxError, raw(b'{"a":%F,}', 4)),
+    "a comma too much inside": (HeaderSyntaxError, raw(b'{"a":{"dtype":"F32","shape":[1],"data_offsets":[0,4],}}', 4)),
+    "a comma missing": (HeaderSyntaxError, raw(b'{"a":{"dtype":"F32" "shape":[1],"data_offsets":[0,4]}}', 4)),
+    "something behind it": (HeaderSyntaxError, raw(b"{}\0\0")),
+    "two documents": (HeaderSyntaxError, raw(b"{}{}")),
+    "a control character": (HeaderSyntaxError, raw(b'{"a\nb":%F}', 4)),
+    "half a surrogate": (HeaderSyntaxError, raw(b'{"\\ud800":%F}', 4)),
+    "a wrong escape": (HeaderSyntaxError, raw(b'{"\\x":%F}', 4)),
+    "NaN": (HeaderSyntaxError, raw(b'{"a":NaN}')),
+    "an entry that is a number": (HeaderSyntaxError, made({"a": 1})),
+    "an entry that is null": (HeaderSyntaxError, made({"a": None})),
+    "a nested dict": (HeaderSyntaxError, made({"a": {"b": A}}, 4)),
+    "deep nesting": (HeaderSyntaxError, raw(b'{"a":' + b"[" * 200_000)),
+    "deep nesting of dicts": (HeaderSyntaxError, raw(b'{"a":' * 100_000)),
+    "no dtype": (HeaderSyntaxError, made({"a": {"shape": [1], "data_offsets": [0, 4]}}, 4)),
+    "no shape": (HeaderSyntaxError, made({"a": {"dtype": "F32", "data_offsets": [0, 4]}}, 4)),
+    "no offsets": (HeaderSyntaxError, made({"a": {"dtype": "F32", "shape": [1]}}, 4)),
+    "a field twice": (HeaderSyntaxError, raw(b'{"a":{"shape":[1],"dtype":"F32",' + FLOAT[1:].encode() + b"}", 4)),
+    "a field twice, one missing": (HeaderSyntaxError, raw(b'{"a":{"shape":[1],"shape":[1],"data_offsets":[0,4]}}', 4)),
+    "a negative size": (HeaderSyntaxError, one(entry("F32", [-1], 0, 4), 4)),
+    "a fraction": (HeaderSyntaxError, one(entry("F32", [1.0], 0, 4), 4)),
+    "an exponent": (HeaderSyntaxError, raw(b'{"a":{"dtype":"F32","shape":[1e0],"data_offsets":[0,4]}}', 4)),
+    "a boolean": (HeaderSyntaxError, one(entry("F32", [True], 0, 4), 4)),
+    "a leading zero": (HeaderSyntaxError, raw(b'{"a":{"dtype":"F32","shape":[01],"data_offsets":[0,4]}}', 4)),
+    "a size as text": (HeaderSyntaxError, one(entry("F32", ["1"], 0, 4), 4)),
+    "a shape that is a number": (HeaderSyntaxError, made({"a": {**A, "shape": 1}}, 4)),
+    "one offset": (HeaderSyntaxError, made({"a": {**A, "data_offsets": [0]}}, 4)),
+    "three offsets": (HeaderSyntaxError, made({"a": {**A, "data_offsets": [0, 4, 8]}}, 4)),
+    "a negative offset": (HeaderSyntaxError, one(entry("F32", [1], -4, 0), 4)),
+    "a dtype that is a number": (HeaderSyntaxError, made({"a": {**A, "dtype": 3}}, 4)),
+    "metadata that is a list": (HeaderSyntaxError, made({"__metadata__": []})),
+    "metadata with a number": (HeaderSyntaxError, made({"__metadata__": {"a": 1}})),
+    "metadata twice": (HeaderSyntaxError, raw(b'{"__metadata__":{"a":"b"},"__metadata__":{"a":"b"}}')),
+    "a name twice": (DuplicateNameError, raw(b'{"a":%0,"a":%1}', 2)),
+    "a name twice, once escaped": (DuplicateNameError, raw(b'{"a":%0,"\\u0061":%1}', 2)),
+    "an unknown dtype": (UnknownDtypeError, one(entry("F128", [1], 0, 16), 16)),
+    "a dtype in small letters": (UnknownDtypeError, one(entry("f32", [1], 0, 4), 4)),
+    "an empty dtype": (UnknownDtypeError, one(entry("", [1], 0, 4), 4)),
+    "6-bit floats, E2M3": (UnsupportedTensorError, one(entry("F6_E2M3", [4], 0, 3), 3)),
+    "6-bit floats, E3M2": (UnsupportedTensorError, one(entry("F6_E3M2", [4], 0, 3), 3)),
+    "4-bit floats, odd": (UnsupportedTensorError, one(entry("F4", [2, 3], 0, 3), 3)),
+    "a 4-bit float alone": (UnsupportedTensorError, one(entry("F4", [], 0, 1), 1)),
+    "an overlap": (TensorRangeError, made({"a": A, "b": entry("F32", [1], 2, 6)}, 6)),
+    "the same bytes twice": (TensorRangeError, made({"a": A, "b": A}, 4)),
+    "a hole": (TensorRangeError, made({"a": A, "b": entry("F32", [1], 8, 12)}, 12)),
+    "a hole at the beginning": (TensorRangeError, one(entry("F32", [1], 4, 8), 8)),
+    "an empty tensor inside another": (TensorRangeError, made({"a": A, "b": entry("F32", [0], 2, 2)}, 4)),
+    "an end before the begin": (TensorRangeError, one(entry("F32", [1], 4, 0), 4)),
+    "an offset of 2**64": (TensorRangeError, one(entry("F32", [1], 2**64, 2**64 + 4), 4)),
+    "an offset of 5,000 digits": (TensorRangeError, raw(b'{"a":' + FAR_END + b"}", 4)),
+    "bytes behind the last tensor": (TensorRangeError, made({"a": A}, 5)),
+    "bytes and no tensor": (TensorRangeError, made({}, 1)),
+    "a range too small": (TensorSizeError, one(entry("F32", [2], 0, 4), 4)),
+    "a range too large": (TensorSizeError, one(entry("F32", [1], 0, 8), 8)),
+    "a scalar of two": (TensorSizeError, one(entry("F32", [], 0, 8), 8)),
+    "an empty tensor with bytes": (TensorSizeError, one(entry("F32", [0], 0, 4), 4)),
+    "an overflow": (TensorSizeError, one(entry("F32", [2, 2**63], 0, 4), 4)),
+    "an overflow to 0": (TensorSizeError, one(entry("F32", [2**32, 2**32], 0, 0))),
+    "an overflow beside a 0": (TensorSizeError, one(entry("F32", [2**63, 4, 0], 0, 0))),
+    "a size of 2**64": (TensorSizeError, one(entry("F32", [2**64], 0, 0))),
+    "a size of 5,000 digits": (TensorSizeError, raw(b'{"a":' + LONG_SIZE + b"}", 1)),
+    "within the length": (TruncatedFileError, struct.pack("<Q", 80)[:5]),
+    "the data cut off": (TruncatedFileError, made({"a": A}, 3)),
+    "no data": (TruncatedFileError, made({"a": A})),
+}  # fmt: skip
+
+STRICTER: dict[str, tuple[type[OpenError], bytes]] = {
+    "one entry twice": (DuplicateNameError, raw(b'{"a":%0,"a":%0}', 1)),
+    "a key of the metadata twice": (HeaderSyntaxError, raw(b'{"__metadata__":{"a":"b","a":"c"}}')),
+    "a field of its own": (HeaderSyntaxError, made({"a": {**A, "stride": [1]}}, 4)),
+    "an entry as an array": (HeaderSyntaxError, made({"a": ["F32", [1], [0, 4]]}, 4)),
+    "2,000 dimensions": (TensorSizeError, one(entry("U8", [1] * 2000, 0, 1), 1)),
+}  # fmt: skip
+"""What the library reads, and we do not: see the module for why."""
+
+
+@pytest.mark.parametrize(("error", "content"), MALFORMED.values(), ids=MALFORMED)
+def test_malformed(error: type[OpenError], content: bytes, tmp_path: Path) -> None:
+    path = tmp_path / "x.safetensors"
+    path.write_bytes(content)
+    with pytest.raises(error) as raised:
+        read(str(path))
+    assert type(raised.value) is error
+    assert str(path) in raised.value.where
+    assert raised.value.remedy
+    assert len(str(raised.value)) < 2000
+    assert refused_by_library(path)
+
+
+@pytest.mark.parametrize(("error", "content"), STRICTER.values(), ids=STRICTER)
+def test_malformed_though_the_library_reads_it(error: type[OpenError], content: bytes, tmp_path: Path) -> None:
+    path = tmp_path / "x.safetensors"
+    path.write_bytes(content)
+    with pytest.raises(error) as raised:
+        read(str(path))
+    assert type(raised.value) is error
+    assert not refused_by_library(path)
+
+
+def test_messages_say_what_and_where(tmp_path: Path) -> None:
+    path = tmp_path / "x.safetensors"
+    path.write_bytes(safetensors_bytes({"first": A, "second": entry("F32", [3], 4, 12)}, 12))
+    with pytest.raises(TensorSizeError) as size:
+        read(str(path))
+    assert "'second'" in size.value.what
+    assert "12 bytes" in size.value.expected
+    assert "8 bytes" in size.value.found
+    path.write_bytes(safetensors_bytes({"first": A, "second": entry("F32", [3], 4, 16)}, 11))
+    with pytest.raises(TruncatedFileError) as cut:
+        read(str(path))
+    assert "1 of its 2 tensors" in cut.value.what
+    assert "copy it again" in cut.value.remedy
+
+
+# Truncated at every length.
+
+
+def test_cut_at_every_length(tmp_path: Path) -> None:
+    whole = save({"first": torch.arange(4.0), "last": torch.arange(3)})
+    header_end = 8 + int.from_bytes(whole[:8], "little")
+    path = tmp_path / "x.safetensors"
+    for length in range(len(whole)):
+        path.write_bytes(whole[:length])
+        with pytest.raises(OpenError) as raised:
+            read(str(path))
+        within_header = HeaderLengthError if length < header_end else TruncatedFileError
+        assert type(raised.value) is (TruncatedFileError if length < 8 else within_header), length
+        assert refused_by_library(path)
+
+
+# What a damaged file is still known as.
+
+
+def test_a_damaged_file_is_known_as_safetensors() -> None:
+    whole = save({"weight": torch.arange(4.0), "bias": torch.arange(3)}, metadata={"format": "pt"})
+    assert all(matches(whole[:length]) for length in range(8, len(whole)))
+    assert not any(matches(whole[:length]) for length in range(8))
+    for position in range(min(len(whole), HEAD_BYTES)):
+        for bit in range(8):
+            damaged = bytearray(whole)
+            damaged[position] ^= 1 << bit
+            assert matches(bytes(damaged[:HEAD_BYTES])), position
+
+
+@pytest.mark.parametrize("name", MALFORMED)
+def test_malformed_files_are_known_as_safetensors(name: str) -> None:
+    _, content = MALFORMED[name]
+    assert matches(content[:HEAD_BYTES]) is (name not in {"within the length"})
+
+
+@pytest.mark.parametrize(
+    "head",
+    [
+        b"",
+        b"PK\x03\x04" + bytes(60),
+        b"\x80\x02}q\x00X\x05\x00\x00\x00dtypeq\x01K\x01s.",
+        b"\x80\x04\x95\x1a\x00\x00\x00\x00\x00\x00\x00}\x94(",
+        b"GGUF\x03\x00\x00\x00" + bytes(60),
+        b"\x1f\x8b\x08\x00\x00\x00\x00\x00\x00\x03" + bytes(60),
+        b"\x93NUMPY\x01\x00v\x00{'descr': '<f8', 'fortran_order': False",
+        b'{"dtype": "F32", "shape": [1], "data_offsets": [0, 4]}',
+        b'var x = {"dtype": 1}',
+        b"<!doctype html><html>",
+        bytes(HEAD_BYTES),
+    ],
+)
+def test_other_files_are_not_known_as_safetensors(head: bytes) -> None:
+    assert not matches(head)
+
+
+# Damage at random.
+
+WHOLE = save(sample(), metadata={"format": "pt"})
+BEGIN = 8 + int.from_bytes(WHOLE[:8], "little")
+
+
+def in_order(tree: dict[str, StoredTensor]) -> list[torch.Tensor]:
+    return [value(stored) for stored in tree.values()]
+
+
+@settings(max_examples=400, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(position=st.integers(0, len(WHOLE) - 1), bit=st.integers(0, 7))
+@example(position=0, bit=3)
+@example(position=7, bit=7)
+def test_a_flipped_bit(position: int, bit: int, tmp_path: Path) -> None:
+    path, original = tmp_path / "x.safetensors", tmp_path / "original.safetensors"
+    original.write_bytes(WHOLE)
+    damaged = bytearray(WHOLE)
+    damaged[position] ^= 1 << bit
+    path.write_bytes(damaged)
+    expected = read(str(original)).tree
+    assert isinstance(expected, dict)
+    try:
+        tree = read(str(path)).tree
+    except OpenError:
+        assert position < BEGIN
+        return
+    assert_agrees(path)
+    assert isinstance(tree, dict)
+    pairs = list(zip(in_order(expected), in_order(tree), strict=True))
+    differing = [index for index, (a, b) in enumerate(pairs) if not same(a, b) and a.numel()]
+    if position < BEGIN:
+        # Of a header, only a name, the metadata, or the shape of what is empty can change without contradiction.
+        assert not differing
+        assert len(set(expected) ^ set(tree)) in (0, 2)
+    else:
+        assert list(expected) == list(tree)
+        (changed,) = differing
+        place = list(expected.values())[changed].extent
+        assert place.start <= position < place.start + place.nbytes
+
+
+@settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(data=st.data())
+def test_a_changed_header(data: st.DataObject, tmp_path: Path) -> None:
+    header = bytearray(WHOLE[8:BEGIN])
+    for _ in range(data.draw(st.integers(1, 3))):
+        at = data.draw(st.integers(0, len(header)))
+        cut = data.draw(st.integers(0, 12))
+        header[at : at + cut] = data.draw(
+            st.sampled_from([b"", b"0", b"1", b",", b"[", b"}", b'"', b"\\", b" ", b"\xff"])
+        )
+    path = tmp_path / "x.safetensors"
+    path.write_bytes(struct.pack("<Q", len(header)) + bytes(header) + WHOLE[BEGIN:])
+    try:
+        read(str(path))
+    except OpenError:
+        return
+    assert_agrees(path)
+
+
+@settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    content=st.binary(max_size=200).map(lambda rest: struct.pack("<Q", len(rest) // 2) + rest) | st.binary(max_size=60)
+)
+def test_any_bytes(content: bytes, tmp_path: Path) -> None:
+    path = tmp_path / "x.safetensors"
+    path.write_bytes(content)
+    try:
+        read(str(path))
+    except OpenError:
+        return
+    assert_agrees(path)
+
+
+# Hostile headers, and what opening costs.
+
+
+def measured(path: Path) -> tuple[str, int, int]:
+    """What reading a file comes to in a fresh process with 600 MB at most: outcome, bytes read, and MB of memory."""
+    program = """
+        import resource, sys
+        from pathlib import Path
+        from modelstate.errors import ModelStateError
+        from modelstate.formats.safetensors import read
+
+        def status(name, file="status"):
+            return int(Path("/proc/self", file).read_text().split(name + ":")[1].split()[0])
+
+        limit = (status("VmSize") << 10) + (600 << 20)
+        resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
+        before, memory = status("rchar", "io"), status("VmRSS")
+        try:
+            outcome = f"{len(read(sys.argv[1]).tree)} tensors"
+        except ModelStateError as error:
+            outcome = type(error).__name__
+        print(outcome, status("rchar", "io") - before, (status("VmHWM") - memory) >> 10)
+    """
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(program), str(path)], capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode == 0, done.stderr
+    *outcome, read_bytes, memory_mb = done.stdout.split()
+    return " ".join(outcome), int(read_bytes), int(memory_mb)
+
+
+HOSTILE = {
+    "empty lists": (b'{"a":[', b"[],", b"", "HeaderSyntaxError"),
+    "empty dicts": (b'{"a":[', b"{},", b"", "HeaderSyntaxError"),
+    "brackets": (b'{"a":', b"[", b"", "HeaderSyntaxError"),
+    "backslashes": (b'{"a', b"\\", b"", "HeaderSyntaxError"),
+    "a long name": (b'{"', b"a", b'":1}', "HeaderSyntaxError"),
+    "dimensions": (b'{"a":{"dtype":"U8","shape":[', b"1,", b'1],"data_offsets":[0,1]}}', "TensorSizeError"),
+    "tensors": (b"{", b'"a":{"dtype":"U8","shape":[0],"data_offsets":[0,0]},', b"", "HeaderTooLargeError"),
+}
+
+
+@pytest.mark.parametrize(("begin", "middle", "end", "expected"), HOSTILE.values(), ids=HOSTILE)
+def test_a_hostile_header_costs_little_more_than_its_bytes(
+    begin: bytes, middle: bytes, end: bytes, expected: str, tmp_path: Path
+) -> None:
+    path = tmp_path / "x.safetensors"
+    path.write_bytes(safetensors_bytes(begin + middle * (89_000_000 // len(middle)) + end))
+    outcome, _, memory_mb = measured(path)
+    path.unlink()
+    assert outcome == expected
+    assert memory_mb < 400
+
+
+def test_a_large_header_in_a_small_file_is_not_allocated(tmp_path: Path) -> None:
+    path = tmp_path / "x.safetensors"
+    path.write_bytes(safetensors_bytes(b"{}", length=99_999_999))
+    outcome, read_bytes, memory_mb = measured(path)
+    assert outcome == "HeaderLengthError"
+    assert read_bytes < 100_000
+    assert memory_mb < 20
+
+
+def test_opening_a_large_file_reads_its_header_only(tmp_path: Path) -> None:
+    counts = []
+    for size in (1 << 20, 100 << 30):
+        path = tmp_path / "x.safetensors"
+        names = {f"layer.{i}": entry("F32", [size // 4], i * size, (i + 1) * size) for i in range(4)}
+        path.write_bytes(safetensors_bytes(names))
+        with path.open("r+b") as file:
+            file.truncate(path.stat().st_size + 4 * size)
+        outcome, read_bytes, memory_mb = measured(path)
+        assert outcome == "4 tensors"
+        assert memory_mb < 20
+        counts.append(read_bytes)
+    assert abs(counts[0] - counts[1]) < 1000
+    assert max(counts) < 20_000

@@ -1,0 +1,432 @@
+"""Shards with an index: what the tools of Hugging Face write, and indexes that lie."""
+
+import json
+import os
+from collections import OrderedDict
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from huggingface_hub import save_torch_state_dict
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from safetensors.torch import save_file
+
+from modelstate.errors import (
+    DuplicateNameError,
+    HeaderTooLargeError,
+    MissingShardError,
+    OpenError,
+    ShardIndexError,
+    SourceNotFoundError,
+    UnsafePathError,
+)
+from modelstate.formats import safetensors, torch_zip
+from modelstate.formats.sharded import matches, read
+from modelstate.spec import Contents
+from tests.formats.files import index_text, same, value
+
+STATE = {f"layers.{i}.weight": torch.full((4, 4), float(i)) for i in range(6)}
+SHARDS = ("model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors")
+
+
+def opened(path: Path) -> dict[str, Any]:
+    tree = read(str(path), read_file=safetensors.read).tree
+    assert isinstance(tree, dict)
+    return tree
+
+
+def write(
+    directory: Path, weight_map: dict[str, str] | None = None, index: str = "model.safetensors.index.json"
+) -> Path:
+    """Two shards of `STATE` and an index, which tells the truth unless another is given."""
+    directory.mkdir(parents=True, exist_ok=True)
+    names = list(STATE)
+    held: dict[str, str] = {}
+    for shard, part in zip(SHARDS, (names[:4], names[4:]), strict=True):
+        save_file({name: STATE[name] for name in part}, directory / shard, metadata={"format": "pt"})
+        held |= dict.fromkeys(part, shard)
+    path = directory / index
+    path.write_text(index_text(held if weight_map is None else weight_map))
+    return path
+
+
+def truth() -> dict[str, str]:
+    return {name: SHARDS[0] if i < 4 else SHARDS[1] for i, name in enumerate(STATE)}
+
+
+# What is right.
+
+
+def test_what_huggingface_hub_writes(tmp_path: Path) -> None:
+    save_torch_state_dict(STATE, tmp_path, max_shard_size=200)
+    path = tmp_path / "model.safetensors.index.json"
+    assert matches(path.read_bytes()[:4096], str(path))
+    tree = opened(path)
+    assert list(tree) == list(STATE)
+    assert all(same(value(tree[name]), STATE[name]) for name in STATE)
+
+
+def test_the_order_is_that_of_the_shards(tmp_path: Path) -> None:
+    path = write(tmp_path, dict(reversed(truth().items())))
+    found = read(str(path), read_file=safetensors.read)
+    assert list(opened(path)) == list(STATE)
+    assert found.format == "safetensors"
+    assert found.files == (str(path), *(str(tmp_path / shard) for shard in SHARDS))
+    assert found.metadata == {"format": "pt"}
+
+
+def test_metadata_that_differs_says_whose_it_is(tmp_path: Path) -> None:
+    path = write(tmp_path)
+    save_file(
+        {name: STATE[name] for name in list(STATE)[4:]}, tmp_path / SHARDS[1], metadata={"format": "np", "by": "x"}
+    )
+    found = read(str(path), read_file=safetensors.read).metadata
+    assert found == {f"{SHARDS[0]}:format": "pt", f"{SHARDS[1]}:format": "np", "by": "x"}
+
+
+def test_each_shard_is_read_once(tmp_path: Path) -> None:
+    seen: list[str] = []
+
+    def read_file(path: str) -> Contents:
+        seen.append(os.path.basename(path))
+        return safetensors.read(path)
+
+    read(str(write(tmp_path)), read_file=read_file)
+    assert seen == list(SHARDS)
+
+
+def test_shards_of_torch_keep_their_versions(tmp_path: Path) -> None:
+    first, second = (torch.nn.Sequential(torch.nn.BatchNorm1d(2)).state_dict(prefix=prefix) for prefix in ("a.", "b."))
+    torch.save(first, tmp_path / "pytorch_model-00001-of-00002.bin")
+    torch.save(second, tmp_path / "pytorch_model-00002-of-00002.bin")
+    weight_map = {name: f"pytorch_model-0000{1 + (name in second)}-of-00002.bin" for name in [*first, *second]}
+    path = tmp_path / "pytorch_model.bin.index.json"
+    path.write_text(index_text(weight_map))
+    found = read(str(path), read_file=torch_zip.read)
+    assert found.format == "torch zip"
+    assert isinstance(found.tree, OrderedDict)
+    assert list(found.tree) == [*first, *second]
+    versions = found.tree._metadata  # type: ignore[attr-defined]
+    assert versions["a.0"] == versions["b.0"] == {"version": 2}
+
+
+def test_an_index_may_be_in_any_order_and_say_more(tmp_path: Path) -> None:
+    path = write(tmp_path)
+    text = {"weight_map": truth(), "metadata": {"total_size": 1.5, "list": [1, {"a": "]}"}], "none": None}, "x": -1e3}
+    path.write_text(json.dumps(text))
+    assert opened(path).keys() == STATE.keys()
+
+
+def test_shards_may_lie_in_a_subdirectory(tmp_path: Path) -> None:
+    path = write(tmp_path / "weights").rename(tmp_path / "model.safetensors.index.json")
+    path.write_text(index_text({name: f"weights/{shard}" for name, shard in truth().items()}))
+    assert opened(path).keys() == STATE.keys()
+
+
+def test_a_relative_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    write(tmp_path)
+    assert opened(Path("model.safetensors.index.json")).keys() == STATE.keys()
+
+
+# Links.
+
+
+def link(place: Path, target: Path) -> None:
+    place.parent.mkdir(parents=True, exist_ok=True)
+    place.symlink_to(os.path.relpath(target, place.parent))
+
+
+@pytest.mark.parametrize("index_is_a_link", [True, False])
+def test_the_cache_of_hugging_face(index_is_a_link: bool, tmp_path: Path) -> None:
+    repository = tmp_path / "models--owner--name"
+    index = write(repository / "blobs")
+    snapshot = repository / "snapshots" / "0123abc"
+    for number, shard in enumerate(SHARDS):
+        link(snapshot / shard, (repository / "blobs" / shard).rename(repository / "blobs" / f"{number:064x}"))
+    place = snapshot / index.name
+    if index_is_a_link:
+        link(place, index.rename(repository / "blobs" / f"{9:040x}"))
+    else:
+        index.rename(place)
+    assert opened(place).keys() == STATE.keys()
+
+
+def test_a_directory_of_links_into_another(tmp_path: Path) -> None:
+    index = write(tmp_path / "store")
+    for name in (index.name, *SHARDS):
+        link(tmp_path / "view" / name, tmp_path / "store" / name)
+    assert opened(tmp_path / "view" / index.name).keys() == STATE.keys()
+
+
+def test_a_directory_reached_by_a_link(tmp_path: Path) -> None:
+    index = write(tmp_path / "v1")
+    link(tmp_path / "latest", tmp_path / "v1")
+    assert opened(tmp_path / "latest" / index.name).keys() == STATE.keys()
+
+
+def test_a_link_inside_the_directory(tmp_path: Path) -> None:
+    index = write(tmp_path)
+    (tmp_path / SHARDS[0]).rename(tmp_path / "data")
+    link(tmp_path / SHARDS[0], tmp_path / "data")
+    assert opened(index).keys() == STATE.keys()
+
+
+def test_a_link_that_leads_out_is_refused(tmp_path: Path) -> None:
+    index = write(tmp_path / "model")
+    (tmp_path / "model" / SHARDS[0]).rename(tmp_path / "secret.safetensors")
+    link(tmp_path / "model" / SHARDS[0], tmp_path / "secret.safetensors")
+    with pytest.raises(UnsafePathError, match="outside its directory") as raised:
+        opened(index)
+    assert str(tmp_path / "secret.safetensors") in raised.value.found
+    assert raised.value.where == str(index)
+
+
+def test_a_linked_directory_that_leads_out_is_refused(tmp_path: Path) -> None:
+    write(tmp_path / "elsewhere")
+    link(tmp_path / "model" / "weights", tmp_path / "elsewhere")
+    index = tmp_path / "model" / "model.safetensors.index.json"
+    index.write_text(index_text({name: f"weights/{shard}" for name, shard in truth().items()}))
+    with pytest.raises(UnsafePathError):
+        opened(index)
+
+
+def test_blobs_of_another_repository_are_refused(tmp_path: Path) -> None:
+    write(tmp_path / "models--a--a" / "blobs")
+    other = tmp_path / "models--b--b"
+    (other / "blobs").mkdir(parents=True)
+    for shard in SHARDS:
+        link(other / "snapshots" / "1" / shard, tmp_path / "models--a--a" / "blobs" / shard)
+    index = other / "snapshots" / "1" / "model.safetensors.index.json"
+    index.write_text(index_text(truth()))
+    with pytest.raises(UnsafePathError):
+        opened(index)
+
+
+def test_blobs_that_are_a_link_are_refused(tmp_path: Path) -> None:
+    write(tmp_path / "elsewhere")
+    repository = tmp_path / "models--a--a"
+    link(repository / "blobs", tmp_path / "elsewhere")
+    for shard in SHARDS:
+        link(repository / "snapshots" / "1" / shard, repository / "blobs" / shard)
+    index = repository / "snapshots" / "1" / "model.safetensors.index.json"
+    index.write_text(index_text(truth()))
+    with pytest.raises(UnsafePathError):
+        opened(index)
+
+
+# Indexes that lie.
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "../{shard}",
+        "weights/../../{shard}",
+        "/etc/passwd",
+        "{directory}/{shard}",
+        "..\\{shard}",
+        "C:\\{shard}",
+        "\\\\server\\share\\{shard}",
+        "c:{shard}",
+        "..",
+        ".",
+        "",
+        "{shard}\0",
+    ],
+)
+def test_a_shard_outside_the_directory(name: str, tmp_path: Path) -> None:
+    index = write(tmp_path / "model")
+    save_file(STATE, tmp_path / SHARDS[0])
+    outside = name.format(shard=SHARDS[0], directory=tmp_path / "model")
+    index.write_text(index_text(truth() | {"layers.0.weight": outside}))
+    with pytest.raises(UnsafePathError) as raised:
+        opened(index)
+    assert isinstance(raised.value, ValueError)
+    assert raised.value.found
+
+
+def test_every_missing_shard_is_named(tmp_path: Path) -> None:
+    index = write(tmp_path)
+    for shard in SHARDS:
+        (tmp_path / shard).unlink()
+    with pytest.raises(MissingShardError, match="2 of 2 shards") as raised:
+        opened(index)
+    assert all(shard in raised.value.expected for shard in SHARDS)
+    assert isinstance(raised.value, FileNotFoundError)
+
+
+def test_a_link_to_nothing_is_a_missing_shard(tmp_path: Path) -> None:
+    index = write(tmp_path)
+    (tmp_path / SHARDS[1]).unlink()
+    link(tmp_path / SHARDS[1], tmp_path / "not downloaded")
+    with pytest.raises(MissingShardError, match="1 of 2"):
+        opened(index)
+
+
+def test_a_name_in_two_shards(tmp_path: Path) -> None:
+    index = write(tmp_path)
+    save_file({name: STATE[name] for name in list(STATE)[3:]}, tmp_path / SHARDS[1])
+    with pytest.raises(DuplicateNameError, match="1 names") as raised:
+        opened(index)
+    assert "'layers.3.weight'" in raised.value.found
+    assert all(shard in raised.value.found for shard in SHARDS)
+
+
+def test_a_name_twice_in_the_index(tmp_path: Path) -> None:
+    index = write(tmp_path)
+    index.write_text('{"weight_map": {"a": "%s", "a": "%s"}}' % SHARDS)  # noqa: UP031
+    with pytest.raises(DuplicateNameError, match="'a' twice"):
+        opened(index)
+    index.write_text('{"weight_map": {"a": "x"}, "weight_map": {"b": "x"}}')
+    with pytest.raises(DuplicateNameError, match="'weight_map' twice"):
+        opened(index)
+
+
+@pytest.mark.parametrize(
+    ("change", "expected", "found"),
+    [
+        ({"more": SHARDS[0]}, "'more'", ""),
+        ({"layers.0.weight": SHARDS[1]}, "'layers.0.weight'", ""),
+        ({"layers.5.weight": None}, "", "'layers.5.weight'"),
+        ({"layers.5.weight": None, "layers.6.weight": SHARDS[1]}, "'layers.6.weight'", "'layers.5.weight'"),
+    ],
+)
+def test_an_index_of_another_version(change: dict[str, str | None], expected: str, found: str, tmp_path: Path) -> None:
+    names = {name: shard for name, shard in (truth() | change).items() if shard}
+    with pytest.raises(ShardIndexError, match="do not hold what the index says") as raised:
+        opened(write(tmp_path, names))
+    assert expected in raised.value.expected
+    assert bool(expected) == bool(raised.value.expected)
+    assert found in raised.value.found
+    assert bool(found) == bool(raised.value.found)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "{}",
+        '{"metadata": {"total_size": 3}}',
+        '{"weight_map": {}}',
+        '{"weight_map": null}',
+        '{"weight_map": []}',
+        '{"weight_map": {"a": 1}}',
+        '{"weight_map": {"a": ["b"]}}',
+        '{"weight_map": {"a": "b"}',
+        '{"weight_map": {"a": "b"}} and more',
+        '{"weight_map": {"a": "b",}}',
+        '{"weight_map" {"a": "b"}}',
+        '{"metadata": {"a": [}, "weight_map": {"a": "b"}',
+        '{"metadata": ' + "[" * 100_000,
+        '{"metadata": ' + "[]," * 100_000,
+        '{"metadata": nonsense, "weight_map": {"a": "b"}}',
+        "[]",
+        "",
+        "not JSON",
+        '{"weight_map": {"\ud800": "b"}}',
+    ],
+)
+def test_an_index_that_is_none(text: str, tmp_path: Path) -> None:
+    index = write(tmp_path)
+    index.write_text(text, errors="surrogatepass")
+    with pytest.raises(ShardIndexError) as raised:
+        opened(index)
+    assert type(raised.value) is ShardIndexError
+    assert str(index) in raised.value.where
+    assert raised.value.remedy
+
+
+def test_a_shard_that_is_a_directory(tmp_path: Path) -> None:
+    index = write(tmp_path)
+    (tmp_path / SHARDS[0]).unlink()
+    (tmp_path / SHARDS[0]).mkdir()
+    with pytest.raises(ShardIndexError, match="no files"):
+        opened(index)
+
+
+def test_a_shard_that_is_a_pipe_does_not_block(tmp_path: Path) -> None:
+    index = write(tmp_path)
+    (tmp_path / SHARDS[0]).unlink()
+    os.mkfifo(tmp_path / SHARDS[0])
+    with pytest.raises(ShardIndexError, match="no files"):
+        opened(index)
+
+
+@pytest.mark.parametrize("tree", [[1], {"a": {"b": 1}, 3: 4}])
+def test_a_shard_that_is_no_flat_mapping(tree: object, tmp_path: Path) -> None:
+    with pytest.raises(ShardIndexError, match="flat mapping"):
+        read(str(write(tmp_path)), read_file=lambda path: Contents("torch zip", tree, (path,)))
+
+
+def test_an_index_of_more_shards_than_are_read_is_not_called_damaged(tmp_path: Path) -> None:
+    index = write(tmp_path, {f"w{number}": f"{number}.safetensors" for number in range(100_001)})
+    with pytest.raises(ShardIndexError, match="exceeds a limit") as raised:
+        opened(index)
+    assert "100,000 files" in str(raised.value.expected)
+    assert "fewer, larger shards" in raised.value.remedy
+    assert "again in fewer" in str(raised.value)
+    assert "download" not in str(raised.value)
+
+
+def test_an_index_beyond_all_measure_is_not_read(tmp_path: Path) -> None:
+    index = write(tmp_path)
+    with index.open("r+b") as file:
+        file.truncate(10 << 30)
+    with pytest.raises(HeaderTooLargeError):
+        opened(index)
+
+
+def test_errors_of_a_shard_name_the_shard(tmp_path: Path) -> None:
+    index = write(tmp_path)
+    shard = tmp_path / SHARDS[1]
+    shard.write_bytes(shard.read_bytes()[:-1])
+    with pytest.raises(OpenError) as raised:
+        opened(index)
+    assert raised.value.where == str(shard)
+
+
+def test_no_index(tmp_path: Path) -> None:
+    with pytest.raises(SourceNotFoundError):
+        opened(tmp_path / "model.safetensors.index.json")
+
+
+# Damage at random.
+
+
+@pytest.fixture(scope="module")
+def shards(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write(tmp_path_factory.mktemp("sharded"))
+
+
+def right_or_refused(index: Path) -> None:
+    try:
+        tree = opened(index)
+    except OpenError:
+        return
+    assert tree.keys() == STATE.keys()
+    assert all(same(value(tree[name]), STATE[name]) for name in STATE)
+
+
+@settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(data=st.data())
+def test_a_damaged_index(data: st.DataObject, shards: Path) -> None:
+    text = bytearray(index_text(truth()).encode())
+    at = data.draw(st.integers(0, len(text) - 1))
+    if data.draw(st.booleans()):
+        text[at] ^= 1 << data.draw(st.integers(0, 7))
+    else:
+        del text[at : at + data.draw(st.integers(1, 40))]
+    damaged = shards.with_name("damaged.index.json")
+    damaged.write_bytes(text)
+    right_or_refused(damaged)
+
+
+@pytest.mark.parametrize("end", range(0, 500, 7))
+def test_an_index_cut_short(end: int, shards: Path) -> None:
+    text = index_text(truth()).encode()
+    damaged = shards.with_name("cut.index.json")
+    damaged.write_bytes(text[:end] if end < len(text) - 2 else text[:-2])
+    with pytest.raises(OpenError):
+        opened(damaged)

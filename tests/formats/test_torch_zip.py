@@ -1,0 +1,451 @@
+"""The zip archives of torch.save, with torch.load as the oracle."""
+
+import io
+import os
+import shutil
+import struct
+import time
+import warnings
+import zipfile
+import zlib
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from modelstate import errors
+from modelstate.formats import torch_zip
+from modelstate.spec import Checksum, StoredComposite, StoredTensor
+from tests.formats.torch_files import DTYPES, assert_same, every_byte, rich_tree, saved, values
+
+
+def tree(path: str, **options: Any) -> Any:
+    return torch_zip.read(path, **options).tree
+
+
+def test_matches_by_content(tmp_path: Path) -> None:
+    path = Path(saved(tmp_path / "noname", {"a": torch.ones(1)}))
+    assert torch_zip.matches(path.read_bytes()[:4096])
+    assert not torch_zip.matches(b"\x80\x02}q\x00.")
+    assert not torch_zip.matches(b"")
+
+
+@pytest.mark.parametrize("protocol", [2, 3, 4, 5])
+def test_a_training_checkpoint(tmp_path: Path, protocol: int) -> None:
+    value = rich_tree()
+    path = saved(tmp_path / "x.pt", value, pickle_protocol=protocol)
+    contents = torch_zip.read(path)
+    assert (contents.format, contents.files) == ("torch zip", (path,))
+    assert_same(values(contents), torch.load(path, weights_only=False))
+    assert type(contents.tree["model_state"]) is type(value["model_state"])
+    assert contents.tree["model_state"]._metadata == value["model_state"]._metadata
+
+
+@pytest.mark.filterwarnings("ignore:ComplexHalf")
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_every_dtype(tmp_path: Path, dtype: torch.dtype) -> None:
+    value = {
+        "a": every_byte(dtype, 64).reshape(4, 16)[1:, ::2],
+        "scalar": every_byte(dtype, 3)[2],
+        "none": every_byte(dtype, 0),
+    }
+    path = saved(tmp_path / "x.pt", value)
+    assert_same(values(torch_zip.read(path)), torch.load(path))
+
+
+def test_what_a_tensor_says_of_itself(tmp_path: Path) -> None:
+    base = torch.arange(6.0)
+    buffer = torch.nn.Buffer(torch.ones(2))
+    marked = torch.nn.Parameter(torch.ones(2))
+    marked.colour = "red"  # type: ignore[attr-defined]
+    found = tree(
+        saved(
+            tmp_path / "x.pt",
+            {
+                "a": base[:4].view(2, 2),
+                "b": base[2:],
+                "p": torch.nn.Parameter(base, requires_grad=False),
+                "q": marked,
+                "buffer": buffer,
+                "other": torch.ones(2, requires_grad=True),
+            },
+        )
+    )
+    assert found["a"].storage == found["b"].storage == found["p"].storage
+    assert (found["a"].shape, found["a"].stride, found["a"].offset) == ((2, 2), (2, 1), 0)
+    assert (found["b"].offset, found["b"].storage.nbytes) == (2, 24)
+    assert (found["p"].is_parameter, found["p"].requires_grad) == (True, False)
+    assert (found["q"].is_parameter, found["q"].requires_grad) == (True, True)
+    assert found["q"].attributes == {"colour": "red"}
+    assert (found["other"].is_parameter, found["other"].requires_grad) == (False, True)
+    assert not found["buffer"].is_parameter
+
+
+def test_checksums_of_storages_are_kept(tmp_path: Path) -> None:
+    path = saved(tmp_path / "x.pt", {"a": torch.arange(5.0), "b": torch.empty(0)})
+    contents = torch_zip.read(path)
+    region = contents.tree["a"].storage  # type: ignore[index]
+    data = Path(path).read_bytes()[region.start : region.start + region.nbytes]
+    assert contents.checksums == {region: Checksum("crc32", 0, f"{zlib.crc32(data):08x}")}
+
+
+def test_root_may_be_a_tensor_or_a_list(tmp_path: Path) -> None:
+    assert tree(saved(tmp_path / "x.pt", torch.ones(2, 3))).shape == (2, 3)
+    assert [leaf.shape for leaf in tree(saved(tmp_path / "y.pt", [torch.ones(1), torch.ones(2)]))] == [(1,), (2,)]
+
+
+@pytest.mark.filterwarnings("ignore:TypedStorage")
+def test_a_storage_alone_is_a_flat_tensor(tmp_path: Path) -> None:
+    tensor = torch.arange(3.0)
+    found = values(torch_zip.read(saved(tmp_path / "x.pt", {"s": tensor.untyped_storage()})))
+    assert_same(found["s"], tensor.view(torch.uint8))
+    found = values(torch_zip.read(saved(tmp_path / "y.pt", [tensor.storage(), tensor])))
+    assert_same(found, [tensor, tensor])
+
+
+def test_any_prefix_and_any_writer(tmp_path: Path) -> None:
+    value = {"a": torch.arange(5.0)}
+    buffer = io.BytesIO()
+    torch.save(value, buffer)
+    plain = tmp_path / "archive.pt"
+    plain.write_bytes(buffer.getvalue())
+    again = tmp_path / "again.pt"
+    with zipfile.ZipFile(plain) as old, zipfile.ZipFile(again, "w") as new:
+        new.mkdir("ünï code")
+        for name in old.namelist():
+            new.writestr("ünï code/" + name.partition("/")[2], old.read(name))
+    for path in (plain, again):
+        assert_same(values(torch_zip.read(str(path))), value)
+    torch.serialization.set_crc32_options(False)
+    try:
+        assert_same(values(torch_zip.read(saved(tmp_path / "nocrc.pt", value))), value)
+    finally:
+        torch.serialization.set_crc32_options(True)
+
+
+def test_other_devices_are_where_the_file_has_them(tmp_path: Path) -> None:
+    value = {"a": torch.arange(5.0), "b": torch.ones(2)}
+    path = Path(saved(tmp_path / "x.pt", value))
+    edit_record(path, "data.pkl", lambda data: data.replace(b"X\3\0\0\0cpu", b"X\6\0\0\0cuda:0"))
+    assert_same(values(torch_zip.read(str(path))), value)
+
+
+@pytest.mark.filterwarnings("ignore:Sparse")
+@pytest.mark.parametrize("layout", ["coo", "csr", "csc", "bsr", "bsc"])
+def test_sparse(tmp_path: Path, layout: str) -> None:
+    dense = torch.zeros(4, 6)
+    dense[0, 1], dense[2, 4], dense[3, 3] = 1.0, 2.0, -1.0
+    made = {
+        "coo": dense.to_sparse_coo,
+        "csr": dense.to_sparse_csr,
+        "csc": dense.to_sparse_csc,
+        "bsr": lambda: dense.to_sparse_bsr((2, 3)),
+        "bsc": lambda: dense.to_sparse_bsc((2, 3)),
+    }[layout]()
+    path = saved(tmp_path / "x.pt", {"s": made, "p": torch.nn.Parameter(made)})
+    contents = torch_zip.read(path)
+    found = contents.tree["s"]
+    assert isinstance(found, StoredComposite)
+    assert (found.kind, found.shape, found.dtype) == (f"sparse_{layout}", (4, 6), torch.float32)
+    assert contents.tree["p"].is_parameter
+    assert contents.tree["p"].requires_grad
+    assert_same(values(contents)["s"], made)
+
+
+def test_sparse_is_checked_when_it_is_built(tmp_path: Path) -> None:
+    bad = torch.sparse_coo_tensor(torch.tensor([[7]]), torch.ones(1), (3,), check_invariants=False)
+    contents = torch_zip.read(saved(tmp_path / "x.pt", {"a": {"s": bad}}))
+    with pytest.raises(errors.TensorRangeError, match=r"a\.s"):
+        values(contents)
+
+
+def test_conjugated_and_negative_views(tmp_path: Path) -> None:
+    z = torch.randn(3, 2, dtype=torch.complex64)
+    for value in (z.conj(), z.conj().imag, torch._neg_view(z).conj(), torch._neg_view(z)):
+        contents = torch_zip.read(saved(tmp_path / "x.pt", {"v": value, "p": torch.nn.Parameter(value)}))
+        assert isinstance(contents.tree, dict)
+        assert (contents.tree["v"].dtype, contents.tree["v"].shape) == (value.dtype, value.shape)
+        assert contents.tree["p"].is_parameter
+        found = values(contents)["v"]
+        assert torch.equal(found, value.resolve_conj().resolve_neg())
+        assert not found.is_neg()
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize(
+    ("made", "kind"),
+    [
+        (lambda: torch.quantize_per_tensor(torch.ones(3), 0.1, 2, torch.qint8), "quantized tensor"),
+        (
+            lambda: torch.quantize_per_channel(torch.ones(2, 2), torch.ones(2), torch.zeros(2), 0, torch.quint8),
+            "quantiz",
+        ),
+        (lambda: torch.quantize_per_tensor(torch.ones(3), 0.1, 2, torch.qint8).storage(), "quantized storage"),
+        (lambda: torch.nested.nested_tensor([torch.ones(2), torch.ones(3)]), "nested tensor"),
+        (lambda: torch.ones(3, device="meta"), "meta device"),
+    ],
+)
+def test_unsupported_tensors_are_named_with_their_place(tmp_path: Path, made: Any, kind: str) -> None:
+    path = saved(tmp_path / "x.pt", {"layers": [1, {"w": made()}]})
+    with pytest.raises(errors.UnsupportedTensorError, match=kind) as caught:
+        tree(path)
+    assert str(caught.value).startswith(f"{path}: layers.1.w: ")
+    assert caught.value.remedy
+
+
+def test_opening_reads_no_tensor_and_is_fast(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = saved(tmp_path / "x.pt", {f"blocks.{i}.weight": torch.ones(50, 50) for i in range(2000)})
+    read: list[int] = []
+    pread = os.pread
+    monkeypatch.setattr(os, "pread", lambda *args: read.append(args[1]) or pread(*args))
+    begin = time.process_time()
+    assert len(tree(path)) == 2000
+    assert time.process_time() - begin < 2
+    assert sum(read) < os.path.getsize(path) / 5
+
+
+def test_64_bit_sizes_and_offsets(tmp_path: Path) -> None:
+    path = tmp_path / "x.pt"
+    with torch.serialization.skip_data():
+        torch.save({"big": torch.empty(5 << 30, dtype=torch.uint8), "small": torch.ones(3)}, path)
+    found = tree(str(path))
+    assert found["big"].nbytes == 5 << 30
+    assert found["small"].storage.start > 5 << 30
+    with open(path, "r+b") as file:
+        file.seek(found["small"].storage.start)
+        file.write(struct.pack("<3f", 1, 2, 3))
+    assert torch.load(path, mmap=True)["small"].tolist() == [1, 2, 3]
+
+
+# Damaged archives: one error a failure.
+
+
+def rewrite(path: Path, *, change: dict[str, Any] | None = None, drop: tuple[str, ...] = (), packed: int = 0) -> str:
+    """The archive again, with other records."""
+    target = path.with_name("rewritten.pt")
+    with zipfile.ZipFile(path) as old, zipfile.ZipFile(target, "w", packed) as new:
+        for name in old.namelist():
+            short = name.partition("/")[2]
+            if short not in drop:
+                new.writestr(name, (change or {}).get(short, old.read(name)))
+        for name, data in (change or {}).items():
+            if name.startswith("+"):
+                new.writestr(name[1:], data)
+    return str(target)
+
+
+def edit_record(path: Path, name: str, edit: Any) -> None:
+    with zipfile.ZipFile(path) as old:
+        full = next(entry for entry in old.namelist() if entry.endswith(f"/{name}"))
+        data = edit(old.read(full))
+    shutil.move(rewrite(path, change={name: data}), path)
+
+
+@pytest.fixture
+def small(tmp_path: Path) -> Path:
+    return Path(saved(tmp_path / "small.pt", {"a": torch.arange(5.0), "b": torch.arange(3)}))
+
+
+def test_missing_storage(small: Path) -> None:
+    with pytest.raises(errors.MissingRecordError, match="data/1"):
+        tree(rewrite(small, drop=("data/1",)))
+
+
+def test_missing_pickle(small: Path) -> None:
+    with pytest.raises(errors.MissingRecordError, match=r"data\.pkl"):
+        tree(rewrite(small, drop=("data.pkl",)))
+
+
+def test_compressed(small: Path) -> None:
+    with pytest.raises(errors.CompressedRecordError, match="zip -0"):
+        tree(rewrite(small, packed=zipfile.ZIP_DEFLATED))
+
+
+def test_a_bomb_is_not_unpacked(tmp_path: Path) -> None:
+    path = saved(tmp_path / "x.pt", {"a": torch.zeros(1 << 20)})
+    with pytest.raises(errors.CompressedRecordError):
+        tree(rewrite(Path(path), packed=zipfile.ZIP_DEFLATED))
+
+
+@pytest.mark.parametrize("name", ["../evil", "small/../../evil", "/etc/evil", "C:/evil", "small\\evil"])
+def test_names_that_leave_the_archive(small: Path, name: str) -> None:
+    with pytest.raises(errors.UnsafePathError, match="leads out"):
+        tree(rewrite(small, change={f"+{name}": b"x"}))
+
+
+@pytest.mark.filterwarnings("ignore:Duplicate name")
+def test_a_record_twice(small: Path) -> None:
+    with pytest.raises(errors.DuplicateNameError, match="data/0"):
+        tree(rewrite(small, change={"+small/data/0": b"x" * 20}))
+
+
+def test_a_storage_shorter_than_the_pickle_says(small: Path) -> None:
+    with pytest.raises(errors.TensorSizeError, match="shorter") as caught:
+        tree(rewrite(small, change={"data/1": b"x" * 23}))
+    assert (
+        str(caught.value)
+        .splitlines()[0]
+        .endswith("small.pt: b: a storage is shorter in the archive than in the pickle")
+        or "b" in caught.value.where
+    )
+
+
+@pytest.mark.parametrize("field", ["packed", "both", "local", "header", "extra", "beyond"])
+def test_sizes_that_lie(small: Path, field: str) -> None:
+    data = bytearray(Path(rewrite(small)).read_bytes())
+    with zipfile.ZipFile(io.BytesIO(data)) as archive:
+        info = archive.getinfo("small/data/0")
+    entry = data.rindex(b"PK\1\2", 0, data.rindex(b"small/data/0"))
+    local = info.header_offset
+    at, form, number = {
+        "packed": (entry + 20, "<I", 21),
+        "both": (entry + 20, "<2I", 24),
+        "local": (local + 18, "<2I", 16),
+        "header": (entry + 42, "<I", local + 1),
+        "extra": (local + 28, "<H", 4),
+        "beyond": (entry + 20, "<2I", 1 << 30),
+    }[field]
+    struct.pack_into(form, data, at, *[number] * (len(form) - 1 if form[1:].isalpha() else int(form[1])))
+    small.write_bytes(data)
+    with pytest.raises((errors.RecordSizeError, errors.CompressedRecordError)):
+        tree(str(small))
+
+
+def test_a_changed_pickle(small: Path) -> None:
+    data = bytearray(small.read_bytes())
+    data[data.index(b"FloatStorage")] ^= 1
+    small.write_bytes(data)
+    with pytest.raises(errors.ArchiveError, match="checksum"):
+        tree(str(small))
+
+
+@pytest.mark.parametrize("share", [0.05, 0.3, 0.6, 0.9, 0.97, 0.999])
+def test_cut_short(small: Path, share: float) -> None:
+    data = small.read_bytes()
+    small.write_bytes(data[: int(len(data) * share)])
+    with pytest.raises(errors.TruncatedFileError, match="copy"):
+        tree(str(small))
+
+
+def test_byte_order(small: Path) -> None:
+    with pytest.raises(errors.UnsupportedTensorError, match="big-endian"):
+        tree(rewrite(small, change={"byteorder": b"big"}))
+    with pytest.raises(errors.ArchiveError, match="byte order"):
+        tree(rewrite(small, change={"byteorder": b"lottle"}))
+
+
+def test_torchscript(tmp_path: Path) -> None:
+    with warnings.catch_warnings(action="ignore"):
+        torch.jit.save(torch.jit.script(torch.nn.Linear(2, 2)), tmp_path / "x.pt")
+    with pytest.raises(errors.NotACheckpointError, match=r"torch\.jit\.load"):
+        tree(str(tmp_path / "x.pt"))
+
+
+@pytest.mark.parametrize(
+    ("names", "kind"),
+    [
+        ((), "empty zip"),
+        (("a.npy", "b.npy"), "NumPy"),
+        (("[Content_Types].xml", "word/document.xml"), "office"),
+        (("m/archive_format", "m/models/model.json", "m/data/weights/w"), "torch.export"),
+        (("m/.data/extern_modules", "m/data/0"), "torch.package"),
+        (("config.json", "model.weights.h5"), "Keras"),
+        (("x/y.py", "x.dist-info/METADATA"), "package"),
+        (("out/model.pt",), "with checkpoints in it"),
+        (("readme.txt",), "another kind"),
+    ],
+)
+def test_other_archives(tmp_path: Path, names: tuple[str, ...], kind: str) -> None:
+    with zipfile.ZipFile(tmp_path / "x.pt", "w", zipfile.ZIP_DEFLATED) as archive:
+        for name in names:
+            archive.writestr(name, b"content" * 100)
+    assert torch_zip.matches((tmp_path / "x.pt").read_bytes()[:4096])
+    with pytest.raises(errors.NotACheckpointError, match=kind):
+        tree(str(tmp_path / "x.pt"))
+
+
+def test_no_file_and_no_access(tmp_path: Path) -> None:
+    with pytest.raises(errors.SourceNotFoundError):
+        tree(str(tmp_path / "none.pt"))
+    path = Path(saved(tmp_path / "x.pt", {}))
+    path.chmod(0)
+    if os.access(path, os.R_OK):
+        pytest.skip("this user may read everything")
+    with pytest.raises(errors.SourceAccessError):
+        tree(str(path))
+
+
+# Any damage: the right tensors, other values only where their own bytes were changed, or one of our errors.
+
+
+@pytest.fixture(scope="module")
+def sample(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, bytes, Any, list[range]]:
+    path = tmp_path_factory.mktemp("damage") / "x.pt"
+    value = {
+        "a": torch.arange(5.0),
+        "deep": [{"b": torch.arange(40).view(8, 5).t()}],
+        "sparse": torch.eye(3).to_sparse(),
+        "p": torch.nn.Parameter(torch.ones(3)),
+        "n": 3,
+    }
+    torch.save(value, path)
+    regions: list[range] = []
+
+    def visit(node: Any) -> None:
+        if isinstance(node, StoredTensor):
+            regions.append(range(node.storage.start, node.storage.start + node.storage.nbytes))
+        for child in (
+            node.parts if isinstance(node, StoredComposite) else node.values() if isinstance(node, dict) else ()
+        ):
+            visit(child)
+        for child in node if isinstance(node, list) else ():
+            visit(child)
+
+    visit(torch_zip.read(str(path)).tree)
+    return path.with_name("damaged.pt"), path.read_bytes(), torch.load(path), regions
+
+
+@settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(data=st.data())
+def test_flipped_bits(sample: tuple[Path, bytes, Any, list[range]], data: st.DataObject) -> None:
+    path, true, value, regions = sample
+    damaged = bytearray(true)
+    flips = data.draw(st.lists(st.tuples(st.integers(0, len(true) - 1), st.integers(0, 7)), min_size=1, max_size=3))
+    for at, bit in flips:
+        damaged[at] ^= 1 << bit
+    path.write_bytes(damaged)
+    try:
+        found = values(torch_zip.read(str(path)))
+    except errors.ModelStateError:
+        return
+    if not any(at in region for at, _ in flips for region in regions):
+        assert_same(found, value)
+
+
+def test_every_byte_flipped_outside_of_the_tensors(sample: tuple[Path, bytes, Any, list[range]]) -> None:
+    path, true, value, regions = sample
+    for at in range(len(true)):
+        if any(at in region for region in regions):
+            continue
+        damaged = bytearray(true)
+        damaged[at] ^= 1 << at % 8
+        path.write_bytes(damaged)
+        try:
+            found = values(torch_zip.read(str(path)))
+        except errors.ModelStateError:
+            continue
+        assert_same(found, value)
+
+
+@settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(data=st.data())
+def test_cut_anywhere(sample: tuple[Path, bytes, Any, list[range]], data: st.DataObject) -> None:
+    path, true, _, _ = sample
+    begin = data.draw(st.integers(0, len(true) - 1))
+    end = data.draw(st.integers(begin, len(true)))
+    path.write_bytes(true[:begin] + true[end:] if end > begin else true[:begin])
+    with pytest.raises(errors.OpenError):
+        torch_zip.read(str(path))

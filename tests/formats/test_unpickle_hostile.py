@@ -1,0 +1,277 @@
+"""Hostile pickles: input of any kind costs no more than its size, and is a value or our error."""
+
+import pickle
+import pickletools
+import struct
+import subprocess
+import sys
+import time
+import tracemalloc
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from modelstate import errors
+from modelstate.formats import torch_zip
+from modelstate.formats.construct import construct
+from modelstate.formats.torch_globals import TorchGlobals
+from modelstate.formats.unpickle import unpickle
+from tests.formats.test_unpickle import Point, loads
+from tests.formats.torch_files import saved, tensor
+
+
+def deep_key(levels: int) -> bytes:
+    return b"\x80\x02}" + b"K\1" + b"\x85" * levels + b"K\1s."
+
+
+def laughs(levels: int) -> bytes:
+    data = b"\x80\x02]q\0"
+    for level in range(levels):
+        data += b"](" + b"h" + bytes([level]) + b"h" + bytes([level]) + b"eq" + bytes([level + 1])
+    return data + b"."
+
+
+def copies(call: bytes, times: int) -> bytes:
+    """Asks for many copies of one large argument."""
+    return b"\x80\x02(" + call + (b"h\0h\1\x85R" * times) + b"l."
+
+
+def test_containers_that_cannot_be_loaded_have_a_remedy(tmp_path: Path) -> None:
+    ring: list[Any] = []
+    ring.append({"again": ring})
+    deep: list[Any] = []
+    for _ in range(200):
+        deep = [deep]
+    for number, value in enumerate((ring, deep)):
+        with pytest.raises(errors.PickleError, match=r"holds itself|too deep") as caught:
+            torch_zip.read(saved(tmp_path / f"{number}.pt", {"a": value}))
+        assert "state dicts" in caught.value.remedy
+
+
+HOSTILE = {
+    "deep tuple as a key": deep_key(200_000),
+    "deep lists": b"\x80\x02" + b"](" * 100_000 + b"e" * 100_000 + b".",
+    "deep tuples": b"\x80\x02)" + b"\x85" * 200_000 + b".",
+    "a list that holds itself": b"\x80\x02]q\0h\0a.",
+    "a dict that holds itself": b"\x80\x02}q\0K\1h\0s.",
+    "a billion laughs": laughs(60),
+    "a text longer than the data": b"\x80\x02X\xff\xff\xff\xffabc.",
+    "bytes longer than the data": b"\x80\x04\x8e" + struct.pack("<Q", 2**62) + b".",
+    "an integer of 4 GB": b"\x80\x02\x8b\xff\xff\xff\x7f1.",
+    "an integer of a million bytes": b"\x80\x02\x8b" + struct.pack("<I", 1_000_000) + b"\1" * 1_000_000 + b".",
+    "a long decimal": b"I" + b"9" * 1_000_000 + b"\n.",
+    "memo beyond": b"\x80\x02K\1r\xff\xff\xff\xffj\xfe\xff\xff\xff.",
+    "a bytearray by its size": b"\x80\x02c__builtin__\nbytearray\n\x8a\5\0\0\0\0\x10\x85R.",
+    "bytes copied": copies(b"c__builtin__\nbytearray\nq\0B\x40\x42\x0f\0" + b"x" * 1_000_000 + b"q\1", 20_000),
+    "lists copied": copies(b"c__builtin__\nset\nq\0](" + b"K\1" * 100_000 + b"eq\1", 20_000),
+    "a long key again and again": b"\x80\x02(" + b"K\1" * 100_000 + b"tq\0}(" + b"h\0N" * 100_000 + b"u.",
+    "an unhashable key": b"\x80\x02}]K\1s.",
+    "an unhashable item": b"\x80\x04\x8f(]\x90.",
+    "a shape of a million sizes": b"\x80\x02ctorch\nSize\n(" + b"K\1" * 1_000_000 + b"t\x85R.",
+    "colliding integers": b"\x80\x02}("
+    + b"".join(b"\x8a\x10" + ((2**61 - 1) * (i + 1)).to_bytes(16, "little") + b"N" for i in range(50_000))
+    + b"u.",
+    "colliding complex numbers": b"\x80\x02c__builtin__\ncomplex\nq\0}("
+    + b"".join(
+        b"h\0G" + struct.pack(">d", -1000003.0 * i) + b"G" + struct.pack(">d", i) + b"\x86RN" for i in range(20_000)
+    )
+    + b"u.",
+    "long names again and again": b"\x80\x02X\x40\x42\x0f\0"
+    + b"n" * 1_000_000
+    + b"q\0]q\1("
+    + b"K\1" * 1000
+    + b"e0}(h\0h\1u.",
+    "refused, again and again": b"\x80\x02(cx\ny\nq\0(" + b"K\1" * 100_000 + b"tq\1" + b"h\0h\1R0" * 50_000 + b"t.",
+    "no end": b"\x80\x02K\1",
+    "nothing": b"",
+    "only a stop": b".",
+    "an unknown opcode": b"\x80\x02\xff.",
+    "out-of-band buffers": b"\x80\x05\x97.",
+    "extension codes": b"\x80\x02\x82\x01.",
+    "protocol 99": b"\x80\x63N.",
+    "a call of a number": b"\x80\x02K\1)R.",
+    "a call without a tuple": b"\x80\x02ccollections\nOrderedDict\nK\1R.",
+    "a mark too few": b"\x80\x02K\1t.",
+    "a text that is none": b"\x80\x02X\1\0\0\0\xff.",
+    "a device that is none": b"\x80\x02ctorch\ndevice\nX\3\0\0\0abc\x85R.",
+    "a layout that is none": b"\x80\x02ctorch.serialization\n_get_layout\nX\3\0\0\0abc\x85R.",
+    "a persistent id of text": b"Pabc\n.",
+    "an odd number of items": b"\x80\x02}(K\1u.",
+}
+
+
+@pytest.mark.parametrize("data", HOSTILE.values(), ids=HOSTILE.keys())
+def test_hostile_input(data: bytes) -> None:
+    tracemalloc.start()
+    begin = time.process_time()
+    try:
+        with pytest.raises(
+            (errors.PickleError, errors.TruncatedFileError, errors.ForbiddenGlobalError, errors.TensorSizeError)
+        ):
+            loads(data)
+        assert tracemalloc.get_traced_memory()[1] < 50_000_000 + 100 * len(data)
+    finally:
+        tracemalloc.stop()
+    assert time.process_time() - begin < 10
+
+
+TENSOR = b"\x80\x02ctorch._utils\n_rebuild_tensor_v2\n("
+
+
+@pytest.mark.parametrize(
+    ("args", "error"),
+    [
+        ((0, (2**40, 2**40), (2**40, 1)), errors.TensorSizeError),
+        ((0, (2,), (2**62,)), errors.TensorSizeError),
+        ((0, (0, 2**40), (2**70, 1)), errors.TensorSizeError),
+        ((0, (2**40, 2**40, 0), (0, 0, 1)), errors.TensorSizeError),
+        ((0, (10**12,), (1,)), errors.TensorRangeError),
+        ((3, (2,), (1,)), errors.TensorRangeError),
+        ((-1, (2,), (1,)), errors.TensorSizeError),
+        ((0, (-2,), (1,)), errors.TensorSizeError),
+        ((0, (2,), (-1,)), errors.TensorSizeError),
+        ((0, (2, 2), (1,)), errors.TensorSizeError),
+        ((0, (1,) * 65, (1,) * 65), errors.TensorSizeError),
+        ((0, 2, 1), errors.PickleError),
+        ((0, (2.0,), (1,)), errors.PickleError),
+        ((0, (True,), (1,)), errors.PickleError),
+        (("0", (2,), (1,)), errors.PickleError),
+        ((0, (2,), (1,), 1), errors.PickleError),
+        ((0, (2,), (1,), False, None, {"conj": True}), errors.PickleError),
+        ((0, (2,), (1,), False, None, {"other": True}), errors.UnsupportedTensorError),
+    ],
+)  # fmt: skip
+def test_impossible_tensors(tmp_path: Path, args: tuple[Any, ...], error: type[Exception]) -> None:
+    class Made:
+        def __reduce__(self) -> Any:
+            return torch._utils._rebuild_tensor_v2, (torch.ones(4)._typed_storage(), *args)
+
+    path = saved(tmp_path / "x.pt", {"a": [Made()]})
+    with pytest.raises(error) as caught:
+        torch_zip.read(path)
+    if error is not errors.PickleError:
+        assert "a.0" in str(caught.value)
+
+
+def test_stride_0_stands_for_more_than_the_file(tmp_path: Path) -> None:
+    path = saved(tmp_path / "x.pt", {"a": torch.ones(1).expand(10**12)})
+    stored = torch_zip.read(path).tree["a"]
+    assert (stored.nbytes, stored.extent.nbytes) == (4 * 10**12, 4)
+    assert tensor(stored).stride() == (0,)
+
+
+@pytest.fixture(scope="module")
+def sample() -> bytes:
+    model = torch.nn.Sequential(torch.nn.Linear(3, 5), torch.nn.BatchNorm1d(5))
+    state = {
+        "model": model.state_dict(),
+        "sparse": torch.eye(3).to_sparse(),
+        "p": torch.nn.Parameter(torch.ones(3)),
+        "conj": torch.ones(2, dtype=torch.complex64).conj(),
+        "f8": torch.ones(3).to(torch.float8_e5m2),
+        "plain": [1, -5, 2.5, "text", None, (True, b"bytes"), {3: {"x": Point(1)}}, torch.Size([1])],
+    }
+    import io
+    import zipfile
+
+    buffer = io.BytesIO()
+    torch.save(state, buffer)
+    with zipfile.ZipFile(buffer) as archive:
+        return archive.read("archive/data.pkl")
+
+
+def damaged(sample: bytes, edits: list[tuple[int, int, int]]) -> bytes:
+    data = bytearray(sample)
+    for kind, at, what in edits:
+        at %= len(data) + 1
+        if kind == 0 and at < len(data):
+            data[at] ^= 1 << what % 8
+        elif kind == 1:
+            data[at:at] = bytes([what])
+        elif kind == 2:
+            del data[at : at + 1 + what % 9]
+        elif at < len(data):
+            data[at] = what
+        if not data:
+            return b""
+    return bytes(data)
+
+
+edits = st.lists(st.tuples(st.integers(0, 3), st.integers(0, 5000), st.integers(0, 255)), min_size=1, max_size=6)
+
+
+@settings(max_examples=600)
+@given(edits=edits, skip=st.booleans())
+def test_any_damage_is_a_value_or_our_error(sample: bytes, edits: list[tuple[int, int, int]], skip: bool) -> None:
+    from modelstate.formats.pickled import Storage
+    from modelstate.spec import ByteRange
+
+    def storage(key: tuple[Any, ...]) -> object:
+        return Storage(torch.float32, ByteRange("x.pt", 0, 100), numel=25)
+
+    data = damaged(sample, edits)
+    names = TorchGlobals((Point,))
+    try:
+        value, _ = unpickle(data, 0, storage, names)
+        construct(value, path="x.pt", data_nbytes=len(data), names=names, skip_forbidden=skip)
+    except errors.OpenError:
+        return
+
+
+opcodes = st.sampled_from([opcode.code.encode("latin-1") for opcode in pickletools.opcodes])
+junk = st.lists(
+    opcodes
+    | st.binary(max_size=3)
+    | st.sampled_from([b"\x01", b"q\0", b"h\0", b"\x85", b"K\1", b"}", b"]", b"(", b"ctorch\nSize\n"]),
+    max_size=60,
+)
+
+
+@settings(max_examples=600)
+@given(pieces=junk)
+def test_random_opcodes_are_a_value_or_our_error(pieces: list[bytes]) -> None:
+    try:
+        loads(b"\x80\x02" + b"".join(pieces) + b".")
+    except errors.OpenError:
+        return
+
+
+def test_hostile_input_in_little_memory(tmp_path: Path) -> None:
+    """With 1 GB of memory and 20 seconds of time in all, in a process of its own."""
+    (tmp_path / "hostile.bin").write_bytes(pickle.dumps(list(HOSTILE.values())))
+    code = f"""
+import pickle, resource, sys, threading
+import torch
+from modelstate import errors
+from tests.formats.test_unpickle import loads
+data = pickle.load(open({str(tmp_path / "hostile.bin")!r}, "rb"))
+used = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()
+resource.setrlimit(resource.RLIMIT_AS, (used + (1 << 30),) * 2)
+resource.setrlimit(resource.RLIMIT_CPU, (60, 60))
+for piece in data:
+    try:
+        loads(piece)
+    except errors.OpenError:
+        pass
+print("survived")
+"""
+    root = Path(__file__).parent.parent.parent
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=root, timeout=120)
+    assert done.stdout.strip() == "survived", done.stderr[-2000:]
+
+
+def test_many_tensors_open_quickly(tmp_path: Path, record_property: Callable[[str, object], None]) -> None:
+    path = saved(
+        tmp_path / "x.pt", {f"model.layers.{i // 10}.block{i % 10}.weight": torch.zeros(2, 3) for i in range(20_000)}
+    )
+    torch_zip.read(path)
+    begin = time.process_time()
+    assert len(torch_zip.read(path).tree) == 20_000
+    seconds = time.process_time() - begin
+    record_property("seconds", seconds)
+    assert seconds < 3

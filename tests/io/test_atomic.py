@@ -1,0 +1,443 @@
+"""Whatever happens while a file is written, the old one stands or the new one does, and nothing else."""
+
+import errno
+import fcntl
+import os
+import signal
+import stat
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import modelstate as ms
+from modelstate.errors import DirectoryLockedError, OptionError, SaveTargetError, TargetExistsError, WriteFailedError
+from modelstate.formats import write
+from modelstate.io import write_system
+from modelstate.io.atomic import SUFFIX, atomic_file, put_durably
+from modelstate.testing import faulty_writes
+
+OLD = b"the old file"
+
+
+def names(directory: Path) -> list[str]:
+    return sorted(path.name for path in directory.iterdir())
+
+
+def put(path: Path, data: bytes, overwrite: bool = True) -> None:
+    with atomic_file(str(path), overwrite=overwrite) as file:
+        file.reserve(len(data))
+        file.append(data)
+
+
+def test_a_file_is_written(tmp_path: Path) -> None:
+    for data in (b"", b"one", b"two" * 1_000_000):
+        put(tmp_path / "x", data)
+        assert (tmp_path / "x").read_bytes() == data
+    assert names(tmp_path) == ["x"]
+
+
+def test_nothing_is_at_the_path_before_the_end(tmp_path: Path) -> None:
+    with atomic_file(str(tmp_path / "x"), overwrite=True) as file:
+        file.append(b"half")
+        (beside,) = names(tmp_path)
+        assert beside.startswith(".x.")
+        assert beside.endswith(SUFFIX)
+
+
+def test_the_permissions_are_those_of_new_files(tmp_path: Path) -> None:
+    old = os.umask(0o027)
+    try:
+        put(tmp_path / "x", b"a")
+    finally:
+        os.umask(old)
+    assert (tmp_path / "x").stat().st_mode & 0o777 == 0o640
+
+
+@pytest.mark.parametrize("kind", [RuntimeError, KeyboardInterrupt, SystemExit])
+def test_what_the_block_raises_leaves_the_old_file(tmp_path: Path, kind: type[BaseException]) -> None:
+    (tmp_path / "x").write_bytes(OLD)
+
+    def interrupted() -> None:
+        with atomic_file(str(tmp_path / "x"), overwrite=True) as file:
+            file.append(b"half")
+            raise kind
+
+    with pytest.raises(kind):
+        interrupted()
+    assert (tmp_path / "x").read_bytes() == OLD
+    assert names(tmp_path) == ["x"]
+
+
+@pytest.mark.parametrize("step", ["posix_fallocate", "pwritev", "fchmod", "fsync", "replace", "link", "open"])
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EIO, errno.EACCES])
+def test_io_errors_leave_the_old_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, step: str, number: int) -> None:
+    (tmp_path / "x").write_bytes(OLD)
+
+    def fail(*args: Any, **named: Any) -> Any:
+        raise OSError(number, os.strerror(number))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, step, fail)
+        with pytest.raises(WriteFailedError, match=os.strerror(number)) as caught:
+            put(tmp_path / "x", b"new")
+    assert caught.value.where == str(tmp_path / "x")
+    assert (tmp_path / "x").read_bytes() == OLD
+    assert names(tmp_path) == ["x"]
+
+
+def test_a_file_system_without_rights(tmp_path: Path) -> None:
+    (tmp_path / "x").write_bytes(OLD)
+    with faulty_writes() as clean:
+        put(tmp_path / "x", b"new")
+    number = [request.call for request in clean.requests].index("fchmod") + 1
+    with faulty_writes(at=number, error=OSError(errno.EPERM, "there are none")):
+        put(tmp_path / "x", b"newer")
+    assert (tmp_path / "x").read_bytes() == b"newer"
+
+
+def test_a_full_disk(tmp_path: Path) -> None:
+    """A limit on the size of files stands for it: the kernel refuses in the middle of a write."""
+    (tmp_path / "x.safetensors").write_bytes(OLD)
+    code = (
+        "import resource, sys, torch, modelstate as ms\n"
+        "resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, 1 << 20))\n"
+        "try:\n"
+        "    ms.save({f'w{n}': torch.ones(1 << 16) for n in range(9)}, sys.argv[1])\n"
+        "except ms.errors.WriteFailedError as error:\n"
+        "    print(error)\n"
+    )
+    command = [sys.executable, "-c", code, str(tmp_path / "x.safetensors")]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert "File too large" in done.stdout
+    assert (tmp_path / "x.safetensors").read_bytes() == OLD
+    assert names(tmp_path) == ["x.safetensors"]
+
+
+def test_places_where_no_file_can_be(tmp_path: Path) -> None:
+    (tmp_path / "file").write_bytes(OLD)
+    os.mkfifo(tmp_path / "pipe")
+    for path in (tmp_path, tmp_path / "pipe"):
+        with pytest.raises(SaveTargetError):
+            put(path, b"new")
+    with pytest.raises(WriteFailedError, match="make the directory first"):
+        put(tmp_path / "no" / "x", b"new")
+    with pytest.raises(WriteFailedError, match="in a directory"):
+        put(tmp_path / "file" / "x", b"new")
+    with pytest.raises(WriteFailedError, match="shorter name"):
+        put(tmp_path / ("x" * 300), b"new")
+    assert names(tmp_path) == ["file", "pipe"]
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")
+def test_a_directory_that_may_not_be_written(tmp_path: Path) -> None:
+    tmp_path.chmod(0o500)
+    with pytest.raises(WriteFailedError, match="permission"):
+        put(tmp_path / "x", b"new")
+    tmp_path.chmod(0o700)
+    assert not names(tmp_path)
+
+
+def test_what_appears_meanwhile_is_not_overwritten(tmp_path: Path) -> None:
+
+    def overtaken() -> None:
+        with atomic_file(str(tmp_path / "x"), overwrite=False) as file:
+            file.append(b"new")
+            (tmp_path / "x").write_bytes(OLD)
+
+    with pytest.raises(TargetExistsError):
+        overtaken()
+    assert (tmp_path / "x").read_bytes() == OLD
+    assert names(tmp_path) == ["x"]
+
+
+def test_without_links_a_rename_will_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*args: Any, **named: Any) -> None:
+        raise OSError(errno.EPERM, "no links here")
+
+    monkeypatch.setattr(os, "link", fail)
+    put(tmp_path / "x", b"new", overwrite=False)
+    assert (tmp_path / "x").read_bytes() == b"new"
+    put(tmp_path / "x", b"newer")
+    assert (tmp_path / "x").read_bytes() == b"newer"
+    assert names(tmp_path) == ["x"]
+
+
+def test_file_and_directory_are_synced_around_the_rename(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    done: list[str] = []
+    fsync, replace = os.fsync, os.replace
+    monkeypatch.setattr(os, "fsync", lambda fd: done.append(os.readlink(f"/proc/self/fd/{fd}")) or fsync(fd))
+    monkeypatch.setattr(os, "replace", lambda a, b: done.append("rename") or replace(a, b))
+    put(tmp_path / "x", b"new")
+    assert done[0].endswith(SUFFIX)
+    assert done[1:] == ["rename", str(tmp_path)]
+
+
+def test_short_writes_are_continued(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pwritev = os.pwritev
+    monkeypatch.setattr(os, "pwritev", lambda fd, buffers, at: pwritev(fd, [bytes(buffers[0][:7])], at))
+    with atomic_file(str(tmp_path / "x"), overwrite=True) as file:
+        file.write_at(0, bytes(range(100)))
+        file.write_at(50, b"")
+        file.append(memoryview(b"end"))
+        assert file.nbytes == 103
+    assert (tmp_path / "x").read_bytes() == bytes(range(100)) + b"end"
+
+
+SAVING = """
+import sys, torch, modelstate as ms
+path, version = sys.argv[1], 0
+while True:
+    version += 1
+    state = {f"w{n}": torch.full((5000,), float(version)) for n in range(20)}
+    ms.save({**state, "_extra_state": {"version": version, "copy": torch.tensor([version])}}, path)
+    print(version, flush=True)
+"""
+
+
+def test_a_kill_leaves_a_complete_version(tmp_path: Path) -> None:
+    path = tmp_path / "x.safetensors"
+    seen = set()
+    for attempt in range(4):
+        with subprocess.Popen([sys.executable, "-c", SAVING, str(path)], stdout=subprocess.PIPE, text=True) as process:
+            assert process.stdout is not None
+            process.stdout.readline()
+            time.sleep(0.007 * attempt)
+            process.send_signal(signal.SIGKILL)
+        checkpoint = ms.open(path)
+        extra = checkpoint.extra["_extra_state"]
+        assert len(checkpoint) == 20
+        assert extra["copy"].tolist() == [extra["version"]]
+        assert all(checkpoint.tensor(name).eq(extra["version"]).all() for name in checkpoint)
+        seen.add(extra["version"])
+    assert seen
+    assert all(name == "x.safetensors" or name.endswith(SUFFIX) for name in names(tmp_path))
+
+
+@pytest.mark.parametrize("name", ["é" * 127, "x" * 255, "a" + "é" * 127, "日" * 85, "\udcff" * 255, "😀" * 63])
+def test_names_as_long_as_they_may_be(tmp_path: Path, name: str) -> None:
+    for data in (b"one", b"two"):
+        put(tmp_path / name, data)
+        assert (tmp_path / name).read_bytes() == data
+    assert names(tmp_path) == [name]
+
+
+HOLDER = "import fcntl, os, sys; fcntl.flock(os.open(sys.argv[1], os.O_RDONLY), fcntl.LOCK_SH); print('held'); input()"
+
+
+@pytest.fixture
+def holder(tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
+    """Another process, which holds a shared lock on the directory until something is written to it."""
+    streams: Any = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+    with subprocess.Popen([sys.executable, "-c", HOLDER, str(tmp_path)], **streams) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "held\n"
+        yield process
+        if process.poll() is None:
+            process.communicate("end\n")
+
+
+@pytest.mark.parametrize("name", ["x.safetensors", "x.pt"])
+@pytest.mark.parametrize("shards", [None, 8])
+def test_a_lock_that_is_not_given_back_is_an_error_with_its_holder(
+    tmp_path: Path, holder: subprocess.Popen[str], name: str, shards: int | None
+) -> None:
+    if shards and name == "x.pt":
+        pytest.skip("no shards in this format")
+    (tmp_path / name).write_bytes(OLD)
+    state = {"a": torch.ones(2), "b": torch.ones(2)}
+    with pytest.raises(DirectoryLockedError) as caught:
+        ms.save(state, tmp_path / name, shard_size_bytes=shards, lock_timeout_seconds=0.05)
+    assert isinstance(caught.value, TimeoutError)
+    assert caught.value.where == str(tmp_path)
+    assert f"process {holder.pid} (" in str(caught.value.found)
+    assert "fcntl.flock" in str(caught.value.found)
+    assert "lock_timeout_seconds=" in caught.value.remedy
+    assert (tmp_path / name).read_bytes() == OLD
+    assert names(tmp_path) == [name]
+    holder.communicate("end\n")
+    ms.save(state, tmp_path / name, shard_size_bytes=shards, lock_timeout_seconds=0)
+    assert set(ms.open(tmp_path / name)) == {"a", "b"}
+
+
+def test_a_lock_that_is_taken_while_the_file_is_written(tmp_path: Path) -> None:
+    (tmp_path / "x").write_bytes(OLD)
+    mine = os.open(tmp_path, os.O_RDONLY)
+
+    def write() -> None:
+        with atomic_file(str(tmp_path / "x"), overwrite=True, lock_timeout_seconds=0.05) as file:
+            file.append(b"new")
+            fcntl.flock(mine, fcntl.LOCK_EX)
+
+    try:
+        with pytest.raises(DirectoryLockedError, match=rf"this process \({os.getpid()}\)"):
+            write()
+    finally:
+        os.close(mine)
+    assert (tmp_path / "x").read_bytes() == OLD
+    assert names(tmp_path) == ["x"]
+
+
+@contextmanager
+def a_save_under_way(monkeypatch: pytest.MonkeyPatch, path: Path) -> Iterator[threading.Event]:
+    """Another thread saves to the path, and has the lock of the directory until the event is set."""
+    inside, go_on = threading.Event(), threading.Event()
+    real = put_durably
+
+    def slow(*arguments: Any, **named: Any) -> None:
+        if threading.current_thread() is thread:
+            inside.set()
+            go_on.wait(60)
+        real(*arguments, **named)
+
+    monkeypatch.setattr(write, "put_durably", slow)
+    thread = threading.Thread(target=ms.save, args=({"a": torch.ones(2)}, path))
+    thread.start()
+    try:
+        assert inside.wait(60)
+        yield go_on
+    finally:
+        go_on.set()
+        thread.join()
+
+
+def test_a_forked_child_keeps_no_lock_of_a_save(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    end, write = os.pipe()
+    with a_save_under_way(monkeypatch, tmp_path / "a.safetensors"):
+        child = os.fork()
+        if not child:
+            os.close(write)
+            os.read(end, 1)  # until the parent has closed its end
+            os._exit(0)
+    try:
+        ms.save({"b": torch.ones(2)}, tmp_path / "b.safetensors", lock_timeout_seconds=0)
+        assert names(tmp_path) == ["a.safetensors", "b.safetensors"]
+    finally:
+        os.close(write)
+        os.waitpid(child, 0)
+        os.close(end)
+
+
+def test_a_forked_child_has_no_descriptor_of_a_save(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with a_save_under_way(monkeypatch, tmp_path / "a.safetensors"):
+        child = os.fork()
+        if not child:
+            there = [os.path.realpath(f"/proc/self/fd/{one}") for one in os.listdir("/proc/self/fd")]
+            os._exit(any(path.startswith(str(tmp_path)) for path in there))
+        assert os.waitpid(child, 0)[1] == 0
+        with pytest.raises(DirectoryLockedError):  # the child has not released the lock of its parent
+            ms.save({"b": torch.ones(2)}, tmp_path / "b.safetensors", lock_timeout_seconds=0)
+
+
+def test_a_forked_child_saves_when_the_save_of_its_parent_has_ended(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ready, write = os.pipe()
+    with a_save_under_way(monkeypatch, tmp_path / "a.safetensors"):
+        child = os.fork()
+        if not child:
+            code = 1
+            try:
+                os.write(write, b"1")
+                ms.save({"b": torch.ones(2)}, tmp_path / "b.safetensors", lock_timeout_seconds=30)
+                code = 0
+            finally:
+                os._exit(code)
+        os.read(ready, 1)
+    assert os.waitpid(child, 0)[1] == 0
+    assert names(tmp_path) == ["a.safetensors", "b.safetensors"]
+    os.close(ready)
+    os.close(write)
+
+
+def test_a_lock_of_another_thread_is_named_as_such(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with a_save_under_way(monkeypatch, tmp_path / "a.safetensors"), pytest.raises(DirectoryLockedError) as caught:
+        ms.save({"b": torch.ones(2)}, tmp_path / "b.safetensors", lock_timeout_seconds=0)
+    assert f"another thread of this process ({os.getpid()})" in str(caught.value.found)
+    assert "end that process" not in caught.value.remedy
+    assert "lock_timeout_seconds=" in caught.value.remedy
+
+
+@pytest.mark.parametrize("seconds", [-1, float("inf"), float("nan"), None, "1", True])
+def test_what_is_no_time_to_wait(tmp_path: Path, seconds: Any) -> None:
+    with pytest.raises(OptionError, match="lock_timeout_seconds"):
+        ms.save({"a": torch.ones(1)}, tmp_path / "x", lock_timeout_seconds=seconds)
+
+
+def _open_files(monkeypatch: pytest.MonkeyPatch, directory: Path) -> set[int]:
+    """The permission bits that any file in the directory has at any call that changes the disk."""
+    seen: set[int] = set()
+
+    def watched(real: Any) -> Any:
+        def call(*args: Any) -> Any:
+            answer = real(*args)
+            found = [path.lstat().st_mode for path in directory.iterdir()]
+            seen.update(stat.S_IMODE(one) for one in found if stat.S_ISREG(one))
+            return answer
+
+        return call
+
+    for name in ("open", "fallocate", "pwritev", "fchmod", "fsync", "replace", "link"):
+        monkeypatch.setattr(write_system, name, watched(getattr(write_system, name)))
+    return seen
+
+
+def _write_store_file(path: Path) -> None:
+    put(path, b"new")
+
+
+WRITES: dict[str, Any] = {
+    "file": lambda path: ms.save({"a": torch.ones(2), "b": torch.ones(2)}, path),
+    "shards": lambda path: ms.save({"a": torch.ones(2), "b": torch.ones(2)}, path, shard_size_bytes=8),
+    "torch": lambda path: ms.save({"a": torch.ones(2)}, path, format="torch"),
+    "streamed torch": lambda path: ms.save(ms.open({"a": torch.ones(2)}), path, format="torch"),
+    "other": _write_store_file,
+}
+
+
+@pytest.mark.parametrize("write", WRITES.values(), ids=WRITES)
+@pytest.mark.parametrize("mode", [0o600, 0o640, 0o664])
+@pytest.mark.parametrize("kind", ["file", "index", "link"])
+def test_nothing_is_ever_more_readable_than_what_it_replaces(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, write: Any, mode: int, kind: str
+) -> None:
+    path = tmp_path / "d" / "x"
+    path.parent.mkdir()
+    if kind == "index":
+        if write is _write_store_file:
+            pytest.skip("no index there")
+        WRITES["shards"](path)
+        for file in path.parent.iterdir():
+            file.chmod(mode)
+    else:
+        there = tmp_path / "elsewhere" if kind == "link" else path
+        there.write_bytes(OLD)
+        there.chmod(mode)
+        if kind == "link":
+            path.symlink_to(there)
+    old = os.umask(0o022)
+    try:
+        with monkeypatch.context() as patch:
+            seen = _open_files(patch, path.parent)
+            write(path)
+    finally:
+        os.umask(old)
+    after = {stat.S_IMODE(file.lstat().st_mode) for file in path.parent.iterdir()}
+    assert after == {mode}
+    assert seen
+    assert [oct(bits) for bits in seen if bits & ~mode] == []
+
+
+def test_a_step_that_is_saved_again_stays_private(tmp_path: Path) -> None:
+    with ms.Store(tmp_path / "run") as store:
+        store.save(1, {"model": torch.nn.Linear(2, 2)})
+        (tmp_path / "run" / "step-000000001").chmod(0o700)
+        store.save(1, {"model": torch.nn.Linear(2, 2)}, overwrite=True)
+    assert stat.S_IMODE((tmp_path / "run" / "step-000000001.1").stat().st_mode) == 0o700

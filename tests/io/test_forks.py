@@ -1,0 +1,168 @@
+"""Processes that are forked while other threads are at work in modelstate: nothing waits for threads that are gone."""
+
+import gc
+import os
+import signal
+import sys
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+import modelstate as ms
+from modelstate.process import gc_paused
+from tests.io.test_lease import saved
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*fork")
+
+
+def in_child(check: Callable[[], bool], seconds: int = 30) -> str:
+    """What a check says in a forked child: "True", "False", "hangs", or that it raises."""
+    child = os.fork()
+    if not child:
+        try:
+            signal.signal(signal.SIGALRM, signal.SIG_DFL)
+            signal.alarm(seconds)
+            os._exit(0 if check() else 1)
+        finally:
+            os._exit(2)
+    _, status = os.waitpid(child, 0)
+    if os.WIFSIGNALED(status):
+        return "hangs" if os.WTERMSIG(status) == signal.SIGALRM else f"signal {os.WTERMSIG(status)}"
+    return {0: "True", 1: "False", 2: "raises"}[os.WEXITSTATUS(status)]
+
+
+def use(path: Path) -> bool:
+    """Every part of modelstate that guards the state of a Python module."""
+    with ms.skeleton():
+        model = nn.Linear(64, 64)
+    is_meta = model.weight.is_meta
+    ms.load(model, ms.open(path))
+    ms.load(nn.utils.skip_init(nn.Linear, 64, 64), path)  # torch holds a lock of its own while it initialises
+    ms.convert(model, dtype=torch.float64)
+    with ms.serve.without_state_dict_hooks(model):
+        model.state_dict()
+    return is_meta and bool(model.weight.eq(1).all()) and gc.isenabled()
+
+
+def test_children_that_are_forked_while_other_threads_work(tmp_path: Path) -> None:
+    """Forty of them, at any moment; the interpreter changes threads as often as it can."""
+    path, stop = saved(tmp_path / "model.safetensors", size=64), threading.Event()
+    torch.set_num_threads(1)
+
+    def work() -> None:
+        while not stop.is_set():
+            use(path)
+
+    def fork() -> bool:
+        return use(path)
+
+    assert use(path)  # Python has locks of its own while it imports a module for the first time
+    interval = sys.getswitchinterval()
+    threads = [threading.Thread(target=work) for _ in range(3)]
+    try:
+        sys.setswitchinterval(1e-6)
+        for thread in threads:
+            thread.start()
+        found = {in_child(fork) for _ in range(40)}
+    finally:
+        stop.set()
+        sys.setswitchinterval(interval)
+        for thread in threads:
+            thread.join()
+    assert found == {"True"}
+
+
+@pytest.fixture
+def other_thread() -> "Callable[[Callable[[threading.Event, threading.Event], None]], None]":
+    """Runs a function in another thread, until the test is over."""
+    release = threading.Event()
+    threads: list[threading.Thread] = []
+
+    def start(function: Callable[[threading.Event, threading.Event], None]) -> None:
+        inside = threading.Event()
+        threads.append(threading.Thread(target=function, args=(inside, release)))
+        threads[-1].start()
+        assert inside.wait(20)
+
+    yield start  # type: ignore[misc]
+    release.set()
+    for thread in threads:
+        thread.join()
+
+
+def test_the_collector_goes_on_in_a_child(other_thread: Callable[..., None]) -> None:
+    """It is off while another thread opens a file, which does not go on in the child."""
+
+    def quiet(inside: threading.Event, release: threading.Event) -> None:
+        with gc_paused():
+            inside.set()
+            release.wait(60)
+
+    other_thread(quiet)
+    assert not gc.isenabled()
+    assert in_child(gc.isenabled) == "True"
+    with gc_paused():
+        assert in_child(lambda: not gc.isenabled()) == "True"  # this thread does go on there
+
+
+def test_a_child_is_not_in_the_skeleton_of_another_thread(other_thread: Callable[..., None]) -> None:
+    def build(inside: threading.Event, release: threading.Event) -> None:
+        with ms.skeleton():
+            inside.set()
+            release.wait(60)
+
+    stock = nn.Module.register_parameter
+    other_thread(build)
+    assert nn.Module.register_parameter is not stock
+    assert in_child(lambda: nn.Module.register_parameter is stock) == "True"
+
+    with ms.skeleton():
+        assert in_child(lambda: nn.Linear(2, 2).weight.is_meta) == "True"
+
+
+def test_hooks_that_another_thread_has_put_to_sleep_are_awake_in_a_child(other_thread: Callable[..., None]) -> None:
+    model, called = nn.Linear(2, 2), list[int]()
+    model.register_state_dict_post_hook(lambda *_: called.append(1))
+
+    def sleep(inside: threading.Event, release: threading.Event) -> None:
+        with ms.serve.without_state_dict_hooks(model):
+            inside.set()
+            release.wait(60)
+
+    other_thread(sleep)
+    model.state_dict()
+    assert not called
+
+    def calls() -> bool:
+        model.state_dict()
+        return called == [1]
+
+    assert in_child(calls) == "True"
+    with ms.serve.without_state_dict_hooks(model):
+        assert in_child(calls) == "False"
+
+
+def test_no_lock_of_a_python_module_is_forgotten() -> None:
+    """A plain lock at the level of a module is held for ever in a child, if a thread held it at the fork."""
+    import importlib
+    import pkgutil
+
+    import modelstate
+    from modelstate import process as workers
+
+    known = {id(lock) for lock, _ in workers._fork_safe}
+    handled = {"modelstate.io.lock._guard", "modelstate.io.lease._lock"}  # by functions of their own at forks
+    kinds = type(threading.Lock()), type(threading.RLock()), threading.Condition
+    forgotten = []
+    for module in pkgutil.walk_packages(modelstate.__path__, "modelstate."):
+        if module.name.endswith("__main__") or ".integrations." in module.name:
+            continue
+        for name, value in vars(importlib.import_module(module.name)).items():
+            where = f"{module.name}.{name}"
+            if isinstance(value, kinds) and id(value) not in known and where not in handled:
+                forgotten.append(where)
+    assert not forgotten

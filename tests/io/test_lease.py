@@ -1,0 +1,497 @@
+"""Mapped files that other processes overwrite: real second processes, and this one that goes on using the tensors."""
+
+import ctypes
+import fcntl
+import gc
+import mmap
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch import nn
+
+import modelstate as ms
+
+SIZE = 1024
+
+
+def can_lease(folder: Path) -> bool:
+    """Whether the file system of a folder has leases, and this system lets us have them."""
+    path = folder / "lease"
+    path.write_bytes(b"x")
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        fcntl.fcntl(descriptor, fcntl.F_SETLEASE, fcntl.F_RDLCK)
+    except OSError:
+        return False
+    finally:
+        os.close(descriptor)
+    return True
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    if not can_lease(tmp_path):
+        pytest.skip("the file system of the temporary directory has no leases")
+    return tmp_path
+
+
+def saved(path: Path, value: float = 1.0, size: int = SIZE) -> Path:
+    save_file({"weight": torch.full((size, size), value), "bias": torch.zeros(size)}, path)
+    return path
+
+
+def mapped(path: Path, size: int = SIZE, map: bool | None = None) -> nn.Linear:
+    with ms.skeleton():
+        model = nn.Linear(size, size)
+    report = ms.load(model, path, map=map)
+    assert all(step.mapped for step in report.steps), report
+    assert not any("protect" in note for note in report.notes)
+    return model
+
+
+def run(*command: str | Path) -> None:
+    subprocess.run([str(part) for part in command], check=True, timeout=40)  # the lease would be broken after 45 s
+
+
+def python(code: str, *arguments: str | Path) -> None:
+    run(sys.executable, "-c", f"import sys, os\n{code}", *arguments)
+
+
+def _write(path: Path, new: Path) -> None:
+    thread = threading.Thread(target=path.write_bytes, args=(new.read_bytes(),))
+    thread.start()
+    thread.join(40)
+
+
+def shorten(path: Path) -> None:
+    """Makes a file shorter, from another process."""
+    python("os.truncate(sys.argv[1], 10)", path)
+
+
+OVERWRITERS: dict[str, Callable[[Path, Path], None]] = {
+    "cp": lambda new, path: run("cp", new, path),
+    "truncate": lambda new, path: shorten(path),
+    "dd": lambda new, path: run("dd", f"if={new}", f"of={path}", "status=none"),
+    "open for updating": lambda new, path: python(
+        "f = open(sys.argv[1], 'r+b'); f.write(bytes(os.path.getsize(f.name))); f.flush(); f.truncate(0)",
+        path,
+    ),
+    "torch.save": lambda new, path: python("import torch; torch.save({}, sys.argv[1])", path),
+    "a thread of this process": lambda new, path: _write(path, new),
+}
+
+
+@pytest.mark.parametrize("how", OVERWRITERS)
+def test_values_survive(how: str, folder: Path) -> None:
+    path, new = saved(folder / "model.safetensors"), saved(folder / "new", 2.0, size=4)
+    model = mapped(path)
+    address, before = model.weight.data_ptr(), path.read_bytes()
+    OVERWRITERS[how](new, path)
+    assert path.read_bytes() != before
+    assert model.weight.eq(1).all()
+    assert model.weight.data_ptr() == address
+    with torch.no_grad():
+        model.weight.add_(1)
+    assert model.weight.eq(2).all()
+
+
+def test_torch_files_that_are_mapped_on_request(folder: Path) -> None:
+    path, new = folder / "model.pt", saved(folder / "new", 2.0, size=4)
+    torch.save({"weight": torch.full((SIZE, SIZE), 1.0), "bias": torch.zeros(SIZE)}, path)
+    model = mapped(path, map=True)
+    run("cp", new, path)
+    assert model.weight.eq(1).all()
+
+
+def test_what_was_changed_in_the_map_stays(folder: Path) -> None:
+    model = mapped(saved(folder / "model.safetensors"))
+    with torch.no_grad():
+        model.weight[: SIZE // 2].mul_(3)
+    shorten(folder / "model.safetensors")
+    assert model.weight[: SIZE // 2].eq(3).all()
+    assert model.weight[SIZE // 2 :].eq(1).all()
+
+
+def test_no_write_of_another_thread_is_lost(folder: Path) -> None:
+    """A trained model is written to all the time, also while its memory is being replaced."""
+    path = saved(folder / "model.safetensors", 0.0, size=4096)
+    model, steps, stop = mapped(path, size=4096), 0, threading.Event()
+    rows = model.weight.detach()[:64]  # small, so that there are very many steps
+
+    def train() -> None:
+        nonlocal steps
+        while not stop.is_set():
+            rows.add_(1)
+            steps += 1
+
+    thread = threading.Thread(target=train)
+    thread.start()
+    try:
+        shorten(path)
+    finally:
+        stop.set()
+        thread.join()
+    assert steps
+    assert rows.eq(steps).all()
+    assert model.weight[64:].eq(0).all()
+
+
+def test_serving_goes_on_while_the_file_is_overwritten_again_and_again(folder: Path) -> None:
+    path, files = folder / "model.safetensors", [saved(folder / f"{i}", float(i)) for i in range(1, 3)]
+    run("cp", files[0], path)
+    models, wrong, stop = [mapped(path), mapped(path)], list[float](), threading.Event()
+    x = torch.ones(1, SIZE)
+
+    def serve() -> None:
+        with torch.inference_mode():
+            while not stop.is_set():
+                for model in models:
+                    wrong.extend(set(model(x).flatten().tolist()) - {float(SIZE)})
+
+    thread = threading.Thread(target=serve)
+    thread.start()
+    try:
+        for i in range(6):
+            run("cp", files[1 - i % 2], path)
+            del mapped(path).weight  # maps come and go meanwhile
+    finally:
+        stop.set()
+        thread.join()
+    assert not wrong
+
+
+@pytest.mark.parametrize("generations", [1, 2])
+def test_forked_children_keep_their_values(generations: int, folder: Path) -> None:
+    path = saved(folder / "model.safetensors")
+    model = mapped(path)
+    with torch.no_grad():
+        model.bias.fill_(7)
+    (ready_read, ready), (go, go_write) = os.pipe(), os.pipe()
+    child = os.fork()
+    if not child:
+        with_child = 0
+        try:
+            if generations == 2:
+                with_child = os.fork()
+            os.write(ready, b"x")
+            os.read(go, 1)
+            ok = model.weight.numpy(force=True).min() == 1 and model.bias.numpy(force=True).min() == 7
+            ok = ok and (not with_child or os.waitpid(with_child, 0)[1] == 0)
+            os._exit(0 if ok else 1)
+        finally:
+            os._exit(2)
+    for _ in range(generations):
+        os.read(ready_read, 1)
+    run("cp", "/dev/null", path)
+    os.write(go_write, b"x" * generations)
+    assert os.waitpid(child, 0)[1] == 0
+    assert model.weight.eq(1).all()
+    for descriptor in (ready, ready_read, go, go_write):
+        os.close(descriptor)
+
+
+def test_a_child_that_outlives_its_parent_holds_nobody_up(folder: Path) -> None:
+    """What a child has inherited of its parent's leases must not make a writer wait for a process that is gone."""
+    path = saved(folder / "model.safetensors")
+    code = f"""
+import os, sys, time, torch, modelstate as ms
+with ms.skeleton():
+    model = torch.nn.Linear({SIZE}, {SIZE})
+ms.load(model, sys.argv[1])
+if os.fork():
+    os.kill(os.getpid(), 9)
+while os.path.getsize(sys.argv[1]) > 10:
+    time.sleep(0.02)
+print(model.weight.numpy(force=True).min())
+"""
+    child = subprocess.Popen([sys.executable, "-c", code, path], stdout=subprocess.PIPE, text=True)
+    assert child.wait(60) == -signal.SIGKILL
+    shorten(path)
+    assert child.communicate(timeout=40)[0] == "1.0\n"
+
+
+def test_models_that_share_a_file_and_go(folder: Path) -> None:
+    path = saved(folder / "model.safetensors")
+    first, second = mapped(path), mapped(path)
+    del first
+    gc.collect()
+    shorten(path)
+    assert second.weight.eq(1).all()
+
+
+def test_nobody_waits_once_the_last_tensor_has_gone(folder: Path) -> None:
+    path = saved(folder / "model.safetensors")
+    model = mapped(path)
+    weight = model.weight
+    del model
+    assert not writes_at_once(path)
+    assert weight.eq(1).all()
+    os.replace(saved(folder / "new"), path)  # the other inode is free
+    model = mapped(path)
+    del model
+    gc.collect()
+    assert writes_at_once(path)
+
+
+def writes_at_once(path: Path) -> bool:
+    """Whether nobody has a lease on a file; with O_NONBLOCK an open does not wait for one that has."""
+    try:
+        os.close(os.open(path, os.O_WRONLY | os.O_NONBLOCK))
+    except BlockingIOError:
+        return False
+    return True
+
+
+def test_renames_and_readers_break_no_lease(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+    path = saved(folder / "model.safetensors")
+    model = mapped(path)
+    path.read_bytes()
+    ms.save({"weight": torch.zeros(2)}, path)
+    save_file({"weight": torch.zeros(2)}, path)
+    assert model.weight.eq(1).all()
+    assert not caplog.records
+
+
+def test_what_was_done_is_logged(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+    path = saved(folder / "model.safetensors")
+    model = mapped(path)
+    shorten(path)
+    assert [record.name for record in caplog.records] == ["modelstate"]
+    assert f"{path} is opened for writing: the 4.2 MB" in caplog.text
+    assert model.weight.eq(1).all()
+
+
+def test_a_file_that_is_open_for_writing_is_read(folder: Path) -> None:
+    path = saved(folder / "model.safetensors")
+    with ms.skeleton():
+        model, forced = nn.Linear(SIZE, SIZE), nn.Linear(SIZE, SIZE)
+    with path.open("r+b"):
+        report = ms.load(model, path)
+        told = ms.load(forced, path, map=True)
+    assert not any(step.mapped for step in report.steps)
+    assert (
+        "model.safetensors: read into memory, not mapped: it cannot be protected, for a process has the file open"
+        in ("\n".join(report.notes))
+    )
+    assert all(step.mapped for step in told.steps)
+    assert "model.safetensors: mapped without protection, for a process has the file open" in "\n".join(told.notes)
+
+
+@contextmanager
+def open_for_writing(path: Path) -> Iterator[None]:
+    """Another process has the file open for writing, so that no lease can be had."""
+    code = "import sys; file = open(sys.argv[1], 'r+b'); print(flush=True); sys.stdin.read()"
+    with subprocess.Popen(
+        [sys.executable, "-c", code, str(path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    ) as writer:
+        assert writer.stdout is not None
+        writer.stdout.readline()
+        yield
+        writer.communicate(timeout=40)
+
+
+@pytest.mark.parametrize("background", [False, True])
+@pytest.mark.parametrize("when", ["planned", "loaded"])
+def test_a_plan_holds_when_the_file_may_not_be_mapped_any_more(when: str, background: bool, folder: Path) -> None:
+    path = saved(folder / "model.safetensors", 3.0)
+    with ms.skeleton():
+        model = nn.Linear(SIZE, SIZE)
+    with open_for_writing(path) if when == "planned" else nullcontext():
+        plan = ms.plan(model, path)
+    assert all(step.mapped == (when == "loaded") for step in plan.steps)
+    with open_for_writing(path) if when == "loaded" else nullcontext():
+        report = ms.load(model, plan, background=True).result(60) if background else ms.load(model, plan)
+    assert all(step.mapped == (when == "planned") for step in report.steps)
+    assert model.weight.eq(3).all()
+    notes = "\n".join(report.notes)
+    if when == "loaded":
+        assert "2 tensors are read into memory; when the plan was made, the file could be mapped" in notes
+        assert "a process has the file open for writing" in notes
+    else:
+        assert "2 tensors show the file; when the plan was made, it could not be mapped" in notes
+
+
+def test_a_load_in_the_background_ends_while_a_writer_has_the_file_open(folder: Path) -> None:
+    path = saved(folder / "model.safetensors", 3.0)
+    with ms.skeleton():
+        model = nn.Linear(SIZE, SIZE)
+    handle = ms.load(model, path, background=True)
+    while not handle.done:
+        time.sleep(0.01)
+    with open_for_writing(path):
+        handle.result()
+    assert model.weight.eq(3).all()
+
+
+def test_a_plan_for_a_file_that_may_not_be_mapped_any_more_and_a_model_that_has_changed(folder: Path) -> None:
+    path = saved(folder / "model.safetensors")
+    with ms.skeleton():
+        model = nn.Linear(SIZE, SIZE)
+    plan = ms.plan(model, path)
+    model.double()
+    with open_for_writing(path), pytest.raises(ms.errors.StalePlanError, match="the model is no longer"):
+        ms.load(model, plan)
+    assert model.weight.is_meta
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")
+@pytest.mark.parametrize("mode", [0o644, 0o444])
+def test_files_of_another_user(mode: int, folder: Path) -> None:
+    """No lease can be had: what somebody may write to is read, and what nobody may write to is mapped."""
+    path = saved(folder / "model.safetensors")
+    path.chmod(mode)
+    for parent in (folder, *folder.parents):
+        if parent.stat().st_mode & 0o001:
+            break
+        parent.chmod(0o711)
+    with ms.skeleton():
+        model = nn.Linear(SIZE, SIZE)
+    child = os.fork()
+    if not child:
+        try:
+            os.setresuid(65534, 65534, 65534)
+            report = ms.load(model, path)
+            told = any("the file belongs to another user" in note for note in report.notes)
+            is_mapped = all(step.mapped for step in report.steps)
+            os._exit(0 if (is_mapped, told) == (mode == 0o444, mode != 0o444) else 1)
+        finally:
+            os._exit(2)
+    assert os.waitpid(child, 0)[1] == 0
+
+
+def test_too_many_leases(folder: Path) -> None:
+    """A program keeps the descriptors that it needs itself."""
+    paths = [saved(folder / f"{i}.safetensors", size=2) for i in range(12)]
+    code = """
+import resource, sys, torch, modelstate as ms
+resource.setrlimit(resource.RLIMIT_NOFILE, (40, 40))
+models = []
+for path in sys.argv[1:]:
+    with ms.skeleton():
+        models.append(torch.nn.Linear(2, 2))
+    print(all(step.mapped for step in ms.load(models[-1], path).steps))
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", code, *paths], capture_output=True, text=True, check=False, timeout=100
+    )
+    assert done.stdout.split() == ["True"] * 10 + ["False"] * 2, done.stderr
+
+
+def test_shared_memory_file_system(folder: Path) -> None:
+    """tmpfs has leases on some kernels and none on others; the values are right in either case."""
+    shm = Path("/dev/shm")
+    if not os.access(shm, os.W_OK):
+        pytest.skip("there is no /dev/shm")
+    path = shm / f"modelstate-{os.getpid()}.safetensors"
+    try:
+        saved(path)
+        with ms.skeleton():
+            model = nn.Linear(SIZE, SIZE)
+        report = ms.load(model, path)
+        assert all(step.mapped for step in report.steps) == can_lease(shm)
+        shorten(path)
+        assert model.weight.eq(1).all()
+    finally:
+        path.unlink()
+        (shm / "lease").unlink(missing_ok=True)
+
+
+def test_the_tensors_of_a_checkpoint(folder: Path) -> None:
+    path = saved(folder / "model.safetensors")
+    weight = ms.open(path).tensor("weight")
+    shorten(path)
+    assert weight.eq(1).all()
+
+
+def test_a_saver_that_keeps_pythons_lock_does_not_wait_for_a_checkpoint(tmp_path: Path) -> None:
+    """The tensor was looked at, and the file is written again: nothing may hold that up for the lease's 45 seconds."""
+    path = tmp_path / "model.pt"
+    torch.save({"weight": torch.ones(3)}, path)
+    weight = ms.open(path).tensor("weight")
+    assert weight.eq(1).all()
+    assert writes_at_once(path)
+
+
+def test_handlers_and_signals_stay_the_users(folder: Path) -> None:
+    """A handler of SIGSEGV is put back, and a signal that the process sends itself goes to its own handler."""
+    path, got = saved(folder / "model.safetensors"), list[int]()
+    libc = ctypes.CDLL(None)
+    before = signal.signal(signal.SIGURG, lambda number, _: got.append(number))
+    handlers = [ctypes.create_string_buffer(256) for _ in range(2)]
+    try:
+        model = mapped(path)
+        libc.sigaction(signal.SIGSEGV, None, handlers[0])
+        shorten(path)
+        libc.sigaction(signal.SIGSEGV, None, handlers[1])
+        assert not got
+        signal.raise_signal(signal.SIGURG)
+        os.kill(os.getpid(), signal.SIGURG)
+        deadline = time.monotonic() + 10
+        while len(got) < 2 and time.monotonic() < deadline:
+            time.sleep(0.01)
+        assert got == [signal.SIGURG] * 2
+        assert model.weight.eq(1).all()
+    finally:
+        signal.signal(signal.SIGURG, before)
+    assert handlers[0].raw[:8] == handlers[1].raw[:8]
+
+
+def test_the_memory_is_one_region(folder: Path) -> None:
+    """The process may have 65,530 regions; what is replaced in pieces must not use them up."""
+    path = saved(folder / "model.safetensors", size=8192)  # 268 MB, so many pieces
+    model = mapped(path, size=8192)
+    shorten(path)
+    at, end = model.weight.data_ptr(), model.weight.data_ptr() + model.weight.nbytes
+    regions = 0
+    for line in Path("/proc/self/maps").read_text().splitlines():
+        first, last = (int(part, 16) for part in line.split()[0].split("-"))
+        regions += first < end and last > at
+    assert regions <= 3
+    assert model.weight[::1000].eq(1).all()
+
+
+def test_a_program_that_ends_with_mapped_weights(folder: Path) -> None:
+    path = saved(folder / "model.safetensors")
+    code = f"""
+import sys, torch, modelstate as ms
+with ms.skeleton():
+    model = torch.nn.Linear({SIZE}, {SIZE})
+ms.load(model, sys.argv[1])
+"""
+    done = subprocess.run([sys.executable, "-c", code, path], capture_output=True, text=True, check=False, timeout=100)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_the_kernels_patience_is_not_outlived(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where there is no time left, memory stays the map that it is, and the lease is given back."""
+    from modelstate.io import lease
+
+    path = saved(folder / "model.safetensors")
+    model = mapped(path)
+    monkeypatch.setattr(lease, "_break_seconds", lambda: 0.0)
+    run("cp", saved(folder / "new", 2.0), path)
+    assert writes_at_once(path)
+    assert model.weight.eq(2).all()  # as of any map that nothing protects
+
+
+def test_pages_are_copied_while_others_use_the_map() -> None:
+    """The memory of a map that has gone is not written to."""
+    from modelstate.io import lease
+
+    shown = mmap.mmap(-1, 1 << 20, flags=mmap.MAP_PRIVATE)
+    shown[:3] = b"abc"
+    address = ctypes.addressof(ctypes.c_char.from_buffer(shown))
+    assert lease._replace(address, len(shown), time.monotonic() + 10) == len(shown)
+    assert shown[:3] == b"abc"
+    assert lease._replace(address, len(shown), time.monotonic() - 1) == 0
+    assert shown[:3] == b"abc"

@@ -1,0 +1,439 @@
+"""The lock of a writer, between processes, within one, across forks and deaths, and where there are no locks."""
+
+import errno
+import fcntl
+import gc
+import json
+import os
+import re
+import select
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from modelstate.errors import StoreAccessError, StoreLockedError
+from modelstate.io import lock
+from modelstate.io.lock import LOCK_FILE, WriterLock
+
+HOLD = """
+import sys
+from modelstate.io.lock import WriterLock
+lock = WriterLock(sys.argv[1])
+lock.acquire()
+print("held", flush=True)
+sys.stdin.read()
+"""
+TRY = """
+import sys
+from modelstate.errors import ModelStateError
+from modelstate.io.lock import WriterLock
+try:
+    WriterLock(sys.argv[1]).acquire()
+    print("acquired")
+except ModelStateError as error:
+    print(type(error).__name__, error.found)
+"""
+
+
+@pytest.fixture
+def directory(tmp_path: Path) -> Path:
+    return tmp_path
+
+
+class Holder:
+    """Another process, which has the lock until it is told or killed."""
+
+    def __init__(self, directory: Path, code: str = HOLD) -> None:
+        command = [sys.executable, "-c", code, str(directory)]
+        self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        self.line = self.process.stdout.readline() if self.process.stdout else ""
+
+    def end(self) -> None:
+        self.process.communicate(timeout=60)
+
+    def kill(self) -> None:
+        self.process.kill()
+        self.process.communicate(timeout=60)
+
+
+@pytest.fixture
+def holder(directory: Path) -> Iterator[Holder]:
+    made = Holder(directory)
+    assert made.line == "held\n"
+    yield made
+    made.kill()
+
+
+def another_process(directory: Path) -> str:
+    """What another process gets."""
+    done = subprocess.run([sys.executable, "-c", TRY, str(directory)], capture_output=True, text=True, check=True)
+    return done.stdout.strip()
+
+
+def in_a_child(do: Any) -> str:
+    """What a function returns, or the error that it raises, in a forked child."""
+    read, write = os.pipe()
+    child = os.fork()
+    if child == 0:
+        text = "died"
+        with suppress(BaseException):
+            try:
+                text = str(do())
+            except Exception as error:
+                text = type(error).__name__
+            os.write(write, text.encode())
+        os._exit(0)
+    os.close(write)
+    ready, _, _ = select.select([read], [], [], 60)
+    text = os.read(read, 10_000).decode() if ready else "hangs"
+    os.close(read)
+    if not ready:
+        os.kill(child, signal.SIGKILL)
+    os.waitpid(child, 0)
+    return text
+
+
+def test_the_second_writer_is_told_who_the_first_is(directory: Path, holder: Holder) -> None:
+    with pytest.raises(StoreLockedError) as caught:
+        WriterLock(directory).acquire()
+    host = re.escape(os.uname().nodename)
+    when = r"since \d{4}-\d\d-\d\d \d\d:\d\d:\d\d[+-]\d\d:\d\d"
+    assert re.fullmatch(rf"process {holder.process.pid} on {host}, {when}", caught.value.found)
+    assert str(directory) in str(caught.value)
+    holder.end()
+    with WriterLock(directory) as mine:
+        assert mine.held
+        assert mine.exclusive
+
+
+def test_a_refused_writer_leaves_the_first_one_its_lock(directory: Path, holder: Holder) -> None:
+    for _ in range(2):
+        with pytest.raises(StoreLockedError):
+            WriterLock(directory).acquire()
+    assert another_process(directory).startswith(f"StoreLockedError process {holder.process.pid} ")
+
+
+def test_the_lock_of_a_killed_process_is_taken_over(directory: Path, holder: Holder) -> None:
+    holder.kill()
+    assert json.loads((directory / LOCK_FILE).read_text())["pid"] == holder.process.pid
+    with WriterLock(directory):
+        assert another_process(directory).startswith(f"StoreLockedError process {os.getpid()} ")
+
+
+def test_what_the_file_says(directory: Path) -> None:
+    with WriterLock(directory):
+        line = subprocess.run(["cat", directory / LOCK_FILE], capture_output=True, text=True, check=True).stdout
+        assert line.endswith("}\n")
+        assert json.loads(line).keys() == {"pid", "host", "since"}
+    assert (directory / LOCK_FILE).read_bytes() == b""
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        b"",
+        b"[1]",
+        b"nonsense\x00\xff",
+        b"[" * 5000,
+        b'{"pid": 1}',
+        b'{"pid": "\\u001b[31m", "host": "\\n", "since": 1e300}',
+        b'{"pid": 1, "host": "h", "since": null}',
+        b'{"pid": 1, "host": "h", "since": NaN}',
+    ],
+)
+def test_a_file_that_says_nothing_useful(directory: Path, holder: Holder, text: bytes) -> None:
+    (directory / LOCK_FILE).write_bytes(text)
+    with pytest.raises(StoreLockedError) as caught:
+        WriterLock(directory).acquire()
+    assert caught.value.found.isprintable()
+    assert "does not say who has it" in caught.value.found or "since a time that cannot be read" in caught.value.found
+
+
+def test_a_process_has_one_writer(directory: Path) -> None:
+    first, second = WriterLock(directory), WriterLock(directory / ".." / directory.name)
+    first.acquire()
+    for lock_again in (first, second):
+        with pytest.raises(StoreLockedError, match=rf"this process \({os.getpid()}\), since "):
+            lock_again.acquire()
+    assert not second.held
+    second.release()
+    # The refused ones have closed no descriptor of the file.
+    assert another_process(directory).startswith("StoreLockedError")
+    first.release()
+    first.release()
+    assert not first.held
+    with second:
+        assert second.held
+    assert another_process(directory) == "acquired"
+
+
+def test_two_paths_of_one_directory(directory: Path) -> None:
+    (directory / "run").mkdir()
+    (directory / "link").symlink_to(directory / "run")
+    with WriterLock(directory / "run"), pytest.raises(StoreLockedError):
+        WriterLock(directory / "link").acquire()
+
+
+def test_other_directories_are_free(directory: Path) -> None:
+    for name in "ab":
+        (directory / name).mkdir()
+    with WriterLock(directory / "a") as first, WriterLock(directory / "b") as second:
+        assert first.held
+        assert second.held
+
+
+def test_of_many_threads_one_gets_it(directory: Path) -> None:
+    locks, refused = [WriterLock(directory) for _ in range(16)], []
+    start = threading.Barrier(len(locks))
+
+    def take(one: WriterLock) -> None:
+        start.wait()
+        try:
+            one.acquire()
+        except StoreLockedError as error:
+            refused.append(error)
+
+    threads = [threading.Thread(target=take, args=(one,)) for one in locks]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert (sum(one.held for one in locks), len(refused)) == (1, 15)
+    assert another_process(directory).startswith("StoreLockedError")
+    for one in locks:
+        one.release()
+
+
+def test_an_object_that_nobody_has_gives_it_back(directory: Path) -> None:
+    dropped = WriterLock(directory)
+    dropped.acquire()
+    del dropped
+    gc.collect()
+    assert another_process(directory) == "acquired"
+
+
+def test_a_forked_child_does_not_have_it(directory: Path) -> None:
+    mine = WriterLock(directory)
+    mine.acquire()
+    assert in_a_child(lambda: mine.held) == "False"
+    assert in_a_child(lambda: mine.exclusive) == "False"
+    assert in_a_child(WriterLock(directory).acquire) == "StoreLockedError"
+    assert in_a_child(mine.acquire) == "StoreLockedError"
+    assert in_a_child(mine.confirm) == "StoreLockedError"
+    assert in_a_child(mine.release) == "None"
+    assert mine.held
+    mine.confirm()
+    assert another_process(directory).startswith("StoreLockedError")
+    mine.release()
+
+
+def test_a_child_does_not_keep_the_lock_of_a_dead_parent(directory: Path) -> None:
+    code = HOLD.replace("print(", "import os, time\nif os.fork() == 0:\n    time.sleep(20)\n    os._exit(0)\nprint(")
+    parent = Holder(directory, code)
+    assert another_process(directory).startswith("StoreLockedError")
+    parent.process.kill()
+    parent.process.wait()
+    assert another_process(directory) == "acquired"
+    for stream in (parent.process.stdin, parent.process.stdout):
+        assert stream is not None
+        stream.close()
+
+
+def test_a_child_can_take_it_when_the_parent_gives_it_back(directory: Path) -> None:
+    mine = WriterLock(directory)
+    mine.acquire()
+    read, write = os.pipe()
+
+    def wait_and_take() -> str:
+        os.close(write)
+        os.read(read, 1)
+        with WriterLock(directory) as theirs:
+            return f"{theirs.exclusive} {another_process(directory).split()[0]}"
+
+    def give_back() -> None:
+        mine.release()
+        os.close(write)
+
+    timer = threading.Timer(0.5, give_back)
+    timer.start()
+    assert in_a_child(wait_and_take) == "True StoreLockedError"
+    os.close(read)
+
+
+def test_a_fork_while_another_thread_takes_it_does_not_hang(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    inside, go_on = threading.Event(), threading.Event()
+    real = fcntl.lockf
+
+    def slow(*arguments: Any) -> None:
+        inside.set()
+        go_on.wait(60)
+        real(*arguments)
+
+    monkeypatch.setattr(fcntl, "lockf", slow)
+    mine = WriterLock(directory)
+    thread = threading.Thread(target=mine.acquire)
+    thread.start()
+    inside.wait(60)
+    (directory / "other").mkdir()
+
+    def in_the_child() -> bool:
+        fcntl.lockf = real
+        with WriterLock(directory / "other") as theirs:
+            return theirs.held
+
+    assert in_a_child(in_the_child) == "True"
+    go_on.set()
+    thread.join()
+    assert mine.held
+    mine.release()
+
+
+def test_a_lock_that_other_code_has_lost_is_noticed(directory: Path) -> None:
+    mine = WriterLock(directory)
+    mine.acquire()
+    (directory / LOCK_FILE).read_bytes()  # any descriptor that is closed takes the lock with it
+    mine.confirm()
+    assert another_process(directory).startswith("StoreLockedError")
+    (directory / LOCK_FILE).read_bytes()
+    thief = Holder(directory)
+    with pytest.raises(StoreLockedError, match=f"process {thief.process.pid} on"):
+        mine.confirm()
+    thief.end()
+    mine.confirm()
+    (directory / LOCK_FILE).unlink()
+    with pytest.raises(StoreLockedError, match="removed or replaced"):
+        mine.confirm()
+    mine.release()
+    with pytest.raises(StoreLockedError, match="does not have it"):
+        mine.confirm()
+
+
+def test_a_file_that_is_removed_while_it_is_taken(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    real, times = fcntl.lockf, []
+
+    def unlinking(*arguments: Any) -> None:
+        real(*arguments)
+        times.append(1)
+        if len(times) < 3:
+            (directory / LOCK_FILE).unlink()
+
+    monkeypatch.setattr(fcntl, "lockf", unlinking)
+    with WriterLock(directory) as mine:
+        mine.confirm()
+        assert another_process(directory).startswith("StoreLockedError")
+
+
+def test_a_directory_where_no_file_stays(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fcntl, "lockf", lambda *arguments: (directory / LOCK_FILE).unlink())
+    with pytest.raises(StoreAccessError):
+        WriterLock(directory).acquire()
+
+
+def open_files() -> int:
+    return len(os.listdir("/proc/self/fd"))
+
+
+@pytest.mark.parametrize("error", [errno.EACCES, errno.EROFS, errno.EPERM, errno.ENOSPC])
+def test_a_directory_that_cannot_be_written_to(directory: Path, monkeypatch: pytest.MonkeyPatch, error: int) -> None:
+    def refuse(path: Any, *arguments: Any, **options: Any) -> int:
+        raise OSError(error, os.strerror(error), path)
+
+    monkeypatch.setattr(os, "open", refuse)
+    with pytest.raises(StoreAccessError) as caught:
+        WriterLock(directory).acquire()
+    assert os.strerror(error) in caught.value.found
+    assert caught.value.remedy
+
+
+@pytest.mark.skipif(os.getuid() == 0, reason="root may write everywhere")
+def test_a_directory_without_the_permission(directory: Path) -> None:
+    directory.chmod(0o500)
+    with pytest.raises(StoreAccessError):
+        WriterLock(directory).acquire()
+
+
+def test_what_is_no_directory(directory: Path) -> None:
+    (directory / "file").write_text("")
+    for path in (directory / "file", directory / "nothing"):
+        with pytest.raises(StoreAccessError):
+            WriterLock(path).acquire()
+    assert not (directory / "nothing").exists()
+
+
+def test_a_lock_file_that_is_none(directory: Path) -> None:
+    (directory / "victim").write_text("mine")
+    (directory / LOCK_FILE).symlink_to(directory / "victim")
+    with pytest.raises(StoreAccessError, match="symbolic link"):
+        WriterLock(directory).acquire()
+    assert (directory / "victim").read_text() == "mine"
+    (directory / LOCK_FILE).unlink()
+    (directory / LOCK_FILE).mkdir()
+    with pytest.raises(StoreAccessError, match="which is a directory"):
+        WriterLock(directory).acquire()
+
+
+@pytest.mark.parametrize("error", [errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS])
+def test_a_file_system_without_locks(directory: Path, monkeypatch: pytest.MonkeyPatch, error: int) -> None:
+    def refuse(*arguments: Any) -> None:
+        raise OSError(error, os.strerror(error))
+
+    monkeypatch.setattr(fcntl, "lockf", refuse)
+    before = open_files()
+    with pytest.raises(StoreAccessError, match="the file system has no locks") as caught:
+        WriterLock(directory).acquire()
+    assert "flock" in caught.value.remedy
+    assert open_files() == before
+    with WriterLock(directory, allow_unlocked=True) as mine:
+        assert mine.held
+        assert not mine.exclusive
+        mine.confirm()
+        with pytest.raises(StoreLockedError, match="this process"):
+            WriterLock(directory, allow_unlocked=True).acquire()
+    assert open_files() == before
+
+
+def test_an_input_output_error_is_no_lack_of_locks(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*arguments: Any) -> None:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    gc.collect()  # stores of other tests
+    before = set(lock._held)
+    mine = WriterLock(directory, allow_unlocked=True)
+    mine.acquire()
+    monkeypatch.setattr(fcntl, "lockf", fail)
+    with pytest.raises(StoreAccessError, match="Input/output error"):
+        mine.confirm()
+    mine.release()
+    with pytest.raises(StoreAccessError, match="Input/output error"):
+        mine.acquire()
+    assert not mine.held
+    assert set(lock._held) <= before
+
+
+def test_a_full_disk_is_in_nobodys_way(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*arguments: Any) -> int:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "pwrite", fail)
+    with WriterLock(directory) as mine:
+        assert mine.exclusive
+        assert another_process(directory) == f"StoreLockedError {LOCK_FILE} does not say who has it"
+
+
+def test_no_descriptor_stays_open(directory: Path, holder: Holder) -> None:
+    before = open_files()
+    for _ in range(3):
+        with pytest.raises(StoreLockedError):
+            WriterLock(directory).acquire()
+    holder.end()
+    for _ in range(3):
+        with WriterLock(directory):
+            pass
+    assert open_files() <= before

@@ -1,0 +1,264 @@
+"""Reading many ranges: the plan covers every byte once, and carrying it out leaves nothing behind."""
+
+import os
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from modelstate.errors import ReadFailedError
+from modelstate.io.engine import Batch, Request, coalesce, read_batches
+from modelstate.io.files import stamps_of
+from modelstate.spec import ByteRange
+
+FILE_BYTES = 96
+ranges = st.builds(
+    ByteRange, st.sampled_from(["a", "b"]), st.integers(0, FILE_BYTES // 2), st.integers(0, FILE_BYTES // 2)
+)
+limits = {"batch_bytes": st.integers(1, 40), "gap_bytes": st.integers(0, 12)}
+
+
+def requests_for(sources: list[ByteRange], base: int = 1) -> list[Request]:
+    """A request for each range, their places in memory one behind the other from `base` on."""
+    made, address = [], base
+    for source in sources:
+        made.append(Request(source, address))
+        address += source.nbytes
+    return made
+
+
+def bytes_of(batches: list[Batch]) -> list[tuple[int, str, int]]:
+    """For every byte that reaches memory: where it goes, and where it comes from."""
+    found = []
+    for batch in batches:
+        at = batch.start
+        for address, length in batch.pieces:
+            if address is not None:
+                found += [(address + i, batch.path, at + i) for i in range(length)]
+            at += length
+    return found
+
+
+def overlap(sources: list[ByteRange]) -> bool:
+    places = [(s.path, s.start + i) for s in sources for i in range(s.nbytes)]
+    return len(set(places)) < len(places)
+
+
+# The plan.
+
+
+@given(st.lists(ranges, max_size=12), limits["batch_bytes"], limits["gap_bytes"])
+def test_every_byte_of_every_request_is_read_once(sources: list[ByteRange], batch_bytes: int, gap_bytes: int) -> None:
+    requests = requests_for(sources)
+    wanted = [(r.address + i, r.source.path, r.source.start + i) for r in requests for i in range(r.source.nbytes)]
+    batches = coalesce(requests, batch_bytes=batch_bytes, gap_bytes=gap_bytes)
+    assert sorted(bytes_of(batches)) == sorted(wanted)
+
+
+@given(st.lists(ranges, max_size=12), limits["batch_bytes"], limits["gap_bytes"])
+def test_batches_keep_their_limits(sources: list[ByteRange], batch_bytes: int, gap_bytes: int) -> None:
+    batches = coalesce(requests_for(sources), batch_bytes=batch_bytes, gap_bytes=gap_bytes)
+    if not overlap(sources):
+        assert [(b.path, b.start) for b in batches] == sorted((b.path, b.start) for b in batches)
+    for batch in batches:
+        lengths = [length for _, length in batch.pieces]
+        assert 0 < batch.wanted_bytes <= batch.nbytes == sum(lengths) <= batch_bytes
+        assert min(lengths) > 0
+        assert all(length <= gap_bytes for address, length in batch.pieces if address is None)
+        assert batch.pieces[0][0] is not None
+        assert batch.pieces[-1][0] is not None
+
+
+@pytest.mark.parametrize("step", [1, 2])
+def test_a_batch_has_no_more_pieces_than_one_call_takes(step: int) -> None:
+    sources = [ByteRange("a", i * step, 1) for i in range(3000)]
+    batches = coalesce(requests_for(sources), batch_bytes=1 << 20, gap_bytes=1)
+    assert len(bytes_of(batches)) == 3000
+    assert 1000 < max(len(batch.pieces) for batch in batches) <= 1024
+    assert len(batches) == -(-3000 * step // 1023)
+
+
+def test_near_ranges_share_a_call_and_far_ones_do_not() -> None:
+    sources = [ByteRange("a", 0, 4), ByteRange("a", 4, 4), ByteRange("a", 11, 2), ByteRange("a", 17, 1)]
+    assert coalesce(requests_for(sources, 100), batch_bytes=50, gap_bytes=3) == [
+        Batch("a", 0, ((100, 4), (104, 4), (None, 3), (108, 2))),
+        Batch("a", 17, ((110, 1),)),
+    ]
+
+
+def test_an_empty_request_between_two_moves_nothing() -> None:
+    sources = [ByteRange("a", 0, 4), ByteRange("a", 6, 0), ByteRange("a", 8, 4), ByteRange("a", 14, 0)]
+    (batch,) = coalesce(requests_for(sources, 100), batch_bytes=50, gap_bytes=8)
+    assert batch.pieces == ((100, 4), (None, 4), (104, 4))
+
+
+def test_a_large_request_is_split() -> None:
+    batches = coalesce([Request(ByteRange("a", 5, 25), 100)], batch_bytes=10, gap_bytes=0)
+    assert [(b.start, b.pieces) for b in batches] == [(5, ((100, 10),)), (15, ((110, 10),)), (25, ((120, 5),))]
+
+
+@pytest.mark.parametrize("requests", [[], [Request(ByteRange("a", 3, 0), 1)]], ids=["none", "an empty one"])
+def test_nothing_to_read_is_no_call(requests: list[Request]) -> None:
+    assert coalesce(requests, batch_bytes=10, gap_bytes=10) == []
+
+
+# Carrying it out.
+
+
+@pytest.fixture
+def files(tmp_path: Path) -> dict[str, str]:
+    paths = {name: tmp_path / name for name in "ab"}
+    for salt, path in enumerate(paths.values()):
+        path.write_bytes(bytes((i * 7 + salt * 101) % 256 for i in range(FILE_BYTES)))
+    return {name: str(path) for name, path in paths.items()}
+
+
+@contextmanager
+def nothing_left_behind() -> Iterator[None]:
+    """No descriptor and no thread more than before."""
+    before = len(os.listdir("/proc/self/fd"))
+    yield
+    assert len(os.listdir("/proc/self/fd")) == before
+    assert not [thread.name for thread in threading.enumerate() if thread.name.startswith("modelstate-read")]
+
+
+def read(sources: list[ByteRange], *, batch_bytes: int = 8, gap_bytes: int = 2, **options: Any) -> bytes:
+    """What the ranges hold, one behind the other, read by the code under test."""
+    memory = torch.full((sum(source.nbytes for source in sources) + 1,), 0xEE, dtype=torch.uint8)
+    batches = coalesce(requests_for(sources, memory.data_ptr()), batch_bytes=batch_bytes, gap_bytes=gap_bytes)
+    with nothing_left_behind():
+        read_batches(batches, **({"threads": 1, "stamps": {}} | options))
+    assert memory[-1] == 0xEE
+    return memory[:-1].numpy().tobytes()
+
+
+def truth(sources: list[ByteRange]) -> bytes:
+    return b"".join(Path(s.path).read_bytes()[s.start : s.start + s.nbytes] for s in sources)
+
+
+@given(st.data(), st.sampled_from([1, 3]))
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_what_is_read_is_what_is_in_the_file(files: dict[str, str], data: st.DataObject, threads: int) -> None:
+    sources = [ByteRange(files[s.path], s.start, s.nbytes) for s in data.draw(st.lists(ranges, max_size=8))]
+    heard: list[int] = []
+    options = {name: data.draw(limit) for name, limit in limits.items()}
+    assert read(sources, threads=threads, on_read=heard.append, **options) == truth(sources)
+    assert sum(heard) == sum(source.nbytes for source in sources)
+
+
+@pytest.mark.parametrize("threads", [1, 4])
+def test_on_read_is_called_by_one_thread_at_a_time(files: dict[str, str], threads: int) -> None:
+    inside, most, total = 0, 0, 0
+
+    def on_read(nbytes: int) -> None:
+        nonlocal inside, most, total
+        inside += 1
+        time.sleep(0.002)
+        most, total = max(most, inside), total + nbytes
+        inside -= 1
+
+    read([ByteRange(files["a"], 0, 90)], threads=threads, on_read=on_read)
+    assert (most, total) == (1, 90)
+
+
+@pytest.mark.parametrize("most", [1, 3, 10])
+def test_calls_that_read_less_than_asked_go_on(
+    files: dict[str, str], monkeypatch: pytest.MonkeyPatch, most: int
+) -> None:
+    real, calls = os.preadv, []
+
+    def short(descriptor: int, views: list[memoryview], at: int) -> int:
+        calls.append(at)
+        left, given = most, []
+        for view in views:
+            given.append(view[:left])
+            left -= len(given[-1])
+        return real(descriptor, given, at)
+
+    monkeypatch.setattr(os, "preadv", short)
+    sources = [ByteRange(files["a"], 3, 7), ByteRange(files["a"], 12, 20), ByteRange(files["a"], 33, 1)]
+    assert read(sources, batch_bytes=64) == truth(sources)
+    assert len(calls) == -(-31 // most)
+
+
+class Broken:
+    """A `preadv` of which the call at one byte fails, after the others have begun."""
+
+    def __init__(self, bad_byte: int, outcome: int | OSError) -> None:
+        self.bad_byte, self.outcome, self.real = bad_byte, outcome, os.preadv
+        self.running, self.calls = 0, 0
+        self.lock = threading.Lock()
+
+    def __call__(self, descriptor: int, views: list[memoryview], at: int) -> int:
+        with self.lock:
+            self.running += 1
+            self.calls += 1
+        try:
+            if at == self.bad_byte:
+                if isinstance(self.outcome, OSError):
+                    raise self.outcome
+                return self.outcome
+            time.sleep(0.01)
+            return self.real(descriptor, views, at)
+        finally:
+            with self.lock:
+                self.running -= 1
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+@pytest.mark.parametrize("on_read", [None, lambda _: None], ids=["unheard", "heard"])
+def test_an_error_ends_the_read(
+    files: dict[str, str], monkeypatch: pytest.MonkeyPatch, threads: int, on_read: Callable[[int], None] | None
+) -> None:
+    broken = Broken(8, OSError(5, "Input/output error"))
+    monkeypatch.setattr(os, "preadv", broken)
+    with nothing_left_behind(), pytest.raises(ReadFailedError, match="Input/output error") as caught:
+        read([ByteRange(files["a"], 0, 96)], threads=threads, on_read=on_read)
+    assert broken.running == 0
+    assert broken.calls < 12  # of the 12 batches, those that had not begun never do
+    assert caught.value.where == f"{files['a']}, byte 8"
+    assert isinstance(caught.value.__cause__, OSError)
+    assert isinstance(caught.value, OSError)
+
+
+@pytest.mark.parametrize("threads", [1, 4])
+def test_a_file_that_ends_too_early(files: dict[str, str], threads: int) -> None:
+    with nothing_left_behind(), pytest.raises(ReadFailedError, match="ends before the tensor does") as caught:
+        read([ByteRange(files["a"], 80, 20)], threads=threads, batch_bytes=10)
+    assert caught.value.where == f"{files['a']}, byte {FILE_BYTES}"
+    assert caught.value.expected == "4 more bytes"
+
+
+@pytest.mark.parametrize("threads", [1, 4])
+@pytest.mark.parametrize("error", [KeyboardInterrupt, ZeroDivisionError])
+def test_what_on_read_raises_comes_through(files: dict[str, str], threads: int, error: type[BaseException]) -> None:
+    def on_read(_: int) -> None:
+        raise error
+
+    with nothing_left_behind(), pytest.raises(error):
+        read([ByteRange(files["a"], 0, 90)], threads=threads, on_read=on_read)
+
+
+def test_a_file_that_is_gone(files: dict[str, str], tmp_path: Path) -> None:
+    sources = [ByteRange(files["a"], 0, 9), ByteRange(str(tmp_path / "gone"), 0, 9)]
+    with nothing_left_behind(), pytest.raises(ReadFailedError, match="can no longer be opened") as caught:
+        read(sources)
+    assert caught.value.where == str(tmp_path / "gone")
+
+
+def test_a_file_that_has_changed_is_not_read(files: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
+    stamps = stamps_of(files.values())
+    Path(files["b"]).write_bytes(b"another")
+    monkeypatch.setattr(os, "preadv", lambda *_: pytest.fail("read"))
+    sources = [ByteRange(files["a"], 0, 9), ByteRange(files["b"], 0, 3)]
+    with nothing_left_behind(), pytest.raises(ReadFailedError, match="has changed since it was opened") as caught:
+        read(sources, stamps=stamps)
+    assert caught.value.where == files["b"]
+    assert "another file" not in caught.value.found

@@ -1,0 +1,141 @@
+"""Streams of blocks: every byte once, each thread by itself, and an end to all of them."""
+
+import threading
+import time
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from modelstate.errors import ReadFailedError
+from modelstate.io.engine import read_threads
+from modelstate.io.files import stamps_of
+from modelstate.io.stream import Block, Wait, Wanted, in_blocks, stream
+from modelstate.process import parallel_for
+from modelstate.spec import ByteRange
+
+units = st.integers(1, 300)
+wanted_ranges = st.lists(
+    st.tuples(st.sampled_from(["a", "b"]), st.integers(0, 5000), st.integers(0, 900), units).map(
+        lambda drawn: Wanted(ByteRange(*drawn[:3]), drawn[3])
+    ),
+    max_size=12,
+)
+
+
+@given(wanted=wanted_ranges, block_bytes=st.integers(64, 1000))
+def test_blocks_have_every_byte_once_in_whole_units(wanted: list[Wanted], block_bytes: int) -> None:
+    blocks = in_blocks(wanted, block_bytes)
+    parts = [part for block in blocks for part in block.parts]
+    for which, (source, unit) in enumerate(wanted):
+        mine = sorted((part for part in parts if part.which == which), key=lambda part: part.first)
+        assert [part.first for part in mine] == [sum(p.nbytes for p in mine[:i]) for i in range(len(mine))]
+        assert sum(part.nbytes for part in mine) == source.nbytes
+        assert all(part.nbytes % unit == 0 for part in mine[:-1])
+    for block in blocks:
+        ends = [(part.at, part.at + part.nbytes) for part in block.parts]
+        assert all(part.at % 64 == 0 for part in block.parts)
+        assert all(one[1] <= other[0] for one, other in pairwise(ends))
+        assert ends[-1][1] <= block.nbytes
+        assert block.nbytes < block_bytes + 64 or len(block.parts) == 1
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> str:
+    path = tmp_path / "bytes"
+    path.write_bytes(bytes(index * 7 % 251 for index in range(300_000)))
+    return str(path)
+
+
+def streamed(path: str, threads: int, buffers: int = 1, delay: float = 0.0) -> tuple[bytes, set[str]]:
+    """What comes of a stream of three ranges of the file, and the threads that brought it."""
+    wanted = [Wanted(ByteRange(path, *where), 4) for where in ((100_000, 120_000), (10, 40_000), (50_010, 40_000))]
+    found = [bytearray(one.source.nbytes) for one in wanted]
+    told: list[float] = []
+    names: set[str] = set()
+
+    def take(block: Block, buffer: torch.Tensor) -> None:
+        for part in block.parts:
+            piece = bytes(buffer[part.at : part.at + part.nbytes].tolist())
+            found[part.which][part.first : part.first + part.nbytes] = piece
+
+    def consume(block: Block, buffer: torch.Tensor) -> Wait | None:
+        names.add(threading.current_thread().name)
+        time.sleep(delay)
+        if buffers == 1:
+            take(block, buffer)
+            return None
+        return lambda: take(block, buffer)  # as a device does: while the next block is read
+
+    stream(
+        wanted,
+        consume,
+        threads=threads,
+        block_bytes=9_000,
+        stamps=stamps_of([path]),
+        on_block=lambda block, seconds: told.append(block.wanted_bytes),
+        buffers=buffers,
+    )
+    assert sum(told) == 200_000
+    content = Path(path).read_bytes()
+    for one, got in zip(wanted, found, strict=True):
+        assert got == content[one.source.start : one.source.start + one.source.nbytes]
+    return b"".join(found), names
+
+
+@pytest.mark.parametrize("buffers", [1, 2])
+@pytest.mark.parametrize("threads", [1, 2, 5])
+def test_what_is_streamed_is_what_is_in_the_file(threads: int, buffers: int, path: str) -> None:
+    _, names = streamed(path, threads, buffers, delay=0.005)
+    assert len(names) == threads
+    assert not [one for one in threading.enumerate() if one.name.startswith("modelstate-work")]
+
+
+def test_the_threads_compute_alone_and_leave_the_setting_as_it_was() -> None:
+    before = torch.get_num_threads()
+    torch.set_num_threads(3)
+    try:
+        seen: list[int] = []
+        parallel_for(lambda stop: seen.append(torch.get_num_threads()), 2, with_torch=True)
+        new: list[int] = []
+        other = threading.Thread(target=lambda: new.append(torch.get_num_threads()))
+        other.start()
+        other.join()
+        assert (seen, new, torch.get_num_threads()) == ([1, 1], [3], 3)
+    finally:
+        torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize("with_torch", [False, True])
+@pytest.mark.parametrize("error", [ValueError("no"), KeyboardInterrupt()])
+def test_an_error_of_one_thread_stops_the_others(error: BaseException, with_torch: bool) -> None:
+    numbers, ended = iter(range(3)), []
+
+    def work(stop: threading.Event) -> None:
+        if next(numbers) == 1:
+            raise error
+        assert stop.wait(20)
+        ended.append(None)
+
+    before = torch.get_num_threads()
+    with pytest.raises(type(error)):
+        parallel_for(work, 3, with_torch=with_torch)
+    assert len(ended) == 2
+    assert torch.get_num_threads() == before
+
+
+def test_a_file_that_ends_early(path: str) -> None:
+    stamps = stamps_of([path])
+    wanted = [Wanted(ByteRange(path, 0, 400_000), 4)]
+    with pytest.raises(ReadFailedError, match="ends before"):
+        stream(
+            wanted,
+            lambda block, buffer: None,
+            threads=read_threads(),
+            block_bytes=1000,
+            stamps=stamps,
+            on_block=lambda block, seconds: None,
+        )

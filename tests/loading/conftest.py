@@ -1,0 +1,31 @@
+"""Fixtures of loads in the background and of modules on several ranks."""
+
+from collections.abc import Iterator
+
+import pytest
+import torch.distributed as dist
+
+from tests.loading.handles import Gate, ended
+
+
+@pytest.fixture
+def no_thread_is_left() -> Iterator[None]:
+    yield
+    assert ended()
+
+
+@pytest.fixture
+def gate() -> Iterator[Gate]:
+    found = Gate()
+    yield found
+    found.opened.set()
+
+
+@pytest.fixture(scope="module")
+def process_group() -> Iterator[None]:
+    """The default process group, with this process as its only rank."""
+    if not dist.is_gloo_available():
+        pytest.skip("torch is built without gloo")
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()

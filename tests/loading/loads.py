@@ -1,0 +1,220 @@
+"""Loads of every kind, small, for tests that let each of them fail in every way."""
+
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from torch import nn
+
+import modelstate as ms
+from tests.formats import dcp_files
+from tests.formats.files import evict
+
+Open = Callable[[], ms.Checkpoint]
+
+
+class Net(nn.Module):
+    """Ties, a buffer, a non-persistent one, and a weight that lies transposed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(6, 4)
+        self.mlp = nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 4))
+        self.head = nn.Linear(4, 6, bias=False)
+        self.head.weight = self.embed.weight
+        self.register_buffer("count", torch.tensor([3.0, 4.0]))
+        self.register_buffer("hidden", torch.arange(3.0), persistent=False)
+
+
+def state(seed: int = 1) -> dict[str, torch.Tensor]:
+    """The tied tensor twice, as equal bytes in two places."""
+    torch.manual_seed(seed)
+    found = {name: torch.randn_like(tensor) for name, tensor in Net().state_dict().items()}
+    return {**found, "head.weight": found["embed.weight"].clone(), "hidden": torch.arange(3.0)}
+
+
+def safetensors(folder: Path) -> Open:
+    save_file(state(), folder / "x.safetensors")
+    return lambda: ms.open(folder / "x.safetensors")
+
+
+def sharded(folder: Path) -> Open:
+    named = list(state().items())
+    shards = {"a.safetensors": dict(named[:3]), "b.safetensors": dict(named[3:])}
+    for name, tensors in shards.items():
+        save_file(tensors, folder / name)
+    places = ", ".join(f'"{name}": "{shard}"' for shard, tensors in shards.items() for name in tensors)
+    (folder / "x.safetensors.index.json").write_text(f'{{"weight_map": {{{places}}}}}')
+    return lambda: ms.open(folder)
+
+
+def strided() -> dict[str, torch.Tensor]:
+    """Tensors that lie in the file transposed, and in every second column."""
+    found = state()
+    found["mlp.0.weight"] = found["mlp.0.weight"].t().contiguous().t()
+    found["mlp.1.weight"] = found["mlp.1.weight"].repeat_interleave(2, 1)[:, ::2]
+    return found
+
+
+def torch_zip(folder: Path) -> Open:
+    torch.save({"model": strided(), "step": 3}, folder / "x.pt")
+    return lambda: ms.open(folder / "x.pt")
+
+
+def torch_legacy(folder: Path) -> Open:
+    torch.save(strided(), folder / "x.pt", _use_new_zipfile_serialization=False)
+    return lambda: ms.open(folder / "x.pt")
+
+
+def dcp(folder: Path) -> Open:
+    dcp_files.write(folder / "dcp", {name: dcp_files.halves(tensor) for name, tensor in state().items()})
+    return lambda: ms.open(folder / "dcp")
+
+
+def disjoint(folder: Path) -> Open:
+    named = list(state().items())
+    save_file(dict(named[:3]), folder / "a.safetensors")
+    save_file(dict(named[3:]), folder / "b.safetensors")
+    return lambda: ms.open([folder / "a.safetensors", folder / "b.safetensors"])
+
+
+def averaged(folder: Path) -> Open:
+    paths = [folder / f"{seed}.safetensors" for seed in (1, 2)]
+    for seed, path in enumerate(paths, 1):
+        save_file(state(seed), path)
+    return lambda: ms.open(paths, combine=ms.merge.Average())
+
+
+def combined(folder: Path) -> Open:
+    paths = [folder / f"{seed}.safetensors" for seed in (1, 2)]
+    for seed, path in enumerate(paths, 1):
+        save_file(state(seed), path)
+    return lambda: ms.open(paths, combine=lambda name, tensors: (tensors[0] + tensors[-1]) / 2)
+
+
+def fused(folder: Path) -> Open:
+    """What rules have to compute: pieces to be put together, and ones that lie the other way round."""
+    found = state()
+    weight = found.pop("mlp.0.weight")
+    found |= {"mlp.0.weight.top": weight[:4].clone(), "mlp.0.weight.bottom": weight[4:].clone()}
+    found["mlp.1.weight"] = found["mlp.1.weight"].t().contiguous()
+    save_file(found, folder / "x.safetensors")
+    return lambda: ms.open(folder / "x.safetensors")
+
+
+def large(folder: Path) -> Open:
+    """Enough for several threads."""
+    torch.manual_seed(1)
+    save_file({"weight": torch.randn(1024, 4200), "bias": torch.randn(1024)}, folder / "x.safetensors")
+    return lambda: ms.open(folder / "x.safetensors")
+
+
+def layers(folder: Path) -> Open:
+    """Weights that are large enough to be read while another one is transformed, and small biases between them."""
+    torch.manual_seed(1)
+    state = {name: torch.randn_like(tensor) for name, tensor in three_layers().state_dict().items()}
+    save_file(state, folder / "x.safetensors")
+    return lambda: ms.open(folder / "x.safetensors")
+
+
+RULES: Any = (
+    ms.rules.Concat(("mlp.0.weight.top", "mlp.0.weight.bottom"), "mlp.0.weight"),
+    ms.rules.Transpose("mlp.1.weight"),
+    ms.rules.Apply("count", lambda tensor: tensor * 2),
+)
+
+
+def twice(name: str, tensor: torch.Tensor) -> torch.Tensor:
+    return tensor * 2
+
+
+def in_memory() -> nn.Module:
+    torch.manual_seed(0)
+    return Net()
+
+
+def on_meta() -> nn.Module:
+    with ms.skeleton():
+        return Net()
+
+
+def three_layers() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(*(nn.Linear(96, 192) for _ in range(3)))
+
+
+def linear() -> nn.Module:
+    return nn.Linear(4200, 1024)
+
+
+def half() -> nn.Module:
+    return linear().to(torch.bfloat16)
+
+
+@dataclass(frozen=True)
+class Kind:
+    """A way to load."""
+
+    write: Callable[[Path], Open] = safetensors
+    """Writes the files; what it returns opens them."""
+    build: Callable[[], nn.Module] = in_memory
+    options: Mapping[str, Any] = field(default_factory=dict)
+    cold: bool = False
+    """Whether the file is taken out of the page cache before each load, which then reads past it where it can."""
+
+    def load(self, model: nn.Module, source: Open) -> None:
+        checkpoint = source()
+        if self.cold:
+            for path in filter(os.path.exists, checkpoint.files):
+                evict(Path(path))
+        ms.load(model, checkpoint, **self.options)
+
+
+KINDS = {
+    "mapped": Kind(build=on_meta),
+    "memory of its own": Kind(build=on_meta, options={"map": False}),
+    "staged": Kind(),
+    "in place": Kind(options={"in_place": True}),
+    "in place, cast": Kind(options={"in_place": True, "dtype": torch.float32}),
+    "cast": Kind(options={"dtype": torch.bfloat16}),
+    "cast on meta": Kind(build=on_meta, options={"dtype": torch.bfloat16}),
+    "device": Kind(build=on_meta, options={"device": "cpu", "map": False}),
+    "transform": Kind(options={"transform": twice}),
+    "transform on meta": Kind(build=on_meta, options={"transform": {"mlp.*": twice}}),
+    "transform, read ahead": Kind(layers, three_layers, {"transform": twice}),
+    "rules": Kind(fused, options={"rules": RULES}),
+    "rules on meta": Kind(fused, on_meta, {"rules": RULES}),
+    "rules in place": Kind(fused, options={"rules": RULES[:2], "in_place": True}),
+    "sharded": Kind(sharded),
+    "sharded, mapped": Kind(sharded, on_meta),
+    "torch zip": Kind(torch_zip),
+    "torch zip, mapped": Kind(torch_zip, on_meta),
+    "torch zip, verified": Kind(torch_zip, options={"verify": True}),
+    "torch legacy": Kind(torch_legacy),
+    "torch legacy, mapped": Kind(torch_legacy, on_meta),
+    "dcp": Kind(dcp),
+    "dcp, mapped": Kind(dcp, on_meta),
+    "disjoint": Kind(disjoint, on_meta),
+    "averaged": Kind(averaged),
+    "averaged on meta": Kind(averaged, on_meta),
+    "combined": Kind(combined, on_meta),
+    "threads": Kind(large, linear),
+    "threads, in place": Kind(large, linear, {"in_place": True}),
+    "threads, cast": Kind(large, linear, {"dtype": torch.bfloat16}),
+    "cold": Kind(large, linear, cold=True),
+    "cold, in place": Kind(large, linear, {"in_place": True}, cold=True),
+    "cold, cast": Kind(large, linear, {"dtype": torch.bfloat16}, cold=True),
+    "cold, cast in place": Kind(large, half, {"in_place": True, "dtype": torch.bfloat16}, cold=True),
+}
+try:
+    from torchao.quantization import Int8WeightOnlyConfig
+
+    KINDS["quantized"] = Kind(
+        build=on_meta, options={"transform": {"mlp.*": ms.loading.Quantize(Int8WeightOnlyConfig())}}
+    )
+except ImportError:
+    pass

@@ -1,0 +1,281 @@
+"""Files that cannot be read, or change meanwhile: every kind of load fails as one, and leaves nothing behind."""
+
+import errno
+import gc
+import os
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import modelstate as ms
+from modelstate.errors import ReadFailedError
+from modelstate.io import page_cache
+from modelstate.io.engine import can_read_uncached
+from modelstate.spec import ByteRange
+from modelstate.testing import Request, faulty_reads
+from tests.formats.files import evict
+from tests.loading.fingerprint import described_module, whole
+from tests.loading.loads import KINDS, Kind, Open, dcp, large, on_meta
+
+every_kind = pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS)
+
+
+@contextmanager
+def nothing_left_behind(folder: Path) -> Iterator[None]:
+    """No thread, no open file and no map is there that was not there before."""
+    threads = set(threading.enumerate())
+    gc.disable()  # what is left behind must not need a collection to go
+    try:
+        yield
+        assert not {thread.name for thread in set(threading.enumerate()) - threads}
+        assert not still_open(folder)
+    finally:
+        gc.enable()
+
+
+def still_open(folder: Path) -> list[str]:
+    """The files that are open or mapped, once the thread that gives leases back has had its turn."""
+    for _ in range(500):
+        if not (found := open_now(folder)):
+            break
+        time.sleep(0.01)
+    return found
+
+
+def open_now(folder: Path) -> list[str]:
+    links = []
+    for descriptor in os.listdir("/proc/self/fd"):
+        try:
+            links.append(os.readlink(f"/proc/self/fd/{descriptor}"))
+        except OSError:
+            continue  # the one of the listing
+    maps = Path("/proc/self/maps").read_text().splitlines()
+    return [one for one in (*links, *maps) if str(folder) in one]
+
+
+def requests_of(kind: Kind, source: Open) -> list[Request]:
+    with faulty_reads() as faults:
+        kind.load(kind.build(), source)
+    return faults.requests
+
+
+def failure(kind: Kind, model: nn.Module, source: Open) -> BaseException | None:
+    """What the load raises, without the tracebacks, which would keep alive what the load has in its frames."""
+    try:
+        kind.load(model, source)
+    except BaseException as error:
+        one: BaseException | None = error
+        while one is not None:
+            one.__traceback__, one = None, one.__cause__ or one.__context__
+        return error
+    gc.collect()  # what a load that went well has needed may take that
+    return None
+
+
+def loaded(kind: Kind, source: Open) -> Any:
+    model = kind.build()
+    kind.load(model, source)
+    return described_module(model)
+
+
+def may_be_overwritten(kind: Kind, error: BaseException) -> bool:
+    told = isinstance(error, KeyboardInterrupt) or "partly overwritten" in str(error)
+    return bool(kind.options.get("in_place")) and told
+
+
+@every_kind
+@pytest.mark.parametrize(
+    "error", [OSError(errno.EIO, "Input/output error"), KeyboardInterrupt()], ids=["EIO", "Ctrl-C"]
+)
+def test_an_error_at_every_request_in_turn(kind: Kind, error: BaseException, tmp_path: Path) -> None:
+    source = kind.write(tmp_path)
+    requests = requests_of(kind, source)
+    assert len(requests) > 5
+    model, after = kind.build(), loaded(kind, source)
+    before = whole(model)
+    hints = kind.write is large  # the page cache is asked about large files, and need not answer
+    for request in requests:
+        with nothing_left_behind(tmp_path), faulty_reads(at=request.number, error=error):
+            found = failure(kind, model, source)
+            error.__traceback__ = None  # of one that was swallowed
+        expected = ReadFailedError if isinstance(error, OSError) else KeyboardInterrupt
+        if found is None:
+            assert hints, request
+            assert request.call in ("open", "fstat"), request
+            assert described_module(model) == after
+        else:
+            assert type(found) is expected, (request, found)
+        if found is None or may_be_overwritten(kind, found):
+            model = kind.build()
+            before = whole(model)
+        assert whole(model) == before, request
+    kind.load(model, source)
+    assert described_module(model) == after
+
+
+@pytest.mark.parametrize("name", [name for name in KINDS if KINDS[name].cold])
+def test_reads_past_the_page_cache_at_every_request_in_turn(name: str, tmp_path: Path) -> None:
+    """The kinds that are meant to read so do, and each request may be what the file system cannot do."""
+    kind = KINDS[name]
+    source = kind.write(tmp_path)
+    requests = requests_of(kind, source)
+    if not can_read_uncached(requests[0].path, None) or not is_cold(tmp_path / "x.safetensors"):
+        pytest.skip("no O_DIRECT on this file system, no huge pages, or no cachestat in this kernel")
+    reads = [request for request in requests if request.call == "preadv"]
+    assert sum(read.nbytes for read in reads) > 16 << 20
+    assert all(read.start % 4096 == read.nbytes % 4096 == 0 for read in reads)
+    model, after = kind.build(), loaded(kind, source)
+    before = whole(model)
+    for request in [*(one for one in requests if one.call == "open"), *reads]:
+        refused = OSError(errno.EINVAL, "Invalid argument")
+        with nothing_left_behind(tmp_path), faulty_reads(at=request.number, error=refused):
+            found = failure(kind, model, source)
+            refused.__traceback__ = None
+        assert found is None or isinstance(found, ReadFailedError), (request, found)
+        assert found is None or request.call != "preadv", request
+        if found is None:
+            assert described_module(model) == after, request
+        if found is None or may_be_overwritten(kind, found):
+            model = kind.build()
+            before = whole(model)
+        assert whole(model) == before, request
+
+
+def is_cold(path: Path) -> bool:
+    """Whether the page cache can be asked about a file, and says that it has none of it."""
+    evict(path)
+    return page_cache.is_cold(ByteRange(str(path), 0, path.stat().st_size))
+
+
+@every_kind
+@pytest.mark.parametrize("short", [1, 1000])
+def test_short_reads(kind: Kind, short: int, tmp_path: Path) -> None:
+    if kind.write is large and short == 1:
+        pytest.skip("24 million requests")
+    source = kind.write(tmp_path)
+    model, other = kind.build(), kind.build()
+    kind.load(model, source)
+    with faulty_reads(short=short):
+        kind.load(other, source)
+    assert described_module(model) == described_module(other)
+
+
+@every_kind
+def test_the_end_of_the_file_at_every_read_in_turn(kind: Kind, tmp_path: Path) -> None:
+    source = kind.write(tmp_path)
+    model, after = kind.build(), loaded(kind, source)
+    before = whole(model)
+    for request in requests_of(kind, source):
+        if request.call not in ("pread", "preadv"):
+            continue
+        with nothing_left_behind(tmp_path), faulty_reads(at=request.number, short=0) as faults:
+            found = failure(kind, model, source)
+        if found is None:
+            hit = faults.requests[request.number - 1].call  # threads that verify may come in another order
+            passed_over = kind.write is dcp  # a file that is not what is looked for in the directory
+            assert passed_over or hit not in ("pread", "preadv"), request
+            assert described_module(model) == after
+        else:
+            assert isinstance(found, ms.ModelStateError), (request, found)
+        if found is None or may_be_overwritten(kind, found):
+            model = kind.build()
+            before = whole(model)
+        assert whole(model) == before, request
+
+
+def cut(path: str) -> None:
+    os.truncate(path, os.path.getsize(path) // 2)
+
+
+def cut_to_nothing(path: str) -> None:
+    os.truncate(path, 0)
+
+
+def write_over(path: str) -> None:
+    """Other bytes at the end, of the same number."""
+    status = os.stat(path)
+    with open(path, "r+b") as file:
+        file.seek(-8, os.SEEK_END)
+        file.write(b"\1" * 8)
+    os.utime(path, ns=(status.st_atime_ns, status.st_mtime_ns + 1_000_000))
+
+
+def replace(path: str) -> None:
+    """Another file takes the name."""
+    content = Path(path).read_bytes()
+    Path(path + ".new").write_bytes(content[:-8] + b"\1" * 8)
+    os.replace(path + ".new", path)
+
+
+@every_kind
+@pytest.mark.parametrize("change", [cut, cut_to_nothing, write_over, replace])
+def test_a_file_that_changes_at_every_request_in_turn(
+    kind: Kind, change: Callable[[str], None], tmp_path: Path
+) -> None:
+    """Either the load fails, or the values are those of the file as it was opened."""
+    source = kind.write(tmp_path)
+    files = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
+    requests = requests_of(kind, source)
+    model, after = kind.build(), loaded(kind, source)
+    before = whole(model)
+    with faulty_reads() as faults:
+        source()
+    opening = len(faults.requests)  # as long as that lasts, the other file may be the one that is opened
+    for request in requests:
+        with faulty_reads(at=request.number, before=lambda request: change(request.path)):
+            found = failure(kind, model, source)
+        if found is None:
+            cut_short = change in (cut, cut_to_nothing) and request.path in open_now(tmp_path)
+            assert not cut_short, request
+            assert request.number <= opening or described_module(model) == after, request
+        else:
+            assert isinstance(found, ms.ModelStateError), (request, found)
+        if found is None or may_be_overwritten(kind, found):
+            model = kind.build()
+            before = whole(model)
+        assert whole(model) == before, request
+        assert not still_open(tmp_path), request
+        for path, content in files.items():
+            path.unlink()
+            path.write_bytes(content)
+
+
+# A file that is cut where the load lets somebody compute.
+
+
+def cutting(path: Path) -> Callable[..., torch.Tensor]:
+    """A function of tensors that shortens the file before it looks at them."""
+
+    def look(*given: Any) -> torch.Tensor:
+        os.truncate(path, 64)
+        tensors = given[-1] if isinstance(given[-1], list) else [given[-1]]
+        return torch.stack([tensor.clone() for tensor in tensors]).sum(0)
+
+    return look
+
+
+WHERE: dict[str, Callable[[Path], Kind]] = {
+    "transform": lambda path: Kind(build=on_meta, options={"transform": cutting(path)}),
+    "transform, staged": lambda path: Kind(options={"transform": cutting(path)}),
+    "rule": lambda path: Kind(build=on_meta, options={"rules": [ms.rules.Apply("count", cutting(path))]}),
+    "combine": lambda path: Kind(lambda folder: lambda: ms.open([path, path], combine=cutting(path)), on_meta),
+}
+
+
+@pytest.mark.parametrize("where", WHERE)
+def test_a_file_that_is_cut_where_the_load_computes(where: str, tmp_path: Path) -> None:
+    source = KINDS["mapped"].write(tmp_path)
+    kind = WHERE[where](tmp_path / "x.safetensors")
+    model = kind.build()
+    before = whole(model)
+    with nothing_left_behind(tmp_path):
+        found = failure(kind, model, kind.write(tmp_path) if where == "combine" else source)
+        assert type(found) is ReadFailedError, found
+    assert whole(model) == before

@@ -1,0 +1,93 @@
+"""Every name of the checkpoint and every slot of the model is accounted for, whatever the model's code does."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import modelstate as ms
+from modelstate import errors, problems
+from modelstate.loading.commit import Place
+from modelstate.planning.plan import Options
+from modelstate.planning.prepare import Preparation
+from modelstate.transaction.journal import Journal
+
+
+def test_a_wrapped_state_dict_beside_another_one_is_not_passed_over(tmp_path: Path) -> None:
+    module = nn.Linear(2, 2)
+    wrapped = {f"module.{name}": value for name, value in module.state_dict().items()}
+    torch.save({"model": wrapped, "ema": module.state_dict()}, tmp_path / "x.pt")
+    with pytest.raises(errors.AmbiguousKeyError) as caught:
+        ms.load(module, tmp_path / "x.pt")
+    assert dict(caught.value.candidates) == {"model": 2, "ema": 2}
+
+
+def test_what_else_a_checkpoint_holds_is_noted(tmp_path: Path) -> None:
+    module = nn.Linear(2, 2)
+    torch.save({"model": module.state_dict(), "moments": {"a": torch.ones(1)}}, tmp_path / "x.pt")
+    assert "1 tensors of other parts" in ms.load(module, tmp_path / "x.pt").notes[0]
+
+
+def test_values_that_an_override_swallows() -> None:
+    class Swallows(nn.Linear):
+        def _load_from_state_dict(self, *_: Any) -> None:
+            pass
+
+    module = nn.Sequential(Swallows(2, 2), nn.Linear(2, 2))
+    report = ms.load(module, module.state_dict())
+    assert report.coverage == 0.5
+    assert "2 went into the model's own loading code: 0.bias, 0.weight" in report.notes
+    assert "2 left to the model's own loading code: 0.bias, 0.weight" in report.notes
+
+
+def test_names_that_hooks_forgive_or_take_away() -> None:
+    forgiving = nn.Linear(2, 2)
+    forgiving.register_load_state_dict_post_hook(lambda _, incompatible: incompatible.missing_keys.clear())
+    report = ms.load(forgiving, {"weight": torch.ones(2, 2)})
+    assert "1 left to the model's own loading code: bias" in report.notes
+
+    taking = nn.Linear(2, 2)
+    taking._register_load_state_dict_pre_hook(lambda state, *_: state.pop("x") and None)
+    report = ms.load(taking, {"weight": torch.ones(2, 2), "bias": torch.ones(2), "x": torch.ones(())})
+    assert "1 went into the model's own loading code: x" in report.notes
+
+
+@pytest.mark.parametrize(
+    ("value", "agrees"),
+    [([0.9, 1.9, 2.9], False), ([0.0, 1.0, 2.0], True), ([0.0, 1.0, float("nan")], False)],
+)
+def test_hidden_buffers_are_compared_without_rounding(value: list[float], agrees: bool) -> None:
+    module = nn.Module()
+    module.register_buffer("position", torch.arange(3), persistent=False)
+    module.weight = nn.Parameter(torch.ones(1))
+    plan = ms.plan(module, {"weight": torch.ones(1), "position": torch.tensor(value)})
+    assert [type(problem) for problem in plan.problems] == ([] if agrees else [problems.BufferConflict])
+
+
+def test_one_prefix_in_the_place_of_another_is_not_proposed() -> None:
+    model = nn.ModuleDict({"encoder": nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))})
+    state = {name.replace("encoder.", "decoder."): value for name, value in model.state_dict().items()}
+    with pytest.raises(ms.PlanError) as caught:
+        ms.load(model, state)
+    assert {type(problem) for problem in caught.value.problems} == {problems.Missing, problems.Unexpected}
+    assert ms.load(model, state, rules=[ms.rules.Prefix(strip="decoder.", add="encoder.")]).coverage == 1.0
+
+
+def test_nothing_at_all_is_not_a_load() -> None:
+    with pytest.raises(ms.PlanError) as caught:
+        ms.load(nn.Linear(2, 2), {"x": torch.ones(1)}, allow_missing=["*"], allow_unexpected=["*"])
+    assert isinstance(caught.value.problems[0], problems.NothingFits)
+
+
+def test_what_is_only_moved_to_a_device_is_not_counted_as_loaded() -> None:
+    """The plan alone, so that the device need not be there."""
+    module = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    state = {name: value for name, value in module.state_dict().items() if name.startswith("0.")}
+    options = Options(allow_missing=("1.*",), device=torch.device("cuda:0"))
+    plan = Preparation(Journal(module), ms.open(state), options, Place, call_extra_state=False).plan()
+    assert plan.coverage == 0.5
+    assert [step.name for step in plan.steps] == ["0.weight", "0.bias"]
+    assert "2 only moved to cuda:0: 1.bias, 1.weight" in plan.notes
+    assert not any("own loading code" in note for note in plan.notes)

@@ -1,0 +1,184 @@
+"""What a load says of its memory is what it takes: the process is watched while it loads."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from modelstate.io.engine import read_threads
+
+# Samples the anonymous memory of the process every millisecond while a 256 MB model is loaded.
+PROGRAM = """
+import sys, threading, time, torch, modelstate as ms
+from torch import nn
+
+def anonymous():
+    with open("/proc/self/status") as status:
+        return next(int(line.split()[1]) << 10 for line in status if line.startswith("RssAnon"))
+
+target, path = sys.argv[1], sys.argv[2]
+options = eval(sys.argv[3])
+layers, shape, dtype, source = eval(sys.argv[4])
+
+def build():
+    return nn.Sequential(*(nn.Linear(*shape, bias=False, dtype=dtype) for _ in range(layers)))
+
+if target == "skeleton":
+    with ms.skeleton():
+        model = build()
+else:
+    model = build()
+small = nn.Linear(8, 8)
+ms.load(small, small.state_dict(), transform=options.get("transform"))  # what is made once is made now
+torch.ones(2048, 2048).double().sum()
+planned = {name: value for name, value in options.items() if name != "max_memory_bytes"}
+stated = ms.plan(model, source, **planned).extra_bytes
+peak, stop = 0, False
+def watch():
+    global peak
+    while not stop:
+        peak = max(peak, anonymous())
+        time.sleep(0.001)
+before = anonymous()
+thread = threading.Thread(target=watch)
+thread.start()
+report = ms.load(model, source, **options)
+stop = True
+thread.join()
+print(peak - before, report.peak_memory_bytes, stated)
+"""
+MODEL_BYTES = 16 * 2048 * 2048 * 4
+THREADS = read_threads()
+MB = 1 << 20
+INT8 = "transform=ms.loading.Quantize(__import__('torchao.quantization').quantization.Int8WeightOnlyConfig())"
+FLOAT8 = (
+    "transform=ms.loading.Quantize((q := __import__('torchao.quantization').quantization)"
+    ".Float8WeightOnlyConfig(granularity=q.PerTensor()))"
+)
+SLACK_BYTES = 24 << 20
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    import torch
+    from safetensors.torch import save_file
+
+    path = tmp_path_factory.mktemp("memory") / "x.safetensors"
+    save_file({f"{index}.weight": torch.randn(2048, 2048) for index in range(16)}, path)
+    return path
+
+
+@pytest.mark.parametrize(
+    ("target", "options", "new_bytes", "extra_bytes"),
+    [
+        ("materialised", "dict()", 0, MODEL_BYTES),
+        ("materialised", "dict(in_place=True)", 0, 0),
+        ("materialised", "dict(dtype=torch.bfloat16)", MODEL_BYTES // 2, THREADS * 4 * MB),
+        ("materialised", "dict(transform=lambda n, t: t * 2)", 0, MODEL_BYTES + MODEL_BYTES // 8),
+        ("skeleton", "dict()", 0, 0),
+        ("skeleton", "dict(map=False)", MODEL_BYTES, 0),
+        ("skeleton", "dict(dtype=torch.bfloat16)", MODEL_BYTES // 2, THREADS * 4 * MB),
+        ("skeleton", "dict(dtype=torch.bfloat16, max_memory_bytes=100_000)", MODEL_BYTES // 2, 64 << 10),
+        # A thread reads 8 MB of rows, makes at most as much of them in place, and has a heap of its own.
+        ("skeleton", f"dict({INT8})", MODEL_BYTES // 4, THREADS * 24 * MB),
+        ("materialised", f"dict({INT8})", MODEL_BYTES // 4, THREADS * 24 * MB),
+        # torchao takes up to three copies of them as float32, and its heap is larger.
+        ("skeleton", f"dict({INT8}, dtype=torch.bfloat16)", MODEL_BYTES // 4, THREADS * 44 * MB),
+        # The scale of a whole weight needs the whole of it: 64 MB are read, and torchao takes five copies of a weight.
+        ("skeleton", f"dict({FLOAT8})", MODEL_BYTES // 4, MODEL_BYTES // 4 + MODEL_BYTES * 5 // 16 + 32 * MB),
+    ],
+)
+def test_a_report_tells_the_memory_that_was_taken(
+    target: str, options: str, new_bytes: int, extra_bytes: int, path: Path
+) -> None:
+    """`new_bytes` is what the model has more than before, `extra_bytes` what the plan says of what it needs beyond."""
+    taken, told, stated = measured(target, path, options)
+    assert stated == extra_bytes or "max_memory_bytes" in options
+    assert extra_bytes // 2 <= told <= extra_bytes
+    assert taken <= new_bytes + told + SLACK_BYTES
+    # It is no wild overestimate either. (Memory that the load gives back may come from what was there before.)
+    assert taken >= (new_bytes + told) * 0.5 - SLACK_BYTES
+
+
+def measured(target: str, path: Path, options: str, of: str = "16, (2048, 2048), torch.float32, path") -> list[int]:
+    """What a load took, what its report tells and what its plan states, `of` so many layers, and their source."""
+    if not Path("/proc/self/status").exists():
+        pytest.skip("no /proc: memory is not measured here")
+    done = subprocess.run(
+        [sys.executable, "-c", PROGRAM, target, str(path), options, of], capture_output=True, text=True, timeout=300
+    )
+    assert done.returncode == 0, done.stderr
+    return [int(number) for number in done.stdout.split()]
+
+
+LAYERS, SHAPE = 2, (16384, 2048)
+
+
+@pytest.mark.parametrize("target", ["skeleton", "materialised"])
+@pytest.mark.parametrize(
+    ("dtype", "adapter"), [("bfloat16", "float32"), ("bfloat16", "bfloat16"), ("float32", "float64")]
+)
+def test_a_merge_takes_no_more_than_its_plan_states(target: str, dtype: str, adapter: str, tmp_path: Path) -> None:
+    import torch
+    from safetensors.torch import save_file
+
+    into, out = SHAPE
+    kind = getattr(torch, dtype)
+    save_file({f"{index}.weight": torch.randn(out, into).to(kind) for index in range(LAYERS)}, tmp_path / "base.st")
+    factors = {"A": torch.randn(8, into), "B": torch.randn(out, 8)}
+    save_file(
+        {
+            f"{i}.lora_{k}.weight": t.to(getattr(torch, adapter), copy=True)
+            for i in range(LAYERS)
+            for k, t in factors.items()
+        },
+        tmp_path / "adapter.st",
+    )
+    opened = "ms.open([path + '/base.st', path + '/adapter.st'], combine=ms.merge.LoRA(alpha=8))"
+    taken, told, stated = measured(target, tmp_path, "{}", f"{LAYERS}, {SHAPE}, torch.{dtype}, {opened}")
+    assert told <= stated
+    assert taken <= (LAYERS * into * out * kind.itemsize if target == "skeleton" else 0) + stated + SLACK_BYTES // 3
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_an_average_of_transposed_tensors_takes_no_more_than_its_plan_states(dtype: str, tmp_path: Path) -> None:
+    import torch
+
+    into, out = SHAPE
+    kind = getattr(torch, dtype)
+    for name in "ab":
+        torch.save({f"{i}.weight": torch.randn(into, out).to(kind).T for i in range(LAYERS)}, tmp_path / name)
+    opened = "ms.open([path + '/a', path + '/b'], combine=ms.merge.Average())"
+    taken, told, stated = measured("skeleton", tmp_path, "{}", f"{LAYERS}, {SHAPE}, torch.{dtype}, {opened}")
+    assert told <= stated
+    assert taken <= LAYERS * into * out * kind.itemsize + stated + SLACK_BYTES // 3
+
+
+SHORT = """
+import resource, sys, torch, modelstate as ms
+from torch import nn
+
+model = nn.Sequential(*(nn.Linear(2048, 2048, bias=False) for _ in range(16)))
+before = [p.detach().clone() for p in list(model.parameters())[:1]]
+objects = [id(p) for p in model.parameters()]
+ms.load(nn.Linear(8, 8), nn.Linear(8, 8).state_dict())
+now = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()
+resource.setrlimit(resource.RLIMIT_AS, (now + (400 << 20), resource.RLIM_INFINITY))
+try:
+    ms.load(model, sys.argv[1], **eval(sys.argv[2]))
+except ms.ModelStateError as error:
+    print(type(error).__name__)
+assert torch.equal(model[0].weight, before[0]) and model[15].weight.dtype is torch.float32
+assert [id(p) for p in model.parameters()] == objects
+"""
+
+
+@pytest.mark.parametrize("options", ["dict()", "dict(dtype=torch.float64)"])
+def test_a_machine_without_the_memory(options: str, path: Path) -> None:
+    """400 MB of addresses are too few for the file's map beside a copy of the model, or for wider weights."""
+    done = subprocess.run(
+        [sys.executable, "-c", SHORT, str(path), options], capture_output=True, text=True, timeout=300
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip() in ("MemoryBudgetError", "ReadFailedError")

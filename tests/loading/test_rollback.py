@@ -1,0 +1,533 @@
+"""What is hard to restore, and what is hard to foresee: each of these once left a module half loaded."""
+
+import random
+import signal
+import warnings
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+import modelstate as ms
+from modelstate import errors
+from modelstate.transaction import journal as journal_module
+from tests.loading.fingerprint import described_module, holding, whole
+
+
+def pair() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+
+
+def ones(module: nn.Module) -> dict[str, Any]:
+    return {name: torch.ones_like(value) for name, value in module.state_dict().items()}
+
+
+def failing_late(module: nn.Module, change: Callable[[Any], object] = lambda owner: None) -> None:
+    def hook(owner: nn.Module, _: Any) -> None:
+        change(owner)
+        raise LookupError("too late")
+
+    module.register_load_state_dict_post_hook(hook)
+
+
+def left_as_it_was(module: nn.Module, load: Callable[[], Any], error: type[BaseException]) -> None:
+    before = whole(module)
+    with pytest.raises(error):
+        load()
+    assert whole(module) == before
+
+
+# What looks as if it could not fail.
+
+
+def test_a_value_that_overlaps_its_target() -> None:
+    flat = torch.arange(10.0)
+    module = holding(a=torch.zeros(3), p=flat[:4], z=torch.zeros(3))
+    state = {"a": torch.ones(3), "p": flat[2:6], "z": torch.ones(3)}
+    left_as_it_was(module, lambda: ms.load_state_dict(module, state), RuntimeError)
+    ms.load(module, state)
+    assert torch.equal(flat[:4], torch.tensor([2.0, 3, 4, 5]))
+
+
+def test_a_warning_that_is_an_error() -> None:
+    module = holding(a=torch.zeros(2), b=torch.zeros(2), c=torch.zeros(2))
+    state = {"a": torch.ones(2), "b": torch.ones(2, dtype=torch.complex64), "c": torch.ones(2)}
+    torch.set_warn_always(True)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        left_as_it_was(module, lambda: ms.load_state_dict(module, state), RuntimeError)
+    torch.set_warn_always(False)
+
+
+def test_a_registration_hook_that_raises() -> None:
+    def hook(module: nn.Module, name: str, param: nn.Parameter) -> None:
+        if name == "bias":
+            raise LookupError("not this one")
+
+    module = pair()
+    state = ones(module)
+    handle = torch.nn.modules.module.register_module_parameter_registration_hook(hook)
+    try:
+        left_as_it_was(module, lambda: ms.load_state_dict(module, state, assign=True), RuntimeError)
+    finally:
+        handle.remove()
+
+
+def test_a_hook_that_refers_to_a_tensor_that_is_to_be_swapped() -> None:
+    module = pair()
+    kept: list[Any] = []
+    module[1].register_load_state_dict_post_hook(lambda owner, _: kept.append(weakref.ref(owner.weight)))
+    torch.__future__.set_swap_module_params_on_conversion(True)
+    try:
+        ms.load_state_dict(module, ones(module))
+    finally:
+        torch.__future__.set_swap_module_params_on_conversion(False)
+    assert all(bool((p == 1).all()) for p in module.parameters())
+    assert kept[0]() is module[1].weight
+
+
+def test_an_error_that_a_later_hook_forgives() -> None:
+    def forgive(
+        state: Any, prefix: str, metadata: Any, strict: bool, missing: Any, unexpected: Any, found: Any
+    ) -> None:
+        found.clear()
+
+    def build() -> nn.Sequential:
+        module = pair()
+        module[1]._register_load_state_dict_pre_hook(forgive)
+        return module
+
+    state = {**ones(pair()), "0.bias": torch.ones(2).to_sparse().to("meta")}
+    theirs, ours = build(), build()
+    theirs.load_state_dict(state)
+    ms.load_state_dict(ours, state)
+    assert described_module(ours) == described_module(theirs)
+
+
+def test_a_transform_to_integers(tmp_path: Path) -> None:
+    module = pair()
+    state = {**ones(module), "1.weight": torch.ones(2, 2, dtype=torch.int8)}
+    left_as_it_was(module, lambda: ms.load(module, state, transform=lambda name, t: t), errors.PlacementError)
+
+
+def test_parameters_that_cannot_be_written_in_place() -> None:
+    module = holding(a=torch.zeros(4), p=nn.Parameter(torch.zeros(1).expand(4)))
+    state = {"a": torch.ones(4), "p": torch.ones(4)}
+    left_as_it_was(module, lambda: ms.load(module, state, in_place=True), errors.PlacementError)
+    on_meta = {"a": torch.ones(4), "p": torch.ones(4, device="meta")}
+    left_as_it_was(module, lambda: ms.load(module, on_meta, in_place=True), ms.PlanError)
+
+
+# What is hard to restore.
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize(
+    "tensor",
+    [
+        torch.eye(3).to_sparse(),
+        torch.eye(3).to_sparse_csr(),
+        torch.eye(3).to_mkldnn(),
+        torch.quantize_per_tensor(torch.eye(3), 0.5, 1, torch.qint8),
+    ],
+    ids=["coo", "csr", "mkldnn", "quantized"],
+)
+def test_layouts_of_their_own(tensor: torch.Tensor) -> None:
+    def content(buffer: torch.Tensor) -> Any:
+        return (buffer.dequantize() if buffer.is_quantized else buffer.to_dense()).tolist()
+
+    module = nn.Sequential(holding(exotic=tensor.clone()), nn.Linear(2, 2))
+    state = module.state_dict()
+    state["0.exotic"] = (
+        torch.quantize_per_tensor(torch.full((3, 3), 2.0), 0.1, 2, torch.qint8)
+        if tensor.is_quantized
+        else tensor.clone().mul_(2)
+        if tensor.layout is not torch._mkldnn
+        else torch.full((3, 3), 2.0).to_mkldnn()
+    )
+    buffer, before = module[0].exotic, content(module[0].exotic)
+    failing_late(module)
+    with pytest.raises(LookupError):
+        ms.load_state_dict(module, state)
+    assert module[0].exotic is buffer
+    assert content(buffer) == before
+
+
+def test_storages_that_a_hook_has_emptied() -> None:
+    module = pair()
+    before = module[0].weight.detach().clone()  # a NumPy view would keep the storage from being resized
+    failing_late(module, lambda owner: owner[0].weight.untyped_storage().resize_(0))
+    with pytest.raises(LookupError):
+        ms.load_state_dict(module, {name: torch.ones_like(p) for name, p in module.named_parameters()})
+    assert torch.equal(module[0].weight, before)
+
+
+def test_arrays_that_a_hook_has_locked() -> None:
+    module: Any = pair()
+    module.table = np.arange(3.0)
+
+    def change(owner: Any) -> None:
+        owner.table[:] = 9
+        owner.table.flags.writeable = False
+
+    failing_late(module, change)
+    left_as_it_was(module, lambda: ms.load_state_dict(module, ones(module)), LookupError)
+    assert module.table.tolist() == [0, 1, 2]
+
+
+def test_a_module_that_holds_a_large_vocabulary() -> None:
+    module: Any = pair()
+    module.vocabulary = [(str(i), float(i)) for i in range(1_000_100)]
+    failing_late(module, lambda owner: setattr(owner[0], "bias", nn.Parameter(torch.zeros(2))))
+    bias = module[0].bias
+    with pytest.raises(LookupError):
+        ms.load_state_dict(module, ones(module))
+    assert module[0].bias is bias
+
+
+def test_gradients_and_their_hooks() -> None:
+    module = pair()
+    module(torch.ones(1, 2)).sum().backward()
+    called: list[int] = []
+
+    def change(owner: Any) -> None:
+        owner(torch.ones(1, 2)).sum().backward()
+        owner[0].weight.register_hook(lambda grad: called.append(1))
+
+    failing_late(module, change)
+    left_as_it_was(module, lambda: ms.load_state_dict(module, ones(module)), LookupError)
+    module(torch.ones(1, 2)).sum().backward()
+    assert not called
+
+
+def test_slots_with_private_names_and_owners_of_methods() -> None:
+    class Slotted:
+        __slots__ = ("__value",)
+
+        def __init__(self) -> None:
+            self.__value = 1
+
+        def set(self, value: int) -> None:
+            self.__value = value
+
+        def get(self) -> int:
+            return self.__value
+
+    module: Any = pair()
+    module.by_slot, module.by_method = Slotted(), Slotted().set
+    failing_late(module, lambda owner: (owner.by_slot.set(2), owner.by_method(2)))
+    with pytest.raises(LookupError):
+        ms.load_state_dict(module, ones(module))
+    assert module.by_slot.get() == module.by_method.__self__.get() == 1
+
+
+@pytest.fixture
+def one_rank(tmp_path: Path) -> Iterator[None]:
+    import torch.distributed as dist
+
+    if not dist.is_available() or not dist.is_gloo_available():
+        pytest.skip("torch.distributed with gloo is not here: sharded modules are not tested")
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.mark.usefixtures("one_rank")
+@pytest.mark.parametrize("swap", [False, True])
+def test_sharded_modules(swap: bool) -> None:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    module = pair()
+    fully_shard(module, mesh=init_device_mesh("cpu", (1,)))
+    before = {name: value.full_tensor().clone() for name, value in module.state_dict().items()}
+    good = {name: torch.ones_like(value) for name, value in module.state_dict().items()}
+    torch.__future__.set_swap_module_params_on_conversion(swap)
+    try:
+        with pytest.raises(RuntimeError, match="size mismatch"):
+            ms.load_state_dict(module, {**good, "1.bias": torch.ones(9)})
+    finally:
+        torch.__future__.set_swap_module_params_on_conversion(False)
+    for name, value in module.state_dict().items():
+        assert torch.equal(value.full_tensor(), before[name])
+
+
+# Signals.
+
+
+def test_a_signal_in_the_middle_of_the_rollback_waits() -> None:
+    """A hook that fails sends a signal off that arrives a little later, at all kinds of moments of the rollback."""
+
+    def alarm(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    state = ones(pair())
+    previous = signal.signal(signal.SIGALRM, alarm)
+    try:
+        for delay in range(1, 60):
+            module = pair()
+            module(torch.ones(1, 2)).sum().backward()
+            failing_late(module, lambda owner, s=delay: signal.setitimer(signal.ITIMER_REAL, s * 1e-5))
+            before = whole(module)
+            with suppress(LookupError, KeyboardInterrupt):
+                try:
+                    ms.load_state_dict(module, state)
+                finally:
+                    signal.setitimer(signal.ITIMER_REAL, 0)
+            assert whole(module) == before
+    finally:
+        signal.signal(signal.SIGALRM, previous)
+
+
+# Modules that are not what they seem.
+
+
+def test_script_modules() -> None:
+    scripted = torch.jit.script(nn.Linear(2, 2))
+    state = {"weight": torch.ones(2, 2), "bias": torch.ones(2)}
+    ms.load_state_dict(scripted, state)
+    assert torch.equal(scripted.weight, torch.ones(2, 2))
+    ms.load(scripted, {name: value * 2 for name, value in state.items()})
+    assert torch.equal(scripted.weight, torch.full((2, 2), 2.0))
+
+
+def test_a_base_class_that_others_have_patched(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[str] = []
+    original = nn.Module._load_from_state_dict
+
+    def patched(self: nn.Module, state: Any, prefix: str, *rest: Any) -> None:
+        calls.append(prefix)
+        original(self, state, prefix, *rest)
+
+    monkeypatch.setattr(nn.Module, "_load_from_state_dict", patched)
+    module = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
+    ms.load_state_dict(module, ones(module))
+    assert calls == ["", "0.", "1."]
+    assert nn.Module._load_from_state_dict is patched
+    assert torch.equal(module[0].weight, torch.ones(2, 2))
+    left_as_it_was(module, lambda: ms.load_state_dict(module, {**ones(module), "1.bias": torch.ones(7)}), RuntimeError)
+
+
+def test_modules_that_change_while_they_are_loaded() -> None:
+    def replacing() -> nn.Module:
+        module = pair()
+
+        def hook(owner: nn.Module, _: Any) -> None:
+            torch.manual_seed(3)
+            module[1] = nn.Linear(2, 2)
+
+        module[0].register_load_state_dict_post_hook(hook)
+        return module
+
+    theirs, ours = replacing(), replacing()
+    state = ones(pair())
+    theirs.load_state_dict(state)
+    ms.load_state_dict(ours, state)
+    assert torch.equal(ours[1].weight, torch.ones(2, 2))
+    assert described_module(ours) == described_module(theirs)
+
+
+# What a rollback meets on its way.
+
+
+def failing_with(module: nn.Module, hook: Callable[[nn.Module], object]) -> None:
+    """Loads into a module whose code runs `hook`, with a name too many."""
+    module.register_load_state_dict_post_hook(lambda owner, _: hook(owner) and None)
+    state = {name: torch.full_like(value, 3) for name, value in module.state_dict().items()}
+    with pytest.raises(RuntimeError, match=r"Unexpected key\(s\)"):
+        ms.load_state_dict(module, {**state, "zz": torch.ones(1)})
+
+
+class Holding(nn.Module):
+    """A module that holds `held` besides a parameter."""
+
+    def __init__(self, held: Any = None) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(2))
+        self.held = held
+
+
+class Settings(dict[str, int]):
+    """A dict with attributes."""
+
+
+class Items(list[int]):
+    """A list with attributes."""
+
+
+def with_attribute(value: Any) -> Any:
+    value.number = 1
+    return value
+
+
+def test_arrays_that_show_the_memory_of_tensors() -> None:
+    module = Holding(torch.arange(3.0).numpy())
+
+    def change(owner: Any) -> None:
+        owner.held[:] = 7
+        with torch.no_grad():
+            owner.weight.fill_(9)
+
+    failing_with(module, change)
+    assert module.held.tolist() == [0, 1, 2]
+    assert module.weight.tolist() == [0, 0]
+    assert ms.plan(module, {"weight": torch.ones(2)}).ok
+    assert module.weight.tolist() == [0, 0]
+
+
+@pytest.mark.parametrize("how", [lambda g: g.resize_(5), lambda g: setattr(g, "data", torch.zeros(5))])
+def test_a_gradient_of_another_size(how: Callable[[torch.Tensor], object]) -> None:
+    module = Holding()
+    module.weight.grad = grad = torch.ones(2)
+
+    def change(owner: Any) -> None:
+        owner.weight.grad = None
+        how(grad)
+
+    failing_with(module, change)
+    assert module.weight.grad is grad
+    assert grad.tolist() == [1, 1]
+
+
+def change_attribute(owner: Any) -> None:
+    owner.held.number = 2
+
+
+def change_element(owner: Any) -> None:
+    for one in owner.held:
+        with torch.no_grad():
+            one.fill_(9)
+
+
+def change_argument(owner: Any) -> None:
+    owner.held.args[0].append(2)
+
+
+def change_hooks(owner: Any) -> None:
+    owner.weight.register_post_accumulate_grad_hook(print)
+    owner.weight.register_hook(print)
+
+
+def change_class(owner: Any) -> None:
+    owner.__class__ = type("Other", (Holding,), {})
+
+
+def change_leaf(owner: Any) -> None:
+    owner.held.add_(torch.ones(2, requires_grad=True))
+
+
+@pytest.mark.parametrize(
+    ("held", "change", "look"),
+    [
+        (lambda: with_attribute(Settings(a=1)), change_attribute, lambda m: (dict(m.held), m.held.number)),
+        (lambda: with_attribute(Items([1])), change_attribute, lambda m: (list(m.held), m.held.number)),
+        (lambda: {torch.ones(2)}, change_element, lambda m: [one.tolist() for one in m.held]),
+        (lambda: {torch.ones(2): 1}, change_element, lambda m: [one.tolist() for one in m.held]),
+        (lambda: partial(print, [1]), change_argument, lambda m: m.held.args),
+        (
+            lambda: None,
+            change_hooks,
+            lambda m: (dict(m.weight._backward_hooks or {}), dict(m.weight._post_accumulate_grad_hooks or {})),
+        ),
+        (lambda: None, change_class, type),
+        (lambda: torch.ones(2), change_leaf, lambda m: (m.held.is_leaf, m.held.tolist())),
+    ],
+)
+def test_everything_that_can_be_reached(held: Any, change: Any, look: Any) -> None:
+    module = Holding(held())
+    before = look(module)
+    failing_with(module, change)
+    assert look(module) == before
+
+
+class Refusing:
+    """An object that cannot say what it holds."""
+
+    @property
+    def __dict__(self) -> Any:
+        raise OSError
+
+
+class Pretending:
+    """An object that says that it is a dict, and is none."""
+
+    __class__ = dict  # type: ignore[assignment]
+
+
+@pytest.mark.parametrize("held", [random.SystemRandom, Refusing, Pretending])
+def test_objects_that_cannot_be_looked_into(held: Any) -> None:
+    module = nn.Sequential(nn.BatchNorm1d(3), Holding(held()))
+    ms.load_state_dict(module, {name: value + 1 for name, value in module.state_dict().items()})
+    assert module[1].weight.tolist() == [1, 1]
+    ms.load(module, {name: value + 1 for name, value in module.state_dict().items()})
+    assert module[1].weight.tolist() == [2, 2]
+
+
+def test_what_cannot_be_put_back_is_said_and_the_rest_is_put_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    module = Holding()
+    broken = torch.ones(2)
+    module.held = [broken]
+
+    def change(owner: Any) -> None:
+        with torch.no_grad():
+            owner.weight.fill_(9)
+        owner.held[0].data = torch.ones(3)
+
+    original = journal_module._put_bytes
+
+    def fails(storage: Any, kept: Any) -> None:
+        if storage.nbytes() == 8 and storage._cdata == module.weight.untyped_storage()._cdata:
+            original(storage, kept)
+            raise OSError("worn out")
+        original(storage, kept)
+
+    module.register_load_state_dict_post_hook(lambda owner, _: change(owner))
+    monkeypatch.setattr(journal_module, "_put_bytes", fails)
+    with pytest.raises(errors.RollbackError, match="worn out"):
+        ms.load_state_dict(module, {"weight": torch.ones(2), "zz": torch.ones(1)})
+    assert module.weight.tolist() == [0, 0]
+    assert broken.tolist() == [1, 1]
+
+
+class Unreadable:
+    """One of its attributes raises when it is read."""
+
+    __slots__ = ("__dict__", "_kept")
+
+    def __init__(self) -> None:
+        self.cache = [1]
+
+
+class Descriptor:
+    def __get__(self, owner: object, cls: type | None = None) -> object:
+        raise RuntimeError("not now")
+
+    def __set__(self, owner: object, value: object) -> None:
+        raise RuntimeError("not now")
+
+
+@pytest.mark.parametrize("load", [ms.load, ms.load_state_dict])
+def test_an_object_with_an_attribute_that_cannot_be_read(
+    load: Callable[..., object], caplog: pytest.LogCaptureFixture
+) -> None:
+    """Its other attributes are put back, and a warning names its class."""
+    module: Any = pair()
+    module.helper = Unreadable()
+    Unreadable._kept = Descriptor()  # type: ignore[assignment]
+    failing_late(module, lambda owner: owner.helper.cache.append(2))
+    left_as_it_was(module, lambda: load(module, ones(module)), Exception)
+    assert module.helper.cache == [1]
+    assert "Unreadable" in caplog.text
+    caplog.clear()
+    plain = pair()
+    failing_late(plain)
+    left_as_it_was(plain, lambda: load(plain, ones(plain)), Exception)
+    assert not caplog.text

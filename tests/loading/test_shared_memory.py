@@ -1,0 +1,140 @@
+"""Values and slots that share memory with each other, or with the model."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import modelstate as ms
+from modelstate import problems
+from tests.loading.fingerprint import holding, whole
+
+
+def tied() -> nn.Module:
+    weight = nn.Parameter(torch.zeros(4, 4))
+    return holding(a=weight, b=weight)
+
+
+def conflict(module: nn.Module, source: Any) -> None:
+    before = whole(module)
+    with pytest.raises(ms.PlanError) as caught:
+        ms.load(module, source)
+    assert [type(problem) for problem in caught.value.problems] == [problems.TieConflict]
+    assert whole(module) == before
+
+
+def test_a_transpose_of_the_same_bytes_is_another_value(tmp_path: Path) -> None:
+    weight = torch.randn(4, 4)
+    conflict(tied(), {"a": weight, "b": weight.T})
+    torch.save({"a": weight, "b": weight.T}, tmp_path / "x.pt")
+    conflict(tied(), tmp_path / "x.pt")
+    ms.load(tied(), {"a": weight, "b": weight.T.contiguous().T})
+
+
+def test_conjugated_ties() -> None:
+    value = torch.randn(4, 4, dtype=torch.complex64)
+    weight = nn.Parameter(torch.zeros(4, 4, dtype=torch.complex64))
+    conflict(holding(a=weight, b=weight), {"a": value, "b": value.conj()})
+    ms.load(holding(a=weight, b=weight), {"a": value.conj(), "b": value.conj().resolve_conj()})
+
+
+def test_parameters_that_show_the_same_memory() -> None:
+    memory = torch.zeros(4)
+    module = holding(a=nn.Parameter(memory), b=nn.Parameter(memory))
+    conflict(module, {"a": torch.ones(4), "b": torch.zeros(4)})
+    ms.load(module, {"a": torch.ones(4), "b": torch.ones(4)})
+    assert torch.equal(module.b, torch.ones(4))
+
+
+def test_slots_that_overlap() -> None:
+    memory = torch.zeros(10)
+    module = holding(a=memory[:4], b=memory[2:6], c=memory[6:])
+    conflict(module, {"a": torch.arange(4.0), "b": torch.arange(4.0), "c": torch.ones(4)})
+    ms.load(module, {"a": torch.arange(4.0), "b": torch.arange(2.0, 6.0), "c": torch.ones(4)})
+    assert torch.equal(memory, torch.tensor([0.0, 1, 2, 3, 4, 5, 1, 1, 1, 1]))
+
+
+def test_a_transform_that_returns_tensors_of_the_model() -> None:
+    module = nn.Sequential(nn.Linear(2, 2, bias=False), nn.Linear(2, 2, bias=False))
+    first, second = module[0].weight.detach().clone(), module[1].weight.detach().clone()
+    swapped = {"0.weight": module[1].weight, "1.weight": module[0].weight}
+    ms.load(module, module.state_dict(), transform=lambda name, tensor: swapped[name])
+    assert torch.equal(module[0].weight, second)
+    assert torch.equal(module[1].weight, first)
+
+
+def test_values_that_show_the_model_through_numpy() -> None:
+    module = nn.Sequential(nn.Linear(2, 2, bias=False), nn.Linear(2, 2, bias=False))
+    first, second = module[0].weight.detach().clone(), module[1].weight.detach().clone()
+    arrays = [torch.from_numpy(layer.weight.detach().numpy()) for layer in module]
+    ms.load(module, {"0.weight": arrays[1], "1.weight": arrays[0]})
+    assert torch.equal(module[0].weight, second)
+    assert torch.equal(module[1].weight, first)
+
+
+@pytest.mark.parametrize("kept", ["tensor", "view"])
+def test_a_transform_that_keeps_what_it_returns(kept: str) -> None:
+    cache = torch.ones(2, 2)
+    with ms.skeleton():
+        module = nn.Sequential(nn.Linear(2, 2, bias=False), nn.Linear(2, 2, bias=False))
+    values = {"0.weight": torch.zeros(2, 2), "1.weight": torch.zeros(2, 2)}
+    ms.load(module, values, transform=lambda name, tensor: cache if kept == "tensor" else cache[:])
+    with torch.no_grad():
+        module[0].weight.zero_()
+    assert torch.equal(cache, torch.ones(2, 2))
+    assert torch.equal(module[1].weight, torch.ones(2, 2))
+
+
+def test_an_expanded_result_becomes_memory_that_can_be_trained() -> None:
+    with ms.skeleton():
+        module = nn.Linear(2, 2)
+    state = {"weight": torch.zeros(2, 2), "bias": torch.zeros(2)}
+    ms.load(module, state, transform=lambda name, tensor: torch.ones(()).expand(tensor.shape))
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+    module(torch.ones(1, 2)).sum().backward()
+    optimizer.step()
+    assert module.weight.is_contiguous()
+
+
+@pytest.mark.parametrize("target", ["materialised", "skeleton"])
+@pytest.mark.parametrize("source", ["mapping", "file"])
+def test_a_hook_that_changes_a_value_that_another_slot_has_got(source: str, target: str, tmp_path: Path) -> None:
+    weight = torch.ones(2, 2)
+    state: Any = {"0.weight": weight, "1.weight": weight}
+    torch.save(state, tmp_path / "x.pt")
+
+    def build() -> nn.Module:
+        return nn.Sequential(nn.Linear(2, 2, bias=False), nn.Linear(2, 2, bias=False))
+
+    if target == "skeleton":
+        with ms.skeleton():
+            module = build()
+    else:
+        module = build()
+
+    def hook(owner: nn.Module, values: Any, prefix: str, *_: Any) -> None:
+        values[prefix + "weight"].mul_(5)
+
+    module[1].register_load_state_dict_pre_hook(hook)
+    ms.load(module, state if source == "mapping" else tmp_path / "x.pt")
+    assert torch.equal(module[0].weight, torch.ones(2, 2))
+    assert torch.equal(module[1].weight, torch.full((2, 2), 5.0))
+
+
+def test_planning_leaves_the_callers_tensors_and_the_random_state_alone() -> None:
+    module = nn.Linear(2, 2)
+    state = {"weight": torch.ones(2, 2), "bias": torch.ones(2)}
+
+    def hook(owner: nn.Module, values: Any, prefix: str, *_: Any) -> None:
+        values["weight"].mul_(5)
+        torch.rand(3)
+
+    module.register_load_state_dict_pre_hook(hook)
+    random_state = torch.get_rng_state()
+    plan = ms.plan(module, state)
+    assert torch.equal(state["weight"], torch.ones(2, 2))
+    assert torch.equal(torch.get_rng_state(), random_state)
+    ms.load(module, plan)
+    assert torch.equal(module.weight, torch.full((2, 2), 5.0))

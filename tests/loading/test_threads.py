@@ -1,0 +1,278 @@
+"""Several threads that change one module, or modules that share something: one after the other, with no deadlock."""
+
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch import nn
+
+import modelstate as ms
+from modelstate import errors
+
+EVENTS: list[str] = []
+"""What the threads of a test have done. It is no part of a module, so that nothing puts it back."""
+
+
+@pytest.fixture(autouse=True)
+def _no_events() -> None:
+    EVENTS.clear()
+
+
+class Slow(nn.Module):
+    """A module whose loading code notes when it runs, and lets other threads run meanwhile."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(4))
+        self.layer = nn.Linear(2, 2)
+        self.__dict__["inside"] = threading.Event()
+
+    def _pause(self) -> None:
+        name = threading.current_thread().name
+        EVENTS.append(f"{name} begins")
+        self.inside.set()
+        time.sleep(0.2)
+        EVENTS.append(f"{name} ends")
+
+    def _load_from_state_dict(self, *args: Any) -> None:
+        self._pause()
+        super()._load_from_state_dict(*args)
+
+    def _apply(self, fn: Any, recurse: bool = True) -> Any:
+        self._pause()
+        return super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+
+
+def filled(value: float, module: nn.Module) -> dict[str, torch.Tensor]:
+    return {name: torch.full_like(one, value) for name, one in module.state_dict().items()}
+
+
+def in_background(module: nn.Module) -> None:
+    ms.load(module, filled(2, module), background=True).result()
+
+
+CHANGES: dict[str, Callable[[nn.Module], object]] = {
+    "load": lambda module: ms.load(module, filled(2, module)),
+    "load in the background": in_background,
+    "plan": lambda module: ms.plan(module, filled(2, module)),
+    "load_state_dict": lambda module: ms.load_state_dict(module, filled(2, module)),
+    "restore": lambda module: ms.restore({"m": module}, {"m": filled(2, module)}),
+    "convert": lambda module: ms.convert(module, torch.float64),
+    "to": lambda module: module.to(torch.float64),
+}
+
+
+def run(target: Callable[..., object], *args: Any, name: str) -> tuple[threading.Thread, list[BaseException]]:
+    raised: list[BaseException] = []
+
+    def work() -> None:
+        try:
+            target(*args)
+        except BaseException as error:
+            raised.append(error)
+
+    thread = threading.Thread(target=work, name=name, daemon=True)
+    thread.start()
+    return thread, raised
+
+
+def finish(*threads: tuple[threading.Thread, list[BaseException]]) -> list[BaseException]:
+    for thread, _ in threads:
+        thread.join(60)
+        assert not thread.is_alive(), "deadlock"
+    return [error for _, raised in threads for error in raised]
+
+
+@pytest.mark.parametrize("second", CHANGES)
+@pytest.mark.parametrize("first", ["load", "convert"])
+def test_a_second_change_of_a_module_waits_for_the_first(first: str, second: str) -> None:
+    module = nn.Sequential(Slow())
+    with ms.reference_keeping():
+        one = run(CHANGES[first], module, name="first")
+        assert module[0].inside.wait(60)
+        other = run(CHANGES[second], module, name="second")
+        assert finish(one, other) == []
+    check_order()
+
+
+def check_order() -> None:
+    """The first thread has ended before the second has begun."""
+    names = [event.split()[0] for event in EVENTS]
+    assert {*names} == {"first", "second"}
+    assert names == sorted(names)
+
+
+def parts(case: str, module: Slow) -> nn.Module:
+    other = Slow()
+    if case == "a submodule":
+        other.layer = module.layer
+    elif case == "a parameter":
+        other.weight = module.weight
+    elif case == "memory":
+        other.weight = nn.Parameter(module.weight.data[1:])
+    elif case == "a part of it":
+        other = nn.Sequential(module)  # type: ignore[assignment]
+    return other
+
+
+@pytest.mark.parametrize("case", ["a submodule", "a parameter", "memory", "a part of it"])
+def test_modules_that_share_something(case: str) -> None:
+    module = Slow()
+    other = parts(case, module)
+    one = run(CHANGES["load"], module, name="first")
+    assert module.inside.wait(60)
+    another = run(CHANGES["load"], other, name="second")
+    assert finish(one, another) == []
+    check_order()
+
+
+def test_modules_that_share_nothing_do_not_wait() -> None:
+    """A hook that waits for a thread which loads another module."""
+    module, other = nn.Linear(2, 2), nn.Linear(2, 2)
+
+    def hook(*_: Any) -> None:
+        assert finish(run(CHANGES["load"], other, name="other")) == []
+
+    module.register_load_state_dict_post_hook(hook)
+    ms.load(module, filled(3, module))
+    assert torch.equal(other.weight, torch.full((2, 2), 2.0))
+
+
+def test_a_load_within_a_load_of_the_same_thread() -> None:
+    module = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    module.register_load_state_dict_post_hook(lambda *_: ms.load(module[1], filled(5, module[1])) and None)
+    ms.load(module, filled(3, module))
+    assert torch.equal(module[0].weight, torch.full((2, 2), 3.0))
+    assert torch.equal(module[1].weight, torch.full((2, 2), 5.0))
+
+
+def test_two_threads_that_wait_for_each_other() -> None:
+    modules, barrier, busy = [nn.Linear(2, 2), nn.Linear(2, 2)], threading.Barrier(2), []
+
+    def load(outer: nn.Module, inner: nn.Module) -> None:
+        def hook(*_: Any) -> None:
+            barrier.wait(60)
+            try:
+                ms.load(inner, filled(2, inner))
+            except errors.ModelBusyError as error:
+                busy.append(error)
+
+        with outer.register_load_state_dict_post_hook(hook):
+            ms.load(outer, filled(1, outer))
+
+    assert finish(run(load, *modules, name="one"), run(load, *modules[::-1], name="other")) == []
+    assert len(busy) == 1
+    assert "waits for this thread" in busy[0].found
+    # The outer loads are complete, and so is the inner one that was not refused.
+    assert {module.weight[0, 0].item() for module in modules} <= {1.0, 2.0}
+    assert all((module.weight == module.weight[0, 0]).all() for module in modules)
+
+
+def test_a_hook_that_waits_for_a_thread_that_waits_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys.modules["modelstate.transaction.exclusive"], "_PATIENCE_SECONDS", 0.3)
+    module, raised = nn.Sequential(nn.Linear(2, 2)), []
+
+    def hook(*_: Any) -> None:
+        raised.extend(finish(run(CHANGES["load"], module[0], name="child")))
+
+    module.register_load_state_dict_post_hook(hook)
+    ms.load(module, filled(3, module))
+    assert [type(error) for error in raised] == [errors.ModelBusyError]
+    assert torch.equal(module[0].weight, torch.full((2, 2), 3.0))
+
+
+def test_a_load_that_fails_lets_the_next_one_go_on() -> None:
+    module = Slow()
+    one = run(ms.load, module, {"weight": torch.zeros(5)}, name="first")
+    assert module.inside.wait(60)
+    other = run(CHANGES["load"], module, name="second")
+    (error,) = finish(one, other)
+    assert isinstance(error, errors.PlanError)
+    assert torch.equal(module.weight, torch.full((4,), 2.0))
+
+
+def test_a_model_that_two_threads_load_from_two_files(tmp_path: Path) -> None:
+    module = nn.Sequential(*(nn.Linear(64, 64) for _ in range(40)))
+    paths = [tmp_path / f"{value}.safetensors" for value in (1, 2)]
+    for value, path in enumerate(paths):
+        save_file(filled(value + 1, module), path)
+    for _ in range(20):
+        barrier = threading.Barrier(2)
+
+        def load(path: Path, barrier: threading.Barrier = barrier) -> None:
+            barrier.wait(60)
+            ms.load(module, path)
+
+        assert finish(*(run(load, path, name=path.name) for path in paths)) == []
+        assert len({one.flatten()[0].item() for one in module.parameters()}) == 1
+
+
+def test_a_swap_in_place_waits_for_a_load() -> None:
+    """The module that is served first is the one that was given."""
+    module = nn.Linear(2, 2).eval().requires_grad_(False)
+    live = ms.Live(module)
+    inside, swapped, order = threading.Event(), threading.Event(), []
+
+    def hook(*_: Any) -> None:
+        if threading.current_thread().name == "load":
+            inside.set()
+            swapped.wait(0.5)
+            order.append("load")
+
+    module.register_load_state_dict_post_hook(hook)
+    one = run(CHANGES["load"], module, name="load")
+    assert inside.wait(60)
+
+    def swap() -> None:
+        live.swap(filled(7, module), mode="frugal")
+        order.append("swap")
+        swapped.set()
+
+    assert finish(one, run(swap, name="swap")) == []
+    assert order == ["load", "swap"]
+    assert torch.equal(module.weight, torch.full((2, 2), 7.0))
+
+
+FORK = """
+import os, sys, threading
+import torch
+from torch import nn
+import modelstate as ms
+
+module = nn.Sequential(nn.Linear(2, 2))
+state = {name: torch.ones_like(one) for name, one in module.state_dict().items()}
+inside, forked = threading.Event(), threading.Event()
+
+def hook(*_):
+    if threading.current_thread().name == "load":
+        inside.set()
+        forked.wait(60)
+
+module.register_load_state_dict_post_hook(hook)
+thread = threading.Thread(target=ms.load, args=(module, state), name="load")
+thread.start()
+inside.wait(60)
+child = os.fork()
+if child == 0:
+    ms.load(module, state)
+    ms.load(module[0], {name.removeprefix("0."): one for name, one in state.items()})
+    os._exit(7)
+status = os.waitpid(child, 0)[1]
+forked.set()
+thread.join()
+ms.load(module, state)
+print(os.waitstatus_to_exitcode(status))
+"""
+
+
+def test_the_child_of_a_fork_does_not_wait_for_threads_of_its_parent() -> None:
+    done = subprocess.run([sys.executable, "-W", "ignore", "-c", FORK], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert done.stdout == "7\n"

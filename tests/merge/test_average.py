@@ -1,0 +1,150 @@
+"""The average of checkpoints."""
+
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import modelstate as ms
+from modelstate.errors import CombineError, ModelStateError, OptionError
+from tests.formats.files import same
+
+FLOATS = [torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64, torch.complex128]
+dtypes = st.sampled_from(FLOATS)
+
+
+@st.composite
+def tensors(draw: st.DrawFn, dtype: torch.dtype, shape: tuple[int, ...] = (37,)) -> torch.Tensor:
+    """Finite values of all sizes, and some that are not."""
+    generator = torch.Generator().manual_seed(draw(st.integers(0, 2**32)))
+    wide = torch.complex128 if dtype.is_complex else torch.float64
+    exponent = draw(st.sampled_from([-30, -6, 0, 3]))
+    value = torch.randn(shape, dtype=wide, generator=generator) * 2.0**exponent
+    return value.to(dtype)
+
+
+def average(sources: list[torch.Tensor], **options: Any) -> torch.Tensor:
+    return ms.open([{"w": one} for one in sources], combine=ms.merge.Average(**options)).tensor("w")
+
+
+@given(st.data(), dtypes, st.integers(1, 7))
+@settings(deadline=None, max_examples=150)
+def test_the_average_of_equal_checkpoints_is_the_checkpoint(data: st.DataObject, dtype: torch.dtype, n: int) -> None:
+    one = data.draw(tensors(dtype))
+    if not dtype.is_complex:
+        one[:5] = torch.tensor([0.0, torch.inf, -torch.inf, torch.finfo(dtype).max, torch.finfo(dtype).tiny / 2])
+    assert same(average([one.clone() for _ in range(n)]), one)
+
+
+@given(st.data(), dtypes, st.integers(1, 5))
+@settings(deadline=None, max_examples=100)
+def test_a_weight_of_one_gives_that_checkpoint_bit_for_bit(data: st.DataObject, dtype: torch.dtype, n: int) -> None:
+    found = [data.draw(tensors(dtype)) for _ in range(n)]
+    for one in found:
+        one[:4] = torch.tensor([torch.nan, -torch.inf, -0.0, 1.0])
+    chosen = data.draw(st.integers(0, n - 1))
+    assert same(average(found, weights=[float(index == chosen) for index in range(n)]), found[chosen])
+
+
+@given(st.data(), dtypes, st.integers(2, 5))
+@settings(deadline=None, max_examples=100)
+def test_the_order_of_the_checkpoints_does_not_matter(data: st.DataObject, dtype: torch.dtype, n: int) -> None:
+    found = [data.draw(tensors(dtype)) for _ in range(n)]
+    weights = data.draw(st.lists(st.floats(-2, 2), min_size=n, max_size=n))
+    order = data.draw(st.permutations(range(n)))
+    one = average(found, weights=weights)
+    other = average([found[index] for index in order], weights=[weights[index] for index in order])
+    size = sum(abs(weight) * tensor.abs().double() for weight, tensor in zip(weights, found, strict=True))
+    wide = torch.complex128 if dtype.is_complex else torch.float64
+    assert ((one.to(wide) - other.to(wide)).abs() <= size * torch.finfo(dtype).eps * 2 + 1e-30).all()
+
+
+@given(st.data(), dtypes, st.integers(1, 5))
+@settings(deadline=None, max_examples=100)
+def test_the_sum_is_rounded_once(data: st.DataObject, dtype: torch.dtype, n: int) -> None:
+    """Against the sum in double precision: half a unit in the last place, and what the wider sum itself may lose."""
+    found = [data.draw(tensors(dtype)) for _ in range(n)]
+    weights = data.draw(st.lists(st.floats(0, 1), min_size=n, max_size=n))
+    wide = torch.complex128 if dtype.is_complex else torch.float64
+    exact = sum(
+        (one.to(wide) * weight for one, weight in zip(found, weights, strict=True)), torch.zeros(37, dtype=wide)
+    )
+    size = sum(abs(weight) * tensor.abs().double() for weight, tensor in zip(weights, found, strict=True))
+    loss = {torch.float16: 1e-6, torch.bfloat16: 1e-6}.get(dtype, 1e-14) * size
+    eps = torch.finfo(dtype).eps / (2 if not dtype.is_complex else 1)
+    step = torch.finfo(dtype).smallest_normal * torch.finfo(dtype).eps
+    error = (average(found, weights=weights).to(wide) - exact).abs()
+    assert (error <= exact.abs() * eps + loss + step).all()
+
+
+def test_against_the_sum_by_hand() -> None:
+    a, b = torch.randn(300, 700), torch.randn(300, 700)
+    assert same(average([a, b]), ((a.double() + b.double()) / 2).float())
+    wide = a.bfloat16().float() * 0.25 + b.bfloat16().float() * 0.75
+    assert same(average([a.bfloat16(), b.bfloat16()], weights=[0.25, 0.75]), wide.bfloat16())
+    assert same(average([a.T, b.T]), ((a.double() + b.double()) / 2).float().T)
+    assert average([torch.ones(2, 0), torch.ones(2, 0)]).shape == (2, 0)
+    assert average([torch.tensor(1.0), torch.tensor(2.0)]).item() == 1.5
+    assert average([a, b], weights=[0, 0]).eq(0).all()
+
+
+def test_weights_need_not_add_up_to_one() -> None:
+    base, one, two = torch.zeros(3), torch.ones(3), torch.full((3,), 2.0)
+    assert average([base, one, two], weights=[-1, 1, 1]).tolist() == [3, 3, 3]
+
+
+@pytest.mark.parametrize("weights", [[1.0], [1, 2, 3], []])
+def test_as_many_weights_as_checkpoints(weights: list[float]) -> None:
+    with pytest.raises(CombineError, match="2 weights"):
+        average([torch.ones(1), torch.ones(1)], weights=weights)
+
+
+@pytest.mark.parametrize(
+    ("options", "error"),
+    [
+        ({"weights": [float("nan"), 1]}, CombineError),
+        ({"weights": [float("inf"), 1]}, CombineError),
+        ({"weights": ["a", 1]}, OptionError),
+        ({"weights": 7}, OptionError),
+        *(({"weights": weights}, OptionError) for weights in ("12", {1: 2, 3: 4}, [True, False], [10**400, 1])),
+        ({"others": "second"}, OptionError),
+        ({"others": True}, OptionError),
+        ({"others": 2}, CombineError),
+        ({"others": -1}, CombineError),
+    ],
+)
+def test_options_that_mean_nothing(options: dict[str, Any], error: type[ModelStateError]) -> None:
+    with pytest.raises(error):
+        average([torch.ones(1), torch.ones(1)], **options)
+
+
+def test_every_difference_in_one_error() -> None:
+    one = {"a": torch.ones(2), "b": torch.ones(2), "c": torch.ones(2), "d": torch.ones(1)}
+    other = {"a": torch.ones(3), "b": torch.ones(2).half(), "c": torch.ones(2), "e": torch.ones(1)}
+    with pytest.raises(CombineError) as caught:
+        ms.open([one, other], combine=ms.merge.Average())
+    assert "4 places" in str(caught.value)
+    assert all(f"'{name}'" in str(caught.value) for name in "abde")
+    assert "'c'" not in str(caught.value)
+
+
+@pytest.mark.parametrize("dtype", [torch.int64, torch.uint8, torch.bool, torch.float8_e4m3fn])
+def test_what_has_no_average(dtype: torch.dtype) -> None:
+    one, other = torch.tensor([0, 1]).to(dtype), torch.tensor([1, 1]).to(dtype)
+    assert same(average([one, one.clone()]), one)
+    assert same(average([one, other], others="first"), one)
+    assert same(average([one, other], others="last"), other)
+    assert same(average([one, other, one], others=1), other)
+    with pytest.raises(CombineError, match=r"others than in the first in \[1\]") as caught:
+        average([one, other])
+    assert 'others="first"' in caught.value.remedy
+
+
+def test_values_of_the_checkpoint_that_is_chosen() -> None:
+    sources = [{"w": torch.ones(1), "step": 1}, {"w": torch.ones(1), "step": 2, "epoch": 0}]
+    with pytest.raises(CombineError, match="2 values"):
+        ms.open(sources, combine=ms.merge.Average())
+    assert dict(ms.open(sources, combine=ms.merge.Average(others="first")).extra) == {"step": 1}
+    assert dict(ms.open(sources, combine=ms.merge.Average(others="last")).extra) == {"step": 2, "epoch": 0}

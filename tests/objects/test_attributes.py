@@ -1,0 +1,242 @@
+"""Attributes: which can be saved, and how they are set together or not at all."""
+
+import copy
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+import modelstate as ms
+from modelstate import errors
+from modelstate.planning.recorder import device_after
+from tests.loading.fingerprint import described_module
+from tests.objects.nets import Lenient, Load, Net, Plain, saved_as, stock, with_values
+
+# Attributes.
+
+
+def test_a_property_that_raises(load: Load) -> None:
+    class Raising(Plain):
+        @property
+        def p(self) -> Any:
+            raise KeyError("not yet")
+
+        @p.setter
+        def p(self, value: Any) -> None:
+            self.taken = value
+
+    ms.declare_extra_state(Raising, "p")
+    model = Raising()
+    with pytest.raises(errors.ExtraStateAttributeError, match=r"Raising\.p[^!]*not yet"):
+        model.state_dict()
+    load(model, {**Plain().state_dict(), "_extra_state": saved_as("Raising", p=3)})
+    assert model.taken == 3
+
+
+def test_an_attribute_that_is_not_there() -> None:
+    model = Net()
+    del model.p
+    with pytest.raises(errors.ExtraStateAttributeError, match=r"Net\.p"):
+        model.state_dict()
+
+
+class Bare(Plain):
+    """With a name that is neither in the class nor in the instance."""
+
+
+ms.declare_extra_state(Bare, "p")
+
+
+@pytest.mark.parametrize("kind", ["parameter", "submodule", "buffer", "hidden buffer", "buffer of None"])
+def test_what_torch_keeps_itself(kind: str) -> None:
+    model = Bare()
+    if kind == "parameter":
+        model.p = nn.Parameter(torch.ones(1))
+    elif kind == "submodule":
+        model.p = nn.Linear(1, 1)
+    else:
+        model.register_buffer("p", None if "None" in kind else torch.ones(1), persistent="hidden" not in kind)
+    says = "persistent=True" if "hidden" in kind else "take it out of the declaration"
+    with pytest.raises(errors.ExtraStateAttributeError, match=says):
+        model.state_dict()
+    with pytest.raises(errors.ExtraStateAttributeError, match=says):
+        model.set_extra_state(saved_as("Bare", p=1))
+
+
+class Watched(Plain):
+    """Properties and slots: one setter has an effect, another one refuses."""
+
+    __slots__ = ("slot",)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.slot = 1
+        self.plain = 1
+        self.set_to: Any = 1
+
+    @property
+    def prop(self) -> Any:
+        return self.set_to
+
+    @prop.setter
+    def prop(self, value: Any) -> None:
+        self.set_to = value
+
+    @property
+    def fussy(self) -> Any:
+        return 1
+
+    @fussy.setter
+    def fussy(self, value: Any) -> None:
+        if value != 1:
+            raise RuntimeError("not with me")
+
+
+ms.declare_extra_state(Watched, "plain", "slot", "prop", "fussy")
+
+
+def test_properties_and_slots(load: Load) -> None:
+    model, made = with_values(Watched(), plain=2, slot=3, prop=4), Watched()
+    load(made, model.state_dict())
+    assert (made.plain, made.slot, made.set_to) == (2, 3, 4)
+    assert "slot" not in made.__dict__
+
+
+def test_a_setter_that_refuses_undoes_those_before_it(tmp_path: Path) -> None:
+    state = Watched().state_dict()
+    state["_extra_state"] = saved_as("Watched", plain=2, slot=3, prop=4, fussy=5)
+    model = Watched()
+    for one in (stock, ms.load_state_dict, ms.load):
+        with pytest.raises((errors.ExtraStateAttributeError, errors.PlanError), match="not with me"):
+            one(model, state)
+        assert (model.plain, model.slot, model.set_to) == (1, 1, 1)
+
+
+def test_tensors_go_where_the_module_is() -> None:
+    """Shown with the meta device, to which nobody loads: what is there on meta counts for nothing."""
+    net = with_values(Net(), p=torch.ones(2))
+    state = net.state_dict()
+    made = with_values(Net(), p=torch.ones(2, device="meta"))
+    made.load_state_dict(state)
+    assert made.p.device.type == "cpu"
+    with ms.skeleton():
+        skeleton = Net()
+    ms.load(skeleton, state)
+    assert torch.equal(skeleton.p, torch.ones(2))
+
+
+def test_where_the_module_is_going_to_be() -> None:
+    """When the extra state is set, the parameters may still have to get there."""
+    seen: list[torch.device] = []
+
+    class Asking(Plain):
+        def get_extra_state(self) -> Any:
+            return {}
+
+        def set_extra_state(self, state: Any) -> None:
+            seen.append(device_after(self, self.weight))
+
+        def _load_from_state_dict(self, *args: Any) -> None:
+            super()._load_from_state_dict(*args)
+
+    with ms.skeleton():
+        model = Asking()
+    assert device_after(model, model.weight).type == "meta"
+    ms.load(model, Asking().state_dict())
+    ms.load_state_dict(model, Asking().state_dict())
+    Asking().load_state_dict(Asking().state_dict())
+    assert [device.type for device in seen] == ["cpu", "cpu", "cpu"]
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_tensors_go_to_the_device_that_is_there(load: Load) -> None:
+    state = with_values(Net(), p=[torch.ones(2)]).state_dict()
+    made = Net().cuda()
+    load(made, state)
+    assert made.p[0].device.type == "cuda"
+    with ms.skeleton():
+        skeleton = Net()
+    for model in (Net(), skeleton):
+        ms.load(model, state, device="cuda")  # the parameters are not there yet when the extra state is set
+        assert model.p[0].device.type == "cuda"
+    made = with_values(Net().cuda(), p=[torch.ones(1)])
+    load(made, state)
+    assert made.p[0].device.type == "cpu"
+
+
+GENERATORS: dict[str, tuple[Callable[[], Any], Callable[[Any], Any]]] = {
+    "torch": (torch.Generator, lambda g: torch.rand(3, generator=g).tolist()),
+    "numpy": (lambda: np.random.default_rng(3), lambda g: g.random(3).tolist()),
+    "numpy's old one": (lambda: np.random.RandomState(3), lambda g: g.random_sample(3).tolist()),
+}
+
+
+@pytest.mark.parametrize("kind", GENERATORS)
+def test_a_generator_goes_on_under_whoever_holds_it(load: Load, kind: str) -> None:
+    make, draw = GENERATORS[kind]
+    net = with_values(Net(), p=make())
+    draw(net.p)
+    state, expected = net.state_dict(), draw(net.p)
+    made = with_values(Net(), p=make())
+    held = made.p
+    load(made, state)
+    assert made.p is held
+    assert draw(held) == expected
+    fresh = Net()
+    load(fresh, state)
+    assert draw(fresh.p) == expected
+
+
+@pytest.mark.parametrize("kind", GENERATORS)
+def test_a_generator_within_another_value_is_replaced_with_it(load: Load, kind: str) -> None:
+    make, draw = GENERATORS[kind]
+    net = with_values(Net(), p=[make()])
+    state, expected = net.state_dict(), draw(net.p[0])
+    made = with_values(Net(), p=[make()])
+    held, was = made.p[0], draw(make())
+    load(made, state)
+    assert made.p[0] is not held
+    assert draw(made.p[0]) == expected
+    if kind != "torch":  # whose default seed is not that of a new one
+        assert draw(held) == was
+
+
+@pytest.mark.parametrize("kind", GENERATORS)
+@pytest.mark.parametrize("fails", ["later", "in the module"])
+def test_a_load_that_fails_gives_a_generator_its_state_back(kind: str, fails: str) -> None:
+    make, draw = GENERATORS[kind]
+    if fails == "later":
+        model: nn.Module = nn.ModuleDict({"a": with_values(Net(), p=make()), "b": nn.Linear(2, 2)})
+        state = model.state_dict()
+        state["b.weight"] = torch.ones(5)
+    else:
+        model = nn.ModuleDict({"a": with_values(Watched(), plain=make())})
+        state = model.state_dict()
+        values = {"plain": make(), "slot": 1, "prop": 1, "fussy": 5}
+        state["a._extra_state"] = saved_as("Watched", **values)
+    held = model["a"].p if fails == "later" else model["a"].plain
+    expected = draw(copy.deepcopy(held)) if kind != "torch" else draw(held.clone_state())
+    for one in (ms.load_state_dict, ms.load, *([stock] if fails != "later" else [])):
+        draw_from_another = make()
+        draw(draw_from_another)
+        with pytest.raises((RuntimeError, errors.ExtraStateError)):
+            one(model, state)
+        assert draw(held.clone_state() if kind == "torch" else copy.deepcopy(held)) == expected
+
+
+def test_a_load_that_fails_later_leaves_every_extra_state_alone() -> None:
+    model = nn.ModuleDict({"a": with_values(Net(3), p=[1]), "b": Lenient(), "c": nn.Linear(2, 2)})
+    state = model.state_dict()
+    state["a._extra_state"] = with_values(Net(9), p=[2]).state_dict()["_extra_state"]
+    del state["b._extra_state"], state["c.bias"]
+    was = described_module(model)
+    for one in (ms.load_state_dict, ms.load):
+        with pytest.raises(RuntimeError, match="bias"):
+            one(model, state)
+        assert described_module(model) == was
+        assert (model["a"].epoch, model["a"].p) == (3, [1])

@@ -1,0 +1,244 @@
+"""`extra_state` and `declare_extra_state`: attributes in state dicts, through torch's tools and ours."""
+
+import copy
+import pickle
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import modelstate as ms
+from modelstate import errors
+from modelstate.problems import Missing
+from tests.objects.nets import Lenient, Load, Net, Plain, deep, saved_as, with_values
+
+# What is saved is what is loaded.
+
+
+@pytest.mark.parametrize("nest", [lambda inner: inner, deep], ids=["at the root", "nested"])
+def test_values_come_back(load: Load, nest: Callable[[nn.Module], nn.Module]) -> None:
+    net = Net()
+    net.p, net.epoch = {"a": torch.arange(3.0), "b": [None, 1.5, "x", b"y", True]}, 351
+    model, made = nest(net), nest(Net())
+    assert getattr(load(made, model.state_dict()), "coverage", 1.0) == 1.0
+    found = next(m for m in made.modules() if isinstance(m, Net))
+    assert found.epoch == 351
+    assert torch.equal(found.p["a"], torch.arange(3.0))
+    assert found.p["b"] == [None, 1.5, "x", b"y", True]
+    assert torch.equal(found.linear.weight, net.linear.weight)
+
+
+def test_what_is_saved_is_plain_and_a_snapshot() -> None:
+    net = Net()
+    net.p = [torch.zeros(2), {"a": 1}]
+    state = net.state_dict()
+    saved = state["_extra_state"]
+    assert {key: saved[key] for key in ("modelstate", "class", "version")} == {
+        "modelstate": 1,
+        "class": "Net",
+        "version": 1,
+    }
+    assert set(saved["values"]) == {"p", "epoch"}
+    assert "base" not in saved
+    net.p[0].add_(1)
+    net.p[1]["a"] = 2
+    made = Net()
+    made.load_state_dict(state)
+    assert torch.equal(made.p[0], torch.zeros(2))
+    assert made.p[1] == {"a": 1}
+
+
+def test_two_models_do_not_share_what_they_loaded(load: Load) -> None:
+    net = Net()
+    net.p = torch.zeros(2)
+    state, a, b = net.state_dict(), Net(), Net()
+    load(a, state)
+    load(b, state)
+    a.p.add_(1)
+    assert torch.equal(b.p, torch.zeros(2))
+    assert torch.equal(net.p, torch.zeros(2))
+
+
+def test_instances_are_copied_and_pickled_as_ever() -> None:
+    net = Net(7)
+    for made in (copy.deepcopy(net), pickle.loads(pickle.dumps(net))):
+        assert type(made) is Net
+        assert made.epoch == 7
+        made.load_state_dict(net.state_dict())
+
+
+def test_a_class_stays_the_object_that_it_is() -> None:
+    class Mine(nn.Module):
+        pass
+
+    assert ms.extra_state("p")(Mine) is Mine
+    assert Net.get_extra_state.__qualname__ == "Net.get_extra_state"
+
+
+def test_the_compiled_and_the_wrapped(load: Load) -> None:
+    net = Net(5)
+    compiled = torch.compile(Net(), backend="eager")
+    load(compiled, {f"_orig_mod.{name}": value for name, value in net.state_dict().items()})
+    assert compiled.epoch == 5
+    wrapped = nn.DataParallel(Net())
+    load(wrapped, {f"module.{name}": value for name, value in net.state_dict().items()})
+    assert wrapped.module.epoch == 5
+    made = Net()
+    ms.load(made, compiled.state_dict(), rules=[ms.rules.Prefix(strip="_orig_mod.")])
+    assert made.epoch == 5
+
+
+def test_a_module_that_is_reached_twice(load: Load) -> None:
+    net = Net(5)
+    model, made = nn.ModuleDict({"a": net, "b": net}), nn.ModuleDict({"a": (new := Net()), "b": new})
+    load(made, model.state_dict())
+    assert new.epoch == 5
+
+
+def test_an_exported_program_is_as_without() -> None:
+    class WithInput(Net):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            result: torch.Tensor = self.linear(x)
+            return result
+
+    model, x = WithInput(), torch.ones(1, 2)
+    program = torch.export.export(model, (x,))
+    assert torch.equal(program.module()(x), model(x))
+
+
+# Checkpoints from before.
+
+
+@pytest.mark.parametrize("wrap", ["", "module."])
+def test_a_checkpoint_from_before_loads_strictly(load: Load, wrap: str) -> None:
+    old, model = deep(Plain()), deep(Lenient())
+    if wrap:
+        old, model = nn.ModuleDict({"module": old}), nn.ModuleDict({"module": model})
+    load(model, old.state_dict())
+    found = next(m for m in model.modules() if isinstance(m, Lenient))
+    assert found.p == "as built"
+    assert torch.equal(found.weight, torch.ones(2))
+
+
+def test_any_other_missing_key_still_fails(load: Load) -> None:
+    state = deep(Plain()).state_dict()
+    del state["0.body.1.weight"]
+    with pytest.raises(RuntimeError) as caught:
+        load(deep(Lenient()), state)
+    assert "0.body.1.weight" in str(caught.value)
+    assert "_extra_state" not in str(caught.value)
+
+
+def test_the_plan_lists_nothing_missing() -> None:
+    plan = ms.plan(deep(Lenient()), deep(Plain()).state_dict())
+    assert plan.ok
+    assert plan.notes == ("1 extra states that the checkpoint lacks, as their classes allow: 0.body.1._extra_state",)
+    assert ms.plan(deep(Lenient()), deep(Lenient()).state_dict()).notes == ()
+    assert ms.load_state_dict(deep(Lenient()), deep(Plain()).state_dict()).missing_keys == []
+
+
+def test_what_is_not_optional_is_missing_as_for_torch(load: Load) -> None:
+    state = Net().state_dict()
+    del state["_extra_state"]
+    model = Net(3)
+    with pytest.raises(RuntimeError, match="_extra_state"):
+        load(model, state)
+    assert model.epoch == 3
+    assert Missing("_extra_state") in ms.plan(Net(), state).problems
+    report = ms.load(model, state, allow_missing=["_extra_state"])
+    assert model.epoch == 3
+    assert report.coverage < 1
+    assert model.load_state_dict(state, strict=False).missing_keys == ["_extra_state"]
+
+
+@pytest.fixture
+def later() -> type[nn.Module]:
+    @ms.extra_state("p", "history", defaults={"history": [1]})
+    class Later(Plain):
+        def __init__(self) -> None:
+            super().__init__()
+            self.p: Any = None
+            self.history = [2]
+
+    return Later
+
+
+def test_a_default_is_for_a_name_that_is_missing(load: Load, later: type[nn.Module]) -> None:
+    model, state = later(), Plain().state_dict()
+    load(model, {**state, "_extra_state": saved_as(p=3)})
+    assert (model.p, model.history) == (3, [1])
+    model.history.append(2)
+    load(model, {**state, "_extra_state": saved_as(p=3)})
+    assert model.history == [1]
+    with pytest.raises(RuntimeError, match="_extra_state"):
+        load(model, state)  # there is no default for p
+
+
+def test_defaults_for_all_names_allow_all_to_be_missing(load: Load) -> None:
+    @ms.extra_state("epoch", defaults={"epoch": 0})
+    class Counted(Plain):
+        epoch = 5
+
+    model = Counted()
+    load(model, Plain().state_dict())
+    assert model.epoch == 0
+
+
+def test_an_optional_one_with_a_default(load: Load) -> None:
+    @ms.extra_state("p", "epoch", optional=True, defaults={"epoch": 0})
+    class Both(Plain):
+        p, epoch = "as built", 5
+
+    model = Both()
+    load(model, Plain().state_dict())
+    assert (model.p, model.epoch) == ("as built", 0)
+
+
+def test_a_plan_sets_nothing(later: type[nn.Module]) -> None:
+    @ms.extra_state("epoch", defaults={"epoch": 0})
+    class Counted(Plain):
+        epoch = 5
+
+    model = Counted()
+    assert ms.plan(model, Plain().state_dict()).ok
+    assert ms.plan(model, {**Plain().state_dict(), "_extra_state": saved_as(epoch=9)}).ok
+    assert model.epoch == 5
+    assert "epoch" not in model.__dict__
+
+
+# Declared from outside.
+
+
+def test_a_class_that_cannot_be_edited(load: Load) -> None:
+    class Foreign(Plain):
+        epoch = 0
+
+    existing = Foreign()
+    old = existing.state_dict()
+    assert ms.declare_extra_state(Foreign, "epoch", optional=True) is None
+    existing.epoch = 4
+    made = Foreign()
+    load(made, deep(existing)[0]["body"][1].state_dict())
+    assert made.epoch == 4
+    load(made, old)
+    assert made.epoch == 4
+    ms.declare_extra_state(Foreign, "epoch", optional=True)  # as when a cell of a notebook is run again
+    for other in ({"optional": False}, {"version": 2}, {"defaults": {"epoch": 1}}, {"upgrade": max}):
+        with pytest.raises(errors.OptionError, match="already"):
+            ms.declare_extra_state(Foreign, "epoch", **{"optional": True, **other})
+    with pytest.raises(errors.OptionError, match="'epoch'"):
+        ms.extra_state("more")(Foreign)
+
+
+def test_a_class_of_torch(load: Load) -> None:
+    class Norm(nn.BatchNorm1d):
+        pass
+
+    state = Norm(2).state_dict()
+    ms.declare_extra_state(Norm, "training_steps", optional=True)
+    made = with_values(Norm(2), training_steps=1)
+    load(made, state)
+    load(made, with_values(Norm(2), training_steps=5).state_dict())
+    assert made.training_steps == 5

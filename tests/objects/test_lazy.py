@@ -1,0 +1,499 @@
+"""Buffers that are None until they are assigned: whatever they were, a load makes them what the checkpoint has."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch import nn
+
+import modelstate as ms
+from modelstate import errors
+from modelstate.problems import Missing, WrongDtype
+from tests.loading.fingerprint import whole
+
+Load = Callable[[nn.Module, Any], Any]
+
+
+class Lazy(nn.Module):
+    """A layer with one lazy buffer, which it adds to what it computes."""
+
+    def __init__(self, p: torch.Tensor | None = None) -> None:
+        super().__init__()
+        self.linear = nn.Linear(2, 2)
+        ms.register_lazy_buffer(self, "p")
+        self.p = p
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.linear(x)
+        return x if self.p is None else x + self.p.sum()
+
+
+def stock(module: nn.Module, state: Any) -> Any:
+    return module.load_state_dict(state)
+
+
+LOADS: dict[str, Load] = {"stock": stock, "load_state_dict": ms.load_state_dict, "load": ms.load}
+every_load = pytest.mark.parametrize("load", LOADS.values(), ids=LOADS)
+ours_only = pytest.mark.parametrize("load", [ms.load_state_dict, ms.load], ids=["load_state_dict", "load"])
+STATES: dict[str, Callable[[], torch.Tensor | None]] = {
+    "None": lambda: None,
+    "same shape": lambda: torch.tensor([7.0, 8, 9]),
+    "another shape": lambda: torch.full((2, 4), 5.0),
+    "a scalar": lambda: torch.tensor(3.0),
+    "empty": lambda: torch.empty(0, 3),
+}
+
+
+def same(a: torch.Tensor | None, b: torch.Tensor | None) -> bool:
+    if a is None or b is None:
+        return a is b
+    return a.dtype == b.dtype and torch.equal(a, b)
+
+
+def saved(state: Any, form: str, folder: Path) -> Any:
+    """A state dict in one of the ways in which it is kept."""
+    if form == "state dict":
+        return state
+    if form == "plain dict":
+        return dict(state)
+    if form == "torch file":
+        torch.save(state, folder / "state.pt")
+        return folder / "state.pt"
+    save_file({name: value.contiguous() for name, value in state.items()}, folder / "state.safetensors")
+    return folder / "state.safetensors"
+
+
+# What it is before and after it is assigned.
+
+
+def test_none_and_then_a_buffer() -> None:
+    module = Lazy()
+    assert module.p is None
+    assert "p" not in module.state_dict()
+    module.p = torch.arange(3)
+    assert dict(module.named_buffers())["p"] is module.p
+    assert torch.equal(module.state_dict()["p"], torch.arange(3))
+    module.p = torch.ones(2, 5)
+    assert module.half().p.dtype is torch.float16
+    assert module.to("meta").p.is_meta
+    module.p = None
+    assert module.double().p is None
+    assert "p" not in module.state_dict()
+
+
+def test_what_else_is_assigned() -> None:
+    module = Lazy()
+    with pytest.raises(TypeError):
+        module.p = [1, 2]  # type: ignore[assignment]
+    assert module.p is None
+    # torch makes a buffer a parameter where one is assigned; then it is one, and loads as one.
+    module.p = nn.Parameter(torch.ones(3))
+    assert dict(module.named_parameters())["p"] is module.p
+    with pytest.raises(RuntimeError, match="size mismatch"):
+        module.load_state_dict(Lazy(torch.ones(2)).state_dict())
+    del module.p
+    assert not hasattr(module, "p")
+    ms.register_lazy_buffer(module, "p")
+    state = Lazy(torch.ones(2)).state_dict()
+    ms.load(module, state)
+    assert same(module.p, torch.ones(2))
+    module.p = None
+    del state["p"]
+    assert module.load_state_dict(state, strict=False).missing_keys == ["p"]
+
+
+# Loading.
+
+
+@every_load
+@pytest.mark.parametrize("there", STATES.values(), ids=[f"into {name}" for name in STATES])
+@pytest.mark.parametrize("value", STATES.values(), ids=[f"from {name}" for name in STATES])
+@pytest.mark.parametrize("form", ["state dict", "plain dict", "torch file", "safetensors"])
+def test_from_every_state_into_every_state(
+    load: Load, there: Callable[[], Any], value: Callable[[], Any], form: str, tmp_path: Path
+) -> None:
+    source, target = Lazy(value()), Lazy(there())
+    held, linear = target.p, target.linear.weight
+    state = saved(source.state_dict(), form, tmp_path)
+    if load is not ms.load and isinstance(state, Path):
+        state = torch.load(state) if form == "torch file" else dict(ms.open(state).items())
+        if form == "safetensors":
+            state = {name: ms.open(tmp_path / "state.safetensors").tensor(name) for name in state}
+    load(target, state)
+    assert same(target.p, source.p)
+    assert target.linear.weight is linear
+    assert torch.equal(linear, source.linear.weight)
+    if held is not None and target.p is not None:
+        assert target.p is held
+    if target.p is not None:
+        target.p.fill_(11)  # memory of its own
+        assert source.p is not None
+        assert not source.p.numel() or not same(target.p, source.p)
+
+
+@every_load
+def test_one_that_is_none_takes_the_dtype_and_one_that_is_set_keeps_its_own(load: Load) -> None:
+    state = Lazy(torch.tensor([1.5, 2], dtype=torch.float16)).state_dict()
+    for there, dtype in ((None, torch.float16), (torch.zeros(2), torch.float32), (torch.zeros(3), torch.float32)):
+        target = Lazy(there)
+        load(target, state)
+        assert same(target.p, torch.tensor([1.5, 2], dtype=dtype))
+
+
+def test_a_cast_that_loses_is_a_problem_as_for_any_buffer() -> None:
+    plan = ms.plan(Lazy(torch.zeros(3, dtype=torch.int64)), Lazy(torch.ones(2)).state_dict())
+    assert [type(problem) for problem in plan.problems] == [WrongDtype]
+
+
+@every_load
+@pytest.mark.parametrize("note", [True, False], ids=["noted", "not noted"])
+def test_a_value_that_has_got_lost_is_missing_where_that_is_known(load: Load, note: bool) -> None:
+    state: Any = Lazy(torch.ones(3)).state_dict()
+    del state["p"]
+    for there in (None, torch.zeros(2)):
+        target = Lazy(there)
+        if note:
+            with pytest.raises(RuntimeError, match="p") as caught:
+                load(target, state)
+            if isinstance(caught.value, ms.PlanError):
+                assert [type(problem) for problem in caught.value.problems] == [Missing]
+            else:
+                assert 'Missing key(s) in state_dict: "p"' in str(caught.value)
+            assert target.p is there
+        else:
+            load(target, dict(state))
+            assert target.p is None
+
+
+def test_missing_may_be_allowed() -> None:
+    state: Any = Lazy(torch.ones(3)).state_dict()
+    del state["p"]
+    for there in (None, torch.zeros(2)):
+        target = Lazy(there)
+        ms.load(target, state, allow_missing=["p"])
+        assert target.p is there
+        found = target.load_state_dict(state, strict=False)
+        assert found.missing_keys == ["p"]
+        assert target.p is there
+
+
+def test_a_part_of_a_model_says_nothing_of_the_rest() -> None:
+    model = nn.Sequential(Lazy(torch.ones(3)), Lazy(torch.ones(3)))
+    part = dict(nn.Sequential(Lazy()).state_dict())
+    kept = model[1].p
+    model.load_state_dict(part, strict=False)
+    assert model[0].p is None
+    assert model[1].p is kept
+    model[0].register_parameter("weight", nn.Parameter(torch.ones(1)))
+    model[0].p = torch.ones(3)
+    assert model.load_state_dict(part, strict=False).missing_keys[:2] == ["0.weight", "0.p"]
+    assert model[0].p is not None
+    del model[0].weight
+    ms.load(model, part, allow_missing=["1.*"])
+    assert (model[0].p, model[1].p) == (None, kept)
+
+
+@pytest.mark.parametrize("note", [3, {"p": 3}, {"q": True}, {"p": None}, []])
+def test_a_note_of_another_kind(note: Any) -> None:
+    state: Any = Lazy(torch.ones(3)).state_dict()
+    state._metadata[""]["modelstate.lazy_buffers"] = note
+    for load in LOADS.values():
+        target = Lazy()
+        load(target, state)
+        assert same(target.p, torch.ones(3))
+
+
+@every_load
+@pytest.mark.parametrize("note", [3, {"p": 0}, {"q": True}, {"p": None}, []])
+def test_a_note_of_another_kind_where_nothing_is(load: Load, note: Any) -> None:
+    state: Any = Lazy().state_dict()
+    state._metadata[""]["modelstate.lazy_buffers"] = note
+    target = Lazy(torch.zeros(2))
+    load(target, state)
+    assert target.p is None
+
+
+@every_load
+@pytest.mark.parametrize("there", [None, torch.zeros(2)], ids=["None", "set"])
+def test_values_that_are_no_tensors(load: Load, there: torch.Tensor | None) -> None:
+    target = Lazy(there)
+    with pytest.raises(RuntimeError, match="int") as caught:
+        load(target, {**Lazy().state_dict(), "p": 3})
+    assert "nexpected" not in str(caught.value)  # the name is right
+    assert target.p is there
+
+
+@pytest.mark.parametrize("swaps", [False, True])
+@pytest.mark.parametrize(
+    "load", [lambda m, s: m.load_state_dict(s, assign=True), lambda m, s: ms.load_state_dict(m, s, assign=True)]
+)
+@pytest.mark.parametrize("there", STATES.values(), ids=STATES)
+def test_assigning(load: Load, swaps: bool, there: Callable[[], Any]) -> None:
+    state = Lazy(torch.tensor([1, 2])).state_dict()
+    target = Lazy(there())
+    held, before = target.p, None if target.p is None else target.p.clone()
+    torch.__future__.set_swap_module_params_on_conversion(swaps)
+    try:
+        load(target, state)
+    finally:
+        torch.__future__.set_swap_module_params_on_conversion(False)
+    assert same(target.p, torch.tensor([1, 2]))
+    if held is not None and not swaps:
+        assert same(held, before)  # whoever holds the old one has the old values
+    if held is not None and swaps:
+        assert target.p is held
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+@pytest.mark.parametrize("kind", ["sparse", "quantized"])
+@pytest.mark.parametrize("there", [None, torch.zeros(2)], ids=["None", "set"])
+def test_layouts_of_their_own(kind: str, there: torch.Tensor | None) -> None:
+    eye = torch.eye(3)
+    value = eye.to_sparse() if kind == "sparse" else torch.quantize_per_tensor(eye, 0.5, 1, torch.qint8)
+    source, target = Lazy(value), Lazy(there)
+    target.load_state_dict(source.state_dict())
+    assert target.p is not None
+    assert target.p.layout is value.layout
+    assert target.p.dtype is value.dtype
+    dense = target.p.to_dense() if kind == "sparse" else target.p.dequantize()
+    assert torch.equal(dense, eye)
+
+
+def test_buffers_that_cannot_be_resized_are_replaced() -> None:
+    with torch.inference_mode():
+        inference = torch.zeros(2)
+    weight = nn.Parameter(torch.ones(2))
+    for there in (inference, weight * 2, torch.arange(6.0)[2:4]):
+        target = Lazy(there)
+        ms.load(target, Lazy(torch.ones(3)).state_dict())
+        assert same(target.p, torch.ones(3))
+        assert target.p.is_leaf
+
+
+@every_load
+def test_a_gradient_of_another_shape_goes(load: Load) -> None:
+    target = Lazy(torch.ones(2, requires_grad=True))
+    target(torch.ones(1, 2)).sum().backward()
+    held = target.p
+    load(target, Lazy(torch.ones(3)).state_dict())
+    assert target.p is held
+    assert held.requires_grad
+    assert held.grad is None
+
+
+def test_loading_within_inference_mode_makes_a_normal_tensor() -> None:
+    target = Lazy()
+    with torch.inference_mode():
+        target.load_state_dict(Lazy(torch.ones(3)).state_dict())
+    assert target.p is not None
+    assert not target.p.is_inference()
+    target.load_state_dict(Lazy(torch.zeros(3)).state_dict())
+
+
+# What modelstate's own loads add.
+
+
+@ours_only
+@pytest.mark.parametrize("there", STATES.values(), ids=STATES)
+@pytest.mark.parametrize("value", STATES.values(), ids=STATES)
+def test_nothing_is_changed_by_a_load_that_fails_later(
+    load: Load, there: Callable[[], Any], value: Callable[[], Any]
+) -> None:
+    def too_late(module: nn.Module, _: Any) -> None:
+        raise LookupError("too late")
+
+    target = nn.Sequential(Lazy(there()), nn.Linear(2, 2))
+    source = nn.Sequential(Lazy(value()), nn.Linear(2, 2)).state_dict()
+    before = whole(target)
+    with pytest.raises(RuntimeError):
+        load(target, {name: value for name, value in source.items() if name != "1.weight"})
+    assert whole(target) == before
+    target.register_load_state_dict_post_hook(too_late)
+    with pytest.raises((LookupError, errors.ModelCodeError)):
+        load(target, source)
+    assert whole(target) == before
+    assert same(target[0].p, there())
+
+
+@pytest.mark.parametrize("there", STATES.values(), ids=STATES)
+@pytest.mark.parametrize("value", STATES.values(), ids=STATES)
+def test_a_transform_that_raises(there: Callable[[], Any], value: Callable[[], Any]) -> None:
+    def fails(name: str, tensor: torch.Tensor) -> torch.Tensor:
+        raise ValueError(name)
+
+    target = Lazy(there())
+    before = whole(target)
+    with pytest.raises(errors.TransformError):
+        ms.load(target, Lazy(value()).state_dict(), transform=fails)
+    assert whole(target) == before
+
+
+@pytest.mark.parametrize("there", STATES.values(), ids=STATES)
+@pytest.mark.parametrize("value", STATES.values(), ids=STATES)
+def test_a_plan_changes_nothing_and_lists_the_buffer(there: Callable[[], Any], value: Callable[[], Any]) -> None:
+    source, target = Lazy(value()), Lazy(there())
+    before = whole(target)
+    plan = ms.plan(target, source.state_dict())
+    assert whole(target) == before
+    assert plan.ok
+    assert plan.coverage == 1
+    steps = {step.name: step for step in plan.steps}
+    if source.p is None:
+        assert "p" not in steps
+        assert any("become None" in note and note.endswith(": p") for note in plan.notes) == (target.p is not None)
+    else:
+        assert steps["p"].kind == "buffer"
+        assert steps["p"].shape == tuple(source.p.shape)
+    report = ms.load(target, plan)
+    assert same(target.p, source.p)
+    assert report.coverage == 1
+    assert report.references_lost == (("p is gone",) if target.p is None and there() is not None else ())
+
+
+@pytest.mark.parametrize("build", [lambda: Lazy(), lambda: Lazy(torch.zeros(5))], ids=["None", "set"])
+@pytest.mark.parametrize("form", ["state dict", "torch file", "safetensors"])
+def test_skeletons(build: Callable[[], Lazy], form: str, tmp_path: Path) -> None:
+    source = Lazy(torch.arange(3.0))
+    path = saved(source.state_dict(), form, tmp_path)
+    with ms.skeleton():
+        target = build()
+    ms.load(target, path)
+    assert same(target.p, source.p)
+    with torch.device("meta"):
+        target = build()
+    ms.load(target, path)
+    assert same(target.p, source.p)
+    x = torch.ones(1, 2)
+    assert torch.equal(target(x), source(x))
+
+
+def test_arguments_of_load(tmp_path: Path) -> None:
+    source = nn.Sequential(Lazy(torch.tensor([1.0, 2, 3])))
+    torch.save(
+        {"ema": source.state_dict(), "model": {f"module.{k}": v for k, v in source.state_dict().items()}},
+        tmp_path / "c.pt",
+    )
+    for there in (lambda: None, lambda: torch.zeros(2)):
+        target = nn.Sequential(Lazy(there()))
+        ms.load(target, tmp_path / "c.pt", key="model", rules=[ms.rules.Prefix(strip="module.")], dtype=torch.bfloat16)
+        assert same(target[0].p, torch.tensor([1.0, 2, 3], dtype=torch.bfloat16))
+        target = nn.Sequential(Lazy(there()))
+        report = ms.load(target, tmp_path / "c.pt", key="ema", device="cpu", in_place=True, max_memory_bytes=0)
+        assert same(target[0].p, torch.tensor([1.0, 2, 3]))
+        assert report.coverage == 1
+        target = nn.Sequential(Lazy(there()))
+        before = whole(target)
+        with pytest.raises(errors.MemoryBudgetError):
+            ms.load(target, tmp_path / "c.pt", key="ema", max_memory_bytes=0)
+        assert whole(target) == before
+
+
+def test_the_note_follows_the_rules() -> None:
+    state: Any = nn.Sequential(Lazy(torch.ones(3))).state_dict()
+    renamed = {f"module.{name}": value for name, value in state.items() if name != "0.p"}
+    made = type(state)(renamed)
+    made._metadata = {f"module.{path}" if path else "module": saved for path, saved in state._metadata.items()}
+    plan = ms.plan(nn.Sequential(Lazy()), made, rules=[ms.rules.Prefix(strip="module.")])
+    assert [(type(problem), problem.name) for problem in plan.problems] == [(Missing, "0.p")]
+
+
+def test_a_module_of_nothing_else(tmp_path: Path) -> None:
+    def build(p: torch.Tensor | None = None) -> nn.Module:
+        module = nn.Module()
+        ms.register_lazy_buffer(module, "p")
+        module.p = p
+        return module
+
+    torch.save({"net": build(torch.ones(3)).state_dict(), "other": {"q": torch.ones(2)}}, tmp_path / "c.pt")
+    target = build()
+    ms.load(target, tmp_path / "c.pt")  # the part that is meant is known by the name of the buffer
+    assert same(target.p, torch.ones(3))
+    for load in LOADS.values():
+        target = build(torch.ones(2))
+        load(target, build().state_dict())
+        assert target.p is None
+
+
+def test_conversions() -> None:
+    module = nn.Sequential(Lazy(torch.ones(3)), Lazy(), Lazy(torch.arange(2)))
+    held = module[0].p
+    report = ms.convert(module, torch.bfloat16)
+    assert not report.references_lost
+    assert module[0].p is held
+    assert same(held, torch.ones(3, dtype=torch.bfloat16))
+    assert module[1].p is None
+    assert same(module[2].p, torch.arange(2))
+    with ms.reference_keeping():
+        module.double()
+    assert module[0].p is held
+    ms.load(module, nn.Sequential(Lazy(), Lazy(torch.ones(4)), Lazy()).state_dict())
+    assert [None if one.p is None else one.p.shape for one in module] == [None, (4,), None]
+
+
+def test_it_goes_where_the_module_is() -> None:
+    source = Lazy(torch.ones(3))
+    with torch.device("meta"):
+        target = Lazy()
+    with pytest.warns(UserWarning, match="no-op"):
+        target.load_state_dict(source.state_dict())
+    assert target.p is not None
+    assert target.p.is_meta
+    with ms.skeleton():
+        real = nn.BatchNorm1d(2)
+    ms.register_lazy_buffer(real, "p")
+    with pytest.warns(UserWarning, match="no-op"):
+        real.load_state_dict({**nn.BatchNorm1d(2).state_dict(), "p": torch.ones(3)})
+    assert real.weight.is_meta
+    assert same(real.p, torch.ones(3))  # beside the running mean
+
+
+# What cannot be registered.
+
+
+class Taken(nn.Module):
+    table = None
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.p = None
+        self.child = nn.Linear(1, 1)
+        self.weight = nn.Parameter(torch.ones(1))
+        self.register_buffer("old", None)
+
+
+@pytest.mark.parametrize(
+    "name", ["table", "p", "child", "weight", "old", "forward", "training", "a.b", "", "1", "a b", "class"]
+)
+def test_names_that_are_refused(name: str) -> None:
+    module = Taken()
+    before = whole(module), dict(vars(module))
+    with pytest.raises(errors.BufferNameError) as caught:
+        ms.register_lazy_buffer(module, name)
+    assert isinstance(caught.value, KeyError)  # as torch's
+    assert caught.value.remedy
+    assert (whole(module), dict(vars(module))) == before
+    assert not module._load_state_dict_pre_hooks
+
+
+def test_twice() -> None:
+    module = Lazy(torch.ones(2))
+    with pytest.raises(errors.BufferNameError, match="once"):
+        ms.register_lazy_buffer(module, "p")
+    assert same(module.p, torch.ones(2))
+
+
+def test_what_is_no_module_or_no_name() -> None:
+    with pytest.raises(errors.OptionError, match="not a module"):
+        ms.register_lazy_buffer({}, "p")  # type: ignore[arg-type]
+    with pytest.raises(errors.OptionError, match="text"):
+        ms.register_lazy_buffer(nn.Linear(1, 1), 3)  # type: ignore[arg-type]
+
+    class Early(nn.Module):
+        def __init__(self) -> None:
+            ms.register_lazy_buffer(self, "p")
+
+    with pytest.raises(errors.OptionError, match="super"):
+        Early()

@@ -1,0 +1,253 @@
+"""Lazy modules of torch that have not run yet: saved as what they are, and restored so."""
+
+import json
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import nn
+from torch.nn.parameter import is_lazy
+
+import modelstate as ms
+from modelstate import problems
+from modelstate.checkpoint.inspect import inspect_json, inspect_text
+from tests.store.common import program
+
+
+@pytest.fixture(autouse=True)
+def without_warnings() -> Iterator[None]:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        yield
+
+
+def partly(seed: int = 0) -> nn.Module:
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.LazyLinear(4), nn.LazyBatchNorm1d(), nn.Linear(4, 2))
+
+
+def wholly(seed: int = 0) -> nn.Module:
+    return nn.LazyLinear(3, bias=False)
+
+
+def objects(model: nn.Module, cls: type = torch.optim.AdamW) -> dict[str, Any]:
+    optimizer = cls(model.parameters(), 0.1)
+    schedule = torch.optim.lr_scheduler.StepLR(optimizer, 3)
+    return {"model": model, "optimizer": optimizer, "schedule": schedule, "epoch": 0}
+
+
+def lazy_names(state: Any) -> list[str]:
+    return [name for name, value in state.items() if is_lazy(value)]
+
+
+LAZY = ["0.weight", "0.bias", "1.weight", "1.bias", "1.running_mean", "1.running_var"]
+
+
+def test_a_file_has_what_is_initialised_and_says_what_is_not(tmp_path: Path) -> None:
+    model, path = partly(), tmp_path / "m.safetensors"
+    report = ms.save(model, path)
+    assert report.tensors == len(load_file(path)) == 3
+    checkpoint = ms.open(path)
+    assert list(checkpoint) == ["1.num_batches_tracked", "2.weight", "2.bias"]
+    assert list(checkpoint.extra) == LAZY
+    assert lazy_names(checkpoint.value()) == LAZY
+    assert checkpoint.verify() == checkpoint.nbytes
+    fresh = partly(1)
+    weight = fresh[0].weight  # type: ignore[index]
+    loaded = ms.load(fresh, path, verify=True)
+    assert loaded.coverage == 1.0
+    assert any("6 stay uninitialised" in note for note in loaded.notes)
+    assert lazy_names(fresh.state_dict()) == LAZY
+    assert torch.equal(fresh[2].weight, model[2].weight)  # type: ignore[index]
+    fresh(torch.randn(3, 5))
+    assert fresh[0].weight is weight  # type: ignore[index]
+    assert weight.shape == (4, 5)
+
+
+@pytest.mark.parametrize("made", [nn.UninitializedParameter, nn.UninitializedBuffer])
+@pytest.mark.parametrize("requires_grad", [True, False])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float64])
+def test_what_is_said_of_one(tmp_path: Path, made: Any, requires_grad: bool, dtype: torch.dtype) -> None:
+    path = tmp_path / "m.safetensors"
+    ms.save({"a": made(requires_grad, dtype=dtype), "b": torch.ones(2)}, path)
+    found = ms.open(path).extra["a"]
+    assert (type(found), found.requires_grad, found.dtype) == (made, requires_grad, dtype)
+    found.materialize((2,))
+    assert found.shape == (2,)
+
+
+@pytest.mark.parametrize("make", [partly, wholly])
+@pytest.mark.parametrize("cls", [torch.optim.SGD, torch.optim.AdamW])
+@pytest.mark.parametrize("block", [True, False])
+def test_a_store_before_the_first_step(tmp_path: Path, make: Any, cls: type, block: bool) -> None:
+    was, store = objects(make(), cls), ms.Store(tmp_path)
+    store.save(0, was, block=block)  # type: ignore[call-overload]
+    store.wait()
+    now = objects(make(1), cls)
+    now["optimizer"].param_groups[0]["lr"] = 7.0
+    restored = ms.Store(tmp_path).restore(now)
+    assert restored.step == 0
+    assert now["optimizer"].param_groups[0]["lr"] == 0.1
+    assert lazy_names(now["model"].state_dict()) == lazy_names(was["model"].state_dict()) != []
+    for name, value in was["model"].state_dict().items():
+        assert is_lazy(value) or torch.equal(value, now["model"].state_dict()[name])
+    now["model"](torch.randn(3, 5)).sum().backward()
+    now["optimizer"].step()
+    store.save(1, now)  # beside files of the same names that had less in them
+    again = objects(make(2), cls)
+    store.restore(again)
+    assert not lazy_names(again["model"].state_dict())
+    assert all(torch.equal(a, b) for a, b in zip(again["model"].parameters(), now["model"].parameters(), strict=True))
+    assert store.verify() == {0: "", 1: ""}
+
+
+@pytest.mark.parametrize("make", [partly, wholly])
+def test_one_file_of_several_objects(tmp_path: Path, make: Any) -> None:
+    path = tmp_path / "all.safetensors"
+    ms.save(objects(make()), path)
+    now = objects(make(1))
+    ms.restore(now, path, verify=True)
+    assert lazy_names(now["model"].state_dict()) == lazy_names(make().state_dict())
+
+
+@pytest.mark.parametrize("make", [partly, wholly])
+@pytest.mark.parametrize("as_file", [True, False])
+def test_where_the_model_has_run_it_is_a_problem_beside_the_others(tmp_path: Path, make: Any, as_file: bool) -> None:
+    source: Any = make().state_dict()
+    if as_file:
+        ms.save(source, tmp_path / "m.safetensors")
+        source = tmp_path / "m.safetensors"
+    model = make(1)
+    model(torch.randn(3, 5))
+    model.more = nn.Linear(1, 1)
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    with pytest.raises(ms.PlanError, match="had not initialised") as caught:
+        ms.load(model, source)
+    found = {problem.name for problem in caught.value.problems if isinstance(problem, problems.NotYetInitialised)}
+    assert found == set(lazy_names(make().state_dict()))
+    assert {p.name for p in caught.value.problems} - found == {"more.weight", "more.bias"}
+    assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())
+
+
+def test_where_it_has_no_place_it_is_unexpected(tmp_path: Path) -> None:
+    path = tmp_path / "m.safetensors"
+    ms.save(partly(), path)
+    model = nn.Sequential(nn.Identity(), nn.LazyBatchNorm1d(), nn.Linear(4, 2))
+    with pytest.raises(ms.PlanError) as caught:
+        ms.load(model, path)
+    assert {(type(p).__name__, p.name) for p in caught.value.problems} == {
+        ("Unexpected", "0.weight"),
+        ("Unexpected", "0.bias"),
+    }
+    ms.load(model, path, allow_unexpected=["0.*"])
+
+
+def test_a_buffer_that_is_not_saved_gets_none_of_it() -> None:
+    class Hidden(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.ones(1))
+            self.register_buffer("table", torch.ones(2), persistent=False)
+
+    with pytest.raises(ms.PlanError, match="had not initialised"):
+        ms.load(Hidden(), {"weight": torch.zeros(1), "table": nn.UninitializedBuffer()})
+
+
+def test_a_skeleton_has_lazy_modules_that_can_run() -> None:
+    with ms.skeleton():
+        model = partly()
+    ms.load(model, partly().state_dict())
+    assert model(torch.randn(3, 5)).shape == (3, 2)
+
+
+def test_on_meta_it_would_stay_there() -> None:
+    with pytest.raises(ms.PlanError) as caught:
+        ms.load(nn.LazyLinear(3, device="meta"), nn.LazyLinear(3).state_dict())
+    assert {type(problem) for problem in caught.value.problems} == {problems.Uninitialised}
+
+
+def test_names_that_rules_change(tmp_path: Path) -> None:
+    path = tmp_path / "m.safetensors"
+    ms.save(nn.ModuleDict({"old": partly()}), path)
+    model = partly(1)
+    ms.load(model, path, rules=[ms.rules.Prefix("old.", "")])
+    assert lazy_names(model.state_dict()) == LAZY
+
+
+def test_a_state_dict_is_not_shared(tmp_path: Path) -> None:
+    state = partly().state_dict()
+    value = ms.open(state).value()
+    assert lazy_names(value) == LAZY
+    value["0.weight"].materialize((1,))
+    assert lazy_names(state) == LAZY
+
+
+def test_files_are_copied_and_shown(tmp_path: Path) -> None:
+    one, two = tmp_path / "one.safetensors", tmp_path / "two.safetensors"
+    ms.save(partly(), one)
+    ms.save(ms.open(one), two)
+    assert list(ms.open(two).extra) == LAZY
+    assert "UninitializedParameter  without a shape yet, float32" in inspect_text(ms.open(two))
+    assert len(json.loads(inspect_json(ms.open(two)))["extra"]) == 6
+
+
+def test_checkpoints_are_combined() -> None:
+    one, other = partly(), partly(1)
+    mean = ms.open([one.state_dict(), other.state_dict()], combine=ms.merge.Average())
+    assert list(mean.extra) == LAZY
+    assert torch.equal(mean.tensor("2.weight"), (one[2].weight + other[2].weight).detach() / 2)  # type: ignore[index]
+    run = partly(2)
+    run(torch.randn(3, 5))
+    with pytest.raises(ms.errors.CombineError):
+        ms.open([one.state_dict(), run.state_dict()], combine=ms.merge.Average())
+
+
+def test_a_loop_that_ends_before_its_first_step(tmp_path: Path) -> None:
+    def loop(hours: float, seed: int) -> tuple[ms.store.Resumable, dict[str, Any]]:
+        now = objects(partly(seed))
+        deadline = ms.Deadline(hours=hours, margin=0, since="now", signals=())
+        return ms.resumable(store, now, steps=4, save_every=2, deadline=deadline), now
+
+    store = ms.Store(tmp_path)
+    over, first = loop(1e-9, 0)
+    assert list(over) == []
+    assert over.stopped
+    rest, second = loop(1, 1)
+    assert (rest.start, lazy_names(second["model"].state_dict())) == (0, LAZY)
+    assert torch.equal(first["model"][2].weight, second["model"][2].weight)
+    for _ in rest:
+        second["model"](torch.randn(3, 5)).sum().backward()
+        second["optimizer"].step()
+    assert store.steps() == (0, 2, 4)
+
+
+def test_a_run_that_is_killed_before_its_first_step_goes_on(tmp_path: Path) -> None:
+    """The same losses as without: the batch, and what the lazy module makes of it, come out of the same generator."""
+    script = """
+import os, signal, sys, torch, modelstate as ms
+from torch import nn
+torch.manual_seed(int(sys.argv[3]))
+model = nn.Sequential(nn.LazyLinear(4), nn.LazyBatchNorm1d(), nn.Linear(4, 1))
+optimizer = torch.optim.AdamW(model.parameters())
+objects = {"model": model, "optimizer": optimizer, "rng": ms.RNG()}
+store = ms.Store(sys.argv[1])
+loop = ms.resumable(store, objects, steps=3, save_every=1)
+if sys.argv[2] == "kill":
+    store.save(0, objects)
+    os.kill(os.getpid(), signal.SIGKILL)
+for _ in loop:
+    loss = model(torch.randn(8, 5)).square().mean()
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+    print(loss.item().hex())
+"""
+    whole = program(script, tmp_path / "a", "run", 3)
+    assert program(script, tmp_path / "b", "kill", 3).returncode == -9
+    resumed = program(script, tmp_path / "b", "run", 4)
+    assert (resumed.returncode, resumed.stderr) == (0, "")
+    assert whole.stdout.split() == resumed.stdout.split() != []

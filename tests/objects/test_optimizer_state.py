@@ -1,0 +1,585 @@
+"""The state of an optimizer by names: it finds its parameters wherever they are, or says what does not fit."""
+
+import copy
+import re
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import modelstate as ms
+from modelstate.errors import OptimizerStateError, OptionError, RuleError
+from tests.loading.fingerprint import described
+
+
+class Separate(nn.Module):
+    def __init__(self, *order: str) -> None:
+        super().__init__()
+        for name in order or ("q", "k", "v", "out"):
+            self.add_module(name, nn.Linear(4, 4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.get_submodule("out")(self.q(x) + self.k(x) * self.v(x))
+
+
+class Fused(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.out = nn.Linear(4, 4)
+        self.qkv = nn.Linear(4, 12)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        q, k, v = self.qkv(x).chunk(3, -1)
+        return self.out(q + k * v)
+
+
+FUSE = ms.rules.known.separate_qkv("qkv", ["q", "k", "v"]).reverse()
+X = torch.eye(4)
+
+
+def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: int = 3) -> None:
+    for _ in range(steps):
+        optimizer.zero_grad()
+        model(X).square().mean().backward()
+        optimizer.step()
+
+
+def trained(model: nn.Module, **options: Any) -> torch.optim.Optimizer:
+    optimizer = torch.optim.AdamW(model.parameters(), **options)
+    train(model, optimizer)
+    return optimizer
+
+
+def test_parameters_that_have_changed_places() -> None:
+    """By position, the moments of one parameter would go to another of the same shape."""
+    torch.manual_seed(0)
+    one, other = Separate(), Separate("out", "v", "k", "q")
+    first = trained(one, lr=0.01)
+    second = torch.optim.AdamW(other.parameters(), lr=0.5)
+    ms.load(other, one.state_dict())
+    ms.load_optimizer_state(other, second, ms.optimizer_state(one, first))
+    train(one, first)
+    train(other, second)
+    for name, value in one.state_dict().items():
+        torch.testing.assert_close(other.state_dict()[name], value, rtol=1e-6, atol=1e-7)
+    assert second.param_groups[0]["lr"] == 0.01
+
+
+@pytest.mark.parametrize("kind", ["AdamW", "SGD", "RMSprop", "Adagrad"])
+def test_training_goes_on_in_a_model_with_other_pieces(kind: str) -> None:
+    torch.manual_seed(0)
+    options = {"momentum": 0.9} if kind == "SGD" else {}
+    separate, fused = Separate(), Fused()
+    first = getattr(torch.optim, kind)(separate.parameters(), lr=0.01, **options)
+    second = getattr(torch.optim, kind)(fused.parameters(), lr=0.01, **options)
+    train(separate, first)
+    ms.load(fused, separate.state_dict(), rules=FUSE)
+    ms.load_optimizer_state(fused, second, ms.optimizer_state(separate, first), rules=FUSE)
+    train(separate, first)
+    train(fused, second)
+    for name, value in FUSE.apply(separate.state_dict()).items():
+        torch.testing.assert_close(fused.state_dict()[name], value, rtol=1e-5, atol=1e-6)
+    again = Separate()
+    back = getattr(torch.optim, kind)(again.parameters(), lr=0.01, **options)
+    ms.load(again, fused.state_dict(), rules=FUSE.reverse())
+    ms.load_optimizer_state(again, back, ms.optimizer_state(fused, second), rules=FUSE.reverse())
+    assert ms.optimizer_state(again, back)["state"].keys() == ms.optimizer_state(separate, first)["state"].keys()
+
+
+def test_a_file_in_between(tmp_path: Any) -> None:
+    model = Separate()
+    optimizer = trained(model, lr=0.25)
+    torch.save(ms.optimizer_state(model, optimizer), tmp_path / "state.pt")
+    fresh = torch.optim.AdamW(model.parameters())
+    ms.load_optimizer_state(model, fresh, torch.load(tmp_path / "state.pt"))
+    assert described(fresh.state_dict()) == described(optimizer.state_dict())
+
+
+def test_torchs_own_state_with_names() -> None:
+    model = Separate()
+    optimizer = torch.optim.AdamW(model.named_parameters())
+    train(model, optimizer)
+    other = Separate("v", "out", "q", "k")
+    fresh = torch.optim.AdamW(other.parameters())
+    ms.load_optimizer_state(other, fresh, optimizer.state_dict())
+    assert torch.equal(fresh.state[other.q.weight]["exp_avg"], optimizer.state[model.q.weight]["exp_avg"])
+
+
+def test_what_is_loaded_is_a_copy_in_the_dtype_of_the_parameter() -> None:
+    model = Separate()
+    optimizer = trained(model)
+    saved = ms.optimizer_state(model, optimizer)
+    half = copy.deepcopy(model).bfloat16()
+    fresh = torch.optim.AdamW(half.parameters())
+    ms.load_optimizer_state(half, fresh, saved)
+    state = fresh.state[half.q.weight]
+    assert (state["exp_avg"].dtype, state["step"].dtype) == (torch.bfloat16, torch.float32)
+    ms.load_optimizer_state(model, optimizer, saved)
+    kept = optimizer.state[model.q.weight]["exp_avg"]
+    assert kept is not saved["state"]["q.weight"]["exp_avg"]
+    assert torch.equal(kept, saved["state"]["q.weight"]["exp_avg"])
+
+
+def test_groups_are_found_by_their_parameters() -> None:
+    model = Separate()
+    groups = [{"params": [*model.q.parameters()], "lr": 0.5}, {"params": [*model.out.parameters()], "lr": 0.25}]
+    first = torch.optim.SGD(groups)
+    second = torch.optim.SGD([{"params": [*model.out.parameters()]}, {"params": [*model.q.parameters()]}], lr=1.0)
+    ms.load_optimizer_state(model, second, ms.optimizer_state(model, first))
+    assert [group["lr"] for group in second.param_groups] == [0.25, 0.5]
+    together = torch.optim.SGD([*model.q.parameters(), *model.out.parameters()], lr=1.0)
+    with pytest.raises(OptimizerStateError, match="groups with other options"):
+        ms.load_optimizer_state(model, together, ms.optimizer_state(model, first))
+
+
+def no_change(state: dict[str, Any]) -> None:
+    pass
+
+
+def without(name: str) -> Any:
+    def change(state: dict[str, Any]) -> None:
+        del state["state"][name]
+
+    return change
+
+
+def unlisted(name: str, instead: str = "") -> Any:
+    def change(state: dict[str, Any]) -> None:
+        (group,) = state["param_groups"]
+        group["params"] = [*(one for one in group["params"] if one != name), *([instead] if instead else [])]
+        del state["state"][name]
+
+    return change
+
+
+def changed(name: str, key: str, value: Any) -> Any:
+    def change(state: dict[str, Any]) -> None:
+        state["state"][name][key] = value
+
+    return change
+
+
+def with_other(name: str) -> Any:
+    def change(state: dict[str, Any]) -> None:
+        state["state"][name] = state["state"]["q.weight"]
+
+    return change
+
+
+@pytest.mark.parametrize(
+    ("change", "rules", "error", "says"),
+    [
+        (without("q.weight"), (), OptimizerStateError, "q.weight: its state is not there"),
+        (unlisted("q.weight"), (), OptimizerStateError, "q.weight: nothing was saved for it"),
+        (unlisted("q.weight", "x"), (), OptimizerStateError, "x: the optimizer has no such parameter"),
+        (changed("q.weight", "exp_avg", "x"), (), OptimizerStateError, "exp_avg is str"),
+        (changed("q.weight", "exp_avg", torch.eye(4).to_sparse()), (), OptimizerStateError, "no values"),
+        (changed("q.weight", "exp_avg", torch.ones(4, 4, device="meta")), (), OptimizerStateError, "no values"),
+        (changed("q.weight", "exp_avg", torch.ones(4, 4) * 1j), (), OptimizerStateError, "complex"),
+        (changed("q.weight", "momentum_buffer", torch.ones(4, 4)), (), OptimizerStateError, "saved momentum_buffer"),
+        (changed("q.weight", "exp_avg", torch.ones(1, 4)), (), OptimizerStateError, r"shape \[1, 4\]"),
+        (lambda state: state["state"]["q.weight"].pop("step"), (), OptimizerStateError, "step is lacking"),
+        (changed("q.weight", "exp_avg", 1.0), (), OptimizerStateError, "is float, where the optimizer has Tensor"),
+        (changed("q.weight", "exp_avg", torch.tensor(1.0)), (), OptimizerStateError, "0 dimensions"),
+        (changed("q.weight", "exp_avg", torch.ones(4, 4) > 0), (), OptimizerStateError, "is torch.bool"),
+        (changed("q.weight", "step", torch.ones(4, 4)), (), OptimizerStateError, "step has 2 dimensions"),
+        (lambda state: state["state"].update({"q.weight": 5}), (), OptimizerStateError, "not the state of a parameter"),
+        (lambda state: state["param_groups"][0].update(betas=(1, 2, 3)), (), OptimizerStateError, "the option betas"),
+        (lambda state: state["param_groups"][0].update({3: 3}), (), OptimizerStateError, "the saved option 3"),
+        (lambda state: state["param_groups"][0].update(lr=iter(())), (), OptimizerStateError, "the option lr"),
+        (lambda state: state["param_groups"][0].update(lr="high"), (), OptimizerStateError, "the option lr is 'high'"),
+        (lambda state: state["param_groups"][0].update(nesterov=1), (), OptimizerStateError, "the saved option nest"),
+        (with_other("x"), (), OptimizerStateError, "x: the optimizer has no such parameter"),
+        (changed("q.bias", "exp_avg", torch.ones(4, 4)), (), OptimizerStateError, r"exp_avg has the shape \[4, 4\]"),
+        (changed("q.bias", "exp_avg", torch.ones(1, 1)), (), OptimizerStateError, r"exp_avg has the shape \[1, 1\]"),
+        (changed("q.bias", "step", torch.tensor(99.0)), FUSE, RuleError, "step on qkv.bias: it differs between"),
+        (without("q.weight"), FUSE, RuleError, "nothing like q"),
+        (no_change, [ms.rules.Apply("q.weight", torch.neg)], RuleError, "moves=True"),
+        (no_change, [ms.rules.Split("q.*", ["a.*", "b.*", "c.*"])], RuleError, "cannot be cut"),
+        (lambda state: state.pop("state"), (), OptimizerStateError, "not the state of an optimizer"),
+        (lambda state: state.update(param_groups=3), (), OptimizerStateError, "not the state of an optimizer"),
+        (lambda state: state["param_groups"][0].pop("params"), (), OptimizerStateError, "not the state"),
+    ],
+)  # fmt: skip
+def test_what_does_not_fit_changes_nothing(change: Any, rules: Any, error: type, says: str) -> None:
+    model = Separate()
+    optimizer = trained(model)
+    state: Any = copy.deepcopy(ms.optimizer_state(model, optimizer))
+    change(state)
+    target: nn.Module = Fused() if rules is FUSE else model
+    fresh = trained(target)
+    before = described(fresh.state_dict())
+    with pytest.raises(error, match=says):
+        ms.load_optimizer_state(target, fresh, state, rules=rules)
+    assert described(fresh.state_dict()) == before
+
+
+def test_positions_without_names_are_refused() -> None:
+    model = Separate()
+    optimizer = trained(model)
+    with pytest.raises(OptimizerStateError, match="positions"):
+        ms.load_optimizer_state(model, optimizer, optimizer.state_dict())
+
+
+def test_parameters_of_another_model() -> None:
+    model = Separate()
+    optimizer = torch.optim.SGD([*model.parameters(), nn.Parameter(torch.ones(1))])
+    with pytest.raises(OptimizerStateError, match="1 of 9"):
+        ms.optimizer_state(model, optimizer)
+    with pytest.raises(OptionError):
+        ms.optimizer_state(model, 7)  # type: ignore[arg-type]
+
+
+def test_new_parameters_without_state_on_request() -> None:
+    model = Separate()
+    optimizer = trained(model)
+    state = ms.optimizer_state(model, optimizer)
+    model.add_module("new", nn.Linear(2, 2))
+    fresh = torch.optim.AdamW(model.parameters())
+    with pytest.raises(OptimizerStateError, match=r"new\.weight: nothing was saved"):
+        ms.load_optimizer_state(model, fresh, state)
+    ms.load_optimizer_state(model, fresh, state, allow_missing=True)
+    train(model, fresh)
+    with pytest.raises(OptionError, match="not a model"):
+        ms.load_optimizer_state(7, fresh, state)  # type: ignore[arg-type]
+
+
+def test_state_that_is_lost_on_request() -> None:
+    model = nn.Linear(4, 4)
+    state = ms.optimizer_state(model, trained(model))
+    del state["state"]["bias"]
+    fresh = torch.optim.AdamW(model.parameters())
+    with pytest.raises(OptimizerStateError, match="bias: its state is not there"):
+        ms.load_optimizer_state(model, fresh, state)
+    ms.load_optimizer_state(model, fresh, state, allow_missing=True)
+    assert model.bias not in fresh.state
+    assert fresh.state[model.weight]["step"] == 3
+
+
+def test_sums_over_rows_are_moved_by_names_only() -> None:
+    model = Separate()
+    optimizer = torch.optim.Adafactor(model.parameters())
+    train(model, optimizer)
+    state = ms.optimizer_state(model, optimizer)
+    with pytest.raises(RuleError, match="several shapes"):
+        ms.load_optimizer_state(model, optimizer, state, rules=[ms.rules.Transpose("q.weight")])
+    ms.load_optimizer_state(model, optimizer, state)
+    swap = [ms.rules.Rename("q.*", "x.*"), ms.rules.Rename("k.*", "q.*"), ms.rules.Rename("x.*", "k.*")]
+    expected = state["state"]["k.weight"]["row_var"].clone()
+    ms.load_optimizer_state(model, optimizer, state, rules=swap)
+    assert torch.equal(optimizer.state[model.q.weight]["row_var"], expected)
+
+
+def test_a_parameter_that_never_had_a_gradient() -> None:
+    model = Separate()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    for param in (model.q.weight, model.k.weight):
+        param.grad = torch.ones_like(param)
+    optimizer.step()
+    fresh = trained(model)
+    ms.load_optimizer_state(model, fresh, ms.optimizer_state(model, optimizer))
+    assert described(fresh.state_dict()) == described(optimizer.state_dict())
+
+
+def test_lbfgs_takes_the_same_parameters_in_the_same_order() -> None:
+    def stepped(model: nn.Module) -> torch.optim.LBFGS:
+        optimizer = torch.optim.LBFGS(model.parameters(), max_iter=2)
+
+        def closure() -> torch.Tensor:
+            optimizer.zero_grad()
+            loss = model(X).square().mean()
+            loss.backward()
+            return loss
+
+        for _ in range(2):
+            optimizer.step(closure)
+        return optimizer
+
+    model = Separate()
+    state = ms.optimizer_state(model, stepped(model))
+    same = torch.optim.LBFGS(model.parameters(), max_iter=2)
+    ms.load_optimizer_state(model, same, state)
+    assert torch.equal(same.state[model.q.weight]["d"], state["state"]["q.weight"]["d"])
+    other = Separate("out", "q", "k", "v")
+    fused = Fused()
+    for target, rules in ((other, ()), (fused, FUSE)):
+        fresh = stepped(target)
+        before = described(fresh.state_dict())
+        for allow in (False, True):
+            with pytest.raises((OptimizerStateError, RuleError)):
+                ms.load_optimizer_state(target, fresh, state, rules=rules, allow_missing=allow)
+        assert described(fresh.state_dict()) == before
+
+
+def test_options_follow_by_rules_that_go_one_way() -> None:
+    model = Separate()
+    wrapped = nn.ModuleDict({"net": model})
+    saved = torch.optim.SGD(wrapped.parameters(), lr=0.5)
+    fresh = torch.optim.SGD(model.parameters(), lr=1e-9)
+    one_way = [ms.rules.Rename(re.compile(r"^net\."), "")]
+    ms.load_optimizer_state(model, fresh, ms.optimizer_state(wrapped, saved), rules=one_way)
+    assert fresh.param_groups[0]["lr"] == 0.5
+    with pytest.raises(OptimizerStateError, match="no such parameter"):
+        ms.load_optimizer_state(model, fresh, ms.optimizer_state(wrapped, saved))
+
+
+def test_options_of_another_optimizer() -> None:
+    model = Separate()
+    adam, sgd = trained(model), torch.optim.SGD(model.parameters())
+    with pytest.raises(OptimizerStateError, match="does not have the saved options amsgrad, betas") as caught:
+        ms.load_optimizer_state(model, sgd, ms.optimizer_state(model, adam))
+    assert "the state is of torch.optim.AdamW, the optimizer is torch.optim.SGD" in caught.value.found
+    assert "rules" not in caught.value.remedy
+    assert "keep_options" not in caught.value.remedy
+    with pytest.raises(OptimizerStateError, match="does not have the saved options dampening") as caught:
+        ms.load_optimizer_state(model, adam, ms.optimizer_state(model, sgd))
+    assert "build the optimizer that was saved: torch.optim.SGD" in caught.value.remedy
+
+
+def test_kept_options_do_not_make_the_moments_fit_another_optimizer() -> None:
+    model = Separate()
+    adam, sgd = trained(model), torch.optim.SGD(model.parameters())
+    with pytest.raises(OptimizerStateError, match="does not keep the saved step, exp_avg, exp_avg_sq"):
+        ms.load_optimizer_state(model, sgd, ms.optimizer_state(model, adam), keep_options=["*"])
+
+
+class Logged(torch.optim.Adam):
+    """An optimizer of a user's that computes as the class that it is derived from."""
+
+
+class Renamed(torch.optim.Optimizer):
+    """An optimizer of a user's that torch's classes are no part of."""
+
+    def __init__(self, params: Any, lr: float = 1e-3) -> None:
+        super().__init__(params, {"lr": lr, "betas": (0.9, 0.999), "eps": 1e-8, "maximize": False})
+
+
+def without_class(state: dict[str, Any]) -> dict[str, Any]:
+    """The state as a file has it that does not name the class."""
+    return {key: value for key, value in state.items() if key != "class"}
+
+
+CHANGES = [
+    ("Adam", "AdamW", "decoupled_weight_decay True -> False"),
+    ("AdamW", "Adam", "decoupled_weight_decay False -> True"),
+    ("RAdam", "Adam", ""),
+    ("RAdam", "AdamW", "decoupled_weight_decay True -> False"),
+]
+
+
+@pytest.mark.parametrize("names_class", [True, False])
+@pytest.mark.parametrize(("before", "after", "change"), CHANGES)
+def test_a_state_that_would_make_the_optimizer_compute_as_another(
+    before: str, after: str, change: str, names_class: bool
+) -> None:
+    model = Separate()
+    first = getattr(torch.optim, before)(model.parameters(), lr=0.25)
+    train(model, first)
+    state = ms.optimizer_state(model, first)
+    assert state["class"] == f"torch.optim.{before}"
+    state = state if names_class else without_class(state)
+    second = getattr(torch.optim, after)(model.parameters(), weight_decay=0.125)
+    was = described(second.state_dict())
+    with pytest.raises(OptimizerStateError) as caught:
+        ms.load_optimizer_state(model, second, state)
+    assert described(second.state_dict()) == was
+    assert f"the state is of torch.optim.{before}" in caught.value.found
+    assert ("a guess" in caught.value.found) is not names_class
+    assert change in caught.value.found
+    assert 'keep_options=["*"]' in caught.value.remedy
+    ms.load_optimizer_state(model, second, state, keep_options=["*"])
+    assert described(second.param_groups) == described(
+        getattr(torch.optim, after)(model.parameters(), weight_decay=0.125).param_groups
+    )
+    assert torch.equal(second.state[model.q.weight]["exp_avg"], first.state[model.q.weight]["exp_avg"])
+
+
+def test_an_adam_that_decouples_its_weight_decay_is_resumed() -> None:
+    model = Separate()
+    first = torch.optim.Adam(model.parameters(), decoupled_weight_decay=True)
+    train(model, first)
+    state = ms.optimizer_state(model, first)
+    for second in (torch.optim.Adam(model.parameters()), torch.optim.Adam(model.parameters(), lr=0.5)):
+        ms.load_optimizer_state(model, second, state)
+        assert second.param_groups[0]["decoupled_weight_decay"] is True
+    second = torch.optim.Adam(model.parameters(), decoupled_weight_decay=True)
+    ms.load_optimizer_state(model, second, without_class(state))
+    assert described(second.state_dict()) == described(first.state_dict())
+
+
+@pytest.mark.parametrize("names_class", [True, False])
+def test_classes_that_are_derived_from_each_other_share_their_state(names_class: bool) -> None:
+    model = Separate()
+    for before, after in [(torch.optim.Adam, Logged), (Logged, torch.optim.Adam), (Logged, Logged)]:
+        first = before(model.parameters(), lr=0.25)
+        train(model, first)
+        state = ms.optimizer_state(model, first)
+        second = after(model.parameters())
+        ms.load_optimizer_state(model, second, state if names_class else without_class(state))
+        assert described(second.state_dict()) == described(first.state_dict())
+
+
+def test_a_class_that_nothing_is_known_of_needs_a_decision() -> None:
+    model = Separate()
+    first = torch.optim.SparseAdam(model.parameters(), lr=0.25)
+    state = ms.optimizer_state(model, first)
+    with pytest.raises(OptimizerStateError, match=r"torch.optim.SparseAdam, the optimizer is .*Renamed"):
+        ms.load_optimizer_state(model, Renamed(model.parameters()), state)
+    second = Renamed(model.parameters())
+    ms.load_optimizer_state(model, second, state, keep_options=["*"])
+    assert second.param_groups[0]["lr"] == 1e-3
+    # The file does not say that it is of another class, and the options are the same.
+    ms.load_optimizer_state(model, second, without_class(state))
+    assert second.param_groups[0]["lr"] == 0.25
+
+
+def test_a_class_that_has_moved_to_another_module_is_the_same() -> None:
+    model = Separate()
+    first = Renamed(model.parameters(), lr=0.25)
+    state = {**ms.optimizer_state(model, first), "class": "old.module.Renamed"}
+    second = Renamed(model.parameters())
+    ms.load_optimizer_state(model, second, state)
+    assert second.param_groups[0]["lr"] == 0.25
+
+
+class Wrapper(torch.optim.Optimizer):
+    """Shows the groups and the state of another optimizer, as accelerate's class does."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self.optimizer = optimizer
+
+    @property
+    def param_groups(self) -> Any:
+        return self.optimizer.param_groups
+
+    @property
+    def state(self) -> Any:
+        return self.optimizer.state
+
+
+def test_a_wrapper_has_the_class_of_what_it_wraps() -> None:
+    model = Separate()
+    first = trained(model, lr=0.25)
+    state = ms.optimizer_state(model, Wrapper(first))
+    assert state["class"] == "torch.optim.AdamW"
+    second = torch.optim.AdamW(model.parameters())
+    ms.load_optimizer_state(model, Wrapper(second), state)
+    assert described(second.state_dict()) == described(first.state_dict())
+
+
+def test_options_that_the_optimizer_keeps() -> None:
+    model = Separate()
+    first = trained(model, lr=0.25, weight_decay=0.5)
+    state = ms.optimizer_state(model, first)
+    second = torch.optim.AdamW(model.parameters(), lr=0.125, weight_decay=0.0)
+    ms.load_optimizer_state(model, second, state, keep_options=["lr"])
+    assert (second.param_groups[0]["lr"], second.param_groups[0]["weight_decay"]) == (0.125, 0.5)
+    assert torch.equal(second.state[model.q.weight]["exp_avg"], first.state[model.q.weight]["exp_avg"])
+    with pytest.raises(OptionError, match="keep_options='learning_rate'"):
+        ms.load_optimizer_state(model, second, state, keep_options=["learning_rate"])
+    with pytest.raises(OptionError, match=r"keep_options=\['lr'\]"):
+        ms.load_optimizer_state(model, second, state, keep_options="lr")
+
+
+def test_options_that_decide_what_is_kept_come_with_the_state() -> None:
+    model = Separate()
+    first = trained(model, amsgrad=True)
+    second = torch.optim.AdamW(model.parameters())
+    ms.load_optimizer_state(model, second, ms.optimizer_state(model, first))
+    assert described(second.state_dict()) == described(first.state_dict())
+
+
+def test_a_step_from_before_it_was_a_tensor() -> None:
+    model = Separate()
+    optimizer = trained(model)
+    state = ms.optimizer_state(model, optimizer)
+    for values in state["state"].values():
+        values["step"] = int(values["step"])
+    ms.load_optimizer_state(model, optimizer, state)
+    train(model, optimizer)
+    assert optimizer.state[model.q.weight]["step"].item() == 6
+
+
+def test_a_tied_parameter_under_its_other_name() -> None:
+    def tied(*order: str) -> nn.ModuleDict:
+        linear = nn.Linear(2, 2)
+        return nn.ModuleDict(dict.fromkeys(order, linear))
+
+    one, other = tied("a", "b"), tied("b", "a")
+    first = torch.optim.SGD(one.parameters(), momentum=0.5)
+    one["a"](torch.ones(1, 2)).sum().backward()
+    first.step()
+    second = torch.optim.SGD(other.parameters(), momentum=0.5)
+    ms.load_optimizer_state(other, second, ms.optimizer_state(one, first))
+    assert torch.equal(
+        second.state[other["a"].weight]["momentum_buffer"], first.state[one["a"].weight]["momentum_buffer"]
+    )
+
+
+@pytest.mark.parametrize(
+    ("saved", "fresh"), [("RAdam", "NAdam"), ("Adamax", "Adam"), ("Adam", "Adagrad"), ("RMSprop", "Rprop")]
+)
+def test_the_state_of_another_optimizer_that_looks_alike(saved: str, fresh: str) -> None:
+    model = Separate()
+    first = getattr(torch.optim, saved)(model.parameters())
+    train(model, first)
+    second = getattr(torch.optim, fresh)(model.parameters())
+    before = described(second.state_dict())
+    with pytest.raises(OptimizerStateError):
+        ms.load_optimizer_state(model, second, ms.optimizer_state(model, first))
+    assert described(second.state_dict()) == before
+
+
+OPTIMIZERS = sorted(
+    name
+    for name, found in vars(torch.optim).items()
+    if isinstance(found, type) and issubclass(found, torch.optim.Optimizer) and name not in ("Optimizer", "LBFGS")
+)
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_a_round_trip_with_every_optimizer(name: str) -> None:
+    torch.manual_seed(0)
+    model: nn.Module = Separate()
+    if name == "SparseAdam":
+        model = nn.Sequential(nn.Embedding(4, 4, sparse=True))
+    if name == "Muon":
+        model = nn.Sequential(nn.Linear(4, 4, bias=False))
+    inputs = torch.arange(4) if name == "SparseAdam" else X
+
+    def step(of: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        optimizer.zero_grad()
+        of(inputs).square().mean().backward()
+        optimizer.step()
+
+    first = getattr(torch.optim, name)(model.parameters(), lr=0.01)
+    step(model, first)
+    twin = copy.deepcopy(model)
+    second = getattr(torch.optim, name)(twin.parameters(), lr=0.5)
+    ms.load_optimizer_state(twin, second, ms.optimizer_state(model, first))
+    step(model, first)
+    step(twin, second)
+    assert all(torch.equal(twin.state_dict()[key], value) for key, value in model.state_dict().items())
+
+
+def test_very_many_parameters() -> None:
+    """What is kept for a parameter is found out once for all that are alike."""
+    steps = 0
+
+    class Counted(torch.optim.Adam):
+        def step(self, closure: Any = None) -> Any:
+            nonlocal steps
+            steps += 1
+            return super().step(closure)
+
+    Counted.__module__ = "torch.optim.adam"
+    model = nn.ParameterList([nn.Parameter(torch.zeros(1 + index % 2)) for index in range(300)])
+    first = torch.optim.Adam(model.parameters())
+    for param in model:
+        param.grad = torch.ones_like(param)
+    first.step()
+    fresh = Counted(model.parameters())
+    ms.load_optimizer_state(model, fresh, ms.optimizer_state(model, first))
+    assert steps == 1
+    assert described(fresh.state_dict()["state"]) == described(first.state_dict()["state"])

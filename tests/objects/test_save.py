@@ -1,0 +1,346 @@
+"""What is saved comes back, and other tools read it."""
+
+import json
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from safetensors import safe_open
+from safetensors.torch import load_file
+from torch import nn
+
+import modelstate as ms
+from modelstate.errors import MemoryBudgetError, PlanError, UnknownClassError
+from modelstate.formats import block_writer
+from modelstate.formats.block_writer import in_a_row
+from modelstate.formats.safetensors import DTYPES
+from modelstate.spec import StoredTensor
+from tests.codec.values import ANY_VALUE, EXAMPLES, same
+from tests.formats.files import same as same_tensor
+
+
+class Net(nn.Module):
+    """Ties, buffers, versions, and an extra state."""
+
+    def __init__(self, state: Any = None) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(7, 3)
+        self.norm = nn.BatchNorm1d(3)
+        self.head = nn.Linear(3, 7, bias=False)
+        self.head.weight = self.embed.weight
+        self.state = state
+
+    def get_extra_state(self) -> Any:
+        return self.state
+
+    def set_extra_state(self, state: Any) -> None:
+        self.state = state
+
+
+def randomized(model: nn.Module) -> nn.Module:
+    with torch.no_grad():
+        for tensor in (*model.parameters(), *model.buffers()):
+            tensor.copy_(torch.randint(0, 100, tensor.shape))
+    return model
+
+
+def test_a_module_comes_back(tmp_path: Path) -> None:
+    model, other = randomized(Net({"step": (1, 2)})), Net()
+    report = ms.save(model, tmp_path / "net.safetensors")
+    assert ms.load(other, tmp_path / "net.safetensors").coverage == 1.0
+    assert all(
+        torch.equal(a, b)
+        for a, b in zip(model.state_dict().values(), other.state_dict().values(), strict=True)
+        if isinstance(a, torch.Tensor)
+    )
+    assert other.state == {"step": (1, 2)}
+    assert other.head.weight is other.embed.weight
+    assert (report.path, report.tensors) == (str(tmp_path / "net.safetensors"), 7)
+    assert report.bytes == (tmp_path / "net.safetensors").stat().st_size
+    assert str(report).startswith(f"{tmp_path}/net.safetensors: 7 tensors, ")
+
+
+def test_what_the_file_says_of_itself(tmp_path: Path) -> None:
+    model = Net({"a": 1})
+    ms.save(model, tmp_path / "net.safetensors", schema="2.0")
+    checkpoint = ms.open(tmp_path / "net.safetensors")
+    assert set(checkpoint) == set(model.state_dict()) - {"_extra_state"}
+    assert checkpoint.aliases == (("embed.weight", "head.weight"),)
+    assert checkpoint.versions == dict(model.state_dict()._metadata)
+    assert checkpoint.metadata == {"format": "pt", "schema": "2.0", "versions": checkpoint.versions}
+    assert dict(checkpoint.extra) == {"_extra_state": {"a": 1}}
+    ms.save({"a": torch.ones(1)}, tmp_path / "plain.safetensors")
+    plain = ms.open(tmp_path / "plain.safetensors")
+    assert plain.metadata == {"format": "pt"}
+    assert plain.versions is None
+    assert not plain.extra
+
+
+def test_other_tools_read_the_tensors(tmp_path: Path) -> None:
+    model = randomized(Net())
+    ms.save(model, tmp_path / "net.safetensors")
+    found = load_file(tmp_path / "net.safetensors")
+    state = {name: value for name, value in model.state_dict().items() if isinstance(value, torch.Tensor)}
+    assert set(found) == set(state) - {"head.weight"}
+    assert all(torch.equal(found[name], state[name]) for name in found)
+    with safe_open(tmp_path / "net.safetensors", "pt") as file:
+        assert file.metadata()["format"] == "pt"
+        manifest = json.loads(file.metadata()["modelstate"])
+    assert manifest["aliases"] == {"head.weight": "embed.weight"}
+    assert manifest["writer"] == f"modelstate {ms.__version__}"
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_transformers_reads_it(tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers", minversion="5")
+    small = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16}
+    model = transformers.BertModel(transformers.BertConfig(**small, vocab_size=20))
+    model.config.save_pretrained(tmp_path)
+    ms.save(model, tmp_path / "model.safetensors")
+    other = transformers.BertModel.from_pretrained(tmp_path)
+    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), other.parameters(), strict=True))
+
+
+@pytest.mark.parametrize("name", EXAMPLES)
+def test_extra_state_of_every_kind(tmp_path: Path, name: str) -> None:
+    ms.save(Net(EXAMPLES[name]), tmp_path / "net.safetensors")
+    checkpoint = ms.open(tmp_path / "net.safetensors")
+    value = checkpoint.extra["_extra_state"]
+    assert same(value, EXAMPLES[name])
+    assert set(checkpoint) == {*Net().state_dict()} - {"_extra_state"}
+    other = Net()
+    ms.load(other, checkpoint)
+    assert same(other.state, EXAMPLES[name])
+
+
+_NAMES = st.text(st.characters(exclude_categories=["Cs"]), max_size=4)
+
+
+@settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
+@given(
+    st.dictionaries(
+        st.text(st.characters(exclude_categories=["Cs"]), max_size=4),
+        ANY_VALUE.filter(lambda value: not isinstance(value, torch.Tensor)),
+        max_size=3,
+    )
+)
+def test_any_extra_state_comes_back(tmp_path: Path, states: dict[str, Any]) -> None:
+    state = {f"{name}._extra_state": value for name, value in states.items()}
+    ms.save(state, tmp_path / "state.safetensors")
+    checkpoint = ms.open(tmp_path / "state.safetensors")
+    assert set(checkpoint.extra) == set(state)
+    assert all(same(checkpoint.extra[name], value) for name, value in state.items())
+
+
+def test_extra_state_is_fresh_at_every_access(tmp_path: Path) -> None:
+    tensor = torch.ones(3)
+    ms.save(Net({"again": [tensor, tensor], "items": [1]}), tmp_path / "net.safetensors")
+    with ms.open(tmp_path / "net.safetensors") as checkpoint:
+        first = checkpoint.extra["_extra_state"]
+        assert first["again"][0] is first["again"][1]
+        first["again"][0].zero_()
+        first["items"].append(2)
+        assert torch.equal(checkpoint.extra["_extra_state"]["again"][0], torch.ones(3))
+        assert checkpoint.extra["_extra_state.items"] == [1]
+        assert checkpoint.extra["_extra_state.items.0"] == 1
+
+
+def test_tensors_of_extra_state_take_no_name_of_the_model(tmp_path: Path) -> None:
+    state = {"_modelstate_extra.0": torch.ones(1), "x._extra_state": [torch.zeros(2)], "y._extra_state": torch.ones(3)}
+    ms.save(state, tmp_path / "state.safetensors")
+    checkpoint = ms.open(tmp_path / "state.safetensors")
+    assert set(checkpoint) == {"_modelstate_extra.0", "y._extra_state"}
+    assert torch.equal(checkpoint.extra["x._extra_state"][0], torch.zeros(2))
+    assert torch.equal(load_file(tmp_path / "state.safetensors")["__modelstate_extra.0"], torch.zeros(2))
+
+
+def test_extra_state_that_cannot_be_decoded_says_where_it_is(tmp_path: Path) -> None:
+    class Box:
+        pass
+
+    ms.register_codec(Box, lambda box: 1, lambda value: Box(), "a box of this test")
+    ms.save(
+        {"a.weight": torch.ones(2), "a._extra_state": {"box": Box()}, "b._extra_state": 3}, tmp_path / "x.safetensors"
+    )
+    ms.register_codec(Box, lambda box: 1, lambda value: Box(), "another name")
+    checkpoint = ms.open(tmp_path / "x.safetensors")
+    assert checkpoint.extra["b._extra_state"] == 3
+    with pytest.raises(UnknownClassError, match="a box of this test") as caught:
+        checkpoint.extra["a._extra_state"]
+    assert caught.value.where == f"{tmp_path}/x.safetensors: a._extra_state['box']"
+    model = nn.ModuleDict({"a": nn.Linear(2, 1)})
+    before = model["a"].weight.clone()
+    with pytest.raises(PlanError):
+        ms.load(model, checkpoint)
+    assert torch.equal(model["a"].weight, before)
+
+
+def of_dtype(dtype: torch.dtype) -> torch.Tensor:
+    if dtype is torch.bool:
+        return torch.tensor([True, False, True])
+    return torch.randint(0, 255, (4, 24), dtype=torch.uint8).view(dtype)
+
+
+STATES: dict[str, dict[str, torch.Tensor]] = {
+    "every dtype": {str(dtype): of_dtype(dtype) for dtype in DTYPES.values()},
+    "shapes": {
+        "0-d": torch.tensor(2.5),
+        "empty": torch.empty(0, 3),
+        "none": torch.empty(2, 0),
+        "one": torch.ones(1, 1, 1),
+    },
+    "views": {
+        "t": torch.arange(6.0).view(2, 3).t(),
+        "part": torch.arange(100.0)[10:50:3],
+        "single": torch.arange(9.0)[4:5].as_strided((1,), (3,)),
+        "wide": torch.ones(1).expand(5),
+    },
+    "lazy": {
+        "x": torch.tensor([1 + 2j]),
+        "conj": torch.tensor([1 + 2j]).conj(),
+        "neg": torch.tensor([1 + 2j, 3j]).conj().imag,
+    },
+    "odd sizes": {
+        "a": torch.ones(3, dtype=torch.uint8),
+        "b": torch.ones(1, dtype=torch.float64),
+        "c": torch.ones(1, dtype=torch.bfloat16),
+    },
+    "parameters": {
+        "p": nn.Parameter(torch.ones(2)),
+        "grad": torch.ones(2, requires_grad=True) * 2,
+        "buffer": nn.Buffer(torch.ones(1)),
+    },
+    "names": {"": torch.ones(1), 'ü.\n"': torch.ones(2), "modelstate": torch.ones(3)},
+    "nothing": {},
+    "small": {f"layers.{index}.weight": torch.full((3,), float(index)) for index in range(10_000)},
+}
+
+
+@pytest.mark.parametrize("name", STATES)
+def test_tensors_of_every_kind(tmp_path: Path, name: str) -> None:
+    state = STATES[name]
+    ms.save(state, tmp_path / "state.safetensors")
+    found = load_file(tmp_path / "state.safetensors")
+    checkpoint = ms.open(tmp_path / "state.safetensors")
+    assert set(checkpoint) == set(state)
+    for key, value in state.items():
+        assert same_tensor(checkpoint.tensor(key), torch.empty(value.shape, dtype=value.dtype).copy_(value.detach())), (
+            key
+        )
+        assert found is None or key not in found or found[key].shape == value.shape
+        stored = checkpoint[key].stored
+        assert isinstance(stored, StoredTensor)
+        assert stored.storage.start % stored.dtype.itemsize == 0
+
+
+def test_a_lazy_conjugate_is_no_tie(tmp_path: Path) -> None:
+    value = torch.tensor([1 + 2j])
+    ms.save({"a": value, "b": value.conj(), "c": value}, tmp_path / "x.safetensors")
+    assert ms.open(tmp_path / "x.safetensors").aliases == (("a", "c"),)
+    assert ms.open(tmp_path / "x.safetensors").tensor("b").tolist() == [1 - 2j]
+
+
+def test_a_view_takes_what_it_shows(tmp_path: Path) -> None:
+    large = torch.zeros(1000, 1000)
+    assert ms.save({"view": large[5, :110]}, tmp_path / "x.safetensors").bytes < 1000
+    same_bytes = {"a": large[:2], "b": large[:2], "c": large[:3]}
+    assert 20_000 < ms.save(same_bytes, tmp_path / "x.safetensors").bytes < 21_000
+    checkpoint = ms.open(tmp_path / "x.safetensors")
+    assert checkpoint.aliases == (("a", "b"),)
+    assert checkpoint["c"].shape == (3, 1000)
+
+
+def test_a_live_model_that_shows_the_old_file_is_saved_over_it(tmp_path: Path) -> None:
+    path = tmp_path / "net.safetensors"
+    ms.save(randomized(nn.Linear(100, 100)), path)
+    with ms.skeleton():
+        model = nn.Linear(100, 100)
+    ms.load(model, path)
+    before = model.weight.detach().clone()
+    for _ in range(2):
+        ms.save(model, path)
+        assert torch.equal(model.weight, before)
+    assert torch.equal(load_file(path)["weight"], before)
+
+
+def test_tensors_are_written_from_their_own_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = {f"w{index}": torch.ones(1 << 20) for index in range(8)}
+    columns = {f"c{index}": torch.arange(1 << 14).view(128, 128).t() for index in range(3)}
+    copied: list[torch.Size] = []
+    monkeypatch.setattr(block_writer, "in_a_row", lambda tensor: copied.append(tensor.shape) or in_a_row(tensor))
+    ms.save(rows | columns, tmp_path / "x.safetensors")
+    assert copied == [(128, 128)] * 3
+    assert torch.equal(load_file(tmp_path / "x.safetensors")["c0"], columns["c0"])
+
+
+def test_links_are_replaced_and_not_followed(tmp_path: Path) -> None:
+    (tmp_path / "blob").write_bytes(b"kept")
+    (tmp_path / "model.safetensors").symlink_to("blob")
+    ms.save({"a": torch.ones(1)}, tmp_path / "model.safetensors")
+    assert (tmp_path / "blob").read_bytes() == b"kept"
+    assert list(ms.open(tmp_path / "model.safetensors")) == ["a"]
+
+
+def test_paths_as_text_and_relative(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert ms.save({"a": torch.ones(1)}, "x.safetensors").path == str(tmp_path / "x.safetensors")
+    assert list(ms.open("x.safetensors")) == ["a"]
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+def test_tensors_of_a_device(tmp_path: Path) -> None:
+    model = randomized(Net()).cuda()
+    ms.save(model, tmp_path / "net.safetensors")
+    checkpoint = ms.open(tmp_path / "net.safetensors")
+    assert torch.equal(checkpoint.tensor("head.weight"), model.head.weight.cpu())
+    assert checkpoint.aliases == (("embed.weight", "head.weight"),)
+
+
+def test_what_changes_while_it_is_written_is_torn_at_worst(tmp_path: Path) -> None:
+    """Its digests are those of what is in the file."""
+    model, over = nn.Linear(3000, 3000), threading.Event()
+
+    def change() -> None:
+        with torch.no_grad():
+            while not over.is_set():
+                model.weight.add_(1.0)
+
+    changing = threading.Thread(target=change)
+    changing.start()
+    try:
+        for _ in range(3):
+            ms.save(model, tmp_path / "x.safetensors")
+            ms.open(tmp_path / "x.safetensors").verify()
+    finally:
+        over.set()
+        changing.join()
+
+
+@pytest.mark.parametrize("before", [None, 8])
+@pytest.mark.parametrize("after", [None, 8])
+def test_who_could_not_read_the_old_one_cannot_read_the_new_one(
+    tmp_path: Path, before: int | None, after: int | None
+) -> None:
+    state = {"a": torch.ones(2), "b": torch.zeros(2)}
+    ms.save(state, tmp_path / "x", shard_size_bytes=before)
+    for file in tmp_path.iterdir():
+        file.chmod(0o600)
+    state["a"] += 1
+    ms.save(state, tmp_path / "x", shard_size_bytes=after)
+    assert {file.stat().st_mode & 0o777 for file in tmp_path.iterdir()} == {0o600}
+    ms.save(state, tmp_path / "y", format="torch")
+    (tmp_path / "y").chmod(0o640)
+    ms.save(state, tmp_path / "y", format="torch")
+    assert (tmp_path / "y").stat().st_mode & 0o777 == 0o640
+
+
+def test_a_torch_file_names_the_tensor_that_needs_memory(tmp_path: Path) -> None:
+    ms.save({"model": {"w": torch.ones(64, 64)}}, tmp_path / "x")
+    with pytest.raises(MemoryBudgetError) as caught:
+        ms.convert_checkpoint(tmp_path / "x", tmp_path / "y", format="torch", max_memory_bytes=1000)
+    assert caught.value.where == f"{tmp_path / 'y'}: model.w"

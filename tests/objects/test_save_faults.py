@@ -1,0 +1,164 @@
+"""A save in which one system call fails: the error says so, the old checkpoint is as it was, and nothing is left."""
+
+import errno
+import os
+import threading
+from collections.abc import Callable
+from contextlib import suppress
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import modelstate as ms
+from modelstate.errors import WriteFailedError
+from modelstate.testing import Faults, Request, faulty_writes
+from tests.objects.saves import KINDS, NAME, contents, save, version_at
+
+ERRORS = (errno.ENOSPC, errno.EIO, errno.EDQUOT, errno.EACCES)
+PAIRS = list(product(KINDS, KINDS))
+
+
+def descriptors() -> set[str]:
+    return {path for name in os.listdir("/proc/self/fd") if (path := link(f"/proc/self/fd/{name}"))}
+
+
+def link(path: str) -> str:
+    try:
+        return os.readlink(path)
+    except OSError:
+        return ""
+
+
+def sweep(directory: Path, old: Callable[[], Any], new: Callable[[], Any], **fault: Any) -> list[tuple[Request, Any]]:
+    """Makes each call of a save fail in turn; returns what was raised at each. The directory begins anew each time."""
+    number, found = 0, []
+    while True:
+        number += 1
+        for path in directory.iterdir():
+            path.unlink()
+        old()
+        before, threads, opened = contents(directory), set(threading.enumerate()), descriptors()
+        raised: BaseException | None = None
+        faults: Faults
+        with faulty_writes(at=number, **fault) as faults:
+            try:
+                new()
+            except BaseException as error:
+                raised = error
+        assert set(threading.enumerate()) == threads
+        assert descriptors() == opened
+        if len(faults.requests) < number:
+            assert raised is None
+            return found
+        found.append((faults.requests[number - 1], raised))
+        check(directory, before, faults.requests[number - 1], raised)
+
+
+def check(directory: Path, before: dict[str, bytes], request: Request, raised: BaseException | None) -> None:
+    after = contents(directory)
+    if isinstance(raised, OSError):
+        assert isinstance(raised, WriteFailedError), request
+        assert after == before, request
+        return
+    if raised is not None and after == before:
+        return
+    # Past the point from which the new one stands: nothing but what should have been taken away may be left.
+    if raised is not None:
+        assert isinstance(raised, KeyboardInterrupt), (request, raised)
+    assert version_at(directory / NAME) == 2, request
+    if request.call != "unlink":
+        assert not [name for name in after if name.startswith(".")], request
+
+
+@pytest.mark.parametrize("number", ERRORS)
+@pytest.mark.parametrize(("old", "new"), PAIRS)
+def test_every_call_may_fail(tmp_path: Path, old: str, new: str, number: int) -> None:
+    error = OSError(number, os.strerror(number))
+    found = sweep(tmp_path, lambda: save(tmp_path, 1, old), lambda: save(tmp_path, 2, new), error=error)
+    silent = {request.call for request, raised in found if raised is None}
+    assert silent <= {"close", "unlink"} | ({"link"} if number == errno.EPERM else set())
+    assert sum(raised is not None for _, raised in found) > 8
+
+
+@pytest.mark.parametrize(("old", "new"), PAIRS)
+def test_an_interrupt_at_every_call(tmp_path: Path, old: str, new: str) -> None:
+    found = sweep(tmp_path, lambda: save(tmp_path, 1, old), lambda: save(tmp_path, 2, new), error=KeyboardInterrupt)
+    assert all(isinstance(raised, KeyboardInterrupt) for _, raised in found)
+
+
+@pytest.mark.parametrize("error", [OSError(errno.ENOSPC, "full"), KeyboardInterrupt()], ids=["full", "interrupt"])
+def test_the_torch_format(tmp_path: Path, error: BaseException) -> None:
+    path = tmp_path / "x.pt"
+
+    def version(number: int) -> dict[str, Any]:
+        return {"version": number, "w": torch.full((100_000,), float(number))}
+
+    ms.save(version(1), path, format="torch")
+    before = contents(tmp_path)
+    with faulty_writes() as clean:
+        ms.save(version(2), path, format="torch")
+    assert len(clean.requests) > 20
+    silent = set()
+    for number, request in enumerate(clean.requests, 1):
+        ms.save(version(1), path, format="torch")
+        raised = None
+        with faulty_writes(at=number, error=error):
+            try:
+                ms.save(version(2), path, format="torch")
+            except (WriteFailedError, KeyboardInterrupt) as caught:
+                raised = caught
+        if isinstance(raised, WriteFailedError) or contents(tmp_path) == before:
+            assert raised is not None
+            assert contents(tmp_path) == before, request
+            continue
+        silent.add(request.call)
+        assert torch.load(path)["version"] == 2
+        assert torch.equal(torch.load(path)["w"], version(2)["w"])
+    assert silent <= {"unlink", "close"}
+
+
+@pytest.mark.parametrize("short", [1, 7, 100])
+@pytest.mark.parametrize("new", KINDS)
+def test_short_writes(tmp_path: Path, new: str, short: int) -> None:
+    with faulty_writes(short=short) as faults:
+        save(tmp_path, 2, new)
+    assert version_at(tmp_path / NAME) == 2
+    assert sum(request.call == "pwritev" for request in faults.requests) > 1000 // short
+
+
+def test_a_disk_that_takes_nothing(tmp_path: Path) -> None:
+    with faulty_writes(short=0), pytest.raises(WriteFailedError, match="nothing was written"):
+        save(tmp_path, 2, "file")
+    assert not contents(tmp_path)
+
+
+def test_a_file_system_without_preallocation_links_and_syncs_of_directories(tmp_path: Path) -> None:
+    def refuse(request: Request) -> None:
+        if request.call in ("fallocate", "link") or (request.call == "fsync" and os.path.isdir(request.path)):
+            raise OSError(errno.ENOTSUP, os.strerror(errno.ENOTSUP))
+
+    for version, kind in enumerate(("file", "shards", "file", "more")):
+        with faulty_writes(before=refuse):
+            save(tmp_path, version, kind)
+        assert version_at(tmp_path / NAME) == version
+        assert not [name for name in contents(tmp_path) if name.startswith(".")]
+
+
+def test_a_directory_that_is_removed(tmp_path: Path) -> None:
+    with faulty_writes() as clean:
+        save(tmp_path, 1, "shards")
+    for number in range(1, len(clean.requests) + 1):
+        directory = tmp_path / str(number)
+        directory.mkdir()
+
+        def remove(request: Request, directory: Path = directory) -> None:
+            for path in directory.iterdir():
+                path.unlink()
+            directory.rmdir()
+
+        with faulty_writes(at=number, before=remove), suppress(WriteFailedError):
+            save(directory, 1, "shards")
+        assert not directory.exists()

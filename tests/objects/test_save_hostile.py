@@ -1,0 +1,249 @@
+"""Manifests and indexes that somebody has edited: a checkpoint or a typed error, soon, and in little memory."""
+
+import json
+import random
+import time
+import tracemalloc
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+from torch.testing._internal.two_tensor import TwoTensor
+
+import modelstate as ms
+from modelstate.errors import ManifestError, UnsavableError
+from modelstate.formats.manifest import KEY
+from modelstate.io.digests import OPEN_SEAL, SEAL, sealed
+from tests.objects.saves import NAME
+
+
+@pytest.fixture(autouse=True)
+def known() -> Iterator[None]:
+    with torch.serialization.safe_globals([TwoTensor]):
+        yield
+
+
+TARGETS: dict[str, Any] = {
+    "flat": {"a": torch.ones(2), "t": TwoTensor(torch.ones(2, 3), torch.ones(2, 3)), "x._extra_state": {"y": [1, 2.5]}},
+    "tree": {"a": {0: torch.ones(2), "b": [torch.ones(3), (torch.zeros(1), {"c", "d"})]}, "n": None, "s": "text"},
+}
+VALUES = [
+    None,
+    True,
+    -1,
+    0,
+    10**30,
+    2**70,
+    1e308,
+    "",
+    "a",
+    "t.a",
+    "$tensor",
+    [],
+    {},
+    [[]],
+    {"$tensor": "a"},
+    "x" * 5000,
+]
+VALUES += [{"value": {"$nothing": 1}}, {"dict": [["a", "a"]]}, {"list": "a"}, {"tuple": ["a"]}, [0] * 2000]
+
+
+def places(node: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
+    if path:
+        yield path
+    for key, value in node.items() if isinstance(node, dict) else enumerate(node) if isinstance(node, list) else ():
+        yield from places(value, (*path, key))
+
+
+def edited(manifest: Any, path: tuple[Any, ...], draw: random.Random) -> Any:
+    made = json.loads(json.dumps(manifest))
+    node = made
+    for key in path[:-1]:
+        node = node[key]
+    what = draw.randrange(4)
+    if what == 0:
+        del node[path[-1]]
+    elif what == 1 and isinstance(node, dict):
+        node[draw.choice(["a", "", "versions", "ordered", "x"])] = node.pop(path[-1])
+    elif what == 2:
+        other = draw.choice(list(places(manifest)))
+        found = manifest
+        for key in other:
+            found = found[key]
+        node[path[-1]] = found
+    else:
+        node[path[-1]] = draw.choice(VALUES)
+    return made
+
+
+def read_all(path: Path) -> bool:
+    """Whether all of it can be read; what cannot raises one of our errors."""
+    begin = time.process_time()
+    try:
+        checkpoint = ms.open(path)
+        for name in checkpoint:
+            checkpoint.tensor(name)
+        for name in checkpoint.extra:
+            checkpoint.extra[name]
+        checkpoint.metadata  # noqa: B018
+        checkpoint.value()
+    except ms.ModelStateError:
+        return False
+    finally:
+        assert time.process_time() - begin < 5
+    return True
+
+
+@pytest.mark.parametrize("name", TARGETS)
+def test_edited_manifests(tmp_path: Path, name: str) -> None:
+    path = tmp_path / NAME
+    ms.save(TARGETS[name], path, extra={"git": (1, torch.ones(2))}, schema="1")
+    with safe_open(path, "pt") as file:
+        manifest = json.loads(file.metadata()[KEY])
+    tensors, draw = load_file(path), random.Random(name)
+    save_file(tensors, path, metadata={KEY: json.dumps(manifest)})
+    assert read_all(path)
+    every = list(places(manifest))
+    outcomes = set()
+    for _ in range(600):
+        made = edited(manifest, draw.choice(every), draw)
+        save_file(tensors, path, metadata={KEY: json.dumps(made)})
+        outcomes.add(read_all(path))
+    assert outcomes == {True, False}
+
+
+def nested(depth: int) -> Any:
+    made: Any = "a"
+    for _ in range(depth):
+        made = {"list": [made]}
+    return made
+
+
+LARGE: dict[str, Any] = {
+    "deep": {"tree": nested(300)},
+    "the same tensor often": {"tree": {"list": ["a"] * 1_000_000}},
+    "keys of one hash": {"tree": {"dict": [[n * (2**61 - 1), {"value": 1}] for n in range(100_000)]}},
+    "digests": {"digests": {"algorithm": "xxh3-128", "block_bytes": 4 << 20, "tensors": {"a": "0" * 10_000_000}}},
+    "shape": {
+        "subclasses": {
+            "w": {
+                "class": "torch.testing._internal.two_tensor.TwoTensor",
+                "parts": {"a": "a", "b": "a"},
+                "context": None,
+                "shape": [2**62] * 20,
+                "stride": [1] * 20,
+                "dtype": {"$dtype": "float32"},
+            }
+        }
+    },
+}
+
+
+@pytest.mark.parametrize("name", LARGE)
+def test_large_ones_take_little(tmp_path: Path, name: str) -> None:
+    save_file({"a": torch.ones(2)}, tmp_path / NAME, metadata={KEY: json.dumps({"format": 1, **LARGE[name]})})
+    begin = time.process_time()
+    if name == "the same tensor often":
+        assert len(ms.open(tmp_path / NAME)) == 1_000_000
+    else:
+        with pytest.raises(ms.ModelStateError):
+            ms.open(tmp_path / NAME).tensor("w")
+    assert time.process_time() - begin < 20
+
+
+def test_edited_indexes(tmp_path: Path) -> None:
+    report = ms.save(TARGETS["tree"], tmp_path / NAME, shard_size_bytes=8)
+    index = Path(report.files[0])
+    said = json.loads(index.read_text())
+    del said["metadata"]["modelstate_seal"]
+    said["metadata"][KEY] = json.loads(said["metadata"][KEY])
+    draw, outcomes = random.Random(3), set()
+    every = list(places(said))
+    for _ in range(400):
+        made = edited(said, draw.choice(every), draw)
+        if isinstance(made.get("metadata"), dict) and KEY in made["metadata"]:
+            made["metadata"][KEY] = json.dumps(made["metadata"][KEY])
+        index.write_text(json.dumps(made))
+        outcomes.add(read_all(index))
+    assert outcomes == {True, False}
+
+
+def index_of(directory: Path, metadata: dict[str, Any]) -> Path:
+    """One of two shards that torch wrote, one of which has a sparse tensor."""
+    torch.save({"a": torch.ones(3)}, directory / "0.bin")
+    torch.save({"b": torch.eye(3).to_sparse()}, directory / "1.bin")
+    path = directory / "pytorch_model.bin.index.json"
+    text = json.dumps({"metadata": metadata, "weight_map": {"a": "0.bin", "b": "1.bin"}})
+    path.write_bytes(sealed(text.encode()) if SEAL in metadata else text.encode())
+    return path
+
+
+def test_a_digest_of_what_has_none(tmp_path: Path) -> None:
+    digests = {"algorithm": "xxh3-128", "block_bytes": 4 << 20, "tensors": {"b": "0" * 32}}
+    said = json.dumps({"format": 1, "digests": digests})
+    with pytest.raises(ManifestError, match="'b', which is no plain tensor"):
+        ms.open(index_of(tmp_path, {SEAL: OPEN_SEAL, KEY: said}))
+
+
+def test_an_index_of_others_that_mentions_ours(tmp_path: Path) -> None:
+    path = index_of(tmp_path, {"total_size": 48, "note": f"once had a {SEAL}"})
+    assert list(ms.open(path)) == ["a", "b"]
+
+
+EXPANDED: dict[str, Callable[[], dict[str, torch.Tensor]]] = {
+    "stride 0": lambda: {"v": torch.ones(3), "w": torch.zeros(1, dtype=torch.int8).expand(10**7, 10**7)},
+    "rows": lambda: {"w": torch.zeros(1, 10**4).expand(10**8, 10**4)},
+    "many views": lambda: {
+        f"w{n}": one for n, one in enumerate(torch.zeros(2 << 20, dtype=torch.int8).unfold(0, 1 << 20, 800))
+    },
+}
+"""Tensors that show the few bytes which are stored of them again and again."""
+COPIES: dict[str, Callable[[Path, Path], object]] = {
+    "save": lambda old, new: ms.save(ms.open(old), new),
+    "convert": lambda old, new: ms.convert_checkpoint(old, new),
+    "rules": lambda old, new: ms.convert_checkpoint(old, new, rules=[ms.rules.Prefix(add="net.")]),
+    "cast by rule": lambda old, new: ms.convert_checkpoint(old, new, rules=[ms.rules.Cast("*", torch.float64)]),
+    "shards": lambda old, new: ms.convert_checkpoint(old, new, shard_size_bytes=1 << 20),
+}
+
+
+@pytest.mark.parametrize("make", EXPANDED.values(), ids=EXPANDED)
+@pytest.mark.parametrize("copy", COPIES.values(), ids=COPIES)
+@pytest.mark.parametrize("name", ["new.safetensors", "new.pt"])
+def test_a_small_file_does_not_become_a_huge_one(
+    tmp_path: Path, make: Callable[[], dict[str, torch.Tensor]], copy: Callable[[Path, Path], object], name: str
+) -> None:
+    torch.save(make(), tmp_path / "old.pt")
+    if copy is COPIES["shards"] and name == "new.pt":
+        pytest.skip("no shards in this format")
+    tracemalloc.start()
+    try:
+        with pytest.raises(UnsavableError, match="so often that a file of them would be far larger"):
+            copy(tmp_path / "old.pt", tmp_path / name)
+        assert tracemalloc.get_traced_memory()[1] < 64 << 20
+    finally:
+        tracemalloc.stop()
+    assert {path.name for path in tmp_path.iterdir()} == {"old.pt"}
+
+
+def test_a_live_tensor_that_is_expanded_far_is_refused_by_name(tmp_path: Path) -> None:
+    with pytest.raises(UnsavableError) as caught:
+        ms.save(EXPANDED["stride 0"](), tmp_path / NAME)
+    assert caught.value.where.endswith(": w")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_expanded_tensors_of_models_are_saved_in_full(tmp_path: Path) -> None:
+    state = {
+        "mask": torch.tensor([True]).expand(1, 1, 2048, 2048),
+        "ids": torch.arange(512).expand(1, 512),
+        "batch": torch.randn(64).expand(1000, 64),
+    }
+    torch.save(state, tmp_path / "old.pt")
+    ms.save(ms.open(tmp_path / "old.pt"), tmp_path / NAME)
+    found = ms.open(tmp_path / NAME)
+    assert all(torch.equal(found.tensor(name), value) for name, value in state.items())

@@ -1,0 +1,76 @@
+"""After a power cut at any point of a save, the old checkpoint or the new one is there in full."""
+
+from itertools import product
+from pathlib import Path
+
+import pytest
+
+from modelstate.io import write_system
+from modelstate.testing import LossyDisk, lossy_disk
+from tests.objects.saves import KINDS, NAME, save, version_at
+
+SEEDS = range(4)
+
+
+def recorded(directory: Path, old: str, new: str) -> LossyDisk:
+    directory.mkdir()
+    save(directory, 1, old)
+    with lossy_disk(directory) as disk:
+        save(directory, 2, new)
+    return disk
+
+
+@pytest.mark.parametrize(("old", "new"), product(KINDS, KINDS))
+def test_old_or_new_at_every_point(tmp_path: Path, old: str, new: str) -> None:
+    disk = recorded(tmp_path / "disk", old, new)
+    seen = set()
+    for point in range(len(disk.calls) + 1):
+        for keep in ("synced", "everything", *SEEDS):
+            into = tmp_path / f"{point}-{keep}"
+            disk.write(into, point, keep)
+            found = version_at(into / NAME)
+            assert found == 1 if not point else found in (1, 2)
+            if point == len(disk.calls):
+                assert found == 2
+            seen.add(found)
+    assert seen == {1, 2}
+
+
+@pytest.mark.parametrize("new", KINDS)
+def test_the_next_save_goes_on_from_any_of_them(tmp_path: Path, new: str) -> None:
+    disk = recorded(tmp_path / "disk", "shards", new)
+    for point in range(len(disk.calls) + 1):
+        into = tmp_path / str(point)
+        disk.write(into, point, keep=7)
+        save(into, 3, "shards")
+        assert version_at(into / NAME) == 3
+        assert len(list(into.iterdir())) == 3
+
+
+@pytest.mark.parametrize("call", ["fsync", "replace"])
+def test_the_law_can_fail(tmp_path: Path, call: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without syncs, or with the new file written over the old one, something is lost."""
+    if call == "fsync":
+        monkeypatch.setattr(write_system, "fsync", lambda descriptor: None)
+        (tmp_path / "disk").mkdir()
+        save(tmp_path / "disk", 1, "file")
+        disk = LossyDisk(str(tmp_path / "disk"))
+        calls = {
+            name: getattr(write_system, name) for name in ("open", "fallocate", "pwritev", "replace", "link", "unlink")
+        }
+        for name, real in calls.items():
+            monkeypatch.setattr(write_system, name, disk._recorded(name, real))
+        save(tmp_path / "disk", 2, "file")
+        disk.write(tmp_path / "cut", len(disk.calls), "synced")
+        assert version_at(tmp_path / "cut" / NAME) == 1
+        return
+    disk = recorded(tmp_path / "disk", "file", "shards")
+    disk._done = [one for one in disk._done if one[0] != "fsync"]
+    lost = 0
+    for seed in range(20):
+        disk.write(tmp_path / str(seed), len(disk._done), seed)
+        try:
+            version_at(tmp_path / str(seed) / NAME)
+        except Exception:
+            lost += 1
+    assert lost

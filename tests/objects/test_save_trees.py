@@ -1,0 +1,158 @@
+"""Trees come back as they were: containers, keys, values, tensors, ties and versions."""
+
+from collections import OrderedDict
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from safetensors.torch import load_file
+from torch import nn
+from torch.nn.parameter import is_lazy
+
+import modelstate as ms
+from tests.codec.values import ANY_VALUE, EXAMPLES, same
+from tests.objects.saves import NAME
+
+
+def again(tmp_path: Path, tree: Any, **options: Any) -> Any:
+    ms.save(tree, tmp_path / NAME, **options)
+    return ms.open(tmp_path / NAME).value()
+
+
+def plain(tree: Any) -> Any:
+    """A tree with its parameters as the tensors that they come back as, as those of a state dict do."""
+    if type(tree) in (dict, OrderedDict):
+        made = type(tree)((key, plain(value)) for key, value in tree.items())
+        if hasattr(tree, "_metadata"):
+            made._metadata = tree._metadata
+        return made
+    if type(tree) in (list, tuple):
+        return type(tree)(map(plain, tree))
+    return tree.detach() if isinstance(tree, torch.Tensor) and not is_lazy(tree) else tree
+
+
+def trained() -> tuple[nn.Module, torch.optim.Optimizer]:
+    model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    model(torch.ones(2, 3)).sum().backward()
+    optimizer.step()
+    return model, optimizer
+
+
+@pytest.mark.parametrize("shard_size_bytes", [None, 40])
+def test_a_training_checkpoint(tmp_path: Path, shard_size_bytes: int | None) -> None:
+    model, optimizer = trained()
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 3)
+    tree = {"model": model, "optimizer": optimizer.state_dict(), "scheduler": scheduler.state_dict(), "step": 7}
+    ms.save(tree, tmp_path / NAME, shard_size_bytes=shard_size_bytes)
+    checkpoint = ms.open(tmp_path / NAME)
+    assert checkpoint.verify()
+    assert checkpoint.extra["step"] == 7
+    found = checkpoint.value()
+    assert same(found["optimizer"], optimizer.state_dict())
+    assert same(found["scheduler"], scheduler.state_dict())
+    assert list(found["optimizer"]["state"]) == [0, 1, 2, 3]
+    other, other_optimizer = trained()
+    ms.load(other, checkpoint.select("model"))
+    other_optimizer.load_state_dict(found["optimizer"])
+    assert all(torch.equal(a, b) for a, b in zip(model.state_dict().values(), other.state_dict().values(), strict=True))
+    assert same(other_optimizer.state_dict(), optimizer.state_dict())
+    assert checkpoint.select("model").versions == dict(model.state_dict()._metadata)
+    assert type(found["model"]) is OrderedDict
+
+
+@pytest.mark.parametrize("name", EXAMPLES)
+def test_values_of_every_kind(tmp_path: Path, name: str) -> None:
+    tree = {"a": torch.ones(2), "b": [EXAMPLES[name], {"c": torch.zeros(1)}], "d": (EXAMPLES[name],)}
+    assert same(again(tmp_path, tree), plain(tree))
+
+
+_KEYS = st.integers(-5, 5) | st.text("ab", min_size=1, max_size=2) | st.tuples(st.integers(0, 2)) | st.none()
+_TENSORS = st.integers(0, 50).map(lambda n: torch.full((n % 4,), float(n)))
+_TREES = st.recursive(
+    _TENSORS | ANY_VALUE,
+    lambda inner: (
+        st.lists(inner, max_size=3)
+        | st.lists(inner, max_size=3).map(tuple)
+        | st.dictionaries(_KEYS, inner, max_size=3)
+        | st.dictionaries(_KEYS, inner, max_size=3).map(OrderedDict)
+    ),
+    max_leaves=8,
+)
+
+
+@settings(max_examples=200, deadline=None, suppress_health_check=list(HealthCheck))
+@given(st.dictionaries(st.text("abc._$", max_size=3), _TREES, max_size=3), st.sampled_from([None, 1, 8]))
+def test_any_tree_comes_back(tmp_path: Path, tree: dict[str, Any], shard_size_bytes: int | None) -> None:
+    try:
+        ms.save(tree, tmp_path / NAME, shard_size_bytes=shard_size_bytes)
+    except ms.errors.UnsavableError as error:
+        assert "two values have this name" in str(error) or "not a name" in str(error)  # noqa: PT017
+        return
+    try:
+        checkpoint = ms.open(tmp_path / NAME)
+    except ms.errors.DuplicateNameError:
+        return  # a tensor and a value, or two values
+    found = checkpoint.value()
+    # What is as flat as a module's state comes back as such.
+    assert same(dict(found) if type(found) is OrderedDict else found, plain(tree))
+
+
+def test_ties_in_a_tree(tmp_path: Path) -> None:
+    one = torch.ones(3)
+    found = again(tmp_path, {"a": one, "b": [one, {"c": one}]})
+    assert len(load_file(tmp_path / NAME)) == 1
+    assert ms.open(tmp_path / NAME).aliases == (("a", "b.0", "b.1.c"),)
+    assert same(found, {"a": one, "b": [one, {"c": one}]})
+
+
+def test_keys_that_look_like_names_of_ours(tmp_path: Path) -> None:
+    tree = {
+        "_modelstate_extra": [torch.ones(1), {"x": torch.ones(2)}],
+        "values": [np.arange(3), {"t"}, torch.Size([3])],
+        "p": EXAMPLES,
+    }
+    tree["more"] = [{"": {"": torch.ones(3)}}]
+    assert same(again(tmp_path, tree), plain(tree))
+
+
+@pytest.mark.parametrize("target", [{"a": 1}, {"a": {}}, {"a": None, "b": []}, {"a": [[[]]]}])
+def test_trees_without_tensors(tmp_path: Path, target: Any) -> None:
+    assert same(again(tmp_path, target), target)
+
+
+def test_extra(tmp_path: Path) -> None:
+    extra = {"git": "abc", "when": (1, 2), "mean": torch.ones(3), "rng": np.random.default_rng(1)}
+    for options in ({}, {"shard_size_bytes": 8}):
+        ms.save(nn.Linear(2, 2), tmp_path / NAME, extra=extra, schema="3", **options)  # type: ignore[arg-type]
+        checkpoint = ms.open(tmp_path / NAME)
+        assert same(checkpoint.metadata["extra"], extra)
+        assert checkpoint.metadata["schema"] == "3"
+        assert set(checkpoint) == {"weight", "bias"}
+        ms.load(nn.Linear(2, 2), checkpoint, verify=True)
+
+
+def test_the_torch_format(tmp_path: Path) -> None:
+    model, optimizer = trained()
+    report = ms.save({"m": model, "o": optimizer.state_dict(), "step": 3}, tmp_path / "x.pt", format="torch")
+    found = torch.load(tmp_path / "x.pt", weights_only=True)
+    assert same(found["o"], optimizer.state_dict())
+    assert report.tensors == len(ms.open(tmp_path / "x.pt"))
+    assert report.bytes == (tmp_path / "x.pt").stat().st_size
+    with pytest.raises(ms.errors.UnsavableError, match=r"torch\.save cannot"):
+        ms.save({"a": lambda: 1}, tmp_path / "x.pt", format="torch")
+    assert torch.load(tmp_path / "x.pt", weights_only=True)["step"] == 3
+    assert len(list(tmp_path.iterdir())) == 1
+
+
+def test_many_small_tensors(tmp_path: Path) -> None:
+    state = {f"layers.{n}.bias": torch.full((2,), float(n)) for n in range(100_000)}
+    ms.save(state, tmp_path / NAME)
+    checkpoint = ms.open(tmp_path / NAME)
+    assert len(checkpoint) == 100_000
+    assert checkpoint.verify() == 800_000
+    assert checkpoint.tensor("layers.99999.bias").tolist() == [99999.0] * 2

@@ -1,0 +1,206 @@
+"""Large files go to the disk past the page cache: the same bytes, and every promise of a save is kept."""
+
+import errno
+import fcntl
+import os
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+import modelstate as ms
+from modelstate.formats import block_writer
+from modelstate.formats.block_writer import past_page_cache, write_blocks
+from modelstate.io import write_system
+from modelstate.io.atomic import new_file
+from modelstate.io.page_cache import cached_share
+from modelstate.testing import lossy_disk
+from tests.objects import saves
+from tests.objects.saves import NAME, save, version_at
+from tests.objects.test_save_faults import sweep
+from tests.objects.test_save_kills import killed_at
+
+BLOCK_BYTES = 4 << 20
+
+
+@pytest.fixture(autouse=True)
+def all_files(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Small ones as well, in this module, of tensors that have pages in them."""
+    monkeypatch.setattr(block_writer, "LEAST_BYTES", 0)
+    monkeypatch.setattr(saves, "LENGTH", 3000)
+
+
+def can_be_past_cache(directory: Path) -> bool:
+    """Whether the file system of a directory has such writes."""
+    probe = directory / "probe"
+    try:
+        os.close(os.open(probe, os.O_CREAT | os.O_WRONLY | os.O_DIRECT))
+    except OSError:
+        return False
+    finally:
+        probe.unlink(missing_ok=True)
+    return True
+
+
+def written(directory: Path, start: int, tensors: list[torch.Tensor]) -> tuple[bytes, list[int]]:
+    """The file, and how many bytes went past the cache in each write that did."""
+    lengths: list[int] = []
+    real = write_system.pwritev
+
+    def pwritev(descriptor: int, buffers: list[memoryview], offset: int) -> int:
+        count = real(descriptor, buffers, offset)
+        if system_flags(descriptor) & os.O_DIRECT:
+            lengths.append(count)
+        return count
+
+    path = directory / "x"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(write_system, "pwritev", pwritev)
+        with new_file(str(path)) as output:
+            output.write_at(0, b"\1" * start)
+            with past_page_cache(output, 1) as file:
+                write_blocks(file, start, tensors)
+            assert output.nbytes == start + sum(tensor.nbytes for tensor in tensors)
+    content = path.read_bytes()
+    path.unlink()
+    return content, lengths
+
+
+def system_flags(descriptor: int) -> int:
+    return fcntl.fcntl(descriptor, fcntl.F_GETFL)
+
+
+@given(
+    start=st.integers(1, 9000),
+    sizes=st.lists(st.sampled_from([0, 1, 7, 4095, 4096, 4097, 12288, BLOCK_BYTES, BLOCK_BYTES + 5]), max_size=8),
+)
+def test_the_same_bytes(start: int, sizes: list[int], tmp_path_factory: pytest.TempPathFactory) -> None:
+    directory = tmp_path_factory.mktemp("files")
+    tensors = [torch.randint(0, 256, (size,), dtype=torch.uint8) for size in sizes]
+    content, lengths = written(directory, start, tensors)
+    assert content == b"\1" * start + b"".join(tensor.numpy().tobytes() for tensor in tensors)
+    pages = (start + sum(sizes)) // 4096 - -(-start // 4096)
+    if can_be_past_cache(directory) and pages > 2 * len(sizes):
+        assert sum(lengths) >= 4096 * (pages - 2 * len(sizes))
+        assert all(length % 4096 == 0 for length in lengths)
+
+
+def test_other_threads_and_tensors_that_are_made(tmp_path: Path) -> None:
+    state = {f"w{n}": torch.randn(300 + n, 5001) for n in range(12)} | {"t": torch.randn(2000, 1500).t()}
+    ms.save(state, tmp_path / NAME)
+    found = ms.open(tmp_path / NAME)
+    assert found.verify()
+    assert all(torch.equal(found.tensor(name), one) for name, one in state.items())
+
+
+def test_the_page_cache_is_left_alone(tmp_path: Path) -> None:
+    """What a large save writes is not kept in memory, though all but a page at each end of a write could be."""
+    path = tmp_path / NAME
+    if not can_be_past_cache(tmp_path):
+        pytest.skip("the file system has no O_DIRECT")
+    ms.save({f"w{n}": torch.randn(1 << 20) for n in range(8)}, path)
+    with path.open("rb") as file:
+        share = cached_share(file.fileno(), 0, path.stat().st_size)
+    if share is None:
+        pytest.skip("the kernel does not say what is in its page cache")
+    assert share < 0.1
+
+
+@pytest.mark.parametrize("number", [errno.EINVAL, errno.ENOTSUP])
+@pytest.mark.parametrize("call", ["open", "pwritev"])
+def test_a_file_system_that_has_no_such_writes(
+    tmp_path: Path, call: str, number: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real_open, real_write = write_system.open, write_system.pwritev
+    met: list[str] = []
+
+    def refuse(flags: int) -> None:
+        if flags & os.O_DIRECT:
+            met.append(call)
+            raise OSError(number, os.strerror(number))
+
+    def open(path: str, flags: int, mode: int = 0o666) -> int:
+        if call == "open":
+            refuse(flags)
+        return real_open(path, flags, mode)
+
+    def pwritev(descriptor: int, buffers: list[memoryview], offset: int) -> int:
+        if call == "pwritev":
+            refuse(system_flags(descriptor))
+        return real_write(descriptor, buffers, offset)
+
+    monkeypatch.setattr(write_system, "open", open)
+    monkeypatch.setattr(write_system, "pwritev", pwritev)
+    save(tmp_path, 2, "file")
+    assert version_at(tmp_path / NAME) == 2
+    assert met or not can_be_past_cache(tmp_path)
+
+
+@pytest.mark.parametrize("most", [1000, 4096])
+def test_a_write_that_comes_short_is_continued(tmp_path: Path, most: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    real = write_system.pwritev
+    monkeypatch.setattr(write_system, "pwritev", lambda fd, buffers, at: real(fd, [buffers[0][:most]], at))
+    save(tmp_path, 2, "file")
+    assert version_at(tmp_path / NAME) == 2
+
+
+def test_every_call_may_fail(tmp_path: Path) -> None:
+    error = OSError(errno.EIO, os.strerror(errno.EIO))
+    found = sweep(tmp_path, lambda: save(tmp_path, 1, "file"), lambda: save(tmp_path, 2, "file"), error=error)
+    # The second descriptor is a shortcut that it does without; what was written is synced through the first.
+    assert {raised is None for request, raised in found if request.call == "pwritev"} == {False}
+    silent = [request.call for request, raised in found if raised is None]
+    assert set(silent) <= {"open", "close", "unlink"}
+    assert silent.count("open") == 1
+
+
+@pytest.mark.parametrize("kind", ["file", "shards"])
+def test_an_interrupt_at_every_call(tmp_path: Path, kind: str) -> None:
+    found = sweep(tmp_path, lambda: save(tmp_path, 1, kind), lambda: save(tmp_path, 2, kind), error=KeyboardInterrupt)
+    assert all(isinstance(raised, KeyboardInterrupt) for _, raised in found)
+
+
+@pytest.mark.parametrize("kind", ["file", "shards"])
+def test_a_power_cut_at_every_call(tmp_path: Path, kind: str) -> None:
+    (tmp_path / "disk").mkdir()
+    save(tmp_path / "disk", 1, kind)
+    with lossy_disk(tmp_path / "disk") as disk:
+        save(tmp_path / "disk", 2, kind)
+    for point in range(len(disk.calls) + 1):
+        for keep in ("synced", "everything", 1, 2):
+            into = tmp_path / "after"
+            disk.write(into, point, keep)
+            assert version_at(into / NAME) in ((2,) if point == len(disk.calls) else (1, 2))
+            shutil.rmtree(into)
+
+
+@pytest.mark.filterwarnings("ignore:This process.*multi-threaded:DeprecationWarning")
+def test_a_kill_at_every_call(tmp_path: Path) -> None:
+    number, seen = 0, []
+    while True:
+        number += 1
+        save(tmp_path, 1, "shards")
+        was_killed = killed_at(number, tmp_path, 2, "shards")
+        seen.append(version_at(tmp_path / NAME))
+        if not was_killed:
+            break
+    assert seen == sorted(seen)
+    assert set(seen) == {1, 2}
+
+
+@pytest.mark.parametrize(("least", "is_cached"), [(8 << 20, True), (2 << 20, False)])
+def test_smaller_files_stay_in_the_page_cache(
+    tmp_path: Path, least: int, is_cached: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(block_writer, "LEAST_BYTES", least)
+    if not can_be_past_cache(tmp_path):
+        pytest.skip("the file system has no O_DIRECT")
+    ms.save({"w": torch.randn(1 << 20)}, tmp_path / NAME)
+    with (tmp_path / NAME).open("rb") as file:
+        share = cached_share(file.fileno(), 0, (tmp_path / NAME).stat().st_size)
+    if share is None:
+        pytest.skip("the kernel does not say what is in its page cache")
+    assert (share > 0.9) == is_cached

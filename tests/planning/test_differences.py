@@ -1,0 +1,396 @@
+"""How names differ: wrappers are seen through, one prefix is proposed, and nothing is proposed that is not proved."""
+
+import re
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+import modelstate as ms
+from modelstate.errors import PlanError
+from modelstate.planning.matching import Shape, one_prefix, wrapper_rule
+from modelstate.problems import Missing, OtherDimensions, OtherNames, Unexpected, explain
+from modelstate.rules.known import WRAPPERS
+from modelstate.rules.rule import Rule
+from tests.planning.test_matching import calls_of
+from tests.rules.naming import renamed
+
+Shapes = dict[str, Shape]
+LAYERS: Shapes = {
+    name: shape
+    for i in range(3)
+    for name, shape in (
+        (f"layers.{i}.attn.weight", (4, 4)),
+        (f"layers.{i}.attn.bias", (4,)),
+        (f"layers.{i}.norm", (4,)),
+    )
+}
+
+
+def under(prefix: str, shapes: Shapes) -> Shapes:
+    return {prefix + name: shape for name, shape in shapes.items()}
+
+
+def pasted(problem: OtherNames | OtherDimensions) -> Rule:
+    """The rule, from the code that the problem proposes."""
+    rule: Rule = eval(problem.rule, {"ms": ms, "re": re})
+    return rule
+
+
+def state(names: list[str]) -> dict[str, torch.Tensor]:
+    """Tensors of one shape, each with values of its own."""
+    return {name: torch.full((2, 2), float(i)) for i, name in enumerate(names)}
+
+
+def module_of(names: list[str]) -> nn.Module:
+    """A module with a parameter under each name."""
+    root = nn.Module()
+    for name in names:
+        *path, last = name.split(".")
+        place = root
+        for part in path:
+            if part not in place._modules:
+                place.add_module(part, nn.Module())
+            place = place.get_submodule(part)
+        place.register_parameter(last, nn.Parameter(torch.full((2, 2), -1.0)))
+    return root
+
+
+# Wrappers.
+
+HAS_WRAPPERS = [
+    (["a.w", "a.b", "c"], ["module.a.w", "module.a.b", "module.c"]),
+    (["a.w", "c"], ["module._orig_mod.a.w", "module._orig_mod.c"]),
+    (["a.w", "a.b", "c"], ["a._orig_mod.w", "a._orig_mod.b", "c"]),
+    (["l.0.w", "l.1.w"], ["_fsdp_wrapped_module.l.0._fsdp_wrapped_module.w", "_fsdp_wrapped_module.l.1.w"]),
+    (["module.a", "module.b"], ["module.module.a", "module.module.b"]),
+    (["a._orig_mod.w", "a._orig_mod.b"], ["module.a.w", "module.a.b"]),
+    (["module.w"], ["_orig_mod.w"]),
+]
+
+
+@pytest.mark.parametrize("turned", [False, True], ids=["in the checkpoint", "in the model"])
+@pytest.mark.parametrize(("bare", "wrapped"), HAS_WRAPPERS)
+def test_names_that_differ_in_wrappers_load_without_a_rule(bare: list[str], wrapped: list[str], turned: bool) -> None:
+    names, given = (wrapped, bare) if turned else (bare, wrapped)
+    model, values = module_of(names), state(given)
+    report = ms.load(model, values)
+    assert report.coverage == 1
+    for name, source in zip(names, given, strict=True):
+        assert torch.equal(model.get_parameter(name), values[source])
+    assert any("names of the checkpoint are read with" in note for note in report.notes)
+    steps = {loaded.step.name: loaded.step for loaded in report.loaded}
+    assert [steps[name].source for name in names] == given
+
+
+NO_RULE = {
+    "two names of the checkpoint are one": (["a"], ["a", "module.a"]),
+    "two names of the model are one": (["a", "module.a"], ["module.b"]),
+    "only some names of the checkpoint have it": (["a", "b"], ["module.a", "b"]),
+    "only some names of a module have it": (["a.v", "a.w"], ["a._orig_mod.v", "a.w"]),
+    "other names": (["a"], ["module.b"]),
+    "all fit": (["module.a"], ["module.a"]),
+    "no wrapper": (["a.w"], ["model.a.w"]),
+    "a tensor that is called so": (["w"], ["module"]),
+}
+
+
+@pytest.mark.parametrize("case", NO_RULE)
+def test_what_speaks_against_a_wrapper(case: str) -> None:
+    wanted, given = NO_RULE[case]
+    assert wrapper_rule(given, wanted) is None
+    assert wrapper_rule(wanted, given) is None
+
+
+def test_what_is_missing_beside_a_wrapper_is_all_that_is_reported() -> None:
+    model, values = module_of(["a.w", "head.w"]), state(["module.a.w", "module.old.w"])
+    with pytest.raises(PlanError) as caught:
+        ms.load(model, values)
+    assert caught.value.problems == (Missing("head.w", (2, 2)), Unexpected("old.w", (2, 2)))
+    ms.load(model, values, allow_missing=["head.*"], allow_unexpected=["module.old.*"])
+    assert torch.equal(model.get_parameter("a.w"), values["module.a.w"])
+    assert model.get_parameter("head.w").eq(-1).all()
+
+
+def test_a_rule_that_fills_goes_with_a_wrapper() -> None:
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    values = state(["module.0.weight"]) | {"module.0.bias": torch.ones(2)}
+    ms.load(model, values, rules=[ms.rules.Fill("1.*", 3.0)])
+    assert model[1].weight.eq(3).all()
+    assert torch.equal(model[0].weight, values["module.0.weight"])
+
+
+def test_code_of_a_module_that_gives_names_another_meaning_decides() -> None:
+    """A wrapper's own hook puts its name in, as that of activation checkpointing does; it must not come twice."""
+    model = module_of(["a._checkpoint_wrapped_module.w", "c"])
+
+    def put_in(module: Any, values: dict[str, Any], prefix: str, *_: Any) -> None:
+        values[f"{prefix}_checkpoint_wrapped_module.w"] = values.pop(f"{prefix}w")
+
+    model.get_submodule("a").register_load_state_dict_pre_hook(put_in)
+    values = state(["a.w", "c"])
+    ms.load(model, values)
+    assert torch.equal(model.get_parameter("a._checkpoint_wrapped_module.w"), values["a.w"])
+
+
+def test_buffers_and_versions_go_past_wrappers_too() -> None:
+    trained = nn.DataParallel(nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2)))
+    trained(torch.randn(4, 2))
+    model = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
+    report = ms.load(model, trained.state_dict())
+    for name, value in trained.module.state_dict().items():
+        assert torch.equal(model.state_dict()[name], value), name
+    assert not any("version" in note for note in report.notes)
+
+
+def test_a_plan_is_carried_out_past_wrappers() -> None:
+    model, values = module_of(["a.w"]), state(["module.a.w"])
+    plan = ms.plan(model, values)
+    assert plan.ok
+    assert plan.steps[0].rules == ("Rewrapped({'module.': ''})",)
+    ms.load(model, plan)
+    assert torch.equal(model.get_parameter("a.w"), values["module.a.w"])
+
+
+def test_the_state_of_an_optimizer_goes_past_wrappers() -> None:
+    def trained(model: nn.Module) -> torch.optim.Optimizer:
+        optimizer = torch.optim.Adam(model.parameters())
+        model(torch.randn(3, 2)).sum().backward()
+        optimizer.step()
+        return optimizer
+
+    bare = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    wrapped = nn.DataParallel(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)))
+    for source, target in ((wrapped, bare), (bare, wrapped)):
+        saved = ms.optimizer_state(source, trained(source))
+        optimizer = torch.optim.Adam(target.parameters())
+        ms.load_optimizer_state(target, optimizer, saved)
+        for values, param in zip(saved["state"].values(), target.parameters(), strict=True):
+            assert torch.equal(optimizer.state[param]["exp_avg"], values["exp_avg"])
+
+
+def test_objects_are_restored_past_wrappers(tmp_path: Any) -> None:
+    wrapped = nn.DataParallel(nn.Linear(2, 2))
+    optimizer = torch.optim.SGD(wrapped.parameters(), momentum=0.9)
+    wrapped(torch.randn(3, 2)).sum().backward()
+    optimizer.step()
+    ms.save({"model": wrapped, "optimizer": optimizer}, tmp_path / "all.safetensors")
+    bare = nn.Linear(2, 2)
+    other = torch.optim.SGD(bare.parameters(), momentum=0.9)
+    ms.restore({"model": bare, "optimizer": other}, tmp_path / "all.safetensors")
+    assert torch.equal(bare.weight, wrapped.module.weight)
+    held = optimizer.state[wrapped.module.weight]["momentum_buffer"]
+    assert torch.equal(other.state[bare.weight]["momentum_buffer"], held)
+
+
+# One prefix.
+
+
+@pytest.mark.parametrize("prefix", ["model.", "bert.", "a.b.c.", "odd'name."])
+@pytest.mark.parametrize("strips", [True, False])
+def test_one_prefix_for_all(prefix: str, strips: bool) -> None:
+    missing, unexpected = (LAYERS, under(prefix, LAYERS)) if strips else (under(prefix, LAYERS), LAYERS)
+    problem, pairs = one_prefix(missing, unexpected)
+    assert problem is not None
+    assert problem.difference == f"the prefix {prefix!r} of the {'checkpoint' if strips else 'model'}"
+    assert pasted(problem) == (ms.rules.Prefix(strip=prefix) if strips else ms.rules.Prefix(add=prefix))
+    assert problem.count == len(missing)
+    assert renamed([pasted(problem)], unexpected) == dict(zip(missing, unexpected, strict=True)) == pairs
+
+
+NOT_PROVED: dict[str, tuple[Shapes, Shapes]] = {
+    "nothing": ({}, {}),
+    "nothing in the checkpoint": (LAYERS, {}),
+    "nothing in the model": ({}, LAYERS),
+    "other names": ({"a.weight": (1,)}, {"b.weight": (1,)}),
+    "no whole part of a name": ({"weight": (1,)}, {"my_weight": (1,)}),
+    "two prefixes": ({"a": (1,), "b": (1,)}, {"x.a": (1,), "y.b": (1,)}),
+    "one prefix for another": ({"q_proj.weight": (1,), "q_proj.bias": (1,)}, {"key.weight": (1,), "key.bias": (1,)}),
+    "a name is left over": ({"a": (1,), "b": (1,)}, {"x.a": (1,), "x.c": (1,)}),
+    "one more in the checkpoint": ({"a": (1,)}, {"x.a": (1,), "x.b": (1,)}),
+    "one more in the model": ({"a": (1,), "b": (1,)}, {"x.a": (1,)}),
+    "two that could be it": ({"w": (1,)}, {"teacher.w": (1,), "student.w": (1,)}),
+    "other shapes": (LAYERS, {f"x.{name}": (9, 9, 9) for name in LAYERS}),
+}
+
+
+@pytest.mark.parametrize("case", NOT_PROVED)
+def test_nothing_is_proposed_that_is_not_proved(case: str) -> None:
+    assert one_prefix(*NOT_PROVED[case]) == (None, {})
+
+
+@pytest.mark.parametrize("strips", [True, False])
+def test_nothing_is_proved_where_names_fit_that_lie_between(strips: bool) -> None:
+    short, between, long = {"head": (1,)}, "model.head", {"model.model.head": (1,)}
+    missing, unexpected = (short, long) if strips else (long, short)
+    assert one_prefix(missing, unexpected, fitting=[between]) == (None, {})
+
+
+@given(
+    st.sets(st.lists(st.sampled_from("ab"), min_size=1, max_size=4).map(".".join), min_size=1, max_size=6),
+    st.sampled_from(["a.", "b.", "a.b.", "a.a."]),
+    st.booleans(),
+)
+@settings(deadline=None)
+def test_no_proposal_contradicts_a_prefix_that_all_names_have(names: set[str], prefix: str, strips: bool) -> None:
+    truth = {prefix + name: name for name in names} if strips else {name: prefix + name for name in names}
+    fitting = truth.keys() & set(truth.values())
+    missing = dict.fromkeys(set(truth.values()) - fitting, (1,))
+    unexpected = dict.fromkeys(truth.keys() - fitting, (1,))
+    problem, _ = one_prefix(missing, unexpected, fitting=fitting)
+    if problem is not None:
+        assert renamed([pasted(problem)], truth) == {target: source for source, target in truth.items()}
+
+
+def test_a_prefix_that_a_module_of_the_model_has_too_is_not_proposed() -> None:
+    def net() -> nn.Module:
+        return nn.ModuleDict({"model": nn.ModuleDict({"head": nn.Linear(2, 2)}), "head": nn.Linear(2, 2)})
+
+    file = {f"model.{name}": value for name, value in net().state_dict().items()}
+    with pytest.raises(ms.PlanError) as raised:
+        ms.load(net(), file)
+    assert "Prefix(" not in str(raised.value)
+    assert "ms.suggest" in str(raised.value)
+    suggestion = ms.suggest(net(), file)
+    assert not suggestion
+    assert {name for group in suggestion.ambiguous for name in group.names} == {"head.weight", "head.bias"}
+    assert "model.model.head.weight to model.head.weight" in str(suggestion)
+
+
+def test_one_name_of_another_shape_goes_with_the_others() -> None:
+    problem, pairs = one_prefix(LAYERS, under("model.", LAYERS) | {"model.layers.0.norm": (9,)})
+    assert problem is not None
+    assert pairs["layers.0.norm"] == "model.layers.0.norm"
+
+
+@pytest.mark.parametrize("strips", [True, False])
+def test_the_rule_leaves_names_alone_that_fit_already(strips: bool) -> None:
+    bare, behind = {"a": (1,), "b": (2,)}, {"model.a": (1,), "model.b": (2,)}
+    fitting = "model.head" if strips else "head"
+    missing, unexpected = (bare, behind) if strips else (behind, bare)
+    problem, _ = one_prefix(missing, unexpected, fitting=[fitting])
+    assert problem is not None
+    assert renamed([pasted(problem)], [*unexpected, fitting]).keys() == {*missing, fitting}
+
+
+CASES: dict[str, Any] = {
+    "prefix": lambda n: ({f"l.{i}.w": (1,) for i in range(n)}, {f"model.l.{i}.w": (1,) for i in range(n)}),
+    "three": lambda n: ({f"l.{i}.w": (1,) for i in range(n)}, {f"p{i % 3}.l.{i}.w": (1,) for i in range(n)}),
+    "many": lambda n: ({f"l.{i}.w": (1,) for i in range(n)}, {f"p.{i}.l.0.w": (1,) for i in range(n)}),
+    "none": lambda n: ({f"l.{i}.w": (1,) for i in range(n)}, {f"k.{i}.v": (1,) for i in range(n)}),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_the_cost_grows_with_the_names(case: str) -> None:
+    small, large = (calls_of(lambda n=n: one_prefix(*CASES[case](n))) for n in (500, 2000))  # type: ignore[misc]
+    assert large < 5 * small
+
+
+def test_the_cost_of_wrappers_grows_with_the_names() -> None:
+    def calls(count: int) -> int:
+        names = [f"layers.{i}.attn.w" for i in range(count)]
+        wrapped = [f"module.layers.{i}._orig_mod.attn.w" for i in range(count)]
+        return calls_of(lambda: wrapper_rule(wrapped, names))
+
+    assert calls(2000) < 5 * calls(500)
+
+
+def test_nothing_is_proved_where_another_name_goes_through_a_wrapper() -> None:
+    wanted = ["encoder.q", "encoder.module.w"]
+    assert wrapper_rule(["encoder.w"], wanted) is not None
+    assert wrapper_rule(["q", "module.w", "encoder.w"], wanted) is None  # "module.w" may be meant
+    assert wrapper_rule(wanted, ["q", "module.w", "encoder.w"]) is None
+
+
+# What an error proposes.
+
+PROJECTIONS = [("query", "key", "value"), ("q_proj", "k_proj", "v_proj")]
+
+
+@pytest.mark.parametrize("more", [[], ["dense"]], ids=["three", "with an output"])
+def test_projections_of_one_shape_are_not_paired_by_their_order(more: list[str]) -> None:
+    old, new = ([*side, *(["o_proj"] if side[0] == "q_proj" and more else more)] for side in PROJECTIONS)
+    file = nn.ModuleDict({name: nn.Linear(8, 8) for name in reversed(old)}).state_dict()
+    model = nn.ModuleDict({name: nn.Linear(8, 8) for name in new})
+    with pytest.raises(PlanError) as caught:
+        ms.load(model, file)
+    text = str(caught.value)
+    assert {type(problem) for problem in caught.value.problems} == {Missing, Unexpected}
+    assert "did you mean" not in text
+    assert "rules=[" not in text
+    assert "ms.suggest(model, source)" in text
+    assert "modelstate suggest MODEL FILE" in text
+    ms.load(model, file, rules=ms.suggest(model, file))
+    assert torch.equal(model["q_proj"].weight, file["query.weight"])
+
+
+def test_nothing_is_to_be_looked_for_where_only_one_side_has_more() -> None:
+    assert "suggest" not in explain([Missing("a", (2,))])
+    assert "suggest" not in explain([Unexpected("a", (2,))])
+
+
+def test_nothing_almost_like_it_is_named() -> None:
+    model = nn.ModuleDict({"q_proj": nn.Linear(2, 2, bias=False), "out": nn.Linear(2, 2, bias=False)})
+    file = {"k_proj.weight": torch.ones(2, 2), "out.weight": torch.ones(2, 2)}
+    with pytest.raises(PlanError) as caught:
+        ms.load(model, file)
+    lines = str(caught.value).splitlines()
+    assert "    q_proj.weight [2, 2]" in lines
+    assert "    k_proj.weight [2, 2]" in lines
+
+
+# Whatever the names are.
+
+OLD = ["q", "key", "value", "encoder", "layer", "0", "1", "w", "b", "module"]
+SYNONYMS = {name: f"{name}_proj" for name in OLD if not name.isdecimal() and name != "module"}
+
+
+@st.composite
+def renamings(draw: st.DrawFn) -> tuple[dict[str, str], set[str]]:
+    """From names of a model to those of the same tensors in a file, and names that the file has besides."""
+    path = st.lists(st.sampled_from(OLD), min_size=1, max_size=3)
+    paths = draw(st.lists(path.map(tuple), min_size=1, max_size=6, unique=True))
+    # No tensor has the name of a module.
+    paths = [one for one in paths if not any(len(one) < len(other) and other[: len(one)] == one for other in paths)]
+    renamed_parts = draw(st.sets(st.sampled_from(sorted(SYNONYMS))))
+    prefix = draw(st.sampled_from(["", "", "model.", "encoder.", "module.", "_orig_mod.", "module._orig_mod."]))
+    wrapped = draw(st.sets(st.sampled_from(OLD)))
+    wrapper = draw(st.sampled_from(WRAPPERS))
+    names: dict[str, str] = {}
+    for one in paths:
+        parts = [SYNONYMS[part] if part in renamed_parts else part for part in one]
+        inside = [f"{part}.{wrapper}" if part in wrapped else part for part in parts[:-1]]
+        names[".".join(one)] = prefix + ".".join([*inside, parts[-1]])
+    if draw(st.booleans()):
+        names = {other: name for name, other in names.items()}
+    left = draw(st.sets(st.sampled_from(sorted(names)), max_size=2))
+    extra = draw(st.sets(st.sampled_from(["x.w", "ema.w", "module.ema.q", "q", "encoder.w"]), max_size=2))
+    gone = {name for name in left if len(left) < len(names)}
+    return {name: ("" if name in gone else other) for name, other in names.items()}, extra - {*names.values()}
+
+
+@given(renamings())
+@settings(deadline=None, max_examples=400)
+def test_what_is_loaded_or_proposed_is_what_was_meant(renaming: tuple[dict[str, str], set[str]]) -> None:
+    names, extra = renaming
+    file = state([*filter(None, names.values()), *sorted(extra)])
+    truth = {name: file[other] for name, other in names.items() if other}
+
+    def check(rules: list[Rule]) -> None:
+        model = module_of(list(names))
+        try:
+            ms.load(model, file, rules=rules, allow_missing=["*"], allow_unexpected=["*"])
+        except PlanError:
+            return
+        for name, param in model.named_parameters():
+            meant = [file[name]] if name in file else []  # it fits as it is, which no load can doubt
+            meant += [truth[name]] if name in truth else []
+            assert param.eq(-1).all() or any(torch.equal(param, value) for value in meant), (name, names, rules)
+
+    check([])
+    planned = ms.plan(module_of(list(names)), file)
+    check([pasted(problem) for problem in planned.problems if isinstance(problem, OtherNames | OtherDimensions)])

@@ -1,0 +1,223 @@
+"""Rules: what they make of names, and what is no rule."""
+
+import re
+from dataclasses import FrozenInstanceError, fields
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import modelstate as ms
+from modelstate.errors import OptionError, RuleError
+from modelstate.problems import CyclicRules, NameClash
+from modelstate.rules.names import Ignore, Prefix, Rename
+from modelstate.rules.rule import Rule
+from modelstate.rules.schema import check_rules, renamed_by
+from tests.rules.naming import applied, renamed
+
+NAMES = {name: getattr(ms.rules, name) for name in ms.rules.__all__}
+"""What a program has after `from modelstate.rules import *`."""
+
+names = st.lists(st.text("ab.", max_size=5), unique=True, max_size=8)
+expressions = st.sampled_from(["a", r"^b\.", "(a)(b)", r"\.+"]).map(re.compile)
+rules = st.lists(
+    st.one_of(
+        st.builds(Prefix, strip=st.sampled_from(["a", "a.", "b.a"]), add=st.sampled_from(["", "b.", "a"])),
+        st.builds(Rename, expressions, st.sampled_from(["", "b", r"\g<0>a"])),
+        st.builds(Rename, st.sampled_from(["a*", "*.b"]), st.sampled_from(["b.*", "*a", "*"])),
+    ),
+    max_size=3,
+)
+
+
+# One rule.
+
+
+@pytest.mark.parametrize(
+    ("rule", "name", "becomes"),
+    [
+        (Prefix(strip="module."), "module.a", "a"),
+        (Prefix(strip="module."), "module.module.a", "module.a"),
+        (Prefix(strip="module."), "a", None),
+        (Prefix(strip="module."), "module.", None),
+        (Prefix(strip="module."), "a.module.b", None),
+        (Prefix(strip="a"), "ab", "b"),
+        (Prefix(add="encoder."), "a", "encoder.a"),
+        (Prefix(add="encoder."), "encoder.a", "encoder.encoder.a"),
+        (Prefix(strip="a.", add="b."), "a.c", "b.c"),
+        (Prefix("a."), "a.c", "c"),
+        (Rename("a", "b"), "a", "b"),
+        (Rename("a", "b"), "aa", None),
+        (Rename("a", "b"), "a.a", None),
+        (Rename("*.gamma", "*.weight"), "norm.gamma", "norm.weight"),
+        (Rename("*.gamma", "*.weight"), "gamma.gamma.gamma", "gamma.gamma.weight"),
+        (Rename("*.gamma", "*.weight"), "norm.weight", None),
+        (Rename("h.*.*", "blocks.*.*"), "h.3.attn.w", "blocks.3.attn.w"),
+        (Rename("h.*.w", "*.h.w"), "h.w.w.w", "w.w.h.w"),
+        (Rename("a.b", "x"), "aXb", None),
+        (Rename("[a]?", "x"), "[a]?", "x"),
+        (Rename("*", "*.w"), "a\nb", "a\nb.w"),
+        (Rename(re.compile("gamma"), "weight"), "gamma.gamma", "weight.weight"),
+        (Rename(re.compile("gamma"), "weight"), "norm.weight", None),
+        (Rename(re.compile("gamma"), "gamma"), "gamma", "gamma"),
+        (Rename(re.compile(r"layer_(\d+)"), r"layers.\1"), "layer_12.w", "layers.12.w"),
+        (Rename(re.compile(r"(?P<a>x)|y"), r"\g<a>z"), "y.x", "z.xz"),
+        (Rename(re.compile("^"), "model."), "a", "model.a"),
+        (Ignore("a.*"), "a.b", None),
+    ],
+)
+def test_what_a_rule_makes_of_a_name(rule: Rule, name: str, becomes: str | None) -> None:
+    assert rule.rename(name) == becomes
+    assert isinstance(rule, Rule)
+
+
+@given(st.text("a.", max_size=4), st.text("a.", max_size=4), st.text("a.b", min_size=1, max_size=4))
+def test_a_prefix_is_taken_back_by_its_reverse(strip: str, add: str, name: str) -> None:
+    if strip or add:
+        renamed = Prefix(strip=strip, add=add).rename(strip + name)
+        assert renamed == add + name
+        assert Prefix(strip=add, add=strip).rename(renamed) == strip + name
+
+
+def test_a_prefix_that_changes_nothing() -> None:
+    with pytest.raises(RuleError, match="changes nothing"):
+        Prefix()
+
+
+@pytest.mark.parametrize(("pattern", "replacement"), [("a", r"\1"), ("(a)", r"\2"), ("a", r"\g<b>"), ("a", None)])
+def test_what_is_no_replacement_of_an_expression(pattern: str, replacement: Any) -> None:
+    with pytest.raises(RuleError, match="replacement of this") as caught:
+        Rename(re.compile(pattern), replacement)
+    assert isinstance(caught.value, ValueError)
+    assert caught.value.__cause__ is not None
+    assert caught.value.found
+
+
+@pytest.mark.parametrize(
+    ("pattern", "replacement", "says"),
+    [
+        ("a.*", "b", "as many"),
+        ("a", "*.a", "as many"),
+        ("", "b", "a name"),
+        ("a", "", "a name"),
+        ("a.*", "a.*", "changes nothing"),
+        (7, "b", "a name"),
+        ("a", None, "a name"),
+    ],
+)
+def test_what_is_no_rename(pattern: Any, replacement: Any, says: str) -> None:
+    with pytest.raises(RuleError, match=says):
+        Rename(pattern, replacement)
+
+
+@pytest.mark.parametrize("pattern", ["", None, 7])
+def test_what_is_no_ignore(pattern: Any) -> None:
+    with pytest.raises(RuleError, match="a name"):
+        Ignore(pattern)
+
+
+def test_rules_are_values_whose_text_can_be_pasted() -> None:
+    for rule in (Prefix(strip="a.", add="b."), Rename(re.compile(r"a\.(\d)"), r"b.\1"), Ignore("a.*")):
+        pasted = eval(repr(rule), {**NAMES, "re": re})
+        assert pasted == rule
+        assert hash(pasted) == hash(rule)
+        with pytest.raises(FrozenInstanceError):
+            setattr(rule, fields(rule)[0].name, "c")
+
+
+# Several rules.
+
+
+@given(rules, names)
+def test_rules_are_applied_in_their_order(rules: list[Rule], names: list[str]) -> None:
+    """A plain oracle: names one at a time, with everything that can be wrong with several of them."""
+    now = {name: name for name in names}  # from the names in the checkpoint
+    clash, idle = False, []
+    for rule in rules:
+        changed = {source: rule.rename(name) for source, name in now.items()}
+        if not any(name is not None for name in changed.values()):
+            idle.append(repr(rule))
+        after = {source: now[source] if name is None else name for source, name in changed.items()}
+        clash = clash or len(set(after.values())) < len(after)
+        now = after
+    result = applied(rules, names)
+    assert clash == any(isinstance(problem, NameClash) for problem in result.problems)
+    if not clash:
+        assert {name: entry.sources for name, entry in result.entries.items()} == {n: (s,) for s, n in now.items()}
+        assert list(result.idle) == idle
+        assert now == {name: renamed_by(rules, name) for name in names}
+
+
+def test_an_order_that_matters() -> None:
+    strip, add = Prefix(strip="module."), Prefix(add="net.")
+    assert renamed_by([strip, add], "module.a") == "net.a"
+    assert renamed_by([add, strip], "module.a") == "net.module.a"
+    assert applied([add, strip], ["module.a"]).idle == (repr(strip),)
+    assert applied([strip, add], ["module.a"]).entries["net.a"].rules == (repr(strip), repr(add))
+
+
+def test_several_names_become_one() -> None:
+    result = applied([Rename(re.compile(r"\d"), "")], ["a1", "a2", "b"])
+    assert {name: entry.sources for name, entry in result.entries.items()} == {"a": ("a1",), "b": ("b",)}
+    assert result.problems == (NameClash("a", ("a1", "a2")),)
+
+
+def test_a_name_that_another_one_gets_for_a_while() -> None:
+    """Nothing overwrites anything, not even where a later rule would have moved it away."""
+    result = applied([Rename("a", "b"), Rename("b", "c")], ["a", "b"])
+    assert NameClash("b", ("a", "b")) in result.problems
+
+
+def test_renames_that_go_round() -> None:
+    result = applied([Rename("a", "b"), Rename("b", "a")], ["a"])
+    assert result.problems == (CyclicRules("a", ("Rename('a', 'b')", "Rename('b', 'a')")),)
+    longer = applied([Rename("a", "b"), Rename("b", "c"), Rename("c", "a")], ["a", "d"])
+    assert [type(problem) for problem in longer.problems] == [CyclicRules]
+
+
+def test_two_names_are_exchanged_by_a_third() -> None:
+    rules = [Rename("a", "aside"), Rename("b", "a"), Rename("aside", "b")]
+    assert renamed(rules, ["a", "b"]) == {"b": "a", "a": "b"}
+    assert applied(rules, ["a", "b"]).problems == ()
+
+
+def test_no_rules_change_nothing() -> None:
+    result = applied([], ["a", "b"])
+    assert list(result.entries) == ["a", "b"]
+    assert (result.idle, result.problems) == ((), ())
+
+
+def test_what_is_ignored_is_left_out() -> None:
+    assert list(applied([Ignore("a.*")], ["a.b", "b.a", "a"]).entries) == ["b.a", "a"]
+    assert applied([Ignore("c")], ["a"]).idle == ("Ignore('c')",)
+
+
+# What is a rule.
+
+
+class Upper:
+    """A rule of a user's own."""
+
+    def rename(self, name: str) -> str | None:
+        return name.upper() if name.islower() else None
+
+
+def test_a_rule_of_ones_own() -> None:
+    (rule,) = check_rules([Upper()])
+    assert renamed([rule], ["a", "B"]) == {"A": "a", "B": "B"}
+
+
+def test_rules_may_be_given_as_any_series_or_one_alone() -> None:
+    one = Prefix("a.")
+    assert check_rules(one) == check_rules([one]) == check_rules(iter([one])) == (one,)
+    assert check_rules(()) == ()
+
+
+@pytest.mark.parametrize(
+    "rules", ["abc", [Prefix], None, {"a": "b"}, 3, [Prefix("a"), "b"], [("a", "b")], ms.rules.Prefix]
+)
+def test_what_is_no_rule(rules: Any) -> None:
+    with pytest.raises(OptionError, match="not a rule") as caught:
+        check_rules(rules)
+    assert isinstance(caught.value, TypeError)

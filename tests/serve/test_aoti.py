@@ -1,0 +1,381 @@
+"""`Live` over packages of AOTInductor: two libraries, whatever is swapped."""
+
+import fcntl
+import shutil
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import torch
+from torch import nn
+from torch.export import Dim
+
+import modelstate as ms
+from modelstate.errors import (
+    CanaryError,
+    FixedWeightError,
+    LiveTargetError,
+    ManifestError,
+    ProgramInputError,
+    SwapTimeoutError,
+    VersionGoneError,
+    WeightsError,
+)
+from modelstate.serve.aoti import AotiTarget
+from modelstate.serve.meta_clone import state_module
+from modelstate.serve.program_file import ProgramFile, read_program_file
+from tests.serve.models import Constant, Decoder, Everything, randomised, weights_of
+from tests.serve.packages import needs_a_compiler, package_of, packages_folder
+from tests.serve.test_export import edited, rewritten
+
+X = torch.randn(3, 4, generator=torch.Generator().manual_seed(4))
+
+
+def linear(k: float) -> nn.Linear:
+    module = nn.Linear(4, 4)
+    module.load_state_dict(weights_of(module, k))
+    return module
+
+
+class Small(nn.Module):
+    """Has tensors that AOTInductor makes numbers in the code, if nobody keeps it from that."""
+
+    def __init__(self, k: float = 1.0) -> None:
+        super().__init__()
+        self.lin = nn.Linear(4, 16)
+        self.again = self.lin.weight
+        self.bias = nn.Parameter(torch.arange(4.0) + k)
+        self.scale = nn.Parameter(torch.full((), 2.0 + k))
+        self.register_buffer("shift", torch.full((16,), k), persistent=False)
+        self.constant = torch.arange(16.0)
+        with torch.no_grad():
+            self.lin.weight.fill_(k)
+            self.lin.bias.fill_(k)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.lin((x + self.bias) * self.scale) + self.shift + self.constant
+        found: torch.Tensor = y + nn.functional.linear(x, self.again)
+        return found
+
+
+def package_of_others(**options: Any) -> Path:
+    """What AOTInductor makes of a module by itself."""
+    needs_a_compiler()
+    path = packages_folder() / f"others-{len(options)}.pt2"
+    with open(path.with_suffix(".lock"), "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not path.exists():
+            program = torch.export.export(Small(), (X,))
+            made = torch._inductor.aoti_compile_and_package(
+                program, package_path=str(path.with_suffix(".new.pt2")), inductor_configs=options
+            )
+            Path(made).rename(path)
+    return path
+
+
+def test_both_spellings_of_names_go_in() -> None:
+    torch.manual_seed(0)
+    live = ms.Live(package_of(Decoder(), X))
+    for seed in (1, 2):
+        trained = randomised(Decoder(), seed)
+        live.swap(trained.state_dict() if seed == 1 else ms.serve.runtime_state(trained))
+        assert torch.allclose(live(X), trained(X), atol=1e-5)
+
+
+def test_every_tensor_of_the_module_follows_small_ones_too() -> None:
+    live = ms.Live(package_of(Small(), X))
+    assert live.fixed == ("_tensor_constant0",)
+    assert torch.allclose(live(X), Small()(X))
+    trained = Small(3.0)
+    live.swap(trained.state_dict())
+    trained.shift.fill_(1.0)  # a buffer that no checkpoint has comes with the program
+    assert torch.allclose(live(X), trained(X))
+
+
+@pytest.mark.parametrize("after", ["another program", "nothing"])
+def test_what_comes_to_the_path_later_is_not_looked_at(tmp_path: Path, after: str) -> None:
+    path = tmp_path / "served.pt2"
+    shutil.copy(package_of(Decoder(), X), path)
+    live = ms.Live(path)
+    if after == "nothing":
+        path.unlink()
+    else:
+        shutil.copy(package_of(Small(), X), tmp_path / "new.pt2")
+        (tmp_path / "new.pt2").rename(path)
+    for seed in (1, 2, 3):
+        trained = randomised(Decoder(), seed)
+        live.swap(trained.state_dict())
+        assert torch.allclose(live(X), trained(X), atol=1e-5)
+
+
+def test_a_package_that_is_replaced_while_it_is_opened(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path, real = tmp_path / "served.pt2", ProgramFile.weights
+    shutil.copy(package_of(Small(), X), path)
+
+    def weights(self: ProgramFile) -> dict[str, torch.Tensor] | None:
+        shutil.copy(package_of(Small(), X), tmp_path / "new.pt2")
+        (tmp_path / "new.pt2").rename(path)
+        return real(self)
+
+    monkeypatch.setattr(ProgramFile, "weights", weights)
+    with pytest.raises(LiveTargetError, match="replaced, or changed, while it was opened"):
+        ms.Live(path)
+
+
+def test_others_load_the_package() -> None:
+    from torch.export.pt2_archive._package import load_pt2
+
+    path = package_of(Small(), X)
+    contents = load_pt2(str(path), load_weights_from_disk=True)
+    assert "modelstate-program" in contents.extra_files["modelstate.json"]
+    assert torch.allclose(contents.aoti_runners["model"](X), Small()(X))
+    assert torch._inductor.aoti_load_package(str(path)).get_constant_fqns()
+
+
+def test_a_package_of_others_and_what_was_inlined_in_it() -> None:
+    live = ms.Live(package_of_others())
+    assert torch.allclose(live(X), Small()(X))
+    with pytest.raises(FixedWeightError) as caught:
+        live.swap({**Small(3.0).state_dict(), "shift": torch.ones(16)})
+    assert set(caught.value.names) == {"bias", "scale", *caught.value.names}
+    assert live.version == 1
+
+    module = Small()
+    live = ms.Live(package_of_others(), names=module)
+    assert set(live.fixed) >= {"bias", "scale"}
+    trained = Small(3.0)
+    with pytest.raises(FixedWeightError, match="bias"):
+        live.swap(trained.state_dict())
+    with torch.no_grad():
+        trained.bias.copy_(module.bias), trained.scale.copy_(module.scale)
+    live.swap(trained.state_dict())  # what is fixed is as it was
+    trained.shift.fill_(1.0)
+    assert torch.allclose(live(X), trained(X))
+
+    live = ms.Live(package_of_others(), names=ms.serve.NameMap.of(module))
+    with pytest.raises(FixedWeightError, match="scale"):
+        live.swap(trained.state_dict(), mode="frugal")
+    live.swap(trained.state_dict(), rules=[ms.rules.Ignore("bias"), ms.rules.Ignore("scale")])
+    assert torch.allclose(live(X), trained(X))
+
+
+def test_a_package_without_weights_is_refused() -> None:
+    """A call of it would end the process."""
+    with pytest.raises(LiveTargetError, match="no weights"):
+        ms.Live(package_of_others(**{"aot_inductor.package_constants_in_so": False}))
+
+
+class Folded(nn.Module):
+    """Has a product of weights, which does not depend on the inputs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Parameter(torch.ones(8, 8)), nn.Parameter(torch.ones(8, 8))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x @ (self.a @ self.b)
+
+
+def test_a_package_that_computes_constants_of_its_weights_says_so(tmp_path: Path) -> None:
+    needs_a_compiler()
+    with torch.no_grad():
+        program = torch.export.export(Folded(), (torch.ones(2, 8),))
+    path = torch._inductor.aoti_compile_and_package(
+        program,
+        package_path=str(tmp_path / "folded.pt2"),
+        inductor_configs={"aot_inductor.use_runtime_constant_folding": True},
+    )
+    with pytest.raises(LiveTargetError, match="computes constants of its weights"):
+        ms.Live(path)
+
+
+def test_a_package_that_was_loaded_has_no_path_any_more() -> None:
+    with pytest.raises(LiveTargetError, match="give the path"):
+        ms.Live(torch._inductor.aoti_load_package(str(package_of(Small(), X))))
+
+
+def test_inputs_are_checked_before_the_library_sees_them() -> None:
+    size = Dim("size", min=2, max=16)
+    path = package_of(nn.Linear(4, 4).requires_grad_(False).apply(ones), X, dynamic_shapes={"input": {0: size}})
+    live = ms.Live(path)
+    for rows in (2, 5, 16):
+        x = torch.randn(rows, 4)
+        assert torch.allclose(live(x), ones(nn.Linear(4, 4))(x), atol=1e-6)
+    for wrong in (torch.ones(17, 4), torch.ones(1, 4), torch.ones(3, 5), torch.ones(3), torch.ones(3, 4).double(), 3):
+        with pytest.raises(ProgramInputError):
+            live(wrong)
+    for args, named in ((), {}), ((X, X), {}), ((), {"input": X}):
+        with pytest.raises(ProgramInputError):
+            live(*args, **named)
+    with pytest.raises(ProgramInputError):
+        ms.Live(package_of_others())(X, X)
+
+
+def ones(module: nn.Module) -> nn.Module:
+    with torch.no_grad():
+        for tensor in module.parameters():
+            tensor.fill_(1.0)
+    return module
+
+
+def test_inputs_in_another_order_in_memory_are_put_into_the_librarys() -> None:
+    live = ms.Live(package_of(linear(1), X))
+    weight = torch.randn(4, 4)
+    live.swap({"weight": weight, "bias": torch.zeros(4)})
+    for x in (torch.randn(4, 3).T, torch.randn(3, 8)[:, ::2], torch.randn(1, 4).expand(3, 4)):
+        assert not x.is_contiguous()
+        assert torch.allclose(live(x), x @ weight.T, atol=1e-6)
+
+
+def test_a_swap_waits_until_a_library_is_free() -> None:
+    live = ms.Live(package_of(linear(1), X), keep=0)
+    pinned, leave = threading.Event(), threading.Event()
+    answers = []
+
+    def hold() -> None:
+        with live.pin() as v:
+            answers.append(v(X))
+            pinned.set()
+            leave.wait(30)
+            answers.append(v(X))
+
+    thread = threading.Thread(target=hold)
+    thread.start()
+    assert pinned.wait(30)
+    assert not live.swap(linear(2).state_dict(), timeout_s=0.01).drained
+    with pytest.raises(SwapTimeoutError, match="did not end in time"):
+        live.swap(linear(3).state_dict(), timeout_s=0.05)
+    assert live.version == 2
+    assert torch.equal(live(X), linear(2)(X))
+    threading.Timer(0.2, leave.set).start()
+    report = live.swap(linear(4).state_dict())
+    thread.join(30)
+    assert report.drain_seconds > 0.05
+    assert all(torch.equal(one, linear(1)(X)) for one in answers)
+    assert len(answers) == 2
+    assert torch.equal(live(X), linear(4)(X))
+
+
+def test_what_this_very_thread_holds_is_not_waited_for() -> None:
+    live = ms.Live(package_of(linear(1), X))
+    with live.pin():
+        live.swap(linear(2).state_dict())
+        began = time.monotonic()
+        with pytest.raises(SwapTimeoutError, match="in this thread"):
+            live.swap(linear(3).state_dict(), timeout_s=30)
+        assert time.monotonic() - began < 20
+        with pytest.raises(SwapTimeoutError), live.pin():
+            live.swap(linear(3).state_dict(), timeout_s=30)
+    with live.pin():  # of what serves: the other library is free
+        assert live.swap(linear(3).state_dict()).version == 3
+
+
+def test_a_kept_version_gets_a_library_when_it_is_rolled_back_to() -> None:
+    live = ms.Live(package_of(linear(1), X), keep=3)
+    for k in (2, 3, 4):
+        live.swap(linear(k).state_dict())
+    for k in (3, 2, 1):
+        assert live.rollback() == k
+        assert torch.equal(live(X), linear(k)(X))
+
+
+def test_after_a_swap_that_failed_there_is_still_a_version_to_roll_back_to() -> None:
+    live = ms.Live(package_of(linear(1), X))
+    live.swap(linear(2).state_dict())
+    with pytest.raises(CanaryError):
+        live.swap(linear(3).state_dict(), canary=lambda v: torch.equal(v(X), X))
+    assert torch.equal(live(X), linear(2)(X))
+    assert live.rollback() == 1
+    assert torch.equal(live(X), linear(1)(X))
+
+
+def test_a_rollback_waits_for_a_library() -> None:
+    live = ms.Live(package_of(linear(1), X), keep=2)
+    for k in (2, 3):
+        live.swap(linear(k).state_dict())
+    with live.pin() as v:
+        live.rollback()
+        with pytest.raises(SwapTimeoutError):
+            live.rollback(timeout_s=0.01)
+        assert live.version == 2
+        assert torch.equal(v(X), linear(3)(X))
+        assert torch.equal(live(X), linear(2)(X))
+    assert live.rollback() == 1
+    assert torch.equal(live(X), linear(1)(X))
+
+
+def test_a_canary_that_keeps_the_version_does_not_call_it_without_weights() -> None:
+    live, kept = ms.Live(package_of(linear(1), X), keep=0), []
+    with pytest.raises(CanaryError):
+        live.swap(linear(2).state_dict(), canary=lambda v: kept.append(v) or False)  # type: ignore[func-returns-value]
+    with pytest.raises(VersionGoneError):
+        kept[0](X)
+
+
+def test_nothing_grows_over_two_hundred_swaps() -> None:
+    live, state = ms.Live(package_of(Constant(2, 8), torch.ones(2, 8))), weights_of(Constant(2, 8), 2)
+    process, found = psutil.Process(), []
+    for k in range(200):
+        live.swap(state)
+        if k in (20, 199):
+            found.append((len(Path("/proc/self/maps").read_text().splitlines()), process.num_fds()))
+    assert found[1][0] <= found[0][0] + 4
+    assert found[1][1] <= found[0][1]
+
+
+def test_the_memory_of_a_retired_version_is_free() -> None:
+    live = ms.Live(package_of(Constant(2, 8), torch.ones(2, 8)), keep=0)
+
+    def storage() -> torch.UntypedStorage:
+        with live.pin() as v:
+            found: torch.Tensor = next(iter(v._program.holder.parameters()))  # type: ignore[union-attr]
+            return found.untyped_storage()
+
+    kept = []
+    for k in (2, 3, 4):
+        live.swap(weights_of(Constant(2, 8), k))
+        kept.append(storage())
+    owners = [torch._C._storage_Use_Count(one._cdata) for one in kept]
+    assert owners[:2] == [1, 1]  # ours alone
+    assert owners[2] > 2
+
+
+def test_weights_of_another_kind_never_reach_the_library() -> None:
+    target = AotiTarget(read_program_file(str(package_of(linear(1), X))), None)
+    good = {"weight": nn.Parameter(torch.ones(4, 4)), "bias": nn.Parameter(torch.ones(4))}
+    target.program(state_module(good, meta=False))
+    for wrong in (torch.ones(400, 400), torch.ones(4, 4).half(), torch.ones(4, 8)[:, ::2], torch.ones(16)):
+        with pytest.raises(WeightsError) as caught:
+            target.program(state_module({**good, "weight": nn.Parameter(wrong)}, meta=False))
+        assert caught.value.names == ("weight",)
+
+
+def test_a_manifest_that_is_not_of_the_package() -> None:
+    path = package_of(linear(1), X)
+    no_device = {"name": "x", "shape": [4], "dtype": "float32", "device": "nothing", "order": [0]}
+    for inputs in ({"values": [], "ranges": {}}, [], {"values": [{}]}, {"values": [no_device], "ranges": {}}):
+        with pytest.raises(ManifestError):
+            ms.Live(rewritten(path, edited(inputs=inputs)))
+    tensor = {"name": "weight", "shape": [4, 5], "dtype": "float32", "stride": [5, 1], "role": "parameter"}
+    with pytest.raises(ManifestError, match="not what it has"):
+        ms.Live(rewritten(path, edited(names=None, tensors=[{**tensor, "mutable": False, "alias": "weight"}])))
+
+
+def test_buffers_are_written_in_the_memory_of_the_version() -> None:
+    torch.manual_seed(0)
+    module = Everything()
+    live = ms.Live(package_of(module, X))
+    for _ in range(3):
+        live(X)
+    with live.pin() as v:
+        assert float(v._program.buffers["seen"]) == 3  # type: ignore[union-attr]
+    live.swap({**Everything().state_dict(), "seen": torch.full((), 10.0)}, buffers="reset")
+    live(X)
+    with live.pin() as v:
+        assert float(v._program.buffers["seen"]) == 11  # type: ignore[union-attr]
+    assert live.rollback() == 1
+    with live.pin() as v:
+        assert float(v._program.buffers["seen"]) == 3  # type: ignore[union-attr]

@@ -1,0 +1,228 @@
+"""`ServingApp`: what is asked of an app, and what is made of each of its answers."""
+
+import os
+import socket
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import modelstate as ms
+from modelstate.errors import (
+    AppAccessError,
+    AppAnswerError,
+    AppRefusedError,
+    AppUnreachableError,
+    OptionError,
+    SkippedCheckpointError,
+    SwapBusyError,
+)
+from modelstate.serve.app import ServingApp
+from tests.serve.serving import TOKEN, Answer, App, serving
+from tests.serve.stores import X, damage, linear, save
+
+
+@pytest.fixture
+def app(tmp_path: Path) -> Iterator[App]:
+    with serving(tmp_path) as made:
+        yield made
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> str:
+    ms.save(linear(2), tmp_path / "two.safetensors")
+    return str(tmp_path / "two.safetensors")
+
+
+def test_a_swap(app: App, path: str) -> None:
+    done = ServingApp(app.url, TOKEN).swap(path)
+    assert (done.version, done.previous, done.source) == (2, 1, path)
+    assert done.seconds > 0
+    assert float(app.live(X).detach()[0, 0]) == 10
+    (asked, asked_path, headers, _), (method, swap_path, swap_headers, body) = app.asked
+    assert (asked, asked_path) == ("GET", "/version")
+    assert (method, swap_path, body) == ("POST", "/swap", {"source": path})
+    assert swap_headers["Authorization"] == f"Bearer {TOKEN}"
+    assert swap_headers["Content-Type"] == "application/json"
+    assert "Authorization" not in headers
+
+
+def test_what_serves_already_is_not_posted_again(app: App, path: str) -> None:
+    target = ServingApp(app.url + "/", TOKEN)
+    target.swap(Path(path))
+    assert target.version() == (2, path)
+    assert target.swap(path) == (2, 2, path, 0.0)
+    os.symlink(os.path.dirname(path), f"{path}.link")
+    assert target.swap(f"{path}.link/two.safetensors").previous == 2
+    assert app.swaps == [path]
+    app.source = "\0"
+    assert target.swap(path).version == 3
+
+
+def test_a_path_before_swap(app: App) -> None:
+    with pytest.raises(AppUnreachableError, match="no serving app answers there"):
+        ServingApp(app.url + "/models/small/", TOKEN).swap("x")
+    assert app.asked[0][1] == "/models/small/version"
+
+
+REFUSED: list[tuple[Answer, type[Exception], str]] = [
+    ((401, {"error": "Unauthorized", "detail": "no"}), AppAccessError, "does not take the token"),
+    ((403, {"error": "Forbidden", "detail": "no"}), AppAccessError, "no checkpoints from there"),
+    ((404, {"error": "SourceNotFoundError", "detail": "no"}), AppUnreachableError, "does not see the checkpoint"),
+    ((409, {"error": "SwapBusyError", "detail": "busy"}), SwapBusyError, "at another swap"),
+    ((422, {"error": "NonFiniteWeightError", "detail": "NaN"}), AppRefusedError, "422 NonFiniteWeightError: NaN"),
+    ((400, {"detail": ["a", "list"]}), AppRefusedError, "found: 400\n"),
+    ((413, b"<html>"), AppRefusedError, "found: 413\n"),
+    ((422, {"error": "\x1b[31mX", "detail": "a\nb" * 1000}), AppRefusedError, r"422 \\x1b\[31mX: a; ba; "),
+    ((500, b"Internal Server Error"), AppAnswerError, "says nothing"),
+    ((502, b"\xff\xfe"), AppAnswerError, "says nothing"),
+    ((302, b""), AppAnswerError, "found: 302\n"),
+    ((200, b""), AppAnswerError, "says nothing"),
+    ((200, b"[" * 60_000), AppAnswerError, "says nothing"),
+    ((200, [1, 2]), AppAnswerError, "says nothing"),
+    ((200, {"version": 3}), AppAnswerError, "says nothing"),
+    ((200, {"version": "3", "previous": 2, "source": "x", "seconds": 1}), AppAnswerError, "says nothing"),
+    ((200, {"version": 3, "previous": 2, "source": "x", "seconds": "long"}), AppAnswerError, "says nothing"),
+    ((200, b"{" + b" " * 1_000_000), AppAnswerError, "says nothing"),
+    ((200, None), AppAnswerError, "no answer to a swap"),
+]
+
+
+@pytest.mark.parametrize(("answer", "kind", "says"), REFUSED, ids=lambda value: str(value)[:40])
+def test_each_answer_that_is_no_swap(app: App, path: str, answer: Answer, kind: type[Exception], says: str) -> None:
+    app.answers.append(answer)
+    with pytest.raises(kind, match=says) as caught:
+        ServingApp(app.url, TOKEN).swap(path)
+    assert TOKEN not in str(caught.value)
+    assert len(app.swaps) == 1
+    assert app.live.version == 1
+    assert not [asked for asked in app.asked if asked[1] == "/elsewhere"]
+
+
+@pytest.mark.parametrize(
+    ("answer", "kind"),
+    [
+        ((401, {}), AppAccessError),
+        ((403, b""), AppAccessError),
+        ((500, {}), AppUnreachableError),
+        ((302, {}), AppUnreachableError),
+        ((200, {"version": "1", "source": "x"}), AppUnreachableError),
+        ((200, {"version": 1}), AppUnreachableError),
+        ((200, b"<html>"), AppUnreachableError),
+        ((200, None), AppUnreachableError),
+    ],
+    ids=str,
+)
+def test_each_answer_that_is_no_version(app: App, answer: Answer, kind: type[Exception]) -> None:
+    app.version_answers.append(answer)
+    with pytest.raises(kind):
+        ServingApp(app.url, TOKEN).swap("x")
+    assert app.swaps == []
+
+
+def test_nobody_listens(path: str) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        with pytest.raises(AppUnreachableError, match="does not answer"):
+            ServingApp(f"http://127.0.0.1:{taken.getsockname()[1]}", TOKEN).swap(path)
+
+
+def test_an_app_that_never_answers(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("modelstate.serve.app._SECONDS", 0.05)
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        url = f"http://127.0.0.1:{server.getsockname()[1]}"
+        with pytest.raises(AppUnreachableError, match="TimeoutError"):
+            ServingApp(url, TOKEN).swap(path)
+
+
+def test_a_swap_that_takes_too_long(app: App, path: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    go_on, real = threading.Event(), app.swap
+
+    def slow(headers: Any, source: Path) -> Answer:
+        go_on.wait(60)
+        return real(headers, source)
+
+    monkeypatch.setattr(app, "swap", slow)
+    target = ServingApp(app.url, TOKEN, timeout_s=0.05)
+    with pytest.raises(AppAnswerError, match="TimeoutError"):
+        target.swap(path)
+    go_on.set()
+    while app.source != path:
+        threading.Event().wait(0.01)
+    assert target.swap(path).previous == 2  # its answer was lost, and it was not asked for again
+    assert len(app.swaps) == 1
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        "",
+        "127.0.0.1:8000",
+        "ftp://127.0.0.1",
+        "http://",
+        "http://127.0.0.1:port",
+        "http://127.0.0.1:99999",
+        "http://user:secret@127.0.0.1",
+        "http://127.0.0.1/?a=b",
+        "http://127.0.0.1/#a",
+        "http://127.0.0.1/a b",
+        "http://127.0.0.1/\u00e4",
+        "http://" + "a" * 70,
+        "http://[::1",
+        None,
+        b"http://127.0.0.1",
+    ],
+)
+def test_what_is_no_url(url: Any) -> None:
+    with pytest.raises(OptionError, match="no URL of a serving app") as caught:
+        ServingApp(url, TOKEN)
+    assert "secret" not in str(caught.value)
+
+
+@pytest.mark.parametrize("token", ["", "a b", "a\r\nX: y", "\u00e4", "a\n"])
+def test_what_is_no_token(token: str) -> None:
+    with pytest.raises(OptionError, match="the token is not what a header can have") as caught:
+        ServingApp("http://127.0.0.1", token)
+    assert not token or token not in str(caught.value)
+
+
+@pytest.mark.parametrize("timeout_s", [0, -1, float("nan"), "5"])
+def test_what_is_no_time(timeout_s: Any) -> None:
+    with pytest.raises(OptionError, match="timeout_s="):
+        ServingApp("http://127.0.0.1", TOKEN, timeout_s=timeout_s)
+
+
+def test_urls() -> None:
+    assert ServingApp("https://[::1]:8443/a/", TOKEN).url == "https://[::1]:8443/a"
+    assert ServingApp("http://example.org", TOKEN).url == "http://example.org"
+    assert TOKEN not in repr(ServingApp("http://example.org", TOKEN))
+
+
+def test_a_store_is_followed_into_an_app(app: App, tmp_path: Path) -> None:
+    store, log = ms.Store(tmp_path / "run"), list[Exception]()
+    following = ms.follow(ServingApp(app.url, TOKEN), store, background=False, on_error=log.append)
+    save(store, 1)
+    (event,) = following.poll()
+    assert (event.action, event.version) == ("swapped", 2)
+    assert float(app.live(X).detach()[0, 0]) == pytest.approx(5, abs=0.05)
+    damage(save(store, 2))
+    store.save(3, {"model": linear(float("nan"))})
+    app.answers += [(409, {"error": "SwapBusyError", "detail": "busy"})]
+    assert [(one.action, one.step) for one in following.poll()] == [("waiting", 3)]
+    assert [(one.action, one.step) for one in following.poll()] == [("skipped", 3), ("skipped", 2)]
+    assert following.poll() == ()
+    assert [type(error) for error in log] == [SwapBusyError, SkippedCheckpointError, SkippedCheckpointError]
+    assert "NonFiniteWeightError" in str(log[1])
+    assert app.live.version == 2
+    assert len(app.swaps) == 3  # the damaged one was never posted
+
+
+def test_an_app_that_does_not_take_the_token_ends_it(app: App, tmp_path: Path) -> None:
+    store, log = ms.Store(tmp_path / "run"), list[Exception]()
+    save(store, 1)
+    following = ms.follow(ServingApp(app.url, "another"), store, on_error=log.append)
+    assert following.wait(60)
+    assert [type(error) for error in log] == [AppAccessError]
+    assert [event.action for event in following.events] == ["ended"]

@@ -1,0 +1,217 @@
+"""Weights that may not serve, canaries, and what is undone: `test_bad_weights_processes` has the rest."""
+
+import errno
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint
+from torch import nn
+
+import modelstate as ms
+from modelstate import errors
+from modelstate.serve import swap_pipeline
+from modelstate.testing.faults import faulty_reads
+from tests.serve.bad_weights import Named, Tied, X, state, views_of_one_buffer
+from tests.serve.targets import KINDS, target_of
+
+
+def test_what_is_refused_by_choice_only() -> None:
+    live = ms.Live(Tied().eval())
+    flat = views_of_one_buffer(Path())
+    flat["bias"] = flat["bias"].half()
+    with pytest.raises(errors.WeightsError):
+        live.swap(flat)
+    live.swap(flat, exact=False)
+    assert live(X).unique().tolist() == [2.0]
+    live.swap(state(c=torch.full((8,), float("nan"))), check_finite=False)
+    # What is not finite already may stay so: a mask of minus infinity, say.
+    live.swap(state(3, c=torch.full((8,), float("nan"))))
+    with pytest.raises(errors.NonFiniteWeightError, match="bias: 64 of 64"):
+        live.swap(state(bias=torch.full((8, 8), float("nan")), c=torch.full((8,), float("nan"))))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("mode", ["available", "frugal"])
+def test_what_is_no_plain_tensor_is_refused_by_no_choice(kind: str, mode: Any) -> None:
+    """Whether its name says where it goes, or a rule that makes it, or a hook."""
+    live = ms.Live(target_of(kind, Tied(), X))
+    for bias in (torch.eye(8).to_sparse(), torch.eye(8).to_sparse_csr(), torch.eye(8).as_subclass(Named)):
+        for exact in (True, False):
+            with pytest.raises(errors.WeightKindError) as caught:
+                live.swap(state(2, bias=bias), mode=mode, exact=exact)
+            assert caught.value.names == ("bias",)
+        with pytest.raises(errors.ModelStateError):
+            live.swap(state(2, bias=None, other=bias), mode=mode, rules=[ms.rules.Rename("other", "bias")])
+    assert (live.version, live(X).unique().tolist()) == (1, [1.0])
+
+
+class Masked(nn.Module):
+    def __init__(self, k: float) -> None:
+        super().__init__()
+        self.register_buffer("mask", (torch.eye(8) * k).to_sparse())
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.sparse.mm(self.mask, x.T)
+
+
+@pytest.mark.parametrize("mode", ["available", "frugal"])
+def test_tensors_that_a_file_has_in_parts_are_plain(mode: Any, tmp_path: Path) -> None:
+    torch.distributed.checkpoint.save(state(2), checkpoint_id=tmp_path / "dcp")
+    live = ms.Live(Tied().eval())
+    live.swap(tmp_path / "dcp", mode=mode)
+    assert live(X).unique().tolist() == [2.0]
+
+
+def test_sparse_tensors_are_taken_where_the_module_has_them() -> None:
+    live = ms.Live(Masked(1).eval())
+    live.swap(Masked(2).state_dict())
+    assert torch.equal(live(X), X.T * 2)
+    with pytest.raises(errors.WeightKindError):
+        live.swap({"mask": torch.eye(8).to_sparse_csr()})
+    assert torch.equal(live(X), X.T * 2)
+
+
+@pytest.mark.parametrize("mode", ["available", "frugal"])
+def test_other_dtypes_are_one_error(mode: Any) -> None:
+    live = ms.Live(Tied().eval())
+    for dtype in (torch.float64, torch.float16, torch.int64):
+        bias = torch.full((8, 8), 2, dtype=dtype)
+        with pytest.raises(errors.WeightDtypeError) as caught:
+            live.swap(state(2, bias=bias), mode=mode)
+        assert caught.value.names == ("bias",)
+        live.swap(state(2, bias=bias), mode=mode, rules=[ms.rules.Cast("bias", torch.float32)])
+    with pytest.raises(errors.PlanError):  # with loss, which no choice allows
+        live.swap(state(2, bias=torch.ones(8, 8).double()), mode=mode, exact=False)
+    with pytest.raises(errors.PlanError, match="missing"):
+        live.swap(state(2, bias=torch.ones(8, 8).double(), c=None), mode=mode)
+    assert live(X).unique().tolist() == [2.0]
+
+
+def test_what_code_of_the_module_has_raised_is_the_cause() -> None:
+    def raising(old: int, values: dict[str, Any]) -> dict[str, Any]:
+        raise KeyError("no such thing")
+
+    live = ms.Live(
+        ms.extra_state("note", version=2, upgrade=raising)(type("Noted", (nn.Linear,), {"note": 0}))(2, 2).eval()
+    )
+    saved = ms.extra_state("note", version=1)(type("Noted", (nn.Linear,), {"note": 0}))(2, 2)
+    with pytest.raises(errors.PlanError) as caught:
+        live.swap(saved.state_dict())
+    assert isinstance(caught.value.__cause__, errors.UpgradeError)
+    assert live.version == 1
+
+
+def test_channels_last_is_the_order_of_a_program_that_has_it(tmp_path: Path) -> None:
+    module = nn.Conv2d(4, 4, 3).to(memory_format=torch.channels_last)
+    live, x = ms.Live(module), torch.randn(1, 4, 5, 5)
+    other = nn.Conv2d(4, 4, 3).to(memory_format=torch.channels_last)
+    for source in (other.state_dict(), {name: value.contiguous() for name, value in other.state_dict().items()}):
+        live.swap(source)
+        with live.pin() as v:
+            assert v._program.holder.weight.stride() == module.weight.stride()  # type: ignore[union-attr]
+        assert torch.equal(live(x), other(x))
+
+
+@pytest.mark.parametrize(
+    ("canary", "why"),
+    [
+        (lambda v: time.sleep(0.3) or False, "refused the new version"),
+        (lambda v: torch.equal(v(X), torch.zeros(4, 4, 8)), "refused the new version"),
+        (lambda v: v(X) == 7, "refused the new version"),
+        (lambda v: v(torch.ones(3)), "check raised"),
+        (ms.Canary((torch.ones(3),)), "the version that serves raised"),
+        (ms.Canary((X,), atol=0.5), "differs too much"),
+        (ms.Canary((X,), rtol=0.5, expected=torch.full((4, 4, 8), 9.0)), "differs too much"),
+        (ms.Canary((X,), expected=torch.ones(3)), "another kind of tensor"),
+        (ms.Canary((X,), expected=[torch.ones(3)]), "another structure"),
+        (ms.Canary((X,), check=lambda answer: False), "refused"),
+        (ms.Canary((X,), check=lambda answer: 1 / 0), "ZeroDivisionError"),
+        (ms.Canary(kwargs={"x": torch.ones(3)}, check=bool), "the new version raised"),
+    ],
+)
+@pytest.mark.parametrize("mode", ["available", "frugal"])
+def test_a_canary_that_fails(canary: Any, why: str, mode: Any) -> None:
+    live = ms.Live(Tied().eval())
+    with pytest.raises(errors.CanaryError, match=why):
+        live.swap(state(2), canary=canary, mode=mode)
+    assert live.version == 1
+    assert live(X).unique().tolist() == [1.0]
+
+
+def test_a_canary_with_nan_that_nobody_asked_for() -> None:
+    with pytest.raises(errors.CanaryError, match="has NaN"):
+        ms.Live(Tied().eval()).swap(
+            state(bias=torch.full((8, 8), float("nan"))), check_finite=False, canary=ms.Canary((X,))
+        )
+
+
+@pytest.mark.parametrize("mode", ["available", "frugal"])
+def test_canaries_that_are_content(mode: Any) -> None:
+    live = ms.Live(Tied().eval())
+    live.swap(state(2), mode=mode, canary=ms.Canary((X,), atol=1.5))
+    live.swap(state(3), mode=mode, canary=ms.Canary((X,), rtol=0.5))
+    live.swap(state(4), mode=mode, canary=ms.Canary(kwargs={"x": X}, check=lambda answer: None))
+    live.swap(state(5), mode=mode, canary=lambda v: bool((v(X) == 5).all()))
+    report = live.swap(state(6), mode=mode, canary=lambda v: time.sleep(0.05))
+    assert report.canary_seconds > 0.04
+    assert live(X).unique().tolist() == [6.0]
+
+
+@pytest.mark.parametrize("mode", ["available", "frugal"])
+def test_a_canary_leaves_no_trace_in_the_buffers(mode: Any) -> None:
+    module = nn.BatchNorm1d(4)
+    live = ms.Live(module, training=True)
+    live.swap(module.state_dict(), mode=mode, canary=lambda v: v(torch.randn(8, 4)))
+    with live.pin() as v:
+        assert int(v._program.buffers["num_batches_tracked"]) == 0  # type: ignore[union-attr]
+        assert v._program.buffers["running_mean"].tolist() == [0.0] * 4  # type: ignore[union-attr]
+
+
+def test_statistics_of_a_refused_swap_in_place_do_not_count_as_changed() -> None:
+    module = nn.BatchNorm1d(4).eval()
+    live = ms.Live(module)
+    new = {**module.state_dict(), "running_mean": torch.full((4,), 3.0)}
+    with pytest.raises(errors.CanaryError):
+        live.swap(new, mode="frugal", canary=lambda v: False)
+    assert live.swap(new).carried == ()
+    with live.pin() as v:
+        assert v._program.buffers["running_mean"].tolist() == [3.0] * 4  # type: ignore[union-attr]
+
+
+def test_an_undo_that_fails_puts_the_program_into_quarantine(monkeypatch: pytest.MonkeyPatch) -> None:
+    live = ms.Live(Tied().eval())
+
+    def overwrite(self: object, serving: Any, before: dict[str, torch.Tensor]) -> None:
+        serving.holder.bias.data = torch.ones(3, 3)  # nothing that is known of can be copied back into this
+        raise OSError("the disk is gone")
+
+    monkeypatch.setattr(swap_pipeline.SwapSource, "overwrite", overwrite)
+    with pytest.raises(errors.QuarantinedError, match="the disk is gone"):
+        live.swap(state(2), mode="frugal")
+    monkeypatch.undo()
+    with pytest.raises(errors.QuarantinedError, match="no version can serve"):
+        live(X)
+    assert live.swap(state(3)).version == 2
+    assert live(X).unique().tolist() == [3.0]
+    with pytest.raises(errors.VersionGoneError):
+        live.rollback()
+
+
+@pytest.mark.parametrize("mode", ["available", "frugal"])
+def test_an_io_error_at_any_request_leaves_what_serves(mode: Any, tmp_path: Path) -> None:
+    path = tmp_path / "two.safetensors"
+    ms.save(state(2), path)
+    with faulty_reads() as counted:
+        ms.Live(Tied().eval()).swap(path, mode=mode)
+    assert counted.requests
+    for number in range(1, len(counted.requests) + 1):
+        live = ms.Live(Tied().eval())
+        with faulty_reads(at=number, error=OSError(errno.EIO, "broken")):
+            with pytest.raises(ms.ModelStateError):
+                live.swap(path, mode=mode)
+            assert live(X).unique().tolist() == [1.0]
+        live.swap(path, mode=mode)
+        assert live(X).unique().tolist() == [2.0]

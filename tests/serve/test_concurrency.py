@@ -1,0 +1,295 @@
+"""`Live` where threads meet: pins, swaps, rollbacks, canaries that serve, and interrupts."""
+
+import linecache
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import modelstate as ms
+from modelstate import serve as package
+from modelstate.errors import CanaryError, SwapBusyError, SwapTimeoutError
+from tests.serve.models import Constant, weights_of
+from tests.serve.targets import KINDS, target_of
+
+X = torch.ones(2, 8)
+every_kind = pytest.mark.parametrize("kind", KINDS)
+every_mode = pytest.mark.parametrize("mode", ["available", "frugal"])
+
+
+def state(k: float) -> dict[str, torch.Tensor]:
+    return weights_of(Constant(2, 8), k)
+
+
+def live_of(kind: str = "eager", keep: int = 1) -> ms.Live:
+    live = ms.Live(target_of(kind, Constant(2, 8), X), keep=keep)
+    live(X)
+    return live
+
+
+def in_a_thread(work: Callable[[], object]) -> threading.Thread:
+    thread = threading.Thread(target=work, daemon=True)
+    thread.start()
+    return thread
+
+
+def test_a_pin_may_be_left_by_another_thread() -> None:
+    """As generators that a web framework runs in a pool of threads do."""
+    live = live_of()
+    block, errors = live.pin(), []
+    block.__enter__()
+
+    def leave() -> None:
+        try:
+            block.__exit__(None, None, None)
+        except BaseException as error:
+            errors.append(error)
+
+    in_a_thread(leave).join(20)
+    assert not errors
+    live.swap(state(2), mode="frugal", timeout_s=1)
+    assert live(X).unique().tolist() == [2.0]
+
+
+@every_kind
+def test_a_pin_of_an_older_version_lets_nobody_in_while_weights_are_overwritten(kind: str) -> None:
+    live = live_of(kind)
+    pinned, inside, asked = threading.Event(), threading.Event(), threading.Event()
+    answers: list[tuple[list[float], int]] = []
+
+    def reader() -> None:
+        with live.pin() as v:
+            pinned.set()
+            assert inside.wait(20)
+            assert v(X).unique().tolist() == [1.0]
+            asked.set()
+            value, version = live.answer(X)
+            answers.append((value.unique().tolist(), version))
+
+    def canary(_: Any) -> bool:
+        inside.set()
+        assert asked.wait(20)
+        time.sleep(0.1)  # a request that does not wait has its answer by now
+        return not answers
+
+    thread = in_a_thread(reader)
+    assert pinned.wait(20)
+    live.swap(state(2), timeout_s=0)
+    assert live.swap(state(3), mode="frugal", canary=canary).version == 3
+    thread.join(20)
+    assert answers == [([3.0], 3)]
+
+
+@every_mode
+def test_a_canary_that_asks_the_program_itself(mode: Any) -> None:
+    """Beside the new version there is an old one to be asked; in place there is none, and nobody waits for ever."""
+    live = live_of()
+    found: list[Any] = []
+
+    def canary(v: Any) -> bool:
+        try:
+            found.append(live(X))
+        except SwapBusyError as error:
+            found.append(error)
+            raise
+        return True
+
+    def swap() -> None:
+        if mode == "available":
+            live.swap(state(2), canary=canary)
+        else:
+            with pytest.raises(CanaryError, match="within a swap in place"):
+                live.swap(state(2), mode=mode, canary=canary)
+
+    thread = in_a_thread(swap)
+    thread.join(20)
+    assert not thread.is_alive()
+    assert isinstance(found[0], SwapBusyError) == (mode == "frugal")
+    assert live.version == (2 if mode == "available" else 1)
+    assert live(X).unique().tolist() == [float(live.version)]
+
+
+@every_kind
+def test_a_rollback_does_not_wait_for_requests(kind: str) -> None:
+    live = live_of(kind)
+    pinned, may_end = threading.Event(), threading.Event()
+
+    def reader() -> None:
+        with live.pin():
+            pinned.set()
+            may_end.wait(20)
+
+    threads = [in_a_thread(reader)]
+    assert pinned.wait(20)
+    reports: list[ms.serve.SwapReport] = []
+    threads.append(in_a_thread(lambda: reports.append(live.swap(state(2)))))
+    while live.version == 1:
+        time.sleep(0.001)
+    assert live.rollback() == 1
+    assert live.swap(state(3), timeout_s=0).version == 3
+    assert not reports  # the first one is still waiting for the request
+    may_end.set()
+    for thread in threads:
+        thread.join(20)
+    assert [report.version for report in reports] == [2]
+    assert [event.action for event in live.history()] == ["started", "swapped", "rolled back", "swapped"]
+    assert live(X).unique().tolist() == [3.0]
+
+
+@pytest.mark.parametrize("kind", ["eager", "exported"])
+def test_a_rollback_does_not_wait_for_a_canary(kind: str) -> None:
+    """The swap that finds another version than it began with is refused."""
+    live = live_of(kind)
+    live.swap(state(2))
+    inside, may_end = threading.Event(), threading.Event()
+    errors: list[SwapBusyError] = []
+
+    def canary(_: Any) -> bool:
+        inside.set()
+        return may_end.wait(20)
+
+    def swap() -> None:
+        with pytest.raises(SwapBusyError, match="was rolled back while this swap") as caught:
+            live.swap(state(3), canary=canary)
+        errors.append(caught.value)
+
+    thread = in_a_thread(swap)
+    assert inside.wait(20)
+    assert live.rollback(timeout_s=0) == 1
+    assert live(X).unique().tolist() == [1.0]
+    may_end.set()
+    thread.join(20)
+    assert errors
+    assert live.version == 1
+    assert [event.action for event in live.history()][-2:] == ["rolled back", "refused"]
+    assert live.swap(state(4)).previous == 1
+
+
+def test_a_rollback_waits_where_a_canary_has_its_library() -> None:
+    live = live_of("aoti")
+    live.swap(state(2))
+    inside, may_end = threading.Event(), threading.Event()
+
+    def canary(_: Any) -> bool:
+        inside.set()
+        return may_end.wait(20) and False
+
+    def swap() -> None:
+        with pytest.raises(CanaryError):
+            live.swap(state(3), canary=canary)
+
+    thread = in_a_thread(swap)
+    assert inside.wait(20)
+    with pytest.raises(SwapTimeoutError):
+        live.rollback(timeout_s=0.05)
+    may_end.set()
+    assert live.rollback() == 1
+    thread.join(20)
+    assert live(X).unique().tolist() == [1.0]
+
+
+def test_copies_that_requests_hold_on_to_are_counted() -> None:
+    live = live_of(keep=0)
+    with live.pin():
+        assert live.swap(state(2)).copies == 2
+        assert live.swap(state(3)).copies == 3
+    assert live.swap(state(4)).copies == 2
+    assert live.swap(state(5), mode="frugal").copies == 2
+
+
+class Cache(nn.Module):
+    """A buffer of the checkpoint that requests replace."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("cache", torch.ones(1, 2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.cache = torch.cat([self.cache, x])
+        return self.cache.sum(0)
+
+
+def test_a_swap_in_place_that_is_refused_undoes_what_its_canary_has_replaced() -> None:
+    live, x = ms.Live(Cache().eval()), torch.zeros(1, 2)
+    with pytest.raises(CanaryError):
+        live.swap({"cache": torch.full((1, 2), 5.0)}, mode="frugal", canary=lambda v: bool(v(x).sum() > 99))
+    assert live(x).tolist() == [1.0, 1.0]
+
+
+REQUESTS = frozenset(
+    [
+        "Entry",
+        "Version",
+        "Pinned",
+        "Pin",
+        "Method",
+        "_method_of",
+        "_held",
+        "_generator",
+        "_coroutine",
+        "_async_generator",
+    ]
+)
+"""The classes and functions of `modelstate.serve.versions` by which a request holds its version."""
+
+
+class Interrupt:
+    """Raises `KeyboardInterrupt` before a line of the package's code: `sys.settrace` takes it."""
+
+    def __init__(self, at: int) -> None:
+        self.at, self.lines = at, 0
+
+    def __call__(self, frame: FrameType, event: str, _: object) -> Any:
+        path = Path(frame.f_code.co_filename)
+        # A request, and the few lines that take and give back a lock, have moments in which nothing can help.
+        ours = (
+            path.parent == Path(package.__file__).parent
+            and path.name != "sync.py"
+            and frame.f_code.co_qualname.split(".")[0] not in REQUESTS
+        )
+        return self._line if ours and frame.f_code.co_name not in ("__call__", "pin") else None
+
+    def _line(self, frame: FrameType, event: str, _: object) -> Any:
+        text = linecache.getline(frame.f_code.co_filename, frame.f_lineno).strip()
+        if event == "line" and not text.startswith(("with ", "finally:")):
+            self.lines += 1
+            if self.lines == self.at:
+                raise KeyboardInterrupt
+        return self._line
+
+
+@pytest.mark.parametrize("mode", ["available", "frugal"])
+def test_an_interrupt_at_any_line_leaves_one_version_that_serves(mode: Any) -> None:
+    at = done = 0
+    while True:
+        at += 1
+        live = live_of()
+        interrupt = Interrupt(at)
+        before = sys.gettrace()
+        sys.settrace(interrupt)
+        try:
+            live.swap(state(2), mode=mode, canary=ms.Canary((X,), atol=9.0))
+        except KeyboardInterrupt:
+            pass
+        finally:
+            sys.settrace(before)
+        if interrupt.lines < at:
+            break
+        value, version = live.answer(X)
+        assert value.unique().tolist() == [float(version)], at
+        last = live.history()[-1]
+        assert last.action in (["swapped"] if version == 2 else ["started", "refused"]), at
+        assert last.version == version, at
+        done += version == 2
+        report = live.swap(state(version + 1), mode=mode, timeout_s=1)
+        assert report.drained, at
+        assert live(X).unique().tolist() == [version + 1.0]
+    assert at > 100
+    assert done

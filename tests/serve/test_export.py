@@ -1,0 +1,397 @@
+"""`modelstate.export`: what the file says, who can read it, and what is not written."""
+
+import json
+import os
+import zipfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+from torch.export import Dim
+
+import modelstate as ms
+from modelstate.errors import (
+    ArchiveError,
+    CompressedRecordError,
+    ExportedAnswerError,
+    ExportError,
+    LiveTargetError,
+    ManifestError,
+    NewerManifestError,
+    NotSwappableError,
+    OptionError,
+    SaveTargetError,
+    SourceNotFoundError,
+    TargetExistsError,
+    TruncatedFileError,
+)
+from modelstate.serve import export as exporting
+from modelstate.serve.exported import ExportedTarget
+from modelstate.serve.program_file import NAME
+from modelstate.serve.verify_export import perturbed_values, verify_export
+from tests.serve.models import Decoder, Everything, Fused, Nested, randomised
+from tests.serve.packages import needs_a_compiler, package_of
+
+X = torch.randn(3, 4, generator=torch.Generator().manual_seed(3))
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    return tmp_path / "program.pt2"
+
+
+def manifest_in(path: Path) -> Any:
+    with zipfile.ZipFile(path) as archive:
+        (name,) = [name for name in archive.namelist() if name.endswith(NAME)]
+        return json.loads(archive.read(name))
+
+
+@pytest.mark.parametrize("kind", ["exported", "aoti"])
+def test_what_the_file_says(kind: Any, path: Path) -> None:
+    torch.manual_seed(0)
+    if kind == "aoti":
+        path = package_of(Everything(), X)
+    else:
+        assert ms.export(Everything(), (X,), path, training=True).to_json() == json.dumps(manifest_in(path), indent=1)
+    said = manifest_in(path)
+    assert (said["kind"], said["torch"]) == (kind, torch.__version__)
+    tensors = {one["name"]: one for one in said["tensors"]}
+    assert tensors["a.weight"] == {
+        "name": "a.weight",
+        "shape": [4, 4],
+        "dtype": "float32",
+        "stride": [4, 1],
+        "role": "parameter",
+        "mutable": False,
+        "alias": "a.weight",
+    }
+    assert tensors["b.weight"]["alias"] == "a.weight"
+    assert [name for name, one in tensors.items() if one["role"] == "hidden"] == ["shift"]
+    mutable = {name for name, one in tensors.items() if one["mutable"]}
+    assert mutable == {"seen", "norm.running_mean", "norm.running_var", "norm.num_batches_tracked"}
+    assert said["unseen"] == ["unused"]
+    assert set(tensors) == {*ms.serve.runtime_state(Everything()), "shift"}
+
+
+def test_others_read_the_exported_file(path: Path) -> None:
+    module = Decoder().eval()
+    ms.export(module, (X,), path)
+    assert torch.equal(torch.export.load(path).module()(X), module(X))
+
+
+@pytest.mark.parametrize("spelling", ["eager", "runtime"])
+@pytest.mark.parametrize("make", [Decoder, Nested])
+def test_the_map_of_names_comes_with_the_file(make: Any, spelling: str, path: Path) -> None:
+    ms.export(make().eval(), (X,), path)
+    live, trained = ms.Live(path), randomised(make())
+    assert live.kind == "exported"
+    live.swap(trained.state_dict() if spelling == "eager" else ms.serve.runtime_state(trained))
+    assert torch.allclose(live(X), trained(X))
+
+
+def test_hooks_that_fuse_leave_no_map_and_a_reason(path: Path) -> None:
+    said = ms.export(Fused().eval(), (X,), path)
+    assert said.names is None
+    assert "qkv" in said.names_reason
+    assert "no map of names" in str(said)
+    trained = randomised(Fused())
+    ms.Live(path).swap(ms.serve.runtime_state(trained))
+    live = ms.Live(path, names=trained)
+    live.swap(trained.state_dict(), exact=False)
+    assert torch.allclose(live(X), trained(X))
+
+
+def test_ties_stay_one_tensor_in_the_file(path: Path) -> None:
+    ms.export(Everything().eval(), (X,), path)
+    live, state = ms.Live(path), dict(Everything().state_dict())
+    assert live.fixed == ("constant",)
+    state["b.weight"] = state["b.weight"] + 1
+    with pytest.raises(ms.PlanError):
+        live.swap(state)
+
+
+def test_keywords_and_dynamic_sizes(path: Path) -> None:
+    size = Dim("size", min=2, max=16)
+    ms.export(nn.Linear(4, 4), (), path, kwargs={"input": X}, dynamic_shapes={"input": {0: size}})
+    assert ms.Live(path)(input=torch.ones(7, 4)).shape == (7, 4)
+
+
+def test_the_module_stays_as_it_is(path: Path) -> None:
+    module = Everything()
+    before = {name: (id(value), value.clone()) for name, value in module.state_dict(keep_vars=True).items()}
+    torch.manual_seed(5)
+    state = torch.get_rng_state()
+    ms.export(module.eval(), (X,), path)
+    assert torch.equal(torch.get_rng_state(), state)
+    for name, value in module.state_dict(keep_vars=True).items():
+        assert id(value) == before[name][0]
+        # An export calls the module itself, which counts its calls.
+        assert name == "seen" or torch.equal(value, before[name][1])
+
+
+class Folded(nn.Module):
+    """Answers with a number that was taken of a weight when it was made."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(4))
+        self.scale = nn.Parameter(torch.full((), 2.0))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if torch.compiler.is_exporting():
+            return x * self.weight * 2.0
+        return x * self.weight * self.scale
+
+
+class Otherwise(nn.Linear):
+    """Answers in another way when it is exported."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        found: torch.Tensor = super().forward(x)
+        return found + 1 if torch.compiler.is_exporting() else found
+
+
+class Branches(nn.Linear):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x if x.sum() > 0 else -x
+
+
+def test_a_weight_that_was_folded_is_named_and_no_file_is_left(tmp_path: Path) -> None:
+    with pytest.raises(NotSwappableError, match="scale") as caught:
+        ms.export(Folded().eval(), (X,), tmp_path / "a.pt2")
+    assert caught.value.names == ("scale",)
+    with pytest.raises(ExportedAnswerError):
+        ms.export(Otherwise(4, 4).eval(), (X,), tmp_path / "a.pt2")
+    with pytest.raises(ExportError, match=r"torch\.export cannot export") as cause:
+        ms.export(Branches(4, 4).eval(), (X,), tmp_path / "a.pt2")
+    assert cause.value.__cause__ is not None
+    assert os.listdir(tmp_path) == []
+
+
+def test_what_the_compiler_inlines_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the options that AOTInductor has by itself, small tensors are numbers in the code."""
+    needs_a_compiler()
+    monkeypatch.setitem(exporting._OPTIONS, "always_keep_tensor_constants", False)
+    with pytest.raises(NotSwappableError) as caught:
+        ms.export(Folding().eval(), (X,), tmp_path / "a.pt2", kind="aoti")
+    assert caught.value.names == ("bias", "scale")
+    assert os.listdir(tmp_path) == []
+
+
+class Folding(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.bias = nn.Parameter(torch.arange(4.0))
+        self.scale = nn.Parameter(torch.full((), 2.0))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * self.scale + self.bias
+
+
+def test_random_answers_prove_nothing_of_a_package(tmp_path: Path) -> None:
+    needs_a_compiler()
+    module = nn.Sequential(nn.Linear(4, 4), nn.Dropout())
+    ms.export(module, (X,), tmp_path / "a.pt2", training=True)
+    with pytest.raises(ExportError, match="random"):
+        ms.export(module, (X,), tmp_path / "b.pt2", kind="aoti", training=True)
+    assert os.listdir(tmp_path) == ["a.pt2"]
+
+
+def test_no_compiler_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def compile(*_: object) -> Any:
+        raise RuntimeError("No working C++ compiler found in torch._inductor.config.cpp.cxx")
+
+    monkeypatch.setattr(exporting, "aoti_compile", compile)
+    with pytest.raises(ExportError, match=r"install a C\+\+ compiler"):
+        ms.export(nn.Linear(4, 4), (X,), tmp_path / "a.pt2", kind="aoti")
+
+
+@pytest.mark.parametrize(
+    ("module", "args", "name", "options", "kind"),
+    [
+        (torch.relu, (X,), "a.pt2", {}, OptionError),
+        (nn.Linear(4, 4), X, "a.pt2", {}, OptionError),
+        (nn.Linear(4, 4), (X,), "a.pt", {}, SaveTargetError),
+        (nn.Linear(4, 4), (X,), "a.pt2", {"kind": "onnx"}, OptionError),
+        (nn.Linear(4, 4), (X,), "a.pt2", {"options": {"max_autotune": True}}, OptionError),
+        (nn.Linear(4, 4), (X,), "a.pt2", {"kind": "aoti", "options": {"freezing": True}}, OptionError),
+        (nn.Linear(4, 4), (X,), "a\0.pt2", {}, SaveTargetError),
+        (nn.LazyLinear(4), (X,), "a.pt2", {}, LiveTargetError),
+        (nn.Linear(4, 4), (X,), "there.pt2", {}, TargetExistsError),
+        (nn.Linear(4, 4), (torch.ones(3),), "a.pt2", {}, ExportError),
+    ],
+)
+def test_arguments_that_mean_nothing(
+    module: Any, args: Any, name: str, options: Any, kind: type[Exception], tmp_path: Path
+) -> None:
+    (tmp_path / "there.pt2").write_bytes(b"there")
+    with pytest.raises(kind):
+        ms.export(module, args, tmp_path / name, **options)
+    assert os.listdir(tmp_path) == ["there.pt2"]
+    assert (tmp_path / "there.pt2").read_bytes() == b"there"
+
+
+def test_a_file_is_replaced_on_request_only(path: Path) -> None:
+    ms.export(nn.Linear(4, 4), (X,), path)
+    with pytest.raises(TargetExistsError):
+        ms.export(nn.Linear(4, 4), (X,), path)
+    module = nn.Linear(4, 4)
+    ms.export(module, (X,), path, overwrite=True)
+    assert torch.equal(ms.Live(path)(X), module(X))
+
+
+def rewritten(path: Path, change: Any) -> Path:
+    """The file with another manifest."""
+    made = path.with_name("changed.pt2")
+    with zipfile.ZipFile(path) as old, zipfile.ZipFile(made, "w") as new:
+        for one in old.namelist():
+            new.writestr(one, change(old.read(one)) if one.endswith(NAME) else old.read(one))
+    return made
+
+
+def edited(**changes: Any) -> Any:
+    return lambda text: json.dumps({**json.loads(text), **changes}).encode()
+
+
+TENSOR = {
+    "name": "a",
+    "shape": [1],
+    "dtype": "float32",
+    "stride": [1],
+    "role": "buffer",
+    "mutable": False,
+    "alias": "a",
+}
+
+
+@pytest.mark.parametrize(
+    ("change", "kind"),
+    [
+        (lambda text: text[:-7], ManifestError),
+        (lambda text: b"\xff\xfe", LiveTargetError),
+        (lambda text: b"[]", ManifestError),
+        (lambda text: b"{}", ManifestError),
+        (lambda text: b"[" * 100_000, ManifestError),
+        (edited(format="other"), ManifestError),
+        (edited(version=2), NewerManifestError),
+        (edited(kind="onnx"), ManifestError),
+        (edited(names={"format": "other"}), ManifestError),
+        (edited(tensors=[{**TENSOR, "shape": [-1]}]), ManifestError),
+        (edited(tensors=[{**TENSOR, "dtype": "load"}]), ManifestError),
+        (edited(tensors=[{**TENSOR, "alias": "b"}]), ManifestError),
+        (edited(tensors=[{**TENSOR, "role": "thing"}]), ManifestError),
+        (edited(tensors=[TENSOR, TENSOR]), ManifestError),
+        (edited(tensors=[{**TENSOR, "stride": []}]), ManifestError),
+    ],
+)
+def test_a_damaged_manifest(change: Any, kind: type[Exception], path: Path) -> None:
+    ms.export(nn.Linear(4, 4), (X,), path)
+    with pytest.raises(kind) as caught:
+        ms.Live(rewritten(path, change))
+    assert type(caught.value) is kind
+
+
+@pytest.mark.parametrize("content", [b"", b"no program", b"PK\x03\x04 cut off"])
+def test_files_that_are_no_programs(content: bytes, path: Path) -> None:
+    path.write_bytes(content)
+    with pytest.raises((LiveTargetError, TruncatedFileError)):
+        ms.Live(path)
+    with pytest.raises(SourceNotFoundError):
+        ms.Live(path.with_name("nothing.pt2"))
+    torch.save({"a": X}, path)
+    with pytest.raises(LiveTargetError, match="no program"):
+        ms.Live(path)
+    ms.export(nn.Linear(4, 4), (X,), path, overwrite=True)
+    path.write_bytes(path.read_bytes()[:-100])
+    with pytest.raises(ArchiveError):
+        ms.Live(str(path))
+
+
+def test_an_exported_program_of_others(path: Path) -> None:
+    module, trained = Decoder(), randomised(Decoder())
+    torch.export.save(torch.export.export(module, (X,)), path)
+    live = ms.Live(path, names=module)
+    live.swap(trained.state_dict())
+    assert torch.allclose(live(X), trained(X))
+    with pytest.raises(ms.PlanError):
+        ms.Live(path).swap(trained.state_dict())
+
+
+@given(
+    st.sampled_from(
+        [torch.float32, torch.float16, torch.bfloat16, torch.float64, torch.int64, torch.uint8, torch.bool]
+    ),
+    st.lists(st.integers(0, 3), max_size=3),
+    st.integers(0, 9),
+)
+def test_other_values_are_others_of_the_same_kind(dtype: torch.dtype, shape: list[int], seed: int) -> None:
+    tensor = torch.randint(0, 2 if dtype == torch.bool else 5, shape).to(dtype)
+    found = list(perturbed_values(tensor, seed))
+    assert bool(found) == bool(tensor.numel())
+    for one in found:
+        assert (one.shape, one.dtype, one.stride()) == (tensor.shape, tensor.dtype, tensor.stride())
+        assert not torch.equal(one, tensor)
+        if dtype.is_floating_point:
+            assert bool((one > 0).all())
+
+
+def test_signs_and_what_is_not_finite_stay() -> None:
+    tensor = torch.tensor([-1.0, 2.0, float("-inf"), 0.0])
+    for one in perturbed_values(tensor, 1):
+        assert one.sign().tolist() == [-1.0, 1.0, -1.0, 1.0]
+        assert one.isinf().tolist() == [False, False, True, False]
+
+
+def test_the_proof_looks_at_buffers_that_are_written() -> None:
+    """An answer that is right while the statistics behind it are not."""
+    module = nn.BatchNorm1d(4)
+    target = ExportedTarget(torch.export.export(module, (X,)), None)
+    assert "running_mean" in verify_export(target, module, (X,), {}).mutable
+    other = nn.BatchNorm1d(4, momentum=0.5)
+    with pytest.raises(ExportedAnswerError, match="running_"):
+        verify_export(ExportedTarget(torch.export.export(other, (X,)), None), module, (X,), {})
+
+
+def test_a_weight_whose_elements_share_their_memory(path: Path) -> None:
+    module = nn.Linear(4, 4)
+    module.bias = nn.Parameter(torch.ones(1).expand(4))
+    with pytest.raises(ExportError, match="elements of a weight share their memory") as caught:
+        ms.export(module, (torch.ones(1, 4),), path)
+    assert caught.value.found == "bias"
+    assert not path.exists()
+
+
+def patched(path: Path, signature: bytes, at: int, value: int) -> None:
+    """Sets two bytes of the header of each record of a zip archive, local (PK34) or central (PK12)."""
+    data = bytearray(path.read_bytes())
+    place = data.find(signature)
+    while place >= 0:
+        data[place + at : place + at + 2] = value.to_bytes(2, "little")
+        place = data.find(signature, place + 4)
+    path.write_bytes(data)
+
+
+@pytest.mark.parametrize(
+    ("local", "central", "value", "kind"),
+    [
+        (6, 8, 1, CompressedRecordError),  # encrypted
+        (8, 10, 99, CompressedRecordError),  # a method that nobody knows
+        (8, 10, 8, CompressedRecordError),  # deflated, which it is not
+        (22, 24, 1, ArchiveError),  # another size
+    ],
+)
+def test_records_that_are_not_plain(local: int, central: int, value: int, kind: type[Exception], path: Path) -> None:
+    ms.export(nn.Linear(4, 4), (X,), path)
+    with zipfile.ZipFile(path) as old, zipfile.ZipFile(path.with_name("plain.pt2"), "w") as new:
+        for name in old.namelist():
+            new.writestr(name, old.read(name))
+    plain = path.with_name("plain.pt2")
+    ms.Live(plain)
+    patched(plain, b"PK\3\4", local, value)
+    patched(plain, b"PK\1\2", central, value)
+    with pytest.raises(kind):
+        ms.Live(plain)

@@ -1,0 +1,296 @@
+"""`follow`: what is saved is taken up, what is bad is skipped and said once, and the old version serves on."""
+
+import shutil
+import threading
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import modelstate as ms
+from modelstate.errors import (
+    ChecksumError,
+    FollowWarning,
+    LiveTargetError,
+    OptionError,
+    ReadFailedError,
+    SaveTargetError,
+)
+from tests.serve.followed import Log, Target, actions, by_hand, flipped, nan, serves
+from tests.serve.stores import X, linear, save
+from tests.serve.targets import target_of
+
+# What is taken up.
+
+
+def test_each_new_checkpoint_serves(tmp_path: Path) -> None:
+    live, store = ms.Live(linear(0)), ms.Store(tmp_path / "run", keep=2)
+    following, log = by_hand(live, store)
+    for step in (10, 20, 30, 40):
+        path = save(store, step)
+        (event,) = following.poll()
+        assert (event.action, event.step, event.source, event.error) == ("swapped", step, str(path), "")
+        assert (event.version, following.step) == (live.version, step)
+        assert serves(live) == pytest.approx(step, abs=0.01)
+        assert following.poll() == ()
+    assert log == []
+    assert [event.step for event in following.events] == [10, 20, 30, 40]
+    assert "step 40, not running" in repr(following)
+    assert "model.safetensors" in live.history()[-1].source
+
+
+@pytest.mark.parametrize("kind", ["eager", "exported"])
+@pytest.mark.parametrize("mode", ["available", "frugal"])
+def test_it_is_what_was_saved_and_the_first_look_takes_the_newest(tmp_path: Path, kind: str, mode: str) -> None:
+    torch.manual_seed(1)
+    trained = nn.Linear(4, 4)
+    store = ms.Store(tmp_path)
+    save(store, 1)
+    store.save(2, {"model": trained, "epoch": 2})
+    live = ms.Live(target_of(kind, linear(0), X))
+    following, log = by_hand(live, str(tmp_path), mode=mode)
+    assert actions(following) == [("swapped", 2)]
+    assert torch.equal(live(X), trained(X))
+    assert log == []
+
+
+def test_the_object_that_has_the_weights(tmp_path: Path) -> None:
+    store = ms.Store(tmp_path)
+    store.save(1, {"model": linear(1), "ema": linear(2), "nets": {"small": linear(3)}})
+    for name, k in (("model", 1), ("ema", 2), ("nets.small", 3)):
+        live = ms.Live(linear(0))
+        following, _ = by_hand(live, tmp_path, object=name)
+        assert actions(following) == [("swapped", 1)]
+        assert serves(live) == k
+    following, log = by_hand(ms.Live(linear(0)), tmp_path, object="teacher")
+    assert actions(following) == [("skipped", 1)]
+    assert log.causes == ["StepNotFoundError"]
+    assert "ema, model, nets.small" in str(log[0]) or "model, ema, nets.small" in str(log[0])
+
+
+def test_options_are_those_of_the_swap(tmp_path: Path) -> None:
+    store = ms.Store(tmp_path)
+    store.save(1, {"model": nn.Sequential(linear(1))})
+    live = ms.Live(linear(0))
+    tried = []
+    following, log = by_hand(live, store, rules=[ms.rules.Prefix(strip="0.")], canary=tried.append)
+    assert actions(following) == [("swapped", 1)]
+    assert (serves(live), len(tried), log) == (1, 1, [])
+
+
+def test_training_that_goes_back_and_on_from_there(tmp_path: Path) -> None:
+    store, live = ms.Store(tmp_path), ms.Live(linear(0))
+    following, _ = by_hand(live, store)
+    for step in (10, 20, 30, 15):
+        save(store, step)
+        assert actions(following) == [("swapped", step)]
+    save(store, 15, 16, overwrite=True)
+    assert actions(following) == [("swapped", 15)]
+    assert serves(live) == pytest.approx(16, abs=0.01)
+
+
+def test_a_store_that_is_begun_anew(tmp_path: Path) -> None:
+    live, store = ms.Live(linear(0)), ms.Store(tmp_path / "run")
+    following, log = by_hand(live, store)
+    for step in (10, 20, 30):
+        save(store, step)
+        following.poll()
+    store.close()
+    shutil.rmtree(tmp_path / "run")
+    with ms.Store(tmp_path / "run") as other:
+        save(other, 5)
+    assert actions(following) == [("swapped", 5)]
+    assert log == []
+
+
+def test_the_best(tmp_path: Path) -> None:
+    store, live = ms.Store(tmp_path), ms.Live(linear(0))
+    following, log = by_hand(live, store, select="best:loss")
+    highest, _ = by_hand(ms.Live(linear(0)), store, select="best:loss:max")
+    taken, taken_highest = [], []
+    for step, loss in enumerate([0.5, 0.9, 0.3, float("nan"), 0.3, 0.4, 0.1], 1):
+        save(store, step, metrics={"loss": loss})
+        following.poll()
+        highest.poll()
+        taken.append(following.step)
+        taken_highest.append(highest.step)
+    save(store, 8)
+    assert actions(following) == []
+    assert taken == [1, 1, 3, 3, 3, 3, 7]
+    assert taken_highest == [1, 2, 2, 2, 2, 2, 2]
+    assert log == []
+
+
+def test_a_worse_one_is_not_taken_because_the_best_is_gone(tmp_path: Path) -> None:
+    store, live = ms.Store(tmp_path, keep=1), ms.Live(linear(0))
+    following, _ = by_hand(live, store, select="best:loss")
+    for step, loss in ((1, 0.5), (2, 0.9), (3, 0.4)):
+        save(store, step, metrics={"loss": loss})
+        following.poll()
+    assert [event.step for event in following.events] == [1, 3]
+
+
+def test_a_rollback_stays_until_there_is_a_newer_one(tmp_path: Path) -> None:
+    store, live = ms.Store(tmp_path), ms.Live(linear(0))
+    following, _ = by_hand(live, store)
+    for step in (1, 2):
+        save(store, step)
+        following.poll()
+    live.rollback()
+    assert actions(following) == []
+    assert serves(live) == pytest.approx(1, abs=0.01)
+    save(store, 3)
+    assert actions(following) == [("swapped", 3)]
+
+
+# Arguments.
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"select": "newest"},
+        {"select": None},
+        {"poll_s": 0},
+        {"poll_s": -1},
+        {"poll_s": float("nan")},
+        {"poll_s": float("inf")},
+        {"poll_s": "5"},
+        {"poll_s": True},
+        {"object": ""},
+        {"object": 3},
+        {"on_error": "print"},
+        {"on_swap": 1},
+        {"canaries": None},
+        {"source": "x"},
+    ],
+    ids=str,
+)
+def test_arguments_that_mean_nothing(tmp_path: Path, wrong: dict[str, Any]) -> None:
+    with pytest.raises(OptionError):
+        ms.follow(ms.Live(linear(0)), tmp_path, **wrong)
+    assert not [thread for thread in threading.enumerate() if thread.name == "modelstate-follow"]
+
+
+def test_a_target_that_takes_no_weights(tmp_path: Path) -> None:
+    store = ms.Store(tmp_path)
+    with pytest.raises(LiveTargetError, match="the program comes first"):
+        ms.follow(store, ms.Live(linear(0)))  # type: ignore[arg-type]
+    with pytest.raises(LiveTargetError):
+        ms.follow(linear(0), store)  # type: ignore[arg-type]
+    with pytest.raises(OptionError, match="canary"):
+        ms.follow(Target(), store, canary=None)
+
+
+def test_what_can_be_no_store(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("x")
+    for wrong in (tmp_path / "file", 3, "https://example.org/run"):
+        with pytest.raises(SaveTargetError):
+            ms.follow(ms.Live(linear(0)), wrong)  # type: ignore[arg-type]
+
+
+def test_an_option_that_no_swap_takes_ends_it(tmp_path: Path) -> None:
+    store = ms.Store(tmp_path)
+    save(store, 1)
+    following, log = by_hand(ms.Live(linear(0)), store, mode="fast")
+    with pytest.raises(OptionError, match="mode="):
+        following.poll()
+    assert log == []
+    running = ms.follow(ms.Live(linear(0)), store, mode="fast", on_error=log.append)
+    assert running.wait(30)
+    assert [type(error) for error in log] == [OptionError]
+    assert [event.action for event in running.events] == ["ended"]
+
+
+def test_verified_is_what_is_read(tmp_path: Path) -> None:
+    """A file that changes between the two is refused."""
+    store, live = ms.Store(tmp_path), ms.Live(linear(0))
+    path = save(store, 1)
+    with store.open("model", 1, verify=True) as checkpoint:
+        (file,) = path.glob("model-*.safetensors")
+        data = file.read_bytes()
+        file.write_bytes(data[:-1] + bytes([data[-1] ^ 1]))
+        with pytest.raises((ReadFailedError, ChecksumError)):
+            live.swap(checkpoint)
+    assert (live.version, live.history()[-1].source) == (1, checkpoint.source)
+
+
+def test_it_is_started_once(tmp_path: Path) -> None:
+    with ms.follow(ms.Live(linear(1)), tmp_path, on_error=Log().append) as following:
+        threads = threading.active_count()
+        following.start()
+        assert following.is_running
+        assert threading.active_count() == threads
+
+
+# Callbacks.
+
+
+def test_callbacks_that_raise_stop_nothing(tmp_path: Path) -> None:
+    store, live = ms.Store(tmp_path), ms.Live(linear(0))
+
+    def fails(given: object) -> None:
+        raise RuntimeError("in the callback")
+
+    following = ms.follow(live, store, background=False, on_error=fails, on_swap=fails)
+    nan(store, 1)
+    with pytest.warns(FollowWarning, match="a callback raised RuntimeError: in the callback"):
+        assert actions(following) == [("skipped", 1), ("callback", None)]
+    save(store, 2)
+    with pytest.warns(FollowWarning, match="in the callback"):
+        assert actions(following) == [("swapped", 2), ("callback", None)]
+    assert serves(live) == pytest.approx(2, abs=0.01)
+
+
+def test_without_a_callback_there_is_a_warning(tmp_path: Path) -> None:
+    store = ms.Store(tmp_path)
+    following = ms.follow(ms.Live(linear(0)), store, background=False)
+    nan(store, 1)
+    with pytest.warns(FollowWarning, match="step-000000001: a checkpoint is skipped") as caught:
+        following.poll()
+    assert len(caught) == 1
+    flipped(store, 2)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert actions(following) == [("skipped", 2)]
+
+
+def test_a_swap_is_told(tmp_path: Path) -> None:
+    store, told = ms.Store(tmp_path), []
+    following = ms.follow(ms.Live(linear(0)), store, background=False, on_swap=told.append)
+    save(store, 1)
+    assert following.poll() == tuple(told)
+
+
+def test_callbacks_may_look_and_stop(tmp_path: Path) -> None:
+    store, seen = ms.Store(tmp_path), []
+    save(store, 1)
+    made: list[ms.serve.Following] = []
+    ready = threading.Event()
+
+    def on_swap(event: object) -> None:
+        ready.wait()
+        seen.append((made[0].poll(), made[0].stop()))
+
+    made.append(ms.follow(ms.Live(linear(0)), store, on_swap=on_swap))
+    ready.set()
+    assert made[0].wait(30)
+    assert seen == [((), False)]
+
+
+def test_a_look_within_a_look_does_nothing(tmp_path: Path) -> None:
+    store, within = ms.Store(tmp_path), list[Any]()
+
+    def on_swap(event: Any) -> None:
+        if event.step == 1:
+            save(store, 2)
+            within.append((following.poll(), following.step))
+
+    following = ms.follow(ms.Live(linear(0)), store, background=False, on_swap=on_swap)
+    save(store, 1)
+    assert actions(following) == [("swapped", 1)]
+    assert within == [((), 1)]
+    assert actions(following) == [("swapped", 2)]

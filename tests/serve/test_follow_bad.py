@@ -1,0 +1,163 @@
+"""`follow`: what is bad is skipped and said once, and the old version serves on."""
+
+import gc
+import shutil
+import weakref
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import modelstate as ms
+from modelstate.errors import (
+    CanaryError,
+    DamagedCheckpointError,
+    ModelStateError,
+    NonFiniteWeightError,
+    PlanError,
+    SkippedCheckpointError,
+    StepNotFoundError,
+)
+from tests.serve.followed import actions, by_hand, flipped, nan, serves
+from tests.serve.stores import X, cut, damage, linear, objects, save, spoil_record
+
+
+def other_shape(store: ms.Store, step: int) -> None:
+    store.save(step, {"model": nn.Linear(4, 5)})
+
+
+def other_names(store: ms.Store, step: int) -> None:
+    store.save(step, {"model": nn.Sequential(linear(1))})
+
+
+def no_model(store: ms.Store, step: int) -> None:
+    store.save(step, {"network": linear(1)})
+
+
+def flipped_header(store: ms.Store, step: int) -> None:
+    damage(save(store, step), "model.safetensors.index.json")
+
+
+def cut_off(store: ms.Store, step: int) -> None:
+    cut(save(store, step))
+
+
+def without_record(store: ms.Store, step: int) -> None:
+    spoil_record(save(store, step))
+
+
+def of_another_store(store: ms.Store, step: int) -> None:
+    with ms.Store(f"{store.directory}.other") as other:
+        path = save(other, step)
+    shutil.copytree(path, Path(store.directory) / path.name)
+
+
+def refused_by_the_canary(store: ms.Store, step: int) -> None:
+    save(store, step, 1000)
+
+
+BAD: dict[Callable[[ms.Store, int], None], type[ModelStateError] | None] = {
+    nan: NonFiniteWeightError,
+    other_shape: PlanError,
+    other_names: PlanError,
+    no_model: StepNotFoundError,
+    flipped: DamagedCheckpointError,
+    flipped_header: DamagedCheckpointError,
+    cut_off: DamagedCheckpointError,
+    without_record: DamagedCheckpointError,
+    of_another_store: None,
+    refused_by_the_canary: CanaryError,
+}
+
+
+@pytest.mark.parametrize("mode", ["available", "frugal"])
+@pytest.mark.parametrize("spoiled", BAD, ids=lambda spoiled: spoiled.__name__)
+def test_a_bad_one_is_skipped_and_reported_once(
+    tmp_path: Path, spoiled: Callable[[ms.Store, int], None], mode: str
+) -> None:
+    store, live = ms.Store(tmp_path / "run"), ms.Live(linear(0))
+    following, log = by_hand(live, store, mode=mode, canary=lambda new: bool(new(X).mean() < 500))
+    save(store, 10)
+    assert actions(following) == [("swapped", 10)]
+    spoiled(store, 20)
+    (event,) = following.poll()
+    assert (event.action, event.step) == ("skipped", 20)
+    assert (following.step, live.version) == (10, 2)
+    assert serves(live) == pytest.approx(10, abs=0.01)
+    assert following.poll() == following.poll() == ()
+    (error,) = log
+    assert isinstance(error, SkippedCheckpointError)
+    cause = BAD[spoiled]
+    assert cause is None or isinstance(error.__cause__, cause)
+    assert (error.step, error.where) == (20, str(tmp_path / "run" / "step-000000020"))
+    assert type(error.__cause__).__name__ in error.found
+    assert type(error.__cause__).__name__ in event.error
+    save(store, 30)
+    assert actions(following) == [("swapped", 30)]
+    assert len(log) == 1
+
+
+def test_one_that_is_known_to_be_damaged_is_none_of_the_best_for_long(tmp_path: Path) -> None:
+    store, live = ms.Store(tmp_path), ms.Live(linear(0))
+    save(store, 1, metrics={"loss": 0.5})
+    damage(save(store, 2, metrics={"loss": 0.1}))
+    cut(save(store, 3, metrics={"loss": 0.2}))
+    following, log = by_hand(live, store, select="best:loss")
+    assert actions(following) == [("skipped", 2), ("skipped", 3), ("swapped", 1)]
+    assert actions(following) == []
+    assert log.skipped == [2, 3]
+
+
+def test_behind_a_bad_one_the_next_newest_is_taken(tmp_path: Path) -> None:
+    store, live = ms.Store(tmp_path), ms.Live(linear(0))
+    following, log = by_hand(live, store)
+    for step in (1, 2, 3):
+        save(store, step)
+    nan(store, 4)
+    flipped(store, 5)
+    assert actions(following) == [("skipped", 5), ("skipped", 4), ("swapped", 3)]
+    assert actions(following) == []
+    assert log.skipped == [5, 4]
+    assert log.causes == ["DamagedCheckpointError", "NonFiniteWeightError"]
+
+
+def test_damage_elsewhere_in_a_step_is_in_nobodys_way(tmp_path: Path) -> None:
+    store, live = ms.Store(tmp_path), ms.Live(linear(0))
+    following, log = by_hand(live, store)
+    damage(save(store, 1), "optimizer-*.safetensors")
+    assert (actions(following), log) == ([("swapped", 1)], [])
+
+
+def test_a_damaged_step_that_is_saved_again(tmp_path: Path) -> None:
+    store, live = ms.Store(tmp_path), ms.Live(linear(0))
+    following, log = by_hand(live, store)
+    flipped(store, 1)
+    assert actions(following) == [("skipped", 1)]
+    store.save(1, objects(2), overwrite=True)
+    assert actions(following) == [("swapped", 1)]
+    assert log.skipped == [1]
+
+
+def test_nothing_of_a_refused_checkpoint_is_kept(tmp_path: Path) -> None:
+    store, live = ms.Store(tmp_path), ms.Live(linear(0))
+    refused: list[weakref.ref[Any]] = []
+
+    def canary(new: Any) -> bool:
+        refused.append(weakref.ref(new.holder))
+        return False
+
+    following = ms.follow(live, store, background=False, canary=canary, on_error=lambda error: None)
+    save(store, 1)
+    assert actions(following) == [("skipped", 1)]
+    gc.collect()
+    assert [ref() for ref in refused] == [None]
+
+
+def test_a_canary_that_what_serves_does_not_answer_is_said_at_once(tmp_path: Path) -> None:
+    """Else every good checkpoint would be taken for a bad one."""
+    live = ms.Live(nn.Linear(2, 2))
+    with pytest.raises(CanaryError, match="the version that serves raised"):
+        ms.follow(live, tmp_path, canary=ms.Canary((torch.ones(1, 3),)))

@@ -1,0 +1,271 @@
+"""`follow` in the background: another process trains, threads send requests, and the interpreter ends when it likes."""
+
+import os
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import modelstate as ms
+from modelstate.errors import SkippedCheckpointError
+from tests.serve.models import Constant
+from tests.serve.stores import linear, save
+from tests.store.common import program
+
+SECONDS = 60.0
+
+TRAINING = """
+import sys
+import torch
+from torch import nn
+import modelstate as ms
+
+class Constant(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ParameterList([nn.Parameter(torch.ones(64, 64)) for _ in range(4)])
+
+model = Constant()
+store = ms.Store(sys.argv[1], keep=ms.Keep(last=2))
+print("ready", flush=True)
+for step, line in enumerate(sys.stdin, 1):
+    k = float(line)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.fill_(k)
+    store.save(step, {"model": model, "step": step}, metrics={"loss": 1 / step})
+    print("saved", flush=True)
+"""
+
+
+def until(holds: Callable[[], object]) -> None:
+    end = time.monotonic() + SECONDS
+    while not holds():
+        assert time.monotonic() < end, "it took too long"
+        time.sleep(0.01)
+
+
+class Training:
+    """Another process that saves weights which are all k when it is told to."""
+
+    def __init__(self, directory: Path) -> None:
+        environment = {**os.environ, "PYTHONPATH": str(Path(ms.__file__).parent.parent), "OMP_NUM_THREADS": "1"}
+        self.process = subprocess.Popen(
+            [sys.executable, "-c", TRAINING, str(directory)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            env=environment,
+        )
+        self._expect("ready")
+
+    def _expect(self, word: str) -> None:
+        assert self.process.stdout is not None
+        assert self.process.stdout.readline().strip() == word
+
+    def save(self, k: float) -> None:
+        assert self.process.stdin is not None
+        self.process.stdin.write(f"{k}\n")
+        self.process.stdin.flush()
+        self._expect("saved")
+
+    def end(self) -> None:
+        self.process.kill()
+        self.process.wait()
+        for stream in (self.process.stdin, self.process.stdout):
+            assert stream is not None
+            stream.close()
+
+
+def test_what_another_process_saves_serves_and_no_request_fails(tmp_path: Path) -> None:
+    live, x = ms.Live(Constant(4, 64).eval()), torch.ones(1, 64)
+    errors: list[Exception] = []
+    wrong: list[str] = []
+    seen: set[float] = set()
+    over = threading.Event()
+    training = Training(tmp_path / "run")
+
+    def skipped() -> list[int | None]:
+        """Without what the first look may say: that there is no directory yet."""
+        return [error.step for error in errors if isinstance(error, SkippedCheckpointError)]
+
+    def ask() -> None:
+        last = 0
+        while not over.is_set():
+            try:
+                value, version = live.answer(x)
+            except BaseException as error:
+                wrong.append(repr(error))
+                return
+            several = {round(float(one), 3) for one in value.detach().flatten()}
+            if len(several) != 1 or version < last:
+                wrong.append(f"{several} of version {version} after {last}")
+            seen.update(several)
+            last = version
+
+    readers = [threading.Thread(target=ask) for _ in range(2)]
+    with ms.follow(live, tmp_path / "run", poll_s=0.02, on_error=errors.append) as following:
+        try:
+            for reader in readers:
+                reader.start()
+            for step in range(1, 13):
+                bad = step in (4, 9)
+                training.save(float("nan") if bad else step)
+                until(lambda step=step, bad=bad: len(skipped()) == step // 4 if bad else following.step == step)
+        finally:
+            over.set()
+            training.end()
+            for reader in readers:
+                reader.join()
+    assert not wrong
+    assert seen <= {1.0, *map(float, range(1, 13))} - {4.0, 9.0}
+    assert [event.step for event in following.events if event.action == "swapped"] == [1, 2, 3, 5, 6, 7, 8, 10, 11, 12]
+    assert skipped() == [4, 9]
+    assert live.version == 11
+    assert not following.is_running
+
+
+def test_a_store_that_is_saved_to_all_the_time(tmp_path: Path) -> None:
+    """Checkpoints go while they are read; none of them is called bad."""
+    live, errors = ms.Live(Constant(4, 64).eval()), list[Exception]()
+    training = Training(tmp_path)
+    try:
+        with ms.follow(live, tmp_path, poll_s=0.001, on_error=errors.append) as following:
+            for k in range(1, 61):
+                training.save(k)
+            until(lambda: following.step == 60)
+    finally:
+        training.end()
+    assert errors == []
+    steps = [event.step for event in following.events]
+    assert steps == sorted(set(map(int, filter(None, steps))))
+    assert len(steps) > 5
+
+
+def test_stopping_while_it_waits_and_while_it_swaps(tmp_path: Path) -> None:
+    store = ms.Store(tmp_path)
+    following = ms.follow(ms.Live(linear(0)), store, poll_s=10_000)
+    assert following.is_running
+    assert not following.wait(0.05)
+    assert following.stop()
+    assert (following.is_running, following.wait(0)) == (False, True)
+
+    begun, go_on = threading.Event(), threading.Event()
+
+    def canary(new: Any) -> None:
+        begun.set()
+        assert go_on.wait(SECONDS)
+
+    save(store, 1)
+    live = ms.Live(linear(0))
+    following = ms.follow(live, store, poll_s=10_000, canary=canary)
+    assert begun.wait(SECONDS)
+    assert not following.stop(0.05)
+    go_on.set()
+    assert following.stop(SECONDS)
+    assert (live.version, following.step) == (2, 1)
+
+
+def test_behind_a_stop_nothing_more_is_tried(tmp_path: Path) -> None:
+    store, tried, begun, go_on = ms.Store(tmp_path), list[object](), threading.Event(), threading.Event()
+    for step in (1, 2, 3):
+        save(store, step)
+
+    def canary(new: Any) -> bool:
+        tried.append(new)
+        begun.set()
+        assert go_on.wait(SECONDS)
+        return False
+
+    following = ms.follow(ms.Live(linear(0)), store, canary=canary, on_error=lambda error: None)
+    assert begun.wait(SECONDS)
+    following.stop(0)
+    go_on.set()
+    assert following.stop(SECONDS)
+    assert len(tried) == 1
+
+
+def test_two_looks_at_once_swap_once(tmp_path: Path) -> None:
+    store, live = ms.Store(tmp_path), ms.Live(linear(0))
+    save(store, 1)
+    with ms.follow(live, store, poll_s=0.001) as following:
+        threads = [threading.Thread(target=following.poll) for _ in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    assert [event.action for event in following.events] == ["swapped"]
+
+
+def started_and_over(following: ms.serve.Following) -> None:
+    following.start()
+    assert following.wait(SECONDS)
+
+
+def test_what_ends_the_thread_is_said(tmp_path: Path) -> None:
+    store = ms.Store(tmp_path)
+    save(store, 1)
+
+    def canary(new: Any) -> None:
+        raise SystemExit("the canary has had enough")
+
+    following = ms.follow(ms.Live(linear(0)), store, canary=canary, background=False)
+    with pytest.warns(ms.errors.FollowWarning, match="enough"):
+        started_and_over(following)
+    assert [event.action for event in following.events] == ["ended"]
+    assert "enough" in following.events[0].error
+
+
+EXIT = """
+import sys, threading, time
+import torch
+from torch import nn
+import modelstate as ms
+
+live = ms.Live(nn.Linear(4, 4))
+begun = threading.Event()
+
+def canary(new):
+    begun.set()
+    time.sleep(float(sys.argv[2]))
+
+ms.follow(live, sys.argv[1], poll_s=0.01 if len(sys.argv) < 4 else float(sys.argv[3]), canary=canary)
+assert begun.wait(60)
+print("over", flush=True)
+"""
+
+
+@pytest.mark.parametrize(("canary_seconds", "poll_s"), [(0, 0.001), (0, 10_000), (600, 1)])
+def test_the_end_of_the_interpreter_does_not_wait(tmp_path: Path, canary_seconds: float, poll_s: float) -> None:
+    """Not while it looks, not while it sleeps, and not while a swap goes on that takes ten minutes."""
+    with ms.Store(tmp_path) as store:
+        store.save(1, {"model": linear(1)})
+    done = program(EXIT, tmp_path, canary_seconds, poll_s, timeout=SECONDS)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "over\n", "")
+
+
+WITHOUT_HANDLE = """
+import gc, sys, time
+from torch import nn
+import modelstate as ms
+
+live, store = ms.Live(nn.Linear(4, 4)), ms.Store(sys.argv[1])
+ms.follow(live, store, poll_s=0.01)
+for step in (1, 2):
+    gc.collect()
+    store.save(step, {"model": nn.Linear(4, 4)})
+    while live.version != step + 1:
+        time.sleep(0.01)
+print("over")
+"""
+
+
+def test_it_goes_on_when_nobody_has_its_handle(tmp_path: Path) -> None:
+    done = program(WITHOUT_HANDLE, tmp_path, timeout=SECONDS)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "over\n", "")

@@ -1,0 +1,103 @@
+"""Versions that are retired are gone."""
+
+import gc
+import weakref
+from typing import Any
+
+import psutil
+import pytest
+import torch
+from torch import nn
+
+import modelstate as ms
+from tests.serve.models import Constant, weights_of
+from tests.serve.targets import KINDS, target_of
+
+X = torch.ones(2, 256)
+
+
+def holder_of(live: ms.Live) -> "weakref.ref[nn.Module]":
+    with live.pin() as v:
+        return weakref.ref(v._program.holder)  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_retired_versions_are_freed_at_once(kind: str) -> None:
+    live = ms.Live(target_of(kind, Constant(2, 8), torch.ones(2, 8)), keep=1)
+    gc.collect()
+    gc.disable()
+    try:
+        found = []
+        for k in range(2, 8):
+            live.swap(weights_of(Constant(2, 8), k))
+            live(torch.ones(2, 8))
+            found.append(holder_of(live))
+    finally:
+        gc.enable()
+    # The current one, and the one that is kept.
+    assert [ref() is not None for ref in found] == [False] * 4 + [True] * 2
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_first_version_is_freed_where_nobody_else_has_it(kind: str) -> None:
+    module = Constant(2, 8)
+    live = ms.Live(target_of(kind, module, torch.ones(2, 8)), keep=0)
+    first: Any = live._gate.current.program
+    refs = [weakref.ref(tensor) for tensor in (first.holder if kind == "aoti" else module).parameters()]
+    del module, first
+    live(torch.ones(2, 8))
+    gc.collect()
+    assert all(ref() is not None for ref in refs)
+    live.swap(weights_of(Constant(2, 8), 2))
+    gc.collect()  # what has compiled or exported it may have cycles of its own
+    assert not any(ref() is not None for ref in refs)
+    assert live(torch.ones(2, 8)).unique().tolist() == [2.0]
+
+
+class Cyclic(Constant):
+    """Holds itself, as modules with hooks that are their own methods do."""
+
+    def __init__(self) -> None:
+        super().__init__(2, 8)
+        self.register_state_dict_pre_hook(self._nothing)
+
+    def _nothing(self, *_: object) -> None:
+        pass
+
+
+def test_modules_that_hold_themselves_are_collected() -> None:
+    live = ms.Live(Cyclic().eval(), keep=0)
+    gc.disable()
+    try:
+        live.swap(weights_of(Cyclic(), 2))
+        ref = holder_of(live)
+        live.swap(weights_of(Cyclic(), 3))
+    finally:
+        gc.enable()
+    assert ref() is None
+
+
+def test_a_pinned_version_is_freed_by_its_last_request() -> None:
+    live = ms.Live(Constant(2, 8).eval(), keep=0)
+    live.swap(weights_of(Constant(2, 8), 2))
+    ref = holder_of(live)
+    with live.pin() as v:
+        live.swap(weights_of(Constant(2, 8), 3))
+        assert ref() is not None
+        assert v(torch.ones(2, 8)).unique().tolist() == [2.0]
+    assert ref() is None
+
+
+@pytest.mark.parametrize("mode", ["available", "frugal"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_memory_does_not_grow_over_two_hundred_swaps(kind: str, mode: Any) -> None:
+    """Of 2 MB each."""
+    module = Constant(8, 256)
+    live, process, state = ms.Live(target_of(kind, module, X)), psutil.Process(), weights_of(module, 2)
+    after = []
+    for k in range(200):
+        live.swap(state, mode=mode)
+        if k % 20 == 19:
+            live(X)
+            after.append(process.memory_info().rss)
+    assert after[-1] - after[1] < 24 * 2**20

@@ -1,0 +1,473 @@
+"""Methods of the module that serves, training mode, and a version for a whole generation."""
+
+import asyncio
+import functools
+import gc
+import threading
+import types
+import weakref
+from collections.abc import AsyncIterator, Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import modelstate as ms
+from modelstate.errors import LiveTargetError, OptionError, SwapTimeoutError, VersionGoneError
+from tests.serve.targets import target_of
+
+X = torch.ones(1, 4)
+
+
+class Net(nn.Module):
+    """All methods answer with the weights, each of which is the number of the version."""
+
+    def __init__(self, k: float) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4, bias=False)
+        nn.init.constant_(self.layer.weight, k)
+        self.size = 4
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        answer: torch.Tensor = self.layer(x)
+        return answer
+
+    def value(self, times: int = 1) -> float:
+        return times * float(self.layer.weight[0, 0].detach())
+
+    def between(self, first: Any, *, then: Any) -> tuple[float, float]:
+        before = self.value()
+        first()
+        then()
+        return before, self.value()
+
+    def stream(self, count: int) -> Iterator[float]:
+        for _ in range(count):
+            yield self.value()
+
+    async def later(self, entered: Any) -> float:
+        entered()
+        await asyncio.sleep(0)
+        return self.value()
+
+    async def later_stream(self, count: int) -> AsyncIterator[float]:
+        for _ in range(count):
+            yield self.value()
+            await asyncio.sleep(0)
+
+    def fail(self) -> None:
+        raise ZeroDivisionError("of the method")
+
+    def to(self, *_: Any, **__: Any) -> Any:
+        raise AssertionError("a request has reached a method of nn.Module")
+
+
+def served(k: float = 1, **options: Any) -> ms.Live:
+    return ms.Live(Net(k).eval(), **options)
+
+
+def weights(k: float) -> dict[str, torch.Tensor]:
+    return Net(k).state_dict()
+
+
+def test_a_method_is_called_with_the_version_that_serves() -> None:
+    live = served()
+    value = live.method("value")
+    assert (value(), value(times=3)) == (1, 3)
+    live.swap(weights(2))
+    assert value() == 2
+    assert live.method("value").answer(times=2) == (4, 2)
+    with live.pin() as v:
+        live.swap(weights(3))
+        assert (v.id, v.value(), v.value(times=2), v.method("value")()) == (2, 2, 4, 2)
+        assert value() == 3
+    live.rollback()
+    assert value.answer() == (2, 2)
+
+
+def test_a_method_has_one_version_from_begin_to_end() -> None:
+    live, loads = served(), iter([2.0, 3.0])
+    swap = lambda: live.swap(weights(next(loads)), timeout_s=0)  # noqa: E731
+    assert live.method("between")(swap, then=swap) == (1, 1)
+    assert live.version == 3
+
+
+def test_a_swap_in_place_waits_for_a_method() -> None:
+    live = served()
+    entered, leave = threading.Event(), threading.Event()
+    with ThreadPoolExecutor(2) as pool:
+        answer = pool.submit(live.method("between"), entered.set, then=lambda: leave.wait(60))
+        assert entered.wait(60)
+        with pytest.raises(SwapTimeoutError, match="requests did not end in time"):
+            live.swap(weights(2), mode="frugal", timeout_s=0.05)
+        swap = pool.submit(live.swap, weights(2), mode="frugal")
+        assert not swap.done()
+        leave.set()
+        assert answer.result(60) == (1, 1)
+        assert swap.result(60).version == 2
+    assert live.method("value")() == 2
+
+
+def test_an_old_version_goes_with_its_last_method_call() -> None:
+    live = served(keep=0)
+    live.swap(weights(2))  # version 1 is the caller's
+    entered, leave, held = threading.Event(), threading.Event(), []
+
+    def enter() -> None:
+        held.append(weakref.ref(live._gate.current.program.holder))  # type: ignore[union-attr]
+        entered.set()
+
+    with ThreadPoolExecutor(1) as pool:
+        answer = pool.submit(live.method("between"), enter, then=lambda: leave.wait(60))
+        assert entered.wait(60)
+        assert not live.swap(weights(3), timeout_s=0).drained
+        assert held[0]() is not None
+        leave.set()
+        assert answer.result(60) == (2, 2)
+    del answer
+    gc.collect()
+    assert held[0]() is None
+    assert live.swap(weights(4), timeout_s=0).drained
+
+
+def test_an_error_of_a_method_comes_through_and_leaves_no_version_in_use() -> None:
+    live = served()
+    with pytest.raises(ZeroDivisionError, match="of the method") as caught:
+        live.method("fail")()
+    with live.pin() as v, pytest.raises(ZeroDivisionError) as again:
+        v.fail()
+    # The tracebacks are still there.
+    assert live.swap(weights(2), mode="frugal", timeout_s=0).drained
+    assert caught.tb is not None
+    assert again.tb is not None
+
+
+@pytest.mark.parametrize("ends", ["exhausted", "closed", "dropped", "raised"])
+def test_a_generator_has_its_version_until_it_ends(ends: str) -> None:
+    live = served()
+    stream = live.method("stream")(3)
+    assert next(stream) == 1
+    with pytest.raises(SwapTimeoutError):
+        live.swap(weights(2), mode="frugal", timeout_s=0)
+    assert not live.swap(weights(2), timeout_s=0).drained
+    assert next(stream) == 1
+    if ends == "exhausted":
+        assert list(stream) == [1]
+    elif ends == "closed":
+        stream.close()
+    elif ends == "dropped":
+        del stream
+    else:
+        with pytest.raises(KeyError):
+            stream.throw(KeyError())
+    assert live.swap(weights(3), mode="frugal", timeout_s=0).drained
+    assert list(live.method("stream")(2)) == [3, 3]
+
+
+def test_coroutines_and_async_generators_have_one_version() -> None:
+    live = served()
+
+    async def all_of_it() -> None:
+        swap = lambda: live.swap(weights(2), timeout_s=0)  # noqa: E731
+        assert await live.method("later")(swap) == 1
+        assert live.version == 2
+        found = []
+        async for value in live.method("later_stream")(3):
+            found.append(value)
+            if len(found) == 1:
+                with pytest.raises(SwapTimeoutError):
+                    live.swap(weights(3), mode="frugal", timeout_s=0)
+                live.swap(weights(3), timeout_s=0)
+        assert found == [2, 2, 2]
+        assert live.swap(weights(4), mode="frugal", timeout_s=0).drained
+
+    asyncio.run(all_of_it())
+
+
+def test_what_is_no_method_of_the_module() -> None:
+    live = served()
+    with pytest.raises(AttributeError, match="nothing_like_it"):
+        live.method("nothing_like_it")
+    with pytest.raises(AttributeError, match=r"Net.size is no method, it is of type int"):
+        live.method("size")
+    for name in ("to", "load_state_dict", "train", "forward", "_apply", ""):
+        with pytest.raises(OptionError, match="no method that requests can call"):
+            live.method(name)
+    with live.pin() as v:
+        assert hasattr(v, "value")
+        assert not any(hasattr(v, name) for name in ("nothing_like_it", "size", "to", "_apply", "__array__"))
+        assert v.layer(X).shape == (1, 4)
+        late = v.value
+    with pytest.raises(VersionGoneError):
+        late()
+    with pytest.raises(VersionGoneError):
+        v.value  # noqa: B018
+
+
+def test_programs_have_no_methods_and_compiled_modules_have_their_own() -> None:
+    exported = ms.Live(target_of("exported", Net(1).eval(), X))
+    with pytest.raises(LiveTargetError, match="no methods, only its call"):
+        exported.method("value")
+    compiled = ms.Live(target_of("compiled", Net(1).eval(), X))
+    compiled.swap(weights(2))
+    assert compiled.method("value")() == 2
+
+
+# Text generation, with a cache of keys and values that belongs to the weights that made it.
+
+IDS = torch.tensor([[3, 1, 4, 1, 5]])
+HOW: dict[str, Any] = {"max_new_tokens": 12, "do_sample": False, "pad_token_id": 0}
+
+
+def language_model(seed: int) -> Any:
+    transformers = pytest.importorskip("transformers")
+    config = transformers.LlamaConfig(
+        hidden_size=32, num_hidden_layers=2, num_attention_heads=4, intermediate_size=64, vocab_size=97
+    )
+    torch.manual_seed(seed)
+    return transformers.LlamaForCausalLM(config).eval()
+
+
+def test_generation_has_one_version_while_weights_are_swapped(tmp_path: Path) -> None:
+    models = [language_model(seed) for seed in range(3)]
+    texts = [model.generate(IDS, **HOW) for model in models]
+    assert not torch.equal(texts[0], texts[1])
+    assert not torch.equal(texts[1], texts[2])
+    sources = []
+    for seed, model in enumerate(models):
+        model.save_pretrained(tmp_path / str(seed))
+        sources.append(tmp_path / str(seed))
+    live = ms.Live(language_model(0), keep=0)
+    ended, errors = threading.Event(), []
+
+    def swaps() -> None:
+        try:
+            while not ended.is_set():
+                live.swap(sources[live.version % 3])
+        except BaseException as error:
+            errors.append(error)
+
+    swapping = threading.Thread(target=swaps)
+    swapping.start()
+    try:
+        generate, seen = live.method("generate"), set[int]()
+        while len(seen) < 6 and not errors:
+            text, version = generate.answer(IDS, **HOW)
+            assert torch.equal(text, texts[(version - 1) % 3])
+            seen.add(version)
+            with live.pin() as v:  # by hand, a token at a time
+                logits = v(IDS, use_cache=True)
+                ids, cache = IDS, logits.past_key_values
+                for _ in range(HOW["max_new_tokens"]):
+                    token = logits.logits[:, -1:].argmax(-1)
+                    ids = torch.cat([ids, token], 1)
+                    logits = v(token, past_key_values=cache, use_cache=True)
+                assert torch.equal(ids, texts[(v.id - 1) % 3])
+                assert torch.equal(v.generate(IDS, **HOW), ids)
+    finally:
+        ended.set()
+        swapping.join(60)
+    assert not errors
+    del logits, cache
+    assert live.swap(sources[0], timeout_s=60).drained
+
+
+def test_an_error_in_generation_keeps_no_version() -> None:
+    live, other = ms.Live(language_model(0), keep=0), language_model(1).state_dict()
+
+    def stop(_: int, scores: torch.Tensor) -> torch.Tensor:
+        raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        live.method("generate")(IDS, logits_processor=[stop], **HOW)
+    assert live.swap(other, mode="frugal", timeout_s=0).drained
+
+
+# Training mode.
+
+
+class Dropping(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return nn.functional.dropout(self.layer(x), 0.5, self.training)
+
+
+def helped(module: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    return nn.functional.dropout(x, 0.5, module.training)
+
+
+class Helped(nn.Linear):
+    """Calls dropout through a helper, so that its own code does not contain the name `training`."""
+
+    def __init__(self, call: Callable[[nn.Module, torch.Tensor], torch.Tensor]) -> None:
+        super().__init__(4, 4)
+        self.call = call
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.call(self, super().forward(x))
+
+
+class HelpedByGlobal(nn.Linear):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return helped(self, super().forward(x))
+
+
+helpers = types.ModuleType("helpers")
+helpers.drop = helped  # type: ignore[attr-defined]
+by_name = {"drop": helped}
+
+
+class HelpedByModule(nn.Linear):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = helpers.drop(self, super().forward(x))
+        return out
+
+
+class HelpedByDict(nn.Linear):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return by_name["drop"](self, super().forward(x))
+
+
+class Helper:
+    def drop(self, module: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        return helped(module, x)
+
+
+def hooked() -> nn.Module:
+    module = nn.Linear(4, 4)
+    module.register_forward_hook(lambda module, args, out: nn.functional.dropout(out, 0.5, module.training))
+    return module
+
+
+def with_forward_of_its_own() -> nn.Module:
+    module = nn.Linear(4, 4)
+    forward = types.MethodType(lambda self, x: helped(self, nn.Linear.forward(self, x)), module)
+    module.forward = forward  # type: ignore[method-assign]
+    return module
+
+
+def with_wrapped_forward() -> nn.Module:
+    module = nn.Linear(4, 4)
+    wrapped = functools.wraps(nn.Linear.forward)(lambda self, x: helped(self, nn.Linear.forward(self, x)))
+    module.forward = types.MethodType(wrapped, module)  # type: ignore[method-assign]
+    return module
+
+
+def parametrized() -> nn.Module:
+    class Dropped(nn.Module):
+        def forward(self, weight: torch.Tensor) -> torch.Tensor:
+            return helped(self, weight)
+
+    module = nn.Linear(4, 4)
+    nn.utils.parametrize.register_parametrization(module, "weight", Dropped())
+    return module
+
+
+class Linear(nn.Linear):
+    """Has the name of a class of torch."""
+
+
+MODES = {
+    "dropout": lambda: nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.5)),
+    "batch norm": lambda: nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)),
+    "recurrent": lambda: nn.LSTM(4, 4, 2, dropout=0.5),
+    "own class": Dropping,
+    "helper in the globals": lambda: HelpedByGlobal(4, 4),
+    "helper in a module object": lambda: HelpedByModule(4, 4),
+    "helper in a dict of functions": lambda: HelpedByDict(4, 4),
+    "function as an attribute": lambda: Helped(helped),
+    "method of a plain object": lambda: Helped(Helper().drop),
+    "hook": hooked,
+    "forward of the instance": with_forward_of_its_own,
+    "forward of the instance that wraps": with_wrapped_forward,
+    "parametrization": parametrized,
+    "class with the name of one of torch": lambda: Linear(4, 4),
+}
+
+
+@pytest.mark.parametrize("kind", MODES)
+def test_training_mode_is_refused_unless_it_is_meant(kind: str, tmp_path: Path) -> None:
+    module = MODES[kind]()
+    path = tmp_path / "program.pt2"
+    for serve in (lambda: ms.Live(module), lambda: ms.export(module, (torch.randn(3, 4),), path)):
+        with pytest.raises(LiveTargetError, match="training mode") as caught:
+            serve()
+        assert "module.eval()" in str(caught.value)
+        assert "training=True" in str(caught.value)
+    assert not path.exists()
+    assert ms.Live(module, training=True).version == 1
+    part = nn.Sequential(module).eval()
+    module.train()
+    with pytest.raises(LiveTargetError, match="training mode in 0"):
+        ms.Live(part)
+    module.eval()
+    ms.Live(module)
+
+
+def test_layers_that_have_no_mode_may_be_in_either(tmp_path: Path) -> None:
+    module = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.LayerNorm(4), nn.Embedding(2, 2), nn.Conv2d(1, 1, 1))
+    assert module.training
+    ms.Live(module)
+    ms.export(module[:3], (torch.randn(3, 4),), tmp_path / "program.pt2")
+
+
+def test_a_layer_of_torch_that_was_given_a_function_counts_as_a_module_of_the_user() -> None:
+    module = nn.TripletMarginWithDistanceLoss(distance_function=lambda a, b: helped(nn.Module(), a - b).norm(dim=1))
+    with pytest.raises(LiveTargetError, match="training mode in the module itself"):
+        ms.Live(module)
+    ms.Live(nn.TripletMarginWithDistanceLoss())
+
+
+@pytest.mark.parametrize("decorate", [lambda function: function, torch.no_grad()])
+def test_a_class_of_torch_whose_forward_was_replaced_may_not_be_in_training_mode(
+    decorate: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plain = nn.Linear.forward
+
+    @functools.wraps(plain)
+    def forward(self: nn.Linear, x: torch.Tensor) -> torch.Tensor:
+        return helped(self, plain(self, x))
+
+    monkeypatch.setattr(nn.Linear, "forward", decorate(forward))
+    with pytest.raises(LiveTargetError, match="training mode"):
+        ms.Live(nn.Linear(4, 4))
+
+
+def test_a_compiled_module_is_looked_through() -> None:
+    with pytest.raises(LiveTargetError, match="training mode"):
+        ms.Live(torch.compile(Dropping(), backend="eager"))
+
+
+def test_a_program_that_was_exported_in_training_mode_is_refused(tmp_path: Path) -> None:
+    for make in (MODES["dropout"], MODES["batch norm"], MODES["own class"]):
+        module, x = make(), torch.randn(3, 4)
+        program = torch.export.export(module, (x,))
+        with pytest.raises(LiveTargetError, match="training mode") as caught:
+            ms.Live(program)
+        assert "export module.eval()" in str(caught.value)
+        ms.Live(program, training=True)
+        ms.Live(torch.export.export(module.eval(), (x,)))
+    torch.export.save(program, tmp_path / "program.pt2")
+    with pytest.raises(LiveTargetError, match="training mode"):
+        ms.Live(tmp_path / "program.pt2")
+
+
+def test_normalisation_without_statistics_serves_as_it_is() -> None:
+    module = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4, track_running_stats=False)).eval()
+    ms.Live(torch.export.export(module, (torch.randn(3, 4),)))
+
+
+def test_statistics_of_a_program_that_was_exported_in_training_mode(tmp_path: Path) -> None:
+    module = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
+    x = torch.randn(3, 4)
+    ms.export(module, (x,), tmp_path / "program.pt2", training=True)
+    live = ms.Live(tmp_path / "program.pt2", training=True)
+    answer = live(x)
+    assert torch.allclose(answer, module(x), atol=1e-5)
+    assert torch.allclose(live._gate.current.program.buffers["1.running_mean"], module[1].running_mean)  # type: ignore[union-attr]

@@ -1,0 +1,199 @@
+"""`NameMap`: from either spelling to the other."""
+
+import json
+import pickle
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+
+import modelstate as ms
+from modelstate.errors import ModelCodeError, NameMapError, PlanError
+from tests.serve.models import Decoder, Everything, Fused, Halves, Nested, randomised
+
+every_renaming = pytest.mark.parametrize("make", [Decoder, lambda: Decoder(times=2), Nested, Everything])
+
+
+def same(one: dict[str, Any], other: dict[str, Any]) -> bool:
+    return list(one) == list(other) and all(torch.equal(one[name], other[name]) for name in one)
+
+
+@every_renaming
+def test_there_and_back_from_either_spelling(make: Callable[[], nn.Module]) -> None:
+    module, trained = make(), randomised(make())
+    names = ms.serve.NameMap.from_json(ms.serve.NameMap.of(module).to_json())
+    assert names == ms.serve.NameMap.of(module)
+    runtime = ms.serve.runtime_state(trained)
+    for state in (trained.state_dict(), runtime):
+        assert same(names.to_runtime(state), runtime)
+        assert same(names.to_eager(state), trained.state_dict())
+
+
+def test_hooks_on_submodules_only_and_on_meta() -> None:
+    with torch.device("meta"):
+        module = nn.Sequential(nn.Linear(2, 2), Nested())
+    names = ms.serve.NameMap.of(module)
+    assert names.runtime["1.body.weight"] == "1.body.layer.layer.weight"
+    assert names.eager["0.weight"] == "0.weight"
+
+
+@pytest.mark.parametrize("spelling", ["eager", "runtime"])
+def test_it_is_a_rule(spelling: str) -> None:
+    """A module without the hooks takes a checkpoint in either spelling."""
+    trained, bare = randomised(Decoder()), Decoder()
+    names = ms.serve.NameMap.of(trained)
+    for one in bare.modules():
+        one._state_dict_hooks.clear()
+        one._load_state_dict_pre_hooks.clear()
+    state = trained.state_dict() if spelling == "eager" else ms.serve.runtime_state(trained)
+    ms.load(bare, {"epoch": 3, "model": state}, rules=[names])
+    assert same(ms.serve.runtime_state(bare), ms.serve.runtime_state(trained))
+
+
+def test_a_typo_names_its_nearest_match() -> None:
+    module = Decoder()
+    names, state = ms.serve.NameMap.of(module), dict(module.state_dict())
+    state["layers.1.0.wieght"] = state.pop("layers.1.0.weight")
+    with pytest.raises(NameMapError, match=r"did you mean 'layers\.1\.0\.weight'") as caught:
+        names.to_runtime(state)
+    assert caught.value.names == ("layers.1.0.wieght", "layers.1.layer.0.weight")
+
+
+@pytest.mark.parametrize("way", ["to_runtime", "to_eager"])
+def test_both_spellings_of_one_tensor_have_to_agree(way: str) -> None:
+    module = Decoder()
+    names, state = ms.serve.NameMap.of(module), module.state_dict()
+    assert getattr(names, way)({**state, **ms.serve.runtime_state(module)}).keys() == getattr(names, way)(state).keys()
+    with pytest.raises(NameMapError, match=r"'layers\.1\.layer\.0\.weight', and another spelling"):
+        getattr(names, way)({**state, "layers.1.layer.0.weight": torch.ones(1)})
+
+
+@pytest.mark.parametrize(
+    ("make", "why"),
+    [(Fused, r"qkv is made of others.*q\.weight, k\.weight, v\.weight"), (Halves, "one is a part of both")],
+)
+def test_split_and_fuse_are_refused_with_the_reason(make: Callable[[], nn.Module], why: str) -> None:
+    with pytest.raises(NameMapError, match=why) as caught:
+        ms.serve.NameMap.of(make())
+    assert "runtime_state(module, checkpoint)" in caught.value.remedy
+
+
+def test_what_a_hook_leaves_out_is_refused() -> None:
+    module = nn.Linear(2, 2)
+    module.register_state_dict_post_hook(lambda _, state, prefix, *rest: state.__delitem__(prefix + "bias"))
+    with pytest.raises(NameMapError, match="nothing saved is bias"):
+        ms.serve.NameMap.of(module)
+
+
+def test_tensors_that_a_hook_detaches_are_recognised() -> None:
+    module = nn.Linear(2, 2)
+
+    def rename(_: nn.Module, state: dict[str, Any], prefix: str, *rest: object) -> None:
+        state[prefix + "w"] = state.pop(prefix + "weight").detach()
+
+    module._register_state_dict_hook(rename)
+    assert ms.serve.NameMap.of(module).eager["weight"] == "w"
+
+
+def exchanging() -> nn.Module:
+    """A hook that gives each of two tensors the other's name."""
+    module = nn.Module()
+    module.a, module.b = nn.Parameter(torch.zeros(2)), nn.Parameter(torch.ones(2))
+
+    def exchange(_: nn.Module, state: dict[str, Any], prefix: str, *rest: object) -> None:
+        state["a"], state["b"] = state["b"], state["a"]
+
+    module._register_state_dict_hook(exchange)
+    return module
+
+
+def test_names_that_are_exchanged_are_not_guessed() -> None:
+    module = exchanging()
+    names = ms.serve.NameMap.of(module)
+    assert dict(names.runtime) == {"a": "b", "b": "a"}
+    with pytest.raises(NameMapError, match="nothing tells which spelling"):
+        names.to_runtime(module.state_dict())
+
+
+def test_extra_state_is_left_out_of_a_map_and_refused_as_a_rule() -> None:
+    class WithExtra(nn.Linear):
+        def get_extra_state(self) -> int:
+            return 3
+
+        def set_extra_state(self, state: int) -> None: ...
+
+    module = WithExtra(2, 2)
+    names = ms.serve.NameMap.of(module)
+    assert names.extra == ("_extra_state",)
+    assert same(names.to_runtime(module.state_dict()), ms.serve.runtime_state(module))
+    with pytest.raises(PlanError, match="takes no other"):
+        ms.load(nn.Linear(2, 2), module.state_dict(), rules=[names])
+    ms.load(nn.Linear(2, 2), module.state_dict(), rules=[ms.rules.Ignore("_extra_state"), names])
+
+
+def test_a_tie_that_one_side_knows_under_fewer_names() -> None:
+    module = Everything()
+    names = ms.serve.NameMap.of(module)
+    state = dict(module.state_dict())
+    del state["b.weight"]
+    assert same(names.to_runtime(state), ms.serve.runtime_state(module))
+    module.register_state_dict_post_hook(lambda _, state, prefix, *rest: state.__delitem__(prefix + "b.weight"))
+    fewer = ms.serve.NameMap.of(module)
+    assert fewer.eager["b.weight"] == "a.weight"
+    assert same(fewer.to_runtime(module.state_dict()), ms.serve.runtime_state(module))
+
+
+def test_tied_names_with_two_values_are_a_conflict() -> None:
+    module = Everything()
+    module._register_state_dict_hook(lambda _, state, prefix, *r: state.update({"again": state["a.weight"]}))
+    names = ms.serve.NameMap.of(module)
+    state = dict(module.state_dict(), again=torch.zeros(4, 4))
+    with pytest.raises(PlanError, match="claim"):
+        ms.load(Everything(), state, rules=[names])
+
+
+def test_a_hook_that_raises() -> None:
+    module = nn.Linear(2, 2)
+    module.register_state_dict_pre_hook(lambda *_: 1 / 0)
+    with pytest.raises(ModelCodeError, match="ZeroDivisionError"):
+        ms.serve.NameMap.of(module)
+
+
+GOOD = json.loads(ms.serve.NameMap.of(Nested()).to_json())
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "[]",
+        "null",
+        "{}",
+        "[" * 100_000,
+        json.dumps(GOOD | {"version": 2}),
+        json.dumps(GOOD | {"eager": {"a": 1}}),
+        json.dumps(GOOD | {"eager": [1]}),
+        json.dumps(GOOD | {"extra": None}),
+        json.dumps(GOOD | {"runtime": {"a": "b"}}),
+    ],
+)
+def test_what_is_no_map_is_refused(text: str) -> None:
+    with pytest.raises(NameMapError, match="no map of names"):
+        ms.serve.NameMap.from_json(text)
+
+
+@given(st.text(max_size=40))
+def test_any_text_is_a_map_or_an_error(text: str) -> None:
+    with pytest.raises(NameMapError):
+        ms.serve.NameMap.from_json(text)
+
+
+def test_it_is_a_value() -> None:
+    names = ms.serve.NameMap.of(Decoder())
+    assert pickle.loads(pickle.dumps(names)) == names
+    assert hash(names) == hash(ms.serve.NameMap.of(Decoder()))
+    assert repr(names) == "<NameMap of 8 names, 4 renamed>"

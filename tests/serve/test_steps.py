@@ -1,0 +1,90 @@
+"""A step of a store as the source of a swap: it holds several objects, and one of them has the weights."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import modelstate as ms
+from modelstate.errors import AmbiguousDirectoryError, ChecksumError, DamagedCheckpointError, StepNotFoundError
+from tests.serve.stores import X, damage, linear, objects, save
+from tests.serve.targets import target_of
+
+WAYS: dict[str, Callable[[ms.Store, Path], Any]] = {
+    "opened": lambda store, step: store.open("model", 7),
+    "opened and verified": lambda store, step: store.open("model", 7, verify=True),
+    "the directory": lambda store, step: step,
+    "the directory as text": lambda store, step: str(step),
+    "the object in it": lambda store, step: step / "model.safetensors",
+    "the path of the info": lambda store, step: next(info.path for info in store.infos() if info.step == 7),
+}
+
+
+@pytest.mark.parametrize("kind", ["eager", "exported"])
+@pytest.mark.parametrize("mode", ["available", "frugal"])
+@pytest.mark.parametrize("way", WAYS)
+def test_a_step_that_holds_several_objects(tmp_path: Path, way: str, mode: Any, kind: str) -> None:
+    store = ms.Store(tmp_path)
+    step = Path(store.save(7, {**objects(2), "ema": linear(4)}).path)
+    live = ms.Live(target_of(kind, linear(0), X))
+    report = live.swap(WAYS[way](store, step), mode=mode)
+    assert torch.equal(live(X), linear(2)(X))
+    assert "step-000000007" in report.source
+    assert live.history()[-1].source == report.source
+
+
+def test_the_model_is_called_something_else(tmp_path: Path) -> None:
+    store, live = ms.Store(tmp_path), ms.Live(linear(0))
+    step = Path(store.save(1, {"student": linear(1), "teacher": linear(2), "epoch": 3}).path)
+    with pytest.raises(AmbiguousDirectoryError, match="give the path of the one that is meant") as caught:
+        live.swap(step)
+    assert "student" in caught.value.found
+    live.swap(step / "teacher.safetensors")
+    assert torch.equal(live(X), linear(2)(X))
+    live.swap(store.open("student"))
+    assert torch.equal(live(X), linear(1)(X))
+    with pytest.raises(StepNotFoundError, match="student, teacher"):
+        live.swap(store.open("model"))
+
+
+@pytest.mark.parametrize("mode", ["available", "frugal"])
+def test_a_damaged_step(tmp_path: Path, mode: Any) -> None:
+    store, live = ms.Store(tmp_path), ms.Live(linear(0))
+    step = save(store, 1)
+    damage(step)
+    with pytest.raises(DamagedCheckpointError):
+        store.open("model", 1, verify=True)
+    for source in (step, ms.Store(tmp_path).open("model", 1)):
+        with pytest.raises(ChecksumError):
+            live.swap(source, mode=mode, verify=True)
+    assert (live.version, torch.equal(live(X), linear(0)(X))) == (1, True)
+    assert str(step) in live.history()[-1].source
+
+
+def test_one_object_is_verified_and_no_other(tmp_path: Path) -> None:
+    store = ms.Store(tmp_path)
+    damage(save(store, 1), "optimizer-*.safetensors")
+    assert len(store.open("model", 1, verify=True)) == 2
+    with pytest.raises(DamagedCheckpointError):
+        store.open("optimizer", 1, verify=True)
+
+
+def test_the_latest_that_is_whole_is_opened(tmp_path: Path) -> None:
+    store = ms.Store(tmp_path)
+    save(store, 1)
+    damage(save(store, 2))
+    assert "step-000000002" in store.open("model").source
+    with pytest.warns(ms.errors.DamagedCheckpointWarning):
+        assert "step-000000001" in store.open("model", verify=True).source
+
+
+def test_a_header_that_says_something_else_is_found(tmp_path: Path) -> None:
+    """The bytes of the tensors are what they were."""
+    store = ms.Store(tmp_path)
+    (file,) = save(store, 1).glob("model-*.safetensors")
+    data = file.read_bytes()
+    file.write_bytes(data.replace(b'"F32"', b'"I32"', 1))
+    with pytest.raises(DamagedCheckpointError):
+        store.open("model", 1, verify=True)

@@ -1,0 +1,95 @@
+"""Requests while weights are swapped: weights of version k make every element of every answer k."""
+
+import os
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import modelstate as ms
+from tests.serve.models import Constant, weights_of
+from tests.serve.targets import KINDS, Readers, target_of
+
+SECONDS = float(os.environ.get("MODELSTATE_TORTURE_SECONDS", "2"))
+X = torch.ones(32, 128)
+
+
+@pytest.fixture(autouse=True)
+def one_thread_each() -> Any:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def swapped_for_a_while(readers: Readers, swap: Callable[[int], object], seconds: float = SECONDS) -> int:
+    """Swaps every 20 ms. Returns how often."""
+    with readers.running():
+        end, k = time.monotonic() + seconds, 1
+        while time.monotonic() < end and not readers.errors:
+            k += 1
+            swap(k)
+            time.sleep(0.02)
+    return k - 1
+
+
+def summary(what: str, readers: Readers, swaps: int) -> None:
+    print(
+        f"{what}: {readers.torn} of {readers.requests} torn, {swaps} swaps, {len(readers.errors)} errors, "
+        f"{len(readers.seen)} versions seen"
+    )
+
+
+@pytest.mark.parametrize("way", ["single", "pinned", "frugal"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_no_request_is_torn(kind: str, way: str) -> None:
+    module = Constant()
+    live = ms.Live(target_of(kind, module, X))
+    live(X)
+
+    def request() -> tuple[int, torch.Tensor]:
+        if way != "pinned":
+            value, version = live.answer(X)
+            return version, value
+        with live.pin() as v:
+            return v.id, torch.cat([v(X), v(X)])
+
+    def swap(k: int) -> None:
+        live.swap(weights_of(module, k), mode="frugal" if way == "frugal" else "available")
+
+    readers = Readers(request)
+    swaps = swapped_for_a_while(readers, swap)
+    summary(f"{kind}, {way}", readers, swaps)
+    assert not readers.errors
+    assert readers.torn == readers.wrong_version == readers.went_back == 0
+    assert swaps > 5
+    assert readers.requests > 20
+    assert len(readers.seen) > 2
+    assert live.version == swaps + 1
+
+
+def swap_in_place(module: nn.Module, k: int) -> None:
+    module.load_state_dict(weights_of(module, k))
+
+
+def swap_assigning(module: nn.Module, k: int) -> None:
+    module.load_state_dict(weights_of(module, k), assign=True)
+
+
+@pytest.mark.parametrize("swap", [swap_in_place, swap_assigning])
+def test_the_stock_mechanisms_tear(swap: Callable[[nn.Module, int], None]) -> None:
+    """The same requests, and `load_state_dict` between them: some see layers of two versions."""
+    module = Constant()
+    found = []
+    for _ in range(3):  # which requests tear is up to the scheduler
+        readers = Readers(lambda: (-1, module(X)))
+        swaps = swapped_for_a_while(readers, lambda k: swap(module, k))
+        summary(swap.__name__, readers, swaps)
+        assert not readers.errors
+        found.append(readers.torn)
+        if readers.torn:
+            break
+    assert any(found)

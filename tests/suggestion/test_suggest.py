@@ -1,0 +1,316 @@
+"""The suggestion as a whole: what it claims is true, and what it cannot know it leaves open."""
+
+import keyword
+from collections.abc import Mapping
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+import modelstate as ms
+
+
+class Tree(nn.Module):
+    """Parameters under dotted names."""
+
+    def __init__(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        super().__init__()
+        for name, tensor in tensors.items():
+            *path, last = name.split(".")
+            owner: nn.Module = self
+            for part in path:
+                if part not in owner._modules:
+                    owner.add_module(part, nn.Module())
+                owner = owner.get_submodule(part)
+            owner.register_parameter(last, nn.Parameter(tensor, requires_grad=False))
+
+
+def tree(shapes: Mapping[str, tuple[int, ...]]) -> Tree:
+    return Tree({name: torch.zeros(shape) for name, shape in shapes.items()})
+
+
+def values(shapes: Mapping[str, tuple[int, ...]]) -> dict[str, torch.Tensor]:
+    return {name: torch.randn(shape) for name, shape in shapes.items()}
+
+
+def test_nothing_to_do() -> None:
+    model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4))
+    found = ms.suggest(model, model.state_dict())
+    assert list(found) == []
+    assert found.complete
+    assert (found.explained, found.total) == (7, 7)
+    assert str(found).startswith("rules = []")
+
+
+@pytest.mark.parametrize("prefix", ["module.", "_orig_mod.", "module._orig_mod.", "backbone.", "model.encoder."])
+@pytest.mark.parametrize("turned", [False, True])
+def test_prefixes(prefix: str, turned: bool) -> None:
+    bare = {
+        f"layers.{i}.fc.{role}": (4, 4) if role == "weight" else (4,) for i in range(3) for role in ("weight", "bias")
+    }
+    longer = {prefix + name: shape for name, shape in bare.items()}
+    model, state = (tree(longer), values(bare)) if turned else (tree(bare), values(longer))
+    found = ms.suggest(model, state)
+    assert list(found) == [ms.rules.Prefix(add=prefix) if turned else ms.rules.Prefix(strip=prefix)]
+    assert ms.plan(model, state, rules=found).ok
+
+
+def test_it_reads_and_changes_nothing(tmp_path: Path) -> None:
+    model = tree({"a.fc.weight": (3, 5)})
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    torch.save(values({"b.fc.weight": (3, 5)}), tmp_path / "x.pt")
+    assert ms.suggest(model, tmp_path / "x.pt").complete
+    assert all(torch.equal(before[name], tensor) for name, tensor in model.state_dict().items())
+
+
+def test_what_prints_can_be_pasted() -> None:
+    old = {
+        f"h.{i}.attn.c_attn.{role}": shape for i in range(2) for role, shape in (("weight", (4, 12)), ("bias", (12,)))
+    }
+    new = {
+        f"blocks.{i}.{part}.{role}": shape
+        for i in range(2)
+        for part in ("q", "k", "v")
+        for role, shape in (("weight", (4, 4)), ("bias", (4,)))
+    }
+    found = ms.suggest(tree(new), values(old))
+    scope: dict[str, object] = {"ms": ms}
+    exec(str(found), scope)
+    assert scope["rules"] == list(found)
+    assert found.complete
+
+
+def test_a_part_of_a_checkpoint() -> None:
+    shapes = {"net.fc.weight": (3, 5), "net.fc.bias": (3,)}
+    source = {"epoch": 1, "weights": values({name.replace("net", "body"): shape for name, shape in shapes.items()})}
+    model = tree(shapes)
+    found = ms.suggest(model, source)
+    assert found.complete
+    ms.load(model, source, rules=found)
+    assert torch.equal(model.get_parameter("net.fc.bias"), source["weights"]["body.fc.bias"])
+
+
+def test_two_parts_that_would_do() -> None:
+    state = values({"body.fc.weight": (3, 5)})
+    with pytest.raises(ms.errors.AmbiguousKeyError):
+        ms.suggest(tree({"net.fc.weight": (3, 5)}), {"weights": state, "average": dict(state)})
+    assert ms.suggest(
+        tree({"net.fc.weight": (3, 5)}), {"weights": state, "average": dict(state)}, key="average"
+    ).complete
+
+
+def test_what_stays_open() -> None:
+    model = tree({"a.fc.weight": (3, 5), "head.weight": (7, 3)})
+    found = ms.suggest(model, values({"b.fc.weight": (3, 5), "extra.weight": (2, 2)}))
+    assert not found.complete
+    assert found.missing == ("head.weight",)
+    assert found.unused == ("extra.weight",)
+    assert (found.explained, found.total) == (1, 2)
+    assert "head.weight" in str(found)
+    assert "extra.weight" in str(found)
+
+
+@pytest.mark.parametrize("layers", [0, 1, 2, 12], ids=lambda layers: f"{layers} layers")
+@pytest.mark.parametrize("turned", [False, True])
+def test_numbered_members_of_an_mlp_in_a_list_of_layers(layers: int, turned: bool) -> None:
+    def block(up: str, down: str) -> dict[str, tuple[int, ...]]:
+        mlp = {f"mlp.{up}": (32, 8), f"mlp.{down}": (8, 32)}
+        return {"norm.weight": (8,)} | {
+            f"{name}.{role}": shape if role == "weight" else shape[:1]
+            for name, shape in mlp.items()
+            for role in ("weight", "bias")
+        }
+
+    prefixes = [f"blocks.{i}." for i in range(layers)] or [""]
+    numbered, named = (
+        {prefix + name: shape for prefix in prefixes for name, shape in block(*members).items()}
+        for members in (("0", "2"), ("up", "down"))
+    )
+    given, wanted = (named, numbered) if turned else (numbered, named)
+    model, state = tree(wanted), values(given)
+    found = ms.suggest(model, state)
+    assert found.complete
+    ms.load(model, state, rules=found)
+    for target, source in zip(wanted, given, strict=True):
+        assert torch.equal(model.get_parameter(target), state[source])
+
+
+def test_numbered_members_of_one_shape_stay_open() -> None:
+    shapes = {f"blocks.{i}.mlp.{at}.weight": (8, 8) for i in range(3) for at in (0, 2)}
+    model = tree({f"blocks.{i}.mlp.{name}.weight": (8, 8) for i in range(3) for name in ("up", "down")})
+    assert not ms.suggest(model, values(shapes)).complete
+
+
+@pytest.mark.parametrize(("first", "last"), [(0, 1), (1, 0), (3, 4)])
+def test_layers_that_are_numbered_from_another_number_stay_open(first: int, last: int) -> None:
+    """The layers at the ends are not paired: each layer may have moved by one."""
+    shapes, others = ({f"layers.{at + i}.weight": (8, 8) for i in range(3)} for at in (first, last))
+    found = ms.suggest(tree(others), values(shapes))
+    assert list(found) == []
+    assert not found.complete
+    assert "may each have moved by one" in str(found)
+
+
+def test_siblings_whose_names_say_nothing_are_reported() -> None:
+    model = tree({"foo.weight": (3, 3), "bar.weight": (3, 3), "fc.weight": (3, 5)})
+    found = ms.suggest(model, values({"one.weight": (3, 3), "two.weight": (3, 3), "net.fc.weight": (3, 5)}))
+    (group,) = found.ambiguous
+    assert set(group.names) == {"foo.weight", "bar.weight"}
+    assert set(group.candidates) == {"one.weight", "two.weight"}
+    assert found.missing == ()
+    assert found.unused == ()
+    assert found.explained == 1
+
+
+def test_a_tied_name_needs_no_source() -> None:
+    model = nn.ModuleDict({"tok": nn.Embedding(9, 4), "head": nn.Linear(4, 9, bias=False)})
+    model["head"].weight = model["tok"].weight
+    found = ms.suggest(model, {"wte.weight": torch.randn(9, 4)})
+    assert found.complete
+    assert list(found) == [ms.rules.Rename("wte.weight", "tok.weight")]
+    assert ms.plan(model, {"wte.weight": torch.randn(9, 4)}, rules=found).ok
+
+
+def test_parts_that_take_turns_are_not_cut() -> None:
+    new = {f"h.{i}.attn.{part}.weight": (4, 4) for i in range(2) for part in ("q", "k", "v")}
+    found = ms.suggest(tree(new), values({f"layers.{i}.attention.query_key_value.weight": (12, 4) for i in range(2)}))
+    assert list(found) == []
+    assert "query_key_value" in str(found)
+    assert "head by head" in str(found)
+
+
+def test_names_that_fit_are_never_broken() -> None:
+    shapes = {"net.fc.weight": (3, 3), "fc.weight": (3, 3)}
+    model = tree(shapes)
+    state = values({"net.fc.weight": (3, 3), "module.fc.weight": (3, 3)})
+    ms.load(model, state, rules=ms.suggest(model, state))
+    assert torch.equal(model.get_parameter("net.fc.weight"), state["net.fc.weight"])
+    assert torch.equal(model.get_parameter("fc.weight"), state["module.fc.weight"])
+
+
+def test_not_a_model() -> None:
+    with pytest.raises(ms.errors.OptionError):
+        ms.suggest({"a": 1}, {})  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("state", [{}, {"epoch": 3}, {"x": torch.zeros(0)}])
+def test_nothing_in_common(state: dict[str, object]) -> None:
+    found = ms.suggest(nn.Linear(3, 4), state)
+    assert list(found) == []
+    assert found.missing == ("weight", "bias")
+
+
+# Laws, on trees of random names.
+
+_WORD = st.text("abcdefgh", min_size=2, max_size=5).filter(lambda word: not keyword.iskeyword(word))
+
+
+@st.composite
+def renamed(draw: st.DrawFn, distinct: bool) -> tuple[dict[str, tuple[int, ...]], dict[str, str]]:
+    """Shapes by names, with lists of layers, and what each name becomes when every word becomes another."""
+    paths: set[str] = set()
+    for _ in range(draw(st.integers(1, 8))):
+        words = draw(st.lists(_WORD, min_size=1, max_size=3))
+        layers = draw(st.integers(0, 3))
+        at = draw(st.integers(1, len(words)))
+        for layer in range(layers or 1):
+            path = [*words[:at], *([str(layer)] if layers else []), *words[at:]]
+            paths.add(".".join([*path, draw(st.sampled_from(["weight", "bias"]))]))
+    names = sorted(name for name in paths if not any(other.startswith(f"{name}.") for other in paths))
+    sizes: dict[str, tuple[int, ...]] = {}
+    for name in names:
+        # All layers are alike; with `distinct`, nothing else is.
+        kind = ".".join("#" if part.isdecimal() else part for part in name.split("."))
+        sizes.setdefault(kind, (len(sizes) + 2,) if distinct else (3,))
+        sizes[name] = sizes[kind]
+    shapes = {name: sizes[name] for name in names}
+    words = sorted({part for name in names for part in name.split(".")[:-1] if not part.isdecimal()})
+    others = {word: f"z{word[::-1]}" for word in words}
+    return shapes, {name: ".".join(others.get(part, part) for part in name.split(".")) for name in names}
+
+
+def loads_right(
+    model: nn.Module, state: Mapping[str, torch.Tensor], new: Mapping[str, str], found: ms.suggestion.Suggestion
+) -> None:
+    """Whatever the rules give a place in the model is what belongs there."""
+    applied = ms.rules.Rules(found).apply(state)
+    wanted = {new[name]: value for name, value in state.items()}
+    for name, _ in model.named_parameters():
+        if name in applied:
+            assert torch.equal(applied[name], wanted[name]), name
+
+
+@settings(max_examples=60, deadline=None)
+@given(renamed(distinct=True))
+def test_distinct_shapes_are_enough(given_names: tuple[dict[str, tuple[int, ...]], dict[str, str]]) -> None:
+    shapes, new = given_names
+    model, state = tree({new[name]: shape for name, shape in shapes.items()}), values(shapes)
+    found = ms.suggest(model, state)
+    assert found.complete, str(found)
+    assert ms.plan(model, state, rules=found).ok
+    loads_right(model, state, new, found)
+
+
+@settings(max_examples=120, deadline=None)
+@given(renamed(distinct=False))
+def test_it_never_guesses_wrong(given_names: tuple[dict[str, tuple[int, ...]], dict[str, str]]) -> None:
+    shapes, new = given_names
+    model, state = tree({new[name]: shape for name, shape in shapes.items()}), values(shapes)
+    found = ms.suggest(model, state)
+    loads_right(model, state, new, found)
+    opened = {*found.missing, *(name for group in found.ambiguous for name in group.names)}
+    applied = ms.rules.Rules(found).apply(state)
+    assert opened.isdisjoint(applied)
+    assert found.explained == len(shapes) - len(opened)
+
+
+_SAID = {
+    "query": ["q", "q_proj", "zip"],
+    "key": ["k", "zap"],
+    "value": ["v", "v_proj", "zup"],
+    "attn": ["attention", "self_attn", "zork"],
+    "norm1": ["ln_1", "input_layernorm", "zen"],
+    "norm2": ["ln_2", "post_attention_layernorm", "zing"],
+    "fc1": ["c_fc", "up_proj", "zeal"],
+    "fc2": ["down_proj", "zest"],
+    "proj": ["out_proj", "dense", "zany"],
+    "encoder": ["enc", "zoom"],
+    "decoder": ["dec", "zone"],
+    "wte": ["word_embeddings", "zinc"],
+    "wpe": ["position_embeddings", "zero"],
+}
+"""Words of models, and how else the same thing is called: in other words, or in words that say nothing."""
+
+
+@st.composite
+def said_otherwise(draw: st.DrawFn) -> tuple[dict[str, tuple[int, ...]], dict[str, str]]:
+    """Tensors that are all alike, with the usual words; what each name becomes when these are said otherwise."""
+    words = {word: draw(st.sampled_from(others)) for word, others in _SAID.items()}
+    shapes: dict[str, tuple[int, ...]] = {}
+    for stack in draw(st.lists(st.sampled_from(["encoder", "decoder", "h"]), min_size=1, max_size=3, unique=True)):
+        members = draw(st.lists(st.sampled_from(sorted(_SAID)), min_size=1, max_size=6, unique=True))
+        inside = {word: draw(st.sampled_from(["", "attn.", "mlp."])) for word in members}
+        for layer in range(draw(st.integers(1, 3))):
+            shapes |= {f"{stack}.{layer}.{inside[word]}{word}.weight": (4, 4) for word in members}
+    return shapes, {name: ".".join(words.get(part, part) for part in name.split(".")) for name in shapes}
+
+
+@settings(max_examples=250, deadline=None)
+@given(said_otherwise(), st.data())
+def test_words_that_say_something_never_mislead(
+    given_names: tuple[dict[str, tuple[int, ...]], dict[str, str]], data: st.DataObject
+) -> None:
+    shapes, new = given_names
+    order = data.draw(st.permutations(sorted(shapes)))  # that of registration says nothing
+    model, state = tree({new[name]: shapes[name] for name in order}), values(shapes)
+    loads_right(model, state, new, ms.suggest(model, state))
+
+
+@pytest.mark.parametrize("name", ["a*b", "a.#.b", "a\nb", "a..b", ".", "é.²", f"a.{'9' * 5000}.b"])
+def test_strange_names_do_no_harm(name: str) -> None:
+    found = ms.suggest(nn.Linear(3, 4), {name: torch.zeros(4, 3), "net.bias": torch.zeros(4)})
+    assert found.missing in ((), ("weight",))
+    assert str(found)

@@ -1,0 +1,129 @@
+"""The slots of a module: every tensor once, under all its names, in the order of state_dict."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from modelstate.transaction.slots import BUFFER, EXTRA, HIDDEN, PARAMETER, slots_of
+
+
+class Stateful(nn.Module):
+    """Has extra state, a parameter, a buffer, one that is not saved, and two that are None."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(2))
+        self.register_parameter("bias", None)
+        self.register_buffer("mean", torch.zeros(2))
+        self.register_buffer("absent", None)
+        self.register_buffer("ids", torch.arange(3), persistent=False)
+
+    def get_extra_state(self) -> Any:
+        return {"seen": 1}
+
+    def set_extra_state(self, state: Any) -> None:
+        pass
+
+
+def test_kinds() -> None:
+    module = Stateful()
+    slots = slots_of(module)
+    assert [(slot.names, slot.kind) for slot in slots.tensors] == [
+        (("weight",), PARAMETER),
+        (("mean",), BUFFER),
+        (("ids",), HIDDEN),
+    ]
+    assert [slot.tensor is getattr(module, slot.name) for slot in slots.tensors] == [True] * 3
+    assert slots.empty == {"bias", "absent"}
+    assert slots.extra == ("_extra_state",)
+    assert slots.by_name == {slot.name: slot for slot in slots.tensors}
+    assert len({PARAMETER, BUFFER, HIDDEN, EXTRA}) == 4
+
+
+def test_names_go_down_the_tree() -> None:
+    slots = slots_of(nn.Sequential(nn.ModuleDict({"x": Stateful()}), nn.Linear(1, 1, bias=False)))
+    assert list(slots.by_name) == ["0.x.weight", "0.x.mean", "0.x.ids", "1.weight"]
+    assert slots.empty == {"0.x.bias", "0.x.absent", "1.bias"}
+    assert slots.extra == ("0.x._extra_state",)
+
+
+@pytest.mark.parametrize(
+    "module",
+    [
+        nn.TransformerEncoderLayer(4, 2, 8),
+        nn.Sequential(nn.Conv2d(1, 2, 3), nn.BatchNorm2d(2), nn.Sequential(nn.LSTM(2, 2))),
+        nn.utils.parametrizations.weight_norm(nn.Linear(2, 2)),
+        nn.Identity(),
+        Stateful(),
+    ],
+    ids=lambda module: type(module).__name__,
+)
+def test_the_order_is_that_of_state_dict(module: nn.Module) -> None:
+    slots = slots_of(module)
+    saved = [name for slot in slots.tensors if slot.kind != HIDDEN for name in slot.names]
+    assert saved == [name for name in module.state_dict() if not name.endswith("_extra_state")]
+    assert sorted([*saved, *slots.extra]) == sorted(module.state_dict())
+
+
+def test_tied_parameters_are_one_slot() -> None:
+    module = nn.ModuleDict(
+        {"embed": nn.Embedding(3, 2), "head": nn.Linear(2, 3, bias=False), "free": nn.Embedding(3, 2)}
+    )
+    module["head"].weight = module["embed"].weight
+    slots = slots_of(module)
+    assert [slot.names for slot in slots.tensors] == [("embed.weight", "head.weight"), ("free.weight",)]
+    assert slots.by_name["head.weight"] is slots.by_name["embed.weight"]
+    assert slots.by_name["head.weight"].name == "embed.weight"
+
+
+def test_a_module_in_two_places() -> None:
+    shared = Stateful()
+    slots = slots_of(nn.ModuleDict({"a": shared, "b": shared}))
+    assert [slot.names for slot in slots.tensors] == [
+        ("a.weight", "b.weight"),
+        ("a.mean", "b.mean"),
+        ("a.ids", "b.ids"),
+    ]
+    assert slots.extra == ("a._extra_state", "b._extra_state")
+    assert slots.empty == {"a.bias", "a.absent", "b.bias", "b.absent"}
+
+
+def test_tensors_that_share_memory_only_are_two_slots() -> None:
+    base = torch.zeros(4)
+    module = nn.Module()
+    module.register_buffer("a", base)
+    module.register_buffer("b", base.view(2, 2))
+    module.register_buffer("c", base.detach())
+    assert [slot.names for slot in slots_of(module).tensors] == [("a",), ("b",), ("c",)]
+
+
+@pytest.mark.parametrize("hidden_first", [True, False])
+def test_a_tensor_of_several_kinds_is_of_the_strictest(hidden_first: bool) -> None:
+    shared = torch.zeros(2)
+    module = nn.Module()
+    module.register_buffer("a", shared, persistent=not hidden_first)
+    module.register_buffer("b", shared, persistent=hidden_first)
+    (slot,) = slots_of(module).tensors
+    assert (slot.names, slot.kind) == (("a", "b"), BUFFER)
+    parameter = nn.Parameter(torch.zeros(1))
+    module = nn.Module()
+    module.register_buffer("a", parameter, persistent=False)
+    module.register_parameter("b", parameter)
+    (slot,) = slots_of(module).tensors
+    assert slot.kind == PARAMETER
+    assert set(slot.names) == {"a", "b"}
+
+
+def test_lazy_and_meta_slots() -> None:
+    with torch.device("meta"):
+        module = nn.Sequential(nn.Linear(2, 2), nn.LazyLinear(3))
+    slots = slots_of(module)
+    assert list(slots.by_name) == ["0.weight", "0.bias", "1.weight", "1.bias"]
+    assert all(slot.kind == PARAMETER for slot in slots.tensors)
+
+
+def test_the_module_itself_may_be_a_part() -> None:
+    module = nn.Sequential(nn.Linear(1, 1))
+    assert list(slots_of(module[0]).by_name) == ["weight", "bias"]
