@@ -1,0 +1,115 @@
+"""Counts what the structure of the source is judged by.
+
+    python tools/measure_code.py [--list small|any|private] [FOLDER]
+
+- small: functions with one caller in the source and a body of fewer than 5 lines.
+- any: annotations that are, or contain, `Any`.
+- private: attributes and imports of torch whose names begin with an underscore, by file.
+"""
+
+import argparse
+import ast
+from collections import Counter, defaultdict
+from collections.abc import Iterator
+from pathlib import Path
+
+SOURCE = Path(__file__).resolve().parent.parent / "src" / "modelstate"
+PRIVATE_OF_MODULE = {
+    *("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set", "_named_members", "_apply", "_version"),
+    *("_state_dict_hooks", "_state_dict_pre_hooks", "_load_state_dict_pre_hooks", "_load_state_dict_post_hooks"),
+    *("_load_from_state_dict", "_save_to_state_dict", "_backward_hooks", "_post_accumulate_grad_hooks", "_metadata"),
+}
+"""Private names of `torch.nn.Module` and `torch.Tensor` that are reached through an object."""
+
+
+def parsed(folder: Path) -> dict[Path, ast.Module]:
+    """Every file of the folder, parsed."""
+    return {path: ast.parse(path.read_text()) for path in sorted(folder.rglob("*.py"))}
+
+
+def body_lines(function: ast.FunctionDef | ast.AsyncFunctionDef) -> int:
+    """Lines of the body, without the docstring."""
+    body = function.body
+    if isinstance(body[0], ast.Expr) and isinstance(body[0].value, ast.Constant) and len(body) > 1:
+        body = body[1:]
+    return (body[-1].end_lineno or 0) - body[0].lineno + 1
+
+
+def small_functions(trees: dict[Path, ast.Module]) -> Iterator[str]:
+    """Functions with one mention besides their definition, and a body of fewer than 5 lines; no special methods."""
+    mentions: Counter[str] = Counter()
+    for tree in trees.values():
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load):
+                mentions[node.id] += 1
+            elif isinstance(node, ast.Attribute):
+                mentions[node.attr] += 1
+    for path, tree in trees.items():
+        for node in ast.walk(tree):
+            if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) or node.decorator_list:
+                continue
+            if mentions[node.name] == 1 and body_lines(node) < 5 and not node.name.startswith("__"):
+                yield f"{path.relative_to(SOURCE)}:{node.lineno} {node.name}"
+
+
+def any_annotations(trees: dict[Path, ast.Module]) -> Iterator[str]:
+    """Annotations that mention `Any`."""
+    for path, tree in trees.items():
+        for node in ast.walk(tree):
+            annotations: list[ast.expr | None] = []
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+                annotations.append(node.returns)
+            elif isinstance(node, ast.arg | ast.AnnAssign):
+                annotations.append(node.annotation)
+            for annotation in annotations:
+                if annotation is not None and "Any" in {n.id for n in ast.walk(annotation) if isinstance(n, ast.Name)}:
+                    yield f"{path.relative_to(SOURCE)}:{annotation.lineno} {ast.unparse(annotation)}"
+
+
+def private_torch(trees: dict[Path, ast.Module]) -> dict[str, list[str]]:
+    """Uses of private names of torch outside `torch_compat`, by file."""
+    found: defaultdict[str, list[str]] = defaultdict(list)
+    for path, tree in trees.items():
+        name = str(path.relative_to(SOURCE))
+        if name.startswith("torch_compat/"):
+            continue
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Attribute):
+                text = ast.unparse(node)
+                of_torch = text.startswith(("torch.", "nn.")) and any(
+                    part.startswith("_") and not part.startswith("__") for part in text.split(".")
+                )
+                if of_torch or node.attr in PRIVATE_OF_MODULE:
+                    found[name].append(f"{node.lineno} {text}")
+            elif isinstance(node, ast.ImportFrom) and (node.module or "").startswith("torch"):
+                parts = [*(node.module or "").split("."), *(alias.name for alias in node.names)]
+                if any(part.startswith("_") for part in parts):
+                    found[name].append(f"{node.lineno} {ast.unparse(node)}")
+    return found
+
+
+def main() -> None:
+    """Prints the table, or one of the lists."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--list", choices=("small", "any", "private"))
+    parser.add_argument("folder", nargs="?", help="only this folder of the source is listed")
+    arguments = parser.parse_args()
+    trees = parsed(SOURCE)
+    small, broad, private = [*small_functions(trees)], [*any_annotations(trees)], private_torch(trees)
+    if arguments.list:
+        lists = {
+            "small": small,
+            "any": broad,
+            "private": [f"{name}:{use}" for name, uses in private.items() for use in uses],
+        }
+        print("\n".join(line for line in lists[arguments.list] if line.startswith(arguments.folder or "")))
+        return
+    functions = sum(isinstance(n, ast.FunctionDef | ast.AsyncFunctionDef) for t in trees.values() for n in ast.walk(t))
+    print(f"files {len(trees)}, lines {sum(len(path.read_text().splitlines()) for path in trees):,}")
+    print(f"functions {functions:,}, of these small with one caller {len(small)}")
+    print(f"annotations with Any {len(broad):,}")
+    print(f"files outside torch_compat with private names of torch {len(private)}")
+
+
+if __name__ == "__main__":
+    main()
