@@ -85,6 +85,15 @@ def test_imports_follow_the_order(path: Path) -> None:
     assert not wrong
 
 
+def test_no_files_import_each_other_in_a_circle() -> None:
+    imported = {dotted(path): {name for _, name in imports_of(path) if name[0] == "modelstate"} for path in FILES}
+    left = dict(imported)
+    while free := [name for name, others in left.items() if not others & left.keys() - {name}]:
+        for name in free:
+            del left[name]
+    assert not left, sorted(".".join(name) for name in left)
+
+
 def test_exactly_one_file_imports_pickle() -> None:
     pickles = {"pickle", "_pickle", "cloudpickle", "dill", "pickletools"}
     found = [path.name for path in FILES if any(name[0] in pickles for _, name in imports_of(path))]

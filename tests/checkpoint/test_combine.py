@@ -97,7 +97,7 @@ def test_sources_that_are_none() -> None:
     with pytest.raises(OptionError, match="list of sources"):
         ms.open({"a": torch.ones(1)}, combine=total)
     for wrong in (7, "average", ms.merge.Average):
-        with pytest.raises(OptionError, match=r"ms\.Average\(\.\.\.\)"):
+        with pytest.raises(OptionError, match=r"ms\.merge\.Average\(\.\.\.\)"):
             ms.open([{"a": torch.ones(1)}], combine=wrong)  # type: ignore[arg-type]
 
 

@@ -191,7 +191,7 @@ def test_what_nothing_initialises_is_a_problem_that_names_fill(how: str) -> None
     before = whole(model) if how == "real" else None
     source = without(nn.Sequential(Scaled(), nn.Linear(2, 2)), "0.")
     with pytest.raises(
-        PlanError, match=r"no method that initialises 0\.scale: rules=\[ms\.Fill\('0\.scale', value\)\]"
+        PlanError, match=r"no method that initialises 0\.scale: rules=\[ms\.rules\.Fill\('0\.scale', value\)\]"
     ) as caught:
         ms.load(model, source, init_missing=True)
     assert [problem.name for problem in caught.value.problems] == ["0.scale"]

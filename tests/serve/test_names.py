@@ -91,6 +91,6 @@ def test_a_typo_is_refused_with_both_names(target: str, make: Callable[[], nn.Mo
     state = dict(make().state_dict())
     name = next(one for one in state if one.endswith("weight"))
     state[name.replace("weight", "wieght")] = state.pop(name)
-    with pytest.raises(PlanError, match=r"weight \[4, 4\]\n[^`]*wieght \[4, 4\]\n.*ms\.Rename"):
+    with pytest.raises(PlanError, match=r"weight \[4, 4\]\n[^`]*wieght \[4, 4\]\n.*ms\.rules\.Rename"):
         live.swap(state)
     assert live.version == 1

@@ -67,7 +67,7 @@ def check(build: Build, x: torch.Tensor, renamed: str, shown: str) -> None:
                 assert torch.allclose(live(x), expected, atol=1e-5)
         typo = dict(trained.state_dict())
         typo[f"{renamed}s"] = typo.pop(renamed)
-        with pytest.raises(ms.PlanError, match=r"ms\.Rename"):
+        with pytest.raises(ms.PlanError, match=r"ms\.rules\.Rename"):
             ms.Live(program, names=ms.serve.NameMap.of(module)).swap(typo)
 
 

@@ -2,7 +2,7 @@
 
 from collections.abc import Collection, Iterable, Sequence
 from fnmatch import fnmatchcase
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch.nn.parameter import is_lazy
@@ -10,6 +10,7 @@ from torch.nn.parameter import is_lazy
 from modelstate.planning.matching import adapter_names, one_prefix
 from modelstate.planning.plan import Options
 from modelstate.planning.recorder import IncompatibleKeys, loads_by_version
+from modelstate.planning.slot_assignments import SlotAssignments
 from modelstate.problems import (
     BufferConflict,
     Complaint,
@@ -27,9 +28,6 @@ from modelstate.rules.rule import Entries
 from modelstate.torch_compat.dtypes import short
 from modelstate.torch_compat.plain import is_plain
 from modelstate.transaction.slots import HIDDEN, Slot, Slots, same_values
-
-if TYPE_CHECKING:
-    from modelstate.planning.prepare import Preparation
 
 
 class Patterns:
@@ -68,14 +66,14 @@ def fits(slots: Slots, entries: Entries, options: Options) -> bool:
 class CoverageCheck:
     """Settles what a walk has left open: names without a counterpart, and slots without a value."""
 
-    def __init__(self, preparation: "Preparation", outcome: IncompatibleKeys) -> None:
-        self.of, self.outcome = preparation, outcome
-        options = preparation.options
+    def __init__(self, assignments: SlotAssignments, outcome: IncompatibleKeys) -> None:
+        self.of, self.outcome = assignments, outcome
+        options = assignments.options
         self.may_miss = Patterns("allow_missing", options.allow_missing, options.of_use)
         self.may_exceed = Patterns("allow_unexpected", options.allow_unexpected, options.of_use)
 
     def settle(self) -> None:
-        """Adds the problems and notes that come of it to the preparation."""
+        """Adds the problems and notes that come of it."""
         problems = self.of.problems
         came = {problem.name for problem in problems}  # a value that does not fit
         missing = [
