@@ -394,3 +394,39 @@ def leaf_paths(spec: Any, arguments: Sequence[str]) -> list[tuple[str, str]]:
 def written_inputs(program: Any) -> list[str]:
     """The names of the inputs that a program writes to."""
     return [*program.run_decompositions({}).graph_signature.user_inputs_to_mutate.values()]
+
+
+def own_parameters(module: torch.nn.Module) -> dict[str, torch.nn.Parameter | None]:
+    """The module's own dict of its parameters, without those of its submodules; None is a parameter without a value."""
+    return module._parameters
+
+
+def own_buffers(module: torch.nn.Module) -> dict[str, torch.Tensor | None]:
+    """The module's own dict of its buffers, without those of its submodules; None is a buffer without a value."""
+    return module._buffers
+
+
+def own_modules(module: torch.nn.Module) -> dict[str, torch.nn.Module | None]:
+    """The module's own dict of its direct submodules; None is a submodule that was assigned None."""
+    return module._modules
+
+
+def non_persistent_buffers(module: torch.nn.Module) -> set[str]:
+    """The names of the module's own buffers that its state dict leaves out."""
+    return module._non_persistent_buffers_set
+
+
+def has_load_pre_hooks(module: torch.nn.Module) -> bool:
+    """Whether the module itself has pre-hooks of `load_state_dict`."""
+    return bool(module._load_state_dict_pre_hooks)
+
+
+def load_from_state_dict(owner: Any) -> Callable[..., None]:
+    """The method `_load_from_state_dict` of a module, or of a `super()` of one."""
+    load: Callable[..., None] = owner._load_from_state_dict
+    return load
+
+
+def set_version_metadata(state_dict: dict[str, Any], versions: Mapping[str, Any]) -> None:
+    """Attaches the version metadata of modules to an `OrderedDict`, where `load_state_dict` looks for it."""
+    state_dict._metadata = versions  # type: ignore[attr-defined]
