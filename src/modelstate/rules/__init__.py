@@ -1,4 +1,4 @@
-"""Explicit changes between the names and tensors of a checkpoint and those of a model."""
+"""Rules that turn the names and tensors of a checkpoint into those of a model."""
 
 from typing import TYPE_CHECKING
 

@@ -1,7 +1,7 @@
-"""Rules for what has often changed: wrappers, reparametrized weights, fused projections, tied heads.
+"""Rules for common changes: wrappers, reparametrized weights, fused projections, tied heads.
 
-Each function gives `Rules`, with patterns in which `*` is any part of a name; `.reverse()` gives the way back. An
-`owner` is the path of a module, or a pattern for several; empty, it is the model itself.
+Each function returns `Rules`, whose `.reverse()` is the way back. In patterns, `*` matches any part of a name. An
+`owner` is the path of a module, or a pattern for several; if empty, it is the model itself.
 """
 
 import re
@@ -13,11 +13,20 @@ from modelstate.rules.tensors import Reshape, Split, Transpose
 from modelstate.rules.values import Copy, Fill, Same
 
 WRAPPERS = ("module", "_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module")
-"""What DataParallel, torch.compile, FSDP and activation checkpointing put into names."""
+"""What DataParallel, torch.compile, FSDP and activation checkpointing add to names."""
 
 
 def unwrapped(wrappers: Collection[str] = WRAPPERS) -> Rules:
-    """Takes what wrappers have put into names out, wherever it is. There is no way back."""
+    """Removes what wrappers have added to names, in any place of a name.
+
+    Args:
+        wrappers: the parts of names to remove.
+
+    The rules have no reverse.
+
+    Example:
+        >>> ms.load(model, "compiled_ddp.pt", rules=ms.rules.known.unwrapped())
+    """
     parts = "|".join(map(re.escape, wrappers))
     return Rules([Rename(re.compile(rf"(^|\.)(?:(?:{parts})\.)+"), r"\1")])
 
@@ -25,14 +34,27 @@ def unwrapped(wrappers: Collection[str] = WRAPPERS) -> Rules:
 def weight_norm(owner: str = "*", name: str = "weight") -> Rules:
     """From `torch.nn.utils.weight_norm` to `torch.nn.utils.parametrizations.weight_norm`.
 
-    The old `spectral_norm` has a `weight_v` too: in a model with both, say which modules are meant.
+    Args:
+        owner: the modules. The old `spectral_norm` has a `weight_v` too: in a model with both, name the modules.
+        name: the name of the parameter.
+
+    Example:
+        >>> ms.load(model, "old.pt", rules=ms.rules.known.weight_norm("encoder.conv*"))
     """
     old, new = _below(owner, name), _below(owner, f"parametrizations.{name}")
     return Rules([Rename(f"{old}_g", f"{new}.original0"), Rename(f"{old}_v", f"{new}.original1")])
 
 
 def spectral_norm(owner: str = "*", name: str = "weight") -> Rules:
-    """From `torch.nn.utils.spectral_norm` to `torch.nn.utils.parametrizations.spectral_norm`."""
+    """From `torch.nn.utils.spectral_norm` to `torch.nn.utils.parametrizations.spectral_norm`.
+
+    Args:
+        owner: the modules.
+        name: the name of the parameter.
+
+    Example:
+        >>> ms.load(model, "old.pt", rules=ms.rules.known.spectral_norm())
+    """
     old, new = _below(owner, name), _below(owner, f"parametrizations.{name}")
     return Rules(
         [
@@ -44,7 +66,14 @@ def spectral_norm(owner: str = "*", name: str = "weight") -> Rules:
 
 
 def batch_norm_counter(owner: str = "*") -> Rules:
-    """Gives batch norms the counter that they have had since PyTorch 0.4.1, which begins at 0."""
+    """Gives batch norms the counter `num_batches_tracked`, which PyTorch added in 0.4.1. It begins at 0.
+
+    Args:
+        owner: the batch norms.
+
+    Example:
+        >>> ms.load(model, "from_0.4.0.pt", rules=ms.rules.known.batch_norm_counter())
+    """
     return Rules([Fill(_below(owner, "num_batches_tracked"), 0)])
 
 
@@ -53,36 +82,77 @@ def _below(owner: str, name: str) -> str:
 
 
 def separate_qkv(fused: str, parts: Sequence[str], sizes: Sequence[int] | None = None) -> Rules:
-    """From one projection for query, key and value to three: `separate_qkv("*.qkv", ["*.q", "*.k", "*.v"])`.
+    """From one fused projection for query, key and value to separate ones.
 
-    `sizes` are the rows of each, where they are not the same, as with grouped queries.
+    Args:
+        fused: the path of the fused projection, or a pattern.
+        parts: the paths of query, key and value, with as many `*`.
+        sizes: the rows of each; equal by default. With grouped queries they differ.
+
+    Example:
+        >>> ms.load(model, "gpt.pt", rules=ms.rules.known.separate_qkv("*.qkv", ["*.q", "*.k", "*.v"]))
     """
     rows = None if sizes is None else tuple(sizes)
     return Rules([Split(f"{fused}.*", tuple(f"{part}.*" for part in parts), 0, rows)])
 
 
 def separate_qkv_by_head(fused: str, parts: Sequence[str], heads: int, head_size: int, bias: bool = True) -> Rules:
-    """The same where the rows lie head by head, each with its part of all three, as in GPT-NeoX and BLOOM."""
+    """From a fused projection whose rows are grouped by head, as in GPT-NeoX and BLOOM, to separate ones.
+
+    Args:
+        fused: the path of the fused projection, or a pattern.
+        parts: the paths of query, key and value, with as many `*`.
+        heads: the number of heads.
+        head_size: the rows of one head in one part.
+        bias: whether the projections have a bias.
+
+    Example:
+        >>> parts = ["h.*.q", "h.*.k", "h.*.v"]
+        >>> rules = ms.rules.known.separate_qkv_by_head("h.*.query_key_value", parts, heads=16, head_size=64)
+    """
     rules: list[object] = []
     for leaf, columns in [("weight", (-1,)), ("bias", ())] if bias else [("weight", (-1,))]:
         into = tuple(f"{part}.{leaf}" for part in parts)
         count, rows = len(into), heads * head_size
         rules.append(Reshape(f"{fused}.{leaf}", (heads, count, head_size, *columns), (count * rows, *columns)))
         rules.append(Split(f"{fused}.{leaf}", into, 1))
-        rules += [Reshape(one, (rows, *columns), (heads, 1, head_size, *columns)) for one in into]
+        rules += [Reshape(target, (rows, *columns), (heads, 1, head_size, *columns)) for target in into]
     return Rules(rules)
 
 
 def conv1d_to_linear(pattern: str) -> Rules:
-    """From the `Conv1D` of GPT-2, whose weight is transposed, to `Linear`; also the way back."""
+    """From the `Conv1D` of GPT-2, whose weight is transposed, to `Linear`. The same rules are the way back.
+
+    Args:
+        pattern: the modules.
+
+    Example:
+        >>> ms.load(model, "gpt2.safetensors", rules=ms.rules.known.conv1d_to_linear("h.*.c_attn"))
+    """
     return Rules([Transpose(f"{pattern}.weight")])
 
 
 def untied_head(embedding: str, head: str) -> Rules:
-    """For a model that has a head of its own, and a checkpoint that lacks it, as it was tied to the embedding."""
+    """From a checkpoint whose head was tied to the embedding, and has no name, to a model with a head of its own.
+
+    Args:
+        embedding: the name of the embedding's weight.
+        head: the name of the head's weight.
+
+    Example:
+        >>> ms.load(model, "tied.pt", rules=ms.rules.known.untied_head("wte.weight", "lm_head.weight"))
+    """
     return Rules([Copy(embedding, head)])
 
 
 def tied_head(embedding: str, head: str) -> Rules:
-    """For a model that has no name for its head, as it uses the embedding, and a checkpoint that has both, equal."""
+    """From a checkpoint with an embedding and an equal head to a model that uses the embedding as its head.
+
+    Args:
+        embedding: the name of the embedding's weight.
+        head: the name of the head's weight.
+
+    Example:
+        >>> ms.load(model, "untied.pt", rules=ms.rules.known.tied_head("wte.weight", "lm_head.weight"))
+    """
     return Rules([Same(embedding, head)])

@@ -1,17 +1,24 @@
-"""Rules that change names, or leave some out."""
+"""Rules that change names or leave names out."""
 
 import re
 from dataclasses import dataclass
 
 from modelstate.errors import RuleError
-from modelstate.rules.rule import RuleContext, Shown, Template, irreversible, matching, same_stars, template
+from modelstate.rules.rule import CodeRepr, RuleContext, Template, irreversible, matching, same_stars, template
 
 
 @dataclass(frozen=True, repr=False)
-class Prefix(Shown):
-    """Takes a prefix off the names of a checkpoint, puts one in front of them, or both.
+class Prefix(CodeRepr):
+    """Removes a prefix from the names of a checkpoint, adds one, or both.
 
-    `Prefix(strip="module.")` applies to the names that begin so; `Prefix(add="encoder.")` to all.
+    Args:
+        strip: the prefix to remove. The rule applies to the names that begin with it.
+        add: the prefix to add. Without `strip`, the rule applies to all names.
+
+    Raises `RuleError` if both are empty, or not text.
+
+    Example:
+        >>> ms.load(model, "ddp.pt", rules=ms.rules.Prefix(strip="module."))
     """
 
     strip: str = ""
@@ -33,13 +40,24 @@ class Prefix(Shown):
 
 
 @dataclass(frozen=True, repr=False)
-class Rename(Shown):
-    """Changes names: those that are like `pattern` become `replacement`.
+class Rename(CodeRepr):
+    """Renames what matches `pattern` to `replacement`.
 
-    In text, each `*` is any run of characters, as short as it can be, and stands for the same on both sides:
-    `Rename("encoder.layer.*.query.*", "blocks.*.q.*")`. Such a rule can be reversed. With a compiled regular
-    expression, every match of it in a name is replaced as `re.sub` does:
-    `Rename(re.compile(r"layer_(\\d+)"), r"layers.\\1")`.
+    Args:
+        pattern: a name in which each `*` matches any run of characters, as short as possible; or a compiled regular
+            expression, each match of which in a name is replaced as `re.sub` does.
+        replacement: the new name. Each `*` stands for what the `*` of the pattern at the same position matches. For a
+            regular expression, the replacement of `re.sub`.
+
+    A rule with a text pattern can be reversed; one with a regular expression cannot.
+
+    Raises `RuleError` if the wildcards or groups of the two do not correspond, or both are equal.
+
+    Example:
+        >>> ms.rules.Rename("encoder.layer.*.query.*", "blocks.*.q.*").rename("encoder.layer.0.query.weight")
+        'blocks.0.q.weight'
+        >>> ms.rules.Rename(re.compile(r"layer_(\\d+)"), r"layers.\\1").rename("layer_3.bias")
+        'layers.3.bias'
     """
 
     pattern: str | re.Pattern[str]
@@ -55,8 +73,8 @@ class Rename(Shown):
 
     def rename(self, name: str) -> str | None:
         if isinstance(self.pattern, re.Pattern):
-            changed, count = self.pattern.subn(self.replacement, name)
-            return changed if count else None
+            renamed, count = self.pattern.subn(self.replacement, name)
+            return renamed if count else None
         parts = template(self.pattern).match(name)
         return None if parts is None else template(self.replacement).fill(parts)
 
@@ -68,7 +86,7 @@ class Rename(Shown):
 
 def _check_expression(pattern: re.Pattern[str], replacement: object, where: object) -> None:
     try:
-        # An expression with the same groups that surely matches shows whether the replacement fits them.
+        # An expression with the same groups that matches any text shows whether the replacement fits the groups.
         names = {number: f"?P<{name}>" for name, number in pattern.groupindex.items()}
         groups = "".join(f"({names.get(number, '')})" for number in range(1, pattern.groups + 1))
         re.sub(groups, replacement, "")  # type: ignore[call-overload]
@@ -77,8 +95,17 @@ def _check_expression(pattern: re.Pattern[str], replacement: object, where: obje
 
 
 @dataclass(frozen=True, repr=False)
-class Ignore(Shown):
-    """Leaves out what the checkpoint has under names like `pattern`; `*` is any run of characters."""
+class Ignore(CodeRepr):
+    """Leaves out the entries of the checkpoint whose names match `pattern`.
+
+    Args:
+        pattern: a name in which each `*` matches any run of characters.
+
+    Raises `RuleError` if the pattern is empty, or not text.
+
+    Example:
+        >>> ms.load(model, "pretrained.pt", rules=ms.rules.Ignore("classifier.*"), allow_missing="classifier.*")
+    """
 
     pattern: str
 
@@ -88,12 +115,12 @@ class Ignore(Shown):
     def rename(self, name: str) -> str | None:
         return None
 
-    def apply(self, course: RuleContext) -> None:
-        for name, entry, parts in matching(self.pattern, course.entries):
+    def apply(self, context: RuleContext) -> None:
+        for name, entry, parts in matching(self.pattern, context.entries):
             if parts is None:
-                course.keep(name, entry)
+                context.keep(name, entry)
             else:
-                course.drop()
+                context.mark_used()
 
     def reverse(self) -> "Ignore":
-        raise irreversible(self, "what was left out is gone")
+        raise irreversible(self, "the entries that it leaves out are lost")

@@ -1,23 +1,259 @@
-"""What a rule is, the entries that it works on, and names with wildcards."""
+"""Rules: the protocol of a rule, the entries that rules change, and names with wildcards.
+
+A rule maps the entries of a checkpoint to entries with the names of a model. A rule that only changes names has a
+method `rename`; a built-in rule that also changes contents has a method `apply(context)`, which puts every entry that
+it keeps or makes into the `RuleContext`. An entry that `apply` does not put there is left out.
+"""
 
 import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import MISSING, dataclass, field, fields, replace
 from functools import lru_cache
-from typing import Any, NamedTuple, Protocol, runtime_checkable
+from typing import NamedTuple, Protocol, runtime_checkable
 
 import torch
 
 from modelstate.errors import RuleError
 from modelstate.problems import BadRule, CyclicRules, NameClash, NeedsModel, Problem
-from modelstate.rules.expression import Change, Source, derived, values_of, why_not_plain
+from modelstate.rules.expression import Change, Source, derive, values_of, why_not_plain
 from modelstate.spec import Stored, StoredTensor
 from modelstate.transaction.slots import same_values
 
 
+@runtime_checkable
+class Rule(Protocol):
+    """A change of names. A user's own class can be a rule.
+
+    Example:
+        >>> class Lower:
+        ...     def rename(self, name):
+        ...         return name.lower() if name != name.lower() else None
+        >>> ms.load(model, "old.pt", rules=[Lower()])
+    """
+
+    def rename(self, name: str) -> str | None:
+        """Returns the name in the model for a name in the checkpoint; None if the rule does not apply to it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Value:
+    """The content of an entry that is not a tensor."""
+
+    value: object
+
+
+class Entry(NamedTuple):
+    """What a name stands for while rules are applied.
+
+    A named tuple, because a checkpoint may have very many entries.
+    """
+
+    content: Source | Value
+    sources: tuple[str, ...]
+    """Names in the checkpoint of the tensors that it is made of."""
+    rules: tuple[str, ...] = ()
+    """The rules that have been applied to it."""
+    names: tuple[str, ...] = ()
+    """Names that it had before."""
+
+    @property
+    def tensor(self) -> Source | None:
+        return None if isinstance(self.content, Value) else self.content
+
+    @property
+    def why_not_plain(self) -> str:
+        """Why rules cannot change its elements; empty if they can."""
+        return "it is not a tensor" if isinstance(self.content, Value) else why_not_plain(self.content)
+
+
+Entries = dict[str, Entry]
+NamedEntry = tuple[str, Entry]
+
+
+class Wanted(Protocol):
+    """The tensors of the model, under the names that they have at the place of the current rule."""
+
+    def lacking(self, entries: Entries) -> Iterator[str]:
+        """Yields the names of the model that are not among the entries."""
+
+    def shape_and_dtype(self, name: str) -> tuple[tuple[int, ...], torch.dtype] | None:
+        """Returns shape and dtype of the model's tensor; None if it has no tensor of this name."""
+
+    def initialiser(self, name: str) -> Callable[[], torch.Tensor] | None:
+        """Returns a function that makes the initial value of the tensor as its module does; None if there is none."""
+
+
+class RuleContext:
+    """One application of rules: the entries so far, and the problems."""
+
+    def __init__(self, entries: Entries, read: Callable[[Stored], torch.Tensor]) -> None:
+        self.entries = entries
+        """The entries that the current rule is applied to."""
+        self.find_wanted: Callable[[], Wanted] | None = None
+        """Returns the tensors of the model by the names of the current rule; None without a model."""
+        self.problems: list[Problem] = []
+        self.idle: list[str] = []
+        """Rules that applied to nothing."""
+        self.rule: object = None
+        self._read = read
+        self._results: Entries = {}
+        self._hits = 0
+
+    def run(self, rule: Rule) -> None:
+        """Applies one rule to all entries."""
+        self.rule, self._results, self._hits = rule, {}, 0
+        if hasattr(rule, "apply"):
+            rule.apply(self)
+        else:
+            rename_all(rule, self)
+        # After a rule that needs a model, later rules may lack its results, so they are not reported as idle.
+        if not self._hits and not any(isinstance(problem, NeedsModel) for problem in self.problems):
+            self.idle.append(repr(rule))
+        self.entries = self._results
+
+    @property
+    def wanted(self) -> Wanted | None:
+        return None if self.find_wanted is None else self.find_wanted()
+
+    def keep(self, name: str, entry: Entry) -> None:
+        """Puts an entry into the result as it is."""
+        self._put(name, entry)
+
+    def mark_used(self) -> None:
+        """Records that the rule applies here, so that it is not reported as idle."""
+        self._hits += 1
+
+    def replace(self, entries: Entries) -> None:
+        """Makes these the result: for a rule that works on all entries at once."""
+        self._hits += 1
+        self._results = dict(entries)
+
+    def make(self, name: str, content: Source | Value, of: Sequence[NamedEntry]) -> None:
+        """Puts what the rule made of the entries `of` under a name."""
+        self._hits += 1
+        sources = tuple(dict.fromkeys(source for _, entry in of for source in entry.sources))
+        rules = tuple(dict.fromkeys(rule for _, entry in of for rule in entry.rules))
+        before = tuple(dict.fromkeys(old for last, entry in of for old in (*entry.names, last) if last != name))
+        if len(of) == 1 and name in of[0][1].names:
+            self.problems.append(CyclicRules(name, (*rules, repr(self.rule))))
+        self._put(name, Entry(content, sources, (*rules, repr(self.rule)), before))
+
+    def make_tensor(self, name: str, of: Sequence[NamedEntry], change: Change) -> None:
+        """Puts the tensor that `change` computes from the entries `of` under a name; records a problem if it fails."""
+        self._hits += 1
+        for old, entry in of:
+            if why := entry.why_not_plain:
+                return self.fail(old, why)
+        parts = [entry.tensor for _, entry in of if entry.tensor is not None]
+        try:
+            result = derive(change, parts)
+        except Exception as error:  # torch raises for shapes that do not fit
+            return self.fail(of[0][0], describe(error))
+        return self.make(name, result, of)
+
+    def values(self, source: Source) -> torch.Tensor:
+        """Returns the values of a tensor, for rules that need them. They must not be changed."""
+        return values_of(source, self._read)
+
+    def equal(self, first: Entry, second: Entry) -> bool:
+        """Whether two entries are equal, bit for bit."""
+        if first.tensor is None or second.tensor is None:
+            return first.content is second.content
+        if first.tensor is second.tensor or (isinstance(first.tensor, StoredTensor) and first.tensor == second.tensor):
+            return True
+        left, right = self.values(first.tensor), self.values(second.tensor)
+        return left.dtype == right.dtype and left.shape == right.shape and same_values(left, right)
+
+    def fail(self, name: str, why: str) -> None:
+        """Records why the rule cannot be carried out on this name."""
+        self._hits += 1
+        self.problems.append(BadRule(name, repr(self.rule), why))
+
+    def run_below(self, prefix: str, rule: Rule) -> None:
+        """Applies a rule to the names that begin with a prefix, which the rule does not see; keeps all others."""
+        cut = len(prefix)
+        inside = {name[cut:]: entry for name, entry in self.entries.items() if name.startswith(prefix)}
+        part = RuleContext(inside, self._read)
+        if wanted := self.wanted:
+            part.find_wanted = lambda: _WantedBelow(wanted, prefix)
+        part.run(rule)
+        for name, entry in self.entries.items():
+            if not name.startswith(prefix):
+                self._put(name, entry)
+        self._hits += part._hits
+        self.problems += [replace(problem, name=prefix + problem.name) for problem in part.problems]
+        for name, entry in part.entries.items():
+            self._put(prefix + name, entry)
+
+    def _put(self, name: str, entry: Entry) -> None:
+        first = self._results.setdefault(name, entry)
+        if first is not entry:
+            self.problems.append(NameClash(name, (*first.sources, *entry.sources)))
+
+
+def rename_all(rule: Rule, context: RuleContext) -> None:
+    """Applies a rule that only changes names."""
+    for name, entry in context.entries.items():
+        renamed = rule.rename(name)
+        if renamed is None:
+            context.keep(name, entry)
+        else:
+            context.make(renamed, entry.content, [(name, entry)])
+
+
+@dataclass(frozen=True)
+class Scoped:
+    """A rule for the names that begin with a prefix. The rule does not see the prefix, nor any other name."""
+
+    prefix: str
+    rule: Rule
+
+    def __repr__(self) -> str:
+        return f"{self.rule!r} in {self.prefix}*"
+
+    def rename(self, name: str) -> str | None:
+        renamed = self.rule.rename(name[len(self.prefix) :]) if name.startswith(self.prefix) else None
+        return None if renamed is None else self.prefix + renamed
+
+    def apply(self, context: RuleContext) -> None:
+        if hasattr(self.rule, "apply"):
+            context.run_below(self.prefix, self.rule)
+        else:
+            rename_all(self, context)
+
+    def reverse(self) -> "Scoped":
+        if not hasattr(self.rule, "reverse"):
+            raise irreversible(self.rule, "it has no method reverse")
+        return Scoped(self.prefix, self.rule.reverse())
+
+
+@dataclass(frozen=True)
+class _WantedBelow:
+    """The tensors of the model below a prefix, without that prefix."""
+
+    wanted: Wanted
+    prefix: str
+
+    def lacking(self, entries: Entries) -> Iterator[str]:
+        prefixed = {self.prefix + name: entry for name, entry in entries.items()}
+        cut = len(self.prefix)
+        return (name[cut:] for name in self.wanted.lacking(prefixed) if name.startswith(self.prefix))
+
+    def shape_and_dtype(self, name: str) -> tuple[tuple[int, ...], torch.dtype] | None:
+        return self.wanted.shape_and_dtype(self.prefix + name)
+
+    def initialiser(self, name: str) -> Callable[[], torch.Tensor] | None:
+        return self.wanted.initialiser(self.prefix + name)
+
+
+def unscoped(rule: Rule) -> Rule:
+    """Returns the rule inside any number of `Scoped`."""
+    return unscoped(rule.rule) if isinstance(rule, Scoped) else rule
+
+
 @dataclass(frozen=True, slots=True)
 class Template:
-    """A name in which each `*` is any run of characters, dots too, and each as short as it can be."""
+    """A name in which each `*` matches any run of characters, dots included, and each as short a run as possible."""
 
     text: str
     stars: int = field(init=False)
@@ -28,29 +264,29 @@ class Template:
             raise RuleError(
                 "a rule applies to names", expected="a name, with * for any part of it", found=repr(self.text)
             )
-        parts = self.text.split("*")
-        object.__setattr__(self, "stars", len(parts) - 1)
-        object.__setattr__(self, "_expression", re.compile("(.*?)".join(map(re.escape, parts)), re.DOTALL))
+        pieces = self.text.split("*")
+        object.__setattr__(self, "stars", len(pieces) - 1)
+        object.__setattr__(self, "_expression", re.compile("(.*?)".join(map(re.escape, pieces)), re.DOTALL))
 
     def match(self, name: str) -> tuple[str, ...] | None:
-        """What the wildcards stand for in this name; None for another name."""
-        found = self._expression.fullmatch(name)
-        return found.groups() if found is not None else None
+        """Returns what the wildcards match in this name; None if the name does not match."""
+        match = self._expression.fullmatch(name)
+        return match.groups() if match is not None else None
 
     def fill(self, parts: tuple[str, ...]) -> str:
-        """The name with these parts for the wildcards."""
+        """Returns the name with these parts in place of the wildcards."""
         pieces = self.text.split("*")
         return "".join(piece + part for piece, part in zip(pieces, (*parts, ""), strict=True))
 
 
 @lru_cache(maxsize=8192)
 def template(text: str) -> Template:
-    """The template of a text that has been checked; rules ask for theirs once for every name."""
+    """Returns the cached template of a text: rules need theirs once for every name."""
     return Template(text)
 
 
 def same_stars(first: str, *others: str) -> None:
-    """Raises `RuleError` where names have not as many wildcards as the first."""
+    """Raises `RuleError` if names have another number of wildcards than the first."""
     stars = Template(first).stars
     for other in others:
         if Template(other).stars != stars:
@@ -62,300 +298,67 @@ def same_stars(first: str, *others: str) -> None:
             )
 
 
-@runtime_checkable
-class Rule(Protocol):
-    """A change of names. It says of each name what becomes of it. A class of one's own can be a rule."""
-
-    def rename(self, name: str) -> str | None:
-        """The name in the model of what the checkpoint calls `name`; None where the rule does not apply."""
-
-
-@dataclass(frozen=True, slots=True)
-class Value:
-    """A value that is no tensor."""
-
-    value: object
-
-
-class Entry(NamedTuple):
-    """What a name stands for, in the course of the rules. (A named tuple, for a checkpoint may have very many.)"""
-
-    content: Source | Value
-    sources: tuple[str, ...]
-    """Names in the checkpoint of what it is made of."""
-    rules: tuple[str, ...] = ()
-    """The rules that led here."""
-    names: tuple[str, ...] = ()
-    """Names that it had before."""
-
-    @property
-    def tensor(self) -> Source | None:
-        return None if isinstance(self.content, Value) else self.content
-
-    @property
-    def why_not_plain(self) -> str:
-        """Why nothing can be done with its elements; empty where it can."""
-        return "it is no tensor" if isinstance(self.content, Value) else why_not_plain(self.content)
-
-
-Entries = dict[str, Entry]
-
-
-class Wanted(Protocol):
-    """What the model has places for, as far as rules ask: names in the way of the rule that asks."""
-
-    def lacking(self, entries: Entries) -> Iterator[str]:
-        """Names of the model that are not among the entries."""
-
-    def shape_and_dtype(self, name: str) -> tuple[tuple[int, ...], torch.dtype] | None:
-        """What the model has there; None where it has no tensor of that name."""
-
-    def initialiser(self, name: str) -> Callable[[], torch.Tensor] | None:
-        """What makes a first value of that tensor, as its owner does; None where the owner says nothing of it."""
-
-
-class RuleContext:
-    """One application of rules: what they made so far, and what was wrong with it."""
-
-    def __init__(self, entries: Entries, read: Callable[[Stored], torch.Tensor]) -> None:
-        self.entries = entries
-        self.find_wanted: Callable[[], Wanted] | None = None
-        """Says what the model has places for, by the names of the rule that is run."""
-        self._read = read
-        self.problems: list[Problem] = []
-        self.idle: list[str] = []
-        self.rule: object = None
-        self._made: Entries = {}
-        self._hits = 0
-
-    def run(self, rule: Any) -> None:
-        """Applies one rule to all names."""
-        self.rule, self._made, self._hits = rule, {}, 0
-        if hasattr(rule, "apply"):
-            rule.apply(self)
-        else:
-            rename_all(rule, self)
-        # What a rule would have made of a model is lacking for the later ones.
-        if not self._hits and not any(isinstance(problem, NeedsModel) for problem in self.problems):
-            self.idle.append(repr(rule))
-        self.entries = self._made
-
-    @property
-    def wanted(self) -> Wanted | None:
-        return None if self.find_wanted is None else self.find_wanted()
-
-    def part(self, entries: Entries) -> "RuleContext":
-        """A course of its own for some of the entries, which `take` brings back."""
-        return RuleContext(entries, self._read)
-
-    def take(self, part: "RuleContext", prefix: str) -> None:
-        """Takes over what has become of a part, whose names lack a prefix."""
-        self._hits += part._hits
-        self.problems += [replace(problem, name=prefix + problem.name) for problem in part.problems]
-        for name, entry in part.entries.items():
-            self._put(prefix + name, entry)
-
-    def keep(self, name: str, entry: Entry) -> None:
-        """Leaves an entry as it is."""
-        self._put(name, entry)
-
-    def begin_again(self) -> None:
-        """Leaves everything as it is, and forgets which names it had."""
-        self._hits += 1
-        self._made = {name: entry._replace(names=()) for name, entry in self.entries.items()}
-
-    def replace(self, entries: Entries) -> None:
-        """Puts these in the place of all entries: what a rule that looks at all names at once has made of them."""
-        self._hits += 1
-        self._made = dict(entries)
-
-    def used(self) -> None:
-        """Counts the rule as one that applies here, whatever it matches."""
-        self._hits += 1
-
-    def drop(self) -> None:
-        """Leaves an entry out."""
-        self._hits += 1
-
-    def make(self, name: str, content: Source | Value, of: Sequence[tuple[str, Entry]]) -> None:
-        """Puts what the rule made of these entries under a name."""
-        self._hits += 1
-        sources = tuple(dict.fromkeys(source for _, entry in of for source in entry.sources))
-        chain = tuple(dict.fromkeys(rule for _, entry in of for rule in entry.rules))
-        before = tuple(dict.fromkeys(one for old, entry in of for one in (*entry.names, old) if old != name))
-        if len(of) == 1 and name in of[0][1].names:
-            self.problems.append(CyclicRules(name, (*chain, repr(self.rule))))
-        self._put(name, Entry(content, sources, (*chain, repr(self.rule)), before))
-
-    def tensor(self, name: str, of: Sequence[tuple[str, Entry]], change: Change) -> None:
-        """Puts the tensor that `change` makes of these entries' under a name; where it cannot, that is a problem."""
-        self._hits += 1
-        for old, entry in of:
-            if why := entry.why_not_plain:
-                return self.fail(old, why)
-        parts = [entry.tensor for _, entry in of if entry.tensor is not None]
-        try:
-            made = derived(change, parts)
-        except Exception as error:  # what torch says of these shapes
-            return self.fail(of[0][0], describe(error))
-        return self.make(name, made, of)
-
-    def values(self, source: Source) -> torch.Tensor:
-        """The values of a tensor, for rules that cannot do without. They are not to be changed."""
-        return values_of(source, self._read)
-
-    def equal(self, one: Entry, other: Entry) -> bool:
-        """Whether two entries are the same, bit for bit."""
-        if one.tensor is None or other.tensor is None:
-            return one.content is other.content
-        if one.tensor is other.tensor or (isinstance(one.tensor, StoredTensor) and one.tensor == other.tensor):
-            return True
-        first, second = self.values(one.tensor), self.values(other.tensor)
-        return first.dtype == second.dtype and first.shape == second.shape and same_values(first, second)
-
-    def fail(self, name: str, why: str) -> None:
-        """Takes down why the rule cannot be carried out here."""
-        self._hits += 1
-        self.problems.append(BadRule(name, repr(self.rule), why))
-
-    def fail_without_model(self, name: str) -> None:
-        """Takes down that only a model can say what the rule makes."""
-        self._hits += 1
-        self.problems.append(NeedsModel(name, repr(self.rule)))
-
-    def _put(self, name: str, entry: Entry) -> None:
-        first = self._made.setdefault(name, entry)
-        if first is not entry:
-            self.problems.append(NameClash(name, (*first.sources, *entry.sources)))
-
-
-def rename_all(rule: Rule, course: RuleContext) -> None:
-    """What a rule that only changes names does."""
-    for name, entry in course.entries.items():
-        changed = rule.rename(name)
-        if changed is None:
-            course.keep(name, entry)
-        else:
-            course.make(changed, entry.content, [(name, entry)])
-
-
-def describe(error: Exception) -> str:
-    """An error on one line."""
-    return f"{type(error).__name__}: {error}".partition("\n")[0]
-
-
-class Shown:
-    """Rules print as the code that makes them."""
-
-    __slots__ = ()
-
-    def __repr__(self) -> str:
-        given = []
-        for argument in fields(self):  # type: ignore[arg-type]
-            value = getattr(self, argument.name)
-            if argument.init and argument.default is MISSING:
-                given.append(_shown(value))
-            elif argument.init and value is not argument.default and value != argument.default:
-                given.append(f"{argument.name}={_shown(value)}")
-        return f"{type(self).__name__}({', '.join(given)})"
-
-
-def _shown(value: object) -> str:
-    if isinstance(value, re.Pattern):
-        return f"re.compile({raw(value.pattern)})"
-    if isinstance(value, str):
-        return raw(value)
-    if isinstance(value, tuple):
-        return f"[{', '.join(map(_shown, value))}]"
-    return getattr(value, "__qualname__", None) or repr(value)
-
-
-def raw(text: str) -> str:
-    """Text as code, raw where that reads better."""
-    return f'r"{text}"' if "\\" in text and not re.search(r'"|\n|\\$', text) else repr(text)
-
-
-def as_code(rule: object) -> str:
-    """The rule as a user writes it."""
-    return f"ms.rules.{rule!r}" if type(rule).__module__.startswith("modelstate.") else repr(rule)
-
-
 def matching(pattern: str, entries: Entries) -> Iterator[tuple[str, Entry, tuple[str, ...] | None]]:
-    """Every entry, with what the wildcards of the pattern stand for in its name."""
+    """Yields every entry with what the wildcards of the pattern match in its name; None if the name does not match."""
     template = Template(pattern)
     for name, entry in entries.items():
         yield name, entry, template.match(name)
 
 
+class CodeRepr:
+    """A dataclass whose `repr` is the code that makes it."""
+
+    __slots__ = ()
+
+    def __repr__(self) -> str:
+        arguments = []
+        for argument in fields(self):  # type: ignore[arg-type]
+            value = getattr(self, argument.name)
+            if argument.init and argument.default is MISSING:
+                arguments.append(_value_as_code(value))
+            elif argument.init and value is not argument.default and value != argument.default:
+                arguments.append(f"{argument.name}={_value_as_code(value)}")
+        return f"{type(self).__name__}({', '.join(arguments)})"
+
+
+def _value_as_code(value: object) -> str:
+    if isinstance(value, re.Pattern):
+        return f"re.compile({_raw(value.pattern)})"
+    if isinstance(value, str):
+        return _raw(value)
+    if isinstance(value, tuple):
+        return f"[{', '.join(map(_value_as_code, value))}]"
+    return getattr(value, "__qualname__", None) or repr(value)
+
+
+def _raw(text: str) -> str:
+    """Returns text as a string literal, a raw one if that needs no escapes."""
+    return f'r"{text}"' if "\\" in text and not re.search(r'"|\n|\\$', text) else repr(text)
+
+
+def as_code(rule: object) -> str:
+    """Returns the rule as a user writes it."""
+    return f"ms.rules.{rule!r}" if type(rule).__module__.startswith("modelstate.") else repr(rule)
+
+
+def describe(error: Exception) -> str:
+    """Returns class and message of an error on one line."""
+    return f"{type(error).__name__}: {error}".partition("\n")[0]
+
+
 def irreversible(rule: object, why: str) -> RuleError:
-    """The error for a rule that nothing takes back."""
+    """Returns the error for a rule that has no reverse."""
     return RuleError(
         "the rule cannot be reversed", where=repr(rule), found=why, remedy="write the rules of the way back by hand"
     )
 
 
-@dataclass(frozen=True)
-class Scoped:
-    """A rule for the names that begin with a prefix. All others are left alone."""
-
-    prefix: str
-    rule: Rule
-
-    def __repr__(self) -> str:
-        return f"{self.rule!r} in {self.prefix}*"
-
-    def rename(self, name: str) -> str | None:
-        changed = self.rule.rename(name[len(self.prefix) :]) if name.startswith(self.prefix) else None
-        return None if changed is None else self.prefix + changed
-
-    def apply(self, course: RuleContext) -> None:
-        if not hasattr(self.rule, "apply"):
-            return rename_all(self, course)
-        cut, entries = len(self.prefix), course.entries
-        inside = {name[cut:]: entry for name, entry in entries.items() if name.startswith(self.prefix)}
-        part = course.part(inside)
-        if wanted := course.wanted:
-            part.find_wanted = lambda: _Below(wanted, self.prefix)
-        part.run(self.rule)
-        for name, entry in entries.items():
-            if not name.startswith(self.prefix):
-                course.keep(name, entry)
-        course.take(part, self.prefix)
-        return None
-
-    def reverse(self) -> "Scoped":
-        if not hasattr(self.rule, "reverse"):
-            raise irreversible(self.rule, "it has no method reverse")
-        return Scoped(self.prefix, self.rule.reverse())
-
-
-@dataclass(frozen=True)
-class _Below:
-    """What the model has places for below a prefix."""
-
-    of: Wanted
-    prefix: str
-
-    def lacking(self, entries: Entries) -> Iterator[str]:
-        whole = {self.prefix + name: entry for name, entry in entries.items()}
-        cut = len(self.prefix)
-        return (name[cut:] for name in self.of.lacking(whole) if name.startswith(self.prefix))
-
-    def shape_and_dtype(self, name: str) -> tuple[tuple[int, ...], torch.dtype] | None:
-        return self.of.shape_and_dtype(self.prefix + name)
-
-    def initialiser(self, name: str) -> Callable[[], torch.Tensor] | None:
-        return self.of.initialiser(self.prefix + name)
-
-
-def unscoped(rule: Rule) -> Rule:
-    """The rule itself, whatever part of the names it is for."""
-    return unscoped(rule.rule) if isinstance(rule, Scoped) else rule
-
-
-def whole_numbers(rule: Any, name: str, sizes: Any, least: int) -> tuple[int, ...]:
-    """Sizes that a rule was given. Raises `RuleError`."""
-    several = isinstance(sizes, Sequence) and not isinstance(sizes, str)
-    if not several or not all(isinstance(size, int) and size >= least for size in sizes):
-        raise RuleError(f"{name}= takes sizes", where=type(rule).__name__, expected="whole numbers", found=repr(sizes))
+def check_sizes(rule: object, name: str, sizes: object, least: int) -> tuple[int, ...]:
+    """Returns the sizes that were passed to a rule as the argument `name`. Raises `RuleError` for anything else."""
+    if (
+        not isinstance(sizes, Sequence)
+        or isinstance(sizes, str)
+        or not all(isinstance(size, int) and size >= least for size in sizes)
+    ):
+        raise RuleError(f"{name}= takes sizes", where=type(rule).__name__, expected="integers", found=repr(sizes))
     return tuple(sizes)

@@ -1,10 +1,10 @@
-"""Rules in sequence, and schemas: versions of a model's state with the rules between them."""
+"""Rules in sequence, and schemas: the versions of a model's state with the rules between them."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, overload
+from typing import Any, NoReturn, cast
 
 import torch
 
@@ -12,45 +12,62 @@ from modelstate.checkpoint.checkpoint import Checkpoint
 from modelstate.errors import ModelStateError, OptionError, RuleError, SchemaError
 from modelstate.problems import IdlePattern, Problem, explain
 from modelstate.rules.expression import values_of
-from modelstate.rules.rule import Entries, Entry, Rule, RuleContext, Shown, Value, Wanted, describe, irreversible
-from modelstate.spec import Stored
+from modelstate.rules.rule import CodeRepr, Entries, Entry, Rule, RuleContext, Value, Wanted, describe, irreversible
+from modelstate.spec import Stored, TensorSpec
 
 
 class Rules(tuple[Rule, ...]):
-    """Rules that are applied in their order, each to what the ones before it made."""
+    """Rules that are applied in order, each to the result of the rules before it.
+
+    Args:
+        rules: rules, or nested lists of rules.
+
+    Raises `OptionError` for anything that is not a rule.
+
+    Example:
+        >>> rules = ms.rules.Rules([ms.rules.Prefix(strip="module."), ms.rules.Rename("fc.*", "head.*")])
+        >>> rules.reverse()
+        Rules([Rename('head.*', 'fc.*'), Prefix(add='module.')])
+    """
 
     __slots__ = ()
 
-    def __new__(cls, rules: Iterable[Any] = ()) -> "Rules":
+    def __new__(cls, rules: Iterable[object] = ()) -> "Rules":
         return super().__new__(cls, _flat(rules))
 
     def __repr__(self) -> str:
         return f"Rules([{', '.join(map(repr, self))}])"
 
-    @overload
-    def __add__(self, other: tuple[Rule, ...]) -> "Rules": ...
-    @overload
-    def __add__(self, other: tuple[object, ...]) -> Any: ...
-    def __add__(self, other: Any) -> Any:
+    def __add__(self, other: Iterable[object]) -> "Rules":
         return Rules([*self, *other])
 
     def reverse(self) -> "Rules":
-        """The rules of the way back: of each its reverse, the last one first.
+        """Returns the rules of the way back: the reverse of each rule, the last one first.
 
-        They undo what these did to a checkpoint, as long as no name that these left alone looks like one that they
-        made. Raises `RuleError` for a rule that nothing takes back.
+        They undo what these rules did to a checkpoint, unless a name that these rules left alone looks like one that
+        they made.
+
+        Raises `RuleError` for a rule that has no reverse.
         """
-        found = []
+        reverses = []
         for rule in reversed(self):
             if not hasattr(rule, "reverse"):
                 raise irreversible(rule, "it has no method reverse")
-            found.append(rule.reverse())
-        return Rules(found)
+            reverses.append(rule.reverse())
+        return Rules(reverses)
 
     def apply(self, state: Mapping[str, Any]) -> dict[str, Any]:
-        """What the rules make of a state dict: names to tensors, or to other values. Nothing of it is changed.
+        """Applies the rules to a state dict.
 
-        Tensors that are parts or views of others share their memory. Raises `RuleError` with all that is wrong.
+        Args:
+            state: names to tensors or other values. It is not changed.
+
+        Returns a new dict. Tensors that are parts or views of tensors of `state` share their memory.
+        Raises `RuleError` with every problem.
+
+        Example:
+            >>> ms.rules.Rules([ms.rules.Prefix(strip="module.")]).apply({"module.step": 3})
+            {'step': 3}
         """
         entries = {
             name: Entry(value if isinstance(value, torch.Tensor) else Value(value), (name,))
@@ -61,29 +78,28 @@ class Rules(tuple[Rule, ...]):
         if problems:
             raise RuleError(f"the rules cannot be applied; nothing has been changed\n{explain(problems)}")
         try:
-            return {name: _value(entry) for name, entry in applied.entries.items()}
+            return {
+                name: entry.content.value if isinstance(entry.content, Value) else values_of(entry.content, in_memory)
+                for name, entry in applied.entries.items()
+            }
         except ModelStateError:
             raise
-        except Exception as error:  # what a function of the user's raises when there are values
+        except Exception as error:  # a user's function may raise anything when it gets values
             raise RuleError("a rule cannot be carried out; nothing has been changed", found=describe(error)) from error
 
 
-def _value(entry: Entry) -> Any:
-    return entry.content.value if isinstance(entry.content, Value) else values_of(entry.content, in_memory)
-
-
 def in_memory(stored: Stored) -> torch.Tensor:
-    """The values of a tensor that no file has."""
-    assert isinstance(stored, torch.Tensor)  # what a mapping of tensors holds
+    """Returns the values of a tensor that is not in a file."""
+    assert isinstance(stored, torch.Tensor)  # a mapping of tensors holds nothing else
     return stored.detach()
 
 
 @dataclass(frozen=True, slots=True)
 class Applied:
-    """What rules make of a checkpoint."""
+    """The result of rules on a checkpoint."""
 
     entries: Entries
-    """By their names in the model."""
+    """The entries by their names in the model."""
     idle: tuple[str, ...] = ()
     """Rules that applied to nothing."""
     problems: tuple[Problem, ...] = ()
@@ -95,25 +111,28 @@ def apply_rules(
     read: Callable[[Stored], torch.Tensor],
     wanted: Callable[[Iterable[Rule]], Wanted] | None = None,
 ) -> Applied:
-    """Applies the rules in their order, each to what the ones before it made.
+    """Applies rules in order, each to the result of the rules before it.
 
-    `read` gives the values of a tensor to rules that cannot do without; `wanted` says what the model has places for,
-    by the names that it would have before the rules that are still to come.
+    Args:
+        rules: the rules.
+        entries: the entries of the checkpoint.
+        read: returns the values of a stored tensor, for rules that need values.
+        wanted: returns the tensors of the model, by the names that they have before the rules that it gets.
     """
     rules = tuple(rules)
-    course = RuleContext(entries, read)
+    context = RuleContext(entries, read)
     for index, rule in enumerate(rules):
-        course.find_wanted = None if wanted is None else partial(wanted, rules[index + 1 :])
-        course.run(rule)
-    return Applied(course.entries, tuple(course.idle), tuple(course.problems))
+        context.find_wanted = None if wanted is None else partial(wanted, rules[index + 1 :])
+        context.run(rule)
+    return Applied(context.entries, tuple(context.idle), tuple(context.problems))
 
 
-def check_rules(rules: Any) -> tuple[Rule, ...]:
-    """The rules, if that is what they are. Raises `OptionError`."""
+def check_rules(rules: object) -> tuple[Rule, ...]:
+    """Returns a rule, or nested lists of rules, as a flat tuple. Raises `OptionError` for anything else."""
     return tuple(_flat(rules if isinstance(rules, Iterable) else (rules,)))
 
 
-def _flat(rules: Iterable[Any]) -> Iterator[Rule]:
+def _flat(rules: Iterable[object]) -> Iterator[Rule]:
     for rule in rules:
         if isinstance(rule, list | tuple):
             yield from _flat(rule)
@@ -124,29 +143,43 @@ def _flat(rules: Iterable[Any]) -> Iterator[Rule]:
 
 
 def renamed_by(rules: Iterable[Rule], name: str) -> str:
-    """What all rules together make of one name."""
+    """Returns the name that all rules together give to one name."""
     for rule in rules:
-        changed = rule.rename(name)
-        name = name if changed is None else changed
+        renamed = rule.rename(name)
+        name = name if renamed is None else renamed
     return name
 
 
 def way_back(rules: Iterable[Rule]) -> tuple[Rule, ...]:
-    """The reverses of those rules that have one, the last one first: they lead to the names from before, nearly."""
-    found: list[Rule] = []
+    """Returns the reverses of the rules that have one, the last one first.
+
+    They lead to the names before the rules, except where a rule cannot be reversed.
+    """
+    reverses: list[Rule] = []
     for rule in reversed(tuple(rules)):
         with suppress(RuleError):
-            found += [rule.reverse()] if hasattr(rule, "reverse") else []
-    return tuple(found)
+            reverses += [rule.reverse()] if hasattr(rule, "reverse") else []
+    return tuple(reverses)
 
 
-Recognise = Callable[[Mapping[str, Any]], bool]
-"""Whether a checkpoint, as names to `TensorSpec`, is of a version."""
+Recognise = Callable[[Mapping[str, TensorSpec]], bool]
+"""Tells from the names and specs of a checkpoint whether it is of a version."""
 
 
 @dataclass(frozen=True, repr=False)
-class Migration(Shown):
-    """What leads from the version before to `version`: its rules, in their order."""
+class Migration(CodeRepr):
+    """The rules from the previous version to `version`.
+
+    Args:
+        version: the version that the rules lead to.
+        rules: rules, in order.
+
+    Raises `OptionError` if the version is not text, or for anything that is not a rule.
+
+    Example:
+        >>> ms.rules.Migration("2.0", [ms.rules.Rename("fc.*", "head.*")])
+        Migration('2.0', Rules([Rename('fc.*', 'head.*')]))
+    """
 
     version: str
     rules: Rules
@@ -157,29 +190,39 @@ class Migration(Shown):
 
 
 @dataclass(frozen=True, repr=False)
-class Reached(Shown):
-    """Marks in a chain of rules that what follows begins with a checkpoint of this version."""
+class Reached(CodeRepr):
+    """Marks the place in a chain of rules where a checkpoint of this version begins."""
 
     version: str
 
     def rename(self, name: str) -> str | None:
         return None
 
-    def apply(self, course: RuleContext) -> None:
-        course.begin_again()
+    def apply(self, context: RuleContext) -> None:
+        # Forgets earlier names: a later version may use a name again, which is not a cycle of rules.
+        context.replace({name: entry._replace(names=()) for name, entry in context.entries.items()})
 
     def reverse(self) -> "Reached":
         return self
 
 
 class Schema:
-    """The versions of a model's state, from the first on. It can be given wherever rules can.
+    """The versions of a model's state, the oldest first. It can be passed wherever rules can.
 
-    The version of a checkpoint is what `modelstate.save(..., schema=)` noted in it. Where nothing is noted, the
-    predicates of `recognise`, by version, are called: each gets a mapping of names to specs, of the part of the
-    checkpoint that is loaded and of nothing else in the file. Or the version is given: `rules=schema.rules("1.0")`.
+    The version of a checkpoint is the one that `modelstate.save(..., schema=)` noted in it. If none is noted, the
+    predicates of `recognise` decide. To choose it yourself, pass `rules=schema.rules("1.0")`.
 
-    Raises `OptionError` for versions that are no text, or are there twice.
+    Args:
+        first: the oldest version.
+        migrations: the later versions, each with the rules that lead to it.
+        recognise: a predicate by version. It gets a mapping from name to `TensorSpec` with the part of the checkpoint
+            that is loaded, and nothing else of the file.
+
+    Raises `OptionError` for versions that are not text, or are listed twice.
+
+    Example:
+        >>> schema = ms.rules.Schema("1.0", [ms.rules.Migration("2.0", [ms.rules.Rename("fc.*", "head.*")])])
+        >>> ms.load(model, "old.safetensors", rules=schema)
     """
 
     def __init__(
@@ -192,7 +235,7 @@ class Schema:
         self.versions = (_check_version(first), *(migration.version for migration in self.migrations))
         """All versions, the oldest first."""
         if len(set(self.versions)) < len(self.versions):
-            raise OptionError("a version is there twice", found=", ".join(self.versions))
+            raise OptionError("a version is listed twice", found=", ".join(self.versions))
         self.recognise = dict(recognise or {})
         for version, predicate in self.recognise.items():
             self._index(version)
@@ -208,26 +251,33 @@ class Schema:
         return self.versions[-1]
 
     def rules(self, since: str, to: str | None = None) -> Rules:
-        """The rules from one version to another, by default the current; to an older one by their reverses.
+        """Returns the rules from one version to another.
 
-        Raises `SchemaError` for a version that is none of these, `RuleError` where there is no way back.
+        Args:
+            since: the version to begin with.
+            to: the version to end with, by default the current one. For an older version, the rules are reversed.
+
+        Raises `SchemaError` for an unknown version, and `RuleError` for a rule that has no reverse.
         """
         begin, end = self._index(since), self._index(self.version if to is None else to)
         if end < begin:
             return self.rules(self.versions[end], since).reverse()
-        found: list[Rule] = []
+        rules: list[Rule] = []
         for migration in self.migrations[begin:end]:
-            found += [*migration.rules, Reached(migration.version)]
-        return Rules(found[:-1])
+            rules += [*migration.rules, Reached(migration.version)]
+        return Rules(rules[:-1])
 
     def rules_for(self, checkpoint: Checkpoint) -> Rules:
-        """The rules that lead from a checkpoint to the current version. Raises `SchemaError`."""
+        """Returns the rules from the version of a checkpoint to the current one. Raises `SchemaError`."""
         return self.rules(self.version_of(checkpoint))
 
     def version_of(self, checkpoint: Checkpoint) -> str:
-        """The version of a checkpoint, which is one state dict: of a file with several, the part that is meant.
+        """Returns the version of a checkpoint.
 
-        Raises `SchemaError` where nothing says it, or several predicates do.
+        Args:
+            checkpoint: one state dict; of a file with several, the part that is loaded.
+
+        Raises `SchemaError` if no version is noted and not exactly one predicate recognises the checkpoint.
         """
         noted = self._noted(checkpoint)
         if noted is not None:
@@ -237,35 +287,15 @@ class Schema:
         return self._recognised(checkpoint, checkpoint.source + part, inner)
 
     def version_of_names(self, names: Iterable[str], where: str) -> str:
-        """The version of a state of which only the names are known, as of an optimizer's. Raises `SchemaError`.
+        """Returns the version of a state whose names alone are known, such as an optimizer's.
 
-        A predicate that asks for a shape or a dtype gets an error.
+        A predicate that asks for a shape or a dtype gets an error. Raises `SchemaError`.
         """
-        return self._recognised(dict.fromkeys(names, _NameOnly()), where)
-
-    def _recognised(self, names: Mapping[str, Any], where: str, parts: Sequence[str] = ()) -> str:
-        found = [version for version in self.recognise if self._recognises(version, names, where)]
-        if len(found) == 1:
-            return found[0]
-        if found:
-            raise SchemaError(
-                "several versions recognise the checkpoint as theirs",
-                where=where,
-                found=", ".join(found),
-                remedy="make their predicates narrower, or give the version: rules=schema.rules(version)",
-            )
-        remedy = "give the version: rules=schema.rules(version)"
-        if parts:
-            remedy += f"; or the part that is meant: key={parts[0]!r}" + (f" or {parts[1]!r}" if parts[1:] else "")
-        raise SchemaError(
-            "nothing says of which version the checkpoint is",
-            where=where,
-            expected=f"one of {', '.join(self.versions)}, noted by modelstate.save or recognised by a predicate",
-            remedy=remedy,
-        )
+        specs = dict.fromkeys(names, _NameOnly())
+        return self._recognised(cast(Mapping[str, TensorSpec], specs), where)
 
     def renamings(self, checkpoint: Checkpoint) -> list[Callable[[str], str]]:
-        """What the rules make of a name: a function for each version that the checkpoint may have."""
+        """Returns, for each version that the checkpoint may have, a function from its names to the current names."""
         noted = self._noted(checkpoint)
         return [partial(renamed_by, self.rules(version)) for version in (self.versions if noted is None else [noted])]
 
@@ -273,14 +303,35 @@ class Schema:
         noted = checkpoint.metadata.get("schema")
         return None if noted is None else self.versions[self._index(str(noted), checkpoint.source)]
 
-    def _recognises(self, version: str, names: Mapping[str, Any], where: str) -> bool:
+    def _recognised(self, specs: Mapping[str, TensorSpec], where: str, parts: Sequence[str] = ()) -> str:
+        versions = [version for version in self.recognise if self._recognises(version, specs, where)]
+        if len(versions) == 1:
+            return versions[0]
+        if versions:
+            raise SchemaError(
+                "several versions recognise the checkpoint as theirs",
+                where=where,
+                found=", ".join(versions),
+                remedy="make their predicates narrower, or give the version: rules=schema.rules(version)",
+            )
+        remedy = "give the version: rules=schema.rules(version)"
+        if parts:
+            remedy += f"; or the part that is meant: key={parts[0]!r}" + (f" or {parts[1]!r}" if parts[1:] else "")
+        raise SchemaError(
+            "the version of the checkpoint is unknown",
+            where=where,
+            expected=f"one of {', '.join(self.versions)}, noted by modelstate.save or recognised by a predicate",
+            remedy=remedy,
+        )
+
+    def _recognises(self, version: str, specs: Mapping[str, TensorSpec], where: str) -> bool:
         try:
-            return bool(self.recognise[version](names))
+            return bool(self.recognise[version](specs))
         except Exception as error:
             raise SchemaError(
                 f"the predicate that recognises version {version} raised",
                 where=where,
-                found=f"{type(error).__name__}: {error}".partition("\n")[0],
+                found=describe(error),
                 remedy='let it ask for names that are there: "name" in checkpoint, checkpoint.get("name")',
             ) from error
 
@@ -293,13 +344,13 @@ class Schema:
 
 
 class _NameOnly:
-    """In place of a `TensorSpec` where nothing but the name is known."""
+    """Replaces a `TensorSpec` if only the name of a tensor is known."""
 
-    def __getattr__(self, attribute: str) -> Any:
+    def __getattr__(self, attribute: str) -> NoReturn:
         raise AttributeError(f"only the names of the parameters are known, and not the {attribute} of one")
 
 
 def _check_version(version: object) -> str:
     if not isinstance(version, str) or not version:
-        raise OptionError("a version is text", expected='"2.0", say', found=repr(version))
+        raise OptionError("a version is text", expected='text such as "2.0"', found=repr(version))
     return version

@@ -1,4 +1,4 @@
-"""Rules that change tensors: cast, reshape, transpose, split, concatenate, apply a function."""
+"""Rules that change tensors: transpose, reshape, cast, apply a function, split, concatenate."""
 
 from collections.abc import Callable, Sequence
 from copy import deepcopy
@@ -11,24 +11,27 @@ import torch
 from modelstate.errors import RuleError, TransformError
 from modelstate.rules.expression import Derived, Source, meta_like
 from modelstate.rules.rule import (
+    CodeRepr,
     Entry,
+    NamedEntry,
     RuleContext,
-    Shown,
     Template,
     Value,
+    check_sizes,
     describe,
     irreversible,
     matching,
     same_stars,
-    whole_numbers,
+    template,
 )
 from modelstate.torch_compat.dtypes import cast_between, dtype_named
 
-_Named = tuple[str, Entry]
 
+class _TensorRule(CodeRepr):
+    """A rule that changes each tensor whose name matches, and keeps its name.
 
-class _OneByOne(Shown):
-    """A rule that changes tensors and leaves them their names."""
+    A subclass defines either `change`, or `apply_to` where `change` needs more than the tensor.
+    """
 
     pattern: str
 
@@ -36,25 +39,34 @@ class _OneByOne(Shown):
         Template(self.pattern)
 
     def rename(self, name: str) -> str | None:
-        return None if Template(self.pattern).match(name) is None else name
+        return None if template(self.pattern).match(name) is None else name
 
-    def apply(self, course: RuleContext) -> None:
-        for name, entry, parts in matching(self.pattern, course.entries):
+    def apply(self, context: RuleContext) -> None:
+        for name, entry, parts in matching(self.pattern, context.entries):
             if parts is None:
-                course.keep(name, entry)
+                context.keep(name, entry)
             else:
-                self.change_entry(course, name, entry)
+                self.apply_to(context, name, entry)
 
-    def change_entry(self, course: RuleContext, name: str, entry: Entry) -> None:
-        course.tensor(name, [(name, entry)], self.change)
+    def apply_to(self, context: RuleContext, name: str, entry: Entry) -> None:
+        context.make_tensor(name, [(name, entry)], self.change)
 
     def change(self, tensor: torch.Tensor) -> torch.Tensor:
         raise NotImplementedError
 
 
 @dataclass(frozen=True, repr=False)
-class Transpose(_OneByOne):
-    """Exchanges two dimensions: the weight of a Conv1D for that of a Linear."""
+class Transpose(_TensorRule):
+    """Exchanges two dimensions: the weight of a Conv1D becomes that of a Linear.
+
+    Args:
+        pattern: a name in which each `*` matches any run of characters.
+        dim0: the first dimension.
+        dim1: the second dimension.
+
+    Example:
+        >>> ms.load(model, "gpt2.safetensors", rules=ms.rules.Transpose("h.*.attn.c_attn.weight"))
+    """
 
     pattern: str
     dim0: int = 0
@@ -68,8 +80,19 @@ class Transpose(_OneByOne):
 
 
 @dataclass(frozen=True, repr=False)
-class Reshape(_OneByOne):
-    """Gives a tensor another shape, its elements in their order. `before=` says which it had, for the way back."""
+class Reshape(_TensorRule):
+    """Gives tensors another shape, with their elements in the same order.
+
+    Args:
+        pattern: a name in which each `*` matches any run of characters.
+        shape: the new shape; one size can be -1.
+        before: the shape before, which is checked. A rule without it cannot be reversed.
+
+    Raises `RuleError` for anything but sizes.
+
+    Example:
+        >>> ms.load(model, "old.pt", rules=ms.rules.Reshape("pos_embed", [196, 768], before=[1, 196, 768]))
+    """
 
     pattern: str
     shape: tuple[int, ...]
@@ -80,7 +103,7 @@ class Reshape(_OneByOne):
         for name in ("shape", "before"):
             sizes = getattr(self, name)
             if sizes is not None:
-                object.__setattr__(self, name, whole_numbers(self, name, sizes, least=-1))
+                object.__setattr__(self, name, check_sizes(self, name, sizes, least=-1))
 
     def change(self, tensor: torch.Tensor) -> torch.Tensor:
         if self.before is not None and tensor.reshape(self.before).shape != tensor.shape:
@@ -94,8 +117,19 @@ class Reshape(_OneByOne):
 
 
 @dataclass(frozen=True, repr=False)
-class Cast(_OneByOne):
-    """Gives tensors another dtype, also one that loses values. `before=` says which they had, for the way back."""
+class Cast(_TensorRule):
+    """Casts tensors to a dtype, including one that loses values.
+
+    Args:
+        pattern: a name in which each `*` matches any run of characters.
+        dtype: a dtype of torch, or its name: `torch.bfloat16`, "bfloat16" or "bf16".
+        before: the dtype before, which is checked. A rule without it, or one that loses values, cannot be reversed.
+
+    Raises `RuleError` for anything but dtypes.
+
+    Example:
+        >>> ms.load(model, "fp32.pt", rules=ms.rules.Cast("*", torch.bfloat16))
+    """
 
     pattern: str
     dtype: torch.dtype
@@ -104,11 +138,11 @@ class Cast(_OneByOne):
     def __post_init__(self) -> None:
         super().__post_init__()
         for name in ("dtype", "before"):
-            given: object = getattr(self, name)
-            if isinstance(given, str):
-                object.__setattr__(self, name, dtype_named(given) or given)
-            if not isinstance(getattr(self, name), torch.dtype) and (given is not None or name == "dtype"):
-                raise RuleError("a Cast takes dtypes", where=self, found=repr(given))
+            dtype: object = getattr(self, name)
+            if isinstance(dtype, str):
+                object.__setattr__(self, name, dtype_named(dtype) or dtype)
+            if not isinstance(getattr(self, name), torch.dtype) and (dtype is not None or name == "dtype"):
+                raise RuleError("a Cast takes dtypes", where=self, found=repr(dtype))
 
     def change(self, tensor: torch.Tensor) -> torch.Tensor:
         if self.before is not None and tensor.dtype != self.before:
@@ -124,12 +158,22 @@ class Cast(_OneByOne):
 
 
 @dataclass(frozen=True, repr=False)
-class Apply(_OneByOne):
-    """Calls `fn(tensor)` for what is like `pattern`, for all that no other rule does; `inverse` is the way back.
+class Apply(_TensorRule):
+    """Replaces what matches `pattern` by the result of a function, for changes that no other rule makes.
 
-    `fn` is called with a tensor on the meta device first, to know shape and dtype; where it cannot take one, with the
-    values, which are read twice then. It always gets a copy. For extra state it is called with a copy of the value.
-    `moves` says that it only moves elements about, so that what an optimizer has for each element goes the same way.
+    Args:
+        pattern: a name in which each `*` matches any run of characters.
+        fn: called with a tensor on the meta device first, to learn shape and dtype of its result; if it raises, with
+            the values, which are then read twice. Later it is called with the values, as a copy that it may change.
+            For extra state it is called with a copy of the value.
+        inverse: the function of the way back. A rule without it cannot be reversed.
+        moves: declares that `fn` only moves elements, so that the per-element state of an optimizer can be moved in
+            the same way.
+
+    Raises `RuleError` for anything but functions.
+
+    Example:
+        >>> ms.load(model, "old.pt", rules=ms.rules.Apply("*.scale", torch.exp, inverse=torch.log))
     """
 
     pattern: str
@@ -144,36 +188,36 @@ class Apply(_OneByOne):
                 "an Apply takes functions", where=repr(self.pattern), found=f"{self.fn!r}, {self.inverse!r}"
             )
 
-    def change_entry(self, course: RuleContext, name: str, entry: Entry) -> None:
+    def apply_to(self, context: RuleContext, name: str, entry: Entry) -> None:
         try:
             if isinstance(entry.content, Value):
-                made: Source | Value = Value(self.fn(deepcopy(entry.content.value)))
+                result: Source | Value = Value(self.fn(deepcopy(entry.content.value)))
             else:
-                made = self._of_tensor(entry.content, course)
-        except Exception as error:  # whatever the user's function raises
-            return course.fail(name, describe(error))
-        return course.make(name, made, [(name, entry)])
+                result = self._derive(entry.content, context)
+        except Exception as error:  # a user's function may raise anything
+            return context.fail(name, describe(error))
+        return context.make(name, result, [(name, entry)])
 
-    def _of_tensor(self, source: Source, course: RuleContext) -> Source:
+    def _derive(self, source: Source, context: RuleContext) -> Source:
         try:
-            likeness = self._called(meta_like(source))
-        except Exception:  # it may want to see values
-            likeness = self._called(course.values(source).clone())
-        dtype, shape = likeness.dtype, tuple(likeness.shape)
-        return Derived(dtype, shape, (source,), partial(self._computed, dtype, shape), is_certain=False)
+            example = self._call(meta_like(source))
+        except Exception:  # the function may need values
+            example = self._call(context.values(source).clone())
+        dtype, shape = example.dtype, tuple(example.shape)
+        return Derived(dtype, shape, (source,), partial(self._compute, dtype, shape), is_certain=False)
 
-    def _computed(self, dtype: torch.dtype, shape: tuple[int, ...], tensor: torch.Tensor) -> torch.Tensor:
-        result = self._called(tensor.clone())  # of its own: the function may write to it
+    def _compute(self, dtype: torch.dtype, shape: tuple[int, ...], tensor: torch.Tensor) -> torch.Tensor:
+        result = self._call(tensor.clone())  # a copy, because the function may write to it
         if (result.dtype, tuple(result.shape)) != (dtype, shape):
             raise TransformError(
-                "a function made something else of the values than it made of the shape; nothing has been changed",
+                "a function returned another shape or dtype for the values than before; nothing has been changed",
                 where=repr(self),
                 expected=f"{dtype} of shape {shape}",
                 found=f"{result.dtype} of shape {tuple(result.shape)}",
             )
         return result.detach()
 
-    def _called(self, tensor: torch.Tensor) -> torch.Tensor:
+    def _call(self, tensor: torch.Tensor) -> torch.Tensor:
         result = self.fn(tensor)
         if not isinstance(result, torch.Tensor):
             raise TypeError(f"the function returned {type(result).__name__}, not a tensor")
@@ -186,11 +230,19 @@ class Apply(_OneByOne):
 
 
 @dataclass(frozen=True, repr=False)
-class Split(Shown):
-    """Cuts a tensor into several, along one dimension: a fused QKV into three.
+class Split(CodeRepr):
+    """Cuts a tensor into several along one dimension: a fused QKV into three. Reads only the parts that are used.
 
-    `Split("*.qkv.*", ["*.q.*", "*.k.*", "*.v.*"])` makes parts of one size; `sizes=` says other ones. Only the bytes
-    of the parts that are wanted are read.
+    Args:
+        pattern: a name in which each `*` matches any run of characters.
+        into: the names of the parts, each with as many `*`.
+        dim: the dimension to cut.
+        sizes: the sizes of the parts in that dimension; equal by default.
+
+    Raises `RuleError` if names or sizes do not correspond.
+
+    Example:
+        >>> ms.load(model, "fused.pt", rules=ms.rules.Split("*.qkv.*", ["*.q.*", "*.k.*", "*.v.*"]))
     """
 
     pattern: str
@@ -201,30 +253,30 @@ class Split(Shown):
     def __post_init__(self) -> None:
         _set_names(self, "into", self.into)
         same_stars(self.pattern, *self.into)
-        _check_sizes(self, len(self.into), self.sizes)
+        _set_sizes(self, len(self.into))
 
     def rename(self, name: str) -> str | None:
-        parts = Template(self.pattern).match(name)
-        return None if parts is None else Template(self.into[0]).fill(parts)
+        parts = template(self.pattern).match(name)
+        return None if parts is None else template(self.into[0]).fill(parts)
 
-    def apply(self, course: RuleContext) -> None:
-        for name, entry, parts in matching(self.pattern, course.entries):
+    def apply(self, context: RuleContext) -> None:
+        for name, entry, parts in matching(self.pattern, context.entries):
             if parts is None:
-                course.keep(name, entry)
-                continue
-            why = self._why_not(entry)
-            if why:
-                course.fail(name, why)
-                continue
-            starts, sizes = self._pieces(entry)
-            for target, start, size in zip(self.into, starts, sizes, strict=True):
-                cut = partial(torch.narrow, dim=self.dim, start=start, length=size)
-                course.tensor(Template(target).fill(parts), [(name, entry)], cut)
+                context.keep(name, entry)
+            elif entry.tensor is None or entry.why_not_plain:
+                context.fail(name, entry.why_not_plain)
+            elif why := self._why_not(tuple(entry.tensor.shape)):
+                context.fail(name, why)
+            else:
+                whole, start = entry.tensor.shape[self.dim], 0
+                sizes = self.sizes or (whole // len(self.into),) * len(self.into)
+                for target, size in zip(self.into, sizes, strict=True):
+                    cut = partial(torch.narrow, dim=self.dim, start=start, length=size)
+                    context.make_tensor(template(target).fill(parts), [(name, entry)], cut)
+                    start += size
 
-    def _why_not(self, entry: Entry) -> str:
-        if entry.tensor is None or entry.why_not_plain:
-            return entry.why_not_plain
-        shape = tuple(entry.tensor.shape)
+    def _why_not(self, shape: tuple[int, ...]) -> str:
+        """Returns why a tensor of this shape cannot be split; empty if it can."""
         if not -len(shape) <= self.dim < len(shape):
             return f"it has no dimension {self.dim}: its shape is {list(shape)}"
         size = shape[self.dim]
@@ -234,21 +286,24 @@ class Split(Shown):
             return f"{size} cannot be cut into {len(self.into)} parts of one size: give sizes="
         return ""
 
-    def _pieces(self, entry: Entry) -> tuple[list[int], Sequence[int]]:
-        assert entry.tensor is not None
-        whole = entry.tensor.shape[self.dim]
-        sizes = self.sizes or (whole // len(self.into),) * len(self.into)
-        return [sum(sizes[:index]) for index in range(len(sizes))], sizes
-
     def reverse(self) -> "Concat":
         return Concat(self.into, self.pattern, self.dim, self.sizes)
 
 
 @dataclass(frozen=True, repr=False)
-class Concat(Shown):
-    """Joins several tensors into one, along one dimension: separate Q, K and V into a fused QKV.
+class Concat(CodeRepr):
+    """Joins several tensors into one along one dimension: separate Q, K and V into a fused QKV.
 
-    `Concat(["*.q.*", "*.k.*", "*.v.*"], "*.qkv.*")`. The parts have one size, or the `sizes=` that are given.
+    Args:
+        patterns: the names of the parts, in which each `*` matches any run of characters.
+        into: the name of the result, with as many `*`.
+        dim: the dimension to join.
+        sizes: the sizes of the parts in that dimension, which are checked; equal by default.
+
+    Raises `RuleError` if names or sizes do not correspond.
+
+    Example:
+        >>> ms.load(model, "separate.pt", rules=ms.rules.Concat(["*.q.*", "*.k.*", "*.v.*"], "*.qkv.*"))
     """
 
     patterns: tuple[str, ...]
@@ -259,86 +314,87 @@ class Concat(Shown):
     def __post_init__(self) -> None:
         _set_names(self, "patterns", self.patterns)
         same_stars(self.into, *self.patterns)
-        _check_sizes(self, len(self.patterns), self.sizes)
+        _set_sizes(self, len(self.patterns))
 
     def rename(self, name: str) -> str | None:
         for pattern in self.patterns:
-            parts = Template(pattern).match(name)
+            parts = template(pattern).match(name)
             if parts is not None:
-                return Template(self.into).fill(parts)
+                return template(self.into).fill(parts)
         return None
 
-    def apply(self, course: RuleContext) -> None:
-        groups: dict[str, list[_Named | None]] = {}
+    def apply(self, context: RuleContext) -> None:
+        groups: dict[str, list[NamedEntry | None]] = {}
         templates = [Template(pattern) for pattern in self.patterns]
-        member: dict[str, str] = {}
-        for name, entry in course.entries.items():
-            for index, template in enumerate(templates):
-                parts = template.match(name)
+        target_of: dict[str, str] = {}
+        for name, entry in context.entries.items():
+            for index, part_template in enumerate(templates):
+                parts = part_template.match(name)
                 if parts is not None:
-                    target = Template(self.into).fill(parts)
+                    target = template(self.into).fill(parts)
                     groups.setdefault(target, [None] * len(templates))[index] = (name, entry)
-                    member[name] = target
+                    target_of[name] = target
                     break
-        for name, entry in course.entries.items():
-            if name not in member:
-                course.keep(name, entry)
-            elif (group := groups.pop(member[name], None)) is not None:
-                self._join(course, member[name], group)
+        for name, entry in context.entries.items():
+            if name not in target_of:
+                context.keep(name, entry)
+            elif (group := groups.pop(target_of[name], None)) is not None:
+                self._join(context, target_of[name], group)
 
-    def _join(self, course: RuleContext, target: str, group: Sequence[_Named | None]) -> None:
-        found = [one for one in group if one is not None]
-        if len(found) < len(group):
-            absent = ", ".join(pattern for pattern, one in zip(self.patterns, group, strict=True) if one is None)
-            there = ", ".join(name for name, _ in found)
-            return course.fail(target, f"there is {there}, and nothing like {absent}")
-        for name, entry in found:
+    def _join(self, context: RuleContext, target: str, group: Sequence[NamedEntry | None]) -> None:
+        present = [part for part in group if part is not None]
+        if len(present) < len(group):
+            absent = ", ".join(pattern for pattern, part in zip(self.patterns, group, strict=True) if part is None)
+            names = ", ".join(name for name, _ in present)
+            return context.fail(target, f"there is {names}, and nothing like {absent}")
+        for name, entry in present:
             if entry.why_not_plain:
-                return course.fail(name, entry.why_not_plain)
-        tensors = [entry.tensor for _, entry in found if entry.tensor is not None]
+                return context.fail(name, entry.why_not_plain)
+        tensors = [entry.tensor for _, entry in present if entry.tensor is not None]
         if why := self._why_not(tensors):
-            return course.fail(target, why)
-        # Not by torch.cat on meta: to know a shape that way takes it a second, the first time.
+            return context.fail(target, why)
+        # The shape is computed here: the first call of torch.cat on the meta device takes a second.
         shape = list(tensors[0].shape)
         shape[self.dim] = sum(tensor.shape[self.dim] for tensor in tensors)
-        return course.make(target, Derived(tensors[0].dtype, tuple(shape), tuple(tensors), self._cat), found)
+        return context.make(target, Derived(tensors[0].dtype, tuple(shape), tuple(tensors), self._cat), present)
+
+    def _cat(self, *parts: torch.Tensor) -> torch.Tensor:
+        return torch.cat(parts, self.dim)
 
     def _why_not(self, tensors: Sequence[Source]) -> str:
+        """Returns why these tensors cannot be joined; empty if they can."""
         shapes = [list(tensor.shape) for tensor in tensors]
         if not all(-len(shape) <= self.dim < len(shape) for shape in shapes):
             return f"there is no dimension {self.dim} in the shapes {shapes}"
-        sizes = [shape.pop(self.dim) for shape in map(list, shapes)]
-        wanted = list(self.sizes) if self.sizes is not None else sizes[:1] * len(sizes)
-        if sizes != wanted:
-            return f"the parts have the sizes {sizes}, not {wanted}: give sizes="
-        rest = [shape[: self.dim] + shape[self.dim :][1:] for shape in shapes]
-        if any(one != rest[0] for one in rest):
+        sizes = [shape[self.dim] for shape in shapes]
+        expected = list(self.sizes) if self.sizes is not None else sizes[:1] * len(sizes)
+        if sizes != expected:
+            return f"the parts have the sizes {sizes}, not {expected}: give sizes="
+        others = [shape[: self.dim] + shape[self.dim :][1:] for shape in shapes]
+        if any(other != others[0] for other in others):
             return f"the shapes {shapes} differ in more than dimension {self.dim}"
         if len({tensor.dtype for tensor in tensors}) > 1:
             return "the parts have several dtypes"
         return ""
 
-    def _cat(self, *parts: torch.Tensor) -> torch.Tensor:
-        return torch.cat(parts, self.dim)
-
     def reverse(self) -> "Split":
         return Split(self.into, self.patterns, self.dim, self.sizes)
 
 
-def _set_names(rule: Any, name: str, given: object) -> None:
-    if isinstance(given, str) or not isinstance(given, Sequence) or not given:
-        raise RuleError(f"{name}= takes several names", where=type(rule).__name__, found=repr(given))
-    if len(set(given)) != len(given):
-        raise RuleError("a name is there twice", where=type(rule).__name__, found=repr(given))
-    object.__setattr__(rule, name, tuple(given))
+def _set_names(rule: Split | Concat, argument: str, names: object) -> None:
+    if isinstance(names, str) or not isinstance(names, Sequence) or not names:
+        raise RuleError(f"{argument}= takes several names", where=type(rule).__name__, found=repr(names))
+    if len(set(names)) != len(names):
+        raise RuleError(f"{argument}= has a name twice", where=type(rule).__name__, found=repr(names))
+    object.__setattr__(rule, argument, tuple(names))
 
 
-def _check_sizes(rule: Any, count: int, sizes: object) -> None:
+def _set_sizes(rule: Split | Concat, count: int) -> None:
     if not isinstance(rule.dim, int):
         raise RuleError("dim= is a number", where=rule, found=repr(rule.dim))
-    if sizes is None:
+    if rule.sizes is None:
         return
-    checked = whole_numbers(rule, "sizes", sizes, least=0)
-    if len(checked) != count:
-        raise RuleError("as many sizes as parts", where=type(rule).__name__, expected=count, found=repr(sizes))
-    object.__setattr__(rule, "sizes", checked)
+    sizes = check_sizes(rule, "sizes", rule.sizes, least=0)
+    if len(sizes) != count:
+        raise RuleError("sizes= takes one size for each part", where=type(rule).__name__, expected=count, found=sizes)
+    object.__setattr__(rule, "sizes", sizes)

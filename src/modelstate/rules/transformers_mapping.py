@@ -1,8 +1,9 @@
-"""The names and layouts in which transformers saves its models, as a rule.
+"""A rule for the names and layouts in which transformers saves its models.
 
-From version 5 on, transformers renames, splits and joins the weights of many models as it saves them, and undoes that
-as it loads them. The table of these changes is transformers' own (`transformers.conversion_mapping`): it is read from
-the version that is installed, and never copied here.
+From version 5 on, transformers renames, splits and joins the weights of many models when it saves them, and reverses
+that when it loads them. The conversion mapping is transformers' own (`transformers.conversion_mapping`): it is read
+from the version that is installed, and not copied here. Operations are recognised by the names of their classes, so
+that a load of another model imports nothing of transformers.
 """
 
 import copy
@@ -10,34 +11,52 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol, TypeAlias
 
 import torch
 from torch import nn
 
 from modelstate.errors import OptionError, PackageError
-from modelstate.rules.expression import Derived, Source, derived
-from modelstate.rules.rule import Entry, Rule, RuleContext, Shown, describe, irreversible
+from modelstate.rules.expression import Derived, Source, derive
+from modelstate.rules.rule import CodeRepr, Rule, RuleContext, describe, irreversible
 from modelstate.rules.schema import Applied, Rules
 from modelstate.transaction.slots import HIDDEN, slots_of
 
 State = dict[str, list[Source]]
-"""What a conversion works on: tensors by the pattern that their names match."""
+"""The tensors of a conversion, by the pattern that their names match."""
+
+Operation: TypeAlias = Any
+"""An operation of transformers; its attributes depend on its class."""
+
+
+class _Renaming(Protocol):
+    """A `WeightRenaming` of transformers."""
+
+    def rename_source_key(self, name: str, /) -> tuple[str, str | None]:
+        """Returns the new name, and the pattern that matched it."""
+
+
+class _Converter(_Renaming, Protocol):
+    """A `WeightConverter` of transformers."""
+
+    source_patterns: Sequence[str]
+    target_patterns: Sequence[str]
+    operations: Sequence[Operation]
 
 
 def from_transformers(model: nn.Module) -> Rules:
-    """Rules that lead from the files of `save_pretrained` to the names and shapes of a transformers model.
+    """Returns rules from the files of `save_pretrained` to the names and shapes of a transformers model.
 
-    They are what transformers itself applies in `from_pretrained`: its conversion mapping for this model, its
-    submodules and older files, and the prefix of the base model, which is added or removed where that makes a name
-    fit. A name that leads to no tensor of the model is left as it is. `ms.load` and `ms.plan` use these rules by
-    themselves where a file fits only with them, so they are needed only together with other rules.
+    They do what transformers does in `from_pretrained`: they apply its conversion mapping for this model, its
+    submodules and older files, and add or remove the prefix of the base model where that gives a name of the model.
+    A name that leads to no tensor of the model is left as it is. `ms.load` and `ms.plan` apply these rules by
+    themselves if a file fits only with them, so they are needed only together with other rules.
 
     Args:
         model: a `transformers.PreTrainedModel`, with memory or on the meta device.
 
     Returns rules for `rules=`. They work in one direction, and can be applied any number of times.
-    Raises `OptionError` for any other model, and `PackageError` where transformers has no conversion mapping.
+    Raises `OptionError` for any other model, and `PackageError` if transformers has no conversion mapping.
 
     Example:
         >>> rules = [ms.rules.Prefix(strip="module."), ms.rules.from_transformers(model)]
@@ -69,8 +88,8 @@ def from_transformers(model: nn.Module) -> Rules:
         [
             TransformersMapping(
                 type(model).__name__,
-                tuple(one for one in transforms if not isinstance(one, WeightConverter)),
-                tuple(one for one in transforms if isinstance(one, WeightConverter)),
+                tuple(transform for transform in transforms if not isinstance(transform, WeightConverter)),
+                tuple(transform for transform in transforms if isinstance(transform, WeightConverter)),
                 shapes,
                 getattr(model, "base_model_prefix", "") or "",
                 getattr(model, "config", None),
@@ -80,7 +99,7 @@ def from_transformers(model: nn.Module) -> Rules:
 
 
 def is_transformers_model(model: nn.Module) -> bool:
-    """Whether the class of a model is one of transformers, or derived from one. Nothing is imported to know that."""
+    """Whether the class of a model is derived from `PreTrainedModel`. Nothing is imported to find out."""
     return any(
         base.__name__ == "PreTrainedModel" and base.__module__ == "transformers.modeling_utils"
         for base in type(model).__mro__
@@ -88,24 +107,28 @@ def is_transformers_model(model: nn.Module) -> bool:
 
 
 def notes_of(rules: Iterable[Rule], applied: Applied) -> list[str]:
-    """What a report says where a conversion mapping has led to names of the model."""
-    found = []
+    """Returns notes for a report on the tensors that a conversion mapping has renamed or converted."""
+    notes = []
     for mapping in [rule for rule in rules if isinstance(rule, TransformersMapping)]:
-        made = [name for name, entry in applied.entries.items() if any(map(mapping.has_led, entry.rules))]
-        if made:
-            listed = ", ".join(made[:4]) + (", ..." if len(made) > 4 else "")
-            found.append(f"{len(made)} renamed or converted as transformers does it for {mapping.model}: {listed}")
-    return found
+        names = [
+            name
+            for name, entry in applied.entries.items()
+            if any(rule.startswith(repr(mapping)) for rule in entry.rules)
+        ]
+        if names:
+            listed = ", ".join(names[:4]) + (", ..." if len(names) > 4 else "")
+            notes.append(f"{len(names)} renamed or converted as transformers does it for {mapping.model}: {listed}")
+    return notes
 
 
 class _Target(NamedTuple):
     """Where a tensor of the file goes."""
 
     name: str
-    converter: Any = None
-    """What makes it, together with the others that go to that name; None where it only has another name."""
+    converter: _Converter | None = None
+    """Makes the tensor of that name from all that have this target; None if the tensor is only renamed."""
     pattern: str = ""
-    """Which of the converter's patterns it matches."""
+    """The pattern of the converter that it matches."""
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -113,52 +136,49 @@ class TransformersMapping:
     """The conversion mapping of one model. Made by `from_transformers`."""
 
     model: str
-    """Its class."""
-    renamings: tuple[Any, ...]
-    converters: tuple[Any, ...]
+    """The name of the model's class."""
+    renamings: tuple[_Renaming, ...]
+    converters: tuple[_Converter, ...]
     shapes: Mapping[str, tuple[int, ...]]
-    """Of the model's tensors."""
+    """The shapes of the model's tensors."""
     base_prefix: str
     config: Any
+    """The model's configuration, an object of transformers."""
 
     def __repr__(self) -> str:
         return f"from_transformers({self.model})"
 
-    def has_led(self, rule: str) -> bool:
-        """Whether a rule in the words of a report is this one."""
-        return rule.startswith(repr(self))
-
     def rename(self, name: str) -> str | None:
-        target = self._target(name, *self._fresh()).name
+        target = self._target(name, *self._copied_transforms()).name
         return None if target == name else target
 
     def reverse(self) -> "TransformersMapping":
         raise irreversible(self, "model.save_pretrained(path) is the way back")
 
-    def apply(self, course: RuleContext) -> None:
-        fresh = self._fresh()
-        # In the order in which transformers reads: it counts for the experts of a layer, and for grouped renamings.
-        targets = {name: self._target(name, *fresh) for name in sorted(course.entries, key=_natural_order)}
+    def apply(self, context: RuleContext) -> None:
+        transforms = self._copied_transforms()
+        # In the order in which transformers reads: it matters for the experts of a layer, and for grouped renamings.
+        targets = {name: self._target(name, *transforms) for name in sorted(context.entries, key=_natural_order)}
         groups: dict[str, dict[str, list[str]]] = {}
         for name, (target, converter, pattern) in targets.items():
             if converter is not None:
                 groups.setdefault(target, {}).setdefault(pattern, []).append(name)
-        course.used()
-        for name, entry in course.entries.items():
+        context.mark_used()
+        for name, entry in context.entries.items():
             target, converter, _ = targets[name]
             if converter is not None:
                 if (group := groups.pop(target, None)) is not None:
-                    self._convert(course, target, converter, group)
+                    self._convert(context, target, converter, group)
             elif target == name:
-                course.keep(name, entry)
+                context.keep(name, entry)
             else:
-                course.make(target, entry.content, [(name, entry)])
+                context.make(target, entry.content, [(name, entry)])
 
-    def _fresh(self) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
-        """The transforms, without what an earlier use has left in them."""
+    def _copied_transforms(self) -> tuple[tuple[_Renaming, ...], tuple[_Converter, ...]]:
+        """Returns copies of the transforms, because transforms keep state from one use to the next."""
         return copy.deepcopy((self.renamings, self.converters))
 
-    def _target(self, name: str, renamings: Sequence[Any], converters: Sequence[Any]) -> _Target:
+    def _target(self, name: str, renamings: Sequence[_Renaming], converters: Sequence[_Converter]) -> _Target:
         renamed, matched = name, None
         for renaming in renamings:
             renamed, _ = renaming.rename_source_key(renamed)
@@ -173,158 +193,165 @@ class TransformersMapping:
         return _Target(self._with_prefix(name) if name in self.shapes else name)
 
     def _with_prefix(self, name: str) -> str:
-        """The name with or without the prefix of the base model, as the model has it."""
+        """Returns the name with or without the prefix of the base model, whichever the model has."""
         if not (prefix := self.base_prefix and f"{self.base_prefix}."):
             return name
         if name.startswith(prefix) and name.removeprefix(prefix) in self.shapes:
             return name.removeprefix(prefix)
         return prefix + name if prefix + name in self.shapes else name
 
-    def _convert(self, course: RuleContext, target: str, converter: Any, group: Mapping[str, Sequence[str]]) -> None:
+    def _convert(
+        self, context: RuleContext, target: str, converter: _Converter, group: Mapping[str, Sequence[str]]
+    ) -> None:
         """Puts what a converter makes of a group of tensors under the names of the model."""
-        of = [(name, course.entries[name]) for names in group.values() for name in names]
+        of = [(name, context.entries[name]) for names in group.values() for name in names]
         for name, entry in of:
             if why := entry.why_not_plain:
-                return course.fail(name, why)
-        state = {pattern: [_tensor(course.entries[name]) for name in names] for pattern, names in group.items()}
+                return context.fail(name, why)
+        state: State = {}
+        for pattern, names in group.items():
+            tensors = (context.entries[name].tensor for name in names)
+            state[pattern] = [tensor for tensor in tensors if tensor is not None]
         conversion = _Conversion(target, converter.source_patterns, converter.target_patterns, self)
-        whole, course.rule = course.rule, _Named(self, converter.operations)
+        rule, context.rule = context.rule, _ConversionLabel(self, converter.operations)
         try:
             for operation in converter.operations:
                 state = conversion.apply(operation, state)
-            for name, made in conversion.named(state):
-                course.make(name, made, of)
-        except Exception as error:  # what torch says of these shapes, or what has no counterpart here
-            course.fail(target, describe(error))
+            for name, tensor in conversion.named(state):
+                context.make(name, tensor, of)
+        except Exception as error:  # torch raises for shapes that do not fit; an operation may be unknown
+            context.fail(target, describe(error))
         finally:
-            course.rule = whole
+            context.rule = rule
 
 
 @dataclass(frozen=True, repr=False)
-class _Named(Shown):
-    """How reports show what has made a tensor."""
+class _ConversionLabel(CodeRepr):
+    """What reports show as the rule that made a tensor."""
 
     mapping: TransformersMapping
-    operations: Sequence[Any]
+    operations: Sequence[Operation]
 
     def __repr__(self) -> str:
-        return f"{self.mapping!r}: {', '.join(type(one).__name__ for one in self.operations)}"
-
-
-def _tensor(entry: Entry) -> Source:
-    assert entry.tensor is not None  # else it would not be plain
-    return entry.tensor
+        return f"{self.mapping!r}: {', '.join(type(operation).__name__ for operation in self.operations)}"
 
 
 def _natural_order(name: str) -> list[tuple[int, str, int]]:
-    """Numbers by their value, and before words."""
+    """Returns a sort key that orders numbers by value, and before words."""
     parts = [re.fullmatch(r"(.*?)(\d*)", part, re.DOTALL) for part in name.split(".")]
-    found = [part.groups() for part in parts if part is not None]
-    return [(int(bool(word)), word, int(digits) if digits else -1) for word, digits in found]
+    pairs = [part.groups() for part in parts if part is not None]
+    return [(int(bool(word)), word, int(digits) if digits else -1) for word, digits in pairs]
 
 
 @dataclass(frozen=True, slots=True)
 class _Conversion:
-    """The operations of one converter, for the tensors that go to one name. No values are read."""
+    """Applies the operations of one converter to the tensors that go to one name. Reads no values."""
 
     target: str
     sources: Sequence[str]
-    """The converter's patterns of names in the file."""
+    """The converter's patterns for names in the file."""
     targets: Sequence[str]
-    """Those of the model."""
+    """The converter's patterns for names in the model."""
     mapping: TransformersMapping
 
-    def apply(self, operation: Any, state: State) -> State:
-        """One operation. Raises where it has no counterpart here, and what torch raises for the shapes."""
+    def apply(self, operation: Operation, state: State) -> State:
+        """Applies one operation. Raises `NotImplementedError` if it is unknown, and what torch raises for shapes."""
         kind = type(operation)
-        own = _OPERATIONS.get(kind.__name__) if kind.__module__ == "transformers.core_model_loading" else None
-        if own is None:
+        method = _OPERATIONS.get(kind.__name__) if kind.__module__ == "transformers.core_model_loading" else None
+        if method is None:
             raise NotImplementedError(f"the operation {kind.__module__}.{kind.__name__} is not known here")
-        return own(self, operation, state)
+        return method(self, operation, state)
 
     def named(self, state: State) -> Iterator[tuple[str, Source]]:
-        """What the operations have made, by names of the model."""
+        """Yields the results of the operations, by names of the model."""
         whole = self.target.replace("*.", "0.")
         first = next((pattern for pattern in state if pattern in whole), None)
         if first is None:
             raise ValueError(f"no pattern of {', '.join(state)} is in the name {whole}")
-        before, _, behind = whole.partition(first)
-        for pattern, made in state.items():
-            yield before + pattern + behind, _only(made)
+        before, _, after = whole.partition(first)
+        for pattern, tensors in state.items():
+            yield before + pattern + after, _only(tensors)
 
-    def chunk(self, operation: Any, state: State) -> State:
+    def chunk(self, operation: Operation, state: State) -> State:
         tensor, targets = _single(state)[1], list(self.targets)
         if operation.num_shards_attribute is not None:
             count = getattr(self.mapping.config.get_text_config(), operation.num_shards_attribute)
             targets = [targets[0].replace("*", str(index)) for index in range(count)]
-        return {
-            target: [derived(partial(_chunk, len(targets), index, operation.dim), [tensor])]
-            for index, target in enumerate(targets)
-        }
 
-    def split(self, operation: Any, state: State) -> State:
-        tensor, start, made = _single(state)[1], 0, State()
+        def chunk(index: int, tensor: torch.Tensor) -> torch.Tensor:
+            return torch.chunk(tensor, len(targets), operation.dim)[index]
+
+        return {target: [derive(partial(chunk, index), [tensor])] for index, target in enumerate(targets)}
+
+    def split(self, operation: Operation, state: State) -> State:
+        tensor, start, result = _single(state)[1], 0, State()
         for target in self.targets:
             size = self.mapping.shapes[self.target.replace(self.targets[0], target)][operation.dim]
-            made[target] = [derived(partial(torch.narrow, dim=operation.dim, start=start, length=size), [tensor])]
+            result[target] = [derive(partial(torch.narrow, dim=operation.dim, start=start, length=size), [tensor])]
             start += size
         if start != tensor.shape[operation.dim]:
-            raise ValueError(f"parts of {start} in all are wanted of dimension {operation.dim} of {list(tensor.shape)}")
-        return made
+            raise ValueError(f"the parts add up to {start} in dimension {operation.dim} of {list(tensor.shape)}")
+        return result
 
-    def concatenate(self, operation: Any, state: State) -> State:
+    def concatenate(self, operation: Operation, state: State) -> State:
         parts = [tensor for pattern in self.sources for tensor in state.get(pattern, ())]
-        return {_alone(self.targets): [_joined(parts, operation.dim, stacks=False)]}
+        return {_single_name(self.targets): [_joined(parts, operation.dim, stacks=False)]}
 
-    def merge(self, operation: Any, state: State) -> State:
-        made = {pattern: [_joined(tensors, operation.dim, stacks=True)] for pattern, tensors in state.items()}
-        return made if len(made) > 1 else {_alone(self.targets): [_single(made)[1]]}
+    def merge(self, operation: Operation, state: State) -> State:
+        result = {pattern: [_joined(tensors, operation.dim, stacks=True)] for pattern, tensors in state.items()}
+        return result if len(result) > 1 else {_single_name(self.targets): [_single(result)[1]]}
 
-    def transpose(self, operation: Any, state: State) -> State:
+    def transpose(self, operation: Operation, state: State) -> State:
         tensor = _single(state)[1]
-        target = _alone(self.targets if len(self.targets) == 1 else self.sources)
+        target = _single_name(self.targets if len(self.targets) == 1 else self.sources)
         if operation.check_dims and tuple(tensor.shape) == self.mapping.shapes[self.target]:
             return {target: [tensor]}
-        return {target: [derived(partial(torch.transpose, dim0=operation.dim0, dim1=operation.dim1), [tensor])]}
+        return {target: [derive(partial(torch.transpose, dim0=operation.dim0, dim1=operation.dim1), [tensor])]}
 
-    def permute(self, operation: Any, state: State) -> State:
+    def permute(self, operation: Operation, state: State) -> State:
         config = self.mapping.config
         if operation.subconfig_key is not None:
             config = getattr(config, operation.subconfig_key, config)
-        change = partial(_permuted, getattr(config, "num_attention_heads", 1), operation.inverse)
-        names, made = operation.permute_layer_names, State()
+        change = partial(_permute_for_rope, getattr(config, "num_attention_heads", 1), operation.inverse)
+        names, result = operation.permute_layer_names, State()
         for pattern, tensors in state.items():
             permutes = names is None or any(name in pattern for name in names)
             target = pattern if len(self.targets) + len(self.sources) > 2 else self.targets[0]
-            made[target] = [derived(change, [_only(tensors)])] if permutes else tensors
-        return made
+            result[target] = [derive(change, [_only(tensors)])] if permutes else tensors
+        return result
 
-    def interleave(self, operation: Any, state: State) -> State:
-        change = partial(_interleaved, operation.dim, operation.inverse)
-        return {self.targets[0]: [derived(change, [_single(state)[1]])]}
+    def interleave(self, operation: Operation, state: State) -> State:
+        dim, inverse = operation.dim, operation.inverse
 
-    def flatten(self, operation: Any, state: State) -> State:
+        def change(tensor: torch.Tensor) -> torch.Tensor:
+            shape = list(tensor.shape)
+            shape[dim : dim + 1] = [2, shape[dim] // 2] if inverse else [shape[dim] // 2, 2]
+            return tensor.reshape(shape).transpose(dim, dim + 1).reshape(tensor.shape)
+
+        return {self.targets[0]: [derive(change, [_single(state)[1]])]}
+
+    def flatten(self, operation: Operation, state: State) -> State:
         tensor = _single(state)[1]
-        return {_alone(self.targets): [derived(partial(torch.flatten, start_dim=1), [tensor])]}
+        return {_single_name(self.targets): [derive(partial(torch.flatten, start_dim=1), [tensor])]}
 
-    def unflatten(self, operation: Any, state: State) -> State:
+    def unflatten(self, operation: Operation, state: State) -> State:
         tensor = _single(state)[1]
         shape = (tensor.shape[0], operation.in_channels, *operation.kernel_size)
-        return {_alone(self.targets): [derived(partial(torch.reshape, shape=shape), [tensor])]}
+        return {_single_name(self.targets): [derive(partial(torch.reshape, shape=shape), [tensor])]}
 
-    def fuse_experts(self, operation: Any, state: State) -> State:
-        """Cuts each list of experts into one for each target, stacks these, and joins them over the sources."""
-        made = State()
+    def fuse_experts(self, operation: Operation, state: State) -> State:
+        """Cuts each list of experts into one group a target, stacks each group, and joins it over the sources."""
+        result = State()
         for index, target in enumerate(self.targets):
             lists = [state[pattern] for pattern in self.sources]
             sizes = [-(-len(tensors) // len(self.targets)) for tensors in lists]
             groups = [tensors[index * size : (index + 1) * size] for tensors, size in zip(lists, sizes, strict=True)]
             stacks = [_joined(group, operation.stack_dim, stacks=True) for group in groups]
-            made[target] = [_joined(stacks, operation.concat_dim, stacks=False)]
-        return made
+            result[target] = [_joined(stacks, operation.concat_dim, stacks=False)]
+        return result
 
 
-_OPERATIONS: dict[str, Callable[[_Conversion, Any, State], State]] = {
+_OPERATIONS: dict[str, Callable[[_Conversion, Operation, State], State]] = {
     "Chunk": _Conversion.chunk,
     "Split": _Conversion.split,
     "Concatenate": _Conversion.concatenate,
@@ -336,82 +363,72 @@ _OPERATIONS: dict[str, Callable[[_Conversion, Any, State], State]] = {
     "LinearToConv3d": _Conversion.unflatten,
     "ErnieFuseAndSplitTextVisionExperts": _Conversion.fuse_experts,
 }
-"""By the classes of transformers, which are looked up by their names so that nothing is imported."""
+"""By the names of the classes in transformers."""
 
 
-def _alone(patterns: Sequence[str]) -> str:
+def _single_name(patterns: Sequence[str]) -> str:
     if len(patterns) != 1:
-        raise ValueError(f"one name is wanted, not {', '.join(patterns)}")
+        raise ValueError(f"expected one name, not {', '.join(patterns)}")
     return patterns[0]
 
 
 def _only(tensors: Sequence[Source]) -> Source:
     if len(tensors) != 1:
-        raise ValueError(f"{len(tensors)} tensors have the name of one")
+        raise ValueError(f"{len(tensors)} tensors have one name")
     return tensors[0]
 
 
 def _single(state: State) -> tuple[str, Source]:
-    """The one tensor that an operation works on."""
+    """Returns the single tensor of a state, with its pattern."""
     if len(state) != 1:
-        raise ValueError(f"one tensor is wanted, not those of {', '.join(state)}")
+        raise ValueError(f"expected one tensor, not those of {', '.join(state)}")
     ((pattern, tensors),) = state.items()
     return pattern, _only(tensors)
 
 
-def _chunk(count: int, index: int, dim: int, tensor: torch.Tensor) -> torch.Tensor:
-    return torch.chunk(tensor, count, dim)[index]
-
-
-def _permuted(heads: int, inverse: bool, tensor: torch.Tensor) -> torch.Tensor:
-    """Between rotary embeddings whose pairs lie side by side, and such as have them in two halves, head by head."""
+def _permute_for_rope(heads: int, inverse: bool, tensor: torch.Tensor) -> torch.Tensor:
+    """Converts between rotary embeddings with adjacent pairs and those with two halves, for each head."""
     half = tensor.shape[0] // heads // 2
     pairs = (2, half) if inverse else (half, 2)
     return tensor.reshape(heads, *pairs, *tensor.shape[1:]).transpose(1, 2).reshape(tensor.shape)
 
 
-def _interleaved(dim: int, inverse: bool, tensor: torch.Tensor) -> torch.Tensor:
-    shape = list(tensor.shape)
-    shape[dim : dim + 1] = [2, shape[dim] // 2] if inverse else [shape[dim] // 2, 2]
-    return tensor.reshape(shape).transpose(dim, dim + 1).reshape(tensor.shape)
-
-
 @dataclass(frozen=True, slots=True)
 class _Join:
-    """Puts tensors into one, stacked or one behind the other, with no copies on the way."""
+    """Stacks or concatenates tensors, nested joins included, with one copy of each tensor."""
 
     shape: tuple[int, ...]
     dim: int
     stacks: bool
     parts: tuple["_Join | int", ...]
-    """For each part its size in that dimension, or how it is put together itself."""
+    """For each part its size in that dimension, or the join that makes it."""
 
     def __call__(self, *tensors: torch.Tensor) -> torch.Tensor:
-        whole = tensors[0].new_empty(self.shape)
-        self._fill(whole, iter(tensors))
-        return whole
+        result = tensors[0].new_empty(self.shape)
+        self._fill(result, iter(tensors))
+        return result
 
-    def _fill(self, whole: torch.Tensor, tensors: Iterator[torch.Tensor]) -> None:
+    def _fill(self, out: torch.Tensor, tensors: Iterator[torch.Tensor]) -> None:
         start = 0
         for index, part in enumerate(self.parts):
             size = 1 if self.stacks else part.shape[self.dim] if isinstance(part, _Join) else part
-            place = whole.select(self.dim, index) if self.stacks else whole.narrow(self.dim, start, size)
+            target = out.select(self.dim, index) if self.stacks else out.narrow(self.dim, start, size)
             start += size
             if isinstance(part, _Join):
-                part._fill(place, tensors)
+                part._fill(target, tensors)
             else:
-                place.copy_(next(tensors))
+                target.copy_(next(tensors))
 
 
 def _joined(tensors: Sequence[Source], dim: int, *, stacks: bool) -> Source:
     if len({tensor.dtype for tensor in tensors}) != 1:
         raise ValueError("the parts have several dtypes, or there are none")
-    # Not by torch on meta, which takes a second to know a shape, the first time.
+    # The shape is computed here: the first call of torch.cat on the meta device takes a second.
     shapes = [list(tensor.shape) for tensor in tensors]
     dim = dim % (len(shapes[0]) + stacks)
-    size = len(shapes) if stacks else sum(one[dim] for one in shapes)
+    size = len(shapes) if stacks else sum(part[dim] for part in shapes)
     shape = [*shapes[0][:dim], size, *shapes[0][dim + (not stacks) :]]
-    if any(one[:dim] + one[dim + (not stacks) :] != shape[:dim] + shape[dim + 1 :] for one in shapes):
+    if any(part[:dim] + part[dim + (not stacks) :] != shape[:dim] + shape[dim + 1 :] for part in shapes):
         raise ValueError(f"the shapes {shapes[:4]} do not fit together")
     leaves: list[Source] = []
     parts: list[_Join | int] = []

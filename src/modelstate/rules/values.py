@@ -1,4 +1,4 @@
-"""Rules that add values, or leave out what is there already."""
+"""Rules that add entries with known values, or leave out entries that are equal to others."""
 
 import cmath
 from collections.abc import Callable
@@ -8,17 +8,26 @@ from functools import partial
 import torch
 
 from modelstate.errors import RuleError
+from modelstate.problems import NeedsModel
 from modelstate.rules.expression import Derived
 from modelstate.rules.names import Ignore
-from modelstate.rules.rule import Entry, RuleContext, Shown, Template, Wanted, matching, same_stars
+from modelstate.rules.rule import CodeRepr, RuleContext, Template, Wanted, matching, same_stars, template
 from modelstate.torch_compat.dtypes import short
-
-_Named = tuple[str, Entry]
 
 
 @dataclass(frozen=True, repr=False)
-class Copy(Shown):
-    """Gives what is like `pattern` a second name: the weight of an embedding that a head was tied to."""
+class Copy(CodeRepr):
+    """Gives the entries that match `pattern` a second name: the weight of an embedding that a head was tied to.
+
+    Args:
+        pattern: a name in which each `*` matches any run of characters.
+        to: the second name, with as many `*`.
+
+    Raises `RuleError` if the wildcards do not correspond.
+
+    Example:
+        >>> ms.load(model, "tied.pt", rules=ms.rules.Copy("wte.weight", "head.weight"))
+    """
 
     pattern: str
     to: str
@@ -27,21 +36,31 @@ class Copy(Shown):
         same_stars(self.pattern, self.to)
 
     def rename(self, name: str) -> str | None:
-        return None if Template(self.pattern).match(name) is None else name
+        return None if template(self.pattern).match(name) is None else name
 
-    def apply(self, course: RuleContext) -> None:
-        for name, entry, parts in matching(self.pattern, course.entries):
-            course.keep(name, entry)
+    def apply(self, context: RuleContext) -> None:
+        for name, entry, parts in matching(self.pattern, context.entries):
+            context.keep(name, entry)
             if parts is not None:
-                course.make(Template(self.to).fill(parts), entry.content, [(name, entry)])
+                context.make(template(self.to).fill(parts), entry.content, [(name, entry)])
 
     def reverse(self) -> "Same":
         return Same(self.pattern, self.to)
 
 
 @dataclass(frozen=True, repr=False)
-class Same(Shown):
-    """Leaves out a second name, like `other`, of what is like `pattern`; both must be the same, bit for bit."""
+class Same(CodeRepr):
+    """Leaves out the entries that match `other`, which must be equal to those that match `pattern`, bit for bit.
+
+    Args:
+        pattern: the name that stays, in which each `*` matches any run of characters.
+        other: the second name of the same values, with as many `*`.
+
+    Raises `RuleError` if the wildcards do not correspond.
+
+    Example:
+        >>> ms.load(model, "untied.pt", rules=ms.rules.Same("wte.weight", "head.weight"))
+    """
 
     pattern: str
     other: str
@@ -52,31 +71,42 @@ class Same(Shown):
     def rename(self, name: str) -> str | None:
         return None
 
-    def apply(self, course: RuleContext) -> None:
-        for name, entry, parts in matching(self.other, course.entries):
-            first = None if parts is None else course.entries.get(Template(self.pattern).fill(parts))
+    def apply(self, context: RuleContext) -> None:
+        for name, entry, parts in matching(self.other, context.entries):
             if parts is None:
-                course.keep(name, entry)
-            elif first is None:
-                course.fail(name, f"there is no {Template(self.pattern).fill(parts)} that it could be the same as")
-            elif not course.equal(first, entry):
-                course.fail(name, f"it differs from {Template(self.pattern).fill(parts)}")
+                context.keep(name, entry)
+                continue
+            kept_name = template(self.pattern).fill(parts)
+            kept = context.entries.get(kept_name)
+            if kept is None:
+                context.fail(name, f"there is no {kept_name} to compare it with")
+            elif not context.equal(kept, entry):
+                context.fail(name, f"it differs from {kept_name}")
             else:
-                course.drop()
+                context.mark_used()
 
     def reverse(self) -> "Copy":
         return Copy(self.pattern, self.other)
 
 
 @dataclass(frozen=True, repr=False, eq=False)
-class Fill(Shown):
+class Fill(CodeRepr):
     """Gives a value to what the model has and the checkpoint lacks.
 
-    `Fill("*.num_batches_tracked", 0)` takes a number, or a tensor of the right shape; without one, the model's own
-    initialisation makes the value, as its constructor does: the `reset_parameters` of the module that owns the tensor,
-    and the `_init_weights` of a Hugging Face model, called on a copy. Names are those of its place among the rules,
-    shapes those of the model. Where there is no model, as in `Rules.apply`, only a tensor under a whole name can be
-    filled in; `convert_checkpoint` takes `model=`.
+    Args:
+        pattern: the names to fill, in which each `*` matches any run of characters. They are the names that the
+            entries have at this place among the rules.
+        value: a number, or a tensor of the right shape. By default, the model's own initialisation makes the value,
+            as its constructor does: the `reset_parameters` of the module that owns the tensor, and the
+            `_init_weights` of a Hugging Face model, called on a copy.
+
+    Shapes and dtypes are those of the model. Without a model, as in `Rules.apply`, only a tensor under a name without
+    `*` can be filled in; `convert_checkpoint` takes `model=`.
+
+    Raises `RuleError` if the value is neither a number nor a tensor.
+
+    Example:
+        >>> ms.load(model, "old.pt", rules=ms.rules.Fill("*.num_batches_tracked", 0))
     """
 
     pattern: str
@@ -90,46 +120,48 @@ class Fill(Shown):
     def rename(self, name: str) -> str | None:
         return None
 
-    def apply(self, course: RuleContext) -> None:
+    def apply(self, context: RuleContext) -> None:
         template = Template(self.pattern)
-        there = [name for name in course.entries if template.match(name) is not None]
-        for name, entry in course.entries.items():
-            course.keep(name, entry)
-        if there and not template.stars:
-            return course.fail(self.pattern, "it is there already")
+        is_present = any(template.match(name) is not None for name in context.entries)
+        for name, entry in context.entries.items():
+            context.keep(name, entry)
+        if is_present and not template.stars:
+            return context.fail(self.pattern, "the checkpoint has it already")
         if isinstance(self.value, torch.Tensor) and not template.stars:
-            return course.make(self.pattern, self.value.detach(), [])
-        wanted = course.wanted
+            return context.make(self.pattern, self.value.detach(), [])
+        wanted = context.wanted
         if wanted is None:
-            return course.fail_without_model(self.pattern)
-        for name in [name for name in wanted.lacking(course.entries) if template.match(name) is not None]:
-            self._fill(course, wanted, name)
+            context.mark_used()
+            context.problems.append(NeedsModel(self.pattern, repr(self)))
+            return None
+        for name in [name for name in wanted.lacking(context.entries) if template.match(name) is not None]:
+            self._fill(context, wanted, name)
         return None
 
-    def _fill(self, course: RuleContext, wanted: Wanted, name: str) -> None:
+    def _fill(self, context: RuleContext, wanted: Wanted, name: str) -> None:
         if isinstance(self.value, torch.Tensor):
-            return course.make(name, self.value.detach(), [])
-        found = wanted.shape_and_dtype(name)
-        if found is None:
-            return course.fail(name, "the model has no tensor of this name")
-        shape, dtype = found
+            return context.make(name, self.value.detach(), [])
+        shape_and_dtype = wanted.shape_and_dtype(name)
+        if shape_and_dtype is None:
+            return context.fail(name, "the model has no tensor of this name")
+        shape, dtype = shape_and_dtype
         if self.value is not None:
-            if not _can_be(self.value, dtype):
-                return course.fail(name, f"{self.value} is no {short(dtype)}")
+            if not _is_representable(self.value, dtype):
+                return context.fail(name, f"{self.value} is not a value of {short(dtype)}")
             build: Callable[[], torch.Tensor] = partial(torch.full, shape, self.value, dtype=dtype)
         else:
             initialiser = wanted.initialiser(name)
             if initialiser is None:
-                return course.fail(name, "no reset_parameters or _init_weights of the model makes it: give a value")
+                return context.fail(name, "no reset_parameters or _init_weights of the model makes it: give a value")
             build = initialiser
-        return course.make(name, Derived(dtype, shape, (), build, is_certain=self.value is not None), [])
+        return context.make(name, Derived(dtype, shape, (), build, is_certain=self.value is not None), [])
 
     def reverse(self) -> Ignore:
         return Ignore(self.pattern)
 
 
-def _can_be(value: float | complex, dtype: torch.dtype) -> bool:
-    """Whether a number can be put into a tensor; a float may be rounded, and nothing else."""
+def _is_representable(value: float | complex, dtype: torch.dtype) -> bool:
+    """Whether a tensor of this dtype can hold a number; a float may be rounded, an integer may not."""
     try:
         kept = torch.tensor(value, dtype=dtype).item()
     except (RuntimeError, TypeError, ValueError, OverflowError):
