@@ -1,4 +1,4 @@
-"""`captured` and `restore_objects`: everything comes back bit for bit, or everything is as it was."""
+"""`capture` and `restore_objects`: everything comes back bit for bit, or everything is as it was."""
 
 import ast
 import copy
@@ -17,7 +17,7 @@ from torch import nn
 import modelstate as ms
 from modelstate import errors, problems
 from modelstate.errors import OptimizerStateError, OptionError, PlanError
-from modelstate.objects.objects import Part, captured
+from modelstate.objects.objects import Part, capture
 from modelstate.objects.restore import restore_objects
 from tests.loading.fingerprint import interrupted_at
 from tests.store.training import OPTIMIZERS, SCHEDULERS, Model, Positions, Random, Run, everything, kept, state_of
@@ -429,7 +429,7 @@ def test_another_kind_than_what_was_saved(given: Any, kind: str) -> None:
         restore_objects({"it": given}, {"it": Part("value", 3)})
     assert "value" in caught.value.expected
     with pytest.raises(errors.ObjectKindError):
-        restore_objects({"it": None}, {"it": captured({"it": given}).parts["it"]})
+        restore_objects({"it": None}, {"it": capture({"it": given})["it"]})
 
 
 def test_patterns_have_to_be_of_use_somewhere() -> None:
@@ -521,20 +521,20 @@ def test_rules_that_cannot_be() -> None:
 
 def test_an_optimizer_with_parameters_of_nobody() -> None:
     model, optimizer = nn.Linear(2, 2), torch.optim.SGD(nn.Linear(2, 2).parameters())
-    for function in (captured, lambda objects: restore_objects(objects, {})):
+    for function in (capture, lambda objects: restore_objects(objects, {})):
         with pytest.raises(errors.OptimizerStateError, match=r"opt: .*no names(.|\n)*2 of 2(.|\n)*add the module"):
             function({"model": model, "opt": optimizer})
 
 
 def test_plain_values_are_what_holds_no_objects() -> None:
     objects = {"config": {"a.b": 1, 3: [4]}, "list": [1], "tensor": torch.ones(2), "class": nn.Linear, "none": None}
-    assert {part.kind for part in captured(objects).parts.values()} == {"value"}
-    restored = restore_objects(dict.fromkeys(objects), captured(objects).parts)
+    assert {part.kind for part in capture(objects).values()} == {"value"}
+    restored = restore_objects(dict.fromkeys(objects), capture(objects))
     assert dict(restored) == objects
 
 
 def test_nothing_at_all() -> None:
-    assert dict(captured({}).parts) == {}
+    assert dict(capture({})) == {}
     assert len(restore_objects({}, {})) == 0
     bare = {"relu": nn.ReLU(), "nested": {"list": nn.ModuleList()}}
     assert restore_objects(bare, kept(bare)).report.coverage == 1
@@ -594,7 +594,7 @@ def test_what_allows_parameters_that_are_new_or_gone_is_named() -> None:
             model[number].requires_grad_(False)
         return {"m": model, "o": torch.optim.SGD([p for p in model.parameters() if p.requires_grad], momentum=0.9)}
 
-    saved = captured(of(1)).parts
+    saved = capture(of(1))
     with pytest.raises(errors.OptimizerStateError) as caught:
         restore_objects(of(0, 2), saved)
     allowed = {"allow_missing": ["o.m.1.*"], "allow_unexpected": ["o.m.0.*", "o.m.2.weight"]}

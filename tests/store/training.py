@@ -9,7 +9,7 @@ from torch import nn
 from torch.optim import lr_scheduler
 
 import modelstate as ms
-from modelstate.objects.objects import Part, captured, targets_of
+from modelstate.objects.objects import Part, capture, targets_of
 from tests.loading.fingerprint import described, whole
 
 
@@ -160,12 +160,12 @@ class Run:
 
 def kept(objects: dict[str, Any]) -> dict[str, Part]:
     """The state of the objects, in memory of its own."""
-    return copy.deepcopy(dict(captured(objects).parts))
+    return copy.deepcopy(dict(capture(objects)))
 
 
 def state_of(objects: dict[str, Any]) -> Any:
     """All that is captured, but for plain values, by what it is."""
-    return {path: described(part.tree) for path, part in captured(objects).parts.items() if part.kind != "value"}
+    return {path: described(part.tree) for path, part in capture(objects).items() if part.kind != "value"}
 
 
 def everything(objects: dict[str, Any]) -> Any:
@@ -173,9 +173,9 @@ def everything(objects: dict[str, Any]) -> Any:
     found: dict[str, Any] = {"state": state_of(objects)}
     for path, target in targets_of(objects).items():
         if target.kind == "module":
-            found[path] = whole(target.it)
+            found[path] = whole(target.obj)
         elif target.kind == "optimizer":
-            state = target.it.state.items()
+            state = target.obj.state.items()
             found[path] = [
                 (id(param), id(values), {key: id(value) for key, value in values.items()}) for param, values in state
             ]
@@ -184,8 +184,8 @@ def everything(objects: dict[str, Any]) -> Any:
                     id(group),
                     [(key, *map(id, value)) if key == "params" else (key, value) for key, value in group.items()],
                 )
-                for group in target.it.param_groups
+                for group in target.obj.param_groups
             ]
         elif target.kind == "stateful":
-            found[path] = sorted(vars(target.it))
+            found[path] = sorted(vars(target.obj))
     return found

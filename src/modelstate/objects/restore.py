@@ -1,4 +1,9 @@
-"""`modelstate.restore`: the state of several objects back into them, all or nothing."""
+"""Restores saved state into several objects, all or nothing: `modelstate.restore`, and its core for stores.
+
+The modules are loaded first, in one load, so that parameters which are tied across modules stay tied. Optimizers
+follow, by the names of their parameters, then objects with `load_state_dict`, and random generators last. One journal
+undoes all of it on any error.
+"""
 
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Set
@@ -29,20 +34,14 @@ from modelstate.loading.options import options_of, patterns_of
 from modelstate.loading.report import LoadReport
 from modelstate.objects.loaders import load_state, own_generator, rewind
 from modelstate.objects.objects import (
-    GENERATOR,
-    KINDS,
-    MODULE,
-    OPTIMIZER,
-    STATEFUL,
-    VALUE,
-    Objects,
+    Kind,
+    ModuleContainer,
     Part,
     Target,
-    bundle,
-    bundled,
     check_owners,
-    code_of,
+    combined_checkpoint,
     modules_of,
+    object_code,
     register_undo,
     restore_order,
     targets_of,
@@ -55,48 +54,58 @@ from modelstate.rules.schema import Schema, check_rules
 from modelstate.transaction.exclusive import exclusive
 from modelstate.transaction.journal import Journal
 
+Source = str | os.PathLike[str] | Mapping[str, Any] | Checkpoint
 RulesOf = Iterable[Rule] | Schema | Mapping[str, Iterable[Rule] | Schema]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Restored(Mapping[str, Any]):
-    """What came back: the plain values that were asked for, by their paths. Made by `restore_objects`."""
+    """The result of a restore: a mapping from the paths of the plain values that were asked for to their values.
+
+    Example:
+        >>> restored = ms.restore({"model": model, "epoch": 0}, "run.safetensors")
+        >>> restored["epoch"]
+        3
+    """
 
     plain: Mapping[str, Any] = field(repr=False)
-    """The plain values, by path, as this object has them itself."""
+    """The plain values by path, as this object maps them itself."""
     report: LoadReport = field(repr=False)
-    """What happened to the tensors of all modules, whose names begin with the paths of the modules."""
+    """What happened to the tensors of all modules; their names begin with the paths of the modules."""
     missing: tuple[str, ...] = ()
-    """Objects that nothing was saved for, as `allow_missing` allows. They are what they were."""
+    """Paths of objects that were not saved, as `allow_missing` allows. These objects are unchanged."""
     unexpected: tuple[str, ...] = ()
-    """What was saved for objects that are not there, as `allow_unexpected` allows."""
+    """Paths that were saved and are not among the objects, as `allow_unexpected` allows."""
     _drawn_from: tuple[tuple[str, Target, Any], ...] = field(default=(), repr=False)
-    """The random generators, and the loaders that have their own, with what was saved for them."""
+    """Path, target and saved state of each random generator, and of each loader that has a generator of its own."""
 
     def rewind_generators(self) -> None:
         """Sets the random generators among the objects to their saved states once more.
 
         Call it before the first step where random numbers are drawn between the restore and that step, as when a
         validation pass is made or another model is initialised. `modelstate.resumable` does it by itself. Generators
-        are `torch.Generator`s, `RNG`s, objects whose class says `restored_last`, and those that loaders were given.
+        are `torch.Generator`s, `RNG`s, objects whose class has `restored_last = True`, and the generators of loaders.
 
-        Raises `RandomStateError` and `ObjectStateError` where a generator does not take its state.
+        Raises:
+            RandomStateError: An `RNG` does not take its state.
+            ObjectStateError: Another generator does not take its state.
 
-            restored = store.restore({"model": model, "rng": ms.RNG()})
-            validate(model)
-            restored.rewind_generators()
+        Example:
+            >>> restored = store.restore({"model": model, "rng": ms.RNG()})
+            >>> validate(model)
+            >>> restored.rewind_generators()
         """
         for path, target, tree in self._drawn_from:
-            with code_of(path, "the generator does not take the state"):
-                if target.kind == GENERATOR:
-                    target.it.set_state(tree)
-                elif target.is_late:
-                    target.it.load_state_dict(deepcopy(tree))
+            with object_code(path, "the generator does not take the state"):
+                if target.kind is Kind.GENERATOR:
+                    target.obj.set_state(tree)
+                elif target.is_restored_last:
+                    target.obj.load_state_dict(deepcopy(tree))
                 else:
-                    rewind(target.it, tree)
+                    rewind(target.obj, tree)
 
     def __bool__(self) -> bool:
-        """Always true: something was restored, whether plain values were asked for or not."""
+        """Always true, also where no plain values were asked for."""
         return True
 
     def __getitem__(self, path: str) -> Any:
@@ -107,6 +116,142 @@ class Restored(Mapping[str, Any]):
 
     def __len__(self) -> int:
         return len(self.plain)
+
+
+@argument_order("ms.restore", is_objects, is_source)
+def restore(
+    objects: Mapping[str, Any],
+    source: Source,
+    *,
+    rules: RulesOf = (),
+    allow_missing: Iterable[str] = (),
+    allow_unexpected: Iterable[str] = (),
+    keep_options: Iterable[str] = (),
+    device: torch.device | str | None = None,
+    map: bool | None = None,
+    verify: bool = False,
+    progress: bool | None = None,
+    max_memory_bytes: int | None = None,
+    init_missing: bool = False,
+) -> Restored:
+    """Restores several objects from one file that `modelstate.save` has written: all of them, or none.
+
+    Args:
+        objects: the objects, under the names that they were saved under. A plain value asks for the value that was
+            saved under its name; the result has it.
+        source: a path, a mapping, or a `Checkpoint`.
+        rules: changes of names and tensors of the modules; optimizers follow them. A mapping from the path of a module
+            gives rules, or a `Schema`, by that module's own names; else names begin with the path:
+            "model.encoder.weight". A `Schema` alone is for the one module that is restored.
+        allow_missing: glob patterns of what need not have been saved: paths of objects ("ema"), names in modules
+            ("model.head.*"), and parameters by the path of their optimizer ("optimizer.model.head.*").
+        allow_unexpected: glob patterns of what was saved and need not be among the objects.
+        keep_options: glob patterns of optimizers that keep their own options: all options ("optimizer"), or some
+            ("optimizer.lr").
+        device, map, verify, progress, max_memory_bytes: as in `modelstate.load`.
+        init_missing: initialises the parameters that the file lacks, as `modelstate.load` does. Optimizers have no
+            state for them then.
+
+    Returns:
+        The plain values by path, the report of the load, and what was missing and unexpected.
+
+    Raises:
+        OpenError: The source cannot be opened as a checkpoint.
+        MissingObjectError: Something was not saved for an object.
+        UnexpectedObjectError: Something was saved for an object that is not there.
+        ObjectKindError: An object is of another kind than what was saved.
+        ObjectStateError: The own code of an object raised.
+        OptimizerStateError: The state of an optimizer does not fit.
+        PlanError: The modules do not fit; the error has all problems, those of the optimizers too.
+        ChecksumError: With `verify`, the file is not what was saved.
+        RollbackError: After another error, an object did not take its own earlier state back.
+
+    The rules and options raise `RuleError`, `SchemaError` and `OptionError`; the load raises what `modelstate.load`
+    raises.
+
+    Example:
+        >>> ms.save({"model": model, "optimizer": optimizer, "epoch": 3}, "run.safetensors")
+        >>> ms.restore({"model": model, "optimizer": optimizer, "epoch": 0}, "run.safetensors")["epoch"]
+        3
+    """
+    targets = targets_of(objects)
+    checkpoint = open_checkpoint(source)
+    if verify:
+        checkpoint.verify()
+    saved = {path: part for path, target in targets.items() if (part := _part(checkpoint, path, target)) is not None}
+    for path in _paths_without_target([*checkpoint, *_value_names(checkpoint.extra, targets)], targets):
+        saved[path] = Part(Kind.STATEFUL, None)  # the kind is not compared, since the objects lack this path
+    return restore_objects(
+        objects,
+        saved,
+        rules=rules,
+        allow_missing=allow_missing,
+        allow_unexpected=allow_unexpected,
+        keep_options=keep_options,
+        device=device,
+        map=map,
+        progress=progress,
+        max_memory_bytes=max_memory_bytes,
+        source_name="" if isinstance(source, str | os.PathLike) else "source",
+        init_missing=init_missing,
+    )
+
+
+def _part(checkpoint: Checkpoint, path: str, target: Target) -> Part | None:
+    """Returns the part of the checkpoint that was saved for a target; None where it has none."""
+    try:
+        if target.kind is Kind.MODULE:
+            return Part(Kind.MODULE, _module_state(checkpoint, path))
+        value = checkpoint.value(path)
+    except KeyNotFoundError:
+        return None
+    if target.kind is Kind.OPTIMIZER and not isinstance(value, Mapping):
+        raise ObjectKindError(
+            "what was saved is not the state of an optimizer",
+            where=f"{checkpoint.source}: {path}",
+            expected="a mapping with state and param_groups",
+            found=type(value).__name__,
+            remedy="look at what the file has there: modelstate.open(path).value(name)",
+        )
+    return Part(target.kind, value)
+
+
+def _module_state(checkpoint: Checkpoint, path: str) -> Checkpoint | Mapping[str, Any]:
+    try:
+        return checkpoint.select(path)
+    except KeyNotFoundError:
+        if checkpoint.value(path) == {}:  # a module without state, as a loss function
+            return {}
+        raise
+
+
+def _value_names(values: Mapping[str, Any], targets: Mapping[str, Target]) -> Iterator[str]:
+    """Yields the names of values, descending as far as targets can be: a mapping that leads to no target is a value."""
+    prefixes = _prefixes(targets)
+    stack = list(values.items())
+    while stack:
+        name, value = stack.pop()
+        if name in prefixes and isinstance(value, Mapping) and value:
+            stack += [(f"{name}.{key}", item) for key, item in value.items()]
+        else:
+            yield name
+
+
+def _paths_without_target(names: Iterable[str], targets: Mapping[str, Target]) -> dict[str, None]:
+    """Returns the paths of saved objects that are not among the targets, each cut at the first key no target has."""
+    prefixes = _prefixes(targets)
+    unmatched: dict[str, None] = {}
+    for name in names:
+        parts = name.split(".")
+        paths = [".".join(parts[:count]) for count in range(1, len(parts) + 1)]
+        if targets.keys().isdisjoint(paths):
+            unmatched[next((path for path in paths if path not in prefixes), name)] = None
+    return unmatched
+
+
+def _prefixes(targets: Mapping[str, Target]) -> set[str]:
+    """Returns the paths of the mappings that the targets are in."""
+    return {path[:at] for path in targets for at, char in enumerate(path) if char == "."}
 
 
 def restore_objects(
@@ -126,65 +271,55 @@ def restore_objects(
     source_name: str = "",
     init_missing: bool = False,
 ) -> Restored:
-    """Gives objects the state that was saved for them, all or nothing.
+    """Restores objects from captured or opened parts, all or nothing: the core of `restore` and `Store.restore`.
 
-    The modules come first, in one load, so that what is tied across them stays tied; then optimizers, by the names of
-    their parameters; then objects with `load_state_dict`; generators last. A plain value among the objects only says
-    that the value is wanted: what was saved for it is in the result. Whatever raises, an interrupt included, all
-    objects are what they were: modules, optimizers and generators bit for bit; other objects are given the copy of
-    their `state_dict()` that was taken before.
+    On any error, an interrupt included, all objects are what they were: modules, optimizers and generators bit for
+    bit; another object gets the copy of its `state_dict()` that was taken before.
 
     Args:
-        objects: as `captured` takes them.
+        objects: as `capture` takes them. A plain value asks for the value that was saved under its name.
         saved: a `Part` for each path; of a module a `Checkpoint`, or a state dict.
-        rules: changes of names and tensors. A mapping from the path of a module gives rules, or a `Schema`, by that
-            module's own names; else names begin with the path: "model.encoder.weight". A `Schema` alone is for the one
-            module that is restored. Optimizers follow.
-        allow_missing: glob patterns of what need not have been saved: paths of objects ("ema"), names in modules
-            ("model.head.*"), and parameters by the path of their optimizer ("optimizer.model.head.*").
-        allow_unexpected: the same for what was saved and need not be there.
-        keep_options: glob patterns of optimizers that keep their own options: all of them ("optimizer"), or some
+        rules, allow_missing, allow_unexpected, init_missing: as in `restore`.
+        keep_options: glob patterns of optimizers that keep their own options: all options ("optimizer"), or some
             ("optimizer.lr"). With all of them, an optimizer takes the state of the parameters from another class of
             optimizer, where it fits; without, such a state is refused if the optimizer would compute otherwise.
-        device, map, verify, progress, max_memory_bytes, prefault: as `modelstate.load` has them, for the modules.
-        source_name: what an error calls the source in code that it proposes; without it, the path of the checkpoint.
-        init_missing: as `modelstate.load` has it. Optimizers have no state for the parameters that are initialised.
+        device, map, verify, progress, max_memory_bytes, prefault: as in `modelstate.load`, for the modules.
+        source_name: the variable that stands for the source in code that an error proposes; empty for the path of the
+            checkpoint.
 
-    Raises `MissingObjectError`, `UnexpectedObjectError` and `ObjectKindError` for what does not go together,
-    `ObjectStateError` where an object's own code raises, `OptimizerStateError`, `RuleError`, `OptionError`, and what
-    `modelstate.load` raises. `RollbackError` where an object does not take its own state back.
+    Raises what `restore` raises.
     """
     targets = targets_of(objects)
     check_owners(targets, modules_of(targets))
-    sources = _checked(saved)
+    _check_parts(saved)
     options = options_of("", (), allow_missing, allow_unexpected, None, device, None, map, False, init_missing)
     kept_options = patterns_of("keep_options", keep_options)
     check_keep_options(kept_options, [name for path, target in targets.items() for name in _option_names(path, target)])
     may_miss = Patterns("allow_missing", options.allow_missing)
     may_exceed = Patterns("allow_unexpected", options.allow_unexpected)
-    missing = _allowed([path for path in targets if path not in sources], may_miss)
-    unexpected = _allowed([path for path in sources if path not in targets], may_exceed)
-    _check_matched(targets, sources, missing, unexpected)
-    checkpoints = {
-        path: _opened(path, sources[path].tree)
-        for path, target in targets.items()
-        if target.kind == MODULE and path in sources
-    }
+    missing = tuple(path for path in targets if path not in saved and may_miss.allow(path))
+    unexpected = tuple(path for path in saved if path not in targets and may_exceed.allow(path))
+    _check_matched(targets, saved, missing, unexpected)
+    checkpoints: dict[str, Checkpoint] = {}
+    for path, target in targets.items():
+        if target.kind is Kind.MODULE and path in saved:
+            with object_code(path, "its state cannot be opened"):
+                checkpoints[path] = open_checkpoint(saved[path].tree)
     options = replace(options, rules=_rules(rules, checkpoints))
-    restoring = _Restoring(targets, sources, options.rules, may_miss, may_exceed, kept_options)
-    restoring.note_use()
+    restoring = _Restoring(targets, saved, options.rules, may_miss, may_exceed, kept_options)
+    restoring.note_used_patterns()
     for checkpoint in dict.fromkeys(checkpoints.values()) if verify else ():
         checkpoint.verify()
-    journal = Journal(bundle({path: targets[path].it for path in checkpoints}))
+    journal = Journal(ModuleContainer({path: targets[path].obj for path in checkpoints}))
     with exclusive(journal.root):
         try:
-            register_undo(restoring.turn, journal)
+            register_undo(restoring.targets, journal)
             report = load_then(
                 journal,
-                bundled(checkpoints),
+                combined_checkpoint(checkpoints),
                 replace(options, of_use=frozenset(may_miss.used | may_exceed.used)),
-                partial(restoring.others, journal),
-                optimizers=[targets[path].it for path in missing if targets[path].kind == OPTIMIZER],
+                partial(restoring.restore_others, journal),
+                optimizers=[targets[path].obj for path in missing if targets[path].kind is Kind.OPTIMIZER],
                 progress=progress,
                 max_memory_bytes=max_memory_bytes,
                 prefault=prefault,
@@ -193,134 +328,221 @@ def restore_objects(
             try:
                 journal.rollback()
             finally:
-                journal.rollback()
+                journal.rollback()  # an interrupt may have come before the first call began
             if isinstance(error, PlanError):
                 raise restoring.plan_error(error, checkpoints, source_name, init_missing) from error.__cause__
             raise
-    plain = {path: sources[path].tree for path, target in restoring.turn if target.kind == VALUE}
+    plain = {path: saved[path].tree for path, target in restoring.targets if target.kind is Kind.VALUE}
     report = replace(report, notes=(*report.notes, *restoring.notes))
     return Restored(plain, report, missing, unexpected, restoring.drawn_from)
 
 
+def _check_parts(saved: Mapping[str, Part]) -> None:
+    wrong = [path for path, part in saved.items() if not isinstance(part, Part) or part.kind not in tuple(Kind)]
+    if wrong:
+        raise OptionError(
+            "not the state of an object", where=wrong[0], expected="a Part", found=repr(saved[wrong[0]])[:200]
+        )
+
+
+def _option_names(path: str, target: Target) -> list[str]:
+    """Returns the names that `keep_options` may match: the path of an optimizer, and its options below the path."""
+    if target.kind is not Kind.OPTIMIZER:
+        return []
+    options = {str(key) for group in target.obj.param_groups for key in group} - {"params", "param_names"}
+    return [path, *(f"{path}.{option}" for option in sorted(options))]
+
+
+def _check_matched(
+    targets: Mapping[str, Target], saved: Mapping[str, Part], missing: tuple[str, ...], unexpected: tuple[str, ...]
+) -> None:
+    """Raises where the paths and kinds of the targets are not those of the saved parts, except for what is allowed."""
+    lacking = [path for path in targets if path not in saved and path not in missing]
+    excess = [path for path in saved if path not in targets and path not in unexpected]
+    also = f"; and there is no object for {', '.join(excess)}, which was saved" if excess else ""
+    if lacking:
+        raise MissingObjectError(
+            "nothing was saved for these objects; nothing has been changed",
+            expected=", ".join(lacking),
+            found=(", ".join(saved) or "nothing") + also,
+            remedy=f"leave them out, or allow_missing={lacking!r}",
+        )
+    if excess:
+        raise UnexpectedObjectError(
+            "these were saved, and are not among the objects; nothing has been changed",
+            expected=", ".join(targets) or "nothing",
+            found=", ".join(excess),
+            remedy=f"add them, or allow_unexpected={excess!r}",
+        )
+    other_kind = [path for path in targets if path in saved and saved[path].kind != targets[path].kind]
+    if other_kind:
+        raise ObjectKindError(
+            "these are of other kinds than what was saved; nothing has been changed",
+            where=", ".join(other_kind),
+            expected=", ".join(saved[path].kind for path in other_kind),
+            found=", ".join(f"{targets[path].kind} ({type(targets[path].obj).__name__})" for path in other_kind),
+            remedy="give objects of the kinds that were saved; a plain value only asks for one that was saved as such",
+        )
+
+
+def _rules(rules: RulesOf, checkpoints: Mapping[str, Checkpoint]) -> tuple[Rule, ...]:
+    """Returns the rules for names that begin with the paths of modules."""
+    if isinstance(rules, Schema):
+        if len(checkpoints) != 1:
+            raise OptionError(
+                "a Schema alone is for one module, and several are restored"
+                if checkpoints
+                else "no module is restored",
+                where="rules=",
+                expected="a mapping from the path of a module to its Schema",
+                found=", ".join(checkpoints) or "none",
+                remedy=f"rules={{{next(iter(checkpoints))!r}: schema}}" if checkpoints else "leave rules= out",
+            )
+        rules = dict.fromkeys(checkpoints, rules)
+    if not isinstance(rules, Mapping):
+        return check_rules(rules)
+    scoped: list[Rule] = []
+    for path, of_module in rules.items():
+        if path not in checkpoints:
+            raise OptionError(
+                "rules for a path that is not a restored module",
+                expected=f"one of {', '.join(checkpoints) or 'none'}",
+                found=repr(path),
+            )
+        if isinstance(of_module, Schema):
+            of_module = of_module.rules_for(checkpoints[path])
+        scoped += [Scoped(f"{path}.", rule) for rule in check_rules(of_module)]
+    return tuple(scoped)
+
+
+@dataclass(frozen=True, slots=True)
+class _NamedPlan:
+    """The plan of the optimizer at a path."""
+
+    path: str
+    class_name: str
+    plan: OptimizerPlan
+    missing: list[str]
+    """Names of parameters, with the path before them, that have no saved state and are not allowed to lack it."""
+    unexpected: list[str]
+    """Names of saved parameters that the optimizer does not have and that are not allowed."""
+
+
 class _Restoring:
-    """What is to be done beside the load of the modules."""
+    """The part of a restore that follows the load of the modules."""
 
     def __init__(
         self,
         targets: Mapping[str, Target],
-        sources: Mapping[str, Part],
+        saved: Mapping[str, Part],
         rules: tuple[Rule, ...],
         may_miss: Patterns,
         may_exceed: Patterns,
         keep_options: tuple[str, ...],
     ) -> None:
-        self.modules: Objects = modules_of(targets)
-        self.turn = [(path, target) for path, target in restore_order(targets) if path in sources]
-        """The targets that get a state, in the order in which they do."""
-        self._sources, self._rules = sources, rules
-        self._may_miss, self._may_exceed, self._keep_options = may_miss, may_exceed, keep_options
+        self.targets = [(path, target) for path, target in restore_order(targets) if path in saved]
+        """The targets that have a saved state, in the order of the restore."""
         self.notes: list[str] = []
-        """What is worth knowing of the optimizers that have got their states."""
+        """Notes about the optimizers, for the report."""
         self.drawn_from = tuple(
-            (path, target, sources[path].tree)
-            for path, target in self.turn
-            if target.is_late or own_generator(target.it) is not None
+            (path, target, saved[path].tree)
+            for path, target in self.targets
+            if target.is_restored_last or own_generator(target.obj) is not None
         )
+        self._modules = modules_of(targets)
+        self._saved, self._rules = saved, rules
+        self._may_miss, self._may_exceed, self._keep_options = may_miss, may_exceed, keep_options
 
-    def note_use(self) -> None:
-        """Patterns that have to do with parameters of optimizers need not match anything else."""
-        names = [name for name, _ in self.modules.named_parameters()]
-        for path, target in self.turn:
-            if target.kind == OPTIMIZER:
-                state = self._sources[path].tree
-                listed = state.get("state", ()) if isinstance(state, Mapping) else ()
+    def note_used_patterns(self) -> None:
+        """Marks patterns that match parameters of optimizers as used, so that the load does not report them."""
+        names = [name for name, _ in self._modules.named_parameters()]
+        for path, target in self.targets:
+            if target.kind is Kind.OPTIMIZER:
+                state = self._saved[path].tree
+                saved_names = state.get("state", ()) if isinstance(state, Mapping) else ()
                 for name in names:
                     self._may_miss.allow(f"{path}.{name}")
-                for name in listed:
+                for name in saved_names:
                     self._may_exceed.allow(f"{path}.{name}")
 
-    def others(self, journal: Journal, initialised: Set[str]) -> None:
-        """Gives all objects but the modules their states. Optimizers may lack those of initialised parameters."""
-        if any(target.kind == STATEFUL for _, target in self.turn):
+    def restore_others(self, journal: Journal, initialised: Set[str]) -> None:
+        """Restores all objects except modules. Optimizers may lack the state of `initialised` parameters."""
+        if any(target.kind is Kind.STATEFUL for _, target in self.targets):
             journal.arm()  # the modules may hold optimizers, which are about to be changed
-        planned = []
-        for path, target in self.turn:
-            if target.kind == OPTIMIZER:
-                with code_of(path, "its state cannot be loaded; nothing has been changed"):
-                    planned.append(self._plan_optimizer(path, target.it, initialised.__contains__))
-        if any(one.plan.problems for one in planned):
-            raise _misfits([one for one in planned if one.plan.problems])
-        for one in planned:
-            with code_of(one.path, "its state cannot be loaded; nothing has been changed"):
-                one.plan.load()
-            self.notes += [f"{one.path}: {one.plan.note}"] if one.plan.note else []
-        generators = [target.it for _, target in self.turn if target.is_late]
-        for path, target in self.turn:
-            if target.kind == STATEFUL:
-                with code_of(path, "its load_state_dict raised; nothing has been changed"), journal.model_code():
-                    # A copy, since the object may keep what it is given.
-                    load_state(target.it, deepcopy(self._sources[path].tree), generators)
-            elif target.kind == GENERATOR:
-                with code_of(path, "the generator does not take the state; nothing has been changed"):
-                    target.it.set_state(self._sources[path].tree)
+        plans = []
+        for path, target in self.targets:
+            if target.kind is Kind.OPTIMIZER:
+                with object_code(path, "its state cannot be loaded; nothing has been changed"):
+                    plans.append(self._plan_optimizer(path, target.obj, initialised.__contains__))
+        if any(planned.plan.problems for planned in plans):
+            raise _misfits([planned for planned in plans if planned.plan.problems])
+        for planned in plans:
+            with object_code(planned.path, "its state cannot be loaded; nothing has been changed"):
+                planned.plan.load()
+            self.notes += [f"{planned.path}: {planned.plan.note}"] if planned.plan.note else []
+        generators = [target.obj for _, target in self.targets if target.is_restored_last]
+        for path, target in self.targets:
+            if target.kind is Kind.STATEFUL:
+                with object_code(path, "its load_state_dict raised; nothing has been changed"), journal.model_code():
+                    # A copy, since the object may keep the state that it is given.
+                    load_state(target.obj, deepcopy(self._saved[path].tree), generators)
+            elif target.kind is Kind.GENERATOR:
+                with object_code(path, "the generator does not take the state; nothing has been changed"):
+                    target.obj.set_state(self._saved[path].tree)
 
     def _plan_optimizer(
-        self, path: str, optimizer: torch.optim.Optimizer, is_new: Callable[[str], bool]
-    ) -> "_PathPlan":
-        lacking: list[str] = []
-        over: list[str] = []
+        self, path: str, optimizer: torch.optim.Optimizer, is_initialised: Callable[[str], bool]
+    ) -> _NamedPlan:
+        missing: list[str] = []
+        unexpected: list[str] = []
 
-        def asked(patterns: Patterns, refused: list[str], name: str) -> bool:
-            is_allowed = patterns.allow(f"{path}.{name}")
-            if not is_allowed:
+        def is_allowed(patterns: Patterns, refused: list[str], name: str) -> bool:
+            allowed = patterns.allow(f"{path}.{name}")
+            if not allowed:
                 refused.append(f"{path}.{name}")
-            return is_allowed
-
-        def keeps(option: str) -> bool:
-            return any(
-                fnmatchcase(path, pattern) or fnmatchcase(f"{path}.{option}", pattern) for pattern in self._keep_options
-            )
+            return allowed
 
         plan = plan_by_name(
-            self.modules,
+            self._modules,
             optimizer,
-            self._sources[path].tree,
+            self._saved[path].tree,
             rules=self._rules,
-            may_miss=lambda name: is_new(name) or asked(self._may_miss, lacking, name),
-            may_exceed=partial(asked, self._may_exceed, over),
-            keeps=keeps,
+            may_miss=lambda name: is_initialised(name) or is_allowed(self._may_miss, missing, name),
+            may_exceed=partial(is_allowed, self._may_exceed, unexpected),
+            keeps=lambda option: any(
+                fnmatchcase(path, pattern) or fnmatchcase(f"{path}.{option}", pattern) for pattern in self._keep_options
+            ),
         )
-        return _PathPlan(path, type(optimizer).__name__, plan, lacking, over)
+        return _NamedPlan(path, type(optimizer).__name__, plan, missing, unexpected)
 
     def plan_error(
         self, error: PlanError, checkpoints: Mapping[str, Checkpoint], source_name: str, init_missing: bool
     ) -> PlanError:
-        """The error of the modules in the terms of several objects, with the problems of the optimizers beside it.
+        """Returns the error of the modules in terms of several objects, with the problems of the optimizers added.
 
-        With `init_missing` any parameter may be one that the load would have initialised.
+        With `init_missing` any parameter counts as one that the load would have initialised.
         """
         misshapen = {problem.name for problem in error.problems if isinstance(problem, WrongShape)}
-        planned, problems = [], []
-        for path, target in self.turn:
-            if target.kind == OPTIMIZER:
-                with suppress(Exception):  # what raises for a model that was not loaded says nothing of its own
-                    planned.append(self._plan_optimizer(path, target.it, lambda _: init_missing))
-        for one in planned:
-            for line in one.plan.problems:
+        plans, problems = [], []
+        for path, target in self.targets:
+            if target.kind is Kind.OPTIMIZER:
+                with suppress(Exception):  # an error here may only follow from the model that was not loaded
+                    plans.append(self._plan_optimizer(path, target.obj, lambda _: init_missing))
+        for planned in plans:
+            for line in planned.plan.problems:
                 name, _, why = line.partition(": ")
-                if name not in misshapen:  # its state has the shape of the checkpoint's parameter
-                    problems.append(OptimizerMisfit(f"{one.path}.{name}" if why else one.path, why=why or line))
-        lacking = [problem.name for problem in error.problems if isinstance(problem, Missing)]
-        over = [problem.name for problem in error.problems if isinstance(problem, Unexpected)]
-        for one in planned:
-            lacking += one.lacking
-            over += one.over
-        has_rule = any(isinstance(problem, OtherNames) for problem in error.problems)
-        remedies = [_class_remedy(one) for one in planned if one.plan.other_class]
-        if has_rule:
+                if name not in misshapen:  # else its state has the shape of the checkpoint's parameter
+                    problems.append(OptimizerMisfit(f"{planned.path}.{name}" if why else planned.path, why=why or line))
+        missing = [problem.name for problem in error.problems if isinstance(problem, Missing)]
+        unexpected = [problem.name for problem in error.problems if isinstance(problem, Unexpected)]
+        for planned in plans:
+            missing += planned.missing
+            unexpected += planned.unexpected
+        remedies = [_class_remedy(planned) for planned in plans if planned.plan.other_class]
+        if any(isinstance(problem, OtherNames) for problem in error.problems):
             remedies.append("pass the rule above: optimizers follow rules")
-        elif lacking or over or not remedies:
-            remedies.append(_remedy(lacking, over))
+        elif missing or unexpected or not remedies:
+            remedies.append(_remedy(missing, unexpected))
         sources = list(dict.fromkeys(checkpoint.source for checkpoint in checkpoints.values()))
         renamed = [
             path
@@ -340,65 +562,56 @@ class _Restoring:
         )
 
 
-@dataclass(frozen=True, slots=True)
-class _PathPlan:
-    """The plan of the optimizer at a path."""
-
-    path: str
-    kind: str
-    plan: OptimizerPlan
-    lacking: list[str]
-    """Names of parameters, with the path before them, that nothing was saved for."""
-    over: list[str]
-    """Names that were saved, and that the optimizer lacks."""
-
-
-def _misfits(planned: list[_PathPlan]) -> OptimizerStateError:
-    """One error for all optimizers that their states do not fit."""
-    lacking = [name for one in planned for name in one.lacking]
-    over = [name for one in planned for name in one.over]
-    remedies = [_class_remedy(one) for one in planned if one.plan.other_class]
-    if lacking or over:
-        remedies.append(_remedy(lacking, over))
-    several = len(planned) > 1
-    found = [(one, line) for one in planned for line in one.plan.problems]
-    found.sort(key=lambda pair: pair[0].plan.other_class is None or pair[0].plan.other_class.text != pair[1])
-    lines = [f"{one.path}: {line}" if several else line for one, line in found]
-    remedy = "; ".join(remedies) or remedy_of(f'["{planned[0].path}.NAME"]')
-    return misfit(", ".join(f"{one.path}: {one.kind}" for one in planned), lines, remedy)
+def _misfits(plans: list[_NamedPlan]) -> OptimizerStateError:
+    """Returns one error for all optimizers whose states do not fit."""
+    missing = [name for planned in plans for name in planned.missing]
+    unexpected = [name for planned in plans for name in planned.unexpected]
+    remedies = [_class_remedy(planned) for planned in plans if planned.plan.other_class]
+    if missing or unexpected:
+        remedies.append(_remedy(missing, unexpected))
+    class_lines: list[str] = []
+    other_lines: list[str] = []
+    for planned in plans:
+        for line in planned.plan.problems:
+            is_about_class = planned.plan.other_class is not None and planned.plan.other_class.text == line
+            lines = class_lines if is_about_class else other_lines
+            lines.append(f"{planned.path}: {line}" if len(plans) > 1 else line)
+    remedy = "; ".join(remedies) or remedy_of(f'["{plans[0].path}.NAME"]')
+    where = ", ".join(f"{planned.path}: {planned.class_name}" for planned in plans)
+    return misfit(where, class_lines + other_lines, remedy)
 
 
-def _class_remedy(planned: _PathPlan) -> str:
-    """For the state of another class of optimizer."""
-    other, path, new = planned.plan.other_class, planned.path, f"{planned.path}_new"
-    assert other is not None
-    return other.remedy(
+def _class_remedy(planned: _NamedPlan) -> str:
+    """Returns the remedy for the state of another class of optimizer."""
+    path, new = planned.path, f"{planned.path}_new"
+    assert planned.plan.other_class is not None
+    return planned.plan.other_class.remedy(
         f"[{path!r}]", f"call it {new!r} among the objects, with allow_missing=[{new!r}], allow_unexpected=[{path!r}]"
     )
 
 
-def _option_names(path: str, target: Target) -> list[str]:
-    """What `keep_options` may match of an object."""
-    if target.kind != OPTIMIZER:
-        return []
-    options = {str(key) for group in target.it.param_groups for key in group} - {"params", "param_names"}
-    return [path, *(f"{path}.{option}" for option in sorted(options))]
-
-
-def _remedy(lacking: list[str], over: list[str]) -> str:
-    """With the patterns that allow these names to be missing and to be too many."""
+def _remedy(missing: list[str], unexpected: list[str]) -> str:
+    """Returns the remedy with the patterns that allow these names to be missing and unexpected."""
     remedies = [OptimizerMisfit.remedy]
-    if lacking:
-        remedies.append(f"for parameters that are new: allow_missing={_patterns(lacking)!r}")
-    if over:
-        remedies.append(f"for those that are gone or frozen: allow_unexpected={_patterns(over)!r}")
+    if missing:
+        remedies.append(f"for parameters that are new: allow_missing={_patterns(missing)!r}")
+    if unexpected:
+        remedies.append(f"for those that are gone or frozen: allow_unexpected={_patterns(unexpected)!r}")
     return "; ".join(remedies)
 
 
-def _suggest_code(path: str, checkpoint: Checkpoint, source_name: str) -> str:
-    """The call that works out rules for the module of a path, with the last part of the path as its variable.
+def _patterns(names: list[str]) -> list[str]:
+    """Returns glob patterns for names: one for several names under the same parent, else the name."""
+    siblings: dict[str, set[str]] = {}
+    for name in names:
+        siblings.setdefault(name.rpartition(".")[0], set()).add(name)
+    return [parent + ".*" if len(group) > 1 else min(group) for parent, group in siblings.items()]
 
-    The checkpoint is a file, the part of one, or the state dict of a `Part`.
+
+def _suggest_code(path: str, checkpoint: Checkpoint, source_name: str) -> str:
+    """Returns the call that works out rules for the module at a path; its variable is the last key of the path.
+
+    The checkpoint is a file, a part of a file, or the state dict of a `Part`.
     """
     name = path.rpartition(".")[2]
     variable = name if name.isidentifier() and not iskeyword(name) else "model"
@@ -407,198 +620,3 @@ def _suggest_code(path: str, checkpoint: Checkpoint, source_name: str) -> str:
     if checkpoint.format == "mapping":
         return f"ms.suggest({variable}, saved[{path!r}].tree)"
     return f"ms.suggest({variable}, {checkpoint.source!r}{f', key={checkpoint.key!r}' if checkpoint.key else ''})"
-
-
-def _patterns(names: list[str]) -> list[str]:
-    """One for what stands side by side."""
-    beside: dict[str, set[str]] = {}
-    for name in names:
-        beside.setdefault(name.rpartition(".")[0], set()).add(name)
-    return [above + ".*" if len(several) > 1 else min(several) for above, several in beside.items()]
-
-
-def _checked(saved: Mapping[str, Part]) -> Mapping[str, Part]:
-    wrong = [path for path, part in saved.items() if not isinstance(part, Part) or part.kind not in KINDS]
-    if wrong:
-        raise OptionError(
-            "not the state of an object", where=wrong[0], expected="a Part", found=repr(saved[wrong[0]])[:200]
-        )
-    return saved
-
-
-def _opened(path: str, tree: Any) -> Checkpoint:
-    with code_of(path, "its state cannot be opened"):
-        return open_checkpoint(tree)
-
-
-def _allowed(paths: list[str], patterns: Patterns) -> tuple[str, ...]:
-    """Those of the paths that the patterns allow."""
-    return tuple(path for path in paths if patterns.allow(path))
-
-
-def _check_matched(
-    targets: Mapping[str, Target], sources: Mapping[str, Part], missing: tuple[str, ...], unexpected: tuple[str, ...]
-) -> None:
-    lacking = [path for path in targets if path not in sources and path not in missing]
-    over = [path for path in sources if path not in targets and path not in unexpected]
-    also = f"; and there is no object for {', '.join(over)}, which was saved" if over else ""
-    if lacking:
-        raise MissingObjectError(
-            "nothing was saved for these objects; nothing has been changed",
-            expected=", ".join(lacking),
-            found=(", ".join(sources) or "nothing") + also,
-            remedy=f"leave them out, or allow_missing={lacking!r}",
-        )
-    if over:
-        raise UnexpectedObjectError(
-            "these were saved, and are not among the objects; nothing has been changed",
-            expected=", ".join(targets) or "nothing",
-            found=", ".join(over),
-            remedy=f"add them, or allow_unexpected={over!r}",
-        )
-    other = [path for path in targets if path in sources and sources[path].kind != targets[path].kind]
-    if other:
-        raise ObjectKindError(
-            "these are of other kinds than what was saved; nothing has been changed",
-            where=", ".join(other),
-            expected=", ".join(sources[path].kind for path in other),
-            found=", ".join(f"{targets[path].kind} ({type(targets[path].it).__name__})" for path in other),
-            remedy="give objects of the kinds that were saved; a plain value only asks for one that was saved as such",
-        )
-
-
-def _rules(given: RulesOf, checkpoints: Mapping[str, Checkpoint]) -> tuple[Rule, ...]:
-    """The rules by names that begin with the paths of modules."""
-    if isinstance(given, Schema):
-        if len(checkpoints) != 1:
-            raise OptionError(
-                "a Schema alone is for one module, and several are restored"
-                if checkpoints
-                else "no module is restored",
-                where="rules=",
-                expected="a mapping from the path of a module to its Schema",
-                found=", ".join(checkpoints) or "none",
-                remedy=f"rules={{{next(iter(checkpoints))!r}: schema}}" if checkpoints else "leave rules= out",
-            )
-        given = dict.fromkeys(checkpoints, given)
-    if not isinstance(given, Mapping):
-        return check_rules(given)
-    found: list[Rule] = []
-    for path, rules in given.items():
-        if path not in checkpoints:
-            raise OptionError(
-                "rules for what is no module that is restored",
-                expected=f"one of {', '.join(checkpoints) or 'none'}",
-                found=repr(path),
-            )
-        several = rules.rules_for(checkpoints[path]) if isinstance(rules, Schema) else rules
-        found += [Scoped(f"{path}.", rule) for rule in check_rules(several)]
-    return tuple(found)
-
-
-Source = str | os.PathLike[str] | Mapping[str, Any] | Checkpoint
-
-
-@argument_order("ms.restore", is_objects, is_source)
-def restore(
-    objects: Mapping[str, Any],
-    source: Source,
-    *,
-    rules: RulesOf = (),
-    allow_missing: Iterable[str] = (),
-    allow_unexpected: Iterable[str] = (),
-    keep_options: Iterable[str] = (),
-    device: torch.device | str | None = None,
-    map: bool | None = None,
-    verify: bool = False,
-    progress: bool | None = None,
-    max_memory_bytes: int | None = None,
-    init_missing: bool = False,
-) -> Restored:
-    """Gives several objects back what `modelstate.save` has written of them to one file: all of them, or none.
-
-    The objects are found under the names that they were saved under. A plain value among them says that the value is
-    wanted; it comes back in the result. The other arguments are those of `modelstate.load`, where patterns of names
-    begin with the path of an object; `init_missing` initialises the parameters that the file lacks, for which the
-    optimizers then have no state.
-
-    Raises what opening raises, and what `restore_objects` raises; `ChecksumError` with `verify`.
-    """
-    targets = targets_of(objects)
-    checkpoint = open_checkpoint(source)
-    if verify:
-        checkpoint.verify()
-    saved = {path: part for path, target in targets.items() if (part := _part(checkpoint, path, target)) is not None}
-    for path in _others([*checkpoint, *_extra_names(checkpoint.extra, targets)], targets):
-        saved[path] = Part(STATEFUL, None)  # its kind makes no difference: there is no object for it
-    return restore_objects(
-        objects,
-        saved,
-        rules=rules,
-        allow_missing=allow_missing,
-        allow_unexpected=allow_unexpected,
-        keep_options=keep_options,
-        device=device,
-        map=map,
-        progress=progress,
-        max_memory_bytes=max_memory_bytes,
-        source_name="" if isinstance(source, str | os.PathLike) else "source",
-        init_missing=init_missing,
-    )
-
-
-def _extra_names(extra: Mapping[str, Any], targets: Mapping[str, Target]) -> Iterator[str]:
-    """The names of values, down to the objects: what holds no tensors is one value, however much is in it."""
-    above = _above(targets)
-    left = list(extra.items())
-    while left:
-        name, value = left.pop()
-        if name in above and isinstance(value, Mapping) and value:
-            left += [(f"{name}.{key}", one) for key, one in value.items()]
-        else:
-            yield name
-
-
-def _above(targets: Mapping[str, Target]) -> set[str]:
-    """What leads to the targets."""
-    return {path[:at] for path in targets for at, char in enumerate(path) if char == "."}
-
-
-def _others(names: Iterable[str], targets: Mapping[str, Target]) -> dict[str, None]:
-    """Where the names lead that belong to none of the targets: to the first key that no target has."""
-    above = _above(targets)
-    found: dict[str, None] = {}
-    for name in names:
-        parts = name.split(".")
-        paths = [".".join(parts[:count]) for count in range(1, len(parts) + 1)]
-        if targets.keys().isdisjoint(paths):
-            found[next((path for path in paths if path not in above), name)] = None
-    return found
-
-
-def _module_state(checkpoint: Checkpoint, path: str) -> Checkpoint | Mapping[str, Any]:
-    try:
-        return checkpoint.select(path)
-    except KeyNotFoundError:
-        state = checkpoint.value(path)
-        if state == {}:  # it had nothing to save, as a loss function
-            return {}
-        raise
-
-
-def _part(checkpoint: Checkpoint, path: str, target: Target) -> Part | None:
-    try:
-        if target.kind == MODULE:
-            return Part(MODULE, _module_state(checkpoint, path))
-        value = checkpoint.value(path)
-    except KeyNotFoundError:
-        return None
-    if target.kind == OPTIMIZER and not isinstance(value, Mapping):
-        raise ObjectKindError(
-            "what was saved is not the state of an optimizer",
-            where=f"{checkpoint.source}: {path}",
-            expected="a mapping with state and param_groups",
-            found=type(value).__name__,
-            remedy="look at what the file has there: modelstate.open(path).value(name)",
-        )
-    return Part(target.kind, value)

@@ -1,4 +1,4 @@
-"""`modelstate.save`."""
+"""Saves a module, a state dict, or a tree of objects and values to a file: `modelstate.save`."""
 
 import os
 from collections.abc import Mapping
@@ -13,7 +13,7 @@ from modelstate.checkpoint.write import SaveReport, StateToWrite, check_options,
 from modelstate.errors import ModelCodeError, ModelStateError, SaveTargetError
 from modelstate.formats.write import check_both
 from modelstate.io.atomic import LOCK_TIMEOUT_SECONDS
-from modelstate.objects.objects import captured, holds_stateful
+from modelstate.objects.objects import capture, holds_stateful
 from modelstate.torch_compat.private import unwrapped
 
 
@@ -31,37 +31,50 @@ def save(
 ) -> SaveReport:
     """Saves a module, a state dict, or a tree of objects and values, and returns when it is on the disk.
 
-    The suffix of the path says the format: ".safetensors", or none, is safetensors; ".pt", ".pth", ".bin" and ".ckpt"
-    are files of `torch.save`, which `torch.load(path, weights_only=True)` reads. Another suffix is an error.
+    The suffix of the path says the format: ".safetensors", or no suffix, is safetensors; ".pt", ".pth", ".bin" and
+    ".ckpt" are files of `torch.save`, which `torch.load(path, weights_only=True)` reads. Another suffix is an error.
 
-    What is at the path is the old checkpoint or the new one, in full, at any time: files are written beside it, synced
-    and renamed. Every tool that reads safetensors reads the tensors of such a file; `modelstate.open` also gives back
-    what the format has no word for: tied tensors, which are written once, under all their names, tensors of classes
-    that are made of plain ones (by `__tensor_flatten__`), torch's versions of modules, what `get_extra_state` returned,
-    the containers and values of a tree, and a digest of every tensor, with which `load(verify=True)` compares. Tensors
-    are written by several threads, with a few megabytes of memory each; of a view, what it shows.
+    At any time the path holds the old checkpoint or the new one, in full: files are written beside it, synced and
+    renamed. Every tool that reads safetensors reads the tensors of such a file. `modelstate.open` also gives back what
+    safetensors cannot express: tied tensors, which are written once, under all their names; tensors of classes that
+    are made of plain ones (by `__tensor_flatten__`); torch's versions of modules; the results of `get_extra_state`;
+    the containers and values of a tree; and a digest of every tensor, which `load(verify=True)` compares. Several
+    threads write the tensors, with a few megabytes of memory each. Of a view, only the elements that it shows are
+    written.
 
     Args:
         target: a module; its state dict; a mapping of objects, as `Store.save` takes them, and of tensors, containers
             and values; or a `Checkpoint`, whose tensors are read while they are written, a few megabytes at a time.
-        path: where it is saved to. It is opened by the same path, also when it is in shards.
+        path: the file to write. It is opened by the same path, also when it is in shards.
         format: "safetensors" or "torch", for a path whose suffix does not say it. A file of `torch.save` has none of
-            what is said of safetensors above, and no values that `torch.load(weights_only=True)` refuses.
-        shard_size_bytes: what is larger goes into several files of at most so many bytes of tensors (or one larger
-            tensor), and an index beside them, `PATH.index.json`, as Hugging Face's tools have it.
-        extra: values to be kept with it; they come back in `Checkpoint.metadata["extra"]`.
-        schema: a text of yours, not empty, by which the file says how its state is to be understood; it comes back in
-            `Checkpoint.metadata`.
-        overwrite: whether it may replace what is there.
+            the additions to safetensors above, and no values that `torch.load(weights_only=True)` refuses.
+        shard_size_bytes: a larger state goes into several files of at most so many bytes of tensors (or one larger
+            tensor), and an index beside them, `PATH.index.json`, in the layout of Hugging Face's tools.
+        extra: values to keep with the state; they come back in `Checkpoint.metadata["extra"]`.
+        schema: a name, not empty, for the naming scheme of the state; it comes back in `Checkpoint.metadata`.
+        overwrite: whether an existing checkpoint may be replaced.
         lock_timeout_seconds: how long to wait for the lock of the directory, by which processes that save take turns.
 
-    Raises `SaveTargetError` for what is nothing that can be saved, for a path where no file can be, and for a suffix
-    that is not known, `UnsavableError` for tensors, names and values that the format does not have,
-    `UnsupportedValueError` for values without an encoding (see `register_codec`), `ModelCodeError` where the module's
-    own `state_dict` raises, `ObjectStateError` where another object's does, `TargetExistsError`, `OptionError`,
-    `DirectoryLockedError` for a directory that another process keeps locked, and
-    `WriteFailedError` for an I/O error. Whatever raises, the old checkpoint is as it was and nothing new is left; an
-    interrupt (Ctrl-C) that comes when the new one is in place leaves that, in full.
+    Returns:
+        What was written, and how long it took.
+
+    Raises:
+        SaveTargetError: The target cannot be saved, or the path cannot be a file, or its suffix is not known.
+        UnsavableError: The format does not have the kind of a tensor, a name or a value.
+        UnsupportedValueError: A value has no encoding (see `register_codec`).
+        ModelCodeError: The module's own `state_dict` raised.
+        ObjectStateError: The own code of another object raised.
+        TargetExistsError: The path exists, and `overwrite` is false.
+        OptionError: An option cannot be used.
+        DirectoryLockedError: Another process keeps the directory locked.
+        WriteFailedError: An I/O error.
+
+    On any error the old checkpoint is as it was and no new file is left. An interrupt (Ctrl-C) that comes when the new
+    checkpoint is in place leaves the new one, in full.
+
+    Example:
+        >>> ms.save(model, "model.safetensors")
+        >>> ms.save({"model": model, "optimizer": optimizer, "epoch": 3}, "run.safetensors")
     """
     begin = perf_counter()
     where = target_path(path)
@@ -83,12 +96,12 @@ def save(
 
 def _state_of(target: object) -> Mapping[Any, Any]:
     if isinstance(target, Mapping) and holds_stateful(target):
-        return _nested({path: part.tree for path, part in captured(target).parts.items()})
+        return _nested({path: part.tree for path, part in capture(target).items()})
     state = _state_dict(unwrapped(target)) if isinstance(target, nn.Module) else target
     if isinstance(state, Mapping):
         return state
     raise SaveTargetError(
-        "this is nothing that can be saved",
+        f"cannot save an object of type {type(state).__name__}",
         expected="a module, a state dict, a mapping of several, or a Checkpoint",
         found=f"{type(state).__module__}.{type(state).__qualname__}",
     )
@@ -104,13 +117,13 @@ def _state_dict(module: nn.Module) -> object:
         raise ModelCodeError(what, where=type(module).__qualname__, found=error) from error
 
 
-def _nested(by_path: Mapping[str, Any]) -> dict[str, Any]:
-    """Mappings within mappings again, of what goes by dotted paths."""
-    made: dict[str, Any] = {}
-    for path, tree in by_path.items():
-        *above, name = path.split(".")
-        place = made
-        for key in above:
-            place = place.setdefault(key, {})
-        place[name] = tree
-    return made
+def _nested(by_path: Mapping[str, object]) -> dict[str, Any]:
+    """Returns values by dotted path as mappings within mappings."""
+    root: dict[str, Any] = {}
+    for path, value in by_path.items():
+        *parents, name = path.split(".")
+        mapping = root
+        for key in parents:
+            mapping = mapping.setdefault(key, {})
+        mapping[name] = value
+    return root

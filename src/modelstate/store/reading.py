@@ -14,7 +14,7 @@ from modelstate.errors import (
     ReadFailedError,
     StepNotFoundError,
 )
-from modelstate.objects.objects import MODULE, Part
+from modelstate.objects.objects import Kind, Part
 from modelstate.store import records
 from modelstate.store.records import Record, read_record
 from modelstate.store.retention import Keep, check_metric, kept
@@ -72,7 +72,7 @@ def parts_of(shelf: StepIndex, found: StepEntry, verify: bool) -> tuple[Record, 
         shelf.note_whole(directory)
     parts = {}
     for path, entry in record.entries.items():
-        is_module = entry.kind == MODULE and entry.index
+        is_module = entry.kind is Kind.MODULE and entry.index
         tree = records.opened(directory, entry) if is_module else records.value_of(directory, entry)
         parts[path] = Part(entry.kind, tree)
     return record, parts

@@ -34,7 +34,7 @@ from modelstate.errors import (
 from modelstate.formats.safetensors import MAX_HEADER_BYTES
 from modelstate.io.digests import OPEN_SEAL, SEAL, check_seal, digest, sealed
 from modelstate.io.files import SourceFile, read_whole
-from modelstate.objects.objects import KINDS
+from modelstate.objects.objects import Kind
 from modelstate.version import __version__
 
 STORE_FILE = "store.json"
@@ -108,8 +108,7 @@ class FileRecord:
 class Entry:
     """An object of a checkpoint."""
 
-    kind: str
-    """What it was: see `modelstate.objects.objects`."""
+    kind: Kind
     index: str = ""
     """The index of the files that its tensors are in; empty where it has none."""
     files: Mapping[str, FileRecord] = field(default_factory=dict)
@@ -201,9 +200,9 @@ def _parsed(said: dict[str, Any]) -> Record:
         if any(os.path.basename(name) != name for name in (*files, key)):
             raise ValueError(f"a file outside its directory: {key}")
         index = one.get("index", "")
-        if one["kind"] not in KINDS or (index and index not in files):
+        if one["kind"] not in tuple(Kind) or (index and index not in files):
             raise ValueError(f"an object that cannot be: {key}")
-        entries[key] = Entry(one["kind"], index, files, one.get("value"))
+        entries[key] = Entry(Kind(one["kind"]), index, files, one.get("value"))
     metrics = {str(name): float(value) for name, value in said["metrics"].items()}
     time = float(said["time"])
     datetime.fromtimestamp(time)  # raises where it is none

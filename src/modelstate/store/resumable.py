@@ -17,7 +17,7 @@ from typing import Any, Self
 
 from modelstate.errors import OptionError, SaveFailedWarning
 from modelstate.objects.loaders import checked_iterators
-from modelstate.objects.objects import VALUE, targets_of
+from modelstate.objects.objects import Kind, targets_of
 from modelstate.planning.matching import nearest
 from modelstate.store.background import PASSING, PendingSave, SavedStep
 from modelstate.store.deadline import Deadline, now_seconds
@@ -152,7 +152,7 @@ class Resumable:
         return f"<Resumable {self.done} of {self._steps} steps are done, {self._store!r}>"
 
     def __iter__(self) -> Iterator[int]:
-        objects = (target.it for target in targets_of(self._objects).values())
+        objects = (target.obj for target in targets_of(self._objects).values())
         with (
             self._deadline or nullcontext(),
             closing(self._store) if self._owns_store else nullcontext(),
@@ -243,8 +243,8 @@ class Resumable:
 
     def has_all(self, objects: Mapping[str, Any]) -> bool:
         """Whether all of the objects are among this loop's, and none is a plain value, which only a restore gives."""
-        mine = {id(target.it) for target in targets_of(self._objects).values()}
-        return all(target.kind != VALUE and id(target.it) in mine for target in targets_of(objects).values())
+        mine = {id(target.obj) for target in targets_of(self._objects).values()}
+        return all(target.kind is not Kind.VALUE and id(target.obj) in mine for target in targets_of(objects).values())
 
     def is_as_new_as(self, info: CheckpointInfo, directory: str) -> bool:
         """Whether the objects of this loop, in its step, are as new as the newest checkpoint of another store."""

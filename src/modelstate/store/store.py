@@ -31,7 +31,7 @@ from modelstate.io.atomic import new_file, sync_directory, write_errors
 from modelstate.io.files import local_path
 from modelstate.io.lock import WriterLock, check_directory
 from modelstate.objects.loaders import preserved_generators
-from modelstate.objects.objects import MODULE, captured, targets_of
+from modelstate.objects.objects import Kind, capture, targets_of
 from modelstate.objects.restore import Restored, RulesOf, restore_objects
 from modelstate.store import records
 from modelstate.store.background import PendingSave, SavedStep, Staging
@@ -212,7 +212,7 @@ class Store:
 
         Nothing is copied or written, and random generators are left as they are.
         """
-        late = [target.it for target in targets_of(objects).values() if target.is_late]
+        late = [target.obj for target in targets_of(objects).values() if target.is_restored_last]
         with preserved_generators(late):
             job = self._job(0, objects, {}, False, 0.0)
         job.check()
@@ -255,9 +255,13 @@ class Store:
             self._turn.release()
 
     def _job(self, step: int, objects: Mapping[str, Any], metrics: dict[str, float], pin: bool, begun: float) -> Job:
-        parts = captured(objects).parts
-        drafts = {path: serialize(part.tree, path, as_tree=part.kind != MODULE) for path, part in parts.items()}
-        steady = {path: _frozen(target.it) for path, target in targets_of(objects).items() if target.kind == MODULE}
+        parts = capture(objects)
+        drafts = {
+            path: serialize(part.tree, path, as_tree=part.kind is not Kind.MODULE) for path, part in parts.items()
+        }
+        steady = {
+            path: _frozen(target.obj) for path, target in targets_of(objects).items() if target.kind is Kind.MODULE
+        }
         kinds = {path: part.kind for path, part in parts.items()}
         return Job(step, kinds, drafts, steady, metrics, pin, begun, time.time())
 

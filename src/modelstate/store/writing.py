@@ -25,6 +25,7 @@ from modelstate.io import write_system
 from modelstate.io.atomic import new_file, sync_directory
 from modelstate.io.digests import digest
 from modelstate.io.files import SourceFile
+from modelstate.objects.objects import Kind
 from modelstate.store.records import (
     MAX_BYTES,
     PIN_FILE,
@@ -113,7 +114,7 @@ def _is_untouched(path: str, record: FileRecord, doubtful: Set[tuple[int, int]])
 def write_entry(
     directory: str,
     key: str,
-    kind: str,
+    kind: Kind,
     made: SerializedState,
     *,
     steady: Set[str] = frozenset(),
@@ -142,7 +143,7 @@ def write_entry(
     return Written(Entry(kind, index, records), files.written, files.linked)
 
 
-def _write_without_tensors(files: _Files, key: str, kind: str, made: SerializedState) -> Written:
+def _write_without_tensors(files: _Files, key: str, kind: Kind, made: SerializedState) -> Written:
     """An index of no files is none: what is said of the object stands in a file that has no tensors."""
     planned = layout({}, lambda digests: {**SHARD_METADATA, KEY: made.manifest(None, digests)})
     name = f"{key}{SUFFIX}"
@@ -221,7 +222,7 @@ class Job:
     """A checkpoint that is about to be written."""
 
     step: int
-    kinds: Mapping[str, str]
+    kinds: Mapping[str, Kind]
     drafts: Mapping[str, SerializedState]
     """Of each object."""
     steady: Mapping[str, frozenset[str]]
