@@ -148,7 +148,7 @@ def test_the_model_is_left_alone_until_the_result(path: Path, gate: Gate) -> Non
     handle = ms.load(module, path, background=True, transform=gate)
     assert whole(module) == before
     assert gate.reached.wait(SOON)
-    assert not handle.done()
+    assert not handle.done
     assert "coming in" in repr(handle)
     gate.opened.set()
     assert eventually(handle.done)

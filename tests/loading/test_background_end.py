@@ -71,7 +71,7 @@ def test_cancelled_in_the_middle(path: Path, gate: Gate) -> None:
     assert gate.reached.wait(SOON)
     assert handle.cancel(wait=False)
     assert not handle.cancel(wait=False)
-    assert handle.done()
+    assert handle.done
     gate.opened.set()
     assert ended()
     assert len(gate.names) == 1
@@ -125,7 +125,7 @@ def test_left_without_a_result(path: Path) -> None:
         handle.result()
     with pytest.raises(ZeroDivisionError), ms.load(module, path, background=True) as handle:
         _ = 1 / 0
-    assert handle.done()
+    assert handle.done
     assert threads() == []
     assert whole(module) == before
 
@@ -337,7 +337,7 @@ EXIT = """
     module = nn.Sequential(*[nn.Linear(4, 4) for _ in range(500)])
     handle = ms.load(module, sys.argv[1], background=True, transform=slow)
     time.sleep(0.1)
-    assert not handle.done()
+    assert not handle.done
     print("end", flush=True)
 """
 
@@ -367,7 +367,7 @@ SLOW = """
     os.preadv, ranges.BATCH_BYTES = slowly, 4096
     handle = ms.load(nn.Linear(2048, 2048), sys.argv[1], background=True)
     time.sleep(0.3)
-    assert not handle.done()
+    assert not handle.done
     print("end", flush=True)
 """
 

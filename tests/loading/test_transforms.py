@@ -321,7 +321,7 @@ def test_a_function_that_keeps_what_it_returns_and_writes_to_it(
     model = make()
     done = ms.load(model, path, transform=keeping, background=background)
     if isinstance(done, ms.loading.LoadHandle):
-        while not done.done():
+        while not done.done:
             time.sleep(0.001)
     for one in kept:
         one[...] = 0

@@ -54,24 +54,26 @@ class LoadHandle:
             state = "ready" if self._work.finished else "coming in"
         return f"<LoadHandle of {self._text}: {state}>"
 
+    @property
     def done(self) -> bool:
         """Whether `result` would not wait: everything has come in, or the load has failed, ended or been cancelled."""
         return self._outcome is not None or self._work.finished
 
-    def result(self, timeout: float | None = None) -> LoadReport:
+    def result(self, timeout_seconds: float | None = None) -> LoadReport:
         """Waits until everything has come in, puts it in place, all or nothing, and returns the report.
 
         The model's own loading code runs here, `set_extra_state` included, after the model was checked to be what it
         was at the call of `load`. Called again, it returns the same report, or raises the same error.
 
         Args:
-            timeout: seconds to wait for what comes in. After them `LoadTimeoutError` is raised, and the load goes on.
+            timeout_seconds: how long to wait for what comes in. After that `LoadTimeoutError` is raised, and the load
+                goes on.
 
         Raises what `load` raises while it reads and puts in place; `StalePlanError` where the model has changed;
         `LoadCancelledError`, `LoadTimeoutError`, `OptionError`. An interrupt cancels the load. After all of these the
         model is what it was.
         """
-        until = _deadline(timeout)
+        until = _deadline(timeout_seconds)
         if self._outcome is None:
             self._check_caller()
             try:
@@ -130,7 +132,7 @@ class LoadHandle:
                 raise LoadTimeoutError(
                     "not everything has come in within the time; the load goes on",
                     where=self._text,
-                    remedy="result() again, with more time or without timeout=; or cancel()",
+                    remedy="result() again, with more time or without timeout_seconds=; or cancel()",
                 )
             raise _cancelled(self._text, "its thread is in the process that this one was forked from")
 
@@ -185,7 +187,9 @@ def _deadline(timeout: Any) -> float | None:
     if timeout is None:
         return None
     if isinstance(timeout, bool) or not isinstance(timeout, int | float) or not 0 <= timeout <= threading.TIMEOUT_MAX:
-        raise OptionError("timeout= is a time to wait", expected="seconds, from 0, or None", found=repr(timeout))
+        raise OptionError(
+            "timeout_seconds= is a time to wait", expected="seconds, from 0, or None", found=repr(timeout)
+        )
     return time.monotonic() + timeout
 
 
