@@ -1,4 +1,8 @@
-"""Threads, forks, signals and the garbage collector of this process."""
+"""Threads, forks, signals and the garbage collector of this process.
+
+Invariant: a function that starts threads returns or raises only after all of them have ended, also when an interrupt
+arrives, since the memory that they write to may be freed afterwards. `run_detached` is the exception.
+"""
 
 import _thread
 import gc
@@ -17,65 +21,67 @@ import torch
 _Item = TypeVar("_Item")
 
 Work = Callable[[threading.Event], None]
-"""What each thread does, until there is no more of it or the event is set."""
+"""The function that each thread runs until there is no more work, or the event is set."""
 
 
 def run_detached(work: Callable[[], None]) -> None:
-    """Has a thread do what nobody waits for, and that helps but need not be done.
+    """Runs optional work in a thread that is never waited for.
 
-    `threading.Thread` would wait for the thread to begin, which takes longer than to place a hundred tensors.
+    `threading.Thread` would wait for the thread to start, which takes longer than to assign a hundred tensors.
     """
-    with suppress(RuntimeError):  # there are no more threads, or the program is ending
+    with suppress(RuntimeError):  # no more threads can be started, or the program is ending
         _thread.start_new_thread(work, ())
 
 
 def parallel_for(work: Work, threads: int, *, with_torch: bool = False) -> None:
-    """Has so many threads `work` at once, and waits for all of them; with one it is the caller's.
+    """Runs `work` in several threads at once, and waits for all of them; a single thread is the caller's own.
 
-    Where they compute `with_torch`, its operations do not start threads of their own: theirs and ours would get in each
-    other's way, and wait for each other more than they compute.
+    The first exception of a thread, or an interrupt, sets the event, and is raised when all threads have ended.
 
-    The first error of one of them, or an interrupt, sets the event, and comes through when they have ended: the memory
-    that they write to may be gone afterwards.
+    Args:
+        work: What each thread runs.
+        threads: The number of threads.
+        with_torch: Whether `work` computes with torch. Then its operations start no threads of their own: they would
+            compete with these threads, and wait for each other longer than they compute.
     """
     stop = threading.Event()
-    # A program that is ending, in a function of `atexit`, gets no new threads.
+    # While the program ends, in a function of `atexit`, no threads can be started.
     if threads <= 1 or (with_torch and _is_forked) or not threading.main_thread().is_alive():
         work(stop)
         return
     running: list[None] = []
-    alone = _Alone(threads) if with_torch else None
+    single_threaded = _SingleThreadedTorch(threads) if with_torch else None
 
     def run() -> None:
-        running.append(None)  # before looking at `stop`: who sets that looks here afterwards
+        running.append(None)  # before it reads `stop`: the code that sets `stop` looks at `running` afterwards
         try:
-            if alone is not None and not stop.is_set():
-                alone.enter()
+            if single_threaded is not None and not stop.is_set():
+                single_threaded.enter()
             work(stop)
         finally:
             running.pop()
 
     pool = ThreadPoolExecutor(threads, "modelstate-work")
     try:
-        waiting = [pool.submit(run) for _ in range(threads)]
-        if alone is not None:
-            alone.wait()
-        for one in as_completed(waiting):
-            one.result()
+        futures = [pool.submit(run) for _ in range(threads)]
+        if single_threaded is not None:
+            single_threaded.wait()
+        for future in as_completed(futures):
+            future.result()
     finally:
         stop.set()
         try:
-            if alone is not None:
-                alone.give_up()
+            if single_threaded is not None:
+                single_threaded.abort()
             _wait_until_empty(running)
         finally:
-            if alone is not None:
-                alone.end()
+            if single_threaded is not None:
+                single_threaded.restore()
             pool.shutdown(cancel_futures=True)
 
 
 class Stopped(BaseException):
-    """Ends a thread that fetches what nobody waits for any more; nothing that catches errors may take it for one."""
+    """Ends a thread whose result is no longer needed. Not an `Exception`, so that no error handler catches it."""
 
 
 def prefetch_one(
@@ -85,15 +91,20 @@ def prefetch_one(
     *,
     is_fetched: Callable[[_Item], bool],
 ) -> None:
-    """Has each of the items used by the caller's thread, in their order, after it was fetched by another one.
+    """Uses the items in their order in the caller's thread, while another thread fetches the next one.
 
-    While one is used, the next one that has to be fetched is. Items are taken from `items` by the caller's thread, none
-    when more than one that was fetched has not been used and let go of: they can bring memory of their own.
-    `fetch` also gets a function that raises where the thread had better end, to be called between pieces of its work.
+    The caller's thread takes the items from `items`, which may allocate memory for them: it takes none while more than
+    one fetched item is neither used nor freed. The first exception, or an interrupt, is raised when the thread has
+    ended.
 
-    The first error, or an interrupt, comes through when the thread has ended.
+    Args:
+        items: The items.
+        fetch: Fetches an item. Its second argument is a function that raises `Stopped` where the fetch is no longer
+            needed, to be called between pieces of its work.
+        use: Uses an item that was fetched, or that needs no fetch.
+        is_fetched: Whether an item has to be fetched.
     """
-    if not threading.main_thread().is_alive():  # the program is ending, and no pool takes work any more
+    if not threading.main_thread().is_alive():  # while the program ends, no pool accepts work
         for item in items:
             if is_fetched(item):
                 fetch(item, lambda: None)
@@ -102,14 +113,14 @@ def prefetch_one(
     stop, running = threading.Event(), list[None]()
 
     def run(item: _Item) -> None:
-        running.append(None)  # before looking at `stop`: who sets that looks here afterwards
+        running.append(None)  # before it reads `stop`: the code that sets `stop` looks at `running` afterwards
         try:
             check()
             fetch(item, check)
         except BaseException as error:
             if not stop.is_set():
                 raise
-            error.__traceback__ = None  # nobody will hear of it, and its frames keep everything alive
+            error.__traceback__ = None  # the error is dropped, and its frames would keep every object alive
         finally:
             running.pop()
 
@@ -128,15 +139,15 @@ def prefetch_one(
         return taken, None
 
     try:
-        now, coming = begin()
-        while now:
-            for item in now[:-1]:
+        current, future = begin()
+        while current:
+            for item in current[:-1]:
                 use(item)
-            if coming is not None:
-                coming.result()
-            following, coming = begin()
-            use(now[-1])
-            now = following
+            if future is not None:
+                future.result()
+            following, future = begin()
+            use(current[-1])
+            current = following
     finally:
         stop.set()
         try:
@@ -145,64 +156,65 @@ def prefetch_one(
             pool.shutdown(cancel_futures=True)
 
 
-class _Alone:
-    """Threads in which operations of torch use no others.
+def _wait_until_empty(running: list[None]) -> None:
+    """Waits until all threads that have started have ended, also when interrupts arrive.
 
-    The number of threads is each thread's own, but torch also gives the last one that was set to threads that are new.
-    So it is put back when all have set theirs, and nobody else does the same meanwhile.
+    It does not join the threads: a thread whose start was interrupted is not in any list, and a thread whose `join` was
+    interrupted counts as ended.
+    """
+    interrupt: BaseException | None = None
+    while running:
+        try:
+            time.sleep(0.001)
+        except BaseException as error:  # another Ctrl-C
+            interrupt = error
+    if interrupt is not None:
+        raise interrupt
+
+
+class _SingleThreadedTorch:
+    """Makes the operations of torch use a single thread in each of a number of threads.
+
+    torch keeps the number of threads for each thread, but gives the number that was set last to new threads as well. So
+    the previous number is restored as soon as all threads have set theirs, and a lock keeps two loads apart.
     """
 
     def __init__(self, threads: int) -> None:
-        self._begun = threading.Barrier(threads + 1)
-        self._lock = _lock
+        self._entered = threading.Barrier(threads + 1)
+        self._lock = _torch_threads_lock
         self._lock.acquire()
         self._has_lock = True
         self._before = torch.get_num_threads()
 
     def enter(self) -> None:
-        torch.get_num_threads()  # the first call takes the number of the process, also after one has been set
+        """Called by each thread before its first operation."""
+        torch.get_num_threads()  # the first call sets the number of the process, even after another one was set
         torch.set_num_threads(1)
-        self._begun.wait()
+        self._entered.wait()
 
     def wait(self) -> None:
-        """Waits for all of them."""
-        self._begun.wait()
-        self.end()
+        """Waits until all threads have entered, and restores the number of threads."""
+        self._entered.wait()
+        self.restore()
 
-    def give_up(self) -> None:
-        """Lets those go on that wait for others, or are about to, where not all have come."""
+    def abort(self) -> None:
+        """Releases threads that wait in `enter`, where not all threads have entered."""
         if self._has_lock:
-            self._begun.abort()
+            self._entered.abort()
 
-    def end(self) -> None:
-        """Puts the number back, once."""
+    def restore(self) -> None:
+        """Restores the number of threads. Only the first call has an effect."""
         if self._has_lock:
             torch.set_num_threads(self._before)
             self._has_lock = False
             self._lock.release()
 
 
-_fork_safe: list[tuple[threading.Lock, Callable[[int], None] | None]] = []
-_acquired: list[threading.Lock] = []
-
-
-def fork_safe_lock(in_child: Callable[[int], None] | None = None) -> threading.Lock:
-    """A lock for the state of a Python module, which is held for moments: a fork waits until it is free.
-
-    So a forked child finds it free, and what it guards complete. `in_child` is called in the child, while it has the
-    lock, with the number of its only thread (`threading.get_ident`): it takes back what other threads had begun, which
-    do not go on there.
-    """
-    lock = threading.Lock()
-    _fork_safe.append((lock, in_child))
-    return lock
-
-
 class cached_attribute(Generic[_Item]):
-    """A method that is called once for each object, as of `functools.cached_property`, and has no lock.
+    """A method that is called once for each object, like `functools.cached_property`, but without a lock.
 
-    Up to Python 3.11 that one has a lock which all objects share, and which is held in a child that is forked while
-    another thread computes a value.
+    Up to Python 3.11, `cached_property` has a lock that all objects share. A child that is forked while another thread
+    computes a value would never get it.
     """
 
     def __init__(self, compute: Callable[[Any], _Item]) -> None:
@@ -212,9 +224,32 @@ class cached_attribute(Generic[_Item]):
         self._name = name
 
     def __get__(self, instance: object, owner: type | None = None) -> _Item:
-        # Called once: what it leaves in the object's own attributes comes before it.
+        # Called once: Python finds the attribute of the instance first from then on.
         value = vars(instance)[self._name] = self._compute(instance)
         return value
+
+
+# Forks.
+
+_fork_safe: list[tuple[threading.Lock, Callable[[int], None] | None]] = []
+_acquired: list[threading.Lock] = []
+_is_forked = False
+"""A forked process lacks threads that torch relies on: only the caller's own thread is known to work there."""
+
+
+def fork_safe_lock(in_child: Callable[[int], None] | None = None) -> threading.Lock:
+    """Returns a lock for the state of a Python module. A fork waits until the lock is free.
+
+    So the lock is free in a forked child, and the state that it guards is complete. The lock must be held only for
+    moments.
+
+    Args:
+        in_child: Called in the child with the number of its only thread (`threading.get_ident`), while the child holds
+            the lock. It undoes what other threads had begun, which do not exist in the child.
+    """
+    lock = threading.Lock()
+    _fork_safe.append((lock, in_child))
+    return lock
 
 
 def _before_fork() -> None:
@@ -239,104 +274,89 @@ def _after_fork_in_child() -> None:
 
 
 os.register_at_fork(before=_before_fork, after_in_parent=_after_fork_in_parent, after_in_child=_after_fork_in_child)
-_lock = fork_safe_lock()
-_is_forked = False
-"""A forked process lacks the threads that torch counts on: there only what the caller has set is known to work."""
+_torch_threads_lock = fork_safe_lock()
 
 
-def _wait_until_empty(running: list[None]) -> None:
-    """Waits for what has begun, whatever comes meanwhile.
+# The garbage collector.
 
-    Not by joining the threads: one whose start was interrupted is nowhere to be found, and one whose `join` was
-    interrupted is taken for ended.
-    """
-    interrupt: BaseException | None = None
-    while running:
-        try:
-            time.sleep(0.001)
-        except BaseException as error:  # another Ctrl-C
-            interrupt = error
-    if interrupt is not None:
-        raise interrupt
-
-
-_quiet: dict[int, int] = {}
-"""The requests for it, of loads in several threads at once, each with the number of its thread."""
-_collected_before = True
+_pauses: dict[int, int] = {}
+"""The active pauses, each with the number of its thread: several threads may load at once."""
+_was_enabled = True
 
 
 @contextmanager
 def gc_paused() -> Iterator[None]:
-    """Switches the cyclic garbage collector off for a while, where it is on.
+    """Pauses the cyclic garbage collector, where it is enabled.
 
-    There is nothing for it to find in tables of tensors, and with torch imported each of its passes over all objects
-    of the process costs more than the table.
+    Tables of tensors contain no garbage, and with torch imported each pass over all objects of the process costs more
+    than the table.
     """
-    wish = object()
+    token = object()
     try:
         try:
-            _switch_off(id(wish))
+            _pause(id(token))
             yield
         finally:
-            _switch_back(id(wish))
+            _resume(id(token))
     except BaseException:
-        _switch_back(id(wish))  # an interrupt may have come before the first time
+        _resume(id(token))  # an interrupt may have arrived before the first call
         raise
 
 
-def _switch_off(wish: int) -> None:
-    global _collected_before
+def _pause(token: int) -> None:
+    global _was_enabled
     with _collector_lock:
-        if not _quiet:
-            _collected_before = gc.isenabled()
-        _quiet[wish] = threading.get_ident()
+        if not _pauses:
+            _was_enabled = gc.isenabled()
+        _pauses[token] = threading.get_ident()
         gc.disable()
 
 
-def _switch_back(wish: int) -> None:
+def _resume(token: int) -> None:
     with _collector_lock:
-        _forget([wish])
+        _end_pauses([token])
 
 
-def _forget(wishes: Iterable[int]) -> None:
-    known = [wish for wish in wishes if wish in _quiet]
-    if known and len(known) == len(_quiet) and _collected_before:
+def _end_pauses(tokens: Iterable[int]) -> None:
+    active = [token for token in tokens if token in _pauses]
+    if active and len(active) == len(_pauses) and _was_enabled:
         gc.enable()
-    for wish in known:
-        del _quiet[wish]
+    for token in active:
+        del _pauses[token]
 
 
-def _in_child(thread: int) -> None:
-    _forget([wish for wish, owner in _quiet.items() if owner != thread])
+_collector_lock = fork_safe_lock(
+    lambda thread: _end_pauses([token for token, owner in _pauses.items() if owner != thread])
+)
 
 
-_collector_lock = fork_safe_lock(_in_child)
+# Signals.
 
 
 @contextmanager
 def deferred_signals() -> Iterator[None]:
-    """Puts off the Python handlers of all signals, Ctrl-C among them, to the end of the block.
+    """Defers the Python handlers of all signals, Ctrl-C among them, to the end of the block.
 
-    Python runs them in the main thread only, so in other threads there is nothing to put off.
+    Python runs the handlers in the main thread only, so in other threads there is nothing to defer.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
         return
     arrived: list[int] = []
 
-    def note(number: int, _: FrameType | None) -> None:
+    def record(number: int, _: FrameType | None) -> None:
         arrived.append(number)
 
     handlers = {number: handler for number in _HANDLED if callable(handler := _handler_of(number))}
     try:
         for number in handlers:
-            signal.signal(number, note)
+            signal.signal(number, record)
         yield
     finally:
         try:
             _install(handlers)
         except BaseException:
-            _install(handlers)  # the first that was put back has been called
+            _install(handlers)  # a handler that was installed first has raised
             raise
         for number in dict.fromkeys(arrived):
             signal.raise_signal(number)
@@ -348,5 +368,5 @@ def _install(handlers: Mapping[int, Any]) -> None:
 
 
 _handler_of = getattr(signal.getsignal, "__wrapped__", signal.getsignal)
-"""Without a look for the member of an enumeration, which takes twenty times as long, and there are 60 signals."""
+"""Skips the lookup of the enum member, which takes twenty times as long, for each of about 60 signals."""
 _HANDLED: list[int] = sorted({int(number) for number in signal.valid_signals()} - {signal.SIGKILL, signal.SIGSTOP})

@@ -1,4 +1,4 @@
-"""What a checkpoint holds, without its data: where the bytes of each tensor lie, and what they mean."""
+"""Describes what a checkpoint holds without its data: where the bytes of each tensor lie, and what they mean."""
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -13,7 +13,7 @@ _PLAIN = (torch.Tensor, torch.nn.Parameter)
 
 
 class ByteRange(NamedTuple):
-    """A run of bytes in one file. (A named tuple, for there are very many, and they are looked up in tables.)"""
+    """A run of bytes of one file. (A named tuple, since there are very many of them, and they are dictionary keys.)"""
 
     path: str
     """The file."""
@@ -23,38 +23,38 @@ class ByteRange(NamedTuple):
     """Length in bytes."""
 
 
-def overlapping(one: ByteRange, other: ByteRange) -> bool:
+def overlapping(first: ByteRange, second: ByteRange) -> bool:
     """Whether two ranges of one file have bytes in common."""
-    return one.start < other.start + other.nbytes and other.start < one.start + one.nbytes
+    return first.start < second.start + second.nbytes and second.start < first.start + first.nbytes
 
 
 @dataclass(frozen=True, slots=True)
 class StoredTensor:
     """A strided tensor as a file describes it: a view of a storage.
 
-    The constructor raises `TensorRangeError` where the view leaves its storage and `TensorSizeError` where its size
-    is no number of bytes, so that a value of this class is always safe to map.
+    The constructor raises `TensorRangeError` where the view leaves its storage, and `TensorSizeError` where the size of
+    the tensor is impossible, so every `StoredTensor` is safe to map.
     """
 
     dtype: torch.dtype
     shape: tuple[int, ...]
     stride: tuple[int, ...]
-    """In elements, one for each dimension; contiguous tensors have torch's own."""
+    """In elements, one for each dimension; a contiguous tensor has the stride that torch gives it."""
     storage: ByteRange
-    """The whole storage, which other tensors may share."""
+    """The whole storage, which several tensors may share."""
     offset: int = 0
     """Elements from the beginning of the storage to the first element."""
     requires_grad: bool = False
     is_parameter: bool = False
     attributes: Mapping[str, object] | None = field(default=None, repr=False, compare=False)
-    """What Python code has hung on the tensor, where the file says so."""
+    """The Python attributes of the tensor, where the file stores them."""
 
     nbytes: int = field(init=False, repr=False, compare=False)
-    """Bytes of the elements, each counted once: what a copy of the tensor needs."""
+    """The number of elements times their size: the size of a contiguous copy."""
     extent: ByteRange = field(init=False, repr=False, compare=False)
-    """The bytes of the file from the first element to behind the last; none for an empty tensor."""
+    """The bytes of the file from the first element to the end of the last; empty for an empty tensor."""
     is_contiguous: bool = field(init=False, repr=False, compare=False)
-    """Whether the elements lie in the file in their own order, without gaps."""
+    """Whether the elements lie in the file in their logical order, without gaps."""
 
     def __post_init__(self) -> None:
         storage, itemsize = self.storage, self.dtype.itemsize
@@ -97,15 +97,15 @@ class StoredTensor:
     def whole(
         cls, dtype: torch.dtype, shape: tuple[int, ...], stride: tuple[int, ...], storage: ByteRange
     ) -> "StoredTensor":
-        """A contiguous tensor that is all of a storage, where the caller has made sure that it is."""
-        made: Any = _NotYetFrozen()
-        made.dtype, made.shape, made.stride = dtype, shape, stride
-        made.storage = made.extent = storage
-        made.nbytes, made.offset, made.is_contiguous = storage.nbytes, 0, True
-        made.is_parameter = made.requires_grad = False
-        made.attributes = None
-        made.__class__ = cls
-        frozen: StoredTensor = made
+        """A contiguous tensor that fills a storage. The caller guarantees that it does; nothing is checked."""
+        tensor: Any = _Unfrozen()
+        tensor.dtype, tensor.shape, tensor.stride = dtype, shape, stride
+        tensor.storage = tensor.extent = storage
+        tensor.nbytes, tensor.offset, tensor.is_contiguous = storage.nbytes, 0, True
+        tensor.is_parameter = tensor.requires_grad = False
+        tensor.attributes = None
+        tensor.__class__ = cls
+        frozen: StoredTensor = tensor
         return frozen
 
     @property
@@ -113,24 +113,24 @@ class StoredTensor:
         return math.prod(self.shape)
 
 
-class _NotYetFrozen:
-    """What becomes a `StoredTensor`: to set the attributes of one that is frozen takes five times as long."""
+class _Unfrozen:
+    """Becomes a `StoredTensor`: setting the attributes of a frozen object takes five times as long."""
 
     __slots__ = StoredTensor.__slots__
 
 
 @dataclass(frozen=True, slots=True)
 class StoredComposite:
-    """A tensor that is made of others: sparse layouts, wrapper subclasses."""
+    """A tensor that consists of others: a sparse layout, a wrapper subclass."""
 
     kind: str
-    """What it is, in the words of a user: "sparse_coo", "torchao.dtypes.AffineQuantizedTensor", ..."""
+    """The type for messages: "sparse_coo", "torchao.dtypes.AffineQuantizedTensor", ..."""
     dtype: torch.dtype
     shape: tuple[int, ...]
     parts: tuple[StoredTensor, ...]
     build: Callable[[Sequence[torch.Tensor]], torch.Tensor] = field(compare=False)
-    """Makes the tensor of its parts, in their order, neither a parameter nor requiring a gradient. Runs nothing that
-    was not allowed when the file was opened."""
+    """Creates the tensor from its parts, in their order; it is no parameter and requires no gradient. Runs only code
+    that was allowed when the file was opened."""
     is_parameter: bool = False
     requires_grad: bool = False
 
@@ -142,46 +142,46 @@ class StoredComposite:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Combined:
-    """A strided tensor that is computed from those of several checkpoints, each time it is wanted."""
+    """A strided tensor that is computed from tensors of several checkpoints, at each read."""
 
     kind: str
-    """What it is, in the words of a user: "average of 3", ..."""
+    """The type for messages: "average of 3", ..."""
     dtype: torch.dtype
     shape: tuple[int, ...]
     parts: tuple["Stored", ...]
     build: Callable[[Sequence[torch.Tensor]], torch.Tensor]
-    """Computes the values from the parts, in their order. What it returns may be one of them, and it changes none."""
+    """Computes the values from the parts, in their order. It may return one of the parts, and changes none."""
     scratch_bytes: int = 0
     """Memory that `build` needs beside its parts and its result."""
     elementwise: bool = False
-    """Whether `build` makes each element of those at its place in the parts, and so of a piece of all parts a piece."""
+    """Whether each element depends only on the elements at its place in the parts, so that pieces can be computed."""
     is_parameter: ClassVar[bool] = False
     requires_grad: ClassVar[bool] = False
 
     @property
     def is_read_in_pieces(self) -> bool:
-        """Whether it is computed from a piece of all parts at a time."""
+        """Whether the values are computed from a piece of all parts at a time."""
         in_files = all(isinstance(part, StoredTensor) and part.is_contiguous for part in self.parts)
         return self.elementwise and bool(self.parts) and in_files and math.prod(self.shape) > 0
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all parts: what is read."""
+        """Bytes of all parts, all of which are read."""
         return sum(
             part.numel() * part.itemsize if isinstance(part, torch.Tensor) else part.nbytes for part in self.parts
         )
 
 
 Stored = StoredTensor | StoredComposite | Combined | torch.Tensor
-"""Where a tensor is: in a file, in several pieces of a file, in several checkpoints, or in memory."""
+"""Where a tensor is: in a file, in several parts of a file, in several checkpoints, or in memory."""
 
 
 AT_ONCE_BYTES = 8 << 20
-"""Of each part of what is read in pieces."""
+"""The size of the pieces in which a tensor is read or computed piece by piece."""
 
 
 def own_bytes(stored: Stored) -> int:
-    """Memory that the values take when they are read of files, with what is needed to get them."""
+    """The memory that reading the values takes, the intermediate buffers included."""
     if isinstance(stored, StoredTensor):
         return stored.extent.nbytes
     if isinstance(stored, torch.Tensor):
@@ -191,12 +191,12 @@ def own_bytes(stored: Stored) -> int:
     read = [own_bytes(part) for part in stored.parts]
     if stored.is_read_in_pieces:
         # A piece of the result is computed beside the result.
-        read = [*(min(one, AT_ONCE_BYTES) for one in read), min(max(read), AT_ONCE_BYTES)]
+        read = [*(min(nbytes, AT_ONCE_BYTES) for nbytes in read), min(max(read), AT_ONCE_BYTES)]
     return sum(read) + math.prod(stored.shape) * stored.dtype.itemsize + stored.scratch_bytes
 
 
 def pieces(stored: Stored) -> Iterator[StoredTensor | torch.Tensor]:
-    """What the tensor is made of, in the end."""
+    """The tensors that the tensor consists of, recursively."""
     if isinstance(stored, StoredTensor | torch.Tensor):
         yield stored
     else:
@@ -206,33 +206,39 @@ def pieces(stored: Stored) -> Iterator[StoredTensor | torch.Tensor]:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Encoded:
-    """A value that is no tensor, as `modelstate.codec` has written it. It is decoded when somebody asks for it."""
+    """A value other than a tensor, as `modelstate.codec` has encoded it. It is decoded when it is first accessed."""
 
     tree: object
     """JSON."""
     tensors: Mapping[str, StoredTensor]
-    """What it refers to."""
+    """The tensors that the tree refers to."""
     where: str
     """The file and the name, for messages."""
 
 
 class Checksum(NamedTuple):
-    """What a file says of some of its bytes."""
+    """A checksum that a file stores for some of its bytes."""
 
     algorithm: str
     """ "crc32", or "xxh3-128"."""
     block_bytes: int
-    """Each so many bytes have one; 0 where all of them have one together."""
+    """The size of the blocks, each with a checksum of its own; 0 for a single checksum of all bytes."""
     value: str
-    """Hexadecimal, those of the blocks in a row."""
+    """Hexadecimal; the checksums of the blocks are concatenated."""
 
 
 @dataclass(frozen=True, slots=True)
 class TensorSpec:
-    """A tensor of a checkpoint, without its data: its name, shape and dtype, and where it is stored.
+    """Describes a tensor of a checkpoint without its data: name, shape, dtype, and where it is stored.
 
     `checkpoint.tensor(name)` reads the values. Operators, functions of torch and methods of `torch.Tensor` raise
     `TensorSpecError`.
+
+    Example:
+        >>> import torch
+        >>> spec = TensorSpec("bias", (4,), torch.float32, torch.zeros(4))
+        >>> spec.nbytes
+        16
     """
 
     name: str
@@ -247,14 +253,14 @@ class TensorSpec:
 
     @property
     def stride(self) -> tuple[int, ...]:
-        """In elements; empty where the tensor is composite."""
+        """The stride in elements; empty for a composite tensor."""
         if isinstance(self.stored, torch.Tensor):
             return tuple(self.stored.stride()) if self.stored.layout is torch.strided else ()
         return self.stored.stride if isinstance(self.stored, StoredTensor) else ()
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the elements, which a view with repeated elements counts in full."""
+        """Bytes of the elements; a view with repeated elements counts each of them."""
         stored = self.stored
         if isinstance(stored, Combined):
             return math.prod(stored.shape) * stored.dtype.itemsize
@@ -262,7 +268,7 @@ class TensorSpec:
 
     @property
     def kind(self) -> str:
-        """ "strided", or what the tensor is made as."""
+        """ "strided", or the layout or type of a tensor that is not."""
         if isinstance(self.stored, StoredTensor):
             return "strided"
         if isinstance(self.stored, StoredComposite | Combined):
@@ -271,7 +277,7 @@ class TensorSpec:
 
     @property
     def location(self) -> ByteRange | None:
-        """The bytes of the file that hold the elements; None in memory, and for a composite."""
+        """The bytes of the file that hold the elements; None for a tensor in memory and for a composite."""
         return self.stored.extent if isinstance(self.stored, StoredTensor) else None
 
 
@@ -300,9 +306,9 @@ def _refuse_function(
     args: Sequence[Any] = (),
     kwargs: Mapping[str, Any] | None = None,
 ) -> Any:
-    """What torch calls where one of its functions is given a `TensorSpec`."""
-    given = (*args, *(kwargs or {}).values())
-    flat = (item for value in given for item in (value if isinstance(value, list | tuple) else (value,)))
+    """Runs where a function of torch is called with a `TensorSpec`."""
+    values = (*args, *(kwargs or {}).values())
+    flat = (item for value in values for item in (value if isinstance(value, list | tuple) else (value,)))
     spec = next(item for item in flat if isinstance(item, cls))
     raise _spec_error(spec, getattr(function, "__name__", str(function)))
 
@@ -316,7 +322,7 @@ _REFUSED = (
 
 
 def _as_array(self: TensorSpec, dtype: Any = None, copy: bool | None = None) -> Any:
-    """What NumPy calls. An array of objects, as a table of descriptions has, holds the description itself."""
+    """Called by NumPy. An array of dtype object, such as a column of a table, holds the description itself."""
     import numpy as np
 
     if dtype is None or np.dtype(dtype) != np.dtype(object):
@@ -326,16 +332,16 @@ def _as_array(self: TensorSpec, dtype: Any = None, copy: bool | None = None) -> 
     return array
 
 
-for _name in _REFUSED:  # set here, so that type checkers report these uses too
+for _name in _REFUSED:  # set here and not in the class, so that type checkers report these uses
     setattr(TensorSpec, _name, _refusal(_name))
 TensorSpec.__array__ = _as_array  # type: ignore[attr-defined]
-TensorSpec.__bool__ = lambda self: True  # type: ignore[attr-defined]  # which Python would ask __len__ for
+TensorSpec.__bool__ = lambda self: True  # type: ignore[attr-defined]  # Python would call __len__ otherwise
 TensorSpec.__torch_function__ = classmethod(_refuse_function)  # type: ignore[attr-defined]
 
 
 @dataclass(frozen=True, slots=True)
 class Contents:
-    """What a format's reader makes of a file: its table of contents, and nothing of its data."""
+    """What the reader of a format returns for a file: the table of contents, without any tensor data."""
 
     format: str
     """"torch zip", "torch legacy", "safetensors", "dcp" or "mapping"."""
@@ -343,13 +349,13 @@ class Contents:
     """Dicts, lists and tuples, with `Stored`, `Encoded` and plain values as leaves. An `OrderedDict` may have torch's
     `_metadata` as an attribute."""
     files: tuple[str, ...] = ()
-    """Every file that was read, and that tensors may lie in."""
+    """Every file that was read, or that holds tensors."""
     metadata: Mapping[str, Any] = field(default_factory=dict)
-    """What the file says of itself: text (the `__metadata__` of safetensors), or an `Encoded`."""
+    """What the file stores about itself: text (the `__metadata__` of safetensors), or an `Encoded`."""
     checksums: Mapping[ByteRange, Checksum] = field(default_factory=dict)
-    """Those of whole storages, as far as the format keeps them."""
+    """The checksums of whole storages, as far as the format stores them."""
     is_sealed: bool = False
-    """Whether all that the files say of their tensors has been compared with a checksum of it."""
+    """Whether everything that the files state about their tensors has been verified with a checksum."""
 
 
 def contiguous_stride(shape: Sequence[int]) -> tuple[int, ...]:
@@ -362,7 +368,7 @@ def contiguous_stride(shape: Sequence[int]) -> tuple[int, ...]:
 
 
 def bytes_key(stored: Stored, name: str) -> object:
-    """Equal for tensors that are the same bytes in the same shape; `name` for those without bytes."""
+    """Equal keys for tensors that are the same bytes in the same shape; `name` for a tensor without bytes."""
     if isinstance(stored, Combined):
         return stored
     if isinstance(stored, StoredTensor):

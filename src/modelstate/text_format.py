@@ -6,7 +6,7 @@ _UNITS = ("kB", "MB", "GB", "TB", "PB")
 
 
 def size(nbytes: float) -> str:
-    """A number of bytes as people say it: "512 B", "1.5 kB", "90.9 MB"."""
+    """A number of bytes in decimal units: "512 B", "1.5 kB", "90.9 MB"."""
     if round(nbytes) < 1000:
         return f"{nbytes:.0f} B"
     value = float(nbytes)
@@ -18,36 +18,47 @@ def size(nbytes: float) -> str:
 
 
 def printable(text: str) -> str:
-    """The text with what would move the cursor or break the line made visible: names in files are others' words."""
+    """Escapes the characters of untrusted text that would move the cursor or break the line."""
     if text.isprintable():
         return text
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
 
 
 def in_a_line(text: str) -> str:
-    """The text of an error of ours in one line, without what is to be done and where to read more."""
+    """The text of a modelstate error in one line, without its remedy and its link."""
     return "; ".join(line.strip() for line in text.splitlines() if not line.startswith(("  more:", "  to do:")))
 
 
 def count(number: int, noun: str) -> str:
-    """ "1 tensor", "20,000 tensors"."""
+    """A number with its noun: "1 tensor", "20,000 tensors"."""
     return f"{number:,} {noun}" if number == 1 else f"{number:,} {noun}s"
 
 
 def seconds(value: float) -> str:
-    """ "12.3 ms", "1.23 s"."""
+    """A duration: "12.3 ms", "1.23 s"."""
     return f"{value * 1000:.1f} ms" if value < 1 else f"{value:.2f} s"
 
 
 def shorten(text: str, width: int) -> str:
+    """The text, cut to `width` characters with an ellipsis."""
     return text if len(text) <= width else text[: width - 1] + "…"
 
 
 def columns(rows: Iterable[Sequence[str]], *, right: Sequence[int] = (), gap: int = 2) -> str:
-    """Rows of text in aligned columns, without trailing blanks.
+    """Formats rows of text in aligned columns, without trailing blanks.
 
-    Long lines are left to the terminal, so that a pipe gets one line a row. rich's own table takes seconds for the
-    tens of thousands of rows that a checkpoint can have.
+    Long lines are left to the terminal, so that a pipe gets one line for each row. The table of rich takes seconds for
+    the tens of thousands of rows that a checkpoint can have.
+
+    Args:
+        rows: The cells of each row; rows may differ in length.
+        right: The indices of the columns that are aligned to the right.
+        gap: The number of blanks between two columns.
+
+    Example:
+        >>> print(columns([["weight", "4"], ["bias", "16"]], right=[1]))
+        weight   4
+        bias    16
     """
     from rich.cells import cell_len  # `import modelstate` does not need it
 
@@ -68,5 +79,5 @@ def columns(rows: Iterable[Sequence[str]], *, right: Sequence[int] = (), gap: in
 
 
 def quote(name: str) -> str:
-    """A name for a message, shortened where a hostile file made it long."""
+    """A name for a message, shortened because a hostile file may contain a very long one."""
     return repr(name) if len(name) <= 200 else f"{name[:200]!r}… ({len(name):,} characters)"

@@ -72,7 +72,7 @@ class Counting(UffdFiller):
 def counted(monkeypatch: pytest.MonkeyPatch) -> type[Counting]:
     """Loads for which huge pages are slow, and small ones are filled."""
     monkeypatch.setattr(memory, "_SLOW_PAGE_SECONDS", -1.0)
-    monkeypatch.setattr("modelstate.loading.stage.Filler", Counting)
+    monkeypatch.setattr("modelstate.loading.stage.UffdFiller", Counting)
     Counting.filled = 0
     return Counting
 
@@ -99,7 +99,7 @@ def test_every_byte_is_where_it_belongs(gaps: list[tuple[int, int, bool]], begin
         expected[to : to + nbytes] = data[at : at + nbytes]
         at, to = at + nbytes, to + nbytes
     with UffdFiller(lambda: True) as filler:
-        read_ranges(requests, stamps={}, filler=filler)
+        read_ranges(requests, fingerprints={}, filler=filler)
     assert torch.equal(room.bytes, expected)
 
 
@@ -251,7 +251,7 @@ def test_where_system_calls_are_filtered() -> None:
     """A filter may end the process that makes a call which is not on its list."""
     program = """
 import ctypes, sys
-from modelstate.read import system
+from modelstate.io import system
 
 libc = ctypes.CDLL(None, use_errno=True)
 assert libc.prctl(38, 1, 0, 0, 0) == 0  # no new privileges

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from modelstate.errors import ReadFailedError
 from modelstate.io.engine import Batch, Request, coalesce, read_batches
-from modelstate.io.files import stamps_of
+from modelstate.io.files import current_fingerprints
 from modelstate.spec import ByteRange
 
 FILE_BYTES = 96
@@ -134,7 +134,7 @@ def read(sources: list[ByteRange], *, batch_bytes: int = 8, gap_bytes: int = 2, 
     memory = torch.full((sum(source.nbytes for source in sources) + 1,), 0xEE, dtype=torch.uint8)
     batches = coalesce(requests_for(sources, memory.data_ptr()), batch_bytes=batch_bytes, gap_bytes=gap_bytes)
     with nothing_left_behind():
-        read_batches(batches, **({"threads": 1, "stamps": {}} | options))
+        read_batches(batches, **({"threads": 1, "fingerprints": {}} | options))
     assert memory[-1] == 0xEE
     return memory[:-1].numpy().tobytes()
 
@@ -254,11 +254,11 @@ def test_a_file_that_is_gone(files: dict[str, str], tmp_path: Path) -> None:
 
 
 def test_a_file_that_has_changed_is_not_read(files: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
-    stamps = stamps_of(files.values())
+    stamps = current_fingerprints(files.values())
     Path(files["b"]).write_bytes(b"another")
     monkeypatch.setattr(os, "preadv", lambda *_: pytest.fail("read"))
     sources = [ByteRange(files["a"], 0, 9), ByteRange(files["b"], 0, 3)]
     with nothing_left_behind(), pytest.raises(ReadFailedError, match="has changed since it was opened") as caught:
-        read(sources, stamps=stamps)
+        read(sources, fingerprints=stamps)
     assert caught.value.where == files["b"]
     assert "another file" not in caught.value.found

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from modelstate.errors import ReadFailedError
 from modelstate.io.engine import read_threads
-from modelstate.io.files import stamps_of
+from modelstate.io.files import current_fingerprints
 from modelstate.io.stream import Block, Wait, Wanted, in_blocks, stream
 from modelstate.process import parallel_for
 from modelstate.spec import ByteRange
@@ -75,7 +75,7 @@ def streamed(path: str, threads: int, buffers: int = 1, delay: float = 0.0) -> t
         consume,
         threads=threads,
         block_bytes=9_000,
-        stamps=stamps_of([path]),
+        fingerprints=current_fingerprints([path]),
         on_block=lambda block, seconds: told.append(block.wanted_bytes),
         buffers=buffers,
     )
@@ -128,7 +128,7 @@ def test_an_error_of_one_thread_stops_the_others(error: BaseException, with_torc
 
 
 def test_a_file_that_ends_early(path: str) -> None:
-    stamps = stamps_of([path])
+    stamps = current_fingerprints([path])
     wanted = [Wanted(ByteRange(path, 0, 400_000), 4)]
     with pytest.raises(ReadFailedError, match="ends before"):
         stream(
@@ -136,6 +136,6 @@ def test_a_file_that_ends_early(path: str) -> None:
             lambda block, buffer: None,
             threads=read_threads(),
             block_bytes=1000,
-            stamps=stamps,
+            fingerprints=stamps,
             on_block=lambda block, seconds: None,
         )

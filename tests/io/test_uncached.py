@@ -25,7 +25,7 @@ from modelstate.io.engine import (
     read_batches,
     windows,
 )
-from modelstate.io.files import stamps_of
+from modelstate.io.files import current_fingerprints
 from modelstate.io.stream import Block, Wanted, stream
 from modelstate.spec import ByteRange
 from modelstate.testing import Faults, faulty_reads
@@ -74,7 +74,7 @@ def read(sources: list[ByteRange], *, threads: int = 2, batch_bytes: int = 8 << 
     batches = coalesce(requests_for(sources, memory.data_ptr() + 1), batch_bytes=batch_bytes, gap_bytes=4096)
     paths = {source.path for source in sources}
     with nothing_left_behind():
-        read_batches(batches, threads=threads, stamps=stamps_of(paths), uncached=paths)
+        read_batches(batches, threads=threads, fingerprints=current_fingerprints(paths), uncached=paths)
     assert memory[0] == memory[-1] == 0xEE
     return memory[1:-1].numpy().tobytes()
 
@@ -201,7 +201,7 @@ def test_where_it_cannot_be_done(
 
 def test_a_file_that_is_gone_or_another_one_cannot_be_read_so(path: str, tmp_path: Path) -> None:
     assert not can_read_uncached(str(tmp_path / "gone"), None)
-    (stamp,) = stamps_of([path]).values()
+    (stamp,) = current_fingerprints([path]).values()
     assert can_read_uncached(path, stamp)
     assert not can_read_uncached(path, stamp._replace(nbytes=1))
 
@@ -231,7 +231,7 @@ def test_streams(path: str, buffers: int) -> None:
             consume,
             threads=3,
             block_bytes=300_000,
-            stamps=stamps_of([path]),
+            fingerprints=current_fingerprints([path]),
             on_block=lambda block, seconds: None,
             buffers=buffers,
             uncached=[path],

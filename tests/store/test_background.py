@@ -220,7 +220,7 @@ def test_a_signal_whose_handler_saves(tmp_path: Path, gate: Gate) -> None:
 
 SLOW = """
 import sys, time, threading, torch, modelstate as ms
-from modelstate.write import system
+from modelstate.io import write_system as system
 real = system.fsync
 def fsync(descriptor):
     time.sleep(0.05)
@@ -267,7 +267,7 @@ def test_the_end_of_a_program_says_what_was_not_saved(tmp_path: Path, end: str) 
 
 CHILD = """
 import multiprocessing, sys, torch, modelstate as ms
-from modelstate.write import system
+from modelstate.io import write_system as system
 def fail(descriptor):
     raise OSError(28, "no space left")
 def child(path, fails):

@@ -23,7 +23,7 @@ from modelstate.formats.tree import FlatTree, decoded, flatten, is_container, it
 from modelstate.io import system
 from modelstate.io.digests import ALGORITHM, hasher
 from modelstate.io.engine import Request, open_files, read_ranges, read_threads
-from modelstate.io.files import FileFingerprint, stamps_of
+from modelstate.io.files import FileFingerprint, current_fingerprints
 from modelstate.io.page_cache import read_ahead
 from modelstate.io.stream import Consume, Wanted, stream
 from modelstate.process import parallel_for
@@ -160,7 +160,7 @@ class Checkpoint(Mapping[str, TensorSpec]):
     ) -> None:
         self._contents = contents
         self._source = source
-        self._stamps = stamps_of(contents.files) if stamps is None else stamps
+        self._stamps = current_fingerprints(contents.files) if stamps is None else stamps
         self._maps = Maps(self._stamps)
         flat = flatten(contents.tree, source)
         self._set(flat, key or "")
@@ -459,11 +459,11 @@ class Checkpoint(Mapping[str, TensorSpec]):
 
     def read_all(self, requests: list[Request], on_read: Any = None, **options: Any) -> None:
         """Reads many ranges of this checkpoint's files at once. See `modelstate.io.engine.read_ranges`."""
-        read_ranges(requests, stamps=self._stamps, on_read=on_read, **options)
+        read_ranges(requests, fingerprints=self._stamps, on_read=on_read, **options)
 
     def stream(self, wanted: Sequence[Wanted], consume: Consume, **options: Any) -> None:
         """Reads ranges of this checkpoint's files in blocks. See `modelstate.io.stream.stream`."""
-        stream(wanted, consume, stamps=self._stamps, **options)
+        stream(wanted, consume, fingerprints=self._stamps, **options)
 
     def read_ahead(self, ranges: Iterable[ByteRange]) -> int:
         """Has the kernel begin to read ranges of this checkpoint's files that are not in its page cache, and does not

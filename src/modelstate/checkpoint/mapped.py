@@ -89,7 +89,7 @@ class Maps:
 
     def read(self, stored: Stored) -> torch.Tensor:
         """The values in memory of their own, with no map. See `read_tensor`."""
-        return read_tensor(stored, partial(read_ranges, stamps=self._stamps))
+        return read_tensor(stored, partial(read_ranges, fingerprints=self._stamps))
 
     def check_unchanged(self) -> None:
         """Raises `ReadFailedError` where a file is not what it was when it was mapped.

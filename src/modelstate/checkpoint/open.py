@@ -38,7 +38,16 @@ from modelstate.errors import (
 from modelstate.formats import dcp, safetensors, sharded, torch_legacy, torch_zip
 from modelstate.formats.diagnose import HEAD_BYTES, no_checkpoint, other_zip, tensorflow_prefix
 from modelstate.io import system
-from modelstate.io.files import NOT_FOUND, SourceFile, local_path, no_access, not_found, noted, special_file, stamps_of
+from modelstate.io.files import (
+    NOT_FOUND,
+    SourceFile,
+    current_fingerprints,
+    local_path,
+    no_access,
+    not_found,
+    recorded_fingerprints,
+    special_file,
+)
 from modelstate.process import gc_paused
 from modelstate.spec import Contents
 
@@ -365,11 +374,11 @@ def open(
     if isinstance(source, Checkpoint):
         return source if key is None else source.select(key)
     source = cast(Source, source)
-    with gc_paused(), noted() as stamps:
+    with gc_paused(), recorded_fingerprints() as stamps:
         contents = read_contents(source, allow=allow, skip_forbidden=skip_forbidden)
         name = "mapping" if isinstance(source, Mapping) else os.fspath(source)
         # What each file was before its header was read: one that was written meanwhile is refused when it is read.
-        stamps |= stamps_of(path for path in contents.files if path not in stamps)
+        stamps |= current_fingerprints(path for path in contents.files if path not in stamps)
         return Checkpoint(contents, source=name, key=key, stamps={path: stamps[path] for path in contents.files})
 
 

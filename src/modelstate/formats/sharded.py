@@ -41,7 +41,7 @@ from modelstate.formats.manifest import KEY
 from modelstate.formats.safetensors import nbytes_of
 from modelstate.io import system
 from modelstate.io.digests import OPEN_SEAL, SEAL, check_seal, digest, sealed
-from modelstate.io.files import SourceFile, forget
+from modelstate.io.files import SourceFile, forget_fingerprint
 from modelstate.spec import Contents, Stored
 from modelstate.text_format import quote
 
@@ -85,7 +85,7 @@ def read(index_path: str, *, read_file: Callable[[str], Contents], allow: Sequen
 
 
 def _read_again(index_path: str) -> _Index | None:
-    forget(index_path)
+    forget_fingerprint(index_path)
     try:
         return read_index(index_path)
     except ModelStateError:

@@ -16,12 +16,12 @@ from modelstate.io import write_system
 from modelstate.io.atomic import (
     LOCK_TIMEOUT_SECONDS,
     Output,
-    alone_in,
-    check,
+    check_target,
+    existing_mode,
     is_at,
-    mode_of,
+    locked_directory,
     new_file,
-    part_of,
+    numbered_path,
     put_durably,
     remove_all,
     sync_directory,
@@ -75,11 +75,11 @@ def write_file(
     file, `DirectoryLockedError`, `WriteFailedError` for an I/O error, and what `write_to` raises.
     """
     check_both(path, overwrite)
-    mode = mode_of(path, path + INDEX_SUFFIX)
+    mode = existing_mode(path, path + INDEX_SUFFIX)
     with write_errors(path), unfinished_file(path, mode, lock_timeout_seconds) as output:
         write_to(output)
         output.sync()
-        with alone_in(os.path.dirname(path), lock_timeout_seconds):
+        with locked_directory(os.path.dirname(path), lock_timeout_seconds):
             check_both(path, overwrite)
             old = old_files(path)
             put_durably(output.path, path, overwrite)
@@ -89,8 +89,8 @@ def write_file(
 
 def check_both(path: str, overwrite: bool) -> None:
     """Raises what keeps a file, or an index, from being put at the path."""
-    check(path, overwrite=overwrite)
-    check(path + INDEX_SUFFIX, overwrite=overwrite)
+    check_target(path, overwrite=overwrite)
+    check_target(path + INDEX_SUFFIX, overwrite=overwrite)
 
 
 def _checked(made: SerializedState, path: str, schema: str | None, said: Mapping[str, str]) -> Layout:
@@ -126,11 +126,11 @@ def _write_shards(
     contents: list[str] = []
     sizes: list[int] = []
     check_both(path, overwrite)
-    mode = mode_of(index, path)
+    mode = existing_mode(index, path)
     unfinished = unfinished_file(path, mode, lock_timeout_seconds)
     with write_errors(path), unfinished as output, _litter(output, index) as litter:
         for number, group in enumerate(groups, 1):
-            litter.append(part_of(output, number))
+            litter.append(numbered_path(output, number))
             with new_file(litter[-1], mode) as shard:
                 written = write(shard, layout(group, lambda _: said), threads)
             digests |= written.digests
@@ -141,7 +141,7 @@ def _write_shards(
         output.append(index_of(dict(zip(names, groups, strict=True)), total_bytes, made.manifest(schema, digests)))
         output.sync()
         paths = [os.path.join(directory, name) for name in names]
-        with alone_in(directory, lock_timeout_seconds):
+        with locked_directory(directory, lock_timeout_seconds):
             check_both(path, overwrite)
             old = old_files(path, but=(index, *paths))
             for beside, at in zip(list(litter), paths, strict=True):

@@ -1,1 +1,1 @@
-"""Reading and writing bytes: files, the engine that executes read requests, memory, leases, locks."""
+"""Reading and writing bytes: the engine that executes read requests, atomic files, memory, leases, locks."""

@@ -1,16 +1,17 @@
 """Writes files atomically.
 
-It is written beside its place under a name of its own, synced, renamed, and the directory is synced: whoever opens the
-path sees the old file or the new one, also after a crash. Maps of the old file keep showing it. A symbolic link is
+A file is written beside its target under a temporary name, synced and renamed, and the directory is synced: a reader of
+the path sees the old file or the new one, also after a crash. Maps of the old file keep showing it. A symbolic link is
 replaced, not followed, so no other file ever changes.
 
-A process that is killed leaves files behind, as `.NAME.*.unfinished`; the next one that writes to the path takes them
-away. Whether their writer lives, a lock on the first of them tells, which goes with its process. Files of that name are
-made, put in place and taken away by one process at a time, which has the lock of the directory.
+Invariants:
 
-A lock of `flock` belongs to the open file, which a forked child shares. So a lock is released by `LOCK_UN`, which holds
-for all copies of the descriptor, and a forked child closes its copies, which would keep a lock after its owner is
-killed.
+- A process that is killed leaves files named `.NAME.*.unfinished`; the next save to the same path removes them. A lock
+  on the first of these files, which ends with its process, tells whether the writer is alive. Only the process that
+  holds the lock of the directory creates such files, renames them, and removes them.
+- An flock lock belongs to the open file description, which a forked child shares. So a lock is released by `LOCK_UN`,
+  which holds for all copies of the descriptor, and a forked child closes its copies: they would keep a lock after its
+  owner was killed.
 """
 
 import errno
@@ -35,7 +36,7 @@ from modelstate.io import write_system
 from modelstate.text_format import printable
 
 _NO_SYNC = (errno.EINVAL, errno.ENOTSUP, errno.ENOSYS)
-"""What file systems answer that have no way to sync a directory."""
+"""The errors of a file system that cannot sync a directory."""
 _NO_PREALLOCATION = (errno.EINVAL, errno.ENOTSUP, errno.ENOSYS, errno.ENODEV)
 _UNTOUCHED = "what was there before is untouched"
 _NO_MODES = (errno.EPERM, errno.ENOTSUP, errno.ENOSYS, errno.EINVAL)
@@ -52,18 +53,29 @@ _REMEDIES = {
 }
 
 
+SUFFIX = ".unfinished"
+_BEGINNING_BYTES = 200
+_NO_LINKS = (errno.EPERM, errno.ENOTSUP, errno.ENOSYS, errno.EMLINK)
+LOCK_TIMEOUT_SECONDS = 60.0
+"""How long a save waits for the lock of the directory, which other saves hold for a few file operations."""
+_NO_LOCKS = (errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS, errno.EINVAL, errno.EBADF)
+_locked: set[int] = set()
+"""Descriptors of this process that hold a lock or wait for one. No lock guards the set, since a signal handler may save
+in the middle of another save; each change is a single operation."""
+
+
 class Output:
-    """An open file that is written to at any place, by any thread."""
+    """An open file that any thread can write to at any offset."""
 
     def __init__(self, descriptor: int, path: str) -> None:
         self.descriptor, self.path = descriptor, path
         self.nbytes = 0
-        """To the end of what has been written at the farthest."""
+        """The end of the farthest write."""
         self._growing = threading.Lock()
         self.is_synced = False
 
     def reserve(self, nbytes: int) -> None:
-        """Has the file system set so many bytes aside, so that a full disk is known before anything is written."""
+        """Allocates the blocks of the file, so that a full disk is an error before anything is written."""
         try:
             write_system.fallocate(self.descriptor, nbytes)
         except OSError as error:
@@ -71,7 +83,7 @@ class Output:
                 raise
 
     def write_at(self, offset: int, data: memoryview | bytes) -> None:
-        """Writes all of it."""
+        """Writes all of `data` at `offset`, in as many calls as it takes."""
         left = memoryview(data)
         while left:
             count = write_system.pwritev(self.descriptor, [left], offset)
@@ -82,21 +94,65 @@ class Output:
             self.nbytes = max(self.nbytes, offset)
 
     def sync(self) -> None:
-        """Has what was written put on the disk."""
+        """Flushes the file to the disk."""
         write_system.fsync(self.descriptor)
         self.is_synced = True
 
     def append(self, data: bytes | memoryview) -> None:
-        """Writes behind what has been written."""
+        """Writes `data` at the end of the farthest write."""
         self.write_at(self.nbytes, data)
 
 
 @contextmanager
-def new_file(path: str, mode: int | None = None) -> Iterator[Output]:
-    """A file that is not there yet; it is on the disk when the block ends, and gone when it raises.
+def atomic_file(path: str, *, overwrite: bool, lock_timeout_seconds: float = LOCK_TIMEOUT_SECONDS) -> Iterator[Output]:
+    """Yields a file to write to, which is put at `path` when the block ends, and removed when the block raises.
 
-    Its name is durable only when its directory has been synced, too. With `mode` it has exactly these permission bits,
-    and at no time more of them; otherwise those of new files.
+    Args:
+        path: The target.
+        overwrite: Whether an existing file is replaced.
+        lock_timeout_seconds: How long to wait for the lock of the directory.
+
+    Raises:
+        TargetExistsError: Something is at the path, and `overwrite` is False.
+        SaveTargetError: Something that is not a regular file is at the path.
+        DirectoryLockedError: The lock of the directory is not free in time.
+        WriteFailedError: An I/O error. What was at the path before is untouched.
+    """
+    check_target(path, overwrite=overwrite)
+    with write_errors(path), unfinished_file(path, existing_mode(path), lock_timeout_seconds) as output:
+        yield output
+        output.sync()
+        with locked_directory(os.path.dirname(path), lock_timeout_seconds):
+            put_durably(output.path, path, overwrite)
+
+
+@contextmanager
+def unfinished_file(
+    path: str, mode: int | None = None, lock_timeout_seconds: float = LOCK_TIMEOUT_SECONDS
+) -> Iterator[Output]:
+    """Creates a file beside a path. While it is open, it is not taken for the leftover of a killed process.
+
+    The same holds for the files named by `numbered_path`. For `mode` see `new_file`.
+    """
+    with ExitStack() as opened:
+        with locked_directory(os.path.dirname(path), lock_timeout_seconds):
+            _remove_leftovers(path)
+            directory, name = os.path.split(path)
+            unfinished = os.path.join(directory, f".{_beginning(name)}.{secrets.token_hex(6)}{SUFFIX}")
+            output = opened.enter_context(new_file(unfinished, mode))
+            opened.callback(_locked.discard, output.descriptor)
+            _locked.add(output.descriptor)
+            with _ignore_missing_locks():  # on a file system without locks no leftover is ever removed
+                fcntl.flock(output.descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        yield output
+
+
+@contextmanager
+def new_file(path: str, mode: int | None = None) -> Iterator[Output]:
+    """Creates a file, which is on the disk when the block ends, and removed when the block raises.
+
+    Its name is durable only after its directory has been synced, too. With `mode` it has exactly these permission
+    bits, and at no time more of them; otherwise it has those of new files.
     """
     output = Output(write_system.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o666 if mode is None else mode), path)
     try:
@@ -110,7 +166,7 @@ def new_file(path: str, mode: int | None = None) -> Iterator[Output]:
             try:
                 write_system.close(output.descriptor)
             except OSError:
-                if not output.is_synced:  # else nothing can be lost any more
+                if not output.is_synced:  # a file that is synced cannot lose data any more
                     raise
     except BaseException:
         remove_all([path])
@@ -118,7 +174,7 @@ def new_file(path: str, mode: int | None = None) -> Iterator[Output]:
 
 
 def _set_mode(output: Output, mode: int) -> None:
-    """Sets the permission bits that the umask has taken off, where the file system has such bits."""
+    """Sets permission bits that the umask has removed, where the file system has permission bits."""
     try:
         write_system.fchmod(output.descriptor, mode)
     except OSError as error:
@@ -126,8 +182,112 @@ def _set_mode(output: Output, mode: int) -> None:
             raise
 
 
+def check_target(path: str, *, overwrite: bool) -> None:
+    """Raises `SaveTargetError` or `TargetExistsError` where no file can be put at the path."""
+    if os.path.isdir(path) or (os.path.exists(path) and not os.path.isfile(path)):
+        kind = "a directory" if os.path.isdir(path) else "no ordinary file"
+        raise SaveTargetError("a file cannot be put here", where=path, found=kind, remedy="give the path of a file")
+    if not overwrite and os.path.lexists(path):
+        raise _exists(path)
+
+
+def put_durably(unfinished: str, path: str, overwrite: bool, instead_of: str | None = None) -> None:
+    """Renames a finished file to its target, and removes the file at `instead_of`.
+
+    Where this cannot be made durable, the previous files are put back. The caller holds the lock of the directory.
+    """
+    directory, exists = os.path.dirname(path), os.path.lexists(path)
+    stem = unfinished.removesuffix(SUFFIX)
+    kept = _link_again(path, f"{stem}.0{SUFFIX}") if exists else None
+    is_other = instead_of is not None and os.path.lexists(instead_of)
+    moved = f"{stem}.00{SUFFIX}" if is_other else None
+    try:
+        put(unfinished, path, overwrite)
+        try:
+            sync_directory(directory)
+            if instead_of is not None and moved is not None:
+                write_system.replace(instead_of, moved)
+                sync_directory(directory)
+        except BaseException:
+            with suppress(OSError):
+                if instead_of is not None and moved is not None and os.path.lexists(moved):
+                    write_system.replace(moved, instead_of)
+                if kept is not None:
+                    write_system.replace(kept, path)
+                elif not exists:
+                    write_system.unlink(path)
+            raise
+    finally:
+        remove_all(file for file in (kept, moved) if file is not None and os.path.lexists(file))
+
+
+def put(unfinished: str, path: str, overwrite: bool) -> None:
+    """Renames a finished file to its target. The name is durable only after the directory has been synced."""
+    if overwrite:
+        write_system.replace(unfinished, path)
+        return
+    try:
+        # Unlike a rename, a link never replaces a file that another process has put there meanwhile.
+        write_system.link(unfinished, path)
+    except FileExistsError:
+        raise _exists(path) from None
+    except OSError as error:
+        if error.errno not in _NO_LINKS:
+            raise
+        check_target(path, overwrite=False)
+        write_system.replace(unfinished, path)
+        return
+    remove_all([unfinished])
+
+
+def _exists(path: str) -> TargetExistsError:
+    return TargetExistsError(
+        "something is there already", where=path, remedy="take another path, or overwrite=True to replace it"
+    )
+
+
+def _link_again(path: str, other: str) -> str | None:
+    """Makes `other` a second name of the file at `path`; None where the file system has no hard links."""
+    try:
+        write_system.link(path, other)
+    except OSError as error:
+        if error.errno not in _NO_LINKS:
+            raise
+        return None
+    except BaseException:
+        remove_all([other])
+        raise
+    return other
+
+
+def is_at(output: Output, path: str) -> bool:
+    """Whether the file at the path is this one."""
+    try:
+        return os.path.samestat(os.fstat(output.descriptor), os.lstat(path))
+    except OSError:
+        return False
+
+
+def numbered_path(unfinished: Output, number: int) -> str:
+    """The path of an additional unfinished file, which the lock of the first one covers."""
+    return f"{unfinished.path.removesuffix(SUFFIX)}.{number}{SUFFIX}"
+
+
+def existing_mode(*paths: str) -> int | None:
+    """The permission bits of the first of the paths that has a file, or None.
+
+    A file that replaces it gets the same bits, so that only users who could read the old file can read the new one.
+    """
+    for path in paths:
+        with suppress(OSError):
+            status = os.stat(path)  # follows a link: its target is what could be read at the path
+            if stat.S_ISREG(status.st_mode):
+                return stat.S_IMODE(status.st_mode) & 0o777
+    return None
+
+
 def sync_directory(path: str) -> None:
-    """Makes the names in a directory durable."""
+    """Makes the names of files in a directory durable."""
     descriptor = write_system.open(path or ".", os.O_RDONLY)
     try:
         write_system.fsync(descriptor)
@@ -135,12 +295,12 @@ def sync_directory(path: str) -> None:
         if error.errno not in _NO_SYNC:
             raise
     finally:
-        with suppress(OSError):  # the sync has been answered
+        with suppress(OSError):  # the sync has already succeeded or failed
             write_system.close(descriptor)
 
 
 def remove_all(paths: Iterable[str]) -> None:
-    """Takes files away, as many as can be; an interrupt waits until all have been tried."""
+    """Removes as many of the files as possible; an interrupt is raised after all have been tried."""
     interrupt: BaseException | None = None
     for path in paths:
         for _ in range(2):
@@ -158,109 +318,40 @@ def remove_all(paths: Iterable[str]) -> None:
 
 @contextmanager
 def write_errors(path: str) -> Iterator[None]:
-    """Within it an `OSError` comes through as a `WriteFailedError` that names the path."""
+    """Converts an `OSError` of the block into a `WriteFailedError` that names the path."""
     try:
         yield
     except OSError as error:
         if isinstance(error, ModelStateError):
             raise
-        raise write_failed(path, error) from error
-
-
-def write_failed(path: str, error: OSError) -> WriteFailedError:
-    """The error of a system call, in the words of who saves."""
-    return WriteFailedError(
-        "the file cannot be written", where=path, found=error, remedy=_REMEDIES.get(error.errno or 0, _UNTOUCHED)
-    )
-
-
-SUFFIX = ".unfinished"
-_BEGINNING_BYTES = 200
-_NO_LINKS = (errno.EPERM, errno.ENOTSUP, errno.ENOSYS, errno.EMLINK)
-LOCK_TIMEOUT_SECONDS = 60.0
-"""How long a save waits for the lock of the directory, which others hold for a few file operations."""
-_NO_LOCKS = (errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS, errno.EINVAL, errno.EBADF)
-_locked: set[int] = set()
-"""Descriptors of this process that have a lock or wait for one. No lock guards the set, since a signal handler may save
-in the middle of another save; each change is one operation."""
+        remedy = _REMEDIES.get(error.errno or 0, _UNTOUCHED)
+        raise WriteFailedError("the file cannot be written", where=path, found=error, remedy=remedy) from error
 
 
 @contextmanager
-def atomic_file(path: str, *, overwrite: bool, lock_timeout_seconds: float = LOCK_TIMEOUT_SECONDS) -> Iterator[Output]:
-    """A file to write to, which comes to be at the path when the block ends, and does not when it raises.
+def locked_directory(directory: str, timeout_seconds: float = LOCK_TIMEOUT_SECONDS) -> Iterator[None]:
+    """Holds the lock of a directory, so that no other save adds or removes files there. Needs a file system with locks.
 
-    Raises `TargetExistsError` where something is at the path that may not be replaced, `SaveTargetError` where it is
-    no file, `DirectoryLockedError`, and `WriteFailedError` for an I/O error, which takes away what was written.
-    """
-    check(path, overwrite=overwrite)
-    with write_errors(path), unfinished_file(path, mode_of(path), lock_timeout_seconds) as output:
-        yield output
-        output.sync()
-        with alone_in(os.path.dirname(path), lock_timeout_seconds):
-            put_durably(output.path, path, overwrite)
-
-
-@contextmanager
-def unfinished_file(
-    path: str, mode: int | None = None, lock_timeout_seconds: float = LOCK_TIMEOUT_SECONDS
-) -> Iterator[Output]:
-    """A new file beside a path. As long as it is open, nobody takes it for what a killed process has left.
-
-    Neither are those that are named after it by `part_of`. `mode` as `new_file` has it.
-    """
-    with ExitStack() as opened:
-        with alone_in(os.path.dirname(path), lock_timeout_seconds):
-            clear(path)
-            output = opened.enter_context(new_file(_beside(path), mode))
-            opened.callback(_locked.discard, output.descriptor)
-            _locked.add(output.descriptor)
-            with _but_for_no_locks():  # where there are none, nothing is ever taken away
-                fcntl.flock(output.descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        yield output
-
-
-def mode_of(*paths: str) -> int | None:
-    """The permission bits of the first of the paths that has a file; None where none has.
-
-    A file that replaces it gets the same, so that nobody can read the new one who could not read the old one.
-    """
-    for path in paths:
-        with suppress(OSError):
-            there = os.stat(path)  # of a link, what it leads to: that is what could be read at the path
-            if stat.S_ISREG(there.st_mode):
-                return stat.S_IMODE(there.st_mode) & 0o777
-    return None
-
-
-def part_of(unfinished: Output, number: int) -> str:
-    """The path of another unfinished file, which lives as long as the first one."""
-    return f"{unfinished.path.removesuffix(SUFFIX)}.{number}{SUFFIX}"
-
-
-@contextmanager
-def alone_in(directory: str, timeout_seconds: float = LOCK_TIMEOUT_SECONDS) -> Iterator[None]:
-    """Within it no other save, of this process or another, puts files into a directory or takes some away.
-
-    This needs a file system with locks. Raises `DirectoryLockedError` where the lock is not free in time: any process
-    that can read the directory can hold it.
+    Raises `DirectoryLockedError` where the lock is not free in time: any process that can read the directory can hold
+    it.
     """
     descriptor, pid = write_system.open(directory or ".", os.O_RDONLY), os.getpid()
     try:
         _locked.add(descriptor)
-        with _but_for_no_locks():
+        with _ignore_missing_locks():
             _lock(descriptor, directory or ".", timeout_seconds)
         yield
     finally:
-        if os.getpid() == pid:  # a forked child has closed its copy
+        if os.getpid() == pid:  # a forked child has closed its copy already
             with suppress(OSError):
                 fcntl.flock(descriptor, fcntl.LOCK_UN)
             _locked.discard(descriptor)
-            with suppress(OSError):  # nothing is lost by it
+            with suppress(OSError):  # no data depends on it
                 write_system.close(descriptor)
 
 
 def _close_locked() -> None:
-    """In a forked child: closes the descriptors of the parent's saves. `LOCK_UN` would release the parent's locks."""
+    """Closes the descriptors of the parent's saves in a forked child. `LOCK_UN` would release the parent's locks."""
     while _locked:
         with suppress(OSError):
             os.close(_locked.pop())
@@ -286,7 +377,7 @@ def _lock(descriptor: int, directory: str, timeout_seconds: float) -> None:
                 "the directory stays locked, so nothing can be put into it; what was there before is untouched",
                 where=directory,
                 expected=f"its lock (flock) to be free within {timeout_seconds:g} s",
-                found=", ".join(map(_named, pids)) or "a process that the system does not name",
+                found=", ".join(map(_describe_process, pids)) or "a process that the system does not name",
                 remedy=remedy,
             )
         time.sleep(min(pause, left))
@@ -294,9 +385,9 @@ def _lock(descriptor: int, directory: str, timeout_seconds: float) -> None:
 
 
 def _holding_pids(descriptor: int) -> list[int]:
-    """The processes that hold a lock (flock) on an open file, as far as Linux says."""
-    there = os.fstat(descriptor)
-    file = f"{os.major(there.st_dev):02x}:{os.minor(there.st_dev):02x}:{there.st_ino}"
+    """The processes that hold an flock lock on an open file, as far as Linux reports them."""
+    status = os.fstat(descriptor)
+    file = f"{os.major(status.st_dev):02x}:{os.minor(status.st_dev):02x}:{status.st_ino}"
     pids: list[int] = []
     with suppress(OSError, ValueError, IndexError), open("/proc/locks", encoding="ascii") as locks:
         held = (line.split() for line in locks if "->" not in line)
@@ -304,21 +395,17 @@ def _holding_pids(descriptor: int) -> list[int]:
     return [pid for pid in dict.fromkeys(pids) if pid > 0]
 
 
-def _named(pid: int) -> str:
+def _describe_process(pid: int) -> str:
     if pid == os.getpid():
         return f"another thread of this process ({pid}), or another open file of it"
-    return f"process {pid}{_command_of(pid)}"
-
-
-def _command_of(pid: int) -> str:
     with suppress(OSError), open(f"/proc/{pid}/cmdline", "rb") as file:
         if command := file.read(200).replace(b"\0", b" ").decode(errors="replace").strip():
-            return f" ({printable(command)})"
-    return ""
+            return f"process {pid} ({printable(command)})"
+    return f"process {pid}"
 
 
 @contextmanager
-def _but_for_no_locks() -> Iterator[None]:
+def _ignore_missing_locks() -> Iterator[None]:
     try:
         yield
     except OSError as error:
@@ -326,30 +413,24 @@ def _but_for_no_locks() -> Iterator[None]:
             raise
 
 
-def _beside(path: str) -> str:
-    """A new name beside a path."""
+def _remove_leftovers(path: str) -> None:
+    """Removes the files that killed processes have left beside a path. The caller holds the lock of the directory."""
     directory, name = os.path.split(path)
-    return os.path.join(directory, f".{_beginning(name)}.{secrets.token_hex(6)}{SUFFIX}")
-
-
-def clear(path: str) -> None:
-    """Takes away what those have left beside a path that were killed. The caller is `alone_in` the directory."""
-    directory, name = os.path.split(path)
-    mine = re.compile(rf"(\.{re.escape(_beginning(name))}\.[0-9a-f]{{12}})(?:\.\d+)?{re.escape(SUFFIX)}")
+    leftover = re.compile(rf"(\.{re.escape(_beginning(name))}\.[0-9a-f]{{12}})(?:\.\d+)?{re.escape(SUFFIX)}")
     with suppress(OSError):
-        found: dict[str, list[str]] = {}
+        groups: dict[str, list[str]] = {}
         for entry in os.listdir(directory or "."):
-            if match := mine.fullmatch(entry):
-                found.setdefault(os.path.join(directory, match[1] + SUFFIX), []).append(os.path.join(directory, entry))
-        for first, paths in found.items():
+            if match := leftover.fullmatch(entry):
+                groups.setdefault(os.path.join(directory, match[1] + SUFFIX), []).append(os.path.join(directory, entry))
+        for first, paths in groups.items():
             with suppress(OSError):
-                _take_away_if_dead(first, paths)
+                _remove_if_dead(first, paths)
 
 
-def _take_away_if_dead(first: str, paths: list[str]) -> None:
-    """Takes unfinished files away where the lock on the first one of them is free; it goes last."""
+def _remove_if_dead(first: str, paths: list[str]) -> None:
+    """Removes unfinished files if the lock on the first one is free; the first one is removed last."""
     descriptor = None
-    if os.path.isfile(first) and not os.path.islink(first):  # else it is the second name of a link, and has no writer
+    if os.path.isfile(first) and not os.path.islink(first):  # else it is another name of a link, and has no writer
         descriptor = os.open(first, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
     try:
         if descriptor is not None:
@@ -361,90 +442,5 @@ def _take_away_if_dead(first: str, paths: list[str]) -> None:
 
 
 def _beginning(name: str) -> str:
-    """As much of a name as leaves room for more: file systems count bytes."""
+    """The beginning of a name, which leaves room for a suffix: file systems limit the bytes of a name."""
     return name.encode("utf-8", "surrogateescape")[:_BEGINNING_BYTES].decode("utf-8", "ignore")
-
-
-def check(path: str, *, overwrite: bool) -> None:
-    """Raises what keeps a file from being put at the path, before anything is written."""
-    if os.path.isdir(path) or (os.path.exists(path) and not os.path.isfile(path)):
-        kind = "a directory" if os.path.isdir(path) else "no ordinary file"
-        raise SaveTargetError("a file cannot be put here", where=path, found=kind, remedy="give the path of a file")
-    if not overwrite and os.path.lexists(path):
-        raise _exists(path)
-
-
-def put_durably(beside: str, path: str, overwrite: bool, instead_of: str | None = None) -> None:
-    """Puts a finished file in its place, and takes away the one at `instead_of`.
-
-    Where that cannot be made durable, what was there is put back. The caller is `alone_in` the directory.
-    """
-    directory, there = os.path.dirname(path), os.path.lexists(path)
-    kept = _named_twice(path, f"{beside.removesuffix(SUFFIX)}.0{SUFFIX}") if there else None
-    is_other = instead_of is not None and os.path.lexists(instead_of)
-    moved = f"{beside.removesuffix(SUFFIX)}.00{SUFFIX}" if is_other else None
-    try:
-        put(beside, path, overwrite)
-        try:
-            sync_directory(directory)
-            if instead_of is not None and moved is not None:
-                write_system.replace(instead_of, moved)
-                sync_directory(directory)
-        except BaseException:
-            with suppress(OSError):
-                if instead_of is not None and moved is not None and os.path.lexists(moved):
-                    write_system.replace(moved, instead_of)
-                if kept is not None:
-                    write_system.replace(kept, path)
-                elif not there:
-                    write_system.unlink(path)
-            raise
-    finally:
-        remove_all(one for one in (kept, moved) if one is not None and os.path.lexists(one))
-
-
-def _named_twice(path: str, other: str) -> str | None:
-    """`other`, which is then another name of what is at a path; None where the file system has no such."""
-    try:
-        write_system.link(path, other)
-    except OSError as error:
-        if error.errno not in _NO_LINKS:
-            raise
-        return None
-    except BaseException:
-        remove_all([other])
-        raise
-    return other
-
-
-def is_at(output: Output, path: str) -> bool:
-    """Whether what stands at a path is this file."""
-    try:
-        return os.path.samestat(os.fstat(output.descriptor), os.lstat(path))
-    except OSError:
-        return False
-
-
-def put(beside: str, path: str, overwrite: bool) -> None:
-    """Renames a finished file to its place. It is durable when the directory has been synced."""
-    if overwrite:
-        write_system.replace(beside, path)
-        return
-    try:
-        # Unlike a rename, a link never replaces what somebody else has put there meanwhile.
-        write_system.link(beside, path)
-    except FileExistsError:
-        raise _exists(path) from None
-    except OSError as error:
-        if error.errno not in _NO_LINKS:
-            raise
-        check(path, overwrite=False)
-        write_system.replace(beside, path)
-        return
-    remove_all([beside])
-
-
-def _exists(path: str) -> TargetExistsError:
-    return TargetExistsError(
-        "something is there already", where=path, remedy="take another path, or overwrite=True to replace it"
-    )

@@ -1,10 +1,8 @@
-"""Digests that our files keep of their tensors and of themselves. They find damage, not tampering.
+"""The digests of a file's tensors and of its header. They detect damage, not tampering.
 
-A file is sealed by a digest of its own header, which stands in that header: it is that of the same bytes with zeros in
-the seal's place.
+The seal of a file is a digest of its own header, stored in that header: the digest of the same bytes with zeros in the
+place of the seal.
 """
-
-from typing import Any
 
 import xxhash
 
@@ -13,38 +11,38 @@ from modelstate.spec import Checksum
 from modelstate.text_format import quote
 
 BLOCK_BYTES = 4 << 20
-"""A tensor has a digest for every so many bytes."""
+"""A tensor has one digest for each block of this size."""
 ALGORITHM = "xxh3-128"
 HEX = 32
 """Characters of a digest."""
 SEAL = "modelstate_seal"
-"""The key of `__metadata__` under which the seal stands."""
+"""The key of `__metadata__` that holds the seal."""
 OPEN_SEAL = f"{ALGORITHM}:{'0' * HEX}"
 
 
 def digest(data: bytes | memoryview) -> str:
-    """XXH3-128, hexadecimal."""
+    """The hexadecimal XXH3-128 digest of `data`."""
     return xxhash.xxh3_128_hexdigest(data)
 
 
 def hasher() -> xxhash.xxh3_128:
-    """The same, of what it is given bit by bit."""
+    """A hash object that computes `digest` incrementally."""
     return xxhash.xxh3_128()
 
 
 def sealed(data: bytes) -> bytes:
-    """`data`, which has `OPEN_SEAL` in it, with the seal in its place."""
-    opened = OPEN_SEAL.encode()
-    assert opened in data
-    return data.replace(opened, f"{ALGORITHM}:{digest(data)}".encode(), 1)
+    """Replaces the `OPEN_SEAL` within `data` by the seal."""
+    placeholder = OPEN_SEAL.encode()
+    assert placeholder in data
+    return data.replace(placeholder, f"{ALGORITHM}:{digest(data)}".encode(), 1)
 
 
 def check_seal(data: bytes, seal: str, where: str) -> None:
-    """Raises `ChecksumError` where `data` is not what was sealed."""
+    """Raises `ChecksumError` where `seal` is not the seal of `data`, which contains it."""
     text = seal.encode()
     if len(seal) == len(OPEN_SEAL) and text in data:
-        found = digest(data.replace(text, OPEN_SEAL.encode(), 1))
-        if seal == f"{ALGORITHM}:{found}":
+        computed = digest(data.replace(text, OPEN_SEAL.encode(), 1))
+        if seal == f"{ALGORITHM}:{computed}":
             return
     raise ChecksumError(
         "what the file says of its tensors has been damaged, or changed, since it was written",
@@ -56,8 +54,8 @@ def check_seal(data: bytes, seal: str, where: str) -> None:
     )
 
 
-def checksum_of(value: Any, nbytes: int) -> Checksum:
-    """What a manifest has for a tensor of so many bytes. Raises `ValueError` where it is not that."""
+def checksum_of(value: object, nbytes: int) -> Checksum:
+    """Parses the digests that a manifest stores for a tensor of `nbytes` bytes. Raises `ValueError`."""
     blocks = -(-nbytes // BLOCK_BYTES)
     if type(value) is not str or len(value) != blocks * HEX or not set(value) <= set("0123456789abcdef"):
         raise ValueError(f"no digest of {nbytes:,} bytes: {str(value)[:60]}")

@@ -1,4 +1,8 @@
-"""Opens files that may come from elsewhere: paths, regular files, fingerprints, bounded reads."""
+"""Opens files that may come from untrusted places: paths, regular files only, fingerprints, bounded reads.
+
+A `FileFingerprint` (size, time of modification, inode, device) is taken when a file is first opened. Every later open
+of the same checkpoint compares it, so that bytes of two versions of a file are never mixed.
+"""
 
 import errno
 import os
@@ -24,7 +28,7 @@ from modelstate.errors import (
 from modelstate.io import system
 
 NOT_FOUND = (errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.ENAMETOOLONG)
-"""Errors of the system that mean that no file is at a path."""
+"""The errors of the operating system that mean that there is no file at a path."""
 
 _URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+://")
 _REPOSITORY = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
@@ -37,35 +41,35 @@ _DOWNLOADS = {
 }
 
 
-def local_path(given: str) -> str:
-    """The absolute path, so that it means the same when the working directory changes. `file://` is one too.
+def local_path(path: str) -> str:
+    """Returns the absolute path, which stays valid when the working directory changes. Accepts `file://` URLs.
 
-    Raises `SourceTypeError` for a URL of another kind, and for what can be no path.
+    Raises `SourceTypeError` for any other URL, and for a string that cannot be a path.
     """
-    if "\0" in given or not given:
-        raise SourceTypeError("this can be no path", where=repr(given[:80]), remedy="give the path of a checkpoint")
+    if "\0" in path or not path:
+        raise SourceTypeError("this can be no path", where=repr(path[:80]), remedy="give the path of a checkpoint")
     try:
-        os.fsencode(given)
+        os.fsencode(path)
     except UnicodeEncodeError as error:
-        raise SourceTypeError("this can be no path", where=repr(given[:80]), found=error) from error
-    if _URL.match(given):
-        url = urlsplit(given)
+        raise SourceTypeError("this can be no path", where=repr(path[:80]), found=error) from error
+    if _URL.match(path):
+        url = urlsplit(path)
         if url.scheme.lower() != "file" or url.netloc not in ("", "localhost"):
-            how = _DOWNLOADS.get(url.scheme.lower(), "")
+            download = _DOWNLOADS.get(url.scheme.lower(), "")
             raise SourceTypeError(
                 "a URL is not opened here",
-                where=given,
+                where=path,
                 expected="a path",
                 found=f"a URL of {url.scheme}://",
-                remedy=f"download it first: {how.format(url=given, rest=url.netloc + url.path)}".rstrip(": "),
+                remedy=f"download it first: {download.format(url=path, rest=url.netloc + url.path)}".rstrip(": "),
             )
-        given = url2pathname(url.path)
-    # Taking `x/..` away would be wrong where x is a symbolic link.
-    return os.path.abspath(given) if ".." not in given.split(os.sep) else os.path.join(os.getcwd(), given)
+        path = url2pathname(url.path)
+    # Normalizing `x/..` away would be wrong where x is a symbolic link.
+    return os.path.abspath(path) if ".." not in path.split(os.sep) else os.path.join(os.getcwd(), path)
 
 
 def not_found(path: str, given: str) -> SourceNotFoundError:
-    """The error for a path at which there is nothing."""
+    """The error for a path at which there is no file; `given` is the path as the caller wrote it."""
     if os.path.islink(path):
         if _is_loop(path):
             return SourceNotFoundError(
@@ -83,7 +87,11 @@ def not_found(path: str, given: str) -> SourceNotFoundError:
     parent = os.path.dirname(path)
     while not os.path.exists(parent) and parent != os.path.dirname(parent):
         parent = os.path.dirname(parent)
-    close = _nearest(parent, path.removeprefix(parent).lstrip(os.sep).split(os.sep)[0])
+    first_missing = path.removeprefix(parent).lstrip(os.sep).split(os.sep)[0]
+    try:
+        close = get_close_matches(first_missing, sorted(os.listdir(parent))[:10_000], n=3)
+    except OSError:
+        close = []
     home = os.path.expanduser(given)
     if given.startswith("~") and os.path.exists(home):
         remedy = f"the shell expands ~ and Python does not: {home}"
@@ -100,7 +108,7 @@ def not_found(path: str, given: str) -> SourceNotFoundError:
 
 
 def no_access(path: str, error: Exception) -> SourceAccessError:
-    """The error for what may not be read."""
+    """The error for a file that this process may not read."""
     try:
         status = os.stat(path)
         found = f"{stat.filemode(status.st_mode)}, owner {status.st_uid}; this process is user {os.geteuid()}"
@@ -115,10 +123,10 @@ def no_access(path: str, error: Exception) -> SourceAccessError:
 
 
 def open_regular(path: str, flags: int = 0) -> tuple[int, os.stat_result]:
-    """Opens a regular file for reading. Every file that may come from elsewhere is opened here.
+    """Opens a regular file for reading. Every file that may come from an untrusted place is opened here.
 
-    Opening a pipe waits for a writer, and reading a device may never end: anything but a regular file is refused before
-    a byte of it is read.
+    Opening a pipe waits for a writer, and reading a device may never end, so anything but a regular file is refused
+    before a byte of it is read.
 
     Args:
         path: The file. Symbolic links are followed.
@@ -169,7 +177,7 @@ _SPECIAL = {
 
 
 def special_file(path: str, mode: int) -> SourceTypeError:
-    """The error for a path that must name a regular file, and names something else."""
+    """The error for a path that names something else than a regular file; `mode` is its `st_mode`."""
     kind = _SPECIAL.get(stat.S_IFMT(mode), "something else")
     return SourceTypeError(
         "a checkpoint is read at many places, so it must be a file",
@@ -180,18 +188,11 @@ def special_file(path: str, mode: int) -> SourceTypeError:
     )
 
 
-def _nearest(directory: str, name: str) -> list[str]:
-    try:
-        return get_close_matches(name, sorted(os.listdir(directory))[:10_000], n=3)
-    except OSError:
-        return []
-
-
 _WHILE = "the file has changed while it was read"
 
 
 class FileFingerprint(NamedTuple):
-    """What tells a file from another version of it, short of reading it."""
+    """Identifies a version of a file without reading it."""
 
     nbytes: int
     modified_ns: int
@@ -199,46 +200,39 @@ class FileFingerprint(NamedTuple):
     device: int
 
 
-_noted: ContextVar[dict[str, FileFingerprint] | None] = ContextVar("_noted", default=None)
+_recorded: ContextVar[dict[str, FileFingerprint] | None] = ContextVar("_recorded", default=None)
 
 
 @contextmanager
-def noted() -> Iterator[dict[str, FileFingerprint]]:
-    """The stamps that files have when they are first opened within this context, before anything is read of them."""
-    found: dict[str, FileFingerprint] = {}
-    token = _noted.set(found)
+def recorded_fingerprints() -> Iterator[dict[str, FileFingerprint]]:
+    """Records the fingerprint of each file that is opened within the block, before anything is read of it."""
+    fingerprints: dict[str, FileFingerprint] = {}
+    token = _recorded.set(fingerprints)
     try:
-        yield found
+        yield fingerprints
     finally:
-        _noted.reset(token)
+        _recorded.reset(token)
 
 
-def note(path: str, status: os.stat_result) -> None:
-    """Takes down what a file is that has just been opened."""
-    found = _noted.get()
-    if found is not None:
-        found.setdefault(path, _stamp(status))
+def forget_fingerprint(path: str) -> None:
+    """Drops the recorded fingerprint of a file, so that the next time it is opened counts as the first."""
+    fingerprints = _recorded.get()
+    if fingerprints is not None:
+        fingerprints.pop(path, None)
 
 
-def forget(path: str) -> None:
-    """Has the next opening of a file count as the first one."""
-    found = _noted.get()
-    if found is not None:
-        found.pop(path, None)
-
-
-def stamps_of(paths: Iterable[str]) -> dict[str, FileFingerprint]:
-    """The stamps of files as they are now. Raises `ReadFailedError`."""
+def current_fingerprints(paths: Iterable[str]) -> dict[str, FileFingerprint]:
+    """The fingerprints of files as they are now. Raises `ReadFailedError`."""
     try:
-        return {path: _stamp(system.stat(path)) for path in paths}
+        return {path: _fingerprint(system.stat(path)) for path in paths}
     except OSError as error:
         raise ReadFailedError("the file is gone", found=error, remedy="open the checkpoint again") from error
 
 
 def open_unchanged(path: str, expected: FileFingerprint | None, flags: int = 0) -> int:
-    """A descriptor of the file, for reading, opened with more `flags`.
+    """Opens the file for reading, with additional `flags`, and returns the descriptor.
 
-    Raises `ReadFailedError` where it is not the file of the stamp.
+    Raises `ReadFailedError` where the file does not match the expected fingerprint.
     """
     try:
         descriptor, status = open_regular(path, flags)
@@ -249,7 +243,7 @@ def open_unchanged(path: str, expected: FileFingerprint | None, flags: int = 0) 
             found=error.found if isinstance(error, SourceTypeError) else error,
             remedy="open the checkpoint again",
         ) from error
-    found = _stamp(status)
+    found = _fingerprint(status)
     if expected is not None and found != expected:
         os.close(descriptor)
         raise _changed(path, expected, found, "the file has changed since it was opened")
@@ -259,11 +253,11 @@ def open_unchanged(path: str, expected: FileFingerprint | None, flags: int = 0) 
 def check_unchanged(descriptor: int, path: str, expected: FileFingerprint | None) -> None:
     """Raises `ReadFailedError` where the file is not what it was when `open_unchanged` opened it.
 
-    To be called when all has been read and before the descriptor is closed: what a file was changed to while it was
-    read may have been read in part. The name may have been given to another file meanwhile, which changes nothing.
+    To be called after the last read and before the descriptor is closed, since a change during the read may have been
+    read in part. A rename of another file to the same path is no change.
     """
     try:
-        found = _stamp(system.fstat(descriptor))
+        found = _fingerprint(system.fstat(descriptor))
     except OSError as error:
         raise ReadFailedError("the file's size and time cannot be read", where=path, found=error) from error
     if expected is not None and found != expected:
@@ -271,15 +265,15 @@ def check_unchanged(descriptor: int, path: str, expected: FileFingerprint | None
 
 
 def check_mapped(path: str, expected: FileFingerprint, nbytes: int) -> None:
-    """The same for a file that is mapped, and has `nbytes` bytes now; only its name is left to ask for more."""
+    """As `check_unchanged`, for a mapped file whose descriptor is closed, and which has `nbytes` bytes now."""
     try:
-        found = _stamp(system.stat(path))
+        found = _fingerprint(system.stat(path))
     except FileNotFoundError:
         found = None
     except OSError as error:
         raise ReadFailedError("the file's size and time cannot be read", where=path, found=error) from error
     if found is None or (found.inode, found.device) != (expected.inode, expected.device):
-        found = expected._replace(nbytes=nbytes)  # the name belongs to another file
+        found = expected._replace(nbytes=nbytes)  # the path now names another file
     if found != expected:
         raise _changed(path, expected, found, _WHILE)
 
@@ -295,29 +289,29 @@ def _changed(path: str, expected: FileFingerprint, found: FileFingerprint, what:
     )
 
 
-def _stamp(status: os.stat_result) -> FileFingerprint:
+def _fingerprint(status: os.stat_result) -> FileFingerprint:
     return FileFingerprint(status.st_size, status.st_mtime_ns, status.st_ino, status.st_dev)
 
 
 MAX_STRUCTURE_BYTES = 2**31
-"""More than any table of contents has; it keeps a sparse file from being read into memory."""
+"""More than the header of any checkpoint has; the limit keeps a sparse file from being read into memory."""
 _AT_ONCE_BYTES = 1 << 16
 
 
 class SourceFile:
-    """Reads exact pieces of a file. Use it as a context."""
+    """Reads exact pieces of a file. Use it as a context manager."""
 
     start = 0
-    """Where it begins, in bytes from the beginning of the file at `path`."""
+    """The offset of this object's first byte, in bytes from the beginning of the file at `path`."""
 
     def __init__(self, path: str) -> None:
         """Opens a regular file.
 
         Raises:
-            SourceNotFoundError: There is no file, or a symbolic link leads to none.
-            SourceTypeError: A pipe, a socket, a device or a directory.
+            SourceNotFoundError: There is no file, or the target of a symbolic link is missing.
+            SourceTypeError: The path names a pipe, a socket, a device or a directory.
             SourceAccessError: The permission to read is missing.
-            ReadFailedError: Any other error of the system.
+            ReadFailedError: Any other error of the operating system.
         """
         self.path = path
         try:
@@ -330,7 +324,8 @@ class SourceFile:
             if os.path.islink(path):
                 raise not_found(path, path) from error
             raise SourceNotFoundError("there is no such file", where=path) from error
-        note(path, status)
+        if (fingerprints := _recorded.get()) is not None:
+            fingerprints.setdefault(path, _fingerprint(status))
         self.nbytes = status.st_size
 
     def __enter__(self) -> "SourceFile":
@@ -342,7 +337,10 @@ class SourceFile:
         os.close(self._descriptor)
 
     def read(self, start: int, nbytes: int, what: str, most_bytes: int = MAX_STRUCTURE_BYTES) -> bytes:
-        """Exactly `nbytes` bytes; `TruncatedFileError` where the file ends before, `OpenError` above `most_bytes`."""
+        """Reads exactly `nbytes` bytes; `what` names them in errors.
+
+        Raises `TruncatedFileError` where the file ends before, and `OpenError` for more than `most_bytes`.
+        """
         if start + nbytes > self.nbytes:
             raise self.truncated(what, start + nbytes)
         if nbytes > most_bytes:
@@ -353,21 +351,21 @@ class SourceFile:
                 found=f"{nbytes:,} bytes",
             )
         try:
-            found = system.pread_fully(self._descriptor, nbytes, start)
+            data = system.pread_fully(self._descriptor, nbytes, start)
         except OSError as error:
             raise ReadFailedError(f"{what} cannot be read", where=self.path, found=error) from error
-        if len(found) < nbytes:
+        if len(data) < nbytes:
             raise self.truncated(what, start + nbytes)
-        return found
+        return data
 
     def section(self, start: int, nbytes: int, what: str) -> "Section":
-        """A part of the file as a file; `TruncatedFileError` where the file ends before."""
+        """A part of the file as a file of its own. Raises `TruncatedFileError` where the file ends before."""
         if start + nbytes > self.nbytes:
             raise self.truncated(what, start + nbytes)
         return Section(self, start, nbytes)
 
     def truncated(self, what: str, end: int) -> TruncatedFileError:
-        """The error for a file that should reach to `end`."""
+        """The error for a file that ends before the offset `end`."""
         return TruncatedFileError(
             f"the file ends within {what}",
             where=self.path,
@@ -378,20 +376,20 @@ class SourceFile:
 
 
 def read_whole(path: str, most_bytes: int, what: str) -> bytes:
-    """All of a small regular file. Raises what `SourceFile` raises, and `OpenError` for more than `most_bytes`."""
+    """Reads a small regular file. Raises what `SourceFile` raises, and `OpenError` for more than `most_bytes`."""
     with SourceFile(path) as file:
         return file.read(0, file.nbytes, what, most_bytes)
 
 
 class Section(SourceFile):
-    """A run of bytes of an open file, read as if it were a file of its own. It closes nothing."""
+    """A run of bytes of an open file, with the interface of a file. It does not own the descriptor."""
 
     def __init__(self, file: SourceFile, start: int, nbytes: int) -> None:
         self.path = file.path
         self.start = file.start + start
         self.nbytes = nbytes
         self._file, self._within = file, start
-        self._all = file.read(start, nbytes, "a part of the file") if nbytes <= _AT_ONCE_BYTES else None
+        self._data = file.read(start, nbytes, "a part of the file") if nbytes <= _AT_ONCE_BYTES else None
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
@@ -399,12 +397,12 @@ class Section(SourceFile):
         pass
 
     def read(self, start: int, nbytes: int, what: str, most_bytes: int = MAX_STRUCTURE_BYTES) -> bytes:
-        """As of a file; what is small was read already."""
+        """As `SourceFile.read`; a small section is read once, when it is made."""
         if start + nbytes > self.nbytes:
             raise self.truncated(what, start + nbytes)
-        if self._all is None:
+        if self._data is None:
             return self._file.read(self._within + start, nbytes, what, most_bytes)
-        return self._all[start : start + nbytes]
+        return self._data[start : start + nbytes]
 
 
 CUT_SHORT = "the copy, the download or the save was cut short: compare the size with the original, and copy it again"

@@ -1,19 +1,20 @@
-"""Read leases
+"""Protects mapped files with read leases (`F_SETLEASE`), so that overwriting a file does not change live tensors.
 
-A private map shows what is written to its file later, and a file that becomes shorter takes even those pages with it
-that the process has written to itself. So a lease is held on files whose maps stay: the kernel has whoever opens the
-file for writing, or truncates it, wait, for at most `/proc/sys/fs/lease-break-time` seconds (usually 45), and sends a
-signal. A thread waits for that signal. It copies each map into anonymous memory, moves that over the map, so that the
-addresses stay what they are, and gives the lease back. A rename over the file breaks no lease, and needs none.
+A private map shows what is written to its file later. Where the file is truncated, even the pages that the process has
+written to itself are lost. A lease is therefore held on each file whose map stays: when another process opens the file
+for writing, or truncates it, the kernel delays that process, for at most `/proc/sys/fs/lease-break-time` seconds
+(usually 45), and sends a signal to this one. The watcher thread waits for the signal. It copies each map into anonymous
+memory, moves that memory over the map, so that the addresses stay the same, and releases the lease. Renaming another
+file over the mapped one breaks no lease, and needs none.
 
 Invariants:
 
-- The signal goes to that thread alone, which blocks it. It is one that is ignored by default, and the owner is set
-  before the lease, so that no moment is left in which it could end the process.
-- A lease is on a description of its own, which no map refers to: closing it gives the lease back, also where the
-  process dies, whatever a forked child has inherited.
-- Memory is only replaced while the watcher has a reference to the `mmap` object, so that it cannot be freed meanwhile
-  and its addresses used again.
+- The signal goes to the watcher thread alone, which blocks it. The signal is one that is ignored by default, and its
+  owner is set before the lease, so that it cannot end the process at any moment.
+- A lease is on an open file description of its own, which no map refers to: closing it releases the lease, also when
+  the process dies, whatever a forked child has inherited.
+- Memory is replaced only while the watcher has a reference to the `mmap` object, so that the memory cannot be freed and
+  its addresses used again meanwhile.
 - A forked child has leases and a watcher of its own from its first moment, since its maps are its own.
 """
 
@@ -41,13 +42,13 @@ from modelstate.text_format import size
 
 _log = logging.getLogger("modelstate")
 _SIGNAL = signal.SIGURG
-"""Ignored by default; a signal of its own would end the process if it ever went to another thread."""
+"""Ignored by default. A signal whose default ends the process would do so if it ever went to another thread."""
 _F_SETOWN_EX, _F_OWNER_TID = 15, 0
 _MADV_POPULATE_READ, _MADV_POPULATE_WRITE = 22, 23
 _MREMAP_MAYMOVE_FIXED = 3
 _SA_NODEFER_RESTART = 0x40000000 | 0x10000000
 _PIECE_BYTES, _MOST_PIECES = 8 << 20, 512
-"""Each piece is copied while the watcher holds Python's lock; to get it may take 5 ms each time."""
+"""The watcher holds the interpreter lock while it copies a piece; to get the lock may take 5 ms for each piece."""
 _MARGIN_SECONDS = 2.0
 _ANONYMOUS = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | getattr(mmap, "MAP_NORESERVE", 0x4000)
 _MAP_FAILED = 2 ** (8 * ctypes.sizeof(ctypes.c_void_p)) - 1
@@ -58,7 +59,7 @@ _Mapped = weakref.ref[mmap.mmap]
 
 
 class Lease:
-    """A read lease on the file of one map. Given back when the map has gone, or its memory has been replaced."""
+    """A read lease on the file of one map. Released when the map is freed, or its memory has been replaced."""
 
     __slots__ = ("address", "descriptor", "for_child", "mapped", "nbytes", "path")
 
@@ -67,19 +68,25 @@ class Lease:
         self.nbytes = len(mapped)
         self.address = ctypes.addressof(ctypes.c_char.from_buffer(mapped))
         self.for_child = -1
-        """The descriptor with the lease that a child has, while the process is being forked."""
+        """While the process is being forked: the descriptor that holds the child's lease."""
         self.mapped = weakref.ref(mapped, self._gone)
 
     def _gone(self, _: _Mapped) -> None:
-        # Called in the middle of anything, perhaps in a thread that has the lock.
+        # A weak reference calls this at any point of any thread, perhaps of the one that holds the lock.
         _dropped.append(self)
         _release_dropped()
 
 
 def hold(path: str, descriptor: int, mapped: mmap.mmap) -> str:
-    """Holds a lease on a mapped file for as long as `mapped` lives. Returns why not, or "".
+    """Holds a lease on a mapped file for as long as `mapped` lives.
 
-    `descriptor` is an open one of the file, for reading, and not the one that is mapped; it stays the caller's.
+    Args:
+        path: The path of the file, for messages.
+        descriptor: A descriptor that is open for reading, and is not the mapped one. The caller closes it.
+        mapped: The map.
+
+    Returns:
+        An empty string, or the reason why no lease is held.
     """
     if _libc is None:
         return "this system has no file leases"
@@ -104,7 +111,10 @@ _REASONS = {
 
 
 def _take(descriptor: int, watcher: int) -> int:
-    """Sets a read lease whose signal goes to a thread; 0 for none yet, which `_watch` makes up for. Returns errno."""
+    """Sets a read lease whose signal goes to the thread `watcher`, and returns 0 or errno.
+
+    Where the watcher does not run yet (0), it sets the owner itself when it starts.
+    """
     try:
         fcntl.fcntl(descriptor, fcntl.F_SETSIG, _SIGNAL)
         if watcher:
@@ -119,14 +129,14 @@ def _set_owner(descriptor: int, thread: int) -> None:
     fcntl.fcntl(descriptor, _F_SETOWN_EX, struct.pack("ii", _F_OWNER_TID, thread))
 
 
-# The registry, which the lock guards.
+# The registry, which `_lock` guards.
 
 _leases: dict[int, Lease] = {}
 _dropped: deque[Lease] = deque()
-"""Leases of maps that have gone, to be given back by whichever thread has the lock."""
+"""Leases whose maps have been freed, to be released by the next thread that holds the lock."""
 _lock = _thread.allocate_lock()
 _watcher = 0
-"""The thread's number for the kernel; 0 until it runs."""
+"""The kernel's number of the watcher thread; 0 until it runs."""
 _watcher_started = False
 
 
@@ -138,7 +148,7 @@ def _registry() -> Iterator[None]:
 
 
 def _release_dropped() -> None:
-    # A thread that finds the lock taken leaves its lease to the one that has it, which looks here after letting go.
+    # A thread that finds the lock taken leaves its lease to the holder, which looks here after it unlocks.
     while _dropped and _lock.acquire(blocking=False):
         try:
             while _dropped:
@@ -149,15 +159,15 @@ def _release_dropped() -> None:
 
 def _release(lease: Lease) -> None:
     if _leases.pop(id(lease), None) is not None:
-        _give_back(lease.descriptor)
+        _unlock(lease.descriptor)
 
 
-def _give_back(descriptor: int) -> None:
+def _unlock(descriptor: int) -> None:
     try:
-        # Closing alone would leave it to a copy of the descriptor that a child may have.
+        # Closing alone would leave the lease to a copy of the descriptor that a child may have.
         fcntl.fcntl(descriptor, fcntl.F_SETLEASE, fcntl.F_UNLCK)
     except OSError:
-        pass  # the kernel has taken it away
+        pass  # the kernel has broken the lease already
     finally:
         os.close(descriptor)
 
@@ -178,7 +188,7 @@ def _start_watcher() -> bool:
 
 def _watch() -> None:
     global _watcher
-    # The kernel sends SIGIO where it cannot queue the other one.
+    # The kernel sends SIGIO where it cannot queue the signal that was asked for.
     signals = {_SIGNAL, signal.SIGIO}
     signal.pthread_sigmask(signal.SIG_BLOCK, signals)
     with _registry():
@@ -188,24 +198,24 @@ def _watch() -> None:
     while True:
         try:
             with _registry():
-                _answer()
+                _answer_broken_leases()
         except Exception:
             _log.exception("a lease on a mapped file could not be answered for")
         signal.sigwaitinfo(signals)
 
 
-def _answer() -> None:
-    """Gives back the leases that a writer waits for, when the maps of their files are memory."""
+def _answer_broken_leases() -> None:
+    """Replaces the maps of the files that a writer waits for, and releases their leases."""
     until = 0.0
     for lease in list(_leases.values()):
         if fcntl.fcntl(lease.descriptor, fcntl.F_GETLEASE) == fcntl.F_UNLCK:
             until = until or time.monotonic() + _break_seconds() - _MARGIN_SECONDS
-            _give_way(lease, until)
+            _answer(lease, until)
 
 
-def _give_way(lease: Lease, until: float) -> None:
+def _answer(lease: Lease, until: float) -> None:
     try:
-        mapped = lease.mapped()  # keeps the memory from being freed; None where it is being freed
+        mapped = lease.mapped()  # keeps the memory from being freed; None while it is being freed
         if mapped is not None:
             started = time.monotonic()
             copied = _replace(lease.address, lease.nbytes, until)
@@ -223,7 +233,7 @@ def _give_way(lease: Lease, until: float) -> None:
                     *(lease.path, size(copied), size(lease.nbytes)),
                 )
     finally:
-        mapped = None  # the writer goes on from here; by then the memory is its tensors' alone again
+        mapped = None  # the writer continues from here; by then only the tensors refer to the memory again
         _release(lease)
 
 
@@ -241,7 +251,7 @@ _fork_has_lock = False
 
 
 def _before_fork() -> None:
-    """Takes a second lease on each file, which the child is going to have from its first moment."""
+    """Takes a second lease on each file, so that the child has it from its first moment."""
     global _fork_has_lock
     _fork_has_lock = _lock.acquire()
     for lease in list(_leases.values()):
@@ -254,8 +264,8 @@ def _before_fork() -> None:
         if failed := _take(lease.for_child, _watcher):
             os.close(lease.for_child)
             lease.for_child = -1
-            if failed == errno.EAGAIN:  # a writer waits for the first one
-                _give_way(lease, time.monotonic() + _break_seconds() - _MARGIN_SECONDS)
+            if failed == errno.EAGAIN:  # a writer waits for the first lease
+                _answer(lease, time.monotonic() + _break_seconds() - _MARGIN_SECONDS)
 
 
 def _after_fork_in_parent() -> None:
@@ -272,11 +282,11 @@ def _after_fork_in_parent() -> None:
 
 def _after_fork_in_child() -> None:
     global _fork_has_lock, _lock, _watcher, _watcher_started
-    if not _fork_has_lock:  # an interrupt came while it was waited for
+    if not _fork_has_lock:  # an interrupt came while the lock was waited for
         _lock = _thread.allocate_lock()
         _lock.acquire()
     for lease in list(_leases.values()):
-        os.close(lease.descriptor)  # the lease on it is the parent's
+        os.close(lease.descriptor)  # its lease is the parent's
         lease.descriptor, lease.for_child = lease.for_child, -1
         if lease.descriptor < 0:
             del _leases[id(lease)]
@@ -301,12 +311,12 @@ class _SigAction(ctypes.Structure):
 
 
 def _replace(address: int, nbytes: int, until: float) -> int:
-    """Puts anonymous memory with the same bytes in the place of a private map. Returns the bytes that it has done.
+    """Replaces a private map by anonymous memory with the same bytes. Returns the number of bytes that it replaced.
 
-    No write of another thread is lost: a piece cannot be written to while it is copied, and a thread that tries to
-    waits. There is no way to have it wait but in the handler of SIGSEGV, after which it tries again; the handler is a
-    function of the C library that sleeps. Each piece is copied and replaced without letting go of Python's lock, or a
-    thread that has the lock might be one that waits.
+    No write of another thread is lost: a piece is read-only while it is copied, and a thread that writes to it waits.
+    The only way to make it wait is in the handler of SIGSEGV, after which it tries again; the handler is a function of
+    the C library that sleeps. Each piece is copied and replaced without releasing the interpreter lock: otherwise the
+    thread that holds the interpreter lock could be one that waits.
     """
     assert _libc is not None
     end = _whole_pages(nbytes)
@@ -318,21 +328,21 @@ def _replace(address: int, nbytes: int, until: float) -> int:
     done = 0
     try:
         while done < end and time.monotonic() < until:
-            count, there, new = min(step, end - done), address + done, memory + done
+            count, old, new = min(step, end - done), address + done, memory + done
             _libc.madvise(new, count, _MADV_POPULATE_WRITE)
-            if _libc.madvise(there, count, _MADV_POPULATE_READ) and ctypes.get_errno() != errno.EINVAL:
-                break  # the file has become shorter, for the kernel waits no longer; or an I/O error
+            if _libc.madvise(old, count, _MADV_POPULATE_READ) and ctypes.get_errno() != errno.EINVAL:
+                break  # an I/O error, or the file has been truncated since the kernel stopped delaying the writer
             calls = (
                 partial(_libc.sigaction, signal.SIGSEGV, ctypes.byref(waiting), ctypes.byref(before)),
-                partial(_libc.mprotect, there, count, mmap.PROT_READ),
-                partial(_libc.memcpy, new, there, count),
-                partial(_libc.mremap, new, count, count, _MREMAP_MAYMOVE_FIXED, there),
-                partial(_libc.mprotect, there, count, mmap.PROT_READ | mmap.PROT_WRITE),
+                partial(_libc.mprotect, old, count, mmap.PROT_READ),
+                partial(_libc.memcpy, new, old, count),
+                partial(_libc.mremap, new, count, count, _MREMAP_MAYMOVE_FIXED, old),
+                partial(_libc.mprotect, old, count, mmap.PROT_READ | mmap.PROT_WRITE),
                 partial(_libc.sigaction, signal.SIGSEGV, ctypes.byref(before), None),
             )
-            with gc_paused():  # a finalizer might write to what is protected
-                results = tuple(map(operator.call, calls))  # the interpreter lets no other thread run between them
-            if results[3] != there:
+            with gc_paused():  # a finalizer might write to the protected memory
+                results = tuple(map(operator.call, calls))  # the interpreter runs no other thread between the calls
+            if results[3] != old:
                 break
             done += count
     finally:
@@ -346,10 +356,10 @@ def _whole_pages(nbytes: int) -> int:
 
 
 class _Libc:
-    """The functions of the C library that replace memory; those of `held` do not let go of Python's lock."""
+    """The functions of the C library that replace memory; those of `held` keep the interpreter lock."""
 
     def __init__(self) -> None:
-        """Raises `OSError` and `AttributeError` where there are none."""
+        """Raises `OSError` or `AttributeError` where a function is missing."""
         pointer, length, number = ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int
         free, held = ctypes.CDLL(None, use_errno=True), ctypes.PyDLL(None, use_errno=True)
         self.mmap, self.munmap, self.madvise = free.mmap, free.munmap, free.madvise
@@ -370,7 +380,7 @@ class _Libc:
 def _find_libc() -> _Libc | None:
     """None where leases are not supported."""
     if platform.system() != "Linux" or platform.machine() not in ("x86_64", "aarch64"):
-        return None  # elsewhere a sigaction may be laid out in another way
+        return None  # elsewhere the layout of `struct sigaction` may differ
     try:
         return _Libc()
     except (OSError, AttributeError):

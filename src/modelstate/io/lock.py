@@ -1,11 +1,12 @@
-"""The lock of the one who writes to a directory.
+"""The lock that keeps a second writer out of a directory.
 
-It is a POSIX record lock on the file `.lock`: the system gives it back when its process ends, however it ends, and a
-forked child does not inherit it. Two things about such locks need care. They never conflict within one process, so the
-directories that this process has locked are listed here. And a process loses its lock when it closes any descriptor of
-the file, so the file of a directory that is listed is not opened again; `confirm` finds out if other code did.
+It is a POSIX record lock on the file `.lock`: the operating system releases it when the process ends, however it ends,
+and a forked child does not inherit it. Two properties of record locks need care. They never conflict within one
+process, so `_held` lists the directories that this process has locked. And a process loses its lock when it closes any
+descriptor of the file, so the lock file of a listed directory is not opened again; `confirm` finds out whether other
+code did that.
 
-The file stays when the lock is given back: whoever removed it could let two others lock two files of one name.
+The file stays when the lock is released. If it were removed, two other processes could lock two files of the same name.
 """
 
 import errno
@@ -45,17 +46,17 @@ _REMEDIES = {
 _MOUNT = "mount it with locks (Lustre: -o flock; NFS: with lockd), or take a directory on another file system"
 
 _Key = tuple[int, int]
-"""Device and inode of a directory: one directory has many paths."""
+"""Device and inode of a directory, since a directory may have many paths."""
 
 
 @dataclass(slots=True)
 class _Held:
     descriptor: int
     directory: int
-    """A descriptor of the directory: as long as it is open, no other directory gets the inode."""
+    """A descriptor of the directory: while it is open, no other directory gets the inode."""
     since: float
     locked: bool
-    """False where the file system has no locks and the caller goes without."""
+    """False where the file system has no locks and `allow_unlocked` is set."""
 
 
 _guard = threading.RLock()
@@ -64,10 +65,14 @@ _watching_forks = False
 
 
 class WriterLock:
-    """The right to write to a directory, which one writer has at a time: a process, and within it one object.
+    """The right of one writer to change a directory: one object of one process at a time.
 
-    With `allow_unlocked` a file system that has no locks is no error: then only this process keeps its own writers
-    apart, and `exclusive` is False. An object that nobody has any more gives the lock back.
+    An object that is garbage collected releases its lock.
+
+    Args:
+        directory: The directory to lock.
+        allow_unlocked: Whether a file system without locks is accepted. Then the lock only keeps the writers of this
+            process apart, and `exclusive` is False.
     """
 
     def __init__(self, directory: str | os.PathLike[str], *, allow_unlocked: bool = False) -> None:
@@ -79,25 +84,30 @@ class WriterLock:
 
     @property
     def held(self) -> bool:
-        """Whether this object has the lock. A forked child's copy does not."""
+        """Whether this object holds the lock. The copy in a forked child does not."""
         return self._mine is not None and _held.get(self._key) is self._mine
 
     @property
     def exclusive(self) -> bool:
-        """Whether it has the lock, and writers of other processes are kept out as well."""
+        """Whether this object holds the lock, and writers of other processes are kept out as well."""
         return self.held and self._mine is not None and self._mine.locked
 
     def acquire(self) -> None:
-        """Takes the lock, or raises `StoreLockedError` at once, which says who has it and since when.
+        """Acquires the lock without waiting.
 
-        Raises `StoreAccessError` where the directory cannot be written to, or its file system has no locks.
+        Raises:
+            StoreLockedError: Another writer holds the lock; the error names it and since when.
+            StoreAccessError: The directory cannot be written to, or its file system has no locks.
         """
         with _guard:
             _watch_forks()
-            directory = self._open_directory()
             try:
-                found = os.fstat(directory)
-                key = found.st_dev, found.st_ino
+                directory = os.open(self.directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+            except OSError as error:
+                raise self._no_access(error) from error
+            try:
+                status = os.fstat(directory)
+                key = status.st_dev, status.st_ino
                 if key in _held:
                     raise self._locked(f"this process ({os.getpid()}), {_since(_held[key].since)}")
                 mine = self._lock_file(directory)
@@ -106,21 +116,24 @@ class WriterLock:
                 raise
             _held[key] = mine
             self._key, self._mine = key, mine
-            self._finalizer = weakref.finalize(self, _let_go, key, mine)
-            self._finalizer.atexit = False  # the end of the process gives it back, after everything else
+            self._finalizer = weakref.finalize(self, _release, key, mine)
+            self._finalizer.atexit = False  # the end of the process releases it, after everything else
 
     def release(self) -> None:
-        """Gives the lock back. Does nothing where this object does not have it."""
+        """Releases the lock. Does nothing where this object does not hold it."""
         if self._finalizer is not None:
             self._finalizer()
         self._mine = None
 
     def confirm(self) -> None:
-        """Raises `StoreLockedError` unless the lock is still this object's.
+        """Checks that this object still holds the lock, and acquires it again if it was lost and is free.
 
-        It is lost when other code of this process opens and closes the lock file, as by copying the directory, and
-        when somebody removes the file. If nobody has taken it since, it is taken anew. Raises what `check_directory`
-        raises; then the lock is that of the directory that was there, and still this object's.
+        The lock is lost when other code of this process opens and closes the lock file, for example by copying the
+        directory, and when the file is removed.
+
+        Raises:
+            StoreLockedError: The lock is no longer this object's.
+            StoreMovedError: As `check_directory`; this object still holds the lock of the directory that was moved.
         """
         with _guard:
             mine = self._mine
@@ -133,7 +146,7 @@ class WriterLock:
                 self._take(mine.descriptor)
 
     def check_directory(self) -> None:
-        """Raises `StoreMovedError` where this object has the lock of a directory that is no longer at the path."""
+        """Raises `StoreMovedError` where the directory that this object has locked is no longer at its path."""
         with _guard:
             mine = self._mine
             if mine is None or not self.held:
@@ -156,12 +169,6 @@ class WriterLock:
     def _path(self) -> str:
         return os.path.join(self.directory, LOCK_FILE)
 
-    def _open_directory(self) -> int:
-        try:
-            return os.open(self.directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-        except OSError as error:
-            raise self._no_access(error) from error
-
     def _lock_file(self, directory: int) -> _Held:
         flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
         for _ in range(_TRIES):
@@ -177,16 +184,19 @@ class WriterLock:
                 locked = self._take(descriptor)
                 if _is_at(descriptor, self._path):
                     now = time.time()
-                    _write_holder(descriptor, now)
+                    holder = json.dumps({"pid": os.getpid(), "host": socket.gethostname(), "since": now}) + "\n"
+                    with suppress(OSError):  # a full disk: only the text of an error depends on it
+                        os.ftruncate(descriptor, 0)
+                        os.pwrite(descriptor, holder.encode(), 0)
                     return _Held(descriptor, directory, now, locked)
             except BaseException:
                 os.close(descriptor)
                 raise
-            os.close(descriptor)  # removed by somebody between the two calls
+            os.close(descriptor)  # the file was removed or replaced between the two calls
         raise self._no_access(OSError(errno.ESTALE, os.strerror(errno.ESTALE)))
 
     def _take(self, descriptor: int) -> bool:
-        """Locks the open file. False where the file system has no locks, and the caller goes without."""
+        """Locks the open file. Returns False where the file system has no locks, and `allow_unlocked` is set."""
         try:
             fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
@@ -235,12 +245,12 @@ class WriterLock:
 
 
 def check_directory(directory: str, before: os.stat_result) -> None:
-    """Raises `StoreMovedError` where another directory, or none, is at the path; and `OSError`."""
+    """Raises `StoreMovedError` where the path has no directory or another one than `before`, and `OSError`."""
     try:
-        found = os.stat(directory)
+        status = os.stat(directory)
     except (FileNotFoundError, NotADirectoryError):
         raise _moved(directory, "nothing is there") from None
-    if not os.path.samestat(before, found):
+    if not os.path.samestat(before, status):
         raise _moved(directory, "something else is there")
 
 
@@ -262,9 +272,9 @@ def _is_at(descriptor: int, path: str) -> bool:
         return False
 
 
-def _let_go(key: _Key, mine: _Held) -> None:
+def _release(key: _Key, mine: _Held) -> None:
     with _guard:
-        if _held.get(key) is mine:  # in a forked child it is not
+        if _held.get(key) is mine:  # false in a forked child
             del _held[key]
             with suppress(OSError):
                 os.ftruncate(mine.descriptor, 0)
@@ -280,7 +290,7 @@ def _watch_forks() -> None:
 
 
 def _forget() -> None:
-    """In a forked child: the locks are its parent's, and another thread may have had the guard."""
+    """Runs in a forked child: the locks are the parent's, and another thread may have held the guard."""
     global _guard
     _guard = threading.RLock()
     for mine in _held.values():
@@ -290,18 +300,11 @@ def _forget() -> None:
     _held.clear()
 
 
-def _write_holder(descriptor: int, now: float) -> None:
-    text = json.dumps({"pid": os.getpid(), "host": socket.gethostname(), "since": now}) + "\n"
-    with suppress(OSError):  # a full disk: nothing but a message depends on it
-        os.ftruncate(descriptor, 0)
-        os.pwrite(descriptor, text.encode(), 0)
-
-
 def _holder(descriptor: int) -> str:
-    """Who has the lock, as the file says it."""
+    """Describes the holder of the lock, as it has written itself into the file."""
     try:
-        found = json.loads(os.pread(descriptor, _MAX_TEXT_BYTES, 0))
-        pid, host, since = found["pid"], found["host"], found["since"]
+        holder = json.loads(os.pread(descriptor, _MAX_TEXT_BYTES, 0))
+        pid, host, since = holder["pid"], holder["host"], holder["since"]
     except (OSError, ValueError, LookupError, TypeError, RecursionError):
         return f"{LOCK_FILE} does not say who has it"
     return printable(f"process {pid} on {host}, {_since(since)}")[:300]

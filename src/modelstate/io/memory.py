@@ -1,8 +1,9 @@
 """Allocates the memory that values are read into.
 
-Who reads into memory that nobody has touched stops at each page, and has it cleared only to write to it. `UFFDIO_COPY`
-makes pages that are copies from the beginning, many in one call. It copies out of a map of the file; where that cannot
-be read, since the file has become shorter or its disk fails, it returns, and there is no SIGBUS.
+A read into untouched memory faults at each page, and the kernel clears the page only for it to be overwritten.
+`UFFDIO_COPY` creates pages that are copies from the beginning, many in one call. It copies from a map of the file;
+where that cannot be read, because the file was truncated or its disk fails, the call returns an error instead of
+SIGBUS.
 """
 
 import ctypes
@@ -10,14 +11,11 @@ import errno
 import math
 import mmap
 import os
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from functools import cache
 from types import TracebackType
-from typing import Any
 
 import torch
 
@@ -27,42 +25,40 @@ from modelstate.io.system import function
 from modelstate.spec import contiguous_stride
 
 TENSOR_ALIGN_BYTES = 64
-
-
 _HUGE_PAGE = 2 << 20
 _SAMPLE_BYTES = 16 << 20
 _SLOW_BYTES_PER_SECOND = 2.5e9
-"""What a thread reads into small pages, or less."""
+"""At most what one thread reads into small pages."""
 _MADV_POPULATE_WRITE = 23
-"""Of Linux since 5.14."""
+"""Available since Linux 5.14."""
 _LEAST_PROBED_BYTES = 2 * _HUGE_PAGE
-"""So much has a huge page in it, wherever it begins."""
+"""A range of this size contains a whole huge page, wherever it begins."""
 _SLOW_PAGE_SECONDS = 0.0015
-"""Twice what as much memory in small pages takes."""
+"""Twice the time of as much memory in small pages."""
 _ARENA_BYTES = 256 << 20
 _TRIM_BYTES = 16 << 20
 
 
 class HugePagePolicy:
-    """Has fresh memory made of huge pages where they are fast, and of small ones where they are not.
+    """Chooses between huge and small pages for fresh memory, by measuring which are faster.
 
-    A huge page is cleared at memory speed where the machine has it at hand. On a virtual machine whose host has to
-    find the memory first, it may take 5 ms, and small pages that the guest has used lately are several times as fast.
-    Only trying can tell: one page of each piece of memory, and the read itself later on. (A slow disk looks the
-    same there, and then it does not matter.)
+    Where the machine has a huge page at hand, it is cleared at memory speed. On a virtual machine whose host has to
+    find the memory first, a huge page may take 5 ms, and small pages that the guest has used lately are several times
+    as fast. Only a trial can tell: one page of each arena, and the read itself later on. (A slow disk looks the same
+    there, and then the choice does not matter.)
     """
 
     def __init__(self, threads: int) -> None:
-        """`threads` is how many read into the memory at once."""
+        """`threads` is the number of threads that read into the memory at once."""
         self._slow = _SLOW_BYTES_PER_SECOND * min(threads, 2)
         self._arenas: list[mmap.mmap] = []
         self._started: float | None = None
         self._nbytes = 0
         self.small = not hasattr(mmap, "MADV_NOHUGEPAGE")
-        """Whether it has gone back to small pages, from where there is no way."""
+        """Whether it has chosen small pages, which is final."""
 
     def add(self, arena: mmap.mmap) -> None:
-        """Hears of memory that is about to be read into."""
+        """Adds memory that is about to be read into, and probes it."""
         self._arenas.append(arena)
         if self.small:
             _use_small_pages(arena)
@@ -70,8 +66,8 @@ class HugePagePolicy:
             self._go_small()
 
     def on_read(self, nbytes: int) -> None:
-        """Hears of bytes that have come into the memory."""
-        if self._started is None:  # the first one only starts the clock
+        """Measures the speed of the read; called with the number of bytes that have been read."""
+        if self._started is None:  # the first call only starts the clock
             self._started = time.perf_counter()
             return
         self._nbytes += nbytes
@@ -79,19 +75,19 @@ class HugePagePolicy:
             return
         seconds = time.perf_counter() - self._started
         if self._nbytes > self._slow * seconds:
-            self._started, self._nbytes = time.perf_counter(), 0  # fast so far: look again after the next bytes
+            self._started, self._nbytes = time.perf_counter(), 0  # fast so far: measure again over the next bytes
             return
         self._go_small()
 
     def _go_small(self) -> None:
-        """Also where the first pages of memory were fast: the next ones are as those that have just been met."""
+        """Applies also to arenas whose first pages were fast: their next pages are like those just measured."""
         self.small = True
         for arena in self._arenas:
             _use_small_pages(arena)
 
 
 def _seconds_to_fault(arena: mmap.mmap) -> float:
-    """The time that the first huge page of the memory takes; 0 where the kernel cannot be asked for it."""
+    """The time that the first huge page of the arena takes; 0 where the kernel does not support the probe."""
     first = -torch.frombuffer(arena, dtype=torch.uint8, count=1).data_ptr() % _HUGE_PAGE
     started = time.perf_counter()
     try:
@@ -111,18 +107,18 @@ def _use_small_pages(arena: mmap.mmap) -> None:
 def fresh_tensors(
     like: Sequence[tuple[torch.Size, tuple[int, ...] | None, torch.dtype]], watch: "HugePagePolicy | None" = None
 ) -> list[torch.Tensor]:
-    """A new CPU tensor for each shape, stride (None for contiguous) and dtype, in memory that has not been touched.
+    """A new CPU tensor for each shape, stride (None for contiguous) and dtype, in untouched memory.
 
     Small tensors share mappings of up to 256 MB, each with a storage of its own. The mappings ask the kernel for huge
     pages, since faulting in small pages takes longer than reading into them; see `HugePagePolicy`.
     """
-    made: list[torch.Tensor] = []
+    tensors: list[torch.Tensor] = []
     sizes = [_span(shape, stride) * dtype.itemsize for shape, stride, dtype in like]
     arena: mmap.mmap | None = None
     free = left = 0
     for index, ((shape, stride, dtype), nbytes) in enumerate(zip(like, sizes, strict=True)):
         if nbytes == 0:
-            made.append(torch.empty(shape, dtype=dtype, device="cpu"))
+            tensors.append(torch.empty(shape, dtype=dtype, device="cpu"))
             continue
         if arena is None or nbytes > left:
             arena = _arena(_batch(sizes, index))
@@ -133,42 +129,37 @@ def fresh_tensors(
         used = aligned(nbytes)
         free, left = free + used, left - used
         empty = torch.empty(0, dtype=dtype, device="cpu")
-        made.append(empty.set_(storage, 0, shape, stride or contiguous_stride(shape)))
-    return made
+        tensors.append(empty.set_(storage, 0, shape, stride or contiguous_stride(shape)))
+    return tensors
 
 
 class HeapTrim:
-    """Gives back what code of others has freed on the heap between what it keeps.
+    """Returns freed heap memory to the operating system.
 
-    A large tensor that is freed there leaves a hole, and the next small one that is kept takes a bit of it: then the
-    hole is too small for the next large tensor, and the heap grows by all that it has ever allocated.
+    A large tensor that other code frees on the heap leaves a hole, and the next small tensor that is kept takes a bit
+    of the hole, which is then too small for the next large tensor. Without trimming, the heap would grow by all that
+    has ever been allocated.
     """
 
     def __init__(self, every_bytes: int = _TRIM_BYTES) -> None:
-        """`every_bytes` that were freed it gives back what it can."""
+        """The heap is trimmed after each `every_bytes` that were freed."""
         self._every_bytes, self._nbytes = every_bytes, 0
 
     def on_freed(self, nbytes: int) -> None:
-        """Hears of bytes that have been freed."""
+        """Counts freed bytes, and trims where they have become many."""
         self._nbytes += nbytes
         if self._nbytes >= self._every_bytes:
             self.trim()
 
     def trim(self) -> None:
-        """Gives back what is free, of all threads."""
+        """Returns the free memory of all threads' heaps."""
         self._nbytes = 0
-        if (call := _malloc_trim()) is not None:
-            call(0)
-
-
-@cache
-def _malloc_trim() -> Any:
-    """Where there is one. To look for it takes longer than to place a tensor."""
-    return getattr(ctypes.CDLL(None), "malloc_trim", None) if sys.platform == "linux" else None
+        if _malloc_trim is not None:
+            _malloc_trim(0)
 
 
 def _batch(sizes: Sequence[int], start: int) -> int:
-    """Bytes for as many of the next tensors as share one mapping."""
+    """The size of an arena for as many of the next tensors as may share one."""
     total = 0
     for nbytes in sizes[start:]:
         used = aligned(nbytes)
@@ -189,13 +180,13 @@ def _arena(nbytes: int) -> mmap.mmap:
             remedy="map=True on a skeleton and in_place=True elsewhere need the least",
         ) from error
     if nbytes >= _HUGE_PAGE and hasattr(mmap, "MADV_HUGEPAGE"):
-        with suppress(OSError):  # a kernel without huge pages: the memory is as good, only slower to fault in
+        with suppress(OSError):  # a kernel without huge pages: the memory is only slower to fault in
             arena.madvise(mmap.MADV_HUGEPAGE)
     return arena
 
 
 def _span(shape: Sequence[int], stride: Sequence[int] | None) -> int:
-    """Elements from the first to behind the last."""
+    """The number of elements from the first to the last in memory."""
     if 0 in shape:
         return 0
     steps = stride or contiguous_stride(shape)
@@ -203,7 +194,7 @@ def _span(shape: Sequence[int], stride: Sequence[int] | None) -> int:
 
 
 _LEAST_BYTES = 1 << 20
-"""Of a run that is worth the calls around it."""
+"""Smaller runs are not worth the additional calls."""
 _API, _REGISTER, _UNREGISTER, _COPY = 0xC018AA3F, 0xC020AA00, 0x8010AA01, 0xC028AA03
 _VERSION, _MODE_MISSING, _MODE_DONT_WAKE = 0xAA, 1, 1
 
@@ -224,11 +215,11 @@ class _Copied(ctypes.Structure):
 
 
 class UffdFiller:
-    """Fills whole pages of private memory that nobody has touched and nobody else knows of. Use it as a context."""
+    """Fills whole pages of private, untouched memory that no other code uses. Use it as a context manager."""
 
-    def __init__(self, may: Callable[[], bool]) -> None:
-        """`may` says, each time anew, whether it is worth while."""
-        self._may = may
+    def __init__(self, is_worthwhile: Callable[[], bool]) -> None:
+        """`is_worthwhile` is called before each run."""
+        self._is_worthwhile = is_worthwhile
         self._maps: dict[str, _Source | None] = {}
         self._lock = threading.Lock()
         self._descriptor = -1
@@ -247,13 +238,13 @@ class UffdFiller:
         self._maps.clear()
 
     def fill(self, descriptor: int, path: str, start: int, address: int, nbytes: int) -> tuple[int, int]:
-        """Fills what it can of memory at an address with the bytes of an open file from `start` on.
+        """Fills what it can of the memory at `address` with the bytes of an open file from `start` on.
 
-        Returns where what is filled begins and ends, in bytes from the beginning: the rest is to be read.
+        Returns the beginning and the end of the filled part, in bytes from `address`; the caller reads the rest.
         """
         first = -address % mmap.PAGESIZE
         last = (address + nbytes) // mmap.PAGESIZE * mmap.PAGESIZE - address
-        if last - first < _LEAST_BYTES or not self._may() or not self._is_ready():
+        if last - first < _LEAST_BYTES or not self._is_worthwhile() or not self._is_ready():
             return 0, 0
         source = self._source(descriptor, path, start + last)
         if source is None:
@@ -267,13 +258,13 @@ class UffdFiller:
         with self._lock:
             if self._is_able and self._descriptor < 0:
                 try:
-                    self._descriptor = _opened()
-                except OSError:  # a container, a kernel or a system that does not have it
+                    self._descriptor = _open_userfaultfd()
+                except OSError:  # a container, a kernel or an operating system without userfaultfd
                     self._is_able = False
             return self._is_able
 
     def _source(self, descriptor: int, path: str, end: int) -> "_Source | None":
-        """A map of the file that reaches to `end`."""
+        """A map of the file, if it reaches to `end`."""
         with self._lock:
             if path not in self._maps:
                 self._maps[path] = None
@@ -284,7 +275,7 @@ class UffdFiller:
 
     @contextmanager
     def _registered(self, address: int, nbytes: int) -> Iterator[bool]:
-        """Only as long as it is filled: a process that is forked meanwhile keeps the descriptor open."""
+        """Registers the range only while it is filled, since a process forked meanwhile keeps the descriptor."""
         asked = _Range(address, nbytes, _MODE_MISSING)
         try:
             yield _ioctl(self._descriptor, _REGISTER, asked)
@@ -292,7 +283,7 @@ class UffdFiller:
             _ioctl(self._descriptor, _UNREGISTER, asked)
 
     def _copy(self, to: int, source: int, nbytes: int) -> int:
-        """How many bytes have come: all, or whole pages up to one that is there already or cannot be read."""
+        """Returns the bytes copied: all, or whole pages up to one that is present already or cannot be read."""
         done = 0
         while done < nbytes:
             asked = _Copied(to + done, source + done, nbytes - done, _MODE_DONT_WAKE, 0)
@@ -305,7 +296,7 @@ class UffdFiller:
 
 
 class _Source:
-    """A file that is looked at by the kernel alone."""
+    """A map of a file that only the kernel reads."""
 
     def __init__(self, descriptor: int) -> None:
         self._map = system.mmap(descriptor, 0, mmap.MAP_PRIVATE | getattr(mmap, "MAP_NORESERVE", 0))
@@ -313,13 +304,13 @@ class _Source:
         self.nbytes, self.address = self._shown.nbytes, self._shown.data_ptr()
 
     def forget(self, start: int, nbytes: int) -> None:
-        """Takes the pages out of the map again: else they would count as memory of the process."""
+        """Drops the pages from the map: they would count as resident memory of the process."""
         first = start // mmap.PAGESIZE * mmap.PAGESIZE
         with suppress(OSError, ValueError):
             self._map.madvise(mmap.MADV_DONTNEED, first, start + nbytes - first)
 
 
-def _opened() -> int:
+def _open_userfaultfd() -> int:
     descriptor = system.userfaultfd()
     if not _ioctl(descriptor, _API, _Hello(_VERSION)):
         os.close(descriptor)
@@ -328,10 +319,11 @@ def _opened() -> int:
 
 
 _libc_ioctl = function("ioctl", ctypes.c_int, ctypes.c_ulong, ctypes.c_void_p)
+_malloc_trim = function("malloc_trim", ctypes.c_size_t)
 
 
 def _ioctl(descriptor: int, call: int, asked: ctypes.Structure) -> bool:
-    """Whether it has done all that was asked for."""
+    """Calls ioctl, and returns whether it did all that was asked for."""
     return _libc_ioctl is not None and _libc_ioctl(descriptor, call, ctypes.byref(asked)) == 0
 
 
@@ -339,10 +331,10 @@ _LARGE_BYTES = 1 << 20
 
 
 def empty_cpu(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-    """A new contiguous CPU tensor of zeros. A large one goes back to the system as soon as nobody has it.
+    """A new contiguous CPU tensor of zeros. The memory of a large one is returned to the system when it is freed.
 
-    `malloc` keeps what is freed between other allocations, so a loop over large tensors could end up with all of them
-    in the process's memory.
+    `malloc` keeps memory that is freed between other allocations, so a loop over large tensors could end up with all of
+    them in the memory of the process.
     """
     nbytes = math.prod(shape) * dtype.itemsize
     if nbytes < _LARGE_BYTES:
@@ -353,5 +345,5 @@ def empty_cpu(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
 
 
 def aligned(nbytes: int) -> int:
-    """The next multiple of what a tensor's memory begins at."""
+    """`nbytes` rounded up to the alignment of a tensor's memory."""
     return -(-nbytes // TENSOR_ALIGN_BYTES) * TENSOR_ALIGN_BYTES

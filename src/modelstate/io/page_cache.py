@@ -1,12 +1,12 @@
-"""What of a file is in the page cache, and ways to bring the rest in: readahead, prefault.
+"""Finds out what is in the page cache, and brings in the rest: read-ahead of files, prefault of maps.
 
-A few threads that read a cold file have a few requests under way. The kernel can have many, which is what a disk needs
-to be fast. For maps see `modelstate.io.page_cache`.
+A few threads that read a cold file keep a few requests in flight. The kernel can keep many in flight, which a disk
+needs to be fast.
 
-Whoever uses a map that is not in the page cache waits for the disk again and again. The kernel reads ahead of one who
-goes through it in order; two or more who go through different parts of it have the disk read at its full speed. The
-parts come in the order in which they are used, and not as they lie in the file, which may have its layers sorted by
-name, the tenth before the second: then a model can run right behind them.
+A thread that uses a map whose pages are not in the page cache waits for the disk again and again. The kernel reads
+ahead of a thread that goes through a map in order; two or more threads in different parts make the disk read at full
+speed. The parts are brought in in the order in which they are used, which may not be their order in the file: a file
+may sort its layers by name, the tenth before the second. Then a model can run right behind the prefault.
 """
 
 import ctypes
@@ -18,7 +18,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
@@ -31,13 +31,13 @@ from modelstate.process import parallel_for, run_detached
 from modelstate.spec import ByteRange
 
 LEAST_BYTES = 16 << 20
-"""Less than this is read before a thread has been started."""
+"""A smaller range is read before a thread has been started."""
 _GAP_BYTES = 1 << 20
 _STEP_BYTES = 128 << 10
-"""What one call asks for. The kernel cuts larger ones down to what its block device reads ahead, without saying so."""
+"""The length of one read-ahead request. The kernel silently cuts a larger one to the read-ahead of its block device."""
 _PROBES, _PROBE_BYTES = 16, 64 << 10
 _CACHESTAT = 451
-"""The number of the system call, the same on all processors that have got it since Linux 6.5."""
+"""The number of the system call, which is the same on all processors since Linux 6.5."""
 _MOST_OF_MEMORY = 0.5
 
 
@@ -49,46 +49,46 @@ class _Pages(ctypes.Structure):
     _fields_ = tuple((name, ctypes.c_uint64) for name in ("cached", "dirty", "writeback", "evicted", "recent"))
 
 
-def read_ahead(ranges: Iterable[ByteRange], stamps: Mapping[str, FileFingerprint]) -> int:
-    """Has the kernel begin to read what of these ranges is not in the page cache, without waiting for it.
+def read_ahead(ranges: Iterable[ByteRange], fingerprints: Mapping[str, FileFingerprint]) -> int:
+    """Makes the kernel start to read those of the ranges that are not in the page cache, without waiting for them.
 
-    Returns the bytes that it is asked for; none where they are there already, where nobody can tell, or where they
-    are too few to matter. Never more than half of the memory that is available.
+    Returns the number of bytes that the kernel is asked for, at most half of the available memory. It is 0 where the
+    ranges are cached already, where the kernel does not say whether they are, and where they are too small to matter.
     """
     spans = merged(ranges)
     if sum(span.nbytes for span in spans) < LEAST_BYTES:
         return 0
-    cold = cold_ranges(spans, stamps)
+    cold = cold_ranges(spans, fingerprints)
     total = min(sum(span.nbytes for span in cold), most_to_read())
     if total:
-        run_detached(partial(_ask, cold, total, stamps))
+        run_detached(partial(_read_ahead, cold, total, fingerprints))
     return total
 
 
 def merged(ranges: Iterable[ByteRange]) -> list[ByteRange]:
-    """The ranges in the order of their files, those that lie near each other as one."""
+    """The ranges in the order of their files; ranges with small gaps between them become one."""
     spans: list[ByteRange] = []
-    for one in sorted((one for one in ranges if one.nbytes), key=lambda one: (one.path, one.start)):
+    for span in sorted((span for span in ranges if span.nbytes), key=lambda span: (span.path, span.start)):
         last = spans[-1] if spans else None
-        if last is not None and last.path == one.path and one.start - (last.start + last.nbytes) <= _GAP_BYTES:
-            end = max(last.start + last.nbytes, one.start + one.nbytes)
-            spans[-1] = ByteRange(one.path, last.start, end - last.start)
+        if last is not None and last.path == span.path and span.start - (last.start + last.nbytes) <= _GAP_BYTES:
+            end = max(last.start + last.nbytes, span.start + span.nbytes)
+            spans[-1] = ByteRange(span.path, last.start, end - last.start)
         else:
-            spans.append(one)
+            spans.append(span)
     return spans
 
 
-def cold_ranges(ranges: Iterable[ByteRange], stamps: Mapping[str, FileFingerprint]) -> list[ByteRange]:
-    """Those of which less than half is in the page cache."""
-    return [one for one in ranges if is_cold(one, stamps.get(one.path))]
+def cold_ranges(ranges: Iterable[ByteRange], fingerprints: Mapping[str, FileFingerprint]) -> list[ByteRange]:
+    """The ranges of which less than half is in the page cache."""
+    return [span for span in ranges if is_cold(span, fingerprints.get(span.path))]
 
 
-def is_cold(span: ByteRange, stamp: FileFingerprint | None = None) -> bool:
-    """Whether less than half of a range is in the page cache, by samples; False where nobody can tell."""
+def is_cold(span: ByteRange, fingerprint: FileFingerprint | None = None) -> bool:
+    """Whether less than half of a range is in the page cache, by samples; False where the kernel does not say."""
     try:
-        descriptor = open_unchanged(span.path, stamp)
+        descriptor = open_unchanged(span.path, fingerprint)
     except ReadFailedError:
-        return False  # the read itself will say it
+        return False  # the read itself reports it
     try:
         probes = list(_probes(span))
         shares = [cached_share(descriptor, start, nbytes) for start, nbytes in probes]
@@ -108,38 +108,38 @@ def _probes(span: ByteRange) -> Iterator[tuple[int, int]]:
 
 
 def cached_share(descriptor: int, start: int, nbytes: int) -> float | None:
-    """The part of a range that is in the page cache, from 0 to 1; None where the kernel does not say."""
+    """The share of a range that is in the page cache, from 0 to 1; None where the kernel does not say."""
     page = mmap.PAGESIZE
-    first, behind = start // page, -(-(start + nbytes) // page)
-    asked, pages = _Range(first * page, (behind - first) * page), _Pages()
+    first, end = start // page, -(-(start + nbytes) // page)
+    asked, pages = _Range(first * page, (end - first) * page), _Pages()
     if _libc is None:
         return None
     if _libc.syscall(_CACHESTAT, descriptor, ctypes.byref(asked), ctypes.byref(pages), 0):
         return _share_by_map(_libc, descriptor, first * page, start + nbytes)
-    return float(min(pages.cached / max(behind - first, 1), 1.0))
+    return float(min(pages.cached / max(end - first, 1), 1.0))
 
 
-def _share_by_map(libc: Any, descriptor: int, first: int, end: int) -> float | None:
-    """The same by `mincore`, for older kernels: they count the pages of a map that nobody has touched.
+def _share_by_map(libc: ctypes.CDLL, descriptor: int, first: int, end: int) -> float | None:
+    """The cached share by `mincore`, for kernels without `cachestat`: it counts the cached pages of an untouched map.
 
-    Of files that the user could not write to they say that all of them are there.
+    For a file that the user may not write to, `mincore` reports that all pages are cached.
     """
     try:
-        # Written to by nobody; ctypes wants a buffer that could be.
-        with system.mmap(descriptor, end - first, mmap.MAP_PRIVATE, first) as shown:
-            there = (ctypes.c_ubyte * -(-(end - first) // mmap.PAGESIZE))()
-            begin = ctypes.c_char.from_buffer(shown)
-            failed = libc.mincore(ctypes.c_void_p(ctypes.addressof(begin)), ctypes.c_size_t(end - first), there)
+        # The map is writable only because ctypes requires a writable buffer.
+        with system.mmap(descriptor, end - first, mmap.MAP_PRIVATE, first) as mapped:
+            residency = (ctypes.c_ubyte * -(-(end - first) // mmap.PAGESIZE))()
+            begin = ctypes.c_char.from_buffer(mapped)
+            failed = libc.mincore(ctypes.c_void_p(ctypes.addressof(begin)), ctypes.c_size_t(end - first), residency)
             del begin
     except (OSError, ValueError):
         return None
-    return None if failed else sum(page & 1 for page in there) / len(there)
+    return None if failed else sum(page & 1 for page in residency) / len(residency)
 
 
-def _ask(spans: list[ByteRange], total: int, stamps: Mapping[str, FileFingerprint]) -> None:
-    with suppress(OSError, ReadFailedError):  # whoever reads will say what is wrong
+def _read_ahead(spans: list[ByteRange], total: int, fingerprints: Mapping[str, FileFingerprint]) -> None:
+    with suppress(OSError, ReadFailedError):  # the read itself reports what is wrong
         for span in spans:
-            descriptor = open_unchanged(span.path, stamps.get(span.path))
+            descriptor = open_unchanged(span.path, fingerprints.get(span.path))
             try:
                 for start in range(span.start, span.start + min(span.nbytes, total), _STEP_BYTES):
                     length = min(_STEP_BYTES, span.start + span.nbytes - start)
@@ -152,39 +152,39 @@ def _ask(spans: list[ByteRange], total: int, stamps: Mapping[str, FileFingerprin
 
 
 def most_to_read() -> int:
-    """The most bytes that may be brought into the page cache before they are used: half of the memory available."""
+    """The most bytes to bring into the page cache before they are used: half of the available memory."""
     return int(_available_bytes() * _MOST_OF_MEMORY)
 
 
 def _available_bytes() -> int:
     try:
         with open("/proc/meminfo", encoding="ascii") as file:
-            facts = dict(line.split(":", 1) for line in file)
-        return int(facts["MemAvailable"].split()[0]) << 10
+            fields = dict(line.split(":", 1) for line in file)
+        return int(fields["MemAvailable"].split()[0]) << 10
     except (OSError, KeyError, ValueError):
         return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGESIZE")
 
 
-def _find_libc() -> Any:
+def _find_libc() -> ctypes.CDLL | None:
     try:
-        found: Any = ctypes.CDLL(None, use_errno=True)
+        libc = ctypes.CDLL(None, use_errno=True)
     except OSError:
         return None
-    return found if hasattr(found, "syscall") and hasattr(found, "mincore") else None
+    return libc if hasattr(libc, "syscall") and hasattr(libc, "mincore") else None
 
 
 _libc = _find_libc()
 
 
 _PIECE_BYTES = 64 << 20
-"""What a thread asks for at once: many of the windows that the kernel reads ahead, so that it finds them in order. What
-is used one after the other, up to so much, is asked for as it lies in the file."""
+"""What a thread asks for at once: many read-ahead windows of the kernel, so that it sees sequential access. Ranges that
+are used one after the other are sorted by their place in the file, up to this size at a time."""
 _EHWPOISON = 133
 _MADV_POPULATE_READ = 22
-"""Since Linux 5.14; with it a file that has become shorter is an error, and no SIGBUS."""
+"""Available since Linux 5.14. With it a truncated file is an error instead of SIGBUS."""
 
 Shown = tuple[ByteRange, torch.Tensor]
-"""A range of a file, and the tensor that shows it."""
+"""A range of a file, and the tensor that is mapped from it."""
 
 
 class _Piece(NamedTuple):
@@ -194,10 +194,15 @@ class _Piece(NamedTuple):
 
 
 def prefault(shown: Iterable[Shown], on_read: Callable[[int], None]) -> None:
-    """Brings in the pages of tensors that show files, by several threads, and waits for them.
+    """Faults in the pages of mapped tensors on several threads, and waits for them.
 
-    `on_read` hears of the bytes after every piece, from one thread at a time, and ends it by raising. Raises
-    `ReadFailedError`.
+    Args:
+        shown: The mapped tensors.
+        on_read: Called with the number of bytes after every piece, by one thread at a time. The prefault ends with
+            the exception that it raises.
+
+    Raises:
+        ReadFailedError: A page cannot be read.
     """
     pieces = list(_pieces(shown))
     waiting, lock = iter(pieces), threading.Lock()
@@ -216,13 +221,13 @@ def prefault(shown: Iterable[Shown], on_read: Callable[[int], None]) -> None:
 
 
 def begin_to_populate(shown: Sequence[Shown], threads: int | None = None, after: float = 0.0) -> None:
-    """Begins to bring in the pages, in the order in which they are given, `after` so many seconds, and goes on.
+    """Starts to fault in the pages in the background, in the given order, `after` a number of seconds.
 
-    Who uses what cannot be read will hear of it then.
+    Pages that cannot be read are skipped: the code that uses them meets the error.
     """
     waiting, lock = _pieces(shown), threading.Lock()
 
-    def work(_: Sequence[Shown]) -> None:  # has the tensors, so that their maps are there
+    def work(_: Sequence[Shown]) -> None:  # the argument keeps the maps of the tensors alive
         time.sleep(after)
         while True:
             with lock:
@@ -243,26 +248,26 @@ def _threads() -> int:
 
 
 def _pieces(shown: Iterable[Shown]) -> Iterator[_Piece]:
-    for some in _in_turn(shown):
-        for path, start, end in _runs(some):
-            for at in range(start, end, _PIECE_BYTES):
-                yield _Piece(path, at, min(_PIECE_BYTES, end - at))
+    for batch in _batches(shown):
+        for path, start, end in _runs(batch):
+            for address in range(start, end, _PIECE_BYTES):
+                yield _Piece(path, address, min(_PIECE_BYTES, end - address))
 
 
-def _in_turn(shown: Iterable[Shown]) -> Iterator[list[Shown]]:
-    """What is used one after the other, as much as is asked for at once."""
-    some, nbytes = list[Shown](), 0
-    for one in shown:
-        some.append(one)
-        nbytes += one[0].nbytes
+def _batches(shown: Iterable[Shown]) -> Iterator[list[Shown]]:
+    """Splits the tensors, which are in the order of their use, into lists of about `_PIECE_BYTES`."""
+    batch, nbytes = list[Shown](), 0
+    for extent, tensor in shown:
+        batch.append((extent, tensor))
+        nbytes += extent.nbytes
         if nbytes >= _PIECE_BYTES:
-            yield some
-            some, nbytes = [], 0
-    yield some
+            yield batch
+            batch, nbytes = [], 0
+    yield batch
 
 
 def _runs(shown: Iterable[Shown]) -> Iterator[tuple[str, int, int]]:
-    """Paths, and addresses from the beginning of a page to an end, of what lies near each other in one map."""
+    """Path, address of the first page and end address of each run of tensors that lie close together in one map."""
     known = sorted((extent.path, tensor.data_ptr(), extent) for extent, tensor in shown if extent.nbytes)
     last: tuple[str, int, int, int] | None = None
     for path, address, extent in known:
@@ -281,7 +286,7 @@ def _map_pages(piece: _Piece) -> None:
     if _madvise is None or not _madvise(piece.address, piece.nbytes, _MADV_POPULATE_READ):
         return
     failed = ctypes.get_errno()
-    if failed in (errno.EFAULT, _EHWPOISON):  # anything else says that this kernel cannot do it
+    if failed in (errno.EFAULT, _EHWPOISON):  # any other error means that this kernel does not support the call
         raise ReadFailedError(
             "the pages of a map cannot be read: an I/O error, or a file that has become shorter",
             where=piece.path,

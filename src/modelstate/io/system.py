@@ -1,6 +1,6 @@
-"""The system calls that read and write files, in one place where tests can replace them.
+"""The system calls that read files, in one module so that tests can replace them.
 
-Callers look them up in this module at each call, so that `modelstate.testing` can put others in their places.
+Callers look the functions up in this module at each call, so that `modelstate.testing` can replace them.
 """
 
 import ctypes
@@ -10,12 +10,12 @@ import os
 import platform
 from builtins import open as _open
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import cast
 
 _USERFAULTFD = {"x86_64": 323, "aarch64": 282}
-"""The number of the call, by the machine."""
+"""The number of the system call, by processor."""
 _UFFD_USER_MODE_ONLY = 1
-"""All that a process without privileges may ask for."""
+"""Without privileges a process may only handle page faults of user code."""
 
 
 def open(path: str, flags: int) -> int:
@@ -39,7 +39,7 @@ def pread(descriptor: int, nbytes: int, offset: int) -> bytes:
 
 
 def pread_fully(descriptor: int, nbytes: int, offset: int) -> bytes:
-    """`nbytes` bytes, or fewer where the file ends before: one `pread` may return fewer than it was asked for."""
+    """Reads `nbytes` bytes, or fewer where the file ends before: one `pread` may return less than was asked for."""
     pieces: list[bytes] = []
     while nbytes:
         piece = pread(descriptor, nbytes, offset)
@@ -62,7 +62,7 @@ def mmap(descriptor: int, nbytes: int, flags: int, offset: int = 0) -> _mmap.mma
 
 
 def userfaultfd() -> int:
-    """`userfaultfd`, which Python does not have: a descriptor. Raises `OSError`."""
+    """Calls `userfaultfd`, which Python's library lacks, and returns the descriptor. Raises `OSError`."""
     number = _USERFAULTFD.get(platform.machine()) if platform.system() == "Linux" else None
     if number is None:
         raise OSError(errno.ENOSYS, "there is no userfaultfd here")
@@ -75,11 +75,14 @@ def userfaultfd() -> int:
     return descriptor
 
 
-def function(name: str, *arguments: Any) -> Callable[..., int] | None:
-    """The one of this name, by the ctypes of its arguments; None where there is none. `ctypes.get_errno` is its."""
+def function(name: str, *arguments: type) -> Callable[..., int] | None:
+    """A function of the C library, or None where it is missing. It sets `ctypes.get_errno`.
+
+    `arguments` are the ctypes of the function's arguments.
+    """
     try:
         found = getattr(ctypes.CDLL(None, use_errno=True), name)
     except (OSError, AttributeError):
         return None
     found.argtypes = arguments
-    return found  # type: ignore[no-any-return]
+    return cast(Callable[..., int], found)

@@ -1,6 +1,6 @@
-"""The system calls that change a disk: all of `write` and `store` make them through here, under their own names.
+"""The system calls that write to a disk, in one module so that tests can replace them.
 
-Callers look them up in this module at each call, so that `modelstate.testing` can put others in their places.
+Callers look the functions up in this module at each call, so that `modelstate.testing` can replace them.
 """
 
 import os
@@ -8,12 +8,12 @@ from collections.abc import Sequence
 
 
 def open(path: str, flags: int, mode: int = 0o666) -> int:
-    """`os.open`, of files that are written and of directories that are synced."""
+    """`os.open`, for files that are written and directories that are synced."""
     return os.open(path, flags | getattr(os, "O_CLOEXEC", 0), mode)
 
 
 def fallocate(descriptor: int, nbytes: int) -> None:
-    """`os.posix_fallocate` from the beginning of the file; nothing where there is no such call."""
+    """`os.posix_fallocate` from the beginning of the file. Does nothing where the system lacks the call."""
     if hasattr(os, "posix_fallocate") and nbytes:
         os.posix_fallocate(descriptor, 0, nbytes)
 
@@ -44,7 +44,7 @@ def replace(source: str, target: str) -> None:
 
 
 def link(source: str, target: str) -> None:
-    """`os.link`, never through a symbolic link."""
+    """`os.link`, which does not follow symbolic links."""
     os.link(source, target, follow_symlinks=False)
 
 

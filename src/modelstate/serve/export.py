@@ -10,7 +10,7 @@ from torch import nn
 
 from modelstate.checkpoint.write import target_path
 from modelstate.errors import ExportError, ModelCodeError, ModelStateError, NameMapError, OptionError, SaveTargetError
-from modelstate.io.atomic import Output, atomic_file, check
+from modelstate.io.atomic import Output, atomic_file, check_target
 from modelstate.serve.captured_references import check_captured_references
 from modelstate.serve.checks import check_mode
 from modelstate.serve.exported import ExportedTarget
@@ -85,7 +85,7 @@ def export(
     where = target_path(path)
     check_choice("kind", kind, ("exported", "aoti"))
     _check_arguments(module, args, where, kind, options)
-    check(where, overwrite=overwrite)
+    check_target(where, overwrite=overwrite)
     kwargs = dict(kwargs or {})
     check_captured_references(module, meta_clone(module))  # both raise for what no version could have as it is
     check_mode(module, training)

@@ -22,7 +22,7 @@ from modelstate.errors import LiveTargetError, ManifestError, NameMapError, Newe
 from modelstate.formats import torch_zip
 from modelstate.formats.manifest import check_size
 from modelstate.formats.zip_directory import ZipDirectory
-from modelstate.io.files import FileFingerprint, SourceFile, open_regular, stamps_of
+from modelstate.io.files import FileFingerprint, SourceFile, current_fingerprints, open_regular
 from modelstate.serve.state_names import NameMap
 from modelstate.text_format import size
 from modelstate.version import __version__
@@ -210,7 +210,7 @@ class ProgramFile:
 
     def check_unchanged(self) -> None:
         """Raises `LiveTargetError` where another file, or another content, has come to the path since."""
-        if stamps_of([self.path])[self.path] != self.stamp:
+        if current_fingerprints([self.path])[self.path] != self.stamp:
             raise LiveTargetError(
                 "the program file has been replaced, or changed, while it was opened",
                 where=self.path,
@@ -269,7 +269,7 @@ class ProgramFile:
 def read_program_file(path: str) -> ProgramFile:
     """Looks into a program file. Raises `LiveTargetError`, `OpenError` (`ManifestError`) and `ReadFailedError`."""
     with _opened(path) as archive:
-        stamp = stamps_of([path])[path]
+        stamp = current_fingerprints([path])[path]
         root = _root(archive)
         place = f"{root}extra/{NAME}"
         manifest = None
