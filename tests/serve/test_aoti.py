@@ -331,7 +331,7 @@ def test_the_memory_of_a_retired_version_is_free() -> None:
 
     def storage() -> torch.UntypedStorage:
         with live.pin() as v:
-            found: torch.Tensor = next(iter(v._program.holder.parameters()))  # type: ignore[union-attr]
+            found: torch.Tensor = next(iter(v._program.weights_module.parameters()))  # type: ignore[union-attr]
             return found.untyped_storage()
 
     kept = []

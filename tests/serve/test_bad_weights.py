@@ -111,7 +111,7 @@ def test_channels_last_is_the_order_of_a_program_that_has_it(tmp_path: Path) -> 
     for source in (other.state_dict(), {name: value.contiguous() for name, value in other.state_dict().items()}):
         live.swap(source)
         with live.pin() as v:
-            assert v._program.holder.weight.stride() == module.weight.stride()  # type: ignore[union-attr]
+            assert v._program.weights_module.weight.stride() == module.weight.stride()  # type: ignore[union-attr]
         assert torch.equal(live(x), other(x))
 
 
@@ -185,7 +185,7 @@ def test_an_undo_that_fails_puts_the_program_into_quarantine(monkeypatch: pytest
     live = ms.Live(Tied().eval())
 
     def overwrite(self: object, serving: Any, before: dict[str, torch.Tensor]) -> None:
-        serving.holder.bias.data = torch.ones(3, 3)  # nothing that is known of can be copied back into this
+        serving.weights_module.bias.data = torch.ones(3, 3)  # nothing that is known of can be copied back into this
         raise OSError("the disk is gone")
 
     monkeypatch.setattr(swap_pipeline.SwapSource, "overwrite", overwrite)

@@ -227,11 +227,11 @@ REQUESTS = frozenset(
     [
         "Entry",
         "Version",
-        "Pinned",
+        "PinContext",
         "Pin",
         "Method",
         "_method_of",
-        "_held",
+        "_keep_in_use",
         "_generator",
         "_coroutine",
         "_async_generator",

@@ -146,7 +146,7 @@ def test_nothing_of_a_refused_checkpoint_is_kept(tmp_path: Path) -> None:
     refused: list[weakref.ref[Any]] = []
 
     def canary(new: Any) -> bool:
-        refused.append(weakref.ref(new.holder))
+        refused.append(weakref.ref(new.weights_module))
         return False
 
     following = ms.follow(live, store, background=False, canary=canary, on_error=lambda error: None)

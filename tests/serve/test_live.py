@@ -128,7 +128,7 @@ def test_ties_buffers_and_modes(kind: str, mode: Any) -> None:
     assert torch.allclose(live(X), trained(X))
     if kind == "eager":
         with live.pin() as v:
-            served = v._program.holder  # type: ignore[union-attr]
+            served = v._program.weights_module  # type: ignore[union-attr]
         assert served.a.weight is served.b.weight
         assert served.norm.running_mean.equal(trained.norm.running_mean)
 

@@ -18,7 +18,7 @@ X = torch.ones(2, 256)
 
 def holder_of(live: ms.Live) -> "weakref.ref[nn.Module]":
     with live.pin() as v:
-        return weakref.ref(v._program.holder)  # type: ignore[union-attr]
+        return weakref.ref(v._program.weights_module)  # type: ignore[union-attr]
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -43,7 +43,7 @@ def test_the_first_version_is_freed_where_nobody_else_has_it(kind: str) -> None:
     module = Constant(2, 8)
     live = ms.Live(target_of(kind, module, torch.ones(2, 8)), keep=0)
     first: Any = live._gate.current.program
-    refs = [weakref.ref(tensor) for tensor in (first.holder if kind == "aoti" else module).parameters()]
+    refs = [weakref.ref(tensor) for tensor in (first.weights_module if kind == "aoti" else module).parameters()]
     del module, first
     live(torch.ones(2, 8))
     gc.collect()

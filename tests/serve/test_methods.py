@@ -117,7 +117,7 @@ def test_an_old_version_goes_with_its_last_method_call() -> None:
     entered, leave, held = threading.Event(), threading.Event(), []
 
     def enter() -> None:
-        held.append(weakref.ref(live._gate.current.program.holder))  # type: ignore[union-attr]
+        held.append(weakref.ref(live._gate.current.program.weights_module))  # type: ignore[union-attr]
         entered.set()
 
     with ThreadPoolExecutor(1) as pool:

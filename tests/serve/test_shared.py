@@ -40,7 +40,7 @@ def test_answers_stay_as_they_were_given(kind: str, mode: Any) -> None:
         for at, answer in enumerate(given, 1):
             assert [one.unique().tolist() for one in answer] == [[at], [at], [at], [1]]
     if kind == "eager" and mode == "frugal":
-        (gradient,) = torch.autograd.grad(given[0][0].sum(), [live._gate.current.program.holder.p])  # type: ignore[union-attr]
+        (gradient,) = torch.autograd.grad(given[0][0].sum(), [live._gate.current.program.weights_module.p])  # type: ignore[union-attr]
         assert gradient[:2].eq(1).all()
 
 
@@ -73,9 +73,9 @@ def test_memory_that_nobody_else_has_is_written_into() -> None:
     live = ms.Live(nn.Linear(4, 4))
     live(X)
     program: Any = live._gate.current.program
-    before = [one.data_ptr() for one in program.holder.parameters()]
+    before = [one.data_ptr() for one in program.weights_module.parameters()]
     live.swap({"weight": torch.ones(4, 4), "bias": torch.ones(4)}, mode="frugal")
-    assert [one.data_ptr() for one in program.holder.parameters()] == before
+    assert [one.data_ptr() for one in program.weights_module.parameters()] == before
 
 
 class Caching(nn.Module):

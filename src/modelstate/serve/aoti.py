@@ -102,23 +102,23 @@ _COMPUTED = "_FOLDED_CONST_"
 class AotiVersion:
     """The weights of one version; and a library, as long as it has a seat in one."""
 
-    __slots__ = ("__weakref__", "_call", "_hidden", "_seats", "constants", "holder", "loader")
+    __slots__ = ("__weakref__", "_call", "_hidden", "_runners", "constants", "loader", "weights_module")
     module = None
 
     def __init__(
         self, seats: "RunnerPool", call: "_Call", filled: nn.Module, hidden: dict[str, torch.Tensor], wanted: "_Wanted"
     ) -> None:
-        self._seats, self._call, self._hidden = seats, call, hidden
-        self.holder = filled
+        self._runners, self._call, self._hidden = seats, call, hidden
+        self.weights_module = filled
         self.loader: Loader | None = None
         self.constants = wanted.constants(runtime_state(filled), hidden)
 
     @property
     def buffers(self) -> dict[str, torch.Tensor]:
-        return {**dict(self.holder.named_buffers()), **self._hidden}
+        return {**dict(self.weights_module.named_buffers()), **self._hidden}
 
     def end(self) -> None:
-        self._seats.leave(self)
+        self._runners.release(self)
 
     def __call__(self, *args: Any, **named: Any) -> Any:
         if self.loader is None:  # a library that is called without weights takes the process down
@@ -149,15 +149,15 @@ class RunnerPool:
     def holds(self, program: Any) -> bool:
         return any(one is program for one in self._versions())
 
-    def in_the_way(self, serving: Any) -> AotiVersion | None:
+    def next_evicted(self, serving: Any) -> AotiVersion | None:
         others = [one for one in self._versions() if one is not serving]
         return others[0] if others else None
 
-    def seat(self, program: AotiVersion, serving: Any) -> None:
+    def attach(self, program: AotiVersion, serving: Any) -> None:
         with self._lock:
             self._seat(program, serving)
 
-    def leave(self, program: AotiVersion) -> None:
+    def release(self, program: AotiVersion) -> None:
         """Its library keeps nothing of it."""
         with self._lock:
             for place, (loader, one) in enumerate(self._taken):
@@ -166,7 +166,7 @@ class RunnerPool:
                     self._taken[place] = loader, None
                     loader.let_go()
 
-    def forked(self) -> None:
+    def after_fork(self) -> None:
         """In the child of a fork, where nobody else is."""
         self._lock = threading.Lock()
 
@@ -217,8 +217,8 @@ class AotiTarget(NamedTargetMixin):
         self.name = file.path
         manifest = file.manifest
         _check_machine(file)
-        self.seats = RunnerPool(file)
-        loader = self.seats.first
+        self.runners = RunnerPool(file)
+        loader = self.runners.first
         self._call = _Call(loader, manifest, file.path)
         values = _values(file, loader)
         file.check_unchanged()
@@ -243,8 +243,8 @@ class AotiTarget(NamedTargetMixin):
         given, self._first = self._first, None
         assert given is not None
         hidden = {name: value.clone() for name, value in self._hidden.items()}
-        made = AotiVersion(self.seats, self._call, state_module(given, meta=False), hidden, self._wanted)
-        self.seats.seat(made, None)
+        made = AotiVersion(self.runners, self._call, state_module(given, meta=False), hidden, self._wanted)
+        self.runners.attach(made, None)
         return made
 
     def program(self, filled: nn.Module) -> AotiVersion:
@@ -255,9 +255,9 @@ class AotiTarget(NamedTargetMixin):
             raise self._no_place(changed)
         filled = state_module({name: state[name] for name in self._state}, meta=False)
         hidden = {name: value.clone() for name, value in self._hidden.items()}
-        return AotiVersion(self.seats, self._call, filled, hidden, self._wanted)
+        return AotiVersion(self.runners, self._call, filled, hidden, self._wanted)
 
-    def refused(self, unexpected: list[str]) -> FixedWeightError | None:
+    def unexpected_error(self, unexpected: list[str]) -> FixedWeightError | None:
         """The error for weights that the package has no place for; None where there is another reason."""
         return None if self._is_known else self._no_place(unexpected)
 

@@ -1,4 +1,4 @@
-"""Buffers that requests change, and what becomes of them in the next version."""
+"""Buffers that requests change: finding them, restoring them, and carrying them over to the next version."""
 
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -9,56 +9,68 @@ from torch import nn
 
 from modelstate.serve.target import Program
 from modelstate.torch_compat.plain import is_plain
+from modelstate.torch_compat.private import non_persistent_buffers, own_buffers
 
 BufferDigests = dict[str, object]
-"""What the values of each buffer were."""
+"""A digest of the values of each buffer, by name."""
 
 
 def buffer_digests(program: Program) -> BufferDigests:
-    """What the buffers are now, to be asked later which of them requests have changed."""
-    return {name: _mark(buffer) for name, buffer in program.buffers.items()}
+    """Returns digests of the present buffers, for a later `modified_buffers`."""
+    return {name: _digest(buffer) for name, buffer in program.buffers.items()}
 
 
 def modified_buffers(program: Program, since: BufferDigests) -> dict[str, torch.Tensor | None]:
-    """The buffers that requests have changed, and None for those that they have set to None."""
-    found: dict[str, torch.Tensor | None] = {}
+    """Returns the buffers that requests have changed, and None for buffers that they have set to None."""
+    modified: dict[str, torch.Tensor | None] = {}
     for name, buffer in program.buffers.items():
-        if since.get(name) != _mark(buffer):
-            found[name] = buffer
-    for path, one in program.holder.named_modules():
-        names = [f"{path}.{last}" if path else last for last, buffer in one._buffers.items() if buffer is None]
-        found.update({name: None for name in names if name in since})
-    return found
+        if since.get(name) != _digest(buffer):
+            modified[name] = buffer
+    for path, module in program.weights_module.named_modules():
+        unset = [last for last, buffer in own_buffers(module).items() if buffer is None]
+        names = [f"{path}.{last}" if path else last for last in unset]
+        modified.update({name: None for name in names if name in since})
+    return modified
 
 
-def carry_over(buffers: Mapping[str, torch.Tensor | None], into: Program) -> tuple[str, ...]:
-    """Gives a program the values that these buffers have. Returns the names."""
-    own = into.buffers
+def carry_over(buffers: Mapping[str, torch.Tensor | None], program: Program) -> tuple[str, ...]:
+    """Copies the values of these buffers into a program. Returns their names."""
+    present = program.buffers
     for name, value in buffers.items():
-        if value is not None and name in own and _is_alike(own[name], value):
-            _put(own[name], value)
-        else:  # a buffer that requests replace, as a cache that grows
+        if value is not None and name in present and _fits(present[name], value):
+            _overwrite(present[name], value)
+        else:  # requests replace the buffer by another tensor, such as a cache that grows
             path, _, last = name.rpartition(".")
-            into.holder.get_submodule(path)._buffers[last] = None if value is None else value.detach().clone()
+            owner = own_buffers(program.weights_module.get_submodule(path))
+            owner[last] = None if value is None else value.detach().clone()
     return tuple(buffers)
 
 
-def restorer(program: Program, copies: Mapping[int, torch.Tensor] | None = None) -> Callable[[], None]:
-    """What makes all buffers what they are now: their values, and which there are. `copies` are those, by `id`."""
-    tables = [(one._buffers, dict(one._buffers)) for one in program.holder.modules()]
-    hidden = [(one._non_persistent_buffers_set, {*one._non_persistent_buffers_set}) for one in program.holder.modules()]
-    kept = [(one, one.detach().clone() if copies is None else copies[id(one)]) for one in program.buffers.values()]
+def buffer_restorer(program: Program, copies: Mapping[int, torch.Tensor] | None = None) -> Callable[[], None]:
+    """Returns a function that restores the present buffers: their values, and the set of buffers of each module.
+
+    Args:
+        program: the program.
+        copies: copies of the buffers by `id` of the buffer; without them the buffers are copied here.
+    """
+    modules = list(program.weights_module.modules())
+    tables = [(own_buffers(module), dict(own_buffers(module))) for module in modules]
+    hidden = [(non_persistent_buffers(module), {*non_persistent_buffers(module)}) for module in modules]
+    saved = [
+        (buffer, buffer.detach().clone() if copies is None else copies[id(buffer)])
+        for buffer in program.buffers.values()
+    ]
 
     def restore() -> None:
         resized: dict[int, torch.Tensor] = {}
-        for one, value in kept:
-            if _is_alike(one, value):
-                _put(one, value)
+        for buffer, value in saved:
+            if _fits(buffer, value):
+                _overwrite(buffer, value)
             else:
-                resized[id(one)] = value
+                resized[id(buffer)] = value
         for table, buffers in tables:
             table.clear()
-            table.update({name: resized.get(id(one), one) for name, one in buffers.items()})
+            table.update({name: resized.get(id(buffer), buffer) for name, buffer in buffers.items()})
         for names, before in hidden:
             names.clear()
             names.update(before)
@@ -66,49 +78,49 @@ def restorer(program: Program, copies: Mapping[int, torch.Tensor] | None = None)
     return restore
 
 
-def renew(holder: nn.Module, like: nn.Module) -> None:
-    """Gives a module the buffers that another one has, where code has replaced, added or deleted some.
+def renew_buffers(module: nn.Module, skeleton: nn.Module) -> None:
+    """Restores the set of buffers of a skeleton in a module whose code has replaced, added or deleted buffers.
 
-    Those that fit stay, whatever their values; those that are on meta there get memory, and no values.
+    A buffer that has the right shape and dtype stays, whatever its values. Where the skeleton's buffer is on meta, a
+    missing buffer gets uninitialized memory.
     """
-    device = next((one.device for one in holder.parameters()), torch.device("cpu"))
-    made: dict[int, torch.Tensor] = {}
-    for path, one in like.named_modules(remove_duplicate=False):
-        owner = holder.get_submodule(path)
+    device = next((parameter.device for parameter in module.parameters()), torch.device("cpu"))
+    renewed: dict[int, torch.Tensor] = {}
+    for path, wanted in skeleton.named_modules(remove_duplicate=False):
+        owner = module.get_submodule(path)
         table: dict[str, torch.Tensor | None] = {}
-        for name, slot in one._buffers.items():
-            own = owner._buffers.get(name)
-            if slot is not None and id(slot) not in made:
-                made[id(slot)] = own if own is not None and _is_alike(own, slot) else _filled(slot, device)
-            table[name] = None if slot is None else made[id(slot)]
-        owner._buffers.clear()
-        owner._buffers.update(table)
-        owner._non_persistent_buffers_set.clear()
-        owner._non_persistent_buffers_set.update(one._non_persistent_buffers_set)
+        for name, slot in own_buffers(wanted).items():
+            present = own_buffers(owner).get(name)
+            if slot is not None and id(slot) not in renewed:
+                if present is not None and _fits(present, slot):
+                    renewed[id(slot)] = present
+                elif slot.is_meta:
+                    renewed[id(slot)] = torch.empty_strided(slot.shape, slot.stride(), dtype=slot.dtype, device=device)
+                else:
+                    renewed[id(slot)] = slot.detach().clone()
+            table[name] = None if slot is None else renewed[id(slot)]
+        own_buffers(owner).clear()
+        own_buffers(owner).update(table)
+        non_persistent_buffers(owner).clear()
+        non_persistent_buffers(owner).update(non_persistent_buffers(wanted))
 
 
-def _filled(slot: torch.Tensor, device: torch.device) -> torch.Tensor:
-    if slot.is_meta:
-        return torch.empty_strided(slot.shape, slot.stride(), dtype=slot.dtype, device=device)
-    return slot.detach().clone()
+def _fits(tensor: torch.Tensor, value: torch.Tensor) -> bool:
+    """Whether the value can be copied into the tensor without conversion."""
+    return (tensor.shape, tensor.dtype, tensor.layout) == (value.shape, value.dtype, value.layout)
 
 
-def _is_alike(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Whether one can take the other's values as they are."""
-    return (one.shape, one.dtype, one.layout) == (other.shape, other.dtype, other.layout)
+def _overwrite(tensor: torch.Tensor, value: torch.Tensor) -> None:
+    """Copies into a tensor, which a request in inference mode may have created."""
+    with torch.inference_mode(tensor.is_inference()), torch.no_grad():
+        tensor.detach().copy_(value)
 
 
-def _put(one: torch.Tensor, value: torch.Tensor) -> None:
-    """Overwrites a tensor, also one that a request in inference mode has made."""
-    with torch.inference_mode(one.is_inference()), torch.no_grad():
-        one.detach().copy_(value)
-
-
-def _mark(buffer: torch.Tensor) -> object:
-    """A digest of the values. Autograd's counter would not do: batch normalisation writes its statistics past it."""
+def _digest(buffer: torch.Tensor) -> object:
+    """A digest of the values. Autograd's version counter does not suffice: batch norm writes past it."""
     if not is_plain(buffer) or buffer.is_meta:
         return id(buffer)
     with torch.no_grad():
         flat = buffer.detach().resolve_conj().resolve_neg().cpu().contiguous().reshape(-1)
-        content: Any = flat.view(torch.uint8).numpy()  # of which the type stubs do not know that it is a buffer
+        content: Any = flat.view(torch.uint8).numpy()  # its type stubs do not declare the buffer protocol
         return buffer.shape, xxhash.xxh3_128_digest(content)

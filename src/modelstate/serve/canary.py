@@ -7,7 +7,7 @@ from typing import Any, cast
 import torch
 
 from modelstate.errors import CanaryError, OptionError
-from modelstate.serve.buffers import restorer
+from modelstate.serve.buffers import buffer_restorer
 from modelstate.serve.target import Program
 from modelstate.torch_compat.private import flatten
 
@@ -103,7 +103,7 @@ class Canary:
 
 def run_canary(canary: "Canary | Callable[[Calls], object]", new: Program) -> None:
     """Tries a program that nobody else has. What its calls change of its buffers is undone. Raises `CanaryError`."""
-    restore = restorer(new)
+    restore = buffer_restorer(new)
     try:
         if isinstance(canary, Canary):
             canary.try_out(new)

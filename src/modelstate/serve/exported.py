@@ -19,18 +19,18 @@ _WRITTEN = ("BUFFER_MUTATION", "PARAMETER_MUTATION", "USER_INPUT_MUTATION")
 class ExportedProgramVersion:
     """The graph of a program with the weights of one version. All versions have one graph."""
 
-    __slots__ = ("_graph", "_hidden", "_weights", "holder")
+    __slots__ = ("_graph", "_hidden", "_weights", "weights_module")
     module = None
 
     def __init__(self, graph: "_Graph", filled: nn.Module, hidden: dict[str, torch.Tensor]) -> None:
         self._graph, self._hidden = graph, hidden
-        self.holder = filled
+        self.weights_module = filled
         state = hidden | runtime_state(filled)
         self._weights = tuple(value if name is None else state[name] for name, value in graph.lifted)
 
     @property
     def buffers(self) -> dict[str, torch.Tensor]:
-        return {**dict(self.holder.named_buffers()), **self._hidden}
+        return {**dict(self.weights_module.named_buffers()), **self._hidden}
 
     def end(self) -> None:
         pass
@@ -132,7 +132,7 @@ class ExportedTarget(NamedTargetMixin):
     """A `torch.export.ExportedProgram`. `names` leads from the names of eager checkpoints, or is the module itself."""
 
     kind = "exported"
-    seats = None
+    runners = None
 
     def __init__(self, program: Any, names: NameMap | nn.Module | None, name: str = "ExportedProgram") -> None:
         self.name = name
@@ -165,7 +165,7 @@ class ExportedTarget(NamedTargetMixin):
         assert given is not None
         return given
 
-    def refused(self, unexpected: list[str]) -> None:
+    def unexpected_error(self, unexpected: list[str]) -> None:
         return None
 
     def program(self, filled: nn.Module) -> ExportedProgramVersion:

@@ -1,6 +1,11 @@
-"""From a source to a program that nobody calls yet, or into one that nobody calls now."""
+"""The steps of a swap: checks a source, then stages it as a new program, or reads it into the serving program.
+
+A `SwapSource` reads no tensor bytes when it is made. `stage` fills a new program, which no request calls yet.
+`overwrite` fills the serving program, which no request calls at that time; `Undo` restores it after a failure.
+"""
 
 import sys
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
@@ -18,11 +23,12 @@ from modelstate.planning.matching import matching_part, wrapper_rule
 from modelstate.problems import Missing, Problem, Unexpected, plan_error
 from modelstate.rules.rule import Rule
 from modelstate.rules.schema import Schema, check_rules, renamed_by
-from modelstate.serve.buffers import restorer
+from modelstate.serve.buffers import buffer_restorer
 from modelstate.serve.checks import Kind, check_casts, check_finite, check_kinds, check_layout, dtype_error, kind_of
 from modelstate.serve.state_names import runtime_state
 from modelstate.serve.target import Program, Target
 from modelstate.torch_compat.hooks import without_state_dict_hooks
+from modelstate.torch_compat.private import payload_of, storage_id, storage_of, storage_owners
 
 Buffers = Literal["carry", "reset"]
 State = Callable[[], Mapping[str, torch.Tensor]]
@@ -36,7 +42,7 @@ _REMEDIES: dict[type[Problem], str] = {
 
 @dataclass(frozen=True, slots=True)
 class SwapOptions:
-    """How weights are to be brought in. Raises `OptionError`."""
+    """Options of `Live.swap` that concern the weights. Raises `OptionError`."""
 
     rules: Iterable[Rule] | Schema = ()
     exact: bool = True
@@ -51,147 +57,151 @@ class SwapOptions:
                 )
 
 
-class SwapSource:
-    """Weights for a target, opened and looked at, of which no bytes have been read. Raises what opening raises."""
+def check_choice(name: str, value: object, choices: tuple[str, ...]) -> None:
+    """Raises `OptionError` where the value of an argument is not one of the choices."""
+    if value not in choices:
+        raise OptionError(f"{name}= is none of its values", expected=" or ".join(map(repr, choices)), found=repr(value))
 
-    def __init__(self, target: Target, source: Source, asked: SwapOptions) -> None:
+
+class SwapSource:
+    """An opened source of weights for a target. Making one checks names and layouts, and reads no tensor bytes.
+
+    Raises what `modelstate.open` raises, and the errors of `check_kinds` and `check_layout`.
+    """
+
+    def __init__(self, target: Target, source: Source, options: SwapOptions) -> None:
         checkpoint = open_checkpoint(source)
-        self._target, self._asked = target, asked
-        if isinstance(asked.rules, Schema):
-            self.part = matching_part(checkpoint, target.names(), asked.rules.renamings(checkpoint))
-            rules: tuple[Rule, ...] = asked.rules.rules_for(self.part)
+        self._target, self._options = target, options
+        if isinstance(options.rules, Schema):
+            self.part = matching_part(checkpoint, target.names(), options.rules.renamings(checkpoint))
+            rules: tuple[Rule, ...] = options.rules.rules_for(self.part)
         else:
-            rules = check_rules(asked.rules)
+            rules = check_rules(options.rules)
             self.part = matching_part(checkpoint, target.names(), [partial(renamed_by, rules)])
-        given = {renamed_by(rules, name) for name in self.part}
-        wrappers = wrapper_rule(given, target.names())
+        names = {renamed_by(rules, name) for name in self.part}
+        wrappers = wrapper_rule(names, target.names())
         renames = rules if wrappers is None else (*rules, wrappers)
-        given = given if wrappers is None else {renamed_by(renames, name) for name in self.part}
-        self._rules = (*renames, *target.rules(given))
-        self._skeleton = target.skeleton(given)
-        self._hooks: Callable[[nn.Module], AbstractContextManager[None]] = (
-            without_state_dict_hooks if target.is_runtime(given) else lambda module: nullcontext()
+        names = names if wrappers is None else {renamed_by(renames, name) for name in self.part}
+        self._rules = (*renames, *target.rules(names))
+        self._skeleton = target.skeleton(names)
+        self._without_hooks: Callable[[nn.Module], AbstractContextManager[None]] = (
+            without_state_dict_hooks if target.is_runtime(names) else lambda module: nullcontext()
         )
         self.source = self.part.source
-        slots = self._slots()
-        if not rules:  # which may make plain tensors of them
+        state = runtime_state(self._skeleton)
+        slots = {name: state.get(renamed_by(self._rules, name)) for name in self.part}
+        if not rules:  # rules may turn other kinds of tensors into plain ones
             kinds = {name: kind_of(slot) for name, slot in slots.items() if slot is not None}
             check_kinds({name: spec.stored for name, spec in self.part.items()}, kinds, self.source)
-        if asked.exact:
+        if options.exact:
             check_layout(self.part, slots, self.source)
 
     def stage(self, serving: Program) -> tuple[Program, LoadReport]:
-        """A new program with the weights in memory of its own. Raises what `load` and the checks raise."""
+        """Loads the weights into a new program. Raises what `load` and the checks raise."""
         skeleton = self._skeleton
         kinds = _kinds(skeleton)
-        with self._refused(), self._hooks(skeleton):
-            report = load(skeleton, self.part, rules=self._rules, map=False, verify=self._asked.verify, progress=False)
-        self._check_loaded(report, skeleton, kinds, lambda: runtime_state(serving.holder))
+        with self._swap_errors(), self._without_hooks(skeleton):
+            verify = self._options.verify
+            report = load(skeleton, self.part, rules=self._rules, map=False, verify=verify, progress=False)
+        self._check_loaded(report, skeleton, kinds, lambda: runtime_state(serving.weights_module))
         return self._target.program(skeleton), report
 
     def check(self, serving: Program) -> None:
-        """What can be known before a byte is read, of a swap in place. Raises `PlanError` and what the checks raise."""
+        """Checks a swap in place before any bytes are read. Raises `PlanError` and what the checks raise."""
         skeleton = self._skeleton
-        # Buffers may be others just now: requests replace them, and `Target.renew` brings back what is loaded.
-        if _parameters(skeleton) != _parameters(serving.holder) or type(skeleton) is not type(serving.holder):
+        # Buffers may differ at this time: requests replace them, and `Target.renew` restores them before the load.
+        if _parameter_names(skeleton) != _parameter_names(serving.weights_module) or type(skeleton) is not type(
+            serving.weights_module
+        ):
             raise LiveTargetError(
                 "these weights can come in through the module's own loading code only, and that not in place",
                 where=self._target.name,
                 remedy="swap with mode='available'; or, where hooks only rename, give names=NameMap.of(module)",
             )
-        with self._refused(), self._hooks(skeleton):
+        with self._swap_errors(), self._without_hooks(skeleton):
             planned = plan(skeleton, self.part, rules=self._rules, map=False)
             if not planned.ok:
                 raise plan_error(planned.target, planned.source, list(planned.problems))
-        if self._asked.exact:
+        if self._options.exact:
             check_casts(planned.steps, self.source)
 
     def overwrite(self, serving: Program, before: Mapping[str, torch.Tensor]) -> LoadReport:
-        """Reads the weights into the memory of a program. Whatever it raises, that memory has to be restored."""
-        kinds = _kinds(serving.holder)
+        """Reads the weights into the memory of a program. After any exception the caller must restore that memory."""
+        module = serving.weights_module
+        kinds = _kinds(module)
         try:
-            with self._hooks(serving.holder):
+            with self._without_hooks(module):
                 report = load(
-                    serving.holder,
+                    module,
                     self.part,
                     rules=self._rules,
                     map=False,
                     in_place=True,
-                    verify=self._asked.verify,
+                    verify=self._options.verify,
                     progress=False,
                 )
         except ReadFailedError as error:
-            # It says that values are partly overwritten, which they will not be.
+            # The outer error says that values are partly overwritten. The undo makes that untrue.
             raise (error.__cause__ if isinstance(error.__cause__, ReadFailedError) else error) from None
-        self._check_loaded(report, serving.holder, kinds, lambda: before)
+        self._check_loaded(report, module, kinds, lambda: before)
         return report
 
     @contextmanager
-    def _refused(self) -> Iterator[None]:
-        """Errors of a swap: with its own remedies, and the target's own reason for names that are too many."""
+    def _swap_errors(self) -> Iterator[None]:
+        """Replaces a plan's error by one with the remedies of a swap, or by the target's own error."""
         try:
             yield
         except PlanError as error:
-            dtypes = dtype_error(error.problems, self.source) if self._asked.exact else None
+            dtypes = dtype_error(error.problems, self.source) if self._options.exact else None
             if dtypes is not None:
                 raise dtypes from error
-            names = [one.name for one in error.problems if isinstance(one, Unexpected)]
-            only = len(names) == len(error.problems)
-            own = self._target.refused(names) if only else None
+            unexpected = [problem.name for problem in error.problems if isinstance(problem, Unexpected)]
+            only_unexpected = len(unexpected) == len(error.problems)
+            own = self._target.unexpected_error(unexpected) if only_unexpected else None
             if own is None:
                 raise plan_error(self._target.name, self.source, error.problems, _REMEDIES) from error.__cause__
             raise own from error
 
     def _check_loaded(self, report: LoadReport, filled: nn.Module, kinds: Mapping[str, Kind], serving: State) -> None:
         check_kinds(runtime_state(filled), kinds, self.source)
-        if self._asked.exact:
+        if self._options.exact:
             check_casts(report.steps, self.source)
-        if self._asked.check_finite:
+        if self._options.check_finite:
             check_finite(filled, serving, self.source)
-
-    def _slots(self) -> dict[str, torch.Tensor | None]:
-        """Where each tensor of the source goes, as far as its name says."""
-        slots = runtime_state(self._skeleton)
-        return {name: slots.get(renamed_by(self._rules, name)) for name in self.part}
 
 
 def _kinds(module: nn.Module) -> dict[str, Kind]:
-    return {name: kind_of(one) for name, one in runtime_state(module).items()}
+    return {name: kind_of(tensor) for name, tensor in runtime_state(module).items()}
 
 
-def _parameters(module: nn.Module) -> set[str]:
+def _parameter_names(module: nn.Module) -> set[str]:
     return {name for name, _ in module.named_parameters(remove_duplicate=False)}
 
 
-def check_choice(name: str, value: object, choices: tuple[str, ...]) -> None:
-    """Raises `OptionError` for an argument that is none of its values."""
-    if value not in choices:
-        raise OptionError(f"{name}= is none of its values", expected=" or ".join(map(repr, choices)), found=repr(value))
-
-
 class Undo:
-    """A copy of a program's weights and buffers, which a call puts back.
+    """Copies a program's weights and buffers; a call writes the copies back.
 
-    It may be called again where that was interrupted. Raises `QuarantinedError` where it fails.
+    An interrupted call may be repeated. Raises `QuarantinedError` where the copies cannot be written back.
     """
 
     def __init__(self, program: Program) -> None:
-        self._tensors = {**runtime_state(program.holder), **program.buffers}
-        self._copies: dict[int, torch.Tensor] = {id(one): one.detach().clone() for one in self._tensors.values()}
-        self._parameters, self._restore = list(program.holder.parameters()), restorer(program, self._copies)
+        self._tensors = {**runtime_state(program.weights_module), **program.buffers}
+        self._copies = {id(tensor): tensor.detach().clone() for tensor in self._tensors.values()}
+        self._weights = list(program.weights_module.parameters())
+        self._restore_buffers = buffer_restorer(program, self._copies)
 
     @property
     def before(self) -> dict[str, torch.Tensor]:
         """The copies, by name."""
-        return {name: self._copies[id(one)] for name, one in self._tensors.items()}
+        return {name: self._copies[id(tensor)] for name, tensor in self._tensors.items()}
 
     def __call__(self) -> None:
-        after = _under_way()
+        after = _handled_error()
         try:
             with torch.no_grad():
-                for one in self._parameters:
-                    one.detach().copy_(self._copies[id(one)])
-            self._restore()  # a canary's request may have put others in their place
+                for parameter in self._weights:
+                    parameter.detach().copy_(self._copies[id(parameter)])
+            self._restore_buffers()  # a request of the canary may have replaced buffers
         except Exception as failure:
             raise QuarantinedError(
                 "a swap in place failed, and the weights could not be put back: no version can serve",
@@ -200,7 +210,51 @@ class Undo:
             ) from failure
 
 
-def _under_way() -> str:
-    """What is being handled just now."""
+def _handled_error() -> str:
+    """The exception that is being handled, as text: a reference to it would keep its frames alive."""
     error = sys.exc_info()[1]
     return "" if error is None else f", after {type(error).__name__}: {error}"
+
+
+def detach_shared_storage(program: Program) -> None:
+    """Moves weights and buffers, with their values, to new storages where other tensors share the old ones.
+
+    An answer can be a weight, or a view of one, or have an autograd graph that saves one. A swap in place must not
+    change such an answer. The weights keep their identity; views that modules have as attributes move with them.
+    """
+    tensors_of_storage: defaultdict[int, dict[int, torch.Tensor]] = defaultdict(dict)
+    for tensor in _tensors_of(program):
+        for part in payload_of(tensor):
+            tensors_of_storage[storage_id(part)][id(part)] = part
+    tensors_of_storage.pop(0, None)
+    for tensors in tensors_of_storage.values():
+        first = next(iter(tensors.values()))
+        if storage_owners(first) <= len(tensors):
+            continue
+        storage = storage_of(first).clone()  # type: ignore[no-untyped-call]
+        for tensor in tensors.values():
+            with torch.inference_mode(tensor.is_inference()), torch.no_grad():
+                moved = tensor.detach()
+                moved.set_(storage, tensor.storage_offset(), tensor.shape, tensor.stride())
+                tensor.data = moved
+
+
+_TABLES = ("_parameters", "_buffers", "_modules")
+
+
+def _tensors_of(program: Program) -> Iterator[torch.Tensor]:
+    """The parameters and buffers of a program, and the tensors in other attributes of its modules."""
+    yield from program.weights_module.parameters()
+    yield from program.buffers.values()
+    for module in program.weights_module.modules():
+        for name, value in vars(module).items():
+            if name not in _TABLES:
+                yield from _tensors_in(value, 4)
+
+
+def _tensors_in(value: object, depth: int) -> Iterator[torch.Tensor]:
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif depth and isinstance(value, list | tuple | set | dict) and not isinstance(value, nn.Module):
+        for item in list(value.values()) if isinstance(value, dict) else list(value):
+            yield from _tensors_in(item, depth - 1)

@@ -1,7 +1,8 @@
 """Weak handles on requests, and the lock that lets one swap run at a time.
 
-An interrupt may come between any two steps of a thread, also behind the one that counts and before the one that sees to
-counting back. An object that a frame has goes with the frame, whatever ends it.
+An interrupt can arrive between any two instructions of a thread, also after the one that increments a counter and
+before the `try` that would decrement it. So nothing here counts. An object that belongs to a frame stands for each
+request and each lock holder, and disappears with that frame, whatever ends it. Weak references tell which exist.
 """
 
 import threading
@@ -16,150 +17,143 @@ from modelstate.errors import SwapBusyError, SwapTimeoutError
 
 T = TypeVar("T")
 
-LOOK_SECONDS = 1.0
-"""How often those that wait look by themselves, should an interrupt have kept somebody from waking them."""
+CHECK_SECONDS = 1.0
+"""The longest wait without a check, in case an interrupt has prevented the wake-up."""
 
 
 class WeakHandle(Generic[T]):
-    """Whether an object is there, and a way to wait until it is not. It does not keep it."""
+    """A weak reference on which threads can wait until the object is gone."""
 
     __slots__ = ("_gone", "_ref")
 
-    def __init__(self, one: T) -> None:
-        self._gone: SimpleQueue[Any] = SimpleQueue()  # to put something in is safe at any moment, also when memory goes
-        self._ref: weakref.ref[T] | None = weakref.ref(one, self._gone.put)
+    def __init__(self, target: T) -> None:
+        # `SimpleQueue.put` is reentrant, so it can be called at any moment, as by the garbage collector.
+        self._gone: SimpleQueue[Any] = SimpleQueue()
+        self._ref: weakref.ref[T] | None = weakref.ref(target, self._gone.put)
 
     def get(self) -> T | None:
-        """The object, which the caller then keeps."""
+        """The object, which the caller then keeps alive; None when it is gone."""
         return None if self._ref is None else self._ref()
 
     @property
-    def is_there(self) -> bool:
+    def is_alive(self) -> bool:
         return self.get() is not None
 
     def forget(self) -> None:
-        """From now on it counts as gone."""
+        """Drops the object. From now on it counts as gone."""
         self._ref = None
         self._gone.put(None)
 
-    def wait(self, until: float | None) -> bool:
-        """Waits until it has gone. Returns whether it has."""
-        while self.is_there:
-            left = LOOK_SECONDS if until is None else min(until - time.monotonic(), LOOK_SECONDS)
-            if left <= 0:
+    def wait(self, deadline: float | None) -> bool:
+        """Waits until the object is gone. Returns whether it is."""
+        while self.is_alive:
+            seconds = CHECK_SECONDS if deadline is None else min(deadline - time.monotonic(), CHECK_SECONDS)
+            if seconds <= 0:
                 return False
-            self.look(left)
+            self.wait_once(seconds)
         return True
 
-    def look(self, seconds: float) -> None:
-        """Waits for a while, or less where it goes."""
+    def wait_once(self, seconds: float) -> None:
+        """Waits for a time, or less where the object goes earlier."""
         try:
             self._gone.get(timeout=seconds)
         except Empty:
             return
-        self._gone.put(None)  # for the next of those that wait
+        self._gone.put(None)  # wakes the next waiting thread
 
 
-def wait_all(watched: Iterable[WeakHandle[Any]], until: float | None) -> bool:
-    """Waits until all of them have gone. Returns whether they have."""
-    return all(one.wait(until) for one in watched)
+def wait_all(handles: Iterable[WeakHandle[Any]], deadline: float | None) -> bool:
+    """Waits until all objects are gone. Returns whether they are."""
+    return all(handle.wait(deadline) for handle in handles)
 
 
-class Bag(Generic[T]):
-    """Objects as long as others have them. It may be asked and added to by any thread at any time."""
+class ConcurrentWeakSet(Generic[T]):
+    """A set of weak references that any thread can iterate while others add to it, unlike `weakref.WeakSet`."""
 
     __slots__ = ("__weakref__", "_refs")
 
     def __init__(self) -> None:
         self._refs: set[weakref.ref[T]] = set()
 
-    def add(self, one: T) -> None:
-        self._refs.add(weakref.ref(one, self._refs.discard))
+    def add(self, item: T) -> None:
+        self._refs.add(weakref.ref(item, self._refs.discard))
 
     def __iter__(self) -> Iterator[T]:
         for ref in tuple(self._refs):
-            one = ref()
-            if one is not None:
-                yield one
-
-
-class SwapLockGuard:
-    """A turn, as a context: it ends with its block, or when whoever has it is gone."""
-
-    __slots__ = ("__weakref__", "_timeout_s", "_turn", "_wait", "_watched", "thread")
-
-    def __init__(self, turn: "SwapLock", wait: bool, timeout_s: float | None) -> None:
-        self.thread = threading.get_ident()
-        self._turn, self._wait, self._timeout_s = turn, wait, timeout_s
-        self._watched = WeakHandle(self)
-
-    def __enter__(self) -> None:
-        try:
-            self._turn._begin(self._watched, self._wait, self._timeout_s)
-        except BaseException:
-            self._turn._end(self._watched)
-            raise
-
-    def __exit__(self, *_: object) -> None:
-        self._turn._end(self._watched)
+            item = ref()
+            if item is not None:
+                yield item
 
 
 class SwapLock:
-    """Serialises swaps: a second one waits, or is refused.
+    """Serializes swaps: a second swap waits, or is refused.
 
-    The turn has whoever came first of those that are there, which is no state that an interrupt could leave behind.
+    The oldest live guard in a queue holds the lock. No separate state says so, which an interrupt could leave wrong.
     """
 
     def __init__(self) -> None:
         self._queue: list[WeakHandle[SwapLockGuard]] = []
 
-    def taken(self, wait: bool, timeout_s: float | None) -> SwapLockGuard:
-        """Within the block this thread has it. Raises `SwapBusyError` and `SwapTimeoutError`."""
+    def held(self, wait: bool, timeout_s: float | None) -> "SwapLockGuard":
+        """A context in which this thread holds the lock. Entering raises `SwapBusyError` and `SwapTimeoutError`."""
         return SwapLockGuard(self, wait, timeout_s)
 
-    @property
-    def is_mine(self) -> bool:
-        """Whether this very thread has it, or waits for it."""
-        here = threading.get_ident()
-        return any(one.thread == here for one in self._there())
-
-    def check(self) -> None:
-        """Raises `SwapBusyError` within a turn of this very thread."""
-        if self.is_mine:
+    def check_not_nested(self) -> None:
+        """Raises `SwapBusyError` where this thread already holds the lock, or waits for it."""
+        # No local variable refers to a guard here: the traceback of the error would keep the guard alive.
+        threads = {guard.thread for handle in tuple(self._queue) for guard in (handle.get(),) if guard is not None}
+        if threading.get_ident() in threads:
             raise SwapBusyError(
                 "a swap was called from within a swap, by its canary or by code of the model",
                 remedy="call it when that one has ended",
             )
 
-    def forked(self) -> None:
-        """In the child of a fork: of the threads that are not there any more none is waited for."""
-        here = threading.get_ident()
-        self._queue = [one for one in self._queue if (taken := one.get()) is not None and taken.thread == here]
+    def after_fork(self) -> None:
+        """Drops the guards of threads that do not exist in the child of a fork."""
+        this_thread = threading.get_ident()
+        self._queue = [
+            handle for handle in self._queue if (guard := handle.get()) is not None and guard.thread == this_thread
+        ]
 
-    def _there(self) -> Iterator[SwapLockGuard]:
-        for one in tuple(self._queue):
-            taken = one.get()
-            if taken is not None:
-                yield taken
-
-    def _begin(self, mine: WeakHandle[SwapLockGuard], wait: bool, timeout_s: float | None) -> None:
-        self.check()
-        until = None if timeout_s is None else time.monotonic() + timeout_s
+    def _acquire(self, mine: "WeakHandle[SwapLockGuard]", wait: bool, timeout_s: float | None) -> None:
+        self.check_not_nested()
+        deadline = None if timeout_s is None else time.monotonic() + timeout_s
         self._queue.append(mine)
         while (first := self._first()) is not mine:
             if not wait:
                 raise SwapBusyError("another swap is under way", remedy="try again later, or leave when_busy='wait'")
-            if until is not None and time.monotonic() >= until:
+            if deadline is not None and time.monotonic() >= deadline:
                 raise SwapTimeoutError("another swap did not end in time", remedy="give more time with timeout_s=")
-            first.wait(until)
+            first.wait(deadline)
 
-    def _end(self, mine: WeakHandle[SwapLockGuard]) -> None:
+    def _release(self, mine: "WeakHandle[SwapLockGuard]") -> None:
         with suppress(ValueError):
             self._queue.remove(mine)
         mine.forget()
 
-    def _first(self) -> WeakHandle[SwapLockGuard]:
-        while not (first := self._queue[0]).is_there:
+    def _first(self) -> "WeakHandle[SwapLockGuard]":
+        while not (first := self._queue[0]).is_alive:
             with suppress(ValueError):
                 self._queue.remove(first)
         return first
+
+
+class SwapLockGuard:
+    """The context of `SwapLock.held`. The lock is released when the block ends, or when the guard is gone."""
+
+    __slots__ = ("__weakref__", "_handle", "_lock", "_timeout_s", "_wait", "thread")
+
+    def __init__(self, lock: SwapLock, wait: bool, timeout_s: float | None) -> None:
+        self.thread = threading.get_ident()
+        self._lock, self._wait, self._timeout_s = lock, wait, timeout_s
+        self._handle = WeakHandle(self)
+
+    def __enter__(self) -> None:
+        try:
+            self._lock._acquire(self._handle, self._wait, self._timeout_s)
+        except BaseException:
+            self._lock._release(self._handle)
+            raise
+
+    def __exit__(self, *_: object) -> None:
+        self._lock._release(self._handle)

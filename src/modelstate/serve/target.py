@@ -1,4 +1,4 @@
-"""What a kind of target has to know: how one of its versions is made, and how it is called."""
+"""The interface between `Live` and the kinds of programs that it serves: `Target`, `Program` and `RunnerPool`."""
 
 from collections.abc import Collection
 from typing import Any, Protocol
@@ -10,82 +10,85 @@ from modelstate.rules.rule import Rule
 
 
 class Program(Protocol):
-    """One version of a target, with its weights: what requests call. A swap in place changes those weights."""
+    """One version of a target with its weights: the callable that answers requests.
+
+    A swap in place changes the weights of a program; a swap beside it makes another program.
+    """
 
     @property
-    def holder(self) -> nn.Module:
+    def weights_module(self) -> nn.Module:
         """The module whose parameters and buffers are the weights; loading into it changes the program."""
 
     @property
     def module(self) -> nn.Module | None:
-        """The module whose methods a request may call; None for a program that has none."""
+        """The module whose methods a request may call; None for a program without methods."""
 
     @property
     def buffers(self) -> dict[str, torch.Tensor]:
-        """Everything that a request may change, by name."""
+        """All tensors that a request may change, by name."""
 
     def end(self) -> None:
-        """Nobody will call it any more: it lets go of what it has taken beyond memory of its own."""
+        """Releases what the program holds beyond its own memory. The program is not called afterwards."""
 
     def __call__(self, *args: Any, **named: Any) -> Any: ...
 
 
-class Seats(Protocol):
-    """What calls the programs of a target, where there are only two of it: one for what serves, one for what is next.
+class RunnerPool(Protocol):
+    """The two runners of a target whose programs cannot run by themselves: one for the version that serves, one spare.
 
-    A program that has no seat cannot be called, and has nothing but its weights.
+    A program without a runner holds weights only, and cannot be called.
     """
 
-    def holds(self, program: Any) -> bool:
-        """Whether a program has a seat."""
+    def holds(self, program: Program) -> bool:
+        """Whether a runner is attached to a program."""
 
-    def in_the_way(self, serving: Any) -> Program | None:
-        """The program that leaves its seat to the next one: no request may have it any more."""
+    def next_evicted(self, serving: Program) -> Program | None:
+        """The program that loses its runner at the next `attach`; no request may use it at that time."""
 
-    def seat(self, program: Any, serving: Any) -> None:
-        """Gives a program the seat that is not that of the one that serves."""
+    def attach(self, program: Any, serving: Program | None) -> None:
+        """Gives a program a runner that the serving program does not use."""
 
-    def forked(self) -> None:
-        """In the child of a fork: other threads are not there any more."""
+    def after_fork(self) -> None:
+        """Replaces locks in the child of a fork, where the threads that held them do not exist."""
 
 
 class Target(Protocol):
-    """A kind of thing that can be served. Nothing here is called by a request."""
+    """A kind of program that can be served. Requests call programs, and nothing of the target."""
 
     kind: str
-    """ "eager", "compiled", "exported", ..."""
+    """ "eager", "compiled", "exported" or "aoti"."""
     name: str
-    """What it is, in the words of a user."""
+    """The name in reports and errors: a class, or the path of a file."""
     fixed: tuple[str, ...]
-    """Tensors that are a part of it, as far as is known, and that no weights change."""
+    """Tensors that no swap changes, as far as they are known."""
 
     @property
-    def seats(self) -> Seats | None:
-        """None where each program can be called by itself."""
+    def runners(self) -> RunnerPool | None:
+        """None where each program runs by itself."""
 
     def first(self) -> Program:
-        """The target as it was given, with the memory that it has. Asked for once; nothing else holds that memory."""
+        """Version 1: the target in its own memory. Returned once, so that no other reference keeps that memory."""
 
     def names(self) -> Collection[str]:
-        """The names that a checkpoint of it has, in the first of its spellings."""
+        """The names that a checkpoint of the target has."""
 
-    def is_runtime(self, given: Collection[str]) -> bool:
-        """Whether a checkpoint has the names of what runs, which state-dict hooks of the skeleton would not take."""
+    def is_runtime(self, names: Collection[str]) -> bool:
+        """Whether a checkpoint has runtime names, which the skeleton's state-dict hooks would not accept."""
 
-    def rules(self, given: Collection[str]) -> tuple[Rule, ...]:
-        """What leads the names of a checkpoint to those of `skeleton(given)`."""
+    def rules(self, names: Collection[str]) -> tuple[Rule, ...]:
+        """Rules that rename the entries of a checkpoint with these names for `skeleton(names)`."""
 
-    def skeleton(self, given: Collection[str]) -> nn.Module:
-        """A module without memory that a checkpoint with these names is loaded into."""
+    def skeleton(self, names: Collection[str]) -> nn.Module:
+        """A module without memory, into which a checkpoint with these names is loaded."""
 
     def hidden(self) -> dict[str, torch.Tensor]:
-        """Buffers that no checkpoint has, with the values that a new version has in them. Not to be changed."""
+        """Buffers that no checkpoint contains, with the values of a new version. Read-only."""
 
     def renew(self, program: Any) -> None:
-        """Brings back the buffers that a version has when it is made, where requests have replaced some by others."""
+        """Restores the set of buffers of a new version, where requests have replaced, added or deleted buffers."""
 
-    def refused(self, unexpected: list[str]) -> Exception | None:
-        """Why weights of these names, which it does not have, are refused, where it knows better than a plan."""
+    def unexpected_error(self, unexpected: list[str]) -> Exception | None:
+        """A more precise error than the plan's for names that the target does not have; None for the plan's own."""
 
     def program(self, filled: nn.Module) -> Program:
-        """A version of the weights that a skeleton has been given. It shares nothing that a request may change."""
+        """A new version with the weights of a filled skeleton. It shares no tensor that a request may change."""

@@ -174,8 +174,8 @@ class _Trial:
         """The answer of a version of the program."""
         program = self._target.program(state_module(_copies(state), meta=False))
         try:
-            if self._target.seats is not None:
-                self._target.seats.seat(program, self._first)
+            if self._target.runners is not None:
+                self._target.runners.attach(program, self._first)
             return self._answer(program, lambda: program.buffers, 0)
         except Exception as error:
             raise ExportedAnswerError(

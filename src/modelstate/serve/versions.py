@@ -1,4 +1,7 @@
-"""Versions of a program, how requests hold one, and the gate by which an in-place swap waits for them."""
+"""Versions of a program, how requests hold one, and the gate that an in-place swap closes to wait for them.
+
+A request holds its version through one object, an `Entry`. A version is free when all of its entries are gone.
+"""
 
 import functools
 import threading
@@ -21,88 +24,87 @@ from modelstate.errors import (
 )
 from modelstate.serve.buffers import BufferDigests
 from modelstate.serve.report import Answer
-from modelstate.serve.sync import LOOK_SECONDS, Bag, SwapLock, WeakHandle, wait_all
+from modelstate.serve.sync import CHECK_SECONDS, ConcurrentWeakSet, SwapLock, WeakHandle, wait_all
 from modelstate.serve.target import Program
 
 
 class Entry(functools.partial[Any]):
-    """What a request calls: the program of a version, or what has the request wait.
+    """The callable that a request calls: the program of a version.
 
-    A call of it has it from before its first step until it is over, in C, and in no variable of any frame: so neither
-    an interrupt nor an error whose traceback somebody keeps leaves a version in use.
+    A running call holds its entry in C, from before its first instruction until it returns, and in no variable of a
+    Python frame. So neither an interrupt nor an error whose traceback is kept leaves a version in use.
     """
 
     version: "Version"
-    is_open: bool = True
 
 
 class Version:
-    """Weights that serve, have served, or will: an id, where they come from, and the program that has them."""
+    """Weights that serve, have served or will serve: an id, their source, and the program that has them."""
 
-    __slots__ = ("__weakref__", "_users", "id", "marks", "program", "source", "time")
+    __slots__ = ("__weakref__", "_entries", "buffer_digests", "id", "program", "source", "time")
 
-    def __init__(self, number: int, program: Program, source: str, marks: BufferDigests) -> None:
+    def __init__(self, number: int, program: Program, source: str, buffer_digests: BufferDigests) -> None:
         self.id = number
         self.program: Program | None = program
-        """None when it is retired: then only the requests have it that are under way."""
+        """None once the version is retired; running requests may still hold the program."""
         self.source = source
-        self.marks = marks
-        """What its buffers were before its first request; what was carried over counts as changed."""
+        self.buffer_digests = buffer_digests
+        """Digests of the buffers before the first request. Buffers that were carried over count as modified."""
         self.time = time.time()
-        """Seconds since 1970, when it was made."""
-        self._users: set[WeakHandle[Entry]] = set()
+        """Seconds since 1970 at which the version was made."""
+        self._entries: set[WeakHandle[Entry]] = set()
 
     def entry(self, program: Program | None = None) -> Entry:
-        """What calls its program. As long as anybody has it, the version is in use."""
+        """Returns a callable for the program. The version is in use as long as the entry exists."""
         program = self.program if program is None else program
         assert program is not None
-        made = Entry(program)
-        made.version = self
-        for one in tuple(self._users):
-            if not one.is_there:
-                self._users.discard(one)
-        self._users.add(WeakHandle(made))
-        return made
+        entry = Entry(program)
+        entry.version = self
+        for handle in tuple(self._entries):
+            if not handle.is_alive:
+                self._entries.discard(handle)
+        self._entries.add(WeakHandle(entry))
+        return entry
 
     @property
     def programs(self) -> list[Program]:
-        """What it has, or requests have of it."""
-        entries = [one.get() for one in tuple(self._users)]
-        found = [self.program, *(one.func for one in entries if one is not None)]
-        return [one for one in found if one is not None]  # type: ignore[misc]  # a program is what the entry was made of
+        """Its program, and the programs that running requests of the version hold."""
+        entries = [handle.get() for handle in tuple(self._entries)]
+        programs = [self.program, *(entry.func for entry in entries if entry is not None)]
+        return [program for program in programs if program is not None]  # type: ignore[misc]  # `func` is a program
 
     @property
     def users(self) -> tuple[WeakHandle[Entry], ...]:
-        """Of whom it is free when they have gone; the gate is one of them while the version is the current one."""
-        return tuple(self._users)
+        """The entries of the version: those of requests, and that of the gate while the version is current."""
+        return tuple(self._entries)
 
     def retire(self) -> None:
-        """Lets go of the program: it goes with the last request that has it."""
+        """Releases the program, which is freed with the last request that holds it."""
         program, self.program = self.program, None
         if program is not None and wait_all(self.users, 0.0):
             program.end()
 
-    def forked(self) -> None:
-        """In the child of a fork: whoever else used it is not there any more, and yet never lets go of it."""
-        self._users = set()
+    def after_fork(self) -> None:
+        """Drops all entries: the threads that hold them do not exist in the child, and would never release them."""
+        self._entries = set()
 
     def __repr__(self) -> str:
         return f"<Version {self.id} of {self.source!r}>"
 
 
-class Pinned:
-    """A version for several calls, as a context. The block may be left by another thread than has entered it."""
+class PinContext:
+    """The context of `Live.pin()`: it holds one version. Another thread than the one that entered may leave it."""
 
-    __slots__ = ("__weakref__", "_note", "_take", "entry")
+    __slots__ = ("__weakref__", "_open_entry", "_register", "entry")
 
-    def __init__(self, take: Callable[[], Entry], note: Callable[["Pinned"], None]) -> None:
-        self._take, self._note = take, note
+    def __init__(self, open_entry: Callable[[], Entry], register: Callable[["PinContext"], None]) -> None:
+        self._open_entry, self._register = open_entry, register
         self.entry: Entry | None = None
-        """None outside of the block."""
+        """None outside the block."""
 
     def __enter__(self) -> "Pin":
-        self._note(self)
-        self.entry = self._take()
+        self._register(self)
+        self.entry = self._open_entry()
         return Pin(self)
 
     def __exit__(self, *_: object) -> None:
@@ -115,47 +117,65 @@ class Pinned:
 
 
 class Pin:
-    """One version over several calls: what `Live.pin()` gives. It ends with its block."""
+    """One version for several calls: the value of `with live.pin() as version`. It ends with its block.
 
-    __slots__ = ("_pinned", "id")
+    Attributes:
+        id: the id of the version.
 
-    def __init__(self, pinned: Pinned) -> None:
-        assert pinned.version is not None
-        self.id = pinned.version.id
-        """The version's."""
-        self._pinned = weakref.ref(pinned)  # the block alone has the version, and goes with the frame that it is in
+    Example:
+        >>> with live.pin() as version:
+        ...     first = version(x)
+        ...     second = version.generate(first)
+    """
+
+    __slots__ = ("_context", "id")
+
+    def __init__(self, context: PinContext) -> None:
+        assert context.version is not None
+        self.id = context.version.id
+        # Weak: only the block holds the version, and the block ends with its frame.
+        self._context = weakref.ref(context)
 
     def __call__(self, *args: Any, **named: Any) -> Any:
-        """Serves with the pinned version. Raises `VersionGoneError` behind the block."""
+        """Answers a request with the pinned version. Raises `VersionGoneError` after the block."""
         return self._entry()(*args, **named)
 
     def method(self, name: str) -> Callable[..., Any]:
-        """A method of the pinned version's module: `v.method("generate")(...)`, which is `v.generate(...)`.
+        """Returns a method of the pinned version's module: `v.method("generate")(...)` is `v.generate(...)`.
 
-        The version is in use until the call has ended; where the method is a generator or a coroutine function, until
-        that has ended or is dropped. A compiled module runs the method as it was written, and compiles nothing.
+        The version is in use until the call has ended; for a generator or coroutine function, until the generator or
+        coroutine has ended or is dropped. A method of a compiled module runs as it was written, without compilation.
 
         Args:
-            name: the name of a method that the module's class defines, or of a submodule.
+            name: a method that the module's own class defines, or a submodule.
 
-        Raises `AttributeError` for another name; `OptionError` for methods that every `nn.Module` has, which change
-        the module or hand out its weights; `LiveTargetError` where an exported or compiled program is served.
+        Returns:
+            A callable. It raises `VersionGoneError` after the block.
+
+        Raises:
+            AttributeError: the module has no such method.
+            OptionError: every `nn.Module` has the method; it changes the module or exposes its weights.
+            LiveTargetError: the target is an exported program or a compiled package.
+
+        Example:
+            >>> with live.pin() as version:
+            ...     ids = version.method("generate")(prompt)
         """
         _method_of(self._entry().func, name)
-        return functools.partial(self._called, name)
+        return functools.partial(self._call_method, name)
 
     def __getattr__(self, name: str) -> Callable[..., Any]:
-        if name.startswith("_"):  # what protocols look for
+        if name.startswith("_"):  # protocols such as copying look for these
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
         try:
             return self.method(name)
         except (OptionError, LiveTargetError) as error:
             raise AttributeError(str(error)) from error
 
-    def _called(self, name: str, /, *args: Any, **named: Any) -> Any:
+    def _call_method(self, name: str, /, *args: Any, **named: Any) -> Any:
         entry = self._entry()
         try:
-            return _held(entry, _method_of(entry.func, name)(*args, **named))
+            return _keep_in_use(entry, _method_of(entry.func, name)(*args, **named))
         finally:
             del entry  # the traceback of an error keeps this frame
 
@@ -164,8 +184,8 @@ class Pin:
         return self._entry().func
 
     def _entry(self) -> Entry:
-        pinned = self._pinned()
-        entry = None if pinned is None else pinned.entry
+        context = self._context()
+        entry = None if context is None else context.entry
         if entry is None:
             raise VersionGoneError(
                 "the pin of this version has ended",
@@ -176,7 +196,12 @@ class Pin:
 
 
 class Method:
-    """A method of the module that serves: what `Live.method` gives. Each call has one version from begin to end."""
+    """A method of the module that serves: the value of `Live.method`. Each call uses one version from start to end.
+
+    Example:
+        >>> generate = live.method("generate")
+        >>> ids = generate(prompt)
+    """
 
     __slots__ = ("_name", "_pin")
 
@@ -184,17 +209,17 @@ class Method:
         self._pin, self._name = pin, name
 
     def __call__(self, *args: Any, **named: Any) -> Any:
-        """What the method of the current version returns. It raises what the method raises."""
+        """Calls the method of the current version, and raises what that method raises."""
         return self.answer(*args, **named).value
 
     def answer(self, *args: Any, **named: Any) -> Answer:
-        """The same, with the id of the version that gave the answer."""
+        """Calls the method, and returns its result with the id of the version that gave it."""
         with self._pin() as version:
             return Answer(version.method(self._name)(*args, **named), version.id)
 
 
 def _method_of(program: Any, name: str) -> Callable[..., Any]:
-    """A method of the module that a program is."""
+    """Returns a method of a program's module. Raises as `Pin.method` does."""
     if not isinstance(name, str) or not name.isidentifier() or name[0] == "_" or hasattr(nn.Module, name):
         raise OptionError(
             "this is no method that requests can call",
@@ -215,8 +240,8 @@ def _method_of(program: Any, name: str) -> Callable[..., Any]:
     return method  # type: ignore[no-any-return]
 
 
-def _held(entry: Entry, result: Any) -> Any:
-    """What a method has returned; where that has yet to run, it has the version in use until it ends."""
+def _keep_in_use(entry: Entry, result: Any) -> Any:
+    """Wraps a generator or coroutine, so that it holds the version until it ends; returns other results unchanged."""
     if isinstance(result, types.GeneratorType):
         return _generator(entry, result)
     if isinstance(result, types.CoroutineType):
@@ -226,90 +251,87 @@ def _held(entry: Entry, result: Any) -> Any:
     return result
 
 
-def _generator(entry: Entry, made: Generator[Any, Any, Any]) -> Generator[Any, Any, Any]:
+def _generator(entry: Entry, generator: Generator[Any, Any, Any]) -> Generator[Any, Any, Any]:
     try:
-        return (yield from made)
+        return (yield from generator)
     finally:
         del entry
 
 
-async def _coroutine(entry: Entry, made: Coroutine[Any, Any, Any]) -> Any:
+async def _coroutine(entry: Entry, coroutine: Coroutine[Any, Any, Any]) -> Any:
     try:
-        return await made
+        return await coroutine
     finally:
         del entry
 
 
-async def _async_generator(entry: Entry, made: AsyncGenerator[Any, Any]) -> AsyncGenerator[Any, Any]:
+async def _async_generator(entry: Entry, generator: AsyncGenerator[Any, Any]) -> AsyncGenerator[Any, Any]:
     try:
-        async for value in made:
+        async for value in generator:
             yield value
     finally:
         try:
-            await made.aclose()
+            await generator.aclose()
         finally:
             del entry
 
 
-_SLOW = "give more time with timeout_s=, or"
+class ClosedEntry(Entry):
+    """The entry of a closed gate: a request that calls it waits for the swap in place, or is refused."""
 
-
-class _Shut(Entry):
-    """Has requests wait for a swap in place, or refuses them."""
-
-    is_open = False
-    closing: "WeakHandle[ClosedEntry] | None" = None
-    """The swap. When it is gone the gate is open again, and whoever comes by sees to that."""
+    drain: "WeakHandle[DrainGuard] | None" = None
+    """The swap that closed the gate. When it is gone, the next thread at the gate reopens it."""
     undo: Callable[[], None] | None = None
-    """Makes the weights whole, while they are being written over."""
+    """Restores the weights, while a swap overwrites them."""
     quarantine: str = ""
-    """Why every request is refused, where that is so without the swap."""
+    """The reason why every request is refused when no swap is under way; empty where requests are served."""
 
 
-class ClosedEntry:
-    """A closed gate, as a context: within the block no request is running."""
+class DrainGuard:
+    """A context in which the gate is closed and no request runs."""
 
-    __slots__ = ("__weakref__", "_gate", "_timed", "_until", "_watched", "thread")
+    __slots__ = ("__weakref__", "_deadline", "_gate", "_handle", "_timed", "thread")
 
-    def __init__(self, gate: "VersionGate", until: float | None, timed: AbstractContextManager[None]) -> None:
+    def __init__(self, gate: "VersionGate", deadline: float | None, timed: AbstractContextManager[None]) -> None:
         self.thread = threading.get_ident()
-        self._gate, self._until, self._timed = gate, until, timed
-        self._watched = WeakHandle(self)
+        self._gate, self._deadline, self._timed = gate, deadline, timed
+        self._handle = WeakHandle(self)
 
     def __enter__(self) -> None:
         try:
             with self._timed:
-                self._gate._close(self._watched, self._until)
+                self._gate._close(self._handle, self._deadline)
         except BaseException:
             self.__exit__()
             raise
 
     def __exit__(self, *_: object) -> None:
-        self._watched.forget()
-        self._gate.mend()
+        self._handle.forget()
+        self._gate.reopen()
 
 
-class _Here(threading.local):
-    """What this thread has pinned."""
-
+class _PinsOfThread(threading.local):
     def __init__(self) -> None:
-        self.pins: Bag[Pinned] = Bag()
+        self.contexts: ConcurrentWeakSet[PinContext] = ConcurrentWeakSet()
+
+
+_SLOW = "give more time with timeout_s=, or"
 
 
 class VersionGate:
-    """Hands out the current version, and knows whether a version is in use.
+    """Hands out the current version, and finds out whether a version is in use.
 
-    All that it knows is one attribute, `entry`: what a request calls. It is the program of a version, and whoever has
-    it uses that version; nothing is counted, and no lock is taken. Whoever changes weights in place puts something else
-    there, by which those that come wait, and waits until nobody has the entry that was there before.
+    Its state is one attribute, `entry`, which requests call. A request holds the entry of its version, so no counter
+    and no lock is needed. A swap in place replaces the entry by a `ClosedEntry`, at which new requests wait, and waits
+    until no request holds the entry that it replaced.
     """
 
     def __init__(self, first: Version) -> None:
         self.entry = first.entry()
-        self._known: Bag[Version] = Bag()
-        self._known.add(first)
-        self._here = _Here()
-        self._mending = SwapLock()
+        self._versions: ConcurrentWeakSet[Version] = ConcurrentWeakSet()
+        self._versions.add(first)
+        self._pins = _PinsOfThread()
+        self._reopen_lock = SwapLock()
 
     @property
     def current(self) -> Version:
@@ -317,102 +339,103 @@ class VersionGate:
 
     @property
     def programs(self) -> int:
-        """How many there are: those that are kept, and those of retired versions that requests have."""
-        return len({id(program) for version in self._known for program in version.programs})
+        """The number of programs: those of kept versions, and those of retired versions that requests still hold."""
+        return len({id(program) for version in self._versions for program in version.programs})
 
-    def pinned(self) -> Pinned:
-        """A version for several calls."""
-        return Pinned(self._opened, self._here.pins.add)
+    def pinned(self) -> PinContext:
+        """Returns a context that holds one version for several calls."""
+        return PinContext(self._open_entry, self._pins.contexts.add)
 
     def holds(self, version: Version) -> bool:
         """Whether this thread has pinned the version, so that it must not wait for the version's requests."""
-        return any(one.version is version for one in self._here.pins)
+        return any(context.version is version for context in self._pins.contexts)
 
-    def wait_until_left(self, program: Program, until: float | None) -> None:
-        """Waits until no request has a program any more. Raises `SwapTimeoutError`.
+    def wait_until_left(self, program: Program, deadline: float | None) -> None:
+        """Waits until no request holds a program. Raises `SwapTimeoutError`.
 
-        What this very thread has pinned would be waited for in vain.
+        It does not wait for a pin of this thread, which could not end meanwhile.
         """
-        for version in self._known:
-            if not any(one is program for one in version.programs):
+        for version in self._versions:
+            if not any(other is program for other in version.programs):
                 continue
-            in_vain = self.holds(version)
-            if not wait_all(version.users, 0.0 if in_vain else until):
+            is_own_pin = self.holds(version)
+            if not wait_all(version.users, 0.0 if is_own_pin else deadline):
                 raise SwapTimeoutError(
                     "requests of an earlier version did not end in time, and the new one needs what calls it",
                     where=f"version {version.id}",
-                    found="requests under way" + (", one of them in this thread" if in_vain else ""),
+                    found="requests under way" + (", one of them in this thread" if is_own_pin else ""),
                     remedy=f"{_SLOW} hold versions for a shorter time",
                 )
 
     def flip(self, new: Version) -> Version:
-        """Makes a version the current one, and returns the one before. A gate that is closed stays so."""
-        before = self.entry
-        self._known.add(new)
-        if isinstance(before, _Shut) and before.closing is not None:
-            self.entry = self._shut(new, before.closing)
+        """Makes a version the current one, and returns the previous one. A closed gate stays closed."""
+        previous = self.entry
+        self._versions.add(new)
+        if isinstance(previous, ClosedEntry) and previous.drain is not None:
+            self.entry = self._closed_entry(new, previous.drain)
         else:
             self.entry = new.entry()
-        return before.version
+        return previous.version
 
-    def closed(self, until: float | None, timed: AbstractContextManager[None]) -> ClosedEntry:
-        """Within the block no request is running. Raises `SwapTimeoutError`, and then the gate is open.
+    def drained(self, deadline: float | None, timed: AbstractContextManager[None]) -> DrainGuard:
+        """Returns a context in which no request runs.
 
-        When the block ends, what has not been flipped is undone. Raises `QuarantinedError` where that fails.
+        Entering raises `SwapTimeoutError`; the gate is open then. At the end of the block, a swap that has not flipped
+        is undone, which raises `QuarantinedError` where it fails.
         """
-        return ClosedEntry(self, until, timed)
+        return DrainGuard(self, deadline, timed)
 
-    def undone_by(self, undo: Callable[[], None]) -> None:
-        """From here until the flip of a gate that is closed, the weights have to be made whole when it opens."""
-        assert isinstance(self.entry, _Shut)
+    def register_undo(self, undo: Callable[[], None]) -> None:
+        """From here until the flip, `undo` restores the weights before the closed gate opens."""
+        assert isinstance(self.entry, ClosedEntry)
         self.entry.undo = undo
 
     @property
     def is_quarantined(self) -> bool:
         """Whether every request is refused."""
-        return isinstance(self.entry, _Shut) and bool(self.entry.quarantine)
+        return isinstance(self.entry, ClosedEntry) and bool(self.entry.quarantine)
 
-    def mend(self) -> None:
-        """Opens a gate whose closing has ended, or is gone. Raises `QuarantinedError`."""
+    def reopen(self) -> None:
+        """Opens a closed gate whose swap has ended or is gone. Raises `QuarantinedError`."""
         entry = self.entry
-        if not isinstance(entry, _Shut) or entry.closing is None or entry.closing.is_there:
+        if not isinstance(entry, ClosedEntry) or entry.drain is None or entry.drain.is_alive:
             return
-        with self._mending.taken(True, None):
+        with self._reopen_lock.held(True, None):
             if self.entry is not entry:
                 return
             if entry.undo is not None:
                 try:
                     entry.undo()
                 except QuarantinedError as error:
-                    self.entry = self._shut(entry.version, None, str(error.found))
+                    self.entry = self._closed_entry(entry.version, None, str(error.found))
                     raise
-            broken = entry.quarantine
-            self.entry = self._shut(entry.version, None, broken) if broken else entry.version.entry()
+            quarantine = entry.quarantine
+            self.entry = self._closed_entry(entry.version, None, quarantine) if quarantine else entry.version.entry()
 
-    def forked(self) -> None:
-        """In the child of a fork: what other threads had begun has ended, and they use nothing any more."""
-        entry, pins = self.entry, list(self._here.pins)
-        for version in self._known:
-            version.forked()
-        for pinned in pins:
-            if pinned.entry is not None:
-                pinned.entry = pinned.entry.version.entry(pinned.entry.func)  # type: ignore[arg-type]
-        self._mending.forked()
-        if not isinstance(entry, _Shut):
+    def after_fork(self) -> None:
+        """In the child of a fork, drops the requests, pins and swaps of threads that do not exist there."""
+        entry, contexts = self.entry, list(self._pins.contexts)
+        for version in self._versions:
+            version.after_fork()
+        for context in contexts:
+            if context.entry is not None:
+                context.entry = context.entry.version.entry(context.entry.func)  # type: ignore[arg-type]
+        self._reopen_lock.after_fork()
+        if not isinstance(entry, ClosedEntry):
             self.entry = entry.version.entry()
-        elif entry.closing is not None:
-            closing = entry.closing.get()
-            if closing is not None and closing.thread != threading.get_ident():
-                entry.closing.forget()
+        elif entry.drain is not None:
+            guard = entry.drain.get()
+            if guard is not None and guard.thread != threading.get_ident():
+                entry.drain.forget()
 
-    def _close(self, closing: "WeakHandle[ClosedEntry]", until: float | None) -> None:
-        self.mend()
-        before = self.entry
-        why = before.quarantine if isinstance(before, _Shut) else ""
-        version = before.version
-        del before  # this is one who has it
-        self.entry = self._shut(version, closing, why)
-        if not wait_all(version.users, until):
+    def _close(self, drain: WeakHandle[DrainGuard], deadline: float | None) -> None:
+        self.reopen()
+        previous = self.entry
+        quarantine = previous.quarantine if isinstance(previous, ClosedEntry) else ""
+        version = previous.version
+        del previous  # this reference would keep the version in use
+        self.entry = self._closed_entry(version, drain, quarantine)
+        if not wait_all(version.users, deadline):
             raise SwapTimeoutError(
                 "requests did not end in time; nothing has been changed",
                 where=f"version {version.id}",
@@ -420,37 +443,43 @@ class VersionGate:
                 remedy=f"{_SLOW} swap with mode='available', which waits for nobody",
             )
 
-    def _shut(self, version: Version, closing: "WeakHandle[ClosedEntry] | None", why: str = "") -> _Shut:
-        made = _Shut(self._when_open)
-        made.version, made.closing, made.quarantine = version, closing, why
-        return made
+    def _closed_entry(
+        self, version: Version, drain: WeakHandle[DrainGuard] | None, quarantine: str = ""
+    ) -> ClosedEntry:
+        entry = ClosedEntry(self._call_when_open)
+        entry.version, entry.drain, entry.quarantine = version, drain, quarantine
+        return entry
 
-    def _when_open(self, *args: Any, **named: Any) -> Any:
-        return self._opened()(*args, **named)
+    def _call_when_open(self, *args: Any, **named: Any) -> Any:
+        return self._open_entry()(*args, **named)
 
-    def _opened(self) -> Entry:
-        """What calls the current version, when there is one. Raises `QuarantinedError` and `SwapBusyError`."""
-        while isinstance(entry := self.entry, _Shut):
-            if entry.closing is None:
+    def _open_entry(self) -> Entry:
+        """Waits until the gate is open, and returns its entry. Raises `QuarantinedError` and `SwapBusyError`."""
+        while isinstance(entry := self.entry, ClosedEntry):
+            if entry.drain is None:
                 raise QuarantinedError(
                     "no version can serve: a swap in place failed, and what it had changed could not be undone",
                     found=entry.quarantine,
                     remedy="swap in weights that are known to be good",
                 )
-            # Whoever has pinned the current version is waited for, and must not wait in turn. A pin of an older one
-            # does not count: nobody waits for it, and the current weights may be half overwritten.
-            own = [one for pin in self._here.pins if (one := pin.entry) is not None and one.version is entry.version]
+            # The swap waits for pins of the current version, so their threads must not wait for the swap. A pin of an
+            # older version does not count: no swap waits for it, and the current weights may be half overwritten.
+            own = [
+                pinned
+                for context in self._pins.contexts
+                if (pinned := context.entry) is not None and pinned.version is entry.version
+            ]
             if own:
                 return own[0]
-            closed = entry.closing.get()
-            if closed is None:
-                self.mend()
+            guard = entry.drain.get()
+            if guard is None:
+                self.reopen()
                 continue
-            if closed.thread == threading.get_ident():
+            if guard.thread == threading.get_ident():
                 raise SwapBusyError(
                     "the program was called from within a swap in place, for which all requests wait",
                     remedy="have a canary call the version that it is given, or swap with mode='available'",
                 )
-            del closed  # this is one who has it
-            entry.closing.look(LOOK_SECONDS)
+            del guard  # this reference would keep the swap alive
+            entry.drain.wait_once(CHECK_SECONDS)
         return entry
