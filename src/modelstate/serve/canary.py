@@ -1,4 +1,4 @@
-"""A new version, tried before it serves."""
+"""Canaries: requests and checks that try a new version before it serves."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
@@ -11,31 +11,42 @@ from modelstate.serve.buffers import buffer_restorer
 from modelstate.serve.target import Program
 from modelstate.torch_compat.private import flatten
 
-_REMEDY = "the version that served goes on; look at the new weights, or at what the canary asks of them"
 Calls = Callable[..., Any]
+_REMEDY = "the version that served goes on; look at the new weights, or at what the canary asks of them"
 
 
 @dataclass(frozen=True, slots=True)
 class Canary:
-    """Inputs that a new version has to answer well before it serves.
+    """A request that a new version has to answer correctly before it serves.
 
-    It must not raise, and its answer must have the structure, shapes and dtypes of what it is compared with, and no
-    NaN. That is `expected`, or the answer of the version that serves to the same inputs. What is no tensor has to be of
-    the same type. With `check` or a tolerance more is asked of it: within a tolerance are numbers as tensors are, and
-    text has to be the same; other objects are looked at for their class only. Raises `OptionError`.
+    The new version must not raise. Its answer must have the structure, shapes and dtypes of a reference, and no NaN
+    where the reference has none. The reference is `expected`, or the answer of the version that serves to the same
+    inputs. Values other than tensors must be of the reference's type. With a tolerance, numbers and tensors must be
+    close to the reference, and text must be equal; other objects are compared by class only.
+
+    Args:
+        args: positional inputs of the request.
+        kwargs: inputs by keyword.
+        check: called with the new answer. It refuses the answer by returning False or raising. False includes numpy's,
+            and a tensor or an array of dtype bool that is not all true; None, 0 and every other value accept.
+        expected: the reference; None asks the version that serves, which must be stateless for that.
+        atol: the largest absolute difference of an element, in addition to `rtol`. Without both tolerances, any
+            difference is allowed.
+        rtol: the largest difference of an element, relative to the reference.
+
+    Raises:
+        OptionError: an argument is invalid.
+
+    Example:
+        >>> live.swap("step-2000.safetensors", canary=modelstate.Canary((x,), atol=0.1))
     """
 
     args: tuple[Any, ...] = ()
     kwargs: Mapping[str, Any] = field(default_factory=dict)
     check: Callable[[Any], object] | None = None
-    """Called with the new answer. It refuses it by returning False, or by raising. False is also numpy's, and a tensor
-    or an array of dtype bool that is not all true; None, 0 and whatever else accept."""
     expected: Any = None
-    """The answer to compare with; None asks the version that serves, which has to be free of state for that."""
     atol: float | None = None
-    """The most that an element may differ from the one compared with, beside `rtol`; None allows any difference."""
     rtol: float | None = None
-    """The most that an element may differ, as a part of the one compared with."""
 
     def __post_init__(self) -> None:
         for name in ("atol", "rtol"):
@@ -53,18 +64,18 @@ class Canary:
             raise OptionError("check= is called with the answer", found=type(self.check).__name__)
 
     def prepared(self, serving: Calls) -> "Canary":
-        """With the answer to compare with, taken of the version that serves where none is given.
+        """Returns a canary with a reference, which the version that serves gives where none is set.
 
-        Raises `CanaryError`.
+        Raises:
+            CanaryError: the version that serves raises on the inputs.
         """
         if self.expected is not None or (self.check is not None and not self._is_bounded):
             return self
-        answer = _called(serving, self, "the version that serves raised on the canary's inputs")
-        return replace(self, expected=answer)
+        return replace(self, expected=self._answer_of(serving, "the version that serves"))
 
     def try_out(self, new: Calls) -> None:
-        """Raises `CanaryError`."""
-        answer = _called(new, self, "the new version raised on the canary's inputs")
+        """Calls the new version. Raises `CanaryError` where it raises, or where its answer is refused."""
+        answer = self._answer_of(new, "the new version")
         if self.expected is not None:
             self._compare(answer, self.expected)
         if self.check is not None:
@@ -74,35 +85,41 @@ class Canary:
     def _is_bounded(self) -> bool:
         return self.atol is not None or self.rtol is not None
 
-    def _compare(self, answer: Any, other: Any) -> None:
-        (new, spec), (old, other_spec) = flatten(answer), flatten(other)
-        if spec != other_spec:
-            raise _refused("the answer has another structure", other_spec, spec)
-        for its, wanted in zip(new, old, strict=True):
-            if isinstance(its, torch.Tensor) is not isinstance(wanted, torch.Tensor):
-                raise _refused("the answer has another type", _kind(wanted), _kind(its))
-            one, two = _as_tensor(its), _as_tensor(wanted)
-            if isinstance(one, torch.Tensor) and isinstance(two, torch.Tensor):
-                self._compare_tensors(one, two)
-            elif _kind(one) != _kind(two):
-                raise _refused("the answer has another type", _kind(two), _kind(one))
-            elif self._is_bounded and isinstance(one, str | bytes) and one != two:
-                raise _refused("the answer is another text", repr(two), repr(one))
+    def _answer_of(self, program: Calls, who: str) -> object:
+        try:
+            return program(*self.args, **self.kwargs)
+        except Exception as error:
+            raise _raised(f"{who} raised on the canary's inputs", error) from error
 
-    def _compare_tensors(self, one: torch.Tensor, two: torch.Tensor) -> None:
-        if (one.shape, one.dtype, one.layout) != (two.shape, two.dtype, two.layout):
-            raise _refused("the answer is another kind of tensor", _shown(two), _shown(one))
-        one, two = _wide(one), _wide(two).to(one.device)
-        if bool(torch.isnan(one).any() & ~torch.isnan(two).any()):
-            raise _refused("the answer has NaN", "none", f"{int(torch.isnan(one).sum())} of {one.numel()}")
+    def _compare(self, answer: object, reference: object) -> None:
+        (leaves, spec), (reference_leaves, reference_spec) = flatten(answer), flatten(reference)
+        if spec != reference_spec:
+            raise _refused("the answer has another structure", reference_spec, spec)
+        for leaf, wanted in zip(leaves, reference_leaves, strict=True):
+            if isinstance(leaf, torch.Tensor) is not isinstance(wanted, torch.Tensor):
+                raise _refused("the answer has another type", _kind(wanted), _kind(leaf))
+            value, expected = _as_tensor(leaf), _as_tensor(wanted)
+            if isinstance(value, torch.Tensor) and isinstance(expected, torch.Tensor):
+                self._compare_tensors(value, expected)
+            elif _kind(value) != _kind(expected):
+                raise _refused("the answer has another type", _kind(expected), _kind(value))
+            elif self._is_bounded and isinstance(value, str | bytes) and value != expected:
+                raise _refused("the answer is another text", repr(expected), repr(value))
+
+    def _compare_tensors(self, value: torch.Tensor, expected: torch.Tensor) -> None:
+        if (value.shape, value.dtype, value.layout) != (expected.shape, expected.dtype, expected.layout):
+            raise _refused("the answer is another kind of tensor", _shown(expected), _shown(value))
+        value, expected = _wide(value), _wide(expected).to(value.device)
+        if bool(torch.isnan(value).any() & ~torch.isnan(expected).any()):
+            raise _refused("the answer has NaN", "none", f"{int(torch.isnan(value).sum())} of {value.numel()}")
         rtol, atol = self.rtol or 0.0, self.atol or 0.0
-        if self._is_bounded and not torch.allclose(one, two, rtol=rtol, atol=atol, equal_nan=True):
-            most = float((one - two).abs().max())
+        if self._is_bounded and not torch.allclose(value, expected, rtol=rtol, atol=atol, equal_nan=True):
+            most = float((value - expected).abs().max())
             raise _refused("the answer differs too much", f"atol={self.atol}, rtol={self.rtol}", f"up to {most:g}")
 
 
 def run_canary(canary: "Canary | Callable[[Calls], object]", new: Program) -> None:
-    """Tries a program that nobody else has. What its calls change of its buffers is undone. Raises `CanaryError`."""
+    """Tries a program that no request calls, and restores the buffers that the trial changes. Raises `CanaryError`."""
     restore = buffer_restorer(new)
     try:
         if isinstance(canary, Canary):
@@ -113,21 +130,18 @@ def run_canary(canary: "Canary | Callable[[Calls], object]", new: Program) -> No
         restore()
 
 
-def run_check(check: Callable[[Any], object], value: Any) -> None:
-    """A check of the user's: it refuses by returning False, or by raising. Raises `CanaryError`."""
+def run_check(check: Callable[[Any], object], value: object) -> None:
+    """Runs a check of the user. Raises `CanaryError` where it returns False or raises."""
     try:
-        refuses = _is_false(check(value))
+        result = check(value)
+        if str(getattr(result, "dtype", "")) in ("bool", "torch.bool"):
+            refuses = not bool(cast(Any, result).all())
+        else:
+            refuses = result is False
     except Exception as error:
         raise _raised("the canary's check raised", error) from error
     if refuses:
         raise _refused("the canary's check refused the new version", "", "False")
-
-
-def _called(program: Calls, canary: Canary, what: str) -> Any:
-    try:
-        return program(*canary.args, **canary.kwargs)
-    except Exception as error:
-        raise _raised(what, error) from error
 
 
 def _raised(what: str, error: Exception) -> CanaryError:
@@ -138,21 +152,14 @@ def _refused(what: str, expected: object, found: object) -> CanaryError:
     return CanaryError(what, expected=expected, found=found, remedy=_REMEDY)
 
 
-def _is_false(result: object) -> bool:
-    """False, whoever's it is; a number is none, nor is an answer that was returned by the way."""
-    if str(getattr(result, "dtype", "")) in ("bool", "torch.bool"):
-        return not bool(cast(Any, result).all())
-    return result is False
-
-
-def _as_tensor(value: Any) -> Any:
-    """Numbers and arrays as tensors, with which they are compared alike."""
+def _as_tensor(value: object) -> object:
+    """Converts numbers and numpy arrays to tensors, so that they are compared in the same way."""
     if isinstance(value, bool | int | float | complex) or type(value).__module__ == "numpy":
         try:
             exact = {float: torch.float64, complex: torch.complex128}.get(type(value))
             return torch.as_tensor(value, dtype=exact)
         except (TypeError, ValueError, RuntimeError, OverflowError):
-            return value  # an array of texts, a number beyond 64 bits
+            return value  # such as an array of strings, or a number beyond 64 bits
     return value
 
 
@@ -161,7 +168,7 @@ def _kind(value: object) -> str:
 
 
 def _wide(tensor: torch.Tensor) -> torch.Tensor:
-    """In a dtype in which everything can be compared."""
+    """Converts a tensor to a dense one in the widest dtype of its kind."""
     tensor = tensor.detach()
     tensor = tensor if tensor.layout is torch.strided else tensor.to_dense()
     return tensor.to(torch.complex128 if tensor.is_complex() else torch.float64)

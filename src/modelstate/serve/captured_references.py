@@ -1,8 +1,8 @@
-"""What a second instance of a module would still have of the first: weights that no version of it may serve.
+"""Finds references by which a copy of a module would still use the weights of the original.
 
-A deep copy keeps functions as they are. What they hold, by closure, default, attribute or a global of theirs, is the
-first instance, also where the copy calls them. And a tensor that is no part of the state is copied as it is, so a view
-of a weight becomes a tensor that nothing changes any more.
+`copy.deepcopy` does not copy functions. An object that a function captures, in its closure, defaults, attributes or
+globals, is the original also when the copy calls the function. A tensor that is not part of the state is copied as it
+is, so a copied view of a weight becomes a separate tensor that no swap changes.
 """
 
 import dis
@@ -17,12 +17,19 @@ import torch
 from torch import nn
 
 from modelstate.errors import LiveTargetError
-from modelstate.torch_compat.private import payload_of, slots_of_class, storage_id
+from modelstate.torch_compat.private import (
+    forward_pre_hooks,
+    non_persistent_buffers,
+    own_buffers,
+    payload_of,
+    slots_of_class,
+    storage_id,
+)
 
 _LISTED = 4
 _CONTAINERS = (list, tuple, set, frozenset, deque)
-_NO_ANSWERS = ("_backward_hooks", "_backward_pre_hooks", "_non_persistent_buffers_set")
-"""Attributes of modules that no request and no load comes to."""
+_UNUSED = ("_backward_hooks", "_backward_pre_hooks", "_non_persistent_buffers_set")
+"""Attributes of modules that neither requests nor loads use."""
 _CALLED = frozenset(
     [
         *("forward", "__call__", "_call_impl", "_wrapped_call_impl", "_slow_forward"),
@@ -30,27 +37,27 @@ _CALLED = frozenset(
         *("get_parameter", "get_buffer", "get_submodule"),
     ]
 )
-"""Methods of every module that requests and loads do come to; libraries wrap others, as `to` and `extra_repr`."""
+"""Methods of every module that requests and loads call. Libraries wrap others too, such as `to` and `extra_repr`."""
 _METHODS = (types.MethodType, types.BuiltinMethodType, types.MethodWrapperType)
-Found = tuple[str, Any]
+Reference = tuple[str, object]
+"""The path of an object, and the object."""
 
 
-def check_captured_references(module: nn.Module, made: nn.Module) -> None:
+def check_captured_references(module: nn.Module, clone: nn.Module) -> None:
     """Raises `LiveTargetError` where a copy of a module would serve weights of the module itself."""
-    state = _state(module)
-    own = {id(one): f"module {path!r}" if path else "the module" for path, one in module.named_modules()}
-    own |= {id(one): name for name, one in (*module.named_parameters(), *module.named_buffers())}
-    memory = {storage: name for name, one in state.items() for storage in _storages(one)}
+    original = {id(part): f"module {path!r}" if path else "the module" for path, part in module.named_modules()}
+    original |= {id(tensor): name for name, tensor in (*module.named_parameters(), *module.named_buffers())}
+    name_of_storage = {storage: name for name, tensor in _state(module).items() for storage in _storages(tensor)}
     found: list[str] = []
-    for path, value in _reached(made, own):
-        if id(value) in own:
-            found.append(f"{path} is {own[id(value)]} of the first version")
-    for path, value in _reached(module, ()):
-        if not isinstance(value, torch.Tensor) or id(value) in own:
+    for path, value in _reachable(clone, original):
+        if id(value) in original:
+            found.append(f"{path} is {original[id(value)]} of the first version")
+    for path, value in _reachable(module, ()):
+        if not isinstance(value, torch.Tensor) or id(value) in original:
             continue
-        shown = next((memory[storage] for storage in _storages(value) if storage in memory), None)
-        if shown is not None:
-            found.append(f"{path} is a view of {shown}")
+        base = next((name_of_storage[storage] for storage in _storages(value) if storage in name_of_storage), None)
+        if base is not None:
+            found.append(f"{path} is a view of {base}")
     if found:
         raise LiveTargetError(
             "later versions would serve weights of the first one, which the module keeps where no copy follows",
@@ -62,26 +69,30 @@ def check_captured_references(module: nn.Module, made: nn.Module) -> None:
 
 
 def _state(module: nn.Module) -> dict[str, torch.Tensor]:
-    """What versions have of their own: not the buffers that no checkpoint has, whose views a copy keeps."""
+    """The tensors of a checkpoint. Other buffers are left out: a deep copy keeps views of those."""
     state: dict[str, torch.Tensor] = dict(module.named_parameters())
-    for path, one in module.named_modules():
-        for name, buffer in one._buffers.items():
-            if buffer is not None and name not in one._non_persistent_buffers_set:
+    for path, submodule in module.named_modules():
+        hidden = non_persistent_buffers(submodule)
+        for name, buffer in own_buffers(submodule).items():
+            if buffer is not None and name not in hidden:
                 state[f"{path}.{name}" if path else name] = buffer
     return state
 
 
 def _storages(tensor: torch.Tensor) -> set[int]:
-    """The addresses of what has a tensor's memory."""
+    """The addresses of the storages of a tensor."""
     return {storage_id(part) for part in payload_of(tensor) if not part.is_meta} - {0}
 
 
-def _reached(root: nn.Module, ends: Container[int]) -> Iterator[Found]:
-    """Each module and tensor that is reached from a module, with its path. What is behind those of `ends` is not."""
-    registered = {id(one): path for path, one in root.named_modules()}
+def _reachable(root: nn.Module, ends: Container[int]) -> Iterator[Reference]:
+    """Yields each module and tensor that is reachable from a module, with its path.
+
+    The search does not continue from objects whose ids are in `ends`.
+    """
+    registered = {id(module): path for path, module in root.named_modules()}
     seen: set[int] = set()
-    kept: list[Any] = []  # ids stand for these
-    waiting = deque[Found](root.named_modules())  # the shortest paths first
+    kept: list[object] = []  # keeps the ids in `seen` valid
+    waiting = deque[Reference](root.named_modules())  # breadth first, for the shortest paths
     while waiting:
         path, value = waiting.popleft()
         if id(value) in seen or type(value) in weakref.ProxyTypes:
@@ -98,20 +109,20 @@ def _reached(root: nn.Module, ends: Container[int]) -> Iterator[Found]:
             waiting.extend(_within(path, value))
 
 
-def _of_module(path: str, module: nn.Module) -> Iterator[Found]:
-    """Its attributes, less those that a hook makes anew before each call, as that of `spectral_norm` does."""
-    made = {getattr(hook, "name", None) for hook in module._forward_pre_hooks.values()}
+def _of_module(path: str, module: nn.Module) -> Iterator[Reference]:
+    """The attributes of a module, without those that a hook sets before each call, such as that of `spectral_norm`."""
+    set_by_hooks = {getattr(hook, "name", None) for hook in forward_pre_hooks(module)}
     for name, value in list(vars(module).items()):
-        if name in _NO_ANSWERS or name in made or (hasattr(nn.Module, name) and name not in _CALLED):
+        if name in _UNUSED or name in set_by_hooks or (hasattr(nn.Module, name) and name not in _CALLED):
             continue
-        if name == "_modules" or name == "_parameters" or name == "_buffers":
-            yield from ((f"{path}.{key}" if path else key, one) for key, one in list(value.items()))
+        if name in ("_modules", "_parameters", "_buffers"):
+            yield from ((f"{path}.{key}" if path else key, item) for key, item in list(value.items()))
         else:
             yield f"{path}.{name}" if path else name, value
 
 
-def _within(path: str, value: Any) -> Iterable[Found]:
-    """What a value holds: functions, methods, containers, and objects that are nobody's in torch."""
+def _within(path: str, value: object) -> Iterable[Reference]:
+    """The objects that a function, a method, a container or an object of the user refers to."""
     if isinstance(value, types.FunctionType):
         return _of_function(path, value)
     if isinstance(value, _METHODS):
@@ -120,9 +131,9 @@ def _within(path: str, value: Any) -> Iterable[Found]:
         parts = [(f"{path}.func", value.func), (f"{path}.args", value.args), (f"{path}.keywords", value.keywords)]
         return [*parts, *_attributes(path, value)]
     if isinstance(value, dict):
-        return [(f"{path}[{key!r}]", one) for key, one in list(dict.items(value))]
+        return [(f"{path}[{key!r}]", item) for key, item in list(dict.items(value))]
     if isinstance(value, _CONTAINERS):
-        return [(f"{path}[{at}]", one) for at, one in enumerate(list(_items(value)))]
+        return [(f"{path}[{index}]", item) for index, item in enumerate(list(_items(value)))]
     if isinstance(value, weakref.ref):
         return [(f"{path}()", value())] if isinstance(value(), nn.Module) else []
     home = type(value).__module__
@@ -130,45 +141,46 @@ def _within(path: str, value: Any) -> Iterable[Found]:
     return [] if isinstance(value, type | types.ModuleType) or of_torch else _attributes(path, value)
 
 
-def _of_function(path: str, value: types.FunctionType) -> Iterator[Found]:
-    """Its closure, defaults and attributes, and what it finds of modules and functions among its globals."""
+def _of_function(path: str, value: types.FunctionType) -> Iterator[Reference]:
+    """The closure, defaults and attributes of a function, and the modules, tensors and functions among its globals."""
     for name, cell in zip(value.__code__.co_freevars, value.__closure__ or (), strict=True):
         try:
             yield f"{path}: {name}", cell.cell_contents
         except ValueError:
-            continue  # nothing has been put into it yet
+            continue  # the cell is empty
     yield f"{path}.__defaults__", value.__defaults__
     yield f"{path}.__kwdefaults__", value.__kwdefaults__
     yield from _attributes(path, value)
     for name in _names(value.__code__):
-        one = value.__globals__.get(name)
-        foreign = isinstance(one, types.FunctionType) and one.__globals__ is not value.__globals__
-        if isinstance(one, (*_METHODS, types.FunctionType, functools.partial, torch.Tensor, nn.Module)) and not foreign:
-            yield f"{path}: {name}", one
+        item = value.__globals__.get(name)
+        kinds = (*_METHODS, types.FunctionType, functools.partial, torch.Tensor, nn.Module)
+        is_imported = isinstance(item, types.FunctionType) and item.__globals__ is not value.__globals__
+        if isinstance(item, kinds) and not is_imported:
+            yield f"{path}: {name}", item
 
 
 def _names(code: types.CodeType) -> set[str]:
-    """The globals that code reads, and that the functions within it read."""
-    own = {one.argval for one in dis.get_instructions(code) if one.opname in ("LOAD_GLOBAL", "LOAD_NAME")}
-    return own.union(*(_names(one) for one in code.co_consts if isinstance(one, types.CodeType)))
+    """The globals that code and its nested functions read."""
+    names = {step.argval for step in dis.get_instructions(code) if step.opname in ("LOAD_GLOBAL", "LOAD_NAME")}
+    return names.union(*(_names(inner) for inner in code.co_consts if isinstance(inner, types.CodeType)))
 
 
-def _attributes(path: str, value: Any) -> Iterator[Found]:
-    """Instance attributes. `__wrapped__` is left out: it says what a function was made of, and is not called."""
+def _attributes(path: str, value: object) -> Iterator[Reference]:
+    """The instance attributes, without `__wrapped__`: it documents what a function wraps, and is not called."""
     try:
         own = object.__getattribute__(value, "__dict__")
     except AttributeError:
         own = {}
-    for name, one in list(own.items()):
+    for name, item in list(own.items()):
         if name != "__wrapped__":
-            yield f"{path}.{name}", one
+            yield f"{path}.{name}", item
     for name in slots_of_class(type(value)):
-        one = getattr(value, name, None)
-        if one is not None:
-            yield f"{path}.{name}", one
+        item = getattr(value, name, None)
+        if item is not None:
+            yield f"{path}.{name}", item
 
 
-def _items(value: Any) -> Iterator[Any]:
-    """The items that are there, whatever a subclass makes of iteration."""
+def _items(value: Any) -> Iterator[object]:
+    """The items of a container, also where a subclass overrides iteration."""
     kind = next(kind for kind in _CONTAINERS if isinstance(value, kind))
     return kind.__iter__(value)

@@ -1,4 +1,4 @@
-"""Checks of new weights, and of the training mode of a module, before they serve."""
+"""Checks before anything serves: the layout, dtype and values of new weights, and the mode of a target."""
 
 import types
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -22,18 +22,21 @@ from modelstate.problems import Problem, WrongDtype
 from modelstate.serve.state_names import runtime_state
 from modelstate.spec import StoredComposite, StoredTensor
 from modelstate.torch_compat.plain import is_plain, remedies_for
-from modelstate.torch_compat.private import payload_of, storage_of
+from modelstate.torch_compat.private import arguments_of_node, has_forward_hooks, payload_of, storage_of
 
-_LISTED = 8
 Kind = tuple[torch.layout, type] | None
+"""The layout and class of a tensor; None for plain strided tensors."""
+_LISTED = 8
+_LISTED_MODULES = 4
 _EXACT = "give the weights as the program has them, or swap with exact=False, which copies and converts what it can"
 
 
 def check_layout(part: Checkpoint, slots: Mapping[str, torch.Tensor | None], where: str) -> None:
-    """Elements in their own order, or in that of the slot, and in storages of their own.
+    """Requires contiguous tensors, or the strides of the slot, and a storage for each tensor.
 
-    Views of a flat buffer and transposed views are what a loader by pointers takes wrong; one source has to be right
-    for every kind of target. Raises `WeightStrideError` and `WeightStorageError`.
+    A compiled library reads weights by pointer, and would read views of a flat buffer and transposed views incorrectly.
+    The check is the same for every kind of target, so that a source fits all of them or none. Raises
+    `WeightStrideError` and `WeightStorageError`.
     """
     strided: list[tuple[str, str]] = []
     shared: list[tuple[str, str]] = []
@@ -42,17 +45,17 @@ def check_layout(part: Checkpoint, slots: Mapping[str, torch.Tensor | None], whe
         if isinstance(stored, torch.Tensor):
             if stored.layout is not torch.strided or len(payload_of(stored)) > 1:
                 continue
-            in_order, own = stored.is_contiguous(), storage_of(stored).nbytes() if stored.numel() else 0
+            is_contiguous, storage_bytes = stored.is_contiguous(), storage_of(stored).nbytes() if stored.numel() else 0
         elif isinstance(stored, StoredTensor):
-            in_order, own = stored.is_contiguous, stored.storage.nbytes if stored.nbytes else 0
+            is_contiguous, storage_bytes = stored.is_contiguous, stored.storage.nbytes if stored.nbytes else 0
         else:
             continue
         slot = slots.get(name)
-        same = slot is not None and slot.layout is torch.strided and tuple(slot.stride()) == spec.stride
-        if not in_order and not same:
+        as_slot = slot is not None and slot.layout is torch.strided and tuple(slot.stride()) == spec.stride
+        if not is_contiguous and not as_slot:
             strided.append((name, f"stride {spec.stride} of shape {spec.shape}"))
-        if own and own != spec.nbytes:
-            shared.append((name, f"{spec.nbytes:,} bytes of a storage of {own:,}"))
+        if storage_bytes and storage_bytes != spec.nbytes:
+            shared.append((name, f"{spec.nbytes:,} bytes of a storage of {storage_bytes:,}"))
     if strided:
         raise _error(
             WeightStrideError, "elements of weights lie in another order", strided, where, "contiguous tensors"
@@ -63,30 +66,30 @@ def check_layout(part: Checkpoint, slots: Mapping[str, torch.Tensor | None], whe
 
 
 def kind_of(tensor: torch.Tensor) -> Kind:
-    """None of a plain strided tensor; the layout and the class of any other."""
+    """Returns the kind of a tensor."""
     return None if is_plain(tensor) else (tensor.layout, torch.Tensor if type(tensor) is nn.Parameter else type(tensor))
 
 
-def check_kinds(found: Mapping[str, object], kinds: Mapping[str, Kind], where: str) -> None:
-    """Raises `WeightKindError` for sparse tensors and subclasses, except where the program has the same."""
+def check_kinds(weights: Mapping[str, object], kinds: Mapping[str, Kind], where: str) -> None:
+    """Raises `WeightKindError` for sparse tensors and subclasses, except where the program has the same kind."""
     wrong = []
-    for name, one in found.items():
+    for name, weight in weights.items():
         if name not in kinds:
             continue
-        if isinstance(one, StoredComposite):
-            if "sparse" in one.kind and kinds[name] is None:  # what others are made of may be plain
-                wrong.append((name, one.kind))
-        elif isinstance(one, torch.Tensor) and kind_of(one) not in (None, kinds[name]):
-            wrong.append((name, f"{type(one).__name__}, {one.layout}"))
+        if isinstance(weight, StoredComposite):
+            if "sparse" in weight.kind and kinds[name] is None:  # other composites may be made of plain tensors
+                wrong.append((name, weight.kind))
+        elif isinstance(weight, torch.Tensor) and kind_of(weight) not in (None, kinds[name]):
+            wrong.append((name, f"{type(weight).__name__}, {weight.layout}"))
     if wrong:
         what = "weights are another kind of tensor than the program's: sparse, or of a class of their own"
-        special = remedies_for(found[name] for name, _ in wrong)
+        special = remedies_for(weights[name] for name, _ in wrong)
         remedy = "; ".join(special) or "give plain tensors: weight.to_dense(), weight.as_subclass(torch.Tensor)"
         raise _error(WeightKindError, what, wrong, where, "the kind that the program has", remedy)
 
 
 def check_casts(steps: Iterable[Step], where: str) -> None:
-    """Raises `WeightDtypeError` for weights that are, or would be, cast."""
+    """Raises `WeightDtypeError` where a step casts, or would cast, a weight."""
     cast = [(step.name, step.cast) for step in steps if step.cast]
     if cast:
         what = "weights have another dtype than the program"
@@ -94,11 +97,11 @@ def check_casts(steps: Iterable[Step], where: str) -> None:
 
 
 def dtype_error(problems: Sequence[Problem], where: str) -> WeightDtypeError | None:
-    """The error for a plan that has no other problem than dtypes that cannot be cast without loss."""
-    wrong = [one for one in problems if isinstance(one, WrongDtype)]
+    """Returns the error for a plan whose only problems are lossy casts; None for any other plan."""
+    wrong = [problem for problem in problems if isinstance(problem, WrongDtype)]
     if not wrong or len(wrong) < len(problems):
         return None
-    found = [(one.name, f"{one.found}, which would have to be cast to {one.expected}") for one in wrong]
+    found = [(problem.name, f"{problem.found}, which would have to be cast to {problem.expected}") for problem in wrong]
     remedy = "give the weights as the program has them, or cast them: rules=[modelstate.rules.Cast(name, dtype)]"
     what = "weights have another dtype than the program"
     error = _error(WeightDtypeError, what, found, where, "the dtype of the program", remedy)
@@ -107,7 +110,7 @@ def dtype_error(problems: Sequence[Problem], where: str) -> WeightDtypeError | N
 
 
 def check_finite(new: nn.Module, serving: Callable[[], Mapping[str, torch.Tensor]], where: str) -> None:
-    """Raises `NonFiniteWeightError` for values that are not finite, except where those that serve are not either."""
+    """Raises `NonFiniteWeightError` for elements that are not finite, unless the serving ones are not finite either."""
     suspects = {name: tensor for name, tensor in runtime_state(new).items() if not _is_finite(tensor)}
     if not suspects:
         return
@@ -133,7 +136,7 @@ def check_finite(new: nn.Module, serving: Callable[[], Mapping[str, torch.Tensor
 
 
 def _is_finite(tensor: torch.Tensor) -> bool:
-    """Cheaply where it is so: the sum is finite only if every element is."""
+    """Whether all elements are finite. The sum is cheap, and finite only if every element is."""
     if not (tensor.is_floating_point() or tensor.is_complex()) or tensor.is_meta:
         return True
     with torch.no_grad():
@@ -163,35 +166,36 @@ def _lines(found: list[tuple[str, str]]) -> str:
     return "; ".join(f"{name}: {what}" for name, what in found[:_LISTED]) + more
 
 
-_LISTED_MODULES = 4
-
-
 def check_mode(module: nn.Module, training: object) -> None:
     """Raises `LiveTargetError` where the module or one of its submodules is in training mode.
 
-    Layers of torch that compute the same in both modes, as `Linear`, may be in either.
+    Layers of torch that compute the same in both modes, such as `Linear`, may be in either.
     """
     if training:
         return
     found = [
-        path or "the module itself" for path, one in module.named_modules() if one.training and not _is_plain_layer(one)
+        path or "the module itself"
+        for path, submodule in module.named_modules()
+        if submodule.training and not _is_mode_free(submodule)
     ]
     if found:
-        _refuse(type(module).__name__, found, "call module.eval() first; training=True takes the module as it is")
+        raise _mode_error(
+            type(module).__name__, found, "call module.eval() first; training=True takes the module as it is"
+        )
 
 
 def check_graph_mode(program: Any, training: object, where: str) -> None:
-    """Raises `LiveTargetError` for an exported program with operators that work as in training."""
+    """Raises `LiveTargetError` for an exported program with operators in training mode."""
     if training:
         return
     found = [node.name for node in program.graph.nodes if node.op == "call_function" and _trains(node)]
     if found:
-        _refuse(where, found, "export module.eval(); training=True takes the program as it is")
+        raise _mode_error(where, found, "export module.eval(); training=True takes the program as it is")
 
 
-def _refuse(where: str, found: list[str], remedy: str) -> None:
+def _mode_error(where: str, found: list[str], remedy: str) -> LiveTargetError:
     more = f", and {len(found) - _LISTED_MODULES} more" if found[_LISTED_MODULES:] else ""
-    raise LiveTargetError(
+    return LiveTargetError(
         "this is in training mode: dropout would be active, and requests would change statistics",
         where=where,
         expected="eval mode",
@@ -200,30 +204,30 @@ def _refuse(where: str, found: list[str], remedy: str) -> None:
     )
 
 
-def _is_plain_layer(module: nn.Module) -> bool:
-    """Whether a module runs code of torch alone, and that code does not read the mode.
+def _is_mode_free(module: nn.Module) -> bool:
+    """Whether a module runs only code of torch, and that code does not read the mode.
 
-    Only exact classes of `torch.nn.modules` count. A module with hooks, or with a function of the user in one of its
-    attributes, as `forward` or `activation`, does not.
+    This is so for exact classes of `torch.nn.modules` without hooks, and without a function of the user in an
+    attribute such as `forward` or `activation`.
     """
-    kind = type(module)
-    if getattr(nn.modules, kind.__name__, None) is not kind or module._forward_hooks or module._forward_pre_hooks:
+    cls = type(module)
+    if getattr(nn.modules, cls.__name__, None) is not cls or has_forward_hooks(module):
         return False
-    if "forward" in vars(module) or not isinstance(kind.forward, types.FunctionType):
+    if "forward" in vars(module) or not isinstance(cls.forward, types.FunctionType):
         return False
     if any(callable(value) and not _is_of_torch(value) for value in vars(module).values()):
         return False
-    bases = [base for base in kind.__mro__ if base not in nn.Module.__mro__]
+    bases = [base for base in cls.__mro__ if base not in nn.Module.__mro__]
     members = [getattr(value, "__func__", value) for base in bases for value in vars(base).values()]
     members = [value.fget if isinstance(value, property) else value for value in members]
     functions = [value for value in members if isinstance(value, types.FunctionType)]
     return all(_is_of_torch(function) and not _reads_mode(function.__code__) for function in functions)
 
 
-def _is_of_torch(value: Any) -> bool:
-    """Whether this is a function or class of torch, not one that wraps another (which may be the user's).
+def _is_of_torch(value: object) -> bool:
+    """Whether a value is a function or class of torch, and not a wrapper of a function, which may be the user's.
 
-    The `__module__` of a function does not say so: `functools.wraps` copies it.
+    The `__module__` of a function does not tell, since `functools.wraps` copies it.
     """
     if isinstance(value, types.FunctionType):
         name = "" if hasattr(value, "__wrapped__") else value.__globals__.get("__name__")
@@ -233,22 +237,20 @@ def _is_of_torch(value: Any) -> bool:
 
 
 def _reads_mode(code: types.CodeType) -> bool:
-    """Whether code, or a function within it, has the name `training` in it."""
+    """Whether code, or a nested function, refers to the name `training`."""
     inner = [value for value in code.co_consts if isinstance(value, types.CodeType)]
     return "training" in (*code.co_names, *code.co_consts) or any(map(_reads_mode, inner))
 
 
 def _trains(node: Any) -> bool:
-    """Whether a node of a graph is dropout that is active, or normalisation that collects statistics."""
-    schema = getattr(node.target, "_schema", None)
-    if schema is None:
+    """Whether a node of a graph is active dropout, or normalization that updates statistics."""
+    arguments = arguments_of_node(node)
+    if arguments is None:
         return False
-    given = {argument.name: argument.default_value for argument in schema.arguments}
-    given |= dict(zip(given, node.args, strict=False)) | node.kwargs
-    if given.get("dropout_p", 0) != 0:  # of attention
+    if arguments.get("dropout_p", 0) != 0:  # of attention
         return True
-    mode = given.get("train", given.get("training", given.get("use_input_stats")))
+    mode = arguments.get("train", arguments.get("training", arguments.get("use_input_stats")))
     if "norm" in str(node.target):
-        return mode is True and given.get("running_mean") is not None
-    has_rate = given.get("p", given.get("dropout")) != 0
+        return mode is True and arguments.get("running_mean") is not None
+    has_rate = arguments.get("p", arguments.get("dropout")) != 0
     return has_rate and (mode is True or (mode is None and "native_dropout" in str(node.target)))

@@ -1,4 +1,4 @@
-"""What swaps have done."""
+"""Results of a live program: the report of a swap, events of its history, and answers with their version."""
 
 import time
 from collections.abc import Iterator
@@ -10,7 +10,7 @@ from modelstate.text_format import size
 
 
 class Clock(dict[str, float]):
-    """Seconds by what they were spent on: `with clock("staged"): ...` adds to them."""
+    """Seconds by phase: `with clock("staged"): ...` adds the time of the block to the phase."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -21,7 +21,7 @@ class Clock(dict[str, float]):
 
     @property
     def seconds(self) -> float:
-        """Since it was made."""
+        """Seconds since the clock was made."""
         return time.perf_counter() - self._began
 
     @contextmanager
@@ -38,34 +38,40 @@ Mode = Literal["available", "frugal"]
 
 @dataclass(frozen=True, slots=True, repr=False)
 class SwapReport:
-    """What a swap has done. Made by `Live.swap`."""
+    """The result of `Live.swap`. Printing it shows the versions, sizes and times.
+
+    Example:
+        >>> report = live.swap("step-2000.safetensors")
+        >>> report.version, report.previous
+        (2, 1)
+    """
 
     version: int
     """The id of the version that serves now."""
     previous: int
-    """The id of the one before."""
+    """The id of the version before."""
     target: str
     source: str
     mode: Mode
     tensors: int
-    """Weights that were filled; a tied one counts once."""
+    """The number of weights that were filled; a tied weight counts once."""
     bytes: int
-    """Bytes of them."""
+    """The size of these weights."""
     copies: int
-    """How many copies of the weights there were at most at once, kept versions and an undo copy included."""
+    """The largest number of copies of the weights at one time, with kept versions and an undo copy."""
     staged_seconds: float
-    """For reading and checking them. In the mode "frugal" requests wait for this, too."""
+    """Time to read and check the weights. In the mode "frugal" requests wait during this time."""
     canary_seconds: float
     flip_seconds: float
-    """For carrying buffers over and making the version the current one."""
+    """Time to carry buffers over and to make the version the current one."""
     drain_seconds: float
-    """Waiting for requests of the version before: after the flip, or before anything in the mode "frugal"."""
+    """Time spent waiting for requests of the version before: after the flip, or at the start in the mode "frugal"."""
     drained: bool
-    """Whether no request has the version before any more; otherwise it goes when the last one ends."""
+    """Whether all requests of the version before have ended; otherwise it is freed when the last one ends."""
     seconds: float
-    """All of it."""
+    """Time of the whole swap."""
     carried: tuple[str, ...] = ()
-    """Buffers that were taken over from the version before, as requests had changed them."""
+    """Buffers that requests had changed, and that were taken over from the version before."""
     notes: tuple[str, ...] = ()
 
     def __repr__(self) -> str:
@@ -87,22 +93,22 @@ class SwapReport:
 
 
 class Event(NamedTuple):
-    """What has happened to a live program: a row of `Live.history()`."""
+    """A row of `Live.history()`."""
 
     action: str
     """ "started", "swapped", "rolled back" or "refused"."""
     version: int
-    """The version that served afterwards."""
+    """The id of the version that served afterwards."""
     source: str
     time: float
     """Seconds since 1970."""
     seconds: float
     error: str = ""
-    """The class and text of the error; empty where there was none."""
+    """The class and text of the error; empty without an error."""
 
 
 class Answer(NamedTuple):
-    """A result, and the version that gave it."""
+    """The result of a request, and the id of the version that gave it."""
 
     value: Any
     version: int

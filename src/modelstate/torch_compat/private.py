@@ -430,3 +430,22 @@ def load_from_state_dict(owner: Any) -> Callable[..., None]:
 def set_version_metadata(state_dict: dict[str, Any], versions: Mapping[str, Any]) -> None:
     """Attaches the version metadata of modules to an `OrderedDict`, where `load_state_dict` looks for it."""
     state_dict._metadata = versions  # type: ignore[attr-defined]
+
+
+def has_forward_hooks(module: torch.nn.Module) -> bool:
+    """Whether the module itself has hooks or pre-hooks of its forward pass."""
+    return bool(module._forward_hooks or module._forward_pre_hooks)
+
+
+def forward_pre_hooks(module: torch.nn.Module) -> list[Callable[..., Any]]:
+    """The module's own pre-hooks of its forward pass."""
+    return list(module._forward_pre_hooks.values())
+
+
+def arguments_of_node(node: Any) -> dict[str, Any] | None:
+    """The arguments of an operator in a graph, by name and with their defaults; None where it has no schema."""
+    schema = getattr(node.target, "_schema", None)
+    if schema is None:
+        return None
+    defaults = {argument.name: argument.default_value for argument in schema.arguments}
+    return {**defaults, **dict(zip(defaults, node.args, strict=False)), **node.kwargs}
