@@ -1,7 +1,6 @@
-"""Attributes of a module: read for saving, and set all together or not at all."""
+"""Reads the attributes of a module that extra state saves, and sets them, all or nothing."""
 
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
 from typing import Any
 
@@ -10,12 +9,11 @@ from torch import nn
 
 from modelstate.errors import ExtraStateAttributeError
 from modelstate.planning.recorder import device_after
+from modelstate.torch_compat.private import non_persistent_buffers, own_buffers, own_modules, own_parameters
 
-Undo = list[Callable[[], None]]
 
-
-def read(module: nn.Module, name: str) -> Any:
-    """The value of an attribute that is to be saved."""
+def read(module: nn.Module, name: str) -> object:
+    """Returns the value of an attribute. Raises `ExtraStateAttributeError` where it cannot be saved."""
     check(module, name)
     try:
         value = getattr(module, name)
@@ -31,22 +29,26 @@ def read(module: nn.Module, name: str) -> Any:
 
 
 def check(module: nn.Module, name: str) -> None:
-    """Raises `ExtraStateAttributeError` for what torch keeps itself."""
-    kinds = (("parameter", module._parameters), ("buffer", module._buffers), ("submodule", module._modules))
-    for kind, group in kinds:
-        if name in group:
-            hidden = name in module._non_persistent_buffers_set
+    """Raises `ExtraStateAttributeError` for a parameter, a buffer or a submodule, which torch saves itself."""
+    kinds: tuple[tuple[str, Mapping[str, object]], ...] = (
+        ("parameter", own_parameters(module)),
+        ("buffer", own_buffers(module)),
+        ("submodule", own_modules(module)),
+    )
+    for kind, members in kinds:
+        if name in members:
+            is_left_out = name in non_persistent_buffers(module)
             raise ExtraStateAttributeError(
                 f"an attribute that is declared as extra state is a {kind}",
                 where=place(module, name),
                 remedy="register it with persistent=True instead"
-                if hidden
+                if is_left_out
                 else "take it out of the declaration: the state dict has it already",
             )
 
 
 def check_value(module: nn.Module, name: str, value: object) -> None:
-    """Raises `ExtraStateAttributeError` for a value that would become part of the module if it were set."""
+    """Raises `ExtraStateAttributeError` for a value that torch registers with the module when it is set."""
     if isinstance(value, nn.Module | nn.Parameter | nn.Buffer):
         raise ExtraStateAttributeError(
             "extra state cannot be a parameter, a buffer or a module",
@@ -56,43 +58,41 @@ def check_value(module: nn.Module, name: str, value: object) -> None:
         )
 
 
-def put(module: nn.Module, values: Iterable[tuple[str, Any]], first: Callable[[], None] | None = None) -> None:
-    """Calls `first`, which may change attributes of the module too, and sets the values; an error undoes all of it."""
-    with _undone_by_an_error(module) as undo:
+def set_all(module: nn.Module, values: Iterable[tuple[str, object]], first: Callable[[], None] | None = None) -> None:
+    """Calls `first`, which may also change attributes, and sets the values. Any error undoes all changes."""
+    before = dict(module.__dict__)
+    undo: list[Callable[[], None]] = []
+    try:
         if first is not None:
             first()
         for name, value in values:
-            _put(module, name, value, undo)
-
-
-def place(module: nn.Module, name: str) -> str:
-    """An attribute, as a message has it."""
-    return f"{type(module).__qualname__}.{name}"
-
-
-@contextmanager
-def _undone_by_an_error(module: nn.Module) -> Iterator[Undo]:
-    kept = dict(module.__dict__)
-    undo: Undo = []
-    try:
-        yield undo
+            _set(module, name, value, undo)
     except BaseException:
         for step in reversed(undo):
             step()
         module.__dict__.clear()
-        module.__dict__.update(kept)
+        module.__dict__.update(before)
         raise
 
 
-def _put(module: nn.Module, name: str, value: Any, undo: Undo) -> None:
-    there = _there(module, name)
-    if undo_stream := _continue_stream(there, value):
+def place(module: nn.Module, name: str) -> str:
+    """Returns the name of an attribute for a message."""
+    return f"{type(module).__qualname__}.{name}"
+
+
+def _set(module: nn.Module, name: str, value: object, undo: list[Callable[[], None]]) -> None:
+    try:
+        current = getattr(module, name, None)
+    except Exception:  # a property that raises
+        current = None
+    if undo_stream := _continue_stream(current, value):
         undo.append(undo_stream)
         return
     if hasattr(type(module), name):  # a property or a slot, whose value is not in the module's dict
-        undo.append(partial(setattr, module, name, there))
+        undo.append(partial(setattr, module, name, current))
     try:
-        setattr(module, name, _moved(value, _device(module, there)) if any(True for _ in _tensors(value)) else value)
+        has_tensors = any(True for _ in _tensors(value))
+        setattr(module, name, _moved(value, _target_device(module, current)) if has_tensors else value)
     except Exception as error:
         raise ExtraStateAttributeError(
             "an attribute that is declared as extra state cannot be set",
@@ -101,37 +101,29 @@ def _put(module: nn.Module, name: str, value: Any, undo: Undo) -> None:
         ) from error
 
 
-def _there(module: nn.Module, name: str) -> Any:
-    """The value that is there now; None where there is none, or a property raises."""
-    try:
-        return getattr(module, name, None)
-    except Exception:
-        return None
+def _continue_stream(current: Any, value: Any) -> Callable[[], None] | None:
+    """Sets the state of the current generator to that of `value`, so that all references to it draw from that stream.
 
-
-def _continue_stream(there: Any, value: Any) -> Callable[[], None] | None:
-    """Gives a generator that is there the state of another one, so that whoever holds it draws from the right stream.
-
-    Returns the undo; None for anything else.
+    Returns the undo; None where the two are not generators of one kind.
     """
-    if type(there) is not type(value):
+    if type(current) is not type(value):
         return None
-    numpys = type(value).__module__.startswith("numpy.random")
-    same_device = isinstance(value, torch.Generator) and there.device == value.device
-    if same_device or (numpys and hasattr(value, "set_state")):
-        set_, kept, new = there.set_state, there.get_state(), value.get_state()
-    elif numpys and hasattr(value, "bit_generator") and type(there.bit_generator) is type(value.bit_generator):
-        bits = there.bit_generator
-        set_, kept, new = partial(setattr, bits, "state"), bits.state, value.bit_generator.state
+    is_numpys = type(value).__module__.startswith("numpy.random")
+    same_device = isinstance(value, torch.Generator) and current.device == value.device
+    if same_device or (is_numpys and hasattr(value, "set_state")):
+        set_state, before, new = current.set_state, current.get_state(), value.get_state()
+    elif is_numpys and hasattr(value, "bit_generator") and type(current.bit_generator) is type(value.bit_generator):
+        bits = current.bit_generator
+        set_state, before, new = partial(setattr, bits, "state"), bits.state, value.bit_generator.state
     else:
         return None
-    set_(new)
-    return partial(set_, kept)
+    set_state(new)
+    return partial(set_state, before)
 
 
-def _device(module: nn.Module, there: Any) -> torch.device | None:
-    """Where tensors of a value belong: where those are that it replaces, or else the module's parameters."""
-    for tensor in _tensors(there):
+def _target_device(module: nn.Module, current: object) -> torch.device | None:
+    """Returns the device of the tensors that a value replaces, or else of the module's parameters."""
+    for tensor in _tensors(current):
         if not tensor.is_meta:
             return tensor.device
     devices = (device_after(module, param) for param in module.parameters())

@@ -1,9 +1,9 @@
-"""Data loaders among the objects: torch's `DataLoader`, and `StatefulDataLoader` of torchdata.
+"""Saves and restores data loaders: torch's `DataLoader`, and `StatefulDataLoader` of torchdata.
 
 A loader draws a seed for its workers each time that it builds an iterator: from its own `generator`, or from torch's
 default generator. An iterator that is built only because a run was resumed draws a seed that the uninterrupted run did
-not draw, so that all random numbers behind it differ. What keeps both runs the same is in this file, with all that is
-known here of the inside of loaders.
+not draw, so that all random numbers after it differ. This file keeps both runs the same. All private names of loaders
+that the project uses are in it.
 """
 
 import sys
@@ -21,64 +21,80 @@ from modelstate.errors import ResumeWarning
 from modelstate.objects.rng import RNG
 
 GENERATOR_KEY = "modelstate.generator"
-"""Where the state of a loader has that of the loader's own generator."""
+"""The key, in the saved state of a loader, of the state of the loader's own generator."""
 _BUILD = "_get_iterator"
-_WAITING = "next_iter_state"
-"""What `StatefulDataLoader` keeps a restored state in, until it has built the iterator of it."""
+"""The method of a loader that builds an iterator."""
+_PENDING_STATE = "next_iter_state"
+"""The attribute in which `StatefulDataLoader` keeps a restored state until it builds the iterator from it."""
+
+Loader = DataLoader[Any]
 
 
-def is_loader_without_state(it: object) -> bool:
-    """Whether it is a loader that cannot say where it is: torch's own."""
-    return isinstance(it, DataLoader) and not hasattr(it, "state_dict")
+def is_loader_without_state(obj: object) -> bool:
+    """Whether an object is a loader that has no `state_dict`, as torch's own."""
+    return isinstance(obj, DataLoader) and not hasattr(obj, "state_dict")
 
 
-def state_of(it: Any) -> Any:
-    """The `state_dict()` of an object; of a loader that has a generator of its own, with the state of that.
+def state_of(obj: Any) -> Any:
+    """Returns the `state_dict()` of an object; of a loader that has its own generator, with the generator's state.
 
-    A loader that has no iterator would build one, and start its workers: its state is the one that it was restored to,
-    or an empty one, which `load_state_dict` takes as that of a loader that has not begun.
+    A loader without an iterator would build one, and start its workers. Its state is the one that it was restored to,
+    or an empty one, which `load_state_dict` takes as the state of a loader that has not begun.
     """
-    state = getattr(it, _WAITING) or {} if _is_unbuilt(it) else it.state_dict()
-    generator = own_generator(it)
+    is_unbuilt = _is_stateful_loader(obj) and getattr(obj, "_iterator", None) is None
+    state = getattr(obj, _PENDING_STATE) or {} if is_unbuilt else obj.state_dict()
+    generator = own_generator(obj)
     if generator is None or not isinstance(state, Mapping):
         return state
     return {**state, GENERATOR_KEY: generator.get_state()}
 
 
-def load_state(it: Any, state: Any, generators: Iterable[Any] = ()) -> None:
-    """Gives an object what `state_of` returned.
+def load_state(obj: Any, state: Any, generators: Iterable[object] = ()) -> None:
+    """Restores an object from the result of `state_of`.
 
-    The iterator that a loader builds of it later leaves Python's, NumPy's, torch's, the loader's own and the given
-    generators (`torch.Generator` and `RNG`) as they are, whenever that is.
+    When a loader later builds an iterator from the state, these generators stay as they are: those of Python, NumPy
+    and torch, the loader's own, and the given `generators` (`torch.Generator` and `RNG`).
     """
-    plain = {key: state[key] for key in state if key != GENERATOR_KEY} if _has_generator(it, state) else state
-    if _is_loader_with_state(it) and not plain:
-        setattr(it, _WAITING, None)  # an empty state leaves it
-    it.load_state_dict(plain)
-    rewind(it, state)
-    for loader in _stateful_loaders(it):
-        setattr(loader, _BUILD, partial(_build, loader, tuple(generators)))
+    own_state = {key: state[key] for key in state if key != GENERATOR_KEY} if _has_generator(obj, state) else state
+    if _is_stateful_loader(obj) and not own_state:
+        setattr(obj, _PENDING_STATE, None)  # load_state_dict does not clear it for an empty state
+    obj.load_state_dict(own_state)
+    rewind(obj, state)
+    for loader in _loaders(obj):
+        if getattr(loader, _PENDING_STATE, None) is not None:
+            setattr(loader, _BUILD, partial(_build_from_state, loader, tuple(generators)))
 
 
-def rewind(it: object, state: Any) -> None:
-    """Sets the own generator of a loader to what it was in a state of the loader."""
-    generator = own_generator(it)
-    if generator is not None and _has_generator(it, state):
+def _build_from_state(loader: Any, generators: tuple[object, ...]) -> object:
+    """Replaces the method `_get_iterator` of a loader, until the restored state has been used."""
+    build: Callable[[Loader], object] = getattr(type(loader), _BUILD)
+    own = own_generator(loader)
+    is_pending = getattr(loader, _PENDING_STATE) is not None
+    with preserved_generators((*generators, *([own] if own else []))) if is_pending else nullcontext():
+        iterator = build(loader)
+    loader.__dict__.pop(_BUILD, None)
+    return iterator
+
+
+def rewind(obj: object, state: Any) -> None:
+    """Sets the own generator of a loader to its state in the saved state of the loader."""
+    generator = own_generator(obj)
+    if generator is not None and _has_generator(obj, state):
         generator.set_state(state[GENERATOR_KEY])
 
 
-def own_generator(it: object) -> torch.Generator | None:
-    """The generator that a loader was given."""
-    generator = it.generator if isinstance(it, DataLoader) else None
+def own_generator(obj: object) -> torch.Generator | None:
+    """Returns the generator that a loader was built with; None for other objects."""
+    generator = obj.generator if isinstance(obj, DataLoader) else None
     return generator if isinstance(generator, torch.Generator) else None
 
 
 @contextmanager
-def preserved_generators(generators: Iterable[Any] = ()) -> Iterator[None]:
-    """Leaves the generators of Python, NumPy and torch's CPU, and the given ones, as they were before."""
+def preserved_generators(generators: Iterable[object] = ()) -> Iterator[None]:
+    """Restores the generators of Python, NumPy and torch on the CPU, and the given ones, when the block ends."""
     given = list(generators)
-    own = {str(number): one for number, one in enumerate(given) if isinstance(one, torch.Generator)}
-    rngs = [RNG(own, cuda=False), *(one for one in given if isinstance(one, RNG))]
+    by_name = {str(number): item for number, item in enumerate(given) if isinstance(item, torch.Generator)}
+    rngs = [RNG(by_name, cuda=False), *(item for item in given if isinstance(item, RNG))]
     states = [rng.state_dict() for rng in rngs]
     try:
         yield
@@ -88,68 +104,67 @@ def preserved_generators(generators: Iterable[Any] = ()) -> Iterator[None]:
 
 
 @contextmanager
-def checked_iterators(objects: Iterable[Any]) -> Iterator[None]:
-    """Within it, an iterator of a data loader that a resumed run would not make in the same way is a `ResumeWarning`.
+def checked_iterators(objects: Iterable[object]) -> Iterator[None]:
+    """Warns, while the block runs, of iterators of data loaders that a resumed run would not build in the same way.
 
-    `objects` are those whose state is saved. Two kinds of iterators make a resumed run differ:
+    `objects` are those whose state is saved. Two kinds of iterators make a resumed run differ, and get a
+    `ResumeWarning`:
 
     - The first iterator of a loader with persistent workers, where the state of the loader is not saved. An
-      uninterrupted run makes it once. A resumed run makes it again, which draws one more seed, and the workers' own
+      uninterrupted run builds it once. A resumed run builds it again, which draws one more seed, and the workers' own
       generators begin with that seed.
     - A new iterator of a loader whose state is saved, while the last one is in the middle of the data. In the resumed
       run it is the first one, which goes on in the middle.
 
-    Loaders that are not among the objects are seen as well: for as long as it lasts, `__iter__` of the loaders'
-    classes is wrapped.
+    Loaders that are not among the objects are checked too: while the block runs, `__iter__` of the loader classes is
+    wrapped.
     """
     saved = list(objects)
+    torchdata = sys.modules.get("torchdata.stateful_dataloader")
+    stateful = getattr(torchdata, "StatefulDataLoader", None)
+    classes: list[Any] = [DataLoader] if stateful is None else [DataLoader, stateful]
     with _lock:
-        _saved.append(saved)
-        for cls in _loader_classes():
-            if cls not in _unwrapped:
-                _unwrapped[cls] = cls.__iter__
+        _saved_objects.append(saved)
+        for cls in classes:
+            if cls not in _original_iter:
+                _original_iter[cls] = cls.__iter__
                 cls.__iter__ = _checking(cls.__iter__)
     try:
         yield
     finally:
         with _lock:
-            _saved[:] = [other for other in _saved if other is not saved]
-            for cls in [] if _saved else list(_unwrapped):
-                if getattr(cls.__iter__, "__wrapped__", None) is _unwrapped[cls]:  # no one else has wrapped it since
-                    cls.__iter__ = _unwrapped[cls]
-                del _unwrapped[cls]
+            _saved_objects[:] = [other for other in _saved_objects if other is not saved]
+            for cls in [] if _saved_objects else list(_original_iter):
+                # Other code may have wrapped it since; then it stays.
+                if getattr(cls.__iter__, "__wrapped__", None) is _original_iter[cls]:
+                    cls.__iter__ = _original_iter[cls]
+                del _original_iter[cls]
 
 
 _lock = threading.Lock()
-_saved: list[list[Any]] = []
-"""The objects of each `checked_iterators` that is entered."""
-_unwrapped: dict[Any, Callable[[Any], Any]] = {}
-"""`__iter__` of the classes that are wrapped now."""
+_saved_objects: list[list[object]] = []
+"""The objects of each `checked_iterators` block that is running."""
+_original_iter: dict[Any, Callable[[Any], object]] = {}
+"""The own `__iter__` of each class that is wrapped now."""
 
 
-def _loader_classes() -> list[Any]:
-    torchdata = sys.modules.get("torchdata.stateful_dataloader")
-    stateful = getattr(torchdata, "StatefulDataLoader", None)
-    return [DataLoader] if stateful is None else [DataLoader, stateful]
-
-
-def _checking(make: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    @wraps(make)
-    def __iter__(loader: Any) -> Any:
+def _checking(iter_method: Callable[[Any], object]) -> Callable[[Any], object]:
+    @wraps(iter_method)
+    def __iter__(loader: Loader) -> object:
         if problem := _resume_problem(loader):
             warnings.warn(problem, ResumeWarning, stacklevel=2)
-        return make(loader)
+        return iter_method(loader)
 
     return __iter__
 
 
-def _resume_problem(loader: Any) -> str:
-    """Why a resumed run would not make the iterator that the loader makes next; empty where it would."""
-    if not _saved:
+def _resume_problem(loader: Loader) -> str:
+    """Returns why a resumed run would build the loader's next iterator in another way; empty where it would not."""
+    if not _saved_objects:
         return ""
-    objects = [it for saved in _saved for it in saved]
-    last, has_state = getattr(loader, "_iterator", None), _is_loader_with_state(loader)
-    is_saved = has_state and any(found is loader for it in objects for found in _loaders(it))
+    objects = [obj for saved in _saved_objects for obj in saved]
+    last = getattr(loader, "_iterator", None)
+    is_saved = _is_stateful_loader(loader) and any(inner is loader for obj in objects for inner in _loaders(obj))
     if loader.persistent_workers and loader.num_workers > 0 and last is None and not is_saved:
         return (
             "a data loader with persistent_workers=True starts its workers in a step of the loop, and its state is not "
@@ -158,7 +173,7 @@ def _resume_problem(loader: Any) -> str:
             "Where the workers draw no random numbers, iter(loader) before the loop is enough"
         )
     if (
-        any(it is loader for it in objects)
+        any(obj is loader for obj in objects)
         and getattr(last, "_num_yielded", 0) > 0
         and not getattr(last, "_finished", True)
     ):
@@ -170,37 +185,17 @@ def _resume_problem(loader: Any) -> str:
     return ""
 
 
-def _loaders(it: object) -> Iterator[Any]:
-    """The loader that an object is, and those that it holds as attributes."""
-    attributes = getattr(it, "__dict__", None)
-    for found in (it, *(attributes.values() if isinstance(attributes, dict) else ())):
-        if isinstance(found, DataLoader):
-            yield found
+def _loaders(obj: object) -> Iterator[Loader]:
+    """Yields the object where it is a loader, and the loaders among its attributes."""
+    attributes = getattr(obj, "__dict__", None)
+    for value in (obj, *(attributes.values() if isinstance(attributes, dict) else ())):
+        if isinstance(value, DataLoader):
+            yield value
 
 
-def _is_loader_with_state(it: object) -> bool:
-    return isinstance(it, DataLoader) and hasattr(it, _WAITING)
+def _is_stateful_loader(obj: object) -> bool:
+    return isinstance(obj, DataLoader) and hasattr(obj, _PENDING_STATE)
 
 
-def _is_unbuilt(it: object) -> bool:
-    return _is_loader_with_state(it) and getattr(it, "_iterator", None) is None
-
-
-def _has_generator(it: object, state: Any) -> bool:
-    return isinstance(it, DataLoader) and isinstance(state, Mapping) and GENERATOR_KEY in state
-
-
-def _stateful_loaders(it: object) -> Iterator[Any]:
-    """The loader that an object is, and those that it holds as attributes, if a restored state waits in them."""
-    return (found for found in _loaders(it) if getattr(found, _WAITING, None) is not None)
-
-
-def _build(loader: Any, generators: tuple[Any, ...]) -> Any:
-    """In place of a loader's own method, until the restored state has been used."""
-    build: Callable[[Any], Any] = getattr(type(loader), _BUILD)
-    own = own_generator(loader)
-    is_waiting = getattr(loader, _WAITING) is not None
-    with preserved_generators((*generators, *([own] if own else []))) if is_waiting else nullcontext():
-        iterator = build(loader)
-    loader.__dict__.pop(_BUILD, None)
-    return iterator
+def _has_generator(obj: object, state: object) -> bool:
+    return isinstance(obj, DataLoader) and isinstance(state, Mapping) and GENERATOR_KEY in state

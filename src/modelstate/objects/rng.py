@@ -1,4 +1,4 @@
-"""The states of random generators, as one object to save and restore."""
+"""`RNG`: the states of random generators as one object to save and restore."""
 
 import random
 from collections.abc import Callable, Mapping
@@ -22,58 +22,79 @@ _KINDS = "torch.Generator, numpy.random.Generator, BitGenerator or RandomState, 
 
 @dataclass(frozen=True, slots=True)
 class _Generator:
+    """One interface to the generators of all libraries."""
+
     get: Callable[[], Any]
-    """Its state, which shares nothing with it."""
+    """Returns the state, which shares no memory with the generator."""
     set: Callable[[Any], object]
     check: Callable[[Any], None]
-    """Raises for a state that `set` does not take, or takes and then is not what it says. Changes nothing."""
+    """Raises for a state that `set` refuses, or accepts although it is invalid. Changes nothing."""
+
+
+_Pairs = list[tuple[_Generator, Any]]
+"""Generators with the states that they get."""
 
 
 class RNG:
     """The random generators of Python, NumPy (the global one), torch on the CPU and on every CUDA device.
 
-    `generators` are further ones by names of one's own: `torch.Generator`, `numpy.random.Generator`, `BitGenerator` or
-    `RandomState`, `random.Random`. After `load_state_dict` all of them draw the numbers that they would have drawn
-    after `state_dict`.
+    CUDA's generators are saved once the program has used CUDA: asking for them before would take memory on every
+    device. They go by device number. A device that was not there when the state was saved keeps its generator as it
+    is; a state of more devices than there are is refused.
 
-    CUDA's are saved once the program has used CUDA: asking for them before would take memory on every device. They go
-    by the numbers of the devices: devices that were not there when the state was saved keep what they have; a state of
-    more devices than there are is refused. With `cuda=False` CUDA is left alone, and so is what a state has of it.
+    Args:
+        generators: further generators by name: `torch.Generator`, `numpy.random.Generator`, `BitGenerator` or
+            `RandomState`, `random.Random`.
+        cuda: with False the generators of CUDA are neither saved nor restored.
 
-    Raises `OptionError` for what is no generator, or has no state, as `random.SystemRandom`.
+    Raises:
+        OptionError: A value is not a generator, or has no state, as `random.SystemRandom`.
+
+    Example:
+        >>> rng = ms.RNG()
+        >>> state = rng.state_dict()
+        >>> first = torch.rand(3)
+        >>> rng.load_state_dict(state)
+        >>> torch.equal(torch.rand(3), first)
+        True
     """
 
     restored_last = True
-    """Others may draw from them while their own state is taken or given."""
+    """Other objects may draw random numbers while their own state is captured or restored."""
 
-    def __init__(self, generators: Mapping[str, Any] | None = None, *, cuda: bool = True) -> None:
+    def __init__(self, generators: Mapping[str, object] | None = None, *, cuda: bool = True) -> None:
         if not isinstance(generators, Mapping | None) or not all(type(name) is str for name in generators or ()):
             raise OptionError("generators= has generators by names", expected="a dict", found=repr(generators))
         self._global = {
             "python": _Generator(random.getstate, random.setstate, _check_python),
-            "numpy": _legacy(np.random),
-            "torch": _of_torch(torch.default_generator),
+            "numpy": _numpy_legacy(np.random),
+            "torch": _torch_generator(torch.default_generator),
         }
-        self._own = {name: _generator(name, given) for name, given in (generators or {}).items()}
+        self._own = {name: _user_generator(name, generator) for name, generator in (generators or {}).items()}
         self._cuda = cuda
 
     def state_dict(self) -> dict[str, Any]:
-        """The states: tuples, numbers, arrays and tensors on the CPU, which modelstate's codec encodes."""
+        """Returns the states: tuples, numbers, arrays and tensors on the CPU, which modelstate's codec encodes."""
+        used_cuda = self._cuda and torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
         return {
             "version": _VERSION,
             **{name: generator.get() for name, generator in self._global.items()},
-            "cuda": self._cuda_states(),
+            "cuda": [generator.get() for generator in _cuda_generators()] if used_cuda else None,
             "generators": {name: generator.get() for name, generator in self._own.items()},
         }
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Sets all generators, or none: what `state_dict` returned is checked before the first one is set.
+        """Sets all generators, or none: the state is checked before the first generator is set.
 
-        Raises `RandomStateError` for a state that lacks something, has something more, or that a generator does not
-        take; all of these are in the one error.
+        Args:
+            state_dict: the result of `state_dict`, of the same generators.
+
+        Raises:
+            RandomStateError: The state lacks a generator, has an unknown one, or has a state that its generator does
+                not take. The error has all problems.
         """
         if not isinstance(state_dict, Mapping) or set(state_dict) != set(_FIELDS):
-            raise _refused([], "this is no state of random generators", found=_shown(state_dict))
+            raise _refused([], "this is no state of random generators", found=_keys_of(state_dict))
         version = state_dict["version"]
         if type(version) is not int or version != _VERSION:
             raise _refused([], "a state of a version that is not known here", found=printable(repr(version))[:80])
@@ -87,47 +108,41 @@ class RNG:
             raise _refused(problems, "the state does not fit the random generators; nothing has been changed")
         _set_all(pairs)
 
-    def _cuda_states(self) -> list[torch.Tensor] | None:
-        used = self._cuda and torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
-        return [generator.get() for generator in _devices()] if used else None
-
-    def _cuda_pairs(self, states: Any, problems: list[str]) -> list[tuple[_Generator, Any]]:
+    def _cuda_pairs(self, states: object, problems: list[str]) -> _Pairs:
         if not self._cuda or states is None:
             return []
         if not isinstance(states, list | tuple):
             problems.append(f"cuda: a {type(states).__qualname__}, where a list of states should be")
             return []
-        here = _devices()
-        if len(states) > len(here):
-            devices = f"the state is of {len(states)} devices, and there are {len(here)}"
+        generators = _cuda_generators()
+        if len(states) > len(generators):
+            devices = f"the state is of {len(states)} devices, and there are {len(generators)}"
             problems.append(f"cuda: {devices}; RNG(cuda=False) leaves CUDA out")
             return []
-        given = {str(index): state for index, state in enumerate(states)}
-        return _paired({str(index): here[index] for index in range(len(states))}, given, "cuda: ", problems)
+        by_index = {str(index): state for index, state in enumerate(states)}
+        return _paired({index: generators[int(index)] for index in by_index}, by_index, "cuda: ", problems)
 
 
-def _shown(given: object) -> str:
-    if not isinstance(given, Mapping):
-        return f"a {type(given).__qualname__}"
-    return printable(", ".join(map(str, list(given)[:10])))[:200] or "an empty mapping"
+def _keys_of(value: object) -> str:
+    if not isinstance(value, Mapping):
+        return f"a {type(value).__qualname__}"
+    return printable(", ".join(map(str, list(value)[:10])))[:200] or "an empty mapping"
 
 
-def _paired(
-    generators: dict[str, _Generator], states: Any, where: str, problems: list[str]
-) -> list[tuple[_Generator, Any]]:
-    """The generators with their states, each of which has been checked."""
+def _paired(generators: Mapping[str, _Generator], states: object, prefix: str, problems: list[str]) -> _Pairs:
+    """Returns the generators with their states, each of which has been checked; adds to the problems."""
     if not isinstance(states, Mapping):
-        problems.append(f"{where}a {type(states).__qualname__}, where states by names should be")
+        problems.append(f"{prefix}a {type(states).__qualname__}, where states by names should be")
         return []
-    problems += [f"{where}{name}: nothing was saved for it" for name in generators if name not in states]
-    strange = [printable(str(name)) for name in states if name not in generators]
-    problems += [f"{where}{name}: there is no such generator" for name in strange]
+    problems += [f"{prefix}{name}: nothing was saved for it" for name in generators if name not in states]
+    unknown = [printable(str(name)) for name in states if name not in generators]
+    problems += [f"{prefix}{name}: there is no such generator" for name in unknown]
     pairs = [(name, generator, states[name]) for name, generator in generators.items() if name in states]
     for name, generator, state in pairs:
         try:
             generator.check(state)
         except Exception as error:
-            problems.append(f"{where}{name}: {_first_line(error)}")
+            problems.append(f"{prefix}{name}: {_first_line(error)}")
     return [(generator, state) for _, generator, state in pairs]
 
 
@@ -135,7 +150,7 @@ def _first_line(error: Exception) -> str:
     return printable(str(error).split("\n")[0]) or type(error).__qualname__
 
 
-def _set_all(pairs: list[tuple[_Generator, Any]]) -> None:
+def _set_all(pairs: _Pairs) -> None:
     before = [generator.get() for generator, _ in pairs]
     try:
         for generator, state in pairs:
@@ -148,28 +163,28 @@ def _set_all(pairs: list[tuple[_Generator, Any]]) -> None:
         raise _refused([_first_line(error)], "a random generator could not be set; nothing has been changed") from error
 
 
-def _refused(problems: list[str], what: str, found: str = "") -> RandomStateError:
+def _refused(problems: list[str], message: str, found: str = "") -> RandomStateError:
     return RandomStateError(
-        what,
+        message,
         expected="what RNG.state_dict() returned, of the same generators",
         found=found or "\n    ".join(problems),
     )
 
 
-def _generator(name: str, given: Any) -> _Generator:
-    """How to get and set the state of a generator of the user's. Raises `OptionError`."""
+def _user_generator(name: str, given: object) -> _Generator:
+    """Returns the interface to a generator of the user's. Raises `OptionError`."""
     if isinstance(given, torch.Generator):
-        made = _of_torch(given)
+        generator = _torch_generator(given)
     elif isinstance(given, np.random.RandomState):
-        made = _legacy(given)
+        generator = _numpy_legacy(given)
     elif isinstance(given, np.random.Generator | np.random.BitGenerator):
-        made = _of_numpy(given.bit_generator if isinstance(given, np.random.Generator) else given)
+        generator = _numpy_bits(given.bit_generator if isinstance(given, np.random.Generator) else given)
     elif isinstance(given, random.Random):
-        made = _Generator(given.getstate, given.setstate, _check_python)
+        generator = _Generator(given.getstate, given.setstate, _check_python)
     else:
         raise OptionError("no random generator", where=name, expected=_KINDS, found=f"a {type(given).__qualname__}")
     try:
-        made.check(made.get())
+        generator.check(generator.get())
     except Exception as error:
         raise OptionError(
             "a random generator whose state cannot be saved",
@@ -177,35 +192,32 @@ def _generator(name: str, given: Any) -> _Generator:
             expected=_KINDS,
             found=f"a {type(given).__qualname__}: {_first_line(error)}",
         ) from error
-    return made
+    return generator
 
 
 def _check_python(state: Any) -> None:
     trial = random.Random(0)
     trial.setstate(state)
-    # Python cuts off the upper bits of numbers that are too large, and takes anything for the number that is left over.
+    # setstate cuts off the upper bits of numbers that are too large, and takes any value for the cached Gaussian.
     if trial.getstate() != state or not isinstance(state[2], float | NoneType):
         raise ValueError("no state of random.Random")
 
 
-def _legacy(owner: Any) -> _Generator:
-    """A `RandomState`, or `numpy.random` itself, which is one."""
+def _numpy_legacy(owner: Any) -> _Generator:
+    """Returns the interface to a `RandomState`, or to `numpy.random` itself, which has the same methods."""
     get = partial(owner.get_state, legacy=False)
     return _Generator(get, owner.set_state, partial(_check_numpy, "$numpy.random.RandomState", get))
 
 
-def _of_numpy(bits: Any) -> _Generator:
+def _numpy_bits(bits: Any) -> _Generator:
     def get() -> Any:
         return bits.state
 
-    def put(state: Any) -> None:
-        bits.state = state
-
-    return _Generator(get, put, partial(_check_numpy, "$numpy.random.BitGenerator", get))
+    return _Generator(get, partial(setattr, bits, "state"), partial(_check_numpy, "$numpy.random.BitGenerator", get))
 
 
 def _check_numpy(tag: str, get: Callable[[], Any], state: Any) -> None:
-    # NumPy takes positions outside the state, and reads there. The codec does not.
+    # NumPy takes a position outside the state, and reads out of bounds there. The codec refuses it.
     fields = {"state": encode(state)}
     decode({tag: fields if tag.endswith("RandomState") else {**fields, "seed": None}})
     own = get()["bit_generator"]
@@ -213,32 +225,33 @@ def _check_numpy(tag: str, get: Callable[[], Any], state: Any) -> None:
         raise ValueError(f"the state is of {state['bit_generator']}, the generator is {own}")
 
 
-def _of_torch(generator: torch.Generator) -> _Generator:
-    def put(state: torch.Tensor) -> None:
-        generator.set_state(_bytes(state))
-
-    return _Generator(generator.get_state, put, partial(_check_torch, generator.device))
-
-
-def _devices() -> list[_Generator]:
-    """The generators of the CUDA devices."""
-    return [_device(index) for index in range(torch.cuda.device_count())]
-
-
-def _device(index: int) -> _Generator:
+def _torch_generator(generator: torch.Generator) -> _Generator:
     return _Generator(
-        partial(torch.cuda.get_rng_state, index),
-        lambda state: torch.cuda.set_rng_state(_bytes(state), index),
-        partial(_check_torch, torch.device("cuda", index)),
+        generator.get_state,
+        lambda state: generator.set_state(_state_bytes(state)),
+        partial(_check_torch, generator.device),
     )
 
 
-def _check_torch(device: torch.device, state: Any) -> None:
-    torch.Generator(device).set_state(_bytes(state))
+def _cuda_generators() -> list[_Generator]:
+    """Returns the generators of the CUDA devices, by device number."""
+
+    def of_device(index: int) -> _Generator:
+        return _Generator(
+            partial(torch.cuda.get_rng_state, index),
+            lambda state: torch.cuda.set_rng_state(_state_bytes(state), index),
+            partial(_check_torch, torch.device("cuda", index)),
+        )
+
+    return [of_device(index) for index in range(torch.cuda.device_count())]
 
 
-def _bytes(state: Any) -> torch.Tensor:
+def _check_torch(device: torch.device, state: object) -> None:
+    torch.Generator(device).set_state(_state_bytes(state))
+
+
+def _state_bytes(state: object) -> torch.Tensor:
     if not isinstance(state, torch.Tensor) or state.dtype != torch.uint8:
         raise ValueError("no state of a torch.Generator")
-    # Loading a checkpoint with a device for all of its tensors moves this one as well.
+    # Loading a checkpoint onto a device moves this tensor as well.
     return state.detach().cpu().contiguous()
