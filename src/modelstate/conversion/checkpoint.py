@@ -1,11 +1,10 @@
-"""`modelstate.convert_checkpoint`."""
+"""`modelstate.convert_checkpoint`: rewrites a checkpoint with other names, dtypes or another format, block by block."""
 
 import os
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 from functools import partial
 from time import perf_counter
-from typing import Any
 
 import torch
 from torch import nn
@@ -39,7 +38,7 @@ from modelstate.rules.rule import Entry, Rule, Value
 from modelstate.rules.schema import Schema, apply_rules, check_rules
 from modelstate.spec import Stored
 from modelstate.torch_compat.dtypes import floating_dtype
-from modelstate.torch_compat.private import unwrapped
+from modelstate.torch_compat.private import set_version_metadata, unwrapped
 from modelstate.transaction.slots import slots_of
 
 
@@ -58,48 +57,53 @@ def convert_checkpoint(
     overwrite: bool = True,
     lock_timeout_seconds: float = LOCK_TIMEOUT_SECONDS,
 ) -> SaveReport:
-    """Writes what any checkpoint holds as `modelstate.save` does, with no more of it in memory than is being written.
+    """Writes a checkpoint as `modelstate.save` does, holding only the tensors in memory that are being written.
 
-    Tied tensors stay tied, values that are no tensors are kept (but for placeholders of what was skipped as forbidden),
-    and so are torch's versions of modules and what the file says of itself. Tensors are read and cast in blocks of a
-    few megabytes, several at a time; what rules compute, and what is not stored in its own order, one tensor at a time.
-    Sparse tensors, and subclasses of tensors, are in memory all the time. Subclasses are not cast, which the report's
-    notes say; where they are quantized, `dtype=` is refused.
+    Tied tensors stay tied. Values that are not tensors are kept, except for placeholders of values that were skipped as
+    forbidden, and so are torch's version metadata and the metadata of the file. Tensors are read and cast in blocks of
+    a few megabytes, several at a time; tensors that rules compute, or that are not stored in the order of their
+    elements, are read whole, one at a time. Sparse tensors and tensor subclasses are in memory all the time.
+    Subclasses are not cast, which the notes of the report say; for quantized ones, `dtype=` is refused.
 
     Args:
-        source: what `modelstate.open` opens; or a `Checkpoint`.
-        path: where it is written to; it may be the source.
-        key: the part of it that is wanted ("model_state").
-        rules: changes of names and tensors, or a `Schema`. The names of what is written are flat then.
-        model: a model that what is written is for; it may be a skeleton, and is not changed. A `Fill` among the rules
-            needs it, for the names that are lacking, their shapes and dtypes, and their initialisation. What the model
-            initialises is in memory from the beginning.
-        dtype: what floating point tensors are cast to, those of an optimizer as well: `key=` leaves them out.
+        source: what `modelstate.open` opens, or a `Checkpoint`.
+        path: the path to write to; it may be the source.
+        key: the part of the source to convert ("model_state").
+        rules: changes of names and tensors, or a `Schema`. The names that are written are flat then.
+        model: the model that the result is for; it may be a skeleton, and is not changed. A `Fill` among the rules
+            needs it, for the missing names, their shapes and dtypes, and their initialisation. Tensors that the model
+            initialises are in memory from the beginning.
+        dtype: casts floating-point tensors, including those of an optimizer: `key=` leaves these out.
         format, shard_size_bytes, overwrite, lock_timeout_seconds: as in `modelstate.save`; the suffix of the path says
             the format. For a file of `torch.save` the tensors are put into a file beside the path first, which takes
             as much room on the disk again.
-        max_memory_bytes: the most that tensors may take in memory at once. Where it is small, fewer threads work.
+        max_memory_bytes: the most memory that tensors may take at once. If it is small, fewer threads work.
 
-    Raises what `modelstate.open` and `modelstate.save` raise; `RuleError` for rules that cannot be applied,
-    `SchemaError`, `CodecError` for a value that cannot be decoded here, `ReadFailedError`, and `MemoryBudgetError`
-    where one tensor takes more. Then what was at the path is as it was.
+    Returns a report of what was written.
+    Raises what `modelstate.open` and `modelstate.save` raise; `RuleError` for rules that cannot be applied;
+    `SchemaError`; `CodecError` for a value that cannot be decoded here; `ReadFailedError`; and `MemoryBudgetError` if
+    a single tensor takes more. On any error the path is as before.
+
+    Example:
+        >>> ms.convert_checkpoint("model.pt", "model.safetensors", dtype="bf16")
     """
     begin = perf_counter()
-    where = target_path(path)
-    chosen = check_options(where, format, shard_size_bytes, lock_timeout_seconds)
-    to = floating_dtype(dtype)
-    _check_budget(max_memory_bytes)
-    check_both(where, overwrite)
+    path = target_path(path)
+    checked_format = check_options(path, format, shard_size_bytes, lock_timeout_seconds)
+    cast = floating_dtype(dtype)
+    if max_memory_bytes is not None and not (type(max_memory_bytes) is int and max_memory_bytes > 0):
+        raise OptionError("max_memory_bytes= is a number of bytes", expected="1 or more", found=repr(max_memory_bytes))
+    check_both(path, overwrite)
     checkpoint = open_checkpoint(source, key=key)
     chain = rules.rules_for(checkpoint) if isinstance(rules, Schema) else check_rules(rules)
-    state = _by_rules(checkpoint, chain, to, model) if chain else streamed(checkpoint, to)
+    state = _changed_by_rules(checkpoint, chain, cast, model) if chain else streamed(checkpoint, cast)
     if isinstance(rules, Schema):
         state.schema = rules.version
     return write_state(
         state,
-        where,
+        path,
         begin,
-        format=chosen,
+        format=checked_format,
         shard_bytes=shard_size_bytes,
         overwrite=overwrite,
         max_memory_bytes=max_memory_bytes,
@@ -107,74 +111,69 @@ def convert_checkpoint(
     )
 
 
-def _check_budget(max_memory_bytes: object) -> None:
-    if max_memory_bytes is not None and not (type(max_memory_bytes) is int and max_memory_bytes > 0):
-        raise OptionError("max_memory_bytes= is a number of bytes", expected="1 or more", found=repr(max_memory_bytes))
-
-
-def _by_rules(
+def _changed_by_rules(
     checkpoint: Checkpoint, rules: Sequence[Rule], dtype: torch.dtype | None, model: nn.Module | None
 ) -> StateToWrite:
-    """The checkpoint as the rules change it, by names."""
+    """Returns the result of the rules on a checkpoint, by name."""
     computed: dict[Stored, Derived] = {}
     entries = {
         name: Entry(to_be_computed(stored, computed), (name,)) for name, stored in checkpoint.flat.tensors.items()
     }
-    values = {name: _value(checkpoint, name) for name in checkpoint.extra}
-    entries |= {name: Entry(Value(one), (name,)) for name, one in values.items() if not isinstance(one, Refused)}
-    applied = apply_rules(rules, entries, checkpoint.read, None if model is None else _places(model).before)
+    for name in checkpoint.extra:
+        try:
+            value = checkpoint.extra[name]
+        except CodecError as error:
+            value = DecodeFailure(error)  # a rule may leave it out
+        if not isinstance(value, Refused):
+            entries[name] = Entry(Value(value), (name,))
+    wanted = None
+    if model is not None:
+        model = unwrapped(check_model(model))
+        wanted = ModelSchemaView(slots_of(model), Initialisers(model)).before
+    applied = apply_rules(rules, entries, checkpoint.read, wanted)
     problems: list[Problem] = [*applied.problems, *(IdlePattern(rule, option="rules") for rule in applied.idle)]
     if problems:
         raise RuleError(
             f"the rules cannot be applied; nothing has been written\n{explain(problems)}", where=checkpoint.source
         )
-    making = LazyStateBuilder(checkpoint, dtype)
-    state = OrderedDict((name, _made(making, checkpoint, name, entry)) for name, entry in applied.entries.items())
+    builder = LazyStateBuilder(checkpoint, dtype)
+    state = OrderedDict((name, _to_write(builder, checkpoint, name, entry)) for name, entry in applied.entries.items())
     if checkpoint.versions is not None:
-        state._metadata = renamed_versions(checkpoint.versions, applied, rules)  # type: ignore[attr-defined]
-    return around(checkpoint, state, making)
+        set_version_metadata(state, renamed_versions(checkpoint.versions, applied, rules))
+    return around(checkpoint, state, builder)
 
 
-def _places(model: nn.Module) -> ModelSchemaView:
-    model = unwrapped(check_model(model))
-    return ModelSchemaView(slots_of(model), Initialisers(model))
-
-
-def _value(checkpoint: Checkpoint, name: str) -> Any:
-    try:
-        return checkpoint.extra[name]
-    except CodecError as error:
-        return DecodeFailure(error)  # a rule may leave it out
-
-
-def _made(making: LazyStateBuilder, checkpoint: Checkpoint, name: str, entry: Entry) -> Any:
+def _to_write(builder: LazyStateBuilder, checkpoint: Checkpoint, name: str, entry: Entry) -> object:
+    """Returns the value of an entry, or a tensor that is read and computed when it is written."""
     content = entry.content
     if isinstance(content, Value):
         if isinstance(content.value, DecodeFailure):
             raise content.value.error
         return allowed(content.value)
     if not isinstance(content, Derived):
-        return making.tensor(content, name)
+        return builder.tensor(content, name)
     if _is_initialised(content):
-        # Here and now: the model's code is not made for several threads, and draws its random numbers in order.
-        return making.tensor(values_of(content, checkpoint.read, making.on_cast(name)), name)
-    to = making.cast_of(content, name) or content.dtype
+        # Computed now: the model's code may not be thread-safe, and its random numbers must be drawn in order.
+        return builder.tensor(values_of(content, checkpoint.read, builder.on_cast(name)), name)
+    to = builder.cast_of(content, name) or content.dtype
     needed = content.scratch_bytes + content.result_bytes
-    on_cast = making.on_cast(name)
+    on_cast = builder.on_cast(name)
     values = partial(values_of, content, checkpoint.read, on_cast)
     return whole(to, content.shape, content, values, needed, _storages_of(content), on_cast)
 
 
 def _is_initialised(source: DerivedSource) -> bool:
-    """Whether code of a model makes a part of it."""
+    """Whether the model's own initialisation makes a part of it."""
     if not isinstance(source, Derived):
         return False
     return any(map(_is_initialised, source.parts)) if source.parts else not source.is_certain
 
 
 def _storages_of(source: DerivedSource) -> dict[object, int]:
-    parts = source.parts if isinstance(source, Derived) else ()
-    found = {} if isinstance(source, Derived) else dict(storages_of(source))
-    for part in parts:
-        found |= _storages_of(part)
-    return found
+    """Returns the bytes of the storages that a source reads, by storage."""
+    if not isinstance(source, Derived):
+        return dict(storages_of(source))
+    storages: dict[object, int] = {}
+    for part in source.parts:
+        storages |= _storages_of(part)
+    return storages

@@ -1,24 +1,23 @@
-"""Converting a module: another dtype, another device, or whatever a function makes of its tensors."""
+"""`modelstate.convert`: converts a live module to another dtype or device, or by a function of its tensors."""
 
 import time
 from collections.abc import Callable, Iterable
 from functools import partial
-from typing import Any
 
 import torch
 from torch import nn
 
 from modelstate.checkpoint.open import argument_order, is_module
-from modelstate.conversion.conversion import Conversion, overriding
+from modelstate.conversion.conversion import Conversion
 from modelstate.conversion.reference_keeping import replaced_apply
-from modelstate.conversion.tensors import GRADIENT, Made, Row, Target, To, step_of, takes_name
+from modelstate.conversion.tensors import GRADIENT, ByFunction, CastAndMove, Row, Target, step_of, takes_name
 from modelstate.errors import OptionError
 from modelstate.loading.options import check_budget_option, device_of
 from modelstate.loading.report import Described, Loaded, LoadReport
 from modelstate.problems import model_errors
 from modelstate.process import gc_paused
 from modelstate.torch_compat.dtypes import floating_dtype
-from modelstate.torch_compat.private import unwrapped
+from modelstate.torch_compat.private import has_custom_apply, unwrapped
 from modelstate.transaction.exclusive import exclusive
 from modelstate.transaction.optimizers import check_optimizers, following_state, left_behind, other_optimizers, placed
 from modelstate.transaction.slots import modules_of
@@ -35,33 +34,39 @@ def convert(
     empty: bool = False,
     max_memory_bytes: int | None = None,
 ) -> LoadReport:
-    """Changes what the parameters and buffers of a module are, and keeps who they are: all of them, or none.
+    """Converts the parameters and buffers of a module, and keeps them the same objects: all of them, or none.
 
-    What `module.to(dtype)`, `.to(device)`, `.bfloat16()`, `.cpu()` and `.to_empty(device=...)` do, and any function
-    of tensors. Afterwards every parameter and buffer is the object that it was, so that optimizers, ties, hooks and
-    weak references still have the live one; `requires_grad`, gradients (converted too), attributes and memory formats
-    are kept, and tensors that show common memory go on doing so. New tensors are made and checked before the first is
-    put in its place; on any error the module is what it was, bit for bit.
+    It does what `module.to(dtype)`, `.to(device)`, `.bfloat16()`, `.cpu()` and `.to_empty(device=...)` do, or what a
+    function of tensors does. Every parameter and buffer stays the same object, so that optimizers, ties, hooks and
+    weak references still have the live one. `requires_grad`, gradients (converted too), attributes and memory formats
+    are kept, and tensors that share memory still share it. New tensors are made and checked before the first one is
+    put in place; on any error the module is bit for bit as before.
 
     Args:
         module: the module; with everything below it.
-        dtype: for floating-point tensors. Integers and booleans stay what they are, and complex numbers do unless the
+        dtype: for floating-point tensors. Integers and booleans keep their dtype, and so do complex numbers unless the
             dtype is complex.
         device: for all tensors. From meta, which has no values, only with `empty`.
-        fn: called with each tensor, or with its name and the tensor where it takes two arguments; returns a new tensor
-            of the same shape, of any dtype or tensor subclass, or `modelstate.conversion.UNCHANGED`. It is called once
-            for a tied tensor. `dtype` and `device` apply to what it returns.
-        optimizers: their state follows, in dtype and device, what the parameters become; counters of steps stay where
-            the optimizer wants them, and `param_groups` is not touched. The report names those that have state and
-            were not passed.
+        fn: called with each tensor, or with its name and the tensor if it takes two arguments; returns a new tensor of
+            the same shape, of any dtype or tensor subclass, or `modelstate.conversion.UNCHANGED`. It is called once
+            for a tied tensor. `dtype` and `device` apply to its result.
+        optimizers: their state follows the parameters in dtype and device; step counters stay where the optimizer
+            wants them, and `param_groups` is not touched. The report names the optimizers that have state and were
+            not passed.
         empty: gives memory without values, as `to_empty` does.
-        max_memory_bytes: the most that it may take on top of the memory that the module has. Casts on the CPU free the
-            old tensors one by one as they go; for a device or a function, all new tensors are made beside the old ones.
+        max_memory_bytes: the most memory to use on top of the module's own. Casts on the CPU free the old tensors one
+            by one as they go; for a device or a function, all new tensors are made beside the old ones.
 
-    Raises `OptionError`, `TransformError` where the function raises or returns something unusable, `SwapError` where
-    an autograd graph that waits for backward, a reducer of distributed training or a view would go on with a tensor
-    as it was (it says who, and where), `PlacementError` for tensors on meta, `MemoryBudgetError`, and `ModelCodeError`
-    where an `_apply` of the model's own raises.
+    Returns a report with a step for each tensor.
+    Raises `OptionError`; `TransformError` if the function raises or returns something unusable; `SwapError` if an
+    autograd graph that waits for backward, a reducer of distributed training or a view would keep the old value of a
+    tensor (the error says which, and where); `PlacementError` for tensors on meta; `MemoryBudgetError`; and
+    `ModelCodeError` if an `_apply` of the model's own raises.
+
+    Example:
+        >>> report = modelstate.convert(model, torch.bfloat16, optimizers=[optimizer])
+        >>> report.references_lost
+        ()
     """
     started = time.perf_counter()
     if not isinstance(module, nn.Module):
@@ -75,58 +80,52 @@ def convert(
         before = placed((*checked, *others))
         conversion = Conversion(module, target, max_memory_bytes)
         try:
-            _record(conversion)
+            if any(map(has_custom_apply, conversion.modules)):
+                with replaced_apply(), model_errors("the model's own _apply", conversion.root):
+                    conversion.record()
+            else:
+                conversion.record()
             finals = {change.target: change.value for change in conversion.changes} if before else {}
             state = following_state(checked, finals, before, conversion.spend)
             behind = left_behind(others, finals, before)
-            conversion.commit(*(partial(one.__setitem__, key, value) for one, key, value in state))
+            conversion.commit(*(partial(values.__setitem__, key, value) for values, key, value in state))
         except BaseException:
             try:
                 conversion.rollback()
             finally:
                 conversion.rollback()
             raise
-        rows = [change.row for change in conversion.changes if change.way is not GRADIENT]
+        rows = [change.row for change in conversion.changes if change.placement is not GRADIENT]
         return _report(conversion, rows, behind, started)
-
-
-def _record(conversion: Conversion) -> None:
-    if not overriding(conversion.modules):
-        conversion.record()
-        return
-    with replaced_apply(), model_errors("the model's own _apply", conversion.root):
-        conversion.record()
-
-
-def _described(row: Row) -> Loaded:
-    return Loaded(step_of(row), 0.0)
 
 
 def _report(conversion: Conversion, rows: list[Row], behind: tuple[str, ...], started: float) -> LoadReport:
     return LoadReport(
         target=type(conversion.root).__name__,
         source="",
-        loaded=Described(rows, _described),
+        loaded=Described(rows, lambda row: Loaded(step_of(row), 0.0)),
         notes=(*conversion.notes, *(conversion.overflows.notes() if conversion.overflows is not None else ())),
         slots=len(conversion.slots.tensors),
         seconds=time.perf_counter() - started,
         peak_memory_bytes=conversion.peak_bytes,
         references_lost=conversion.references_lost(),
         left_behind=behind,
-        action=f"converted to {conversion.target.words}",
+        action=f"converted to {conversion.target.description}",
     )
 
 
-def _target(dtype: Any, device: Any, fn: Any, empty: bool) -> Target:
+def _target(dtype: torch.dtype | str | None, device: torch.device | str | None, fn: object, empty: bool) -> Target:
     dtype = floating_dtype(dtype, or_complex=True)
     if fn is not None and not callable(fn):
-        raise OptionError("fn= is called", expected="a function of a tensor, or of name and tensor", found=repr(fn))
+        raise OptionError(
+            "fn= takes a function", expected="a function of a tensor, or of name and tensor", found=repr(fn)
+        )
     if dtype is None and device is None and fn is None:
         raise OptionError("nothing to convert to", expected="dtype=, device= or fn=", found="none of them")
     if empty and fn is not None:
         raise OptionError("empty= keeps no values that fn= could be called with", remedy="give one of them")
-    place = device_of(device)
-    to = To(dtype, place, empty)
+    target_device = device_of(device)
+    cast = CastAndMove(dtype, target_device, empty)
     if fn is None:
-        return to
-    return Made(fn, takes_name(fn), None if dtype is None and place is None else to)
+        return cast
+    return ByFunction(fn, takes_name(fn), None if dtype is None and target_device is None else cast)

@@ -1,50 +1,56 @@
-"""`torch.nn.Module._apply` that keeps references, so that `.to()` on an unchanged model does."""
+"""A replacement of `torch.nn.Module._apply` that keeps references, so that `.to()`, `.half()` and their like do."""
 
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import TracebackType
-from typing import Any
 
 import torch
 from torch import nn
 
-from modelstate.conversion.conversion import Conversion, dispatch, running, stock_apply
+from modelstate.conversion.conversion import Conversion, apply_in_conversion, running_conversion
 from modelstate.process import fork_safe_lock, gc_paused
-from modelstate.torch_compat.private import is_fake, is_faking
+from modelstate.torch_compat.private import install_apply, is_fake, is_faking, stock_apply
 from modelstate.transaction.exclusive import exclusive
 
 Apply = Callable[[torch.Tensor], torch.Tensor]
 _conversions: list[int] = []
-"""The threads of those that are running."""
+"""The threads of the conversions that run now."""
 _switches: "list[reference_keeping]" = []
-"""In the order in which they were asked for, those of all threads."""
+"""The switches of all threads, in the order in which they were set. The last one counts."""
 
 
 class reference_keeping:
-    """Makes `.to()`, `.cpu()`, `.half()`, `.to_empty()` and all that stands on `nn.Module._apply` keep references.
+    """Makes `.to()`, `.cpu()`, `.half()`, `.to_empty()` and all that uses `nn.Module._apply` keep references.
 
-    `with modelstate.reference_keeping(): model.to(...)` does it for a while; calling it without `with` switches it on
-    for good, and `modelstate.reference_keeping(False)` off again, for all threads. What `modelstate.convert` promises
-    holds then: all or nothing, with parameters, buffers and ties the objects that they were. Errors of the conversion
-    itself (`torch` saying that there is no such device) come as torch raises them; that a tensor is held by a graph
-    that waits for backward, which torch finds out at the backward or never, raises `modelstate.errors.SwapError`.
+    Use it as a context manager for a part of a program, or call it to switch it on for all threads and for good;
+    `modelstate.reference_keeping(False)` switches it off again. What `modelstate.convert` promises holds meanwhile:
+    all or nothing, with parameters, buffers and ties the same objects as before. Errors of the conversion itself, such
+    as an unknown device, come as torch raises them. A tensor that is held by a graph that waits for backward raises
+    `modelstate.errors.SwapError`; torch finds that out at the backward, or never.
 
     `torch.__future__.set_overwrite_module_params_on_conversion` and `set_swap_module_params_on_conversion` have no
     effect meanwhile. Modules that are traced (within `FakeTensorMode`, or with tensors of one) are left to torch.
+
+    Args:
+        on: whether references are kept.
+
+    Example:
+        >>> with modelstate.reference_keeping():
+        ...     model.to(torch.bfloat16)
     """
 
     def __init__(self, on: bool = True) -> None:
-        self._on, self._waits = on, True
+        self._on, self._is_fresh = on, True
         with _lock:
             _switches.append(self)
             _install()
 
     def __enter__(self) -> None:
         with _lock:
-            if not self._waits:  # it is used again
+            if not self._is_fresh:  # the object is entered a second time
                 _switches.append(self)
-            self._waits = False
+            self._is_fresh = False
             _install()
 
     def __exit__(
@@ -58,13 +64,13 @@ class reference_keeping:
 
     @staticmethod
     def holds() -> bool:
-        """Whether references are kept now: what was asked for last, and not left since."""
+        """Whether references are kept now: the value of the last switch that has not been left."""
         return bool(_switches) and _switches[-1]._on
 
 
 @contextmanager
 def replaced_apply() -> Iterator[None]:
-    """While this lasts, torch's part of `_apply` comes back to the conversion that runs in the thread."""
+    """Makes torch's part of a module's own `_apply` run in the conversion of this thread."""
     thread = threading.get_ident()
     with _lock:
         _conversions.append(thread)
@@ -78,8 +84,7 @@ def replaced_apply() -> Iterator[None]:
 
 
 def _install() -> None:
-    wanted: Any = _apply if reference_keeping.holds() or _conversions else stock_apply
-    nn.Module._apply = wanted  # type: ignore[method-assign]
+    install_apply(_apply if reference_keeping.holds() or _conversions else stock_apply)
 
 
 def _in_child(thread: int) -> None:
@@ -91,10 +96,15 @@ _lock = fork_safe_lock(_in_child)
 
 
 def _apply(self: nn.Module, fn: Apply, recurse: bool = True) -> nn.Module:
-    if running(self) is not None or not reference_keeping.holds() or _has_fakes(self):
-        return dispatch(self, fn, recurse)
+    if (
+        running_conversion(self) is not None
+        or not reference_keeping.holds()
+        or is_faking()  # a traced module, whose tensors stand for others
+        or any(map(is_fake, (*self.parameters(), *self.buffers())))
+    ):
+        return apply_in_conversion(self, fn, recurse)
     with exclusive(self), gc_paused():
-        conversion = Conversion(self, _Given(fn))
+        conversion = Conversion(self, _TorchFunction(fn))
         try:
             conversion.record(recurse)
             conversion.commit()
@@ -107,17 +117,12 @@ def _apply(self: nn.Module, fn: Apply, recurse: bool = True) -> nn.Module:
     return self
 
 
-def _has_fakes(module: nn.Module) -> bool:
-    """Whether a module is being traced, where tensors stand for others."""
-    return is_faking() or any(map(is_fake, (*module.parameters(), *module.buffers())))
+class _TorchFunction:
+    """The target of a conversion by `Module.to` and its like: the function that they pass to `_apply`."""
 
-
-class _Given:
-    """What torch has been asked for, as a function."""
-
-    words = "what was asked for"
+    description = "what was asked for"
     cause = ""  # torch's own calls return no report
-    by_user = False
+    is_user_function = False
 
     def __init__(self, fn: Apply) -> None:
         self._fn = fn
@@ -128,5 +133,5 @@ class _Given:
     def grad(self, grad: torch.Tensor, new: torch.Tensor) -> torch.Tensor | None:
         return self._fn(grad)
 
-    def later(self, dtype: torch.dtype) -> torch.Tensor | None:
+    def deferred_cast(self, dtype: torch.dtype) -> torch.Tensor | None:
         return None

@@ -1,8 +1,12 @@
-"""The changes of a conversion: target of each tensor, what a function returned, and the write that does it."""
+"""The parts of a conversion: what each tensor becomes, and the write that puts the new tensor in place.
+
+A `Target` makes the new tensors: `CastAndMove` for a dtype and a device, `ByFunction` for a user's function. A `Change`
+is one new tensor with its placement.
+"""
 
 import inspect
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
 from types import FunctionType, ModuleType
@@ -15,286 +19,49 @@ from modelstate.errors import ModelStateError, PlacementError, SwapError, Transf
 from modelstate.planning.placement import COPYABLE
 from modelstate.planning.plan import Step, cast_text
 from modelstate.torch_compat.dtypes import Overflows, device_name, short
-from modelstate.torch_compat.plain import has_its_memory, is_dense, is_plain
-from modelstate.torch_compat.private import can_set_data, payload_of, slots_of_class, storage_owners
+from modelstate.torch_compat.plain import has_its_memory, is_plain
+from modelstate.torch_compat.private import can_set_data, payload_of, slots_of_class, write_count
 from modelstate.transaction.journal import Journal, Write
 from modelstate.transaction.object_snapshot import has_dispatch
 from modelstate.transaction.slots import Slot, same_values
 from modelstate.transaction.swap_tensors import become, give_grad, give_memory, point_to
 
-Way = tuple[str, str]
-"""A placement, and why it was chosen."""
-DATA = "data", "other memory under the same object"
-GRADIENT = "data", "its gradient alone"
-SUBCLASS = "swap", "a tensor subclass: its payload has to change with it"
-_LAYOUT = "swap", "a layout that has no data pointer to be changed"
-_MEMORY = "swap", "has no memory, or will have none"
-_CORE = "swap", "torch cannot change what it points to"
-
-
-Row = tuple[tuple[str, ...], str, Way, Any, torch.dtype, torch.dtype, torch.device, int]
-"""Names, kind, way, shape, old and new dtype, device, and bytes."""
-
-
-def way_of(tensor: torch.Tensor, value: torch.Tensor) -> Way:
-    """The cheapest placement of a new value that keeps every reference."""
-    if has_dispatch(tensor) or has_dispatch(value):
-        return SUBCLASS
-    if tensor.layout is not torch.strided or value.layout is not torch.strided or tensor.is_nested or value.is_nested:
-        return _LAYOUT
-    if torch.nn.parameter.is_lazy(tensor):
-        return DATA
-    if type(value) is not type(tensor) and not is_plain(value):
-        return SUBCLASS
-    if tensor.is_meta is not value.is_meta:
-        return _MEMORY
-    if tensor.is_inference() or _stops_training(tensor, value) or not can_set_data(tensor, value):
-        return _CORE
-    return DATA
-
-
-def _stops_training(tensor: torch.Tensor, value: torch.Tensor) -> bool:
-    """Whether a tensor that needs a gradient becomes one that cannot have any."""
-    return tensor.requires_grad and not (value.is_floating_point() or value.is_complex())
-
-
-class Change(Write):
-    """A tensor that becomes another one: the write that does it."""
-
-    __slots__ = ("grad", "held_grad", "overflows", "row", "slot", "waits", "way")
-
-    def __init__(
-        self,
-        slot: Slot,
-        value: torch.Tensor,
-        way: Way,
-        held_grad: torch.Tensor | None,
-        grad: torch.Tensor | None = None,
-        waits: bool = False,
-        row: Row | None = None,
-    ) -> None:
-        self.target, self.value, self.done = slot.tensor, value, False
-        self.slot, self.way = slot, way
-        self.held_grad, self.grad = held_grad, grad
-        """What the gradient becomes; None where there is none, or where it has no place any more."""
-        self.waits = waits
-        """Whether the value is a cast that is made when it is time; until then `value` has its dtype only."""
-        self.overflows: Overflows | None = None
-        """Counts what becomes infinite or NaN by a cast that waits."""
-        self.row: Row = row or _row(slot, value, way)
-
-    @property
-    def name(self) -> str:
-        return self.slot.names[0]
-
-    @property
-    def keeps_values(self) -> bool:
-        """Whether the tensor has the same dtype, device and values afterwards, in other memory: another memory format.
-
-        A graph that waits for backward goes on rightly then. It costs a comparison of all values.
-        """
-        tensor, value = self.target, self.value
-        if self.waits or (tensor.dtype, tensor.device) != (value.dtype, value.device) or tensor.is_meta:
-            return False
-        return same_values(tensor.detach(), value)
-
-    def run(self, journal: Journal | None) -> None:
-        tensor, value, grad = self.target, self.value, self.grad
-        if self.waits:
-            value = tensor.to(self.value.dtype)
-            if self.overflows is not None:
-                self.overflows.check(self.name, tensor, value)
-            if tensor.is_leaf and tensor.grad is not None:
-                grad = tensor.grad.to(self.value.dtype)
-        if self.way is GRADIENT:
-            if self.held_grad is None or grad is None:
-                return
-            undo = give_grad(tensor, self.held_grad, grad)
-        elif self.way is DATA:
-            if journal is None and self.held_grad is None:
-                tensor.data = value
-                return
-            undo = point_to(tensor, value, grad, held_grad=self.held_grad, undoable=journal is not None)
-        elif is_plain(tensor) and is_plain(value):
-            undo = give_memory(tensor, value)
-        else:
-            undo = become(tensor, value, grad)
-        if journal is not None:
-            journal.undo(undo)
-
-
-def _row(slot: Slot, value: torch.Tensor, way: Way) -> Row:
-    """What has to be known of a change before it is carried out, to describe it afterwards. It holds no tensor."""
-    tensor = slot.tensor
-    shape: Any = () if torch.nn.parameter.is_lazy(tensor) or tensor.is_nested else tensor.shape
-    return slot.names, slot.kind, way, shape, tensor.dtype, value.dtype, value.device, nbytes_of(tensor)
-
-
-def step_of(row: Row) -> Step:
-    """The description of a change."""
-    (name, *ties), kind, (placement, why), shape, old, new, device, nbytes = row
-    return Step(
-        name,
-        kind,
-        "",
-        placement,
-        why,
-        tuple(shape),
-        short(new),
-        cast_text(old, new),
-        device_name(device),
-        nbytes,
-        False,
-        tuple(ties),
-    )
-
-
-def carry_out(change: Change, journal: Journal) -> None:
-    try:
-        change.run(journal)
-    except ModelStateError:
-        raise
-    except (RuntimeError, TypeError) as error:
-        raise SwapError(
-            "torch cannot put the new tensor in the place of the old one; nothing has been changed",
-            where=change.name,
-            expected=f"something that a {type(change.target).__name__} can become",
-            found=f"{type(change.value).__name__}, {short(change.value.dtype)}: {error}",
-            remedy="replace the parameter by hand, and build the optimizer afterwards",
-        ) from error
-    change.done = True
-
-
-def nbytes_of(tensor: torch.Tensor) -> int:
-    """Bytes of a tensor's elements, or of its parts' where it is made of several."""
-    if is_plain(tensor) and not tensor.is_nested:
-        return 0 if tensor.is_meta else tensor.nbytes
-    if torch.nn.parameter.is_lazy(tensor) or tensor.is_meta:
-        return 0
-    return sum(part.numel() * part.itemsize for part in payload_of(tensor))
-
-
-def of_its_own(value: torch.Tensor) -> torch.Tensor:
-    """What a function returned, out of any graph, in memory that it has alone and that can be trained."""
-    value = value if value.is_leaf else value.detach()
-    if not is_plain(value) or value.is_nested or value.is_meta or (is_dense(value) and storage_owners(value) == 1):
-        return value
-    return value.clone(memory_format=torch.preserve_format if is_dense(value) else torch.contiguous_format)
-
-
-def is_referred_to(value: object) -> bool:
-    """Whether anything but the one variable of the caller refers to an object."""
-    return sys.getrefcount(value) > _ONE_VARIABLE
-
-
-def _count_one_variable() -> int:
-    value = object()
-    return _count(value)
-
-
-def _count(value: object) -> int:
-    return sys.getrefcount(value)
-
-
-_ONE_VARIABLE = _count_one_variable()
-
-
-def object_of_its_own(name: str, tensor: torch.Tensor, value: torch.Tensor, shared: bool) -> torch.Tensor:
-    """The value as an object that can take the place of `tensor`, which it does not hold itself.
-
-    Two objects are exchanged. So a value that others refer to (`shared`) would become the old tensor for them, and one
-    that holds the tensor, as `Wrapper(tensor)` does, would hold itself. Both get an alias of the value.
-
-    Raises `TransformError` where the alias holds the tensor, too.
-    """
-    if not shared and not _holds(value, tensor):
-        return value
-    try:
-        alias = value.detach()
-    except (NotImplementedError, RuntimeError, TypeError):  # a class that cannot be detached
-        alias = value
-    if alias is value or _holds(alias, tensor):
-        if not _holds(value, tensor):
-            return value
-        raise TransformError(
-            "the function returned a tensor that holds its input; nothing has been changed",
-            where=name,
-            expected="a tensor that is made of others",
-            found=f"a {type(value).__name__} that refers to the tensor itself",
-            remedy="make it of a copy: tensor.clone(), or of tensor.detach(), which shares the memory",
-        )
-    return alias
-
-
-def _holds(value: torch.Tensor, tensor: torch.Tensor) -> bool:
-    """Whether the attributes of a value lead to a tensor, through containers and plain objects."""
-    waiting: list[object] = [value]
-    seen: dict[int, object] = {}
-    while waiting:
-        found = waiting.pop()
-        if id(found) in seen or isinstance(found, _LEAVES):
-            continue
-        if found is tensor:
-            return True
-        seen[id(found)] = found
-        if isinstance(found, dict):
-            waiting += found.values()
-        elif isinstance(found, list | tuple | set | frozenset):
-            waiting += found
-        else:
-            waiting += getattr(found, "__dict__", {}).values()
-            waiting += [getattr(found, name, None) for name in slots_of_class(type(found))]
-    return False
-
-
-_LEAVES = (str, bytes, int, float, type(None), type, torch.dtype, torch.device, FunctionType, ModuleType, nn.Module)
-
-
-def parts_of(tensor: torch.Tensor) -> list[torch.Tensor]:
-    """The tensors that hold the values of one."""
-    if torch.nn.parameter.is_lazy(tensor):
-        return []
-    if tensor.layout is torch.sparse_coo:
-        return [tensor.detach()._values()]
-    if tensor.layout in (torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc):
-        return [tensor.detach().values()]
-    return payload_of(tensor)
-
-
 UNCHANGED: Any = type("Unchanged", (), {"__repr__": lambda _: "modelstate.conversion.UNCHANGED"})()
-"""What a function returns that is given to `modelstate.convert`, for a tensor that is to stay as it is."""
+"""Returned by the function of `modelstate.convert` for a tensor that stays as it is."""
 
 
 class Target(Protocol):
-    """What becomes of each tensor."""
+    """What each tensor becomes."""
 
     @property
-    def words(self) -> str:
-        """For a report: "bfloat16", "what quantize makes of it"."""
+    def description(self) -> str:
+        """The text for a report: "bfloat16", "what quantize makes of it"."""
 
     @property
     def cause(self) -> str:
-        """What makes infinite or NaN values, for a note; empty where they are not counted."""
+        """What makes infinite or NaN values, for a note; empty if they are not counted."""
 
     @property
-    def by_user(self) -> bool:
-        """Whether a function of the user's makes it, which may return anything; what torch does to tensors can be done
-        to the common memory of several as well."""
+    def is_user_function(self) -> bool:
+        """Whether a user's function makes the tensors, which may return anything. What torch makes of a tensor can be
+        made of the common memory of several tensors as well."""
 
     def make(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
-        """The new tensor, complete; the tensor itself where it stays as it is."""
+        """Returns the new tensor with its values; the tensor itself if it stays as it is."""
 
     def grad(self, grad: torch.Tensor, new: torch.Tensor) -> torch.Tensor | None:
-        """What becomes of the gradient of a tensor that becomes `new`; None where it has no place any more."""
+        """Returns the gradient for a tensor that becomes `new`; None if `new` cannot have it."""
 
-    def later(self, dtype: torch.dtype) -> torch.Tensor | None:
-        """What becomes of plain CPU tensors of a dtype, as an empty tensor, where that is a cast (or nothing), which is
-        certain to succeed as long as there is memory, and can be put off; else None."""
+    def deferred_cast(self, dtype: torch.dtype) -> torch.Tensor | None:
+        """Returns an empty tensor like the results for plain CPU tensors of a dtype, if these are casts, or nothing.
+
+        Such a cast can fail only for lack of memory, so it can be deferred to the commit. None for anything else.
+        """
 
 
 @dataclass(frozen=True, slots=True)
-class To:
-    """Another dtype for floats, another device, or both. `empty` says that values are not kept."""
+class CastAndMove:
+    """Another dtype for floating-point tensors, another device, or both. With `empty`, values are not kept."""
 
     dtype: torch.dtype | None = None
     device: torch.device | None = None
@@ -305,17 +72,17 @@ class To:
         return "" if self.empty else "a cast"
 
     @property
-    def by_user(self) -> bool:
+    def is_user_function(self) -> bool:
         return False
 
     @property
-    def words(self) -> str:
+    def description(self) -> str:
         dtype = f" {short(self.dtype)}" if self.dtype else ""
-        place = f" device {device_name(self.device)}" if self.device else ""
-        return f"{dtype}{' on' if dtype and place else ''}{place}".strip()
+        device = f" device {device_name(self.device)}" if self.device else ""
+        return f"{dtype}{' on' if dtype and device else ''}{device}".strip()
 
     def _dtype_of(self, dtype: torch.dtype) -> torch.dtype:
-        """Integers and booleans stay what they are, and so do complex numbers unless a complex dtype is asked for."""
+        """Returns the new dtype. Integers and booleans keep theirs, and so do complex numbers for a real dtype."""
         if self.dtype is None or not (dtype.is_floating_point or (dtype.is_complex and self.dtype.is_complex)):
             return dtype
         return self.dtype
@@ -346,7 +113,7 @@ class To:
             raise PlacementError(
                 "torch cannot convert this tensor; nothing has been changed",
                 where=name,
-                expected=self.words,
+                expected=self.description,
                 found=f"{short(tensor.dtype)} on {device_name(tensor.device)}: {error}",
                 remedy="give fn= for it, or another dtype",
             ) from error
@@ -356,26 +123,26 @@ class To:
             return None
         return grad.to(new.device, new.dtype if grad.is_floating_point() or grad.is_complex() else grad.dtype)
 
-    def later(self, dtype: torch.dtype) -> torch.Tensor | None:
+    def deferred_cast(self, dtype: torch.dtype) -> torch.Tensor | None:
         if self.empty or (self.device is not None and self.device.type != "cpu"):
             return None
         new = self._dtype_of(dtype)
-        return _stand_in(new) if new in COPYABLE and dtype in COPYABLE else None
+        return _empty_like_result(new) if new in COPYABLE and dtype in COPYABLE else None
 
 
 @cache
-def _stand_in(dtype: torch.dtype) -> torch.Tensor:
+def _empty_like_result(dtype: torch.dtype) -> torch.Tensor:
     with torch.inference_mode(False):
         return torch.empty(0, dtype=dtype, device="cpu")
 
 
 @dataclass(frozen=True, slots=True)
-class Made:
-    """What a function of the user's makes of a tensor, and then perhaps another dtype or device."""
+class ByFunction:
+    """The result of a user's function, with another dtype or device after that if `then` is given."""
 
-    function: Callable[..., Any]
+    function: Callable[..., object]
     by_name: bool
-    then: To | None
+    then: CastAndMove | None
 
     @property
     def cause(self) -> str:
@@ -383,11 +150,11 @@ class Made:
         return "fn= or the cast after it" if casts else "fn="
 
     @property
-    def by_user(self) -> bool:
+    def is_user_function(self) -> bool:
         return True
 
     @property
-    def words(self) -> str:
+    def description(self) -> str:
         return f"what {getattr(self.function, '__name__', 'the function')} makes of it"
 
     def make(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
@@ -395,7 +162,7 @@ class Made:
         return new if self.then is None else self.then.make(name, new)
 
     def _call(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
-        version = None if torch.nn.parameter.is_lazy(tensor) or tensor.is_inference() else tensor._version
+        writes = None if torch.nn.parameter.is_lazy(tensor) or tensor.is_inference() else write_count(tensor)
         try:
             new = self.function(name, tensor) if self.by_name else self.function(tensor)
         except ModelStateError:
@@ -407,12 +174,12 @@ class Made:
                 found=f"{type(error).__name__}: {error}",
                 remedy="see the traceback of the cause",
             ) from error
-        if version is not None and tensor._version != version:
+        if writes is not None and write_count(tensor) != writes:
             raise TransformError(
                 "the function has changed its input in place, which nothing can undo",
                 where=name,
                 expected="a new tensor",
-                found=f"{version} writes to it before, {tensor._version} after",
+                found=f"{writes} writes to it before, {write_count(tensor)} after",
                 remedy="let it work on a copy: tensor.clone()",
             )
         if new is UNCHANGED:
@@ -441,19 +208,246 @@ class Made:
             return None
         return grad.to(new.device, new.dtype)
 
-    def later(self, dtype: torch.dtype) -> torch.Tensor | None:
+    def deferred_cast(self, dtype: torch.dtype) -> torch.Tensor | None:
         return None
 
 
-def takes_name(function: Callable[..., Any]) -> bool:
-    """Whether a function is to be called with name and tensor: whether it has two parameters that have to be given."""
+def takes_name(function: Callable[..., object]) -> bool:
+    """Whether a function is called with name and tensor: whether it has two required positional parameters."""
     try:
         parameters = inspect.signature(function).parameters.values()
-    except (TypeError, ValueError):  # one of torch's own, which take a tensor
+    except (TypeError, ValueError):  # a builtin of torch, which takes a tensor
         return False
-    needed = [
-        one
-        for one in parameters
-        if one.default is one.empty and one.kind in (one.POSITIONAL_ONLY, one.POSITIONAL_OR_KEYWORD)
+    required = [
+        parameter
+        for parameter in parameters
+        if parameter.default is parameter.empty
+        and parameter.kind in (parameter.POSITIONAL_ONLY, parameter.POSITIONAL_OR_KEYWORD)
     ]
-    return len(needed) >= 2
+    return len(required) >= 2
+
+
+Placement = tuple[str, str]
+"""How a new tensor is put in place, and why so."""
+DATA = "data", "other memory under the same object"
+GRADIENT = "data", "its gradient alone"
+SUBCLASS = "swap", "a tensor subclass: its payload has to change with it"
+_LAYOUT = "swap", "a layout that has no data pointer to be changed"
+_MEMORY = "swap", "has no memory, or will have none"
+_CORE = "swap", "torch cannot change what it points to"
+
+
+def placement_of(tensor: torch.Tensor, value: torch.Tensor) -> Placement:
+    """Returns the cheapest placement of a new value that keeps every reference to the tensor."""
+    if has_dispatch(tensor) or has_dispatch(value):
+        return SUBCLASS
+    if tensor.layout is not torch.strided or value.layout is not torch.strided or tensor.is_nested or value.is_nested:
+        return _LAYOUT
+    if torch.nn.parameter.is_lazy(tensor):
+        return DATA
+    if type(value) is not type(tensor) and not is_plain(value):
+        return SUBCLASS
+    if tensor.is_meta is not value.is_meta:
+        return _MEMORY
+    loses_training = tensor.requires_grad and not (value.is_floating_point() or value.is_complex())
+    if tensor.is_inference() or loses_training or not can_set_data(tensor, value):
+        return _CORE
+    return DATA
+
+
+Row = tuple[tuple[str, ...], str, Placement, Sequence[int], torch.dtype, torch.dtype, torch.device, int]
+"""Names, kind, placement, shape, old and new dtype, device, and bytes: all that a report needs of a change.
+
+It holds no tensor, and is a plain tuple because one is made for every tensor.
+"""
+
+
+class Change(Write):
+    """A tensor that becomes another one: the write that puts the new one in place."""
+
+    __slots__ = ("deferred", "grad", "old_grad", "overflows", "placement", "row", "slot")
+
+    def __init__(
+        self,
+        slot: Slot,
+        value: torch.Tensor,
+        placement: Placement,
+        old_grad: torch.Tensor | None,
+        grad: torch.Tensor | None = None,
+        deferred: bool = False,
+        row: Row | None = None,
+    ) -> None:
+        self.target, self.value, self.done = slot.tensor, value, False
+        self.slot, self.placement = slot, placement
+        self.old_grad, self.grad = old_grad, grad
+        """The gradient before and after. `grad` is None if there is none, or if the new tensor cannot have it."""
+        self.deferred = deferred
+        """Whether the value is a cast that `run` makes; until then `value` only has its dtype."""
+        self.overflows: Overflows | None = None
+        """Counts values that become infinite or NaN in a deferred cast."""
+        self.row: Row = row or _row(slot, value, placement)
+
+    @property
+    def name(self) -> str:
+        return self.slot.names[0]
+
+    @property
+    def keeps_values(self) -> bool:
+        """Whether dtype, device and values stay the same, and only the memory changes, as for a memory format.
+
+        A graph that waits for backward stays right then. Finding out compares all values.
+        """
+        tensor, value = self.target, self.value
+        if self.deferred or (tensor.dtype, tensor.device) != (value.dtype, value.device) or tensor.is_meta:
+            return False
+        return same_values(tensor.detach(), value)
+
+    def run(self, journal: Journal | None) -> None:
+        tensor, value, grad = self.target, self.value, self.grad
+        if self.deferred:
+            value = tensor.to(self.value.dtype)
+            if self.overflows is not None:
+                self.overflows.check(self.name, tensor, value)
+            if tensor.is_leaf and tensor.grad is not None:
+                grad = tensor.grad.to(self.value.dtype)
+        if self.placement is GRADIENT:
+            if self.old_grad is None or grad is None:
+                return
+            undo = give_grad(tensor, self.old_grad, grad)
+        elif self.placement is DATA:
+            if journal is None and self.old_grad is None:
+                tensor.data = value
+                return
+            undo = point_to(tensor, value, grad, held_grad=self.old_grad, undoable=journal is not None)
+        elif is_plain(tensor) and is_plain(value):
+            undo = give_memory(tensor, value)
+        else:
+            undo = become(tensor, value, grad)
+        if journal is not None:
+            journal.undo(undo)
+
+
+def _row(slot: Slot, value: torch.Tensor, placement: Placement) -> Row:
+    tensor = slot.tensor
+    shape: Sequence[int] = () if torch.nn.parameter.is_lazy(tensor) or tensor.is_nested else tensor.shape
+    return slot.names, slot.kind, placement, shape, tensor.dtype, value.dtype, value.device, nbytes_of(tensor)
+
+
+def step_of(row: Row) -> Step:
+    """Returns the step of a report for a change."""
+    (name, *ties), kind, (placement, why), shape, old, new, device, nbytes = row
+    return Step(
+        name,
+        kind,
+        "",
+        placement,
+        why,
+        tuple(shape),
+        short(new),
+        cast_text(old, new),
+        device_name(device),
+        nbytes,
+        False,
+        tuple(ties),
+    )
+
+
+def carry_out(change: Change, journal: Journal) -> None:
+    """Runs a change with its undo in the journal. Raises `SwapError` if torch cannot put the new tensor in place."""
+    try:
+        change.run(journal)
+    except ModelStateError:
+        raise
+    except (RuntimeError, TypeError) as error:
+        raise SwapError(
+            "torch cannot put the new tensor in the place of the old one; nothing has been changed",
+            where=change.name,
+            expected=f"something that a {type(change.target).__name__} can become",
+            found=f"{type(change.value).__name__}, {short(change.value.dtype)}: {error}",
+            remedy="replace the parameter by hand, and build the optimizer afterwards",
+        ) from error
+    change.done = True
+
+
+def nbytes_of(tensor: torch.Tensor) -> int:
+    """Returns the bytes of a tensor's elements, or of its parts if it consists of several tensors."""
+    if is_plain(tensor) and not tensor.is_nested:
+        return 0 if tensor.is_meta else tensor.nbytes
+    if torch.nn.parameter.is_lazy(tensor) or tensor.is_meta:
+        return 0
+    return sum(part.numel() * part.itemsize for part in payload_of(tensor))
+
+
+def reference_count(value: object) -> int:
+    """Returns the references to an object, including those of this call."""
+    return sys.getrefcount(value)
+
+
+def _count_of_one_variable() -> int:
+    value = object()
+    return reference_count(value)
+
+
+ONE_VARIABLE = _count_of_one_variable()
+"""The `reference_count` of an object that only a local variable of the caller refers to."""
+
+
+def swappable(name: str, tensor: torch.Tensor, value: torch.Tensor, shared: bool) -> torch.Tensor:
+    """Returns the value as an object that can be swapped with `tensor`.
+
+    A swap exchanges two objects. A value that others refer to (`shared`) would become the old tensor for them, and a
+    value that holds the tensor, as `Wrapper(tensor)` does, would hold itself. In both cases an alias of the value is
+    returned. Raises `TransformError` if the alias holds the tensor, too.
+    """
+    if not shared and not _holds(value, tensor):
+        return value
+    try:
+        alias = value.detach()
+    except (NotImplementedError, RuntimeError, TypeError):  # a class that cannot be detached
+        alias = value
+    if alias is value or _holds(alias, tensor):
+        if not _holds(value, tensor):
+            return value
+        raise TransformError(
+            "the function returned a tensor that holds its input; nothing has been changed",
+            where=name,
+            expected="a tensor that is made of others",
+            found=f"a {type(value).__name__} that refers to the tensor itself",
+            remedy="make it of a copy: tensor.clone(), or of tensor.detach(), which shares the memory",
+        )
+    return alias
+
+
+def _holds(value: torch.Tensor, tensor: torch.Tensor) -> bool:
+    """Whether a tensor can be reached from the attributes of a value, through containers and plain objects."""
+    pending: list[object] = [value]
+    seen: dict[int, object] = {}
+    while pending:
+        item = pending.pop()
+        if id(item) in seen or isinstance(item, _LEAVES):
+            continue
+        if item is tensor:
+            return True
+        seen[id(item)] = item
+        if isinstance(item, dict):
+            pending += item.values()
+        elif isinstance(item, list | tuple | set | frozenset):
+            pending += item
+        else:
+            pending += getattr(item, "__dict__", {}).values()
+            pending += [getattr(item, name, None) for name in slots_of_class(type(item))]
+    return False
+
+
+_LEAVES = (str, bytes, int, float, type(None), type, torch.dtype, torch.device, FunctionType, ModuleType, nn.Module)
+
+
+def parts_of(tensor: torch.Tensor) -> list[torch.Tensor]:
+    """Returns the tensors that hold the values of a tensor."""
+    if torch.nn.parameter.is_lazy(tensor):
+        return []
+    if tensor.layout is torch.sparse_coo:
+        return [tensor.detach()._values()]
+    if tensor.layout in (torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc):
+        return [tensor.detach().values()]
+    return payload_of(tensor)

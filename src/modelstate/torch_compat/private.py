@@ -449,3 +449,27 @@ def arguments_of_node(node: Any) -> dict[str, Any] | None:
         return None
     defaults = {argument.name: argument.default_value for argument in schema.arguments}
     return {**defaults, **dict(zip(defaults, node.args, strict=False)), **node.kwargs}
+
+
+stock_apply: Callable[..., torch.nn.Module] = torch.nn.Module._apply
+"""torch's own `Module._apply`, also while another function is installed in its place."""
+
+
+def install_apply(function: Callable[..., torch.nn.Module]) -> None:
+    """Makes a function the `Module._apply` that `.to()`, `.half()` and their like call."""
+    torch.nn.Module._apply = function  # type: ignore[method-assign]
+
+
+def has_custom_apply(module: torch.nn.Module) -> bool:
+    """Whether the class of a module, or the module itself, overrides `Module._apply`."""
+    return type(module)._apply not in (torch.nn.Module._apply, stock_apply) or "_apply" in module.__dict__
+
+
+def call_apply(module: torch.nn.Module, function: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    """Calls the module's own `_apply`."""
+    module._apply(function)  # type: ignore[no-untyped-call]
+
+
+def write_count(tensor: torch.Tensor) -> int:
+    """The number of in-place writes to a tensor, which torch counts for autograd."""
+    return tensor._version
