@@ -91,7 +91,7 @@ def test_what_was_brought_in_is_what_is_put_in_place(path: Path, monkeypatch: py
 
     module, again = made("materialised"), []
     handle = ms.load(module, path, background=True)
-    assert eventually(handle.done)
+    assert eventually(lambda: handle.done)
     real = load_module.stage
 
     def spied(preparation: Any, progress: Any) -> None:
@@ -113,7 +113,7 @@ def test_maps_are_in_memory_when_they_are_shown(tmp_path: Path) -> None:
     with ms.skeleton():
         module = nn.Linear(2048, 2048, bias=False)
     handle = ms.load(module, path, background=True)
-    assert eventually(handle.done)
+    assert eventually(lambda: handle.done)
     assert shown_bytes(path) >= module.weight.nbytes
     handle.result()
     assert shown_bytes(path) >= module.weight.nbytes
@@ -151,7 +151,7 @@ def test_the_model_is_left_alone_until_the_result(path: Path, gate: Gate) -> Non
     assert not handle.done
     assert "coming in" in repr(handle)
     gate.opened.set()
-    assert eventually(handle.done)
+    assert eventually(lambda: handle.done)
     assert "ready" in repr(handle)
     assert whole(module) == before
     handle.result()
@@ -215,7 +215,7 @@ def test_the_models_code_counts_once(tmp_path: Path) -> None:
     torch.manual_seed(1)
     expected = torch.rand(1)
     torch.manual_seed(1)
-    assert eventually(handle.done)
+    assert eventually(lambda: handle.done)
     assert torch.equal(torch.rand(1), expected)
     report = handle.result()
     assert EVER == module.calls == [{"n": 1}]
@@ -267,7 +267,7 @@ def test_an_initialiser_draws_its_numbers_at_the_result(tmp_path: Path) -> None:
     torch.save(state, tmp_path / "model.pt")
     module = nn.Linear(3, 3)
     handle = ms.load(module, tmp_path / "model.pt", background=True, rules=[Fill("weight")])
-    assert eventually(handle.done)
+    assert eventually(lambda: handle.done)
     torch.manual_seed(3)
     handle.result()
     torch.manual_seed(3)

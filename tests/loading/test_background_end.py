@@ -101,7 +101,7 @@ def test_every_way_of_bringing_in_says_what_it_has_done_and_can_be_stopped(
     real = staged_module.StagedLoad.bring_in
     monkeypatch.setattr(staged_module.StagedLoad, "bring_in", lambda self, _: kept.append(self))
     handle = ms.load(made(target), path, background=True, **way)
-    assert eventually(handle.done)
+    assert eventually(lambda: handle.done)
     told: list[int] = []
 
     def stop(nbytes: int) -> None:
@@ -162,7 +162,7 @@ def test_what_was_brought_in_is_freed(end: str, tmp_path: Path) -> None:
     gc.collect()  # what an error of an earlier test has kept would be freed in the middle
     before = resident_bytes()
     handle: Any = ms.load(module, tmp_path / "model.pt", background=True)
-    assert eventually(handle.done)
+    assert eventually(lambda: handle.done)
     assert resident_bytes() - before > 60 << 20
     if end == "dropped":
         del handle

@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -95,7 +96,7 @@ def test_memory_of_a_mapping_that_the_model_has_come_to_hold() -> None:
         one, two = torch.ones(2, 2), torch.zeros(2, 2)
         kept.update({"0.weight": one, "1.weight": two})
         handle = ms.load(pair, {"0.weight": one, "1.weight": two}, background=True, transform=transform)
-        assert eventually(handle.done)
+        assert eventually(partial(getattr, handle, "done"))
         pair[0].weight.data, pair[1].weight.data = two, one
         handle.result()
         assert torch.equal(pair[0].weight, torch.ones(2, 2))
@@ -165,7 +166,7 @@ def test_a_file_that_changes_before_the_result(path: Path) -> None:
     module = made("materialised")
     before = whole(module)
     handle = ms.load(module, path, background=True)
-    assert eventually(handle.done)
+    assert eventually(lambda: handle.done)
     torch.save(other(Tied()), path)
     with pytest.raises(errors.ReadFailedError, match="has changed"):
         handle.result()
