@@ -219,7 +219,7 @@ def test_a_square_weight_that_could_be_either() -> None:
 @pytest.mark.parametrize(
     ("tensors", "said"),
     [
-        (matrices("lim"), "for 'lim.weight', which the base has not (but 'lin.weight')"),
+        (matrices("lim"), "for 'lim.weight', which the base lacks (but 'lin.weight')"),
         (matrices("lin", out=5), "does not fit"),
         (matrices("lin", rank=3), "rank 3"),
         (dict(list(matrices("lin").items())[:1]), "counterpart"),

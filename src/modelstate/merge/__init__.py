@@ -1,4 +1,4 @@
-"""Checkpoints that are computed from several others: LoRA adapters and averages."""
+"""Checkpoints that are computed from several others: merged LoRA adapters and averages."""
 
 from typing import TYPE_CHECKING
 

@@ -1,4 +1,7 @@
-"""The weighted average of checkpoints: model soups, averages over training, and sums of task vectors."""
+"""The weighted average of checkpoints: model soups, averages over training, and sums of task vectors.
+
+Opening an average computes nothing: each tensor is computed when it is read, chunk by chunk.
+"""
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
@@ -14,7 +17,7 @@ from modelstate.io.memory import empty_cpu
 from modelstate.spec import Combined, Stored, StoredTensor, bytes_key
 
 _CHUNK = 1 << 17
-"""Elements that are summed at once: their sums stay in the processor's cache."""
+"""Elements that are summed at once, so that the sums stay in the processor's cache."""
 _COMPUTED_IN = {
     torch.float16: torch.float32,
     torch.bfloat16: torch.float32,
@@ -23,8 +26,8 @@ _COMPUTED_IN = {
     torch.complex64: torch.complex128,
     torch.complex128: torch.complex128,
 }
-"""The sum is rounded to the dtype of the file once, at its end. What is not here, as float8 with its scales in other
-tensors, has no average of its own."""
+"""The dtype of a sum, which is rounded once at its end to the dtype of the file. A dtype that is not listed, such as
+float8 with its scales in other tensors, cannot be averaged."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,31 +35,40 @@ class Average(Combination):
     """The weighted average of checkpoints of one model, for `ms.open(sources, combine=ms.merge.Average(...))`.
 
     All checkpoints must have the same names, shapes and dtypes. float16 and bfloat16 are summed in float32, float32
-    and complex64 in double precision, and rounded once. A checkpoint whose weight is zero is left out of the sums, and
-    where only one is left with the weight 1, its tensors are taken as they are.
+    and complex64 in double precision, and rounded once. A checkpoint whose weight is zero is left out of the sums; if
+    only one is left, with the weight 1, its tensors are taken as they are.
 
     Method: "Model soups", Wortsman et al., arXiv:2203.05482; weights of other sums: "Editing Models with Task
     Arithmetic", Ilharco et al., arXiv:2212.04089.
+
+    Args:
+        weights: one finite number for each checkpoint. They are used as they are, and need not add up to 1. None for
+            equal parts.
+        others: the choice for tensors that are neither floating-point nor complex, and for values that are not
+            tensors. "equal" requires that all checkpoints agree, which is checked for tensors when they are read;
+            "first", "last" or an index takes them from that checkpoint.
+
+    Raises `OptionError` for anything else, and `CombineError` for weights that are not finite.
+
+    Example:
+        >>> average = ms.open(["a.safetensors", "b.safetensors"], combine=ms.merge.Average(weights=[0.7, 0.3]))
+        >>> ms.load(model, average)
     """
 
     weights: Sequence[float] | None = None
-    """One for each checkpoint, finite; they are used as they are, and need not add up to 1. None for equal parts."""
     others: str | int = "equal"
-    """What becomes of tensors that are neither floating-point nor complex, and of values that are no tensors: "equal"
-    demands that all checkpoints agree, which for tensors is checked when they are read; "first", "last" or an index
-    take them from that checkpoint."""
 
     def __post_init__(self) -> None:
         if self.weights is not None:
             try:
                 if isinstance(self.weights, str | bytes | Mapping) or any(
-                    isinstance(one, bool) for one in self.weights
+                    isinstance(weight, bool) for weight in self.weights
                 ):
                     raise TypeError
                 numbers = tuple(float(weight) for weight in self.weights)
             except (TypeError, ValueError, OverflowError) as error:
                 raise OptionError(
-                    "the weights of an average are no numbers",
+                    "the weights of an average are not numbers",
                     expected="one for each checkpoint",
                     found=repr(self.weights)[:200],
                 ) from error
@@ -70,7 +82,7 @@ class Average(Combination):
             )
 
     def merge(self, sources: Sequence[Checkpoint]) -> Merged:
-        """The averages, which are computed when they are wanted."""
+        """Returns the averages, which are computed when they are read."""
         weights = self._weights(sources)
         chosen = self._chosen(sources)
         differences = list(_differences(sources))
@@ -84,14 +96,14 @@ class Average(Combination):
             )
         if chosen is None:
             check_values(sources, in_all=True)
-        made: dict[object, Stored] = {}
+        averages: dict[object, Stored] = {}
         tensors: dict[str, Stored] = {}
         for name in sources[0]:
             parts = tuple(source.stored(name) for source in sources)
             keys = tuple(bytes_key(part, name) for part in parts)
-            if keys not in made:  # tied in all of them: one average, with all the names
-                made[keys] = self._averaged(name, parts, weights, chosen)
-            tensors[name] = made[keys]
+            if keys not in averages:  # names that are tied in all checkpoints share one average
+                averages[keys] = self._averaged(name, parts, weights, chosen)
+            tensors[name] = averages[keys]
         values = sources[chosen or 0].flat.values
         return Merged(FlatTree(tensors, dict(values), sources[0].flat.containers), versions_of(sources))
 
@@ -100,7 +112,7 @@ class Average(Combination):
             return (1 / len(sources),) * len(sources)
         if len(self.weights) != len(sources):
             raise CombineError(
-                "an average has not as many weights as checkpoints",
+                "an average needs one weight for each checkpoint",
                 where=where(sources),
                 expected=f"{len(sources)} weights",
                 found=f"{len(self.weights)}: {list(self.weights)}",
@@ -108,11 +120,11 @@ class Average(Combination):
         return tuple(self.weights)
 
     def _chosen(self, sources: Sequence[Checkpoint]) -> int | None:
-        """The index of the checkpoint that the other values are taken from."""
+        """Returns the index of the checkpoint that the other values are taken from; None if all must agree."""
         index = {"equal": None, "first": 0, "last": len(sources) - 1}.get(str(self.others), self.others)
         if isinstance(index, int) and not 0 <= index < len(sources):
             raise CombineError(
-                "others= names a checkpoint that is not there",
+                "others= is not the index of a checkpoint",
                 where=where(sources),
                 expected=f"an index below {len(sources)}",
                 found=index,
@@ -124,7 +136,7 @@ class Average(Combination):
         if dtype not in _COMPUTED_IN or not all(map(is_plain, parts)):
             if chosen is not None:
                 return parts[chosen]
-            return Combined(f"the same in {len(parts)}", dtype, shape, parts, lambda found: _same(name, found))
+            return Combined(f"the same in {len(parts)}", dtype, shape, parts, lambda tensors: _same(name, tensors))
         used = tuple((part, weight) for part, weight in zip(parts, weights, strict=True) if weight)
         if len(used) == 1 and used[0][1] == 1:
             return used[0][0]
@@ -141,7 +153,7 @@ class Average(Combination):
 
 
 def _ordered_bytes(part: Stored) -> int:
-    """Memory for the elements of a tensor in their order, where they lie in another one, or elsewhere."""
+    """Returns the bytes of a copy in the order of the elements, which a tensor in another order or place needs."""
     if isinstance(part, torch.Tensor):
         in_order = part.is_cpu and part.is_contiguous() and not part.is_conj() and not part.is_neg()
     else:
@@ -152,13 +164,13 @@ def _ordered_bytes(part: Stored) -> int:
 def _sum(
     tensors: Sequence[torch.Tensor], weights: Sequence[float], shape: tuple[int, ...], dtype: torch.dtype, keep: bool
 ) -> torch.Tensor:
-    """The weighted sum; with `keep`, an element that is the same in all stays what it is, whatever the rounding."""
+    """Returns the weighted sum. With `keep`, an element that is equal in all tensors is kept, without rounding."""
     wide = _COMPUTED_IN[dtype]
     out = empty_cpu(shape, dtype)
     flat = [tensor.detach().to("cpu").resolve_conj().resolve_neg().reshape(-1) for tensor in tensors]
-    into = out.view(-1)
-    scratch = empty_cpu((2, min(_CHUNK, into.numel())), wide)  # one for all chunks
-    for start in range(0, into.numel() if flat else 0, _CHUNK):
+    flat_out = out.view(-1)
+    scratch = empty_cpu((2, min(_CHUNK, flat_out.numel())), wide)  # reused by all chunks
+    for start in range(0, flat_out.numel() if flat else 0, _CHUNK):
         pieces = [tensor[start : start + _CHUNK] for tensor in flat]
         total, widened = scratch[:, : pieces[0].numel()]
         total.copy_(pieces[0]).mul_(weights[0])
@@ -169,15 +181,16 @@ def _sum(
             for piece in pieces[1:]:
                 same &= piece == pieces[0]
             total = torch.where(same, pieces[0], total)
-        into[start : start + _CHUNK].copy_(total)
+        flat_out[start : start + _CHUNK].copy_(total)
     return out
 
 
 def _same(name: str, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Returns the first tensor. Raises `CombineError` if another one differs."""
     differing = [index for index, tensor in enumerate(tensors) if not same_tensor(tensors[0], tensor)]
     if differing:
         raise CombineError(
-            "a tensor that has no average differs between the checkpoints",
+            "a tensor that cannot be averaged differs between the checkpoints",
             where=name,
             expected=f"the same {tensors[0].dtype} values in all",
             found=f"others than in the first in {', '.join(f'[{index}]' for index in differing)}",
@@ -187,7 +200,7 @@ def _same(name: str, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
 
 
 def _differences(sources: Sequence[Checkpoint]) -> Iterator[str]:
-    """In what the checkpoints are not of one model."""
+    """Yields the differences that show that the checkpoints are not of one model."""
     first = sources[0]
     for index, other in enumerate(sources[1:], 1):
         at = label(sources, index)

@@ -1,4 +1,4 @@
-"""LoRA adapters of peft, added to the weights of their base as these are read.
+"""LoRA adapters of peft, merged into the weights of their base when these are read.
 
 Method: "LoRA: Low-Rank Adaptation of Large Language Models", Hu et al., arXiv:2106.09685. The arithmetic is that of
 peft's `merge_and_unload`, step by step, so that the results are the same.
@@ -9,7 +9,7 @@ import math
 import os
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
 from typing import TypeGuard, TypeVar
@@ -25,230 +25,72 @@ from modelstate.io.memory import empty_cpu
 from modelstate.planning.matching import _MATRIX, _PREFIX, adapter_names
 from modelstate.spec import Combined, Stored, bytes_key
 
-NAME = "adapter_config.json"
+CONFIG_NAME = "adapter_config.json"
 _T = TypeVar("_T")
-_MAX_BYTES = 10_000_000
-_MAX_PATTERN = 500
-_NOT_MERGED = (
-    *("use_dora", "use_qalora", "use_bdlora", "layer_replication", "target_parameters", "trainable_token_indices"),
-    *("alora_invocation_tokens", "arrow_config", "velora_config", "monteclora_config", "megatron_config"),
-    *("corda_config", "lora_ga_config", "kasa_config"),
-)
-"""Settings by which an adapter is more than two matrices, or stands for another model than its base."""
-_CHANGE_THE_BASE = ("pissa", "olora", "corda", "lora_ga", "loftq")
-"""How `init_lora_weights` begins where the base had something taken off when the adapter was made, which is in no file
-of the adapter. peft computes it anew whenever it loads one."""
-
-
-@dataclass(frozen=True, slots=True)
-class AdapterConfig:
-    """How an adapter is scaled. The patterns are regular expressions for the ends of module paths."""
-
-    alpha: float | None = None
-    rank: int | None = None
-    alphas: Mapping[re.Pattern[str], float] = field(default_factory=dict)
-    ranks: Mapping[re.Pattern[str], int] = field(default_factory=dict)
-    by_root: bool = False
-    """Whether alpha is divided by the square root of the rank (rsLoRA, arXiv:2312.03732)."""
-    fan_in_fan_out: bool | None = None
-    modules_to_save: tuple[str, ...] = ()
-    """Modules that are replaced as a whole."""
-
-    def alpha_of(self, module: str) -> float | None:
-        return _by_pattern(self.alphas, module, self.alpha)
-
-    def rank_of(self, module: str) -> int | None:
-        return _by_pattern(self.ranks, module, self.rank)
-
-
-def _by_pattern(patterns: Mapping[re.Pattern[str], _T], module: str, otherwise: _T | None) -> _T | None:
-    """As peft finds it: the first pattern that is the end of the path."""
-    for pattern, value in patterns.items():
-        if pattern.match(module):
-            return value
-    return otherwise
-
-
-def config_beside(files: Sequence[str]) -> AdapterConfig | None:
-    """The configuration in the directory of an adapter's first file; None where there is none.
-
-    Raises `AdapterError` where it is damaged, or says that the adapter is of a kind that is not merged here.
-    """
-    if not files:
-        return None
-    path = os.path.join(os.path.dirname(files[0]), NAME)
-    try:
-        text = read_whole(path, _MAX_BYTES, "the adapter's configuration")
-    except (OpenError, ReadFailedError) as error:
-        if isinstance(error, SourceNotFoundError) and not os.path.islink(path):
-            return None
-        raise AdapterError(
-            "the adapter's configuration cannot be read",
-            where=path,
-            found=f"{error.what}: {error.found}".removesuffix(": "),
-            remedy=error.remedy,
-        ) from error
-    try:
-        return _checked(json.loads(text), path)
-    except (ValueError, RecursionError) as error:
-        if isinstance(error, AdapterError):
-            raise
-        raise AdapterError(
-            "the adapter's configuration is damaged",
-            where=path,
-            found=f"{type(error).__name__}: {error}",
-            remedy="copy it again; or remove it, and give ms.merge.LoRA(alpha=...)",
-        ) from error
-
-
-def _checked(found: object, path: str) -> AdapterConfig:
-    if not isinstance(found, dict):
-        raise ValueError(f"a {type(found).__name__} where an object should be")
-    kind = found.get("peft_type", "LORA")
-    unsupported = [name for name in _NOT_MERGED if found.get(name)]
-    if str(found.get("init_lora_weights")).startswith(_CHANGE_THE_BASE):
-        unsupported.append("init_lora_weights")
-    if kind != "LORA" or unsupported:
-        raise AdapterError(
-            "an adapter of this kind is not merged here",
-            where=path,
-            expected='peft_type "LORA", with none of its variants',
-            found=f"peft_type {kind!r}"
-            if kind != "LORA"
-            else ", ".join(f"{name}: {found[name]!r}" for name in unsupported),
-            remedy="merge it with peft: PeftModel.merge_and_unload()"
-            + (
-                ", or save it for the untouched base: save_pretrained(path_initial_model_for_weight_conversion=...)"
-                if unsupported == ["init_lora_weights"]
-                else ""
-            ),
-        )
-    modules = found.get("modules_to_save") or []
-    if not isinstance(modules, list) or not all(isinstance(name, str) for name in modules):
-        raise ValueError("modules_to_save is no list of names")
-    return AdapterConfig(
-        alpha=_alpha(found.get("lora_alpha")),
-        rank=_rank(found.get("r")),
-        alphas=_patterns(found.get("alpha_pattern") or {}, _alpha),
-        ranks=_patterns(found.get("rank_pattern") or {}, _rank),
-        by_root=_flag(found, "use_rslora"),
-        fan_in_fan_out=_flag(found, "fan_in_fan_out") if "fan_in_fan_out" in found else None,
-        modules_to_save=tuple(modules),
-    )
-
-
-def _patterns(found: object, checked: Callable[[object], _T | None]) -> dict[re.Pattern[str], _T]:
-    """What stands for modules by patterns, each of which is compiled once."""
-    if not isinstance(found, dict):
-        raise ValueError("a pattern that is no object")
-    patterns = {}
-    for pattern, given in found.items():
-        value = checked(given)
-        if value is None:
-            raise ValueError(f"the pattern {pattern[:80]!r} has no value")
-        patterns[_compiled(pattern)] = value
-    return patterns
-
-
-def _alpha(value: object) -> float | None:
-    if value is None:
-        return None
-    if not is_finite_number(value):
-        raise ValueError(f"an alpha of {str(value)[:80]}")
-    return float(value)
-
-
-def is_finite_number(value: object) -> TypeGuard[float]:
-    """Whether a value is a number, and no boolean, that fits a float."""
-    try:
-        return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
-    except OverflowError:  # an int of hundreds of digits
-        return False
-
-
-def _rank(value: object) -> int | None:
-    if value is None:
-        return None
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise ValueError(f"a rank of {value!r}")
-    return value
-
-
-def _flag(found: Mapping[str, object], name: str) -> bool:
-    value = found.get(name, False)
-    if value is not None and not isinstance(value, bool):
-        raise ValueError(f"{name} is {value!r}")
-    return bool(value)
-
-
-def _compiled(pattern: str) -> re.Pattern[str]:
-    """As peft has it, for the ends of module paths.
-
-    Refuses expressions that could take for ever, which the file of a stranger may have.
-    """
-    repeats = sum(pattern.count(sign) for sign in "*+{")
-    if len(pattern) > _MAX_PATTERN or repeats > 3 or re.search(r"\)[*+{?]", pattern) or re.search(r"\\\d", pattern):
-        raise ValueError(f"the pattern {pattern[:80]!r} is not read: it could take very long to match")
-    try:
-        return re.compile(rf"(.*\.)?({pattern})$")
-    except re.error as error:
-        raise ValueError(f"the pattern {pattern[:80]!r} is no regular expression: {error}") from error
-
-
 _SAVED = re.compile(r"\.modules_to_save(\.[^.]+)?(?=\.)")
 _ORIGINAL = ".original_module."
 _CONV = {3: torch.nn.functional.conv1d, 4: torch.nn.functional.conv2d, 5: torch.nn.functional.conv3d}
 _CONV_COPIES = 2
-"""Of what a convolution computes: it lays its result out in ways of its own before it returns it."""
+"""Copies of its result that a convolution makes: it computes in another memory layout before it returns."""
 _HALF = (torch.float16, torch.bfloat16)
 _CHUNK = 1 << 18
-"""Elements that are added at once: where dtypes differ, torch widens both sides before it adds them."""
+"""Elements that are added at once: if dtypes differ, torch widens both sides before it adds them."""
 _MOST_SUGGESTED = 3
-"""Names are compared with all of the base's to find one that is nearly the same, which takes long."""
+"""Problems that suggest a similar name: finding it compares a name with all names of the base, which is slow."""
 
 
 @dataclass(frozen=True, slots=True)
 class LoRA(Combination):
     """A base with its adapters merged, for `ms.open([base, adapter, ...], combine=ms.merge.LoRA())`.
 
-    Each weight W that an adapter has matrices A and B for becomes W + alpha / r * B @ A, for linear layers,
+    Each weight W for which an adapter has matrices A and B becomes W + alpha / r * B @ A, for linear layers,
     embeddings, `Conv1D` of transformers and convolutions, in the base's dtype. Biases and `modules_to_save` of an
-    adapter take the place of the base's. Several adapters are added one after the other. `alpha`, `r`, their overrides
-    for single modules and the scaling of rsLoRA are read from the `adapter_config.json` beside an adapter; what is
-    given here counts instead, for all adapters and modules. DoRA and other variants are refused.
+    adapter replace those of the base. Several adapters are added one after the other. `alpha`, `r`, their overrides
+    for single modules and the scaling of rsLoRA are read from the `adapter_config.json` beside an adapter; arguments
+    replace them, for all adapters and modules. DoRA and other variants are refused.
 
     A matrix that is added to a tied weight of the base changes all its names, as it does in a live model.
+
+    Args:
+        alpha: the factor of the product, before it is divided by the rank.
+        rank: the rank that all matrices must have; None takes it from their shapes.
+        rslora: whether alpha is divided by the square root of the rank instead.
+        fan_in_fan_out: whether square weights have their inputs first, as in `Conv1D`; or a bool for each glob pattern
+            of modules, the first that matches. Other shapes are unambiguous. None decides for square weights by the
+            other weights and by the adapter's configuration; if these contradict each other, it is required.
+
+    Raises `OptionError` for anything else.
+
+    Example:
+        >>> merged = ms.open(["base.safetensors", "adapter_model.safetensors"], combine=ms.merge.LoRA())
+        >>> ms.load(model, merged)
     """
 
     alpha: float | None = None
-    """What the product is multiplied with, before it is divided by the rank."""
     rank: int | None = None
-    """The rank that all matrices must have; None takes it from their shapes."""
     rslora: bool | None = None
-    """Whether alpha is divided by the square root of the rank instead."""
     fan_in_fan_out: bool | Mapping[str, bool] | None = None
-    """Whether square weights have their inputs first, as `Conv1D` has them; or that by glob patterns of modules, of
-    which the first that matches counts. Other shapes tell by themselves, and None takes square ones for what these and
-    the adapter's configuration say; where they differ, it has to be said here."""
 
     def __post_init__(self) -> None:
         alpha, rank, flips = self.alpha, self.rank, self.fan_in_fan_out
         if alpha is not None and not is_finite_number(alpha):
-            raise OptionError("alpha= is no finite number", found=repr(alpha)[:80])
+            raise OptionError("alpha= is not a finite number", found=repr(alpha)[:80])
         if rank is not None and (isinstance(rank, bool) or not isinstance(rank, int) or rank < 1):
-            raise OptionError("rank= is no positive integer", found=repr(rank)[:80])
+            raise OptionError("rank= is not a positive integer", found=repr(rank)[:80])
         if not isinstance(self.rslora, bool | None):
             raise OptionError("rslora= is neither True nor False", found=repr(self.rslora))
-        said = flips.values() if isinstance(flips, Mapping) else [flips]
-        if not all(isinstance(one, bool | None) for one in said) or (isinstance(flips, Mapping) and None in said):
+        values = flips.values() if isinstance(flips, Mapping) else [flips]
+        if not all(isinstance(value, bool | None) for value in values) or (
+            isinstance(flips, Mapping) and None in values
+        ):
             raise OptionError(
-                "fan_in_fan_out= says neither True nor False",
+                "fan_in_fan_out= is neither True nor False",
                 expected="one, or one for each pattern",
                 found=repr(flips),
             )
 
     def merge(self, sources: Sequence[Checkpoint]) -> Merged:
-        """The weights of the base, with what is added to them when they are wanted."""
+        """Returns the weights of the base, to which the products of the adapters are added when they are read."""
         base = sources[0]
         if adapter_names(base):
             raise AdapterError(
@@ -275,16 +117,16 @@ class LoRA(Combination):
         deltas: dict[str, list[_Delta]] = {}
         replaced: dict[str, tuple[int, Stored]] = {}
         for index, adapter in enumerate(sources[1:], 1):
-            reading = _Adapter(base, adapter, label(sources, index), self._config(adapter), self)
-            reading.read()
-            problems += reading.problems
-            for name, stored in reading.replaced.items():
+            reader = _AdapterReader(base, adapter, label(sources, index), self._config(adapter), self)
+            reader.read()
+            problems += reader.problems
+            for name, stored in reader.replaced.items():
                 if name in replaced:
                     problems.append(f"{name!r} is replaced by {label(sources, index)} and by [{replaced[name][0]}]")
                 if name in deltas:
                     problems.append(f"{name!r} is replaced by {label(sources, index)}, after something is added to it")
                 replaced[name] = index, stored
-            for delta in reading.deltas:
+            for delta in reader.deltas:
                 deltas.setdefault(delta.name, []).append(delta)
         if problems:
             raise AdapterError(
@@ -293,118 +135,111 @@ class LoRA(Combination):
                 found=listed(problems, most=12, between="; "),
                 remedy="open the base that the adapter was trained for; its names may need the prefix of a wrapper",
             )
-        tensors = _added(base, deltas, {name: stored for name, (_, stored) in replaced.items()})
+        tensors = _merged_tensors(base, deltas, {name: stored for name, (_, stored) in replaced.items()})
         for name, (_, stored) in replaced.items():
             like = base.get(name)
             if name not in deltas:
                 tensors[name] = stored if like is None or like.dtype == stored.dtype else _cast(stored, like.dtype)
         return Merged(FlatTree(tensors, dict(base.flat.values), base.flat.containers), versions_of([base]))
 
-    def _config(self, adapter: Checkpoint) -> AdapterConfig:
-        found = config_beside(adapter.files) or AdapterConfig()
-        return AdapterConfig(
-            alpha=found.alpha if self.alpha is None else self.alpha,
-            rank=found.rank,
-            alphas=found.alphas if self.alpha is None else {},
-            ranks=found.ranks,
-            by_root=found.by_root if self.rslora is None else self.rslora,
-            fan_in_fan_out=found.fan_in_fan_out,
-            modules_to_save=found.modules_to_save,
-        )
+    def _config(self, adapter: Checkpoint) -> "AdapterConfig":
+        config = config_beside(adapter.files) or AdapterConfig()
+        if self.alpha is not None:
+            config = replace(config, alpha=self.alpha, alphas={})
+        return config if self.rslora is None else replace(config, by_root=self.rslora)
 
 
 @dataclass(frozen=True, slots=True)
 class _Delta:
-    """What is added to one tensor of the base."""
+    """What an adapter adds to one tensor of the base."""
 
     name: str
     layout: str
-    """"linear", "transposed", "embedding", "conv", or "bias", which is one tensor and no product."""
+    """"linear", "transposed", "embedding", "conv", or "bias", which is one tensor instead of a product."""
     factors: tuple[Stored, ...]
-    """A and B."""
+    """A and B, or the bias."""
     scaling: float
 
-    def of(self, factors: Sequence[torch.Tensor], dtype: torch.dtype) -> torch.Tensor:
-        """What is added to a weight of `dtype`, from A and B, in the dtype that peft computes with."""
-        wide = [one.detach().cpu().to(_computed_in(dtype)) for one in factors]
+    def compute(self, factors: Sequence[torch.Tensor], dtype: torch.dtype) -> torch.Tensor:
+        """Computes what is added to a weight of `dtype`, from A and B, in the dtype that peft computes with."""
+        wide = [factor.detach().cpu().to(_computed_in(dtype)) for factor in factors]
         if self.layout == "bias":
             return wide[0] * self.scaling
         a, b = wide
-        if self.layout == "conv":
-            product = _convolved(a, b)
+        if self.layout == "conv" and a.dim() == 4 and a.shape[2:] == (1, 1):
+            product = (b.squeeze(3).squeeze(2) @ a.squeeze(3).squeeze(2)).unsqueeze(2).unsqueeze(3)
+        elif self.layout == "conv":
+            product = _CONV[a.dim()](a.transpose(0, 1), b).transpose(0, 1)
         else:
             product = torch.mm(b, a, out=empty_cpu((b.shape[0], a.shape[1]), a.dtype))
         return (product.T if self.layout in ("embedding", "transposed") else product).mul_(self.scaling)
 
     def scratch_bytes(self, shape: Sequence[int], dtype: torch.dtype) -> int:
-        """Memory for what is added to a weight like that, and for what is cast on the way."""
+        """Returns the memory for what is added to a weight like that, and for the casts on the way."""
         itemsize, whole = _computed_in(dtype).itemsize, math.prod(shape)
-        cast = sum(math.prod(one.shape) for one in self.factors)
+        cast = sum(math.prod(factor.shape) for factor in self.factors)
         copies = _CONV_COPIES if self.layout == "conv" else 1
         return itemsize * (copies * whole + cast) + 3 * 8 * min(_CHUNK, whole)
 
 
 def _computed_in(dtype: torch.dtype) -> torch.dtype:
-    """peft keeps an adapter in the dtype of its base, but never in half precision."""
+    """Returns the dtype that peft keeps an adapter in: that of its base, but float32 instead of half precision."""
     return torch.float32 if dtype in _HALF else dtype
 
 
 def _add(total: torch.Tensor, added: torch.Tensor, *, rounded: bool) -> None:
-    """Adds to a weight, part by part; `rounded` to the weight's dtype before."""
+    """Adds to a weight, chunk by chunk; with `rounded`, what is added is rounded to the weight's dtype before."""
     rows = max(_CHUNK * len(total) // max(total.numel(), 1), 1)
     for start in range(0, len(total), rows):
-        some = added[start : start + rows]
-        total[start : start + rows] += some.to(total.dtype) if rounded else some
+        chunk = added[start : start + rows]
+        total[start : start + rows] += chunk.to(total.dtype) if rounded else chunk
 
 
-def _convolved(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-    if a.dim() == 4 and a.shape[2:] == (1, 1):
-        return (b.squeeze(3).squeeze(2) @ a.squeeze(3).squeeze(2)).unsqueeze(2).unsqueeze(3)
-    return _CONV[a.dim()](a.transpose(0, 1), b).transpose(0, 1)
+class _AdapterReader:
+    """Matches an adapter's tensors with those of the base, and gathers the problems."""
 
-
-class _Adapter:
-    """An adapter's tensors, each with its place in the base; or what is wrong with it."""
-
-    def __init__(self, base: Checkpoint, adapter: Checkpoint, label: str, config: AdapterConfig, asked: LoRA) -> None:
+    def __init__(
+        self, base: Checkpoint, adapter: Checkpoint, label: str, config: "AdapterConfig", options: LoRA
+    ) -> None:
         self.base, self.adapter, self.label, self.config = base, adapter, label, config
-        self.rank, self.asked = asked.rank, asked.fan_in_fan_out
+        self.rank, self.fan_in_fan_out = options.rank, options.fan_in_fan_out
         self.flips_square: bool | None = False
         self.problems: list[str] = []
         self.deltas: list[_Delta] = []
         self.replaced: dict[str, Stored] = {}
-        """By their names in the base."""
+        """The tensors that replace those of the base, by their names in the base."""
 
     def read(self) -> None:
         matrices: dict[str, dict[str, str]] = {}
         adapters: set[str] = set()
-        twice: list[tuple[str, str]] = []
+        duplicates: list[tuple[str, str]] = []
         for full in self.adapter:
             name = full.removeprefix(_PREFIX)
             match = _MATRIX.match(name)
             if match is None:
                 self._replacement(full, name.replace(".base_layer.", "."))
                 continue
-            adapter, kind = _kind(match["kind"], match["rest"])
+            adapter, kind = _adapter_and_kind(match["kind"], match["rest"])
             adapters.add(adapter)
             if (other := matrices.setdefault(match["module"], {}).setdefault(kind, full)) != full:
-                twice.append((full, other))
+                duplicates.append((full, other))
         if len(adapters) > 1:
             self.problems.append(f"{self.label} holds several adapters: {listed(sorted(adapters))}")
             return
-        for full, other in twice:
+        for full, other in duplicates:
             self._problem(full, f"is another matrix for the same as {other!r}")
         self.flips_square = self._flips_square(matrices)
         for module, names in matrices.items():
-            self._matrices(module, names)
+            self._read_matrices(module, names)
 
     def _flips_square(self, matrices: dict[str, dict[str, str]]) -> bool | None:
-        """Whether square weights have their inputs first, as those of `Conv1D` do; None where that is not clear.
+        """Whether square weights have their inputs first, as those of `Conv1D` do; None if that is ambiguous.
 
-        peft sees the class of the module, and writes down that of the last one; here the other weights tell too.
+        peft knows the class of each module, and its configuration only records that of the last one; so the shapes of
+        the other weights count here as well.
         """
-        if isinstance(self.asked, bool):
-            return self.asked
+        if isinstance(self.fan_in_fan_out, bool):
+            return self.fan_in_fan_out
         seen = set()
         for module, names in matrices.items():
             spec = self.base.get(f"{module}.weight")
@@ -417,14 +252,14 @@ class _Adapter:
         return (True in seen) if len(seen) < 2 else None
 
     def _flips(self, module: str) -> bool | None:
-        """Whether a square weight has its inputs first; None where that is not clear."""
-        said = self.asked.items() if isinstance(self.asked, Mapping) else ()
-        return next((flips for pattern, flips in said if fnmatchcase(module, pattern)), self.flips_square)
+        """Whether a square weight has its inputs first; None if that is ambiguous."""
+        patterns = self.fan_in_fan_out.items() if isinstance(self.fan_in_fan_out, Mapping) else ()
+        return next((flips for pattern, flips in patterns if fnmatchcase(module, pattern)), self.flips_square)
 
-    def _matrices(self, module: str, names: dict[str, str]) -> None:
+    def _read_matrices(self, module: str, names: dict[str, str]) -> None:
         embedding = names.keys() == {"embedding_A", "embedding_B"}
         if not embedding and not {"A", "B"} <= names.keys() <= {"A", "B", "B.bias"}:
-            self._problem(next(iter(names.values())), f"has not its counterpart: there are {', '.join(sorted(names))}")
+            self._problem(next(iter(names.values())), f"lacks its counterpart: there are {', '.join(sorted(names))}")
             return
         first, second = (names[f"embedding_{kind}" if embedding else kind] for kind in "AB")
         a, b = self.adapter[first], self.adapter[second]
@@ -450,11 +285,12 @@ class _Adapter:
             self._problem(first, f"of shape {a.shape}, with B of {b.shape}, does not fit {weight!r} of shape {shape}")
             return
         rank = a.shape[0]
-        wanted = {found for found in (self.rank, self.config.rank_of(module)) if found is not None}
-        if wanted - {rank}:
-            self._problem(first, f"has rank {rank}, and rank {sorted(wanted)} was said")
+        ranks = (self.rank, _by_pattern(self.config.ranks, module, self.config.rank))
+        expected = {rank for rank in ranks if rank is not None}
+        if expected - {rank}:
+            self._problem(first, f"has rank {rank}, and rank {sorted(expected)} is expected")
             return
-        alpha = self.config.alpha_of(module)
+        alpha = _by_pattern(self.config.alphas, module, self.config.alpha)
         if alpha is None:
             self._problem(first, "comes without adapter_config.json: give ms.merge.LoRA(alpha=...)")
             return
@@ -469,46 +305,48 @@ class _Adapter:
 
     def _add(self, name: str, layout: str, factors: tuple[str, ...], scaling: float) -> None:
         stored = tuple(self.adapter.stored(factor) for factor in factors)
-        for full, one in ((name, self.base.stored(name)), *zip(factors, stored, strict=True)):
-            if not (one.dtype.is_floating_point and one.dtype.itemsize > 1 and is_plain(one)):
-                self._problem(full, f"is {one.dtype}, to which nothing can be added")
+        for full, tensor in ((name, self.base.stored(name)), *zip(factors, stored, strict=True)):
+            if not (tensor.dtype.is_floating_point and tensor.dtype.itemsize > 1 and is_plain(tensor)):
+                self._problem(full, f"is {tensor.dtype}, to which nothing can be added")
                 return
         self.deltas.append(_Delta(name, layout, stored, scaling))
 
     def _replacement(self, full: str, name: str) -> None:
-        """Takes a tensor that stands for one of the base."""
+        """Records a tensor that replaces one of the base."""
         if _ORIGINAL in name:
-            return  # what the base had there when the adapter was made
+            return  # the base's tensor at the time when the adapter was made
         plain = {_SAVED.sub(r"\1", name), _SAVED.sub("", name)}  # with and without the adapter's name
         if len(plain) > 1 or plain != {name}:
             # The same tensor may be there by its plain name too.
-            name = next((one for one in sorted(plain) if one in self.base), _SAVED.sub("", name))
+            name = next((candidate for candidate in sorted(plain) if candidate in self.base), _SAVED.sub("", name))
             if _PREFIX + name in self.adapter or name in self.replaced:
                 return
         module = f".{name.rpartition('.')[0]}."
-        if any(f".{one}." in module for one in self.config.modules_to_save) or self._base_name(name, full) is not None:
+        is_saved = any(f".{saved}." in module for saved in self.config.modules_to_save)
+        if is_saved or self._base_name(name, full) is not None:
             self.replaced[name] = self.adapter.stored(full)
 
     def _base_name(self, name: str, full: str) -> str | None:
+        """Returns the name if the base has it; otherwise records a problem with the tensor `full`."""
         if name in self.base:
             return name
         near = get_close_matches(name, self.base, n=1) if len(self.problems) < _MOST_SUGGESTED else []
-        self._problem(full, f"is for {name!r}, which the base has not" + (f" (but {near[0]!r})" if near else ""))
+        self._problem(full, f"is for {name!r}, which the base lacks" + (f" (but {near[0]!r})" if near else ""))
         return None
 
     def _problem(self, full: str, what: str) -> None:
         self.problems.append(f"{full!r} of {self.label} {what}")
 
 
-def _kind(kind: str, rest: str | None) -> tuple[str, str]:
-    """The adapter's name, empty where it is not in the file, and the kind of tensor."""
+def _adapter_and_kind(kind: str, rest: str | None) -> tuple[str, str]:
+    """Returns the adapter's name, empty if it is not in the file, and the kind of the tensor."""
     parts = (rest or "").split(".")
     last = parts.pop() if parts[-1] in ("weight", "bias", "") else ""
     return ".".join(parts), f"{kind}.bias" if last == "bias" else kind
 
 
 def _layout(weight: tuple[int, ...], a: tuple[int, ...], b: tuple[int, ...], embedding: bool) -> str | None:
-    """How B @ A becomes what is added to a weight; None where it cannot."""
+    """Returns how B @ A fits a weight; None if it does not."""
     if len(a) < 2 or len(a) != len(b) or a[0] != b[1] or not a[0]:
         return None
     if len(a) in _CONV:
@@ -523,30 +361,34 @@ def _layout(weight: tuple[int, ...], a: tuple[int, ...], b: tuple[int, ...], emb
     return "transposed" if across else "linear"
 
 
-def _added(base: Checkpoint, deltas: dict[str, list[_Delta]], replaced: Mapping[str, Stored]) -> dict[str, Stored]:
-    """The tensors of the base; those that something is added to are computed, once for all names of a tied one."""
+def _merged_tensors(
+    base: Checkpoint, deltas: dict[str, list[_Delta]], replaced: Mapping[str, Stored]
+) -> dict[str, Stored]:
+    """Returns the tensors of the base. A tied tensor that something is added to is computed once for all its names."""
     keys = {name: bytes_key(stored, name) for name, stored in base.flat.tensors.items()}
     tied: dict[object, list[_Delta]] = {}
-    for name, found in deltas.items():
-        tied.setdefault(keys[name], []).extend(found)
-    made = {}
-    for key, found in tied.items():
-        names = [delta.name for delta in found]
+    for name, of_name in deltas.items():
+        tied.setdefault(keys[name], []).extend(of_name)
+    merged = {}
+    for key, of_tensor in tied.items():
+        names = [delta.name for delta in of_tensor]
         weight = base.stored(names[0])
-        made[key] = _merged(next((replaced[name] for name in names if name in replaced), weight), weight.dtype, found)
-    return {name: made.get(keys[name], stored) for name, stored in base.flat.tensors.items()}
+        replacement = next((replaced[name] for name in names if name in replaced), weight)
+        merged[key] = _merged(replacement, weight.dtype, of_tensor)
+    return {name: merged.get(keys[name], stored) for name, stored in base.flat.tensors.items()}
 
 
 def _merged(weight: Stored, dtype: torch.dtype, deltas: Sequence[_Delta]) -> Combined:
+    """Returns a weight with everything that is added to it, to be computed when it is read."""
+
     def build(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
         merged = empty_cpu(weight.shape, dtype).copy_(tensors[0].detach())
-        at = 1
+        start = 1
         for delta in deltas:
-            # peft rounds what it adds to an embedding.
-            added = delta.of(tensors[at : at + len(delta.factors)], dtype)
-            _add(merged, added, rounded=delta.layout == "embedding")
-            at += len(delta.factors)
-            del added
+            added = delta.compute(tensors[start : start + len(delta.factors)], dtype)
+            _add(merged, added, rounded=delta.layout == "embedding")  # as peft does for an embedding
+            start += len(delta.factors)
+            del added  # frees the memory before the next one is computed
         return merged
 
     factors = tuple(factor for delta in deltas for factor in delta.factors)
@@ -556,3 +398,166 @@ def _merged(weight: Stored, dtype: torch.dtype, deltas: Sequence[_Delta]) -> Com
 
 def _cast(stored: Stored, dtype: torch.dtype) -> Combined:
     return Combined(str(dtype), dtype, tuple(stored.shape), (stored,), lambda tensors: tensors[0].to(dtype))
+
+
+_MAX_BYTES = 10_000_000
+_MAX_PATTERN = 500
+_NOT_MERGED = (
+    *("use_dora", "use_qalora", "use_bdlora", "layer_replication", "target_parameters", "trainable_token_indices"),
+    *("alora_invocation_tokens", "arrow_config", "velora_config", "monteclora_config", "megatron_config"),
+    *("corda_config", "lora_ga_config", "kasa_config"),
+)
+"""Settings of adapters that are more than two matrices, or that are for another model than their base."""
+_CHANGE_THE_BASE = ("pissa", "olora", "corda", "lora_ga", "loftq")
+"""Prefixes of `init_lora_weights` that subtract something from the base when the adapter is made. It is in no file of
+the adapter; peft computes it again when it loads one."""
+
+
+@dataclass(frozen=True, slots=True)
+class AdapterConfig:
+    """The scaling of an adapter. The patterns are regular expressions that match the ends of module paths."""
+
+    alpha: float | None = None
+    rank: int | None = None
+    alphas: Mapping[re.Pattern[str], float] = field(default_factory=dict)
+    ranks: Mapping[re.Pattern[str], int] = field(default_factory=dict)
+    by_root: bool = False
+    """Whether alpha is divided by the square root of the rank (rsLoRA, arXiv:2312.03732)."""
+    fan_in_fan_out: bool | None = None
+    modules_to_save: tuple[str, ...] = ()
+    """Modules that the adapter replaces as a whole."""
+
+
+def _by_pattern(patterns: Mapping[re.Pattern[str], _T], module: str, default: _T | None) -> _T | None:
+    """Returns the value of the first pattern that matches the end of the path, as peft does."""
+    for pattern, value in patterns.items():
+        if pattern.match(module):
+            return value
+    return default
+
+
+def config_beside(files: Sequence[str]) -> AdapterConfig | None:
+    """Reads the configuration in the directory of an adapter's first file; None if there is none.
+
+    Raises `AdapterError` if it is damaged, or if the adapter is of a kind that is not merged here.
+    """
+    if not files:
+        return None
+    path = os.path.join(os.path.dirname(files[0]), CONFIG_NAME)
+    try:
+        text = read_whole(path, _MAX_BYTES, "the adapter's configuration")
+    except (OpenError, ReadFailedError) as error:
+        if isinstance(error, SourceNotFoundError) and not os.path.islink(path):
+            return None
+        raise AdapterError(
+            "the adapter's configuration cannot be read",
+            where=path,
+            found=f"{error.what}: {error.found}".removesuffix(": "),
+            remedy=error.remedy,
+        ) from error
+    try:
+        return _checked(json.loads(text), path)
+    except (ValueError, RecursionError) as error:
+        if isinstance(error, AdapterError):
+            raise
+        raise AdapterError(
+            "the adapter's configuration is damaged",
+            where=path,
+            found=f"{type(error).__name__}: {error}",
+            remedy="copy it again; or remove it, and give ms.merge.LoRA(alpha=...)",
+        ) from error
+
+
+def _checked(content: object, path: str) -> AdapterConfig:
+    """Returns the configuration in the content of its file. Raises `ValueError` if it is damaged."""
+    if not isinstance(content, dict):
+        raise ValueError(f"a {type(content).__name__} where an object should be")
+    kind = content.get("peft_type", "LORA")
+    unsupported = [name for name in _NOT_MERGED if content.get(name)]
+    if str(content.get("init_lora_weights")).startswith(_CHANGE_THE_BASE):
+        unsupported.append("init_lora_weights")
+    if kind != "LORA" or unsupported:
+        raise AdapterError(
+            "an adapter of this kind is not merged here",
+            where=path,
+            expected='peft_type "LORA", with none of its variants',
+            found=f"peft_type {kind!r}"
+            if kind != "LORA"
+            else ", ".join(f"{name}: {content[name]!r}" for name in unsupported),
+            remedy="merge it with peft: PeftModel.merge_and_unload()"
+            + (
+                ", or save it for the untouched base: save_pretrained(path_initial_model_for_weight_conversion=...)"
+                if unsupported == ["init_lora_weights"]
+                else ""
+            ),
+        )
+    modules = content.get("modules_to_save") or []
+    if not isinstance(modules, list) or not all(isinstance(name, str) for name in modules):
+        raise ValueError("modules_to_save is not a list of names")
+    return AdapterConfig(
+        alpha=_alpha(content.get("lora_alpha")),
+        rank=_rank(content.get("r")),
+        alphas=_patterns(content.get("alpha_pattern") or {}, _alpha),
+        ranks=_patterns(content.get("rank_pattern") or {}, _rank),
+        by_root=_flag(content, "use_rslora"),
+        fan_in_fan_out=_flag(content, "fan_in_fan_out") if "fan_in_fan_out" in content else None,
+        modules_to_save=tuple(modules),
+    )
+
+
+def _patterns(values: object, check: Callable[[object], _T | None]) -> dict[re.Pattern[str], _T]:
+    """Returns the checked values by their compiled patterns."""
+    if not isinstance(values, dict):
+        raise ValueError("a pattern that is not an object")
+    patterns = {}
+    for pattern, unchecked in values.items():
+        value = check(unchecked)
+        if value is None:
+            raise ValueError(f"the pattern {pattern[:80]!r} has no value")
+        patterns[_compiled(pattern)] = value
+    return patterns
+
+
+def _alpha(value: object) -> float | None:
+    if value is None:
+        return None
+    if not is_finite_number(value):
+        raise ValueError(f"an alpha of {str(value)[:80]}")
+    return float(value)
+
+
+def is_finite_number(value: object) -> TypeGuard[float]:
+    """Whether a value is a finite number that fits a float; a bool is not a number here."""
+    try:
+        return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    except OverflowError:  # an int of hundreds of digits
+        return False
+
+
+def _rank(value: object) -> int | None:
+    if value is None:
+        return None
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise ValueError(f"a rank of {value!r}")
+    return value
+
+
+def _flag(content: Mapping[str, object], name: str) -> bool:
+    value = content.get(name, False)
+    if value is not None and not isinstance(value, bool):
+        raise ValueError(f"{name} is {value!r}")
+    return bool(value)
+
+
+def _compiled(pattern: str) -> re.Pattern[str]:
+    """Compiles a pattern for the ends of module paths, as peft does.
+
+    Refuses expressions that could take very long to match, because the file may come from an untrusted source.
+    """
+    repeats = sum(pattern.count(sign) for sign in "*+{")
+    if len(pattern) > _MAX_PATTERN or repeats > 3 or re.search(r"\)[*+{?]", pattern) or re.search(r"\\\d", pattern):
+        raise ValueError(f"the pattern {pattern[:80]!r} is not read: it could take very long to match")
+    try:
+        return re.compile(rf"(.*\.)?({pattern})$")
+    except re.error as error:
+        raise ValueError(f"the pattern {pattern[:80]!r} is not a regular expression: {error}") from error
