@@ -1,121 +1,121 @@
-"""Every error of modelstate.
+"""The errors and warnings of modelstate.
 
 A message says what is wrong and where, what was expected, what was found, and what to do next. The same facts are
-fields of the error, so that a program need not parse the text. Whatever raises leaves files and models as they were.
+fields of the error, so that a program need not parse the text. A call that raises leaves files and models unchanged.
 
 ModelStateError
 ├── OpenError                         a source that cannot be opened as a checkpoint
 │   ├── SourceNotFoundError           (FileNotFoundError)
 │   ├── SourceAccessError             (PermissionError)
-│   ├── SourceTypeError               (TypeError) neither a path nor a mapping, or a URL that nothing here reads
+│   ├── SourceTypeError               (TypeError) neither a path nor a mapping, or a URL of an unknown scheme
 │   ├── EmptyFileError                (ValueError)
-│   ├── UnknownFormatError            (ValueError) the content is no checkpoint format
+│   ├── UnknownFormatError            (ValueError) the content is not of a known format
 │   │   ├── LfsPointerError           a Git LFS pointer in place of the file
 │   │   ├── HtmlPageError             a web page in place of the file
 │   │   └── NotACheckpointError       a known file of another kind: TorchScript, plain pickle, GGUF, ...
-│   ├── NoCheckpointError             (FileNotFoundError) a directory without one
-│   ├── AmbiguousDirectoryError       (ValueError) a directory with several
+│   ├── NoCheckpointError             (FileNotFoundError) a directory without a checkpoint
+│   ├── AmbiguousDirectoryError       (ValueError) a directory with several checkpoints
 │   ├── TruncatedFileError            (EOFError) fewer bytes than the file itself announces
 │   ├── HeaderLengthError             (ValueError) safetensors: length beyond the file
 │   ├── HeaderTooLargeError           (ValueError) safetensors: above 100 MB
-│   ├── HeaderSyntaxError             (ValueError) safetensors: not the JSON it must be
-│   ├── DuplicateNameError            (ValueError) one name twice in a file, or in two shards
+│   ├── HeaderSyntaxError             (ValueError) safetensors: not JSON of the expected form
+│   ├── DuplicateNameError            (ValueError) a name twice in a file, or in two shards
 │   ├── UnknownDtypeError             (ValueError)
 │   ├── TensorRangeError              (ValueError) a tensor's bytes overlap, leave holes or leave the file
 │   ├── TensorSizeError               (ValueError) shape times dtype is not the size of the range, or overflows
 │   ├── ArchiveError                  (ValueError) a damaged zip container
 │   │   ├── MissingRecordError
 │   │   ├── CompressedRecordError
-│   │   ├── RecordSizeError           sizes that lie
+│   │   ├── RecordSizeError           sizes that contradict each other or the file
 │   │   └── UnsafePathError           a path that leaves the archive, or a shard outside its directory
 │   ├── PickleError                   (ValueError) a damaged pickle
 │   ├── ForbiddenGlobalError          (ValueError) a pickle that asks for more than is allowed
 │   ├── UnsupportedTensorError        (NotImplementedError) quantized tensors and the like, by name
-│   ├── ManifestError                 (ValueError) what `modelstate.save` has put into the file is damaged
-│   │   └── NewerManifestError        it comes from a newer version
-│   ├── ShardIndexError               (ValueError) an index that is not what it must be
+│   ├── ManifestError                 (ValueError) the manifest of `modelstate.save` is damaged
+│   │   └── NewerManifestError        written by a newer version
+│   ├── ShardIndexError               (ValueError) a damaged shard index
 │   ├── MissingShardError             (FileNotFoundError)
 │   └── CombineError                  (ValueError) checkpoints that cannot be combined
 │       └── AdapterError              an adapter that does not fit its base
 ├── TensorNotFoundError               (KeyError)
 ├── KeyNotFoundError                  (KeyError) `key=` selects nothing
-├── AmbiguousKeyError                 (ValueError) several state dicts, and none stands out
+├── AmbiguousKeyError                 (ValueError) several state dicts that fit equally well
 ├── ReadFailedError                   (OSError) an I/O error or a short read while tensors were read
 ├── ReadTargetError                   (ValueError) `read_into` a tensor that does not fit
-├── ChecksumError                     (ValueError) bytes that are not what their checksum says, or have none
-├── OptionError                       (TypeError) an argument that means nothing
-├── TensorSpecError                   (TypeError, AttributeError) a description of a tensor is used as the tensor
-├── PackageError                      (ImportError) a package that is needed and is not there
+├── ChecksumError                     (ValueError) bytes that do not match their checksum, or have none
+├── OptionError                       (TypeError) an invalid argument
+├── TensorSpecError                   (TypeError, AttributeError) a `TensorSpec` is used as a tensor
+├── PackageError                      (ImportError) a package that is needed is not installed
 ├── BufferNameError                   (KeyError) a name that a module cannot take for a lazy buffer
 ├── RuleError                         (ValueError) a rule that cannot be applied
-├── SchemaError                       (ValueError) a checkpoint whose version a schema does not know
+├── SchemaError                       (ValueError) a checkpoint whose version is unknown
 ├── OptimizerStateError               (ValueError) the state of an optimizer that does not fit
-├── RandomStateError                  (ValueError) a state that random generators do not take
+├── RandomStateError                  (ValueError) a state that random generators reject
 ├── StoreError                        a store of checkpoints
-│   ├── StepNotFoundError             (KeyError) a step, or an object in it, that is not there
-│   ├── StepExistsError               (FileExistsError) a step that is there already
-│   ├── DamagedCheckpointError        (ValueError) a checkpoint that is not what was saved
+│   ├── StepNotFoundError             (KeyError) a step, or an object in it, that does not exist
+│   ├── StepExistsError               (FileExistsError) a step that exists already
+│   ├── DamagedCheckpointError        (ValueError) a checkpoint that differs from what was saved
 │   ├── ForeignCheckpointError        (ValueError) a checkpoint of another store, or of another step
-│   ├── SaveTimeoutError              (TimeoutError) a save in the background that is not done in time
-│   ├── StoreLockedError              (RuntimeError) a store that somebody else writes to
-│   └── StoreAccessError              (OSError) a store's directory that cannot be written to, or has no locks
+│   ├── SaveTimeoutError              (TimeoutError) a background save that is not done in time
+│   ├── StoreLockedError              (RuntimeError) a store that another process writes to
+│   └── StoreAccessError              (OSError) a store's directory that is not writable, or has no locks
 │       └── StoreMovedError           it was renamed, removed or replaced while the store was in use
 ├── PlanError                         (RuntimeError) a plan that has problems; see `.problems`
 ├── ObjectsError                      objects whose state cannot be saved or restored together
-│   ├── MissingObjectError            (KeyError) an object that nothing was saved for
-│   ├── UnexpectedObjectError         (KeyError) something was saved for an object that is not there
-│   ├── ObjectKindError               (TypeError) an object of another kind than what was saved
-│   └── ObjectStateError              (RuntimeError) code of an object raised when its state was taken or given
-├── StalePlanError                    (RuntimeError) the model is no longer what was planned for
-├── LoadCancelledError                (RuntimeError) the result of a load in the background that was cancelled
-├── LoadTimeoutError                  (TimeoutError) a load in the background that is not done in time
+│   ├── MissingObjectError            (KeyError) an object without saved state
+│   ├── UnexpectedObjectError         (KeyError) saved state without an object
+│   ├── ObjectKindError               (TypeError) an object of another kind than the saved one
+│   └── ObjectStateError              (RuntimeError) an object's code raised while its state was saved or loaded
+├── StalePlanError                    (RuntimeError) the model or checkpoint has changed since it was planned
+├── LoadCancelledError                (RuntimeError) a background load that was cancelled
+├── LoadTimeoutError                  (TimeoutError) a background load that is not done in time
 ├── ModelCodeError                    (RuntimeError) a hook, an override or `set_extra_state` of the model raised
 ├── ExtraStateError                   (ValueError) declared extra state that cannot be saved or loaded
-│   ├── ExtraStateFormatError         a value that is not what a declaration saves
-│   ├── ExtraStateNamesError          names that are missing, or that nothing declares
-│   ├── ExtraStateVersionError        a version that the class does not take
-│   ├── ExtraStateAttributeError      an attribute that is not there, cannot be set, or is in the state dict already
-│   └── UpgradeError                  an `upgrade` that raised, or returned no values
+│   ├── ExtraStateFormatError         a value that no declaration saves
+│   ├── ExtraStateNamesError          names that are missing, or not declared
+│   ├── ExtraStateVersionError        a version that the class does not accept
+│   ├── ExtraStateAttributeError      an attribute that is missing, read-only, or in the state dict already
+│   └── UpgradeError                  an `upgrade` that raised, or returned no mapping
 ├── TransformError                    (ValueError) a transform that raised, or returned something unusable
-├── PlacementError                    (RuntimeError) a value that cannot be put in its place
-├── RollbackError                     (RuntimeError) after a failure something could not be made what it was
-├── CodecError                        (ValueError) a value that cannot be encoded, or made of its encoding
+├── PlacementError                    (RuntimeError) a value that cannot be put into its tensor
+├── RollbackError                     (RuntimeError) after a failure something could not be restored
+├── CodecError                        (ValueError) a value that cannot be encoded or decoded
 │   ├── UnsupportedValueError         a value of a kind that has no encoding
 │   ├── EncodedValueError             an encoding that is damaged
 │   ├── UnknownClassError             its class is not imported, not registered, or has other fields
 │   └── CodecNameError                a name that belongs to another class
 ├── SaveError                         a state that cannot be saved
-│   ├── SaveTargetError               (TypeError) no module or flat state dict, or no path of a file
-│   ├── UnsavableError                (ValueError) tensors or names that the format does not have
+│   ├── SaveTargetError               (TypeError) not a module or flat state dict, or not the path of a file
+│   ├── UnsavableError                (ValueError) tensors or names that the format cannot hold
 │   ├── TargetExistsError             (FileExistsError) a file that may not be replaced
-│   ├── DirectoryLockedError          (TimeoutError) another process keeps the directory locked
-│   └── WriteFailedError              (OSError) an I/O error; what was there before still is
-├── ExportError                       (RuntimeError) a module of which no program can be made
-│   ├── ExportedAnswerError           (ValueError) the program does not answer as the module does
-│   └── NotSwappableError             (ValueError) weights whose change the program does not follow
-├── NameMapError                      (ValueError) names that cannot be led to those of the running module
+│   ├── DirectoryLockedError          (TimeoutError) another process holds the lock of the directory
+│   └── WriteFailedError              (OSError) an I/O error; the previous file is intact
+├── ExportError                       (RuntimeError) a module that cannot be exported
+│   ├── ExportedAnswerError           (ValueError) the program's outputs differ from the module's
+│   └── NotSwappableError             (ValueError) weights that cannot be swapped in the program
+├── NameMapError                      (ValueError) names that cannot be mapped to those of the running module
 ├── LiveError                         a program that is being served
-│   ├── LiveTargetError               (TypeError) what cannot be served, or not in versions
+│   ├── LiveTargetError               (TypeError) a program that cannot be served, or not in versions
 │   ├── ProgramInputError             (ValueError) inputs that the program was not exported for
-│   ├── WeightsError                  (ValueError) weights that may not go into the program
+│   ├── WeightsError                  (ValueError) weights that the program cannot take
 │   │   ├── WeightDtypeError          they would have to be cast
-│   │   ├── WeightKindError           they are sparse, or of a class of their own
+│   │   ├── WeightKindError           they are sparse, or of a tensor subclass
 │   │   ├── WeightStrideError         their elements lie in another order
 │   │   ├── WeightStorageError        they are parts of a larger storage
 │   │   ├── NonFiniteWeightError      NaN or infinity
-│   │   └── FixedWeightError          they are a part of the compiled program, or no part of it
+│   │   └── FixedWeightError          they are constants of the compiled program, or not in it
 │   ├── CanaryError                   (ValueError) the new version failed on the canary's inputs
 │   ├── SwapBusyError                 (RuntimeError) another swap is under way
 │   ├── SwapTimeoutError              (TimeoutError) requests, or another swap, did not end in time
-│   ├── VersionGoneError              (LookupError) a version that is not kept any more
+│   ├── VersionGoneError              (LookupError) a version that is no longer kept
 │   ├── QuarantinedError              (RuntimeError) no version can serve: an undo failed
-│   ├── SkippedCheckpointError        (ValueError) a checkpoint of a store that is followed is not taken up
-│   ├── AppUnreachableError           (ConnectionError) a serving app that cannot take a checkpoint now
-│   ├── AppAnswerError                (RuntimeError) a serving app gave no answer, or one that is none
-│   ├── AppAccessError                (PermissionError) a serving app does not take the token, or the path
+│   ├── SkippedCheckpointError        (ValueError) a checkpoint of a followed store is skipped
+│   ├── AppUnreachableError           (ConnectionError) a serving app that is not reachable now
+│   ├── AppAnswerError                (RuntimeError) a serving app gave no answer, or an invalid one
+│   ├── AppAccessError                (PermissionError) a serving app refuses the token or the path
 │   └── AppRefusedError               (ValueError) a serving app refuses a checkpoint
-├── SwapError                         (RuntimeError) a tensor that somebody holds, who would go on with what it was
-├── ModelBusyError                    (RuntimeError) another thread changes the model
+├── SwapError                         (RuntimeError) a tensor that something else holds, which would keep its old value
+├── ModelBusyError                    (RuntimeError) another thread is changing the model
 └── MemoryBudgetError                 (MemoryError)
 """
 
@@ -124,15 +124,28 @@ from typing import Any, ClassVar
 
 
 class ModelStateError(Exception):
-    """What every error of modelstate derives from.
+    """The base class of all errors of modelstate.
 
-    The text is made of the fields, a line each where they are given; the last line names the page about the error.
+    The text has one line for each field that is set; the last line names the page about the error.
+
+    Args:
+        what: what is wrong, in one sentence.
+        where: the file and the place in it, or the place in the model.
+        expected: what was expected.
+        found: what was found.
+        remedy: what to do next.
+
+    Example:
+        >>> try:
+        ...     ms.load(model, "missing.pt")
+        ... except ms.ModelStateError as error:
+        ...     print(error.where, error.remedy)
     """
 
     page: ClassVar[str] = ""
     """The page that shows the cause and the fix: `modelstate explain PAGE` prints it."""
 
-    def __init_subclass__(cls, *, page: str = "", **options: Any) -> None:
+    def __init_subclass__(cls, *, page: str = "", **options: object) -> None:
         super().__init_subclass__(**options)
         cls.page = page or cls.page
 
@@ -143,17 +156,17 @@ class ModelStateError(Exception):
         self.what = what
         """What is wrong, in one sentence."""
         self.where = str(where)
-        """The file, and the place in it; or the place in the model."""
+        """The file and the place in it, or the place in the model."""
         self.expected = str(expected)
-        """What should have been there."""
+        """What was expected."""
         self.found = str(found)
-        """What was there."""
+        """What was found."""
         self.remedy = str(remedy)
         """What to do next."""
 
     @property
     def has_fields(self) -> bool:
-        """Whether the fields are set: a subclass may have a constructor that does not call this one."""
+        """Whether the fields are set. A subclass may have a constructor that does not call this one."""
         return "what" in self.__dict__
 
     def __str__(self) -> str:
@@ -174,7 +187,7 @@ class OpenError(ModelStateError, page="no-checkpoint"):
 
 
 class SourceNotFoundError(OpenError, FileNotFoundError):
-    """There is nothing at the path."""
+    """The path does not exist."""
 
 
 class SourceAccessError(OpenError, PermissionError):
@@ -190,15 +203,15 @@ class EmptyFileError(OpenError, ValueError, page="truncated-file"):
 
 
 class UnknownFormatError(OpenError, ValueError, page="unknown-format"):
-    """The content is none of the formats that are read here."""
+    """The content is not of a format that modelstate reads."""
 
 
 class LfsPointerError(UnknownFormatError):
-    """A Git LFS pointer lies where the file should be."""
+    """The file is a Git LFS pointer, and not the file itself."""
 
 
 class HtmlPageError(UnknownFormatError):
-    """A web page was saved where the file should be."""
+    """The file is a web page, and not a checkpoint."""
 
 
 class NotACheckpointError(UnknownFormatError):
@@ -206,19 +219,19 @@ class NotACheckpointError(UnknownFormatError):
 
 
 class NoCheckpointError(OpenError, FileNotFoundError):
-    """A directory in which nothing is a checkpoint."""
+    """A directory that holds no checkpoint."""
 
 
 class AmbiguousDirectoryError(OpenError, ValueError, page="several-checkpoints"):
-    """A directory in which several files could be meant."""
+    """A directory that holds several checkpoints."""
 
 
 class TruncatedFileError(OpenError, EOFError, page="truncated-file"):
-    """The file ends before what it announces."""
+    """The file has fewer bytes than its header announces."""
 
 
 class HeaderLengthError(OpenError, ValueError, page="damaged-header"):
-    """A safetensors header that would end behind the end of the file."""
+    """A safetensors header that is longer than the file."""
 
 
 class HeaderTooLargeError(OpenError, ValueError, page="damaged-header"):
@@ -226,15 +239,15 @@ class HeaderTooLargeError(OpenError, ValueError, page="damaged-header"):
 
 
 class HeaderSyntaxError(OpenError, ValueError, page="damaged-header"):
-    """A safetensors header that is not JSON, or not the JSON that it must be."""
+    """A safetensors header that is not JSON, or not of the expected form."""
 
 
 class DuplicateNameError(OpenError, ValueError, page="damaged-header"):
-    """One name stands twice in a file, or in two shards."""
+    """A name occurs twice in a file, or in two shards."""
 
 
 class UnknownDtypeError(OpenError, ValueError, page="damaged-header"):
-    """A dtype that PyTorch does not have, or not in this version."""
+    """A dtype that this version of PyTorch does not have."""
 
 
 class TensorRangeError(OpenError, ValueError, page="damaged-header"):
@@ -242,7 +255,7 @@ class TensorRangeError(OpenError, ValueError, page="damaged-header"):
 
 
 class TensorSizeError(OpenError, ValueError, page="damaged-header"):
-    """Shape times dtype does not give the number of bytes that are there, or no number at all."""
+    """Shape times dtype is not the number of bytes, or overflows."""
 
 
 class ArchiveError(OpenError, ValueError, page="damaged-archive"):
@@ -258,7 +271,7 @@ class CompressedRecordError(ArchiveError):
 
 
 class RecordSizeError(ArchiveError):
-    """The sizes that the archive states of a record contradict each other or the file."""
+    """The sizes of a record in the archive contradict each other or the file."""
 
 
 class UnsafePathError(ArchiveError):
@@ -282,17 +295,17 @@ class ForbiddenGlobalError(OpenError, ValueError, page="forbidden-global"):
     ) -> None:
         super().__init__(what, **fields)
         self.refused = tuple(refused)
-        """What was asked for: pairs of qualified name and path in the checkpoint."""
+        """The refused globals: pairs of qualified name and path in the checkpoint."""
         self.allow = tuple(allow)
-        """What `allow=` would have to hold to open it; nothing where that would not be right."""
+        """The value of `allow=` that would open the file; empty if allowing it would not be safe."""
 
 
 class UnsupportedTensorError(OpenError, NotImplementedError, page="unsupported-tensor"):
-    """A tensor of a kind that is not read here."""
+    """A tensor of a kind that modelstate does not read."""
 
 
 class ManifestError(OpenError, ValueError, page="damaged-manifest"):
-    """What `modelstate.save` has put into a file beside its tensors is damaged."""
+    """The manifest that `modelstate.save` puts into a file beside its tensors is damaged."""
 
 
 class NewerManifestError(ManifestError):
@@ -300,52 +313,52 @@ class NewerManifestError(ManifestError):
 
 
 class ShardIndexError(OpenError, ValueError, page="missing-shard"):
-    """A shard index that is not what it must be."""
+    """A shard index that is damaged."""
 
 
 class MissingShardError(OpenError, FileNotFoundError, page="missing-shard"):
-    """A shard that the index names is not there."""
+    """A shard that the index names does not exist."""
 
 
 class CombineError(OpenError, ValueError, page="combine"):
-    """Several checkpoints that cannot be combined as they should be."""
+    """Several checkpoints that cannot be combined."""
 
 
 class AdapterError(CombineError):
-    """An adapter that does not fit its base, or that is of a kind which is not merged here."""
+    """An adapter that does not fit its base, or is of a kind that modelstate does not merge."""
 
 
 class TensorNotFoundError(ModelStateError, KeyError, page="no-such-key"):
-    """The checkpoint has no tensor of that name."""
+    """The checkpoint has no tensor of this name."""
 
 
 class KeyNotFoundError(ModelStateError, KeyError, page="no-such-key"):
-    """`key=` names no part of the checkpoint."""
+    """`key=` does not name a part of the checkpoint."""
 
 
 class AmbiguousKeyError(ModelStateError, ValueError, page="several-checkpoints"):
-    """The checkpoint holds several state dicts, and which one is meant is not clear."""
+    """The checkpoint holds several state dicts that fit equally well."""
 
     def __init__(self, what: str, *, candidates: Sequence[tuple[str, int]] = (), **fields: object) -> None:
         super().__init__(what, **fields)
         self.candidates = tuple(candidates)
-        """Pairs of key, and number of names that match the module's."""
+        """Pairs of a key and the number of names that match those of the module."""
 
 
 class ReadFailedError(ModelStateError, OSError, page="file-changed"):
-    """An I/O error, or fewer bytes than there were at opening, while tensors were read."""
+    """An I/O error while tensors were read, or fewer bytes than when the file was opened."""
 
 
 class ReadTargetError(ModelStateError, ValueError, page="argument"):
-    """The tensor to read into does not fit what is read."""
+    """The tensor to read into does not fit the stored one."""
 
 
 class ChecksumError(ModelStateError, ValueError, page="checksum"):
-    """The bytes of a tensor are not what its checksum says; or there is no checksum to tell."""
+    """The bytes of a tensor do not match its checksum, or it has no checksum."""
 
 
 class OptionError(ModelStateError, TypeError, page="argument"):
-    """An argument of a kind that means nothing here."""
+    """An invalid argument."""
 
 
 class TensorSpecError(ModelStateError, TypeError, AttributeError, page="not-a-tensor"):
@@ -353,7 +366,7 @@ class TensorSpecError(ModelStateError, TypeError, AttributeError, page="not-a-te
 
 
 class PackageError(ModelStateError, ImportError, page="missing-package"):
-    """A package that this needs, and modelstate itself does not, is not installed."""
+    """An optional package that this call needs is not installed."""
 
 
 class BufferNameError(ModelStateError, KeyError, page="attribute-already-exists"):
@@ -365,23 +378,23 @@ class RuleError(ModelStateError, ValueError, page="bad-rule"):
 
 
 class SchemaError(ModelStateError, ValueError, page="schema-version"):
-    """A version that is none of a schema's, or a checkpoint of which nothing says its version."""
+    """A version that a schema does not have, or a checkpoint whose version is unknown."""
 
 
 class OptimizerStateError(ModelStateError, ValueError, page="optimizer-state"):
-    """The state of an optimizer that goes by no names, or does not fit the parameters."""
+    """The state of an optimizer that has no parameter names, or does not fit the parameters."""
 
 
 class RandomStateError(ModelStateError, ValueError, page="random-state"):
-    """A state that is none of these random generators. They draw what they would have drawn."""
+    """A state that does not fit these random generators, which are unchanged."""
 
 
 class StoreError(ModelStateError, page="store"):
-    """A store of checkpoints that does not have what was asked for, or cannot take it."""
+    """A store of checkpoints that lacks what is requested, or cannot take what is saved."""
 
 
 class StepNotFoundError(StoreError, KeyError):
-    """The store has no checkpoint of this step, or none at all, or not this object in it."""
+    """The store has no checkpoint of this step, no checkpoint at all, or not this object in it."""
 
 
 class StepExistsError(StoreError, FileExistsError):
@@ -389,23 +402,23 @@ class StepExistsError(StoreError, FileExistsError):
 
 
 class DamagedCheckpointError(StoreError, ValueError):
-    """A checkpoint of a store is not what was saved."""
+    """A checkpoint of a store differs from what was saved."""
 
 
 class ForeignCheckpointError(StoreError, ValueError):
-    """A checkpoint in a store's directory is that of another store, or of another step."""
+    """A checkpoint in a store's directory belongs to another store or another step."""
 
 
 class SaveTimeoutError(StoreError, TimeoutError):
-    """A save in the background that is not done in time."""
+    """A background save that is not done in time."""
 
 
 class SaveFailedWarning(UserWarning):
-    """A save in the background has failed; training goes on, and the next one saves all of it."""
+    """A background save has failed. Training goes on, and the next save saves everything."""
 
 
 class DamagedCheckpointWarning(UserWarning):
-    """A damaged checkpoint was passed over, and an older one was restored."""
+    """A damaged checkpoint was skipped, and an older one was restored."""
 
 
 class ResumeWarning(UserWarning):
@@ -413,7 +426,7 @@ class ResumeWarning(UserWarning):
 
 
 class StoreLockedError(StoreError, RuntimeError, page="store-locked"):
-    """Somebody else writes to the store."""
+    """Another process or thread writes to the store."""
 
 
 class StoreAccessError(StoreError, OSError, page="store-locked"):
@@ -429,11 +442,11 @@ class ObjectsError(ModelStateError, page="objects"):
 
 
 class MissingObjectError(ObjectsError, KeyError):
-    """There is an object that nothing was saved for."""
+    """An object has no saved state."""
 
 
 class UnexpectedObjectError(ObjectsError, KeyError):
-    """Something was saved for an object that is not there now."""
+    """There is saved state for an object that does not exist now."""
 
 
 class ObjectKindError(ObjectsError, TypeError):
@@ -441,7 +454,7 @@ class ObjectKindError(ObjectsError, TypeError):
 
 
 class ObjectStateError(ObjectsError, RuntimeError):
-    """Code of an object raised when its state was taken or given, or what it gave cannot be kept."""
+    """An object's code raised while its state was saved or loaded, or its state cannot be saved."""
 
 
 class PlanError(ModelStateError, RuntimeError, page="plan-problems"):
@@ -458,52 +471,52 @@ class PlanError(ModelStateError, RuntimeError, page="plan-problems"):
 
 
 class StalePlanError(ModelStateError, RuntimeError, page="stale-plan"):
-    """The model or the checkpoint is no longer what was planned for, or the plan has been applied."""
+    """The model or the checkpoint has changed since the plan was made, or the plan has been applied."""
 
 
 class ModelBusyError(ModelStateError, RuntimeError, page="model-busy"):
-    """Another thread changes the module, or one that shares tensors with it, and does not come to an end."""
+    """Another thread is changing the module, or one that shares tensors with it, and did not finish in time."""
 
 
 class LoadCancelledError(ModelStateError, RuntimeError, page="background-load"):
-    """A load in the background that was cancelled before its result was put in place."""
+    """A background load that was cancelled before its commit."""
 
 
 class LoadTimeoutError(ModelStateError, TimeoutError, page="background-load"):
-    """A load in the background has not brought everything in within the time that was given. It goes on."""
+    """A background load has not finished within the given time. It goes on."""
 
 
 class ModelCodeError(ModelStateError, RuntimeError, page="model-code"):
-    """Code of the model raised while it was loaded; what it raised is the cause."""
+    """The model's own code raised while the model was loaded; its error is the cause."""
 
 
 class ExtraStateError(ModelStateError, ValueError, page="extra-state"):
-    """Declared extra state cannot be saved or loaded. The module's attributes are what they were."""
+    """Declared extra state cannot be saved or loaded. The module's attributes are unchanged."""
 
 
 class ExtraStateFormatError(ExtraStateError):
-    """The value is not what a declaration saves: another class's, or edited by hand."""
+    """A value that no declaration saves: it is of another class, or was edited by hand."""
 
 
 class ExtraStateNamesError(ExtraStateError):
-    """The extra state lacks declared names, or has names that nothing declares."""
+    """The extra state lacks declared names, or has names that are not declared."""
 
     def __init__(self, what: str, *, names: Sequence[str] = (), **fields: object) -> None:
         super().__init__(what, **fields)
         self.names = tuple(names)
-        """The names that are missing or too many."""
+        """The names that are missing, or not declared."""
 
 
 class ExtraStateVersionError(ExtraStateError):
-    """The extra state is of a newer version than the class, or of an older one that nothing upgrades."""
+    """The extra state is of a newer version than the class, or of an older one without an upgrade."""
 
 
 class ExtraStateAttributeError(ExtraStateError):
-    """A declared attribute is not there, cannot be set, or is a parameter, a buffer or a module."""
+    """A declared attribute does not exist, cannot be set, or is a parameter, a buffer or a module."""
 
 
 class UpgradeError(ExtraStateError):
-    """An `upgrade` raised, or returned something that is no mapping from names to values."""
+    """An `upgrade` raised, or did not return a mapping from names to values."""
 
 
 class TransformError(ModelStateError, ValueError, page="transform"):
@@ -511,23 +524,23 @@ class TransformError(ModelStateError, ValueError, page="transform"):
 
 
 class PlacementError(ModelStateError, RuntimeError, page="cannot-be-placed"):
-    """A value cannot be put in its place."""
+    """A value cannot be put into its tensor."""
 
 
 class RollbackError(ModelStateError, RuntimeError, page="rollback"):
-    """After a failure, something of the model could not be made what it was. The only error that leaves a change."""
+    """After a failure, a part of the model could not be restored. The only error that leaves a change."""
 
 
 class CodecError(ModelStateError, ValueError, page="no-encoding"):
-    """A value cannot be encoded, or cannot be made of its encoding."""
+    """A value cannot be encoded or decoded."""
 
 
 class UnsupportedValueError(CodecError):
-    """A value of a kind that has no encoding, that holds itself, or that is nested too deeply."""
+    """A value that has no encoding, contains itself, or is nested too deeply."""
 
 
 class EncodedValueError(CodecError):
-    """What should be an encoded value is none."""
+    """An encoding that is damaged."""
 
 
 class UnknownClassError(CodecError):
@@ -535,7 +548,7 @@ class UnknownClassError(CodecError):
 
 
 class CodecNameError(CodecError):
-    """Two classes would have one name in files."""
+    """Two classes would have the same name in files."""
 
 
 class SaveError(ModelStateError, page="cannot-be-saved"):
@@ -543,70 +556,70 @@ class SaveError(ModelStateError, page="cannot-be-saved"):
 
 
 class SaveTargetError(SaveError, TypeError):
-    """What should be saved is no module and no flat state dict, or where it should be saved no file can be."""
+    """The object to save is neither a module nor a flat state dict, or the path cannot be that of a file."""
 
 
 class UnsavableError(SaveError, ValueError):
-    """Tensors or names that the format does not have, or more of them than it holds."""
+    """Tensors or names that the format cannot hold, or more of them than it can hold."""
 
 
 class TargetExistsError(SaveError, FileExistsError):
-    """There is a file already, which may not be replaced."""
+    """A file exists already, and may not be replaced."""
 
 
 class DirectoryLockedError(SaveError, TimeoutError):
-    """Another process keeps the directory locked in which a file should be put. What was there before still is."""
+    """Another process holds the lock of the directory to write to. The previous file is intact."""
 
 
 class WriteFailedError(SaveError, OSError):
-    """An I/O error while a file was written. What was there before still is."""
+    """An I/O error while a file was written. The previous file is intact."""
 
 
 class ExportError(ModelStateError, RuntimeError, page="export"):
-    """A module of which no program can be made whose weights can be swapped. No file has been written."""
+    """A module that cannot be exported to a program with swappable weights. No file has been written."""
 
     def __init__(self, what: str, *, names: Sequence[str] = (), **fields: object) -> None:
         super().__init__(what, **fields)
         self.names = tuple(names)
-        """The names of the tensors that it is about."""
+        """The names of the tensors concerned."""
 
 
 class ExportedAnswerError(ExportError, ValueError):
-    """The program that was made does not answer as the module does."""
+    """The outputs of the exported program differ from those of the module."""
 
 
 class NotSwappableError(ExportError, ValueError):
-    """Weights that were compiled into the program: its answers do not follow their changes."""
+    """Weights that were compiled into the program, so that swapping them does not change its outputs."""
 
 
 class NameMapError(ModelStateError, ValueError, page="name-map"):
-    """Names of a state dict that cannot be led to those of the module as it runs."""
+    """Names of a state dict that cannot be mapped to those of the module as it runs."""
 
     def __init__(self, what: str, *, names: Sequence[str] = (), **fields: object) -> None:
         super().__init__(what, **fields)
         self.names = tuple(names)
-        """The names that it is about."""
+        """The names concerned."""
 
 
 class LiveError(ModelStateError, page="live-swap"):
-    """A program that is being served, and what is done to it. The version that served goes on serving."""
+    """An operation on a program that is being served. The version that served goes on serving."""
 
 
 class LiveTargetError(LiveError, TypeError, page="live-target"):
-    """A program that cannot be served, or of which no second version can be made."""
+    """A program that cannot be served, or that cannot be duplicated for a second version."""
 
 
 class ProgramInputError(LiveError, ValueError, page="program-input"):
-    """A request's inputs are not what the program was exported for. Nothing has been computed."""
+    """The inputs of a request are not those that the program was exported for. Nothing has been computed."""
 
 
 class WeightsError(LiveError, ValueError, page="live-weights"):
-    """Weights that may not go into the program that is being served."""
+    """Weights that the served program cannot take."""
 
     def __init__(self, what: str, *, names: Sequence[str] = (), **fields: object) -> None:
         super().__init__(what, **fields)
         self.names = tuple(names)
-        """The names of the tensors that it is about."""
+        """The names of the tensors concerned."""
 
 
 class WeightDtypeError(WeightsError):
@@ -614,7 +627,7 @@ class WeightDtypeError(WeightsError):
 
 
 class WeightKindError(WeightsError):
-    """Weights of another layout than the program's, as sparse ones, or of a tensor subclass where its are plain."""
+    """Weights of another layout than the program's, such as sparse ones, or of a tensor subclass."""
 
 
 class WeightStrideError(WeightsError):
@@ -626,11 +639,11 @@ class WeightStorageError(WeightsError):
 
 
 class NonFiniteWeightError(WeightsError):
-    """Weights that are NaN or infinite where those that serve are not."""
+    """Weights with NaN or infinity, where the weights that serve have finite values."""
 
 
 class FixedWeightError(WeightsError):
-    """Weights that a package has no place for: they were inlined when it was compiled, or are no part of it."""
+    """Weights that a package cannot take: they were inlined when it was compiled, or are not in it."""
 
 
 class CanaryError(LiveError, ValueError, page="canary"):
@@ -646,7 +659,7 @@ class SwapTimeoutError(LiveError, TimeoutError):
 
 
 class VersionGoneError(LiveError, LookupError):
-    """A version that is not kept any more, or a pin of one that has ended."""
+    """A version that is no longer kept, or a pin that has ended."""
 
 
 class QuarantinedError(LiveError, RuntimeError):
@@ -654,7 +667,7 @@ class QuarantinedError(LiveError, RuntimeError):
 
 
 class SkippedCheckpointError(LiveError, ValueError, page="following"):
-    """A checkpoint of a store that is followed is not taken up, and not tried again. Its cause says why."""
+    """A checkpoint of a followed store is skipped, and not tried again. Its cause says why."""
 
     def __init__(self, what: str, *, step: int | None = None, **fields: object) -> None:
         super().__init__(what, **fields)
@@ -667,24 +680,24 @@ class AppUnreachableError(LiveError, ConnectionError, page="serving-app"):
 
 
 class AppAnswerError(LiveError, RuntimeError, page="serving-app"):
-    """A serving app gave no answer to a swap, or one that says nothing."""
+    """A serving app gave no answer to a swap, or an invalid one."""
 
 
 class AppAccessError(LiveError, PermissionError, page="serving-app"):
-    """A serving app does not take the token, or no checkpoints from this directory."""
+    """A serving app refuses the token, or checkpoints from this directory."""
 
 
 class AppRefusedError(LiveError, ValueError, page="serving-app"):
-    """A serving app refuses a checkpoint: what it serves with is what it was."""
+    """A serving app refuses a checkpoint, and serves with the same weights as before."""
 
 
 class FollowWarning(UserWarning):
-    """Something that following a store has met, where nobody has given an `on_error`."""
+    """A problem while a store is followed without `on_error`."""
 
 
 class SwapError(ModelStateError, RuntimeError, page="somebody-holds-it"):
-    """A tensor cannot become another one, most often because somebody would go on with what it was."""
+    """A tensor cannot become another one, most often because something else would keep its old value."""
 
 
 class MemoryBudgetError(ModelStateError, MemoryError, page="memory-budget"):
-    """The load would need more memory than it was given."""
+    """A call would need more memory than its budget allows."""

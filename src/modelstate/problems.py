@@ -1,6 +1,9 @@
-"""The problems that a plan can have, and how they are printed: grouped by cause, with remedies."""
+"""The problems that a plan can have, and the text that reports them: grouped by cause, with remedies.
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+Each class of problem has a title, a remedy and a page; each problem has the name of a tensor and its facts.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import ClassVar
@@ -12,53 +15,54 @@ GATHER = (
     "gather them first: get_model_state_dict(model, options=StateDictOptions(full_state_dict=True)) of "
     "torch.distributed.checkpoint.state_dict on every rank, or tensor.full_tensor() for one of them"
 )
-"""What to do where a DTensor is to be read."""
+"""The remedy for a DTensor that would be read."""
 
 
 REAL = "make them outside of FakeTensorMode: a FakeTensor has a shape and no values"
-"""What to do where a FakeTensor is to be read, or to be filled."""
+"""The remedy for a FakeTensor that would be read or filled."""
 
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """Something that keeps a plan from being carried out."""
+    """A problem that prevents a plan from being executed."""
 
     name: str
-    """The name in the model; in the checkpoint, where the model has none."""
+    """The name in the model, or in the checkpoint if the model has none."""
 
     title: ClassVar[str]
-    """What several of these are called, in the plural."""
+    """The heading for problems of this class, in the plural."""
     remedy: ClassVar[str]
-    """What to do about them."""
+    """What to do about problems of this class."""
     page: ClassVar[str]
     """The page that shows the cause and the fix: `modelstate explain PAGE` prints it."""
 
     def line(self) -> str:
-        """This one, on one line."""
+        """Returns the problem as one line of text."""
         return self.name
 
     @classmethod
     def remedy_for(cls, problems: "Sequence[Problem]") -> str:
-        """What to do about these problems, which are of this class."""
+        """Returns what to do about these problems, which are of this class."""
         return cls.remedy
 
 
-def _first_values(tensors: Sequence[tuple[str, str]]) -> list[str]:
-    """How tensors get first values: of their names, and the methods of the model that initialise them."""
-    able = [name for name, methods in tensors if methods]
-    unable = [name for name, methods in tensors if not methods]
+def _initialisation_remedies(tensors: Sequence[tuple[str, str]]) -> list[str]:
+    """Returns how to initialise tensors, given as pairs of a name and the methods of the model that initialise it."""
+    with_method = [name for name, methods in tensors if methods]
+    without_method = [name for name, methods in tensors if not methods]
     remedies = []
-    if able:
-        one = f"rules=[ms.rules.Fill({_pattern(able)!r})]"
-        remedies.append(f"to have the model initialise them: init_missing=True, or {one} without allow_missing")
-    if unable:
-        one = f"rules=[ms.rules.Fill({unable[0]!r}, value)]"
-        remedies.append(f"the model has no method that initialises {unable[0]}: {one} without allow_missing")
+    if with_method:
+        rules = f"rules=[ms.rules.Fill({_pattern(with_method)!r})]"
+        remedies.append(f"to have the model initialise them: init_missing=True, or {rules} without allow_missing")
+    if without_method:
+        name = without_method[0]
+        rules = f"rules=[ms.rules.Fill({name!r}, value)]"
+        remedies.append(f"the model has no method that initialises {name}: {rules} without allow_missing")
     return remedies
 
 
 def _pattern(names: Sequence[str]) -> str:
-    """A pattern for the names: one of them, or what stands below the first one's module."""
+    """Returns a pattern for the names: everything in the module of the first two, or the first name."""
     above = names[0].rpartition(".")[0]
     return f"{above}.*" if above and len(names) > 1 and names[1].startswith(f"{above}.") else names[0]
 
@@ -70,9 +74,9 @@ class Missing(Problem):
     shape: tuple[int, ...] | None = None
     """None for extra state, and for a lazy buffer that is None in the model."""
     has_values: bool = True
-    """Whether the tensor of the model has values that it could keep: it is not on meta."""
+    """Whether the tensor of the model has values that it could keep, because it is not on meta."""
     initialiser: str | None = None
-    """The methods of the model that initialise it, empty where none do; None where that makes no difference."""
+    """The methods of the model that initialise it, empty if there are none; None if they are not needed."""
 
     title: ClassVar = "names of the model that the checkpoint lacks"
     remedy: ClassVar = "if the model is right without them: allow_missing=[pattern, ...]"
@@ -80,10 +84,10 @@ class Missing(Problem):
 
     @classmethod
     def remedy_for(cls, problems: Sequence[Problem]) -> str:
-        members = [one for one in problems if isinstance(one, Missing)]
-        remedies = [cls.remedy] if any(one.has_values for one in members) else []
-        wanted = [(one.name, one.initialiser) for one in members if one.initialiser is not None]
-        return "; ".join([*remedies, *_first_values(wanted)])
+        members = [problem for problem in problems if isinstance(problem, Missing)]
+        remedies = [cls.remedy] if any(member.has_values for member in members) else []
+        tensors = [(member.name, member.initialiser) for member in members if member.initialiser is not None]
+        return "; ".join([*remedies, *_initialisation_remedies(tensors)])
 
     def line(self) -> str:
         return self.name + (f" {list(self.shape)}" if self.shape is not None else "")
@@ -94,7 +98,7 @@ class Unexpected(Problem):
     """The checkpoint has a value and the model has no slot for it."""
 
     shape: tuple[int, ...] | None = None
-    """None for a value that is no tensor."""
+    """None for a value that is not a tensor."""
     why: str = ""
 
     title: ClassVar = "names of the checkpoint that the model lacks"
@@ -108,7 +112,7 @@ class Unexpected(Problem):
 
 @dataclass(frozen=True, slots=True)
 class UnmergedAdapter(Problem):
-    """The checkpoint has a part of a LoRA adapter, and the model has no place for it: it belongs into the weights."""
+    """The checkpoint has a part of a LoRA adapter, which must be merged into the weights of its base."""
 
     title: ClassVar = "tensors of a LoRA adapter, which is to be merged with its base"
     remedy: ClassVar = (
@@ -120,7 +124,7 @@ class UnmergedAdapter(Problem):
 
 @dataclass(frozen=True, slots=True)
 class OtherNames(Problem):
-    """Names that differ in one prefix, which a rule takes back."""
+    """Names that differ in one prefix, which a rule adds or removes."""
 
     count: int = 0
     difference: str = ""
@@ -140,9 +144,9 @@ class WrongShape(Problem):
     """The two shapes differ."""
 
     expected: tuple[int, ...] = ()
-    """The model's."""
+    """The shape in the model."""
     found: tuple[int, ...] = ()
-    """The checkpoint's."""
+    """The shape in the checkpoint."""
 
     title: ClassVar = "tensors of another shape"
     remedy: ClassVar = "build the model with the sizes of the checkpoint, or load another checkpoint"
@@ -167,7 +171,7 @@ class OtherDimensions(WrongShape):
 
 
 def wrong_shape(name: str, expected: tuple[int, ...], found: tuple[int, ...], seen_by_rules: str = "") -> WrongShape:
-    """The problem of two shapes; `seen_by_rules` is the name that a rule for it would see, if there is one."""
+    """Returns the problem of two shapes; `seen_by_rules` is the name that a rule would see, empty if there is none."""
     same_elements = [size for size in expected if size != 1] == [size for size in found if size != 1]
     if not same_elements or not seen_by_rules:
         return WrongShape(name, expected, found)
@@ -176,7 +180,7 @@ def wrong_shape(name: str, expected: tuple[int, ...], found: tuple[int, ...], se
 
 @dataclass(frozen=True, slots=True)
 class WrongDtype(Problem):
-    """The cast would lose values, or change what they are."""
+    """The cast would lose values, or change the kind of the dtype."""
 
     expected: str = ""
     found: str = ""
@@ -210,7 +214,7 @@ class QuantizedCast(Problem):
 
 @dataclass(frozen=True, slots=True)
 class QuantizedIntoPlain(QuantizedCast):
-    """The checkpoint's tensor is quantized, the model's is a plain one with values, and the class cannot convert it."""
+    """The checkpoint has a quantized tensor, the model a plain one with values, and the class cannot convert it."""
 
     title: ClassVar = "quantized tensors of the checkpoint for plain tensors of the model"
     remedy: ClassVar = (
@@ -226,11 +230,11 @@ class QuantizedIntoPlain(QuantizedCast):
 
 @dataclass(frozen=True, slots=True)
 class NotATensor(Problem):
-    """A value of another type stands where a tensor belongs."""
+    """A value of another type in place of a tensor."""
 
     found: str = ""
 
-    title: ClassVar = "values that are no tensors"
+    title: ClassVar = "values that are not tensors"
     remedy: ClassVar = "look at the file with `modelstate inspect`"
     page: ClassVar = "not-a-tensor"
 
@@ -246,9 +250,9 @@ class NotATensor(Problem):
 
 @dataclass(frozen=True, slots=True)
 class NumPyArray(NotATensor):
-    """A NumPy array stands where a tensor belongs."""
+    """A NumPy array in place of a tensor."""
 
-    title: ClassVar = "NumPy arrays in the place of tensors"
+    title: ClassVar = "NumPy arrays in place of tensors"
     remedy: ClassVar = "make tensors of them: {name: torch.from_numpy(array) for name, array in arrays.items()}"
 
 
@@ -272,9 +276,9 @@ class ShardedTensors(Problem):
     """A `DTensor`, of FSDP2 or tensor parallelism, on one side, and a whole tensor on the other."""
 
     side: str = "model"
-    """Where the `DTensor` is: "model" or "checkpoint"."""
+    """The side of the `DTensor`: "model" or "checkpoint"."""
     on_meta: bool = False
-    """Whether the one of the model has no memory."""
+    """Whether the model's tensor has no memory."""
 
     title: ClassVar = "DTensors (of FSDP2 or tensor parallelism) on one side, and whole tensors on the other"
     remedy: ClassVar = (
@@ -290,11 +294,12 @@ class ShardedTensors(Problem):
 
     @classmethod
     def remedy_for(cls, problems: Sequence[Problem]) -> str:
-        members = [one for one in problems if isinstance(one, ShardedTensors)]
-        remedies = [cls.remedy] if any(one.side == "model" for one in members) else []
-        if any(one.on_meta for one in members):
+        members = [problem for problem in problems if isinstance(problem, ShardedTensors)]
+        sides = {member.side for member in members}
+        remedies = [cls.remedy] if "model" in sides else []
+        if any(member.on_meta for member in members):
             remedies.append("where the model is on meta, call model.to_empty(device=...) before set_model_state_dict")
-        return "; ".join([*remedies, GATHER] if any(one.side == "checkpoint" for one in members) else remedies)
+        return "; ".join([*remedies, GATHER] if "checkpoint" in sides else remedies)
 
 
 @dataclass(frozen=True, slots=True)
@@ -313,7 +318,7 @@ class TieConflict(Problem):
 
 @dataclass(frozen=True, slots=True)
 class BufferConflict(Problem):
-    """The checkpoint has another value than the constructor computed for a non-persistent buffer."""
+    """The checkpoint's value of a non-persistent buffer differs from the one that the constructor computed."""
 
     title: ClassVar = "non-persistent buffers that differ from the checkpoint"
     remedy: ClassVar = "if the constructor is right: allow_unexpected=[pattern, ...]"
@@ -326,7 +331,7 @@ class Uninitialised(Problem):
 
     kind: str = ""
     initialiser: str = ""
-    """The methods of the model that initialise it; empty where none do."""
+    """The methods of the model that initialise it; empty if there are none."""
 
     title: ClassVar = "tensors that would stay on the meta device, without values"
     remedy: ClassVar = "give them values: rules=[ms.rules.Fill(pattern, value)]"
@@ -334,13 +339,15 @@ class Uninitialised(Problem):
 
     @classmethod
     def remedy_for(cls, problems: Sequence[Problem]) -> str:
-        members = [one for one in problems if isinstance(one, Uninitialised)]
-        parameters = [(one.name, one.initialiser) for one in members if one.kind == "parameter"]
-        remedies = _first_values(parameters)
-        buffers = [one for one in members if one.kind != "parameter"]
+        members = [problem for problem in problems if isinstance(problem, Uninitialised)]
+        parameters = [(member.name, member.initialiser) for member in members if member.kind == "parameter"]
+        remedies = _initialisation_remedies(parameters)
+        buffers = [member for member in members if member.kind != "parameter"]
         if buffers:
-            kept = "build the model with `with ms.skeleton():`, which leaves buffers what the constructor computes"
-            remedies.append(kept + ("; or init_missing=True" if all(one.initialiser for one in buffers) else ""))
+            remedy = "build the model with `with ms.skeleton():`, which leaves buffers what the constructor computes"
+            remedies.append(
+                remedy + ("; or init_missing=True" if all(buffer.initialiser for buffer in buffers) else "")
+            )
         return "; ".join(remedies)
 
     def line(self) -> str:
@@ -353,7 +360,7 @@ class IdlePattern(Problem):
 
     option: str = ""
     why: str = ""
-    """Where it does match something."""
+    """Why it applies to nothing although it matches something."""
 
     title: ClassVar = "patterns and rules that match nothing"
     remedy: ClassVar = "take them out, or correct their spelling"
@@ -365,7 +372,7 @@ class IdlePattern(Problem):
 
 @dataclass(frozen=True, slots=True)
 class UnevenTransform(Problem):
-    """A transform is for a tensor in one of its places, and not in another."""
+    """A transform applies to one name of a tied tensor, and not to another."""
 
     transform: str = ""
     others: tuple[str, ...] = ()
@@ -382,7 +389,7 @@ class UnevenTransform(Problem):
 
 @dataclass(frozen=True, slots=True)
 class OptimizerMisfit(Problem):
-    """The saved state of an optimizer does not fit the optimizer, beside what is wrong with the model."""
+    """The saved state of an optimizer does not fit it. Reported together with the problems of the model."""
 
     why: str = ""
 
@@ -396,7 +403,7 @@ class OptimizerMisfit(Problem):
 
 @dataclass(frozen=True, slots=True)
 class NothingFits(Problem):
-    """Everything is allowed to be missing or unexpected, and not one tensor would be loaded."""
+    """All names are allowed to be missing or unexpected, so that no tensor would be loaded."""
 
     title: ClassVar = "models that would get nothing at all"
     remedy: ClassVar = "narrow allow_missing and allow_unexpected to the names that they are meant for"
@@ -405,7 +412,7 @@ class NothingFits(Problem):
 
 @dataclass(frozen=True, slots=True)
 class NameClash(Problem):
-    """Rules lead several names of the checkpoint to one name of the model."""
+    """Rules give several names of the checkpoint the same name in the model."""
 
     sources: tuple[str, ...] = ()
 
@@ -419,7 +426,7 @@ class NameClash(Problem):
 
 @dataclass(frozen=True, slots=True)
 class NoValues(Problem):
-    """The source's tensor is on the meta device itself, or its memory has been freed."""
+    """The tensor of the source is on the meta device, or its memory has been freed."""
 
     title: ClassVar = "tensors of the source without values: on meta, or with their memory freed"
     remedy: ClassVar = "take the state dict of a model that has been loaded"
@@ -428,7 +435,7 @@ class NoValues(Problem):
 
 @dataclass(frozen=True, slots=True)
 class NotYetInitialised(Problem):
-    """The source was saved before a lazy module had made this tensor; the model has made it."""
+    """The source was saved before a lazy module initialised this tensor; the model has initialised it."""
 
     title: ClassVar = "names that the source's lazy modules had not initialised, and that are initialised here"
     remedy: ClassVar = "load it before the model's first forward pass, or take a checkpoint that was saved after one"
@@ -437,7 +444,7 @@ class NotYetInitialised(Problem):
 
 @dataclass(frozen=True, slots=True)
 class FreedMemory(Problem):
-    """The storage of the model's tensor ends before its elements do: somebody has freed it, or cut it."""
+    """The storage of the model's tensor is smaller than its elements: it was freed or resized."""
 
     expected: int = 0
     """Bytes of the tensor."""
@@ -454,7 +461,7 @@ class FreedMemory(Problem):
 
 @dataclass(frozen=True, slots=True)
 class Complaint(Problem):
-    """A message that code of the model added to torch's list of errors."""
+    """A message that the model's own code added to torch's list of errors."""
 
     message: str = ""
 
@@ -483,11 +490,11 @@ class BadRule(Problem):
 
 @dataclass(frozen=True, slots=True)
 class NeedsModel(Problem):
-    """A rule makes what a model lacks, and is applied without a model."""
+    """A rule needs a model, and is applied without one."""
 
     rule: str = ""
 
-    title: ClassVar = "rules that only a model can say the names and shapes for"
+    title: ClassVar = "rules that need the names and shapes of a model"
     remedy: ClassVar = (
         "ms.convert_checkpoint(..., model=model), or load the model with these rules and save it; a tensor under a "
         "whole name needs no model: ms.rules.Fill('name', tensor)"
@@ -500,7 +507,7 @@ class NeedsModel(Problem):
 
 @dataclass(frozen=True, slots=True)
 class CyclicRules(Problem):
-    """Rules that lead a name back to one that it had before."""
+    """Rules that give an entry a name that it had before."""
 
     rules: tuple[str, ...] = ()
 
@@ -516,7 +523,7 @@ class CyclicRules(Problem):
 
 @dataclass(frozen=True, slots=True)
 class BadExtraState(Problem):
-    """A module that declares its extra state cannot take the checkpoint's."""
+    """A module cannot take the checkpoint's value of its declared extra state."""
 
     why: str = ""
     error: str = ""
@@ -534,15 +541,14 @@ class BadExtraState(Problem):
 
 _SHOWN = 8
 SUGGEST = "modelstate suggest MODEL FILE"
-"""The command that works out rules."""
+"""The command that suggests rules."""
 _RULES_FROM_SUGGEST = f"ms.suggest(model, source) works out rules (`{SUGGEST}`)"
-_OF_A_BASE = "open the base with the adapter; "
 
 
 def grouped(problems: Sequence[Problem]) -> list[tuple[type[Problem], list[Problem]]]:
-    """Problems of one class together, in the order in which the classes first appear.
+    """Groups problems by class, in the order in which the classes first appear.
 
-    What others may follow from comes first: a rule that matches nothing leaves all its names missing and unexpected.
+    Rules and patterns that match nothing come first, because missing and unexpected names may follow from them.
     """
     groups: dict[type[Problem], list[Problem]] = {}
     for problem in problems:
@@ -550,34 +556,33 @@ def grouped(problems: Sequence[Problem]) -> list[tuple[type[Problem], list[Probl
     return sorted(groups.items(), key=lambda group: group[0] is not IdlePattern)
 
 
-def _to_do_before(causes: Collection[type[Problem]], suggest: str) -> dict[type[Problem], str]:
-    """What to try where several causes come together, before what is to be done about each alone."""
-    if UnmergedAdapter in causes:
-        return {Missing: _OF_A_BASE}
-    return {Missing: f"if the names below are these in another spelling, {suggest}; "} if Unexpected in causes else {}
-
-
 def explain(
     problems: Sequence[Problem],
     remedies: Mapping[type[Problem], str] | None = None,
     suggest: str = _RULES_FROM_SUGGEST,
 ) -> str:
-    """All problems on a screen.
+    """Returns a text of all problems that fits on a screen.
 
-    `remedies` replace the problems' own; `suggest` says how rules are worked out, in the words of the caller.
+    Args:
+        problems: the problems.
+        remedies: texts that replace the remedies of classes of problems.
+        suggest: says how rules can be found, for example by a command.
     """
     lines = []
     groups = grouped(problems)
-    chosen, before = remedies or {}, _to_do_before([cause for cause, _ in groups], suggest)
+    causes = {cause for cause, _ in groups}
+    hint = ""  # for missing names, if another cause explains them
+    if UnmergedAdapter in causes:
+        hint = "open the base with the adapter; "
+    elif Unexpected in causes:
+        hint = f"if the names below are these in another spelling, {suggest}; "
     for cause, members in groups:
         lines.append(f"  {cause.title} ({len(members)}):")
         lines += [f"    {problem.line()}" for problem in members[:_SHOWN]]
         if len(members) > _SHOWN:
             lines.append(f"    ... and {len(members) - _SHOWN} more")
-        lines += [
-            f"    to do: {chosen.get(cause) or before.get(cause, '') + cause.remedy_for(members)}",
-            f"    more: modelstate explain {cause.page}",
-        ]
+        remedy = (remedies or {}).get(cause) or (hint if cause is Missing else "") + cause.remedy_for(members)
+        lines += [f"    to do: {remedy}", f"    more: modelstate explain {cause.page}"]
     return "\n".join(lines)
 
 
@@ -588,7 +593,7 @@ def plan_error(
     remedies: Mapping[type[Problem], str] | None = None,
     suggest: str = _RULES_FROM_SUGGEST,
 ) -> PlanError:
-    """The error that a plan with problems raises."""
+    """Returns the error for a plan that has problems."""
     noun = "problem" if len(problems) == 1 else "problems"
     return PlanError(
         f"cannot load {source} into {target}; nothing has been changed. {len(problems)} {noun}:\n"
@@ -599,7 +604,7 @@ def plan_error(
 
 @contextmanager
 def model_errors(what: str, model: object) -> Iterator[None]:
-    """Around code of a model: what it raises becomes a `ModelCodeError`."""
+    """Turns errors of the model's own code into `ModelCodeError`. `what` says which code it is."""
     try:
         yield
     except ModelStateError:
@@ -614,9 +619,9 @@ def model_errors(what: str, model: object) -> Iterator[None]:
 
 
 def one_line(error: Exception) -> str:
-    """The text of an error without its place. Of an error that is not modelstate's, its class and its text."""
+    """Returns an error on one line: its fields without the place, or class and text if it is not modelstate's."""
     if not isinstance(error, ModelStateError) or not error.has_fields:
         return printable(" ".join(f"{type(error).__name__}: {error}".removesuffix(": ").split()))
-    fields = [f"{what} {value}" for what, value in (("expected", error.expected), ("found", error.found)) if value]
+    fields = [f"{label} {value}" for label, value in (("expected", error.expected), ("found", error.found)) if value]
     text = error.what + (f" ({', '.join(fields)})" if fields else "") + (f"; {error.remedy}" if error.remedy else "")
     return printable(text.replace("\n", " "))
