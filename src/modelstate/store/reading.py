@@ -1,7 +1,7 @@
-"""Reading the checkpoints of a store: the first that can be used, what is wrong with one, and which are to go."""
+"""Reads the checkpoints of a store: the first that can be used, what is wrong with one, and which to prune."""
 
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Literal, TypeVar
 
@@ -24,96 +24,104 @@ T = TypeVar("T")
 Step = int | Literal["latest"]
 
 _UNUSABLE = (DamagedCheckpointError, ForeignCheckpointError, NewerManifestError, ReadFailedError)
-"""What is wrong with a checkpoint, so that another one is taken."""
+"""Errors of one checkpoint, after which an older one is tried."""
 
 
-def usable(found: StepEntry) -> Record:
-    """What it says of itself. Raises what keeps it from being used."""
-    if found.error is not None:
-        raise found.error
-    assert found.record is not None
-    return found.record
+def record_of(entry: StepEntry) -> Record:
+    """Returns the record of a checkpoint. Raises the error for which the checkpoint cannot be used."""
+    if entry.error is not None:
+        raise entry.error
+    assert entry.record is not None
+    return entry.record
 
 
-def of_first_whole(shelf: StepIndex, step: Step, attempt: Callable[[StepEntry], T]) -> tuple[T, dict[int, str]]:
-    """What the attempt makes of the step, or of the latest one that can be used; and newer ones that cannot."""
+def first_usable(index: StepIndex, step: Step, attempt: Callable[[StepEntry], T]) -> tuple[T, dict[int, str]]:
+    """Calls `attempt` with a step, or with the steps from the latest on until one can be used.
+
+    Call it directly from a method of `Store` that `argument_order` wraps: its warnings name the caller of that method.
+
+    Returns:
+        The result of `attempt`, and what is wrong with each newer step that was passed over.
+
+    Raises:
+        StepNotFoundError: There is no checkpoint, or none can be used.
+
+    Other errors of `attempt` come through.
+    """
     while True:
         skipped: dict[int, ModelStateError] = {}
-        for found in shelf.by_age()[::-1] if step == "latest" else [shelf.step(step)]:
+        for entry in index.by_age()[::-1] if step == "latest" else [index.step(step)]:
             try:
-                result = attempt(found)
+                result = attempt(entry)
             except (ModelStateError, OSError) as error:
-                if found.is_gone:
-                    break  # taken away, or replaced, while it was read: there are others now
+                if entry.is_gone:
+                    break  # it was removed or replaced while it was read: list the store again
                 if not isinstance(error, _UNUSABLE):
                     raise
-                shelf.note_damage(found, error)
+                index.note_damage(entry, error)
                 if step != "latest":
                     raise
-                skipped[found.place.step] = error
+                skipped[entry.place.step] = error
                 continue
-            _warn(skipped)
-            return result, {number: str(error) for number, error in skipped.items()}
+            for number, problem in skipped.items():
+                # Level 4 is the caller of the store: below it are the check of the arguments, the method, and this.
+                warnings.warn(f"step {number} is passed over: {problem}", DamagedCheckpointWarning, stacklevel=4)
+            return result, {number: str(problem) for number, problem in skipped.items()}
         else:
             raise StepNotFoundError(
                 "no checkpoint of the store can be used" if skipped else "there is no checkpoint in the store",
-                where=shelf.directory,
-                found="; ".join(f"step {number}: {error}" for number, error in skipped.items()),
+                where=index.directory,
+                found="; ".join(f"step {number}: {problem}" for number, problem in skipped.items()),
                 remedy="look at the disk, or at a copy of the store" if skipped else "save one first",
             )
 
 
-def parts_of(shelf: StepIndex, found: StepEntry, verify: bool) -> tuple[Record, dict[str, Part]]:
-    """What was captured of each object. Raises what keeps the checkpoint from being used."""
-    record, directory = usable(found), found.place.path
+def read_parts(index: StepIndex, entry: StepEntry, verify: bool) -> tuple[Record, dict[str, Part]]:
+    """Returns the record and the saved state of each object. Raises the error for which it cannot be used."""
+    record, directory = record_of(entry), entry.place.path
     if verify:
-        for entry in record.entries.values():
-            records.verify(directory, entry)
-        shelf.note_whole(directory)
+        for saved in record.entries.values():
+            records.verify(directory, saved)
+        index.note_whole(directory)
     parts = {}
-    for path, entry in record.entries.items():
-        is_module = entry.kind is Kind.MODULE and entry.index
-        tree = records.opened(directory, entry) if is_module else records.value_of(directory, entry)
-        parts[path] = Part(entry.kind, tree)
+    for path, saved in record.entries.items():
+        is_module = saved.kind is Kind.MODULE and saved.index
+        tree = records.opened(directory, saved) if is_module else records.value_of(directory, saved)
+        parts[path] = Part(saved.kind, tree)
     return record, parts
 
 
-def problem_of(shelf: StepIndex, found: StepEntry) -> str | None:
-    """What reading all of it shows to be wrong, empty where nothing is; None where it is taken away meanwhile."""
+def read_problem(index: StepIndex, entry: StepEntry) -> str | None:
+    """Reads all of a checkpoint. Returns what is wrong with it, or empty text; None where it was removed meanwhile."""
     try:
-        usable(found)
-        for entry in read_record(found.place.path).entries.values():
-            records.verify(found.place.path, entry)
+        record_of(entry)
+        for saved in read_record(entry.place.path).entries.values():
+            records.verify(entry.place.path, saved)
     except (ModelStateError, OSError) as error:
-        if found.is_gone:
+        if entry.is_gone:
             return None
         if isinstance(error, ModelStateError):
-            shelf.note_damage(found, error)
+            index.note_damage(entry, error)
         return str(error)
-    shelf.note_whole(found.place.path)
+    index.note_whole(entry.place.path)
     return ""
 
 
-def to_go(shelf: StepIndex, keep: Keep | None) -> list[StepEntry]:
-    """What no rule keeps. The newest one that is kept has been found to be whole, by reading it if need be.
+def steps_to_prune(index: StepIndex, keep: Keep | None) -> list[StepEntry]:
+    """Returns the checkpoints that no rule keeps.
 
-    What is another store's, or a newer version's, is not ours to take away.
+    The newest one that is kept is known to be whole; it is read where it has not been yet. Checkpoints of another
+    store, or of a newer version, are never among those to prune.
     """
     bad: set[int] = set()
     while True:
-        ours = [found for found in shelf.by_age() if found.is_whole or found.is_damaged]
-        infos = [replace(found.info, intact=found.is_whole and found.place.step not in bad) for found in ours]
-        stay = kept(infos, keep)
-        gone = [found for found in ours if found.place.step not in stay]
-        if gone and keep is not None:
+        entries = [entry for entry in index.by_age() if entry.is_whole or entry.is_damaged]
+        infos = [replace(entry.info, intact=entry.is_whole and entry.place.step not in bad) for entry in entries]
+        kept_steps = kept(infos, keep)
+        to_prune = [entry for entry in entries if entry.place.step not in kept_steps]
+        if to_prune and keep is not None:
             check_metric(infos, keep)
-        intact = [found for found, info in zip(ours, infos, strict=True) if info.intact]
-        if not gone or not intact or shelf.is_known_whole(intact[-1]) or not problem_of(shelf, intact[-1]):
-            return gone
+        intact = [entry for entry, info in zip(entries, infos, strict=True) if info.intact]
+        if not to_prune or not intact or index.is_known_whole(intact[-1]) or not read_problem(index, intact[-1]):
+            return to_prune
         bad.add(intact[-1].place.step)
-
-
-def _warn(skipped: Mapping[int, ModelStateError]) -> None:
-    for step, error in skipped.items():
-        # At the caller of the store: above are `of_first_whole`, the store's method, and what checks its arguments.
-        warnings.warn(f"step {step} is passed over: {error}", DamagedCheckpointWarning, stacklevel=5)

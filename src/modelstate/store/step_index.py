@@ -1,4 +1,4 @@
-"""What is in a store's directory, for everybody who looks, while somebody writes and takes away."""
+"""Lists the checkpoints in a store's directory, also while another process saves and prunes."""
 
 import json
 import os
@@ -26,24 +26,24 @@ from modelstate.store.records import PIN_FILE, RECORD_FILE, STORE_FILE, Place, R
 from modelstate.store.retention import CheckpointInfo, ages
 
 FORMAT = 1
-"""The version of a store as a whole. A writer refuses what is newer."""
-_TRIES = 1000
-_MAX_BYTES = 10_000
-_MOST_KEPT_BYTES = 16 << 20
-"""Of the texts of records."""
+"""The version of a store as a whole. A writer refuses a newer one."""
+_MAX_TRIES = 1000
+_MAX_STORE_FILE_BYTES = 10_000
+_MAX_CACHED_BYTES = 16 << 20
+"""The limit of the cached records, by the size of their files."""
 _Key = tuple[str, int]
 """The path and the inode of a checkpoint's directory."""
 
 
 @dataclass(frozen=True, slots=True)
 class StepEntry:
-    """A checkpoint in the directory."""
+    """A checkpoint in the directory, as it was when the directory was listed."""
 
     place: Place
     record: Record | None
     """None where it cannot be read."""
     error: ModelStateError | None = None
-    """What keeps it from being used, as far as names, sizes and what has been read before say."""
+    """Why the checkpoint cannot be used, as far as names, sizes and earlier reads show."""
 
     @property
     def is_whole(self) -> bool:
@@ -51,12 +51,12 @@ class StepEntry:
 
     @property
     def is_damaged(self) -> bool:
-        """Whether it is this store's, and no longer what was saved; others are left alone."""
+        """Whether it is of this store and not what was saved. Foreign and newer ones are not damaged: they stay."""
         return isinstance(self.error, DamagedCheckpointError | ReadFailedError)
 
     @property
     def is_gone(self) -> bool:
-        """Whether somebody has taken it away, or replaced it, since it was found."""
+        """Whether it was removed or replaced since the directory was listed."""
         return not os.path.isdir(self.place.path)
 
     @property
@@ -65,16 +65,16 @@ class StepEntry:
 
     @property
     def info(self) -> CheckpointInfo:
-        """What is known of it."""
+        """The public description of the checkpoint."""
         record = self.record
-        files = () if record is None else [one for entry in record.entries.values() for one in entry.files.values()]
+        files = () if record is None else [file for entry in record.entries.values() for file in entry.files.values()]
         return CheckpointInfo(
             step=self.place.step,
-            time=record.time if record is not None else _changed(self.place.path),
+            time=record.time if record is not None else _modified_seconds(self.place.path),
             metrics=dict(record.metrics) if record is not None else {},
             pinned=self.is_pinned,
             intact=self.is_whole,
-            nbytes=sum(one.nbytes for one in files),
+            nbytes=sum(file.nbytes for file in files),
             path=self.place.path,
             serial=record.serial if record is not None else 0,
             store=record.store if record is not None else "",
@@ -84,93 +84,96 @@ class StepEntry:
 class StepIndex:
     """The checkpoints in a directory.
 
-    Nothing of it is kept in memory but which of them have been read, and found to be damaged or not.
+    Every call lists the directory anew. Only the results of reading whole checkpoints are kept in memory: which of
+    them are damaged, and which are not.
     """
 
     def __init__(self, directory: str) -> None:
         self.directory = directory
         self._damage: dict[_Key, ModelStateError] = {}
-        """Damage that only reading shows."""
+        """Damage that only reading a checkpoint shows."""
         self._whole: set[_Key] = set()
-        """Those all of whose bytes this object has read, or written."""
+        """Checkpoints all of whose bytes this object has read, or written."""
         self.doubtful: set[tuple[int, int]] = set()
-        """Devices and inodes of files, one of which at least is damaged: other checkpoints may have them, too."""
-        self._records_read: _Records | None = None
+        """Devices and inodes of the files of damaged checkpoints; other checkpoints may link to the same files."""
+        self._cache: _RecordCache | None = None
 
-    def for_a_moment(self) -> "StepIndex":
-        """The same, for one that looks several times and need not see records change that nobody replaces."""
-        made = StepIndex(self.directory)
-        made._damage, made._whole, made.doubtful = self._damage, self._whole, self.doubtful
-        made._records_read = _Records()
-        return made
+    def cached(self) -> "StepIndex":
+        """Returns an index of the same directory that reads each record once, as long as its file is the same."""
+        index = StepIndex(self.directory)
+        index._damage, index._whole, index.doubtful = self._damage, self._whole, self.doubtful
+        index._cache = _RecordCache()
+        return index
 
     def all_revisions(self) -> list[StepEntry]:
-        """Every revision of every step, in order. Raises `ReadFailedError`."""
-        for _ in range(_TRIES):
-            found = self._look()
-            # What has been taken away meanwhile has perhaps been replaced by what is not on this list.
-            if not any(one.error and one.is_gone for one in found):
-                return found
+        """Returns every revision of every step, in order. Raises `ReadFailedError`."""
+        for _ in range(_MAX_TRIES):
+            entries = self._list()
+            # A checkpoint that was removed meanwhile may have been replaced by one that is not on this list.
+            if not any(entry.error and entry.is_gone for entry in entries):
+                return entries
         raise ReadFailedError("the store changes all the time", where=self.directory)
 
     def steps(self) -> list[StepEntry]:
-        """Of every step the newest revision that is whole, or else the newest; from old to new."""
+        """Returns, for every step, the newest revision that is whole, or else the newest; in the order of the steps."""
         best: dict[int, StepEntry] = {}
-        for found in self.all_revisions():
-            other = best.get(found.place.step)
-            if other is None or found.is_whole or not other.is_whole:
-                best[found.place.step] = found
+        for entry in self.all_revisions():
+            other = best.get(entry.place.step)
+            if other is None or entry.is_whole or not other.is_whole:
+                best[entry.place.step] = entry
         return [best[step] for step in sorted(best)]
 
     def by_age(self) -> list[StepEntry]:
-        """The same, in the order in which they were saved; one that cannot be used comes behind the step before it."""
-        every = self.steps()
-        order = ages({one.place.step: one.record.serial if one.record and one.is_whole else None for one in every})
-        return sorted(every, key=lambda one: order[one.place.step])
+        """Returns `steps()` in the order of saving; one that cannot be used follows the step before it."""
+        entries = self.steps()
+        order = ages(
+            {entry.place.step: entry.record.serial if entry.record and entry.is_whole else None for entry in entries}
+        )
+        return sorted(entries, key=lambda entry: order[entry.place.step])
 
     def step(self, step: object) -> StepEntry:
-        """Raises `StepNotFoundError`, and `OptionError` for what is no number."""
+        """Returns one step. Raises `StepNotFoundError`, and `OptionError` for another type."""
         if type(step) is not int:
             raise OptionError("step= is the number of a step", expected="an int", found=repr(step))
-        every = self.steps()
-        for found in every:
-            if found.place.step == step:
-                return found
+        entries = self.steps()
+        for entry in entries:
+            if entry.place.step == step:
+                return entry
         raise StepNotFoundError(
             "there is no checkpoint of this step",
             where=self.directory,
-            expected=", ".join(str(found.place.step) for found in every[-20:]) or "none is there",
+            expected=", ".join(str(entry.place.step) for entry in entries[-20:]) or "none is there",
             found=step,
         )
 
-    def note_damage(self, found: StepEntry, error: ModelStateError) -> None:
-        """Has it count as damaged from now on: as long as this object is there, and it is in its place."""
-        if isinstance(error, DamagedCheckpointError) and (key := _key(found.place.path)) is not None:
+    def note_damage(self, entry: StepEntry, error: ModelStateError) -> None:
+        """Counts a checkpoint as damaged from now on, unless it is replaced."""
+        if isinstance(error, DamagedCheckpointError) and (key := _key(entry.place.path)) is not None:
             self._damage[key] = error
             self._whole.discard(key)
-            self.doubtful |= _inodes(found.place.path)
+            self.doubtful |= _inodes(entry.place.path)
 
     def note_whole(self, path: str) -> None:
-        """Has a checkpoint count as one that need not be read again to be relied upon."""
+        """Counts a checkpoint as whole, so that it need not be read again before others are pruned."""
         if (key := _key(path)) is not None:
             self._whole.add(key)
 
-    def is_known_whole(self, found: StepEntry) -> bool:
-        """Whether this object has read or written all of it, and it is in its place."""
-        return _key(found.place.path) in self._whole
+    def is_known_whole(self, entry: StepEntry) -> bool:
+        """Whether this object has read or written all of the checkpoint, and it was not replaced since."""
+        return _key(entry.place.path) in self._whole
 
     def name(self) -> str:
-        """What the store is called: every checkpoint says of which it is. Empty where nothing says so.
+        """Returns the name of the store, which each of its checkpoints has too; empty where nothing has a name.
 
-        Where the file that says so is lost or damaged, it is what most of the checkpoints say.
+        Where `store.json` is lost or damaged, it is the name that most of the checkpoints have.
         """
         return _stored_name(self.directory) or _most_common(self._records())
 
     def ensure_name(self) -> str:
-        """The name, which is written down if it was not.
+        """Returns the name of the store, and writes `store.json` where it is missing or damaged.
 
-        Raises what writing raises, `NewerManifestError`, and `OpenError` or `ReadFailedError` where `store.json` is
-        there and cannot be read: it may hold the name, and another one would make all checkpoints foreign.
+        Raises `NewerManifestError`, the errors of a write, and `OpenError` or `ReadFailedError` where `store.json`
+        exists and cannot be read: it may have the name, and with another name all checkpoints would be foreign.
         """
         try:
             name, version = _read_store_file(self.directory)
@@ -192,16 +195,23 @@ class StepIndex:
             output.append(sealed(text))
         return name
 
-    def _look(self) -> list[StepEntry]:
+    def _list(self) -> list[StepEntry]:
         records = [(place, *self._read(place)) for place in self._places()]
-        mine = _stored_name(self.directory) or _most_common(record for _, record, _ in records if record is not None)
-        return [self._found(place, record, error, mine) for place, record, error in records]
+        name = _stored_name(self.directory) or _most_common(record for _, record, _ in records if record is not None)
+        return [self._entry(place, record, error, name) for place, record, error in records]
 
-    def _found(self, place: Place, record: Record | None, error: ModelStateError | None, mine: str) -> StepEntry:
+    def _entry(self, place: Place, record: Record | None, error: ModelStateError | None, name: str) -> StepEntry:
         if record is None:
             return StepEntry(place, None, error)
-        if record.step != place.step or record.store != mine:
-            return StepEntry(place, record, _foreign(place, record, mine))
+        if record.step != place.step or record.store != name:
+            foreign = ForeignCheckpointError(
+                "the checkpoint was put here from another store, or under another step",
+                where=place.path,
+                expected=f"step {place.step} of the store {name}",
+                found=f"step {record.step} of the store {record.store}",
+                remedy="open the store that it is from; ms.open reads what is in it by itself",
+            )
+            return StepEntry(place, record, foreign)
         if problem := records.why_not_whole(place.path, record.entries):
             return StepEntry(place, record, damaged(place.path, problem))
         key = _key(place.path) if self._damage else None
@@ -215,8 +225,7 @@ class StepIndex:
 
     def _read(self, place: Place) -> tuple[Record | None, ModelStateError | None]:
         try:
-            read = read_record if self._records_read is None else self._records_read.read
-            return read(place.path), None
+            return (read_record if self._cache is None else self._cache.read)(place.path), None
         except ModelStateError as error:
             return None, error
 
@@ -229,40 +238,40 @@ class StepIndex:
             raise ReadFailedError("the store cannot be read", where=self.directory, found=error) from error
 
 
-class _Records:
-    """Records that have been read, as long as their files are the same."""
+class _RecordCache:
+    """Records that have been read, each valid as long as its file is the same."""
 
     def __init__(self) -> None:
-        self._kept: dict[str, tuple[tuple[int, int, int], Record]] = {}
+        self._records: dict[str, tuple[tuple[int, int, int], Record]] = {}
 
     def read(self, path: str) -> Record:
-        """Raises what `read_record` raises."""
+        """Returns the record of the checkpoint at a path. Raises what `read_record` raises."""
         try:
-            found = os.stat(os.path.join(path, RECORD_FILE))
+            status = os.stat(os.path.join(path, RECORD_FILE))
         except OSError:
-            return read_record(path)  # which says what is wrong
-        identity = found.st_ino, found.st_size, found.st_mtime_ns
-        kept = self._kept.get(path)
-        if kept is not None and kept[0] == identity:
-            return kept[1]
+            return read_record(path)  # which raises the error for it
+        identity = status.st_ino, status.st_size, status.st_mtime_ns
+        cached = self._records.get(path)
+        if cached is not None and cached[0] == identity:
+            return cached[1]
         record = read_record(path)
-        if identity[1] + sum(size for (_, size, _), _ in self._kept.values()) <= _MOST_KEPT_BYTES:
-            self._kept[path] = identity, record
+        if identity[1] + sum(size for (_, size, _), _ in self._records.values()) <= _MAX_CACHED_BYTES:
+            self._records[path] = identity, record
         return record
 
 
 def _read_store_file(directory: str) -> tuple[str, object]:
-    """The name in `store.json`, and the version of the format that the file states.
+    """Returns the name in `store.json`, and the version of its format.
 
     Raises `OpenError` and `ReadFailedError` where the file cannot be read, and `DamagedCheckpointError` where its
     content is not what was written.
     """
     path = os.path.join(directory, STORE_FILE)
-    data = read_whole(path, _MAX_BYTES, STORE_FILE)
+    data = read_whole(path, _MAX_STORE_FILE_BYTES, STORE_FILE)
     try:
-        said = json.loads(data)
-        check_seal(data, said[SEAL], path)
-        name, version = said["store"], said["format"]
+        content = json.loads(data)
+        check_seal(data, content[SEAL], path)
+        name, version = content["store"], content["format"]
         if type(name) is not str:
             raise ValueError(f"a name of type {type(name).__name__}")
     except (ValueError, LookupError, TypeError, AttributeError, RecursionError, ChecksumError) as error:
@@ -278,7 +287,7 @@ def _read_store_file(directory: str) -> tuple[str, object]:
 
 
 def store_file_problem(directory: str) -> str:
-    """What is wrong with `store.json`; empty where nothing is, and where the directory has no such file."""
+    """Returns what is wrong with `store.json`; empty where nothing is, and where the directory has no such file."""
     try:
         _read_store_file(directory)
     except (OpenError, ReadFailedError, DamagedCheckpointError) as error:
@@ -287,7 +296,7 @@ def store_file_problem(directory: str) -> str:
 
 
 def _stored_name(directory: str) -> str:
-    """The name in `store.json`; empty where the file is missing or damaged."""
+    """Returns the name in `store.json`; empty where the file is missing or damaged."""
     try:
         return _read_store_file(directory)[0]
     except (OpenError, ReadFailedError, DamagedCheckpointError):
@@ -299,23 +308,13 @@ def _most_common(records: Iterator[Record]) -> str:
     return counted[0][0] if counted else ""
 
 
-def _foreign(place: Place, record: Record, mine: str) -> ForeignCheckpointError:
-    return ForeignCheckpointError(
-        "the checkpoint was put here from another store, or under another step",
-        where=place.path,
-        expected=f"step {place.step} of the store {mine}",
-        found=f"step {record.step} of the store {record.store}",
-        remedy="open the store that it is from; ms.open reads what is in it by itself",
-    )
-
-
 def _inodes(path: str) -> set[tuple[int, int]]:
     try:
         with os.scandir(path) as entries:
-            found = [entry.stat(follow_symlinks=False) for entry in entries]
+            statuses = [entry.stat(follow_symlinks=False) for entry in entries]
     except OSError:
         return set()
-    return {(one.st_dev, one.st_ino) for one in found}
+    return {(status.st_dev, status.st_ino) for status in statuses}
 
 
 def _key(path: str) -> _Key | None:
@@ -325,7 +324,7 @@ def _key(path: str) -> _Key | None:
         return None
 
 
-def _changed(path: str) -> float:
+def _modified_seconds(path: str) -> float:
     try:
         return os.stat(path).st_mtime
     except OSError:

@@ -1,4 +1,4 @@
-"""`modelstate.Store`: a directory of checkpoints of a training run."""
+"""`modelstate.Store`: the checkpoints of a training run in a directory."""
 
 import logging
 import os
@@ -35,7 +35,7 @@ from modelstate.objects.objects import Kind, capture, targets_of
 from modelstate.objects.restore import Restored, RulesOf, restore_objects
 from modelstate.store import records
 from modelstate.store.background import PendingSave, SavedStep, Staging
-from modelstate.store.reading import Step, of_first_whole, parts_of, problem_of, to_go, usable
+from modelstate.store.reading import Step, first_usable, read_parts, read_problem, record_of, steps_to_prune
 from modelstate.store.records import PIN_FILE, STORE_FILE, Record, name_of
 from modelstate.store.retention import CheckpointInfo, Keep, as_keep, metric_value
 from modelstate.store.step_index import StepEntry, StepIndex, store_file_problem
@@ -47,31 +47,46 @@ _logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class RestoredStep(Restored):
-    """What came back, and of which step. A mapping from names to the plain values that were asked for."""
+    """The result of `Store.restore`: a mapping from names to the plain values that were asked for, and the step.
+
+    Example:
+        >>> restored = store.restore({"model": model, "epoch": 0})
+        >>> restored.step, restored["epoch"]
+        (3000, 3)
+    """
 
     step: int
     time: float
-    """Seconds since 1970, when it was saved."""
+    """When it was saved, in seconds since 1970."""
     metrics: Mapping[str, float]
     skipped: Mapping[int, str]
-    """Newer steps that are damaged, with what is wrong with each."""
+    """Newer steps that are damaged, and what is wrong with each."""
 
 
 class Store:
-    """Checkpoints of a training run in a directory: each is there in full and durable, or not at all.
+    """Checkpoints of a training run in a directory: each one is complete and durable, or does not exist.
 
-    Nothing is written before the first `save`, which also takes the store for this process: another one that saves is
-    refused until this one closes the store or ends, however it does. Reading needs no lock. Whatever a killed process
-    has left behind is taken away by the next one that writes. A directory that is renamed, removed or replaced after
-    something was restored from it or saved to it is not made anew until `close`: that is a `StoreMovedError`.
+    Nothing is written before the first `save`. It locks the store for this process: another process that saves is
+    refused until this one closes the store or ends, in whatever way. Reading needs no lock. The next process that
+    writes removes the unfinished files of a killed one. A directory that is renamed, removed or replaced after a
+    restore from it or a save to it is not created again until `close`; a save raises `StoreMovedError`.
 
     Args:
-        directory: where it is, or is going to be.
-        keep: which checkpoints stay when another one has been saved: a `Keep`, or the number of the last ones; None
+        directory: the directory, which need not exist yet.
+        keep: the checkpoints that stay when another one has been saved: a `Keep`, or the number of the last ones; None
             keeps all.
-        shard_size_bytes: the most bytes of tensors in one file; None has one file for what an object has.
+        shard_size_bytes: the most bytes of tensors in one file; None writes one file for each object.
 
-    Raises `SaveTargetError` for what can be no directory, and `OptionError`.
+    Raises:
+        SaveTargetError: The path cannot be a directory.
+        OptionError: An option cannot be used.
+
+    Example:
+        >>> with ms.Store("checkpoints", keep=3) as store:
+        ...     saved = store.save(1000, {"model": model, "optimizer": optimizer})
+        ...     restored = store.restore({"model": model, "optimizer": optimizer})
+        >>> restored.step
+        1000
     """
 
     def __init__(
@@ -86,12 +101,13 @@ class Store:
         if shard_size_bytes is not None and (type(shard_size_bytes) is not int or shard_size_bytes < 1):
             raise OptionError("shard_size_bytes= is a number of bytes", expected="1 or more", found=shard_size_bytes)
         self._shard_bytes = shard_size_bytes
-        self._shelf = StepIndex(self.directory)
+        self._index = StepIndex(self.directory)
         self._lock = WriterLock(self.directory)
         self._in_use: os.stat_result | None = None
-        """The directory that something has been restored from, or saved to: then no other takes its place."""
-        self._turn = threading.RLock()
-        self._is_busy = False
+        """The directory of the last restore or save, which no other directory may replace."""
+        self._thread_lock = threading.RLock()
+        self._is_writing = False
+        """Whether the thread that has the lock is writing: a signal handler runs in the same thread."""
         self._staging = Staging()
         self._pending: PendingSave | None = None
         _watch_forks(self)
@@ -139,62 +155,79 @@ class Store:
     ) -> SavedStep | PendingSave | None:
         """Saves the state of several objects as a checkpoint, which is visible when it is complete and durable.
 
-        Tensors that have not changed since the checkpoint before are not written again.
+        Files whose tensors have not changed since the checkpoint before are linked, not written again.
 
         Args:
-            step: its number, 0 or more.
+            step: the number of the checkpoint, 0 or more.
             objects: modules, optimizers, anything with `state_dict` and `load_state_dict`, `torch.Generator`s and plain
-                values, under names; nested mappings are possible. The modules of the optimizers have to be among them.
-            block: whether to return when it is durable; else when the state has been copied to memory that is used
-                again by the next save. Then a thread writes, and a `PendingSave` comes back. What it raises comes
-                through at its `result`, at `wait`, or at the next save; the process waits for it before it ends.
-            metrics: numbers that say how good it is, for `Keep(best=...)`.
-            pin: keeps it whatever `keep` says, until `unpin`.
-            overwrite: replaces a step that is there. Without it that is refused, unless the one there is damaged.
-            when_busy: what to do while an earlier save is still being written: wait for it, or skip this one and
-                return None.
+                values, by name; nested mappings are possible. The modules of the optimizers have to be among them.
+            block: True returns when the checkpoint is durable. False returns when the state has been copied to memory,
+                which the next save uses again, and a thread writes it. An error of the thread is raised by
+                `PendingSave.result`, by `wait`, or by the next save. The process waits for the thread before it ends.
+            metrics: numbers that rate the checkpoint, for `Keep(best=...)`.
+            pin: keeps the checkpoint whatever `keep` says, until `unpin`.
+            overwrite: whether to replace an existing checkpoint of this step. A damaged one is always replaced.
+            when_busy: what to do while an earlier save is being written: "wait" for it, or "skip" this one and return
+                None.
 
-        Raises `StepExistsError`, `StoreLockedError`, `StoreMovedError`, `OptionError`, what capturing the state raises,
-        `UnsavableError` and `UnsupportedValueError` for what cannot be stored, `WriteFailedError` for an I/O error, and
-        what an earlier save in the background has raised. No checkpoint that was there before is changed by it.
+        Returns:
+            The saved checkpoint; with `block=False` a handle of the save; None where it was skipped.
+
+        Raises:
+            StepExistsError: There is a checkpoint of this step, and `overwrite` is false.
+            StoreLockedError: Another process writes to the store.
+            StoreMovedError: The directory was renamed, removed or replaced.
+            OptionError: An argument cannot be used.
+            ObjectStateError: The own code of an object raised.
+            OptimizerStateError: An optimizer has parameters of a module that is not among the objects.
+            UnsavableError: The format does not have the kind of a tensor or a name.
+            UnsupportedValueError: A value has no encoding.
+            WriteFailedError: An I/O error.
+
+        The error of an earlier save in the background is raised too. No earlier checkpoint is changed by an error.
+
+        Example:
+            >>> store.save(1000, {"model": model, "optimizer": optimizer}, metrics={"loss": 0.3})
         """
-        begun = time.perf_counter()
-        numbers = _checked(step, metrics, when_busy)
+        begin_seconds = time.perf_counter()
+        checked_metrics = _check_save(step, metrics, when_busy)
         if when_busy == "skip" and self._pending is not None and not self._pending.done:
             return None
-        with self._my_turn(wait=when_busy == "wait") as is_mine:
-            if not is_mine:
+        with self._exclusive(wait=when_busy == "wait") as is_acquired:
+            if not is_acquired:
                 return None
             self.wait()
-            job = self._job(step, objects, numbers, pin, begun)
+            job = self._job(step, objects, checked_metrics, pin, begin_seconds)
             job.check()
             self._become_writer()
             self._check_new(step, overwrite)
             if block:
                 return self._write(job)
-            self._staging.copy(job.drafts.values())
-            blocked = time.perf_counter() - begun
-            write = partial(self._write, job, self._staging.nbytes, blocked)
+            self._staging.copy(job.states.values())
+            blocked_seconds = time.perf_counter() - begin_seconds
+            write = partial(self._write, job, self._staging.nbytes, blocked_seconds)
             self._pending = pending = PendingSave(step, self._staging.nbytes, write)
             pending.start()
             return pending
 
     def check(self, objects: Mapping[str, Any]) -> None:
-        """Finds out whether a save of these objects would work, without saving them.
+        """Checks that a save of these objects would work, without saving them.
 
-        The state of every object is encoded as `save` does it, with no tensor copied. The store is taken for this
-        process, and a small file is written to its directory, synced, renamed and removed. A warning is logged where
-        the file system has less free space than the state takes. Random generators are left as they are.
+        The state of every object is encoded as in `save`, with no tensor copied. The store is locked for this process,
+        and a small file is written to its directory, synced, renamed and removed. A warning is logged where the file
+        system has less free space than the state takes. Random generators are left as they are.
 
         Args:
             objects: as `save` takes them.
 
-        Raises what `save` raises.
+        Raises:
+            ModelStateError: The error that `save` would raise.
 
-            store = ms.Store("checkpoints")
-            store.check({"model": model, "optimizer": optimizer})
+        Example:
+            >>> store = ms.Store("checkpoints")
+            >>> store.check({"model": model, "optimizer": optimizer})
         """
-        with self._my_turn():
+        with self._exclusive():
             self.wait()
             nbytes = self.check_state(objects)
             self._become_writer()
@@ -208,19 +241,31 @@ class Store:
             )
 
     def check_state(self, objects: Mapping[str, Any]) -> int:
-        """Raises what keeps the objects from being saved. Returns how many bytes their tensors have.
+        """Encodes the state of the objects without a copy or a write, and returns the bytes of their tensors.
 
-        Nothing is copied or written, and random generators are left as they are.
+        Random generators are left as they are. Raises the error that `save` would raise for the objects.
         """
-        late = [target.obj for target in targets_of(objects).values() if target.is_restored_last]
-        with preserved_generators(late):
+        generators = [target.obj for target in targets_of(objects).values() if target.is_restored_last]
+        with preserved_generators(generators):
             job = self._job(0, objects, {}, False, 0.0)
         job.check()
-        return sum(nbytes_of(tensor) for made in job.drafts.values() for tensor in made.live.values())
+        return sum(nbytes_of(tensor) for state in job.states.values() for tensor in state.live.values())
 
     def wait(self, timeout_s: float | None = None) -> None:
-        """Waits until what is being written is durable. Raises what its write has raised, once, and
-        `SaveTimeoutError`."""
+        """Waits until the save in the background is durable.
+
+        Args:
+            timeout_s: the most seconds to wait; None waits until the end.
+
+        Raises:
+            SaveTimeoutError: The save is not durable in time. It goes on.
+
+        The error of the save in the background is raised too, once.
+
+        Example:
+            >>> pending = store.save(1000, {"model": model}, block=False)
+            >>> store.wait()
+        """
         pending = self._pending
         if pending is None:
             return
@@ -234,59 +279,67 @@ class Store:
             self._pending = None
 
     @contextmanager
-    def _my_turn(self, wait: bool = True) -> Iterator[bool]:
-        """Within it no other thread saves or takes away. False where it was not to wait, and one does."""
-        if not self._turn.acquire(blocking=wait):
+    def _exclusive(self, wait: bool = True) -> Iterator[bool]:
+        """Keeps other threads from saving and pruning. Yields False where `wait` is false and another thread does."""
+        if not self._thread_lock.acquire(blocking=wait):
             yield False
             return
         try:
-            if self._is_busy:
+            if self._is_writing:
                 raise StoreLockedError(
                     "a save in this thread has been interrupted by another one, as by a signal's handler",
                     where=self.directory,
                     remedy="have the handler set a flag, and the loop save: see modelstate.Deadline",
                 )
-            self._is_busy = True
+            self._is_writing = True
             try:
                 yield True
             finally:
-                self._is_busy = False
+                self._is_writing = False
         finally:
-            self._turn.release()
+            self._thread_lock.release()
 
-    def _job(self, step: int, objects: Mapping[str, Any], metrics: dict[str, float], pin: bool, begun: float) -> Job:
+    def _job(
+        self, step: int, objects: Mapping[str, Any], metrics: dict[str, float], pin: bool, begin_seconds: float
+    ) -> Job:
         parts = capture(objects)
-        drafts = {
+        states = {
             path: serialize(part.tree, path, as_tree=part.kind is not Kind.MODULE) for path, part in parts.items()
         }
-        steady = {
-            path: _frozen(target.obj) for path, target in targets_of(objects).items() if target.kind is Kind.MODULE
+        frozen = {
+            path: frozenset(
+                name for name, param in target.obj.named_parameters(remove_duplicate=False) if not param.requires_grad
+            )
+            for path, target in targets_of(objects).items()
+            if target.kind is Kind.MODULE
         }
         kinds = {path: part.kind for path, part in parts.items()}
-        return Job(step, kinds, drafts, steady, metrics, pin, begun, time.time())
+        return Job(step, kinds, states, frozen, metrics, pin, begin_seconds, time.time())
 
     def _check_new(self, step: int, overwrite: bool) -> None:
-        there = [found for found in self._shelf.steps() if found.place.step == step]
-        is_ours = bool(there) and (there[0].is_whole or there[0].is_damaged)
-        if there and not there[0].is_damaged and not (overwrite and is_ours):
+        existing = next((entry for entry in self._index.steps() if entry.place.step == step), None)
+        if existing is None or existing.is_damaged:
+            return
+        is_ours = existing.is_whole
+        if not (overwrite and is_ours):
             raise StepExistsError(
                 "there is a checkpoint of this step already",
-                where=there[0].place.path,
-                found="" if there[0].error is None else there[0].error.what,
+                where=existing.place.path,
+                found="" if existing.error is None else existing.error.what,
                 remedy="overwrite=True replaces it; Store.restore says from which step to go on"
                 if is_ours
                 else "it is another store's, or a newer version's: take it away, or take another directory",
             )
 
-    def _write(self, job: Job, staging_bytes: int = 0, blocked: float | None = None) -> SavedStep:
+    def _write(self, job: Job, staging_bytes: int = 0, blocked_seconds: float | None = None) -> SavedStep:
         with self._in_its_directory(), write_errors(os.path.join(self.directory, name_of(job.step, 0))):
             clear(self.directory)
-            shelf = self._shelf.for_a_moment()
-            every = shelf.by_age()
-            revisions = [one for one in shelf.all_revisions() if one.place.step == job.step]
-            before = next((found for found in reversed(every) if found.is_whole), None)
-            store = shelf.ensure_name()
-            serial = 1 + max((one.record.serial for one in every if one.record is not None), default=0)
+            index = self._index.cached()
+            entries = index.by_age()
+            revisions = [entry for entry in index.all_revisions() if entry.place.step == job.step]
+            before = next((entry for entry in reversed(entries) if entry.is_whole), None)
+            store = index.ensure_name()
+            serial = 1 + max((entry.record.serial for entry in entries if entry.record is not None), default=0)
             final, written = publish(
                 self.directory,
                 store,
@@ -295,22 +348,22 @@ class Store:
                 revisions,
                 before,
                 self._shard_bytes,
-                shelf.doubtful,
+                index.doubtful,
                 self._lock.check_directory,
             )
-            shelf.note_whole(final)
-        seconds = time.perf_counter() - job.begun
+            index.note_whole(final)
+        seconds = time.perf_counter() - job.begin_seconds
         pruned: tuple[int, ...] = ()
-        with suppress(OSError):  # it is saved; the next save tries again
-            discard(self.directory, [one.place for one in revisions if one.is_whole or one.is_damaged])
-            pruned = self._prune(self.keep, shelf)
+        with suppress(OSError):  # the checkpoint is saved; the next save prunes again
+            discard(self.directory, [entry.place for entry in revisions if entry.is_whole or entry.is_damaged])
+            pruned = self._prune(self.keep, index)
         return SavedStep(
             job.step,
             final,
-            sum(one.bytes_written for one in written),
-            sum(one.bytes_linked for one in written),
+            sum(entry.bytes_written for entry in written),
+            sum(entry.bytes_linked for entry in written),
             staging_bytes,
-            seconds if blocked is None else blocked,
+            seconds if blocked_seconds is None else blocked_seconds,
             seconds,
             pruned,
         )
@@ -334,17 +387,34 @@ class Store:
         max_memory_bytes: int | None = None,
         init_missing: bool = False,
     ) -> RestoredStep:
-        """Gives the objects back what was saved of them: all of them, or none.
+        """Restores the objects from a checkpoint: all of them, or none.
 
-        Of the latest checkpoints the newest one is taken that is whole; those that are not are reported by a
-        `DamagedCheckpointWarning` and in `RestoredStep.skipped`. A plain value among the objects says that the value
-        is wanted; it comes back in the result. The other arguments are those of `modelstate.load`, where patterns of
-        names begin with the path of an object; `verify` compares everything with its digest before anything is used,
-        and `init_missing` initialises the parameters that the checkpoint lacks, for which the optimizers then have no
-        state.
+        Args:
+            objects: the objects, under the names that they were saved under. A plain value asks for the value that was
+                saved under its name; the result has it.
+            step: the checkpoint; "latest" takes the newest one that is whole. Newer ones that are not are reported by a
+                `DamagedCheckpointWarning` and in `RestoredStep.skipped`.
+            rules, allow_missing, allow_unexpected, keep_options: as in `modelstate.restore`; names begin with the path
+                of an object.
+            verify: compares everything with its digest before it is used.
+            device, map, progress, max_memory_bytes: as in `modelstate.load`.
+            init_missing: initialises the parameters that the checkpoint lacks. Optimizers have no state for them then.
 
-        Raises `StepNotFoundError`, `DamagedCheckpointError`, `ForeignCheckpointError`, `NewerManifestError`, what
-        `restore_objects` raises, and what a save in the background has raised.
+        Returns:
+            The plain values by path, the step with its time and metrics, and the report of the load.
+
+        Raises:
+            StepNotFoundError: There is no such checkpoint, or none that is whole.
+            DamagedCheckpointError: The checkpoint is not what was saved.
+            ForeignCheckpointError: It is of another store, or of another step.
+            NewerManifestError: A newer version of modelstate wrote it.
+
+        It raises what `modelstate.restore` raises, and the error of a save in the background.
+
+        Example:
+            >>> restored = store.restore({"model": model, "optimizer": optimizer})
+            >>> restored.step
+            1000
         """
         self.wait()
         may_miss, may_exceed = (
@@ -353,8 +423,8 @@ class Store:
         )
         kept_options = _patterns("keep_options", keep_options)
 
-        def attempt(found: StepEntry) -> tuple[Record, Restored]:
-            record, parts = parts_of(self._shelf, found, verify)
+        def attempt(entry: StepEntry) -> tuple[Record, Restored]:
+            record, parts = read_parts(self._index, entry, verify)
             return record, restore_objects(
                 objects,
                 parts,
@@ -369,71 +439,101 @@ class Store:
                 init_missing=init_missing,
             )
 
-        (record, restored), skipped = of_first_whole(self._shelf, step, attempt)
+        (record, restored), skipped = first_usable(self._index, step, attempt)
         with suppress(OSError):
             self._in_use = os.stat(self.directory)
-        same = {one.name: getattr(restored, one.name) for one in fields(restored)}
-        return RestoredStep(**same, step=record.step, time=record.time, metrics=dict(record.metrics), skipped=skipped)
+        inherited = {field.name: getattr(restored, field.name) for field in fields(restored)}
+        return RestoredStep(
+            **inherited, step=record.step, time=record.time, metrics=dict(record.metrics), skipped=skipped
+        )
 
     @argument_order(
         "store.open", lambda value: isinstance(value, str), lambda value: isinstance(value, int | str), is_method=True
     )
     def open(self, name: str, step: Step = "latest", *, verify: bool = False) -> Checkpoint:
-        """The tensors and values of one object of a checkpoint, for whatever takes a `Checkpoint`.
+        """Opens one object of a checkpoint, for every function that takes a `Checkpoint`.
 
-        With `verify` all of the object, and nothing else of the checkpoint, is read and compared with its digests.
+        Args:
+            name: the path of the object.
+            step: the checkpoint; "latest" takes the newest one that is whole.
+            verify: reads all of this object, and compares it with its digests.
 
-        Raises as `restore` does, and `StepNotFoundError` for an object that is not in it, or has no tensors.
+        Returns:
+            The tensors and values of the object.
+
+        Raises:
+            StepNotFoundError: There is no such checkpoint, or it has no such object with tensors.
+            DamagedCheckpointError: The checkpoint is not what was saved.
+            ForeignCheckpointError: It is of another store, or of another step.
+            NewerManifestError: A newer version of modelstate wrote it.
+
+        Example:
+            >>> ms.load(model, store.open("model", 1000))
         """
         self.wait()
 
-        def attempt(found: StepEntry) -> Checkpoint:
-            record = usable(found)
-            entry = record.entries.get(name)
-            if entry is None or not entry.index:
+        def attempt(entry: StepEntry) -> Checkpoint:
+            record = record_of(entry)
+            saved = record.entries.get(name)
+            if saved is None or not saved.index:
                 raise StepNotFoundError(
                     "there is no such object with tensors in the checkpoint",
-                    where=found.place.path,
-                    expected=", ".join(key for key, one in record.entries.items() if one.index) or "none has any",
+                    where=entry.place.path,
+                    expected=", ".join(path for path, other in record.entries.items() if other.index) or "none has any",
                     found=repr(name),
                 )
-            checkpoint = records.opened(found.place.path, entry)
+            checkpoint = records.opened(entry.place.path, saved)
             if verify:
-                # Behind the opening: a file that changes from here on is refused when it is read.
-                records.verify(found.place.path, entry)
+                # After the opening: a file that changes from here on is refused when it is read.
+                records.verify(entry.place.path, saved)
             return checkpoint
 
-        return of_first_whole(self._shelf, step, attempt)[0]
+        return first_usable(self._index, step, attempt)[0]
 
-    # What is there.
+    # Listing.
 
     def steps(self) -> tuple[int, ...]:
-        """The steps of all checkpoints that are whole, as far as is known without reading them, from old to new."""
-        return tuple(found.place.step for found in self._shelf.steps() if found.is_whole)
+        """Returns the steps of all checkpoints that are whole, as far as is known without reading them, in order.
+
+        Example:
+            >>> store.steps()
+            (1000, 2000)
+        """
+        return tuple(entry.place.step for entry in self._index.steps() if entry.is_whole)
 
     def latest(self) -> int | None:
-        """The one that was saved last; None where there is none.
+        """Returns the step that was saved last; None where there is none.
 
-        That is the highest, unless training has gone back to an earlier one and on from there.
+        It is the highest step, unless training has gone back to an earlier one and on from there.
+
+        Example:
+            >>> store.latest()
+            2000
         """
-        return next((one.place.step for one in reversed(self._shelf.by_age()) if one.is_whole), None)
+        return next((entry.place.step for entry in reversed(self._index.by_age()) if entry.is_whole), None)
 
     def infos(self, *, by_age: bool = False) -> tuple[CheckpointInfo, ...]:
-        """What is known of each checkpoint, damaged ones too, without reading tensors, in the order of the steps.
+        """Returns a description of each checkpoint, damaged ones too, without reading tensors.
 
-        With `by_age` they come in the order in which they were saved; one that cannot be used, behind the step before.
+        Args:
+            by_age: False orders them by step; True by the time of saving, where one that cannot be used follows the
+                step before it.
+
+        Example:
+            >>> [info.step for info in store.infos() if info.intact]
+            [1000, 2000]
         """
-        return tuple(found.info for found in (self._shelf.by_age() if by_age else self._shelf.steps()))
+        return tuple(entry.info for entry in (self._index.by_age() if by_age else self._index.steps()))
 
     def verify(self, step: int | None = None) -> dict[int | str, str]:
         """Reads checkpoints, one or all, and compares every byte with its digest.
 
         Args:
-            step: the checkpoint to read; all of them without it, and the store's own file `store.json` as well.
+            step: the checkpoint to read; None reads all of them, and the store's own file `store.json`.
 
         Returns:
-            What is wrong by the step; empty text where nothing is. Where `store.json` is damaged, what is wrong with it
-            stands under "store.json".
+            What is wrong with each step; empty text for a step that is whole. A damaged `store.json` is reported under
+            "store.json".
 
         Raises:
             StepNotFoundError: There is no such step.
@@ -442,49 +542,80 @@ class Store:
             >>> damaged = {step: problem for step, problem in store.verify().items() if problem}
         """
         self.wait()
-        every = self._shelf.steps() if step is None else [self._shelf.step(step)]
+        entries = self._index.steps() if step is None else [self._index.step(step)]
         problems: dict[int | str, str] = {}
         if step is None and (problem := store_file_problem(self.directory)):
             problems[STORE_FILE] = problem
-        for found in every:
-            if (of_step := problem_of(self._shelf, found)) is not None:
-                problems[found.place.step] = of_step
+        for entry in entries:
+            if (of_step := read_problem(self._index, entry)) is not None:
+                problems[entry.place.step] = of_step
         return problems
 
-    # Keeping.
+    # Pruning.
 
     def prune(self, keep: Keep | int | None = None, *, dry_run: bool = False) -> tuple[int, ...]:
-        """Takes away what `keep`, or the store's own rules, do not keep, and returns the steps.
+        """Removes the checkpoints that `keep`, or the store's own rules, do not keep.
 
-        The newest checkpoint that is whole is never taken away: before anything is, all of it is read, unless this
-        object has written or verified it. With `dry_run` nothing is. Raises `StoreLockedError`, `OptionError`, and
-        `WriteFailedError` for an I/O error, after which the rest is still there.
+        The newest checkpoint that is whole always stays. All of it is read before any other is removed, unless this
+        object has written or verified it.
+
+        Args:
+            keep: the rules; None takes those of the store.
+            dry_run: removes nothing.
+
+        Returns:
+            The steps that were removed, or would be.
+
+        Raises:
+            StoreLockedError: Another process writes to the store.
+            OptionError: The rules cannot be used, or no checkpoint has their metric.
+            WriteFailedError: An I/O error, after which the other checkpoints are still there.
+
+        Example:
+            >>> store.prune(keep=2, dry_run=True)
+            (1000,)
         """
         rules = self.keep if keep is None else as_keep(keep)
         if dry_run:
-            return tuple(found.place.step for found in to_go(self._shelf, rules))
-        with self._my_turn():
+            return tuple(entry.place.step for entry in steps_to_prune(self._index, rules))
+        with self._exclusive():
             self.wait()
             self._become_writer()
             with write_errors(self.directory):
                 clear(self.directory)
-                return self._prune(rules, self._shelf)
+                return self._prune(rules, self._index)
 
     def pin(self, step: int) -> None:
-        """Keeps a checkpoint whatever `keep` says. Raises `StepNotFoundError`, `StoreLockedError`."""
+        """Keeps a checkpoint whatever `keep` says, until `unpin`.
+
+        Raises:
+            StepNotFoundError: There is no such checkpoint.
+            StoreLockedError: Another process writes to the store.
+
+        Example:
+            >>> store.pin(1000)
+        """
         self._set_pin(step, True)
 
     def unpin(self, step: int) -> None:
-        """Lets `keep` decide again. Raises `StepNotFoundError`, `StoreLockedError`."""
+        """Undoes `pin`: `keep` decides again whether the checkpoint stays.
+
+        Raises:
+            StepNotFoundError: There is no such checkpoint.
+            StoreLockedError: Another process writes to the store.
+
+        Example:
+            >>> store.unpin(1000)
+        """
         self._set_pin(step, False)
 
     def _set_pin(self, step: int, pinned: bool) -> None:
-        with self._my_turn():
+        with self._exclusive():
             self.wait()
-            found = self._shelf.step(step)
+            entry = self._index.step(step)
             self._become_writer()
-            path = os.path.join(found.place.path, PIN_FILE)
-            if pinned == found.is_pinned:
+            path = os.path.join(entry.place.path, PIN_FILE)
+            if pinned == entry.is_pinned:
                 return
             with write_errors(path):
                 if pinned:
@@ -492,32 +623,33 @@ class Store:
                         pass
                 else:
                     write_system.unlink(path)
-                sync_directory(found.place.path)
+                sync_directory(entry.place.path)
 
-    def _prune(self, keep: Keep | None, shelf: StepIndex) -> tuple[int, ...]:
-        gone = [found.place.step for found in to_go(shelf, keep)]
-        every = shelf.all_revisions() if gone else []
-        discard(self.directory, [found.place for found in every if found.place.step in gone])
-        return tuple(gone)
+    def _prune(self, keep: Keep | None, index: StepIndex) -> tuple[int, ...]:
+        steps = [entry.place.step for entry in steps_to_prune(index, keep)]
+        revisions = index.all_revisions() if steps else []
+        discard(self.directory, [entry.place for entry in revisions if entry.place.step in steps])
+        return tuple(steps)
 
-    # The writer.
+    # The writer lock and the directory.
 
     def _become_writer(self) -> None:
+        """Creates the directory and locks it for this process, unless it is locked already."""
         with write_errors(self.directory):
             if self._lock.held:
                 try:
                     self._lock.confirm()
                     return
                 except StoreLockedError:
-                    # The lock is no longer what it was. If nobody else has it, it is taken anew.
+                    # The lock file was replaced. The lock is acquired again, unless another process has it.
                     self._lock.release()
             if self._in_use is not None:
                 check_directory(self.directory, self._in_use)
             make_directory(self.directory)
             self._lock.acquire()
             try:
-                # First of all: what a newer version has written is not for this one to tidy up.
-                self._shelf.ensure_name()
+                # Before anything is removed: a store of a newer version is refused here.
+                self._index.ensure_name()
                 self._in_use = os.stat(self.directory)
                 clear(self.directory)
             except BaseException:
@@ -526,19 +658,25 @@ class Store:
 
     @contextmanager
     def _in_its_directory(self) -> Iterator[None]:
-        """Around what is written: an I/O error comes through as `StoreMovedError` where that is why."""
+        """Raises `StoreMovedError` in place of an I/O error that comes from a moved directory."""
         self._lock.check_directory()
         try:
             yield
         except OSError as error:
             try:
                 self._lock.check_directory()
-            except StoreMovedError as why:
-                raise why from error
+            except StoreMovedError as moved:
+                raise moved from error
             raise
 
     def close(self) -> None:
-        """Waits for what is being written, and lets others write. Raises what that write has raised."""
+        """Waits for the save in the background, and unlocks the store for other processes.
+
+        Raises the error of the save in the background. A store that is closed can be used again.
+
+        Example:
+            >>> store.close()
+        """
         try:
             self.wait()
         finally:
@@ -557,17 +695,17 @@ _watching_forks = False
 
 
 def _watch_forks(store: Store) -> None:
-    """In a forked child nobody gives back the turn that another thread had."""
+    """Resets the thread lock of the store in forked children, where the thread that holds it does not exist."""
     global _watching_forks
     _stores.add(store)
     if not _watching_forks:
         _watching_forks = True
-        os.register_at_fork(after_in_child=_after_fork)
+        os.register_at_fork(after_in_child=_reset_thread_locks)
 
 
-def _after_fork() -> None:
+def _reset_thread_locks() -> None:
     for store in list(_stores):
-        store._turn, store._is_busy = threading.RLock(), False
+        store._thread_lock, store._is_writing = threading.RLock(), False
 
 
 def _directory(given: object) -> str:
@@ -584,8 +722,8 @@ def _directory(given: object) -> str:
     return path
 
 
-def _checked(step: object, metrics: object, when_busy: object) -> dict[str, float]:
-    """The metrics. Raises `OptionError`."""
+def _check_save(step: object, metrics: object, when_busy: object) -> dict[str, float]:
+    """Checks the arguments of `Store.save`, and returns the metrics as floats. Raises `OptionError`."""
     if type(step) is not int or not 0 <= step < 10**18:
         raise OptionError("step= is the number of a step", expected="an int, 0 or more", found=repr(step))
     if when_busy not in ("wait", "skip"):
@@ -597,7 +735,7 @@ def _checked(step: object, metrics: object, when_busy: object) -> dict[str, floa
     return {name: metric_value(name, value) for name, value in (metrics or {}).items()}
 
 
-def _patterns(name: str, given: Any) -> tuple[str, ...]:
+def _patterns(name: str, given: Iterable[str]) -> tuple[str, ...]:
     if isinstance(given, str | bytes) or not isinstance(given, Iterable):
         raise OptionError(
             f"{name}= has patterns of names", expected='such as ["ema", "optimizer.*"]', found=repr(given)
@@ -605,35 +743,29 @@ def _patterns(name: str, given: Any) -> tuple[str, ...]:
     return tuple(given)
 
 
-def _frozen(module: torch.nn.Module) -> frozenset[str]:
-    """Names of what training does not change."""
-    named = module.named_parameters(remove_duplicate=False)
-    return frozenset(name for name, param in named if not param.requires_grad)
-
-
 def problem_now(store: Store, step: int) -> str:
-    """What reading all of a step shows to be wrong; empty where nothing is.
+    """Reads all of a step, and returns what is wrong with it; empty where nothing is.
 
-    Raises `StepNotFoundError` where it is not there, and where it is taken away before all has been read.
+    Raises `StepNotFoundError` where the step does not exist, or is removed while it is read.
     """
     while True:
         problems = store.verify(step)
         if step in problems:
             return problems[step]
-        # It is not what it was when reading began: it is gone, or there is a new one.
+        # The step was replaced or removed while it was read.
 
 
 def newest_whole(store: Store, passed_over: Callable[[int, str], None]) -> int | None:
-    """The step that was saved last of those that are whole; None where none is.
+    """Returns the step that was saved last of those that are whole; None where none is.
 
-    `passed_over` hears of those that were saved later, and of what is wrong with each.
+    Calls `passed_over` with each later step and what is wrong with it.
     """
     while True:
         for step in [info.step for info in store.infos(by_age=True)][::-1]:
             try:
                 problem = problem_now(store, step)
             except StepNotFoundError:
-                break  # it was taken away: there are others now
+                break  # it was removed: list the store again
             if not problem:
                 return step
             passed_over(step, problem)

@@ -1,8 +1,8 @@
-"""Publishes a checkpoint into a store's directory, complete and durable, and removes checkpoints.
+"""Writes a checkpoint into a store's directory, complete and durable, and removes checkpoints.
 
-Each file holds tensors and nothing that changes with the step, and is named by what is in it. So a file of the
-checkpoint before, all of whose tensors are still what they were, is not written again: the new checkpoint gets a link
-to it, and is as complete without the old one as with it. What changes and what does not is kept in different files.
+Each file holds tensors and nothing that changes with the step, and its name has a digest of its content. A file of the
+checkpoint before is not written again where none of its tensors has changed: the new checkpoint gets a hard link to
+it, and stays complete when the old one is removed. Tensors that change and tensors that do not go into different files.
 """
 
 import json
@@ -40,24 +40,26 @@ from modelstate.store.records import (
 )
 from modelstate.store.step_index import StepEntry
 
-_Kind = tuple[torch.dtype, tuple[int, ...]]
+_Layout = tuple[torch.dtype, tuple[int, ...]]
 
 
 @dataclass(frozen=True, slots=True)
 class Before:
-    """The files of an object in the checkpoint before."""
+    """The files of an object in the checkpoint before, which the new one may link to."""
 
     files: Mapping[str, tuple[str, ...]]
-    """Paths, each with the names of its tensors."""
+    """The names of the tensors in each file, by its path."""
     records: Mapping[str, FileRecord]
-    """Of the same paths."""
-    kinds: Mapping[str, _Kind]
+    """The record of each file, by its path."""
+    layouts: Mapping[str, _Layout]
+    """The dtype and shape of each tensor."""
     digests: Mapping[str, str]
+    """The digest of each tensor."""
 
 
 @dataclass(slots=True)
 class Written:
-    """What has been written of an object."""
+    """The entry of an object that has been written, and its cost."""
 
     entry: Entry
     bytes_written: int = 0
@@ -66,27 +68,29 @@ class Written:
 
 @dataclass(slots=True)
 class _Files:
-    """Files of a checkpoint that is being written."""
+    """The files of an object that is being written."""
 
     directory: str
-    names: dict[str, Sequence[str]] = field(default_factory=dict)
-    """Each with its tensors."""
+    tensors: dict[str, Sequence[str]] = field(default_factory=dict)
+    """The names of the tensors in each file, by the file's name."""
     digests: dict[str, str] = field(default_factory=dict)
-    records: dict[str, FileRecord] = field(default_factory=dict)
-    """Of files that are linked."""
-    written: int = 0
-    linked: int = 0
+    """The digest of each tensor."""
+    linked_records: dict[str, FileRecord] = field(default_factory=dict)
+    bytes_written: int = 0
+    bytes_linked: int = 0
 
 
 def before_of(directory: str, entry: Entry | None, doubtful: Set[tuple[int, int]] = frozenset()) -> Before | None:
-    """What is known of an object's files: only those that nobody has touched since they were written, and whose device
-    and inode are not among the doubtful ones."""
+    """Returns the files of an object that can be linked; None where there are none.
+
+    They are those that have not changed since they were written, and whose device and inode are not `doubtful`.
+    """
     if entry is None or not entry.index:
         return None
     try:
-        weight_map, said = sharded.read_index(os.path.join(directory, entry.index))
-        digests = json.loads(said[KEY])["digests"]["tensors"]
-        kinds: dict[str, _Kind] = {}
+        weight_map, metadata = sharded.read_index(os.path.join(directory, entry.index))
+        digests = json.loads(metadata[KEY])["digests"]["tensors"]
+        layouts: dict[str, _Layout] = {}
         files, records = {}, {}
         for name in dict.fromkeys(weight_map.values()):
             path = os.path.join(directory, name)
@@ -94,18 +98,18 @@ def before_of(directory: str, entry: Entry | None, doubtful: Set[tuple[int, int]
             if record is not None and _is_untouched(path, record, doubtful):
                 tensors = safetensors.read(path).tree
                 assert isinstance(tensors, Mapping)
-                kinds |= {key: (one.dtype, tuple(one.shape)) for key, one in tensors.items()}
+                layouts |= {key: (tensor.dtype, tuple(tensor.shape)) for key, tensor in tensors.items()}
                 files[path], records[path] = tuple(tensors), record
     except (OpenError, OSError, ValueError, KeyError, TypeError):
-        return None  # it is written anew
-    return Before(files, records, kinds, digests)
+        return None  # all files are written
+    return Before(files, records, layouts, digests)
 
 
 def _is_untouched(path: str, record: FileRecord, doubtful: Set[tuple[int, int]]) -> bool:
-    found = os.stat(path, follow_symlinks=False)
-    if (found.st_dev, found.st_ino) in doubtful:
+    status = os.stat(path, follow_symlinks=False)
+    if (status.st_dev, status.st_ino) in doubtful:
         return False
-    if (found.st_size, found.st_mtime_ns) != (record.nbytes, record.mtime_ns):
+    if (status.st_size, status.st_mtime_ns) != (record.nbytes, record.mtime_ns):
         return False
     with SourceFile(path) as file:
         return digest(file.read(0, record.head_bytes, "its header")) == record.head
@@ -115,48 +119,55 @@ def write_entry(
     directory: str,
     key: str,
     kind: Kind,
-    made: SerializedState,
+    state: SerializedState,
     *,
-    steady: Set[str] = frozenset(),
+    frozen: Set[str] = frozenset(),
     before: Before | None = None,
     shard_bytes: int | None = None,
 ) -> Written:
-    """Writes an object into a directory that nobody reads yet.
+    """Writes an object into a directory that is not visible to readers yet.
 
-    `steady` has the names of tensors that are not expected to change, for the first time that they are written.
-    Raises `OSError`, and `ValueError` for more than a header holds.
+    `frozen` has the names of tensors that are not expected to change. It decides the files of a first checkpoint;
+    later, the tensors that have not changed since the one before go into files of their own.
+    Raises `OSError`, and `ValueError` for a header that is too large.
     """
     files = _Files(directory)
-    if not made.tensors:
-        return _write_without_tensors(files, key, kind, made)
-    left = made.live
+    if not state.tensors:
+        # An index without files is invalid, so the manifest goes into a file without tensors.
+        planned = layout({}, lambda digests: {**SHARD_METADATA, KEY: state.manifest(None, digests)})
+        name = f"{key}{SUFFIX}"
+        with new_file(os.path.join(directory, name)) as output:
+            write(output, planned)
+        return Written(Entry(kind, name, {name: _record(directory, name)}), planned.nbytes)
+    unwritten = state.live
     if before is not None:
-        steady = _link_what_is_unchanged(files, left, before)
-    for group in _groups(left, steady, shard_bytes):
-        _write_file(files, key, group)
-    total = sum(map(nbytes_of, made.tensors.values()))
+        frozen = _link_unchanged(files, unwritten, before)
+    for is_frozen in (True, False):
+        group = {name: tensor for name, tensor in unwritten.items() if (name in frozen) == is_frozen}
+        for shard in in_shards(group, shard_bytes) if group and shard_bytes else [group]:
+            if shard:
+                _write_file(files, key, shard)
+    total = sum(map(nbytes_of, state.tensors.values()))
     index = f"{key}{SUFFIX}{INDEX_SUFFIX}"
     with new_file(os.path.join(directory, index)) as output:
-        output.append(index_of(files.names, total, made.manifest(None, files.digests)))
-        files.written += output.nbytes
-    records = {name: files.records.get(name) or _record(directory, name) for name in (*files.names, index)}
-    return Written(Entry(kind, index, records), files.written, files.linked)
+        output.append(index_of(files.tensors, total, state.manifest(None, files.digests)))
+        files.bytes_written += output.nbytes
+    records = {name: files.linked_records.get(name) or _record(directory, name) for name in (*files.tensors, index)}
+    return Written(Entry(kind, index, records), files.bytes_written, files.bytes_linked)
 
 
-def _write_without_tensors(files: _Files, key: str, kind: Kind, made: SerializedState) -> Written:
-    """An index of no files is none: what is said of the object stands in a file that has no tensors."""
-    planned = layout({}, lambda digests: {**SHARD_METADATA, KEY: made.manifest(None, digests)})
-    name = f"{key}{SUFFIX}"
-    with new_file(os.path.join(files.directory, name)) as output:
-        write(output, planned)
-    return Written(Entry(kind, name, {name: _record(files.directory, name)}), planned.nbytes)
+def _link_unchanged(files: _Files, unwritten: dict[str, torch.Tensor], before: Before) -> set[str]:
+    """Links files whose tensors have not changed, and removes their tensors from `unwritten`.
 
-
-def _link_what_is_unchanged(files: _Files, left: dict[str, torch.Tensor], before: Before) -> set[str]:
-    """Links files, takes their tensors out of what is left, and returns the names of others that have not changed."""
-    same_kind = {name: one for name, one in left.items() if before.kinds.get(name) == (one.dtype, tuple(one.shape))}
-    now = dict(zip(same_kind, digests_of(list(same_kind.values())), strict=True))
-    unchanged = {name for name, value in now.items() if before.digests.get(name) == value}
+    Returns the names of the other tensors that have not changed.
+    """
+    comparable = {
+        name: tensor
+        for name, tensor in unwritten.items()
+        if before.layouts.get(name) == (tensor.dtype, tuple(tensor.shape))
+    }
+    digests = dict(zip(comparable, digests_of(list(comparable.values())), strict=True))
+    unchanged = {name for name, value in digests.items() if before.digests.get(name) == value}
     for path, names in before.files.items():
         if not unchanged.issuperset(names):
             continue
@@ -164,49 +175,40 @@ def _link_what_is_unchanged(files: _Files, left: dict[str, torch.Tensor], before
         try:
             write_system.link(path, os.path.join(files.directory, name))
         except OSError:
-            continue  # no links here, or too many: it is written
-        files.names[name], files.records[name] = names, before.records[path]
-        files.linked += os.stat(path).st_size
-        for one in names:
-            files.digests[one] = now[one]
-            del left[one]
-    return unchanged & set(left)
-
-
-def _groups(
-    left: Mapping[str, torch.Tensor], steady: Set[str], shard_bytes: int | None
-) -> Iterator[dict[str, torch.Tensor]]:
-    for is_steady in (True, False):
-        some = {name: tensor for name, tensor in left.items() if (name in steady) == is_steady}
-        if some:
-            yield from in_shards(some, shard_bytes) if shard_bytes else [some]
+            continue  # the file system has no links, or the file has too many: it is written
+        files.tensors[name], files.linked_records[name] = names, before.records[path]
+        files.bytes_linked += os.stat(path).st_size
+        for tensor_name in names:
+            files.digests[tensor_name] = digests[tensor_name]
+            del unwritten[tensor_name]
+    return unchanged & set(unwritten)
 
 
 def _write_file(files: _Files, key: str, tensors: Mapping[str, torch.Tensor]) -> None:
     planned = layout(tensors, lambda _: SHARD_METADATA)
-    unnamed = os.path.join(files.directory, f".{len(files.names)}{SUFFIX}")  # no object has such a name
+    unnamed = os.path.join(files.directory, f".{len(files.tensors)}{SUFFIX}")  # no object has such a name
     with new_file(unnamed) as output:
         written = write(output, planned)
     name = f"{key}-{written.content[:16]}{SUFFIX}"
     write_system.replace(unnamed, os.path.join(files.directory, name))
-    files.names[name] = tuple(tensors)
+    files.tensors[name] = tuple(tensors)
     files.digests |= written.digests
-    files.written += planned.nbytes
+    files.bytes_written += planned.nbytes
 
 
 def _record(directory: str, name: str) -> FileRecord:
     path = os.path.join(directory, name)
-    found = os.stat(path)
+    status = os.stat(path)
     with SourceFile(path) as file:
         nbytes = file.nbytes
         if not name.endswith(INDEX_SUFFIX):
             nbytes = 8 + int.from_bytes(file.read(0, 8, "the length of its header"), "little")
         head = file.read(0, nbytes, "its header")
-    return FileRecord(found.st_size, found.st_mtime_ns, len(head), digest(head))
+    return FileRecord(status.st_size, status.st_mtime_ns, len(head), digest(head))
 
 
 def remove_directory(path: str) -> None:
-    """Takes away a directory of a store with its files, as far as that can be done; of a link to one only the link."""
+    """Removes a directory of a store with its files, and ignores errors; of a symbolic link only the link."""
     with suppress(OSError):
         if os.path.islink(path):
             write_system.unlink(path)
@@ -219,24 +221,24 @@ def remove_directory(path: str) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """A checkpoint that is about to be written."""
+    """A checkpoint that is about to be written. The mappings go by the paths of the objects."""
 
     step: int
     kinds: Mapping[str, Kind]
-    drafts: Mapping[str, SerializedState]
-    """Of each object."""
-    steady: Mapping[str, frozenset[str]]
-    """Names of tensors, of each module, that training does not change."""
+    states: Mapping[str, SerializedState]
+    frozen: Mapping[str, frozenset[str]]
+    """For each module, the names of parameters that training does not change."""
     metrics: Mapping[str, float]
     pin: bool
-    begun: float
+    begin_seconds: float
+    """When the save began, by `time.perf_counter`."""
     time: float
 
     def check(self) -> None:
-        """Raises `UnsavableError` for values that nobody would read again."""
-        for path, made in self.drafts.items():
-            with _too_much(path):
-                check_size(made.manifest(None, {}))
+        """Raises `UnsavableError` for values that are too large to be read again."""
+        for path, state in self.states.items():
+            with _size_errors(path):
+                check_size(state.manifest(None, {}))
 
 
 def publish(
@@ -250,20 +252,34 @@ def publish(
     doubtful: Set[tuple[int, int]] = frozenset(),
     check: Callable[[], object] = lambda: None,
 ) -> tuple[str, list[Written]]:
-    """Writes a checkpoint, with links to what the one `before` has already, beside the `revisions` of its step.
+    """Writes a checkpoint under a temporary name and renames it, so that it is complete where it is visible.
 
-    Files are not linked whose device and inode are among the doubtful ones. `check` may raise before all is in place.
+    Args:
+        directory: the directory of the store.
+        store: the name of the store.
+        serial: the number of this save, higher than that of any checkpoint in the store.
+        job: the checkpoint.
+        revisions: the checkpoints of the same step.
+        before: the last checkpoint; unchanged files of it are linked.
+        shard_bytes: the most bytes of tensors in a file; None for no limit.
+        doubtful: devices and inodes of files that are not linked.
+        check: called before the rename; it may raise.
 
-    Returns its path, when it is complete and durable. Raises `OSError`, `UnsavableError`; then it is not there.
+    Returns:
+        The path of the checkpoint, which is durable, and what was written of each object.
+
+    Raises:
+        OSError: An I/O error. The checkpoint does not exist then.
+        UnsavableError: A value is too large. The checkpoint does not exist then.
     """
-    revision = max((one.place.revision + 1 for one in revisions), default=0)
+    revision = max((entry.place.revision + 1 for entry in revisions), default=0)
     final = os.path.join(directory, name_of(job.step, revision))
     beside = os.path.join(directory, unfinished_name(job.step))
-    is_pinned = job.pin or any(one.is_pinned for one in revisions)
+    is_pinned = job.pin or any(entry.is_pinned for entry in revisions)
     try:
         write_system.mkdir(beside, _mode(revisions))
-        written = {path: _write_entry(beside, path, job, before, shard_bytes, doubtful) for path in job.drafts}
-        entries = {path: one.entry for path, one in written.items()}
+        written = {path: _write_object(beside, path, job, before, shard_bytes, doubtful) for path in job.states}
+        entries = {path: saved.entry for path, saved in written.items()}
         text = Record(store, job.step, job.time, job.metrics, entries, serial).text()
         if len(text) > MAX_BYTES:
             raise _unsavable("the values that are no tensors", f"{len(text):,} bytes of them, above {MAX_BYTES:,}")
@@ -287,8 +303,8 @@ def publish(
 
 
 def _mode(revisions: list[StepEntry]) -> int:
-    """The permission bits of a step's directory: those of the one that it replaces, else those of new directories."""
-    newest = max((one.place for one in revisions), default=None)
+    """Returns the permission bits for a step's directory: those of the one that it replaces, else the default."""
+    newest = max((entry.place for entry in revisions), default=None)
     with suppress(OSError):
         if newest is not None:
             return os.stat(newest.path).st_mode & 0o777
@@ -296,7 +312,7 @@ def _mode(revisions: list[StepEntry]) -> int:
 
 
 def probe(directory: str) -> None:
-    """Makes a small directory in the way in which `publish` makes a checkpoint, and removes it. Raises `OSError`."""
+    """Writes a small directory with the steps of `publish`, and removes it. Raises `OSError`."""
     beside, renamed = (os.path.join(directory, unfinished_name(0)) for _ in range(2))
     try:
         write_system.mkdir(beside)
@@ -310,10 +326,13 @@ def probe(directory: str) -> None:
             remove_directory(path)
 
 
-def discard(directory: str, gone: Iterable[Place]) -> None:
-    """Takes checkpoints away: first their names, durably, so that nobody ever sees half of one. Raises `OSError`."""
+def discard(directory: str, removed: Iterable[Place]) -> None:
+    """Removes checkpoints. They are renamed first, durably, so that a reader never sees a part of one.
+
+    Raises `OSError`.
+    """
     renamed = []
-    for place in gone:
+    for place in removed:
         beside = os.path.join(directory, unfinished_name(place.step))
         write_system.replace(place.path, beside)
         renamed.append(beside)
@@ -324,23 +343,23 @@ def discard(directory: str, gone: Iterable[Place]) -> None:
 
 
 def clear(directory: str) -> None:
-    """Takes away what saves and prunes have left that did not come to their end, as far as that can be done."""
+    """Removes what interrupted saves and prunes have left, and ignores errors."""
     with suppress(OSError):
         for path in unfinished(directory):
             remove_directory(path)
 
 
 def make_directory(path: str) -> None:
-    """Makes a directory, and those above it, durably. Raises `OSError`."""
+    """Creates a directory and its parents, durably. Raises `OSError`."""
     if not os.path.isdir(path):
-        above = os.path.dirname(path)
-        make_directory(above)
+        parent = os.path.dirname(path)
+        make_directory(parent)
         with suppress(FileExistsError):
             write_system.mkdir(path)
-        sync_directory(above)
+        sync_directory(parent)
 
 
-def _write_entry(
+def _write_object(
     directory: str,
     path: str,
     job: Job,
@@ -348,19 +367,19 @@ def _write_entry(
     shard_bytes: int | None,
     doubtful: Set[tuple[int, int]],
 ) -> Written:
-    made, kind = job.drafts[path], job.kinds[path]
-    if not made.tensors and isinstance(made.tree, dict) and set(made.tree) == {"value"}:
-        return Written(Entry(kind, value=made.tree["value"]))
+    state, kind = job.states[path], job.kinds[path]
+    if not state.tensors and isinstance(state.tree, dict) and set(state.tree) == {"value"}:
+        return Written(Entry(kind, value=state.tree["value"]))
     record = before.record if before is not None else None
     old = None if before is None or record is None else before_of(before.place.path, record.entries.get(path), doubtful)
-    steady = job.steady.get(path, frozenset())
-    with _too_much(path):
-        return write_entry(directory, path, kind, made, steady=steady, before=old, shard_bytes=shard_bytes)
+    frozen = job.frozen.get(path, frozenset())
+    with _size_errors(path):
+        return write_entry(directory, path, kind, state, frozen=frozen, before=old, shard_bytes=shard_bytes)
 
 
 @contextmanager
-def _too_much(path: str) -> Iterator[None]:
-    """Around what raises `ValueError` for more than a header or a manifest holds."""
+def _size_errors(path: str) -> Iterator[None]:
+    """Raises `UnsavableError` in place of the `ValueError` for a header or a manifest that is too large."""
     try:
         yield
     except ValueError as error:
