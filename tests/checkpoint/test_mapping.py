@@ -5,12 +5,12 @@ from collections import OrderedDict, UserDict
 
 import torch
 
-from modelstate.checkpoint.open import read
+from modelstate.checkpoint.open import read_contents
 
 
 def test_the_mapping_itself_is_the_tree() -> None:
     state = {"weight": torch.ones(2), "nested": {"list": [torch.zeros(1), 3]}}
-    found = read(state)
+    found = read_contents(state)
     assert found.tree is state
     assert found.format == "mapping"
     assert found.files == ()
@@ -19,14 +19,14 @@ def test_the_mapping_itself_is_the_tree() -> None:
 
 def test_metadata_stays_where_it_is() -> None:
     state = torch.nn.BatchNorm1d(3).state_dict()
-    found = read(state)
+    found = read_contents(state)
     assert isinstance(found.tree, OrderedDict)
     assert found.tree._metadata == {"": {"version": 2}}  # type: ignore[attr-defined]
 
 
 def test_any_mapping_will_do() -> None:
     state = UserDict({"weight": torch.ones(2)})
-    assert read(state).tree is state
+    assert read_contents(state).tree is state
 
 
 def test_tensors_of_every_kind_are_passed_as_they_are() -> None:
@@ -40,6 +40,6 @@ def test_tensors_of_every_kind_are_passed_as_they_are() -> None:
         "parameter": torch.nn.Parameter(torch.ones(1)),
         "value": object(),
     }
-    tree = read(state).tree
+    tree = read_contents(state).tree
     assert isinstance(tree, dict)
     assert all(tree[name] is state[name] for name in state)

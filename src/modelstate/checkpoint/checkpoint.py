@@ -41,113 +41,22 @@ from modelstate.spec import (
 from modelstate.torch_compat.plain import is_plain_memory
 
 _CHUNK_BYTES = 256 << 10
-"""What each thread has in memory at a time."""
-
-
-def verify(checkpoint: "Checkpoint", on_read: Callable[[int], None] | None = None) -> int:
-    """The body of `Checkpoint.verify`; `on_read` hears of the bytes of each storage, and ends it by raising."""
-    names_of, expected = what_to_verify(checkpoint), checkpoint.checksums
-    found: dict[ByteRange, str] = {}
-    waiting, lock = iter(names_of), threading.Lock()
-
-    def work(stop: threading.Event) -> None:
-        buffer = memoryview(bytearray(_CHUNK_BYTES))
-        while not stop.is_set():
-            with lock:
-                storage = next(waiting, None)
-            if storage is None:
-                return
-            value = _read_checksum(descriptors[storage.path], storage, expected[storage], buffer)
-            with lock:
-                found[storage] = value
-                if on_read:
-                    on_read(storage.nbytes)
-
-    with open_files((storage.path for storage in names_of), checkpoint.stamps) as descriptors:
-        parallel_for(work, min(read_threads(), len(names_of)))
-    damaged = [
-        name for storage, names in names_of.items() if found[storage] != expected[storage].value for name in names
-    ]
-    if damaged:
-        raise ChecksumError(
-            f"{len(damaged)} tensors are not what their checksums say",
-            where=checkpoint.source,
-            found=", ".join(damaged[:8]) + (", ..." if len(damaged) > 8 else ""),
-            remedy="the file is damaged (or was saved with checksums switched off): get it again from where it came",
-        )
-    return sum(storage.nbytes for storage in names_of)
-
-
-def what_to_verify(checkpoint: "Checkpoint") -> dict[ByteRange, list[str]]:
-    """The storages of all tensors and of those that other values hold, with the names of what is in them.
-
-    Raises `ChecksumError` where one of them has no checksum.
-    """
-    names_of: dict[ByteRange, list[str]] = {}
-    for name, spec in checkpoint.items():
-        for part in pieces(spec.stored):
-            if isinstance(part, StoredTensor) and part.storage.nbytes:
-                names_of.setdefault(part.storage, []).append(name)
-    for place, value in checkpoint.encoded():
-        for stored in referred_to(value):
-            if stored.storage.nbytes:
-                names_of.setdefault(stored.storage, []).append(place)
-    expected = checkpoint.checksums
-    if not checkpoint.key:
-        for storage in expected:
-            if storage.nbytes:
-                names_of.setdefault(storage, ["a value that is no tensor"])
-    without = [names[0] for storage, names in names_of.items() if storage not in expected]
-    if without or not (names_of or checkpoint.contents.is_sealed):
-        listed = ", ".join(without[:3]) + (", ..." if len(without) > 3 else "")
-        raise ChecksumError(
-            "there is nothing to verify the tensors against",
-            where=checkpoint.source,
-            expected="a checksum for every tensor",
-            found=f"none for {listed}" if expected else f"{checkpoint.format}, which keeps none",
-            remedy="modelstate.save(modelstate.open(path), new_path) writes a file that keeps checksums of what is "
-            "here now; a load without verify=True asks for none",
-        )
-    return names_of
-
-
-def _read_checksum(descriptor: int, storage: ByteRange, kind: Checksum, buffer: memoryview) -> str:
-    """What the checksum of a storage would be now."""
-    blocks = kind.block_bytes or storage.nbytes
-    end = storage.start + storage.nbytes
-    runs = (ByteRange(storage.path, at, min(blocks, end - at)) for at in range(storage.start, end, blocks))
-    return "".join(_of_run(descriptor, run, kind.algorithm, buffer) for run in runs)
-
-
-def _of_run(descriptor: int, run: ByteRange, algorithm: str, buffer: memoryview) -> str:
-    crc, hashed = 0, hasher()
-    for at in range(0, run.nbytes, len(buffer)):
-        chunk = buffer[: min(len(buffer), run.nbytes - at)]
-        _read_all(descriptor, chunk, run.start + at, run.path)
-        if algorithm == ALGORITHM:
-            hashed.update(chunk)
-        else:
-            crc = zlib.crc32(chunk, crc)
-    return hashed.hexdigest() if algorithm == ALGORITHM else f"{crc:08x}"
-
-
-def _read_all(descriptor: int, into: memoryview, at: int, path: str) -> None:
-    while into:
-        try:
-            got = system.preadv(descriptor, [into], at)
-        except OSError as error:
-            raise ReadFailedError("reading failed", where=f"{path}, byte {at}", found=error) from error
-        if not got:
-            raise ReadFailedError("the file ends before the tensor does", where=f"{path}, byte {at}")
-        into, at = into[got:], at + got
+"""The size of the buffer of each thread that verifies checksums."""
 
 
 class Checkpoint(Mapping[str, TensorSpec]):
-    """What is in a checkpoint: names to `TensorSpec`, in the order of the file. Made by `modelstate.open`.
+    """A read-only mapping from names to `TensorSpec`, in the order of the file. Created by `modelstate.open`.
 
-    Nested containers are joined with dots, list items by their index: `optimizer_state.state.0.exp_avg`. Making it
-    has read names, shapes and offsets, and no tensor bytes. It holds no file open; `close` and `with` are there for
-    symmetry and drop the maps that `tensor` has made.
+    The names of nested containers are joined with dots, list items by their index: `optimizer_state.state.0.exp_avg`.
+    Opening reads names, shapes and offsets, and no tensor bytes. A checkpoint holds no file open; `close` and `with`
+    exist for symmetry, and drop the maps that `tensor` has created.
+
+    Example:
+        >>> checkpoint = modelstate.open({"layer.weight": torch.zeros(2, 3)})
+        >>> list(checkpoint)
+        ['layer.weight']
+        >>> checkpoint["layer.weight"].shape
+        (2, 3)
     """
 
     def __init__(
@@ -188,12 +97,12 @@ class Checkpoint(Mapping[str, TensorSpec]):
         return name in self._flat.tensors
 
     def get(self, name: str, default: Any = None) -> Any:
-        # Without the search for the nearest name, which an error needs.
+        # Does not search for the nearest name, which only an error needs.
         stored = self._flat.tensors.get(name)
         return default if stored is None else _spec(name, stored, self._source)
 
     def stored(self, name: str) -> Stored:
-        """Where a tensor is. Raises `TensorNotFoundError`."""
+        """The stored tensor of a name. Raises `TensorNotFoundError`."""
         tensors = self._flat.tensors
         try:
             return tensors[name]
@@ -216,21 +125,21 @@ class Checkpoint(Mapping[str, TensorSpec]):
         part = f", key={self._key!r}" if self._key else ""
         return f"<Checkpoint {self._source!r}{part}: {len(self)} tensors, {self.nbytes:,} bytes, {self.format}>"
 
-    # What it says of itself.
+    # Properties of the file.
 
     @property
     def source(self) -> str:
-        """The path as it was given, or "mapping"."""
+        """The path as it was passed to `modelstate.open`, or "mapping"."""
         return self._source
 
     @property
     def key(self) -> str:
-        """The part of the source that this is; empty for all of it."""
+        """The dotted path of this part of the source; empty for the whole source."""
         return self._key
 
     @property
     def format(self) -> str:
-        """ "torch zip", "torch legacy", "safetensors", "dcp" or "mapping"; the shards' where an index names them."""
+        """ "torch zip", "torch legacy", "safetensors", "dcp" or "mapping"; for an index, the format of its shards."""
         return self._contents.format
 
     @property
@@ -240,17 +149,17 @@ class Checkpoint(Mapping[str, TensorSpec]):
 
     @property
     def stamps(self) -> Mapping[str, FileFingerprint]:
-        """What each file was when its header had been read; reading from another one is refused."""
+        """The fingerprint of each file when its header was read. A file that has changed since is not read."""
         return self._stamps
 
     @property
     def checksums(self) -> Mapping[ByteRange, Checksum]:
-        """Checksums of the storages that the file keeps one of."""
+        """The checksums of storages, where the file has them."""
         return self._contents.checksums
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all tensors; those of tied tensors, which are the same in all, counted once."""
+        """Bytes of all tensors; the bytes that tied tensors share count once."""
         seen: set[object] = set()
         total = 0
         for name, spec in self.items():
@@ -262,17 +171,20 @@ class Checkpoint(Mapping[str, TensorSpec]):
 
     @property
     def metadata(self) -> Mapping[str, Any]:
-        """`versions`: torch's `_metadata` of the state dict, by module path, where it is there; what a safetensors
-        file says of itself, by its own keys; `schema` and `extra`, as `modelstate.save` got them."""
-        found = {key: decoded(value, self.read) for key, value in self._contents.metadata.items()}
+        """The metadata of the file.
+
+        `versions` is torch's `_metadata` of the state dict, by module path; `schema` and `extra` are what was passed to
+        `modelstate.save`; a safetensors file adds the entries of its `__metadata__`.
+        """
+        metadata = {key: decoded(value, self.read) for key, value in self._contents.metadata.items()}
         versions = self.versions
         if versions is not None:
-            found["versions"] = versions
-        return found
+            metadata["versions"] = versions
+        return metadata
 
     @property
     def versions(self) -> dict[str, dict[str, Any]] | None:
-        """torch's `_metadata`: what modules saved of their versions, by module path; None where it is lost."""
+        """torch's `_metadata`, the versions of modules by module path; None if the file does not have it."""
         path, rest = self._key, ""
         while True:
             try:
@@ -295,19 +207,26 @@ class Checkpoint(Mapping[str, TensorSpec]):
 
     @property
     def extra(self) -> Mapping[str, Any]:
-        """The values that are no tensors, by their dotted paths.
+        """The values other than tensors, by dotted path.
 
-        Iterating gives the largest parts of the tree without tensors; any path within them works too. Each access
-        gives a copy of the containers, so nobody changes the checkpoint by it. What `modelstate.save` has encoded is
-        decoded at the access, which raises `CodecError` where that fails.
+        Iterating yields the largest parts of the tree without tensors; any path within them can be looked up, too. Each
+        access returns a copy of the containers, so that changes to it do not change the checkpoint. A value that
+        `modelstate.save` has encoded is decoded at the access, which raises `CodecError` where that fails.
         """
         return _Extra(self)
 
     def value(self, path: str = "") -> Any:
-        """The state itself, or what is at a dotted path of it: containers, values, and tensors in memory of their own.
+        """The state, or the part at a dotted path: containers, values, and tensors in memory of their own.
 
-        Tied tensors are one tensor. An `OrderedDict` of a module's state has torch's `_metadata`. Raises
-        `KeyNotFoundError`, `CodecError` for a value that cannot be decoded, and `ReadFailedError`.
+        Tied tensors are one tensor object. An `OrderedDict` of a module's state has torch's `_metadata`.
+
+        Args:
+            path: The path of the part; empty for the whole state.
+
+        Raises:
+            KeyNotFoundError: There is nothing at the path.
+            CodecError: A value cannot be decoded.
+            ReadFailedError: A file cannot be read, or has changed since it was opened.
         """
         node = subtree(self._contents.tree, ".".join(filter(None, (self._key, path))), self._source)
         known = self._read_at_once(name for name in self if not path or f"{name}.".startswith(f"{path}."))
@@ -321,7 +240,7 @@ class Checkpoint(Mapping[str, TensorSpec]):
         return rebuild(node, read)
 
     def _read_at_once(self, names: Iterable[str]) -> dict[object, torch.Tensor]:
-        """Those of the tensors that are one run of bytes, by what tells them apart."""
+        """Reads the contiguous tensors in parallel. Returns them by the key of their bytes."""
         known: dict[object, torch.Tensor] = {}
         requests = []
         for name in names:
@@ -329,14 +248,14 @@ class Checkpoint(Mapping[str, TensorSpec]):
             if isinstance(stored, StoredTensor) and stored.is_contiguous and stored.nbytes:
                 key = bytes_key(stored, name)
                 if key not in known:
-                    with torch.inference_mode(False):  # else they could never be trained
+                    with torch.inference_mode(False):  # otherwise the tensor could never be trained
                         known[key] = torch.empty(stored.shape, dtype=stored.dtype, device="cpu")
                     requests.append(Request(stored.extent, known[key].data_ptr()))
         self.read_all(requests)
         return known
 
     def encoded(self) -> Iterator[tuple[str, Encoded]]:
-        """The values that are decoded when they are asked for, with the paths that they are at or below."""
+        """The values that are decoded when they are accessed, with the paths that they are at or below."""
         waiting = [
             (path, value) for values in (self._flat.values, self._contents.metadata) for path, value in values.items()
         ]
@@ -349,28 +268,28 @@ class Checkpoint(Mapping[str, TensorSpec]):
 
     @property
     def contents(self) -> Contents:
-        """What was read of the source, all of it."""
+        """The contents of the whole source."""
         return self._contents
 
     @property
     def flat(self) -> FlatTree:
-        """Tensors, values and containers by their paths. Not to be changed."""
+        """Tensors, values and containers by path. Must not be modified."""
         return self._flat
 
     @property
     def containers(self) -> tuple[str, ...]:
-        """Paths of the dicts that hold tensors: what `key=` may name; the empty path is the whole."""
+        """The paths of the dicts that contain tensors, which `key=` accepts; the empty path is the whole state."""
         return tuple(self._flat.containers)
 
     @property
     def aliases(self) -> tuple[tuple[str, ...], ...]:
-        """Groups of names that are the same bytes in the same shape: tied tensors."""
+        """Groups of names whose tensors are the same bytes in the same shape: tied tensors."""
         groups: dict[object, list[str]] = {}
         for name, spec in self.items():
             groups.setdefault(bytes_key(spec.stored, name), []).append(name)
         return tuple(tuple(group) for group in groups.values() if len(group) > 1)
 
-    # The bytes.
+    # Reading.
 
     def select(self, key: str) -> "Checkpoint":
         """The part under a dotted path, with names relative to it. Raises `KeyNotFoundError`."""
@@ -384,27 +303,32 @@ class Checkpoint(Mapping[str, TensorSpec]):
     def tensor(self, name: str, *, map: bool | None = None) -> torch.Tensor:
         """Returns one tensor, which stays valid when the checkpoint is closed.
 
-        Writing to the tensor never changes the file. Tensors of one checkpoint that are the same bytes of a file, as
-        tied ones are, share memory: writing to one shows in the others. What was saved as an `nn.Parameter` comes as
-        one. A tensor of a mapping comes as a detached alias. A tensor that is combined from several checkpoints is
-        computed anew by each call.
+        Writing to the tensor never changes the file. Tensors that are the same bytes of a file, as tied tensors are,
+        share memory: writing to one changes the others. A tensor that was saved as an `nn.Parameter` is returned as
+        one. A tensor of a mapping is returned as a detached alias. A tensor that is combined from several checkpoints
+        is computed by each call.
 
         Args:
-            name: a name of this checkpoint.
-            map: whether the tensor may be a view of its file (copy-on-write), so that nothing is copied and nothing is
+            name: A name of this checkpoint.
+            map: Whether the tensor may be a view of its file (copy-on-write), so that nothing is copied and nothing is
                 read until it is used. None maps a file where nothing that happens to it can change the tensor, as
                 `modelstate.load` does, and reads the tensor into memory elsewhere: a file of `torch.save` that this
                 process may write to, or a file that cannot be protected from other processes. True maps such files
                 too; overwriting one in place then changes the tensor, or ends the process. False reads into memory.
 
+        Returns:
+            The tensor on the CPU; for a mapping, an alias on the device of the tensor.
+
         Raises:
-            TensorNotFoundError: the checkpoint has no tensor of this name.
-            ReadFailedError: the file cannot be read, or has changed since it was opened.
-            CombineError: the tensor cannot be computed from the checkpoints that it is combined from.
+            TensorNotFoundError: The checkpoint has no tensor of this name.
+            ReadFailedError: The file cannot be read, or has changed since it was opened.
+            CombineError: The tensor cannot be computed from the checkpoints that it is combined from.
             OptionError: `map` is not None, True or False.
 
         Example:
-            >>> weight = modelstate.open("model.safetensors").tensor("layers.0.weight")
+            >>> checkpoint = modelstate.open({"weight": torch.ones(2)})
+            >>> checkpoint.tensor("weight")
+            tensor([1., 1.])
         """
         check_map_option(map)
         stored = self[name].stored
@@ -415,11 +339,27 @@ class Checkpoint(Mapping[str, TensorSpec]):
         return torch.nn.Parameter(tensor, differentiable) if stored.is_parameter else tensor
 
     def read_into(self, name: str, out: torch.Tensor, start: int | None = None, stop: int | None = None) -> None:
-        """Reads a tensor, or the rows from `start` to before `stop` of it, into memory that exists.
+        """Reads a tensor, or the rows from `start` to before `stop` of it, into existing memory.
 
-        `out` has the shape and dtype of what is read, on any device; contiguous CPU memory is read into directly, in
-        parallel, with no copy between. Raises `TensorNotFoundError`, `ReadTargetError` before anything is written,
-        and `ReadFailedError`, after which the content of `out` is undefined.
+        Contiguous CPU memory is read into directly and in parallel, without a copy in between.
+
+        Args:
+            name: A name of this checkpoint.
+            out: A tensor with the shape and dtype of what is read, on any device.
+            start: The first row; None for the beginning.
+            stop: The end of the rows; None for the end.
+
+        Raises:
+            TensorNotFoundError: The checkpoint has no tensor of this name.
+            ReadTargetError: `out` does not fit. Nothing has been written.
+            ReadFailedError: The file cannot be read. The content of `out` is then undefined.
+
+        Example:
+            >>> checkpoint = modelstate.open({"w": torch.arange(6.0).reshape(3, 2)})
+            >>> out = torch.empty(1, 2)
+            >>> checkpoint.read_into("w", out, start=1, stop=2)
+            >>> out
+            tensor([[2., 3.]])
         """
         spec, where = self[name], f"{self._source}: {name}"
         shape, stored = spec.shape, spec.stored
@@ -432,7 +372,7 @@ class Checkpoint(Mapping[str, TensorSpec]):
         if isinstance(stored, StoredTensor) and stored.is_contiguous and is_plain_memory(out):
             skip = 0 if not start else start * (stored.nbytes // stored.shape[0])
             source = ByteRange(stored.extent.path, stored.extent.start + skip, out.nbytes)
-            # Autograd has to see that what it may have saved is no longer there.
+            # Autograd must notice that values it may have saved are overwritten.
             torch.autograd.graph.increment_version(out)
             self.read_all([Request(source, out.data_ptr())])
             return
@@ -450,41 +390,49 @@ class Checkpoint(Mapping[str, TensorSpec]):
             ) from error
 
     def read(self, stored: Stored) -> torch.Tensor:
-        """The values of a tensor in memory of their own; a live tensor as a detached alias.
+        """Reads the values of a tensor into memory of their own; returns a live tensor as a detached alias.
 
-        Unlike `tensor` it never maps, and each call gives memory of its own. Raises `ReadFailedError`, and
-        `CombineError` where the tensor is computed from several checkpoints.
+        Unlike `tensor` it never maps, and each call allocates new memory. Raises `ReadFailedError`, and `CombineError`
+        where the tensor is computed from several checkpoints.
         """
         return self._maps.read(stored)
 
-    def read_all(self, requests: list[Request], on_read: Any = None, **options: Any) -> None:
-        """Reads many ranges of this checkpoint's files at once. See `modelstate.io.engine.read_ranges`."""
+    def read_all(self, requests: list[Request], on_read: Callable[[int], None] | None = None, **options: Any) -> None:
+        """Reads many ranges of the checkpoint's files at once. See `modelstate.io.engine.read_ranges`."""
         read_ranges(requests, fingerprints=self._stamps, on_read=on_read, **options)
 
     def stream(self, wanted: Sequence[Wanted], consume: Consume, **options: Any) -> None:
-        """Reads ranges of this checkpoint's files in blocks. See `modelstate.io.stream.stream`."""
+        """Reads ranges of the checkpoint's files in blocks. See `modelstate.io.stream.stream`."""
         stream(wanted, consume, fingerprints=self._stamps, **options)
 
     def read_ahead(self, ranges: Iterable[ByteRange]) -> int:
-        """Has the kernel begin to read ranges of this checkpoint's files that are not in its page cache, and does not
-        wait. Returns the bytes that it is asked for."""
+        """Starts to read ranges that are not in the page cache, without waiting. Returns the number of these bytes."""
         return read_ahead(ranges, self._stamps)
 
-    def verify(self, on_read: Any = None) -> int:
-        """Reads every tensor's storage and compares it with the checksum that the file keeps of it.
+    def verify(self, on_read: Callable[[int], None] | None = None) -> int:
+        """Reads the storage of every tensor and compares it with the checksum in the file.
 
-        Returns the number of bytes that were verified. Raises `ChecksumError` that names the tensors whose bytes are
-        damaged, or that says that the file has no checksums (torch's zip files and what `modelstate.save` writes have
-        them, other safetensors files and mappings do not), and `ReadFailedError`.
+        torch's zip files and the files of `modelstate.save` have checksums; other safetensors files and mappings do
+        not.
+
+        Args:
+            on_read: Called with the size of each storage, by one thread at a time; may raise to end the check.
+
+        Returns:
+            The number of bytes that were verified.
+
+        Raises:
+            ChecksumError: Tensors are damaged, and the error names them, or the file has no checksums.
+            ReadFailedError: The file cannot be read, or has changed since it was opened.
         """
         return verify(self, on_read)
 
     def maps(self) -> Maps:
-        """New maps of the files, shared with no one."""
+        """New maps of the files, which share memory with no other maps."""
         return Maps(self._stamps)
 
     def close(self) -> None:
-        """Drops the maps; tensors that show them stay valid."""
+        """Drops the maps. Tensors that were mapped stay valid."""
         self._maps = Maps(self._stamps)
 
     def __enter__(self) -> "Checkpoint":
@@ -492,24 +440,6 @@ class Checkpoint(Mapping[str, TensorSpec]):
 
     def __exit__(self, *_: object) -> None:
         self.close()
-
-
-def _check_target(out: object, shape: tuple[int, ...], dtype: torch.dtype, where: str) -> None:
-    if not isinstance(out, torch.Tensor):
-        found = type(out).__name__
-    elif tuple(out.shape) != shape or out.dtype != dtype or out.is_meta:
-        found = f"{out.dtype} of shape {tuple(out.shape)} on {out.device}"
-    elif is_plain_memory(out) and out.untyped_storage().nbytes() < out.storage_offset() * out.itemsize + out.nbytes:
-        found = f"a tensor whose storage has been cut to {out.untyped_storage().nbytes()} bytes"
-    else:
-        return
-    raise ReadTargetError(
-        "the tensor to read into does not fit",
-        where=where,
-        expected=f"{dtype} of shape {shape}",
-        found=found,
-        remedy=f"torch.empty({shape}, dtype={dtype})",
-    )
 
 
 class _Extra(Mapping[str, Any]):
@@ -532,7 +462,7 @@ class _Extra(Mapping[str, Any]):
         node = decoded(values[head], checkpoint.read)
         node = subtree(node, str(path)[len(head) + 1 :], checkpoint.source)
         if isinstance(values[head], Encoded):
-            return node  # made for this access alone
+            return node  # created for this access only
         return rebuild(node, lambda stored: _copied(checkpoint.read(stored)))
 
     def __iter__(self) -> Iterator[str]:
@@ -554,19 +484,10 @@ class _Extra(Mapping[str, Any]):
         return f"did you mean {near[0]!r}?" if near else "iterate over .extra to see its paths"
 
 
-def _rows(stored: Stored, start: int | None, stop: int | None) -> Stored:
-    """The rows of a strided tensor as a tensor of the file; any other as it is."""
-    if not isinstance(stored, StoredTensor) or start is None or stop is None:
-        return stored
-    count = max(stop - start, 0)
-    offset = stored.offset + (start * stored.stride[0] if count else 0)
-    return StoredTensor(stored.dtype, (count, *stored.shape[1:]), stored.stride, stored.storage, offset)
-
-
 def _spec(name: str, stored: Stored, where: str) -> TensorSpec:
     try:
         return TensorSpec(name, tuple(stored.shape), stored.dtype, stored)
-    except RuntimeError as error:  # a live tensor that has no shape yet, or none that is a tuple
+    except RuntimeError as error:  # a live tensor of a lazy module, or one whose shape is not a tuple
         raise UnsupportedTensorError(
             f"a tensor without a shape: {type(stored).__name__}",
             where=f"{where}: {name}",
@@ -575,27 +496,40 @@ def _spec(name: str, stored: Stored, where: str) -> TensorSpec:
         ) from error
 
 
+def _rows(stored: Stored, start: int | None, stop: int | None) -> Stored:
+    """The rows of a strided tensor as a stored tensor; any other tensor as it is."""
+    if not isinstance(stored, StoredTensor) or start is None or stop is None:
+        return stored
+    count = max(stop - start, 0)
+    offset = stored.offset + (start * stored.stride[0] if count else 0)
+    return StoredTensor(stored.dtype, (count, *stored.shape[1:]), stored.stride, stored.storage, offset)
+
+
+def _check_target(out: object, shape: tuple[int, ...], dtype: torch.dtype, where: str) -> None:
+    if not isinstance(out, torch.Tensor):
+        found = type(out).__name__
+    elif tuple(out.shape) != shape or out.dtype != dtype or out.is_meta:
+        found = f"{out.dtype} of shape {tuple(out.shape)} on {out.device}"
+    elif is_plain_memory(out) and out.untyped_storage().nbytes() < out.storage_offset() * out.itemsize + out.nbytes:
+        found = f"a tensor whose storage has been cut to {out.untyped_storage().nbytes()} bytes"
+    else:
+        return
+    raise ReadTargetError(
+        "the tensor to read into does not fit",
+        where=where,
+        expected=f"{dtype} of shape {shape}",
+        found=found,
+        remedy=f"torch.empty({shape}, dtype={dtype})",
+    )
+
+
 def _copied(tensor: torch.Tensor) -> torch.Tensor:
-    """A copy with no more memory than the bytes that the tensor shows, however often it repeats them."""
+    """A copy with no more memory than the tensor's storage, however often a stride of 0 repeats its elements."""
     if tensor.layout is not torch.strided or type(tensor) is not torch.Tensor or 0 not in tensor.stride():
         return tensor.clone()
     storage: Any = tensor.untyped_storage()
     empty = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
     return empty.set_(storage.clone(), tensor.storage_offset(), tensor.size(), tensor.stride())
-
-
-def _values_below(flat: FlatTree, key: str, where: str) -> dict[str, Any]:
-    """The items of a container without tensors, which the flat view keeps whole."""
-    head = key
-    while head and head not in flat.values:
-        head = head.rpartition(".")[0]
-    if not head:
-        return {}
-    try:
-        node = subtree(flat.values[head], key[len(head) + 1 :], where)
-    except KeyNotFoundError:
-        return {}
-    return dict(items_of(node)) if is_container(node) else {}
 
 
 def _below(flat: FlatTree, key: str, where: str) -> FlatTree:
@@ -619,3 +553,112 @@ def _below(flat: FlatTree, key: str, where: str) -> FlatTree:
             remedy="give one of these as key=, or none" if listed else "leave key= out: the checkpoint has no parts",
         )
     return part
+
+
+def _values_below(flat: FlatTree, key: str, where: str) -> dict[str, Any]:
+    """The items of a container without tensors, which the flat view keeps as one value."""
+    head = key
+    while head and head not in flat.values:
+        head = head.rpartition(".")[0]
+    if not head:
+        return {}
+    try:
+        node = subtree(flat.values[head], key[len(head) + 1 :], where)
+    except KeyNotFoundError:
+        return {}
+    return dict(items_of(node)) if is_container(node) else {}
+
+
+def verify(checkpoint: Checkpoint, on_read: Callable[[int], None] | None = None) -> int:
+    """Implements `Checkpoint.verify`. `on_read` is called with the size of each storage, and may raise to end it."""
+    names_of, expected = what_to_verify(checkpoint), checkpoint.checksums
+    computed: dict[ByteRange, str] = {}
+    waiting, lock = iter(names_of), threading.Lock()
+
+    def work(stop: threading.Event) -> None:
+        buffer = memoryview(bytearray(_CHUNK_BYTES))
+        while not stop.is_set():
+            with lock:
+                storage = next(waiting, None)
+            if storage is None:
+                return
+            checksum, end = expected[storage], storage.start + storage.nbytes
+            block_bytes = checksum.block_bytes or storage.nbytes
+            values = []
+            for start in range(storage.start, end, block_bytes):
+                block = ByteRange(storage.path, start, min(block_bytes, end - start))
+                values.append(_block_checksum(descriptors[storage.path], block, checksum.algorithm, buffer))
+            with lock:
+                computed[storage] = "".join(values)
+                if on_read:
+                    on_read(storage.nbytes)
+
+    with open_files((storage.path for storage in names_of), checkpoint.stamps) as descriptors:
+        parallel_for(work, min(read_threads(), len(names_of)))
+    damaged = [
+        name for storage, names in names_of.items() if computed[storage] != expected[storage].value for name in names
+    ]
+    if damaged:
+        raise ChecksumError(
+            f"{len(damaged)} tensors are not what their checksums say",
+            where=checkpoint.source,
+            found=", ".join(damaged[:8]) + (", ..." if len(damaged) > 8 else ""),
+            remedy="the file is damaged (or was saved with checksums switched off): get it again from where it came",
+        )
+    return sum(storage.nbytes for storage in names_of)
+
+
+def what_to_verify(checkpoint: Checkpoint) -> dict[ByteRange, list[str]]:
+    """The storages of all tensors, including those within other values, with the names of the tensors in them.
+
+    Raises `ChecksumError` where a storage has no checksum.
+    """
+    names_of: dict[ByteRange, list[str]] = {}
+    for name, spec in checkpoint.items():
+        for part in pieces(spec.stored):
+            if isinstance(part, StoredTensor) and part.storage.nbytes:
+                names_of.setdefault(part.storage, []).append(name)
+    for place, value in checkpoint.encoded():
+        for stored in referred_to(value):
+            if stored.storage.nbytes:
+                names_of.setdefault(stored.storage, []).append(place)
+    expected = checkpoint.checksums
+    if not checkpoint.key:
+        for storage in expected:
+            if storage.nbytes:
+                names_of.setdefault(storage, ["a value that is no tensor"])
+    without = [names[0] for storage, names in names_of.items() if storage not in expected]
+    if without or not (names_of or checkpoint.contents.is_sealed):
+        listed = ", ".join(without[:3]) + (", ..." if len(without) > 3 else "")
+        raise ChecksumError(
+            "there is nothing to verify the tensors against",
+            where=checkpoint.source,
+            expected="a checksum for every tensor",
+            found=f"none for {listed}" if expected else f"{checkpoint.format}, which keeps none",
+            remedy="modelstate.save(modelstate.open(path), new_path) writes a file that keeps checksums of what is "
+            "here now; a load without verify=True asks for none",
+        )
+    return names_of
+
+
+def _block_checksum(descriptor: int, block: ByteRange, algorithm: str, buffer: memoryview) -> str:
+    crc, hashed = 0, hasher()
+    for at in range(0, block.nbytes, len(buffer)):
+        chunk = buffer[: min(len(buffer), block.nbytes - at)]
+        _read_all(descriptor, chunk, block.start + at, block.path)
+        if algorithm == ALGORITHM:
+            hashed.update(chunk)
+        else:
+            crc = zlib.crc32(chunk, crc)
+    return hashed.hexdigest() if algorithm == ALGORITHM else f"{crc:08x}"
+
+
+def _read_all(descriptor: int, buffer: memoryview, offset: int, path: str) -> None:
+    while buffer:
+        try:
+            count = system.preadv(descriptor, [buffer], offset)
+        except OSError as error:
+            raise ReadFailedError("reading failed", where=f"{path}, byte {offset}", found=error) from error
+        if not count:
+            raise ReadFailedError("the file ends before the tensor does", where=f"{path}, byte {offset}")
+        buffer, offset = buffer[count:], offset + count

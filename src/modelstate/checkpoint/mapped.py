@@ -1,4 +1,4 @@
-"""Tensors that are views of files: nothing is read until it is used, nothing is copied."""
+"""Maps tensors from files: nothing is read until it is used, and nothing is copied."""
 
 import mmap
 import os
@@ -19,18 +19,18 @@ from modelstate.io.own import read_tensor
 from modelstate.spec import ByteRange, Combined, Stored, StoredComposite, StoredTensor
 
 _NO_RESERVE = getattr(mmap, "MAP_NORESERVE", 0x4000 if sys.platform == "linux" else 0)
-"""Linux would count a map that may be written as memory, and refuse a file that is larger than there is."""
+"""Without this flag Linux counts a writable map as memory, and refuses a file that is larger than the free memory."""
 
 
 class Maps:
     """Private, copy-on-write maps of the files of a checkpoint.
 
-    Writing to a tensor changes neither the file nor the tensors of another `Maps`; it does change the other tensors
-    of this one that share its bytes. So every load takes a `Maps` of its own. A map lives as long as a tensor that
-    shows it.
+    Writing to a tensor changes neither the file nor the tensors of another `Maps`, but it changes the other tensors of
+    this one that share its bytes. So every load takes a `Maps` of its own. A map lives as long as a tensor that is
+    mapped from it.
 
-    Replacing the file by a rename is safe, for the map keeps the old file. Overwriting it in place changes the
-    tensors, and shortening it ends the process with SIGBUS when they are used, unless a lease is held: see `may_show`.
+    Replacing the file by a rename is safe, since the map keeps the old file. Overwriting the file in place changes the
+    tensors, and truncating it ends the process with SIGBUS when they are used, unless a lease is held: see `may_show`.
     """
 
     def __init__(self, stamps: Mapping[str, FileFingerprint]) -> None:
@@ -42,13 +42,13 @@ class Maps:
         self._notes: dict[str, list[str]] = {}
 
     def tensor(self, stored: Stored) -> torch.Tensor:
-        """The tensor as a view of its file; in memory already: a detached alias.
+        """The tensor as a view of its file; a tensor that is in memory already as a detached alias.
 
-        Only where the file has put a number at an odd address are its bytes copied. Raises `ReadFailedError` where
-        the file cannot be mapped, or has become shorter than it was.
+        Bytes are copied only where the file stores numbers at an address that is not a multiple of their size. Raises
+        `ReadFailedError` where the file cannot be mapped, or has been truncated.
         """
         if torch.is_inference_mode_enabled():
-            # What is made in that mode could never be trained.
+            # A tensor that is created in inference mode cannot be trained later.
             with torch.inference_mode(False):
                 return self.tensor(stored)
         if isinstance(stored, StoredTensor):
@@ -58,13 +58,13 @@ class Maps:
         if isinstance(stored, StoredComposite):
             return stored.build([self.tensor(part) for part in stored.parts])
         if isinstance(stored, Combined):
-            return self.read(stored)  # what is computed is looked at here and now
+            return self.read(stored)  # computed tensors have no place in a file
         return stored.detach()
 
     def tensor_for_user(self, stored: Stored, asked: bool | None) -> torch.Tensor:
-        """The tensor as a view of its file where `may_show` allows that; else in memory of its own.
+        """The tensor as a view of its file where `may_show` allows that, else in memory of its own.
 
-        In both cases tensors of the same bytes share memory, as long as one of them is alive. Raises `ReadFailedError`.
+        In both cases tensors of the same bytes share memory while one of them is alive. Raises `ReadFailedError`.
         """
         if torch.is_inference_mode_enabled():
             with torch.inference_mode(False):
@@ -88,44 +88,47 @@ class Maps:
         return torch.empty(0, dtype=stored.dtype, device="cpu").set_(storage, 0, stored.shape, stored.stride)
 
     def read(self, stored: Stored) -> torch.Tensor:
-        """The values in memory of their own, with no map. See `read_tensor`."""
+        """Reads the values into memory of their own, without a map. See `read_tensor`."""
         return read_tensor(stored, partial(read_ranges, fingerprints=self._stamps))
 
     def check_unchanged(self) -> None:
-        """Raises `ReadFailedError` where a file is not what it was when it was mapped.
+        """Raises `ReadFailedError` where a file has changed since it was mapped.
 
-        That its name belongs to another file by now does no harm.
+        A rename of another file to the same path is no change.
         """
-        for path, found in self._maps.items():
-            stamp = self._stamps.get(path)
-            if stamp is not None:
-                check_mapped(path, stamp, found.size())
+        for path, mapped in self._maps.items():
+            fingerprint = self._stamps.get(path)
+            if fingerprint is not None:
+                check_mapped(path, fingerprint, mapped.size())
 
     def may_show(self, path: str, asked: bool | None) -> bool:
-        """Whether tensors that stay may show this file, which is then protected for as long as its map lives.
+        """Whether tensors that are kept may be mapped from this file, which is then protected while its map lives.
 
-        A read lease has other processes that open the file for writing wait until the tensors have memory of their
-        own; see `modelstate.io.lease`. With `asked` None a file may be shown only where nothing can go wrong; with
-        True always. `notes` has what else there is to say.
+        A read lease makes other processes that open the file for writing wait until the tensors have memory of their
+        own; see `modelstate.io.lease`. `notes` has the remarks about the decision.
+
+        Args:
+            path: The file, which has been mapped.
+            asked: The option `map`: with None a file may be mapped only where nothing can go wrong, with True always.
         """
         known = self._may_show.get((path, asked))
         if known is None:
             if path not in self._maps:
-                return True  # only tensors without bytes have been asked for
+                return True  # only tensors without bytes were requested
             known = self._may_show[path, asked] = self._protect(path, asked)
         return known
 
     def _protect(self, path: str, asked: bool | None) -> bool:
-        mapped, stamp = self._maps[path], self._stamps.get(path)
+        mapped, fingerprint = self._maps[path], self._stamps.get(path)
         try:
             descriptor, status = open_regular(path)
         except (FileNotFoundError, NotADirectoryError, SourceTypeError):
-            return True  # no name leads to the mapped file any more, by which it could be overwritten
+            return True  # the mapped file has no name any more, by which it could be overwritten
         except OSError as error:
             raise ReadFailedError("the file can no longer be opened", where=path, found=error) from error
         try:
-            if stamp is not None and (status.st_ino, status.st_dev) != (stamp.inode, stamp.device):
-                return True  # the name belongs to another file
+            if fingerprint is not None and (status.st_ino, status.st_dev) != (fingerprint.inode, fingerprint.device):
+                return True  # the path names another file
             try:
                 head = system.pread_fully(descriptor, _HEAD_BYTES, 0)
             except OSError as error:
@@ -159,7 +162,7 @@ class Maps:
 
     @property
     def notes(self) -> list[str]:
-        """What to say of the files that `may_show` was asked about."""
+        """Remarks about the files that `may_show` was asked about, for the report of a load."""
         return [
             f"{names[0]}{f' and {len(names) - 1} more files' if len(names) > 1 else ''}: {what}"
             for what, names in self._notes.items()
@@ -169,7 +172,7 @@ class Maps:
         region, dtype = stored.extent, stored.dtype
         key = region, dtype.itemsize
         shown, address = self._shown.get(key, _NOTHING_SHOWN)
-        # Whoever got the first tensor may have made it point elsewhere.
+        # The code that received the first tensor may have changed its storage.
         if shown is None or shown.data_ptr() != address or shown.untyped_storage().nbytes() != region.nbytes:
             shown = self._flat(region, dtype)
             self._shown[key] = shown, shown.data_ptr()
@@ -179,34 +182,34 @@ class Maps:
         return empty.set_(shown.untyped_storage(), 0, stored.shape, stored.stride)
 
     def _flat(self, region: ByteRange, dtype: torch.dtype) -> torch.Tensor:
-        """These bytes, in a storage that shows no more, whatever larger one of the file they are a part of."""
+        """A tensor of these bytes, whose storage is no larger, even if the stored storage is."""
         file, (_, start, nbytes), itemsize = self._map(region), region, dtype.itemsize
         if start % itemsize == 0:
             return torch.frombuffer(file, dtype=dtype, count=nbytes // itemsize, offset=start)
-        # torch's vector code may assume that a number lies at a multiple of its size.
+        # torch's vectorised code may assume that a number lies at a multiple of its size.
         raw = torch.frombuffer(file, dtype=torch.uint8, count=nbytes, offset=start)
         return torch.empty(0, dtype=dtype, device="cpu").set_(raw.clone().untyped_storage())
 
     def _map(self, region: ByteRange) -> mmap.mmap:
-        found = self._maps.get(region.path)
-        if found is None:
+        mapped = self._maps.get(region.path)
+        if mapped is None:
             descriptor = open_unchanged(region.path, self._stamps.get(region.path))
             try:
-                found = system.mmap(descriptor, 0, mmap.MAP_PRIVATE | _NO_RESERVE)
+                mapped = system.mmap(descriptor, 0, mmap.MAP_PRIVATE | _NO_RESERVE)
             except (OSError, ValueError) as error:
                 raise ReadFailedError("the file cannot be mapped", where=region.path, found=error) from error
             finally:
                 os.close(descriptor)
-            self._maps[region.path] = found
-        if region.start + region.nbytes > len(found):
+            self._maps[region.path] = mapped
+        if region.start + region.nbytes > len(mapped):
             raise ReadFailedError(
                 "the file has become shorter since it was opened",
                 where=region.path,
                 expected=f"at least {region.start + region.nbytes} bytes",
-                found=f"{len(found)} bytes",
+                found=f"{len(mapped)} bytes",
                 remedy="open the checkpoint again, when nothing writes to it any more",
             )
-        return found
+        return mapped
 
 
 def check_map_option(map: object) -> None:
@@ -216,9 +219,10 @@ def check_map_option(map: object) -> None:
 
 
 def _overwriting_writer(path: str, head: bytes) -> str:
-    """What this process may write such a file with, that keeps Python's lock while it overwrites the file in place.
+    """The function by which this process could overwrite such a file in place while it holds the interpreter lock.
 
-    A lease cannot help against that: the thread that answers for it needs the lock. Empty where there is none.
+    A lease does not protect from it: the thread that answers the lease needs the interpreter lock. Empty if there is
+    no such function.
     """
     if not os.access(path, os.W_OK, effective_ids=os.access in os.supports_effective_ids):
         return ""
@@ -231,16 +235,16 @@ def _overwriting_writer(path: str, head: bytes) -> str:
 _MAPS_IT = "map=True maps it all the same"
 _HEAD_BYTES = 64
 _WRITABLE = 0o222
-"""Without these nobody may write to a file, short of changing its mode or being root."""
+"""A file without these bits can be written to only by changing its mode, or as root."""
 _SAFETENSORS_IN_PLACE = [["0", str(minor)] for minor in range(8)]
-"""Versions whose `save_file` truncates the file. From 0.8 on, which is what we require, it renames another one over it.
+"""Versions whose `save_file` truncates the file. Since 0.8, which modelstate requires, it renames a new file over it.
 
-What has been imported is looked at, since looking for the installed version takes as long as a small load."""
+The imported module is checked, since looking up the installed version takes as long as a small load."""
 _NOTHING_SHOWN: tuple[torch.Tensor | None, int] = (None, 0)
 
 
 def _reshaped(flat: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
-    """A tensor of one dimension with another shape of as many elements, without another object."""
+    """Gives a one-dimensional tensor another shape, without creating another object."""
     if len(shape) == 1:
         return flat
-    return flat.resize_(*shape) if shape else flat.resize_(shape)  # torch parses numbers faster than a tuple of them
+    return flat.resize_(*shape) if shape else flat.resize_(shape)  # torch parses single numbers faster than a tuple

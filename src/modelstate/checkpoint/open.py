@@ -1,11 +1,14 @@
 """`modelstate.open`: finds the reader for a path, a directory or a mapping by its content.
 
-Every file is looked at, by its content where its name does not say it all. The shards of an index stand behind the
-index. Files that differ only in how they are written are one checkpoint: `model.safetensors` and `pytorch_model.bin`,
-`x.safetensors` and `x.pt`; the safetensors file is taken, or its index, since it can be read without a pickle. Of
-several checkpoints the one named `model` is taken, as in the repositories and training folders of Hugging Face, where
-optimizers lie beside it. Otherwise, where torch.distributed.checkpoint has written its `.metadata`, that is taken:
-what lies beside it belongs to it. Otherwise there must be one only. Subdirectories are not searched.
+The choice of a checkpoint in a directory, whose subdirectories are not searched:
+
+- Every file is a candidate by its content, where its name leaves a doubt. The shards of an index count as the index.
+- Files that differ only in their format are one checkpoint: `model.safetensors` and `pytorch_model.bin`,
+  `x.safetensors` and `x.pt`. The safetensors file or its index is taken, since it needs no pickle.
+- Of several checkpoints the one named `model` is taken, since repositories and training folders of Hugging Face contain
+  optimizers beside it.
+- Otherwise the `.metadata` of torch.distributed.checkpoint is taken, if there is one: the other files belong to it.
+- Otherwise there must be exactly one candidate.
 """
 
 import inspect
@@ -55,7 +58,7 @@ MODEL = "model"
 _SHARD = re.compile(r"-\d{5}-of-\d{5}\.\w+$")
 _SUFFIX = re.compile(r"\.(safetensors|bin|pt|pth|ckpt|tar)$")
 _FOREIGN = re.compile(r"\.(msgpack|h5|hdf5|keras|gguf|onnx|tflite|npz|index)$")
-"""Weights in formats that are not read."""
+"""Weights in formats that modelstate does not read."""
 _INDEX = re.compile(r"\.(safetensors|bin)\.index\.json$")
 _OTHER_TOOLS = (
     (
@@ -81,48 +84,50 @@ class _Candidate(NamedTuple):
 
     @property
     def stem(self) -> str:
-        """What the file is called, however it is written."""
+        """The name of the checkpoint, which is the same in all formats."""
         stem = self.name.removesuffix(".index.json")
         return _SUFFIX.sub("", stem).replace("pytorch_model", "model")
 
 
 def find_in(directory: str) -> str:
-    """The path of the checkpoint in a directory.
+    """Returns the path of the checkpoint in a directory.
 
-    Raises `NotACheckpointError` for a directory of another tool's format, `ShardIndexError` where there are shards
-    without their index, `NoCheckpointError`, `AmbiguousDirectoryError`, and `PermissionError`.
+    Raises:
+        NotACheckpointError: The directory is a checkpoint of another tool.
+        ShardIndexError: The directory has shards, but no index.
+        NoCheckpointError: No file is a checkpoint.
+        AmbiguousDirectoryError: The choice is not clear.
+        PermissionError: The directory may not be read.
     """
     entries = sorted(os.scandir(directory), key=lambda entry: entry.name)
     files = [entry.name for entry in entries if _is_file(entry)]
-    candidates = [found for name in files if (found := _candidate(directory, name))]
-    if not any(found.stem == MODEL for found in candidates):
+    candidates = [candidate for name in files if (candidate := _candidate(directory, name))]
+    if not any(candidate.stem == MODEL for candidate in candidates):
         if dcp.METADATA in files and _is_dcp(directory, files):
             return os.path.join(directory, dcp.METADATA)
         _refuse_other_tools(directory, [entry.name for entry in entries])
     if not candidates:
-        by_name = [name for name in files if _SUFFIX.search(name)] or [name for name in files if _FOREIGN.search(name)][
-            :1
-        ]
+        by_name = [name for name in files if _SUFFIX.search(name)]
+        by_name = by_name or [name for name in files if _FOREIGN.search(name)][:1]
         if len(by_name) == 1:
-            # Reading it says what is wrong with it.
-            return os.path.join(directory, by_name[0])
+            return os.path.join(directory, by_name[0])  # reading it reports what is wrong with it
         raise _nothing(directory, entries)
-    indexed = frozenset[str]().union(*(found.shards for found in candidates))
-    candidates = [found for found in candidates if found.shards or found.name not in indexed]
-    if candidates and all(_SHARD.search(found.name) for found in candidates):
+    indexed = frozenset[str]().union(*(candidate.shards for candidate in candidates))
+    candidates = [candidate for candidate in candidates if candidate.shards or candidate.name not in indexed]
+    if candidates and all(_SHARD.search(candidate.name) for candidate in candidates):
         raise ShardIndexError(
             "the directory holds shards, and not the index that says what is in them",
             where=directory,
             expected="a file *.index.json",
-            found=", ".join(found.name for found in candidates[:4]),
+            found=", ".join(candidate.name for candidate in candidates[:4]),
             remedy="download or copy the index too; shards of torch.distributed.checkpoint need consolidating first",
         )
-    candidates = [found for found in candidates if found.stem == MODEL] or candidates
-    names = {found.name for found in candidates}
-    chosen = [found for found in candidates if found.is_safetensors] or candidates
-    # A file goes before an index of the same name, as it does elsewhere: a save that was killed may leave both.
-    chosen = [found for found in chosen if found.name.removesuffix(sharded.INDEX_SUFFIX) not in names - {found.name}]
-    if len(chosen) > 1 or len({found.stem for found in candidates}) > 1:
+    candidates = [candidate for candidate in candidates if candidate.stem == MODEL] or candidates
+    names = {candidate.name for candidate in candidates}
+    chosen = [candidate for candidate in candidates if candidate.is_safetensors] or candidates
+    # A file is preferred to an index of the same name, as in other tools: a save that was killed may leave both.
+    chosen = [entry for entry in chosen if entry.name.removesuffix(sharded.INDEX_SUFFIX) not in names - {entry.name}]
+    if len(chosen) > 1 or len({candidate.stem for candidate in candidates}) > 1:
         raise _several(directory, candidates)
     return os.path.join(directory, chosen[0].name)
 
@@ -131,13 +136,13 @@ def _is_file(entry: os.DirEntry[str]) -> bool:
     try:
         return stat.S_ISREG(entry.stat().st_mode)
     except OSError:
-        # A link whose target is missing is what an interrupted download leaves.
+        # An interrupted download leaves a link whose target is missing.
         return entry.is_symlink()
 
 
 def _candidate(directory: str, name: str) -> _Candidate | None:
-    """What the file is a candidate as. By name alone where the name leaves no doubt: if such a file is damaged, or a
-    pointer to what was never downloaded, another must not be taken in its place."""
+    """The candidate that a file is, or None. Decided by the name alone where the name leaves no doubt: if such a file
+    is damaged, or a pointer to a file that was never downloaded, no other file may be taken instead."""
     path = os.path.join(directory, name)
     if name.startswith("."):
         return None
@@ -151,7 +156,10 @@ def _candidate(directory: str, name: str) -> _Candidate | None:
     except OpenError:
         return None
     if sharded.matches(head, path) or _INDEX.search(name):
-        shards = _shards(path)
+        try:
+            shards = frozenset(sharded.read_weight_map(path).values())
+        except (OpenError, ChecksumError):
+            shards = frozenset()  # the index is damaged, which opening it reports
         in_safetensors = any(shard.endswith(".safetensors") for shard in (*shards, name.removesuffix(".index.json")))
         return _Candidate(name, in_safetensors, shards) if shards or _INDEX.search(name) else None
     if torch_zip.matches(head):
@@ -162,23 +170,15 @@ def _candidate(directory: str, name: str) -> _Candidate | None:
 
 
 def _is_dcp(directory: str, files: list[str]) -> bool:
-    """Whether the `.metadata` in the directory is of torch.distributed.checkpoint."""
+    """Whether the `.metadata` in the directory belongs to torch.distributed.checkpoint."""
     if any(name.endswith(".distcp") for name in files):
         return True
     try:
         with SourceFile(os.path.join(directory, dcp.METADATA)) as file:
-            # The name alone would do for a file that is given, but other tools have files of this name.
+            # A path that the user gives needs only this name, but in a directory it may belong to another tool.
             return dcp.matches(file.read(0, min(file.nbytes, HEAD_BYTES), "its beginning"), "")
     except OpenError:
         return False
-
-
-def _shards(index_path: str) -> frozenset[str]:
-    """The shards of an index; none where it is damaged, which opening it will say."""
-    try:
-        return frozenset(sharded.read_weight_map(index_path).values())
-    except (OpenError, ChecksumError):
-        return frozenset()
 
 
 def _refuse_other_tools(directory: str, names: list[str]) -> None:
@@ -213,7 +213,7 @@ def _nothing(directory: str, entries: list[os.DirEntry[str]]) -> NoCheckpointErr
 
 
 def _several(directory: str, candidates: list[_Candidate]) -> AmbiguousDirectoryError:
-    names = [found.name for found in candidates]
+    names = [candidate.name for candidate in candidates]
     more = f", and {len(names) - 12} more" if len(names) > 12 else ""
     return AmbiguousDirectoryError(
         f"several checkpoints are in this directory, {len(names)} of them",
@@ -224,21 +224,18 @@ def _several(directory: str, candidates: list[_Candidate]) -> AmbiguousDirectory
     )
 
 
-def read(mapping: Mapping[Any, Any]) -> Contents:
-    """The mapping as contents: nothing is copied, every value is passed as it is, `_metadata` stays on its dict.
-
-    A tensor that changes later changes what the checkpoint gives.
-    """
-    return Contents("mapping", mapping)
-
-
 Source = str | os.PathLike[str] | Mapping[Any, Any]
+"""What `modelstate.open` accepts besides a sequence of sources."""
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
 
 
 def foreign_arguments(**answers: str) -> Callable[[Callable[_P, _R]], Callable[_P, _R]]:
-    """Answers arguments of torch's functions with what takes their place here, in an `OptionError`."""
+    """Decorates a function so that an argument of torch's function raises an `OptionError` with the replacement.
+
+    Args:
+        answers: For each argument of torch's function, what replaces it here.
+    """
 
     def decorate(function: Callable[_P, _R]) -> Callable[_P, _R]:
         @wraps(function)
@@ -264,7 +261,7 @@ def argument_order(
     call_for_paths: str = "",
     is_method: bool = False,
 ) -> Callable[[Callable[_P, _R]], Callable[_P, _R]]:
-    """Answers two swapped arguments with the right call, in an `OptionError`.
+    """Decorates a function so that two swapped arguments raise an `OptionError` with the right call.
 
     Args:
         call: The function as users call it: "ms.load".
@@ -277,18 +274,18 @@ def argument_order(
     def decorate(function: Callable[_P, _R]) -> Callable[_P, _R]:
         @wraps(function)
         def checked(*args: _P.args, **kwargs: _P.kwargs) -> _R:
-            given = args[is_method:][:2]
-            if len(given) == 2 and not (is_first(given[0]) and is_second(given[1])):
-                second, first = given
+            passed = args[is_method:][:2]
+            if len(passed) == 2 and not (is_first(passed[0]) and is_second(passed[1])):
+                second, first = passed
                 if is_first(first) and is_second(second):
                     names = tuple(inspect.signature(function).parameters)[is_method:][:2]
-                    in_order, as_given = _shown(names[0], first), _shown(names[1], second)
+                    first_text, second_text = _argument_text(names[0], first), _argument_text(names[1], second)
                     right = (call_for_paths if is_path(second) else "") or call
                     raise OptionError(
                         f"the arguments of {call} are in the wrong order; nothing has been changed",
                         expected=f"{call}({', '.join(names)})",
-                        found=f"{call}({as_given}, {in_order})",
-                        remedy=f"{right}({in_order}, {as_given})",
+                        found=f"{call}({second_text}, {first_text})",
+                        remedy=f"{right}({first_text}, {second_text})",
                     )
             return function(*args, **kwargs)
 
@@ -297,8 +294,8 @@ def argument_order(
     return decorate
 
 
-def _shown(name: str, value: object) -> str:
-    """An argument in the text of a call: a short value as it is written, any other by the name of its parameter."""
+def _argument_text(name: str, value: object) -> str:
+    """An argument in the text of a call: a short value as a literal, any other by the name of its parameter."""
     if isinstance(value, str | os.PathLike):
         return repr(os.fspath(value))
     return str(value) if isinstance(value, int | torch.dtype) else name
@@ -313,12 +310,12 @@ def is_module(value: object) -> bool:
 
 
 def is_source(value: object) -> bool:
-    """Whether `modelstate.open` takes a value of this kind."""
+    """Whether `modelstate.open` accepts a value of this kind as a single source."""
     return isinstance(value, str | os.PathLike | Mapping)
 
 
 def is_objects(value: object) -> bool:
-    """Whether a value can be a mapping of objects, as those that a store saves."""
+    """Whether a value can be a mapping of objects, like those that a store saves."""
     return isinstance(value, Mapping) and not isinstance(value, Checkpoint)
 
 
@@ -340,33 +337,49 @@ def open(
 ) -> Checkpoint:
     """Opens a checkpoint: reads names, shapes, dtypes and places, and no tensor bytes.
 
-    `source` is the path of a file of `torch.save`, of a safetensors file, of an index of shards (`*.index.json`), or
-    of a directory with one of these or of torch.distributed.checkpoint; a `file://` URL; a mapping in memory; or a
-    `Checkpoint`. What a file is, its content says and not its name. Of a directory, `model.safetensors` or its index is
-    taken before `pytorch_model.bin`, and these before other files; without them there must be one checkpoint only.
+    The format of a file is recognised by its content. In a directory, `model.safetensors` or its index is preferred to
+    `pytorch_model.bin`, and these to other files; without them the directory must contain exactly one checkpoint.
 
-    `key` is the dotted path of the part that is wanted ("model_state"). `allow` has the classes and functions, or their
-    qualified names, that a pickle may use besides those that torch allows; `skip_forbidden` leaves the others out
-    instead of raising.
+    Several sources are opened as one checkpoint, each with the other arguments. Their names must be disjoint, unless
+    `combine` computes one tensor from several: `Average`, `LoRA`, or a function of a name and of the tensors of all
+    checkpoints that have it, in their order. The function is called with tensors on the meta device first, for the
+    shape and dtype of its result, and with the values when they are read: one name at a time, so that no more than the
+    tensors of one name are in memory.
 
-    A list of sources is opened as one checkpoint, with what the other arguments say for each of them. Their names must
-    be disjoint, unless `combine` says how to make one tensor of several: `Average`, `LoRA`, or a function of a name
-    and of the tensors of all checkpoints that have it, in their order. It is called with tensors on the meta device
-    first, for the shape and dtype of its result, and with the values when they are wanted: then one name at a time, so
-    that no more is in memory than what one name takes.
+    Args:
+        source: The path of a file of `torch.save`, of a safetensors file, of an index of shards (`*.index.json`), or of
+            a directory with one of these or with torch.distributed.checkpoint; a `file://` URL; a mapping in memory; a
+            `Checkpoint`; or a list of these.
+        key: The dotted path of a part of the checkpoint, such as "model_state".
+        allow: Classes and functions, or their qualified names, that a pickle may use besides those that torch allows.
+        skip_forbidden: Whether other classes and functions are left out, instead of raising `ForbiddenGlobalError`.
+        combine: How several sources are combined.
 
-    Raises `SourceNotFoundError`, `SourceAccessError` and `SourceTypeError` for what is no readable path;
-    `EmptyFileError`, `UnknownFormatError` (`LfsPointerError`, `HtmlPageError`, `NotACheckpointError`) and
-    `TruncatedFileError` for a file that is no checkpoint or none any more; `NoCheckpointError` and
-    `AmbiguousDirectoryError` for directories; `HeaderLengthError`, `HeaderTooLargeError`, `HeaderSyntaxError`,
-    `UnknownDtypeError`, `TensorRangeError`, `TensorSizeError` and `UnsupportedTensorError` for damaged tensors;
-    `ArchiveError` (`MissingRecordError`, `CompressedRecordError`, `RecordSizeError`), `PickleError` and
-    `ForbiddenGlobalError` for files of torch; `ShardIndexError`, `MissingShardError`, `UnsafePathError` and
-    `DuplicateNameError` for shards; `CombineError` for a list: all of them `OpenError`. `KeyNotFoundError` where `key`
-    selects nothing; `ReadFailedError` for an I/O error.
+    Returns:
+        The checkpoint, a read-only mapping from names to `TensorSpec`.
+
+    Raises:
+        OpenError: The source cannot be opened. Its subclasses: `SourceNotFoundError`, `SourceAccessError` and
+            `SourceTypeError` for a path that cannot be read; `EmptyFileError`, `UnknownFormatError` (`LfsPointerError`,
+            `HtmlPageError`, `NotACheckpointError`) and `TruncatedFileError` for a file that is not, or no longer, a
+            checkpoint; `NoCheckpointError` and `AmbiguousDirectoryError` for directories; `HeaderLengthError`,
+            `HeaderTooLargeError`, `HeaderSyntaxError`, `UnknownDtypeError`, `TensorRangeError`, `TensorSizeError` and
+            `UnsupportedTensorError` for damaged tensors; `ArchiveError` (`MissingRecordError`,
+            `CompressedRecordError`, `RecordSizeError`), `PickleError` and `ForbiddenGlobalError` for files of torch;
+            `ShardIndexError`, `MissingShardError`, `UnsafePathError` and `DuplicateNameError` for shards;
+            `CombineError` for several sources.
+        KeyNotFoundError: There is nothing under `key`.
+        OptionError: An argument is not valid.
+        ReadFailedError: An I/O error.
+
+    Example:
+        >>> checkpoint = modelstate.open({"layer.weight": torch.zeros(2, 3)})
+        >>> checkpoint["layer.weight"]
+        TensorSpec(name='layer.weight', shape=(2, 3), dtype=torch.float32)
     """
     if isinstance(source, list | tuple):
-        return combined([open(one, key=key, allow=allow, skip_forbidden=skip_forbidden) for one in source], combine)
+        opened = [open(entry, key=key, allow=allow, skip_forbidden=skip_forbidden) for entry in source]
+        return combined(opened, combine)
     if combine is not None:
         raise OptionError(
             "combine= is for several checkpoints", expected="a list of sources", found=type(source).__name__
@@ -374,23 +387,30 @@ def open(
     if isinstance(source, Checkpoint):
         return source if key is None else source.select(key)
     source = cast(Source, source)
-    with gc_paused(), recorded_fingerprints() as stamps:
+    with gc_paused(), recorded_fingerprints() as fingerprints:
         contents = read_contents(source, allow=allow, skip_forbidden=skip_forbidden)
         name = "mapping" if isinstance(source, Mapping) else os.fspath(source)
-        # What each file was before its header was read: one that was written meanwhile is refused when it is read.
-        stamps |= current_fingerprints(path for path in contents.files if path not in stamps)
-        return Checkpoint(contents, source=name, key=key, stamps={path: stamps[path] for path in contents.files})
+        # The fingerprints are from before the headers were read: a file that changed meanwhile is refused when read.
+        fingerprints |= current_fingerprints(path for path in contents.files if path not in fingerprints)
+        return Checkpoint(contents, source=name, key=key, stamps={path: fingerprints[path] for path in contents.files})
 
 
 def read_contents(source: Source, *, allow: Sequence[object] = (), skip_forbidden: bool = False) -> Contents:
-    """What a path or a mapping holds: what `open` makes a `Checkpoint` of. Raises what `open` raises."""
+    """Reads the contents of a path or a mapping. A mapping is not copied. Raises what `open` raises."""
     if isinstance(source, Mapping):
-        return read(source)
+        return Contents("mapping", source)
     given = _path_of(source)
     path = local_path(given)
     if not os.path.lexists(path) and os.path.exists(path + sharded.INDEX_SUFFIX):
-        path += sharded.INDEX_SUFFIX  # what `modelstate.save` makes of a path when it writes shards
-    mode = _mode(path, given)
+        path += sharded.INDEX_SUFFIX  # `modelstate.save` adds this suffix to the path when it writes shards
+    try:
+        mode = system.stat(path).st_mode
+    except PermissionError as error:
+        raise no_access(path, error) from error
+    except OSError as error:
+        if error.errno in NOT_FOUND:
+            raise tensorflow_prefix(path) or not_found(path, given) from error
+        raise ReadFailedError("the file cannot be opened", where=path, found=error) from error
     if stat.S_ISDIR(mode):
         try:
             path = find_in(path)
@@ -408,9 +428,9 @@ def read_contents(source: Source, *, allow: Sequence[object] = (), skip_forbidde
 
 
 def _path_of(source: object) -> str:
-    found = os.fspath(source) if isinstance(source, str | os.PathLike) else None
-    if isinstance(found, str):
-        return found
+    path = os.fspath(source) if isinstance(source, str | os.PathLike) else None
+    if isinstance(path, str):
+        return path
     if hasattr(source, "state_dict"):
         remedy = "give its .state_dict()"
     elif hasattr(source, "read"):
@@ -425,17 +445,6 @@ def _path_of(source: object) -> str:
     )
 
 
-def _mode(path: str, given: str) -> int:
-    try:
-        return system.stat(path).st_mode
-    except PermissionError as error:
-        raise no_access(path, error) from error
-    except OSError as error:
-        if error.errno in NOT_FOUND:
-            raise tensorflow_prefix(path) or not_found(path, given) from error
-        raise ReadFailedError("the file cannot be opened", where=path, found=error) from error
-
-
 def _head(path: str) -> bytes:
     try:
         with SourceFile(path) as file:
@@ -447,7 +456,7 @@ def _head(path: str) -> bytes:
 
 
 def _read_file(path: str, head: bytes | None = None, *, allow: Sequence[object], skip_forbidden: bool) -> Contents:
-    """What one file holds that has the tensors themselves: a shard, or all of a checkpoint. It begins with `head`."""
+    """Reads one file that contains tensors: a whole checkpoint or a shard. `head` is its beginning, if known."""
     head = _head(path) if head is None else head
     if not head:
         raise EmptyFileError(

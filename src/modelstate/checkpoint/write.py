@@ -1,4 +1,4 @@
-"""Writes a state to a file: options, the report of a save, states whose tensors are read as they are written."""
+"""Writes a state to a file: the options and the report of a save, and states whose tensors are read while written."""
 
 import os
 from collections import OrderedDict
@@ -31,79 +31,78 @@ from modelstate.torch_compat.plain import is_quantized
 
 @dataclass(slots=True)
 class StateToWrite:
-    """A state, of which tensors may come later, and what is said of it."""
+    """A state to be written, whose tensors may be lazy, and its metadata."""
 
     state: Mapping[Any, Any]
     metadata: Mapping[str, str] = field(default_factory=dict)
-    """Text that the file said of itself."""
+    """The text metadata of the file that the state was read from."""
     attached: Mapping[str, Any] | None = None
     schema: str | None = None
     overflows: Overflows = field(default_factory=Overflows)
-    """Counts what becomes infinite or NaN by a cast while it is written."""
+    """Counts the values that a cast makes infinite or NaN while they are written."""
     notes: Sequence[str] = ()
-    """What else the report says."""
+    """Further notes for the report."""
 
 
 def streamed(checkpoint: Checkpoint, cast: torch.dtype | None = None) -> StateToWrite:
-    """All of a checkpoint, with its floating point tensors `cast` to a dtype.
+    """A whole checkpoint as a lazy state, with its floating point tensors `cast` to a dtype.
 
-    Raises `OptionError` for a cast that torch does not have, and `CodecError` for a value that cannot be decoded.
+    Raises `OptionError` for a cast that torch does not support, and `CodecError` for a value that cannot be decoded.
     """
-    making = LazyStateBuilder(checkpoint, cast)
-    return around(checkpoint, making.node(_root(checkpoint), ""), making)
+    builder = LazyStateBuilder(checkpoint, cast)
+    return around(checkpoint, builder.node(_root(checkpoint), ""), builder)
 
 
-def around(checkpoint: Checkpoint, state: Mapping[Any, Any], making: "LazyStateBuilder") -> StateToWrite:
-    """A state that is made of a checkpoint, with what its file says of itself."""
-    told = {key: value for key, value in checkpoint.contents.metadata.items() if type(value) is str}
-    schema = told.pop("schema", None)
-    attached = (
-        checkpoint.metadata.get("extra") if isinstance(checkpoint.contents.metadata.get("extra"), Encoded) else None
-    )
-    return StateToWrite(state, told, attached, schema, making.overflows, making.notes())
+def around(checkpoint: Checkpoint, state: Mapping[Any, Any], builder: "LazyStateBuilder") -> StateToWrite:
+    """A state that was built from a checkpoint, with the metadata of the checkpoint."""
+    metadata = {key: value for key, value in checkpoint.contents.metadata.items() if type(value) is str}
+    schema = metadata.pop("schema", None)
+    has_extra = isinstance(checkpoint.contents.metadata.get("extra"), Encoded)
+    attached = checkpoint.metadata["extra"] if has_extra else None
+    return StateToWrite(state, metadata, attached, schema, builder.overflows, builder.notes())
 
 
 class LazyStateBuilder:
-    """Makes tensors of a checkpoint such that come later."""
+    """Replaces the tensors of a checkpoint by lazy tensors, which are read when they are written."""
 
     def __init__(self, checkpoint: Checkpoint, cast: torch.dtype | None = None) -> None:
         self._checkpoint, self._cast = checkpoint, cast
         self._read_all = partial(checkpoint.read_all, threads=1)
         self._values = checkpoint.flat.values
         self.overflows = Overflows()
-        self._made_now: dict[int, torch.Tensor] = {}
-        """What is in memory all the time, by the ids of what is stored."""
+        self._in_memory: dict[int, torch.Tensor] = {}
+        """Tensors that are read at once, by the ids of the stored tensors."""
         self._uncast: dict[str, list[str]] = {}
-        """By the names of classes that are not cast, the names of tensors."""
+        """The names of tensors that are not cast, by the names of their classes."""
 
     def node(self, node: Any, path: str) -> Any:
-        """A part of the tree, by its path."""
+        """The lazy copy of a node of the tree; `path` is its dotted path."""
         if path in self._values:
             return allowed(rebuild(node, self._checkpoint.read))
         if not is_container(node):
             return self.tensor(node, path)
         if isinstance(node, Mapping):
-            made: Any = OrderedDict() if isinstance(node, OrderedDict) else {}
-            for key, one in node.items():
-                if not isinstance(one, Refused):
-                    made[key] = self.node(one, f"{path}.{key}" if path else str(key))
+            mapping: Any = OrderedDict() if isinstance(node, OrderedDict) else {}
+            for key, item in node.items():
+                if not isinstance(item, Refused):
+                    mapping[key] = self.node(item, f"{path}.{key}" if path else str(key))
             if hasattr(node, "_metadata"):
-                made._metadata = node._metadata
-            return made
+                mapping._metadata = node._metadata
+            return mapping
         items = [
-            self.node(one, f"{path}.{index}" if path else str(index))
-            for index, one in enumerate(node)
-            if not isinstance(one, Refused)
+            self.node(item, f"{path}.{index}" if path else str(index))
+            for index, item in enumerate(node)
+            if not isinstance(item, Refused)
         ]
         return items if isinstance(node, list) else tuple(items)
 
     def tensor(self, stored: Stored, path: str) -> Any:
-        """What stands for a tensor. What is made of others is read here and now."""
+        """The lazy tensor for a stored one. A tensor that consists of several parts is read at once."""
         if not _is_plain(stored):
-            if id(stored) not in self._made_now:
+            if id(stored) not in self._in_memory:
                 value = stored if isinstance(stored, torch.Tensor) else self._checkpoint.read(stored)
-                self._made_now[id(stored)] = self._cast_now(value, path)
-            return self._made_now[id(stored)]
+                self._in_memory[id(stored)] = self._cast_now(value, path)
+            return self._in_memory[id(stored)]
         cast = self.cast_of(stored, path)
         if isinstance(stored, torch.Tensor):
             if cast is None:
@@ -113,7 +112,7 @@ class LazyStateBuilder:
         return lazy_tensor(stored, bytes_key(stored, path), self._read_all, cast, self.on_cast(path))
 
     def _cast_now(self, value: torch.Tensor, path: str) -> torch.Tensor:
-        """A sparse tensor, cast; a subclass of tensors as it is. Raises `OptionError` for one that is quantized."""
+        """Casts a sparse tensor; leaves a tensor subclass as it is. Raises `OptionError` for a quantized tensor."""
         to = self._cast
         if to is None or value.dtype == to or not value.dtype.is_floating_point:
             return value
@@ -142,7 +141,7 @@ class LazyStateBuilder:
         )
 
     def notes(self) -> list[str]:
-        """What is to be said of the tensors that were made."""
+        """Notes for the report, about tensors that are not cast."""
         return [
             f"{'1 tensor' if len(paths) == 1 else f'{len(paths)} tensors'} of the class {name} "
             f"{'is' if len(paths) == 1 else 'are'} not cast: {', '.join(paths[:3])}{', ...' if len(paths) > 3 else ''}"
@@ -150,11 +149,11 @@ class LazyStateBuilder:
         ]
 
     def on_cast(self, path: str) -> OnCast:
-        """What hears of the casts of a tensor."""
+        """The function that counts the overflows of a tensor's casts."""
         return partial(self.overflows.check, path)
 
     def cast_of(self, tensor: Any, path: str) -> torch.dtype | None:
-        """What a tensor is cast to, if it is. Raises `OptionError` where torch has no such cast."""
+        """The dtype that a tensor is cast to, or None. Raises `OptionError` where torch does not support the cast."""
         to = self._cast
         if to is None or tensor.dtype == to or not tensor.dtype.is_floating_point or not _is_plain(tensor):
             return None
@@ -166,12 +165,12 @@ class LazyStateBuilder:
 
 
 def allowed(value: Any) -> Any:
-    """The value without the placeholders that stand in it for what a file may not use."""
+    """The value without the placeholders for classes and functions that the file may not use."""
     if type(value) in (dict, OrderedDict):
-        kept = {key: allowed(one) for key, one in value.items() if not isinstance(one, Refused)}
+        kept = {key: allowed(item) for key, item in value.items() if not isinstance(item, Refused)}
         return kept if type(value) is dict else OrderedDict(kept)
     if type(value) in (list, tuple):
-        return type(value)(allowed(one) for one in value if not isinstance(one, Refused))
+        return type(value)(allowed(item) for item in value if not isinstance(item, Refused))
     return value
 
 
@@ -180,7 +179,7 @@ _SPARSE = (torch.sparse_coo, torch.sparse_csr, torch.sparse_csc, torch.sparse_bs
 
 
 def _elements(tensor: torch.Tensor) -> torch.Tensor:
-    """The elements of a sparse tensor that it stores."""
+    """The elements that a sparse tensor stores."""
     return tensor._values() if tensor.layout is torch.sparse_coo else tensor.values()
 
 
@@ -191,7 +190,7 @@ def _is_plain(tensor: Any) -> bool:
 
 
 def _root(checkpoint: Checkpoint) -> Mapping[Any, Any]:
-    """The tree of the checkpoint; its names alone, where its key is a part of them."""
+    """The tree of a checkpoint; a flat dict where its key ends within names that contain dots."""
     with suppress(KeyNotFoundError):
         node = subtree(checkpoint.contents.tree, checkpoint.key, checkpoint.source)
         if isinstance(node, Mapping):
@@ -200,11 +199,11 @@ def _root(checkpoint: Checkpoint) -> Mapping[Any, Any]:
 
 
 def flat_root(checkpoint: Checkpoint) -> Mapping[str, Any]:
-    """All tensors and values of a checkpoint by their names."""
-    made: Any = OrderedDict[str, Any]({**checkpoint.flat.tensors, **checkpoint.flat.values})
+    """All tensors and values of a checkpoint by name."""
+    root: Any = OrderedDict[str, Any]({**checkpoint.flat.tensors, **checkpoint.flat.values})
     if checkpoint.versions is not None:
-        made._metadata = checkpoint.versions
-    return made  # type: ignore[no-any-return]
+        root._metadata = checkpoint.versions
+    return root  # type: ignore[no-any-return]
 
 
 SUFFIXES = {
@@ -214,27 +213,27 @@ SUFFIXES = {
     ".bin": "torch",
     ".ckpt": "torch",
 }
-"""The formats that are written, by the suffixes of paths; a path without a suffix is written as safetensors."""
+"""The formats that are written, by the suffix of the path; a path without a suffix is written as safetensors."""
 _LISTED = "no suffix or .safetensors for safetensors; .pt, .pth, .bin or .ckpt for a file that torch.load reads"
 _MAX_DEPTH = 100
 
 
 @dataclass(frozen=True, slots=True, repr=False)
 class SaveReport:
-    """What a save has written. Made by `modelstate.save`."""
+    """Describes what a save has written. Returned by `modelstate.save`."""
 
     path: str
-    """Where it was saved to, and where it can be opened."""
+    """The path of the save, which `modelstate.open` accepts."""
     files: tuple[str, ...]
-    """The files that it is in: that of the path, or its index and the shards."""
+    """The files that were written: one file, or the index and the shards."""
     tensors: int
-    """Names of tensors that were saved, tied ones under each of theirs."""
+    """The number of tensor names that were saved; tied tensors count once for each name."""
     bytes: int
     """Bytes of the files."""
     seconds: float
-    """From the call to the return, when all of it is on the disk."""
+    """The duration of the call, until everything is on the disk."""
     notes: tuple[str, ...] = ()
-    """What else is worth knowing, such as values that became infinite by a cast."""
+    """Further remarks, for example about values that a cast made infinite."""
 
     def __repr__(self) -> str:
         notes = f", {len(self.notes)} notes" if self.notes else ""
@@ -249,7 +248,7 @@ class SaveReport:
 
 
 def write_state(
-    it: StateToWrite,
+    source: StateToWrite,
     where: str,
     begin: float,
     *,
@@ -259,41 +258,40 @@ def write_state(
     max_memory_bytes: int | None = None,
     lock_timeout_seconds: float = LOCK_TIMEOUT_SECONDS,
 ) -> SaveReport:
-    """Writes what has been checked. Raises what `save` raises, and `MemoryBudgetError`."""
+    """Writes a state whose options have been checked. Raises what `save` raises, and `MemoryBudgetError`."""
     if format == "torch":
         files = write_torch_file(
-            it.state,
+            source.state,
             where,
             overwrite=overwrite,
             max_memory_bytes=max_memory_bytes,
             lock_timeout_seconds=lock_timeout_seconds,
         )
-        tensors = _tensors_in(it.state)
+        tensors = _count_tensors(source.state)
     else:
-        made = serialize(it.state, where, it.attached)
+        serialized = serialize(source.state, where, source.attached)
         files = write_checkpoint(
-            made,
+            serialized,
             where,
-            schema=it.schema,
+            schema=source.schema,
             shard_bytes=shard_bytes,
             overwrite=overwrite,
-            threads=threads_within(made.tensors, max_memory_bytes, where),
-            metadata=it.metadata,
+            threads=threads_within(serialized.tensors, max_memory_bytes, where),
+            metadata=source.metadata,
             lock_timeout_seconds=lock_timeout_seconds,
         )
-        tensors = made.names
-    return SaveReport(
-        where, tuple(files), tensors, sum(files.values()), perf_counter() - begin, (*it.notes, *it.overflows.notes())
-    )
+        tensors = serialized.names
+    notes = (*source.notes, *source.overflows.notes())
+    return SaveReport(where, tuple(files), tensors, sum(files.values()), perf_counter() - begin, notes)
 
 
-def _tensors_in(node: object, depth: int = 0) -> int:
-    """How many names of tensors a tree has, as far down as one can be opened."""
+def _count_tensors(node: object, depth: int = 0) -> int:
+    """The number of tensor names in a tree, up to the depth that can be opened."""
     if isinstance(node, torch.Tensor | LazyTensor):
         return 1
     if not is_container(node) or depth > _MAX_DEPTH:
         return 0
-    return sum(_tensors_in(one, depth + 1) for _, one in items_of(node))
+    return sum(_count_tensors(item, depth + 1) for _, item in items_of(node))
 
 
 def check_options(
@@ -306,7 +304,7 @@ def check_options(
 ) -> str:
     """Checks the options of a save to a path, and returns the format that is written.
 
-    Raises `OptionError`, and `SaveTargetError` for a path whose suffix is that of no format.
+    Raises `OptionError`, and `SaveTargetError` for a path whose suffix no format has.
     """
     if schema is not None and (not isinstance(schema, str) or not schema):
         raise OptionError("schema= is a text", expected='such as "2.0"', found=repr(schema))
@@ -329,17 +327,17 @@ def check_options(
 
 
 def format_of(path: str, format: object = None) -> str:
-    """The format of a file that is written: "safetensors" or "torch", as the suffix of its path says.
+    """The format of a file that is written, "safetensors" or "torch", by the suffix of its path.
 
-    `format` says it for a path without a suffix, or with one that is not in `SUFFIXES`; it may not contradict one that
-    is. Raises `OptionError` for a format that is unknown or contradicts the suffix, and `SaveTargetError` for a suffix
-    that is unknown.
+    `format` applies to a path without a suffix, or with one that is not in `SUFFIXES`; it must not contradict a known
+    suffix. Raises `OptionError` for a format that is unknown or contradicts the suffix, and `SaveTargetError` for an
+    unknown suffix.
     """
     known = tuple(dict.fromkeys(SUFFIXES.values()))
     if format is not None and format not in known:
         raise OptionError("format= is unknown", expected=" or ".join(map(repr, known)), found=repr(format)[:80])
     name = os.path.basename(path)
-    suffix = name if name.lower() in SUFFIXES else os.path.splitext(name)[1]  # which takes ".pt" for a name without one
+    suffix = name if name.lower() in SUFFIXES else os.path.splitext(name)[1]  # a file may be named just ".pt"
     by_suffix = SUFFIXES.get(suffix.lower())
     if by_suffix is not None and format not in (None, by_suffix):
         raise OptionError(
@@ -364,7 +362,7 @@ def format_of(path: str, format: object = None) -> str:
 
 
 def target_path(path: object) -> str:
-    """The path of a file to be. Raises `SaveTargetError`."""
+    """The absolute path of a file that is going to be written. Raises `SaveTargetError`."""
     given = os.fspath(path) if isinstance(path, str | os.PathLike) else path
     if not isinstance(given, str):
         raise SaveTargetError("a file is saved to a path", expected="a str or a pathlib.Path", found=repr(path)[:80])

@@ -1,9 +1,9 @@
-"""Encodings of NumPy and torch values: scalars, arrays, dtypes, devices, random generators."""
+"""Encodings for values of NumPy and torch: scalars, arrays, dtypes, devices, random generators."""
 
 import math
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -29,17 +29,17 @@ _BIT_GENERATORS: dict[str, Any] = {
     for cls in (np.random.MT19937, np.random.PCG64, np.random.PCG64DXSM, np.random.Philox, np.random.SFC64)
 }
 _POSITIONS = {"MT19937": ("state", "pos", 624), "Philox": ("", "buffer_pos", 4)}
-"""Where a state has an index into itself, which NumPy does not check, and how large that can be."""
+"""Where the state of a generator contains an index into itself, which NumPy does not check, and its largest value."""
 _MAX_POOL = 64
 _POOL = 4
 _FIELD_COST = 20
-"""Values that a field of a dtype counts for: it takes so much longer."""
+"""The number of values that a field of a dtype counts as, since it takes so much longer."""
 _MAX_DIMENSIONS = 64
 _MAX_SIZE = 2**63 - 1
 
 
 def _is_portable(dtype: Any) -> bool:
-    """Whether the bytes of the dtype mean the same everywhere."""
+    """Whether the bytes of the dtype mean the same on every platform."""
     if dtype.subdtype is not None:
         return _is_portable(dtype.subdtype[0])
     if dtype.fields is not None:
@@ -50,8 +50,8 @@ def _is_portable(dtype: Any) -> bool:
 def _encode_dtype(dtype: Any, encoder: Encoder) -> Tree:
     try:
         text = _descr(dtype)
-        made = _dtype_of(text, encoder)
-        exact = _is_portable(dtype) and made == dtype and made.type is dtype.type
+        decoded = _dtype_of(text, encoder)
+        exact = _is_portable(dtype) and decoded == dtype and decoded.type is dtype.type
     except (TypeError, ValueError):
         exact = False
     if not exact:
@@ -62,7 +62,7 @@ def _encode_dtype(dtype: Any, encoder: Encoder) -> Tree:
 
 def _descr(dtype: Any) -> Any:
     if dtype.fields is None:
-        # NumPy has two integers of one size, of which only one has a portable name.
+        # NumPy has two integer types of the same size, only one of which has a portable name.
         same = np.dtype(dtype.str).char == dtype.char
         return dtype.str if same else dtype.type.__name__
     return _listed(np.lib.format.dtype_to_descr(dtype))
@@ -72,12 +72,12 @@ def _listed(descr: Any) -> Any:
     return [_listed(part) for part in descr] if isinstance(descr, list | tuple) else descr
 
 
-def _dtype_of(descr: Any, walk: Walk) -> Any:
+def _dtype_of(descr: Any, walk: Walk) -> np.dtype[Any]:
     return np.dtype(descr) if type(descr) is str else np.lib.format.descr_to_dtype(_fields_of(descr, walk))
 
 
 def _fields_of(descr: list[Any], walk: Walk) -> list[tuple[Any, ...]]:
-    """The description of a structure as NumPy wants it: with tuples, where JSON has lists."""
+    """The description of a structured dtype as NumPy requires it: with tuples, where JSON has lists."""
     fields = []
     for name, inner, *shape in descr:
         walk.count(_FIELD_COST)
@@ -86,23 +86,22 @@ def _fields_of(descr: list[Any], walk: Walk) -> list[tuple[Any, ...]]:
     return fields
 
 
-def _dtype(tree: Tree, decoder: Decoder) -> Any:
-    made = _dtype_of(tree, decoder)
-    if not _is_portable(made):
-        raise decoder.fail("a dtype that is not stored here", found=str(made)[:80])
-    return made
+def _dtype(tree: Tree, decoder: Decoder) -> np.dtype[Any]:
+    dtype = _dtype_of(tree, decoder)
+    if not _is_portable(dtype):
+        raise decoder.fail("a dtype that is not stored here", found=str(dtype)[:80])
+    return dtype
 
 
-def _encode_array(value: Any, encoder: Encoder) -> Tree:
-    order = "F" if value.flags.f_contiguous and not value.flags.c_contiguous else "C"
+def _encode_array(value: np.ndarray[Any, Any], encoder: Encoder) -> Tree:
+    order: Literal["C", "F"] = "F" if value.flags.f_contiguous and not value.flags.c_contiguous else "C"
     dtype = encoder.child(value.dtype, (FIELD, "dtype"))["$numpy.dtype"]
-    data = encoder.state_of(value, lambda: _bytes_of(value, order))
-    return {"dtype": dtype, "shape": list(value.shape), "order": order, "data": data}
 
+    def raw_bytes() -> torch.Tensor:
+        data = bytearray(value.tobytes(order))
+        return torch.frombuffer(data, dtype=torch.uint8) if data else torch.empty(0, dtype=torch.uint8)
 
-def _bytes_of(value: Any, order: Any) -> torch.Tensor:
-    data = bytearray(value.tobytes(order))
-    return torch.frombuffer(data, dtype=torch.uint8) if data else torch.empty(0, dtype=torch.uint8)
+    return {"dtype": dtype, "shape": list(value.shape), "order": order, "data": encoder.state_of(value, raw_bytes)}
 
 
 def _array(tree: Tree, decoder: Decoder) -> Any:
@@ -122,11 +121,11 @@ def _filled(dtype: Any, sizes: list[int], order: Any, decoder: Decoder, stored: 
     raw = stored.contiguous().view(-1).numpy()
     if math.prod(sizes) * dtype.itemsize != len(raw):
         raise decoder.fail("the bytes of an array are not as many as its shape and dtype need", found=len(raw))
-    made = np.empty(sizes, dtype, order)
+    array = np.empty(sizes, dtype, order)
     if len(raw):
-        # As bytes, so that what fills gaps in a structure comes along.
-        (made.T if order == "F" else made).reshape(-1).view(np.uint8)[:] = raw
-    return made
+        # As bytes, so that the padding of a structured dtype is copied, too.
+        (array.T if order == "F" else array).reshape(-1).view(np.uint8)[:] = raw
+    return array
 
 
 def _encode_scalar(value: Any, encoder: Encoder) -> Tree:
@@ -151,16 +150,16 @@ def _scalar(tree: Tree, decoder: Decoder) -> Any:
     decoder.expect(value, expected[dtype.kind])
     if dtype.kind in "mM":
         return np.int64(value).view(dtype)
-    made = dtype.type(value)
-    if made.item() != value:
+    scalar = dtype.type(value)
+    if scalar.item() != value:
         raise decoder.fail("a number that its dtype does not have", found=text)
-    return made
+    return scalar
 
 
 def _encode_bit_generator(value: Any, encoder: Encoder) -> Tree:
     if _BIT_GENERATORS.get(type(value).__name__) is not type(value):
         raise encoder.fail("an unknown bit generator", expected=", ".join(_BIT_GENERATORS), remedy=REGISTER)
-    # Its children are made from the seed.
+    # The seed is needed to spawn further generators.
     seed: Any = getattr(value, "seed_seq", None)
     known = type(seed) is np.random.SeedSequence and seed.pool_size <= _MAX_POOL
     if known:
@@ -169,9 +168,9 @@ def _encode_bit_generator(value: Any, encoder: Encoder) -> Tree:
 
 
 def _check_seed(seed: dict[str, Any], walk: Walk) -> None:
-    """Raises for what NumPy would take long to make a seed sequence of. Others it refuses itself."""
+    """Raises for a seed sequence that NumPy would take long to create. It refuses other bad ones itself."""
     check_bits(walk.fail, MAX_BITS, seed["n_children_spawned"])
-    # Each word of a seed is mixed into the whole pool.
+    # NumPy mixes each word of a seed into the whole pool.
     _count_words([seed["entropy"], seed["spawn_key"]], walk, max(1, seed["pool_size"] // _POOL))
 
 
@@ -204,15 +203,15 @@ def _bit_generator(tree: Tree, decoder: Decoder) -> Any:
 
 def _with_state(state: Any, seed: Any, decoder: Decoder) -> Any:
     name = decoder.expect(state, dict)["bit_generator"]
-    made = _BIT_GENERATORS[name](0 if seed is None else seed)
+    generator = _BIT_GENERATORS[name](0 if seed is None else seed)
     if name in _POSITIONS:
         part, key, most = _POSITIONS[name]
         if not 0 <= decoder.expect((state[part] if part else state)[key], int) <= most:
             raise decoder.fail("the position in a random state is outside it", expected=f"0 to {most}")
-    made.state = state
-    if not _same(made.state, {key: state[key] for key in made.state}):
+    generator.state = state
+    if not _same(generator.state, {key: state[key] for key in generator.state}):
         raise decoder.fail(f"this is no state of {name}")
-    return made
+    return generator
 
 
 def _same(a: Any, b: Any) -> bool:
@@ -223,39 +222,23 @@ def _same(a: Any, b: Any) -> bool:
     return type(a) is type(b) and bool(a == b)
 
 
-def _encode_random_state(value: Any, encoder: Encoder) -> Tree:
-    return encoder.named({"state": value.get_state(legacy=False)})
-
-
-def _random_state(tree: Tree, decoder: Decoder) -> Any:
+def _random_state(tree: Tree, decoder: Decoder) -> np.random.RandomState:
     decoder.fields(tree, "state")
     state = decoder.named(tree)["state"]
     own = {key: value for key, value in state.items() if key not in ("has_gauss", "gauss")}
-    made = np.random.RandomState(_with_state(own, None, decoder))
-    made.set_state(state)
-    return made
+    generator = np.random.RandomState(_with_state(own, None, decoder))
+    generator.set_state(state)
+    return generator
 
 
-def _numpy_generator(tree: Tree, decoder: Decoder) -> Any:
+def _numpy_generator(tree: Tree, decoder: Decoder) -> np.random.Generator:
     (bits,) = decoder.children([tree])
     if type(bits) not in _BIT_GENERATORS.values():
         raise decoder.fail("a generator without a bit generator")
     return np.random.Generator(bits)
 
 
-def _is_dtype(cls: type) -> bool:
-    return issubclass(cls, np.dtype)
-
-
-def _is_scalar(cls: type) -> bool:
-    return issubclass(cls, np.generic) and cls.__module__ == "numpy"
-
-
-def _is_bit_generator(cls: type) -> bool:
-    return issubclass(cls, np.random.BitGenerator)
-
-
-# `str()` and `bytes()` of NumPy's classes drop zeros at the end.
+# `str()` and `bytes()` of NumPy's classes drop trailing zeros.
 NUMPY_KINDS: dict[type, Kind] = {
     np.ndarray: Kind("numpy.array", _encode_array, _array),
     np.str_: Kind(
@@ -273,31 +256,35 @@ NUMPY_KINDS: dict[type, Kind] = {
         lambda value, encoder: encoder.children([value.bit_generator])[0],
         _numpy_generator,
     ),
-    np.random.RandomState: Kind("numpy.random.RandomState", _encode_random_state, _random_state),
+    np.random.RandomState: Kind(
+        "numpy.random.RandomState",
+        lambda value, encoder: encoder.named({"state": value.get_state(legacy=False)}),
+        _random_state,
+    ),
 }
 SCALAR = Kind("numpy.scalar", _encode_scalar, _scalar)
 DTYPE = Kind("numpy.dtype", _encode_dtype, _dtype)
 BIT_GENERATOR = Kind("numpy.random.BitGenerator", _encode_bit_generator, _bit_generator)
-RULES = ((_is_scalar, SCALAR), (_is_dtype, DTYPE), (_is_bit_generator, BIT_GENERATOR))
+RULES: tuple[tuple[Callable[[type], bool], Kind], ...] = (
+    (lambda cls: issubclass(cls, np.generic) and cls.__module__ == "numpy", SCALAR),
+    (lambda cls: issubclass(cls, np.dtype), DTYPE),
+    (lambda cls: issubclass(cls, np.random.BitGenerator), BIT_GENERATOR),
+)
 
 
 def _by_name(cls: type) -> tuple[Callable[[Any, Encoder], Tree], Callable[[Any, Decoder], Any]]:
-    """The two ways of what torch has as constants of its own."""
+    """The functions that encode and decode constants of torch, such as dtypes."""
 
     def encode(value: Any, encoder: Encoder) -> Tree:
         return str(value).removeprefix("torch.")
 
     def decode(tree: Tree, decoder: Decoder) -> Any:
-        found = vars(torch).get(decoder.expect(tree, str))
-        if type(found) is not cls:
+        constant = vars(torch).get(decoder.expect(tree, str))
+        if type(constant) is not cls:
             raise decoder.fail(f"torch has no such {cls.__name__}", found=tree[:80], remedy="a newer torch may have it")
-        return found
+        return constant
 
     return encode, decode
-
-
-def _encode_parameter(value: nn.Parameter, encoder: Encoder) -> Tree:
-    return {"data": encoder.tensor(value), "requires_grad": value.requires_grad}
 
 
 def _parameter(tree: Tree, decoder: Decoder) -> torch.Tensor:
@@ -305,23 +292,19 @@ def _parameter(tree: Tree, decoder: Decoder) -> torch.Tensor:
     return decoder.tensor(data, True, decoder.expect(requires_grad, bool))
 
 
-def _encode_uninitialised(value: Any, encoder: Encoder) -> Tree:
-    return encoder.named({"dtype": value.dtype, "requires_grad": value.requires_grad})
-
-
 def _uninitialised(tree: Tree, decoder: Decoder, cls: Any) -> torch.Tensor:
-    dtype, requires_grad = decoder.fields(tree, "dtype", "requires_grad")
-    found = decoder.expect(decoder.value(dtype), torch.dtype)
-    with torch.inference_mode(False):  # else it could never be trained
-        made: torch.Tensor = cls(decoder.expect(requires_grad, bool), "cpu", found)
-    return made
+    dtype_tree, requires_grad = decoder.fields(tree, "dtype", "requires_grad")
+    dtype = decoder.expect(decoder.value(dtype_tree), torch.dtype)
+    with torch.inference_mode(False):  # otherwise it could never be trained
+        tensor: torch.Tensor = cls(decoder.expect(requires_grad, bool), "cpu", dtype)
+    return tensor
 
 
 def another_uninitialised(tensor: torch.Tensor) -> torch.Tensor:
-    """Another parameter or buffer that has no shape yet, as this one. (torch copies no such buffer.)"""
+    """A new parameter or buffer without a shape, with the properties of this one. (torch cannot copy such a buffer.)"""
     cls: Any = type(tensor)
-    made: torch.Tensor = cls(tensor.requires_grad, tensor.device, tensor.dtype)
-    return made
+    other: torch.Tensor = cls(tensor.requires_grad, tensor.device, tensor.dtype)
+    return other
 
 
 def _encode_size(value: torch.Size, encoder: Encoder) -> Tree:
@@ -335,22 +318,14 @@ def _size(tree: Tree, decoder: Decoder) -> torch.Size:
     return torch.Size(sizes)
 
 
-def _device(tree: Tree, decoder: Decoder) -> torch.device:
-    return torch.device(decoder.expect(tree, str))
-
-
-def _encode_generator(value: torch.Generator, encoder: Encoder) -> Tree:
-    return {"device": str(value.device), "state": encoder.state_of(value, value.get_state)}
-
-
 def _torch_generator(tree: Tree, decoder: Decoder) -> torch.Generator:
     device, state = decoder.fields(tree, "device", "state")
     where = decoder.expect(device, str)
 
     def make(stored: torch.Tensor) -> torch.Generator:
-        made = torch.Generator(where)
-        made.set_state(own_copy(stored))
-        return made
+        generator = torch.Generator(where)
+        generator.set_state(own_copy(stored))
+        return generator
 
     return decoder.object_of(state, (torch.Generator, where), make)  # type: ignore[no-any-return]
 
@@ -361,17 +336,29 @@ TORCH_KINDS: dict[type, Kind] = {
         lambda value, encoder: encoder.tensor(value),
         lambda tree, decoder: decoder.tensor(tree, False, True),
     ),
-    nn.Parameter: Kind("Parameter", _encode_parameter, _parameter),
-    nn.UninitializedParameter: Kind(
-        "UninitializedParameter", _encode_uninitialised, partial(_uninitialised, cls=nn.UninitializedParameter)
+    nn.Parameter: Kind(
+        "Parameter",
+        lambda value, encoder: {"data": encoder.tensor(value), "requires_grad": value.requires_grad},
+        _parameter,
     ),
-    nn.UninitializedBuffer: Kind(
-        "UninitializedBuffer", _encode_uninitialised, partial(_uninitialised, cls=nn.UninitializedBuffer)
-    ),
+    **{
+        cls: Kind(
+            cls.__name__,
+            lambda value, encoder: encoder.named({"dtype": value.dtype, "requires_grad": value.requires_grad}),
+            partial(_uninitialised, cls=cls),
+        )
+        for cls in (nn.UninitializedParameter, nn.UninitializedBuffer)
+    },
     torch.Size: Kind("torch.Size", _encode_size, _size),
     torch.dtype: Kind("torch.dtype", *_by_name(torch.dtype)),
     torch.layout: Kind("torch.layout", *_by_name(torch.layout)),
     torch.memory_format: Kind("torch.memory_format", *_by_name(torch.memory_format)),
-    torch.device: Kind("torch.device", lambda value, encoder: str(value), _device),
-    torch.Generator: Kind("torch.Generator", _encode_generator, _torch_generator),
+    torch.device: Kind(
+        "torch.device", lambda value, encoder: str(value), lambda tree, decoder: torch.device(decoder.expect(tree, str))
+    ),
+    torch.Generator: Kind(
+        "torch.Generator",
+        lambda value, encoder: {"device": str(value.device), "state": encoder.state_of(value, value.get_state)},
+        _torch_generator,
+    ),
 }

@@ -1,4 +1,4 @@
-"""`encode`, `decode` and `register_codec`: plain values as JSON and tensors, and back."""
+"""`encode`, `decode` and `register_codec`: convert plain values to JSON and tensors, and back."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -19,7 +19,7 @@ from modelstate.errors import (
 
 @dataclass(frozen=True, slots=True)
 class Codec:
-    """What was registered for a class."""
+    """The encoding that was registered for a class."""
 
     cls: type
     name: str
@@ -30,45 +30,16 @@ class Codec:
 _BY_CLASS: dict[type, Codec] = {}
 _BY_NAME: dict[str, Codec] = {}
 _REPLACED: WeakSet[type] = WeakSet()
-"""Classes whose name in files has gone to another class of the same module and qualified name."""
-
-
-def register(cls: type, encode: Callable[[Any], Any], decode: Callable[[Any], Any], name: str | None) -> None:
-    """See `modelstate.codec.codec.register_codec`, which has checked the class."""
-    if not callable(encode) or not callable(decode):
-        raise OptionError("encode and decode are functions", found=f"{encode!r}, {decode!r}")
-    name = _name_of(cls) if name is None else name
-    if not isinstance(name, str) or not name:
-        raise OptionError("name= is the text that files have for the class", found=repr(name))
-    other = _BY_NAME.get(name)
-    if other is not None and not _is_same(other.cls, cls):
-        raise CodecNameError(
-            "the name belongs to another class",
-            where=name,
-            expected=_name_of(other.cls),
-            found=_name_of(cls),
-            remedy="give it a name of its own with name=",
-        )
-    for old in (_BY_CLASS.get(cls), other):
-        if old is not None:
-            _BY_CLASS.pop(old.cls, None)
-            _BY_NAME.pop(old.name, None)
-            _REPLACED.add(old.cls)
-    _REPLACED.discard(cls)
-    _BY_CLASS[cls] = _BY_NAME[name] = Codec(cls, name, encode, decode)
+"""Classes that were registered, and whose name in files belongs to another class now."""
 
 
 def is_registered(cls: type) -> bool:
+    """Whether the class is, or was, registered."""
     return cls in _BY_CLASS or cls in _REPLACED
 
 
 def _name_of(cls: type) -> str:
     return f"{cls.__module__}:{cls.__qualname__}"
-
-
-def _is_same(a: type, b: type) -> bool:
-    """Whether it is the same class, perhaps after its module, or a cell of a notebook, has run again."""
-    return a is b or _name_of(a) == _name_of(b)
 
 
 def _encode(value: Any, encoder: Encoder) -> Tree:
@@ -100,20 +71,20 @@ def _decode(tree: Tree, decoder: Decoder) -> Any:
         )
     value = decoder.child(inner, (FIELD, "encoded"))
     try:
-        made = codec.decode(value)
+        result = codec.decode(value)
     except ModelStateError:
         raise
     except Exception as error:
         raise decoder.fail(
             f"the function that decodes {codec.name} raised {type(error).__name__}", found=error
         ) from error
-    if not isinstance(made, codec.cls):
+    if not isinstance(result, codec.cls):
         raise decoder.fail(
             f"the function that decodes {codec.name} returned something else",
             expected=codec.cls.__qualname__,
-            found=type(made).__qualname__,
+            found=type(result).__qualname__,
         )
-    return made
+    return result
 
 
 OBJECT = Kind("object", _encode, _decode)
@@ -132,17 +103,26 @@ KINDS = Kinds(_BY_TYPE, {kind.tag: kind for kind in _ALL}, _RULES)
 
 
 def encode(value: Any, where: str = "", *, leaf: Leaf | None = None) -> Tree:
-    """The value as a tree of JSON types in which the only other leaves are plain tensors.
+    """Encodes a value as a tree of JSON types, in which the only other leaves are plain tensors.
 
-    The tree shares nothing with the value: its tensors are copies, detached, on their devices, of what they show and
-    no more. A tensor that stands in several places is one tensor in the tree as well, and so are the bytes of an array
-    and the state of a `torch.Generator`, which are one object again when they are decoded; other objects that do are
-    written several times. The tree can go through `torch.save` and `torch.load(weights_only=True)`.
+    The tree shares no memory with the value: its tensors are detached copies, on the same devices, of the elements that
+    the tensors of the value show. A tensor, an array or a `torch.Generator` that appears in several places is one
+    tensor in the tree, and one object again when it is decoded; any other object is encoded once for each place. The
+    tree can be saved with `torch.save` and loaded with `torch.load(weights_only=True)`.
 
-    `where` is what messages put before the place within the value. `leaf` is given each tensor, not copied, and
-    returns a text or number that refers to it and to no other: then the tree is JSON alone. Raises
-    `UnsupportedValueError` for values without an encoding, those that hold themselves, those that are nested too
-    deeply, and those that take too long to decode (`modelstate.codec.walk`).
+    Args:
+        value: The value.
+        where: Precedes the place within the value in messages.
+        leaf: Called with each tensor, which is not copied; returns a text or number that identifies it. The tree then
+            contains JSON types only.
+
+    Raises:
+        UnsupportedValueError: A value has no encoding, contains itself, is nested too deeply, or would take too long to
+            decode (see `modelstate.codec.walk`).
+
+    Example:
+        >>> encode({"shape": (2, 3)})
+        {'shape': {'$tuple': [2, 3]}}
     """
     encoder = Encoder(KINDS, where, leaf)
     try:
@@ -152,12 +132,24 @@ def encode(value: Any, where: str = "", *, leaf: Leaf | None = None) -> Tree:
 
 
 def decode(tree: Tree, where: str = "", *, leaf: Leaf | None = None) -> Any:
-    """The value of a tree, equal to the one that was encoded in type and content. Its tensors have their own memory.
+    """Decodes a tree to a value that equals the encoded one in type and content. Its tensors have their own memory.
 
-    Nothing is imported, no class of a user's is called: enums, dataclasses and namedtuples are found among the modules
-    that have been imported, and filled. Only functions given to `register_codec` run. `leaf` finds the tensor that a
-    text or number refers to. Raises `EncodedValueError` for what is no encoded value and `UnknownClassError` where its
-    class is not there, is of another kind, or has other fields.
+    No module is imported and no code of a user's class runs: enums, dataclasses and namedtuples are found in modules
+    that have been imported, and filled without their constructors. Only functions that were given to `register_codec`
+    run.
+
+    Args:
+        tree: The tree.
+        where: Precedes the place within the tree in messages.
+        leaf: Returns the tensor that a text or number identifies.
+
+    Raises:
+        EncodedValueError: The tree is not an encoded value.
+        UnknownClassError: A class does not exist, is of another kind, or has other fields.
+
+    Example:
+        >>> decode({"shape": {"$tuple": [2, 3]}})
+        {'shape': (2, 3)}
     """
     decoder = Decoder(KINDS, where, leaf)
     try:
@@ -169,16 +161,52 @@ def decode(tree: Tree, where: str = "", *, leaf: Leaf | None = None) -> Any:
 def register_codec(
     cls: type[T], encode: Callable[[T], Any], decode: Callable[[Any], T], name: str | None = None
 ) -> None:
-    """Gives the objects of exactly this class an encoding.
+    """Registers an encoding for the objects of exactly this class.
 
-    `encode` makes a value of the object that has an encoding itself; `decode` makes the object of that value, at every
-    load. `name` is what files have for the class, its module and qualified name unless given: with a name of its own
-    the class can move. Registering a class again replaces what was there; so does another class of the same module,
-    qualified name and `name`, as a cell of a notebook makes one when it runs again. Raises `CodecNameError` where the
-    name belongs to another class, and `OptionError` for what cannot be registered.
+    Registering a class again replaces its encoding. So does registering another class of the same module, qualified
+    name and `name`, such as the class that a notebook cell defines when it runs again.
+
+    Args:
+        cls: The class.
+        encode: Converts an object to a value that has an encoding itself.
+        decode: Converts that value back to an object, at every load.
+        name: The name of the class in files; by default its module and qualified name. A class with an explicit name
+            can be moved to another module.
+
+    Raises:
+        CodecNameError: The name belongs to another class.
+        OptionError: An argument is not valid, or the class has an encoding already.
+
+    Example:
+        >>> class Celsius:
+        ...     def __init__(self, degrees): self.degrees = degrees
+        >>> register_codec(Celsius, lambda value: value.degrees, Celsius, name="celsius")
+        >>> encode(Celsius(20.5))
+        {'$object': {'codec': 'celsius', 'value': 20.5}}
     """
     if not isinstance(cls, type):
         raise OptionError("what is registered is a class", found=repr(cls))
     if cls in _BY_TYPE or cls in (bool, list, type(None)):
         raise OptionError("a class that has an encoding already", found=cls.__qualname__)
-    register(cls, encode, decode, name)
+    if not callable(encode) or not callable(decode):
+        raise OptionError("encode and decode are functions", found=f"{encode!r}, {decode!r}")
+    name = _name_of(cls) if name is None else name
+    if not isinstance(name, str) or not name:
+        raise OptionError("name= is the text that files have for the class", found=repr(name))
+    other = _BY_NAME.get(name)
+    # A class of the same name is the same class after its module, or a cell of a notebook, has run again.
+    if other is not None and other.cls is not cls and _name_of(other.cls) != _name_of(cls):
+        raise CodecNameError(
+            "the name belongs to another class",
+            where=name,
+            expected=_name_of(other.cls),
+            found=_name_of(cls),
+            remedy="give it a name of its own with name=",
+        )
+    for old in (_BY_CLASS.get(cls), other):
+        if old is not None:
+            _BY_CLASS.pop(old.cls, None)
+            _BY_NAME.pop(old.name, None)
+            _REPLACED.add(old.cls)
+    _REPLACED.discard(cls)
+    _BY_CLASS[cls] = _BY_NAME[name] = Codec(cls, name, encode, decode)

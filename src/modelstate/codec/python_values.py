@@ -1,7 +1,7 @@
-"""Encodings of values of the standard library, and of enums, dataclasses and namedtuples.
+"""Encodings for values of the standard library, and for enums, dataclasses and namedtuples.
 
-A class is looked up and never imported; its objects are filled, not constructed. Nothing here asks a class or a module
-for an attribute in the usual way, which could run code of theirs.
+A class is looked up in imported modules and never imported; its objects are filled without running their constructors.
+The attributes of a class or a module are read without running its own code (`__getattr__`, descriptors, metaclasses).
 """
 
 import base64
@@ -38,7 +38,7 @@ FACTORIES: dict[str, type] = {
     cls.__name__: cls
     for cls in (bool, int, float, complex, str, bytes, list, tuple, dict, set, frozenset, OrderedDict, Counter, deque)
 }
-"""What a `defaultdict` may have as its factory."""
+"""The factories that a `defaultdict` may have."""
 _PATHS = (pathlib.PosixPath, pathlib.WindowsPath, pathlib.PurePosixPath, pathlib.PureWindowsPath)
 
 
@@ -51,11 +51,6 @@ def _int(tree: Tree, decoder: Decoder) -> int:
     return value
 
 
-def _float(tree: Tree, decoder: Decoder) -> float:
-    (value,) = struct.unpack(">d", bytes.fromhex(decoder.expect(tree, str)))
-    return float(value)
-
-
 def _text_of_bytes(value: bytes, encoder: Encoder) -> str:
     return base64.b64encode(value).decode()
 
@@ -64,17 +59,13 @@ def _bytes(tree: Tree, decoder: Decoder) -> bytes:
     return base64.b64decode(decoder.expect(tree, str), validate=True)
 
 
-def _str(tree: Tree, decoder: Decoder) -> str:
-    return _bytes(tree, decoder).decode("utf-8", "surrogatepass")
-
-
 def _complex(tree: Tree, decoder: Decoder) -> complex:
     real, imag = (decoder.expect(part, float) for part in decoder.children(tree))
     return complex(real, imag)
 
 
 def _members(value: Any, encoder: Encoder) -> list[Tree]:
-    """The members of a set, in an order that does not depend on their hashes where that is possible."""
+    """Encodes the members of a set, in an order that does not depend on their hashes where that is possible."""
     trees, collisions = [], Collisions(len(value), encoder.fail)
     for member in value:
         trees.append(encoder.key(member))
@@ -90,14 +81,10 @@ def _set(tree: Tree, decoder: Decoder) -> set[Any]:
     collisions = Collisions(len(members), decoder.fail)
     for member in members:
         collisions.add(member)
-    made = set(members)
-    if len(made) != len(members):
+    value = set(members)
+    if len(value) != len(members):
         raise decoder.fail("a member of a set stands twice")
-    return made
-
-
-def _frozenset(tree: Tree, decoder: Decoder) -> frozenset[Any]:
-    return frozenset(_set(tree, decoder))
+    return value
 
 
 def _encode_ordered(value: Any, encoder: Encoder) -> Tree:
@@ -106,18 +93,18 @@ def _encode_ordered(value: Any, encoder: Encoder) -> Tree:
         return encoder.pairs(value)
     if set(attributes) != {"_metadata"}:
         raise encoder.fail("an OrderedDict with attributes", found=", ".join(attributes), remedy="save a dict")
-    # The versions of a module's state dict.
+    # The versions of modules in a state dict.
     return {"items": encoder.pairs(value), **encoder.named(attributes)}
 
 
 def _ordered(tree: Tree, decoder: Decoder) -> OrderedDict[Any, Any]:
-    made: OrderedDict[Any, Any] = OrderedDict()
+    value: OrderedDict[Any, Any] = OrderedDict()
     if type(tree) is list:
-        return decoder.pairs(tree, made)  # type: ignore[no-any-return]
+        return decoder.pairs(tree, value)  # type: ignore[no-any-return]
     items, metadata = decoder.fields(tree, "items", "_metadata")
-    decoder.pairs(items, made)
-    made._metadata = decoder.named({"_metadata": metadata})["_metadata"]  # type: ignore[attr-defined]
-    return made
+    decoder.pairs(items, value)
+    value._metadata = decoder.named({"_metadata": metadata})["_metadata"]  # type: ignore[attr-defined]
+    return value
 
 
 def _encode_default(value: Any, encoder: Encoder) -> Tree:
@@ -135,8 +122,8 @@ def _encode_default(value: Any, encoder: Encoder) -> Tree:
 
 def _default(tree: Tree, decoder: Decoder) -> defaultdict[Any, Any]:
     factory, items = decoder.fields(tree, "factory", "items")
-    made: defaultdict[Any, Any] = defaultdict(None if factory is None else FACTORIES[factory])
-    return decoder.pairs(items, made)  # type: ignore[no-any-return]
+    value: defaultdict[Any, Any] = defaultdict(None if factory is None else FACTORIES[factory])
+    return decoder.pairs(items, value)  # type: ignore[no-any-return]
 
 
 def _deque(tree: Tree, decoder: Decoder) -> deque[Any]:
@@ -174,23 +161,15 @@ def _path(tree: Tree, decoder: Decoder, cls: type) -> Any:
     return cls(decoder.expect(decoder.value(tree), str))
 
 
-def _encode_datetime(value: datetime, encoder: Encoder) -> Tree:
-    return [value.replace(tzinfo=None, fold=0).isoformat(), value.fold, *encoder.children([value.tzinfo])]
-
-
-def _encode_time(value: time, encoder: Encoder) -> Tree:
+def _encode_clock(value: datetime | time, encoder: Encoder) -> Tree:
     return [value.replace(tzinfo=None, fold=0).isoformat(), value.fold, *encoder.children([value.tzinfo])]
 
 
 def _clock(tree: Tree, decoder: Decoder, cls: Any) -> Any:
     text, fold, zone = decoder.expect(tree, list)
-    made = cls.fromisoformat(decoder.expect(text, str))
+    value = cls.fromisoformat(decoder.expect(text, str))
     tzinfo = None if zone is None else decoder.expect(decoder.children([zone])[0], timezone)
-    return made.replace(fold=decoder.expect(fold, int), tzinfo=tzinfo)
-
-
-def _date(tree: Tree, decoder: Decoder) -> date:
-    return date.fromisoformat(decoder.expect(tree, str))
+    return value.replace(fold=decoder.expect(fold, int), tzinfo=tzinfo)
 
 
 def _timedelta(tree: Tree, decoder: Decoder) -> timedelta:
@@ -200,14 +179,6 @@ def _timedelta(tree: Tree, decoder: Decoder) -> timedelta:
 
 def _encode_timezone(value: timezone, encoder: Encoder) -> Tree:
     return encoder.children(value.__getinitargs__())  # type: ignore[attr-defined]
-
-
-def _timezone(tree: Tree, decoder: Decoder) -> timezone:
-    return timezone(*decoder.children(tree))
-
-
-def _decimal(tree: Tree, decoder: Decoder) -> Decimal:
-    return Decimal(decoder.expect(tree, str))
 
 
 def _encode_fraction(value: Fraction, encoder: Encoder) -> Tree:
@@ -221,10 +192,6 @@ def _fraction(tree: Tree, decoder: Decoder) -> Fraction:
     return Fraction(numerator, denominator)
 
 
-def _uuid(tree: Tree, decoder: Decoder) -> UUID:
-    return UUID(decoder.expect(tree, str))
-
-
 def _items(value: Any, encoder: Encoder) -> Tree:
     return encoder.children(value)
 
@@ -233,24 +200,26 @@ def _pairs(value: Any, encoder: Encoder) -> Tree:
     return encoder.pairs(value)
 
 
-def _plainly(get: Callable[[Any], Any]) -> Callable[[Any, Encoder], Tree]:
+def _by_value_of(get: Callable[[Any], Any]) -> Callable[[Any, Encoder], Tree]:
     return lambda value, encoder: encoder.value(get(value))
 
 
 def _never(value: Any, encoder: Encoder) -> Tree:
-    raise AssertionError("the encoder itself writes these")
+    raise AssertionError("the encoder itself encodes values of this type")
 
 
 KINDS: dict[type, Kind] = {
-    str: Kind("str", _never, _str),
+    str: Kind("str", _never, lambda tree, decoder: _bytes(tree, decoder).decode("utf-8", "surrogatepass")),
     int: Kind("int", _never, _int),
-    float: Kind("float", _never, _float),
+    float: Kind(
+        "float", _never, lambda tree, decoder: struct.unpack(">d", bytes.fromhex(decoder.expect(tree, str)))[0]
+    ),
     complex: Kind("complex", lambda value, encoder: encoder.children([value.real, value.imag]), _complex),
     bytes: Kind("bytes", _text_of_bytes, _bytes),
     bytearray: Kind("bytearray", _text_of_bytes, lambda tree, decoder: bytearray(_bytes(tree, decoder))),
     tuple: Kind("tuple", _items, lambda tree, decoder: tuple(decoder.children(tree))),
     set: Kind("set", _members, _set),
-    frozenset: Kind("frozenset", _members, _frozenset),
+    frozenset: Kind("frozenset", _members, lambda tree, decoder: frozenset(_set(tree, decoder))),
     dict: Kind("dict", _pairs, lambda tree, decoder: decoder.pairs(tree, {})),
     OrderedDict: Kind("OrderedDict", _encode_ordered, _ordered),
     defaultdict: Kind("defaultdict", _encode_default, _default),
@@ -258,20 +227,22 @@ KINDS: dict[type, Kind] = {
     deque: Kind("deque", lambda value, encoder: {"maxlen": value.maxlen, "items": encoder.children(value)}, _deque),
     range: Kind("range", _encode_range, _range),
     slice: Kind("slice", lambda value, encoder: encoder.children([value.start, value.stop, value.step]), _slice),
-    datetime: Kind("datetime", _encode_datetime, partial(_clock, cls=datetime)),
-    date: Kind("date", _plainly(date.isoformat), _date),
-    time: Kind("time", _encode_time, partial(_clock, cls=time)),
+    datetime: Kind("datetime", _encode_clock, partial(_clock, cls=datetime)),
+    date: Kind(
+        "date", _by_value_of(date.isoformat), lambda tree, decoder: date.fromisoformat(decoder.expect(tree, str))
+    ),
+    time: Kind("time", _encode_clock, partial(_clock, cls=time)),
     timedelta: Kind("timedelta", lambda value, encoder: [value.days, value.seconds, value.microseconds], _timedelta),
-    timezone: Kind("timezone", _encode_timezone, _timezone),
-    Decimal: Kind("Decimal", _plainly(str), _decimal),
+    timezone: Kind("timezone", _encode_timezone, lambda tree, decoder: timezone(*decoder.children(tree))),
+    Decimal: Kind("Decimal", _by_value_of(str), lambda tree, decoder: Decimal(decoder.expect(tree, str))),
     Fraction: Kind("Fraction", _encode_fraction, _fraction),
-    UUID: Kind("UUID", _plainly(str), _uuid),
-    **{cls: Kind(cls.__name__, _plainly(str), partial(_path, cls=cls)) for cls in _PATHS},
+    UUID: Kind("UUID", _by_value_of(str), lambda tree, decoder: UUID(decoder.expect(tree, str))),
+    **{cls: Kind(cls.__name__, _by_value_of(str), partial(_path, cls=cls)) for cls in _PATHS},
 }
 
 
 def attribute(cls: type, name: str) -> Any:
-    """What a class or its bases have under a name, without running a descriptor or a metaclass; None for nothing."""
+    """The attribute of a class or its bases, without running a descriptor or a metaclass; None if there is none."""
     return next((vars(base)[name] for base in _mro(cls) if name in vars(base)), None)
 
 
@@ -281,19 +252,19 @@ def _mro(cls: type) -> tuple[type, ...]:
 
 
 def find(text: str) -> type | None:
-    """The class called `module:qualname`, if its module has been imported and has it."""
+    """The class named `module:qualname`, if its module has been imported and contains it."""
     module_name, _, qualname = text.partition(":")
     module = sys.modules.get(module_name)
     if not isinstance(module, ModuleType):
         return None
     names = object.__getattribute__(module, "__dict__")
-    found: Any = None
+    value: object = None
     for part in qualname.split("."):
-        found = names.get(part)
-        if not issubclass(type(found), type):
+        value = names.get(part)
+        if not issubclass(type(value), type):
             return None
-        names = vars(found)
-    return found if isinstance(found, type) else None
+        names = vars(value)
+    return value if isinstance(value, type) else None
 
 
 def is_enum(cls: type) -> bool:
@@ -323,7 +294,7 @@ def _class_text(value: Any, encoder: Encoder) -> str:
 
 
 def _check(cls: type, walk: Encoder | Decoder) -> None:
-    """Takes down what would run without being called."""
+    """Refuses a class with `__del__`, and counts a class with its own `__hash__`: both would run without a call."""
     if attribute(cls, "__del__") is not None:
         raise walk.fail("a class with a __del__, which would run", found=cls.__qualname__, remedy=REGISTER)
     if not _hashes_plainly(cls):
@@ -331,29 +302,29 @@ def _check(cls: type, walk: Encoder | Decoder) -> None:
 
 
 def _hashes_plainly(cls: type) -> bool:
-    """Whether hashing and comparing runs only what Python or `dataclasses` has made."""
+    """Whether hashing and comparing runs only code of Python or code that `dataclasses` has generated."""
     for name in ("__hash__", "__eq__"):
         method = attribute(cls, name)
         code = getattr(method, "__code__", None)
-        made = code is not None and code.co_filename == "<string>" and is_dataclass(cls)
-        if code is not None and not made and method is not vars(Enum).get(name):
+        generated = code is not None and code.co_filename == "<string>" and is_dataclass(cls)
+        if code is not None and not generated and method is not vars(Enum).get(name):
             return False
     return True
 
 
-def _class(tree: Tree, decoder: Decoder, what: str, applies: Any) -> type:
+def _class(tree: Tree, decoder: Decoder, what: str, applies: Callable[[type], bool]) -> type:
     text = decoder.expect(tree, str)
-    found = find(text)
-    if found is None:
+    cls = find(text)
+    if cls is None:
         raise UnknownClassError(
             f"the class {text[:200]!r} is not there",
             where=decoder.place,
             remedy=f"import {text.partition(':')[0][:200]!r} first: decoding imports nothing by itself",
         )
-    if not applies(found):
+    if not applies(cls):
         raise UnknownClassError(f"a class that is no {what}", where=decoder.place, expected=what, found=text[:200])
-    _check(found, decoder)
-    return found
+    _check(cls, decoder)
+    return cls
 
 
 def _encode_enum(value: Any, encoder: Encoder) -> Tree:
@@ -378,13 +349,13 @@ def _enum(tree: Tree, decoder: Decoder) -> Any:
             )
         return members[name]
     text, value = decoder.fields(tree, "class", "value")
-    cls = _class(text, decoder, "Flag", lambda found: issubclass(found, Flag))
+    cls = _class(text, decoder, "Flag", lambda cls: issubclass(cls, Flag))
     if vars(cls)["_member_type_"] not in (object, int):
         raise decoder.fail("a Flag of another kind than int", found=text)
     number = decoder.expect(decoder.value(value), int)
     check_bits(decoder.fail, MAX_BITS, number)
     known = vars(cls)["_value2member_map_"].get(number)
-    # What `cls(number)` does, less what the class may have put in its place.
+    # The same as `cls(number)`, without the code that the class may define instead.
     return known if known is not None else Flag._missing_.__func__(cls, number)  # type: ignore[attr-defined]
 
 
@@ -406,15 +377,15 @@ def _namedtuple(tree: Tree, decoder: Decoder) -> Any:
 
 
 def _field_names(cls: type) -> list[str]:
-    return [one.name for one in dataclasses.fields(cls)]
+    return [field.name for field in dataclasses.fields(cls)]
 
 
 def _slots(cls: type) -> dict[str, Any]:
-    """The places for values that the class has beside, or in place of, a `__dict__`."""
-    found: dict[str, Any] = {}
+    """The slots of a class by name."""
+    slots: dict[str, Any] = {}
     for base in reversed(_mro(cls)):
-        found |= {name: place for name, place in vars(base).items() if type(place) is MemberDescriptorType}
-    return found
+        slots |= {name: slot for name, slot in vars(base).items() if type(slot) is MemberDescriptorType}
+    return slots
 
 
 def _encode_dataclass(value: Any, encoder: Encoder) -> Tree:
@@ -447,16 +418,16 @@ def _dataclass(tree: Tree, decoder: Decoder) -> Any:
     _check_fields(_field_names(cls), values, text, decoder)
     for more in attributes:
         values |= decoder.named(more)
-    made: Any = object.__new__(cls)
+    value: Any = object.__new__(cls)
     slots = _slots(cls)
-    for name, value in values.items():
+    for name, content in values.items():
         if name in slots:
-            slots[name].__set__(made, value)
+            slots[name].__set__(value, content)
         elif name.startswith("__"):
             raise decoder.fail("an attribute that is not for values", found=name[:80])
         else:
-            object.__getattribute__(made, "__dict__")[name] = value
-    return made
+            object.__getattribute__(value, "__dict__")[name] = content
+    return value
 
 
 def _check_fields(names: Any, values: dict[str, Any], text: str, decoder: Decoder) -> None:

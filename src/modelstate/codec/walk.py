@@ -1,8 +1,8 @@
-"""Walks a value while it is encoded and a tree while it is decoded, within bounds on time and memory.
+"""Walks through a value to encode it, and through a tree to decode it, within bounds on time and memory.
 
-A tree is made of None, bool, int, finite float, str, lists, dicts with text as keys, and plain tensors. What JSON has
-no word for is a dict with one key, a tag: `{"$tuple": [1, 2]}`. A dict of the user's that looks like one is written
-with `$dict`, so a tag is always a tag.
+A tree consists of None, bool, int, finite float, str, lists, dicts with str keys, and plain tensors. Any other value is
+a dict with one key, its tag: `{"$tuple": [1, 2]}`. A dict of the user that looks like a tag is written with `$dict`, so
+every tag in a tree is a tag.
 """
 
 import math
@@ -19,32 +19,32 @@ from modelstate.text_format import printable
 from modelstate.torch_compat.plain import own_copy, why_not_plain
 
 MAX_BITS = 4096
-"""Of an int that is a seed, a flag, or part of a key: what libraries do with it takes time that grows by the square."""
+"""The limit of an int that is a seed, a flag, or part of a key: the time of libraries grows with the square of it."""
 MAX_SIZE_BITS = 63
-"""Of a size of a tensor."""
+"""The limit of a size of a tensor."""
 MAX_RATIO_BITS = 65_536
-"""Of an int of a fraction or a range, which are divided."""
+"""The limit of an int in a fraction or a range, which are divided."""
 COMPARISONS_A_KEY = 20
 FREE_COMPARISONS = 1000
 MAX_DRAWN = 8
-"""How many times over the memory of a stored tensor may be copied. Whoever saves a tensor gives it its own memory."""
+"""How many times the memory of a stored tensor may be copied. A saved tensor has memory of its own."""
 FREE_DRAWN_BYTES = 1024
 
 Fail = Callable[..., Exception]
-"""Makes the error, with its place."""
+"""Creates an error with the current place."""
 
 
 def check_bits(fail: Fail, most: int, *numbers: int) -> None:
-    """Raises for an int with more bits than that."""
-    found = max(number.bit_length() for number in numbers) if numbers else 0
-    if found > most:
-        raise fail("an int that is too large for what it is part of", expected=f"at most {most:,} bits", found=found)
+    """Raises the error of `fail` for an int of more than `most` bits."""
+    largest = max(number.bit_length() for number in numbers) if numbers else 0
+    if largest > most:
+        raise fail("an int that is too large for what it is part of", expected=f"at most {most:,} bits", found=largest)
 
 
 class Collisions:
-    """The comparisons that it takes to put keys into one dict or set: each key meets those of the same hash.
+    """Limits the comparisons that it takes to put keys into a dict or a set: each key is compared to equal hashes.
 
-    Hashes of numbers, and of what is made of them, can be chosen by whoever writes the file.
+    The writer of a file can choose keys with equal hashes, since the hashes of numbers are predictable.
     """
 
     def __init__(self, keys: int, fail: Fail) -> None:
@@ -58,9 +58,9 @@ class Collisions:
         """Counts a key. Raises where the keys so far take too many comparisons."""
         if not self._matters:
             return
-        found = hash(key)
-        before = self._seen.get(found, 0)
-        self._seen[found] = before + 1
+        hashed = hash(key)
+        before = self._seen.get(hashed, 0)
+        self._seen[hashed] = before + 1
         self._comparisons += before
         if self._comparisons > self._most:
             raise self._fail(
@@ -72,28 +72,28 @@ class Collisions:
 
 
 MAX_DEPTH = 100
-"""Levels of containers. It leaves room for JSON, which needs up to four for one, below Python's limit."""
+"""Levels of containers. JSON needs up to four levels for one of these, and stays below Python's recursion limit."""
 MAX_NODES = 5_000_000
-"""A few lists that hold each other many times can stand for more values than any memory has room for."""
+"""The limit of values: a few lists that contain each other many times can stand for more values than fit in memory."""
 MAX_PLAIN_INT = 2**53
-"""Beyond it other readers of JSON round."""
+"""Other readers of JSON round larger integers."""
 
 Tree = Any
 """JSON types and tensors."""
 Leaf = Callable[[Any], Any]
-"""At encoding from a tensor to the text or number that refers to it, or a `ValueError`; at decoding the way back, or a
-`LookupError`."""
+"""When encoding: from a tensor to the text or number that identifies it; raises `ValueError`. When decoding: the way
+back; raises `LookupError`."""
 
 ITEM, FIELD, KEY = "[{}]", ".{}", "[key {}]"
 Step = tuple[str, object]
-"""One step of a path: how it is written, and the key, index or name."""
+"""One step of a path: its format, and the key, index or name."""
 _SHOWN_KEYS = (str, int, float, bool, bytes, tuple, type(None))
 REGISTER = "give its class an encoding with ms.register_codec, or save something else in its place"
 
 
 @dataclass(frozen=True, slots=True)
 class Kind:
-    """A kind of value: its tag, and the ways from the value to what stands behind the tag and back."""
+    """A kind of value: its tag, and the functions that convert the value to the content of the tag and back."""
 
     tag: str
     encode: Callable[[Any, "Encoder"], Tree]
@@ -102,33 +102,33 @@ class Kind:
 
 @dataclass(frozen=True, slots=True)
 class Kinds:
-    """All kinds that are known."""
+    """All known kinds."""
 
     by_type: dict[type, Kind]
-    """For exactly this class, not for those derived from it."""
+    """By exact class; derived classes do not match."""
     by_tag: dict[str, Kind] = field(repr=False)
     by_rule: tuple[tuple[Callable[[type], bool], Kind], ...]
-    """For classes that nobody lists. The first that applies."""
+    """For classes that are not listed. The first rule that applies wins."""
 
     def of(self, cls: type) -> Kind | None:
-        found = self.by_type.get(cls)
-        return found or next((kind for applies, kind in self.by_rule if applies(cls)), None)
+        kind = self.by_type.get(cls)
+        return kind or next((kind for applies, kind in self.by_rule if applies(cls)), None)
 
 
 class Walk:
-    """Where one is in a value or a tree, and how much of it has been seen."""
+    """The current place in a value or a tree, and the amount of it that has been visited."""
 
     def __init__(self, kinds: Kinds, where: str, leaf: Leaf | None, error: type[CodecError]) -> None:
         self.kinds, self.where, self.leaf, self._error = kinds, where, leaf, error
         self.own_hashes = 0
-        """Objects so far whose class has a `__hash__` of its own, which would run where one is a key."""
+        """The number of visited objects whose class defines `__hash__`, which would run if the object were a key."""
         self.large_ints = 0
-        """Ints so far that are too large for a key: to compare one with a `Decimal` takes long."""
+        """The number of visited ints that are too large for a key: comparing them with a `Decimal` takes long."""
         self._path: list[Step] = []
         self._nodes = 0
 
     def count(self, nodes: int) -> None:
-        """Takes what is looked at in another way for so many values."""
+        """Counts content that is not visited value by value as `nodes` values."""
         self._nodes += nodes
         deep = len(self._path) > MAX_DEPTH
         if deep or self._nodes > MAX_NODES:
@@ -146,7 +146,7 @@ class Walk:
         self._path.pop()
 
     def check_key(self, key: object, own_hashes: int, large_ints: int) -> None:
-        """Raises for what may not be hashed and compared, given the counts from before the key."""
+        """Raises for a key that must not be hashed and compared, given the counts from before the key."""
         if self.own_hashes != own_hashes:
             raise self.fail(
                 "a key, or a member of a set, whose class has a __hash__ of its own: it would run at every load",
@@ -165,13 +165,13 @@ class Walk:
 
     @property
     def place(self) -> str:
-        """Where one is, as code that would reach it."""
-        steps = (how.format(key if how == FIELD else _shown(key)) for how, key in self._path)
+        """The current place, as the code that would reach it."""
+        steps = (form.format(key if form == FIELD else _shown(key)) for form, key in self._path)
         return printable(self.where + "".join(steps))
 
 
 class Encoder(Walk):
-    """From a value to its tree."""
+    """Converts a value to its tree."""
 
     def __init__(self, kinds: Kinds, where: str, leaf: Leaf | None) -> None:
         super().__init__(kinds, where, leaf, UnsupportedValueError)
@@ -192,7 +192,7 @@ class Encoder(Walk):
         return trees
 
     def named(self, values: dict[str, Any]) -> dict[str, Tree]:
-        """Fields of an object, by their names."""
+        """Encodes the fields of an object by name."""
         trees = {}
         for name, value in values.items():
             trees[name] = self.child(value, (FIELD, name))
@@ -207,28 +207,28 @@ class Encoder(Walk):
         return trees
 
     def key(self, key: Any) -> Tree:
-        """What is going to be hashed when it is decoded."""
+        """Encodes a key, which is hashed when it is decoded."""
         before = self.own_hashes, self.large_ints
         tree = self.child(key, (KEY, key))
         self.check_key(key, *before)
         return tree
 
     def tensor(self, tensor: torch.Tensor) -> Tree:
-        """A snapshot with no more memory than what the tensor shows; the same for the same tensor."""
-        found = self._snapshots.get(id(tensor))
-        if found is None:
+        """Encodes a tensor as a copy of the elements that it shows; the same tensor becomes the same tree."""
+        entry = self._snapshots.get(id(tensor))
+        if entry is None:
             if problem := why_not_plain(tensor):
                 raise self.fail(problem, remedy="save its parts, or tensor.dense() or the like; " + REGISTER)
             tree = {"$tensor": self._reference(tensor, self.leaf)} if self.leaf else self._snapshot(tensor)
-            found = self._snapshots[id(tensor)] = tensor, tree
-        return found[1]
+            entry = self._snapshots[id(tensor)] = tensor, tree
+        return entry[1]
 
     def state_of(self, value: Any, state: Callable[[], torch.Tensor]) -> Tree:
-        """The tensor that a value is made of; the same for the same object, which it is again when it is decoded."""
-        found = self._states.get(id(value))
-        if found is None:
-            found = self._states[id(value)] = value, state()
-        return self.tensor(found[1])
+        """Encodes an object by a tensor of its state. The same object becomes the same tree, and one object again."""
+        entry = self._states.get(id(value))
+        if entry is None:
+            entry = self._states[id(value)] = value, state()
+        return self.tensor(entry[1])
 
     def _reference(self, tensor: torch.Tensor, leaf: Leaf) -> Any:
         try:
@@ -289,13 +289,13 @@ class Encoder(Walk):
 
 
 class Decoder(Walk):
-    """From a tree to its value."""
+    """Converts a tree to its value."""
 
     def __init__(self, kinds: Kinds, where: str, leaf: Leaf | None) -> None:
         super().__init__(kinds, where, leaf, EncodedValueError)
         self._leaves: dict[str | int, Any] = {}
         self._copies: dict[tuple[int, bool, bool], tuple[torch.Tensor, torch.Tensor]] = {}
-        self._made: dict[int, tuple[torch.Tensor, object, Any]] = {}
+        self._objects: dict[int, tuple[torch.Tensor, object, Any]] = {}
         self._drawn: dict[int, int] = {}
 
     def child(self, tree: Tree, step: Step) -> Any:
@@ -317,7 +317,7 @@ class Decoder(Walk):
         return values
 
     def pairs(self, trees: Tree, into: Any) -> Any:
-        """Puts the pairs into a dict that is empty."""
+        """Decodes pairs of keys and values into an empty dict, and returns it."""
         collisions = Collisions(len(self.expect(trees, list)), self.fail)
         for pair in trees:
             if type(pair) is not list or len(pair) != 2:
@@ -336,41 +336,41 @@ class Decoder(Walk):
         return key
 
     def expect(self, tree: Tree, cls: type) -> Any:
-        """The tree, if it is of the class. Raises `EncodedValueError`."""
+        """Returns the tree if it is of the class. Raises `EncodedValueError`."""
         if type(tree) is not cls:
             raise self.fail("this is not what a tag needs", expected=cls.__name__, found=_shown(tree))
         return tree
 
     def fields(self, tree: Tree, *names: str) -> list[Tree]:
-        """What stands under these names, and under no others."""
+        """The values of a dict with exactly these keys."""
         if set(self.expect(tree, dict)) != set(names):
             raise self.fail("the fields of a tag are wrong", expected=", ".join(names), found=_shown(list(tree)))
         return [tree[name] for name in names]
 
     def tensor(self, tree: Tree, parameter: bool = False, requires_grad: bool = False) -> torch.Tensor:
-        """A tensor of its own memory; the same for the same tensor of the tree."""
+        """A tensor in memory of its own; the same tensor of the tree becomes the same tensor."""
         tree = self._stored(tree)
-        found = self._copies.get((id(tree), parameter, requires_grad))
-        if found is None:
+        entry = self._copies.get((id(tree), parameter, requires_grad))
+        if entry is None:
             self._draw(tree)
             copy = own_copy(tree)
-            made = torch.nn.Parameter(copy, requires_grad) if parameter else copy.requires_grad_(requires_grad)
-            found = self._copies[id(tree), parameter, requires_grad] = tree, made
-        return found[1]
+            value = torch.nn.Parameter(copy, requires_grad) if parameter else copy.requires_grad_(requires_grad)
+            entry = self._copies[id(tree), parameter, requires_grad] = tree, value
+        return entry[1]
 
     def object_of(self, tree: Tree, description: object, make: Callable[[torch.Tensor], Any]) -> Any:
-        """What is no tensor and is made of one; the same object for the same tensor of the tree.
+        """An object that is created from a tensor; the same tensor of the tree becomes the same object.
 
-        `make` may keep nothing of the tensor, which is that of the tree.
+        `make` must not keep the tensor, which belongs to the tree.
         """
         tree = self._stored(tree)
-        found = self._made.get(id(tree))
-        if found is None:
+        entry = self._objects.get(id(tree))
+        if entry is None:
             self._draw(tree)
-            found = self._made[id(tree)] = tree, description, make(tree.detach())
-        elif found[1] != description:
+            entry = self._objects[id(tree)] = tree, description, make(tree.detach())
+        elif entry[1] != description:
             raise self.fail("two values that differ are made of one tensor")
-        return found[2]
+        return entry[2]
 
     def _stored(self, tree: Tree) -> torch.Tensor:
         if self.leaf and type(tree) is dict and list(tree) == ["$tensor"]:
@@ -380,7 +380,7 @@ class Decoder(Walk):
         return tree
 
     def _draw(self, tree: torch.Tensor) -> None:
-        """Raises for a tensor that cannot be copied, and where the copies of one memory are many times as large."""
+        """Raises for a tensor that cannot be copied, and where the copies of one memory become many times as large."""
         if problem := why_not_plain(tree):
             raise self.fail(problem)
         storage = tree.untyped_storage()
@@ -444,7 +444,7 @@ class Decoder(Walk):
 
 
 def is_unicode(text: str) -> bool:
-    """Whether any other program could read the text, too."""
+    """Whether the text has no lone surrogates, so that every program can read it."""
     return text.isascii() or not any("\ud800" <= char <= "\udfff" for char in text)
 
 
@@ -453,7 +453,7 @@ def looks_like_tag(tree: dict[Any, Any]) -> bool:
 
 
 def _shown(value: object) -> str:
-    """A value for a message. Of objects only the class: their `__repr__` is code of somebody else."""
+    """A value for a message. Of objects only the class is shown, since their `__repr__` is foreign code."""
     if type(value) not in _SHOWN_KEYS and type(value) is not list:
         return f"a {type(value).__qualname__}"
     if isinstance(value, list | tuple):

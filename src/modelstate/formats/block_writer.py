@@ -1,11 +1,11 @@
-"""Writes tensors in blocks: threads that hash a block and write it while it is in the cache.
+"""Writes tensors in blocks on several threads, each of which hashes a block and writes it while it is in the CPU cache.
 
-What is saved has to be on the disk before it counts, so that a copy in the page cache spares no time: its memory has to
-be found, which throws out what others use, and is copied to once more. Past it the disk takes whole pages from the
-memory of the process; what lies before the first of a write and behind the last goes through the cache.
+A save counts only when its bytes are on the disk, so a copy in the page cache saves no time: it needs memory, which
+evicts the data of other processes, and another copy. With O_DIRECT the disk takes whole pages from the memory of this
+process; the bytes before the first page of a write and behind the last go through the page cache.
 
-The hash is XXH3-128: it finds damage, not tampering, at the speed of memory, so that it costs next to nothing beside
-the write.
+The hash is XXH3-128. It detects damage, not tampering, at the speed of memory, and so adds hardly any time to the
+write.
 """
 
 import ctypes
@@ -16,7 +16,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
 
 import torch
 import xxhash
@@ -34,32 +33,32 @@ from modelstate.text_format import size
 from modelstate.torch_compat.plain import is_plain_memory
 
 LEAST_BYTES = 64 << 20
-"""A smaller file stays in the page cache, where it is in nobody's way."""
+"""A smaller file stays in the page cache, where it takes little room."""
 
 
 class Uncached:
-    """A file that is written to at any place, by any thread, past the page cache as far as that can be."""
+    """A file that any thread can write to at any offset, with O_DIRECT as far as possible."""
 
     def __init__(self, output: Output, descriptor: int) -> None:
         self._output, self._descriptor = output, descriptor
         self._is_refused = False
 
     def write_at(self, offset: int, buffer: memoryview) -> None:
-        """Writes the buffer, all of it. Its pages have to begin where those of the file do to go past the cache."""
+        """Writes the whole buffer. O_DIRECT needs pages of memory that begin where pages of the file begin."""
         before = min(-offset % ALIGN_BYTES, len(buffer))
         done = before + self._write_pages(offset + before, buffer[before:])
         self._output.write_at(offset, buffer[:before])
         self._output.write_at(offset + done, buffer[done:])
 
     def _write_pages(self, offset: int, buffer: memoryview) -> int:
-        """How many bytes were written: as many as the disk took at once, the page cache takes the others."""
+        """Writes whole pages with O_DIRECT, in one call. Returns the bytes written; the page cache takes the rest."""
         nbytes = len(buffer) // ALIGN_BYTES * ALIGN_BYTES
         if not nbytes or self._is_refused:
             return 0
         try:
             return write_system.pwritev(self._descriptor, [buffer[:nbytes]], offset)
         except OSError as error:
-            # A file system may take the flag and refuse the write, or ask for larger blocks.
+            # A file system may accept the flag and refuse the write, or require larger blocks.
             if error.errno not in UNSUPPORTED:
                 raise
             self._is_refused = True
@@ -68,7 +67,7 @@ class Uncached:
 
 @contextmanager
 def past_page_cache(output: Output, nbytes: int) -> Iterator[Output | Uncached]:
-    """What to write so many bytes of a file with: `output` itself, where they are few or there is no other way."""
+    """Yields the object to write `nbytes` bytes with: `output` itself if they are few, or O_DIRECT is not supported."""
     descriptor = None
     if FLAG and nbytes >= LEAST_BYTES:
         with suppress(OSError):
@@ -79,32 +78,33 @@ def past_page_cache(output: Output, nbytes: int) -> Iterator[Output | Uncached]:
     try:
         yield Uncached(output, descriptor)
     finally:
-        with suppress(OSError):  # the sync of the other descriptor says what is wrong
+        with suppress(OSError):  # the sync of the other descriptor reports what is wrong
             write_system.close(descriptor)
 
 
 Make = Callable[[int, int], torch.Tensor]
 OnCast = Callable[[torch.Tensor, torch.Tensor], object]
 REPEATED_BYTES, REPEATED_TIMES = 1 << 30, 16
-"""A state may take as many bytes, and as many times more than are stored of it, when each view is written in full."""
+"""The limit of a state that is larger than its storages, because each view is written in full: 16 times what is stored,
+and 1 GiB."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LazyTensor:
-    """A plain tensor that has no values yet."""
+    """A plain tensor whose values are computed when it is written."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
     key: object
-    """Equal for those that are the same bytes: tied tensors."""
+    """Equal for tensors that are the same bytes (tied tensors)."""
     make: Make
-    """The elements from one to before another, in their order, with any shape; called by any thread. Where it is not
-    made `in_pieces`, it is asked for all of them."""
+    """Returns the elements from the first index to before the second, in their order, in any shape. Called by any
+    thread; for all elements at once unless `in_pieces` is set."""
     in_pieces: bool
     memory_bytes: int
-    """What making a piece takes, with the piece."""
+    """The memory for computing a piece, including the piece."""
     storages: Mapping[object, int]
-    """Bytes of the storages that it is made of, each by a key of its own."""
+    """The sizes of the storages that the tensor is computed from, by a key that identifies the storage."""
 
     def numel(self) -> int:
         return math.prod(self.shape)
@@ -117,9 +117,14 @@ class LazyTensor:
 def lazy_tensor(
     stored: Stored, key: object, read_all: ReadAll, dtype: torch.dtype | None = None, on_cast: OnCast = lambda *_: None
 ) -> LazyTensor:
-    """A tensor of a checkpoint, cast to a dtype where one is given.
+    """A tensor of a checkpoint that is read when it is written.
 
-    `read_all` reads in the thread that calls it. `on_cast` is called with the values before and after each cast.
+    Args:
+        stored: The tensor.
+        key: Equal for tied tensors.
+        read_all: Reads in the thread that calls it.
+        dtype: The dtype to cast to, if any.
+        on_cast: Called with the values before and after each cast.
     """
     to = stored.dtype if dtype is None else dtype
     shape = tuple(stored.shape)
@@ -143,7 +148,7 @@ def whole(
     storages: Mapping[object, int],
     on_cast: OnCast = lambda *_: None,
 ) -> LazyTensor:
-    """A tensor that is made at once; `memory_bytes` is what that takes beside the result."""
+    """A tensor that is computed at once; `memory_bytes` is the memory for that, without the result."""
     result = math.prod(shape) * dtype.itemsize
     return LazyTensor(
         dtype, shape, key, partial(_whole, values, dtype, on_cast), False, memory_bytes + result, storages
@@ -151,24 +156,24 @@ def whole(
 
 
 def storages_of(stored: Stored | LazyTensor) -> Mapping[object, int]:
-    """Bytes of the storages that the elements of a tensor lie in, each by a key of its own."""
+    """The sizes of the storages that hold the elements of a tensor, by a key that identifies the storage."""
     if isinstance(stored, StoredTensor):
         return {stored.storage: stored.storage.nbytes}
     if isinstance(stored, LazyTensor):
         return stored.storages
-    found: dict[object, int] = {}
+    storages: dict[object, int] = {}
     for piece in pieces(stored):
         if isinstance(piece, StoredTensor):
-            found[piece.storage] = piece.storage.nbytes
+            storages[piece.storage] = piece.storage.nbytes
         else:
-            with suppress(NotImplementedError, RuntimeError):  # of a device that has no storages to be asked
+            with suppress(NotImplementedError, RuntimeError):  # tensors of some devices have no storage
                 storage = piece.untyped_storage()
-                found[storage.data_ptr()] = storage.nbytes()
-    return found
+                storages[storage.data_ptr()] = storage.nbytes()
+    return storages
 
 
 def check_repeated(tensors: Mapping[str, torch.Tensor | LazyTensor], where: str) -> None:
-    """Raises `UnsavableError` where views show the bytes of their storages so often that a file would be far larger.
+    """Raises `UnsavableError` where a file of the tensors would be far larger than their storages.
 
     A small file can describe tensors of any size: with strides of 0, or with many views of one storage.
     """
@@ -181,7 +186,8 @@ def check_repeated(tensors: Mapping[str, torch.Tensor | LazyTensor], where: str)
     stored = sum(storages.values())
     if total > (most := REPEATED_TIMES * stored + REPEATED_BYTES):
         times = {
-            name: one.numel() * one.itemsize / max(sum(storages_of(one).values()), 1) for name, one in tensors.items()
+            name: tensor.numel() * tensor.itemsize / max(sum(storages_of(tensor).values()), 1)
+            for name, tensor in tensors.items()
         }
         raise UnsavableError(
             "the tensors show the bytes that are stored of them so often that a file of them would be far larger",
@@ -209,7 +215,7 @@ def _whole(
 def _cast(tensor: torch.Tensor, dtype: torch.dtype, on_cast: OnCast) -> torch.Tensor:
     if tensor.dtype == dtype:
         return tensor
-    # In memory that goes back to the system, for very many are made one after the other.
+    # In memory that returns to the system when it is freed, since very many are created one after the other.
     cast = empty_cpu(tensor.shape, dtype).copy_(tensor)
     on_cast(tensor, cast)
     return cast
@@ -217,25 +223,25 @@ def _cast(tensor: torch.Tensor, dtype: torch.dtype, on_cast: OnCast) -> torch.Te
 
 @dataclass(slots=True)
 class _Job:
-    """What one thread writes at once: blocks that lie one behind the other in the file."""
+    """Blocks that one thread writes at once; they are contiguous in the file."""
 
     start: int
     """Bytes from the beginning of the file."""
     blocks: list[tuple[int, int, int, int]] = field(default_factory=list)
-    """The number of the tensor, that of the block in it, and where it is in memory: address and bytes."""
+    """Index of the tensor, index of the block in it, and the block's address and size in memory."""
     nbytes: int = 0
 
 
 @dataclass(frozen=True, slots=True)
-class _Made:
-    """What one thread makes, and then writes: all of a tensor, or one block of it."""
+class _LazyJob:
+    """Values that one thread computes and then writes: a whole tensor, or one block of it."""
 
     start: int
     number: int
     block: int
     first: int
     end: int
-    """Elements of the tensor, from the first to before the last."""
+    """The elements of the tensor, from `first` to before `end`."""
 
 
 def write_blocks(
@@ -246,56 +252,63 @@ def write_blocks(
 ) -> list[str]:
     """Writes the elements of each tensor, in their order, one tensor behind the other from `start` on.
 
-    Without an output they are only hashed.
+    Each thread copies one block at a time. Tensors that are not contiguous in CPU memory, and a `LazyTensor`, are
+    copied whole, one at a time in each thread, unless the `LazyTensor` is computed in pieces.
 
-    Returns the digest of each tensor: the hexadecimal digests of its blocks, joined. Each thread copies one block at a
-    time. Tensors that are not contiguous in CPU memory, and a `LazyTensor`, are copied whole, one at a time, unless the
-    `LazyTensor` is made in pieces.
+    Args:
+        output: The file; None only computes the digests.
+        start: The offset of the first tensor.
+        tensors: The tensors.
+        threads: The number of threads; by default one for each processor, up to 8.
+
+    Returns:
+        The digest of each tensor: the concatenated hexadecimal digests of its blocks.
     """
-    found: list[list[str]] = [[""] * -(-_nbytes(tensor) // BLOCK_BYTES) for tensor in tensors]
+    digests: list[list[str]] = [[""] * -(-_nbytes(tensor) // BLOCK_BYTES) for tensor in tensors]
     most_bytes = min(sum(map(_nbytes, tensors)), BLOCK_BYTES)
     waiting, lock = iter(_jobs(start, tensors)), threading.Lock()
 
     def work(stop: threading.Event) -> None:
-        room = None if output is None else _Room(output, most_bytes)
+        buffer = None if output is None else _WriteBuffer(output, most_bytes)
         while not stop.is_set():
             with lock:
                 job = next(waiting, None)
             if job is None:
                 return
             if isinstance(job, _Job):
-                _write(job, found, room)
+                _write(job, digests, buffer)
                 continue
-            row = in_a_row(_values(tensors[job.number], job))
-            for one in _jobs(job.start, [row]):
-                assert isinstance(one, _Job)
-                one.blocks = [(job.number, job.block + which, at, nbytes) for _, which, at, nbytes in one.blocks]
-                _write(one, found, room)
-            del row  # before the next one is made
+            tensor = tensors[job.number]
+            values = in_a_row(tensor if isinstance(tensor, torch.Tensor) else tensor.make(job.first, job.end))
+            for part in _jobs(job.start, [values]):
+                assert isinstance(part, _Job)
+                part.blocks = [(job.number, job.block + which, at, nbytes) for _, which, at, nbytes in part.blocks]
+                _write(part, digests, buffer)
+            del tensor, values  # before the next tensor is computed
 
     parallel_for(work, threads or read_threads(), with_torch=True)
-    return ["".join(digests) for digests in found]
+    return ["".join(blocks) for blocks in digests]
 
 
 def digests_of(tensors: Sequence[torch.Tensor | LazyTensor], threads: int | None = None) -> list[str]:
-    """What `write_blocks` would return, with nothing written."""
+    """The digests that `write_blocks` would return, without writing."""
     return write_blocks(None, 0, tensors, threads)
 
 
-def _values(tensor: torch.Tensor | LazyTensor, job: _Made) -> torch.Tensor:
-    return tensor if isinstance(tensor, torch.Tensor) else tensor.make(job.first, job.end)
-
-
-def _jobs(start: int, tensors: Sequence[torch.Tensor | LazyTensor]) -> list[_Job | _Made]:
-    """What is written as it is, and what has to be made or copied first."""
-    jobs: list[_Job | _Made] = []
+def _jobs(start: int, tensors: Sequence[torch.Tensor | LazyTensor]) -> list[_Job | _LazyJob]:
+    """The work of the threads: blocks that are written from where they are, and values to be computed or copied."""
+    jobs: list[_Job | _LazyJob] = []
     job = _Job(start)
     for number, tensor in enumerate(tensors):
         nbytes = _nbytes(tensor)
         if not nbytes:
             continue
         if not isinstance(tensor, torch.Tensor) or not is_plain_memory(tensor):
-            jobs += _to_be_made(start, number, tensor)
+            count = tensor.numel()
+            step = BLOCK_BYTES // tensor.itemsize if isinstance(tensor, LazyTensor) and tensor.in_pieces else count
+            for block, first in enumerate(range(0, count, step)):
+                at = start + first * tensor.itemsize
+                jobs.append(_LazyJob(at, number, block, first, min(first + step, count)))
             start += nbytes
             job = _Job(start)
             continue
@@ -311,49 +324,42 @@ def _jobs(start: int, tensors: Sequence[torch.Tensor | LazyTensor]) -> list[_Job
     return jobs
 
 
-def _to_be_made(start: int, number: int, tensor: torch.Tensor | LazyTensor) -> Iterator[_Made]:
-    count = tensor.numel()
-    step = BLOCK_BYTES // tensor.itemsize if isinstance(tensor, LazyTensor) and tensor.in_pieces else count
-    for block, first in enumerate(range(0, count, step)):
-        yield _Made(start + first * tensor.itemsize, number, block, first, min(first + step, count))
+class _WriteBuffer:
+    """The buffer of one thread, through which blocks go to the file.
 
-
-class _Room:
-    """Memory of one thread, through which blocks go to the file.
-
-    Somebody may change a tensor while it is written. What is hashed has to be what is written all the same, so neither
-    is taken from the tensor itself.
+    Other code may change a tensor while it is written. The hash must be that of the written bytes all the same, so both
+    are taken from this copy.
     """
 
     def __init__(self, output: Output | Uncached, most_bytes: int) -> None:
         self._output = output
         self._buffer = Buffer(most_bytes + ALIGN_BYTES)
 
-    def take(self, at: int, address: int, nbytes: int) -> memoryview:
-        """A copy of so many bytes, at a place of this memory."""
+    def copy(self, at: int, address: int, nbytes: int) -> memoryview:
+        """Copies `nbytes` bytes to the offset `at` of the buffer."""
         ctypes.memmove(self._buffer.address + at, address, nbytes)
         return self._buffer.view[at : at + nbytes]
 
     def write(self, first: int, end: int, start: int) -> None:
-        """Writes what is between two places to the file."""
+        """Writes the bytes between two offsets of the buffer to the file."""
         self._output.write_at(start, self._buffer.view[first:end])
 
 
-def _write(job: _Job, found: list[list[str]], room: _Room | None) -> None:
-    at = first = job.start % ALIGN_BYTES  # pages of memory are then pages of the file
+def _write(job: _Job, digests: list[list[str]], buffer: _WriteBuffer | None) -> None:
+    at = first = job.start % ALIGN_BYTES  # so that pages of memory are pages of the file
     for number, which, address, nbytes in job.blocks:
-        block = memory_at(address, nbytes) if room is None else room.take(at, address, nbytes)
-        found[number][which] = xxhash.xxh3_128_hexdigest(block)
+        block = memory_at(address, nbytes) if buffer is None else buffer.copy(at, address, nbytes)
+        digests[number][which] = xxhash.xxh3_128_hexdigest(block)
         at += nbytes
-    if room is not None:
-        room.write(first, at, job.start)
+    if buffer is not None:
+        buffer.write(first, at, job.start)
 
 
 def in_a_row(tensor: torch.Tensor) -> torch.Tensor:
-    """The elements in their order in one run of CPU memory: the tensor's own where it has them so, else a copy."""
+    """The elements in their order, contiguous in CPU memory: the tensor's own memory if possible, else a copy."""
     with torch.inference_mode(False), torch.no_grad():
         plain = tensor.detach().resolve_conj().resolve_neg().cpu().contiguous()
-        # A single element may have any stride, which `view` minds.
+        # A single element may have any stride, which `view` would refuse.
         return plain.as_strided((plain.numel(),), (1,), plain.storage_offset())
 
 
@@ -361,9 +367,9 @@ def _nbytes(tensor: torch.Tensor | LazyTensor) -> int:
     return tensor.numel() * tensor.itemsize
 
 
-def threads_within(tensors: Mapping[str, Any], max_memory_bytes: int | None, where: str) -> int:
-    """How many threads may make tensors at once. Raises `MemoryBudgetError` where one is too many."""
-    needs = {name: one.memory_bytes for name, one in tensors.items() if isinstance(one, LazyTensor)}
+def threads_within(tensors: Mapping[str, object], max_memory_bytes: int | None, where: str) -> int:
+    """The number of threads that fit into the memory budget. Raises `MemoryBudgetError` where one does not fit."""
+    needs = {name: tensor.memory_bytes for name, tensor in tensors.items() if isinstance(tensor, LazyTensor)}
     threads = read_threads()
     if max_memory_bytes is None or not needs:
         return threads

@@ -1,8 +1,8 @@
-"""A cursor over JSON that builds only what is asked for.
+"""A cursor over JSON that builds only what the caller asks for.
 
-A hostile document of 100 MB makes a general parser build gigabytes of small objects before anyone can look at the
-first of them. Here every step checks what stands at the cursor against what must stand there, so memory is spent on
-what belongs there only. Patterns are possessive throughout: they take time linear in the text.
+A general parser builds gigabytes of small objects from a hostile document of 100 MB before the caller sees the first of
+them. Here every step compares the text at the cursor with what is expected, so memory is spent only on expected
+content. All patterns are possessive, so they take time linear in the text.
 """
 
 import json
@@ -26,7 +26,7 @@ _BETWEEN_BRACKETS = re.compile(rb"(?:[^\"\[\]{}]++|" + STRING + rb")*+")
 
 
 class JsonTextError(Exception):
-    """What stands at a position is not what must stand there. Never leaves the readers."""
+    """The text at a position is not what is expected there. The readers convert it to their own errors."""
 
     def __init__(self, what: str, at: int, found: str, expected: str = "") -> None:
         super().__init__(what)
@@ -42,40 +42,42 @@ class RepeatedKeyError(JsonTextError):
 
 
 class JsonLimitError(JsonTextError):
-    """An object has more of something than is read."""
+    """An object exceeds a limit of the reader."""
 
 
 class JsonText:
-    """A JSON document and a position in it. Every method raises `JsonTextError`, and passes what it returns."""
+    """A JSON document and a position in it. Every method moves the cursor behind what it returns, or raises
+    `JsonTextError`."""
 
     def __init__(self, text: bytes) -> None:
         self.text = text
-        self.at = _skip_space(text, 0)
+        self.at = 0
+        self.take(_SPACE)
 
     def fail(self, what: str, expected: str = "") -> JsonTextError:
-        """The error for what stands at the cursor."""
+        """The error for the text at the cursor."""
         return JsonTextError(what, self.at, self.excerpt(), expected)
 
     def excerpt(self) -> str:
-        """What stands at the cursor, for a message."""
+        """The text at the cursor, for a message."""
         return excerpt(self.text[self.at : self.at + 60]) or "the end"
 
     def take(self, pattern: re.Pattern[bytes]) -> re.Match[bytes] | None:
-        """Passes what the pattern matches at the cursor, if it does."""
+        """Moves the cursor behind a match of the pattern, and returns the match, if there is one."""
         match = pattern.match(self.text, self.at)
         if match:
             self.at = match.end()
         return match
 
     def string(self) -> str:
-        """A string."""
+        """Reads a string."""
         at, match = self.at, self.take(_STRING)
         if match is None:
             raise self.fail("this is no string", "text in double quotes, ended by a quote")
         return self.decode(match[0], at)
 
     def decode(self, quoted: bytes, at: int) -> str:
-        """What a quoted string means. `at` is where it stands."""
+        """The value of a quoted string, which stands at the offset `at`."""
         try:
             if b"\\" not in quoted:
                 return quoted[1:-1].decode()
@@ -86,13 +88,13 @@ class JsonText:
         return text
 
     def opens(self) -> bool:
-        """The beginning of an object: whether it has members."""
+        """Reads the beginning of an object. Returns whether it has members."""
         if not self.take(_OPEN):
             raise self.fail("this is no JSON object", "{")
         return not self.take(_CLOSE)
 
     def goes_on(self) -> bool:
-        """What stands behind a member of an object: whether it has another."""
+        """Reads the comma or the bracket behind a member of an object. Returns whether another member follows."""
         if self.take(_COMMA):
             return True
         if self.take(_CLOSE):
@@ -100,7 +102,7 @@ class JsonText:
         raise self.fail("the object neither goes on nor ends", ", or }")
 
     def members(self) -> Iterator[str]:
-        """The keys of an object, each with the cursor at its value, which the caller passes before the next."""
+        """Yields the keys of an object, with the cursor at the value, which the caller reads before the next key."""
         more = self.opens()
         while more:
             key = self.string()
@@ -110,8 +112,13 @@ class JsonText:
             more = self.goes_on()
 
     def strings(self, limit: int, different: int | None = None) -> dict[str, str]:
-        """An object of strings: at most `limit` keys, and `different` different values, each of which is one object."""
-        found: dict[str, str] = {}
+        """Reads an object of strings. Equal values become one object, so that memory depends on different values only.
+
+        Args:
+            limit: The largest number of keys.
+            different: The largest number of different values.
+        """
+        entries: dict[str, str] = {}
         values: dict[bytes, str] = {}
         more = self.opens()
         while more:
@@ -121,18 +128,18 @@ class JsonText:
             key, value = self.decode(match[1], at), values.get(match[2])
             if value is None:
                 value = values[match[2]] = self.decode(match[2], at)
-            if key in found:
-                raise RepeatedKeyError(key, at, f"{quote(found[key])} and {quote(value)}")
-            found[key] = value
-            if len(found) > limit:
+            if key in entries:
+                raise RepeatedKeyError(key, at, f"{quote(entries[key])} and {quote(value)}")
+            entries[key] = value
+            if len(entries) > limit:
                 raise JsonLimitError(f"an object has more than {limit:,} keys", self.at, self.excerpt())
             if different is not None and len(values) > different:
                 raise JsonLimitError(f"an object has more than {different:,} different values", self.at, self.excerpt())
             more = self.goes_on()
-        return found
+        return entries
 
     def skip(self, max_brackets: int = 10_000) -> None:
-        """Passes any value, and builds nothing. Only that its brackets close is checked."""
+        """Skips a value without building it. Only its brackets are checked."""
         if self.take(_SCALAR):
             return
         if self.text[self.at : self.at + 1] not in (b"{", b"["):
@@ -151,17 +158,12 @@ class JsonText:
                 return
 
     def end(self) -> None:
-        """The end of the document."""
+        """Checks that the document ends here."""
         self.take(_SPACE)
         if self.at != len(self.text):
             raise self.fail("something follows the end of the JSON", "white space only")
 
 
 def excerpt(text: bytes) -> str:
-    """Bytes for a message: as text where they are text."""
+    """Bytes for a message, as text where they are text."""
     return printable(text.decode(errors="backslashreplace"))
-
-
-def _skip_space(text: bytes, at: int) -> int:
-    match = _SPACE.match(text, at)
-    return match.end() if match else at

@@ -1,18 +1,18 @@
-"""The manifest of what `modelstate.save` has written: JSON that says what safetensors has no word for.
+"""The manifest of a file that `modelstate.save` has written: JSON for what safetensors cannot express.
 
-It stands in the `__metadata__` of a file, or in the `metadata` of the index of shards. Its fields, all but the first
-of them optional:
+The manifest is stored in the `__metadata__` of a file, or in the `metadata` of a shard index. All of its fields but the
+first are optional:
 
-- `format`, `writer`, `schema`: versions of this description, of what has written it, and of the state.
-- `aliases`: names of tensors that are other names of a tensor of the file.
-- `digests`: XXH3-128 of each tensor, one for each block of it.
-- `subclasses`: names of tensors that are made of tensors of the file.
-- `extra`: values that are no tensors, encoded; `extra_tensors` are the tensors in them.
-- `attached`: what was given to be kept beside the state, encoded.
+- `format`, `writer`, `schema`: the versions of this layout, of the program that wrote the file, and of the state.
+- `aliases`: additional names of tensors of the file (tied tensors).
+- `digests`: the XXH3-128 digests of each tensor, one for each block.
+- `subclasses`: tensors of wrapper subclasses, which consist of tensors of the file.
+- `extra`: encoded values other than tensors; `extra_tensors` lists the tensors within them.
+- `attached`: the encoded values that the caller saved beside the state.
 - `versions`: torch's `_metadata`.
-- `tree`: where the state is more than names and tensors: its containers. A node is the name of a tensor, or an object
-  with one of `dict` (pairs of an encoded key and a node), `list`, `tuple` and `value` (encoded), where a dict may also
-  have `ordered` and `versions`.
+- `tree`: the containers of a state that is more than a flat dict of tensors. A node is the name of a tensor, or an
+  object with one of the keys `dict` (pairs of an encoded key and a node), `list`, `tuple` and `value` (encoded). A dict
+  may also have `ordered` and `versions`.
 """
 
 import json
@@ -31,12 +31,12 @@ from modelstate.spec import ByteRange, Checksum, Encoded, Stored, StoredTensor
 from modelstate.text_format import quote, size
 
 KEY = "modelstate"
-"""Under which the manifest stands."""
+"""The key of the manifest in the metadata."""
 FORMAT = 1
-"""The version of what is described here. A reader refuses what is newer."""
+"""The version of the layout that is described here. A reader refuses a newer one."""
 MAX_BYTES = 32_000_000
 MAX_PARTS = 4_000_000
-"""Lists, objects and commas: each becomes an object in memory as soon as the text is parsed."""
+"""The limit of lists, objects and commas: each becomes an object in memory as soon as the text is parsed."""
 _MAX_DEPTH = 100
 
 _FIELDS: dict[str, type | tuple[type, ...]] = {
@@ -54,30 +54,44 @@ _FIELDS: dict[str, type | tuple[type, ...]] = {
 
 
 @dataclass(frozen=True, slots=True)
-class Told:
-    """What a manifest makes of the tensors of its file."""
+class ManifestState:
+    """The state that a manifest describes, over the tensors of its file."""
 
     tree: Any
-    """The state that was saved. Values that are no tensors are there, not yet decoded, and their tensors are not."""
+    """The saved state. Values other than tensors are present but not yet decoded; the tensors within them are not."""
     metadata: dict[str, Any]
-    """`schema` and `extra`, where they were given; the latter not yet decoded."""
+    """`schema` and `extra`, where they were saved; `extra` is not yet decoded."""
     checksums: dict[ByteRange, Checksum]
 
 
 def check_size(text: str) -> None:
-    """Raises `ValueError` for a manifest that nobody should parse."""
+    """Raises `ValueError` for a manifest that is too large to be parsed."""
     parts = sum(text.count(char) for char in ",[{")
     if len(text) > MAX_BYTES or parts > MAX_PARTS:
         limits = f"at most {size(MAX_BYTES)} and {MAX_PARTS:,}"
         raise ValueError(f"values that are no tensors, of {size(len(text))} in {parts:,} parts; {limits} are read")
 
 
-def apply(tensors: Mapping[str, StoredTensor], text: str, path: str, place: str, allow: Sequence[object] = ()) -> Told:
-    """The state that was saved, and what else its file says of it.
+def apply(
+    tensors: Mapping[str, StoredTensor], text: str, path: str, place: str, allow: Sequence[object] = ()
+) -> ManifestState:
+    """Restores the saved state from the tensors of a file and its manifest.
 
-    Tied tensors stand under all their names, and subclasses under theirs. `allow` has their classes, besides those that
-    torch allows. Raises `ManifestError`, `NewerManifestError`, and `ForbiddenGlobalError` for a class that is not
-    allowed or not there.
+    Args:
+        tensors: The tensors of the file by name.
+        text: The manifest.
+        path: The file, for messages.
+        place: The name of the metadata that contain the manifest, for messages.
+        allow: Additional tensor classes that may be created, besides those that torch allows.
+
+    Returns:
+        The state, in which tied tensors appear under all their names, and subclasses under theirs.
+
+    Raises:
+        ManifestError: The manifest is damaged.
+        NewerManifestError: A newer version of modelstate wrote the manifest.
+        ForbiddenGlobalError: A tensor class is not allowed.
+        UnknownClassError: A tensor class does not exist.
     """
     where = f"{path}: {place}[{KEY!r}]"
     manifest = _parse(text, where)
@@ -88,11 +102,11 @@ def apply(tensors: Mapping[str, StoredTensor], text: str, path: str, place: str,
         metadata["extra"] = Encoded(manifest["attached"], hidden, f"{path}: extra")
     known: dict[str, Stored] = dict(tensors)
     parts: set[str] = set()
-    for name, said in manifest.get("subclasses", {}).items():
+    for name, description in manifest.get("subclasses", {}).items():
         if name in known:
             raise _damaged(where, f"{quote(name)} is a tensor and one that is made of others")
         try:
-            known[name], used = composite(name, said, known, allow, where)
+            known[name], used = composite(name, description, known, allow, where)
         except (ForbiddenGlobalError, UnknownClassError):
             raise
         except ValueError as error:
@@ -104,8 +118,8 @@ def apply(tensors: Mapping[str, StoredTensor], text: str, path: str, place: str,
         if alias in tensors or owner in hidden:
             raise _damaged(where, f"{quote(alias)} is another name of {quote(owner)}, and one of them means more")
     if "tree" in manifest:
-        return Told(_Tree(known, path, where).node(manifest["tree"], ""), metadata, checksums)
-    state = OrderedDict[str, Any]((n, one) for n, one in known.items() if n not in hidden and n not in parts)
+        return ManifestState(_Tree(known, path, where).node(manifest["tree"], ""), metadata, checksums)
+    state = OrderedDict[str, Any]((name, known[name]) for name in known if name not in hidden and name not in parts)
     state.update((alias, known[owner]) for alias, owner in zip(aliases, owners, strict=True))
     for name, tree in manifest.get("extra", {}).items():
         if name in state or name in hidden:
@@ -113,17 +127,17 @@ def apply(tensors: Mapping[str, StoredTensor], text: str, path: str, place: str,
         state[name] = Encoded(tree, hidden, f"{path}: {name}")
     if "versions" in manifest:
         state._metadata = _versions(manifest["versions"], where)  # type: ignore[attr-defined]
-    return Told(state, metadata, checksums)
+    return ManifestState(state, metadata, checksums)
 
 
 class _Tree:
-    """Containers of what is known."""
+    """Restores the containers of a `tree`."""
 
     def __init__(self, known: Mapping[str, Any], path: str, where: str) -> None:
         self._known, self._path, self._where = known, path, where
 
     def node(self, tree: Any, at: str, depth: int = 0) -> Any:
-        """What stands at a place of the state."""
+        """Restores a node; `at` is its place in the state, for messages."""
         if type(tree) is str:
             return self._known[_names([tree], self._known, self._where)[0]]
         kinds = [kind for kind in ("dict", "list", "tuple", "value") if type(tree) is dict and kind in tree]
@@ -139,26 +153,26 @@ class _Tree:
         if type(tree[kind]) is not list:
             raise _damaged(self._where, f"a {kind} that is no list")
         if kind != "dict":
-            items = [self.node(one, f"{at}[{index}]", depth + 1) for index, one in enumerate(tree[kind])]
+            items = [self.node(item, f"{at}[{index}]", depth + 1) for index, item in enumerate(tree[kind])]
             return items if kind == "list" else tuple(items)
         return self._dict(tree, at, depth)
 
     def _dict(self, tree: dict[str, Any], at: str, depth: int) -> dict[Any, Any]:
-        made: Any = OrderedDict() if tree.get("ordered") or "versions" in tree else {}
+        mapping: Any = OrderedDict() if tree.get("ordered") or "versions" in tree else {}
         collisions = Collisions(len(tree["dict"]), lambda what, **_: _damaged(self._where, f"{what}, at {at[:80]}"))
         for pair in tree["dict"]:
             if type(pair) is not list or len(pair) != 2:
                 raise _damaged(self._where, f"no pair of key and node: {str(pair)[:80]}")
             key = self._key(pair[0])
             collisions.add(key)
-            if key in made:
+            if key in mapping:
                 raise _damaged(self._where, f"a key stands twice: {str(key)[:80]}")
-            made[key] = self.node(pair[1], f"{at}.{key}" if at else str(key), depth + 1)
+            mapping[key] = self.node(pair[1], f"{at}.{key}" if at else str(key), depth + 1)
         if "versions" in tree:
-            made._metadata = _versions(tree["versions"], self._where)
-        return made  # type: ignore[no-any-return]
+            mapping._metadata = _versions(tree["versions"], self._where)
+        return mapping  # type: ignore[no-any-return]
 
-    def _key(self, tree: Any) -> Any:
+    def _key(self, tree: object) -> object:
         if type(tree) in (str, int):
             return tree
         try:
@@ -169,23 +183,23 @@ class _Tree:
         return key
 
 
-def _checksums(said: dict[str, Any], tensors: Mapping[str, StoredTensor], where: str) -> dict[ByteRange, Checksum]:
-    if not said:
+def _checksums(fields: dict[str, Any], tensors: Mapping[str, StoredTensor], where: str) -> dict[ByteRange, Checksum]:
+    if not fields:
         return {}
-    digests = said.get("tensors")
-    if said.get("algorithm") != ALGORITHM or said.get("block_bytes") != BLOCK_BYTES or type(digests) is not dict:
-        raise _damaged(where, f"digests of another kind: {str(said)[:80]}")
-    found = {}
+    digests = fields.get("tensors")
+    if fields.get("algorithm") != ALGORITHM or fields.get("block_bytes") != BLOCK_BYTES or type(digests) is not dict:
+        raise _damaged(where, f"digests of another kind: {str(fields)[:80]}")
+    checksums = {}
     for name in _names(list(digests), tensors, where):
         stored: object = tensors[name]
         if not isinstance(stored, StoredTensor):
             raise _damaged(where, f"a digest of {quote(name)}, which is no plain tensor")
         storage = stored.storage
         try:
-            found[storage] = checksum_of(digests[name], storage.nbytes)
+            checksums[storage] = checksum_of(digests[name], storage.nbytes)
         except ValueError as error:
             raise _damaged(where, f"{quote(name)}: {error}") from error
-    return found
+    return checksums
 
 
 def _versions(tree: object, where: str) -> OrderedDict[str, Any]:
@@ -193,7 +207,7 @@ def _versions(tree: object, where: str) -> OrderedDict[str, Any]:
         versions = decode(tree)
     except CodecError as error:
         raise _damaged(where, f"the versions of modules: {error.what}") from error
-    if not isinstance(versions, dict) or not all(isinstance(kept, dict) for kept in versions.values()):
+    if not isinstance(versions, dict) or not all(isinstance(entry, dict) for entry in versions.values()):
         raise _damaged(where, "the versions of modules are no dict of dicts")
     return OrderedDict(versions)
 
@@ -201,7 +215,7 @@ def _versions(tree: object, where: str) -> OrderedDict[str, Any]:
 def _parse(text: str, where: str) -> dict[str, Any]:
     try:
         check_size(text)
-        manifest = json.loads(text, object_pairs_hook=_once, parse_constant=_never)
+        manifest = json.loads(text, object_pairs_hook=_unique, parse_constant=_refuse_constant)
     except (ValueError, RecursionError) as error:
         raise _damaged(where, str(error) if isinstance(error, ValueError) else "nested without end") from error
     if type(manifest) is not dict or type(manifest.get("format")) is not int:
@@ -220,21 +234,21 @@ def _parse(text: str, where: str) -> dict[str, Any]:
     return manifest
 
 
-def _names(names: list[Any], known: Mapping[str, Any], where: str) -> list[str]:
+def _names(names: list[Any], known: Mapping[str, object], where: str) -> list[str]:
     for name in names:
         if type(name) is not str or name not in known:
             raise _damaged(where, f"it speaks of a tensor {quote(str(name))}, which is not there")
     return names
 
 
-def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    made = dict(pairs)
-    if len(made) != len(pairs):
+def _unique(pairs: list[tuple[str, object]]) -> dict[str, object]:
+    value = dict(pairs)
+    if len(value) != len(pairs):
         raise ValueError("a key stands twice in one object")
-    return made
+    return value
 
 
-def _never(constant: str) -> None:
+def _refuse_constant(constant: str) -> None:
     raise ValueError(f"{constant} is no JSON")
 
 

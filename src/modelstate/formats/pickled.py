@@ -1,4 +1,4 @@
-"""What a pickle becomes before anything of it is made: names, placeholders and recipes among plain values."""
+"""What a pickle becomes before any object of it is created: names, placeholders and deferred calls."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -12,11 +12,11 @@ from modelstate.spec import ByteRange
 MAX_KEY_ITEMS = 64
 MAX_KEY_INT = 2**60
 MAX_ARGUMENTS = 16
-"""More than any function that is known here takes."""
+"""More arguments than any known function takes."""
 
 
 class Refused:
-    """An inert placeholder for what is not allowed, or for what would have been made of it."""
+    """An inert placeholder for a class or function that is not allowed, or for an object of it."""
 
     __slots__ = ("held", "name")
 
@@ -24,16 +24,16 @@ class Refused:
         self.name = name
         """Module and qualified name."""
         self.held = list(held)
-        """Arguments and state, unused; more refused names may be among them."""
+        """The arguments and the state, which are not used; more refused names may be among them."""
 
     def __repr__(self) -> str:
         return f"<refused {self.name}>"
 
     @property
     def module_fields(self) -> dict[str, Any] | None:
-        """The attributes of the object, where it is a `torch.nn.Module`; None for any other."""
+        """The attributes of the object if it is a `torch.nn.Module`; None for any other."""
         state = self.held[-1] if self.held else None
-        if type(state) is tuple and len(state) == 2:  # of a class with slots
+        if type(state) is tuple and len(state) == 2:  # the state of a class with slots
             state = state[0]
         if not isinstance(state, dict):
             return None
@@ -42,17 +42,17 @@ class Refused:
 
 
 class InvalidTensor:
-    """An inert placeholder for a tensor that is not read here, or contradicts itself."""
+    """An inert placeholder for a tensor that is not supported, or whose description contradicts itself."""
 
     __slots__ = ("error",)
 
     def __init__(self, error: OpenError) -> None:
         self.error = error
-        """Raised when its place in the tree is known."""
+        """Raised when the place in the tree is known."""
 
 
 class SafeGlobal:
-    """A function of ours in place of the one that the pickle names."""
+    """A function of modelstate that replaces the one that the pickle names."""
 
     __slots__ = ("call", "copies", "name", "real", "takes_inert")
 
@@ -67,13 +67,13 @@ class SafeGlobal:
     ) -> None:
         self.name = name
         self.call = call
-        """None where it may be named but not called."""
+        """None if the pickle may name it, but not call it."""
         self.real = real
-        """What the name stands for where it is a value."""
+        """The value of the name, if it is a value."""
         self.copies = copies
-        """Whether a call costs time in proportion to its arguments."""
+        """Whether a call takes time in proportion to its arguments."""
         self.takes_inert = takes_inert
-        """Whether it is called with placeholders among its arguments."""
+        """Whether it may be called with placeholders among its arguments."""
 
 
 class Allowed:
@@ -87,7 +87,7 @@ class Allowed:
 
 
 class DeferredCall:
-    """How an allowed object is to be made, once all of the pickle has been read and found good."""
+    """The description of an allowed object, which is created after the whole pickle has been read and checked."""
 
     __slots__ = ("appended", "args", "inserted", "kwargs", "make", "name", "new", "states")
 
@@ -113,35 +113,35 @@ class DeferredCall:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class DeferredTensor:
-    """How a tensor is to be made of others: what becomes a `StoredComposite`."""
+    """The description of a tensor that consists of others; becomes a `StoredComposite`."""
 
     kind: str
     dtype: torch.dtype
     shape: tuple[int, ...]
     parts: Any
-    """A tree with tensors in it."""
+    """A tree that contains tensors."""
     make: Callable[[Any], torch.Tensor]
-    """From the same tree, all of it made, to the tensor."""
+    """Creates the tensor from the same tree with real tensors."""
     requires_grad: bool = False
     is_parameter: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class Storage:
-    """A storage as a pickle refers to it."""
+    """A storage that a pickle refers to."""
 
     dtype: torch.dtype
     region: ByteRange
     offset: int = 0
-    """Elements from the beginning of the region, for a view of it."""
+    """Elements from the beginning of the region, for a view of the storage."""
     numel: int = 0
 
 
 class Globals(Protocol):
-    """What names stand for."""
+    """Looks up the names in a pickle."""
 
     def find(self, name: str) -> object:
-        """A `SafeGlobal`, `Allowed`, `Refused`, or a plain value such as a dtype."""
+        """Returns a `SafeGlobal`, an `Allowed`, a `Refused`, or a plain value such as a dtype."""
 
 
 _PLAIN_KEYS = frozenset({str, int, float, bool, bytes, type(None), torch.dtype, torch.device, torch.layout})
@@ -151,13 +151,13 @@ _KEYS = _PLAIN_KEYS | {Refused, Allowed, DeferredCall, SafeGlobal}
 def check_key(key: object) -> None:
     """Raises `PickleError` for a key that is mutable, or costly or dangerous to hash.
 
-    A nested tuple can overflow C's stack, a long one is hashed again at each use, and there are many large integers
-    (and complex numbers) that have one hash.
+    A nested tuple can overflow the C stack, a long tuple is hashed again at each use, and many large integers (and
+    complex numbers) have the same hash.
     """
     kind = type(key)
     if kind in _KEYS:
-        good = not isinstance(key, int) or abs(key) < MAX_KEY_INT
+        is_plain = not isinstance(key, int) or abs(key) < MAX_KEY_INT
     else:
-        good = isinstance(key, tuple) and len(key) <= MAX_KEY_ITEMS and _KEYS.issuperset(map(type, key))
-    if not good:
+        is_plain = isinstance(key, tuple) and len(key) <= MAX_KEY_ITEMS and _KEYS.issuperset(map(type, key))
+    if not is_plain:
         raise PickleError("a key that is no plain value", where="the pickle", found=kind.__name__)

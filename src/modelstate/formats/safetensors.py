@@ -1,16 +1,18 @@
-"""The safetensors format: header length, JSON header, bytes of the tensors; reader and writer.
+"""The safetensors format: length of the header, JSON header, bytes of the tensors; reader and writer.
 
 The format is that of https://github.com/huggingface/safetensors, and a file that its library refuses is refused here.
-Stricter than the library are: a name, or a key of `__metadata__`, that stands twice; fields other than the three of
-the format, since nobody knows what they say of the bytes; an entry written as an array; more than `MAX_ENTRIES`
-entries; shapes that no tensor of PyTorch has (over 1,024 dimensions, sizes that overflow beside a 0).
+This reader is stricter in these points: it refuses a tensor name or a key of `__metadata__` that appears twice; fields
+other than the three of the format, since they could change the meaning of the bytes; an entry that is written as an
+array; more than `MAX_ENTRIES` entries; and shapes that no tensor of PyTorch can have (over 1,024 dimensions, sizes that
+overflow although one of them is 0).
 
-The time and memory of reading a header are proportional to the number of tensors: the header is checked as it is
-read (see `modelstate.formats.json_text`), and one that is not what it must be costs its own bytes and nothing more.
+Invariants:
 
-Tensors with wide elements come first, so that all lie at multiples of their element's size, whatever their number:
-they can be mapped. The header is written last, for it has the digests of what stands behind it, and a seal, which is
-the digest of itself.
+- Reading a header takes time and memory proportional to the number of its tensors: it is checked while it is parsed
+  (see `modelstate.formats.json_text`), and a malformed header costs no more than its own bytes.
+- The writer stores tensors with wide elements first, so that every tensor lies at a multiple of its element size and
+  can be mapped.
+- The header is written last, since it contains the digests of the tensors and a seal, which is its own digest.
 """
 
 import json
@@ -46,9 +48,9 @@ from modelstate.text_format import quote
 from modelstate.torch_compat.plain import why_not_plain
 
 MAX_HEADER_BYTES = 100_000_000
-"""What the format allows."""
+"""The limit of the format."""
 MAX_ENTRIES = 1_000_000
-"""Tensors, and keys of `__metadata__`: about ten times what the largest models have in all their files together."""
+"""Tensors, and keys of `__metadata__`: about ten times the number that the largest models have in all their files."""
 MAX_DIMENSIONS = 1024
 
 DTYPES = {
@@ -73,9 +75,9 @@ DTYPES = {
     "F8_E8M0": torch.float8_e8m0fnu,
     "F4": torch.float4_e2m1fn_x2,
 }
-"""The names of the format. An element of `float4_e2m1fn_x2` is two of `F4`."""
+"""The dtype names of the format. An element of `float4_e2m1fn_x2` holds two elements of `F4`."""
 _WITHOUT_DTYPE = {"F6_E2M3", "F6_E3M2"}
-"""Known to the format, and not to PyTorch."""
+"""Dtypes of the format that PyTorch lacks."""
 
 _FIELDS = (b'"dtype"', b'"shape"', b'"data_offsets"', b'"__metadata__"')
 _NUMBER = rb"(?:0|[1-9][0-9]*+)"
@@ -89,10 +91,10 @@ _FIELD = b"|".join(
         rb'"data_offsets"' + _COLON + _RANGE,
     )
 )
-# Three fields in any order, a comma behind the first and the second.
+# Three fields in any order, with a comma behind the first and the second.
 _ENTRY = rb"\{(?:" + SPACE + rb"(?:" + _FIELD + rb")" + SPACE + rb"(?:,(?!" + SPACE + rb"\})|(?=\}))){3}\}"
 _MEMBER = re.compile(rb"(" + STRING + rb")" + _COLON + _ENTRY + SPACE + rb"([,}])" + SPACE)
-# The same as writers write it, in one order and without spaces, which is found in half the time.
+# The entry as writers usually write it, in one order and without spaces, which matches in half the time.
 _PLAIN = rb'"[^"\\\x00-\x1f]*+"'
 _SIZES = rb"(?:" + _NUMBER + rb"(?:," + _NUMBER + rb")*+)?"
 _USUAL_ENTRY = rb'\{"dtype":(%b),"shape":\[(%b)\],"data_offsets":\[(%b),(%b)\]\}' % (_PLAIN, _SIZES, _NUMBER, _NUMBER)
@@ -103,10 +105,10 @@ _OBJECT = re.compile(SPACE + rb"\{" + SPACE + rb'["}]')
 
 
 def matches(head: bytes) -> bool:
-    """Whether a file that begins so is safetensors, perhaps a damaged one.
+    """Whether a file with this beginning is a safetensors file, possibly a damaged one.
 
-    True where the header begins as it must, where it has the field names of the format, or where the first eight
-    bytes can be the length of a header and what follows can be its text.
+    True where the header begins as it must, where it contains the field names of the format, or where the first eight
+    bytes can be the length of a header and the bytes behind them can be its text.
     """
     if len(head) < 8 or (head[:8].isascii() and _is_text(head[:8])):
         return False
@@ -118,13 +120,25 @@ def matches(head: bytes) -> bool:
 
 
 def read(path: str, *, allow: Sequence[object] = ()) -> Contents:
-    """The table of contents of a safetensors file: one flat dict, in the order of the bytes.
+    """Reads the table of contents of a safetensors file: one flat dict, in the order of the bytes.
 
-    Raises `HeaderLengthError`, `HeaderTooLargeError`, `HeaderSyntaxError`, `DuplicateNameError`, `UnknownDtypeError`,
-    `UnsupportedTensorError` (6-bit floats, and 4-bit ones whose last dimension is odd), `TensorSizeError`,
-    `TensorRangeError`, `TruncatedFileError`, what `modelstate.formats.manifest.apply` raises for what `modelstate.save`
-    has added, `ChecksumError` where the header is not what it was when it was sealed, and what `SourceFile` raises
-    where the file cannot be read. `allow` has classes of tensors, as for `modelstate.open`.
+    Args:
+        path: The file.
+        allow: Additional tensor classes that may be created, as for `modelstate.open`.
+
+    Raises:
+        HeaderLengthError: The file ends within its header.
+        HeaderTooLargeError: The header exceeds the limits of the format or `MAX_ENTRIES`.
+        HeaderSyntaxError: The header is not the JSON of the format.
+        DuplicateNameError: A tensor name appears twice.
+        UnknownDtypeError: A dtype is not one of the format.
+        UnsupportedTensorError: 6-bit floats, and 4-bit floats whose last dimension is odd.
+        TensorSizeError: A shape is impossible, or does not match the number of bytes.
+        TensorRangeError: The bytes of the tensors overlap, leave a hole, or do not end with the file.
+        TruncatedFileError: The file ends within the tensors.
+        ChecksumError: The header is not the one that was sealed.
+
+    Also raises what `modelstate.formats.manifest.apply` raises for the manifest, and what `SourceFile` raises.
     """
     header, file_bytes = _read_header(path)
     begin = 8 + len(header)
@@ -148,9 +162,9 @@ def read(path: str, *, allow: Sequence[object] = ()) -> Contents:
         check_seal(header, seal, path)
     if manifest.KEY not in metadata:
         return Contents("safetensors", ordered, (path,), metadata, is_sealed=seal is not None)
-    told = manifest.apply(ordered, metadata.pop(manifest.KEY), path, "__metadata__", allow)
-    checksums = told.checksums if seal is not None else {}  # they may be damaged themselves
-    return Contents("safetensors", told.tree, (path,), metadata | told.metadata, checksums, seal is not None)
+    state = manifest.apply(ordered, metadata.pop(manifest.KEY), path, "__metadata__", allow)
+    checksums = state.checksums if seal is not None else {}  # without a seal the digests may be damaged themselves
+    return Contents("safetensors", state.tree, (path,), metadata | state.metadata, checksums, seal is not None)
 
 
 def _read_header(path: str) -> tuple[bytes, int]:
@@ -183,7 +197,7 @@ class _Layout(NamedTuple):
 
 
 class _Header:
-    """The parser of one header."""
+    """Parses one header."""
 
     def __init__(self, path: str, header: bytes, begin: int) -> None:
         self._path = path
@@ -215,7 +229,7 @@ class _Header:
                 continue
             quoted, kind, shape, first, last, follows = member.groups()
             if first is None or kind is None or shape is None:
-                # Of a field that stands twice another one is missing.
+                # A field that appears twice replaces another one, which is then missing.
                 raise self._wrong_member(metadata)
             json.at = member.end()
             name = json.decode(quoted, at)
@@ -330,7 +344,7 @@ class _Header:
 
 
 def _in_file_order(tensors: dict[str, StoredTensor], path: str, begin: int, file_bytes: int) -> dict[str, StoredTensor]:
-    """The tensors by their place, which must be one run from the end of the header to the end of the file."""
+    """Sorts the tensors by their bytes, which must fill the file from the end of the header without gaps."""
     ordered = dict(sorted(tensors.items(), key=lambda item: item[1].storage))
     before: str | None = None
     end = begin
@@ -347,9 +361,10 @@ def _in_file_order(tensors: dict[str, StoredTensor], path: str, begin: int, file
             )
         end, before = start + nbytes, name
     if end > file_bytes:
+        ranges = (stored.storage for stored in ordered.values())
+        missing = sum(extent.start + extent.nbytes > file_bytes for extent in ranges)
         raise TruncatedFileError(
-            f"the file is cut short: {sum(_end(stored) > file_bytes for stored in ordered.values())} of its "
-            f"{len(ordered)} tensors are not there, or not in full",
+            f"the file is cut short: {missing} of its {len(ordered)} tensors are not there, or not in full",
             where=path,
             expected=f"{end:,} bytes",
             found=f"{file_bytes:,} bytes",
@@ -366,10 +381,6 @@ def _in_file_order(tensors: dict[str, StoredTensor], path: str, begin: int, file
     return ordered
 
 
-def _end(stored: StoredTensor) -> int:
-    return stored.storage.start + stored.storage.nbytes
-
-
 def _short(text: bytes) -> str:
     return text.decode(errors="replace") if len(text) <= 60 else text[:60].decode(errors="replace") + "…"
 
@@ -383,11 +394,11 @@ _METADATA_NAME = "__metadata__"
 
 Tensors = list[tuple[str, torch.Tensor | LazyTensor]]
 Metadata = Callable[[Mapping[str, str]], Mapping[str, str]]
-"""What a file says of itself, given the digests of its tensors by their names; as long with any digests."""
+"""Makes the `__metadata__` of a file from the digests of its tensors by name; its length depends on no digest."""
 
 
 def why_not(name: object, tensor: torch.Tensor | LazyTensor) -> str:
-    """What keeps a tensor from being stored under a name; empty where nothing does."""
+    """The reason why a tensor cannot be stored under a name; empty if it can."""
     if not isinstance(name, str) or not is_unicode(name) or name == _METADATA_NAME:
         return "not a name that the format has"
     problem = why_not_plain(tensor) if isinstance(tensor, torch.Tensor) else ""
@@ -400,22 +411,22 @@ def why_not(name: object, tensor: torch.Tensor | LazyTensor) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """A file that is going to be written."""
+    """A file that is about to be written."""
 
     tensors: Tensors
-    """In the order of their bytes."""
+    """The tensors in the order of their bytes."""
     metadata: Metadata
     header_bytes: int
-    """With the eight bytes of its length."""
+    """Includes the eight bytes of the length."""
 
     @property
     def nbytes(self) -> int:
-        """Of the file."""
+        """The size of the file."""
         return self.header_bytes + sum(nbytes_of(tensor) for _, tensor in self.tensors)
 
 
 def layout(tensors: Mapping[str, torch.Tensor | LazyTensor], metadata: Metadata) -> Layout:
-    """Raises `ValueError` where it is more than a header holds."""
+    """Plans a file. Raises `ValueError` where the header would be larger than the format allows."""
     ordered = sorted(tensors.items(), key=lambda item: -item[1].itemsize)
     blank = {name: "0" * (HEX * -(-nbytes_of(tensor) // BLOCK_BYTES)) for name, tensor in ordered}
     return Layout(ordered, metadata, len(_header(ordered, metadata(blank))))
@@ -423,24 +434,24 @@ def layout(tensors: Mapping[str, torch.Tensor | LazyTensor], metadata: Metadata)
 
 @dataclass(frozen=True, slots=True)
 class Written:
-    """What a file has come to hold."""
+    """The digests of a file that was written."""
 
     digests: dict[str, str]
-    """Of its tensors, by their names."""
+    """The digests of the tensors by name."""
     content: str
-    """A digest of everything in it."""
+    """A digest of the whole file."""
 
 
 def write(output: Output, planned: Layout, threads: int | None = None) -> Written:
-    """Writes the file, which is not yet synced."""
+    """Writes the file. The caller syncs it."""
     output.reserve(planned.nbytes)
     with past_page_cache(output, planned.nbytes) as file:
-        found = write_blocks(file, planned.header_bytes, [tensor for _, tensor in planned.tensors], threads)
-    digests = {name: one for (name, _), one in zip(planned.tensors, found, strict=True)}
+        hashes = write_blocks(file, planned.header_bytes, [tensor for _, tensor in planned.tensors], threads)
+    digests = {name: value for (name, _), value in zip(planned.tensors, hashes, strict=True)}
     header = _header(planned.tensors, planned.metadata(digests))
     assert len(header) == planned.header_bytes
     output.write_at(0, header)
-    return Written(digests, digest(header + "".join(found).encode()))
+    return Written(digests, digest(header + "".join(hashes).encode()))
 
 
 def _header(tensors: Iterable[tuple[str, torch.Tensor | LazyTensor]], metadata: Mapping[str, str]) -> bytes:
@@ -462,11 +473,11 @@ def _shape(tensor: torch.Tensor | LazyTensor) -> list[int]:
 
 
 def nbytes_of(tensor: torch.Tensor | LazyTensor) -> int:
-    """Bytes of the elements."""
+    """The number of bytes of the elements."""
     return tensor.numel() * tensor.itemsize
 
 
 def listed(problems: Mapping[Any, str], most: int = 8) -> str:
-    """Names with what is wrong with each."""
+    """Joins names and problems for a message, `most` of them in full."""
     lines = [f"{quote(str(name))}: {problem}" for name, problem in list(problems.items())[:most]]
     return "; ".join(lines) + (f"; and {len(problems) - most} more" if len(problems) > most else "")

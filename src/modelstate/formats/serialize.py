@@ -1,4 +1,4 @@
-"""What goes into a file: plain tensors under names, and what the manifest says of them and of everything else."""
+"""Prepares a state for a safetensors file: its plain tensors by name, and the manifest for everything else."""
 
 import json
 from collections import OrderedDict
@@ -23,20 +23,20 @@ from modelstate.torch_compat.plain import remedies_for
 from modelstate.version import __version__
 
 _TORCHS_OWN = ("torch.distributed.", "torch.nested.", "torch._subclasses.")
-"""Wrapper subclasses whose parts are not all that they are."""
+"""Modules of wrapper subclasses that their parts do not describe completely."""
 _MAX_DEPTH = 90
 _MAX_NODES = 5_000_000
-"""A few shared lists can stand for more values than any memory has."""
+"""The limit of values: a few shared lists can stand for more values than any memory holds."""
 
 
 @dataclass(slots=True)
 class SerializedState:
-    """The plain tensors of a state, and what is said of them."""
+    """The plain tensors of a state, and the fields of its manifest."""
 
     tensors: dict[str, torch.Tensor | LazyTensor] = field(default_factory=dict)
-    """Of those that are the same bytes only the first; parts of subclasses, and tensors of other values, are here."""
+    """Of tied tensors only the first. Includes the parts of subclasses and the tensors within other values."""
     names: int = 0
-    """How many names of tensors the state has."""
+    """The number of tensor names in the state."""
     aliases: dict[str, str] = field(default_factory=dict)
     subclasses: dict[str, Any] = field(default_factory=dict)
     versions: Any = None
@@ -47,11 +47,11 @@ class SerializedState:
 
     @property
     def live(self) -> dict[str, torch.Tensor]:
-        """The tensors of a state that is in memory: none of them comes later."""
+        """The tensors that are in memory; with a live state these are all."""
         return {name: tensor for name, tensor in self.tensors.items() if isinstance(tensor, torch.Tensor)}
 
     def manifest(self, schema: str | None, digests: Mapping[str, str]) -> str:
-        """The manifest as JSON. Its length depends on no digest."""
+        """The manifest as JSON. Its length does not depend on the digests."""
         manifest: dict[str, Any] = {"format": FORMAT, "writer": f"{KEY} {__version__}"}
         if schema is not None:
             manifest["schema"] = schema
@@ -65,23 +65,31 @@ class SerializedState:
 def serialize(
     state: Any, where: str, attached: Mapping[str, Any] | None = None, *, as_tree: bool = False
 ) -> SerializedState:
-    """Sorts out what goes where.
+    """Splits a state into plain tensors and a manifest.
 
-    A state dict, of tensors and extra state under names, stays flat. What a lazy module has not initialised yet is a
-    value that is no tensor. Anything else is a tree, whose tensors are named by their paths; so is everything with
-    `as_tree`. What is `attached` is kept beside it. Raises `UnsavableError` with all tensors and names that cannot be
-    stored, and `UnsupportedValueError` for a value that cannot be encoded.
+    A state dict of tensors and extra state stays flat. An uninitialised tensor of a lazy module is a value other than a
+    tensor. Anything else is a tree, whose tensors are named by their paths.
+
+    Args:
+        state: The state.
+        where: The target, for messages.
+        attached: Values that are saved beside the state.
+        as_tree: Whether a flat state is written as a tree, too.
+
+    Raises:
+        UnsavableError: Tensors or names cannot be stored; the error lists all of them.
+        UnsupportedValueError: A value cannot be encoded.
     """
-    flat = not as_tree and all(map(_is_flat, state.keys(), state.values()))
-    drafting = _Drafting(where, map(str, state) if isinstance(state, Mapping) else ())
-    if flat:
-        drafting.flat(state)
+    is_flat = not as_tree and all(map(_is_flat, state.keys(), state.values()))
+    serializer = _Serializer(where, map(str, state) if isinstance(state, Mapping) else ())
+    if is_flat:
+        serializer.add_flat(state)
     else:
-        drafting.made.tree = drafting.node(state if as_tree or _kind(state) else dict(state), "", 0)
+        serializer.state.tree = serializer.node(state if as_tree or _kind(state) else dict(state), "", 0)
     if attached:
-        drafting.attach(attached)
-    drafting.check()
-    return drafting.made
+        serializer.state.attached = serializer.encode(dict(attached), f"{where}: extra")
+    serializer.check()
+    return serializer.state
 
 
 def _is_flat(name: object, value: object) -> bool:
@@ -93,11 +101,12 @@ def _is_tensor(value: object) -> TypeGuard[torch.Tensor | LazyTensor]:
     return isinstance(value, LazyTensor) or (isinstance(value, torch.Tensor) and not is_lazy(value))
 
 
-class _Drafting:
+class _Serializer:
     def __init__(self, where: str, names: Iterable[str]) -> None:
-        self.made = SerializedState()
+        self.state = SerializedState()
         self._where = where
         self._wrong: dict[object, str] = {}
+        """The names that cannot be stored, with the reasons."""
         self._refused: list[object] = []
         self._by_bytes: dict[object, str] = {}
         self._kept: list[torch.Tensor] = []
@@ -105,33 +114,34 @@ class _Drafting:
         self._nodes = 0
         self._holds: dict[int, bool] = {}
         self._prefix = "_modelstate_extra."
-        taken = list(names)  # with which the names of tensors begin, in a tree
+        taken = list(names)  # in a tree, the names of tensors begin with these
         while any(f"{name}.".startswith(self._prefix) for name in taken):
             self._prefix = "_" + self._prefix
 
-    def flat(self, state: Mapping[Any, Any]) -> None:
+    def add_flat(self, state: Mapping[Any, Any]) -> None:
         for name, value in state.items():
             if _is_tensor(value) or not isinstance(name, str) or not is_unicode(name):
-                self.made.names += 1
+                self.state.names += 1
                 owner = self.add(name, value)
                 if owner != name:
-                    self.made.aliases[name] = owner
+                    self.state.aliases[name] = owner
         for name, value in state.items():
             if not _is_tensor(value) and name not in self._wrong:
-                self.made.extra[name] = encode(value, f"{self._where}: {name}", leaf=self._put)
-        self.made.versions = self._versions(state)
+                self.state.extra[name] = self.encode(value, f"{self._where}: {name}")
+        self.state.versions = self._versions(state)
 
-    def attach(self, values: Mapping[str, Any]) -> None:
-        self.made.attached = encode(dict(values), f"{self._where}: extra", leaf=self._put)
+    def encode(self, value: object, where: str) -> Any:
+        """Encodes a value; tensors within it become tensors of the file."""
+        return encode(value, where, leaf=self._put)
 
     def node(self, value: Any, path: str, depth: int) -> Any:
-        """A part of a tree, as the manifest has it."""
+        """The manifest's node for a part of a tree."""
         if _is_tensor(value):
-            self.made.names += 1
+            self.state.names += 1
             return self.add(path or "tensor", value)
         kind = _kind(value)
         if kind is None or not self._holds_tensors(value):
-            return {"value": encode(value, self._at(path), leaf=self._put)}
+            return {"value": self.encode(value, self._at(path))}
         self._nodes += len(value)
         if depth > _MAX_DEPTH or id(value) in self._open or self._nodes > _MAX_NODES:
             raise UnsupportedValueError(
@@ -141,41 +151,41 @@ class _Drafting:
             )
         self._open.add(id(value))
         pairs = list(value.items() if kind == "dict" else enumerate(value))
-        nodes = [(key, self.node(one, f"{path}.{key}" if path else str(key), depth + 1)) for key, one in pairs]
+        nodes = [(key, self.node(item, f"{path}.{key}" if path else str(key), depth + 1)) for key, item in pairs]
         self._open.discard(id(value))
         if kind != "dict":
             return {kind: [node for _, node in nodes]}
-        made: dict[str, Any] = {"dict": [[encode(key, self._at(path)), node] for key, node in nodes]}
+        entry: dict[str, Any] = {"dict": [[encode(key, self._at(path)), node] for key, node in nodes]}
         if isinstance(value, OrderedDict):
-            made["ordered"] = True
+            entry["ordered"] = True
         if (versions := self._versions(value)) is not None:
-            made["versions"] = versions
-        return made
+            entry["versions"] = versions
+        return entry
 
     def add(self, name: Any, tensor: torch.Tensor | LazyTensor) -> str:
-        """The name under which the bytes of a tensor stand: this one, unless they have one already."""
-        if type(name) is str and (name in self.made.tensors or name in self.made.subclasses):
+        """Adds a tensor. Returns the name that its bytes are stored under: this one, or that of a tied tensor."""
+        if type(name) is str and (name in self.state.tensors or name in self.state.subclasses):
             self._wrong[name] = "two values have this name when their keys are joined with dots"
             return name
-        if isinstance(tensor, torch.Tensor) and _is_made_of_others(tensor):
+        if isinstance(tensor, torch.Tensor) and _is_wrapper(tensor):
             return self._add_subclass(name, tensor)
         if problem := why_not(name, tensor):
             self._wrong[name] = problem
             self._refused.append(tensor)
             return str(name)
-        # What conjugates or negates when it is read has the memory of what does not, and is not tied to it.
+        # A tensor with a lazy conjugation or negation shares memory with the tensor without it, but is not tied to it.
         plain = tensor.detach().resolve_conj().resolve_neg() if isinstance(tensor, torch.Tensor) else tensor
         key = bytes_key(plain, f"{name}") if isinstance(plain, torch.Tensor) else plain.key
         owner = self._by_bytes.setdefault(key, name)
         if owner == name:
-            self.made.tensors[name] = plain
+            self.state.tensors[name] = plain
         return owner
 
     def _add_subclass(self, name: Any, tensor: torch.Tensor) -> str:
         if not isinstance(name, str) or not is_unicode(name):
             self._wrong[name] = "not a name that the format has"
             return str(name)
-        # A module's `state_dict` makes a new object of each: those are tied whose parts are.
+        # `Module.state_dict` returns a new object for each subclass tensor: tensors are tied if their parts are.
         cls: Any = type(tensor.data if isinstance(tensor, torch.nn.Parameter) else tensor)
         try:
             attributes, context = tensor.__tensor_flatten__()  # type: ignore[attr-defined]
@@ -183,11 +193,11 @@ class _Drafting:
         except Exception as error:
             self._wrong[name] = f"its class {cls.__qualname__} raised {type(error).__name__} in __tensor_flatten__"
             return name
-        self.made.subclasses[name] = {}
+        self.state.subclasses[name] = {}
         parts = {key: self.add(f"{name}.{key}", part) for key, part in within.items()}
-        # Parts stand before what is made of them.
-        del self.made.subclasses[name]
-        said = {
+        # The manifest lists the parts before the tensor that consists of them.
+        del self.state.subclasses[name]
+        description = {
             "class": f"{cls.__module__}.{cls.__qualname__}",
             "parts": parts,
             "context": encode(context, f"{self._where}: {name}, its context"),
@@ -195,49 +205,49 @@ class _Drafting:
             "stride": list(tensor.stride()),
             "dtype": encode(tensor.dtype),
         }
-        owner = self._by_bytes.setdefault(json.dumps(said), name)
+        owner = self._by_bytes.setdefault(json.dumps(description), name)
         if owner == name:
-            self.made.subclasses[name] = said
+            self.state.subclasses[name] = description
         return owner
 
     def check(self) -> None:
         if self._wrong:
             raise UnsavableError(
-                f"{len(self._wrong)} of {self.made.names} tensors cannot be stored in a safetensors file",
+                f"{len(self._wrong)} of {self.state.names} tensors cannot be stored in a safetensors file",
                 where=self._where,
                 found=listed(self._wrong),
                 remedy="; ".join(remedies_for(self._refused))
                 or "convert them, leave them out, or give them other names",
             )
-        check_repeated(self.made.tensors, self._where)
+        check_repeated(self.state.tensors, self._where)
 
     def _put(self, tensor: torch.Tensor) -> str:
-        name = f"{self._prefix}{len(self.made.extra_tensors)}"
+        name = f"{self._prefix}{len(self.state.extra_tensors)}"
         if problem := why_not(name, tensor):
             raise ValueError(problem)
         self._kept.append(tensor)
-        self.made.tensors[name] = tensor
-        self.made.extra_tensors.append(name)
+        self.state.tensors[name] = tensor
+        self.state.extra_tensors.append(name)
         return name
 
     def _versions(self, state: Mapping[Any, Any]) -> Any:
         versions = getattr(state, "_metadata", None)
         if not isinstance(versions, Mapping):
             return None
-        saved = {str(path): dict(kept) for path, kept in versions.items() if isinstance(kept, Mapping)}
-        return encode(saved, f"{self._where}: _metadata", leaf=self._put)
+        saved = {str(path): dict(entry) for path, entry in versions.items() if isinstance(entry, Mapping)}
+        return self.encode(saved, f"{self._where}: _metadata")
 
     def _holds_tensors(self, value: Any, depth: int = 0) -> bool:
-        """Whether there are tensors in containers that a tree can have, or a state dict that says its versions."""
+        """Whether the containers that a tree can have contain a tensor, or a state dict with `_metadata`."""
         if depth > _MAX_DEPTH:
-            return True  # whoever goes there says what is wrong
+            return True  # `node` raises the error for the depth
         if (known := self._holds.get(id(value))) is not None:
             return known
         items = value.values() if isinstance(value, Mapping) else value
         self._holds[id(value)] = getattr(value, "_metadata", None) is not None or any(
-            isinstance(one, torch.Tensor | LazyTensor)
-            or (_kind(one) is not None and self._holds_tensors(one, depth + 1))
-            for one in items
+            isinstance(item, torch.Tensor | LazyTensor)
+            or (_kind(item) is not None and self._holds_tensors(item, depth + 1))
+            for item in items
         )
         return self._holds[id(value)]
 
@@ -246,13 +256,13 @@ class _Drafting:
 
 
 def _kind(value: object) -> str | None:
-    """What a container is in a tree; None for what is encoded as a whole."""
+    """The kind of a container in a tree; None for a value that is encoded as a whole."""
     if type(value) in (dict, OrderedDict):
         return "dict"
     return type(value).__name__ if type(value) in (list, tuple) else None
 
 
-def _is_made_of_others(tensor: torch.Tensor) -> bool:
+def _is_wrapper(tensor: torch.Tensor) -> bool:
     cls = type(tensor)
     if cls is torch.Tensor or cls is torch.nn.Parameter:
         return False

@@ -1,17 +1,18 @@
-"""Shards with an index, `*.index.json`, as Hugging Face tools read and write them.
+"""Shards with an index, `*.index.json`, in the layout of Hugging Face; reader and writer.
 
-An index comes from elsewhere as often as the shards do, so it may not make us read any other file. A shard is named
-relative to the directory of the index, never by an absolute path or with `..`. Where its name leads through symbolic
-links, the file it leads to must lie
+An index may come from an untrusted place, so it must not make this process read arbitrary files. A shard is named
+relative to the directory of the index, never by an absolute path or with `..`. Where its path contains symbolic links,
+the target must lie
 
 - in the directory of the index, or
-- in the directory of the file that the index itself is a link to (a tree of links, made by a tool), or
+- in the directory of the file that the index itself is a link to (a directory of links, made by a tool), or
 - in `blobs` of the same repository, where the index lies in the `snapshots` of a Hugging Face cache.
 
-The headers of all shards are read at opening, each once.
+Invariants:
 
-The index is what counts: its rename puts the new checkpoint in place, all of it. So the names of shards say what is in
-them, and no shard of another checkpoint is ever overwritten: `NAME-<digest>-00001-of-00003.safetensors`.
+- The headers of all shards are read when the index is opened, each once.
+- The rename of the index puts a new checkpoint in place as a whole. The names of shards contain a digest of their
+  content, `NAME-<digest>-00001-of-00003.safetensors`, so no shard of another checkpoint is ever overwritten.
 """
 
 import json
@@ -48,54 +49,62 @@ from modelstate.text_format import quote
 MAX_INDEX_BYTES = 100_000_000
 MAX_NAMES = 1_000_000
 MAX_SHARDS = 100_000
-"""Files that one index may name: a hundred times what the largest models have."""
+"""The most files that one index may name: a hundred times the number of the largest models."""
 WEIGHT_MAP = "weight_map"
 INDEX_SUFFIX = ".index.json"
 _PLAIN_NAME = re.compile(r"\w[\w.-]*", re.ASCII)
-_MOST_SAID = 100
+_MOST_METADATA = 100
 _MOST_TRIES = 20
 
 _Index = tuple[dict[str, str], dict[str, str]]
-"""The names of the tensors, each with the name of its shard; and what `modelstate.save` says of them."""
+"""The shard of each tensor by name, and the metadata that `modelstate.save` has written."""
 
 
 def matches(head: bytes, path: str) -> bool:
-    """Whether a file that begins so is an index; one that lacks its `weight_map` is known by its name."""
+    """Whether a file with this beginning is an index. One that lacks its `weight_map` is recognised by its name."""
     begins = head.lstrip(b" \t\r\n").startswith(b"{")
     return begins and (b'"weight_map"' in head or path.endswith(".index.json"))
 
 
 def read(index_path: str, *, read_file: Callable[[str], Contents], allow: Sequence[object] = ()) -> Contents:
-    """What all shards of an index hold: one flat dict, in the order of the shards' names and of their bytes.
+    """Reads the contents of all shards: one flat dict, in the order of the shards' names and of their bytes.
 
-    `read_file` opens one shard, whatever its format. Raises `ShardIndexError` where the index is damaged or its names
-    are not those of the shards, `HeaderTooLargeError`, `UnsafePathError`, `MissingShardError`, `DuplicateNameError`,
-    and what `read_file` raises. Where a save has put another index in its place meanwhile, that one is read.
+    Where a save replaces the index meanwhile, the new index is read.
+
+    Args:
+        index_path: The index.
+        read_file: Reads one shard, whatever its format.
+        allow: Additional classes that may be created, as for `modelstate.open`.
+
+    Raises:
+        ShardIndexError: The index is damaged, or its names are not those in the shards.
+        HeaderTooLargeError: The index exceeds the limit.
+        UnsafePathError: The index names a file outside its directory.
+        MissingShardError: A shard is missing.
+        DuplicateNameError: A tensor name appears twice.
+
+    Also raises what `read_file` raises.
     """
     index = read_index(index_path)
     for _ in range(_MOST_TRIES):
         try:
             return _read(index_path, *index, read_file, allow)
         except ModelStateError:
-            now = _read_again(index_path)
-            if now in (None, index):
+            forget_fingerprint(index_path)
+            try:
+                current = read_index(index_path)
+            except ModelStateError:
+                current = None
+            if current is None or current == index:
                 raise
-            index = now
+            index = current
     return _read(index_path, *index, read_file, allow)
-
-
-def _read_again(index_path: str) -> _Index | None:
-    forget_fingerprint(index_path)
-    try:
-        return read_index(index_path)
-    except ModelStateError:
-        return None
 
 
 def _read(
     index_path: str,
     weight_map: dict[str, str],
-    said: dict[str, str],
+    metadata: dict[str, str],
     read_file: Callable[[str], Contents],
     allow: Sequence[object],
 ) -> Contents:
@@ -116,30 +125,30 @@ def _read(
     if versions:
         merged = OrderedDict(merged)
         merged._metadata = versions  # type: ignore[attr-defined]
-    formats = sorted({found.format for found in contents.values()})
-    checksums = {place: crc for found in contents.values() for place, crc in found.checksums.items()}
-    files, metadata = (index_path, *paths), merged_metadata(contents)
-    if manifest.KEY not in said:
-        return Contents(" and ".join(formats), merged, files, metadata, checksums)
-    told = manifest.apply(merged, said[manifest.KEY], index_path, "metadata", allow)
-    is_sealed = SEAL in said and all(found.is_sealed for found in contents.values())
+    formats = sorted({shard.format for shard in contents.values()})
+    checksums = {extent: checksum for shard in contents.values() for extent, checksum in shard.checksums.items()}
+    files, own_metadata = (index_path, *paths), merged_metadata(contents)
+    if manifest.KEY not in metadata:
+        return Contents(" and ".join(formats), merged, files, own_metadata, checksums)
+    state = manifest.apply(merged, metadata[manifest.KEY], index_path, "metadata", allow)
+    is_sealed = SEAL in metadata and all(shard.is_sealed for shard in contents.values())
     return Contents(
         format=" and ".join(formats),
-        tree=told.tree,
+        tree=state.tree,
         files=files,
-        metadata=metadata | told.metadata,
-        checksums=told.checksums if is_sealed else {},  # they may be damaged themselves
+        metadata=own_metadata | state.metadata,
+        checksums=state.checksums if is_sealed else {},  # without a seal the digests may be damaged themselves
         is_sealed=is_sealed,
     )
 
 
 def read_weight_map(index_path: str) -> dict[str, str]:
-    """The names of the tensors, each with the name of its shard."""
+    """The shard of each tensor by name."""
     return read_index(index_path)[0]
 
 
 def read_index(index_path: str) -> _Index:
-    """The names of the tensors, each with the name of its shard; and what `modelstate.save` says of them."""
+    """The shard of each tensor by name, and the metadata that `modelstate.save` has written."""
     with SourceFile(index_path) as file:
         if file.nbytes > MAX_INDEX_BYTES:
             raise HeaderTooLargeError(
@@ -150,12 +159,12 @@ def read_index(index_path: str) -> _Index:
             )
         text = file.read(0, file.nbytes, "the index")
     weight_map: dict[str, str] | None = None
-    said: dict[str, str] = {}
+    metadata: dict[str, str] = {}
     json = JsonText(text)
     try:
         for key in json.members():
             if key == "metadata" and f'"{SEAL}"'.encode() in text:
-                said = json.strings(_MOST_SAID)
+                metadata = json.strings(_MOST_METADATA)
             elif key != WEIGHT_MAP:
                 json.skip()
             elif weight_map is not None:
@@ -174,7 +183,7 @@ def read_index(index_path: str) -> _Index:
         raise ShardIndexError(
             "the index exceeds a limit of this reader, which does not mean that it is damaged",
             where=f"{index_path}: byte {error.at}",
-            expected=f"at most {MAX_SHARDS:,} files, {MAX_NAMES:,} tensors and {_MOST_SAID} metadata entries",
+            expected=f"at most {MAX_SHARDS:,} files, {MAX_NAMES:,} tensors and {_MOST_METADATA} metadata entries",
             found=error.what,
             remedy="write the checkpoint again in fewer, larger shards, or as several checkpoints",
         ) from error
@@ -193,15 +202,15 @@ def read_index(index_path: str) -> _Index:
             expected='{"weight_map": {"name of a tensor": "file", ...}}',
             remedy="open the file that holds the tensors, or its directory",
         )
-    if SEAL in said:
-        check_seal(text, said[SEAL], index_path)
-    return weight_map, said
+    if SEAL in metadata:
+        check_seal(text, metadata[SEAL], index_path)
+    return weight_map, metadata
 
 
 def safe_paths(index_path: str, directory: str, shards: list[str]) -> list[str]:
-    """The paths of the files that an index names, all of which may be read.
+    """The paths of the files that an index names, after checking that all of them may be read.
 
-    Raises `UnsafePathError`, `MissingShardError`, and `ShardIndexError` for what are no files.
+    Raises `UnsafePathError`, `MissingShardError`, and `ShardIndexError` for a shard that is not a file.
     """
     unsafe = [quote(shard) for shard in shards if not _is_below(shard)]
     paths = [] if unsafe else [os.path.join(directory, shard) for shard in shards]
@@ -234,12 +243,12 @@ def safe_paths(index_path: str, directory: str, shards: list[str]) -> list[str]:
 
 
 def _is_below(shard: str) -> bool:
-    """Whether the name is that of a file below its directory, as any system would read it."""
+    """Whether the name is that of a file below its directory, on any operating system."""
     if _PLAIN_NAME.fullmatch(shard):
         return True
     try:
         os.fsencode(shard)
-    except UnicodeEncodeError:  # half of a surrogate pair, which a pickle can have
+    except UnicodeEncodeError:  # half of a surrogate pair, which a pickle may contain
         return False
     kinds = (PurePosixPath(shard), PureWindowsPath(shard))
     return (
@@ -250,13 +259,13 @@ def _is_below(shard: str) -> bool:
 
 
 def _links_outside(shards: Sequence[str], paths: Sequence[str], roots: Sequence[str]) -> list[str]:
-    """The shards whose symbolic links lead outside of all roots, each with the place that it leads to.
+    """The shards whose symbolic links lead outside of all roots, each with its target.
 
-    Each directory is resolved once; the shards themselves only where they are links.
+    Each directory is resolved once, and a shard only if it is a link.
     """
     prefixes = tuple(os.path.join(root, "") for root in roots)
     resolved: dict[str, str] = {}
-    found = []
+    outside = []
     for shard, path in zip(shards, paths, strict=False):
         parent, name = os.path.split(path)
         if parent not in resolved:
@@ -265,8 +274,8 @@ def _links_outside(shards: Sequence[str], paths: Sequence[str], roots: Sequence[
         if real.startswith(prefixes) and os.path.islink(real):
             real = os.path.realpath(real)
         if not real.startswith(prefixes):
-            found.append(f"{quote(shard)} -> {real}")
-    return found
+            outside.append(f"{quote(shard)} -> {real}")
+    return outside
 
 
 def _roots(index_path: str, directory: str) -> list[str]:
@@ -290,7 +299,7 @@ def _flat(shard: str, tree: object, index_path: str) -> Mapping[str, Any]:
 
 
 def _check_names(index_path: str, weight_map: Mapping[str, str], trees: Mapping[str, Mapping[str, Any]]) -> None:
-    """Every name is in the shard that the index gives for it, and in no other."""
+    """Checks that every name is in the shard that the index states, and in no other."""
     holders: dict[str, list[str]] = {}
     for shard, tree in trees.items():
         for name, value in tree.items():
@@ -320,12 +329,12 @@ def _check_names(index_path: str, weight_map: Mapping[str, str], trees: Mapping[
 
 
 def merged_metadata(contents: Mapping[str, Contents]) -> dict[str, str]:
-    """What the shards say of themselves; where they differ, under `shard:key`."""
+    """The metadata of the shards; a key whose values differ becomes `shard:key`."""
     merged: dict[str, str] = {}
-    for key in dict.fromkeys(key for found in contents.values() for key in found.metadata):
-        said = {shard: found.metadata[key] for shard, found in contents.items() if key in found.metadata}
-        values = set(said.values())
-        merged |= {key: values.pop()} if len(values) == 1 else {f"{shard}:{key}": v for shard, v in said.items()}
+    for key in dict.fromkeys(key for shard in contents.values() for key in shard.metadata):
+        by_shard = {name: shard.metadata[key] for name, shard in contents.items() if key in shard.metadata}
+        values = set(by_shard.values())
+        merged |= {key: values.pop()} if len(values) == 1 else {f"{name}:{key}": v for name, v in by_shard.items()}
     return merged
 
 
@@ -340,11 +349,11 @@ Kind = TypeVar("Kind", torch.Tensor, LazyTensor, torch.Tensor | LazyTensor)
 SUFFIX = ".safetensors"
 _OWN = r"-[0-9a-f]{12}-\d{5,}-of-\d{5,}\.safetensors"
 _ANY = re.compile(r".*-\d{5,}-of-\d{5,}\.\w+", re.DOTALL)
-"""What others call their shards, too. An index that names anything else as one has it left alone."""
+"""The shard names of other tools. A file with another name is left alone, even if an index names it."""
 
 
 def in_shards(tensors: Mapping[str, Kind], shard_bytes: int) -> list[dict[str, Kind]]:
-    """The tensors in their order, in groups of at most so many bytes, or of one tensor that is larger."""
+    """Groups the tensors, in their order, into shards of at most `shard_bytes`, or of one tensor that is larger."""
     shards: list[dict[str, Kind]] = [{}]
     total = 0
     for name, tensor in tensors.items():
@@ -358,9 +367,9 @@ def in_shards(tensors: Mapping[str, Kind], shard_bytes: int) -> list[dict[str, K
 
 
 def shard_names(path: str, shards: Sequence[str]) -> list[str]:
-    """The names of shards, beside the path, by what all of them together hold: digests of each file's content.
+    """The names of shards beside the path, from the digests of their content.
 
-    Two that differ in anything have other names, so that those of the old checkpoint are not touched.
+    Two checkpoints that differ have different names, so that a save does not touch the shards of the old one.
     """
     stem = os.path.basename(path).removesuffix(SUFFIX)
     together, count = digest(json.dumps(shards).encode())[:12], len(shards)
@@ -368,29 +377,30 @@ def shard_names(path: str, shards: Sequence[str]) -> list[str]:
 
 
 def index_of(files: Mapping[str, Iterable[str]], total_bytes: int, manifest: str) -> bytes:
-    """The text of an index: which file has which tensors, and what is said of them."""
-    said = {SEAL: OPEN_SEAL, "total_size": str(total_bytes), KEY: manifest}
+    """The text of an index: the file of each tensor, and the manifest."""
+    metadata = {SEAL: OPEN_SEAL, "total_size": str(total_bytes), KEY: manifest}
     weight_map = {name: file for file, names in files.items() for name in names}
-    return sealed(json.dumps({"metadata": said, WEIGHT_MAP: weight_map}, ensure_ascii=False, indent=1).encode() + b"\n")
+    text = json.dumps({"metadata": metadata, WEIGHT_MAP: weight_map}, ensure_ascii=False, indent=1)
+    return sealed(text.encode() + b"\n")
 
 
 def old_files(path: str, but: Collection[str] = ()) -> list[str]:
-    """The index at a path, its shards, and shards that a killed save to the path has left; none of `but`.
+    """The index at a path, its shards, and shards that a killed save to the path has left; without those in `but`.
 
-    What another index in the directory names is not among them. Where one of those cannot be read, no shard is.
+    Shards that another index in the directory names are excluded. Where such an index cannot be read, all shards are.
     """
     directory, name = os.path.split(path)
     index = name + INDEX_SUFFIX
     entries = sorted(os.listdir(directory or "."))
     named = (_named_in(os.path.join(directory, index)) if index in entries else None) or frozenset()
     mine = re.compile(re.escape(name.removesuffix(SUFFIX)) + _OWN)
-    shards = {one for one in entries if mine.fullmatch(one) or (one in named and _ANY.fullmatch(one))}
+    shards = {entry for entry in entries if mine.fullmatch(entry) or (entry in named and _ANY.fullmatch(entry))}
     for other in entries if shards else ():
         if other.endswith(INDEX_SUFFIX) and other != index:
             elsewhere = _named_in(os.path.join(directory, other))
             shards = set() if elsewhere is None else shards - elsewhere
-    found = [os.path.join(directory, one) for one in (index, *sorted(shards)) if one in entries]
-    return [one for one in found if one not in but]
+    paths = [os.path.join(directory, entry) for entry in (index, *sorted(shards)) if entry in entries]
+    return [path for path in paths if path not in but]
 
 
 def _named_in(index: str) -> frozenset[str] | None:

@@ -1,4 +1,4 @@
-"""The zip archives that `torch.save` writes since 1.6: `data.pkl`, and a record for each storage."""
+"""Reads the zip archives that `torch.save` has written since 1.6: `data.pkl`, and one record for each storage."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
@@ -25,12 +25,12 @@ FORMAT = "torch zip"
 
 
 def matches(head: bytes) -> bool:
-    """Whether a file that begins with `head` is a zip archive; what kind is for `read` to say."""
+    """Whether a file with this beginning is a zip archive; `read` finds out of which kind."""
     return head.startswith((b"PK\3\4", b"PK\5\6"))
 
 
 def is_foreign(path: str) -> bool:
-    """Whether a zip archive is known to be something else than a file of `torch.save`; a damaged one is not."""
+    """Whether a zip archive is known not to be a file of `torch.save`. False for a damaged archive."""
     try:
         with SourceFile(path) as file:
             _prefix(ZipDirectory(file))
@@ -42,20 +42,21 @@ def is_foreign(path: str) -> bool:
 
 
 def read(path: str, *, allow: Sequence[object] = (), skip_forbidden: bool = False) -> Contents:
-    """The table of contents of a file that `torch.save` wrote.
+    """Reads the table of contents of a file of `torch.save`.
 
-    Reads the archive's directory, its headers and the pickle; no tensor. A storage that was saved by itself is a
-    tensor of one dimension, of bytes where it was untyped. What was on another device is where the file has it.
+    Reads the directory of the archive, its headers and the pickle, but no tensor. A storage that was saved by itself
+    becomes a one-dimensional tensor; an untyped storage becomes a tensor of bytes. Tensors of other devices are read
+    like those of the CPU.
 
     Args:
         path: The file.
-        allow: Classes and functions that the pickle may make and call, or their qualified names, in addition to
-            torch's own `weights_only` list and `torch.serialization.add_safe_globals`.
-        skip_forbidden: Leave placeholders in place of all else, rather than raise.
+        allow: Classes and functions that the pickle may use, or their qualified names, in addition to torch's own
+            `weights_only` list and `torch.serialization.add_safe_globals`.
+        skip_forbidden: Leave placeholders for other classes and functions, instead of raising.
 
     Raises:
-        ForbiddenGlobalError: The pickle asks for what is not allowed.
-        NotACheckpointError: A TorchScript program, or an archive of another kind.
+        ForbiddenGlobalError: The pickle asks for a class or function that is not allowed.
+        NotACheckpointError: The file is a TorchScript program, or an archive of another kind.
         UnsupportedTensorError: A quantized, nested or meta tensor, or a file of a big-endian machine.
         OpenError: The file is damaged; a subclass says how.
     """
@@ -73,17 +74,17 @@ def read(path: str, *, allow: Sequence[object] = (), skip_forbidden: bool = Fals
 
 
 class Archive(NamedTuple):
-    """What an archive of `torch.save` holds."""
+    """The contents of an archive of `torch.save`."""
 
     value: object
-    """What the pickle describes; `construct` looks it through and makes it."""
+    """The value that the pickle describes, which `construct` checks and creates."""
     pickle_nbytes: int
     checksums: Mapping[ByteRange, Checksum]
-    """CRC-32 of the storages."""
+    """The CRC-32 checksums of the storages."""
 
 
 def read_archive(file: SourceFile, names: TorchGlobals) -> Archive:
-    """The archive that a file, or a section of one, is. Raises what `read` raises for a damaged one."""
+    """Reads an archive from a file or a section of one. Raises what `read` raises for a damaged file."""
     directory = ZipDirectory(file)
     prefix = _prefix(directory)
     _check_byteorder(directory, prefix)
@@ -94,7 +95,7 @@ def read_archive(file: SourceFile, names: TorchGlobals) -> Archive:
 
 
 def _prefix(directory: ZipDirectory) -> str:
-    """The directory that everything is in: the one of the first record, as torch has it."""
+    """The directory that contains all records: that of the first record, as in torch."""
     records = directory.records
     first = next(iter(records), "")
     prefix = first.partition("/")[0]
@@ -166,12 +167,12 @@ def _check_byteorder(directory: ZipDirectory, prefix: str) -> None:
 
 
 class _Storages:
-    """From what the pickle says of a storage to where it lies."""
+    """Finds the place of a storage that the pickle refers to."""
 
     def __init__(self, directory: ZipDirectory, prefix: str) -> None:
         self.directory = directory
         self.prefix = prefix
-        self.found: dict[tuple[Any, ...], Storage] = {}
+        self.storages: dict[tuple[Any, ...], Storage] = {}
         self.checksums: dict[ByteRange, Checksum] = {}
 
     def find(self, key: tuple[Any, ...]) -> object:
@@ -184,7 +185,7 @@ class _Storages:
         if type(kind) is not StorageType or type(name) is not str or type(numel) is not int or len(name) > 100:
             raise PickleError("the pickle is damaged: it refers to a storage that cannot be")
         short = (kind.dtype, name, numel)
-        if short not in self.found:
+        if short not in self.storages:
             record = f"{self.prefix}/data/{name}"
             region = self.directory.region(record)
             nbytes = numel * kind.dtype.itemsize
@@ -201,5 +202,5 @@ class _Storages:
             if crc32:
                 self.checksums[region] = Checksum("crc32", 0, f"{crc32:08x}")
             region = region if nbytes == region.nbytes else region._replace(nbytes=nbytes)
-            self.found[short] = Storage(kind.dtype, region, numel=numel)
-        return self.found[short]
+            self.storages[short] = Storage(kind.dtype, region, numel=numel)
+        return self.storages[short]

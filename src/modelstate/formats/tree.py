@@ -15,7 +15,7 @@ from modelstate.errors import DuplicateNameError, KeyNotFoundError, SourceTypeEr
 from modelstate.spec import Combined, Encoded, Stored, StoredComposite, StoredTensor
 
 EXTRA_STATE = "_extra_state"
-"""The name under which torch keeps what `Module.get_extra_state` returns."""
+"""The key under which torch stores the result of `Module.get_extra_state`."""
 
 _TENSORS = (StoredTensor, StoredComposite, Combined, torch.Tensor)
 _MAX_DEPTH = 500
@@ -27,25 +27,25 @@ class FlatTree:
     """The flat view of a tree."""
 
     tensors: dict[str, Stored] = field(default_factory=dict)
-    """In the order of the tree."""
+    """The tensors by dotted path, in the order of the tree."""
     values: dict[str, Any] = field(default_factory=dict)
-    """The largest parts of the tree without tensors, and every `_extra_state`, by their paths."""
+    """The largest parts of the tree without tensors, and every `_extra_state`, by dotted path."""
     containers: list[str] = field(default_factory=list)
-    """Paths of the mappings that hold tensors at any depth; the root is the empty path."""
+    """The paths of the mappings that contain tensors at any depth; the root is the empty path."""
 
 
 def _is_tensor(node: object) -> bool:
-    """Whether the node is a tensor. What has no shape yet, as in a lazy module that has not run, is a value."""
+    """Whether the node is a tensor. An uninitialised tensor of a lazy module is a value, since it has no shape."""
     return isinstance(node, _TENSORS) and not (isinstance(node, torch.Tensor) and is_lazy(node))
 
 
 def is_container(node: object) -> bool:
-    """Whether the node's items are parts of the tree. A `torch.Size` is a value."""
+    """Whether the items of the node are parts of the tree. A `torch.Size` is a value."""
     return isinstance(node, Mapping | list | tuple) and not isinstance(node, torch.Size)
 
 
 def items_of(node: object) -> Iterator[tuple[str, Any]]:
-    """The children of a container with their names in a path."""
+    """The children of a container, with their names in a path."""
     if isinstance(node, Mapping):
         return ((str(key), value) for key, value in node.items())
     assert isinstance(node, list | tuple)
@@ -53,10 +53,11 @@ def items_of(node: object) -> Iterator[tuple[str, Any]]:
 
 
 def flatten(tree: object, where: str) -> FlatTree:
-    """The flat view of `tree`.
+    """Returns the flat view of a tree.
 
-    Raises `DuplicateNameError` where two leaves get one name, and `SourceTypeError` for a tree that holds itself, is
-    nested deeper than 500, or has more than 5 million nodes (a few shared lists can stand for more than any memory).
+    Raises `DuplicateNameError` where two leaves have the same name, and `SourceTypeError` for a tree that contains
+    itself, is nested deeper than 500 levels, or has more than 5 million nodes (a few shared lists can stand for more
+    values than fit in memory).
     """
     flat = FlatTree()
     _Flattener(flat, where).visit(tree, "", 0)
@@ -69,7 +70,7 @@ class _Flattener:
         self.nodes = 0
 
     def visit(self, node: Any, path: str, depth: int) -> bool:
-        """Adds what is below `node`; whether that includes a tensor."""
+        """Adds the leaves below `node`, and returns whether a tensor is among them."""
         if _is_tensor(node):
             self.add(self.flat.tensors, path if depth else "tensor", node)
             return True
@@ -82,7 +83,7 @@ class _Flattener:
                 expected=f"at most {_MAX_DEPTH} levels and {_MAX_NODES} values",
                 remedy="look for a container that holds itself, or the same list many times",
             )
-        found: list[tuple[str, Any, bool]] = []
+        children_below: list[tuple[str, Any, bool]] = []
         has_tensors = False
         place = len(self.flat.containers)
         try:
@@ -101,11 +102,11 @@ class _Flattener:
                 has_tensors = True
                 continue
             whole = name.endswith(EXTRA_STATE) and _is_extra_state(name) and is_container(child)
-            found.append((below, child, not whole and self.visit(child, below, depth + 1)))
-        has_tensors = has_tensors or any(below_has for _, _, below_has in found)
-        if not has_tensors and depth and not _holds_extra_state(node):
+            children_below.append((below, child, not whole and self.visit(child, below, depth + 1)))
+        has_tensors = has_tensors or any(below_has for _, _, below_has in children_below)
+        if not has_tensors and depth and not (isinstance(node, Mapping) and any(map(_is_extra_state, map(str, node)))):
             return False
-        for below, child, below_has in found:
+        for below, child, below_has in children_below:
             if not below_has:
                 self.add(self.flat.values, below, child)
         if isinstance(node, Mapping):
@@ -123,29 +124,25 @@ class _Flattener:
         into[path] = leaf
 
 
-def _holds_extra_state(node: object) -> bool:
-    return isinstance(node, Mapping) and any(_is_extra_state(str(key)) for key in node)
-
-
 def _is_extra_state(name: str) -> bool:
     return name.rpartition(".")[2] == EXTRA_STATE
 
 
 def subtree(tree: object, path: str, where: str) -> Any:
-    """The node at a dotted path; the empty path is the tree. Keys may have dots themselves."""
-    found = _nodes_at(tree, path) if path else iter((tree,))
+    """The node at a dotted path; the empty path is the whole tree. Keys may contain dots themselves."""
+    nodes = _nodes_at(tree, path) if path else iter((tree,))
     try:
-        return next(found)
+        return next(nodes)
     except StopIteration:
         raise KeyNotFoundError("the checkpoint has nothing under this path", where=where, found=path) from None
 
 
 def _nodes_at(node: object, path: str) -> Iterator[Any]:
-    """What the path can mean: long keys come before short ones."""
+    """The nodes that the path can mean; long keys come before short ones."""
     if not is_container(node):
         return
-    fitting = [(key, child) for key, child in items_of(node) if path == key or path.startswith(f"{key}.")]
-    for key, child in sorted(fitting, key=lambda item: -len(item[0])):
+    matching = [(key, child) for key, child in items_of(node) if path == key or path.startswith(f"{key}.")]
+    for key, child in sorted(matching, key=lambda item: -len(item[0])):
         if key == path:
             yield child
         else:
@@ -153,14 +150,14 @@ def _nodes_at(node: object, path: str) -> Iterator[Any]:
 
 
 def decoded(node: Any, tensor: Callable[[Stored], torch.Tensor]) -> Any:
-    """The value of an `Encoded`, made anew; anything else as it is. Raises `CodecError`."""
+    """Decodes an `Encoded`, anew at each call; returns any other value as it is. Raises `CodecError`."""
     if not isinstance(node, Encoded):
         return node
     return decode(node.tree, node.where, leaf=lambda name: tensor(node.tensors[name]))
 
 
 def referred_to(value: Encoded) -> Iterator[StoredTensor]:
-    """The tensors that the encoding of a value speaks of; each text in it that is the name of one counts."""
+    """The tensors that an encoded value refers to: each text in its tree that is the name of a tensor counts."""
     waiting = [value.tree]
     while waiting:
         node = waiting.pop()
@@ -171,13 +168,17 @@ def referred_to(value: Encoded) -> Iterator[StoredTensor]:
 
 
 def rebuild(
-    node: object, tensor: Callable[[Stored], torch.Tensor], made: dict[int, tuple[object, Any]] | None = None
+    node: object, tensor: Callable[[Stored], torch.Tensor], copies: dict[int, tuple[object, Any]] | None = None
 ) -> Any:
-    """A copy of the containers of a subtree, with `tensor` applied to its tensors.
+    """Copies the containers of a subtree, with `tensor` applied to its tensors.
 
-    Whoever gets it can keep it: nothing in it is shared with the checkpoint but what is immutable, and objects of
-    other classes than Python's own. A container that stands in several places, or in itself, does so in the copy;
-    `made` has the copies so far.
+    The copy shares nothing with the checkpoint but immutable values and objects of classes other than Python's own. A
+    container that appears in several places, or in itself, does so in the copy.
+
+    Args:
+        node: The subtree.
+        tensor: Converts a stored tensor to a tensor.
+        copies: The copies so far, by the ids of the originals.
     """
     if isinstance(node, torch.Tensor) and is_lazy(node):
         return another_uninitialised(node)
@@ -189,72 +190,76 @@ def rebuild(
         return copy(node)
     if not is_container(node):
         return node
-    made = {} if made is None else made
-    if id(node) in made:
-        return made[id(node)][1]
+    copies = {} if copies is None else copies
+    if id(node) in copies:
+        return copies[id(node)][1]
     if isinstance(node, Mapping):
         mapping = _empty_like(node)
-        made[id(node)] = node, mapping
+        copies[id(node)] = node, mapping
         for key, value in node.items():
-            mapping[key] = rebuild(value, tensor, made)
+            mapping[key] = rebuild(value, tensor, copies)
         versions = getattr(node, "_metadata", None)
         if isinstance(versions, Mapping) and type(mapping) is OrderedDict:
-            mapping._metadata = rebuild(versions, tensor, made)  # type: ignore[attr-defined]
+            mapping._metadata = rebuild(versions, tensor, copies)  # type: ignore[attr-defined]
         return mapping
     assert isinstance(node, list | tuple)
     items: list[Any] = []
     if isinstance(node, list):
-        made[id(node)] = node, items
+        copies[id(node)] = node, items
     for value in node:
-        # A comprehension would need a frame of the stack for each level.
-        items.append(rebuild(value, tensor, made))
+        # A comprehension would need a stack frame for each level.
+        items.append(rebuild(value, tensor, copies))
     if isinstance(node, list):
         return items
     return type(node)._make(items) if hasattr(node, "_make") else tuple(items)
 
 
 def _empty_like(node: Mapping[Any, Any]) -> dict[Any, Any]:
-    """Of the class of the mapping where it is one of the usual ones, which lose nothing by this."""
+    """An empty mapping of the same class, where that is one of the usual classes; otherwise a dict."""
     if isinstance(node, defaultdict):
         return defaultdict(node.default_factory)
     if type(node) is OrderedDict:
-        made = OrderedDict[Any, Any]()
+        mapping = OrderedDict[Any, Any]()
         if isinstance(versions := getattr(node, "_metadata", None), Mapping):
-            made._metadata = deepcopy(versions)  # type: ignore[attr-defined]
-        return made
+            mapping._metadata = deepcopy(versions)  # type: ignore[attr-defined]
+        return mapping
     return Counter() if type(node) is Counter else {}
 
 
 _DEEPEST = 200
 
 
-def same_value(one: Any, other: Any, depth: int = 0) -> bool:
-    """Whether two values are equal, NaN and all. False where they are nested too deep, or cannot be compared."""
-    if one is other:
+def same_value(first: Any, second: Any, depth: int = 0) -> bool:
+    """Whether two values are equal; NaN equals NaN. False if they are nested too deeply, or cannot be compared."""
+    if first is second:
         return True
     if depth > _DEEPEST:
         return False
-    if is_lazy(one) or is_lazy(other):
-        return type(one) is type(other) and (one.dtype, one.requires_grad) == (other.dtype, other.requires_grad)
-    if isinstance(one, torch.Tensor) or isinstance(other, torch.Tensor):
-        return isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor) and same_tensor(one, other)
-    if isinstance(one, Mapping) and isinstance(other, Mapping):
-        return one.keys() == other.keys() and all(same_value(one[key], other[key], depth + 1) for key in one)
-    if isinstance(one, list | tuple) and isinstance(other, list | tuple):
-        same_kind = isinstance(one, list) == isinstance(other, list) and len(one) == len(other)
-        return same_kind and all(same_value(a, b, depth + 1) for a, b in zip(one, other, strict=True))
+    if is_lazy(first) or is_lazy(second):
+        return type(first) is type(second) and (first.dtype, first.requires_grad) == (
+            second.dtype,
+            second.requires_grad,
+        )
+    if isinstance(first, torch.Tensor) or isinstance(second, torch.Tensor):
+        return isinstance(first, torch.Tensor) and isinstance(second, torch.Tensor) and same_tensor(first, second)
+    if isinstance(first, Mapping) and isinstance(second, Mapping):
+        return first.keys() == second.keys() and all(same_value(first[key], second[key], depth + 1) for key in first)
+    if isinstance(first, list | tuple) and isinstance(second, list | tuple):
+        same_kind = isinstance(first, list) == isinstance(second, list) and len(first) == len(second)
+        return same_kind and all(same_value(a, b, depth + 1) for a, b in zip(first, second, strict=True))
     try:
-        equal = one == other
-        return bool(equal.all() if hasattr(equal, "all") else equal) or bool(one != one and other != other)
-    except Exception:  # whatever the comparison of somebody's class raises
+        equal = first == second
+        return bool(equal.all() if hasattr(equal, "all") else equal) or bool(first != first and second != second)
+    except Exception:  # the comparison of a foreign class may raise anything
         return False
 
 
-def same_tensor(one: torch.Tensor, other: torch.Tensor) -> bool:
+def same_tensor(first: torch.Tensor, second: torch.Tensor) -> bool:
     """Whether two tensors are equal bit for bit; a tensor that is not strided only equals itself."""
-    if one.dtype != other.dtype or one.shape != other.shape:
+    if first.dtype != second.dtype or first.shape != second.shape:
         return False
-    if one.layout is not torch.strided or other.layout is not torch.strided or one.is_quantized or other.is_quantized:
-        return one is other
-    a, b = (tensor.detach().resolve_conj().resolve_neg().contiguous().view(-1) for tensor in (one, other))
+    is_strided = first.layout is torch.strided and second.layout is torch.strided
+    if not is_strided or first.is_quantized or second.is_quantized:
+        return first is second
+    a, b = (tensor.detach().resolve_conj().resolve_neg().contiguous().view(-1) for tensor in (first, second))
     return bool(torch.equal(a.view(torch.uint8), b.view(torch.uint8)))

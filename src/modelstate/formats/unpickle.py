@@ -1,8 +1,8 @@
-"""A pickle machine that makes plain values and descriptions, and runs nothing.
+"""A pickle machine that creates plain values and descriptions, and runs no code of the pickle.
 
-The machine knows the opcodes and the types that they have of their own. What a pickle asks for by name goes to a
-`Globals`; nothing that this answers with runs anything that the pickle could choose. Every step costs time and memory
-in proportion to the bytes that it consumes, or counts against a budget.
+The machine implements the opcodes, and creates the types that opcodes create themselves. It looks up names in a
+`Globals`, whose answers never run anything that the pickle could choose. Every step costs time and memory in proportion
+to the bytes that it consumes, or counts against a budget.
 """
 
 import pickle
@@ -37,12 +37,20 @@ _i32 = struct.Struct("<i").unpack_from
 def unpickle(
     data: bytes, start: int, persistent: Callable[[tuple[Any, ...]], object], names: Globals
 ) -> tuple[object, int]:
-    """The value of the pickle that begins at `start`, and the position behind it.
+    """Returns the value of the pickle that begins at `start`, and the position behind it.
 
-    `persistent` turns the tuples by which torch names storages into descriptions of them. The value may hold
-    `Refused`, `DeferredCall`, `Allowed` and `SafeGlobal` where the pickle asks for them, and containers may hold
-    themselves: `modelstate.formats.construct` checks the value. Raises `PickleError`, and `TruncatedFileError` where
-    the data ends before the pickle does.
+    The value may contain `Refused`, `DeferredCall`, `Allowed` and `SafeGlobal` where the pickle names a class or a
+    function, and containers may contain themselves: `modelstate.formats.construct` checks the value.
+
+    Args:
+        data: The bytes.
+        start: Where the pickle begins.
+        persistent: Converts the tuples by which torch identifies storages to descriptions of them.
+        names: Looks up the names of classes and functions.
+
+    Raises:
+        PickleError: The pickle is damaged.
+        TruncatedFileError: The data ends before the pickle does.
     """
     machine = _Machine(data, start, persistent, names)
     try:
@@ -51,7 +59,7 @@ def unpickle(
     except OpenError:
         raise
     except Exception as error:
-        # Whatever a damaged pickle provokes (an empty stack, a key of the memo that is not there, text that is no
+        # Any other exception that a damaged pickle causes (an empty stack, a missing key of the memo, text that is not
         # UTF-8) means the same to the caller.
         if isinstance(error, struct.error) or str(error) == "index out of range":
             raise _ends_early(len(data)) from error
@@ -82,13 +90,13 @@ class _Machine:
         self.stack: list[Any] = []
         self.marks: list[list[Any]] = []
         self.memo: dict[int, Any] = {}
-        self.found: dict[str, object] = {}
+        self.globals: dict[str, object] = {}
         self.protocol = 0
         self.budget = 4 * (len(data) - start) + 1000
-        """Items and bytes that may still be copied."""
+        """The number of items and bytes that may still be copied."""
 
     def run(self) -> object:
-        # Nearly all of a file with many tensors is made of the opcodes in this loop; the table has the others.
+        # Files with many tensors consist almost entirely of the opcodes in this loop; the table has the others.
         data, memo, stack, pos = self.data, self.memo, self.stack, self.pos
         marks, call, persistent = self.marks, self.call, self.persistent
         try:
@@ -155,7 +163,7 @@ class _Machine:
         finally:
             self.pos = pos
 
-    # Pieces of the data.
+    # Reading the data.
 
     def take(self, nbytes: int) -> bytes:
         end = self.pos + nbytes
@@ -191,7 +199,7 @@ class _Machine:
         self.push(str(self.take(nbytes), "utf-8", "surrogatepass"))
 
     def old_string(self, piece: bytes) -> None:
-        """Python 2 wrote both text and bytes like this; what is no UTF-8 was no text."""
+        """Python 2 wrote both text and bytes with this opcode; a string that is not UTF-8 is bytes."""
         try:
             self.push(piece.decode("utf-8"))
         except UnicodeDecodeError:
@@ -220,9 +228,9 @@ class _Machine:
             else:
                 module = IMPORT_MAPPING.get(module, module)
         whole = f"{module}.{name}"
-        if whole not in self.found:
-            self.found[whole] = self.names.find(whole)
-        self.push(self.found[whole])
+        if whole not in self.globals:
+            self.globals[whole] = self.names.find(whole)
+        self.push(self.globals[whole])
 
     def stack_global(self) -> None:
         name, module = self.stack.pop(), self.stack.pop()
@@ -304,7 +312,7 @@ class _Machine:
         elif kind is Refused:
             target.held.append(state)
         elif kind is OrderedDict:
-            # Only what torch keeps there: any other attribute could hide a method of the dict.
+            # Only the attribute that torch uses: any other could replace a method of the dict.
             versions = state.get("_metadata") if isinstance(state, dict) else None
             if isinstance(versions, dict):
                 target._metadata = versions

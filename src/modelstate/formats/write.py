@@ -1,6 +1,7 @@
-"""A state as safetensors, in one file or in shards: at its path in full, or what was there before.
+"""Writes a state as safetensors, in one file or in shards: all of it is at the path afterwards, or nothing changes.
 
-A single file goes before an index of the same name, so whichever of the two is new, one rename puts it in force.
+A reader prefers a single file to an index of the same name, so one rename activates the one that is written, whichever
+of the two it is.
 """
 
 import os
@@ -33,7 +34,7 @@ SHARD_METADATA = {"format": "pt"}
 
 
 def write_checkpoint(
-    made: SerializedState,
+    state: SerializedState,
     path: str,
     *,
     schema: str | None = None,
@@ -43,23 +44,36 @@ def write_checkpoint(
     metadata: Mapping[str, str] | None = None,
     lock_timeout_seconds: float = LOCK_TIMEOUT_SECONDS,
 ) -> dict[str, int]:
-    """Writes a state, and returns the paths of the files that it is in, with their bytes; of shards the index is first.
+    """Writes a state to one file, or to shards with an index.
 
-    `metadata` is further text, which every tool reads that lists what a file says of itself.
+    Args:
+        state: The state.
+        path: The target.
+        schema: The version of the state.
+        shard_bytes: The largest size of the tensors of a file; a larger state is written in shards.
+        overwrite: Whether existing files are replaced.
+        threads: The number of threads; by default one for each processor, up to 8.
+        metadata: Additional text for `__metadata__`, which other tools display.
+        lock_timeout_seconds: How long to wait for the lock of the directory.
 
-    Raises `UnsavableError` for more than a header holds, and what `write_file` raises. Then what was there before is
-    there, and nothing else.
+    Returns:
+        The sizes of the files by path; for shards the index is first.
+
+    Raises:
+        UnsavableError: The header would be larger than the format allows.
+
+    Also raises what `write_file` raises. The previous files are then untouched, and no other file is left.
     """
-    said = {**(metadata or {}), **SHARD_METADATA}
-    whole = _checked(made, path, schema, said)
-    if shard_bytes is None or sum(map(nbytes_of, made.tensors.values())) <= shard_bytes:
+    text = {**(metadata or {}), **SHARD_METADATA}
+    planned = _planned(state, path, schema, text)
+    if shard_bytes is None or sum(map(nbytes_of, state.tensors.values())) <= shard_bytes:
         return write_file(
             path,
-            lambda output: write(output, whole, threads),
+            lambda output: write(output, planned, threads),
             overwrite=overwrite,
             lock_timeout_seconds=lock_timeout_seconds,
         )
-    return _write_shards(made, path, schema, shard_bytes, overwrite, threads, said, lock_timeout_seconds)
+    return _write_shards(state, path, schema, shard_bytes, overwrite, threads, text, lock_timeout_seconds)
 
 
 def write_file(
@@ -69,10 +83,13 @@ def write_file(
     overwrite: bool,
     lock_timeout_seconds: float = LOCK_TIMEOUT_SECONDS,
 ) -> dict[str, int]:
-    """Puts a file at a path, and takes away the index and the shards that were there. Returns the path and its bytes.
+    """Puts a file at a path, and removes the index and the shards that were there. Returns the path and its size.
 
-    Raises `TargetExistsError` where something is there that may not be replaced, `SaveTargetError` where it is no
-    file, `DirectoryLockedError`, `WriteFailedError` for an I/O error, and what `write_to` raises.
+    Raises:
+        TargetExistsError: Something is at the path, and `overwrite` is False.
+        SaveTargetError: Something that is not a regular file is at the path.
+        DirectoryLockedError: The lock of the directory is not free in time.
+        WriteFailedError: An I/O error. What `write_to` raises passes through.
     """
     check_both(path, overwrite)
     mode = existing_mode(path, path + INDEX_SUFFIX)
@@ -88,19 +105,19 @@ def write_file(
 
 
 def check_both(path: str, overwrite: bool) -> None:
-    """Raises what keeps a file, or an index, from being put at the path."""
+    """Raises `SaveTargetError` or `TargetExistsError` where no file, or no index, can be put at the path."""
     check_target(path, overwrite=overwrite)
     check_target(path + INDEX_SUFFIX, overwrite=overwrite)
 
 
-def _checked(made: SerializedState, path: str, schema: str | None, said: Mapping[str, str]) -> Layout:
+def _planned(state: SerializedState, path: str, schema: str | None, entries: Mapping[str, str]) -> Layout:
     def metadata(digests: dict[str, str]) -> dict[str, str]:
-        text = made.manifest(schema, digests)
+        text = state.manifest(schema, digests)
         check_size(text)
-        return {**said, KEY: text}
+        return {**entries, KEY: text}
 
     try:
-        return layout(made.tensors, metadata)  # type: ignore[arg-type]
+        return layout(state.tensors, metadata)  # type: ignore[arg-type]
     except ValueError as error:
         raise UnsavableError(
             "this is more than the header of a safetensors file holds",
@@ -111,43 +128,43 @@ def _checked(made: SerializedState, path: str, schema: str | None, said: Mapping
 
 
 def _write_shards(
-    made: SerializedState,
+    state: SerializedState,
     path: str,
     schema: str | None,
     shard_bytes: int,
     overwrite: bool,
     threads: int | None,
-    said: Mapping[str, str],
+    metadata: Mapping[str, str],
     lock_timeout_seconds: float,
 ) -> dict[str, int]:
     directory, index = os.path.dirname(path), path + INDEX_SUFFIX
-    groups = in_shards(made.tensors, shard_bytes)
+    groups = in_shards(state.tensors, shard_bytes)
     digests: dict[str, str] = {}
     contents: list[str] = []
     sizes: list[int] = []
     check_both(path, overwrite)
     mode = existing_mode(index, path)
     unfinished = unfinished_file(path, mode, lock_timeout_seconds)
-    with write_errors(path), unfinished as output, _litter(output, index) as litter:
+    with write_errors(path), unfinished as output, _removed_on_error(output, index) as shards:
         for number, group in enumerate(groups, 1):
-            litter.append(numbered_path(output, number))
-            with new_file(litter[-1], mode) as shard:
-                written = write(shard, layout(group, lambda _: said), threads)
+            shards.append(numbered_path(output, number))
+            with new_file(shards[-1], mode) as shard:
+                written = write(shard, layout(group, lambda _: metadata), threads)
             digests |= written.digests
             contents.append(written.content)
             sizes.append(shard.nbytes)
         names = shard_names(path, contents)
-        total_bytes = sum(map(nbytes_of, made.tensors.values()))
-        output.append(index_of(dict(zip(names, groups, strict=True)), total_bytes, made.manifest(schema, digests)))
+        total_bytes = sum(map(nbytes_of, state.tensors.values()))
+        output.append(index_of(dict(zip(names, groups, strict=True)), total_bytes, state.manifest(schema, digests)))
         output.sync()
         paths = [os.path.join(directory, name) for name in names]
         with locked_directory(directory, lock_timeout_seconds):
             check_both(path, overwrite)
             old = old_files(path, but=(index, *paths))
-            for beside, at in zip(list(litter), paths, strict=True):
-                if not os.path.lexists(at):
-                    litter.append(at)
-                write_system.replace(beside, at)
+            for unfinished_shard, target in zip(list(shards), paths, strict=True):
+                if not os.path.lexists(target):
+                    shards.append(target)
+                write_system.replace(unfinished_shard, target)
             sync_directory(directory)
             put_durably(output.path, index, overwrite, instead_of=path)
             remove_all(old)
@@ -155,9 +172,11 @@ def _write_shards(
 
 
 @contextmanager
-def _litter(output: Output, index: str) -> Iterator[list[str]]:
-    """Paths of shards that are taken away when the block raises, unless `output` has become the index that names them:
-    an interrupt can come when that is done, or cannot be undone."""
+def _removed_on_error(output: Output, index: str) -> Iterator[list[str]]:
+    """Yields a list for the paths of shards, which are removed when the block raises.
+
+    They stay if `output` has become the index that names them: an interrupt may arrive when the save is complete.
+    """
     paths: list[str] = []
     try:
         yield paths

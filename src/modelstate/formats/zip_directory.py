@@ -1,7 +1,7 @@
-"""Where the records of an uncompressed zip archive lie.
+"""Finds the records of an uncompressed zip archive.
 
-The standard library's reader takes a second for 20,000 records, reads sizes that contradict each other without a
-word, and does not say where the data of a record begins.
+The reader of the standard library takes a second for 20,000 records, accepts sizes that contradict each other, and does
+not tell where the data of a record begins.
 """
 
 import struct
@@ -29,19 +29,19 @@ _MAX_COMMENT = 0xFFFF
 _MAX16, _MAX32 = 0xFFFF, 0xFFFFFFFF
 _ENCRYPTED, _SIZES_FOLLOW = 0x1, 0x8
 _TOGETHER_BYTES, _SMALL_BYTES = 1 << 16, 1 << 10
-"""Headers are read together, with the small records between them."""
+"""Headers that lie close together are read in one call, with the small records between them."""
 
 
 @dataclass(slots=True)
 class Record:
-    """A file in the archive, as its entries state it."""
+    """A record of the archive, as its entry in the directory describes it."""
 
     name: str
     raw_name: bytes
     method: int
     flags: int
     crc32: int
-    """Of the data; torch writes 0 where it was told not to compute it."""
+    """The checksum of the data; torch writes 0 if it was configured not to compute it."""
     packed_nbytes: int
     nbytes: int
     header: int
@@ -49,17 +49,17 @@ class Record:
     start: int = -1
     """Bytes from the beginning of the archive to the data."""
     end: int = -1
-    """Bytes from the beginning of the archive to where the next record begins, or the directory."""
+    """Bytes from the beginning of the archive to the next record, or to the directory."""
 
 
 class ZipDirectory:
-    """The records of an archive, by name; each lies within it, apart from the others."""
+    """The records of an archive by name. Each lies within the archive, and none overlap."""
 
     def __init__(self, file: SourceFile) -> None:
-        """`file` is the archive, or a section of a file that is one. Reads the central directory and the local headers.
+        """Reads the central directory and the local headers of an archive, which is a file or a section of one.
 
         Raises `TruncatedFileError`, `RecordSizeError`, `UnsafePathError`, `DuplicateNameError`, and `ArchiveError` for
-        all else that cannot be.
+        any other damage.
         """
         self.file = file
         count, start, nbytes = self._end()
@@ -67,7 +67,7 @@ class ZipDirectory:
         self._local_headers(start)
 
     def region(self, name: str) -> ByteRange:
-        """Where the data of a record lies. Raises `MissingRecordError`, `CompressedRecordError`."""
+        """The place of a record's data. Raises `MissingRecordError` or `CompressedRecordError`."""
         record = self.records.get(name)
         if record is None:
             raise MissingRecordError(
@@ -82,7 +82,7 @@ class ZipDirectory:
         return ByteRange(self.file.path, self.file.start + record.start, record.nbytes)
 
     def read(self, name: str) -> bytes:
-        """The data of a record, checked against its checksum. Raises `ArchiveError` where it was changed."""
+        """The data of a record. Raises `ArchiveError` where it does not match its checksum."""
         nbytes = self.region(name).nbytes
         data = self.file.read(self.records[name].start, nbytes, name)
         stated = self.records[name].crc32
@@ -142,7 +142,7 @@ class ZipDirectory:
         return count, start, nbytes
 
     def _entries(self, data: bytes, count: int) -> dict[str, Record]:
-        found: dict[str, Record] = {}
+        records: dict[str, Record] = {}
         pos = 0
         for _ in range(count):
             if pos + _ENTRY.size > len(data):
@@ -159,10 +159,10 @@ class ZipDirectory:
             if _MAX32 in (packed, nbytes, header) or disk == _MAX16:
                 extra = data[name_end : name_end + extra_size]
                 nbytes, packed, header = self._zip64(name, extra, nbytes, packed, header)
-            if name in found:
+            if name in records:
                 raise DuplicateNameError("a record stands twice in the archive", where=self.file.path, found=name)
-            found[name] = Record(name, raw_name, method, flags, crc32, packed, nbytes, header)
-        return found
+            records[name] = Record(name, raw_name, method, flags, crc32, packed, nbytes, header)
+        return records
 
     def _name(self, raw: bytes, flags: int) -> str:
         try:
@@ -185,7 +185,7 @@ class ZipDirectory:
         return name
 
     def _zip64(self, name: str, extra: bytes, *fields: int) -> list[int]:
-        """The fields that do not fit 32 bits, from the extra field where they stand in this order."""
+        """The fields of an entry, with those that exceed 32 bits from its extra field, where they are in this order."""
         values: list[int] = []
         pos = 0
         while pos + 4 <= len(extra):
@@ -204,14 +204,14 @@ class ZipDirectory:
         return result
 
     def _local_headers(self, directory: int) -> None:
-        """Where the data begins stands only in front of the data, with everything else once more."""
+        """Reads the local headers, the only place that tells where the data begins; they repeat all other fields."""
         ordered = sorted(self.records.values(), key=lambda record: record.header)
         headers = _Headers(self.file, directory)
         for record in ordered:
             self._check_local(record, headers)
         begins = [record.header for record in ordered[1:]] + [directory]
         for record, begin in zip(ordered, begins, strict=False):
-            # A header that is off by a few bytes shifts the data, and nothing but the bytes left over would tell.
+            # A header that is off by a few bytes would shift the data; only the bytes left over reveal that.
             if record.end != begin:
                 raise self._size_error(
                     record.name, f"an end at byte {begin}, where the next record or the directory begins", record.end
@@ -241,7 +241,7 @@ class ZipDirectory:
 
 
 class _Headers:
-    """Reads local headers in ascending order, many at a time where they lie close together."""
+    """Reads local headers in ascending order, several at once where they lie close together."""
 
     def __init__(self, file: SourceFile, limit: int) -> None:
         self.file = file
@@ -250,7 +250,7 @@ class _Headers:
         self.start = 0
 
     def get(self, record: Record, nbytes: int) -> tuple[bytes | None, int]:
-        """Bytes with the record's header in them, and where; None where it would reach into the directory."""
+        """Bytes that contain the record's header, and its offset in them; None if it would reach into the directory."""
         at = record.header - self.start
         if at < 0 or at + nbytes > len(self.block):
             if record.header + nbytes > self.limit:
