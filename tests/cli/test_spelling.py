@@ -303,10 +303,10 @@ def test_a_device_that_is_not_here() -> None:
 @pytest.mark.parametrize(
     ("option", "says"),
     [
-        (("--dtype", "int8"), "no floating dtype"),
-        (("--dtype", "nn"), "no floating dtype"),
+        (("--dtype", "int8"), "not a floating dtype"),
+        (("--dtype", "nn"), "not a floating dtype"),
         (("--device", "meta"), "meta device"),
-        (("--device", "nowhere"), "no device"),
+        (("--device", "nowhere"), "not a device"),
         (("--rename", "("), "PATTERN=REPLACEMENT"),
         (("--rename", "a.*=b"), "as many *"),
         (("--rename", "a=a"), "changes nothing"),

@@ -85,7 +85,7 @@ class TestLs:
         assert [line.split()[0] for line in done.stdout.splitlines() if "damaged" in line] == ["20"]
 
     @pytest.mark.parametrize("command", ["ls", "verify", "prune", "restore"])
-    @pytest.mark.parametrize(("directory", "says"), [("nothing", "no such directory"), (".", "no store")])
+    @pytest.mark.parametrize(("directory", "says"), [("nothing", "no such directory"), (".", "not a store")])
     def test_no_store(self, command: str, directory: str, says: str, tmp_path: Path) -> None:
         more = {"prune": ["--keep-last", "1"], "restore": ["out"]}.get(command, [])
         done = run("store", command, directory, *more)

@@ -14,7 +14,7 @@ import modelstate as ms
 from modelstate.errors import OptionError, ReadFailedError
 from modelstate.io import system
 from modelstate.testing import Faults, Request, faulty_reads
-from modelstate.testing.faults import CALLS
+from modelstate.testing.faults import READ_CALLS
 
 STATE = {"weight": torch.arange(12.0).view(4, 3), "bias": torch.ones(4)}
 
@@ -39,7 +39,7 @@ def test_without_arguments_it_counts(path: Path) -> None:
     with faulty_reads() as faults:
         model = load(path)
     assert torch.equal(model.weight, STATE["weight"])
-    assert calls(faults) == set(CALLS)
+    assert calls(faults) == set(READ_CALLS)
     assert [request.number for request in faults.requests] == list(range(1, len(faults.requests) + 1))
     assert {request.path for request in faults.requests} == {str(path)}
     (read,) = [request for request in faults.requests if request.call == "preadv"]
@@ -52,7 +52,7 @@ def test_what_is_read_of_a_map_is_no_request(path: Path) -> None:
     with faulty_reads() as faults:
         ms.load(model, path)
         assert torch.equal(model.weight, STATE["weight"])
-    assert calls(faults) == set(CALLS) - {"preadv"}
+    assert calls(faults) == set(READ_CALLS) - {"preadv"}
 
 
 def test_an_error_at_each_in_turn(path: Path) -> None:
@@ -100,10 +100,10 @@ def test_what_the_callback_raises_comes_in_place_of_the_request(path: Path) -> N
 
 
 def test_it_ends_with_the_context(path: Path) -> None:
-    before = {name: getattr(system, name) for name in CALLS}
+    before = {name: getattr(system, name) for name in READ_CALLS}
     with pytest.raises(ReadFailedError), faulty_reads(error=OSError):
         load(path)
-    assert {name: getattr(system, name) for name in CALLS} == before
+    assert {name: getattr(system, name) for name in READ_CALLS} == before
     load(path)
 
 

@@ -1,1 +1,1 @@
-"""The command line: `modelstate inspect | plan | load | explain | demo`."""
+"""The command line: `modelstate inspect`, `plan`, `load`, `convert`, `verify`, `store`, `live` and more."""

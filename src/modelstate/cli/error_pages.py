@@ -1,4 +1,4 @@
-"""The pages about errors: one a cause, each with code that fails and code that works."""
+"""The pages about errors, each with code that fails and code that works, and the search for a page."""
 
 import difflib
 import re
@@ -21,67 +21,64 @@ class Page:
 
     name: str
     title: str
-    """The text of the error, as people search for it."""
+    """The text of the error, as a user would search for it."""
     text: str
-    """Markdown, whose links to other pages are only their names."""
+    """Markdown, with the names of other pages in place of links to them."""
     classes: tuple[str, ...]
     """The errors and problems that name the page."""
 
 
 @dataclass(frozen=True, slots=True)
-class Found:
-    """What was found for a name or a text."""
+class Match:
+    """The pages for a name or a text."""
 
     pages: tuple[Page, ...]
     guess: bool = False
-    """Whether nothing has this name, and the page is that of the nearest one."""
+    """Whether nothing has this name, and the page is the nearest one."""
 
 
 @cache
 def pages() -> dict[str, Page]:
-    """All pages, by their names."""
+    """Returns all pages by name."""
     named: dict[str, list[str]] = {}
     for kind in classes():
         named.setdefault(kind.page, []).append(kind.__name__)
-    found = {}
-    for path in sorted(_folder().glob("*.md")):
+    package = Path(__file__).parent.parent
+    folder = package / "pages"
+    if not folder.is_dir():  # a checkout, or an editable install of one
+        folder = package.parent.parent / "docs" / "errors"
+    by_name = {}
+    for path in sorted(folder.glob("*.md")):
         if path.stem != "index":
             text = _LINK.sub(r"\1", path.read_text(encoding="utf-8"))
             title = text.partition("\n")[0].removeprefix("# ")
-            found[path.stem] = Page(path.stem, title, text, tuple(named.get(path.stem, ())))
-    return found
+            by_name[path.stem] = Page(path.stem, title, text, tuple(named.get(path.stem, ())))
+    return by_name
 
 
 def classes() -> Iterator[type[ModelStateError] | type[Problem]]:
-    """Every class of errors and of problems, each of which names a page."""
+    """Yields every class of errors and of problems. Each names a page."""
     yield from (kind for kind in _defined(errors) if issubclass(kind, ModelStateError) and kind is not ModelStateError)
     yield from (kind for kind in _defined(problems) if issubclass(kind, Problem) and kind is not Problem)
 
 
-def find(asked: str) -> Found:
-    """The page of a name or of a class, whatever its case; the pages that have the words; or the nearest one."""
+def find(query: str) -> Match:
+    """Finds the page with a name or of a class, in any case; else the pages with these words; else the nearest one."""
     names = {_plain(name): page for page in pages().values() for name in (page.name, *page.classes)}
-    key = _plain(asked.rpartition(".")[2])
+    key = _plain(query.rpartition(".")[2])
     if key in names:
-        return Found((names[key],))
+        return Match((names[key],))
     near = difflib.get_close_matches(key, names, n=1, cutoff=0.75)
-    is_name = not any(map(str.isspace, asked))
+    is_name = not any(map(str.isspace, query))
     if near and is_name:
-        return Found((names[near[0]],), guess=True)
-    words = _words(asked)
-    having = tuple(page for page in pages().values() if words and words in _words(page.text))
-    if having or is_name:
-        return Found(having)
-    shares = {_share(page.title, asked): page for page in pages().values()}
+        return Match((names[near[0]],), guess=True)
+    words = _words(query)
+    containing = tuple(page for page in pages().values() if words and words in _words(page.text))
+    if containing or is_name:
+        return Match(containing)
+    shares = {_share(page.title, query): page for page in pages().values()}
     most = max(shares, default=0)
-    return Found((shares[most],), guess=True) if most > 0.5 else Found(())
-
-
-def _folder() -> Path:
-    package = Path(__file__).parent.parent
-    installed = package / "pages"
-    # In a checkout, and in an editable install of one, they lie where the documentation is.
-    return installed if installed.is_dir() else package.parent.parent / "docs" / "errors"
+    return Match((shares[most],), guess=True) if most > 0.5 else Match(())
 
 
 def _defined(module: ModuleType) -> Iterator[type]:
@@ -96,7 +93,7 @@ def _words(text: str) -> str:
     return " ".join(text.lower().split())
 
 
-def _share(title: str, asked: str) -> float:
-    """How many of the title's words are in what is asked: texts of errors differ in names and numbers."""
-    wanted, given = (set(re.findall(r"[a-z]{3,}", text.lower())) for text in (title, asked))
-    return len(wanted & given) / len(wanted)
+def _share(title: str, query: str) -> float:
+    """Returns the share of the title's words in the query, because texts of errors differ in names and numbers."""
+    in_title, in_query = (set(re.findall(r"[a-z]{3,}", text.lower())) for text in (title, query))
+    return len(in_title & in_query) / len(in_title)

@@ -1,4 +1,4 @@
-"""`modelstate live`: what has to do with programs that serve."""
+"""`modelstate live`: puts new weights into programs that serve."""
 
 import os
 import signal
@@ -14,9 +14,9 @@ from modelstate.serve.app import ServingApp
 from modelstate.serve.follow import FollowEvent
 
 TOKEN = "MODELSTATE_TOKEN"
-_LOOK_SECONDS = 0.2
+_WAIT_SECONDS = 0.2
 _END_SECONDS = 1.0
-"""For a swap that is under way to end; the app goes on with it in any case."""
+"""The time for a running swap to end. The app finishes it in any case."""
 
 app = typer.Typer(
     help="New weights into programs that serve.",
@@ -65,31 +65,31 @@ def follow(
                 select=select,
                 object=name,
                 poll_s=poll,
-                on_error=_say_error,
-                on_swap=_say_swap,
+                on_error=lambda error: print(f"error: {error}", file=sys.stderr, flush=True),
+                on_swap=_print_swap,
                 background=False,
             )
         except (OptionError, ms.errors.SaveTargetError) as error:
             raise typer.BadParameter(f"{error.what}: {error.found or error.where}") from error
         if once:
-            _look_once(following, store)
+            _poll_once(following, store)
         else:
-            _look_until_a_signal(following)
+            _poll_until_signal(following)
 
 
-def _look_once(following: ms.serve.Following, store: str) -> None:
-    happened = following.poll()
-    if not happened:
+def _poll_once(following: ms.serve.Following, store: str) -> None:
+    events = following.poll()
+    if not events:
         print(f"error: {store} has no checkpoint to take", file=sys.stderr)
-    if [event.action for event in happened] != ["swapped"]:
+    if [event.action for event in events] != ["swapped"]:
         raise typer.Exit(PROBLEMS)
 
 
-def _look_until_a_signal(following: ms.serve.Following) -> None:
-    # The looks are another thread's, so that a swap that takes its time does not put off the end.
+def _poll_until_signal(following: ms.serve.Following) -> None:
+    # Another thread polls, so that a slow swap does not delay the end.
     with ms.Deadline(hours=None, signals=(signal.SIGTERM, signal.SIGINT)) as end:
         following.start()
-        while not end.reached and not following.wait(_LOOK_SECONDS):
+        while not end.reached and not following.wait(_WAIT_SECONDS):
             pass
         if not end.reached:
             raise typer.Exit(PROBLEMS)
@@ -97,27 +97,23 @@ def _look_until_a_signal(following: ms.serve.Following) -> None:
         print(f"ended: {end.reason}", file=sys.stderr)
 
 
-def _say_swap(event: FollowEvent) -> None:
+def _print_swap(event: FollowEvent) -> None:
     typer.echo(f"step {event.step}: version {event.version} serves, from {event.source}")
     sys.stdout.flush()
 
 
-def _say_error(error: Exception) -> None:
-    print(f"error: {error}", file=sys.stderr, flush=True)
-
-
 def _token(path: str | None) -> str:
-    """Raises `typer.BadParameter`; the token itself is never shown."""
+    """Returns the token of a file or of the environment. Raises `typer.BadParameter`, which never shows the token."""
     if path is None:
-        found = os.environ.get(TOKEN, "")
-        if not found:
+        token = os.environ.get(TOKEN, "")
+        if not token:
             raise typer.BadParameter(f"no token: give --token-file, or set {TOKEN}")
-        return found.strip()
+        return token.strip()
     try:
         with open(path, encoding="utf-8") as file:
-            found = file.read(4096).strip()
+            token = file.read(4096).strip()
     except (OSError, ValueError) as error:
         raise typer.BadParameter(f"the token cannot be read from {path!r}: {type(error).__name__}") from error
-    if not found:
+    if not token:
         raise typer.BadParameter(f"there is no token in {path!r}")
-    return found
+    return token

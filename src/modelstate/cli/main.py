@@ -1,10 +1,10 @@
-"""The commands, each a thin layer over the public functions."""
+"""The commands of `modelstate`. Each parses its options and calls one public function."""
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from importlib.metadata import version
 from time import perf_counter
-from typing import Annotated, Any
+from typing import Annotated, Any, TypeVar
 
 import typer
 
@@ -17,7 +17,6 @@ from modelstate.cli.common import (
     FileFormat,
     Overwrite,
     build_model,
-    code_of_others,
     model_factory,
     named_rules,
     parse_device,
@@ -26,6 +25,7 @@ from modelstate.cli.common import (
     parse_rules,
     parse_size,
     reported,
+    user_code,
 )
 from modelstate.cli.error_pages import Page, find, pages
 from modelstate.cli.live import app as live_app
@@ -143,7 +143,7 @@ def _options(
 
 
 def _open(path: str, allow: list[str] | None, skip_forbidden: bool) -> ms.Checkpoint:
-    with code_of_others():
+    with user_code():
         return ms.open(path, allow=allow or (), skip_forbidden=skip_forbidden)
 
 
@@ -169,21 +169,27 @@ def inspect(
             raise typer.Exit(PROBLEMS)
 
 
+_Result = TypeVar("_Result")
+
+
 @dataclass(frozen=True, slots=True)
 class Request:
-    """What `plan` and its like are asked for; a wrong command line is noticed before anything is opened or built."""
+    """The parsed options of `plan`, `load` and `suggest`.
+
+    They are parsed before a file is opened or a model is built, so that a wrong command line fails first.
+    """
 
     model: str
     factory: Callable[[], object]
     skeleton: bool
     options: dict[str, Any]
 
-    def run(self, do: Callable[..., Any], checkpoint: ms.Checkpoint) -> Any:
-        """What a function of modelstate says of the checkpoint and the model."""
+    def run(self, function: Callable[..., _Result], checkpoint: ms.Checkpoint) -> _Result:
+        """Builds the model, and calls a function of modelstate with it and the checkpoint."""
         model = build_model(self.model, self.factory, skeleton=self.skeleton)
         try:
-            with code_of_others():
-                return do(model, checkpoint, **self.options)
+            with user_code():
+                return function(model, checkpoint, **self.options)
         except ms.errors.ModelCodeError as error:
             if any(param.is_meta for param in model.parameters()):
                 error.remedy += f"; if the code reads values, {WITH_VALUES}"
@@ -218,7 +224,7 @@ def plan(
         request = _request(
             model,
             key,
-            _both(named_rules(rules, debug), changes),
+            _combined(named_rules(rules, debug), changes),
             allow_missing,
             allow_unexpected,
             init_missing,
@@ -228,9 +234,10 @@ def plan(
             debug,
         )
         with _open(path, allow, skip_forbidden) as checkpoint:
-            made = request.run(ms.plan, checkpoint)
-        typer.echo(made.to_json() if as_json else f"{made}{spelling.as_text(spelling.of_problems(made.problems))}")
-        if not made.ok:
+            load_plan = request.run(ms.plan, checkpoint)
+        hints = spelling.as_text(spelling.of_problems(load_plan.problems))
+        typer.echo(load_plan.to_json() if as_json else f"{load_plan}{hints}")
+        if not load_plan.ok:
             raise typer.Exit(PROBLEMS)
 
 
@@ -262,7 +269,7 @@ def load(
         request = _request(
             model,
             key,
-            _both(named_rules(rules, debug), changes),
+            _combined(named_rules(rules, debug), changes),
             allow_missing,
             allow_unexpected,
             init_missing,
@@ -276,7 +283,10 @@ def load(
         typer.echo(report.to_json() if as_json else str(report))
 
 
-def _both(named: tuple[Rule, ...] | ms.rules.Schema, changes: tuple[Rule, ...]) -> tuple[Rule, ...] | ms.rules.Schema:
+def _combined(
+    named: tuple[Rule, ...] | ms.rules.Schema, changes: tuple[Rule, ...]
+) -> tuple[Rule, ...] | ms.rules.Schema:
+    """Returns the rules of --rules, followed by those of the options that change names."""
     if isinstance(named, ms.rules.Schema):
         if changes:
             raise typer.BadParameter("a Schema has all the rules: give it, or the options that change names")
@@ -296,7 +306,7 @@ def _request(
     no_skeleton: bool,
     debug: bool,
 ) -> Request:
-    # What the file may lack keeps the values of the model, so it has to have some.
+    # Names that the file may lack keep the values of the model, which a skeleton does not have.
     skeleton = not (missing or no_skeleton)
     options: dict[str, Any] = {
         "key": key,
@@ -325,9 +335,9 @@ def suggest(
     with reported(debug):
         request = Request(model, model_factory(model, debug), not no_skeleton, {"key": key})
         with _open(path, allow, skip_forbidden) as checkpoint:
-            made = request.run(ms.suggest, checkpoint)
-        typer.echo(made.to_json() if as_json else str(made))
-        if not made.complete:
+            suggestion = request.run(ms.suggest, checkpoint)
+        typer.echo(suggestion.to_json() if as_json else str(suggestion))
+        if not suggestion.complete:
             raise typer.Exit(PROBLEMS)
 
 
@@ -369,7 +379,7 @@ def convert(
     with reported(debug):
         changes = parse_rules(strip_prefix or (), add_prefix, rename or (), rename_regex or (), ignore or ())
         options: dict[str, Any] = {
-            "rules": _both(named_rules(rules, debug), changes),
+            "rules": _combined(named_rules(rules, debug), changes),
             "dtype": parse_dtype(dtype),
             "format": parse_format(format, target),
             "shard_size_bytes": parse_size(shard_size),
@@ -378,7 +388,7 @@ def convert(
         }
         if model is not None:
             options["model"] = build_model(model, model_factory(model, debug), skeleton=not no_skeleton)
-        with _open(path, allow, skip_forbidden) as checkpoint, code_of_others():
+        with _open(path, allow, skip_forbidden) as checkpoint, user_code():
             report = ms.convert_checkpoint(checkpoint, target, key=key, **options)
         typer.echo(str(report))
 
@@ -393,7 +403,7 @@ def verify(path: Path, allow: Allow = None, skip_forbidden: Skip = False, debug:
         with _open(path, allow, skip_forbidden) as checkpoint:
             begin = perf_counter()
             nbytes = checkpoint.verify()
-            kinds = ", ".join(sorted({one.algorithm for one in checkpoint.checksums.values()}))
+            kinds = ", ".join(sorted({checksum.algorithm for checksum in checkpoint.checksums.values()}))
             typer.echo(
                 f"{path}: {count(len(checkpoint), 'tensor')}, {size(nbytes)} are what their {kinds} digests say, "
                 f"{seconds(perf_counter() - begin)}"
@@ -415,16 +425,16 @@ def explain(
     if name is None:
         typer.echo(_listed(pages().values()))
         return
-    found = find(name)
-    if not found.pages:
+    result = find(name)
+    if not result.pages:
         raise typer.BadParameter(f"there is no page about {name!r}: modelstate explain lists all of them")
-    if found.guess:
-        typer.echo(f"there is no page about {name!r}; the nearest is {found.pages[0].name}", err=True)
-    typer.echo(found.pages[0].text.rstrip() if len(found.pages) == 1 else _listed(found.pages))
+    if result.guess:
+        typer.echo(f"there is no page about {name!r}; the nearest is {result.pages[0].name}", err=True)
+    typer.echo(result.pages[0].text.rstrip() if len(result.pages) == 1 else _listed(result.pages))
 
 
-def _listed(several: Iterable[Page]) -> str:
-    return columns([[page.name, page.title] for page in several])
+def _listed(listed: Iterable[Page]) -> str:
+    return columns([[page.name, page.title] for page in listed])
 
 
 @app.command()
@@ -440,5 +450,5 @@ def demo(
 
 
 def main() -> None:
-    """What the `modelstate` command runs."""
+    """Runs the `modelstate` command."""
     app(prog_name="modelstate")

@@ -1,6 +1,6 @@
-"""What errors and problems propose in Python, as the command line spells it.
+"""Translates the remedies of errors and problems, which are Python, to options of the command line.
 
-The translation goes from classes and their fields, so that it does not depend on the words of a message.
+The translation uses the classes and fields of errors, so that it does not depend on the text of a message.
 """
 
 import ast
@@ -24,7 +24,7 @@ _IN_PYTHON = "a transform is given in Python: modelstate.load(model, path, trans
 
 
 def of_error(error: BaseException, debug: bool = False) -> list[str]:
-    """What to do about an error, a line each; nothing where the error itself says it as the command line does."""
+    """Returns what to do about an error, one line each; empty if the error's own remedy fits the command line."""
     if isinstance(error, errors.PlanError):
         return of_problems(error.problems)
     if isinstance(error, errors.ForbiddenGlobalError) and error.allow:
@@ -53,68 +53,62 @@ def of_error(error: BaseException, debug: bool = False) -> list[str]:
 
 
 def of_problems(problems: Sequence[Problem]) -> list[str]:
-    """What to do about the problems of a plan, a line each."""
+    """Returns what to do about the problems of a plan, one line each."""
     groups = grouped(problems)
-    lines = [line for cause, members in groups for line in _PROBLEMS.get(cause, _nothing)(members)]
+    lines = [line for cause, members in groups if cause in _PROBLEMS for line in _PROBLEMS[cause](members)]
     if {causes.Missing, causes.Unexpected} <= {cause for cause, _ in groups}:
         lines.insert(0, f"{SUGGEST}, which works out rules where only names differ")
     return list(dict.fromkeys(lines))
 
 
 def as_text(lines: Sequence[str]) -> str:
-    """The lines below an error; empty for none."""
+    """Returns the text to print below an error; empty for no lines."""
     if len(lines) == 1:
         return f"\n  on the command line: {lines[0]}"
     return "\n  on the command line:" + "".join(f"\n    {line}" for line in lines) if lines else ""
 
 
 def rule_as_options(code: str) -> str | None:
-    """The options for a rule as problems propose it (`ms.rules.Prefix(strip='module.')`); None where it has none."""
+    """Returns the option for a rule in a remedy (`ms.rules.Prefix(strip='module.')`); None if there is no option."""
     call = ast.parse(code, mode="eval").body
     if not (isinstance(call, ast.Call) and isinstance(call.func, ast.Attribute)):
         return None
-    expression = bool(call.args) and isinstance(call.args[0], ast.Call)  # re.compile(...)
-    given = [ast.literal_eval(one.args[0] if isinstance(one, ast.Call) else one) for one in call.args]
+    is_regex = bool(call.args) and isinstance(call.args[0], ast.Call)  # re.compile(...)
+    positional = [ast.literal_eval(arg.args[0] if isinstance(arg, ast.Call) else arg) for arg in call.args]
     named = {keyword.arg: ast.literal_eval(keyword.value) for keyword in call.keywords}
     if call.func.attr == "Prefix" and named.keys() in ({"strip"}, {"add"}):
-        ((what, prefix),) = named.items()
-        return _option(f"--{what}-prefix", prefix)
-    if call.func.attr == "Rename" and len(given) == 2 and "=" not in given[1]:
-        return _option("--rename-regex" if expression else "--rename", "=".join(given))
+        ((action, prefix),) = named.items()
+        return _option(f"--{action}-prefix", prefix)
+    if call.func.attr == "Rename" and len(positional) == 2 and "=" not in positional[1]:
+        return _option("--rename-regex" if is_regex else "--rename", "=".join(positional))
     return None
 
 
 def _option(name: str, value: str) -> str:
-    # What begins like an option would be taken for one.
+    # A value that begins with a dash would be taken for an option.
     return f"{name}={shlex.quote(value)}" if value.startswith("-") else f"{name} {shlex.quote(value)}"
 
 
-def _nothing(members: Sequence[Any]) -> list[str]:
-    return []
-
-
 def _rules(members: Sequence[causes.OtherNames]) -> list[str]:
-    spelled = [rule_as_options(problem.rule) for problem in members]
-    return [" ".join(filter(None, spelled))] if all(spelled) else []
+    options = [rule_as_options(problem.rule) for problem in members]
+    return [" ".join(filter(None, options))] if all(options) else []
 
 
 def _casts(members: Sequence[causes.WrongDtype]) -> list[str]:
-    floats = [one.expected for one in members if one.how == "lossy" and _is_float(one.expected)]
+    floats = [
+        member.expected
+        for member in members
+        if member.how == "lossy"
+        and isinstance(dtype := getattr(torch, member.expected, None), torch.dtype)
+        and dtype.is_floating_point
+    ]
     lines = [f"--dtype {floats[0]}"] if floats else []
     return lines if len(floats) == len(members) else [*lines, _IN_PYTHON]
 
 
-def _is_float(name: str) -> bool:
-    dtype = getattr(torch, name, None)
-    return isinstance(dtype, torch.dtype) and dtype.is_floating_point
-
-
 def _initialised(members: Sequence[causes.Missing | causes.Uninitialised]) -> list[str]:
-    return ["--init-missing, to have the model initialise them"] if all(one.initialiser for one in members) else []
-
-
-def _ties(members: Sequence[causes.TieConflict]) -> list[str]:
-    return [_option("--ignore", members[0].name)]
+    can_initialise = all(member.initialiser for member in members)
+    return ["--init-missing, to have the model initialise them"] if can_initialise else []
 
 
 _PROBLEMS: dict[type[Problem], Callable[[Sequence[Any]], list[str]]] = {
@@ -128,7 +122,7 @@ _PROBLEMS: dict[type[Problem], Callable[[Sequence[Any]], list[str]]] = {
     causes.WrongDtype: _casts,
     causes.QuantizedCast: lambda _: ["leave out --dtype"],
     causes.QuantizedIntoPlain: lambda _: ["leave out --no-skeleton, and name a function that builds the model"],
-    causes.TieConflict: _ties,
+    causes.TieConflict: lambda members: [_option("--ignore", members[0].name)],
     causes.Uninitialised: lambda members: [
         *_initialised(members),
         "--no-skeleton, if the factory does not build on meta by itself",

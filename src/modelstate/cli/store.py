@@ -1,4 +1,4 @@
-"""`modelstate store`: what is in a store, whether it is whole, and what is to go."""
+"""`modelstate store`: lists, verifies and prunes the checkpoints of a store, and writes an object as a file."""
 
 import json
 import os
@@ -39,7 +39,7 @@ Debug = Annotated[bool, typer.Option("--debug", help="Show the traceback of an e
 
 
 def is_store(path: str) -> bool:
-    """Whether there is a store in a directory."""
+    """Whether a directory is a store."""
     try:
         return os.path.isfile(os.path.join(path, STORE_FILE)) or bool(places(path))
     except OSError:
@@ -47,9 +47,9 @@ def is_store(path: str) -> bool:
 
 
 def _store(path: str) -> ms.Store:
-    """The store in a directory. Looking at it creates nothing.
+    """Returns the store in a directory. It creates nothing.
 
-    Raises `SourceNotFoundError`, `SourceTypeError` for what is not a directory, and `NoCheckpointError`.
+    Raises `SourceNotFoundError`, `SourceTypeError` for a file, and `NoCheckpointError` for another directory.
     """
     if not os.path.lexists(path):
         raise SourceNotFoundError("there is no such directory", where=path)
@@ -64,7 +64,7 @@ def _store(path: str) -> ms.Store:
         )
     if not is_store(path):
         raise NoCheckpointError(
-            "this is no store of checkpoints",
+            "this is not a store of checkpoints",
             where=path,
             expected=f"{STORE_FILE}, as modelstate.Store writes it",
             remedy="modelstate inspect shows other checkpoints",
@@ -88,8 +88,8 @@ def list_steps(directory: Directory, as_json: Json = False, debug: Debug = False
             raise typer.Exit(PROBLEMS)
 
 
-def _fields(info: ms.store.CheckpointInfo) -> dict[str, Any]:
-    # JSON has no NaN.
+def _fields(info: ms.store.CheckpointInfo) -> dict[str, object]:
+    # NaN and infinity are text, because JSON does not have them.
     metrics = {name: value if value - value == 0 else str(value) for name, value in info.metrics.items()}
     return {
         "step": info.step,
@@ -103,7 +103,7 @@ def _fields(info: ms.store.CheckpointInfo) -> dict[str, Any]:
 
 
 def _row(info: ms.store.CheckpointInfo) -> list[str]:
-    marks = [mark for mark, has in (("damaged", not info.intact), ("pinned", info.pinned)) if has]
+    marks = [mark for mark, applies in (("damaged", not info.intact), ("pinned", info.pinned)) if applies]
     metrics = [f"{name}={value:.6g}" for name, value in info.metrics.items()]
     saved = datetime.fromtimestamp(info.time, UTC).strftime("%Y-%m-%d %H:%M:%S UTC")
     return [str(info.step), saved, size(info.nbytes), ", ".join(marks), " ".join(metrics)]
@@ -117,9 +117,9 @@ def verify(directory: Directory, step: Step = None, debug: Debug = False) -> Non
 
 
 def verify_steps(directory: str, step: int | None = None) -> None:
-    """A line for each step as soon as it has been read; ends the program with 1 where one of them is damaged.
+    """Prints a line for each step as soon as it has been read; exits with 1 if one of them is damaged.
 
-    Somebody may take steps away meanwhile. Where that leaves none that was read, those are read that have come.
+    Another process may delete and save steps meanwhile. If no step could be read, the new ones are read.
     """
     store = _store(directory)
     read = problems = 0
@@ -189,8 +189,8 @@ def prune(
 
 
 def _listed(steps: Iterable[int]) -> str:
-    found = list(steps)
-    return f"{count(len(found), 'step')}" + (f": {', '.join(map(str, found))}" if found else "")
+    numbers = list(map(str, steps))
+    return count(len(numbers), "step") + (f": {', '.join(numbers)}" if numbers else "")
 
 
 @app.command()
@@ -215,25 +215,25 @@ def restore(
         options["format"] = parse_format(format, target)
         store = _store(directory)
         while True:
-            found = _whole(store, step)
+            chosen = _whole(store, step)
             try:
-                with store.open(name, found) as checkpoint:
+                with store.open(name, chosen) as checkpoint:
                     report = ms.convert_checkpoint(checkpoint, target, overwrite=overwrite, **options)
                 break
             except ms.ModelStateError:
-                if step is not None or found in {info.step for info in store.infos()}:
+                if step is not None or chosen in {info.step for info in store.infos()}:
                     raise
-                # It was taken away before all of it had been read.
-        typer.echo(f"step {found}: {report}")
+                # The step was deleted while it was read: the next one is tried.
+        typer.echo(f"step {chosen}: {report}")
 
 
 def _whole(store: ms.Store, step: int | None) -> int:
-    """The step, if it is whole; the newest one that is, where none is given. Raises what keeps it from being used."""
+    """Returns the step, or the newest whole one if none is given. Raises if it is damaged or does not exist."""
     if step is None:
-        found = newest_whole(store, _pass_over)
-        if found is None:
+        newest = newest_whole(store, _report_skipped)
+        if newest is None:
             raise StepNotFoundError("there is no checkpoint that is whole", where=store.directory)
-        return found
+        return newest
     if problem := problem_now(store, step):
         raise DamagedCheckpointError(
             "the checkpoint is damaged; nothing has been written",
@@ -244,5 +244,5 @@ def _whole(store: ms.Store, step: int | None) -> int:
     return step
 
 
-def _pass_over(step: int, problem: str) -> None:
+def _report_skipped(step: int, problem: str) -> None:
     typer.echo(f"step {step} is passed over: {_in_a_line(problem)}", err=True)

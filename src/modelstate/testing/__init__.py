@@ -1,4 +1,4 @@
-"""For tests: checkpoints that cannot be read or written, on demand, and disks that lose power."""
+"""Tools for tests: system calls that fail on demand, and the state of a disk after a power cut."""
 
 from modelstate.testing.disk import LossyDisk as LossyDisk
 from modelstate.testing.disk import lossy_disk as lossy_disk

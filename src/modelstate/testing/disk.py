@@ -1,8 +1,9 @@
-"""What a disk may hold after a power cut: a model of what a file system promises, and of what it does not.
+"""A model of what a disk may hold after a power cut, by the guarantees of a file system.
 
-Bytes are safe when their file has been synced, and names when their directory has. Of what was not, anything may be
-there: each write, in full or in part, missing, or as zeros; and the names of a directory as they were after any of the
-changes since its last sync, in their order. Syncing a file does not keep its name, though many file systems do that.
+Bytes are safe once their file has been synced, and names once their directory has been synced. Everything else may be
+in any state: each write is there in full, in part, as zeros, or missing, and the names of a directory are those after
+any number of the changes since its last sync, in their order. Syncing a file does not make its name safe, although
+many file systems do that.
 """
 
 import os
@@ -21,12 +22,13 @@ from modelstate.testing.faults import WRITE_CALLS, replaced
 @dataclass(slots=True)
 class _File:
     synced: bytes = b""
-    waiting: list[tuple[int, bytes | int]] = field(default_factory=list)
-    """Writes since the last sync: where, and the bytes, or of space that was set aside how many."""
+    unsynced: list[tuple[int, bytes | int]] = field(default_factory=list)
+    """Writes since the last sync: the offset, and the bytes; for allocated space the number of bytes."""
 
     def content(self, draw: random.Random | None, everything: bool) -> bytes:
-        made = bytearray(self.synced)
-        for start, data in self.waiting:
+        """Returns the bytes of the file: with every write, with writes drawn by chance, or with synced ones only."""
+        content = bytearray(self.synced)
+        for start, data in self.unsynced:
             data = bytes(data) if isinstance(data, int) else data
             fate = "there" if everything else draw.choice(("there", "part", "zeros", "missing")) if draw else "missing"
             if isinstance(data, bytes) and fate == "part":
@@ -34,15 +36,15 @@ class _File:
             if fate == "missing" or not data:
                 continue
             end = start + len(data)
-            made.extend(bytes(max(0, end - len(made))))
+            content.extend(bytes(max(0, end - len(content))))
             if any(data):
-                made[start:end] = bytes(len(data)) if fate == "zeros" else data
-        return bytes(made)
+                content[start:end] = bytes(len(data)) if fate == "zeros" else data
+        return bytes(content)
 
 
 @dataclass(slots=True)
 class _Change:
-    """A change of names that is all there or not at all: what stands under each then, in which directory."""
+    """An atomic change of names: for each a directory, a name, and the entry that it gets; None removes the name."""
 
     names: list[tuple["_Directory", str, "_Entry | None"]]
 
@@ -50,18 +52,18 @@ class _Change:
 @dataclass(slots=True, eq=False)
 class _Directory:
     synced: dict[str, "_Entry"] = field(default_factory=dict)
-    waiting: list[_Change] = field(default_factory=list)
+    unsynced: list[_Change] = field(default_factory=list)
 
     def entries(self, count: int | None = None) -> dict[str, "_Entry"]:
-        """With the first so many of the changes since the last sync; with all of them without a number."""
-        made = dict(self.synced)
-        for change in self.waiting[:count]:
+        """Returns the entries after the first `count` changes since the last sync, or after all of them."""
+        entries = dict(self.synced)
+        for change in self.unsynced[:count]:
             for directory, name, entry in change.names:
                 if directory is self and entry is not None:
-                    made[name] = entry
+                    entries[name] = entry
                 elif directory is self:
-                    made.pop(name, None)
-        return made
+                    entries.pop(name, None)
+        return entries
 
 
 _Entry = _File | _Directory
@@ -69,10 +71,10 @@ _Call = tuple[Any, ...]
 
 
 class LossyDisk:
-    """What has been done to a directory. Made by `lossy_disk`."""
+    """The record of what has been done to a directory. `lossy_disk` makes it."""
 
     calls: list[str]
-    """The calls that changed something, or made it safe, in their order."""
+    """The calls that changed something, or made it safe, in order."""
 
     def __init__(self, directory: str) -> None:
         self._path = os.path.abspath(directory)
@@ -86,13 +88,15 @@ class LossyDisk:
     def write(
         self, into: str | os.PathLike[str], point: int, keep: Literal["synced", "everything"] | int = "synced"
     ) -> None:
-        """Makes a directory as it may be after a power cut behind the first `point` calls.
+        """Creates a directory in a state that is possible after a power cut after the first `point` calls.
 
         Args:
-            into: the path of the directory, which is made.
-            point: how many calls had been made.
-            keep: "synced" for what must be there and nothing else, "everything" for all that had been asked for, and a
-                number, the seed of a draw, for something between.
+            into: the path of the directory to create.
+            point: the number of calls before the power cut.
+            keep: "synced" for only what is safe, "everything" for everything that was written, or a number, the seed of
+                a random choice of what is not safe.
+
+        Raises `OptionError` for another value of `keep`.
         """
         if keep not in ("synced", "everything") and not isinstance(keep, int):
             raise OptionError("keep= is unknown", expected='"synced", "everything" or a seed', found=repr(keep))
@@ -104,24 +108,24 @@ class LossyDisk:
         def call(*args: Any) -> Any:
             with self._lock:
                 is_new = name == "open" and not os.path.lexists(args[0])
-                answer = real(*args)
-                self._note(name, args, answer, is_new)
-                return answer
+                result = real(*args)
+                self._record(name, args, result, is_new)
+                return result
 
         return call
 
-    def _note(self, name: str, args: Sequence[Any], answer: Any, is_new: bool) -> None:
+    def _record(self, name: str, args: Sequence[Any], result: Any, is_new: bool) -> None:
         if name == "close":
             self._open.pop(args[0], None)
             return
-        if name == "fchmod":  # of files it is known what is in them, and not who may read that
+        if name == "fchmod":  # permissions are not recorded
             return
         if name in ("pwritev", "fallocate", "fsync"):
             number = self._open.get(args[0])
             if number is None:
                 return
             if name == "pwritev":
-                data = b"".join(bytes(buffer) for buffer in args[1])[:answer]
+                data = b"".join(bytes(buffer) for buffer in args[1])[:result]
                 self._add(name, number, args[2], data)
             else:
                 self._add(name, number, *args[1:])
@@ -130,8 +134,8 @@ class LossyDisk:
         if not all(path == self._path or path.startswith(os.path.join(self._path, "")) for path in paths):
             return
         if name == "open":
-            self._open[answer] = f"{answer}.{len(self._done)}"
-            self._add("open", self._open[answer], paths[0], is_new)
+            self._open[result] = f"{result}.{len(self._done)}"
+            self._add("open", self._open[result], paths[0], is_new)
         else:
             self._add(name, *paths)
 
@@ -147,10 +151,10 @@ class _Replay:
         self._path, self._root = path, _Directory()
         self._handles: dict[str, _Entry] = {}
         same: dict[int, _Entry] = {}
-        for one, content in before.items():
-            directory, name = self._at(one)
-            made: _Entry = _Directory() if content is None else _File(content)
-            directory.synced[name] = same.setdefault(inodes[one], made)
+        for entry_path, content in before.items():
+            directory, name = self._at(entry_path)
+            entry: _Entry = _Directory() if content is None else _File(content)
+            directory.synced[name] = same.setdefault(inodes[entry_path], entry)  # hard links share an entry
 
     def after(self, calls: Sequence[_Call]) -> _Directory:
         for name, *args in calls:
@@ -159,11 +163,11 @@ class _Replay:
 
     def _at(self, path: str) -> tuple[_Directory, str]:
         directory = self._root
-        *above, name = os.path.relpath(path, self._path).split(os.sep)
-        for one in above:
-            found = directory.entries()[one]
-            assert isinstance(found, _Directory)
-            directory = found
+        *parents, name = os.path.relpath(path, self._path).split(os.sep)
+        for parent in parents:
+            entry = directory.entries()[parent]
+            assert isinstance(entry, _Directory)
+            directory = entry
         return directory, name
 
     def _entry(self, path: str) -> _Entry:
@@ -174,8 +178,8 @@ class _Replay:
 
     def _change(self, *names: tuple[str, _Entry | None]) -> None:
         change = _Change([(*self._at(path), entry) for path, entry in names])
-        for directory in {id(one): one for one, _, _ in change.names}.values():
-            directory.waiting.append(change)
+        for directory in {id(directory): directory for directory, _, _ in change.names}.values():
+            directory.unsynced.append(change)
 
     def _open(self, handle: str, path: str, is_new: bool) -> None:
         if is_new:
@@ -188,12 +192,12 @@ class _Replay:
         return file
 
     def _pwritev(self, handle: str, start: int, data: bytes) -> None:
-        self._file(handle).waiting.append((start, data))
+        self._file(handle).unsynced.append((start, data))
 
     def _fallocate(self, handle: str, nbytes: int) -> None:
         file = self._file(handle)
         if nbytes > len(file.content(None, True)):
-            file.waiting.append((nbytes - 1, 1))
+            file.unsynced.append((nbytes - 1, 1))
 
     def _fsync(self, handle: str) -> None:
         entry = self._handles[handle]
@@ -201,12 +205,12 @@ class _Replay:
             entry.synced = entry.content(None, True)
         else:
             entry.synced = entry.entries()
-        entry.waiting.clear()
+        entry.unsynced.clear()
 
     def _replace(self, source: str, target: str) -> None:
         entry = self._entry(source)
         directory, name = self._at(target)
-        if directory.entries().get(name) is not entry:  # else nothing happens
+        if directory.entries().get(name) is not entry:  # a rename to another link of the file does nothing
             self._change((source, None), (target, entry))
 
     def _link(self, source: str, target: str) -> None:
@@ -224,10 +228,19 @@ class _Replay:
 
 @contextmanager
 def lossy_disk(directory: str | os.PathLike[str]) -> Iterator[LossyDisk]:
-    """Within this context it is noted what saves do to a directory, so that its state after a power cut can be made.
+    """Records what saves do to a directory, so that its possible states after a power cut can be created.
 
-    What is in the directory at the beginning counts as safe. Only what `modelstate` writes is noted. All data that is
-    written is kept in memory.
+    The content of the directory at the beginning counts as safe. Only what modelstate writes is recorded. All data
+    that is written is kept in memory.
+
+    Args:
+        directory: the directory to record.
+
+    Example:
+        >>> with modelstate.testing.lossy_disk(folder) as disk:
+        ...     modelstate.save(model, folder / "model.safetensors")
+        >>> for point in range(len(disk.calls) + 1):
+        ...     disk.write(f"after_{point}", point)
     """
     disk = LossyDisk(os.fspath(directory))
     with replaced(write_system, {name: disk._recorded(name, getattr(write_system, name)) for name in WRITE_CALLS}):
@@ -235,10 +248,10 @@ def lossy_disk(directory: str | os.PathLike[str]) -> Iterator[LossyDisk]:
 
 
 def _below(directory: str) -> list[str]:
-    found = []
-    for above, directories, files in os.walk(directory):
-        found += [os.path.join(above, name) for name in (*directories, *files)]
-    return found
+    paths = []
+    for parent, directories, files in os.walk(directory):
+        paths += [os.path.join(parent, name) for name in (*directories, *files)]
+    return paths
 
 
 def _read(path: str) -> bytes | None:
@@ -250,7 +263,7 @@ def _read(path: str) -> bytes | None:
 
 def _write(directory: _Directory, path: str, draw: random.Random | None, everything: bool) -> None:
     os.mkdir(path)
-    count = None if everything else draw.randint(0, len(directory.waiting)) if draw else 0
+    count = None if everything else draw.randint(0, len(directory.unsynced)) if draw else 0
     for name, entry in directory.entries(count).items():
         below = os.path.join(path, name)
         if isinstance(entry, _Directory):
