@@ -15,7 +15,7 @@ from torch.export import Dim
 
 import modelstate as ms
 from modelstate.errors import ExportError, LiveTargetError, ManifestError, ProgramInputError
-from modelstate.serve.export import _relied_on as relied_on
+from modelstate.serve.export import _specialized_sizes as specialized_sizes
 from modelstate.serve.inputs import conditions, is_equality
 from tests.serve.guarded import DYNAMIC, Even, Longer, Many, Pairs, Product, Same, Within, Writes, rows
 from tests.serve.packages import package_of
@@ -217,4 +217,4 @@ def test_what_the_compiler_relies_on_is_checked_and_what_it_chooses_by_is_not(mo
     program = torch.export.export(Even(), rows(4), dynamic_shapes=(DYNAMIC,))
     found = ["L['x'].size()[0] <= 4096", "L['x'].size()[0] % 4 == 0", *program._guards_code]
     monkeypatch.setattr("modelstate.serve.export.guards_of_compiling", lambda program: found)
-    assert relied_on(program, ["x"]) == ["x.shape[0] % 4 == 0"]
+    assert specialized_sizes(program, ["x"]) == ["x.shape[0] % 4 == 0"]

@@ -1,4 +1,4 @@
-"""`modelstate.export`: a program file whose every weight can be swapped."""
+"""`modelstate.export`: writes a module as a program file, every weight of which can be swapped while it serves."""
 
 import os
 import warnings
@@ -30,13 +30,13 @@ from modelstate.torch_compat.private import (
     written_inputs,
 )
 
-_OPTIONS: dict[str, Any] = {
-    # Small tensors, and what is computed of a tensor that is uniform, would be numbers in the code.
+_OPTIONS: dict[str, object] = {
+    # The compiler would turn small tensors, and results of uniform tensors, into numbers in the code.
     "always_keep_tensor_constants": True,
     "joint_graph_constant_folding": False,
     "freezing": False,
     "aot_inductor.use_runtime_constant_folding": False,
-    # Two libraries are loaded to serve: weights in them would be there twice, and for ever.
+    # Serving loads two libraries: weights in them would take memory twice, and could not be freed.
     "aot_inductor.package_constants_in_so": False,
     "aot_inductor.package_constants_on_disk_format": "pickle_weights",
     "aot_inductor.package": True,
@@ -56,59 +56,68 @@ def export(
     overwrite: bool = False,
     training: bool = False,
 ) -> Manifest:
-    """Writes a module as a program, each parameter and persistent buffer of which can be swapped while it serves.
+    """Writes a module as a program whose parameters and persistent buffers can be swapped while it serves.
 
-    That is tried out before the file is put in its place: the program has to answer as the module does with the weights
-    that it was made with, with random ones, and with each tensor changed alone. The module is called once or a few
-    times for each of its tensors, with `args`. It stays as it is.
+    The program is verified before the file is put in its place: it has to answer as the module does with the original
+    weights, with random weights, and with each tensor changed alone. For that the module is called once or a few times
+    for each of its tensors, with `args`. The module is not changed. After an error no file is written, and an existing
+    file stays.
 
     Args:
-        module: what is to serve, in eval mode (`module.eval()`).
-        args: inputs that it is exported with, and tried with.
-        path: of the file, which ends in `.pt2`. `modelstate.Live(path)` serves it. torch's own `torch.export.load` or
-            `torch._inductor.aoti_load_package` read it, too; the latter gives a package whose weights have yet to be
-            loaded.
+        module: the module, in eval mode (`module.eval()`).
+        args: inputs for the export and the verification.
+        path: the path of the file, which ends in `.pt2`. `modelstate.Live(path)` serves it. `torch.export.load` or
+            `torch._inductor.aoti_load_package` reads it, too; the latter returns a package without its weights.
         kwargs: inputs by keyword.
-        kind: "exported" is a graph that torch runs; "aoti" is compiled by AOTInductor, for which a C++ compiler has to
-            be there.
+        kind: "exported" is a graph that torch runs; "aoti" is compiled by AOTInductor, which needs a C++ compiler.
         dynamic_shapes: as for `torch.export.export`.
         strict: as for `torch.export.export`.
-        options: for the compiler, beside those that keep weights out of the code.
-        overwrite: whether a file that is there is replaced.
-        training: whether the module may be in training mode; the program then works as in training, too.
+        options: options of the compiler, in addition to those that keep weights out of the code.
+        overwrite: whether an existing file is replaced.
+        training: accepts a module in training mode; the program then works as in training, too.
 
-    Returns what the file says of its tensors. Raises `ExportError` where the module cannot be exported or compiled,
-    `ExportedAnswerError`, `NotSwappableError`, `LiveTargetError` where it is in training mode, where its tensors
-    overlap, or where it keeps a view of a weight that is no part of its state, `OptionError`, and what
-    `modelstate.save` raises for a path; then no file is written, and one that was there stays.
+    Returns:
+        The `Manifest` of the file: a description of its tensors.
+
+    Raises:
+        ExportError: the module cannot be exported or compiled.
+        ExportedAnswerError: the program does not answer as the module does.
+        NotSwappableError: the program does not follow changes of some weights.
+        LiveTargetError: the module is in training mode, its tensors overlap, or it keeps a view of a weight outside its
+            state.
+        OptionError: an argument is invalid.
+        SaveTargetError: the path cannot be written to; see `modelstate.save`.
+
+    Example:
+        >>> manifest = modelstate.export(model.eval(), (x,), "model.pt2")
+        >>> live = modelstate.Live("model.pt2")
     """
     where = target_path(path)
     check_choice("kind", kind, ("exported", "aoti"))
     _check_arguments(module, args, where, kind, options)
     check_target(where, overwrite=overwrite)
     kwargs = dict(kwargs or {})
-    check_captured_references(module, meta_clone(module))  # both raise for what no version could have as it is
+    check_captured_references(module, meta_clone(module))
     check_mode(module, training)
     names, reason = _names(module)
     program = _exported(module, args, kwargs, dynamic_shapes, strict)
     extra = names.extra if names is not None else ()
     files, inputs = (None, None) if kind == "exported" else _compiled(program, module, options or {})
 
-    def manifest(proof: ExportVerification) -> Manifest:
-        tensors = _tensors(module, proof)
-        return Manifest(kind, tensors, names, reason, extra, proof.unseen, torch.__version__, inputs)
+    def manifest_with(verification: ExportVerification) -> Manifest:
+        tensors = _tensors(module, verification)
+        return Manifest(kind, tensors, names, reason, extra, verification.unseen, torch.__version__, inputs)
 
     with atomic_file(where, overwrite=overwrite) as output:
-        first = manifest(ExportVerification(frozenset(), ()))
-        _write(output, program, files, first)
-        proof = verify_export(target_of_file(output.path, None, training), module, args, kwargs)
-        made = manifest(proof)
-        if made != first:
-            _write(output, program, files, made)
-    return made
+        preliminary = manifest_with(ExportVerification(frozenset(), ()))
+        _write(output, program, files, preliminary)
+        manifest = manifest_with(verify_export(target_of_file(output.path, None, training), module, args, kwargs))
+        if manifest != preliminary:
+            _write(output, program, files, manifest)
+    return manifest
 
 
-def _check_arguments(module: object, args: object, where: str, kind: str, options: object) -> None:
+def _check_arguments(module: object, args: object, where: str, kind: str, options: Mapping[str, Any] | None) -> None:
     if not isinstance(module, nn.Module):
         raise OptionError("only modules can be exported", expected="an nn.Module", found=type(module).__name__)
     if not isinstance(args, tuple):
@@ -117,12 +126,13 @@ def _check_arguments(module: object, args: object, where: str, kind: str, option
         raise SaveTargetError("a program is written to a file that is called so", where=where, expected="a name.pt2")
     if options and kind != "aoti":
         raise OptionError("options= are for the compiler", expected="kind='aoti'", found=f"kind={kind!r}")
-    own = [name for name in _OPTIONS if name in (options or {})]  # type: ignore[operator]
-    if own:
-        raise OptionError("options= that decide whether weights can be swapped are not free", found=", ".join(own))
+    reserved = [name for name in _OPTIONS if name in (options or {})]
+    if reserved:
+        raise OptionError("options= that decide whether weights can be swapped are not free", found=", ".join(reserved))
 
 
 def _names(module: nn.Module) -> tuple[NameMap | None, str]:
+    """Returns the map of names, or None and the reason why there is none."""
     try:
         return NameMap.of(module), ""
     except (NameMapError, ModelCodeError) as error:
@@ -155,7 +165,7 @@ def _exported(module: nn.Module, args: tuple[Any, ...], named: dict[str, Any], s
 
 
 def _compiled(program: Any, module: nn.Module, options: Mapping[str, Any]) -> tuple[list[Any], dict[str, Any]]:
-    """The files of a package, and what it has to be called with."""
+    """Compiles a program. Returns the files of the package, and the description of its inputs. Raises `ExportError`."""
     where = type(module).__name__
     inputs = ExportedTarget(program, None).inputs
     if inputs.numbers:
@@ -166,7 +176,7 @@ def _compiled(program: Any, module: nn.Module, options: Mapping[str, Any]) -> tu
             remedy="give them as tensors, or export with kind='exported'",
         )
     if not inputs.is_complete:
-        raise _unwritten(where, guards_of(program))
+        raise _unsupported_guards(where, guards_of(program))
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
@@ -181,13 +191,13 @@ def _compiled(program: Any, module: nn.Module, options: Mapping[str, Any]) -> tu
             remedy="install a C++ compiler (g++)" if missing else "see the cause above; or export with kind='exported'",
         ) from error
     try:
-        inputs.require(_relied_on(program, inputs.names), written)
+        inputs.require(_specialized_sizes(program, inputs.names), written)
     except ValueError as error:
-        raise _unwritten(where, guards_of_compiling(program)) from error
+        raise _unsupported_guards(where, guards_of_compiling(program)) from error
     return files, inputs.described()
 
 
-def _unwritten(where: str, guards: list[str]) -> ExportError:
+def _unsupported_guards(where: str, guards: list[str]) -> ExportError:
     return ExportError(
         "what the inputs must fulfil cannot be written down, and AOTInductor does not check it",
         where=where,
@@ -196,21 +206,21 @@ def _unwritten(where: str, guards: list[str]) -> ExportError:
     )
 
 
-def _relied_on(program: Any, names: list[str]) -> list[str]:
-    """Which sizes the compiler has made code for, and no others.
+def _specialized_sizes(program: Any, names: list[str]) -> list[str]:
+    """Returns the conditions by which the compiler has specialized the code to single sizes or multiples.
 
-    It also compares sizes with limits, to choose among kinds of code that are right for all: these are left out.
+    Comparisons with limits are left out. The compiler makes them to choose among kernels that are all correct.
     """
-    found = []
+    specialized = []
     for guard in set(guards_of_compiling(program)) - set(guards_of(program)):
-        (one,) = conditions([guard], program.call_spec.in_spec, argument_names(program), names)
-        if is_equality(one):
-            found.append(one)
-    return sorted(found)
+        (condition,) = conditions([guard], program.call_spec.in_spec, argument_names(program), names)
+        if is_equality(condition):
+            specialized.append(condition)
+    return sorted(specialized)
 
 
 def _write(output: Output, program: Any, files: list[Any] | None, manifest: Manifest) -> None:
-    """Writes the archive from its beginning."""
+    """Writes the archive, which replaces the previous content of the file."""
     extra = {NAME: manifest.to_json()}
     with open(os.dup(output.descriptor), "r+b") as file:
         file.seek(0)
@@ -222,7 +232,7 @@ def _write(output: Output, program: Any, files: list[Any] | None, manifest: Mani
         file.flush()
 
 
-def _tensors(module: nn.Module, proof: ExportVerification) -> tuple[ProgramTensor, ...]:
+def _tensors(module: nn.Module, verification: ExportVerification) -> tuple[ProgramTensor, ...]:
     state: dict[str, torch.Tensor] = runtime_state(module)
     everything = state | dict(module.named_buffers(remove_duplicate=False))
     first: dict[int, str] = {}
@@ -233,7 +243,7 @@ def _tensors(module: nn.Module, proof: ExportVerification) -> tuple[ProgramTenso
             dtype=str(tensor.dtype).removeprefix("torch."),
             stride=tensor.stride(),
             role="hidden" if name not in state else "parameter" if isinstance(tensor, nn.Parameter) else "buffer",
-            mutable=name in proof.mutable,
+            mutable=name in verification.mutable,
             alias=first.setdefault(id(tensor), name),
         )
         for name, tensor in everything.items()

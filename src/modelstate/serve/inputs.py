@@ -1,4 +1,8 @@
-"""Whether a request's inputs are those that a program was exported for: shapes, dtypes, guards."""
+"""Checks the inputs of a request against those of the export: structure, shapes, dtypes, constants and guards.
+
+`Size` and `Condition` parse expressions of sizes without sympy, which a serving process need not import. `Inputs` checks
+a call. `conditions` translates the guards of `torch.export` into texts for `Condition`.
+"""
 
 import ast
 import math
@@ -12,16 +16,17 @@ from modelstate.errors import ProgramInputError
 from modelstate.torch_compat.private import expression_of, flatten, keyword_order, leaf_paths, text_of_size
 
 _Value = Callable[[Any], Any]
-"""What an expression is, of the values of its symbols or of the inputs of a call."""
+"""Computes an expression from the values of its symbols, or from the inputs of a call."""
 
 
 class _Function(NamedTuple):
     call: Callable[..., Any]
-    fewest: int
-    most: int
+    min_arguments: int
+    max_arguments: int
 
 
-_BINARY: dict[type, Any] = {
+_Operator = Callable[[Any, Any], Any]
+_BINARY: dict[type, _Operator] = {
     ast.Add: operator.add,
     ast.Sub: operator.sub,
     ast.Mult: operator.mul,
@@ -45,7 +50,7 @@ _FUNCTIONS_OF_CONDITIONS = {
     "math.trunc": _Function(math.trunc, 1, 1),
     "torch.sym_float": _Function(float, 1, 1),
 }
-_COMPARED: dict[type, Any] = {
+_COMPARISONS: dict[type, _Operator] = {
     ast.Eq: operator.eq,
     ast.NotEq: operator.ne,
     ast.Lt: operator.lt,
@@ -53,14 +58,14 @@ _COMPARED: dict[type, Any] = {
     ast.Gt: operator.gt,
     ast.GtE: operator.ge,
 }
-_DEEPEST = 100
-"""Levels of an expression: a call of it has as many, wherever in a program that is."""
+_MAX_DEPTH = 100
+"""The largest depth of an expression: computing it takes as many levels of the stack."""
 
 
 class Size:
-    """An expression of symbols and whole numbers, which nothing but these functions can be called from.
+    """An expression of symbols and integers. It can call only the functions of `_FUNCTIONS`.
 
-    Raises `ValueError` for any other text. A process that serves need not import `sympy`.
+    Raises `ValueError` for any other text.
     """
 
     __slots__ = ("_value", "is_symbol", "symbols", "text")
@@ -75,7 +80,7 @@ class Size:
             names.add(node.id)
             return operator.itemgetter(node.id)
 
-        self._value = _arithmetic(tree, leaf, _BINARY, _FUNCTIONS, int, _DEEPEST)
+        self._value = _arithmetic(tree, leaf, _BINARY, _FUNCTIONS, int, _MAX_DEPTH)
         self.is_symbol = isinstance(tree, ast.Name)
         self.text = tree.id if isinstance(tree, ast.Name) else text
         self.symbols = frozenset(names)
@@ -90,47 +95,47 @@ class Size:
         return self.text
 
     def value(self, values: Mapping[str, int]) -> int:
-        """The number that it is with these values of its symbols. Raises `ZeroDivisionError`."""
-        found: int = self._value(values)
-        return found
+        """Returns the number for these values of the symbols. Raises `ZeroDivisionError`."""
+        number: int = self._value(values)
+        return number
 
     def solved(self, symbol: str, value: int, values: Mapping[str, int]) -> int | None:
-        """What a symbol must be, which it is a multiple of and a sum with; None where there is no whole number."""
-        first, second = (self.value({**values, symbol: one}) for one in (0, 1))
-        if first == second:
+        """Solves a linear expression for a symbol; None where no integer >= 0 gives this value."""
+        at_zero, at_one = (self.value({**values, symbol: number}) for number in (0, 1))
+        if at_zero == at_one:
             return None
-        found = (value - first) // (second - first)
-        return found if found >= 0 and self.value({**values, symbol: found}) == value else None
+        solution = (value - at_zero) // (at_one - at_zero)
+        return solution if solution >= 0 and self.value({**values, symbol: solution}) == value else None
 
 
 class Condition:
-    """What the sizes of inputs must fulfil: comparisons of `name.shape[0]`, and of inputs that are numbers.
+    """A condition on the inputs of a call: comparisons of sizes such as `name.shape[0]`, and of numbers.
 
-    Raises `ValueError` for any other text, and where it is of other inputs than `ranks` has dimensions of, None for
-    numbers.
+    `ranks` has the name and number of dimensions of each input, None for a number. Raises `ValueError` for any other
+    text, and for an input or a dimension that `ranks` does not have.
     """
 
     __slots__ = ("_value", "text")
 
     def __init__(self, text: str, ranks: Sequence[tuple[str, int | None]]) -> None:
-        places = {name: (place, rank) for place, (name, rank) in enumerate(ranks)}
+        positions = {name: (index, rank) for index, (name, rank) in enumerate(ranks)}
 
         def leaf(node: ast.expr) -> _Value | None:
             match node:
-                case ast.Name(id=name) if name in places and places[name][1] is None:
-                    return operator.itemgetter(places[name][0])
+                case ast.Name(id=name) if name in positions and positions[name][1] is None:
+                    return operator.itemgetter(positions[name][0])
                 case ast.Subscript(
-                    value=ast.Attribute(value=ast.Name(id=name), attr="shape"), slice=ast.Constant(value=int(index))
-                ) if name in places and index in range(places[name][1] or 0):
-                    place = places[name][0]
-                    return lambda inputs: inputs[place].shape[index]
+                    value=ast.Attribute(value=ast.Name(id=name), attr="shape"), slice=ast.Constant(value=int(dim))
+                ) if name in positions and dim in range(positions[name][1] or 0):
+                    position = positions[name][0]
+                    return lambda inputs: inputs[position].shape[dim]
             return None
 
-        self._value = _condition(_parsed(text, "condition"), leaf, _DEEPEST)
+        self._value = _condition(_parsed(text, "condition"), leaf, _MAX_DEPTH)
         self.text = text
 
     def holds(self, inputs: Sequence[Any]) -> bool:
-        """Whether it is so for the inputs of a call, which have been checked to have such dimensions."""
+        """Whether the inputs of a call fulfil the condition. Their numbers of dimensions have been checked."""
         try:
             return bool(self._value(inputs))
         except (ZeroDivisionError, OverflowError):
@@ -145,24 +150,24 @@ def _parsed(text: str, what: str) -> ast.expr:
 
 
 def _condition(node: ast.expr, leaf: Callable[[ast.expr], _Value | None], depth: int) -> _Value:
-    def part(one: ast.expr) -> _Value:
-        return _condition(one, leaf, depth - 1)
+    def part(inner: ast.expr) -> _Value:
+        return _condition(inner, leaf, depth - 1)
 
-    def number(one: ast.expr) -> _Value:
-        return _arithmetic(one, leaf, _BINARY_OF_CONDITIONS, _FUNCTIONS_OF_CONDITIONS, (int, float), depth - 1)
+    def number(inner: ast.expr) -> _Value:
+        return _arithmetic(inner, leaf, _BINARY_OF_CONDITIONS, _FUNCTIONS_OF_CONDITIONS, (int, float), depth - 1)
 
     match node:
         case _ if depth <= 0:
             pass
-        case ast.Compare(left=left, ops=[op], comparators=[right]) if type(op) in _COMPARED:
-            compare, one, other = _COMPARED[type(op)], number(left), number(right)
-            return lambda values: compare(one(values), other(values))
+        case ast.Compare(left=left, ops=[op], comparators=[right]) if type(op) in _COMPARISONS:
+            compare, first, second = _COMPARISONS[type(op)], number(left), number(right)
+            return lambda values: compare(first(values), second(values))
         case ast.BoolOp(op=ast.And(), values=nodes):
             parts = [*map(part, nodes)]
-            return lambda values: all(one(values) for one in parts)
+            return lambda values: all(holds(values) for holds in parts)
         case ast.BoolOp(op=ast.Or(), values=nodes):
             parts = [*map(part, nodes)]
-            return lambda values: any(one(values) for one in parts)
+            return lambda values: any(holds(values) for holds in parts)
         case ast.UnaryOp(op=ast.Not(), operand=operand):
             inner = part(operand)
             return lambda values: not inner(values)
@@ -172,51 +177,52 @@ def _condition(node: ast.expr, leaf: Callable[[ast.expr], _Value | None], depth:
 def _arithmetic(
     node: ast.expr,
     leaf: Callable[[ast.expr], _Value | None],
-    binary: Mapping[type, Any],
+    binary: Mapping[type, _Operator],
     functions: Mapping[str, _Function],
     numbers: type | tuple[type, ...],
     depth: int,
 ) -> _Value:
-    def part(one: ast.expr) -> _Value:
-        return _arithmetic(one, leaf, binary, functions, numbers, depth - 1)
+    def part(inner: ast.expr) -> _Value:
+        return _arithmetic(inner, leaf, binary, functions, numbers, depth - 1)
 
     if depth > 0:
-        found = leaf(node)
-        if found is not None:
-            return found
+        value = leaf(node)
+        if value is not None:
+            return value
         match node:
             case ast.Constant(value=constant) if isinstance(constant, numbers):
                 return lambda values: constant
             case ast.BinOp(left=left, op=op, right=right) if type(op) in binary:
-                call, one, other = binary[type(op)], part(left), part(right)
-                return lambda values: call(one(values), other(values))
+                call, first, second = binary[type(op)], part(left), part(right)
+                return lambda values: call(first(values), second(values))
             case ast.UnaryOp(op=ast.USub(), operand=operand):
                 inner = part(operand)
                 return lambda values: -inner(values)
             case ast.Call(func=ast.Name() | ast.Attribute(value=ast.Name()) as name, args=args, keywords=[]):
                 function = functions.get(ast.unparse(name))
-                if function is not None and function.fewest <= len(args) <= function.most:
-                    function_of, parts = function.call, [*map(part, args)]
-                    return lambda values: function_of(*[one(values) for one in parts])
+                if function is not None and function.min_arguments <= len(args) <= function.max_arguments:
+                    apply, parts = function.call, [*map(part, args)]
+                    return lambda values: apply(*[argument(values) for argument in parts])
     raise ValueError("no size, or of too many levels")
 
 
 _UNBOUNDED = 2**62
 ANY = object()
-"""In the place of a constant that a file has no word for."""
+"""Replaces a constant that JSON cannot represent. It is not compared."""
 
 
 class _Tensor(NamedTuple):
     name: str
     shape: tuple[int | Size, ...]
-    """Numbers, and expressions of sizes that were exported as dynamic."""
-    sizes: tuple[tuple[int, int], ...]
-    """Those of them that are numbers, by their dimension: what is looked at first."""
+    """Numbers, and expressions for dynamic sizes."""
+    fixed: tuple[tuple[int, int], ...]
+    """The dimensions and sizes that are numbers, which are checked first."""
     dynamic: tuple[tuple[int, Size], ...]
+    """The dimensions and sizes that are expressions."""
     dtype: torch.dtype
     device: torch.device
     order: tuple[int, ...]
-    """Its dimensions as they lay in memory at the export, the farthest apart first."""
+    """The dimensions in the order of their strides at the export, the largest stride first."""
 
 
 class _Constant(NamedTuple):
@@ -229,47 +235,66 @@ class _Number(NamedTuple):
     expression: Size
 
 
+_Input = _Tensor | _Constant | _Number
+
+
+class _Pending(NamedTuple):
+    """A size of a call whose expression has yet to be compared."""
+
+    name: str
+    size: Size
+    value: int
+
+
 class Inputs:
-    """The inputs of a program: their structure, and what each of them has to be."""
+    """The inputs of a program: their structure, and the requirements on each of them.
+
+    Args:
+        where: the name of the program, for errors.
+        spec: the structure of the inputs.
+        values: the name and the exported value of each input: a tensor without data, a symbolic size, or a constant.
+        ranges: the bounds of symbolic sizes.
+    """
 
     def __init__(self, where: str, spec: Any, values: Sequence[tuple[str, Any]], ranges: Mapping[Any, Any]) -> None:
-        """`values` are names with what they were at the export: tensors without data, sizes, constants."""
         self._where, self._spec = where, spec
-        self._names = keyword_order(spec)
-        self._wanted = [_wanted(name, value) for name, value in values]
-        self._ranges = {text_of_size(size): (_number(one.lower), _number(one.upper)) for size, one in ranges.items()}
+        self._keywords = keyword_order(spec)
+        self._inputs = [_input_of(name, value) for name, value in values]
+        self._ranges = {
+            text_of_size(size): (_bound(bounds.lower), _bound(bounds.upper)) for size, bounds in ranges.items()
+        }
         self._conditions: list[Condition] = []
         self._written: frozenset[str] = frozenset()
         self._check: Callable[..., None] | None = None
 
     @classmethod
-    def described_by(cls, where: str, spec: Any, found: Mapping[str, Any]) -> "Inputs":
-        """The inputs as `described` has put them. Raises `KeyError`, `TypeError`, `ValueError` and `RuntimeError`."""
+    def described_by(cls, where: str, spec: Any, described: Mapping[str, Any]) -> "Inputs":
+        """Reads what `described` returns. Raises `KeyError`, `TypeError`, `ValueError` and `RuntimeError`."""
         inputs = cls(where, spec, (), {})
-        inputs._wanted = [_from_json(one) for one in found["values"]]
-        inputs._ranges = {Size(size).text: (low, high) for size, (low, high) in found["ranges"].items()}
-        if len(inputs._wanted) != spec.num_leaves:
-            raise ValueError(f"{len(inputs._wanted)} inputs, and {spec.num_leaves} in their structure")
-        inputs.require(found.get("conditions", ()), found.get("written", ()))
+        inputs._inputs = [_from_json(item) for item in described["values"]]
+        inputs._ranges = {Size(size).text: (low, high) for size, (low, high) in described["ranges"].items()}
+        if len(inputs._inputs) != spec.num_leaves:
+            raise ValueError(f"{len(inputs._inputs)} inputs, and {spec.num_leaves} in their structure")
+        inputs.require(described.get("conditions", ()), described.get("written", ()))
         return inputs
 
     def described(self) -> dict[str, Any]:
-        """All but their structure, as JSON has it."""
+        """Returns all requirements but the structure, as values for JSON."""
         return {
-            "values": [_to_json(one) for one in self._wanted],
+            "values": [_to_json(wanted) for wanted in self._inputs],
             "ranges": {size: list(bounds) for size, bounds in self._ranges.items()},
-            "conditions": [one.text for one in self._conditions],
+            "conditions": [condition.text for condition in self._conditions],
             "written": sorted(self._written),
         }
 
     @property
     def names(self) -> list[str]:
-        """Theirs, one for each tensor, number and constant."""
-        return [one.name for one in self._wanted]
+        """The names of all tensors, numbers and constants."""
+        return [wanted.name for wanted in self._inputs]
 
     def require(self, conditions: Sequence[str], written: Sequence[str] = ()) -> None:
-        """What their sizes must fulfil besides, and which of them the program writes to. Raises `ValueError`."""
-        ranks = [(one.name, _rank(one)) for one in self._wanted]
+        """Adds conditions on sizes, and the names of inputs that the program writes to. Raises `ValueError`."""
+        ranks = [(wanted.name, _rank(wanted)) for wanted in self._inputs]
         if not {*self.names}.issuperset(written):
             raise ValueError(f"{sorted(written)} of {self.names}")
         self._conditions += [Condition(text, ranks) for text in conditions]
@@ -277,127 +302,126 @@ class Inputs:
 
     @property
     def is_complete(self) -> bool:
-        """Whether `described` says all that is checked."""
+        """Whether `described` contains everything that is checked."""
         return self._check is None
 
     def require_by(self, check: Callable[..., None]) -> None:
-        """Has a function look at the inputs as well, which raises."""
+        """Adds a function that is called with the inputs, and raises for wrong ones."""
         self._check = check
 
     def as_exported(self, inputs: list[Any]) -> list[torch.Tensor]:
-        """The tensors among checked inputs, each with its elements in the order that it had at the export.
+        """Returns the tensors among checked inputs, each with the order of strides that it had at the export.
 
-        A library of compiled code goes by that order, and looks at no stride. What lies in another one is copied.
+        Compiled code assumes that order, and does not read strides. A tensor with another order is copied.
         """
-        found: list[torch.Tensor] = []
-        for wanted, value in zip(self._wanted, inputs, strict=True):
+        tensors: list[torch.Tensor] = []
+        for wanted, value in zip(self._inputs, inputs, strict=True):
             if isinstance(wanted, _Tensor):
-                if not _lies_in(value, wanted.order):
-                    value = self._copied(wanted, value)
-                found.append(value)
-        return found
+                is_in_order = wanted.order == tuple(range(len(wanted.order)))
+                if not (value if is_in_order else value.permute(wanted.order)).is_contiguous():
+                    value = self._reordered(wanted, value)
+                tensors.append(value)
+        return tensors
 
-    def _copied(self, wanted: _Tensor, value: torch.Tensor) -> torch.Tensor:
+    def _reordered(self, wanted: _Tensor, value: torch.Tensor) -> torch.Tensor:
         if wanted.name in self._written:
-            raise self._wrong(
+            raise self._error(
                 f"the program writes to {wanted.name}, which does not lie in memory as at the export",
                 f"dimensions {list(wanted.order)} from the farthest apart to the nearest, without gaps",
                 f"shape {list(value.shape)}, stride {list(value.stride())}",
                 "give a tensor that lies so: another one would be copied, and the copy written to",
             )
-        return _ordered(value, wanted.order)
+        inverse = sorted(range(len(wanted.order)), key=wanted.order.__getitem__)
+        return value.permute(wanted.order).contiguous().permute(inverse)
 
     @property
     def numbers(self) -> list[str]:
-        """The names of those that are whole numbers, other ones in each request."""
-        return [one.name for one in self._wanted if isinstance(one, _Number)]
+        """The names of inputs that are integers and vary from request to request."""
+        return [wanted.name for wanted in self._inputs if isinstance(wanted, _Number)]
 
     def flat(self, args: tuple[Any, ...], named: dict[str, Any]) -> list[Any]:
-        """The inputs in the order in which the program takes them. Raises `ProgramInputError`."""
-        if named and list(named) != self._names and named.keys() == set(self._names):
-            named = {name: named[name] for name in self._names}
+        """Checks the arguments of a call, and returns them flat, in the program's order. Raises `ProgramInputError`."""
+        if named and list(named) != self._keywords and named.keys() == set(self._keywords):
+            named = {name: named[name] for name in self._keywords}
         leaves, spec = flatten((args, named))
         if spec != self._spec:
-            raise self._wrong("the arguments have another structure", str(self._spec), str(spec))
+            raise self._error("the arguments have another structure", str(self._spec), str(spec))
         symbols: dict[str, int] = {}
-        later: list[tuple[str, Size, int]] = []
-        for wanted, value in zip(self._wanted, leaves, strict=True):
+        pending: list[_Pending] = []
+        for wanted, value in zip(self._inputs, leaves, strict=True):
             if isinstance(wanted, _Tensor):
-                self._check_tensor(wanted, value, symbols, later)
+                self._check_tensor(wanted, value, symbols, pending)
             elif isinstance(wanted, _Number):
                 if type(value) is not int:
-                    raise self._wrong(f"{wanted.name} is no whole number", "an int", type(value).__name__)
-                self._bind(wanted.name, wanted.expression, value, symbols, later)
+                    raise self._error(f"{wanted.name} is no whole number", "an int", type(value).__name__)
+                self._bind(wanted.name, wanted.expression, value, symbols, pending)
             elif wanted.value is not ANY and (type(value) is not type(wanted.value) or value != wanted.value):
-                raise self._wrong(f"{wanted.name} was a constant at the export", repr(wanted.value), repr(value))
-        if later:
-            self._settle(later, symbols)
+                raise self._error(f"{wanted.name} was a constant at the export", repr(wanted.value), repr(value))
+        if pending:
+            self._check_pending(pending, symbols)
         for condition in self._conditions:
             if not condition.holds(leaves):
-                raise self._wrong("the sizes do not go together", condition.text, _sizes(self._wanted, leaves))
+                raise self._error("the sizes do not go together", condition.text, _sizes_text(self._inputs, leaves))
         if self._check is not None:
             try:
                 self._check(*leaves)
             except Exception as error:
-                raise self._wrong("torch refuses them", "inputs for which its guards hold", str(error)) from error
+                raise self._error("torch refuses them", "inputs for which its guards hold", str(error)) from error
         return leaves
 
-    def _check_tensor(
-        self, wanted: _Tensor, value: Any, symbols: dict[str, int], later: list[tuple[str, Size, int]]
-    ) -> None:
+    def _check_tensor(self, wanted: _Tensor, value: object, symbols: dict[str, int], pending: list[_Pending]) -> None:
         if not isinstance(value, torch.Tensor):
-            raise self._wrong(f"{wanted.name} is no tensor", _shown(wanted), type(value).__name__)
+            raise self._error(f"{wanted.name} is no tensor", _tensor_text(wanted), type(value).__name__)
         shape = value.shape
         if (
             len(shape) != len(wanted.shape)
             or value.dtype != wanted.dtype
             or value.device != wanted.device
-            or any(shape[index] != size for index, size in wanted.sizes)
+            or any(shape[dim] != size for dim, size in wanted.fixed)
         ):
-            raise self._wrong(f"{wanted.name} is another kind of tensor", _shown(wanted), _tensor(value))
-        for index, expression in wanted.dynamic:
-            self._bind(wanted.name, expression, shape[index], symbols, later)
+            raise self._error(f"{wanted.name} is another kind of tensor", _tensor_text(wanted), _tensor_text(value))
+        for dim, expression in wanted.dynamic:
+            self._bind(wanted.name, expression, shape[dim], symbols, pending)
 
-    def _bind(
-        self, name: str, size: Size, value: int, symbols: dict[str, int], later: list[tuple[str, Size, int]]
-    ) -> None:
+    def _bind(self, name: str, size: Size, value: int, symbols: dict[str, int], pending: list[_Pending]) -> None:
+        """Sets a symbol to the size of an input, or leaves an expression for `_check_pending`."""
         if size.is_symbol:
             first = symbols.setdefault(size.text, value)
             if first != value:
-                raise self._wrong(f"sizes that must be equal differ, the second one in {name}", first, value)
+                raise self._error(f"sizes that must be equal differ, the second one in {name}", first, value)
         else:
-            later.append((name, size, value))
+            pending.append(_Pending(name, size, value))
         self._check_range(name, size.text, value)
 
     def _check_range(self, name: str, size: str, value: int) -> None:
         low, high = self._ranges.get(size, (0, None))
         if value < (low or 0) or (high is not None and value > high):
             upper = "" if high is None else f" to {high}"
-            raise self._wrong(f"a size of {name} is out of its range", f"from {low}{upper}", value)
+            raise self._error(f"a size of {name} is out of its range", f"from {low}{upper}", value)
 
-    def _settle(self, later: list[tuple[str, Size, int]], symbols: dict[str, int]) -> None:
-        """Checks sizes that are expressions. A symbol that no size is by itself is what the first of them says."""
-        while later:
-            waiting = []
-            for name, size, value in later:
+    def _check_pending(self, pending: list[_Pending], symbols: dict[str, int]) -> None:
+        """Checks sizes that are expressions. An expression with one unknown symbol determines that symbol."""
+        while pending:
+            undetermined = []
+            for name, size, value in pending:
                 unknown = size.symbols - symbols.keys()
                 if len(unknown) > 1:
-                    waiting.append((name, size, value))
+                    undetermined.append(_Pending(name, size, value))
                 elif unknown:
                     (symbol,) = unknown
-                    found = size.solved(symbol, value, symbols)
-                    if found is None:
-                        raise self._wrong(f"a size of {name} is none that it can have", size, value)
-                    symbols[symbol] = found
+                    solution = size.solved(symbol, value, symbols)
+                    if solution is None:
+                        raise self._error(f"a size of {name} is none that it can have", size, value)
+                    symbols[symbol] = solution
                     if size.text not in self._ranges:
-                        self._check_range(name, symbol, found)
+                        self._check_range(name, symbol, solution)
                 elif size.value(symbols) != value:
-                    raise self._wrong(f"a size of {name} does not follow from the others", size, value)
-            if len(waiting) == len(later):
-                raise self._wrong("sizes do not say what their symbols are", later[0][1], later[0][2])
-            later = waiting
+                    raise self._error(f"a size of {name} does not follow from the others", size, value)
+            if len(undetermined) == len(pending):
+                raise self._error("sizes do not say what their symbols are", pending[0].size, pending[0].value)
+            pending = undetermined
 
-    def _wrong(self, what: str, expected: object, found: object, remedy: str = "") -> ProgramInputError:
+    def _error(self, what: str, expected: object, found: object, remedy: str = "") -> ProgramInputError:
         return ProgramInputError(
             what,
             where=self._where,
@@ -408,17 +432,17 @@ class Inputs:
         )
 
 
-def _wanted(name: str, value: Any) -> _Tensor | _Constant | _Number:
+def _input_of(name: str, value: object) -> _Input:
     if isinstance(value, torch.Tensor):
         shape = tuple(_size(expression_of(size)) for size in value.shape)
-        return _Tensor(name, shape, *_kinds(shape), value.dtype, value.device, _order(value))
+        return _Tensor(name, shape, *_fixed_and_dynamic(shape), value.dtype, value.device, _order(value))
     if isinstance(value, torch.SymInt):
-        found = _size(expression_of(value))
-        return _Constant(name, found) if isinstance(found, int) else _Number(name, found)
+        size = _size(expression_of(value))
+        return _Constant(name, size) if isinstance(size, int) else _Number(name, size)
     return _Constant(name, value)
 
 
-def _to_json(wanted: _Tensor | _Constant | _Number) -> dict[str, Any]:
+def _to_json(wanted: _Input) -> dict[str, Any]:
     if isinstance(wanted, _Tensor):
         return {
             "name": wanted.name,
@@ -429,37 +453,38 @@ def _to_json(wanted: _Tensor | _Constant | _Number) -> dict[str, Any]:
         }
     if isinstance(wanted, _Number):
         return {"name": wanted.name, "number": wanted.expression.text}
-    plain = isinstance(wanted.value, int | float | str | None)
-    return (
-        {"name": wanted.name, "constant": wanted.value} if plain else {"name": wanted.name, "any": repr(wanted.value)}
-    )
+    if isinstance(wanted.value, int | float | str | None):
+        return {"name": wanted.name, "constant": wanted.value}
+    return {"name": wanted.name, "any": repr(wanted.value)}
 
 
-def _from_json(found: Mapping[str, Any]) -> _Tensor | _Constant | _Number:
-    name = str(found["name"])
-    if "number" in found:
-        return _Number(name, Size(found["number"]))
-    if "shape" not in found:
-        return _Constant(name, found.get("constant", ANY))
-    shape = tuple(size if type(size) is int else Size(size) for size in found["shape"])
-    dtype, order = getattr(torch, found["dtype"]), tuple(map(int, found["order"]))
+def _from_json(item: Mapping[str, Any]) -> _Input:
+    name = str(item["name"])
+    if "number" in item:
+        return _Number(name, Size(item["number"]))
+    if "shape" not in item:
+        return _Constant(name, item.get("constant", ANY))
+    shape = tuple(size if type(size) is int else Size(size) for size in item["shape"])
+    dtype, order = getattr(torch, item["dtype"]), tuple(map(int, item["order"]))
     if not isinstance(dtype, torch.dtype) or sorted(order) != [*range(len(shape))]:
-        raise ValueError(f"input {name}: {found['dtype']!r}, dimensions {order}")
-    return _Tensor(name, shape, *_kinds(shape), dtype, torch.device(found["device"]), order)
+        raise ValueError(f"input {name}: {item['dtype']!r}, dimensions {order}")
+    return _Tensor(name, shape, *_fixed_and_dynamic(shape), dtype, torch.device(item["device"]), order)
 
 
 def _size(expression: Any) -> int | Size:
     return int(expression) if _is_fixed(expression) else Size(text_of_size(expression))
 
 
-def _kinds(shape: Sequence[int | Size]) -> tuple[tuple[tuple[int, int], ...], tuple[tuple[int, Size], ...]]:
-    """The sizes that are numbers, and those that are not, by their dimension."""
-    fixed = tuple((index, size) for index, size in enumerate(shape) if isinstance(size, int))
-    return fixed, tuple((index, size) for index, size in enumerate(shape) if isinstance(size, Size))
+def _fixed_and_dynamic(
+    shape: Sequence[int | Size],
+) -> tuple[tuple[tuple[int, int], ...], tuple[tuple[int, Size], ...]]:
+    """Splits a shape into the dimensions whose sizes are numbers, and those whose sizes are expressions."""
+    fixed = tuple((dim, size) for dim, size in enumerate(shape) if isinstance(size, int))
+    return fixed, tuple((dim, size) for dim, size in enumerate(shape) if isinstance(size, Size))
 
 
-def _rank(wanted: _Tensor | _Constant | _Number) -> int | None:
-    """How many dimensions conditions may name; None for what is a number itself."""
+def _rank(wanted: _Input) -> int | None:
+    """The number of dimensions that conditions may refer to; None for a number."""
     if isinstance(wanted, _Tensor):
         return len(wanted.shape)
     is_number = isinstance(wanted, _Number) or isinstance(wanted.value, int | float)
@@ -467,100 +492,96 @@ def _rank(wanted: _Tensor | _Constant | _Number) -> int | None:
 
 
 def _order(value: torch.Tensor) -> tuple[int, ...]:
-    """Dimensions from the farthest apart to the nearest; in their own order where the strides say nothing."""
+    """The dimensions by decreasing stride; in their own order for contiguous tensors and symbolic strides."""
     strides = [expression_of(step) for step in value.stride()]
     if value.is_contiguous() or not all(map(_is_fixed, strides)):
         return tuple(range(value.dim()))
-    return tuple(sorted(range(value.dim()), key=lambda index: -int(strides[index])))
-
-
-def _lies_in(value: torch.Tensor, order: tuple[int, ...]) -> bool:
-    return (value if order == tuple(range(len(order))) else value.permute(order)).is_contiguous()
-
-
-def _ordered(value: torch.Tensor, order: tuple[int, ...]) -> torch.Tensor:
-    back = sorted(range(len(order)), key=order.__getitem__)
-    return value.permute(order).contiguous().permute(back)
+    return tuple(sorted(range(value.dim()), key=lambda dim: -int(strides[dim])))
 
 
 def _is_fixed(size: Any) -> bool:
     return isinstance(size, int) or bool(getattr(size, "is_number", False))
 
 
-def _number(bound: Any) -> int | None:
-    """A bound of a size; None where there is none."""
+def _bound(bound: Any) -> int | None:
+    """Converts a bound of a size; None where the size is unbounded."""
     return int(bound) if -_UNBOUNDED < bound < _UNBOUNDED else None
 
 
-def _sizes(wanted: Sequence[_Tensor | _Constant | _Number], leaves: Sequence[Any]) -> str:
-    """What conditions are of, in a call."""
-    shown = [
-        f"{one.name}.shape {list(value.shape)}" if isinstance(one, _Tensor) else f"{one.name} {value}"
-        for one, value in zip(wanted, leaves, strict=True)
-        if not isinstance(one, _Constant)
+def _sizes_text(inputs: Sequence[_Input], leaves: Sequence[Any]) -> str:
+    """Describes the shapes and numbers of a call."""
+    texts = [
+        f"{wanted.name}.shape {list(value.shape)}" if isinstance(wanted, _Tensor) else f"{wanted.name} {value}"
+        for wanted, value in zip(inputs, leaves, strict=True)
+        if not isinstance(wanted, _Constant)
     ]
-    return ", ".join(shown[:8])
+    return ", ".join(texts[:8])
 
 
-def _shown(wanted: _Tensor) -> str:
-    return f"shape {list(wanted.shape)}, {wanted.dtype}, {wanted.device}"
-
-
-def _tensor(value: torch.Tensor) -> str:
-    return f"shape {list(value.shape)}, {value.dtype}, {value.device}"
+def _tensor_text(tensor: torch.Tensor | _Tensor) -> str:
+    return f"shape {list(tensor.shape)}, {tensor.dtype}, {tensor.device}"
 
 
 def conditions(guards: Sequence[str], spec: Any, arguments: Sequence[str], names: Sequence[str]) -> list[str]:
-    """Guards, which go by the arguments of the module, by the names of the program's inputs.
+    """Translates guards, which refer to arguments of the module, into conditions on the names of a program's inputs.
 
-    `spec` is the structure of the inputs, `arguments` has the names of positional ones. What is not about sizes is as
-    it was, for `Condition` to refuse. Raises `ValueError` for what is no Python, and for containers without paths.
+    Expressions other than sizes stay as they are, and `Condition` refuses them.
+
+    Args:
+        guards: Python expressions, such as `L['x'].size()[0] >= 2`.
+        spec: the structure of the inputs.
+        arguments: the names of positional arguments.
+        names: the names of the program's inputs.
+
+    Raises:
+        ValueError: a guard is not Python, or a container of the inputs has no paths.
     """
     if not guards:
         return []
-    places = _places(spec, arguments, names)
+    name_of = _names_by_expression(spec, arguments, names)
     try:
-        found = [ast.unparse(_Renamed(places).visit(ast.parse(guard.strip(), mode="eval"))) for guard in guards]
+        texts = [ast.unparse(_RenameInputs(name_of).visit(ast.parse(guard.strip(), mode="eval"))) for guard in guards]
     except (SyntaxError, RecursionError) as error:
         raise ValueError(f"no condition: {error}") from error
-    return [*dict.fromkeys(found)]
+    return [*dict.fromkeys(texts)]
 
 
 def is_equality(condition: str) -> bool:
-    """Whether a condition holds for single sizes, or for every so many, and not from one size on."""
+    """Whether a condition compares with `==` or `!=`, as for a single size or its multiples, and not with a limit."""
     ops = [op for node in ast.walk(ast.parse(condition)) if isinstance(node, ast.Compare) for op in node.ops]
     return any(isinstance(op, ast.Eq | ast.NotEq) for op in ops)
 
 
-def _places(spec: Any, arguments: Sequence[str], names: Sequence[str]) -> dict[str, str]:
-    """The name of each input, by the expressions that guards may have for it."""
+def _names_by_expression(spec: Any, arguments: Sequence[str], names: Sequence[str]) -> dict[str, str]:
+    """Returns the name of each input by the expressions that guards may use for it."""
     paths = leaf_paths(spec, arguments)
-    found = {f"L['flat_args'][{index}]": name for index, name in enumerate(names)}  # of a strict export
-    found |= {f"L[{argument!r}]{rest}": name for name, (argument, rest) in zip(names, paths, strict=True)}
+    name_of = {f"L['flat_args'][{index}]": name for index, name in enumerate(names)}  # of a strict export
+    name_of |= {f"L[{argument!r}]{rest}": name for name, (argument, rest) in zip(names, paths, strict=True)}
     for name, (argument, rest) in zip(names, paths, strict=True):
-        of_many, _, number = argument.rpartition("_")
-        if number.isdigit():  # one of *args
-            found.setdefault(f"L[{of_many!r}][{number}]{rest}", name)
-    return {_normal(text): name for text, name in found.items()}
+        variadic, _, number = argument.rpartition("_")
+        if number.isdigit():  # an element of *args
+            name_of.setdefault(f"L[{variadic!r}][{number}]{rest}", name)
+    normalized: dict[str, str] = {}
+    for text, name in name_of.items():
+        try:
+            normalized[ast.unparse(ast.parse(text, mode="eval"))] = name
+        except SyntaxError:  # the path into a container with a notation of its own
+            normalized[text] = name
+    return normalized
 
 
-def _normal(text: str) -> str:
-    try:
-        return ast.unparse(ast.parse(text, mode="eval"))
-    except SyntaxError:  # the way into a container that has its own words for it
-        return text
+class _RenameInputs(ast.NodeTransformer):
+    """Replaces expressions for inputs by their names, and `x.size()[0]` by `x.shape[0]`."""
 
-
-class _Renamed(ast.NodeTransformer):
-    def __init__(self, places: dict[str, str]) -> None:
-        self._places = places
+    def __init__(self, name_of: Mapping[str, str]) -> None:
+        self._name_of = name_of
 
     def visit_Attribute(self, node: ast.Attribute) -> ast.AST:
-        name = self._places.get(ast.unparse(node))
+        name = self._name_of.get(ast.unparse(node))
         return self.generic_visit(node) if name is None else ast.Name(name)
 
     def visit_Subscript(self, node: ast.Subscript) -> ast.AST:
-        name = self._places.get(ast.unparse(node))
+        name = self._name_of.get(ast.unparse(node))
         if name is not None:
             return ast.Name(name)
         match node.value:

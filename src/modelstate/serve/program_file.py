@@ -1,11 +1,12 @@
-"""Program files, `.pt2`: their entries, read without running them, and our manifest within.
+"""Reads program files, `.pt2`, without running code from them, and the manifest that `modelstate.export` adds.
 
-Its fields: `format` and `version` of this description; the versions of `modelstate` and `torch` that wrote it; `kind`;
-`tensors`, each with `name`, `shape`, `dtype`, `stride`, `role`, `mutable` and the `alias` that it is tied to; `names`,
-the map of names, or `names_reason`, why there is none; `extra_state`; `inputs`, for a package; `unseen`.
+The fields of the manifest: `format` and `version` of the manifest; the versions of `modelstate` and `torch` that wrote
+it; `kind`; `tensors`, each with `name`, `shape`, `dtype`, `stride`, `role`, `mutable` and the `alias` that it is tied
+to; `names`, a map of names, or `names_reason`, the reason why there is none; `extra_state`; `inputs`, for a package;
+`unseen`.
 
-A `.pt2` is a zip archive whose records are stored as they are. A compressed record is refused: torch does not write
-such, and it could stand for any amount of memory.
+A `.pt2` is a zip archive with uncompressed records. A compressed record is refused: torch does not write such records,
+and one could expand to any size.
 """
 
 import io
@@ -28,7 +29,7 @@ from modelstate.text_format import size
 from modelstate.version import __version__
 
 NAME = "modelstate.json"
-"""The extra file of the archive."""
+"""The name of the manifest among the extra files of the archive."""
 _FORMAT = "modelstate-program"
 _VERSION = 1
 
@@ -37,54 +38,60 @@ Kind = Literal["exported", "aoti"]
 
 @dataclass(frozen=True, slots=True)
 class ProgramTensor:
-    """A tensor of a program."""
+    """A tensor of a program, as the manifest describes it."""
 
     name: str
-    """Its path in the module tree that runs."""
+    """The path in the module tree that runs."""
     shape: tuple[int, ...]
     dtype: str
     stride: tuple[int, ...]
     """In elements."""
     role: Literal["parameter", "buffer", "hidden"]
-    """ "hidden" is a buffer that is in no state dict."""
+    """ "hidden" is a buffer that is not in the state dict."""
     mutable: bool
-    """Whether requests change it, as far as the inputs of the export tell."""
+    """Whether requests change it, as far as the inputs of the export show."""
     alias: str
-    """The first name of the tensor: another one where it is tied."""
+    """The first name of the tensor; it differs from `name` where the tensor is tied."""
 
     @property
     def torch_dtype(self) -> torch.dtype:
-        """Its dtype."""
-        found: torch.dtype = getattr(torch, self.dtype)
-        return found
+        """The dtype as an object of torch."""
+        dtype: torch.dtype = getattr(torch, self.dtype)
+        return dtype
 
     @property
     def nbytes(self) -> int:
-        """Bytes of its elements."""
+        """The size of the elements in bytes."""
         return torch.Size(self.shape).numel() * self.torch_dtype.itemsize
 
 
 @dataclass(frozen=True, slots=True)
 class Manifest:
-    """What `modelstate.export` has written: the weights of a program, each of which can be swapped."""
+    """The description of a program that `modelstate.export` writes and returns. Each weight in it can be swapped.
+
+    Example:
+        >>> manifest = modelstate.export(model.eval(), (x,), "model.pt2")
+        >>> [tensor.name for tensor in manifest.tensors]
+        ['weight', 'bias']
+    """
 
     kind: Kind
     tensors: tuple[ProgramTensor, ...]
     names: NameMap | None
-    """From the names of the module's `state_dict()`; None where no map can say what its hooks do."""
+    """A map from the names of the module's `state_dict()`; None where no map can express the module's hooks."""
     names_reason: str
-    """Why there is no map; empty where there is one."""
+    """The reason why there is no map; empty where there is one."""
     extra_state: tuple[str, ...]
-    """Names of the state dict that hold no tensors. A program has none of it."""
+    """Names of extra state in the state dict, which a program does not have."""
     unseen: tuple[str, ...]
-    """Tensors whose change no answer shows, on the inputs of the export: unused ones, most often."""
+    """Tensors whose change does not change any answer, with the inputs of the export. Most often they are unused."""
     torch_version: str
     inputs: Mapping[str, Any] | None = None
-    """What a package has to be called with; None where the program itself says that."""
+    """The description of a package's inputs; None for an exported program, which contains it."""
 
     def __str__(self) -> str:
-        weights = {one.alias: one for one in self.tensors if one.role != "hidden"}
-        lines = [f"{self.kind}: {len(weights)} weights, {size(sum(one.nbytes for one in weights.values()))}"]
+        weights = {tensor.alias: tensor for tensor in self.tensors if tensor.role != "hidden"}
+        lines = [f"{self.kind}: {len(weights)} weights, {size(sum(tensor.nbytes for tensor in weights.values()))}"]
         if self.unseen:
             lines.append(f"  no answer shows a change of {', '.join(self.unseen[:8])}")
         if self.names is None:
@@ -92,7 +99,7 @@ class Manifest:
         return "\n".join(lines)
 
     def to_json(self) -> str:
-        """All of it."""
+        """Returns the manifest as JSON."""
         return json.dumps(
             {
                 "format": _FORMAT,
@@ -100,7 +107,7 @@ class Manifest:
                 "modelstate": __version__,
                 "torch": self.torch_version,
                 "kind": self.kind,
-                "tensors": [asdict(one) for one in self.tensors],
+                "tensors": [asdict(tensor) for tensor in self.tensors],
                 "names": None if self.names is None else json.loads(self.names.to_json()),
                 "names_reason": self.names_reason,
                 "extra_state": list(self.extra_state),
@@ -112,32 +119,41 @@ class Manifest:
 
     @classmethod
     def from_json(cls, text: str, where: str) -> "Manifest":
-        """What `to_json` has written. Raises `ManifestError`, and `NewerManifestError`."""
+        """Reads the text that `to_json` returns.
+
+        Args:
+            text: the manifest.
+            where: the path of the file, for errors.
+
+        Raises:
+            ManifestError: the text is damaged.
+            NewerManifestError: a newer version of modelstate wrote it.
+        """
         try:
             check_size(text)
-            found = json.loads(text)
-            if found["format"] != _FORMAT:
-                raise ValueError(f"format {found['format']!r}")
-            if type(found["version"]) is not int or found["version"] > _VERSION:
+            fields = json.loads(text)
+            if fields["format"] != _FORMAT:
+                raise ValueError(f"format {fields['format']!r}")
+            if type(fields["version"]) is not int or fields["version"] > _VERSION:
                 raise NewerManifestError(
                     "the program was written by a newer modelstate",
                     where=where,
                     expected=f"version {_VERSION} or before",
-                    found=f"version {found['version']!r}, of modelstate {found.get('modelstate')!r}",
+                    found=f"version {fields['version']!r}, of modelstate {fields.get('modelstate')!r}",
                     remedy="update modelstate",
                 )
-            if found["kind"] not in ("exported", "aoti"):
-                raise ValueError(f"kind {found['kind']!r}")
-            names = found["names"]
+            if fields["kind"] not in ("exported", "aoti"):
+                raise ValueError(f"kind {fields['kind']!r}")
+            names = fields["names"]
             return cls(
-                found["kind"],
-                _tensors(found["tensors"]),
+                fields["kind"],
+                _tensors_from_json(fields["tensors"]),
                 None if names is None else NameMap.from_json(json.dumps(names)),
-                str(found["names_reason"]),
-                tuple(map(str, found["extra_state"])),
-                tuple(map(str, found["unseen"])),
-                str(found["torch"]),
-                found["inputs"],
+                str(fields["names_reason"]),
+                tuple(map(str, fields["extra_state"])),
+                tuple(map(str, fields["unseen"])),
+                str(fields["torch"]),
+                fields["inputs"],
             )
         except NewerManifestError:
             raise
@@ -151,28 +167,28 @@ class Manifest:
             ) from error
 
 
-def _tensors(found: list[dict[str, Any]]) -> tuple[ProgramTensor, ...]:
+def _tensors_from_json(items: list[dict[str, Any]]) -> tuple[ProgramTensor, ...]:
     tensors = tuple(
         ProgramTensor(
-            name=_text(one["name"]),
-            shape=_numbers(one["shape"]),
-            dtype=_text(one["dtype"]),
-            stride=_numbers(one["stride"]),
-            role=one["role"],
-            mutable=bool(one["mutable"]),
-            alias=_text(one["alias"]),
+            name=_text(item["name"]),
+            shape=_numbers(item["shape"]),
+            dtype=_text(item["dtype"]),
+            stride=_numbers(item["stride"]),
+            role=item["role"],
+            mutable=bool(item["mutable"]),
+            alias=_text(item["alias"]),
         )
-        for one in found
+        for item in items
     )
-    by_name = {one.name: one for one in tensors}
-    for one in tensors:
-        first = by_name[one.alias]
-        if not isinstance(getattr(torch, one.dtype), torch.dtype) or len(one.shape) != len(one.stride):
-            raise ValueError(f"{one.name}: {one.dtype}, shape {one.shape}, stride {one.stride}")
-        if one.role not in ("parameter", "buffer", "hidden"):
-            raise ValueError(f"{one.name}: {one.role!r}")
-        if (first.shape, first.dtype, first.stride) != (one.shape, one.dtype, one.stride):
-            raise ValueError(f"{one.name} is tied to {one.alias}, which is another kind of tensor")
+    by_name = {tensor.name: tensor for tensor in tensors}
+    for tensor in tensors:
+        first = by_name[tensor.alias]
+        if not isinstance(getattr(torch, tensor.dtype), torch.dtype) or len(tensor.shape) != len(tensor.stride):
+            raise ValueError(f"{tensor.name}: {tensor.dtype}, shape {tensor.shape}, stride {tensor.stride}")
+        if tensor.role not in ("parameter", "buffer", "hidden"):
+            raise ValueError(f"{tensor.name}: {tensor.role!r}")
+        if (first.shape, first.dtype, first.stride) != (tensor.shape, tensor.dtype, tensor.stride):
+            raise ValueError(f"{tensor.name} is tied to {tensor.alias}, which is another kind of tensor")
     if len(by_name) != len(tensors):
         raise ValueError("a name twice")
     return tensors
@@ -185,7 +201,7 @@ def _text(value: object) -> str:
 
 
 def _numbers(value: list[int]) -> tuple[int, ...]:
-    if not all(type(one) is int and 0 <= one < 2**48 for one in value):
+    if not all(type(number) is int and 0 <= number < 2**48 for number in value):
         raise ValueError(f"{value!r} in the place of sizes")
     return tuple(value)
 
@@ -197,19 +213,19 @@ _CHUNK_BYTES = 16 << 20
 
 @dataclass(frozen=True, slots=True)
 class ProgramFile:
-    """A `.pt2`, of which the directory and the manifest have been read."""
+    """A `.pt2` whose directory and manifest have been read."""
 
     path: str
-    kind: Literal["exported", "aoti"]
+    kind: Kind
     model: str
-    """The name of the package's model."""
+    """The name of the model in a package."""
     manifest: Manifest | None
-    """None where somebody else has written it."""
+    """None where another tool wrote the file."""
     stamp: FileFingerprint
-    """Of the file that has been looked into."""
+    """The fingerprint of the file when it was read."""
 
     def check_unchanged(self) -> None:
-        """Raises `LiveTargetError` where another file, or another content, has come to the path since."""
+        """Raises `LiveTargetError` where the file has been replaced or changed since."""
         if current_fingerprints([self.path])[self.path] != self.stamp:
             raise LiveTargetError(
                 "the program file has been replaced, or changed, while it was opened",
@@ -218,7 +234,7 @@ class ProgramFile:
             )
 
     def program(self) -> Any:
-        """The exported program. It is read by torch, which trusts the file."""
+        """Returns the exported program. Torch reads it, and trusts the file. Raises `LiveTargetError`."""
         import torch.export
 
         try:
@@ -228,24 +244,26 @@ class ProgramFile:
             raise _unreadable(self.path, error) from error
 
     def weights(self) -> dict[str, torch.Tensor] | None:
-        """The constants that a package has beside its library, by the names that the library has for them.
+        """Returns the constants of a package by the library's names; None where the library itself contains them.
 
-        Tied ones are one tensor. None where it has none beside it.
+        Constants that are tied are one tensor. Raises `OpenError` and `LiveTargetError`.
         """
         with _opened(self.path) as archive:
             root = _root(archive)
-            place = f"{root}{_LIBRARIES}{self.model}/weights_config.json"
-            if place not in archive.records:
+            config = f"{root}{_LIBRARIES}{self.model}/weights_config.json"
+            if config not in archive.records:
                 return None
             try:
-                found: dict[tuple[Any, ...], torch.Tensor] = {}
+                tensors: dict[tuple[object, ...], torch.Tensor] = {}
                 state: dict[str, torch.Tensor] = {}
-                for name, (file, shape, stride, offset) in json.loads(archive.read(place)).items():
+                for name, (file, shape, stride, offset) in json.loads(archive.read(config)).items():
                     key = (file, tuple(shape), tuple(stride), offset)
-                    if key not in found:
-                        whole = _weight(archive, f"{root}data/weights/{file}")
-                        found[key] = _own(torch.as_strided(whole.detach(), shape, stride, offset))
-                    state[name] = found[key]
+                    if key not in tensors:
+                        whole = _read_tensor(archive, f"{root}data/weights/{file}")
+                        view = torch.as_strided(whole.detach(), shape, stride, offset)
+                        # A copy with a storage of its own, since the view may be a part of a larger one.
+                        tensors[key] = torch.empty_strided(view.shape, view.stride(), dtype=view.dtype).copy_(view)
+                    state[name] = tensors[key]
                 return state
             except OpenError:
                 raise
@@ -253,46 +271,52 @@ class ProgramFile:
                 raise _unreadable(self.path, error) from error
 
     def library(self, folder: str) -> str:
-        """Unpacks the library of a package, and returns where it is."""
+        """Unpacks the library of a package into a folder, and returns its path. Raises `LiveTargetError`."""
         with _opened(self.path) as archive:
-            folder_in_it = f"{_root(archive)}{_LIBRARIES}{self.model}/"
-            found = [name for name in archive.records if name.startswith(folder_in_it) and name.endswith(".so")]
-            if len(found) != 1:
-                raise _unsupported(self.path, f"{len(found)} libraries")
-            place = os.path.join(folder, "model.so")
-            with open(place, "wb") as file:
-                for chunk in _chunks(archive, found[0]):
+            prefix = f"{_root(archive)}{_LIBRARIES}{self.model}/"
+            libraries = [name for name in archive.records if name.startswith(prefix) and name.endswith(".so")]
+            if len(libraries) != 1:
+                raise _unsupported(self.path, f"{len(libraries)} libraries")
+            path = os.path.join(folder, "model.so")
+            with open(path, "wb") as file:
+                for chunk in _chunks(archive, libraries[0]):
                     file.write(chunk)
-            return place
+            return path
 
 
 def read_program_file(path: str) -> ProgramFile:
-    """Looks into a program file. Raises `LiveTargetError`, `OpenError` (`ManifestError`) and `ReadFailedError`."""
+    """Reads the directory and the manifest of a program file, and determines its kind.
+
+    Raises:
+        LiveTargetError: the file is not a program, or its form is not supported.
+        OpenError: the file cannot be opened, or its manifest is damaged (`ManifestError`).
+        ReadFailedError: reading failed.
+    """
     with _opened(path) as archive:
         stamp = current_fingerprints([path])[path]
         root = _root(archive)
-        place = f"{root}extra/{NAME}"
+        record = f"{root}extra/{NAME}"
         manifest = None
-        if place in archive.records:
+        if record in archive.records:
             try:
-                text = archive.read(place).decode()
+                text = archive.read(record).decode()
             except UnicodeDecodeError as error:
                 raise _unreadable(path, error) from error
             manifest = Manifest.from_json(text, path)
-        below = {name.removeprefix(root) for name in archive.records}
-    models = {name.removeprefix(_LIBRARIES).split("/")[0] for name in below if name.startswith(_LIBRARIES)}
+        records = {name.removeprefix(root) for name in archive.records}
+    models = {name.removeprefix(_LIBRARIES).split("/")[0] for name in records if name.startswith(_LIBRARIES)}
     if len(models) > 1:
         raise _unsupported(path, f"several models: {', '.join(sorted(models))}")
     if models and (manifest is None or manifest.kind == "aoti"):
         return ProgramFile(path, "aoti", models.pop(), manifest, stamp)
-    if any(name.startswith("models/") or name == "serialized_exported_program.json" for name in below):
+    if any(name.startswith("models/") or name == "serialized_exported_program.json" for name in records):
         return ProgramFile(path, "exported", "model", manifest, stamp)
     raise _no_program(path)
 
 
 @contextmanager
 def _opened(path: str) -> Iterator[ZipDirectory]:
-    """The archive, none of whose records is compressed or encrypted. Raises `OpenError`, `ReadFailedError`."""
+    """Opens an archive without compressed or encrypted records. Raises `OpenError` and `ReadFailedError`."""
     with SourceFile(path) as file:
         if not torch_zip.matches(file.read(0, min(file.nbytes, 4), "its beginning")):
             raise _no_program(path)
@@ -307,33 +331,27 @@ def _check_stored(archive: ZipDirectory) -> None:
 
 
 def _chunks(archive: ZipDirectory, name: str) -> Iterator[bytes]:
-    """A record of any size, piece by piece."""
+    """Yields the bytes of a record in chunks."""
     record = archive.records[name]
     for start in range(0, record.nbytes, _CHUNK_BYTES):
         yield archive.file.read(record.start + start, min(_CHUNK_BYTES, record.nbytes - start), name)
 
 
-def _weight(archive: ZipDirectory, name: str) -> torch.Tensor:
-    """The tensor that a record holds, which is a file of torch.save itself."""
+def _read_tensor(archive: ZipDirectory, name: str) -> torch.Tensor:
+    """Reads a tensor from a record, which is itself a file of `torch.save`."""
     nbytes = archive.region(name).nbytes
     section = archive.file.section(archive.records[name].start, nbytes, name)
     if torch_zip.matches(section.read(0, min(4, nbytes), name)):
         _check_stored(ZipDirectory(section))
-    found: torch.Tensor = torch.load(io.BytesIO(b"".join(_chunks(archive, name))), weights_only=True)
-    return found
+    tensor: torch.Tensor = torch.load(io.BytesIO(b"".join(_chunks(archive, name))), weights_only=True)
+    return tensor
 
 
 def _root(archive: ZipDirectory) -> str:
-    """The folder that everything is in; empty for files of older versions of torch."""
+    """The folder that contains all records; empty for files of older versions of torch."""
     names = list(archive.records)
     folder = names[0].split("/")[0] + "/" if names else ""
     return folder if all(name.startswith(folder) for name in names) else ""
-
-
-def _own(value: torch.Tensor) -> torch.Tensor:
-    """In a storage of its own, with the strides that it has."""
-    made = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype)
-    return made.copy_(value)
 
 
 def _no_program(path: str) -> LiveTargetError:

@@ -262,7 +262,7 @@ class _Groups:
         for name, tensor in state.items():
             group = self._by_id.setdefault(id(tensor), [])
             group.append(name)
-            self._by_view[place_of(tensor)] = group
+            self._by_view[view_key(tensor)] = group
             self._by_storage.setdefault(storage_id(tensor), []).append(name)
         self._groups = {id(group): group for group in self._by_id.values()}
         self._saved: dict[int, list[str]] = {key: [] for key in self._groups}
@@ -271,7 +271,7 @@ class _Groups:
     def add(self, name: str, value: torch.Tensor) -> None:
         group = self._by_id.get(id(value))
         if group is None:
-            group = self._by_view.get(place_of(value))  # a hook may detach what it renames
+            group = self._by_view.get(view_key(value))  # a hook may detach what it renames
         if group is not None:
             self._saved[id(group)].append(name)
             return
@@ -314,7 +314,7 @@ class _Groups:
         return runtime, eager
 
 
-def place_of(tensor: torch.Tensor) -> object:
+def view_key(tensor: torch.Tensor) -> object:
     """The same for tensors that are the same elements of one storage, in the same order."""
     storage = storage_id(tensor)
     if not storage or tensor.layout is not torch.strided:
@@ -362,20 +362,20 @@ class StateNames:
 class NamedTargetMixin:
     """What targets have in common that are a graph and a state. As `Target`."""
 
-    _spellings: StateNames
+    _names: StateNames
     _hidden: dict[str, torch.Tensor]
 
     def names(self) -> Collection[str]:
-        return self._spellings.names()
+        return self._names.names()
 
     def is_runtime(self, given: Collection[str]) -> bool:
         return False  # rules lead to a skeleton without hooks, or the module's own take the names that it saves
 
     def rules(self, given: Collection[str]) -> tuple[Rule, ...]:
-        return self._spellings.rules()
+        return self._names.rules()
 
     def skeleton(self, given: Collection[str]) -> nn.Module:
-        return self._spellings.skeleton(given)
+        return self._names.skeleton(given)
 
     def hidden(self) -> dict[str, torch.Tensor]:
         return self._hidden
