@@ -1,7 +1,7 @@
 """Checks the inputs of a request against those of the export: structure, shapes, dtypes, constants and guards.
 
-`Size` and `Condition` parse expressions of sizes without sympy, which a serving process need not import. `Inputs` checks
-a call. `conditions` translates the guards of `torch.export` into texts for `Condition`.
+`Size` and `Condition` parse expressions of sizes without sympy, which a serving process need not import. `Inputs`
+checks a call. `conditions` translates the guards of `torch.export` into texts for `Condition`.
 """
 
 import ast

@@ -1,11 +1,14 @@
-"""Names of state at run time, and maps between them and the names of state dicts."""
+"""Maps between the names of a module's state dict and the names in the module tree that runs.
+
+The two differ where state-dict hooks rename, split or fuse tensors. An exported program has the names of the tree.
+"""
 
 import json
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Container, Iterable, Mapping
 from dataclasses import dataclass, field
 from itertools import chain
 from types import MappingProxyType
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
 from torch import nn
@@ -18,22 +21,38 @@ from modelstate.problems import NameClash
 from modelstate.rules.rule import Entry, Rule, RuleContext
 from modelstate.rules.schema import Schema
 from modelstate.serve.meta_clone import meta_clone, state_module
-from modelstate.torch_compat.private import storage_id, unwrapped
+from modelstate.serve.target import Program
+from modelstate.torch_compat.private import non_persistent_buffers, storage_id, unwrapped
 
 
 def runtime_state(
     module: nn.Module, source: Source | None = None, *, rules: Iterable[Rule] | Schema = ()
 ) -> dict[str, torch.Tensor]:
-    """The parameters and persistent buffers of a module, by their paths in the module tree that runs.
+    """Returns the parameters and persistent buffers of a module, by their paths in the module tree that runs.
 
-    The names, order and tensors of `torch.export.export(module, ...).state_dict`, whatever the module's state-dict
-    hooks make of its `state_dict()`: a tied tensor stands under all its names. The tensors are the module's own.
+    The result has the names, order and tensors of `torch.export.export(module, ...).state_dict`, independently of
+    state-dict hooks. A tied tensor has an entry for each of its names.
 
-    Given a source (see `modelstate.load`), it is the state that the module would have with that checkpoint, read into
-    memory of its own through the module's own loading code, while the module itself stays as it is: so a checkpoint
-    in the names of `state_dict()` gets those of the exported program, also where hooks split or fuse tensors.
+    With a source, the result is the state that the module would have with that checkpoint. The module's own loading
+    code reads it into new memory, and the module itself does not change. So a checkpoint with the names of
+    `state_dict()` gets the names of the exported program, also where hooks split or fuse tensors.
 
-    Raises what `modelstate.load` raises, and `LiveTargetError` where the module cannot be copied.
+    Args:
+        module: the module, or a wrapper of `torch.compile` or `DataParallel` around it.
+        source: as for `modelstate.load`; None for the present state.
+        rules: as for `modelstate.load`.
+
+    Returns:
+        The tensors by name. Without a source they are the module's own.
+
+    Raises:
+        PlanError: the source does not fit; `modelstate.load` lists its other errors.
+        LiveTargetError: with a source, the module cannot be copied.
+
+    Example:
+        >>> state = modelstate.serve.runtime_state(module)
+        >>> state.keys() == torch.export.export(module, (x,)).state_dict.keys()
+        True
     """
     module = unwrapped(module)
     if source is not None:
@@ -41,14 +60,14 @@ def runtime_state(
         load(module, source, rules=rules, map=False)
     state: dict[str, torch.Tensor] = dict(module.named_parameters(remove_duplicate=False))
     state.update(module.named_buffers(remove_duplicate=False))
-    for path, one in module.named_modules(remove_duplicate=False):
-        for name in one._non_persistent_buffers_set:
+    for path, submodule in module.named_modules(remove_duplicate=False):
+        for name in non_persistent_buffers(submodule):
             state.pop(f"{path}.{name}" if path else name, None)
     return state
 
 
 def names_by_tensor(state: Mapping[str, torch.Tensor]) -> list[tuple[str, ...]]:
-    """The names of each tensor of a state: several of one that is tied."""
+    """Groups the names of a state by tensor; the group of a tied tensor has several names."""
     names: dict[int, list[str]] = {}
     for name, tensor in state.items():
         names.setdefault(id(tensor), []).append(name)
@@ -62,47 +81,63 @@ _LISTED = 8
 
 @dataclass(frozen=True, slots=True)
 class NameMap:
-    """What the names of `module.state_dict()` are called in the module as it runs, and in a program exported from it.
+    """A map between the names of `module.state_dict()` and the runtime names: those of a program exported from it.
 
-    They differ where a state-dict hook renames. Captured with `NameMap.of(module)` when the program is exported, and
-    kept beside it (`to_json`), it does without the module's code. It is a rule, too: `rules=[name_map]` leads a
-    checkpoint in either spelling to the runtime names.
+    The names differ where a state-dict hook renames. `NameMap.of(module)` captures them when the program is exported;
+    `to_json` saves them beside it, so that the module's code is not needed later. A map is also a rule:
+    `rules=[name_map]` renames a checkpoint with either kind of names to the runtime names.
+
+    Example:
+        >>> names = modelstate.serve.NameMap.of(module)
+        >>> live = modelstate.Live(torch.export.export(module, (x,)), names=names)
+        >>> live.swap("checkpoint.pt")
     """
 
     runtime: Mapping[str, str]
-    """From each name of the state dict to the runtime name of the same tensor."""
+    """The runtime name for each name of the state dict."""
     eager: Mapping[str, str]
-    """From each runtime name to a name of the state dict; where tensors are tied, several may lead to one."""
+    """A name of the state dict for each runtime name. Several runtime names of a tied tensor may have the same one."""
     extra: tuple[str, ...] = ()
-    """Names of the state dict that hold no tensors: extra state, which a program cannot take."""
+    """Names of extra state in the state dict, which a program cannot take."""
     ties: tuple[tuple[str, ...], ...] = ()
-    """Runtime names of one tensor: one of them is enough."""
+    """Groups of runtime names of one tensor. A checkpoint needs one name of each group."""
     _crossed: frozenset[str] = field(init=False, repr=False, compare=False)
-    """Names that both sides have, for different tensors."""
+    """Names that the state dict and the runtime state have for different tensors."""
 
     def __post_init__(self) -> None:
-        put = object.__setattr__
-        put(self, "runtime", MappingProxyType(dict(self.runtime)))
-        put(self, "eager", MappingProxyType(dict(self.eager)))
-        put(self, "_crossed", frozenset(n for n, to in self.runtime.items() if n != to and n in self.eager))
+        set_field = object.__setattr__
+        set_field(self, "runtime", MappingProxyType(dict(self.runtime)))
+        set_field(self, "eager", MappingProxyType(dict(self.eager)))
+        crossed = (name for name, runtime in self.runtime.items() if name != runtime and name in self.eager)
+        set_field(self, "_crossed", frozenset(crossed))
 
     def __hash__(self) -> int:
         return hash((*self.runtime.items(), *self.eager.items(), *self.extra))
 
-    def __reduce__(self) -> Any:
+    def __reduce__(self) -> tuple[object, ...]:
         return NameMap, (dict(self.runtime), dict(self.eager), self.extra, self.ties)
 
     def __repr__(self) -> str:
-        renamed = sum(name != to for name, to in self.runtime.items())
+        renamed = sum(name != runtime for name, runtime in self.runtime.items())
         return f"<NameMap of {len(self.eager)} names, {renamed} renamed>"
 
     @classmethod
     def of(cls, module: nn.Module) -> "NameMap":
-        """Finds out which tensor stands under which name, by the identity of the tensors and not by their names.
+        """Captures the names of a module by the identity of its tensors.
 
-        Raises `NameMapError` where a hook splits, fuses, computes or leaves out tensors, which no map of names can
-        express (with the module at hand, `modelstate.serve.runtime_state(module, checkpoint)` follows them), and
-        `ModelCodeError` where a hook raises.
+        Args:
+            module: the module that is, or will be, exported.
+
+        Returns:
+            The map.
+
+        Raises:
+            NameMapError: a hook splits, fuses, computes or leaves out tensors, which a map of names cannot express.
+                `modelstate.serve.runtime_state(module, checkpoint)` follows such hooks.
+            ModelCodeError: a hook raises.
+
+        Example:
+            >>> names = modelstate.serve.NameMap.of(module)
         """
         state = runtime_state(module)
         try:
@@ -124,33 +159,43 @@ class NameMap:
         return cls(order, {name: eager[name] for name in state}, tuple(extra), groups.ties())
 
     def to_runtime(self, state: Mapping[str, _V]) -> dict[str, _V]:
-        """A state dict, or anything else by these names, in either spelling, by runtime names: all of them.
+        """Renames a state dict, or another mapping with its names, to the runtime names.
 
-        Extra state is left out. Raises `NameMapError` for names that are too many or missing, with the nearest ones,
-        and for two spellings of one name that have different values.
+        Args:
+            state: values by names of the state dict or by runtime names. Extra state is left out.
+
+        Returns:
+            A value for every runtime name.
+
+        Raises:
+            NameMapError: names are unknown or missing, or two names of one tensor have different values.
+
+        Example:
+            >>> names.to_runtime(module.state_dict()).keys() == names.eager.keys()
+            True
         """
-        shown = self._crossed if self._means_runtime(state) else ()
-        given: dict[str, _V] = {}
+        kept = self._crossed if self._has_runtime_names(state) else ()
+        renamed: dict[str, _V] = {}
         for name, value in state.items():
-            to = name if name in shown else self.runtime.get(name, name)
-            if name not in self.extra and not same_value(given.setdefault(to, value), value):
+            runtime = name if name in kept else self.runtime.get(name, name)
+            if name not in self.extra and not same_value(renamed.setdefault(runtime, value), value):
                 raise NameMapError(
                     "two names of one tensor, with different values",
-                    where=to,
+                    where=runtime,
                     found=f"{name!r}, and another spelling of it",
                     remedy="leave one of them out",
-                    names=(name, to),
+                    names=(name, runtime),
                 )
-        self._check(given, self.eager, "runtime")
-        return {name: given[name] if name in given else given[self._twin(name, given)] for name in self.eager}
+        self._check_complete(renamed)
+        return {name: renamed[name if name in renamed else self._tied_name(name, renamed)] for name in self.eager}
 
     def to_eager(self, state: Mapping[str, _V]) -> dict[str, _V]:
-        """The same by the names of the state dict. Raises what `to_runtime` raises."""
-        given = self.to_runtime(state)
-        return {name: given[to] for name, to in self.runtime.items()}
+        """Renames a mapping with names of either kind to the names of the state dict. Raises as `to_runtime` does."""
+        renamed = self.to_runtime(state)
+        return {name: renamed[runtime] for name, runtime in self.runtime.items()}
 
     def to_json(self) -> str:
-        """All of it, for a file beside the program."""
+        """Returns the map as JSON, for a file beside the program."""
         return json.dumps(
             {
                 "format": _FORMAT,
@@ -165,15 +210,15 @@ class NameMap:
 
     @classmethod
     def from_json(cls, text: str) -> "NameMap":
-        """What `to_json` has written. Raises `NameMapError`."""
+        """Reads the text that `to_json` returns. Raises `NameMapError`."""
         try:
-            found = json.loads(text)
-            if found["format"] != _FORMAT or found["version"] != 1:
-                raise ValueError(f"{found['format']!r}, version {found['version']!r}")
-            runtime, eager, extra = found["runtime"], found["eager"], found["extra"]
-            ties = tuple(map(tuple, found["ties"]))
-            texts = [*runtime, *runtime.values(), *eager, *eager.values(), *extra]
-            if not all(isinstance(one, str) for one in texts):
+            fields = json.loads(text)
+            if fields["format"] != _FORMAT or fields["version"] != 1:
+                raise ValueError(f"{fields['format']!r}, version {fields['version']!r}")
+            runtime, eager, extra = fields["runtime"], fields["eager"], fields["extra"]
+            ties = tuple(map(tuple, fields["ties"]))
+            names = [*runtime, *runtime.values(), *eager, *eager.values(), *extra]
+            if not all(isinstance(name, str) for name in names):
                 raise ValueError("a name that is no text")
             if not (
                 set(runtime.values()) <= set(eager)
@@ -192,32 +237,31 @@ class NameMap:
     # As a rule.
 
     def rename(self, name: str) -> str | None:
-        """The runtime name of a name of the state dict; None for every other."""
-        to = self.runtime.get(name)
-        return None if to == name or (name in self._crossed) else to
+        """The runtime name for a name of the state dict; None where the name does not change or is ambiguous."""
+        runtime = self.runtime.get(name)
+        return None if runtime == name or (name in self._crossed) else runtime
 
     def apply(self, course: RuleContext) -> None:
-        """Leads all names to the runtime names, from either spelling."""
-        before, made = course.entries, dict[str, Entry]()
-        shown = self._means_runtime(before)
+        """Renames all entries, with names of either kind, to the runtime names."""
+        before, renamed = course.entries, dict[str, Entry]()
+        has_runtime_names = self._has_runtime_names(before)
         for name, entry in before.items():
             if name in self.extra:
                 course.fail(name, "the program has the extra state that it was exported with, and takes no other")
                 continue
-            to = name if shown and name in self._crossed else self.runtime.get(name, name)
-            if to != name:
+            runtime = name if has_runtime_names and name in self._crossed else self.runtime.get(name, name)
+            if runtime != name:
                 entry = entry._replace(rules=(*entry.rules, repr(self)), names=(*entry.names, name))
-            first = made.setdefault(to, entry)
+            first = renamed.setdefault(runtime, entry)
             if first is not entry and not course.equal(first, entry):
-                course.problems.append(NameClash(to, (*first.sources, *entry.sources)))
-        course.replace(made)
+                course.problems.append(NameClash(runtime, (*first.sources, *entry.sources)))
+        course.replace(renamed)
 
-    def _means_runtime(self, names: Iterable[str]) -> bool:
-        return bool(self._crossed) and not self._crossed.isdisjoint(names) and self._is_runtime(names)
-
-    def _is_runtime(self, names: Iterable[str]) -> bool:
-        """Whether names that both sides have are meant as the program has them: the others tell."""
+    def _has_runtime_names(self, names: Iterable[str]) -> bool:
+        """Whether ambiguous names are runtime names, as the unambiguous ones show. False without ambiguous names."""
         names = set(names)
+        if self._crossed.isdisjoint(names):
+            return False
         eager = sum(name in names for name in self.runtime if name not in self.eager)
         runtime = sum(name in names for name in self.eager if name not in self.runtime)
         if eager == runtime:
@@ -230,22 +274,26 @@ class NameMap:
             )
         return runtime > eager
 
-    def _twin(self, name: str, given: Mapping[str, object]) -> str:
-        """Another runtime name of the same tensor that is given; the name itself where there is none."""
-        return next((one for tie in self.ties if name in tie for one in tie if one in given), name)
+    def _tied_name(self, name: str, names: Container[str]) -> str:
+        """Another runtime name of the same tensor that is in `names`; the name itself where there is none."""
+        return next((other for tie in self.ties if name in tie for other in tie if other in names), name)
 
-    def _check(self, given: Mapping[str, object], wanted: Mapping[str, str], what: str) -> None:
-        known = [*self.eager, *(name for name in self.runtime if name not in self.eager)]
-        unknown = [name for name in given if name not in wanted]
-        missing = [name for name in wanted if name not in given and self._twin(name, given) not in given]
+    def _check_complete(self, state: Mapping[str, object]) -> None:
+        """Raises `NameMapError` unless a state has all runtime names, up to ties, and no others."""
+        unknown = [name for name in state if name not in self.eager]
+        missing = [name for name in self.eager if name not in state and self._tied_name(name, state) not in state]
         if not unknown and not missing:
             return
-        lines = [f"{name!r} is unknown{_did_you_mean(name, known)}" for name in unknown[:_LISTED]]
+        known = [*self.eager, *(name for name in self.runtime if name not in self.eager)]
+        lines = []
+        for name in unknown[:_LISTED]:
+            near = nearest(name, known)
+            lines.append(f"{name!r} is unknown" + (f" (did you mean {near!r}?)" if near else ""))
         lines += [f"{name!r} is missing" for name in missing[:_LISTED]]
         more = len(unknown) + len(missing) - len(lines)
         raise NameMapError(
             f"names that are not those of the program: {len(unknown)} too many, {len(missing)} missing",
-            expected=f"the {len(wanted)} {what} names, or those of the state dict",
+            expected=f"the {len(self.eager)} runtime names, or those of the state dict",
             found="; ".join(lines) + (f"; and {more} more" if more else ""),
             remedy="correct the names, or take the state dict of the module that was exported",
             names=(*unknown, *missing),
@@ -253,7 +301,7 @@ class NameMap:
 
 
 class _Groups:
-    """Which names of a state dict, and which runtime names, stand for one tensor."""
+    """Groups the runtime names by tensor, and assigns the names of a state dict to the groups."""
 
     def __init__(self, state: Mapping[str, torch.Tensor]) -> None:
         self._by_id: dict[int, list[str]] = {}
@@ -269,21 +317,23 @@ class _Groups:
         self._computed: list[tuple[str, str]] = []
 
     def add(self, name: str, value: torch.Tensor) -> None:
+        """Assigns an entry of the state dict to the group of its tensor."""
         group = self._by_id.get(id(value))
         if group is None:
-            group = self._by_view.get(view_key(value))  # a hook may detach what it renames
+            group = self._by_view.get(view_key(value))  # a hook may detach the tensors that it renames
         if group is not None:
             self._saved[id(group)].append(name)
             return
         shared = self._by_storage.get(storage_id(value), []) if storage_id(value) else []
-        why = f"a part of {shared[0]}" if shared else "made of others, or of nothing that the module has"
-        self._computed.append((name, why))
+        reason = f"a part of {shared[0]}" if shared else "made of others, or of nothing that the module has"
+        self._computed.append((name, reason))
 
     def check(self, where: str) -> None:
+        """Raises `NameMapError` where an entry is computed, or a tensor has no entry."""
         lost = [name for key, group in self._groups.items() if not self._saved[key] for name in group]
         if not self._computed and not lost:
             return
-        lines = [f"{name} is {why}" for name, why in self._computed[:_LISTED]]
+        lines = [f"{name} is {reason}" for name, reason in self._computed[:_LISTED]]
         if lost:
             lines.append(f"nothing saved is {_listed(lost)} as the module has it")
         raise NameMapError(
@@ -296,26 +346,29 @@ class _Groups:
         )
 
     def ties(self) -> tuple[tuple[str, ...], ...]:
+        """The groups of more than one name."""
         return tuple(tuple(group) for group in self._groups.values() if len(group) > 1)
 
     def pairs(self) -> tuple[dict[str, str], dict[str, str]]:
+        """Returns the runtime name for each saved name, and a saved name for each runtime name."""
         runtime: dict[str, str] = {}
         eager: dict[str, str] = {}
         for key, group in self._groups.items():
             saved = self._saved[key]
             same = [name for name in group if name in saved]
-            old, new = [n for n in saved if n not in same], [n for n in group if n not in same]
+            old = [name for name in saved if name not in same]
+            new = [name for name in group if name not in same]
             pairs = [(name, name) for name in same] + list(zip(old, new, strict=False))
             runtime.update(pairs)
-            eager.update((to, name) for name, to in pairs)
-            # A tie that one side knows under fewer names.
+            eager.update((new_name, old_name) for old_name, new_name in pairs)
+            # The state dict and the module may have different numbers of names for a tied tensor.
             runtime.update((name, group[0]) for name in saved if name not in runtime)
             eager.update((name, saved[0]) for name in group if name not in eager)
         return runtime, eager
 
 
 def view_key(tensor: torch.Tensor) -> object:
-    """The same for tensors that are the same elements of one storage, in the same order."""
+    """A key that is equal for tensors with the same elements of one storage, in the same order."""
     storage = storage_id(tensor)
     if not storage or tensor.layout is not torch.strided:
         return id(tensor)
@@ -328,13 +381,8 @@ def _listed(names: Iterable[str]) -> str:
     return ", ".join(names[:_LISTED]) + more
 
 
-def _did_you_mean(name: str, names: list[str]) -> str:
-    near = nearest(name, names)
-    return f" (did you mean {near!r}?)" if near else ""
-
-
 class StateNames:
-    """Leads checkpoints, by a map or by the code of the module that was exported, to the names of a program's state."""
+    """The names that checkpoints of an exported program may have: its own, those of a map, or those of its module."""
 
     def __init__(self, state: Mapping[str, torch.Tensor], names: NameMap | nn.Module | None) -> None:
         self._state = state
@@ -342,25 +390,25 @@ class StateNames:
         self._module = meta_clone(names) if isinstance(names, nn.Module) else None
 
     def names(self) -> Collection[str]:
-        """As `Target.names`."""
+        """See `Target.names`."""
         if self._module is not None:
             return list(self._module.state_dict())
         return list(self._state if self._names is None else self._names.runtime)
 
     def rules(self) -> tuple[Rule, ...]:
-        """As `Target.rules`."""
+        """See `Target.rules`."""
         return () if self._names is None else (self._names,)
 
-    def skeleton(self, given: Collection[str]) -> nn.Module:
-        """As `Target.skeleton`."""
-        # Code of the module is for the names that it saves; the program's own names need none.
-        if self._module is not None and not set(given) <= self._state.keys():
+    def skeleton(self, names: Collection[str]) -> nn.Module:
+        """See `Target.skeleton`."""
+        # The module's loading code is for the names that it saves. The program's own names do not need it.
+        if self._module is not None and not set(names) <= self._state.keys():
             return meta_clone(self._module)
         return state_module(self._state)
 
 
 class NamedTargetMixin:
-    """What targets have in common that are a graph and a state. As `Target`."""
+    """The methods of `Target` that exported programs and packages share."""
 
     _names: StateNames
     _hidden: dict[str, torch.Tensor]
@@ -368,29 +416,29 @@ class NamedTargetMixin:
     def names(self) -> Collection[str]:
         return self._names.names()
 
-    def is_runtime(self, given: Collection[str]) -> bool:
-        return False  # rules lead to a skeleton without hooks, or the module's own take the names that it saves
+    def is_runtime(self, names: Collection[str]) -> bool:
+        return False  # runtime names go into a skeleton without hooks
 
-    def rules(self, given: Collection[str]) -> tuple[Rule, ...]:
+    def rules(self, names: Collection[str]) -> tuple[Rule, ...]:
         return self._names.rules()
 
-    def skeleton(self, given: Collection[str]) -> nn.Module:
-        return self._names.skeleton(given)
+    def skeleton(self, names: Collection[str]) -> nn.Module:
+        return self._names.skeleton(names)
 
     def hidden(self) -> dict[str, torch.Tensor]:
         return self._hidden
 
-    def renew(self, program: Any) -> None:
-        """Code of a graph writes into buffers, and replaces none."""
+    def renew(self, program: Program) -> None:
+        """Does nothing: a graph writes into buffers, and replaces none."""
 
 
 def check_names(state: Collection[str], names: NameMap | nn.Module | None, where: str) -> None:
-    """Raises `LiveTargetError` for names of another module than the one that was exported."""
+    """Raises `LiveTargetError` where `names` belongs to another module than the one that was exported."""
     if names is None:
         return
-    found = runtime_state(names) if isinstance(names, nn.Module) else names.eager
-    if set(found) != set(state):
-        differing = sorted(set(found) ^ set(state))
+    expected = runtime_state(names) if isinstance(names, nn.Module) else names.eager
+    if set(expected) != set(state):
+        differing = sorted(set(expected) ^ set(state))
         raise LiveTargetError(
             "names= is of another module than the program",
             where=where,
