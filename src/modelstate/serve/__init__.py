@@ -1,4 +1,4 @@
-"""Programs that serve while their weights are swapped."""
+"""Serves programs while their weights are swapped, and follows a store of checkpoints."""
 
 from typing import TYPE_CHECKING
 

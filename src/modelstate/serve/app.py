@@ -1,4 +1,4 @@
-"""A serving app in another process: checkpoints go into it by its `POST /swap`."""
+"""The client of a serving app in another process, which swaps checkpoints by `POST /swap`."""
 
 import json
 import os
@@ -21,32 +21,44 @@ from modelstate.errors import (
 from modelstate.store.retention import is_number
 from modelstate.text_format import printable
 
-_MOST_BYTES = 64_000
-"""Of an answer; what is behind is not read."""
-_MOST_WORDS = 500
+_MAX_ANSWER_BYTES = 64_000
+"""The rest of a longer answer is not read."""
+_MAX_TEXT = 500
 _SECONDS = 10.0
-"""For connecting, and for a question that takes no work."""
+"""The timeout for connecting, and for `GET /version`."""
 _VISIBLE = range(33, 127)
 
 
 class AppSwap(NamedTuple):
-    """What an app has answered to a swap."""
+    """The answer of an app to a swap."""
 
     version: int
+    """The id of the version that serves."""
     previous: int
-    """The same where it served this checkpoint already, and nothing was to do."""
+    """The id of the version before; equal to `version` where the app already served this checkpoint."""
     source: str
     seconds: float
 
 
 class ServingApp:
-    """An app that serves, by its URL: `swap(path)` posts the path, which the app has to see as well.
+    """A serving app at a URL. `swap(path)` posts a path, which must also exist for the app.
 
-    The app is asked with `GET /version` first, so that a checkpoint that it serves is not posted again, as after a
-    swap whose answer was lost. `POST /swap` has the token as `Authorization: Bearer` and the body `{"source": path}`.
-    Redirections are not followed, and proxies not used: the token goes to that address and to no other.
+    `swap` requests `GET /version` first, so that a checkpoint that already serves is not posted again, as after a swap
+    whose answer was lost. `POST /swap` has the header `Authorization: Bearer` with the token, and the body
+    `{"source": path}`. The client follows no redirects and uses no proxies, so the token goes to that address only.
 
-    Raises `OptionError` for what is no URL, and for a token that no header can have.
+    Args:
+        url: the URL before `/version` and `/swap`.
+        token: the token that the app was started with.
+        timeout_s: seconds to wait for the answer to a swap.
+
+    Raises:
+        OptionError: the URL is invalid, or a header cannot contain the token.
+
+    Example:
+        >>> app = ServingApp("http://127.0.0.1:8000", token)
+        >>> app.swap("/checkpoints/step-2000/model.safetensors").version
+        2
     """
 
     def __init__(self, url: str, token: str, *, timeout_s: float = 300.0) -> None:
@@ -62,68 +74,79 @@ class ServingApp:
 
     @property
     def url(self) -> str:
-        """Where it is."""
+        """The URL, without a trailing slash."""
         host = f"[{self._host}]" if ":" in self._host else self._host
         port = f":{self._port}" if self._port is not None else ""
         return f"http{'s' if self._is_https else ''}://{host}{port}{self._path}"
 
     def version(self) -> tuple[int, str]:
-        """The version that serves, and where its weights are from. Raises `AppUnreachableError`, `AppAccessError`."""
-        with self._silence(AppUnreachableError, "the app does not answer", "start it, or look at the URL"):
-            status, said = self._ask("GET", "/version", None, _SECONDS)
-        self._check_access("GET /version", status, said)
-        version, source = said.get("version"), said.get("source")
+        """Returns the id of the version that serves, and the source of its weights.
+
+        Raises:
+            AppUnreachableError: no app answers at this URL.
+            AppAccessError: the app refuses access.
+        """
+        with self._connection_errors(AppUnreachableError, "the app does not answer", "start it, or look at the URL"):
+            status, answer = self._request("GET", "/version", None, _SECONDS)
+        self._check_access("GET /version", status, answer)
+        version, source = answer.get("version"), answer.get("source")
         if status != 200 or type(version) is not int or type(source) is not str:
             raise AppUnreachableError(
                 "no serving app answers there",
                 where=f"{self.url}/version",
                 expected='200 and {"version": int, "source": text}',
-                found=_in_words(status, said),
+                found=_answer_text(status, answer),
                 remedy="look at the URL: it is the one before /version and /swap",
             )
         return version, source
 
     def swap(self, source: str | os.PathLike[str], /) -> AppSwap:
-        """Has the app take up a checkpoint, and waits until it serves.
+        """Swaps a checkpoint into the app, and waits until it serves.
 
-        Raises `AppUnreachableError`, and `SwapBusyError` where another swap is under way: try again.
-        `AppAnswerError` where nobody knows; `AppRefusedError` for weights that the app does not take; `AppAccessError`.
+        Args:
+            source: the path of a checkpoint, which the app reads.
+
+        Returns:
+            An `AppSwap`.
+
+        Raises:
+            AppUnreachableError: no app answers at this URL, or the app does not find the path.
+            AppAccessError: the app refuses the token, or checkpoints from this directory.
+            AppRefusedError: the app refuses the weights.
+            AppAnswerError: the app gives no valid answer, so the result is unknown.
+            SwapBusyError: another swap is under way; try again later.
         """
         path = os.fspath(source)
-        version, serves = self.version()
-        if _is_same(serves, path):
-            return AppSwap(version, version, serves, 0.0)
+        version, served = self.version()
+        if _is_same_path(served, path):
+            return AppSwap(version, version, served, 0.0)
         remedy = "look at whether it runs, and whether it has the memory for a second copy"
-        with self._silence(AppAnswerError, "the app gave no answer to a swap", remedy):
-            status, said = self._ask("POST", "/swap", {"source": path}, self._timeout_s)
-        self._check_access("POST /swap", status, said)
+        with self._connection_errors(AppAnswerError, "the app gave no answer to a swap", remedy):
+            status, answer = self._request("POST", "/swap", {"source": path}, self._timeout_s)
+        self._check_access("POST /swap", status, answer)
         if status != 200:
-            raise self._refusal(status, said, path)
-        return self._done(said)
-
-    def _done(self, said: dict[str, Any]) -> AppSwap:
+            raise self._swap_error(status, answer, path)
         try:
-            version, previous = said["version"], said["previous"]
-            found = AppSwap(version, previous, str(said["source"]), float(said["seconds"]))
+            swap = AppSwap(answer["version"], answer["previous"], str(answer["source"]), float(answer["seconds"]))
         except (LookupError, TypeError, ValueError) as error:
-            raise self._no_answer(200, said) from error
-        if type(version) is not int or type(previous) is not int:
-            raise self._no_answer(200, said)
-        return found
+            raise self._invalid_answer(200, answer) from error
+        if type(swap.version) is not int or type(swap.previous) is not int:
+            raise self._invalid_answer(200, answer)
+        return swap
 
-    def _check_access(self, what: str, status: int, said: dict[str, Any]) -> None:
+    def _check_access(self, request: str, status: int, answer: dict[str, Any]) -> None:
         if status in (401, 403):
             raise AppAccessError(
                 "the app does not take the token" if status == 401 else "the app takes no checkpoints from there",
-                where=f"{what} at {self.url}",
-                found=_in_words(status, said),
+                where=f"{request} at {self.url}",
+                found=_answer_text(status, answer),
                 remedy="give the token that the app was started with"
                 if status == 401
                 else "have the app's directory be the one of the store, or one above it",
             )
 
-    def _refusal(self, status: int, said: dict[str, Any], path: str) -> LiveError:
-        found = _in_words(status, said)
+    def _swap_error(self, status: int, answer: dict[str, Any], path: str) -> LiveError:
+        found = _answer_text(status, answer)
         if status == 409:
             return SwapBusyError("the app is at another swap", where=self.url, found=found, remedy="try again later")
         if status == 404:
@@ -135,28 +158,28 @@ class ServingApp:
             )
         if 400 <= status < 500:
             return AppRefusedError("the app refuses the checkpoint", where=path, found=found)
-        return self._no_answer(status, said)
+        return self._invalid_answer(status, answer)
 
-    def _no_answer(self, status: int, said: dict[str, Any]) -> AppAnswerError:
+    def _invalid_answer(self, status: int, answer: dict[str, Any]) -> AppAnswerError:
         return AppAnswerError(
             "the answer of the app says nothing",
             where=self.url,
             expected='200 and {"version": int, "previous": int, "source": text, "seconds": number}',
-            found=_in_words(status, said),
+            found=_answer_text(status, answer),
             remedy="look at what the app writes to its log",
         )
 
     @contextmanager
-    def _silence(self, kind: type[LiveError], what: str, remedy: str) -> Iterator[None]:
-        """Within it, what keeps an answer from coming comes through as an error of ours."""
+    def _connection_errors(self, kind: type[LiveError], what: str, remedy: str) -> Iterator[None]:
+        """Converts errors of the connection."""
         try:
             yield
         except (OSError, HTTPException) as error:
             found = f"{type(error).__name__}: {error}"
             raise kind(what, where=self.url, found=found, remedy=remedy) from error
 
-    def _ask(self, method: str, path: str, body: object, timeout_s: float) -> tuple[int, dict[str, Any]]:
-        """The status, and the object of the answer; an empty one where it has none.
+    def _request(self, method: str, path: str, body: object, timeout_s: float) -> tuple[int, dict[str, Any]]:
+        """Returns the status, and the JSON object of the answer, which is empty where the answer has none.
 
         Raises `OSError` and `HTTPException`.
         """
@@ -165,61 +188,59 @@ class ServingApp:
         if body is not None:
             data = json.dumps(body).encode()
             headers |= {"Content-Type": "application/json", "Authorization": f"Bearer {self._token}"}
-        connection = self._connection()
+        connection: HTTPConnection
+        if self._is_https:
+            context = ssl.create_default_context()
+            connection = HTTPSConnection(self._host, self._port, timeout=_SECONDS, context=context)
+        else:
+            connection = HTTPConnection(self._host, self._port, timeout=_SECONDS)
         try:
             connection.connect()
             connection.sock.settimeout(timeout_s)
             connection.request(method, self._path + path, data, headers)
             response = connection.getresponse()
-            answer = response.read(_MOST_BYTES)
+            content = response.read(_MAX_ANSWER_BYTES)
         finally:
             connection.close()
         try:
-            said = json.loads(answer)
+            answer = json.loads(content)
         except (ValueError, RecursionError):
-            said = None
-        return response.status, said if isinstance(said, dict) else {}
-
-    def _connection(self) -> HTTPConnection:
-        if self._is_https:
-            context = ssl.create_default_context()
-            return HTTPSConnection(self._host, self._port, timeout=_SECONDS, context=context)
-        return HTTPConnection(self._host, self._port, timeout=_SECONDS)
+            answer = None
+        return response.status, answer if isinstance(answer, dict) else {}
 
 
 def _parts(url: object) -> tuple[bool, str, int | None, str]:
-    """Whether it is https, the host, the port and the path. Raises `OptionError`."""
+    """Returns whether a URL is https, and its host, port and path. Raises `OptionError`."""
     try:
-        given = urlsplit(url if isinstance(url, str) else "")
-        port = given.port
-        (given.hostname or "").encode("idna")
+        parts = urlsplit(url if isinstance(url, str) else "")
+        port = parts.port
+        (parts.hostname or "").encode("idna")
     except ValueError as error:
-        raise _no_url(url, str(error)) from error
-    if given.scheme not in ("http", "https") or not given.hostname:
-        raise _no_url(url, repr(url)[:200])
-    if given.username is not None or given.password is not None:
-        raise _no_url("", "a name or a password in it, which others see")
-    if given.query or given.fragment:
-        raise _no_url(url, f"something behind the path: {given.query or given.fragment}"[:200])
-    if not all(ord(char) in _VISIBLE for char in given.path):
-        raise _no_url(url, repr(url)[:200])
-    return given.scheme == "https", given.hostname, port, given.path.rstrip("/")
+        raise _url_error(url, str(error)) from error
+    if parts.scheme not in ("http", "https") or not parts.hostname:
+        raise _url_error(url, repr(url)[:200])
+    if parts.username is not None or parts.password is not None:
+        raise _url_error("", "a name or a password in it, which others see")
+    if parts.query or parts.fragment:
+        raise _url_error(url, f"something behind the path: {parts.query or parts.fragment}"[:200])
+    if not all(ord(char) in _VISIBLE for char in parts.path):
+        raise _url_error(url, repr(url)[:200])
+    return parts.scheme == "https", parts.hostname, port, parts.path.rstrip("/")
 
 
-def _is_same(source: str, path: str) -> bool:
+def _is_same_path(source: str, path: str) -> bool:
     try:
         return source == path or os.path.realpath(source) == os.path.realpath(path)
     except ValueError:
-        return False  # what the app says need not be a path
+        return False  # the source that the app reports need not be a path
 
 
-def _no_url(url: object, found: str) -> OptionError:
+def _url_error(url: object, found: str) -> OptionError:
     return OptionError("this is no URL of a serving app", expected="such as http://127.0.0.1:8000", found=found)
 
 
-def _in_words(status: int, said: dict[str, Any]) -> str:
-    """What an app has said, which is others' words."""
-    kind, detail = said.get("error"), said.get("detail")
-    words = ": ".join(one for one in (kind, detail) if isinstance(one, str) and one)
-    words = "; ".join(line.strip() for line in words.splitlines())
-    return f"{status}{' ' if words else ''}{printable(words)[:_MOST_WORDS]}"
+def _answer_text(status: int, answer: dict[str, Any]) -> str:
+    """Describes an answer in one line. Its text comes from the app, so it is made printable and shortened."""
+    text = ": ".join(part for part in (answer.get("error"), answer.get("detail")) if isinstance(part, str) and part)
+    text = "; ".join(line.strip() for line in text.splitlines())
+    return f"{status}{' ' if text else ''}{printable(text)[:_MAX_TEXT]}"
