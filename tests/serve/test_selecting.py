@@ -78,18 +78,18 @@ def test_the_best_is_what_keep_would_keep_as_the_best(infos: list[CheckpointInfo
 
 
 @given(infos_of, st.sampled_from(["latest", "best:loss", "best:loss:max"]))
-def test_one_that_was_taken_is_never_wanted_again_and_nothing_is_wanted_after_the_first(
+def test_one_that_was_taken_is_never_wanted_again_and_nothing_is_preferred_to_the_first(
     infos: list[CheckpointInfo], text: str
 ) -> None:
     ranked = selection(text).ranked(infos)
     for index, candidate in enumerate(ranked):
-        assert [one.is_wanted_after(candidate) for one in ranked] == [at < index for at in range(len(ranked))]
-        assert candidate.is_wanted_after(None)
+        assert [one.is_preferred_to(candidate) for one in ranked] == [at < index for at in range(len(ranked))]
+        assert candidate.is_preferred_to(None)
 
 
 def test_those_of_another_store_cannot_be_compared() -> None:
     (old,) = selection("latest").ranked([info(100, 50)])
     (new,) = selection("latest").ranked([info(1, 1, store="b")])
     (lost,) = selection("latest").ranked([info(1, 1, store="", intact=False)])
-    assert new.is_wanted_after(old)
-    assert not lost.is_wanted_after(old)
+    assert new.is_preferred_to(old)
+    assert not lost.is_preferred_to(old)
