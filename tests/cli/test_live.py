@@ -87,7 +87,7 @@ class TestOnce:
             (404, "does not see the checkpoint"),
             (409, "at another swap"),
             (422, "refuses the checkpoint"),
-            (500, "says nothing"),
+            (500, "is not valid"),
         ],
     )
     def test_what_the_app_answers(self, app: App, store: ms.Store, status: int, says: str) -> None:

@@ -133,7 +133,7 @@ def test_a_type_that_changes_with_the_version_is_refused() -> None:
 @pytest.mark.parametrize("value", [float("nan"), -1, -1e-9, "a", True, torch.tensor(1.0), [1]])
 @pytest.mark.parametrize("name", ["atol", "rtol"])
 def test_tolerances_that_are_none(name: str, value: Any) -> None:
-    with pytest.raises(OptionError, match=f"{name}= is a tolerance"):
+    with pytest.raises(OptionError, match=f"{name}= must be a tolerance"):
         ms.Canary((X,), **{name: value})
 
 

@@ -191,10 +191,10 @@ def test_what_is_no_method_of_the_module() -> None:
     live = served()
     with pytest.raises(AttributeError, match="nothing_like_it"):
         live.method("nothing_like_it")
-    with pytest.raises(AttributeError, match=r"Net.size is no method, it is of type int"):
+    with pytest.raises(AttributeError, match=r"Net.size is not a method, it is of type int"):
         live.method("size")
     for name in ("to", "load_state_dict", "train", "forward", "_apply", ""):
-        with pytest.raises(OptionError, match="no method that requests can call"):
+        with pytest.raises(OptionError, match="not a method that requests can call"):
             live.method(name)
     with live.pin() as v:
         assert hasattr(v, "value")

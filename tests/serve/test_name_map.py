@@ -182,7 +182,7 @@ GOOD = json.loads(ms.serve.NameMap.of(Nested()).to_json())
     ],
 )
 def test_what_is_no_map_is_refused(text: str) -> None:
-    with pytest.raises(NameMapError, match="no map of names"):
+    with pytest.raises(NameMapError, match="not a map of names"):
         ms.serve.NameMap.from_json(text)
 
 

@@ -63,9 +63,9 @@ class ServingApp:
 
     def __init__(self, url: str, token: str, *, timeout_s: float = 300.0) -> None:
         if not is_number(timeout_s) or not 0 < timeout_s < 1e8:
-            raise OptionError("timeout_s= is a number of seconds", expected="above 0", found=repr(timeout_s))
+            raise OptionError("timeout_s= must be a number of seconds", expected="above 0", found=repr(timeout_s))
         if not token or not all(ord(char) in _VISIBLE for char in token):
-            raise OptionError("the token is not what a header can have", expected="visible ASCII without blanks")
+            raise OptionError("a header cannot contain the token", expected="visible ASCII without blanks")
         self._is_https, self._host, self._port, self._path = _parts(url)
         self._token, self._timeout_s = token, timeout_s
 
@@ -162,7 +162,7 @@ class ServingApp:
 
     def _invalid_answer(self, status: int, answer: dict[str, Any]) -> AppAnswerError:
         return AppAnswerError(
-            "the answer of the app says nothing",
+            "the answer of the app is not valid",
             where=self.url,
             expected='200 and {"version": int, "previous": int, "source": text, "seconds": number}',
             found=_answer_text(status, answer),
@@ -236,7 +236,7 @@ def _is_same_path(source: str, path: str) -> bool:
 
 
 def _url_error(url: object, found: str) -> OptionError:
-    return OptionError("this is no URL of a serving app", expected="such as http://127.0.0.1:8000", found=found)
+    return OptionError("this is not the URL of a serving app", expected="such as http://127.0.0.1:8000", found=found)
 
 
 def _answer_text(status: int, answer: dict[str, Any]) -> str:

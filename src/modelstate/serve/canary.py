@@ -53,15 +53,17 @@ class Canary:
             value = getattr(self, name)
             is_number = isinstance(value, int | float) and not isinstance(value, bool)
             if value is not None and not (is_number and value >= 0):
-                raise OptionError(f"{name}= is a tolerance", expected="a number from 0, or None", found=repr(value))
+                raise OptionError(
+                    f"{name}= must be a tolerance", expected="a number from 0, or None", found=repr(value)
+                )
         if not isinstance(self.args, tuple | list) or not isinstance(self.kwargs, Mapping):
             raise OptionError(
-                "args= and kwargs= are the inputs of a call",
+                "args= and kwargs= must be the inputs of a call",
                 expected="a tuple, and a dict of names",
                 found=f"{type(self.args).__name__}, {type(self.kwargs).__name__}",
             )
         if self.check is not None and not callable(self.check):
-            raise OptionError("check= is called with the answer", found=type(self.check).__name__)
+            raise OptionError("check= must be callable", found=type(self.check).__name__)
 
     def prepared(self, serving: Calls) -> "Canary":
         """Returns a canary with a reference, which the version that serves gives where none is set.

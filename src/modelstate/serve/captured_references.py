@@ -60,7 +60,7 @@ def check_captured_references(module: nn.Module, clone: nn.Module) -> None:
             found.append(f"{path} is a view of {base}")
     if found:
         raise LiveTargetError(
-            "later versions would serve weights of the first one, which the module keeps where no copy follows",
+            "later versions would serve weights of the first one: a copy of the module still refers to them",
             where=type(module).__name__,
             found="; ".join(found[:_LISTED]) + (f"; and {len(found) - _LISTED} more" if found[_LISTED:] else ""),
             remedy="patch the class, or the instance by types.MethodType; let hooks use the module that they "

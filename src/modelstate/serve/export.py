@@ -121,14 +121,16 @@ def _check_arguments(module: object, args: object, where: str, kind: str, option
     if not isinstance(module, nn.Module):
         raise OptionError("only modules can be exported", expected="an nn.Module", found=type(module).__name__)
     if not isinstance(args, tuple):
-        raise OptionError("args= are the inputs of a call", expected="a tuple", found=type(args).__name__)
+        raise OptionError("args= must be the inputs of a call", expected="a tuple", found=type(args).__name__)
     if not where.endswith(".pt2"):
-        raise SaveTargetError("a program is written to a file that is called so", where=where, expected="a name.pt2")
+        raise SaveTargetError("the path of a program must end in .pt2", where=where, expected="a name.pt2")
     if options and kind != "aoti":
         raise OptionError("options= are for the compiler", expected="kind='aoti'", found=f"kind={kind!r}")
     reserved = [name for name in _OPTIONS if name in (options or {})]
     if reserved:
-        raise OptionError("options= that decide whether weights can be swapped are not free", found=", ".join(reserved))
+        raise OptionError(
+            "these options= are reserved: they decide whether weights can be swapped", found=", ".join(reserved)
+        )
 
 
 def _names(module: nn.Module) -> tuple[NameMap | None, str]:

@@ -128,12 +128,12 @@ def follow(
     if isinstance(target, Live) and isinstance(canary, Canary):
         canary.prepared(target)
     if type(object) is not str or not object:
-        raise OptionError("object= is the name of an object", expected="text, as 'model'", found=repr(object))
+        raise OptionError("object= must be the name of an object", expected="text, such as 'model'", found=repr(object))
     if not is_number(poll_s) or not 0 < poll_s < threading.TIMEOUT_MAX:
-        raise OptionError("poll_s= is a number of seconds", expected="above 0", found=repr(poll_s))
+        raise OptionError("poll_s= must be a number of seconds", expected="above 0", found=repr(poll_s))
     for name, callback in (("on_error", on_error), ("on_swap", on_swap)):
         if callback is not None and not callable(callback):
-            raise OptionError(f"{name}= is called", expected="a function, or None", found=repr(callback))
+            raise OptionError(f"{name}= must be callable", expected="a function, or None", found=repr(callback))
     # A separate instance: a store that also saves in the background would raise errors of its saves here.
     own_store = Store(store.directory if isinstance(store, Store) else store)
     following = Following(
@@ -155,7 +155,7 @@ def _check_target(target: object, options: dict[str, Any]) -> None:
     swap = getattr(target, "swap", None)
     if not callable(swap):
         raise LiveTargetError(
-            "this takes no new weights",
+            "this object does not accept new weights",
             expected="a modelstate.Live, or an object with swap(path)",
             found=f"{type(target).__module__}.{type(target).__qualname__}",
             remedy="follow(live, store): the program comes first",
@@ -163,7 +163,7 @@ def _check_target(target: object, options: dict[str, Any]) -> None:
     try:
         inspect.signature(swap).bind("", **options)
     except TypeError as error:
-        raise OptionError("these arguments are not for swap", where=type(target).__name__, found=error) from error
+        raise OptionError("swap does not accept these arguments", where=type(target).__name__, found=error) from error
     except ValueError:
         pass  # `swap` has no signature; the call will show
 
@@ -456,7 +456,7 @@ def selection(text: object) -> Selection:
         if metric:
             return Selection(metric, mode == "max")
     raise OptionError(
-        "select= says which checkpoint is wanted",
+        "select= must say which checkpoint is wanted",
         expected='"latest", "best:METRIC" for the lowest, or "best:METRIC:max" for the highest',
         found=repr(text),
     )

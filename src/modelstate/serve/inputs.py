@@ -353,7 +353,7 @@ class Inputs:
                 self._check_tensor(wanted, value, symbols, pending)
             elif isinstance(wanted, _Number):
                 if type(value) is not int:
-                    raise self._error(f"{wanted.name} is no whole number", "an int", type(value).__name__)
+                    raise self._error(f"{wanted.name} is not an integer", "an int", type(value).__name__)
                 self._bind(wanted.name, wanted.expression, value, symbols, pending)
             elif wanted.value is not ANY and (type(value) is not type(wanted.value) or value != wanted.value):
                 raise self._error(f"{wanted.name} was a constant at the export", repr(wanted.value), repr(value))
@@ -371,7 +371,7 @@ class Inputs:
 
     def _check_tensor(self, wanted: _Tensor, value: object, symbols: dict[str, int], pending: list[_Pending]) -> None:
         if not isinstance(value, torch.Tensor):
-            raise self._error(f"{wanted.name} is no tensor", _tensor_text(wanted), type(value).__name__)
+            raise self._error(f"{wanted.name} is not a tensor", _tensor_text(wanted), type(value).__name__)
         shape = value.shape
         if (
             len(shape) != len(wanted.shape)
@@ -411,14 +411,14 @@ class Inputs:
                     (symbol,) = unknown
                     solution = size.solved(symbol, value, symbols)
                     if solution is None:
-                        raise self._error(f"a size of {name} is none that it can have", size, value)
+                        raise self._error(f"a size of {name} is not possible", size, value)
                     symbols[symbol] = solution
                     if size.text not in self._ranges:
                         self._check_range(name, symbol, solution)
                 elif size.value(symbols) != value:
                     raise self._error(f"a size of {name} does not follow from the others", size, value)
             if len(undetermined) == len(pending):
-                raise self._error("sizes do not say what their symbols are", pending[0].size, pending[0].value)
+                raise self._error("the sizes do not determine their symbols", pending[0].size, pending[0].value)
             pending = undetermined
 
     def _error(self, what: str, expected: object, found: object, remedy: str = "") -> ProgramInputError:

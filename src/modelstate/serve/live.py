@@ -107,7 +107,7 @@ class Live:
         self, target: object, *, names: NameMap | nn.Module | None = None, keep: int = 1, training: bool = False
     ) -> None:
         if type(keep) is not int or keep < 0:
-            raise OptionError("keep= is a number of versions", expected="0 or more", found=repr(keep))
+            raise OptionError("keep= must be a number of versions", expected="an integer from 0", found=repr(keep))
         self._target = target_factory(target, names, training)
         self._keep = keep
         self._kept: deque[Version] = deque()
@@ -470,7 +470,9 @@ class Live:
             return canary.prepared(self)
         if not callable(canary):
             raise OptionError(
-                "canary= is what tries a new version", expected="a Canary, or a function", found=type(canary).__name__
+                "canary= must be a Canary or a function",
+                expected="a Canary, or a function",
+                found=type(canary).__name__,
             )
         return canary
 
@@ -500,7 +502,7 @@ class Live:
 def _deadline(timeout_s: float | None) -> float | None:
     is_number = isinstance(timeout_s, int | float) and not isinstance(timeout_s, bool)
     if timeout_s is not None and not (is_number and 0 <= timeout_s < 1e8):
-        raise OptionError("timeout_s= is a number of seconds", expected="from 0, or None", found=repr(timeout_s))
+        raise OptionError("timeout_s= must be a number of seconds", expected="from 0, or None", found=repr(timeout_s))
     return None if timeout_s is None else time.monotonic() + timeout_s
 
 

@@ -355,7 +355,7 @@ def _root(archive: ZipDirectory) -> str:
 
 
 def _no_program(path: str) -> LiveTargetError:
-    return LiveTargetError("this file is no program", where=path, expected="a .pt2", remedy=_REMEDY)
+    return LiveTargetError("this file is not a program", where=path, expected="a .pt2", remedy=_REMEDY)
 
 
 def _unreadable(path: str, error: Exception) -> LiveTargetError:

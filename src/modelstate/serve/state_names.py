@@ -225,10 +225,10 @@ class NameMap:
                 and set(eager.values()) <= set(runtime)
                 and {*chain(*ties)} <= set(eager)
             ):
-                raise ValueError("names that lead nowhere")
+                raise ValueError("names without a counterpart")
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             raise NameMapError(
-                "this is no map of names",
+                "this is not a map of names",
                 expected="what NameMap.to_json() has written",
                 found=f"{type(error).__name__}: {error}",
             ) from error
@@ -341,7 +341,7 @@ class _Groups:
             where=where,
             expected="each tensor of the module, as it is, under a name of the state dict",
             found="; ".join(lines),
-            remedy="keep the module's code at hand: ms.serve.runtime_state(module, checkpoint) follows its hooks",
+            remedy="keep the module's code: modelstate.serve.runtime_state(module, checkpoint) follows its hooks",
             names=(*(name for name, _ in self._computed), *lost),
         )
 

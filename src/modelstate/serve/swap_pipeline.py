@@ -52,15 +52,13 @@ class SwapOptions:
     def __post_init__(self) -> None:
         for name in ("exact", "check_finite", "verify"):
             if not isinstance(getattr(self, name), bool):
-                raise OptionError(
-                    f"{name}= is a choice of two", expected="True or False", found=repr(getattr(self, name))
-                )
+                raise OptionError(f"{name}= must be a bool", expected="True or False", found=repr(getattr(self, name)))
 
 
 def check_choice(name: str, value: object, choices: tuple[str, ...]) -> None:
     """Raises `OptionError` where the value of an argument is not one of the choices."""
     if value not in choices:
-        raise OptionError(f"{name}= is none of its values", expected=" or ".join(map(repr, choices)), found=repr(value))
+        raise OptionError(f"{name}= has an unknown value", expected=" or ".join(map(repr, choices)), found=repr(value))
 
 
 class SwapSource:
@@ -114,7 +112,7 @@ class SwapSource:
             serving.weights_module
         ):
             raise LiveTargetError(
-                "these weights can come in through the module's own loading code only, and that not in place",
+                "only the module's own loading code can read these weights, and it cannot read them in place",
                 where=self._target.name,
                 remedy="swap with mode='available'; or, where hooks only rename, give names=NameMap.of(module)",
             )

@@ -222,7 +222,7 @@ def _method_of(program: Any, name: str) -> Callable[..., Any]:
     """Returns a method of a program's module. Raises as `Pin.method` does."""
     if not isinstance(name, str) or not name.isidentifier() or name[0] == "_" or hasattr(nn.Module, name):
         raise OptionError(
-            "this is no method that requests can call",
+            "this is not a method that requests can call",
             expected="a public method that the module's own class defines",
             found=repr(name),
             remedy="call the version itself for forward(); methods of nn.Module change the module",
@@ -236,7 +236,7 @@ def _method_of(program: Any, name: str) -> Callable[..., Any]:
         )
     method = getattr(module, name)
     if not callable(method):
-        raise AttributeError(f"{type(module).__name__}.{name} is no method, it is of type {type(method).__name__}")
+        raise AttributeError(f"{type(module).__name__}.{name} is not a method, it is of type {type(method).__name__}")
     return method  # type: ignore[no-any-return]
 
 
@@ -440,7 +440,7 @@ class VersionGate:
                 "requests did not end in time; nothing has been changed",
                 where=f"version {version.id}",
                 found="requests under way",
-                remedy=f"{_SLOW} swap with mode='available', which waits for nobody",
+                remedy=f"{_SLOW} swap with mode='available', which waits for no requests",
             )
 
     def _closed_entry(
