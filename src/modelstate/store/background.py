@@ -1,4 +1,4 @@
-"""Saves in the background: the copy of the state that is written, the handle, the end of the process."""
+"""Saves in the background: the copy of the state, the handle of the save, and the wait at the end of the process."""
 
 import atexit
 import os
@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from multiprocessing import parent_process
 from multiprocessing.util import Finalize
-from typing import Any
 
 import torch
 
@@ -22,27 +21,33 @@ from modelstate.spec import contiguous_stride
 from modelstate.text_format import size
 
 PASSING = (WriteFailedError, ReadFailedError, StoreAccessError, SourceAccessError)
-"""What an I/O error comes through as, wherever in a save it was: it may be over when the next one begins."""
+"""The errors that an I/O error becomes, wherever in a save it happens. The next save may succeed."""
 
 
 @dataclass(frozen=True, slots=True)
 class SavedStep:
-    """A checkpoint that is complete and durable. Made by `Store.save`."""
+    """A checkpoint that is complete and durable: the result of `Store.save`.
+
+    Example:
+        >>> saved = store.save(1000, {"model": model})
+        >>> saved.step, saved.pruned
+        (1000, ())
+    """
 
     step: int
     path: str
-    """Its directory."""
+    """The directory of the checkpoint."""
     bytes_written: int
     bytes_linked: int
-    """Of files that the checkpoint before has already; they take no more room."""
+    """Bytes of files that are links to those of the checkpoint before; they take no more space."""
     staging_bytes: int
-    """Memory that the state was copied to, which the store keeps for the next save; 0 where it blocked."""
+    """Memory that the state was copied to, which the store keeps for the next save; 0 for a save that blocked."""
     blocked_seconds: float
-    """From the call to its return."""
+    """From the call of `Store.save` to its return."""
     seconds: float
-    """From the call until it was durable, old ones that nobody keeps not yet taken away."""
+    """From the call of `Store.save` until the checkpoint was durable, without the pruning after it."""
     pruned: tuple[int, ...]
-    """Steps that were taken away afterwards."""
+    """Steps that were removed afterwards."""
 
     def __str__(self) -> str:
         linked = f", {size(self.bytes_linked)} linked" if self.bytes_linked else ""
@@ -50,64 +55,86 @@ class SavedStep:
 
 
 class PendingSave:
-    """A checkpoint that is being written by a thread. Made by `Store.save(block=False)`."""
+    """A save that runs in a thread: the result of `Store.save(block=False)`.
+
+    Attributes:
+        step: the number of the checkpoint.
+        staging_bytes: the memory that the state was copied to.
+
+    Example:
+        >>> pending = store.save(1000, {"model": model}, block=False)
+        >>> pending.result().step
+        1000
+    """
 
     def __init__(self, step: int, staging_bytes: int, write: Callable[[], SavedStep]) -> None:
         self.step = step
         self.staging_bytes = staging_bytes
-        """Memory that the state was copied to."""
         self._pid = os.getpid()
         self._saved: SavedStep | None = None
         self._error: BaseException | None = None
         self._write: Callable[[], SavedStep] | None = write
-        self._over = threading.Event()
-        self._begun = False
-        self._claim, self._claimed = threading.Lock(), False
+        self._finished = threading.Event()
+        self._is_started = False
+        self._claim_lock, self._is_claimed = threading.Lock(), False
 
     def start(self) -> None:
-        """Begins to write. Whatever interrupts it, either the thread does all of it, or nothing is done."""
+        """Starts the thread. Where it is interrupted, the thread does all of the save, or nothing is written."""
         thread = threading.Thread(target=self._run, name=f"modelstate-save-{self.step}")
         try:
-            self._begun = True
-            _unheard.add(self)
+            self._is_started = True
+            _unreported.add(self)
             if not threading.main_thread().is_alive():
-                self._run()  # the program is ending: nobody would wait for a thread
+                self._run()  # the program is ending, and would not wait for a thread
                 return
             _watch_exit()
-            # Not a daemon: the process waits for it before it ends.
+            # Not a daemon thread, so that the process waits for it before it ends.
             thread.start()
         except BaseException:
-            if self._is_mine():
+            if self._claim():
                 self._write = None
-                _unheard.discard(self)
-                self._over.set()
+                _unreported.discard(self)
+                self._finished.set()
             raise
 
-    def _is_mine(self) -> bool:
-        """Whether nobody else has taken it on himself to write, or to see to it that nobody does."""
-        with self._claim:
-            was, self._claimed = self._claimed, True
-            return not was
+    def _claim(self) -> bool:
+        """Returns true to the first caller only: the thread, which then writes, or `start`, which then cancels it."""
+        with self._claim_lock:
+            was_claimed, self._is_claimed = self._is_claimed, True
+            return not was_claimed
 
     @property
     def done(self) -> bool:
-        """Whether it has ended, well or not. In a forked child, which has not got the thread, it has."""
-        return self._pid != os.getpid() or not self._begun or self._over.is_set()
+        """Whether the save has ended, with or without an error; true in a forked child, which has no such thread."""
+        return self._pid != os.getpid() or not self._is_started or self._finished.is_set()
 
     @property
     def is_reported(self) -> bool:
-        """Whether somebody has got the error, if there is one."""
-        return self not in _unheard
+        """Whether the save succeeded, or its error was raised."""
+        return self not in _unreported
 
     @property
     def error(self) -> BaseException | None:
-        """What went wrong; None as long as nothing has."""
+        """The error of the save; None where there is none so far."""
         return self._error
 
     def result(self, timeout_s: float | None = None) -> SavedStep:
-        """Waits until the checkpoint is durable. Raises what the write raised, and `SaveTimeoutError`."""
-        if self._pid == os.getpid() and self._begun:
-            self._over.wait(timeout_s)
+        """Waits until the checkpoint is durable, and returns it.
+
+        Args:
+            timeout_s: the most seconds to wait; None waits until the end.
+
+        Raises:
+            SaveTimeoutError: The checkpoint is not durable in time, or this process is a fork and does not write it.
+
+        The error of the save is raised too.
+
+        Example:
+            >>> pending.result(timeout_s=60).path
+            'checkpoints/step-000001000'
+        """
+        if self._pid == os.getpid() and self._is_started:
+            self._finished.wait(timeout_s)
         if not self.done:
             raise SaveTimeoutError(
                 "the checkpoint is still being written",
@@ -116,77 +143,76 @@ class PendingSave:
                 remedy="wait longer; it goes on",
             )
         if self._error is not None:
-            _unheard.discard(self)
+            _unreported.discard(self)
             raise self._error
         if self._saved is None:
-            raise SaveTimeoutError("nobody here writes this checkpoint", where=f"step {self.step}")
+            raise SaveTimeoutError("this process does not write this checkpoint", where=f"step {self.step}")
         return self._saved
 
     def _run(self) -> None:
-        if not self._is_mine():
+        if not self._claim():
             return
         assert self._write is not None
         try:
             self._saved = self._write()
-            _unheard.discard(self)
+            _unreported.discard(self)
         except BaseException as error:
             self._error = error
-            if _said_at_exit == os.getpid():
-                self._say_if_lost()  # nobody else will
+            if _reported_at_exit == os.getpid():
+                self._report_if_lost()  # the report of all lost saves was printed before
         finally:
-            self._write = None  # and with it the state, and the store
-            self._over.set()
+            self._write = None  # releases the state and the store
+            self._finished.set()
 
-    def _say_if_lost(self) -> None:
+    def _report_if_lost(self) -> None:
         if self._pid == os.getpid():
-            why = self._error or "the program ended before it was written"
-            print(f"modelstate: step {self.step} was not saved: {why}", file=sys.stderr, flush=True)
+            reason = self._error or "the program ended before it was written"
+            print(f"modelstate: step {self.step} was not saved: {reason}", file=sys.stderr, flush=True)
 
 
-_unheard: set[PendingSave] = set()
-"""Those that are being written, and those that have failed and nobody knows it: kept until somebody does."""
+_unreported: set[PendingSave] = set()
+"""Saves that are being written, and saves that failed and whose error was not raised yet."""
 _watching_exit = False
-_watching_exit_of_child = 0
-"""The process of multiprocessing that does."""
-_said_at_exit = 0
-"""The process of multiprocessing that has said what was lost."""
+_child_with_finalizer = 0
+"""The id of this process, where it is one of multiprocessing and has the finalizer."""
+_reported_at_exit = 0
+"""The id of this process, where it is one of multiprocessing and has reported the lost saves."""
 
 
 def _watch_exit() -> None:
-    """Has the end of the program wait for what is being written, and say what was not.
+    """Makes the end of the program wait for saves that are being written, and report those that failed.
 
-    The wait comes before Python's own for its threads: after that no thread pool takes work any more, and a save that
-    is still going on would fail.
+    The wait comes before Python's own wait for threads: after that no thread pool accepts work, and a save that is
+    still running would fail.
     """
-    global _watching_exit, _watching_exit_of_child
+    global _watching_exit, _child_with_finalizer
     if not _watching_exit:
         _watching_exit = True
-        atexit.register(_say_what_was_lost)
-        before_threads_are_joined: Any = threading._register_atexit  # type: ignore[attr-defined]
-        before_threads_are_joined(_wait_for_all)
-    if parent_process() is not None and _watching_exit_of_child != os.getpid():
-        # Where they are forked, such processes end by os._exit, before which atexit is not asked.
-        _watching_exit_of_child = os.getpid()
-        Finalize(None, _end_child, exitpriority=-1000)
+        atexit.register(_report_lost)
+        threading._register_atexit(_wait_for_all)  # type: ignore[attr-defined]
+    if parent_process() is not None and _child_with_finalizer != os.getpid():
+        # A forked process of multiprocessing ends by os._exit, which does not run atexit.
+        _child_with_finalizer = os.getpid()
+        Finalize(None, _finish_child, exitpriority=-1000)
 
 
-def _end_child() -> None:
-    global _said_at_exit
+def _finish_child() -> None:
+    global _reported_at_exit
     _wait_for_all()
-    _said_at_exit = os.getpid()
-    _say_what_was_lost()
+    _reported_at_exit = os.getpid()
+    _report_lost()
 
 
 def _wait_for_all() -> None:
-    for pending in list(_unheard):
+    for pending in list(_unreported):
         if pending._pid == os.getpid():
-            pending._over.wait()
+            pending._finished.wait()
 
 
-def _say_what_was_lost() -> None:
-    for pending in list(_unheard):
-        pending._say_if_lost()
-        _unheard.discard(pending)  # once is enough
+def _report_lost() -> None:
+    for pending in list(_unreported):
+        pending._report_if_lost()
+        _unreported.discard(pending)
 
 
 _ALIGN = 64
@@ -194,41 +220,44 @@ _BLOCK_BYTES = 4 << 20
 
 
 class Staging:
-    """One buffer of CPU memory, as large as the largest state so far; pinned where a device copies to it."""
+    """A buffer of CPU memory for the copy of a state: it grows to the largest one, and is pinned for CUDA."""
 
     def __init__(self) -> None:
         self._buffer: torch.Tensor | None = None
 
     @property
     def nbytes(self) -> int:
-        """What it takes now."""
+        """The size of the buffer now."""
         return 0 if self._buffer is None else self._buffer.numel()
 
-    def copy(self, drafts: Iterable[SerializedState]) -> None:
-        """Copies the tensors of the drafts, and puts the copies in their places.
+    def copy(self, states: Iterable[SerializedState]) -> None:
+        """Copies the tensors of the states, and replaces them by the copies. The copies before are overwritten.
 
-        What was copied before is gone. Raises what torch raises where memory is lacking; then nothing is replaced.
+        Raises torch's error where there is not enough memory; then no tensor is replaced.
         """
-        made = list(drafts)
-        tensors = [tensor for one in made for tensor in one.live.values()]
-        copies = self._room_for(tensors)
+        states = list(states)
+        tensors = [tensor for state in states for tensor in state.live.values()]
+        copies = self._allocate(tensors)
         _copy_all(tensors, copies)
         remaining = iter(copies)
-        for one in made:
-            one.tensors = {name: next(remaining) for name in one.tensors}
+        for state in states:
+            state.tensors = {name: next(remaining) for name in state.tensors}
 
-    def _room_for(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    def _allocate(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         starts, end = [], 0
         for tensor in tensors:
             starts.append(end)
             end += -(-nbytes_of(tensor) // _ALIGN) * _ALIGN
         pinned = any(tensor.device.type == "cuda" for tensor in tensors)
-        there = self._buffer
-        if there is None or there.numel() < end or (pinned and not there.is_pinned()):
-            self._buffer = None  # before the next one is made
-            self._buffer = torch.empty(end, dtype=torch.uint8, pin_memory=True) if pinned else _memory(end)
-        assert self._buffer is not None
-        storage = self._buffer.untyped_storage()
+        buffer = self._buffer
+        if buffer is None or buffer.numel() < end or (pinned and not buffer.is_pinned()):
+            self._buffer = buffer = None  # released before the new one is allocated
+            if pinned:
+                buffer = torch.empty(end, dtype=torch.uint8, pin_memory=True)
+            else:
+                buffer = empty_cpu((max(end, 1),), torch.uint8)
+            self._buffer = buffer
+        storage = buffer.untyped_storage()
         with torch.inference_mode(False):
             return [
                 torch.empty(0, dtype=tensor.dtype, device="cpu").set_(
@@ -238,15 +267,11 @@ class Staging:
             ]
 
 
-def _memory(nbytes: int) -> torch.Tensor:
-    return empty_cpu((max(nbytes, 1),), torch.uint8)
-
-
 def _copy_all(tensors: Sequence[torch.Tensor], copies: Sequence[torch.Tensor]) -> None:
-    """Several threads, of which each takes a piece of at most a few megabytes at a time."""
+    """Copies with several threads, each of which takes pieces of at most a few megabytes."""
     jobs: list[list[tuple[torch.Tensor, torch.Tensor]]] = [[]]
     total = 0
-    devices: set[Any] = set()
+    devices: set[torch.device] = set()
     for tensor, copy in zip(tensors, copies, strict=True):
         if tensor.device.type != "cpu":
             devices.add(tensor.device)

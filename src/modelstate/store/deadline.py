@@ -1,4 +1,4 @@
-"""When a training loop has to save and end: before its time is over, or when a signal says so."""
+"""`Deadline`: when a training loop has to save and end, by the time of its job or by a signal."""
 
 import math
 import os
@@ -14,41 +14,51 @@ from modelstate.errors import OptionError
 from modelstate.store.retention import is_number
 
 _HOUR_SECONDS = 3600
-_FLOOR_SECONDS = 30.0
-_UNKNOWN_SECONDS = 600.0
-_SHARE = 0.05
-_SKEW_SECONDS = 60.0
+_MIN_MARGIN_SECONDS = 30.0
+_MAX_FIRST_MARGIN_SECONDS = 600.0
+"""The most that the automatic margin allows for a save before the first one has been measured."""
+_MARGIN_SHARE = 0.05
+_MAX_CLOCK_SKEW_SECONDS = 60.0
 _NOT_CAUGHT = ("SIGKILL", "SIGSTOP", "SIGSEGV", "SIGBUS", "SIGFPE", "SIGILL", "SIGCHLD")
-"""Signals that cannot be caught, or that do not ask for an end."""
+"""Signals that cannot be caught, or that do not ask a process to end."""
 _ENDS_CHILDREN = (signal.SIGTERM, signal.SIGINT, signal.SIGQUIT)
-"""By the first, `multiprocessing` ends workers, and waits until they have: a child must never pass it over."""
+"""Signals by which a parent ends its children. `multiprocessing` sends SIGTERM and waits, so a child must obey it."""
 
 
 class Deadline:
-    """Tells a loop when to save and end.
+    """The time at which a loop has to save and end: the end of its job, or a signal.
 
-    `hours` is the time that the job has, or None for signals alone. `since` is where it begins: `"process"`, the start
-    of this process, imports included; `"now"`; or a Unix time, as that of the start of the job, where a queue says it.
-    What the wall clock does afterwards changes nothing; time in which the machine is suspended counts.
+    As a context manager it handles `signals`: the first one makes `reached` true, and nothing else happens, so that a
+    second signal does not end a save; only a second SIGINT has its earlier effect. The earlier handlers are not called;
+    they are restored when the block ends. A deadline may be entered several times, as by nested loops.
 
-    `margin` is how many seconds before the end the loop ends. `"auto"` is twice the longest save so far plus the
-    longest step so far, of which `saved` and `stepped` tell; at least 30 s. Before the first save it is 5% of the time,
-    10 minutes at most, plus the longest step. Where 5% of the time is less than 30 s, that is the least.
+    A signal asks the whole process to end: every deadline that handles it is reached, whichever has received it, also
+    one that is made later, unless its time has begun since. SIGINT reaches only the deadlines that are entered.
 
-    As a context manager it takes `signals`: the first one makes `reached` true, and the loop goes on until it asks.
-    Nothing else happens, so a second one does not end a save; only a second SIGINT does what it did before. The
-    handlers that were there before are not called; they are put back at the end. One deadline may be entered several
-    times, as by loops within each other.
+    A forked child, such as the worker of a data loader, ignores a signal that comes to the whole process group, except
+    SIGTERM, SIGINT and SIGQUIT, by which its parent ends it. Signals can be handled in the main thread only: entering
+    the deadline in another thread raises `OptionError`, unless it is entered already or has `signals=()`. It can be
+    left in any thread. Left in another thread, its handlers stay, and call those before them.
 
-    A signal asks all of the process to end: whichever deadline has received it, each that takes this signal is reached,
-    one that is made later too, unless its time has begun since. SIGINT is for those alone that are entered.
+    Args:
+        hours: the time that the job has; None for signals only.
+        margin: how many seconds before the end the loop ends. "auto" is twice the longest save so far plus the longest
+            step so far, at least 30 s. Before the first save it is 5% of the time, at most 10 minutes, plus the longest
+            step. Where 5% of the time is less than 30 s, that is the least. `saved` and `stepped` give the times.
+        since: where the time begins: "process", the start of this process with its imports; "now"; or a Unix time, such
+            as the start of the job, where a queue gives it. Later changes of the wall clock have no effect. Time in
+            which the machine is suspended counts.
+        signals: the signals to handle.
 
-    Forked children, as the workers of a data loader, do not end by a signal that comes to all of the process group;
-    only by SIGTERM, SIGINT and SIGQUIT, for by these their parent ends them. Signals can be taken in the main thread
-    alone: entering it in another one raises `OptionError`, unless it is entered already; `signals=()` takes none. It
-    can be left in any thread. In another one its handlers stay, and do what those before them do.
+    Raises:
+        OptionError: An argument cannot be used.
 
-    Raises `OptionError` for arguments that mean nothing.
+    Example:
+        >>> with ms.Deadline(hours=4) as deadline:
+        ...     for step in range(1000):
+        ...         train_step()
+        ...         if deadline.reached:
+        ...             break
     """
 
     def __init__(
@@ -75,66 +85,70 @@ class Deadline:
         self._start = now_seconds() - _elapsed_seconds(since)
         self._longest_save: float | None = None
         self._longest_step = 0.0
-        self._late = ""
+        self._time_reason = ""
         self._received = 0
+        """The first of the signals that was received; 0 for none."""
         self._previous: dict[int, Any] = {}
-        self._owner = 0
-        self._inside: list[None] = []
-        """One for each time that it was entered and not left; a list, since threads may do so at once."""
-        self._entered = math.inf
+        """The handlers before those of this deadline, by signal."""
+        self._owner_pid = 0
+        self._entries: list[None] = []
+        """An item for each time that it was entered and not left; a list, whose changes are safe between threads."""
+        self._entered_seconds = math.inf
 
     @property
     def reached(self) -> bool:
-        """Whether the loop should save and end. Once it is true it stays so."""
+        """Whether the loop should save and end. Once true, it stays true."""
         return bool(self.reason)
 
     @property
     def reason(self) -> str:
-        """Why, as text; empty before."""
-        if self._signal():
+        """Why the deadline is reached, as text; empty before."""
+        if self._received_signal():
             return f"{_name(self._received)} was received"
         remaining, margin = self.remaining_seconds, self.margin_seconds
-        if not self._late and remaining <= margin:
-            # Kept, for a margin that a save has made smaller must not let the loop go on.
-            self._late = f"{remaining:,.0f} s of {self._total_seconds:,.0f} s are left, the margin is {margin:,.0f} s"
-        return self._late
+        if not self._time_reason and remaining <= margin:
+            # Stored, because a quick save makes the margin smaller, and the loop must not go on then.
+            self._time_reason = (
+                f"{remaining:,.0f} s of {self._total_seconds:,.0f} s are left, the margin is {margin:,.0f} s"
+            )
+        return self._time_reason
 
     @property
     def remaining_seconds(self) -> float:
-        """Until the end, the margin included; 0 after it, infinite without `hours`."""
+        """The seconds until the end, with the margin; 0 after it, infinite without `hours`."""
         return max(0.0, self._start + self._total_seconds - now_seconds())
 
     @property
     def margin_seconds(self) -> float:
-        """How long before the end `reached` is true, as far as is known now."""
+        """How many seconds before the end `reached` becomes true, by the saves and steps so far."""
         if self._margin_seconds is not None:
             return self._margin_seconds
-        share = _SHARE * self._total_seconds
+        share = _MARGIN_SHARE * self._total_seconds
         if self._longest_save is None:
-            return min(_UNKNOWN_SECONDS, share) + self._longest_step
-        return max(min(_FLOOR_SECONDS, share), 2 * self._longest_save + self._longest_step)
+            return min(_MAX_FIRST_MARGIN_SECONDS, share) + self._longest_step
+        return max(min(_MIN_MARGIN_SECONDS, share), 2 * self._longest_save + self._longest_step)
 
     @property
     def start(self) -> float:
-        """Where its time begins, in seconds since the machine started."""
+        """Where the time begins, in seconds since the machine started."""
         return self._start
 
     @property
     def is_by_signal(self) -> bool:
-        """Whether it was reached by a signal."""
+        """Whether a signal has reached the deadline."""
         return bool(self._received)
 
     def saved(self, seconds: float) -> None:
-        """Tells how long a save took, until it was durable."""
+        """Records how many seconds a save took until it was durable. Raises `OptionError` for another value."""
         self._longest_save = max(self._longest_save or 0.0, _checked_seconds(seconds))
 
     def stepped(self, seconds: float) -> None:
-        """Tells how long the loop took from one look at `reached` to the next."""
+        """Records how many seconds passed between two checks of `reached`. Raises `OptionError` for another value."""
         self._longest_step = max(self._longest_step, _checked_seconds(seconds))
 
     def __enter__(self) -> Self:
-        if self._inside and self._owner == os.getpid():
-            self._inside.append(None)
+        if self._entries and self._owner_pid == os.getpid():
+            self._entries.append(None)
             return self
         if self._signals and threading.current_thread() is not threading.main_thread():
             raise OptionError(
@@ -143,56 +157,59 @@ class Deadline:
                 remedy="enter the deadline there first, or give it signals=()",
             )
         before = {number: self._handler_before(number) for number in self._signals}
-        self._owner, self._inside, self._entered, self._previous = os.getpid(), [None], now_seconds(), {}
+        self._owner_pid, self._entries, self._entered_seconds, self._previous = os.getpid(), [None], now_seconds(), {}
         try:
             for number, previous in before.items():
                 signal.signal(number, self._receive)
                 self._previous[number] = previous
             _entered.append(self)
         except BaseException as error:
-            self._put_back()
+            self._restore_handlers()
             if not isinstance(error, OSError | ValueError):
                 raise
             raise OptionError("a signal that cannot be received", found=error, remedy="signals= without it") from error
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
-        if self._inside:  # in a forked child that has entered it anew, loops of its parent leave it too
-            self._inside.pop()
-        if not self._inside:
-            self._put_back()
+        if self._entries:  # empty where a forked child has entered it anew, and loops of its parent leave it too
+            self._entries.pop()
+        if not self._entries:
+            self._restore_handlers()
 
     def _handler_before(self, number: int) -> Any:
-        """The one that is there, behind those that stayed of deadlines which nobody is in any more."""
-        found = signal.getsignal(number)
+        """Returns the current handler, without those that stayed of deadlines which are not entered any more."""
+        handler = signal.getsignal(number)
         while True:
-            of = getattr(found, "__self__", None)
-            if not isinstance(of, Deadline) or number not in of._previous or (of._inside and of is not self):
-                return found
-            found = of._previous[number]
+            deadline = getattr(handler, "__self__", None)
+            if not isinstance(deadline, Deadline) or number not in deadline._previous:
+                return handler
+            if deadline._entries and deadline is not self:
+                return handler
+            handler = deadline._previous[number]
 
-    def _put_back(self) -> None:
-        self._inside = []
+    def _restore_handlers(self) -> None:
+        self._entries = []
         if self in _entered:
             _entered.remove(self)
         for number in reversed(self._previous):
-            self._put_one_back(number)
-        for other in _entered:  # one that was entered later and is left later: this one's handler is no more
+            self._restore_handler(number)
+        # A deadline that was entered later and is left later must not restore this one's handler.
+        for other in _entered:
             for number, previous in other._previous.items():
                 if previous == self._receive:
                     other._previous[number] = self._previous[number]
 
-    def _put_one_back(self, number: int) -> None:
-        """Unless somebody has put in another handler since, or this is not the main thread."""
+    def _restore_handler(self, number: int) -> None:
+        """Restores the handler before, unless another one was set since, or this is not the main thread."""
         if signal.getsignal(number) == self._receive:
             with suppress(ValueError):
-                # None is a handler that Python did not install, and cannot install again.
+                # None is a handler that Python did not set, and cannot set again.
                 signal.signal(number, signal.SIG_DFL if self._previous[number] is None else self._previous[number])
 
-    def _pass_on(self, number: int, frame: FrameType | None) -> None:
-        """Does what the handler does that was there before."""
+    def _call_previous(self, number: int, frame: FrameType | None) -> None:
+        """Restores the handler before, and has the same effect as that."""
         previous = self._previous[number]
-        self._put_one_back(number)
+        self._restore_handler(number)
         if callable(previous):
             previous(number, frame)
         elif previous != signal.SIG_IGN:
@@ -200,34 +217,36 @@ class Deadline:
             os.kill(os.getpid(), number)
 
     def _receive(self, number: int, frame: FrameType | None) -> None:
-        if not self._inside:
-            self._pass_on(number, frame)
+        if not self._entries:
+            self._call_previous(number, frame)
             return
-        if os.getpid() != self._owner:
-            # A forked child, as a worker of a data loader: it has no loop that asks.
+        if os.getpid() != self._owner_pid:
+            # A forked child, such as the worker of a data loader, has no loop that checks the deadline.
             if number in _ENDS_CHILDREN or callable(self._previous[number]):
-                self._pass_on(number, frame)
+                self._call_previous(number, frame)
             return
         _came[number] = now_seconds()
-        self._signal()
+        self._received_signal()
         if number == signal.SIGINT:
-            for one in reversed(_entered):
-                if number in one._previous:
-                    one._put_one_back(number)
+            for deadline in reversed(_entered):
+                if number in deadline._previous:
+                    deadline._restore_handler(number)
 
-    def _signal(self) -> int:
-        """The first of its signals that has come; 0 where none has."""
+    def _received_signal(self) -> int:
+        """Returns the first of the signals that has come; 0 where none has."""
         if not self._received:
-            begins = {number: self._entered if number == signal.SIGINT else self._start for number in self._signals}
+            begins = {
+                number: self._entered_seconds if number == signal.SIGINT else self._start for number in self._signals
+            }
             came = {number: _came[number] for number in self._signals if _came.get(number, -math.inf) >= begins[number]}
             self._received = min(came, key=lambda number: came[number], default=0)
         return self._received
 
 
 _came: dict[int, float] = {}
-"""When each signal came last, in seconds since the machine started: whoever asks it to end asks the process."""
+"""When each signal came last, in seconds since the machine started, for all deadlines of the process."""
 _entered: list[Deadline] = []
-"""Those that are entered, in this order."""
+"""The deadlines that are entered, in the order of entering."""
 
 
 def _checked_seconds(given: float) -> float:
@@ -253,13 +272,13 @@ def _checked_signals(given: Iterable[int]) -> tuple[int, ...]:
 
 
 def _elapsed_seconds(since: object) -> float:
-    """How long ago that was."""
+    """Returns how long ago the time began."""
     if since == "now":
         return 0.0
     if since == "process":
         return _process_seconds()
     now = time.time()
-    if not is_number(since) or not -math.inf < since <= now + _SKEW_SECONDS:
+    if not is_number(since) or not -math.inf < since <= now + _MAX_CLOCK_SKEW_SECONDS:
         raise OptionError(
             "since= is where the time begins",
             expected="'process', 'now', or a Unix time in seconds that is over",
@@ -269,15 +288,15 @@ def _elapsed_seconds(since: object) -> float:
 
 
 def now_seconds() -> float:
-    """Seconds since the machine started: the clock in which the system says when a process did."""
+    """Returns seconds since the machine started, the clock in which the system gives the start of a process."""
     return time.clock_gettime(getattr(time, "CLOCK_BOOTTIME", time.CLOCK_MONOTONIC))
 
 
 def _process_seconds() -> float:
-    """The age of this process; 0 where the system does not tell it."""
+    """Returns the age of this process; 0 where the system does not give it."""
     try:
         with open("/proc/self/stat", "rb") as file:
-            # The name of the program comes before, in brackets, and may hold anything.
+            # The second field is the name of the program in brackets, which may contain spaces and brackets.
             fields = file.read().rpartition(b")")[2].split()
         return max(0.0, now_seconds() - int(fields[19]) / os.sysconf("SC_CLK_TCK"))
     except (OSError, ValueError, IndexError):

@@ -1,4 +1,8 @@
-"""`modelstate.resumable`: a training loop that may be killed at any time."""
+"""`modelstate.resumable`: the steps of a training loop that may be killed at any time and started again.
+
+Loops may be nested: each thread has a stack of the loops that are in a step, the outer ones first. Loops that share a
+deadline share the time of its last check, and a loop that is stopped stops the loops around it.
+"""
 
 import inspect
 import logging
@@ -25,11 +29,11 @@ from modelstate.store.retention import CheckpointInfo, Keep, check_metric, metri
 from modelstate.store.store import RestoredStep, Store
 
 _logger = logging.getLogger(__name__)
-_RESTORING = tuple(inspect.signature(Store.restore).parameters)[2:]
+_RESTORE_OPTIONS = tuple(inspect.signature(Store.restore).parameters)[2:]
 
 
 class _Metrics(dict[str, float]):
-    """Metrics of a loop, which are checked when they are set."""
+    """The metrics of a loop, which are checked when they are set."""
 
     def __setitem__(self, name: str, value: float) -> None:
         super().__setitem__(name, metric_value(name, value))
@@ -39,16 +43,16 @@ class _Metrics(dict[str, float]):
             self[name] = default
         return self[name]
 
-    def update(self, *given: Any, **named: Any) -> None:
-        super().update({name: metric_value(name, value) for name, value in dict(*given, **named).items()})
+    def update(self, *mappings: Any, **named: Any) -> None:
+        super().update({name: metric_value(name, value) for name, value in dict(*mappings, **named).items()})
 
-    def __ior__(self, given: Any) -> Self:  # type: ignore[misc, override]
-        self.update(given)
+    def __ior__(self, metrics: Any) -> Self:  # type: ignore[misc, override]
+        self.update(metrics)
         return self
 
 
 class Resumable:
-    """The steps of a training run that are left, for one `for` loop. Made by `modelstate.resumable`.
+    """The remaining steps of a training run, for one `for` loop: the result of `modelstate.resumable`.
 
     Attributes:
         start: the first step of this run, which is how many were done before it.
@@ -58,10 +62,12 @@ class Resumable:
         metrics: a dict of numbers that are saved with each checkpoint.
         store: the `Store` that the loop saves to.
 
-        loop = ms.resumable("checkpoints", {"model": model}, steps=1000, save_every=100)
-        for step in loop:
-            loop.metrics["loss"] = train_step()
-        print(loop.start, loop.done, loop.stopped or "all steps are done")
+    Example:
+        >>> loop = ms.resumable("checkpoints", {"model": model}, steps=1000, save_every=100)
+        >>> for step in loop:
+        ...     loop.metrics["loss"] = train_step()
+        >>> print(loop.start, loop.done, loop.stopped or "all steps are done")
+        0 1000 all steps are done
     """
 
     def __init__(
@@ -85,32 +91,32 @@ class Resumable:
         self._save_every, self._deadline, self._block = save_every, deadline, block
         self._owns_store = owns_store
         self._is_first = True
-        """Whether no step has been handed out yet."""
+        """Whether no step has been yielded yet."""
         self._compared_metrics: tuple[str, ...] = ()
         """The names of metrics that have been compared with the metric of `Keep(best=...)`."""
         self._is_metric_missed = False
         """Whether it has been logged that the metric of `Keep(best=...)` is not in the metrics."""
         self._saved_at = self.start if before is not None else -1
         self._reached_within: dict[str, int] = {}
-        """How many steps loops over other stores, within steps of this one, have done to its objects."""
+        """The last step of each finished loop that ran within a step and has only objects of this one, by directory."""
         self._pending: PendingSave | None = None
         self._step_began = 0.0
-        self._looked_at = 0.0
-        """When this loop, or one within its step, last looked at the deadline of both."""
+        self._checked_at = 0.0
+        """When this loop, or one within its step, last checked the deadline that both have."""
         _newest[store.directory] = weakref.ref(self)
         self._caller: tuple[int, CodeType | None] = 0, None
-        """The frame that has asked for the last step: its identity, which another one gets behind it, and its code."""
+        """The id of the frame that asked for the last step, and its code, since a later frame may have the same id."""
         self._stopped_within = ""
-        """Why a loop within the last step was ended, so that the step is not done."""
+        """Why a loop within the last step was stopped, so that the step is not done."""
 
     @property
     def start(self) -> int:
-        """The first step of this run, which is how many steps were done before it."""
+        """The first step of this run: the number of steps that were done before it."""
         return self._start
 
     @property
     def done(self) -> int:
-        """How many steps are done; the number of the checkpoint that is saved now."""
+        """How many steps are done: the number of the next checkpoint."""
         return self._done
 
     @property
@@ -120,20 +126,21 @@ class Resumable:
 
     @property
     def restored(self) -> RestoredStep | None:
-        """What was restored, with the plain values among the objects.
+        """The restored step, with the plain values among the objects.
 
-        None where the store was empty, and where the objects are as new as the checkpoint: in the step of another loop
-        that has them all, after an earlier loop over this store in it, or where the other loop was restored later.
+        None where the store was empty, and where the objects are as new as the checkpoint. They are so within a step of
+        another loop that has all of them: after an earlier loop over this store in that step, or where the outer loop
+        was restored from a later checkpoint.
         """
         return self._restored
 
     @property
     def metrics(self) -> dict[str, float]:
-        """Numbers by their names, which are saved with each checkpoint, as for `Keep(best=3, metric="loss")`.
+        """Numbers by name that are saved with each checkpoint, as for `Keep(best=3, metric="loss")`.
 
-        A value stays until it is replaced, also in a resumed run. `math.nan` stands for one that is not known yet.
-        Setting a name that is no text, or a value that is no number, raises `OptionError`: of a tensor give
-        `loss.item()`.
+        A value stays until it is replaced, also in a resumed run. `math.nan` stands for a value that is not known yet.
+        Setting a name that is not a string, or a value that is not a number, raises `OptionError`: pass `loss.item()`
+        for a tensor.
         """
         return self._metrics
 
@@ -145,7 +152,7 @@ class Resumable:
 
     @property
     def store(self) -> Store:
-        """The store that the loop saves to: the one that was given, or that of the path."""
+        """The store that the loop saves to."""
         return self._store
 
     def __repr__(self) -> str:
@@ -158,53 +165,55 @@ class Resumable:
             closing(self._store) if self._owns_store else nullcontext(),
             checked_iterators(objects),
         ):
-            yield from self._all()
+            yield from self._run()
 
-    def _all(self) -> Iterator[int]:
-        around = _loops.around()
+    def _run(self) -> Iterator[int]:
+        outer = _loops.in_step()
         self._check_is_newest()
-        sharing = [loop._looked_at for loop in around if loop._deadline is self._deadline and loop.is_in_step()]
-        self._look(around, since=max(sharing, default=None))
-        if self.done < self._steps and self._stop() and _loops.last_stop >= self._deadline_start:
-            return  # an earlier loop was stopped, so what this one would begin with is not there
+        sharing = [loop._checked_at for loop in outer if loop._deadline is self._deadline and loop.is_in_step()]
+        self._note_check(outer, since=max(sharing, default=None))
+        deadline_start = math.inf if self._deadline is None else self._deadline.start
+        if self.done < self._steps and self._stop() and _loops.last_stop >= deadline_start:
+            return  # an earlier loop of the program was stopped, and this one may need the result of that
         while self.done < self._steps and not self._stop():
             self._step_began = now_seconds()
-            self._caller = _identity(sys._getframe(2))  # behind this generator and `__iter__`
-            around.append(self)
+            self._caller = _identity(sys._getframe(2))  # below it are this generator and `__iter__`
+            outer.append(self)
             is_first, self._is_first = self._is_first, False
             if is_first and self._restored is not None:
-                self._restored.rewind_generators()  # whatever was drawn since they were restored
+                self._restored.rewind_generators()  # undoes draws since the restore
             try:
                 yield self.done
             finally:
-                around.remove(self)
+                outer.remove(self)
             self._check_is_newest()
             if self._stopped_within:
                 self._stopped, self._stopped_within = self._stopped_within, ""
-                self._hear()
+                self._collect()
                 return
             self._done += 1
-            self._note_misspelt_metric()
-            self._look(around, since=self._looked_at)
+            self._log_misspelt_metric()
+            self._note_check(outer, since=self._checked_at)
             if self.done % self._save_every == 0 and self.done < self._steps:
                 self._save(block=self._block)
-                self._look(around)
+                self._note_check(outer)
             elif is_first and self.done < self._steps:
-                # Optimizers and loaders have their state from the first step on.
+                # Optimizers and loaders have state only after the first step, so it is checked again.
                 self._store.check_state(self._objects)
         if self.stopped:
-            self._tell(around)
+            self._stop_outer(outer)
         self._save(block=True)
         self._store.wait()
         if not self.stopped:
-            self._check_metric()
-            for loop in around:
+            if self._is_metric_missed and self._store.keep is not None:
+                check_metric(self._store.infos(), self._store.keep)
+            for loop in outer:
                 if loop.has_all(self._objects):
                     loop._reached_within[self._store.directory] = self.done
-        self._look(around)
+        self._note_check(outer)
 
     def _check_is_newest(self) -> None:
-        """Raises `OptionError` where another loop has restored from the same store, and may have saved to it, since."""
+        """Raises `OptionError` where a later loop uses the same store, and may have saved to it."""
         if _newest[self._store.directory]() is not self:
             raise OptionError(
                 "another loop over the same store was made since, so that their steps would be mixed up",
@@ -212,49 +221,40 @@ class Resumable:
                 remedy="give each loop a Store of its own, in a new directory: this one may have the steps of both",
             )
 
-    def _look(self, around: "list[Resumable]", since: float | None = None) -> None:
-        """Before the deadline is looked at: tells it for how long nobody has, and the loops around that it was."""
+    def _note_check(self, outer: "list[Resumable]", since: float | None = None) -> None:
+        """Records a check of the deadline, before it: in the loops that share it, and as a step since `since`."""
         now = time.perf_counter()
         if self._deadline is not None and since is not None:
             self._deadline.stepped(now - since)
-        for loop in (*around, self):
+        for loop in (*outer, self):
             if loop._deadline is self._deadline:
-                loop._looked_at = now
+                loop._checked_at = now
 
-    @property
-    def _deadline_start(self) -> float:
-        return math.inf if self._deadline is None else self._deadline.start
-
-    def _tell(self, around: "list[Resumable]") -> None:
-        """Tells the loops in whose steps this one is that they are not done; but not of a time within the step."""
+    def _stop_outer(self, outer: "list[Resumable]") -> None:
+        """Stops the loops in whose steps this one is, except those whose step includes all the time of the deadline."""
         _loops.last_stop = now_seconds()
         assert self._deadline is not None
-        for loop in around:
+        for loop in outer:
             if self._deadline.is_by_signal or self._deadline.start < loop._step_began:
                 loop._stopped_within = self.stopped
 
     def give_up(self) -> None:
-        """Ends the background save, and closes the store for a newer loop, behind which this one cannot go on.
+        """Waits for the save in the background and closes the store, for a newer loop over the same directory.
 
-        An interpreter keeps the last error, and with it the loop that was left by it.
+        A loop that was left by an exception stays alive: the interpreter keeps the last exception, with its frames.
         """
-        self._hear()
+        self._collect()
         self._store.close()
 
     def has_all(self, objects: Mapping[str, Any]) -> bool:
-        """Whether all of the objects are among this loop's, and none is a plain value, which only a restore gives."""
-        mine = {id(target.obj) for target in targets_of(self._objects).values()}
-        return all(target.kind is not Kind.VALUE and id(target.obj) in mine for target in targets_of(objects).values())
-
-    def is_as_new_as(self, info: CheckpointInfo, directory: str) -> bool:
-        """Whether the objects of this loop, in its step, are as new as the newest checkpoint of another store."""
-        restored = self._restored
-        return self._reached_within.get(directory) == info.step or (restored is not None and restored.time >= info.time)
+        """Whether this loop has all of the objects, and none is a plain value, which only a restore returns."""
+        own = {id(target.obj) for target in targets_of(self._objects).values()}
+        return all(target.kind is not Kind.VALUE and id(target.obj) in own for target in targets_of(objects).values())
 
     def is_in_step(self) -> bool:
-        """Whether who asked for the last step is still at it: an error may have ended that, and kept the frame.
+        """Whether the code that asked for the last step is running; an exception may have ended it and kept the frame.
 
-        Where somebody between has asked, as a generator that passes the steps on, it is False all the same.
+        False also where a generator between them asked for the step.
         """
         frame: FrameType | None = sys._getframe()
         while frame is not None and _identity(frame) != self._caller:
@@ -263,29 +263,29 @@ class Resumable:
 
     def _stop(self) -> bool:
         if self._pending is not None and self._pending.done:
-            self._hear()
+            self._collect()
         self._stopped = self._deadline.reason if self._deadline is not None else ""
         return bool(self.stopped)
 
     def _save(self, *, block: bool) -> None:
-        self._hear()  # it is waited for, as it would be by the store
+        self._collect()  # the store would wait for the earlier save too
         if self._saved_at == self.done:
             return
-        self._note_metric()
-        # A step that was left to go on from an earlier one is done again, and replaced.
-        how: dict[str, Any] = {"metrics": dict(self._metrics), "overwrite": True}
+        self._log_missing_metric()
+        # Where training went back to an earlier checkpoint, the later ones are replaced.
+        metrics = dict(self._metrics)
         if block:
-            self._learn(self._store.save(self.done, self._objects, **how))
+            self._note_saved(self._store.save(self.done, self._objects, metrics=metrics, overwrite=True))
         else:
             try:
-                self._pending = self._store.save(self.done, self._objects, block=False, **how)
+                self._pending = self._store.save(self.done, self._objects, metrics=metrics, overwrite=True, block=False)
             except PASSING as error:
-                self._lost(self.done, error)
+                self._warn_lost(self.done, error)
                 return
         self._saved_at = self.done
 
-    def _note_metric(self) -> None:
-        """Logs once that the metric which decides what is kept is not among the metrics."""
+    def _log_missing_metric(self) -> None:
+        """Logs once that the metric of `Keep(best=...)` is not among the metrics."""
         keep = self._store.keep
         if keep is None or keep.metric is None or keep.metric in self._metrics or self._is_metric_missed:
             return
@@ -295,15 +295,15 @@ class Resumable:
             *(self.done, keep.best, keep.metric, ", ".join(map(repr, self._metrics)) or "nothing"),
         )
 
-    def _note_misspelt_metric(self) -> None:
-        """Logs a metric that was set under nearly the name of the metric which decides what is kept.
+    def _log_misspelt_metric(self) -> None:
+        """Logs a metric whose name is similar to that of the metric of `Keep(best=...)`, which is not set.
 
-        Other metrics say nothing: the metric of `Keep(best=...)` may be set as late as in the step that is saved.
+        Other names are not logged, since the metric may be set as late as in the step that is saved.
         """
         wanted = self._store.keep.metric if self._store.keep is not None else None
         if wanted is None or wanted in self._metrics or self._compared_metrics == (names := tuple(self._metrics)):
             return
-        numbers = re.findall(r"\d+", wanted)  # top1 is not top5 misspelt
+        numbers = re.findall(r"\d+", wanted)  # top1 is not a misspelling of top5
         alike = [name for name in names if re.findall(r"\d+", name) == numbers and name not in self._compared_metrics]
         self._compared_metrics = names
         if near := nearest(wanted, alike):
@@ -312,30 +312,25 @@ class Resumable:
                 *(self._done - 1, near, wanted),
             )
 
-    def _check_metric(self) -> None:
-        """Raises `OptionError` where no checkpoint has the metric by which the best ones would be chosen."""
-        if self._is_metric_missed and self._store.keep is not None:
-            check_metric(self._store.infos(), self._store.keep)
-
-    def _hear(self) -> None:
-        """What has become of the save in the background. That it has failed does not end the training."""
+    def _collect(self) -> None:
+        """Waits for the save in the background. An I/O error of it is a warning, and does not end the training."""
         pending, self._pending = self._pending, None
         if pending is None:
             return
         try:
-            self._learn(pending.result())
+            self._note_saved(pending.result())
         except PASSING as error:
-            self._lost(pending.step, error)
+            self._warn_lost(pending.step, error)
 
-    def _lost(self, step: int, error: Exception) -> None:
+    def _warn_lost(self, step: int, error: Exception) -> None:
         self._saved_at = -1
         frame, level = sys._getframe(), 1
         while frame.f_code.co_filename == __file__ and frame.f_back is not None:
             frame, level = frame.f_back, level + 1
         warnings.warn(f"step {step} was not saved: {error}", SaveFailedWarning, stacklevel=level)
 
-    def _learn(self, saved: SavedStep) -> None:
-        """How long saves take is what the deadline learns its margin from."""
+    def _note_saved(self, saved: SavedStep) -> None:
+        """Gives the deadline the time of a save, for its margin."""
         if self._deadline is not None:
             self._deadline.saved(saved.seconds)
 
@@ -344,12 +339,12 @@ class _Loops(threading.local):
     """The loops of a thread."""
 
     last_stop = -math.inf
-    """When one was ended before its last step, in seconds since the machine started."""
+    """When a loop was last stopped before its last step, in seconds since the machine started."""
 
-    def around(self) -> list[Resumable]:
-        """Those that are in a step, the outer ones first."""
-        made: list[Resumable] = self.__dict__.setdefault("in_a_step", [])
-        return made
+    def in_step(self) -> list[Resumable]:
+        """Returns the live list of the loops that are in a step, the outer ones first."""
+        loops: list[Resumable] = self.__dict__.setdefault("loops", [])
+        return loops
 
 
 def _identity(frame: FrameType) -> tuple[int, CodeType | None]:
@@ -358,7 +353,7 @@ def _identity(frame: FrameType) -> tuple[int, CodeType | None]:
 
 _loops = _Loops()
 _newest: dict[str, "weakref.ref[Resumable]"] = {}
-"""Which loop over each store was made last."""
+"""The loop over each directory that was made last."""
 
 
 def resumable(
@@ -372,49 +367,54 @@ def resumable(
     block: bool = False,
     **restoring: Any,
 ) -> Resumable:
-    """The steps of a training run that are not done yet, for a `for` loop that may be killed and started again.
+    """Returns the remaining steps of a training run, for a `for` loop that may be killed and started again.
 
-    Restores the objects from the newest checkpoint that is whole, if there is one, and gives the number of each step
-    that is left, from 0 to `steps - 1`. Between the steps it saves: after every `save_every` of them, after the last
-    one, and when the deadline is near or a signal has come, after which the loop ends and `stopped` says why. The
-    number of a checkpoint is how many steps are done. A loop that is left by `break` or an exception saves nothing
-    more. So does one in a step of which another loop was ended before its last step: that step is not done. (But where
-    the other one's deadline began within the step, it is only the end of the step.) Of the loops over a store only the
-    one that was made last goes on.
+    Restores the objects from the newest checkpoint that is whole, if there is one, and yields the number of each
+    remaining step, from 0 to `steps - 1`. It saves between the steps: after every `save_every` of them, after the last
+    one, and when the deadline is near or a signal has come. Then the loop ends, and `stopped` says why. The number of a
+    checkpoint is the number of steps that are done.
 
-    Random generators among the objects are set when the objects are restored, and once more when the first step is
-    handed out: what draws random numbers between this call and the loop does not change the steps.
+    A loop that is left by `break` or an exception saves nothing more. Neither does a loop in whose step another loop
+    was stopped before its last step: that step is not done. (Where the other loop's deadline began within the step,
+    only that loop ends.) Of the loops over a store, only the one that was made last goes on.
 
-    Whether the objects can be saved and the directory can be written to is found out here, and again for the objects
-    after the first step, when optimizers and loaders have their state. Not where all steps are done.
+    Random generators among the objects are set when the objects are restored, and again before the first step: random
+    numbers that are drawn between this call and the loop do not change the steps.
+
+    This call checks that the objects can be saved and the directory can be written to. The objects are checked again
+    after the first step, when optimizers and loaders have their state. Nothing is checked where all steps are done.
 
     A data loader that a resumed run would iterate in another way is a `ResumeWarning`: one with persistent workers that
     start in a step, and one among the objects that begins anew in the middle of its data.
 
     Args:
-        store: where the checkpoints are: a `Store`, or the path of its directory. The store of a path is closed when
-            the loop ends.
-        objects: as `Store.save` takes them; all that the training draws on: generators, and where the data is.
-        steps: how many the run has.
-        save_every: after how many of them it saves.
-        keep: for a path: which checkpoints stay, as `Store` takes it.
-        deadline: says when to end.
-        block: whether the loop waits until a checkpoint is durable; else it goes on when the state has been copied. The
-            last one is always waited for.
-        restoring: what `Store.restore` takes.
+        store: a `Store`, or the path of its directory. The store of a path is closed when the loop ends.
+        objects: as `Store.save` takes them: everything that the training depends on, with random generators and data
+            loaders.
+        steps: the number of steps of the run.
+        save_every: the number of steps between two checkpoints.
+        keep: the checkpoints that stay, as in `Store`; only for a path.
+        deadline: when to stop.
+        block: whether the loop waits until a checkpoint is durable. Else it goes on when the state has been copied. The
+            last checkpoint is always waited for.
+        restoring: options of `Store.restore`.
 
     Returns:
-        The loop; its attributes are `start`, `done`, `stopped`, `restored`, `metrics` and `store`. That a run goes on
-        from a checkpoint is logged (level INFO).
+        The loop; its attributes are `start`, `done`, `stopped`, `restored`, `metrics` and `store`. It is logged (level
+        INFO) that a run goes on from a checkpoint.
 
-    Raises what `Store.restore` and `Store.check` raise, here, and what `Store.save` raises, in the loop; but where a
-    save that the loop does not wait for fails with an I/O error, in looking at the store or in writing to it, or since
-    the directory is not there any more, that is a `SaveFailedWarning`, and the next one saves all. `OptionError` where
-    the loop ends and no checkpoint has the metric of `Keep(best=...)`.
+    Raises:
+        OptionError: An argument cannot be used; or, in the loop, a later loop uses the same store; or the loop ends and
+            no checkpoint has the metric of `Keep(best=...)`.
 
-        objects = {"model": model, "optimizer": optimizer, "rng": ms.RNG()}
-        for step in ms.resumable("checkpoints", objects, steps=1000, save_every=100, keep=3):
-            train_step()
+    This call raises what `Store.restore` and `Store.check` raise, and the loop raises what `Store.save` raises. An I/O
+    error, or a directory that does not exist any more, in a save that the loop does not wait for is a
+    `SaveFailedWarning`, and the next save writes everything.
+
+    Example:
+        >>> objects = {"model": model, "optimizer": optimizer, "rng": ms.RNG()}
+        >>> for step in ms.resumable("checkpoints", objects, steps=1000, save_every=100, keep=3):
+        ...     train_step()
     """
     for name, value in (("steps", steps), ("save_every", save_every)):
         if type(value) is not int or value < 1:
@@ -425,17 +425,17 @@ def resumable(
     if not is_path and keep is not None:
         raise OptionError("keep= is for the path of a store", found=repr(keep), remedy="give it to the Store: keep=...")
     store = store if isinstance(store, Store) else Store(store, keep=keep)
-    if any(loop._store.directory == store.directory and loop.is_in_step() for loop in _loops.around()):
+    if any(loop._store.directory == store.directory and loop.is_in_step() for loop in _loops.in_step()):
         raise OptionError(
             "a loop within another one's step, of the same store, in which their steps would be mixed up",
             where=store.directory,
             remedy="give each loop a Store of its own, in another directory",
         )
     for name in restoring:  # now, not when there is something to restore
-        if name not in _RESTORING:
+        if name not in _RESTORE_OPTIONS:
             raise OptionError(
                 "no option of Store.restore, which takes the further ones",
-                expected=nearest(name, _RESTORING) or ", ".join(_RESTORING),
+                expected=nearest(name, _RESTORE_OPTIONS) or ", ".join(_RESTORE_OPTIONS),
                 found=name,
             )
     earlier = _newest.get(store.directory, lambda: None)()
@@ -452,16 +452,20 @@ def resumable(
 
 
 def _reached(store: Store, objects: Mapping[str, Any]) -> CheckpointInfo | None:
-    """The newest checkpoint, where the objects need not be restored from it, as a loop around has them as new.
+    """Returns the newest checkpoint where an outer loop has the objects in a state at least as new; else None.
 
-    Else what the loop around has done to them since would be undone.
+    A restore would undo what the outer loop has done to the objects since.
     """
-    around = _loops.around()
-    newest = next((info for info in reversed(store.infos(by_age=True)) if info.intact), None) if around else None
+    outer = _loops.in_step()
+    newest = next((info for info in reversed(store.infos(by_age=True)) if info.intact), None) if outer else None
     if newest is None:
         return None
-    is_as_new = any(loop.is_as_new_as(newest, store.directory) and loop.has_all(objects) for loop in around)
-    return newest if is_as_new else None
+    for loop in outer:
+        is_reached = loop._reached_within.get(store.directory) == newest.step
+        is_restored_later = loop._restored is not None and loop._restored.time >= newest.time
+        if (is_reached or is_restored_later) and loop.has_all(objects):
+            return newest
+    return None
 
 
 def _log_resume(restored: RestoredStep, store: Store, steps: int) -> None:

@@ -1,4 +1,4 @@
-"""Which checkpoints of a store are kept: a pure function of what is known of them."""
+"""`Keep`: the rules for which checkpoints of a store are kept, a pure function of their descriptions."""
 
 import math
 from collections.abc import Callable, Iterable, Mapping
@@ -10,19 +10,19 @@ from modelstate.errors import OptionError
 
 
 def is_number(given: object) -> TypeGuard[float]:
-    """Whether it is a real number, NumPy's among them, and no truth value."""
+    """Whether a value is a real number, also of NumPy, and not a bool."""
     return isinstance(given, Real) and not isinstance(given, bool)
 
 
 def metric_value(name: object, value: object) -> float:
-    """The value of a metric as a float. Raises `OptionError` for a name or a value that cannot be saved."""
+    """Returns the value of a metric as a float. Raises `OptionError` for a name or a value that cannot be saved."""
     if type(name) is not str:
         raise OptionError("the name of a metric is text", expected='such as "loss"', found=repr(name)[:200])
     try:
         if is_number(value):
             return float(value)
     except (ValueError, OverflowError):
-        pass  # an int that no float can hold
+        pass  # an int that is too large for a float
     shape = getattr(value, "shape", None)
     found = repr(value)[:200] if shape is None else f"a {type(value).__name__} of shape {list(shape)}"
     if shape is None:
@@ -39,25 +39,33 @@ _HOUR_SECONDS = 3600
 
 @dataclass(frozen=True, slots=True)
 class CheckpointInfo:
-    """What is known of a checkpoint in a store without reading its tensors."""
+    """The description of a checkpoint in a store, without its tensors.
+
+    Raises `OptionError` for a step, a time or metrics of another type.
+
+    Example:
+        >>> info = store.infos()[-1]
+        >>> info.step, info.metrics, info.intact
+        (1000, {'loss': 0.3}, True)
+    """
 
     step: int
     time: float
-    """When it was complete: Unix seconds."""
+    """When it was saved, in Unix seconds."""
     metrics: Mapping[str, float] = field(default_factory=dict, hash=False)
-    """Numbers that were saved with it, as a validation loss."""
+    """Numbers that were saved with it, such as a validation loss."""
     pinned: bool = False
-    """Never removed by a rule."""
+    """Whether it stays whatever the rules say."""
     intact: bool = True
-    """Whether nothing is known to be wrong with it."""
+    """Whether no damage is known."""
     nbytes: int = 0
-    """Of its files."""
+    """The size of its files."""
     path: str = ""
     """Its directory."""
     serial: int = 0
-    """Of two checkpoints of a store the one with the higher one was saved later; 0 where that cannot be read."""
+    """The number of the save: of two checkpoints of a store, the later one has the higher; 0 where it is unknown."""
     store: str = ""
-    """The name of the store that it was written to; empty where that cannot be read."""
+    """The name of the store that it was written to; empty where it is unknown."""
 
     def __post_init__(self) -> None:
         if type(self.step) is not int:
@@ -73,16 +81,27 @@ class CheckpointInfo:
 
 @dataclass(frozen=True, slots=True)
 class Keep:
-    """Which checkpoints of a store are kept: all that one of these rules keeps.
+    """The rules for which checkpoints of a store are kept: each one that at least one rule keeps.
 
-    - `last`: that many of the highest steps.
-    - `every_steps=1000`: the first of steps 0 to 999, the first of 1000 to 1999, and so on.
-    - `every_hours=6`: the first of each six hours, counted from 1970 (UTC), so that it is the same ones at any time.
-    - `best` and `metric`: that many with the lowest metric, or with the highest for `mode="max"`; of equal ones the
-      earlier steps. A checkpoint without the metric, or with NaN, is never among them.
+    Pinned checkpoints are always kept. So is the newest intact one: the one of the highest step, and the one that was
+    written last, where that is another.
 
-    Whatever the rules say, pinned checkpoints are kept, and the newest intact one: the one of the highest step, and
-    the one that was written last, where that is another. Raises `OptionError` for rules that mean nothing.
+    Args:
+        last: how many of the highest steps to keep.
+        every_steps: keeps the first checkpoint of each range of so many steps: with 1000 the first of the steps 0 to
+            999, the first of 1000 to 1999, and so on.
+        every_hours: keeps the first checkpoint of each so many hours, counted from 1970 (UTC), so that the choice does
+            not depend on the time of pruning.
+        best: how many to keep with the best value of `metric`; of equal ones the earlier steps. A checkpoint without
+            the metric, or with NaN, is never among them.
+        metric: the name of a metric of `Store.save`.
+        mode: whether the lowest ("min") or the highest ("max") values are the best.
+
+    Raises:
+        OptionError: A rule cannot be used, or there is none.
+
+    Example:
+        >>> store = ms.Store("checkpoints", keep=ms.Keep(last=3, best=2, metric="loss"))
     """
 
     last: int | None = None
@@ -115,7 +134,7 @@ class Keep:
 
 
 def as_keep(keep: Keep | int | None) -> Keep | None:
-    """The rules that are meant: a number is that of the last ones, None keeps all. Raises `OptionError`."""
+    """Returns rules as a `Keep`: a number means that many of the last ones, None keeps all. Raises `OptionError`."""
     if keep is None or isinstance(keep, Keep):
         return keep
     if type(keep) is not int:
@@ -128,26 +147,26 @@ def as_keep(keep: Keep | int | None) -> Keep | None:
 
 
 def kept(infos: Iterable[CheckpointInfo], keep: Keep | int | None) -> set[int]:
-    """The steps of the checkpoints that stay.
+    """Returns the steps of the checkpoints that stay.
 
-    A damaged checkpoint takes no intact one's place, and goes when it would have gone if it were intact. Where none is
-    intact, all stay.
+    A damaged checkpoint never takes the place of an intact one, and is removed when it would be removed if it were
+    intact. Where none is intact, all stay.
 
-    Each rule chooses by an order that no other checkpoint changes. So pruning twice is pruning once, and pruning after
-    each save keeps what pruning at the end would keep, as long as steps and times go up.
+    Each rule chooses by an order that does not depend on other checkpoints. So pruning twice has the effect of pruning
+    once, and pruning after each save keeps what pruning at the end would keep, as long as steps and times increase.
     """
     infos, rules = list(infos), as_keep(keep)
     intact = [info for info in infos if info.intact]
     if rules is None or not intact:
         return {info.step for info in infos}
-    stay = {info.step for info in infos if info.pinned}
-    stay |= {info.step for info in _chosen(intact, rules)}
-    stay |= {info.step for info in _chosen(infos, rules) if not info.intact}
-    return stay | {max(intact, key=_by_step).step, max(intact, key=_by_age).step}
+    kept_steps = {info.step for info in infos if info.pinned}
+    kept_steps |= {info.step for info in _chosen(intact, rules)}
+    kept_steps |= {info.step for info in _chosen(infos, rules) if not info.intact}
+    return kept_steps | {max(intact, key=_by_step).step, max(intact, key=_by_age).step}
 
 
 def check_metric(infos: Iterable[CheckpointInfo], keep: Keep) -> None:
-    """Raises `OptionError` where no checkpoint has the metric that `best` goes by, so that it keeps nothing."""
+    """Raises `OptionError` where no checkpoint has the metric of `best`, which would keep nothing then."""
     metrics = {name for info in infos for name in info.metrics}
     if keep.metric is not None and keep.metric not in metrics:
         raise OptionError(
@@ -159,17 +178,17 @@ def check_metric(infos: Iterable[CheckpointInfo], keep: Keep) -> None:
 
 
 def ages(serials: Mapping[int, int | None]) -> dict[int, tuple[int, int]]:
-    """What each step sorts by where steps go by when they were saved: the higher, the later.
+    """Returns a sort key for each step by the time of saving: the higher, the later.
 
-    One that cannot be used has None for a serial, as what it says of its age may be wrong: it comes behind the step
+    `serials` has None for a checkpoint that cannot be used, since its own serial may be wrong: it follows the step
     before it.
     """
-    found, last = {}, 0
+    keys, last = {}, 0
     for step in sorted(serials):
         serial = serials[step]
         last = last if serial is None else serial
-        found[step] = last, step
-    return found
+        keys[step] = last, step
+    return keys
 
 
 def _by_step(info: CheckpointInfo) -> tuple[int, float]:
@@ -177,11 +196,7 @@ def _by_step(info: CheckpointInfo) -> tuple[int, float]:
 
 
 def _by_age(info: CheckpointInfo) -> tuple[int, float, int]:
-    return info.serial, info.time, info.step  # clocks go back
-
-
-def _by_time(info: CheckpointInfo) -> tuple[float, int]:
-    return info.time, info.step
+    return info.serial, info.time, info.step  # the serial first, since a clock may be set back
 
 
 def _chosen(infos: list[CheckpointInfo], keep: Keep) -> list[CheckpointInfo]:
@@ -193,7 +208,7 @@ def _chosen(infos: list[CheckpointInfo], keep: Keep) -> list[CheckpointInfo]:
         chosen += _firsts(sorted(infos, key=_by_step), lambda info: info.step // steps)
     if keep.every_hours is not None:
         seconds = keep.every_hours * _HOUR_SECONDS
-        chosen += _firsts(sorted(infos, key=_by_time), lambda info: info.time // seconds)
+        chosen += _firsts(sorted(infos, key=lambda info: (info.time, info.step)), lambda info: info.time // seconds)
     if keep.best is not None and keep.metric is not None:
         chosen += _best(infos, keep.best, keep.metric, keep.mode)
     return chosen
@@ -203,10 +218,10 @@ T = TypeVar("T")
 
 
 def _firsts(infos: list[CheckpointInfo], bucket: Callable[[CheckpointInfo], T]) -> list[CheckpointInfo]:
-    found: dict[T, CheckpointInfo] = {}
+    first: dict[T, CheckpointInfo] = {}
     for info in infos:
-        found.setdefault(bucket(info), info)
-    return list(found.values())
+        first.setdefault(bucket(info), info)
+    return list(first.values())
 
 
 def _best(infos: list[CheckpointInfo], count: int, metric: str, mode: str) -> list[CheckpointInfo]:
