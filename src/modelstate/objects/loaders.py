@@ -7,7 +7,6 @@ that the project uses are in it.
 """
 
 import sys
-import threading
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
@@ -19,6 +18,7 @@ from torch.utils.data import DataLoader
 
 from modelstate.errors import ResumeWarning
 from modelstate.objects.rng import RNG
+from modelstate.process import fork_safe_lock
 
 GENERATOR_KEY = "modelstate.generator"
 """The key, in the saved state of a loader, of the state of the loader's own generator."""
@@ -141,7 +141,7 @@ def checked_iterators(objects: Iterable[object]) -> Iterator[None]:
                 del _original_iter[cls]
 
 
-_lock = threading.Lock()
+_lock = fork_safe_lock()
 _saved_objects: list[list[object]] = []
 """The objects of each `checked_iterators` block that is running."""
 _original_iter: dict[Any, Callable[[Any], object]] = {}
