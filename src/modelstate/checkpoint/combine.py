@@ -1,8 +1,9 @@
-"""Several checkpoints as one: their trees merged, their tensors side by side or computed from one another."""
+"""Opens several checkpoints as one: merges their trees, and joins or combines their tensors."""
 
 from abc import ABC, abstractmethod
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,32 +17,32 @@ from modelstate.io.files import FileFingerprint
 from modelstate.spec import Combined, Contents, Stored, StoredComposite, StoredTensor
 
 CombineFunction = Callable[[str, list[torch.Tensor]], torch.Tensor]
-"""From a name, and the tensors of all checkpoints that have it in their order, to one tensor."""
+"""Returns one tensor from a name, and the tensors of all checkpoints that have it, in the order of the checkpoints."""
 Versions = dict[str, dict[str, Any]]
-"""torch's versions of modules by module path, as they stand in one container."""
+"""torch's versions of modules by module path, as one container stores them."""
 
 
 @dataclass(slots=True)
 class Merged:
-    """What several checkpoints are as one."""
+    """Several checkpoints merged into one tree."""
 
     flat: FlatTree
     versions: dict[str, Versions] = field(default_factory=dict)
-    """By the paths of the containers that have some."""
+    """The versions by the paths of the containers that have them."""
 
 
 class Combination(ABC):
-    """A way to make one checkpoint of several."""
+    """A way to combine several checkpoints into one."""
 
     @abstractmethod
     def merge(self, sources: Sequence[Checkpoint]) -> Merged:
-        """Reads no tensor. Raises `CombineError` with all that stands against it."""
+        """Merges the checkpoints without reading a tensor. Raises `CombineError` with all problems."""
 
 
 def combine(sources: Sequence[Checkpoint], how: object) -> Checkpoint:
-    """The checkpoints as one: with disjoint names where `how` is None, by a `Combination`, or by a `CombineFunction`.
+    """Combines checkpoints: with disjoint names for None, with a `Combination`, or with a `CombineFunction`.
 
-    Raises `CombineError`, and `ReadFailedError` where a file has changed between the opening of two of them.
+    Raises `CombineError`, and `ReadFailedError` where a file changed between the opening of two of the checkpoints.
     """
     if not sources:
         raise CombineError("there is nothing to combine", expected="at least one checkpoint", found="an empty list")
@@ -62,30 +63,30 @@ def combine(sources: Sequence[Checkpoint], how: object) -> Checkpoint:
         tree=_tree(merged, where(sources)),
         files=tuple(dict.fromkeys(path for source in sources for path in source.files)),
         metadata=merged_metadata({name: source.contents for name, source in zip(names, sources, strict=True)}),
-        checksums={place: crc for source in sources for place, crc in source.checksums.items()},
+        checksums={extent: checksum for source in sources for extent, checksum in source.checksums.items()},
         is_sealed=all(source.contents.is_sealed for source in sources),
     )
     return Checkpoint(contents, source=where(sources), stamps=_stamps(sources))
 
 
 def where(sources: Sequence[Checkpoint]) -> str:
-    """The sources in one line."""
+    """The sources in one line, for messages."""
     return listed([source.source for source in sources], most=3)
 
 
 def listed(items: Iterable[str], most: int = 6, between: str = ", ") -> str:
-    """The first items, and how many more there are."""
+    """The first items, and the number of further ones, for messages."""
     items = list(items)
     return between.join(items[:most]) + (f"{between}and {len(items) - most} more" if len(items) > most else "")
 
 
 def label(sources: Sequence[Checkpoint], index: int) -> str:
-    """A source by its place in the list and its path."""
+    """A source by its index and its path, for messages."""
     return f"[{index}] {sources[index].source}"
 
 
 def is_plain(stored: Stored) -> bool:
-    """Whether the tensor is strided, with nothing on top."""
+    """Whether the tensor is a strided tensor without a subclass."""
     if isinstance(stored, StoredComposite):
         return stored.kind == "dcp shards"
     if isinstance(stored, torch.Tensor):
@@ -94,27 +95,27 @@ def is_plain(stored: Stored) -> bool:
 
 
 def combined_meta_like(stored: Stored) -> torch.Tensor:
-    """A tensor like it without values."""
+    """A meta tensor with the shape and dtype of a stored tensor."""
     if isinstance(stored, StoredTensor):
         return torch.empty_strided(stored.shape, stored.stride, dtype=stored.dtype, device="meta")
     return torch.empty(tuple(stored.shape), dtype=stored.dtype, device="meta")
 
 
 def holders_of(parts: Sequence[Mapping[str, object]]) -> dict[str, list[int]]:
-    """For each name the indices of the sources that have it, in the order of the sources."""
-    found: dict[str, list[int]] = {}
+    """The indices of the sources that have each name, in the order of the sources."""
+    holders: dict[str, list[int]] = {}
     for index, names in enumerate(parts):
         for name in names:
-            found.setdefault(name, []).append(index)
-    return found
+            holders.setdefault(name, []).append(index)
+    return holders
 
 
 class Disjoint(Combination):
-    """Parts of one model: every name is in one of them."""
+    """Combines parts of one model: every name is in exactly one of them."""
 
     def merge(self, sources: Sequence[Checkpoint]) -> Merged:
         holders = holders_of([{**source.flat.tensors, **source.flat.values} for source in sources])
-        twice = [f"{name!r} in {_places(found)}" for name, found in holders.items() if len(found) > 1]
+        twice = [f"{name!r} in {_places(indices)}" for name, indices in holders.items() if len(indices) > 1]
         if twice:
             raise CombineError(
                 f"{len(twice)} names are in more than one checkpoint",
@@ -134,28 +135,28 @@ def _places(indices: Sequence[int]) -> str:
 
 @dataclass(frozen=True, slots=True)
 class PerName(Combination):
-    """A function that is called for each name."""
+    """Combines the tensors of each name with a function."""
 
     function: CombineFunction
 
     def merge(self, sources: Sequence[Checkpoint]) -> Merged:
         tensors: dict[str, Stored] = {}
-        for name, found in holders_of([source.flat.tensors for source in sources]).items():
-            parts = tuple(sources[index].stored(name) for index in found)
+        for name, indices in holders_of([source.flat.tensors for source in sources]).items():
+            parts = tuple(sources[index].stored(name) for index in indices)
             tensors[name] = _by_function(self.function, name, parts)
         values = {
-            name: sources[found[0]].flat.values[name]
-            for name, found in holders_of([source.flat.values for source in sources]).items()
+            name: sources[indices[0]].flat.values[name]
+            for name, indices in holders_of([source.flat.values for source in sources]).items()
         }
         check_values(sources)
         return Merged(FlatTree(tensors, values, containers_of(sources)), versions_of(sources))
 
 
 def _by_function(function: CombineFunction, name: str, parts: tuple[Stored, ...]) -> Stored:
-    given = [combined_meta_like(part) for part in parts]
-    asked = getattr(function, "meta", None) or function
+    tensors_like = [combined_meta_like(part) for part in parts]
+    meta_function = getattr(function, "meta", None) or function
     try:
-        result = asked(name, given)
+        result = meta_function(name, tensors_like)
     except Exception as error:
         raise CombineError(
             "the combining function raised when it was asked for shape and dtype",
@@ -168,19 +169,19 @@ def _by_function(function: CombineFunction, name: str, parts: tuple[Stored, ...]
     _check_result(name, result, None)
 
     def build(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-        # A function that writes to what it is given must not reach tensors that are somebody's.
+        # A function that writes to its arguments must not change tensors of the caller.
         own = [
             tensor.clone() if isinstance(part, torch.Tensor) else tensor
             for tensor, part in zip(tensors, parts, strict=True)
         ]
         try:
-            made = function(name, own)
+            combined = function(name, own)
         except Exception as error:
             raise CombineError(
                 "the combining function raised", where=name, found=f"{type(error).__name__}: {error}"
             ) from error
-        _check_result(name, made, result)
-        return made.detach()
+        _check_result(name, combined, result)
+        return combined.detach()
 
     return Combined(f"combined of {len(parts)}", result.dtype, tuple(result.shape), parts, build)
 
@@ -204,17 +205,17 @@ def _check_result(name: str, result: object, like: torch.Tensor | None) -> None:
     )
 
 
-# What is no tensor.
+# Values other than tensors.
 
 
 def check_values(sources: Sequence[Checkpoint], *, in_all: bool = False) -> None:
-    """Raises `CombineError` where a value that is no tensor differs between checkpoints that have it, or `in_all`."""
+    """Raises `CombineError` where a value differs between checkpoints; with `in_all`, also where one lacks it."""
     differing = []
-    for name, found in holders_of([source.flat.values for source in sources]).items():
-        values = [sources[index].extra[name] for index in found] if len(found) > 1 else []
-        lacking = in_all and len(found) < len(sources)
+    for name, indices in holders_of([source.flat.values for source in sources]).items():
+        values = [sources[index].extra[name] for index in indices] if len(indices) > 1 else []
+        lacking = in_all and len(indices) < len(sources)
         if lacking or not all(same_value(values[0], value) for value in values[1:]):
-            differing.append(f"{name!r} in {_places(found)}")
+            differing.append(f"{name!r} in {_places(indices)}")
     if differing:
         raise CombineError(
             f"{len(differing)} values that are no tensors differ",
@@ -227,24 +228,24 @@ def check_values(sources: Sequence[Checkpoint], *, in_all: bool = False) -> None
 
 
 def containers_of(sources: Sequence[Checkpoint]) -> list[str]:
-    """The containers of all."""
+    """The paths of the containers of all sources."""
     return list(dict.fromkeys(path for source in sources for path in source.flat.containers))
 
 
 def versions_of(sources: Sequence[Checkpoint]) -> dict[str, Versions]:
-    """The versions that modules have saved. Raises `CombineError` where two checkpoints differ in one."""
+    """The merged versions of modules. Raises `CombineError` where two checkpoints have different versions of one."""
     merged: dict[str, Versions] = {}
     holder: dict[tuple[str, str], int] = {}
     for index, source in enumerate(sources):
         for path, versions in _versions_in(source):
-            into = merged.setdefault(path, {})
+            target = merged.setdefault(path, {})
             for module, saved in versions.items():
                 first = holder.setdefault((path, module), index)
-                if into.setdefault(module, saved) != saved:
+                if target.setdefault(module, saved) != saved:
                     raise CombineError(
                         "the checkpoints come from different versions of a module",
                         where=where(sources),
-                        expected=f"{module or 'the whole'}: {into[module]}, as in {label(sources, first)}",
+                        expected=f"{module or 'the whole'}: {target[module]}, as in {label(sources, first)}",
                         found=f"{saved} in {label(sources, index)}",
                         remedy="load each into a model of today and save it from there",
                     )
@@ -254,7 +255,10 @@ def versions_of(sources: Sequence[Checkpoint]) -> dict[str, Versions]:
 def _versions_in(source: Checkpoint) -> Iterator[tuple[str, Versions]]:
     if source.versions is not None:
         yield "", source.versions
-    waiting = [("", subtree(source.contents.tree, source.key, source.source))] if _has_node(source) else []
+    waiting: list[tuple[str, object]] = []
+    with suppress(KeyError):  # the key may be the beginning of names, and not a container
+        node = subtree(source.contents.tree, source.key, source.source)
+        waiting = [("", node)] if is_container(node) else []
     containers = set(source.flat.containers)
     while waiting:
         path, node = waiting.pop()
@@ -265,22 +269,14 @@ def _versions_in(source: Checkpoint) -> Iterator[tuple[str, Versions]]:
         waiting += [(path, child) for path, child in below if path in containers]
 
 
-def _has_node(source: Checkpoint) -> bool:
-    """Whether what is selected is a container of its own, and not the beginning of names."""
-    try:
-        return is_container(subtree(source.contents.tree, source.key, source.source))
-    except KeyError:
-        return False
-
-
 def _tree(merged: Merged, at: str) -> dict[str, Any]:
-    """The nested tree of a flat one."""
+    """Nests a flat tree."""
     root = _node(merged, "")
     nodes = {"": root}
     containers = set(merged.flat.containers)
 
     def node_of(name: str) -> tuple[dict[str, Any], str]:
-        """The container that holds a name, and its key there."""
+        """The container of a name, and its key there."""
         path = name.rpartition(".")[0]
         while path and path not in containers:
             path = path.rpartition(".")[0]

@@ -1,4 +1,4 @@
-"""`modelstate inspect`: the names, shapes, sizes and values of a checkpoint as text and JSON."""
+"""Formats the names, shapes, sizes and values of a checkpoint as text and JSON, for `modelstate inspect`."""
 
 import json
 import math
@@ -18,10 +18,10 @@ from modelstate.spec import StoredTensor, TensorSpec
 from modelstate.text_format import columns, count, printable, shorten, size
 
 _MAX_DEPTH = 60
-"""Parts of a name that become levels of the tree; the rest of a longer name stays in one piece."""
+"""The parts of a name that become levels of the tree; the rest of a longer name is one level."""
 MAX_RUNS = 8
-"""Runs of alike numbers that are shown by themselves. Where there are more, alike ones are folded wherever they stand:
-the state of an optimizer, whose numbers are those of parameters or addresses, or layers of two kinds in turn."""
+"""The most runs of consecutive, similar children that are shown separately. Where there are more, all similar children
+are folded into one row: the state of an optimizer, whose numbers are those of parameters, or layers of two kinds."""
 
 
 @dataclass(slots=True)
@@ -32,27 +32,27 @@ class Node:
     children: dict[str, "Node"] = field(default_factory=dict)
     spec: TensorSpec | None = None
     nbytes: int = 0
-    """Bytes of everything below, without the tied ones, which are counted elsewhere."""
+    """Bytes of everything below, without tied tensors, which count elsewhere."""
     shape: int = 0
-    """Equal for nodes that look alike: the same names, shapes, dtypes and kinds below."""
+    """Equal for similar nodes: the same names, shapes, dtypes and kinds below."""
 
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """A line of the tree."""
+    """A row of the tree."""
 
     depth: int
     label: str
     spec: TensorSpec | None
     nbytes: int
-    """Bytes of everything that the line stands for."""
+    """Bytes of everything that the row stands for."""
     times: int
-    """How many alike siblings the line stands for."""
+    """The number of similar siblings that the row stands for."""
 
 
 def build(specs: Mapping[str, TensorSpec], tied: frozenset[str] = frozenset()) -> Node:
-    """The tree of the names. Those in `tied` stand for bytes of others: they count nothing, and are not folded with
-    names that do."""
+    """Builds the tree of the names. Names in `tied` share the bytes of others: they count nothing, and are not folded
+    with names that count."""
     root = Node("")
     for name, spec in specs.items():
         node = root
@@ -77,7 +77,7 @@ def _measure(node: Node, known: dict[object, int], tied: frozenset[str]) -> None
 
 
 def rows(root: Node) -> Iterator[Row]:
-    """The lines of the tree, from top to bottom."""
+    """The rows of the tree, from top to bottom."""
     yield from _below(root, 0)
 
 
@@ -87,14 +87,15 @@ def _below(node: Node, depth: int) -> Iterator[Row]:
         first, last = group[0], group[-1]
         label = prefix + first.name
         if len(group) > 1:
-            to = f"{prefix[prefix[:-1].rfind('.') + 1 :]}{last.name} " if _is_run(group) else ""
+            is_consecutive = int(last.name) - int(first.name) == len(group) - 1
+            to = f"{prefix[prefix[:-1].rfind('.') + 1 :]}{last.name} " if is_consecutive else ""
             label += f" … {to}({len(group)} ×)"
-        yield Row(depth, label, first.spec, sum(one.nbytes for one in group), len(group))
+        yield Row(depth, label, first.spec, sum(child.nbytes for child in group), len(group))
         yield from _below(first, depth + 1)
 
 
 def _follow(group: list[Node]) -> tuple[str, list[Node]]:
-    """Goes down while there is only one thing below, so that a chain of modules takes one line."""
+    """Descends while there is only one group below, so that a chain of modules takes one row."""
     prefix = ""
     while len(group) == 1 and group[0].spec is None and len(below := _runs(group[0])) == 1:
         prefix += group[0].name + "."
@@ -103,17 +104,17 @@ def _follow(group: list[Node]) -> tuple[str, list[Node]]:
 
 
 def _runs(node: Node) -> list[list[Node]]:
-    """The children, those with consecutive numbers that look alike in one list. Numbers stand in numeric order."""
+    """The children in groups: similar ones with consecutive numbers form one group. Numbers are in numeric order."""
     numbered = sorted((int(name), child) for name, child in node.children.items() if is_number(name))
-    found: list[list[Node]] = []
+    groups: list[list[Node]] = []
     for name, child in node.children.items():
         if not is_number(name):
-            found.append([child])
+            groups.append([child])
         elif numbered:
             runs = list(_numbered_runs(numbered))
-            found += _alike(runs) if len(runs) > MAX_RUNS else runs
+            groups += _similar(runs) if len(runs) > MAX_RUNS else runs
             numbered = []
-    return found
+    return groups
 
 
 def _numbered_runs(numbered: list[tuple[int, Node]]) -> Iterator[list[Node]]:
@@ -129,20 +130,16 @@ def _numbered_runs(numbered: list[tuple[int, Node]]) -> Iterator[list[Node]]:
         yield run
 
 
-def _alike(runs: list[list[Node]]) -> list[list[Node]]:
-    """The runs with those that look alike in one, in the order of their first."""
+def _similar(runs: list[list[Node]]) -> list[list[Node]]:
+    """Joins the runs that are similar, in the order of their first members."""
     groups: dict[int, list[Node]] = {}
     for run in runs:
         groups.setdefault(run[0].shape, []).extend(run)
     return list(groups.values())
 
 
-def _is_run(group: list[Node]) -> bool:
-    return int(group[-1].name) - int(group[0].name) == len(group) - 1
-
-
 def is_number(name: str) -> bool:
-    """Whether a part of a name is a number, which may be one of a row of alike ones."""
+    """Whether a part of a name is a number, such as the index of a layer."""
     return name.isascii() and name.isdigit() and len(name) <= 18 and (name == "0" or name[0] != "0")
 
 
@@ -151,13 +148,13 @@ _MAX_GROUPS = 20
 
 
 def inspect_text(checkpoint: Checkpoint) -> str:
-    """The tree of a checkpoint with shapes, dtypes and sizes, its ties, and what in it is no tensor."""
+    """The tree of a checkpoint with shapes, dtypes and sizes, its tied tensors, and its other values, as text."""
     parts = [_heading(checkpoint), _tree(checkpoint), _ties(checkpoint), _values(checkpoint), _metadata(checkpoint)]
     return "\n\n".join(part for part in parts if part)
 
 
 def inspect_json(checkpoint: Checkpoint) -> str:
-    """The same as JSON, with every tensor by itself."""
+    """The content of a checkpoint as JSON, with every tensor by itself."""
     return json.dumps(
         {
             "source": checkpoint.source,
@@ -181,15 +178,15 @@ def inspect_json(checkpoint: Checkpoint) -> str:
 
 def left_out(checkpoint: Checkpoint) -> list[str]:
     """The classes of the objects that `skip_forbidden` has left out of a checkpoint."""
-    found: dict[str, None] = {}
+    names: set[str] = set()
     waiting = [checkpoint.contents.tree]
     while waiting:
         node = waiting.pop()
         if isinstance(node, Refused):
-            found[node.name] = None
+            names.add(node.name)
         elif is_container(node):
             waiting += [value for _, value in items_of(node)]
-    return sorted(found)
+    return sorted(names)
 
 
 def _heading(checkpoint: Checkpoint) -> str:
@@ -257,7 +254,7 @@ def _kind(value: object) -> str:
 
 
 class _Unknown:
-    """A value that cannot be decoded here."""
+    """A value that cannot be decoded."""
 
     def __init__(self, error: CodecError) -> None:
         self._error = error
@@ -267,7 +264,7 @@ class _Unknown:
 
 
 def _extra(checkpoint: Checkpoint) -> Iterator[tuple[str, Any]]:
-    """The values that are no tensors. One whose class is not imported does not hide the others."""
+    """The values other than tensors. A value whose class is not imported does not hide the others."""
     for path in checkpoint.extra:
         try:
             yield path, checkpoint.extra[path]
@@ -285,7 +282,7 @@ def _metadata(checkpoint: Checkpoint) -> str:
 
 
 def _tensor_json(spec: TensorSpec) -> dict[str, object]:
-    found: dict[str, object] = {
+    entry: dict[str, object] = {
         "name": spec.name,
         "shape": list(spec.shape),
         "dtype": _dtype(spec.dtype),
@@ -293,20 +290,20 @@ def _tensor_json(spec: TensorSpec) -> dict[str, object]:
         "kind": spec.kind,
     }
     if isinstance(spec.stored, StoredTensor) and not spec.stored.is_contiguous:
-        found["stride"] = list(spec.stride)
+        entry["stride"] = list(spec.stride)
     if spec.location is not None:
-        found |= {"file": spec.location.path, "offset": spec.location.start}
-    return found
+        entry |= {"file": spec.location.path, "offset": spec.location.start}
+    return entry
 
 
 def _elements(checkpoint: Checkpoint) -> int:
-    """Of all tensors, whatever they are for; those of tied names once."""
+    """The number of elements of all tensors; tied tensors count once."""
     repeated = {name for group in checkpoint.aliases for name in group[1:]}
     return sum(math.prod(spec.shape) for name, spec in checkpoint.items() if name not in repeated)
 
 
 def _dtypes(checkpoint: Checkpoint) -> Counter[torch.dtype]:
-    """How many tensors there are of each dtype, the most frequent first."""
+    """The number of tensors of each dtype, the most frequent first."""
     return Counter(dict(Counter(spec.dtype for spec in checkpoint.values()).most_common()))
 
 
@@ -315,13 +312,13 @@ def _dtype(dtype: torch.dtype) -> str:
 
 
 def _text(value: object) -> str:
-    """The value on one line; of a tensor only shape and dtype."""
+    """The value on one line; for a tensor only its shape and dtype."""
     plain = _plain(value)
     return plain if isinstance(plain, str) and not isinstance(value, str) else repr(plain)
 
 
 def _plain(value: Any) -> Any:
-    """The value as JSON can say it; what JSON has no word for, as text."""
+    """The value with JSON types; anything that JSON cannot represent becomes text."""
     if value is None or isinstance(value, str | bool | int):
         return value
     if isinstance(value, float):
@@ -338,7 +335,7 @@ def _plain(value: Any) -> Any:
 
 
 def _repr(value: object) -> str:
-    """The value as text; where its class fails to give one, its class and the error."""
+    """The repr of a value; where its class fails to return one, the class and the error."""
     try:
         return repr(value)
     except Exception as error:

@@ -1,8 +1,9 @@
-"""Builds the tree of a checkpoint from the value of a pickle, after an audit of what it asks for."""
+"""Creates the tree of a checkpoint from the value of a pickle, after an audit of everything that it asks for."""
 
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -24,7 +25,7 @@ from modelstate.spec import StoredComposite, StoredTensor
 MAX_DEPTH = 100
 
 TENSOR, INERT, UNFINISHED = 1, 2, 4
-"""What a value has in it: tensors, refused or flawed parts, something that has still to be made."""
+"""What a value contains: tensors, refused or invalid parts, parts that have still to be created."""
 
 _PLAIN = frozenset(
     {str, int, float, bool, type(None), bytes, bytearray, complex, torch.dtype, torch.device, torch.Size, torch.layout}
@@ -33,22 +34,22 @@ _SEQUENCES = frozenset({list, tuple, set, frozenset})
 MAPPINGS = frozenset({dict, OrderedDict, Counter})
 
 Path = tuple[Any, ...]
-"""The parent's path and a key; the root is empty. It is text only where an error needs it."""
+"""The path of the parent and a key; the root is empty. It is converted to text only for an error."""
 
 
 @dataclass(slots=True)
 class Audit:
-    """What was found in a value."""
+    """The findings in a value."""
 
     refused: list[tuple[str, Path]] = field(default_factory=list)
     flawed: list[tuple[OpenError, Path]] = field(default_factory=list)
     holds: dict[int, int] = field(default_factory=dict)
     """The flags of each container, by its id."""
     keep: list[object] = field(default_factory=list)
-    """Keeps every id from being used again."""
+    """The audited objects, so that no id is used again."""
 
     def flags(self, node: object) -> int:
-        """What `node` has in it."""
+        """What a node contains."""
         return self.holds.get(id(node), TENSOR if type(node) is StoredTensor else 0)
 
 
@@ -62,10 +63,10 @@ def dotted(path: Path) -> str:
 
 
 def audit(value: object, data_nbytes: int) -> Audit:
-    """Looks through the value of a pickle of `data_nbytes` bytes.
+    """Audits the value of a pickle of `data_nbytes` bytes.
 
-    Raises `PickleError` where containers hold themselves, are nested deeper than 100, or are shared so often that the
-    value stands for far more than the file has bytes.
+    Raises `PickleError` where containers contain themselves, are nested deeper than 100 levels, or are shared so often
+    that the value stands for far more than the file has bytes.
     """
     walker = _Walker()
     nodes, characters, _ = walker.visit(value, (), 0)
@@ -75,17 +76,17 @@ def audit(value: object, data_nbytes: int) -> Audit:
             found=f"{nodes:.3g} values, {characters:.3g} characters of names, from {data_nbytes} bytes",
             remedy="do not trust this file",
         )
-    return walker.found
+    return walker.audit
 
 
 class _Walker:
     def __init__(self) -> None:
-        self.found = Audit()
+        self.audit = Audit()
         self.sizes: dict[int, tuple[int, int, int]] = {}
         self.open: set[int] = set()
 
     def visit(self, node: Any, path: Path, depth: int, bare: bool = False) -> tuple[int, int, int]:
-        """Nodes, characters of names and flags of what is below `node`, as if nothing was shared.
+        """Returns the nodes, the characters of names and the flags below a node, with shared parts counted each time.
 
         The items of a `bare` sequence, such as the arguments of a call, have the path of the sequence.
         """
@@ -121,23 +122,25 @@ class _Walker:
             flags |= below[2]
         self.open.discard(key)
         self.sizes[key] = nodes, characters, flags
-        self.found.holds[key] = flags
-        self.found.keep.append(node)
+        self.audit.holds[key] = flags
+        self.audit.keep.append(node)
         return nodes, characters, flags
 
     def own_flags(self, node: Any, path: Path) -> int:
         kind = type(node)
         if kind is Refused:
-            self.found.refused.append((node.name, path))
+            self.audit.refused.append((node.name, path))
             return INERT if node.module_fields is None else INERT | UNFINISHED
         if kind is InvalidTensor:
-            self.found.flawed.append((node.error, path))
+            self.audit.flawed.append((node.error, path))
             return INERT
         if kind is StoredTensor:
             return TENSOR
         if kind is Storage:
             if node.dtype in QUANTIZED:
-                self.found.flawed.append((_quantized_storage(node.dtype), path))
+                remedy = "save the dequantize()d form of its tensor"
+                error = UnsupportedTensorError(f"a quantized storage ({node.dtype}) is not supported", remedy=remedy)
+                self.audit.flawed.append((error, path))
             return TENSOR | UNFINISHED
         if kind is DeferredTensor:
             return TENSOR | UNFINISHED
@@ -146,18 +149,12 @@ class _Walker:
         return 0
 
 
-def _quantized_storage(dtype: torch.dtype) -> UnsupportedTensorError:
-    return UnsupportedTensorError(
-        f"a quantized storage ({dtype}) is not supported", remedy="save the dequantize()d form of its tensor"
-    )
-
-
 _SAME = object()
-"""In place of a key: the path stays that of the node."""
+"""Used as a key where the path of a child is that of the node."""
 
 
 def _children(node: Any, bare: bool) -> Iterator[tuple[Any, Any]]:
-    """What is directly in a node, with its part of the path."""
+    """The direct children of a node, with their keys in the path."""
     kind = type(node)
     if kind in MAPPINGS:
         for key, value in node.items():
@@ -180,11 +177,19 @@ def _children(node: Any, bare: bool) -> Iterator[tuple[Any, Any]]:
 
 
 def construct(value: object, *, path: str, data_nbytes: int, names: TorchGlobals, skip_forbidden: bool) -> object:
-    """The tree of a checkpoint out of the value that `unpickle` made of `data_nbytes` bytes.
+    """Creates the tree of a checkpoint.
 
-    What was refused stays in it as `Refused` with `skip_forbidden`, and raises `ForbiddenGlobalError` without. Raises
-    the error of the first tensor that is not read here or contradicts itself, with its place, and `PickleError` where
-    an allowed class raises.
+    Args:
+        value: The value that `unpickle` has returned.
+        path: The file, for messages.
+        data_nbytes: The size of the pickle.
+        names: The names that the pickle asked for.
+        skip_forbidden: Whether a class or function that is not allowed leaves a `Refused` in the tree.
+
+    Raises:
+        ForbiddenGlobalError: The pickle asks for a class or function that is not allowed.
+        OpenError: The error of the first tensor that is not supported or contradicts itself, with its place.
+        PickleError: An allowed class raised.
     """
     try:
         return _constructed(value, path, data_nbytes, names, skip_forbidden)
@@ -193,18 +198,18 @@ def construct(value: object, *, path: str, data_nbytes: int, names: TorchGlobals
 
 
 def _constructed(value: object, path: str, data_nbytes: int, names: TorchGlobals, skip_forbidden: bool) -> object:
-    found = audit(value, data_nbytes)
+    findings = audit(value, data_nbytes)
     if not skip_forbidden:
-        _raise_refused(found, path, names)
-    for error, place in found.flawed:
+        _raise_refused(findings, path, names)
+    for error, place in findings.flawed:
         error.where = f"{path}: {dotted(place)}" if place else path
         raise error
-    return _Constructor(found, path).make(value, ())
+    return _Constructor(findings, path).make(value, ())
 
 
-def _raise_refused(found: Audit, path: str, names: TorchGlobals) -> None:
-    refused = [(name, dotted(place)) for name, place in found.refused]
-    # What the pickle asked for and threw away has no place, but it was asked for.
+def _raise_refused(findings: Audit, path: str, names: TorchGlobals) -> None:
+    refused = [(name, dotted(place)) for name, place in findings.refused]
+    # A class that the pickle asked for and then dropped has no place, but it was asked for.
     refused += [(name, "") for name in sorted(names.refused - {name for name, _ in refused})]
     if not refused:
         return
@@ -243,7 +248,7 @@ def _raise_refused(found: Audit, path: str, names: TorchGlobals) -> None:
 
 @dataclass(frozen=True, slots=True)
 class _Slot:
-    """The place of a part in what a composite is made of."""
+    """The place of a tensor in the template of a composite."""
 
     index: int
     is_parameter: bool
@@ -252,26 +257,26 @@ class _Slot:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Call:
-    """Something that is made when the tensors are there."""
+    """A call that is made when the tensors exist."""
 
     make: Callable[[Any], Any]
     template: Any
 
 
 class _Constructor:
-    def __init__(self, found: Audit, path: str) -> None:
-        self.found = found
+    def __init__(self, findings: Audit, path: str) -> None:
+        self.audit = findings
         self.path = path
-        self.made: dict[int, Any] = {}
+        self.values: dict[int, Any] = {}
 
     def make(self, node: Any, path: Path) -> Any:
-        """The finished value; containers keep their identity where they can."""
-        flags = self.found.flags(node)
+        """The finished value of a node; containers keep their identity where possible."""
+        flags = self.audit.flags(node)
         if not flags & UNFINISHED:
             return node
-        if id(node) not in self.made:
-            self.made[id(node)] = self.finish(node, path, flags)
-        return self.made[id(node)]
+        if id(node) not in self.values:
+            self.values[id(node)] = self.finish(node, path, flags)
+        return self.values[id(node)]
 
     def finish(self, node: Any, path: Path, flags: int) -> Any:
         kind = type(node)
@@ -320,44 +325,44 @@ class _Constructor:
         return node
 
     def module_state(self, fields: dict[str, Any], path: Path) -> OrderedDict[str, Any]:
-        """The tensors of a pickled module whose class is not allowed, by the names that its `state_dict()` has.
+        """The tensors of a pickled module whose class is not allowed, by the names in its `state_dict()`.
 
         No code of the module runs, so state-dict hooks and extra state have no effect.
         """
-        found: OrderedDict[str, Any] = OrderedDict()
+        state: OrderedDict[str, Any] = OrderedDict()
         transient = fields.get("_non_persistent_buffers_set")
         transient = transient if isinstance(transient, set) else ()
         tensors = list(fields["_parameters"].items())
         tensors += [(name, value) for name, value in fields["_buffers"].items() if name not in transient]
         for name, value in tensors:
             if value is not None:
-                found[str(name)] = self.make(value, (path, name))
+                state[str(name)] = self.make(value, (path, name))
         for name, child in fields["_modules"].items():
             below = child.module_fields if type(child) is Refused else None
             if below is not None:
-                state = self.module_state(below, (path, name))
-                found.update((f"{name}.{key}", value) for key, value in state.items())
+                inner = self.module_state(below, (path, name))
+                state.update((f"{name}.{key}", value) for key, value in inner.items())
             elif child is not None:
-                found[str(name)] = self.make(child, (path, name))
-        return found
+                state[str(name)] = self.make(child, (path, name))
+        return state
 
     def hashable(self, key: Any, path: Path) -> Any:
         if type(key) is Refused:
             return key
-        made = self.make(key, path)
+        value = self.make(key, path)
         try:
-            hash(made)
+            hash(value)
         except Exception as error:
-            raise self.failed(type(made).__name__, path, error) from error
-        return made
+            raise self.failed(type(value).__name__, path, error) from error
+        return value
 
     def run(self, recipe: DeferredCall, pieces: Sequence[Any], path: Path) -> Any:
         try:
-            return _follow(recipe, pieces)
+            return _execute(recipe, pieces)
         except ModelStateError:
             raise
         except Exception as error:
-            # Whatever an allowed class raises at values that may be damaged.
+            # An allowed class may raise anything for damaged values.
             raise self.failed(recipe.name, path, error) from error
 
     def failed(self, name: str, path: Path, error: Exception) -> PickleError:
@@ -368,7 +373,7 @@ class _Constructor:
             remedy="use the version of the library that wrote it, or leave it out of what is allowed",
         )
 
-    # Tensors that are made of others.
+    # Tensors that consist of others.
 
     def composite(self, recipe: DeferredTensor, path: Path) -> StoredComposite:
         parts: dict[int, tuple[int, StoredTensor]] = {}
@@ -400,8 +405,8 @@ class _Constructor:
         )
 
     def template(self, node: Any, path: Path, parts: dict[int, tuple[int, StoredTensor]], memo: dict[int, Any]) -> Any:
-        """A copy of the tree with slots for the tensors, so that each build makes objects of its own."""
-        if not self.found.flags(node) & TENSOR:
+        """A copy of the tree with slots for the tensors, so that each build creates objects of its own."""
+        if not self.audit.flags(node) & TENSOR:
             return self.make(node, path)
         if id(node) not in memo:
             memo[id(node)] = self.templated(node, path, parts, memo)
@@ -414,7 +419,7 @@ class _Constructor:
         kind = type(node)
         if kind is Storage:
             node = StoredTensor(node.dtype, (node.numel,), (1,), node.region, node.offset)
-            self.found.keep.append(node)
+            self.audit.keep.append(node)
             kind = StoredTensor
         if kind is StoredTensor:
             index, _ = parts.setdefault(id(node), (len(parts), replace(node, requires_grad=False, is_parameter=False)))
@@ -426,18 +431,15 @@ class _Constructor:
         if kind is tuple:
             return tuple(below(item) for item in node)
         if kind is DeferredTensor:
-            return _Call(_as_saved(node), below(node.parts))
+            return _Call(partial(_build_tensor, node), below(node.parts))
         if kind is DeferredCall:
             pieces = (node.args, node.kwargs, node.states, node.appended, node.inserted)
-            return _Call(lambda filled: _follow(node, filled), tuple(below(piece) for piece in pieces))
+            return _Call(partial(_execute, node), tuple(below(piece) for piece in pieces))
         raise PickleError("the pickle is damaged: tensors where none can be", found=kind.__name__)
 
 
-def _as_saved(recipe: DeferredTensor) -> Callable[[Any], torch.Tensor]:
-    def make(parts: Any) -> torch.Tensor:
-        return _with_grad(recipe.make(parts), recipe.is_parameter, recipe.requires_grad)
-
-    return make
+def _build_tensor(recipe: DeferredTensor, parts: Any) -> torch.Tensor:
+    return _with_grad(recipe.make(parts), recipe.is_parameter, recipe.requires_grad)
 
 
 def _with_grad(tensor: torch.Tensor, is_parameter: bool, requires_grad: bool) -> torch.Tensor:
@@ -447,7 +449,7 @@ def _with_grad(tensor: torch.Tensor, is_parameter: bool, requires_grad: bool) ->
 
 
 def _fill(node: Any, tensors: Sequence[torch.Tensor], memo: dict[int, Any]) -> Any:
-    """The template with its tensors in place."""
+    """The template with tensors in its slots."""
     kind = type(node)
     if kind not in (_Slot, _Call, dict, list, tuple):
         return node
@@ -463,17 +465,17 @@ def _fill(node: Any, tensors: Sequence[torch.Tensor], memo: dict[int, Any]) -> A
     return memo[id(node)]
 
 
-def _follow(recipe: DeferredCall, pieces: Sequence[Any]) -> Any:
-    """Makes what the recipe says, in the order in which a pickle does."""
+def _execute(recipe: DeferredCall, pieces: Sequence[Any]) -> Any:
+    """Creates the object of a deferred call, in the order of the pickle's opcodes."""
     args, kwargs, states, appended, inserted = pieces
     cls: Any = recipe.make
-    made: Any = cls.__new__(cls, *args, **kwargs) if recipe.new else cls(*args)
+    target: Any = cls.__new__(cls, *args, **kwargs) if recipe.new else cls(*args)
     if appended:
-        add = made.append if hasattr(made, "append") else made.add
+        add = target.append if hasattr(target, "append") else target.add
         for item in appended:
             add(item)
     for key, value in inserted:
-        made[key] = value
+        target[key] = value
     for state in states:
-        set_state(made, state)
-    return made
+        set_state(target, state)
+    return target

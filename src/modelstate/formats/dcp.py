@@ -1,11 +1,11 @@
-"""Directories of torch.distributed.checkpoint: `.metadata`, and `*.distcp` files of each rank.
+"""Reads directories of torch.distributed.checkpoint: `.metadata`, and the `*.distcp` files of each rank.
 
-torch writes it as a pickle of its own classes, and loads it without restriction. Here the pickle is only described:
-none of its classes is made, and what they hold is taken out of the description and checked. Nothing keeps a checksum
-of the file, so whatever it says twice must agree.
+torch writes `.metadata` as a pickle of its own classes, and loads it without restriction. This reader only describes
+the pickle: none of its classes is created, and the content is extracted from the description and checked. The file has
+no checksum, so whatever it states twice must agree.
 
-In these files each chunk of a tensor, and each value that is no tensor, is an archive of `torch.save`. The archives
-lie one behind another, and `.metadata` has their names and places.
+In the `*.distcp` files each chunk of a tensor, and each value other than a tensor, is an archive of `torch.save`. The
+archives follow one another, and `.metadata` has their names and places.
 """
 
 import enum
@@ -47,17 +47,17 @@ _MAX_SHARDED_DIMS = 8
 _MAX_PATH_STEPS = 100
 
 Path = tuple[str | int, ...]
-"""The keys, and indices of lists, that lead to a value."""
+"""The keys, and the indices of lists, that lead to a value in the state dict."""
 Index = tuple[str, tuple[int, ...] | None]
-"""A name, and the offsets of a chunk where it is a tensor's."""
+"""A name, and the offsets of a chunk if the item is a tensor."""
 
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where something was written."""
+    """The place of a written item."""
 
     file: str
-    """Relative to the directory, and not checked."""
+    """Relative to the directory; not checked."""
     start: int
     """Bytes from the beginning of the file."""
     nbytes: int
@@ -65,7 +65,7 @@ class Place:
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """A box of a tensor's elements that was saved by itself."""
+    """A box of a tensor's elements that was saved as one item."""
 
     offsets: tuple[int, ...]
     shape: tuple[int, ...]
@@ -73,7 +73,7 @@ class Chunk:
 
 @dataclass(frozen=True, slots=True)
 class ChunkedTensor:
-    """A tensor as the sum of its chunks, which cover it exactly."""
+    """A tensor that consists of chunks, which cover it exactly."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
@@ -82,25 +82,34 @@ class ChunkedTensor:
 
 @dataclass(frozen=True, slots=True)
 class Metadata:
-    """What a `.metadata` says, in itself free of contradictions."""
+    """The content of a `.metadata` file, checked for contradictions."""
 
     items: dict[str, ChunkedTensor | None]
-    """By the names under which they were written; None for what is no tensor."""
+    """The items by the names under which they were written; None for a value other than a tensor."""
     places: dict[Index, Place]
-    """Of every chunk, and of every item that is no tensor. They do not overlap."""
+    """The place of every chunk and of every value other than a tensor. The places do not overlap."""
     paths: dict[str, Path]
-    """Where each item was in the state dict, in the order of the state dict."""
+    """The path of each item in the state dict, in the order of the state dict."""
 
 
 def read_metadata(path: str, *, allow: Sequence[object] = (), skip_forbidden: bool = False) -> Metadata:
-    """What the file at `path` says.
+    """Reads and checks a `.metadata` file.
 
-    What is allowed besides torch's classes may stand in the file, also in their place, as the subclasses of other
-    libraries do. It is not made either, and a name that is given as text is not imported.
+    Besides torch's classes the file may contain the allowed ones, also in the place of torch's, as subclasses of other
+    libraries do. They are not created either, and a name that is given as text is not imported.
 
-    Raises `ForbiddenGlobalError`, `PickleError`, `TruncatedFileError`; `TensorRangeError` where chunks overlap or do
-    not cover their tensor, or bytes belong to two of them; `TensorSizeError`; and `UnsupportedTensorError` for items
-    that were transformed as they were written.
+    Args:
+        path: The file.
+        allow: Additional classes that the file may contain.
+        skip_forbidden: Whether other names are ignored instead of raising.
+
+    Raises:
+        ForbiddenGlobalError: The file contains another name.
+        PickleError: The file is damaged.
+        TruncatedFileError: The file ends too early.
+        TensorRangeError: Chunks overlap or do not cover their tensor, or two items share bytes.
+        TensorSizeError: The size of a tensor is impossible.
+        UnsupportedTensorError: Items were transformed when they were written.
     """
     with SourceFile(path) as file:
         data = file.read(0, file.nbytes, "the metadata")
@@ -119,7 +128,7 @@ def read_metadata(path: str, *, allow: Sequence[object] = (), skip_forbidden: bo
 
 
 class _StandIn:
-    """In place of every class of torch.distributed.checkpoint; not made either."""
+    """Replaces every class of torch.distributed.checkpoint; no object of it is created."""
 
 
 class _MemoryFormat(enum.Enum):
@@ -142,7 +151,7 @@ _STAND_INS: dict[str, type] = {
         f"{_DCP}metadata.StorageMeta",
         f"{_DCP}filesystem._StorageInfo",
         f"{_BEFORE_2_3}TensorProperties",
-        # The directory, as it was given to `save`.
+        # The directory that was passed to `save`.
         "pathlib.PosixPath",
         "pathlib.WindowsPath",
         "pathlib._local.PosixPath",
@@ -176,11 +185,11 @@ def _forbidden(names: TorchGlobals) -> ForbiddenGlobalError:
     )
 
 
-# Taking the description apart.
+# Checking the description.
 
 
 def _state(node: object, kind: str) -> dict[str, Any]:
-    """The fields of an object of a class of torch.distributed.checkpoint, or of one that was allowed in its place."""
+    """The fields of an object of a class of torch.distributed.checkpoint, or of an allowed class in its place."""
     if type(node) is not DeferredCall or (node.name != _DCP + kind and node.name in _STAND_INS):
         raise _damaged(f"a {kind.rpartition('.')[2]} is missing", getattr(node, "name", type(node).__name__))
     state = node.states[0] if node.states else {}
@@ -204,7 +213,7 @@ def _checked(value: object) -> Metadata:
         if type(node) is DeferredCall and node.name == f"{_DCP}metadata.BytesStorageMetadata":
             items[name] = None
             continue
-        # A pickle may use one description for many names; it must not cost more than its bytes.
+        # A pickle may use one description for many names, which must not cost more than its bytes.
         if id(node) not in seen:
             try:
                 seen[id(node)] = _tensor_metadata(node)
@@ -254,9 +263,9 @@ def _dtype(node: object) -> torch.dtype:
 def _check_cover(shape: tuple[int, ...], chunks: Sequence[Chunk]) -> None:
     """Raises `TensorRangeError` unless each element is in exactly one chunk.
 
-    A box is known by its corners, signed by how many of their coordinates are upper bounds: they are the mixed
-    derivative of the function that is 1 in the box and 0 outside. So the corners of the chunks add up to those of the
-    tensor exactly where the chunks add up to the tensor, whatever their arrangement.
+    A box is determined by its corners, each signed by the number of its coordinates that are upper bounds: they are the
+    mixed derivative of the function that is 1 in the box and 0 outside. So the corners of the chunks add up to those of
+    the tensor exactly if the chunks add up to the tensor, in any arrangement.
     """
     for chunk in chunks:
         inside = len(chunk.offsets) == len(chunk.shape) == len(shape) and all(
@@ -270,7 +279,7 @@ def _check_cover(shape: tuple[int, ...], chunks: Sequence[Chunk]) -> None:
         raise UnsupportedTensorError(f"a tensor that is split along {len(dimensions)} dimensions is not supported")
     corners: Counter[tuple[int, ...]] = Counter()
     for sign, box in [(1, chunk) for chunk in chunks] + [(-1, Chunk((0,) * len(shape), shape))]:
-        # The dimensions that are not split are of no interest, unless there is nothing along them.
+        # Dimensions that are not split need no corners, unless the box is empty along them.
         if 0 in box.shape:
             continue
         for upper in product((0, 1), repeat=len(dimensions)):
@@ -302,12 +311,12 @@ def _indices(items: dict[str, ChunkedTensor | None]) -> Iterable[Index]:
 
 
 def _places(table: dict[object, object]) -> dict[Index, Place]:
-    found: dict[Index, Place] = {}
+    places: dict[Index, Place] = {}
     for key, node in table.items():
         index, info = _state(key, "metadata.MetadataIndex"), _state(node, "filesystem._StorageInfo")
         name, offset = _typed(index.get("fqn"), str, "the name of a place"), index.get("offset")
         at = name, None if offset is None else dims(offset)
-        if at in found:
+        if at in places:
             raise _damaged("two places of one item", name)
         place = Place(
             _typed(info.get("relative_path"), str, "the file of an item"),
@@ -324,8 +333,8 @@ def _places(table: dict[object, object]) -> dict[Index, Place]:
                 found=str(transforms)[:200],
                 remedy="load it with the extensions that it was saved with, and save it without",
             )
-        found[at] = place
-    return found
+        places[at] = place
+    return places
 
 
 def _written(index: Index, places: dict[Index, Place]) -> Place:
@@ -337,36 +346,37 @@ def _written(index: Index, places: dict[Index, Place]) -> Place:
 
 
 def _check_apart(places: dict[Index, Place]) -> None:
-    """Raises `TensorRangeError` where bytes belong to two items: one of them would be the other."""
+    """Raises `TensorRangeError` where two items share bytes."""
     ordered = sorted(places.items(), key=lambda item: (item[1].file, item[1].start, item[1].nbytes))
-    for (one, before), (other, after) in pairwise(ordered):
+    for (first, before), (second, after) in pairwise(ordered):
         if before.file == after.file and before.start + before.nbytes > after.start:
             raise TensorRangeError(
                 "two items lie in the same bytes",
                 where=after.file,
-                found=f"{one[0]} and {other[0]}, at byte {after.start}",
+                found=f"{first[0]} and {second[0]}, at byte {after.start}",
                 remedy="copy the checkpoint again",
             )
 
 
 def _paths(items: dict[str, ChunkedTensor | None], mapping: object) -> dict[str, Path]:
-    """From names to paths, as the planner kept them; without, the names themselves."""
+    """The paths of the items, as the planner stored them; without them, the names themselves."""
     if type(mapping) is not dict:
         return {name: (name,) for name in items}
-    found: dict[str, Path] = {}
+    paths: dict[str, Path] = {}
     for name, path in mapping.items():
-        good = type(name) is str and type(path) is tuple and 0 < len(path) <= _MAX_PATH_STEPS and type(path[0]) is str
-        if not good or not all(type(step) is str or (type(step) is int and 0 <= step < MAX_INDEX) for step in path):
+        is_path = type(path) is tuple and 0 < len(path) <= _MAX_PATH_STEPS and type(path[0]) is str
+        is_valid = type(name) is str and is_path
+        if not is_valid or not all(type(step) is str or (type(step) is int and 0 <= step < MAX_INDEX) for step in path):
             raise _damaged("a path of the state dict that is none", str(name)[:200])
         if name != ".".join(map(str, path)):
             raise _damaged("a name is not that of its path", f"{str(name)[:200]!r} and {str(path)[:200]}")
-        # Other ranks may have had values that were not written.
+        # The table may contain values of other ranks that were not written.
         if name in items:
-            found[name] = path
+            paths[name] = path
     for name in items:
-        if name not in found:
+        if name not in paths:
             raise _damaged("an item has no path in the state dict", name)
-    return found
+    return paths
 
 
 FORMAT = "dcp"
@@ -376,13 +386,13 @@ _HEAD_BYTES = 512
 
 
 def matches(head: bytes, path: str) -> bool:
-    """Whether a file that begins with `head` is the metadata of a checkpoint; a damaged one is known by its name."""
+    """Whether a file with this beginning is the metadata of a checkpoint; a damaged one is recognised by its name."""
     by_content = head.startswith(b"\x80") and b"torch.distributed.checkpoint" in head[:_HEAD_BYTES]
     return by_content or os.path.basename(path) == METADATA
 
 
 def part_of_one(path: str, head: bytes) -> NotACheckpointError | None:
-    """The error for a `.distcp` file that is opened by itself."""
+    """The error for a `.distcp` file that is opened by itself, or None."""
     if not path.endswith(".distcp") or not torch_zip.matches(head):
         return None
     return NotACheckpointError(
@@ -393,24 +403,24 @@ def part_of_one(path: str, head: bytes) -> NotACheckpointError | None:
 
 
 def read(path: str, *, allow: Sequence[object] = (), skip_forbidden: bool = False) -> Contents:
-    """The table of contents of the checkpoint whose metadata is at `path`.
+    """Reads the table of contents of a checkpoint.
 
-    Reads the metadata, the tables of all archives, and the values that are no tensors. A tensor that was saved in
+    Reads the metadata, the tables of all archives, and the values other than tensors. A tensor that was saved in
     several chunks is a composite of them.
 
     Args:
         path: The file `.metadata`.
-        allow: As of `torch_zip.read`, for the values that are no tensors. In the metadata these names may stand, but
-            nothing is made of them.
-        skip_forbidden: Leave placeholders in place of what is not allowed, rather than raise.
+        allow: As of `torch_zip.read`, for the values other than tensors. The metadata may contain these names, too, but
+            no objects of them are created.
+        skip_forbidden: Leave placeholders for other classes and functions, instead of raising.
 
     Raises:
-        ForbiddenGlobalError: The metadata or a value asks for what is not allowed.
+        ForbiddenGlobalError: The metadata or a value asks for a class or function that is not allowed.
         UnsafePathError: The metadata names a file outside its directory.
-        MissingShardError: A file that the metadata names is not there.
-        TensorRangeError: Chunks overlap, leave holes, or lie in the same bytes.
-        TensorSizeError: A chunk is not what the metadata says.
-        UnsupportedTensorError: As of `torch_zip.read`; and what was compressed as it was written.
+        MissingShardError: A file that the metadata names is missing.
+        TensorRangeError: Chunks overlap, leave holes, or share bytes.
+        TensorSizeError: A chunk does not match the metadata.
+        UnsupportedTensorError: As of `torch_zip.read`; also for items that were transformed when they were written.
         OpenError: A file is damaged; a subclass says how.
     """
     metadata = read_metadata(path, allow=allow, skip_forbidden=skip_forbidden)
@@ -419,7 +429,7 @@ def read(path: str, *, allow: Sequence[object] = (), skip_forbidden: bool = Fals
     paths = dict(zip(files, safe_paths(path, directory, files), strict=True))
     names = TorchGlobals(allow)
     archives = _read_archives(metadata.places, paths, names)
-    made: Any = construct(
+    values: Any = construct(
         {name: _described(name, item, archives) for name, item in metadata.items.items()},
         path=directory,
         data_nbytes=sum(archive.pickle_nbytes for archive in archives.values()),
@@ -428,24 +438,24 @@ def read(path: str, *, allow: Sequence[object] = (), skip_forbidden: bool = Fals
     )
     for name, item in metadata.items.items():
         if item is not None:
-            made[name] = _tensor(item, made[name], f"{directory}: {name}")
+            values[name] = _tensor(item, values[name], f"{directory}: {name}")
     checksums: dict[ByteRange, Checksum] = {}
     for archive in archives.values():
         checksums.update(archive.checksums)
-    return Contents(FORMAT, _tree(made, metadata, path), (path, *paths.values()), checksums=checksums)
+    return Contents(FORMAT, _tree(values, metadata, path), (path, *paths.values()), checksums=checksums)
 
 
 def _read_archives(
     places: Mapping[Index, Place], paths: Mapping[str, str], names: TorchGlobals
 ) -> dict[Index, Archive]:
-    found: dict[Index, Archive] = {}
+    archives: dict[Index, Archive] = {}
     ordered = sorted(places.items(), key=lambda item: (item[1].file, item[1].start))
     for name, path in paths.items():
         with SourceFile(path) as file:
-            while len(found) < len(ordered) and ordered[len(found)][1].file == name:
-                index, place = ordered[len(found)]
-                found[index] = _read_archive(file, index, place, names)
-    return found
+            while len(archives) < len(ordered) and ordered[len(archives)][1].file == name:
+                index, place = ordered[len(archives)]
+                archives[index] = _read_archive(file, index, place, names)
+    return archives
 
 
 def _read_archive(file: SourceFile, index: Index, place: Place, names: TorchGlobals) -> Archive:
@@ -472,10 +482,10 @@ def _described(name: str, item: ChunkedTensor | None, archives: Mapping[Index, A
     return [archives[name, chunk.offsets].value for chunk in item.chunks]
 
 
-def _tensor(item: ChunkedTensor, found: Sequence[object], where: str) -> object:
-    """The tensor that the chunks make up."""
+def _tensor(item: ChunkedTensor, chunks: Sequence[object], where: str) -> object:
+    """The tensor that consists of the chunks."""
     parts: list[StoredTensor | StoredComposite] = []
-    for chunk, part in zip(item.chunks, found, strict=True):
+    for chunk, part in zip(item.chunks, chunks, strict=True):
         if isinstance(part, Refused):
             return part
         if not isinstance(part, StoredTensor | StoredComposite):
@@ -489,7 +499,7 @@ def _tensor(item: ChunkedTensor, found: Sequence[object], where: str) -> object:
                 remedy="copy the checkpoint again: its files may be of two checkpoints",
             )
         if part.shape == item.shape:
-            # Ranks for which there was nothing have saved empty chunks beside it.
+            # The other chunks are empty: ranks without elements have saved them.
             return part
         parts.append(part)
     return _assembled(item, parts, where)
@@ -501,7 +511,7 @@ def _assembled(item: ChunkedTensor, parts: Sequence[StoredTensor | StoredComposi
         if isinstance(part, StoredComposite):
             raise UnsupportedTensorError(f"chunks of kind {part.kind} are not supported", where=where)
         if part.nbytes > part.storage.nbytes:
-            # Assembling it would take memory that the file need not have.
+            # Assembling it would take more memory than the file has bytes.
             raise TensorSizeError(
                 "a chunk has more elements than bytes", where=where, expected=part.nbytes, found=part.storage.nbytes
             )
@@ -524,11 +534,11 @@ def _assembled(item: ChunkedTensor, parts: Sequence[StoredTensor | StoredComposi
 
 
 class _Node(dict[str | int, Any]):
-    """A container of the state dict, as opposed to a dict that is a value."""
+    """A container of the state dict, in contrast to a dict that is a value."""
 
 
 def _tree(values: Mapping[str, object], metadata: Metadata, where: str) -> dict[Any, Any]:
-    """The state dict, with its items at their paths."""
+    """The state dict with its items at their paths."""
     root = _Node()
     for name, path in metadata.paths.items():
         node = root
@@ -574,7 +584,7 @@ def _with_positions(node: dict[Any, Any]) -> dict[Any, Any]:
 
 
 def _items(node: _Node, where: str, name: str) -> Iterator[object]:
-    """The items of a list; None where nothing was saved, as of an empty dict."""
+    """The items of a list; None for an index under which nothing was saved, such as an empty dict."""
     length = 1 + max(int(step) for step in node)
     if length > 1000 + 10 * len(node):
         raise PickleError("the metadata is damaged: a list with few items and many indices", where=where, found=name)

@@ -1,4 +1,4 @@
-"""What a file is that is no checkpoint, from its content, and what to do about it."""
+"""Recognises files that are not checkpoints by their content, and proposes what to do about them."""
 
 import os
 import re
@@ -17,18 +17,18 @@ from modelstate.io.files import CUT_SHORT, SourceFile
 HEAD_BYTES = 4096
 _FORMATS = "a file of torch.save, safetensors, or an index of shards"
 _BEGINNINGS = (b"PK\x03\x04", b"\x80\x02\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19.")
-"""Of the files that torch.save writes; what has less is cut short."""
+"""The beginnings of the files of torch.save; a file that ends within one of them is cut short."""
 _FEW_BYTES = 2
-"""What may as well be the beginning of a length in a safetensors file is not called a text."""
+"""A text of at most this length is not reported as text: it may be the beginning of a safetensors length."""
 _ZEROS_BYTES = 16 << 20
-"""How far a file is read to find whether it is all zeros."""
+"""The most bytes that are read to find out whether a file is all zeros."""
 
 
 class Kind(NamedTuple):
-    """A kind of file that holds no checkpoint that is read here."""
+    """A kind of file that modelstate does not read."""
 
     signature: re.Pattern[bytes]
-    """What the file begins with."""
+    """The beginning of such a file."""
     name: str
     remedy: str
 
@@ -58,7 +58,7 @@ ZIP_KINDS = _kinds(
     (_ZIP + rb"(?:metadata|config)\.json", "a Keras 3 model (.keras)", _CONVERT),
     (_ZIP + rb"(?:\[Content_Types\]\.xml|mimetype|META-INF/)", "an office document or a Java archive", _ELSEWHERE),
 )
-"""Zip files that are told from a checkpoint by the name of their first member."""
+"""Zip files that the name of their first member distinguishes from a checkpoint."""
 
 KINDS = _kinds(
     (rb"GGUF|lmgg|fmgg|tjgg", "a GGUF or GGML file (llama.cpp)", "take the safetensors files of the model"),
@@ -90,12 +90,12 @@ _PAGE = re.compile(rb"\s*<(?:!doctype html|html|head|body|\?xml|error|!--)", re.
 
 
 def other_zip(path: str, head: bytes) -> NotACheckpointError | None:
-    """The error for a zip file that is no checkpoint, by the name of its first member."""
+    """The error for a zip file whose first member shows that it is not a checkpoint, or None."""
     return _known(ZIP_KINDS, path, head)
 
 
 def no_checkpoint(path: str, head: bytes) -> UnknownFormatError | TruncatedFileError:
-    """The error for a file of which no format recognises the first `HEAD_BYTES`."""
+    """The error for a file whose first `HEAD_BYTES` no format recognises."""
     if any(beginning.startswith(head) for beginning in _BEGINNINGS):
         return _too_short(path, head)
     text = head.removeprefix(b"\xef\xbb\xbf").lstrip()
@@ -163,7 +163,7 @@ def _by_its_end(path: str) -> NotACheckpointError | None:
 
 
 def tensorflow_prefix(path: str) -> NotACheckpointError | None:
-    """The error for a path at which there is nothing, and that TensorFlow calls a checkpoint by its beginning."""
+    """The error for a path without a file that is the prefix of a TensorFlow checkpoint, or None."""
     parts = [name for name in (f"{path}.index", f"{path}.meta") if os.path.isfile(name)]
     if f"{path}.index" not in parts:
         return None
@@ -232,5 +232,5 @@ def _is_text(head: bytes) -> bool:
     try:
         return head.decode("utf-8").isprintable() or not re.search(rb"[\x00-\x08\x0e-\x1f\x7f]", head)
     except UnicodeDecodeError as error:
-        # A character may be cut off where the head ends.
+        # The end of the head may cut a character.
         return error.start >= len(head) - 3 and len(head) == HEAD_BYTES and not re.search(rb"[\x00-\x08]", head)

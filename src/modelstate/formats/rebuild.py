@@ -1,7 +1,7 @@
-"""torch's functions that rebuild tensors from a pickle, as descriptions of what they would make.
+"""Replaces torch's functions that rebuild tensors from a pickle: each returns a description of the tensor.
 
-The names on the left of `FUNCTIONS` and their arguments are what torch.save has written since 0.2. What contradicts
-itself, or is not read here, becomes a `Flawed`, so that the error can say where in the tree it stands.
+The keys of `FUNCTIONS`, and their arguments, are those that torch.save has written since 0.2. A tensor that is not
+supported, or whose description contradicts itself, becomes an `InvalidTensor`, so that the error can name its place.
 """
 
 import math
@@ -34,7 +34,7 @@ Described = StoredTensor | DeferredTensor | InvalidTensor | Refused
 
 
 def dims(values: object) -> tuple[int, ...]:
-    """The values as a tuple of at most 64 integers that fit 64 bits. Raises `PickleError`, `TensorSizeError`."""
+    """The values as a tuple of at most 64 integers of 64 bits. Raises `PickleError` or `TensorSizeError`."""
     if not isinstance(values, tuple | list):
         raise PickleError("the pickle is damaged: a shape that is no tuple", found=type(values).__name__)
     if len(values) > MAX_DIMS:
@@ -47,20 +47,20 @@ def dims(values: object) -> tuple[int, ...]:
 
 
 def _checked(size: Any, stride: Any, offset: Any) -> tuple[tuple[int, ...], tuple[int, ...], int]:
-    """Shape, stride and offset as `dims` would have them, faster."""
+    """Shape, stride and offset as `dims` returns them, in less time."""
     if not isinstance(size, tuple | list) or not isinstance(stride, tuple | list) or len(size) + len(stride) > MAX_DIMS:
         return dims(size), dims(stride), dims((offset,))[0]
     every = (*size, *stride, offset)
     if not _INTEGERS.issuperset(map(type, every)) or max(every) >= MAX_INDEX:
         return dims(size), dims(stride), dims((offset,))[0]
-    # torch multiplies all sizes, also those of an empty tensor.
+        # torch multiplies all sizes, even those of an empty tensor.
     if 0 in size and math.prod(filter(None, size)) >= MAX_INDEX:
         raise TensorSizeError("a tensor has more elements than any memory", found=f"shape {tuple(size)}")
     return tuple(size), tuple(stride), offset
 
 
 def unsupported(kind: str, remedy: str = "") -> InvalidTensor:
-    """The placeholder of a tensor that is not read here."""
+    """The placeholder for a tensor that is not supported."""
     return InvalidTensor(UnsupportedTensorError(f"{kind} is not supported", remedy=remedy))
 
 
@@ -82,14 +82,14 @@ def _strided(
         grad = _typed(requires_grad, bool, "requires_grad is neither True nor False")
         if grad and not (dtype.is_floating_point or dtype.is_complex):
             raise TensorSizeError("a tensor of integers that requires a gradient", found=str(dtype))
-        found = StoredTensor(dtype, shape, steps, storage.region, storage.offset + first, grad)
+        stored = StoredTensor(dtype, shape, steps, storage.region, storage.offset + first, grad)
     except OpenError as error:
         return InvalidTensor(error)
-    return _with_bits(found, metadata) if metadata else found
+    return _with_bits(stored, metadata) if metadata else stored
 
 
 def _with_bits(stored: StoredTensor, metadata: Any) -> Described:
-    """conj() and, of complex numbers, `imag` are views that torch resolves when it computes."""
+    """Adds the lazy conjugation or negation of a view: `conj()`, and `imag` of complex numbers."""
     if not isinstance(metadata, dict) or not {"conj", "neg"}.issuperset(metadata):
         return unsupported(f"a tensor with {str(metadata)[:100]}")
     conj, neg = bool(metadata.get("conj")), bool(metadata.get("neg"))
@@ -120,7 +120,7 @@ def tensor_v2(
     hooks: Any = None,
     metadata: Any = None,
 ) -> Described:
-    """`torch._utils._rebuild_tensor_v2`, from torch 0.4 on for nearly every tensor."""
+    """`torch._utils._rebuild_tensor_v2`, which rebuilds nearly every tensor since torch 0.4."""
     dtype = storage.dtype if type(storage) is Storage else torch.uint8
     return _strided(storage, offset, size, stride, requires_grad, dtype, metadata)
 
@@ -135,13 +135,13 @@ def _tensor_v3(
     dtype: Any,
     metadata: Any = None,
 ) -> Described:
-    """For dtypes without a storage class of their own, such as fp8."""
+    """Rebuilds tensors of dtypes without a storage class of their own, such as fp8."""
     return _strided(storage, offset, size, stride, requires_grad, _dtype(dtype), metadata)
 
 
 def _dtype(value: object) -> torch.dtype:
-    found: torch.dtype = _typed(value, torch.dtype, "a dtype that is none")
-    return found
+    dtype: torch.dtype = _typed(value, torch.dtype, "a dtype that is none")
+    return dtype
 
 
 def _parameter(data: Any, requires_grad: Any = True, hooks: Any = None, state: Any = None) -> Described:
@@ -160,7 +160,7 @@ def _parameter(data: Any, requires_grad: Any = True, hooks: Any = None, state: A
 
 
 def _with_attributes(tensor: StoredTensor | DeferredTensor, state: Any) -> Described:
-    """What Python code has hung on a tensor is kept where the description has a place for it."""
+    """Keeps the Python attributes of a tensor, where its description has a place for them."""
     attributes = state[0] if isinstance(state, tuple) and len(state) == 2 else state
     if not attributes or type(tensor) is not StoredTensor:
         return tensor
@@ -196,7 +196,7 @@ def _sparse(layout: Any, data: Any) -> Described:
             raise TensorSizeError("a sparse tensor of an impossible size", found=f"shape {size}")
     except OpenError as error:
         return InvalidTensor(error)
-    # A file of before 2.1 does not say whether the indices are coalesced.
+    # Files from before 2.1 do not store whether the indices are coalesced.
     coalesced = rest[1] if len(rest) == 2 and type(rest[1]) is bool else None
 
     def make(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
@@ -225,7 +225,7 @@ def _wrapper(
     device: Any,
     requires_grad: Any,
 ) -> Described:
-    """A subclass without a storage of its own; alone it has nothing inside."""
+    """A subclass without a storage of its own, which has no content by itself."""
     return unsupported(f"a tensor of class {_class_name(cls)} without its contents")
 
 
@@ -272,11 +272,11 @@ def _wrapper_subclass(cls: Any, args: tuple[Any, ...], state: Any) -> Described:
     dtype, layout = _dtype(dtype), _typed(layout, torch.layout, "a layout that is none")
 
     def make(parts: Sequence[Any]) -> torch.Tensor:
-        # `_make_wrapper_subclass` is what every such class calls in its `__new__`, whose arguments are not known here.
-        made: torch.Tensor = torch.Tensor._make_wrapper_subclass(
+        # Every such class calls `_make_wrapper_subclass` in its `__new__`, whose arguments are not known here.
+        tensor: torch.Tensor = torch.Tensor._make_wrapper_subclass(
             cls.real, shape, strides=steps, storage_offset=first, dtype=dtype, layout=layout, device=torch.device("cpu")
         )
-        return made
+        return tensor
 
     return replace(_subclass(cls, dtype, shape, (), state, make), requires_grad=args[7] is True)
 
@@ -285,31 +285,31 @@ def _subclass(
     cls: Any, dtype: torch.dtype, shape: tuple[int, ...], base: tuple[Any, ...], state: Any, make: Callable[..., Any]
 ) -> DeferredTensor:
     def finish(parts: tuple[tuple[Any, ...], Any]) -> torch.Tensor:
-        made = make(parts[0])
-        if type(made) is not cls.real:
-            made = made.as_subclass(cls.real)
-        set_state(made, parts[1])
-        return made  # type: ignore[no-any-return]
+        tensor = make(parts[0])
+        if type(tensor) is not cls.real:
+            tensor = tensor.as_subclass(cls.real)
+        set_state(tensor, parts[1])
+        return tensor  # type: ignore[no-any-return]
 
     return DeferredTensor(cls.name, dtype, shape, (base, state), finish)
 
 
-def set_state(made: Any, state: Any) -> None:
-    """What a pickle's BUILD does to a new object. Raises `PickleError` for a state that reaches behind the object."""
-    own = getattr(type(made), "__setstate__", None)
+def set_state(target: Any, state: Any) -> None:
+    """Does what BUILD of a pickle does to a new object. Raises `PickleError` for a state with private attributes."""
+    own = getattr(type(target), "__setstate__", None)
     if own is not None and own is not torch.Tensor.__setstate__:
-        made.__setstate__(state)
+        target.__setstate__(state)
         return
     pieces = state if isinstance(state, tuple) and len(state) == 2 else (state,)
-    # A frozen dataclass refuses plain assignment; a tensor may have its own.
-    assign = setattr if isinstance(made, torch.Tensor) else object.__setattr__
+    # A frozen dataclass refuses plain assignment; a tensor may define its own.
+    assign = setattr if isinstance(target, torch.Tensor) else object.__setattr__
     for piece in pieces:
         if piece is not None and not isinstance(piece, Mapping):
             raise PickleError("the pickle is damaged: a state that is no dict", found=type(piece).__name__)
         for key, value in (piece or {}).items():
-            if type(key) is not str or key.startswith("__") or isinstance(made, type):
+            if type(key) is not str or key.startswith("__") or isinstance(target, type):
                 raise PickleError("the pickle is damaged: a state that reaches behind the object", found=str(key)[:100])
-            assign(made, key, value)
+            assign(target, key, value)
 
 
 def _is_tensor_class(real: object) -> bool:
@@ -321,7 +321,7 @@ def _class_name(cls: Any) -> str:
 
 
 def _from_cpu(data: Any, dtype: Any, device: Any, requires_grad: Any) -> Described:
-    """From a device that has no storages, such as XLA."""
+    """Rebuilds a tensor of a device without storages, such as XLA."""
     target = _dtype(dtype)
     grad = _typed(requires_grad, bool, "requires_grad is neither True nor False")
     if type(data) is not StoredTensor:
@@ -353,7 +353,7 @@ def _nested(*_: Any) -> Described:
 
 
 def old_tensor(*_: Any) -> Described:
-    """Classes such as `torch.FloatTensor`, called by files of before 0.2."""
+    """Replaces classes such as `torch.FloatTensor`, which files from before 0.2 call."""
     return unsupported("a tensor that PyTorch before 0.2 saved", "load and save it once with torch.load and torch.save")
 
 

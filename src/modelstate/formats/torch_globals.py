@@ -1,12 +1,11 @@
-"""The names that a pickle of torch may ask for, and what each of them becomes.
+"""The names that a pickle of torch may contain, and what each of them becomes.
 
-The list is the one of torch's own `weights_only` loading. What torch would rebuild is described instead, so nothing
-here makes a tensor or calls what the pickle chooses.
+The allowed names are those of torch's own `weights_only` loading. A call that would rebuild a tensor is described
+instead, so no tensor is created here, and no function that the pickle chooses is called.
 
-them again.
-
-That runs code of the class, so only classes are used that torch itself would load (`torch.serialization.
-get_safe_globals`) or that the caller allows; nothing is imported unless the caller says so.
+Tensor subclasses that a manifest describes are created by their `__tensor_unflatten__`, which runs code of the class.
+So only classes are used that torch itself would load (`torch.serialization.get_safe_globals`) or that the caller
+allows; nothing is imported unless the caller names it.
 """
 
 import codecs
@@ -48,16 +47,16 @@ STORAGE_DTYPES = {
     "QUInt4x2Storage": torch.quint4x2,
     "QUInt2x4Storage": torch.quint2x4,
 }
-"""The classes that a reference to a storage names, and the dtype that each implies."""
+"""The storage classes that a pickle may name, and the dtype of each."""
 
 NEVER = frozenset({"os", "posix", "nt", "sys", "subprocess", "builtins.eval", "builtins.exec", "builtins.compile"}) | {
     f"builtins.{name}" for name in ("setattr", "delattr", "__import__", "open", "globals", "breakpoint")
 }
-"""Modules and functions that stay refused whatever the caller says: to allow them is to run the file."""
+"""Modules and functions that are refused even if the caller allows them: to allow them is to run the file."""
 
 
 class StorageType:
-    """Stands for a storage class."""
+    """Represents a storage class."""
 
     __slots__ = ("dtype", "name")
 
@@ -67,15 +66,15 @@ class StorageType:
 
 
 class TorchGlobals:
-    """The names that may stand in a torch checkpoint."""
+    """Looks up the names in a torch checkpoint."""
 
     def __init__(self, allow: Sequence[object] = ()) -> None:
-        """`allow` has classes and functions, their qualified names, or pairs of both as torch takes them."""
+        """`allow` has classes and functions, their qualified names, or pairs of both as torch accepts them."""
         self.by_name: dict[str, Any] = {}
         self.to_import: set[str] = set()
         self.refused: set[str] = set()
         self.failed: dict[str, str] = {}
-        """Why an allowed name could not be imported."""
+        """The reasons why allowed names could not be imported."""
         for registered in torch.serialization.get_safe_globals():
             named = _named(registered)
             if named:
@@ -95,7 +94,7 @@ class TorchGlobals:
                 )
 
     def find(self, name: str) -> object:
-        """What `name` stands for; a `Refused` where it is not allowed."""
+        """Returns what a name stands for; a `Refused` if it is not allowed."""
         known = _builtin().get(name)
         if known is not None:
             return known
@@ -112,32 +111,32 @@ class TorchGlobals:
                     try:
                         return Allowed(name, pkgutil.resolve_name(alias))
                     except Exception as error:
-                        # An import runs whatever is in the module, which may raise anything.
+                        # An import runs the code of the module, which may raise anything.
                         self.failed[name] = f"{type(error).__name__}: {error}"
         self.refused.add(name)
         return Refused(name)
 
     def attribute(self, parent: object, name: object) -> object:
-        """What `getattr` stands for, by which pickle names nested classes and members of enums; it is not called."""
+        """Replaces `getattr`, by which a pickle names nested classes and members of enums, without calling it."""
         if not isinstance(parent, Allowed | Refused) or type(name) is not str or len(name) > 1000:
             raise PickleError("the pickle is damaged: an attribute of what is no class", found=str(name)[:100])
         if isinstance(parent, Allowed) and isinstance(parent.real, enum.EnumType) and name in parent.real.__members__:
             return Allowed(f"{parent.name}.{name}", parent.real.__members__[name])
-        found = self.find(f"{parent.name}.{name}")
+        value = self.find(f"{parent.name}.{name}")
         self.refused.discard(parent.name)
-        return found
+        return value
 
 
 _DEVICE_MODULES = frozenset(f"torch.{device}" for device in ("cuda", "xpu", "hpu", "mps", "npu", "mtia"))
 
 
 def is_never(name: str) -> bool:
-    """Whether `name` may not be allowed at all."""
+    """Whether the name is refused even if the caller allows it."""
     return name in NEVER or name.partition(".")[0] in NEVER
 
 
 def _aliases(name: str) -> tuple[str, ...]:
-    """numpy has moved what every array names."""
+    """The names of an object before and after NumPy moved the functions that every array refers to."""
     for old, new in (("numpy.core.", "numpy._core."), ("numpy._core.", "numpy.core.")):
         if name.startswith(old):
             return name, new + name.removeprefix(old)
@@ -153,29 +152,29 @@ def _named(entry: object) -> tuple[str, object] | None:
 
 @cache
 def _builtin() -> dict[str, object]:
-    """Every name that is allowed without asking, but for the storage classes."""
-    found: dict[str, object] = {f"torch.{k}": v for k, v in vars(torch).items() if isinstance(v, torch.dtype)}
+    """Every name that is always allowed, except the storage classes."""
+    names: dict[str, object] = {f"torch.{k}": v for k, v in vars(torch).items() if isinstance(v, torch.dtype)}
 
-    def know(name: str, call: Callable[..., object] | None, real: object = None, copies: bool = False) -> None:
-        found[name] = SafeGlobal(name, call, real=real, copies=copies)
+    def add(name: str, call: Callable[..., object] | None, real: object = None, copies: bool = False) -> None:
+        names[name] = SafeGlobal(name, call, real=real, copies=copies)
 
     for name, (call, real) in _VALUES.items():
-        know(name, call, real, copies=True)
+        add(name, call, real, copies=True)
     for name, call in rebuild.FUNCTIONS.items():
-        know(name, call)
+        add(name, call)
     for scheme in ("per_tensor_affine", "per_tensor_symmetric", "per_channel_affine", "per_channel_symmetric"):
-        found[f"torch.{scheme}"] = getattr(torch, scheme)
-    found["torch.per_channel_affine_float_qparams"] = torch.per_channel_affine_float_qparams
-    know("torch.Tensor", rebuild.old_tensor, torch.Tensor)
-    know("torch.nn.parameter.Parameter", rebuild.old_tensor, torch.nn.Parameter)
-    found["torch.nn.Parameter"] = found["torch.nn.parameter.Parameter"]
+        names[f"torch.{scheme}"] = getattr(torch, scheme)
+    names["torch.per_channel_affine_float_qparams"] = torch.per_channel_affine_float_qparams
+    add("torch.Tensor", rebuild.old_tensor, torch.Tensor)
+    add("torch.nn.parameter.Parameter", rebuild.old_tensor, torch.nn.Parameter)
+    names["torch.nn.Parameter"] = names["torch.nn.parameter.Parameter"]
     for storage in STORAGE_DTYPES:
         for module in ("torch", "torch.cuda", "torch.sparse", "torch.cuda.sparse"):
-            know(f"{module}.{storage.replace('Storage', 'Tensor')}", rebuild.old_tensor)
-    return found
+            add(f"{module}.{storage.replace('Storage', 'Tensor')}", rebuild.old_tensor)
+    return names
 
 
-# The plain values. Each copies at most what it is given.
+# Functions that create plain values. Each copies at most its arguments.
 
 
 def _items(values: object) -> list[Any]:
@@ -190,24 +189,24 @@ def _items(values: object) -> list[Any]:
 def _ordered_dict(pairs: object = ()) -> OrderedDict[Any, Any]:
     if type(pairs) is dict:
         return OrderedDict(pairs)
-    made: OrderedDict[Any, Any] = OrderedDict()
+    mapping: OrderedDict[Any, Any] = OrderedDict()
     if not isinstance(pairs, list | tuple):
         raise PickleError("the pickle is damaged: a dict of what is no list", found=type(pairs).__name__)
     for pair in pairs:
         if type(pair) not in (list, tuple) or len(pair) != 2:
             raise PickleError("the pickle is damaged: a dict of what is no pair", found=type(pair).__name__)
         check_key(pair[0])
-        made[pair[0]] = pair[1]
-    return made
+        mapping[pair[0]] = pair[1]
+    return mapping
 
 
 def _counter(counts: object = None) -> Counter[Any]:
-    made: Counter[Any] = Counter()
+    counter: Counter[Any] = Counter()
     if type(counts) is dict:
-        dict.update(made, counts)
+        dict.update(counter, counts)
     elif counts is not None:
         raise PickleError("the pickle is damaged: counts that are no dict", found=type(counts).__name__)
-    return made
+    return counter
 
 
 def _encode(text: str, encoding: str = "utf-8") -> bytes:
@@ -220,7 +219,7 @@ def _bytearray(value: object = b"", encoding: str = "latin-1") -> bytearray:
     if isinstance(value, str):
         return bytearray(_encode(value, encoding))
     if not isinstance(value, bytes | bytearray):
-        # A number would be the size of what is allocated.
+        # A number would be taken as the size to allocate.
         raise PickleError("the pickle is damaged: a bytearray of what is no bytes", found=type(value).__name__)
     return bytearray(value)
 
@@ -240,10 +239,10 @@ def _size(values: object = ()) -> torch.Size:
 
 
 def _layout(name: object) -> torch.layout:
-    found = getattr(torch, name.removeprefix("torch."), None) if isinstance(name, str) else None
-    if not isinstance(found, torch.layout):
+    layout = getattr(torch, name.removeprefix("torch."), None) if isinstance(name, str) else None
+    if not isinstance(layout, torch.layout):
         raise PickleError("the pickle is damaged: an unknown layout", found=str(name)[:100])
-    return found
+    return layout
 
 
 _VALUES: dict[str, tuple[Callable[..., object], object]] = {
@@ -265,47 +264,59 @@ FIELDS = ("class", "parts", "context", "shape", "stride", "dtype")
 
 
 def composite(
-    name: str, said: Any, known: Mapping[str, Stored], allow: Sequence[object], where: str
+    name: str, description: Any, known: Mapping[str, Stored], allow: Sequence[object], where: str
 ) -> tuple[StoredComposite, list[str]]:
-    """The tensor that a manifest describes, and the names of those of its parts that are nothing but that.
+    """Creates the stored tensor of a subclass that a manifest describes.
 
-    Raises `ValueError` and `CodecError` for a description that is damaged, and `ForbiddenGlobalError`.
+    Args:
+        name: The name of the tensor.
+        description: The entry of the manifest.
+        known: The tensors of the file by name.
+        allow: Additional classes that may be created.
+        where: The place of the manifest, for messages.
+
+    Returns:
+        The tensor, and the names of the parts that are no tensors of the state by themselves.
+
+    Raises:
+        ValueError: The description is damaged.
+        CodecError: An encoded field is damaged.
+        ForbiddenGlobalError: The class is not allowed.
     """
-    if type(said) is not dict or set(said) != set(FIELDS):
+    if type(description) is not dict or set(description) != set(FIELDS):
         raise ValueError(f"not described by {', '.join(FIELDS)}")
-    parts, dtype = said["parts"], decode(said["dtype"])
-    if type(said["class"]) is not str or type(parts) is not dict or not isinstance(dtype, torch.dtype):
+    parts, dtype, class_name = description["parts"], decode(description["dtype"]), description["class"]
+    if type(class_name) is not str or type(parts) is not dict or not isinstance(dtype, torch.dtype):
         raise ValueError("its class, parts or dtype are damaged")
     missing = [part for part in parts.values() if type(part) is not str or part not in known]
     if missing or not parts:
         raise ValueError(f"made of {str(missing)[:80]}, which is not there")
-    shape, stride = dims(said["shape"]), dims(said["stride"])
+    shape, stride = dims(description["shape"]), dims(description["stride"])
     if min((*shape, *stride, 0)) < 0 or len(shape) != len(stride):
         raise ValueError(f"shape {shape}, stride {stride}")
-    cls = _allowed(said["class"], allow, where, name)
-    context = decode(said["context"], f"{where}: {name}")
-    within = [known[part] for part in parts.values()]
-    flat = [list(one.parts) if isinstance(one, StoredComposite) else [one] for one in within]
+    cls = _allowed(class_name, allow, where, name)
+    context = decode(description["context"], f"{where}: {name}")
+    inner = [known[part] for part in parts.values()]
+    stored = [list(part.parts) if isinstance(part, StoredComposite) else [part] for part in inner]
     ends = [0]
-    for some in flat:
-        ends.append(ends[-1] + len(some))
+    for group in stored:
+        ends.append(ends[-1] + len(group))
 
     def build(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-        made = {}
-        for attribute, one, (first, last) in zip(parts, within, pairwise(ends), strict=True):
-            made[attribute] = one.build(tensors[first:last]) if isinstance(one, StoredComposite) else tensors[first]
+        built = {}
+        for attribute, part, (first, last) in zip(parts, inner, pairwise(ends), strict=True):
+            built[attribute] = part.build(tensors[first:last]) if isinstance(part, StoredComposite) else tensors[first]
         try:
-            whole: torch.Tensor = cls.__tensor_unflatten__(made, context, torch.Size(shape), stride)
+            tensor: torch.Tensor = cls.__tensor_unflatten__(built, context, torch.Size(shape), stride)
         except Exception as error:
-            raise _not_made(said["class"], f"{where}: {name}", f"{type(error).__name__}: {error}") from error
-        if tuple(whole.shape) != shape or whole.dtype != dtype:
-            raise _not_made(said["class"], f"{where}: {name}", f"{whole.dtype} of shape {tuple(whole.shape)}")
-        return whole
+            raise _not_made(class_name, f"{where}: {name}", f"{type(error).__name__}: {error}") from error
+        if tuple(tensor.shape) != shape or tensor.dtype != dtype:
+            raise _not_made(class_name, f"{where}: {name}", f"{tensor.dtype} of shape {tuple(tensor.shape)}")
+        return tensor
 
-    every = tuple(one for some in flat for one in some if isinstance(one, StoredTensor))
-    return StoredComposite(said["class"], dtype, shape, every, build), [
-        part for attribute, part in parts.items() if part == f"{name}.{attribute}"
-    ]
+    every = tuple(part for group in stored for part in group if isinstance(part, StoredTensor))
+    own_parts = [part for attribute, part in parts.items() if part == f"{name}.{attribute}"]
+    return StoredComposite(class_name, dtype, shape, every, build), own_parts
 
 
 def _not_made(cls: str, where: str, found: str) -> ManifestError:

@@ -1,4 +1,4 @@
-"""The stream that `torch.save` wrote before 1.6: five pickles, then each storage with its length in front."""
+"""Reads the stream that `torch.save` wrote before 1.6: five pickles, then each storage behind its length."""
 
 import re
 import struct
@@ -33,17 +33,17 @@ _MAGIC_PICKLE = re.compile(
     % (re.escape(MAGIC.to_bytes(10, "little", signed=True)), MAGIC),
     re.DOTALL,
 )
-"""The pickle of `MAGIC` that such a stream begins with, as the protocols from 0 to 5 write it. A safetensors file may
-begin with \\x80 too, as the first byte of a length."""
+"""The pickle of `MAGIC` with which such a stream begins, in the protocols 0 to 5. The first byte alone does not tell: a
+safetensors file may begin with \\x80, too, as the first byte of a length."""
 
 _FIRST_BYTES = 1 << 20
-"""Read at first. The pickles of a model fit; a larger one is read again, four times as much."""
+"""The first read, into which the pickles of a model fit; larger pickles are read again, four times as much."""
 
 Persistent = Callable[[tuple[Any, ...]], object]
 
 
 def matches(head: bytes) -> bool:
-    """Whether a file that begins with `head` is such a stream, or the tar archive of before 0.2."""
+    """Whether a file with this beginning is such a stream, or the tar archive of PyTorch before 0.2."""
     return _is_stream(head) or _is_tar(head)
 
 
@@ -56,10 +56,10 @@ def _is_tar(head: bytes) -> bool:
 
 
 def read(path: str, *, allow: Sequence[object] = (), skip_forbidden: bool = False) -> Contents:
-    """The table of contents of a file that `torch.save` wrote before 1.6, or has been told to write like that since.
+    """Reads the table of contents of a file that `torch.save` wrote before 1.6, or later with its old format.
 
-    Reads the pickles and the length in front of each storage; no tensor, but for what lies next to the pickles.
-    Arguments and errors are those of `modelstate.formats.torch_zip.read`.
+    Reads the pickles and the length in front of each storage, but no tensor except what lies close to the pickles. For
+    the arguments and errors see `modelstate.formats.torch_zip.read`.
     """
     with SourceFile(path) as file:
         if _is_tar(file.read(0, min(file.nbytes, 512), "the beginning")):
@@ -90,14 +90,14 @@ def _tree(file: SourceFile, allow: Sequence[object], skip_forbidden: bool) -> ob
                 raise
             nbytes = min(nbytes * 4, file.nbytes)
     storages.locate(keys, end)
-    # Only now is known where the storages lie.
+    # The places of the storages are known only now.
     names = TorchGlobals(allow)
     value, stop = unpickle(data, start, storages.find, names)
     return construct(value, path=file.path, data_nbytes=stop - start, names=names, skip_forbidden=skip_forbidden)
 
 
 def _pickles(data: bytes, storages: "_Storages") -> tuple[int, object, int]:
-    """Where the main pickle begins, the storages' keys in their order, and where the first storage begins."""
+    """The start of the main pickle, the keys of the storages in their order, and the start of the first storage."""
     names = TorchGlobals()
     magic, pos = unpickle(data, 0, _no_storage, names)
     version, pos = unpickle(data, pos, _no_storage, names)
@@ -108,7 +108,7 @@ def _pickles(data: bytes, storages: "_Storages") -> tuple[int, object, int]:
             found=str(version)[:100],
             remedy="load and save it once with a current PyTorch",
         )
-    # What follows says on which machine it was written; the numbers of tensors are always little-endian.
+    # The next pickle describes the machine that wrote the file; the numbers of tensors are always little-endian.
     _, start = unpickle(data, pos, _no_storage, names)
     _, pos = unpickle(data, start, storages.declare, names)
     keys, end = unpickle(data, pos, _no_storage, names)
@@ -120,7 +120,7 @@ def _no_storage(key: tuple[Any, ...]) -> object:
 
 
 class _Storages:
-    """The storages of a file: first what the pickle says of them, then where they lie."""
+    """The storages of a file: `declare` notes what the pickle says about them, `locate` finds their places."""
 
     def __init__(self, file: SourceFile) -> None:
         self.file = file
@@ -128,7 +128,7 @@ class _Storages:
         self.located: dict[str, Storage] = {}
 
     def parse(self, key: tuple[Any, ...]) -> Any:
-        """The type, name, number of elements and view of a storage as a tuple; or what is no storage."""
+        """The type, name, number of elements and view of a storage as a tuple; or a class that is no storage."""
         kind = key[0].decode() if key and isinstance(key[0], bytes) else key[:1] and key[0]
         if kind == "module" and len(key) == 4 and type(key[1]) in (Refused, Allowed):
             return key[1]
@@ -138,16 +138,16 @@ class _Storages:
             return key[1]
         _, cls, name, _, numel, view = key
         name = str(name) if type(name) is int else name
-        good = type(cls) is StorageType and type(name) is str and len(name) <= 100 and type(numel) is int
-        if not good or not 0 <= numel < 2**60:
+        is_valid = type(cls) is StorageType and type(name) is str and len(name) <= 100 and type(numel) is int
+        if not is_valid or not 0 <= numel < 2**60:
             raise PickleError("the pickle is damaged: it refers to a storage that cannot be")
         return cls, name, numel, view
 
     def declare(self, key: tuple[Any, ...]) -> object:
-        """Notes what the pickle says of a storage."""
+        """Records the description of a storage in the pickle."""
         parsed = self.parse(key)
         if type(parsed) is Refused and key[0] != "module":
-            # Without the size of its elements no storage behind it can be found.
+            # Without the size of its elements the storages behind it cannot be found.
             raise UnsupportedTensorError(f"a storage of class {parsed.name[:100]} is not supported")
         if not isinstance(parsed, tuple):
             return parsed
@@ -158,7 +158,7 @@ class _Storages:
         return Refused("torch.storage")
 
     def locate(self, keys: object, pos: int) -> None:
-        """Finds each storage, one after the other."""
+        """Finds the storages, which follow one another."""
         if type(keys) is not list or not all(type(key) in (str, int) for key in keys):
             raise PickleError("the pickle is damaged: the names of its storages are no list", found=type(keys).__name__)
         for key in map(str, keys):
@@ -183,7 +183,7 @@ class _Storages:
             self.located[key] = replace(declared, region=region)
 
     def find(self, key: tuple[Any, ...]) -> object:
-        """What the pickle refers to, with its place."""
+        """The storage that the pickle refers to, with its place."""
         parsed = self.parse(key)
         if not isinstance(parsed, tuple):
             return parsed

@@ -1,4 +1,4 @@
-"""A file of `torch.save` that `torch.load(weights_only=True)` reads: there in full, on the disk, or not at all."""
+"""Writes files that `torch.load(weights_only=True)` reads: the complete file is on the disk, or nothing changes."""
 
 import io
 import mmap
@@ -27,23 +27,32 @@ def write_torch_file(
     max_memory_bytes: int | None = None,
     lock_timeout_seconds: float = LOCK_TIMEOUT_SECONDS,
 ) -> dict[str, int]:
-    """Saves what `torch.load(weights_only=True)` reads, and returns the path of the file and its bytes.
+    """Saves a state with `torch.save`, and returns the path of the file and its size.
 
-    Raises `UnsavableError` for values that it does not read, what `write_file` raises, and `MemoryBudgetError`.
+    Lazy tensors are written to a temporary file first, which is mapped, so that they need no memory.
+
+    Raises:
+        UnsavableError: A value cannot be pickled, or `torch.load(weights_only=True)` does not read it.
+        MemoryBudgetError: A lazy tensor does not fit into `max_memory_bytes`.
+
+    Also raises what `write_file` raises.
     """
     _check_tensors(state, path)
-    with _all_here(state, path, max_memory_bytes, lock_timeout_seconds) as here:
+    with _without_lazy_tensors(state, path, max_memory_bytes, lock_timeout_seconds) as complete:
         return write_file(
             path,
-            lambda output: _save(here, output, path),
+            lambda output: _save(complete, output, path),
             overwrite=overwrite,
             lock_timeout_seconds=lock_timeout_seconds,
         )
 
 
 def _check_tensors(state: Mapping[Any, Any], path: str) -> None:
-    """Raises `UnsavableError` for tensors that pickle takes, and of which a file would have no values, or a part."""
-    refused = {name: one for name, one in _leaves(state) if isinstance(one, torch.Tensor) and remedies_for([one])}
+    """Raises `UnsavableError` for tensors that pickle accepts, but of which a file would contain no or a part of the
+    values."""
+    refused = {
+        name: value for name, value in _leaves(state) if isinstance(value, torch.Tensor) and remedies_for([value])
+    }
     if refused:
         raise UnsavableError(
             "tensors have no values here, or only a part of them",
@@ -68,7 +77,7 @@ def _save(state: Mapping[Any, Any], output: Output, path: str) -> None:
         ) from error
     if writer.failed is not None:
         raise writer.failed
-    # The file is mapped, so no tensor is read for it.
+    # torch.load maps the file, so it reads no tensor.
     if (failure := _load_error(output.path)) is not None:
         refused = {name: type(value) for name, value in _values_in(state) if not _is_loadable(value)}
         raise UnsavableError(
@@ -81,7 +90,7 @@ def _save(state: Mapping[Any, Any], output: Output, path: str) -> None:
 
 
 def _load_error(source: str | io.BytesIO) -> Exception | None:
-    """What `torch.load(weights_only=True)` raises for a file; None where it reads it."""
+    """The exception of `torch.load(weights_only=True)` for a file, or None."""
     try:
         torch.load(source, map_location="cpu", mmap=isinstance(source, str), weights_only=True)
     except Exception as error:
@@ -97,7 +106,7 @@ def _is_loadable(value: object) -> bool:
 
 
 def _values_in(node: Any, name: str = "") -> Iterator[tuple[str, Any]]:
-    """Everything in a tree but plain tensors, and containers that are loaded if what is in them is."""
+    """All values of a tree except plain tensors and the containers that torch.load always accepts."""
     if type(node) in (dict, OrderedDict, list, tuple):
         for key, value in node.items() if isinstance(node, Mapping) else enumerate(node):
             yield from _values_in(value, f"{name}.{key}" if name else str(key))
@@ -106,76 +115,77 @@ def _values_in(node: Any, name: str = "") -> Iterator[tuple[str, Any]]:
 
 
 @contextmanager
-def _all_here(
+def _without_lazy_tensors(
     state: Mapping[Any, Any], path: str, max_memory_bytes: int | None, lock_timeout_seconds: float
 ) -> Iterator[Mapping[Any, Any]]:
-    """The state with tensors that show a file beside the path in place of those that come later.
+    """Yields the state with tensors that are mapped from a temporary file in place of the lazy tensors.
 
-    torch.save wants all tensors at once; so they are no more in memory than the pages of a file are. The file has no
-    name any more when they are shown.
+    torch.save needs all tensors at once. The mapped tensors are in memory only as far as the pages of a file are. The
+    file is removed from its directory before the block begins.
     """
-    found: dict[object, LazyTensor] = {}
+    lazy: dict[object, LazyTensor] = {}
     names: dict[object, str] = {}
-    for name, one in _later_in(state):
-        found.setdefault(one.key, one)
-        names.setdefault(one.key, name)
-    if not found:
+    for name, tensor in _lazy_tensors(state):
+        lazy.setdefault(tensor.key, tensor)
+        names.setdefault(tensor.key, name)
+    if not lazy:
         yield state
         return
-    # Those with wide elements first, so that all lie at multiples of their element's size.
-    several = sorted(found.items(), key=lambda item: -item[1].itemsize)
-    check_repeated({names[key]: one for key, one in several}, path)
-    threads = threads_within({names[key]: one for key, one in several}, max_memory_bytes, path)
-    end = sum(nbytes_of(one) for _, one in several)
-    # Nobody else reads this file, which soon has no name.
+    # Tensors with wide elements come first, so that every tensor lies at a multiple of its element size.
+    ordered = sorted(lazy.items(), key=lambda item: -item[1].itemsize)
+    check_repeated({names[key]: tensor for key, tensor in ordered}, path)
+    threads = threads_within({names[key]: tensor for key, tensor in ordered}, max_memory_bytes, path)
+    end = sum(nbytes_of(tensor) for _, tensor in ordered)
+    # Only this process reads the file.
     with write_errors(path), unfinished_file(path, 0o600, lock_timeout_seconds) as output:
         output.reserve(end)
-        write_blocks(output, 0, [one for _, one in several], threads)
+        write_blocks(output, 0, [tensor for _, tensor in ordered], threads)
         memory = mmap.mmap(output.descriptor, end, mmap.MAP_PRIVATE) if end else b""
         write_system.unlink(output.path)
-        output.is_synced = True  # nobody needs it after a crash
-    made, at = {}, 0
-    for key, one in several:
-        if count := one.numel():
-            made[key] = torch.frombuffer(memory, dtype=one.dtype, count=count, offset=at).view(one.shape)
+        output.is_synced = True  # the file is not needed after a crash
+    tensors, offset = {}, 0
+    for key, tensor in ordered:
+        if count := tensor.numel():
+            flat = torch.frombuffer(memory, dtype=tensor.dtype, count=count, offset=offset)
+            tensors[key] = flat.view(tensor.shape)
         else:
-            made[key] = torch.empty(one.shape, dtype=one.dtype)
-        at += nbytes_of(one)
-    yield _put(state, made)
+            tensors[key] = torch.empty(tensor.shape, dtype=tensor.dtype)
+        offset += nbytes_of(tensor)
+    yield _replaced(state, tensors)
 
 
-def _later_in(node: Any) -> Iterator[tuple[str, LazyTensor]]:
-    return ((name, one) for name, one in _leaves(node) if isinstance(one, LazyTensor))
+def _lazy_tensors(node: Any) -> Iterator[tuple[str, LazyTensor]]:
+    return ((name, value) for name, value in _leaves(node) if isinstance(value, LazyTensor))
 
 
 def _leaves(node: Any, name: str = "") -> Iterator[tuple[str, Any]]:
     if is_container(node):
-        for key, one in node.items() if isinstance(node, Mapping) else enumerate(node):
-            yield from _leaves(one, f"{name}.{key}" if name else str(key))
+        for key, value in node.items() if isinstance(node, Mapping) else enumerate(node):
+            yield from _leaves(value, f"{name}.{key}" if name else str(key))
     else:
         yield name, node
 
 
-def _put(node: Any, made: Mapping[object, torch.Tensor]) -> Any:
-    """A copy of the containers with tensors in them."""
+def _replaced(node: Any, tensors: Mapping[object, torch.Tensor]) -> Any:
+    """The tree with `tensors` in place of the lazy tensors; containers without lazy tensors are not copied."""
     if isinstance(node, LazyTensor):
-        return made[node.key]
-    if next(_later_in(node), None) is None:
+        return tensors[node.key]
+    if next(_lazy_tensors(node), None) is None:
         return node
     if isinstance(node, Mapping):
         copy: Any = type(node)()
-        copy.update((key, _put(one, made)) for key, one in node.items())
+        copy.update((key, _replaced(value, tensors)) for key, value in node.items())
         if hasattr(node, "_metadata"):
             copy._metadata = node._metadata
         return copy
-    return type(node)(_put(one, made) for one in node)
+    return type(node)(_replaced(value, tensors) for value in node)
 
 
 class _Writer:
-    """What `torch.save` writes to.
+    """The file object that `torch.save` writes to.
 
-    Torch's own writer must not see an error: it would go on writing, and say what it wanted to do next instead of what
-    was wrong. So the first one is kept, and nothing is written any more.
+    torch's writer must not see an error: it would continue, and report its next failure instead of the first. So the
+    first error is kept, and nothing is written after it.
     """
 
     def __init__(self, output: Output) -> None:

@@ -211,11 +211,11 @@ class WriterLock:
 
     def _locked(self, found: str) -> StoreLockedError:
         return StoreLockedError(
-            "somebody else writes here",
+            "another writer uses this directory",
             where=self.directory,
             expected="one writer at a time",
             found=found,
-            remedy="end the other writer, or take another directory; a writer that has died is in nobody's way",
+            remedy="end the other writer, or take another directory; a writer that has ended keeps no lock",
         )
 
     def _no_locks(self, error: OSError) -> StoreAccessError:

@@ -276,22 +276,22 @@ class UffdFiller:
     @contextmanager
     def _registered(self, address: int, nbytes: int) -> Iterator[bool]:
         """Registers the range only while it is filled, since a process forked meanwhile keeps the descriptor."""
-        asked = _Range(address, nbytes, _MODE_MISSING)
+        request = _Range(address, nbytes, _MODE_MISSING)
         try:
-            yield _ioctl(self._descriptor, _REGISTER, asked)
+            yield _ioctl(self._descriptor, _REGISTER, request)
         finally:
-            _ioctl(self._descriptor, _UNREGISTER, asked)
+            _ioctl(self._descriptor, _UNREGISTER, request)
 
     def _copy(self, to: int, source: int, nbytes: int) -> int:
         """Returns the bytes copied: all, or whole pages up to one that is present already or cannot be read."""
         done = 0
         while done < nbytes:
-            asked = _Copied(to + done, source + done, nbytes - done, _MODE_DONT_WAKE, 0)
-            if _ioctl(self._descriptor, _COPY, asked):
+            request = _Copied(to + done, source + done, nbytes - done, _MODE_DONT_WAKE, 0)
+            if _ioctl(self._descriptor, _COPY, request):
                 return nbytes
-            if ctypes.get_errno() != errno.EAGAIN or asked.done <= 0:
+            if ctypes.get_errno() != errno.EAGAIN or request.done <= 0:
                 return done
-            done += asked.done
+            done += request.done
         return done
 
 
@@ -322,9 +322,9 @@ _libc_ioctl = function("ioctl", ctypes.c_int, ctypes.c_ulong, ctypes.c_void_p)
 _malloc_trim = function("malloc_trim", ctypes.c_size_t)
 
 
-def _ioctl(descriptor: int, call: int, asked: ctypes.Structure) -> bool:
+def _ioctl(descriptor: int, call: int, request: ctypes.Structure) -> bool:
     """Calls ioctl, and returns whether it did all that was asked for."""
-    return _libc_ioctl is not None and _libc_ioctl(descriptor, call, ctypes.byref(asked)) == 0
+    return _libc_ioctl is not None and _libc_ioctl(descriptor, call, ctypes.byref(request)) == 0
 
 
 _LARGE_BYTES = 1 << 20

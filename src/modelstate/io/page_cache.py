@@ -111,10 +111,10 @@ def cached_share(descriptor: int, start: int, nbytes: int) -> float | None:
     """The share of a range that is in the page cache, from 0 to 1; None where the kernel does not say."""
     page = mmap.PAGESIZE
     first, end = start // page, -(-(start + nbytes) // page)
-    asked, pages = _Range(first * page, (end - first) * page), _Pages()
+    request, pages = _Range(first * page, (end - first) * page), _Pages()
     if _libc is None:
         return None
-    if _libc.syscall(_CACHESTAT, descriptor, ctypes.byref(asked), ctypes.byref(pages), 0):
+    if _libc.syscall(_CACHESTAT, descriptor, ctypes.byref(request), ctypes.byref(pages), 0):
         return _share_by_map(_libc, descriptor, first * page, start + nbytes)
     return float(min(pages.cached / max(end - first, 1), 1.0))
 

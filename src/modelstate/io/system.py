@@ -81,8 +81,8 @@ def function(name: str, *arguments: type) -> Callable[..., int] | None:
     `arguments` are the ctypes of the function's arguments.
     """
     try:
-        found = getattr(ctypes.CDLL(None, use_errno=True), name)
+        symbol = getattr(ctypes.CDLL(None, use_errno=True), name)
     except (OSError, AttributeError):
         return None
-    found.argtypes = arguments
-    return cast(Callable[..., int], found)
+    symbol.argtypes = arguments
+    return cast(Callable[..., int], symbol)
