@@ -1,4 +1,4 @@
-"""Rules that are worked out from the names, shapes and dtypes of both sides. They are proposed, and never applied."""
+"""Suggests rules from the names, shapes and dtypes of a checkpoint and a model. It never applies them itself."""
 
 from typing import TYPE_CHECKING
 

@@ -146,7 +146,7 @@ _LONGEST_ROW = 10_000
 
 
 @dataclass(slots=True)
-class Found:
+class Findings:
     """Who is who, and how the one becomes the other."""
 
     sources: Sequence[Leaf]
@@ -168,9 +168,9 @@ class Found:
     notes: list[str] = field(default_factory=list)
 
 
-def find(sources: Sequence[Leaf], targets: Sequence[Leaf], slots: Slots) -> Found:
+def find(sources: Sequence[Leaf], targets: Sequence[Leaf], slots: Slots) -> Findings:
     """Matches both sides: first what is called the same, then what is called alike, then what there is one of."""
-    found, pairing = Found(sources, targets), Pairing()
+    found, pairing = Findings(sources, targets), Pairing()
     _same_names(sources, targets, pairing)
     # What patterns are made of cannot be a part of names that they are to fit.
     sources, targets = ([leaf for leaf in side if _ORDINARY.fullmatch(leaf.name)] for side in (sources, targets))
@@ -263,7 +263,7 @@ def _prefixed(longer: Sequence[Leaf], shorter: Sequence[Leaf]) -> list[tuple[str
 class _Fused:
     """The search for tensors that are parts of others."""
 
-    def __init__(self, found: Found, pairing: Pairing, lying: Orientation, wanted: Orientation) -> None:
+    def __init__(self, found: Findings, pairing: Pairing, lying: Orientation, wanted: Orientation) -> None:
         self.found, self.pairing, self.lying, self.wanted = found, pairing, lying, wanted
 
     def look(self, sources: Sequence[Leaf], targets: Sequence[Leaf], named: bool) -> None:
@@ -300,7 +300,7 @@ class _Fused:
         )
 
 
-def _turned(found: Found, lying: Orientation, wanted: Orientation) -> None:
+def _turned(found: Findings, lying: Orientation, wanted: Orientation) -> None:
     """Which of the pairs lie differently."""
     sources, targets = ({leaf.name: leaf for leaf in side} for side in (found.sources, found.targets))
     for name, goal in found.pairs.items():
@@ -315,7 +315,7 @@ def _turned(found: Found, lying: Orientation, wanted: Orientation) -> None:
                 found.doubtful.append(name)
 
 
-def _take_shifted(found: Found) -> list[Ambiguous]:
+def _take_shifted(found: Findings) -> list[Ambiguous]:
     """Takes out the pairs that could as well be the ends of a row in which every name has moved by one.
 
     Where layers 0 to 2 meet layers 1 to 3, only 0 and 3 are left, but it is more likely that each number is one higher.

@@ -1,4 +1,8 @@
-"""`modelstate.suggest`: works rules out, tries them on names and shapes, and reports what fits."""
+"""`modelstate.suggest`: finds rules by which a checkpoint fits a model.
+
+It matches names and shapes (`find`), turns the matches into few rules (`generalise`), and applies these rules to the
+names and shapes: a rule with a wrong result is not suggested.
+"""
 
 import os
 from collections import Counter
@@ -19,7 +23,7 @@ from modelstate.rules.rule import Entry, Rule, Template, Value
 from modelstate.rules.schema import Applied, apply_rules
 from modelstate.rules.tensors import Concat, Split, Transpose
 from modelstate.spec import Stored
-from modelstate.suggestion.find import Found, Fusion, find
+from modelstate.suggestion.find import Findings, Fusion, find
 from modelstate.suggestion.generalise import covering, families, rename_rules
 from modelstate.suggestion.pairing import without_numbers
 from modelstate.suggestion.skeletons import Leaf, kind_of
@@ -32,234 +36,6 @@ _BY_SHAPE = "by shape alone: the names have nothing in common"
 _BY_CONVENTION = "gate (w1) and up (w3) told apart by Llama's convention alone"
 
 
-@dataclass(frozen=True, slots=True)
-class _Made:
-    """A rule, and what has to be said of it."""
-
-    rule: Rule
-    comment: str = ""
-
-
-def verified(found: Found, checkpoint: Checkpoint, slots: Slots) -> Suggestion:
-    """The suggestion that comes of it."""
-    entries = {name: Entry(checkpoint.stored(name), (name,)) for name in checkpoint}
-    entries |= {name: Entry(Value(value), (name,)) for name, value in checkpoint.extra.items()}
-    for build in (_general, _special):
-        made = build(found, entries)
-        applied = apply_rules([one.rule for one in made], entries, _unread)
-        wrong = _wrong(found, applied) + _by_chance(found, applied)
-        if not wrong and not applied.problems:
-            break
-    while made and (wrong or applied.problems or applied.idle):
-        # What does not come out right is not suggested.
-        bad = {*applied.idle, *(getattr(problem, "rule", "") for problem in applied.problems)}
-        bad |= {rule for name in wrong for rule in _blamed(name, made, applied)}
-        kept = [one for one in made if repr(one.rule) not in bad]
-        made = kept if len(kept) < len(made) else made[:-1]
-        applied = apply_rules([one.rule for one in made], entries, _unread)
-        wrong = _broken(found, applied) + _by_chance(found, applied)
-    return _reported(found, made, applied, checkpoint, slots)
-
-
-def _blamed(name: str, made: Sequence[_Made], applied: Applied) -> set[str]:
-    """The rules that led to a name, or away from it."""
-    entry = applied.entries.get(name)
-    led = set() if entry is None else set(entry.rules)
-    return led | {repr(one.rule) for one in made if one.rule.rename(name) not in (None, name)}
-
-
-def _broken(found: Found, applied: Applied) -> list[str]:
-    """Names of the model that have something else than they should, or fitted without rules and no longer do."""
-    fitted = {name for name, goal in found.pairs.items() if name == goal}
-    return [name for name in _wrong(found, applied) if name in applied.entries or name in fitted]
-
-
-def _by_chance(found: Found, applied: Applied) -> list[str]:
-    """Names of the model that nothing was found for, and that rules for others gave a value that would fit."""
-    expected, filled = _expected(found), []
-    for leaf in found.targets:
-        entry = applied.entries.get(leaf.name)
-        tensor = entry.tensor if entry is not None and entry.rules and leaf.name not in expected else None
-        if tensor is not None and tuple(tensor.shape) == leaf.shape:
-            filled.append(leaf.name)
-    return filled
-
-
-def _unread(stored: Stored) -> torch.Tensor:
-    raise AssertionError("no rule that is suggested looks at values")
-
-
-def _expected(found: Found) -> dict[str, tuple[str, ...]]:
-    """For each name of the model that was found, the names in the checkpoint of what it is made of."""
-    wanted: dict[str, tuple[str, ...]] = {goal: (name,) for name, goal in found.pairs.items()}
-    for fusion, _ in found.splits:
-        for ranks, leaf in fusion.whole.leaves.items():
-            wanted |= {part.leaves[ranks].name: (leaf.name,) for part in fusion.parts}
-    for fusion, _ in found.joins:
-        for ranks, leaf in fusion.whole.leaves.items():
-            wanted[leaf.name] = tuple(part.leaves[ranks].name for part in fusion.parts)
-    return wanted
-
-
-def _right(found: Found, applied: Applied) -> set[str]:
-    """Names of the model that are made of what they should be, in the right shape."""
-    shapes = {leaf.name: leaf.shape for leaf in found.targets}
-    right = set()
-    for name, sources in _expected(found).items():
-        entry = applied.entries.get(name)
-        tensor = entry.tensor if entry is not None else None
-        if entry is not None and tensor is not None and entry.sources == sources:
-            right |= {name} if tuple(tensor.shape) == shapes[name] else set()
-    return right
-
-
-def _wrong(found: Found, applied: Applied) -> list[str]:
-    right = _right(found, applied)
-    return [name for name in _expected(found) if name not in right]
-
-
-def _general(found: Found, entries: Collection[str]) -> list[_Made]:
-    """Few rules, with patterns that fit what they should and nothing else."""
-    made = [_Made(Transpose(pattern)) for pattern in _patterns(found.transposed, entries)]
-    made += [_Made(Transpose(pattern), _INFERRED) for pattern in _patterns(found.inferred, entries)]
-    made += _fused(found, entries)
-    fixed = set(_expected(found)) - set(found.pairs.values())
-    claimed = {name for sources in _expected(found).values() for name in sources}
-    loose = [name for name in entries if name not in claimed]
-    rules = rename_rules(found.pairs, fixed, loose, _barred(found, fixed, claimed))
-    made += [_Made(rule, _comment(rule, found)) for rule in rules]
-    return made
-
-
-def _barred(found: Found, made: Collection[str], claimed: Collection[str]) -> list[str]:
-    """Names of the model that stay open, and that a rule for others would give a value by chance."""
-    settled = {*made, *found.pairs.values()}
-    over = {leaf.shape for leaf in found.sources if leaf.name not in claimed}
-    return [leaf.name for leaf in found.targets if leaf.name not in settled and leaf.shape in over]
-
-
-def _special(found: Found, entries: Collection[str]) -> list[_Made]:
-    """A rule for each kind of name, where general ones get in each other's way."""
-    made = [_Made(Transpose(pattern)) for pattern in _patterns(found.transposed, entries)]
-    made += [_Made(Transpose(pattern), _INFERRED) for pattern in _patterns(found.inferred, entries)]
-    made += _fused(found, entries)
-    pairs = [(name, goal) for name, goal in found.pairs.items() if name != goal]
-    rules = [Rename(*family.patterns) for family in families(pairs)]
-    return made + [_Made(rule, _comment(rule, found)) for rule in rules]
-
-
-def _patterns(names: Collection[str], entries: Collection[str]) -> list[str]:
-    ordered = [name for name in entries if name in names]
-    return covering(ordered, [name for name in entries if name not in names]) if names else []
-
-
-def _comment(rule: Rule, found: Found) -> str:
-    renamed = [(name, goal) for name, goal in found.pairs.items() if rule.rename(name) == goal]
-    unsaid = sum(1 for _, goal in renamed if goal in found.by_shape)
-    said = [_BY_SHAPE if unsaid == len(renamed) else f"{unsaid} {_BY_SHAPE}"] if unsaid else []
-    here, there = found.conventional
-    said += [_BY_CONVENTION] if any((name in here) != (goal in there) for name, goal in renamed) else []
-    return "; ".join(said)
-
-
-def _fused(found: Found, entries: Collection[str]) -> list[_Made]:
-    made = []
-    for fused, split in ((found.splits, True), (found.joins, False)):
-        rows: dict[tuple[int, tuple[int, ...] | None], list[tuple[str, ...]]] = {}
-        for fusion, dim in fused:
-            turn = dim if _has_two(fusion) else 0
-            rows.setdefault((turn, fusion.sizes), []).extend(_rows(fusion))
-        for (dim, sizes), members in rows.items():
-            for patterns in _merged([family.patterns for family in families(members)], entries, split):
-                whole, parts = patterns[0], patterns[1:]
-                rule = Split(whole, parts, dim, sizes) if split else Concat(parts, whole, dim, sizes)
-                made.append(_Made(rule, _of_parts(parts, found.conventional[split])))
-    return made
-
-
-def _of_parts(parts: Sequence[str], conventional: Collection[str]) -> str:
-    return _BY_CONVENTION if any(_fitting(part, conventional) for part in parts) else ""
-
-
-def _has_two(fusion: Fusion) -> bool:
-    return all(len(leaf.shape) == 2 for leaf in fusion.whole.leaves.values())
-
-
-def _rows(fusion: Fusion) -> list[tuple[str, ...]]:
-    return [
-        (leaf.name, *(part.leaves[ranks].name for part in fusion.parts)) for ranks, leaf in fusion.whole.leaves.items()
-    ]
-
-
-def _merged(rows: Sequence[tuple[str, ...]], entries: Collection[str], split: bool) -> list[tuple[str, ...]]:
-    """Weights and biases in one rule, where the pattern for both fits nothing else."""
-    by_owner: dict[tuple[str, ...], list[tuple[str, ...]]] = {}
-    for row in rows:
-        ends = {name.rpartition(".")[2] for name in row}
-        short = tuple(f"{name.rpartition('.')[0]}.*" for name in row) if len(ends) == 1 and "*" not in ends else row
-        by_owner.setdefault(short, []).append(row)
-    found: list[tuple[str, ...]] = []
-    for short, members in by_owner.items():
-        sides = (0,) if split else tuple(range(1, len(short)))
-        fits = all(
-            _fitting(short[side], entries) == {name for row in members for name in _fitting(row[side], entries)}
-            for side in sides
-        )
-        found += [short] if len(members) > 1 and fits else members
-    return found
-
-
-def _fitting(pattern: str, entries: Collection[str]) -> set[str]:
-    template = Template(pattern)
-    return {name for name in entries if template.match(name) is not None}
-
-
-def _reported(
-    found: Found, made: Sequence[_Made], applied: Applied, checkpoint: Checkpoint, slots: Slots
-) -> Suggestion:
-    right = _right(found, applied)
-    counts = Counter(rule for name in right for rule in applied.entries[name].rules)
-    filled = {id(slots.by_name[name].tensor) for name in right}
-    wanted = [slot for slot in slots.tensors if slot.kind != HIDDEN]
-    extra = {name for name in slots.extra if name in applied.entries}
-    open_names = [slot.name for slot in wanted if id(slot.tensor) not in filled]
-    open_names += [name for name in slots.extra if name not in extra]
-    used = {source for name in {*right, *extra} for source in applied.entries[name].sources}
-    hidden = {name for slot in slots.tensors if slot.kind == HIDDEN for name in slot.names}
-    lazy = {slot.name for slot in wanted if torch.nn.parameter.is_lazy(slot.tensor)} & applied.entries.keys()
-    unused = [name for name in (*checkpoint, *checkpoint.extra) if name not in used and name not in hidden | lazy]
-    open_names = [name for name in open_names if name not in lazy]
-    ambiguous = _still_open(found.ambiguous, open_names, unused)
-    doubted = {name for group in ambiguous for name in (*group.names, *group.candidates)}
-    total = len(wanted) + len(slots.extra)
-    notes = list(found.notes)
-    if found.doubtful:
-        names = dict.fromkeys(without_numbers(name).replace("#", "*") for name in found.doubtful)
-        notes.append(f"square, and nothing shows whether to transpose: {', '.join(names)}; left as they are")
-    return Suggestion(
-        [one.rule for one in made],
-        counts=[counts[repr(one.rule)] for one in made],
-        comments=[one.comment for one in made],
-        explained=total - len(open_names),
-        total=total,
-        missing=[name for name in open_names if name not in doubted],
-        unused=[name for name in unused if name not in doubted],
-        ambiguous=ambiguous,
-        notes=notes,
-    )
-
-
-def _still_open(groups: Sequence[Ambiguous], names: Collection[str], unused: Collection[str]) -> list[Ambiguous]:
-    left, over = set(names), set(unused)
-    found = []
-    for group in groups:
-        here = tuple(name for name in group.names if name in left)
-        there = tuple(name for name in group.candidates if name in over)
-        if here and there:
-            found.append(Ambiguous(here, there))
-    return found
-
-
 @argument_order("ms.suggest", is_module, is_source)
 def suggest(
     model: nn.Module,
@@ -267,15 +43,26 @@ def suggest(
     *,
     key: str | None = None,
 ) -> Suggestion:
-    """Works out rules by which a checkpoint fits a model, from names, shapes, dtypes and the order of numbers.
+    """Suggests rules by which a checkpoint fits a model, from names, shapes, dtypes and the order of numbers.
 
-    Nothing is loaded, no tensor's bytes are read, and the model is not changed. The result is a list of rules, for
-    `rules=` of `modelstate.load`, if they are what is meant: print it first. Where several answers are equally good
-    none is given; they are listed as ambiguous. A suggestion cannot see what a tensor means: parts or elements in
-    another order, of the same shape, look the same.
+    Nothing is loaded, no tensor's bytes are read, and the model is not changed. The result is a list of rules for
+    `rules=` of `modelstate.load`. Print it and check it first: a suggestion cannot see what a tensor means, so parts
+    or elements in another order, of the same shape, look the same. If several answers are equally good, none is
+    given, and they are listed as ambiguous.
 
-    Raises what opening raises, `AmbiguousKeyError`, `KeyNotFoundError` and `OptionError`; what it cannot work out
-    stays open, and does not raise.
+    Args:
+        model: the model, with memory or on the meta device.
+        source: what `modelstate.open` opens, or a `Checkpoint`.
+        key: the part of the source to use ("model_state"); by default the part that fits the model.
+
+    Returns a list of rules, with what they explain and what stays open.
+    Raises what `modelstate.open` raises, `AmbiguousKeyError`, `KeyNotFoundError` and `OptionError`. Names without an
+    answer are reported, and do not raise.
+
+    Example:
+        >>> suggestion = ms.suggest(model, "other_names.safetensors")
+        >>> print(suggestion)
+        >>> ms.load(model, "other_names.safetensors", rules=suggestion)
     """
     if not isinstance(model, nn.Module):
         raise OptionError("not a model", expected="a torch.nn.Module", found=type(model).__name__)
@@ -287,11 +74,11 @@ def suggest(
     targets = [
         Leaf(name, tuple(slot.tensor.shape), kind_of(slot.tensor.dtype)) for slot in wanted for name in slot.names
     ]
-    return verified(find(sources, targets, slots), checkpoint, slots)
+    return _verified(find(sources, targets, slots), checkpoint, slots)
 
 
 def _part(checkpoint: Checkpoint, slots: Slots) -> Checkpoint:
-    """The part of the checkpoint that is meant: by the model's names, or by its shapes."""
+    """Returns the part of the checkpoint that fits the model, by its names or else by its shapes."""
     names = [name for slot in slots.tensors for name in slot.names]
     part = matching_part(checkpoint, names, [str])
     if part.key or len(checkpoint.containers) < 2 or any(name in checkpoint for name in names):
@@ -303,9 +90,9 @@ def _part(checkpoint: Checkpoint, slots: Slots) -> Checkpoint:
         scores[key] = (shapes & wanted).total(), -shapes.total(), len(key)
     best = max(scores, key=scores.__getitem__)
     rivals = [
-        one
-        for one, score in scores.items()
-        if score[:2] == scores[best][:2] and not (best.startswith(f"{one}.") or one == best or not one)
+        other
+        for other, score in scores.items()
+        if score[:2] == scores[best][:2] and not (best.startswith(f"{other}.") or other == best or not other)
     ]
     if rivals:
         raise AmbiguousKeyError(
@@ -313,6 +100,221 @@ def _part(checkpoint: Checkpoint, slots: Slots) -> Checkpoint:
             where=checkpoint.source,
             found=", ".join(map(repr, [best, *rivals])),
             remedy=f"say which: key={best!r}",
-            candidates=tuple((one, scores[one][0]) for one in [best, *rivals]),
+            candidates=tuple((candidate, scores[candidate][0]) for candidate in [best, *rivals]),
         )
     return checkpoint.select(best) if best else checkpoint
+
+
+@dataclass(frozen=True, slots=True)
+class _CommentedRule:
+    """A rule, with what the user should know about it."""
+
+    rule: Rule
+    comment: str = ""
+
+
+def _verified(findings: Findings, checkpoint: Checkpoint, slots: Slots) -> Suggestion:
+    """Turns findings into rules, applies these to names and shapes, and drops rules that lead to wrong results."""
+    entries = {name: Entry(checkpoint.stored(name), (name,)) for name in checkpoint}
+    entries |= {name: Entry(Value(value), (name,)) for name, value in checkpoint.extra.items()}
+    for renames in (_general_renames, _special_renames):
+        rules = [*_tensor_rules(findings, entries), *renames(findings, entries)]
+        applied = apply_rules([commented.rule for commented in rules], entries, _unread)
+        wrong = _wrong(findings, applied) + _filled_by_chance(findings, applied)
+        if not wrong and not applied.problems:
+            break
+    fitted = {name for name, goal in findings.pairs.items() if name == goal}
+    while rules and (wrong or applied.problems or applied.idle):
+        bad = {*applied.idle, *(getattr(problem, "rule", "") for problem in applied.problems)}
+        for name in wrong:  # all rules that led to this name, or away from it
+            if name in applied.entries:
+                bad.update(applied.entries[name].rules)
+            bad |= {repr(commented.rule) for commented in rules if commented.rule.rename(name) not in (None, name)}
+        kept = [commented for commented in rules if repr(commented.rule) not in bad]
+        rules = kept if len(kept) < len(rules) else rules[:-1]
+        applied = apply_rules([commented.rule for commented in rules], entries, _unread)
+        # A name without a value is only missing; a wrong value, or one that was right without rules, is an error.
+        wrong = [name for name in _wrong(findings, applied) if name in applied.entries or name in fitted]
+        wrong += _filled_by_chance(findings, applied)
+    return _reported(findings, rules, applied, checkpoint, slots)
+
+
+def _filled_by_chance(findings: Findings, applied: Applied) -> list[str]:
+    """Returns names of the model without a match, to which rules for others gave a value of the right shape."""
+    expected, filled = _expected(findings), []
+    for leaf in findings.targets:
+        entry = applied.entries.get(leaf.name)
+        tensor = entry.tensor if entry is not None and entry.rules and leaf.name not in expected else None
+        if tensor is not None and tuple(tensor.shape) == leaf.shape:
+            filled.append(leaf.name)
+    return filled
+
+
+def _unread(stored: Stored) -> torch.Tensor:
+    raise AssertionError("suggested rules do not read values")
+
+
+def _expected(findings: Findings) -> dict[str, tuple[str, ...]]:
+    """Returns, for each name of the model with a match, the names in the checkpoint that it is made of."""
+    sources: dict[str, tuple[str, ...]] = {goal: (name,) for name, goal in findings.pairs.items()}
+    for fusion, _ in findings.splits:
+        for ranks, leaf in fusion.whole.leaves.items():
+            sources |= {part.leaves[ranks].name: (leaf.name,) for part in fusion.parts}
+    for fusion, _ in findings.joins:
+        for ranks, leaf in fusion.whole.leaves.items():
+            sources[leaf.name] = tuple(part.leaves[ranks].name for part in fusion.parts)
+    return sources
+
+
+def _right(findings: Findings, applied: Applied) -> set[str]:
+    """Returns names of the model that are made of the expected names, in the right shape."""
+    shapes = {leaf.name: leaf.shape for leaf in findings.targets}
+    right = set()
+    for name, sources in _expected(findings).items():
+        entry = applied.entries.get(name)
+        tensor = entry.tensor if entry is not None else None
+        if entry is not None and tensor is not None and entry.sources == sources:
+            right |= {name} if tuple(tensor.shape) == shapes[name] else set()
+    return right
+
+
+def _wrong(findings: Findings, applied: Applied) -> list[str]:
+    right = _right(findings, applied)
+    return [name for name in _expected(findings) if name not in right]
+
+
+def _tensor_rules(findings: Findings, entries: Collection[str]) -> list[_CommentedRule]:
+    """Returns the rules that transpose, split and join tensors, which come before those that rename."""
+    rules = [_CommentedRule(Transpose(pattern)) for pattern in _patterns(findings.transposed, entries)]
+    rules += [_CommentedRule(Transpose(pattern), _INFERRED) for pattern in _patterns(findings.inferred, entries)]
+    return rules + _fusion_rules(findings, entries)
+
+
+def _general_renames(findings: Findings, entries: Collection[str]) -> list[_CommentedRule]:
+    """Returns few renames, whose patterns match the names with a match and no others."""
+    expected = _expected(findings)
+    computed = set(expected) - set(findings.pairs.values())
+    used = {name for sources in expected.values() for name in sources}
+    unused = [name for name in entries if name not in used]
+    # Names of the model without a match, to which a rule for others could give an unused value by chance.
+    unused_shapes = {leaf.shape for leaf in findings.sources if leaf.name not in used}
+    barred = [leaf.name for leaf in findings.targets if leaf.name not in expected and leaf.shape in unused_shapes]
+    rules = rename_rules(findings.pairs, computed, unused, barred)
+    return [_CommentedRule(rule, _comment(rule, findings)) for rule in rules]
+
+
+def _special_renames(findings: Findings, entries: Collection[str]) -> list[_CommentedRule]:
+    """Returns a rename for each kind of name, in case the general ones interfere with each other."""
+    pairs = [(name, goal) for name, goal in findings.pairs.items() if name != goal]
+    rules = [Rename(*family.patterns) for family in families(pairs)]
+    return [_CommentedRule(rule, _comment(rule, findings)) for rule in rules]
+
+
+def _patterns(names: Collection[str], entries: Collection[str]) -> list[str]:
+    """Returns patterns that match these names and no other entry."""
+    ordered = [name for name in entries if name in names]
+    return covering(ordered, [name for name in entries if name not in names]) if names else []
+
+
+def _comment(rule: Rule, findings: Findings) -> str:
+    renamed = [(name, goal) for name, goal in findings.pairs.items() if rule.rename(name) == goal]
+    unnamed = sum(1 for _, goal in renamed if goal in findings.by_shape)
+    comments = [_BY_SHAPE if unnamed == len(renamed) else f"{unnamed} {_BY_SHAPE}"] if unnamed else []
+    sources, targets = findings.conventional
+    if any((name in sources) != (goal in targets) for name, goal in renamed):
+        comments.append(_BY_CONVENTION)
+    return "; ".join(comments)
+
+
+def _fusion_rules(findings: Findings, entries: Collection[str]) -> list[_CommentedRule]:
+    """Returns the rules that split and join tensors."""
+    rules = []
+    for fusions, split in ((findings.splits, True), (findings.joins, False)):
+        rows: dict[tuple[int, tuple[int, ...] | None], list[tuple[str, ...]]] = {}
+        for fusion, dim in fusions:
+            are_matrices = all(len(leaf.shape) == 2 for leaf in fusion.whole.leaves.values())
+            rows.setdefault((dim if are_matrices else 0, fusion.sizes), []).extend(_rows(fusion))
+        for (dim, sizes), members in rows.items():
+            for patterns in _merged([family.patterns for family in families(members)], entries, split):
+                whole, parts = patterns[0], patterns[1:]
+                rule = Split(whole, parts, dim, sizes) if split else Concat(parts, whole, dim, sizes)
+                is_conventional = any(_fitting(part, findings.conventional[split]) for part in parts)
+                rules.append(_CommentedRule(rule, _BY_CONVENTION if is_conventional else ""))
+    return rules
+
+
+def _rows(fusion: Fusion) -> list[tuple[str, ...]]:
+    """Returns the name of the whole and those of its parts, for each combination of numbers."""
+    return [
+        (leaf.name, *(part.leaves[ranks].name for part in fusion.parts)) for ranks, leaf in fusion.whole.leaves.items()
+    ]
+
+
+def _merged(rows: Sequence[tuple[str, ...]], entries: Collection[str], split: bool) -> list[tuple[str, ...]]:
+    """Merges the patterns of weights and biases into one if that matches nothing else."""
+    by_owner: dict[tuple[str, ...], list[tuple[str, ...]]] = {}
+    for row in rows:
+        ends = {name.rpartition(".")[2] for name in row}
+        short = tuple(f"{name.rpartition('.')[0]}.*" for name in row) if len(ends) == 1 and "*" not in ends else row
+        by_owner.setdefault(short, []).append(row)
+    merged: list[tuple[str, ...]] = []
+    for short, members in by_owner.items():
+        sides = (0,) if split else tuple(range(1, len(short)))
+        fits = all(
+            _fitting(short[side], entries) == {name for row in members for name in _fitting(row[side], entries)}
+            for side in sides
+        )
+        merged += [short] if len(members) > 1 and fits else members
+    return merged
+
+
+def _fitting(pattern: str, entries: Collection[str]) -> set[str]:
+    template = Template(pattern)
+    return {name for name in entries if template.match(name) is not None}
+
+
+def _reported(
+    findings: Findings, rules: Sequence[_CommentedRule], applied: Applied, checkpoint: Checkpoint, slots: Slots
+) -> Suggestion:
+    right = _right(findings, applied)
+    counts = Counter(rule for name in right for rule in applied.entries[name].rules)
+    filled = {id(slots.by_name[name].tensor) for name in right}
+    wanted = [slot for slot in slots.tensors if slot.kind != HIDDEN]
+    extra = {name for name in slots.extra if name in applied.entries}
+    open_names = [slot.name for slot in wanted if id(slot.tensor) not in filled]
+    open_names += [name for name in slots.extra if name not in extra]
+    used = {source for name in {*right, *extra} for source in applied.entries[name].sources}
+    hidden = {name for slot in slots.tensors if slot.kind == HIDDEN for name in slot.names}
+    lazy = {slot.name for slot in wanted if torch.nn.parameter.is_lazy(slot.tensor)} & applied.entries.keys()
+    unused = [name for name in (*checkpoint, *checkpoint.extra) if name not in used and name not in hidden | lazy]
+    open_names = [name for name in open_names if name not in lazy]
+    ambiguous = _still_open(findings.ambiguous, open_names, unused)
+    doubted = {name for group in ambiguous for name in (*group.names, *group.candidates)}
+    total = len(wanted) + len(slots.extra)
+    notes = list(findings.notes)
+    if findings.doubtful:
+        names = dict.fromkeys(without_numbers(name).replace("#", "*") for name in findings.doubtful)
+        notes.append(f"square, and nothing shows whether to transpose: {', '.join(names)}; left as they are")
+    return Suggestion(
+        [commented.rule for commented in rules],
+        counts=[counts[repr(commented.rule)] for commented in rules],
+        comments=[commented.comment for commented in rules],
+        explained=total - len(open_names),
+        total=total,
+        missing=[name for name in open_names if name not in doubted],
+        unused=[name for name in unused if name not in doubted],
+        ambiguous=ambiguous,
+        notes=notes,
+    )
+
+
+def _still_open(groups: Sequence[Ambiguous], names: Collection[str], unused: Collection[str]) -> list[Ambiguous]:
+    """Returns the ambiguous groups, without names that have got a value and candidates that are used."""
+    open_names, unused_names = set(names), set(unused)
+    still_open = []
+    for group in groups:
+        left = tuple(name for name in group.names if name in open_names)
+        candidates = tuple(name for name in group.candidates if name in unused_names)
+        if left and candidates:
+            still_open.append(Ambiguous(left, candidates))
+    return still_open

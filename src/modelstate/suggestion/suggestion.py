@@ -1,4 +1,4 @@
-"""What was worked out: rules, what each of them explains, and what stays open."""
+"""`Suggestion`, the result of `modelstate.suggest`: rules, what each of them explains, and what stays open."""
 
 import json
 from collections.abc import Iterable, Sequence
@@ -13,16 +13,22 @@ _SHOWN = 12
 
 @dataclass(frozen=True, slots=True)
 class Ambiguous:
-    """Tensors that are alike, and whose names do not say which is which."""
+    """Tensors of the same shape and dtype that their names do not tell apart."""
 
     names: tuple[str, ...]
-    """Of the model."""
+    """Names of the model."""
     candidates: tuple[str, ...]
-    """Of the checkpoint."""
+    """Names of the checkpoint."""
 
 
 class Suggestion(list[Rule]):
-    """Rules, to be looked at and passed on. Printing it gives the Python that makes them, and what stays open."""
+    """A list of suggested rules. Printing it shows the Python code that makes them, and what stays open.
+
+    Example:
+        >>> suggestion = ms.suggest(model, path)
+        >>> if suggestion.complete:
+        ...     ms.load(model, path, rules=suggestion)
+    """
 
     def __init__(
         self,
@@ -39,17 +45,17 @@ class Suggestion(list[Rule]):
     ) -> None:
         super().__init__(rules)
         self.counts = tuple(counts)
-        """For each rule, how many names of the model it leads to."""
+        """For each rule, the number of names of the model that it leads to."""
         self.comments = tuple(comments)
-        """For each rule, what has to be known of it; empty for most."""
+        """For each rule, what the user should know about it; empty for most."""
         self.explained = explained
-        """Names of the model that get a value, with the rules or without."""
+        """The number of names of the model that get a value, with the rules or without."""
         self.total = total
-        """Names of the model that want one. A tied tensor that gets its value under another name is explained."""
+        """The number of names of the model that need a value. A tied tensor needs one under one of its names."""
         self.missing = tuple(missing)
-        """Names of the model that nothing was found for."""
+        """Names of the model without a match."""
         self.unused = tuple(unused)
-        """Names of the checkpoint that nothing was found for."""
+        """Names of the checkpoint without a match."""
         self.ambiguous = tuple(ambiguous)
         self.notes = tuple(notes)
 
@@ -59,18 +65,11 @@ class Suggestion(list[Rule]):
         return not (self.missing or self.unused or self.ambiguous)
 
     def __repr__(self) -> str:
-        """How much of the model the rules explain; `print` shows the rules."""
-        still = [f"{len(some)} {what}" for some, what in self._left() if some]
+        """Returns how much of the model the rules explain; `print` shows the rules."""
+        lists = ("missing", "unused", "ambiguous", "notes")
+        lengths = [f"{len(getattr(self, name))} {name}" for name in lists if getattr(self, name)]
         explained = f"{self.explained} of {self.total} names of the model explained"
-        return f"<{type(self).__name__}: {len(self)} rules, {', '.join([explained, *still])}>"
-
-    def _left(self) -> list[tuple[tuple[object, ...], str]]:
-        return [
-            (self.missing, "missing"),
-            (self.unused, "unused"),
-            (self.ambiguous, "ambiguous"),
-            (self.notes, "notes"),
-        ]
+        return f"<{type(self).__name__}: {len(self)} rules, {', '.join([explained, *lengths])}>"
 
     def __str__(self) -> str:
         return "\n".join(
@@ -82,8 +81,8 @@ class Suggestion(list[Rule]):
             return ["rules = []"]
         lines = []
         for rule, count, comment in zip(self, self.counts, self.comments, strict=True):
-            said = f"{count} {'name' if count == 1 else 'names'}" + (f"; {comment}" if comment else "")
-            lines.append(f"    {as_code(rule)},  # {said}")
+            names = f"{count} {'name' if count == 1 else 'names'}"
+            lines.append(f"    {as_code(rule)},  # {names}" + (f"; {comment}" if comment else ""))
         return ["rules = [", *lines, "]"]
 
     def _open(self) -> list[str]:
@@ -100,7 +99,7 @@ class Suggestion(list[Rule]):
         return lines
 
     def to_json(self) -> str:
-        """All of it, machine-readable."""
+        """Returns everything as JSON."""
         return json.dumps(
             {
                 "rules": [
@@ -112,7 +111,9 @@ class Suggestion(list[Rule]):
                 "total": self.total,
                 "missing": list(self.missing),
                 "unused": list(self.unused),
-                "ambiguous": [{"names": list(one.names), "candidates": list(one.candidates)} for one in self.ambiguous],
+                "ambiguous": [
+                    {"names": list(group.names), "candidates": list(group.candidates)} for group in self.ambiguous
+                ],
                 "notes": list(self.notes),
             },
             indent=1,
@@ -126,8 +127,8 @@ def _listed(names: Sequence[str]) -> list[str]:
 
 
 def _folded(names: Sequence[str]) -> list[str]:
-    """Names, those that differ in numbers only as one."""
+    """Returns the names, with one line for names that differ only in numbers."""
     groups: dict[str, list[str]] = {}
     for name in names:
         groups.setdefault(without_numbers(name).replace("#", "*"), []).append(name)
-    return [one[0] if len(one) == 1 else f"{text} ({len(one)})" for text, one in groups.items()]
+    return [group[0] if len(group) == 1 else f"{text} ({len(group)})" for text, group in groups.items()]
