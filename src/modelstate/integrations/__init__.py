@@ -1,1 +1,1 @@
-"""Parts for other libraries' training loops, each in a module that imports its library."""
+"""Integrations with other libraries' training loops. Each module imports its library."""

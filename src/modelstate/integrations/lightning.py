@@ -1,6 +1,6 @@
-"""Lightning's checkpoints as files that are complete and durable, or not there.
+"""Writes and reads Lightning's checkpoints as files that are complete and durable, or do not exist.
 
-trainer = Trainer(plugins=[StoreCheckpointIO()])
+>>> trainer = Trainer(plugins=[StoreCheckpointIO()])
 """
 
 import os
@@ -20,24 +20,28 @@ from modelstate.io.files import SourceFile, local_path
 
 try:
     from lightning.pytorch.plugins.io import CheckpointIO, TorchCheckpointIO
-except ImportError as found:
+except ImportError as error:
     raise PackageError(
-        "this needs lightning, which is not here", found=found, remedy='pip install "modelstate[lightning]"'
-    ) from found
+        "this needs lightning, which is not here", found=error, remedy='pip install "modelstate[lightning]"'
+    ) from error
 
 _HEAD_BYTES = 64
-_SKIP = "self.save_hyperparameters(ignore=[...]) leaves one out"
+_IGNORE_REMEDY = "self.save_hyperparameters(ignore=[...]) leaves one out"
 
 
 class StoreCheckpointIO(CheckpointIO):  # type: ignore[misc]
-    """Writes and reads the checkpoints of a Lightning Trainer as `modelstate.save` does, at the paths that it chooses.
+    """Writes and reads the checkpoints of a Lightning Trainer as `modelstate.save` does, at the Trainer's paths.
 
-    A checkpoint is at its path in full, on the disk, or it is not there. It is a safetensors file, whatever its name:
-    tied tensors are written once, values that are no tensors are encoded without pickle, and reading runs nothing.
-    Checkpoints that Lightning itself has written are read as Lightning does, so a run can change over at any time.
+    A checkpoint is complete and durable at its path, or does not exist. It is a safetensors file, whatever its suffix:
+    tied tensors are written once, other values are encoded without pickle, and reading runs no code of the file.
+    Checkpoints that Lightning itself wrote are read by Lightning, so a run can change over at any time.
 
     Args:
         verify: whether everything is compared with its digests before it is used.
+
+    Example:
+        >>> trainer = Trainer(max_epochs=3, plugins=[StoreCheckpointIO()])
+        >>> trainer.fit(module, ckpt_path="last")
     """
 
     def __init__(self, *, verify: bool = True) -> None:
@@ -47,10 +51,18 @@ class StoreCheckpointIO(CheckpointIO):  # type: ignore[misc]
     def save_checkpoint(
         self, checkpoint: dict[str, Any], path: str | os.PathLike[str], storage_options: Any | None = None
     ) -> None:
-        """Returns when the checkpoint is durable.
+        """Saves a checkpoint, and returns when it is durable. On any error the path is as it was.
 
-        Raises `UnsupportedValueError` for a value without an encoding, with the keys that lead to it, and what
-        `modelstate.save` raises. Then what was at the path is as it was.
+        Args:
+            checkpoint: the dict of the Trainer.
+            path: the file to write; its directory is created.
+            storage_options: must be None, since the file is local.
+
+        Raises:
+            UnsupportedValueError: A value has no encoding; the error has the keys that lead to it.
+            OptionError: There are `storage_options`.
+
+        It raises what `modelstate.save` raises.
         """
         if storage_options is not None:
             raise OptionError("storage_options= means nothing to a local file", found=repr(storage_options)[:80])
@@ -58,21 +70,32 @@ class StoreCheckpointIO(CheckpointIO):  # type: ignore[misc]
         with write_errors(where):
             os.makedirs(os.path.dirname(where) or ".", exist_ok=True)
         try:
-            # Lightning chooses the suffix, .ckpt by default, which does not say the format here.
+            # The suffix is Lightning's, .ckpt by default, and does not choose the format here.
             write_state(
                 StateToWrite(checkpoint), where, perf_counter(), format="safetensors", shard_bytes=None, overwrite=True
             )
         except UnsupportedValueError as error:
-            error.remedy = f"{error.remedy}; {_SKIP}" if error.remedy else _SKIP
+            error.remedy = f"{error.remedy}; {_IGNORE_REMEDY}" if error.remedy else _IGNORE_REMEDY
             raise
 
     def load_checkpoint(
         self, path: str | os.PathLike[str], map_location: Any = None, weights_only: bool | None = None
     ) -> dict[str, Any]:
-        """The checkpoint as it was saved, on the CPU unless `map_location` says otherwise.
+        """Loads a checkpoint.
 
-        `weights_only` has a meaning for files of Lightning's own alone. Raises what `modelstate.open` raises,
-        `ChecksumError` for a damaged file, and `CodecError` for a class that is not imported here.
+        Args:
+            path: a file of `save_checkpoint`, or of Lightning's own.
+            map_location: as in `torch.load`; None leaves tensors on the CPU.
+            weights_only: only for files of Lightning's own, as in `torch.load`.
+
+        Returns:
+            The checkpoint as it was saved.
+
+        Raises:
+            ChecksumError: The file is damaged.
+            CodecError: A class of a value is not imported.
+
+        It raises what `modelstate.open` raises.
         """
         where = local_path(os.fspath(path))
         if _is_torchs(where):
@@ -81,11 +104,11 @@ class StoreCheckpointIO(CheckpointIO):  # type: ignore[misc]
         checkpoint = open_checkpoint(where)
         if self._verify and checkpoint.checksums:
             checkpoint.verify()
-        made: dict[str, Any] = _moved(checkpoint.value(), _placing(map_location), {})
-        return made
+        state: dict[str, Any] = _placed(checkpoint.value(), _placement(map_location), {})
+        return state
 
     def remove_checkpoint(self, path: str | os.PathLike[str]) -> None:
-        """Takes the file away, durably. A directory is one of Lightning's own."""
+        """Removes a checkpoint, durably. A directory is a checkpoint of Lightning's own."""
         where = local_path(os.fspath(path))
         if os.path.isdir(where) and not os.path.islink(where):
             TorchCheckpointIO().remove_checkpoint(path)
@@ -100,12 +123,12 @@ def _is_torchs(path: str) -> bool:
         with SourceFile(path) as file:
             head = file.read(0, min(file.nbytes, _HEAD_BYTES), "its beginning")
     except (OpenError, ReadFailedError):
-        return False  # whoever opens it says what is wrong
+        return False  # the opening of it raises the error
     return torch_zip.matches(head) or torch_legacy.matches(head)
 
 
-def _placing(map_location: Any) -> Callable[[torch.Tensor], torch.Tensor]:
-    """What torch's `map_location` does to a tensor that was saved from the CPU."""
+def _placement(map_location: object) -> Callable[[torch.Tensor], torch.Tensor]:
+    """Returns a function that does to a tensor from the CPU what torch's `map_location` does."""
     if isinstance(map_location, Mapping):
         map_location = map_location.get("cpu")
     if map_location is None:
@@ -114,27 +137,28 @@ def _placing(map_location: Any) -> Callable[[torch.Tensor], torch.Tensor]:
         return lambda tensor: tensor.to(map_location)
     if not callable(map_location):
         raise OptionError("map_location= says where tensors belong", found=repr(map_location)[:80])
-    return lambda tensor: _on(map_location(tensor.untyped_storage(), "cpu"), tensor)
+
+    def place(tensor: torch.Tensor) -> torch.Tensor:
+        storage = map_location(tensor.untyped_storage(), "cpu")
+        if storage is None or storage.data_ptr() == tensor.untyped_storage().data_ptr():
+            return tensor
+        empty = torch.empty(0, dtype=tensor.dtype, device=storage.device)
+        return empty.set_(storage, tensor.storage_offset(), tensor.size(), tensor.stride())
+
+    return place
 
 
-def _on(storage: torch.UntypedStorage | None, tensor: torch.Tensor) -> torch.Tensor:
-    if storage is None or storage.data_ptr() == tensor.untyped_storage().data_ptr():
-        return tensor
-    empty = torch.empty(0, dtype=tensor.dtype, device=storage.device)
-    return empty.set_(storage, tensor.storage_offset(), tensor.size(), tensor.stride())
-
-
-def _moved(node: Any, place: Callable[[torch.Tensor], torch.Tensor], made: dict[int, torch.Tensor]) -> Any:
-    """The containers with their tensors placed; those that are one object stay one."""
+def _placed(node: Any, place: Callable[[torch.Tensor], torch.Tensor], placed: dict[int, torch.Tensor]) -> Any:
+    """Places the tensors in nested containers, which are changed in place. A tensor in several places stays one."""
     if isinstance(node, torch.Tensor):
-        if id(node) not in made:
-            made[id(node)] = place(node)
-        return made[id(node)]
+        if id(node) not in placed:
+            placed[id(node)] = place(node)
+        return placed[id(node)]
     if isinstance(node, dict):
         for key, value in node.items():
-            node[key] = _moved(value, place, made)
+            node[key] = _placed(value, place, placed)
         return node
     if isinstance(node, list):
-        node[:] = [_moved(value, place, made) for value in node]
+        node[:] = [_placed(value, place, placed) for value in node]
         return node
-    return tuple(_moved(value, place, made) for value in node) if type(node) is tuple else node
+    return tuple(_placed(value, place, placed) for value in node) if type(node) is tuple else node

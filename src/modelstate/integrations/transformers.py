@@ -1,8 +1,8 @@
-"""A Trainer of transformers that saves to a store, ends in time, and goes on where it was.
+"""Saves the run of a transformers Trainer to a store, stops it in time, and resumes it.
 
-saving = StoreCallback(ms.Store("run", keep=3), deadline=ms.Deadline(hours=4))
-trainer = Trainer(model, args, callbacks=[saving], ...)
-saving.train(trainer)
+>>> saving = StoreCallback(ms.Store("run", keep=3), deadline=ms.Deadline(hours=4))
+>>> trainer = Trainer(model, args, callbacks=[saving])
+>>> saving.train(trainer)
 """
 
 import dataclasses
@@ -39,32 +39,40 @@ from modelstate.store.store import Store, newest_whole, problem_now
 try:
     from transformers import TrainerCallback
     from transformers.trainer_callback import ExportableState
-except ImportError as found:
+except ImportError as error:
     raise PackageError(
-        "this needs transformers, which is not here", found=found, remedy='pip install "modelstate[transformers]"'
-    ) from found
+        "this needs transformers, which is not here", found=error, remedy='pip install "modelstate[transformers]"'
+    ) from error
 
 _STATE = "trainer_state"
-_OWN = ("model", "optimizer", "scheduler", "rng", "scaler", _STATE)
+_OWN_NAMES = ("model", "optimizer", "scheduler", "rng", "scaler", _STATE)
 
 
 class StoreCallback(TrainerCallback):  # type: ignore[misc]
     """Saves model, optimizer, scheduler, random generators and the Trainer's own state to a store.
 
-    It takes the place of the Trainer's own checkpoints: where `save_strategy` and `save_steps` would have one written,
-    a step of the store is; with `save_strategy="best"` both are. The step is saved before the next one begins, after
-    what is evaluated and logged at it; the metrics of that evaluation go with it. The number of a step is the Trainer's
+    It replaces the Trainer's own checkpoints: where `save_strategy` and `save_steps` ask for one, a step of the store
+    is saved; with `save_strategy="best"` both are. A step is saved before the next one begins, after the evaluation and
+    logging at it; the metrics of that evaluation are saved with it. The number of a step is the Trainer's
     `global_step`.
 
-    Args:
-        store: where it is saved to.
-        deadline: when it is reached, or has received a signal, the run is saved and ends.
-        objects: more of what `Store.save` takes, saved and restored with the rest: {"loader": ...}.
-        block: as for `Store.save`; with False training goes on while a thread writes, but at the end of the run.
+    A restored run computes what the uninterrupted one would have, bit for bit, as long as making the batches draws
+    nothing from the global random generators: the Trainer makes the batches that it skips again, as it does for its own
+    checkpoints. Only one process may train; several raise `OptionError`.
 
-    A restored run is what it would have been, bit for bit, as long as what makes the batches draws nothing from the
-    global random generators: the Trainer fetches those that it skips anew, as it does for its own checkpoints. One
-    process trains: `OptionError` where several do.
+    Args:
+        store: the store to save to.
+        deadline: the run is saved and ends when the deadline is reached.
+        objects: further objects, as `Store.save` takes them, to save and restore with the rest: {"loader": ...}.
+        block: as in `Store.save`. With False training goes on while a thread writes; the last save always blocks.
+
+    Raises:
+        OptionError: `store` is not a `Store`, or `objects` has a name that the callback uses.
+
+    Example:
+        >>> saving = StoreCallback(ms.Store("run", keep=3), deadline=ms.Deadline(hours=4))
+        >>> trainer = Trainer(model, args, callbacks=[saving])
+        >>> saving.train(trainer)
     """
 
     def __init__(
@@ -77,7 +85,7 @@ class StoreCallback(TrainerCallback):  # type: ignore[misc]
     ) -> None:
         if not isinstance(store, Store):
             raise OptionError("a StoreCallback saves to a store", expected="a modelstate.Store", found=repr(store)[:80])
-        if taken := sorted(set(objects or {}) & set(_OWN)):
+        if taken := sorted(set(objects or {}) & set(_OWN_NAMES)):
             raise OptionError("objects= has names that mean something else here", found=", ".join(taken))
         self.store, self.deadline, self.block = store, deadline, block
         self._objects = dict(objects or {})
@@ -85,38 +93,56 @@ class StoreCallback(TrainerCallback):  # type: ignore[misc]
         self._trainer: Any = None
         self._restore: int | None = None
         self._rng_state: dict[str, Any] | None = None
-        """What the generators have to be made when the first step after a restore begins."""
+        """The state that the generators get when the first step after a restore begins."""
         self._replaced: set[int] = set()
-        """Steps that are there and may be saved anew: damaged ones, and those behind a step that it went back to."""
+        """Existing steps that may be replaced: damaged ones, and those after the step that the run went back to."""
         self._is_due = False
         self._saved_step = -1
         self._metrics: tuple[int, dict[str, float]] = (-1, {})
-        self._looked_at = 0.0
+        self._checked_at = 0.0
         self._pending: PendingSave | None = None
         self._lost: Exception | None = None
-        """Why the last save in the background failed, as long as nothing has been saved since."""
+        """The error of the last save in the background, until a save succeeds."""
         self._is_done = False
-        """Whether the step that was restored is the last one of the run."""
+        """Whether the restored step is the last one of the run."""
 
     # Training.
 
     def train(self, trainer: Any, *, step: Step | None = "latest", **options: Any) -> Any:
-        """Goes on from a step of the store, or begins where there is none, and returns what `trainer.train` returns.
+        """Trains from a step of the store on, or from the beginning where the store is empty.
 
-        Of the latest steps the newest one is taken that is whole; None begins anew. The Trainer skips the batches that
-        it has had. Everything is restored, or nothing. Signals that the deadline takes are taken until it returns.
-        Of a run that has had all its steps the last one is restored, and nothing is trained or saved.
+        Everything is restored, or nothing. The Trainer skips the batches that it has had. The signals of the deadline
+        are handled until the call returns. Where all steps of the run are done, the last one is restored, and nothing
+        is trained or saved.
 
-        `options` are further arguments of `trainer.train`. Raises what `Store.restore` raises, and what a save raises;
-        but where one in the background fails with an I/O error, or since the store's directory is not there any more,
-        that is a `SaveFailedWarning`, and the next one saves all. The last one is waited for, and raises.
+        Args:
+            trainer: the Trainer, which has this callback.
+            step: the step to go on from; "latest" takes the newest one that is whole, None begins anew.
+            options: further arguments of `trainer.train`.
+
+        Returns:
+            The result of `trainer.train`.
+
+        Raises:
+            OptionError: The Trainer does not have this callback, or `resume_from_checkpoint` is given.
+            StepNotFoundError: There is no such step, or none that is whole.
+            DamagedCheckpointError: The step is not what was saved.
+
+        It raises what `Store.restore` and `Store.save` raise. An I/O error, or a directory that does not exist any
+        more, in a save in the background is a `SaveFailedWarning`, and the next save writes everything. The last save
+        is waited for, and raises its error.
+
+        Example:
+            >>> output = saving.train(trainer)
+            >>> output.global_step
+            1000
         """
         if self not in trainer.callback_handler.callbacks:
             raise OptionError("the Trainer does not have this callback", remedy="Trainer(..., callbacks=[saving])")
         if options.get("resume_from_checkpoint"):
             raise OptionError("resume_from_checkpoint= is of the Trainer's own checkpoints", remedy="step=")
         self._trainer = trainer
-        self._restore = self._whole(step)
+        self._restore = self._whole_step(step)
         try:
             with self.deadline or nullcontext(), self._resume_directory(trainer) as directory:
                 output = trainer.train(resume_from_checkpoint=directory, **options)
@@ -126,8 +152,8 @@ class StoreCallback(TrainerCallback):  # type: ignore[misc]
             self._replaced.clear()
         return output
 
-    def _whole(self, step: Step | None) -> int | None:
-        """The step to go on from, all of whose bytes have been compared with their digests."""
+    def _whole_step(self, step: Step | None) -> int | None:
+        """Returns the step to go on from, after all of its bytes were compared with their digests."""
         self._replaced.clear()
         if step is None:
             return None
@@ -145,7 +171,7 @@ class StoreCallback(TrainerCallback):  # type: ignore[misc]
             raise DamagedCheckpointError("the checkpoint is damaged", where=f"step {step}", found=problem)
         else:
             number = step
-        # Those behind the newest one are of a run that has been left: training has gone back before.
+        # Higher steps are of an abandoned run: training went back to an earlier step.
         self._replaced.update(info.step for info in self.store.infos() if info.step > number)
         return number
 
@@ -155,9 +181,9 @@ class StoreCallback(TrainerCallback):  # type: ignore[misc]
 
     @contextmanager
     def _resume_directory(self, trainer: Any) -> Iterator[str | None]:
-        """What the Trainer takes for a checkpoint of its own: where it was, and no tensors.
+        """Makes a directory that the Trainer accepts as its own checkpoint: with its state, and without tensors.
 
-        Those it gets from the store as soon as its optimizer is there, all at once.
+        `on_train_begin` restores the tensors from the store, when the Trainer has built its optimizer.
         """
         if self._restore is None:
             yield None
@@ -174,9 +200,9 @@ class StoreCallback(TrainerCallback):  # type: ignore[misc]
             )
         with (
             tempfile.TemporaryDirectory(prefix="modelstate-") as directory,
-            # The Trainer loads no tensors of a model from what it takes for its checkpoint: there are none.
-            _instead(trainer, "_load_from_checkpoint", lambda *_, **__: None),
-            _instead(trainer, "get_batch_samples", partial(self._batches_left, trainer.get_batch_samples)),
+            # The directory has no tensors of a model for the Trainer to load.
+            _replaced_method(trainer, "_load_from_checkpoint", lambda *_, **__: None),
+            _replaced_method(trainer, "get_batch_samples", partial(self._batch_samples, trainer.get_batch_samples)),
         ):
             with open(os.path.join(directory, "trainer_state.json"), "w", encoding="utf-8") as file:
                 json.dump(records.value_of(info.path, entry), file)
@@ -184,180 +210,176 @@ class StoreCallback(TrainerCallback):  # type: ignore[misc]
 
     # Events of the Trainer.
 
-    def on_train_begin(self, args: Any, state: Any, control: Any, **given: Any) -> None:
-        """Restores, where `train` has found something to go on from."""
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Restores the step that `train` goes on from."""
         if args.world_size > 1:
             raise OptionError(
                 "several processes train, and a StoreCallback knows how to save what one of them has",
                 found=f"{args.world_size} processes",
                 remedy="leave the callback out, and let the Trainer save",
             )
-        self._saved_step, self._is_due, self._looked_at = -1, False, time.monotonic()
+        self._saved_step, self._is_due, self._checked_at = -1, False, time.monotonic()
         self._pending, self._lost, self._is_done = None, None, False
         if self._restore is not None:
-            self.store.restore(self._objects_of(state, given), self._restore, verify=False)
+            self.store.restore(self._objects_of(state, kwargs), self._restore, verify=False)
             self._saved_step = self._restore
             self._rng_state = self._rng.state_dict()
             self._is_done = state.global_step >= state.max_steps
             if self._is_done:
-                # Within an epoch the Trainer would do another step before it looks: see `_batches_left`.
+                # Within an epoch the Trainer would still do a step: see `_batch_samples`.
                 control.should_training_stop = True
 
-    def on_epoch_begin(self, args: Any, state: Any, control: Any, **given: Any) -> None:
-        """Saves what is due: nothing of the epoch has been drawn yet."""
-        self._save_if_due(state, given)
-        if not _is_within_epoch(state):
+    def on_epoch_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Saves a step that is due, before the epoch draws random numbers."""
+        self._save_if_due(state, kwargs)
+        epoch = state.epoch or 0.0
+        if math.isclose(epoch, round(epoch), abs_tol=1e-9):  # else steps of this epoch were done before the restore
             self._set_rng()
 
-    def on_step_begin(self, args: Any, state: Any, control: Any, **given: Any) -> None:
-        """Saves what is due: what was to be evaluated and logged has been."""
-        self._save_if_due(state, given)
+    def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Saves a step that is due, after its evaluation and logging."""
+        self._save_if_due(state, kwargs)
         self._set_rng()
 
-    def on_step_end(self, args: Any, state: Any, control: Any, **given: Any) -> Any:
-        """Ends the run in time, and notes that a step is to be saved."""
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> Any:
+        """Stops the run where the deadline is reached, and notes that a step is to be saved."""
         now = time.monotonic()
         if self._pending is not None and self._pending.done:
-            self._hear()
+            self._collect()
         if self.deadline is not None:
-            self.deadline.stepped(now - self._looked_at)
+            self.deadline.stepped(now - self._checked_at)
             if self.deadline.reached:
-                # What is evaluated now would take time that there may not be.
+                # An evaluation may take more time than is left.
                 control.should_training_stop, control.should_save, control.should_evaluate = True, True, False
-        self._looked_at = now
-        return self._take_over(state, control, given)
+        self._checked_at = now
+        return self._take_over(state, control, kwargs)
 
-    def on_epoch_end(self, args: Any, state: Any, control: Any, **given: Any) -> Any:
+    def on_epoch_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> Any:
         if self._is_done:
             control.should_log = control.should_evaluate = control.should_save = False
-        return self._take_over(state, control, given)
+        return self._take_over(state, control, kwargs)
 
-    def on_save(self, args: Any, state: Any, control: Any, **given: Any) -> None:
-        """The Trainer has saved for a reason of its own, and has evaluated."""
+    def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Saves a step where the Trainer has saved for a reason of its own, after its evaluation."""
         self._is_due = True
-        self._save_if_due(state, given)
+        self._save_if_due(state, kwargs)
 
-    def on_evaluate(self, args: Any, state: Any, control: Any, metrics: Any = None, **given: Any) -> None:
+    def on_evaluate(self, args: Any, state: Any, control: Any, metrics: Any = None, **kwargs: Any) -> None:
         numbers = {name: float(value) for name, value in (metrics or {}).items() if is_number(value)}
         self._metrics = state.global_step, numbers
 
-    def on_train_end(self, args: Any, state: Any, control: Any, **given: Any) -> None:
-        self._save_if_due(state, given, is_last=True)
+    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self._save_if_due(state, kwargs, is_last=True)
         self.store.wait()
-        self._hear()
+        self._collect()
         if self._lost is not None:
             raise self._lost
 
-    def _take_over(self, state: Any, control: Any, given: Mapping[str, Any]) -> Any:
-        """Does what the Trainer would do next, or as soon as it has evaluated."""
+    def _take_over(self, state: Any, control: Any, kwargs: Mapping[str, Any]) -> Any:
+        """Takes over the save that the Trainer is about to do. The last one is done now, unless it evaluates first."""
         if control.should_save:
             control.should_save, self._is_due = False, True
         ends = control.should_training_stop or state.global_step >= state.max_steps
         if ends and not control.should_evaluate:
-            # At the end of all the Trainer may put the best model in the place of this one.
-            self._hear()
+            # Now, because at the end the Trainer may load the best model in place of this one.
+            self._collect()
             self._is_due |= self._lost is not None
-            self._save_if_due(state, given, is_last=True)
+            self._save_if_due(state, kwargs, is_last=True)
         return control
 
-    def _batches_left(self, batches: Callable[..., Any], *given: Any, **more: Any) -> Any:
-        """What the Trainer is to do a step with: nothing where it has done all of them before."""
-        return ([], None) if self._is_done else batches(*given, **more)
+    def _batch_samples(self, get_batch_samples: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Replaces `Trainer.get_batch_samples`: no batches where all steps of the run are done."""
+        return ([], None) if self._is_done else get_batch_samples(*args, **kwargs)
 
     def _set_rng(self) -> None:
-        """Once after a restore: skipping batches has drawn from the generators."""
+        """Restores the generators once after a restore, since skipping batches has drawn from them."""
         if self._rng_state is not None:
             self._rng.load_state_dict(self._rng_state)
             self._rng_state = None
 
     # Saving.
 
-    def _save_if_due(self, state: Any, given: Mapping[str, Any], is_last: bool = False) -> None:
+    def _save_if_due(self, state: Any, kwargs: Mapping[str, Any], is_last: bool = False) -> None:
         if not self._is_due:
             return
         self._is_due = False
-        self._hear()  # it is waited for, as it would be by the store
+        self._collect()  # the store would wait for the earlier save too
         if state.global_step == self._saved_step:
             return
         if self._trainer is not None:
             self._trainer.store_flos()
-        at, numbers = self._metrics
-        objects, step = self._objects_of(state, given), state.global_step
-        metrics = numbers if at == step else {}
-        again = step in self._replaced
+        metrics_step, metrics = self._metrics
+        objects, step = self._objects_of(state, kwargs), state.global_step
+        if metrics_step != step:
+            metrics = {}
+        overwrite = step in self._replaced
         if self.block or is_last:
-            self._learn(self.store.save(step, objects, metrics=metrics, overwrite=again))
+            self._note_saved(self.store.save(step, objects, metrics=metrics, overwrite=overwrite))
         else:
             try:
-                self._pending = self.store.save(step, objects, metrics=metrics, overwrite=again, block=False)
+                self._pending = self.store.save(step, objects, metrics=metrics, overwrite=overwrite, block=False)
             except PASSING as error:
-                self._lose(step, error)
+                self._warn_lost(step, error)
                 return
         self._saved_step = step
 
-    def _hear(self) -> None:
-        """What has become of the save in the background. That it has failed does not end the training."""
+    def _collect(self) -> None:
+        """Waits for the save in the background. An I/O error of it is a warning, and does not end the training."""
         pending, self._pending = self._pending, None
         if pending is None:
             return
         try:
-            self._learn(pending.result())
+            self._note_saved(pending.result())
         except PASSING as error:
-            self._lose(pending.step, error)
+            self._warn_lost(pending.step, error)
 
-    def _lose(self, step: int, error: Exception) -> None:
+    def _warn_lost(self, step: int, error: Exception) -> None:
         self._saved_step, self._lost = -1, error
         warnings.warn(f"step {step} was not saved: {error}", SaveFailedWarning, stacklevel=2)
 
-    def _learn(self, saved: SavedStep) -> None:
-        """How long saves take is what the deadline learns its margin from."""
+    def _note_saved(self, saved: SavedStep) -> None:
+        """Gives the deadline the time of a save, for its margin."""
         self._lost = None
         if self.deadline is not None:
             self.deadline.saved(saved.seconds)
 
-    def _objects_of(self, state: Any, given: Mapping[str, Any]) -> dict[str, Any]:
-        found = {
+    def _objects_of(self, state: Any, kwargs: Mapping[str, Any]) -> dict[str, Any]:
+        objects = {
             **self._objects,
-            "model": given["model"],
-            "optimizer": _inner(given["optimizer"], "optimizer", torch.optim.Optimizer),
-            "scheduler": _inner(given["lr_scheduler"], "scheduler", object),
+            "model": kwargs["model"],
+            "optimizer": _unwrapped(kwargs["optimizer"], "optimizer", torch.optim.Optimizer),
+            "scheduler": _unwrapped(kwargs["lr_scheduler"], "scheduler", object),
             "rng": self._rng,
             _STATE: self._state_of(state),
         }
         scaler = getattr(getattr(self._trainer, "accelerator", None), "scaler", None)
-        return found if scaler is None else {**found, "scaler": scaler}
+        return objects if scaler is None else {**objects, "scaler": scaler}
 
     def _state_of(self, state: Any) -> dict[str, Any]:
-        """The Trainer's state as its JSON has it, with that of the other callbacks."""
-        said = json.loads(json.dumps(dataclasses.asdict(state)))
+        """Returns the Trainer's state as in its JSON file, with the states of the other callbacks."""
+        content: dict[str, Any] = json.loads(json.dumps(dataclasses.asdict(state)))
         if self._trainer is not None:
-            found: dict[str, list[Any]] = {}
-            for one in [*self._trainer.callback_handler.callbacks, self._trainer.control]:
-                if isinstance(one, ExportableState):
-                    found.setdefault(type(one).__name__, []).append(one.state())
-            several = said["stateful_callbacks"]
-            for name, states in found.items():
-                several[name] = states if isinstance(several.get(name), list) else states[-1]
-            said["stateful_callbacks"] = json.loads(json.dumps(several))
-        return said  # type: ignore[no-any-return]
+            by_class: dict[str, list[Any]] = {}
+            for part in [*self._trainer.callback_handler.callbacks, self._trainer.control]:
+                if isinstance(part, ExportableState):
+                    by_class.setdefault(type(part).__name__, []).append(part.state())
+            stateful = content["stateful_callbacks"]
+            for name, states in by_class.items():
+                stateful[name] = states if isinstance(stateful.get(name), list) else states[-1]
+            content["stateful_callbacks"] = json.loads(json.dumps(stateful))
+        return content
 
 
-def _is_within_epoch(state: Any) -> bool:
-    """Whether steps of the epoch that the Trainer begins have been done before."""
-    epoch = state.epoch or 0.0
-    return not math.isclose(epoch, round(epoch), abs_tol=1e-9)
-
-
-def _inner(it: Any, name: str, kind: type) -> Any:
-    """What accelerate has wrapped."""
-    inner = getattr(it, name, None)
-    is_wrapped = type(it).__module__.partition(".")[0] == "accelerate"
-    return inner if is_wrapped and isinstance(inner, kind) else it
+def _unwrapped(value: object, name: str, kind: type) -> object:
+    """Returns the object in the attribute `name` of a wrapper of accelerate; another object as it is."""
+    inner = getattr(value, name, None)
+    is_wrapper = type(value).__module__.partition(".")[0] == "accelerate"
+    return inner if is_wrapper and isinstance(inner, kind) else value
 
 
 @contextmanager
-def _instead(trainer: Any, name: str, function: Callable[..., Any]) -> Iterator[None]:
-    """The Trainer calls this in place of a method of its own."""
+def _replaced_method(trainer: Any, name: str, function: Callable[..., Any]) -> Iterator[None]:
+    """Replaces a method of the Trainer while the block runs."""
     before = vars(trainer).get(name)
     setattr(trainer, name, function)
     try:
