@@ -507,7 +507,7 @@ def test_rules_for_a_module_and_its_optimizer(by: str) -> None:
 def test_rules_that_cannot_be() -> None:
     model = nn.Linear(2, 2)
     saved = kept({"model": model})
-    with pytest.raises(errors.OptionError, match="no module"):
+    with pytest.raises(errors.OptionError, match="not a restored module"):
         restore_objects({"model": model}, saved, rules={"emma": [ms.rules.Prefix(strip="a")]})
     with pytest.raises(errors.SchemaError, match="version of the checkpoint is unknown"):
         restore_objects({"model": model}, saved, rules=ms.rules.Schema("1", []))
