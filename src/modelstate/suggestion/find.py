@@ -1,4 +1,4 @@
-"""Combines pairings, fused tensors and shifted prefixes into one set of findings."""
+"""Finds which tensors of a checkpoint and a model belong together: renamed, fused, split or transposed."""
 
 import re
 from collections import Counter, defaultdict
@@ -25,12 +25,12 @@ from modelstate.transaction.slots import Slots
 
 @dataclass(frozen=True, slots=True)
 class Fusion:
-    """A tensor, and those that are parts of it, in their order; for each combination of the numbers in the names."""
+    """A tensor and its parts, in order, for each combination of the numbers in the names."""
 
     whole: Skeleton
     parts: tuple[Skeleton, ...]
     sizes: tuple[int, ...] | None
-    """Along the first dimension; None where they are all the same."""
+    """The sizes along the first dimension; None if they are equal."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +38,7 @@ class _Parts:
     kind: str
     units: tuple[Unit, ...]
     means: frozenset[str]
-    """What the names say beside which part it is."""
+    """The concepts of the names, without those of the single parts."""
 
     @property
     def skeletons(self) -> tuple[Skeleton, ...]:
@@ -48,16 +48,20 @@ class _Parts:
 def fusions(
     wholes: Iterable[Leaf], parts: Iterable[Leaf], pairing: Pairing, *, named: bool, turned: bool = False
 ) -> list[Fusion]:
-    """Which tensors of one side are made of which of the other, where that is clear.
+    """Returns the unambiguous fusions between whole tensors on one side and parts on the other.
 
-    `named` asks for those that are called so, otherwise for those that are called nothing else. `turned` says that
-    the parts are those of the checkpoint.
+    Args:
+        wholes: the tensors that may be fused.
+        parts: the tensors that may be their parts.
+        pairing: the matches so far.
+        named: takes wholes whose names say that they are fused; otherwise those whose names do not say anything else.
+        turned: whether the parts are those of the checkpoint.
     """
     single = units(wholes, Level.WHOLE, owners=False)
     found = []
     for group in _groups(units(parts, Level.WHOLE, owners=False)):
-        fitting = [one for one in single if _fits(one, group)]
-        fitting = [one for one in fitting if (group.kind in _words(one) if named else not _words(one) & _TAKEN)]
+        fitting = [unit for unit in single if _fits(unit, group)]
+        fitting = [unit for unit in fitting if (group.kind in _words(unit) if named else not _words(unit) & _TAKEN)]
         best = _best(fitting, group, pairing, turned)
         if best is not None:
             single.remove(best)
@@ -70,11 +74,6 @@ _MARGIN = 0.25
 _TAKEN = {INTERLEAVED, "out", "up", "down", "q", "k", "v", *PARTS}
 
 
-def interleaved(leaves: Iterable[Leaf]) -> list[Leaf]:
-    """Tensors whose names say that the parts take turns in them."""
-    return [leaf for leaf in leaves if INTERLEAVED in of_path(leaf.name.split("."))]
-
-
 def _words(unit: Unit) -> frozenset[str]:
     return _sample(unit).words(unit.owner.count("."))
 
@@ -84,7 +83,7 @@ def _sample(unit: Unit) -> Leaf:
 
 
 def _groups(single: Iterable[Unit]) -> list[_Parts]:
-    """Siblings that are called query, key and value, or the like."""
+    """Groups siblings that are named query, key and value, or like the parts of another fused tensor."""
     kinds = {part: kind for kind, names in PARTS.items() for part in names if kind != "kv"}
     stems: dict[tuple[str, str, str], dict[str, Unit]] = defaultdict(dict)
     for unit in single:
@@ -109,7 +108,7 @@ def _sizes(group: _Parts) -> tuple[int, ...] | None:
 
 
 def _fits(unit: Unit, group: _Parts) -> bool:
-    """Whether the sizes of the parts add up to that of the tensor, in every layer."""
+    """Whether the sizes of the parts add up to the size of the tensor, in every layer."""
     ((role, whole),) = unit.roles.items()
     first, *others = group.skeletons
     if role != first.role or any(one.leaves.keys() != whole.leaves.keys() for one in (first, *others)):
@@ -147,34 +146,37 @@ _LONGEST_ROW = 10_000
 
 @dataclass(slots=True)
 class Findings:
-    """Who is who, and how the one becomes the other."""
+    """The matches between the tensors of a checkpoint and those of a model."""
 
     sources: Sequence[Leaf]
     targets: Sequence[Leaf]
     pairs: dict[str, str] = field(default_factory=dict)
     by_shape: set[str] = field(default_factory=set)
     conventional: tuple[set[str], set[str]] = field(default_factory=lambda: (set(), set()))
-    """Names of both sides of which only a convention says what they are."""
+    """Names of the checkpoint and of the model whose meaning only a convention determines."""
     splits: list[tuple[Fusion, int]] = field(default_factory=list)
-    """Tensors of the checkpoint that are cut, and along which dimension."""
+    """Tensors of the checkpoint that are split, each with the dimension."""
     joins: list[tuple[Fusion, int]] = field(default_factory=list)
     transposed: set[str] = field(default_factory=set)
-    """Names of the checkpoint that certainly lie the other way round."""
+    """Names of the checkpoint that certainly are transposed."""
     inferred: set[str] = field(default_factory=set)
-    """Square ones, which lie as their neighbours do."""
+    """Names of square tensors that are transposed because their neighbours are."""
     doubtful: list[str] = field(default_factory=list)
-    """Square ones of which nothing is known."""
+    """Names of square tensors that may be transposed or not."""
     ambiguous: list[Ambiguous] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
 
 
 def find(sources: Sequence[Leaf], targets: Sequence[Leaf], slots: Slots) -> Findings:
-    """Matches both sides: first what is called the same, then what is called alike, then what there is one of."""
+    """Matches both sides: first equal names, then similar names, then tensors with a unique shape."""
     found, pairing = Findings(sources, targets), Pairing()
-    _same_names(sources, targets, pairing)
-    # What patterns are made of cannot be a part of names that they are to fit.
+    by_name = {leaf.name: leaf for leaf in sources}
+    for leaf in targets:
+        if by_name.get(leaf.name) == leaf:
+            pairing.add(leaf.name, leaf.name)
+    # Names that contain the wildcards of patterns cannot be matched by a pattern.
     sources, targets = ([leaf for leaf in side if _ORDINARY.fullmatch(leaf.name)] for side in (sources, targets))
-    _without_wrappers(sources, targets, pairing)
+    _pair_by(pairing, sources, targets, without_wrappers)  # DataParallel, torch.compile and others
     _one_prefix(sources, targets, pairing)
     sources, targets = in_place(sources), in_place(targets)
     lying, wanted = orientation(sources), orientation(targets)
@@ -192,7 +194,7 @@ def find(sources: Sequence[Leaf], targets: Sequence[Leaf], slots: Slots) -> Find
     tied = {name for slot in slots.tensors if pairing.targets.intersection(slot.names) for name in slot.names}
     lacking = [leaf for leaf in lacking if leaf.name not in tied]
     found.ambiguous = [*shifted, *_ambiguous(left, lacking)]
-    mixed = interleaved(left)
+    mixed = [leaf for leaf in left if INTERLEAVED in of_path(leaf.name.split("."))]
     if mixed and lacking:
         found.notes.append(f"{_folded(mixed)}: query, key and value may take turns in it, head by head; it is not cut")
     return found
@@ -202,19 +204,8 @@ def _folded(leaves: Iterable[Leaf]) -> str:
     return ", ".join(dict.fromkeys(without_numbers(leaf.name).replace("#", "*") for leaf in leaves))
 
 
-def _same_names(sources: Sequence[Leaf], targets: Sequence[Leaf], pairing: Pairing) -> None:
-    there = {leaf.name: leaf for leaf in sources}
-    for leaf in targets:
-        if there.get(leaf.name) == leaf:
-            pairing.add(leaf.name, leaf.name)
-
-
-def _without_wrappers(sources: Sequence[Leaf], targets: Sequence[Leaf], pairing: Pairing) -> None:
-    """What is called the same but for what DataParallel, torch.compile and others put into names."""
-    _pair_by(pairing, sources, targets, without_wrappers)
-
-
 def _pair_by(pairing: Pairing, sources: Sequence[Leaf], targets: Sequence[Leaf], short: Callable[[str], str]) -> None:
+    """Matches tensors whose shortened names are equal and unique."""
     first = _by_key(pairing.open_sources(sources), short)
     second = _by_key(pairing.open_targets(targets), short)
     for key, (one, *rivals) in first.items():
@@ -231,7 +222,7 @@ def _by_key(leaves: Iterable[Leaf], short: Callable[[str], str]) -> Mapping[str,
 
 
 def _one_prefix(sources: Sequence[Leaf], targets: Sequence[Leaf], pairing: Pairing) -> None:
-    """The prefix that one side has more than the other, where no other prefix would do as well."""
+    """Matches names that differ by a prefix, if no other prefix fits as well."""
     for turn in (False, True):
         for _ in range(4):
             longer, shorter = pairing.open_sources(sources), pairing.open_targets(targets)
@@ -261,7 +252,7 @@ def _prefixed(longer: Sequence[Leaf], shorter: Sequence[Leaf]) -> list[tuple[str
 
 
 class _Fused:
-    """The search for tensors that are parts of others."""
+    """Searches for tensors that are parts of others."""
 
     def __init__(self, found: Findings, pairing: Pairing, lying: Orientation, wanted: Orientation) -> None:
         self.found, self.pairing, self.lying, self.wanted = found, pairing, lying, wanted
@@ -281,7 +272,7 @@ class _Fused:
         turned = self._is_turned(self.lying, of_source[0])
         straight = not self._is_turned(self.wanted, of_target[0])
         if not turned and not straight:
-            return  # it would have to be turned after it was made
+            return  # the result would have to be transposed, after the split or join
         if turned and straight:
             self.found.transposed |= {
                 leaf.name for leaf in (whole if split else [one for part in parts for one in part])
@@ -301,7 +292,7 @@ class _Fused:
 
 
 def _turned(found: Findings, lying: Orientation, wanted: Orientation) -> None:
-    """Which of the pairs lie differently."""
+    """Finds the pairs of which one side is transposed."""
     sources, targets = ({leaf.name: leaf for leaf in side} for side in (found.sources, found.targets))
     for name, goal in found.pairs.items():
         source, target = sources[name], targets[goal]
@@ -316,10 +307,10 @@ def _turned(found: Findings, lying: Orientation, wanted: Orientation) -> None:
 
 
 def _take_shifted(found: Findings) -> list[Ambiguous]:
-    """Takes out the pairs that could as well be the ends of a row in which every name has moved by one.
+    """Removes pairs that could as well be the ends of a row in which every name is shifted by one.
 
-    Where layers 0 to 2 meet layers 1 to 3, only 0 and 3 are left, but it is more likely that each number is one higher.
-    So it is with "a.a.w" and "a.w" that meet "a.w" and "w".
+    If layers 0 to 2 match layers 1 to 3, only 0 and 3 are left, but it is more likely that every number is one higher.
+    The same holds if "a.a.w" and "a.w" match "a.w" and "w".
     """
     shifted: list[Ambiguous] = []
     for source, target in list(found.pairs.items()):
@@ -336,7 +327,7 @@ def _take_shifted(found: Findings) -> list[Ambiguous]:
 
 
 def _between(one: str, other: str) -> list[str]:
-    """The names on the way from one name to another that has another number, or more or less before it."""
+    """Returns the names between two names that differ in one number, or in repetitions of a prefix."""
     shorter, longer = sorted((one, other), key=len)
     if longer.endswith(f".{shorter}"):
         between = [longer[len(part) :] for part in prefixes(longer) if len(longer) - len(part) > len(shorter)]
@@ -354,7 +345,7 @@ def _between(one: str, other: str) -> list[str]:
 
 
 def _ambiguous(sources: Iterable[Leaf], targets: Iterable[Leaf]) -> list[Ambiguous]:
-    """What is left on both sides, and could be each other."""
+    """Returns groups of unmatched tensors on both sides that could match each other."""
     found = []
     first, second = (buckets(units(side, Level.WHOLE, owners=False), False) for side in (sources, targets))
     for signature, left in first.items():

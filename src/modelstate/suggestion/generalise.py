@@ -1,4 +1,8 @@
-"""Few and general rules out of single pairs of names."""
+"""Turns pairs of names into few general rename rules.
+
+Candidates are built from the differences between names, and the rule with the highest gain is taken until all names
+are right. A budget bounds the search.
+"""
 
 import re
 from collections import Counter, defaultdict
@@ -13,24 +17,24 @@ from modelstate.rules.rule import Rule, Template
 
 Names = tuple[str, ...]
 _MOST_LOOKS = 3_000_000
-"""How often a rule is tried on a name, before each kind of name gets a rule of its own. A second, at most."""
+"""The budget of the search: how often a rule is tried on a name. It takes a second at most."""
 _MANY = 48
-"""So many kinds of names are taken in steps, if that is possible at all: a rule for each would be too much to read."""
+"""With more kinds of names, stepwise rules are preferred: one rule for each kind would be too many to read."""
 _FEW = 8
-"""So few rules need not become fewer."""
+"""With so few rules, shorter lists are not searched for."""
 
 
 @dataclass(slots=True)
 class Family:
-    """Names that differ in numbers only, and what becomes of them: patterns with * for these numbers."""
+    """Names that differ only in numbers, with what they become: patterns with * for these numbers."""
 
     patterns: Names
-    """First that of the name, then those of what is made of it."""
+    """The pattern of the name, followed by those of the names that are made of it."""
     members: list[Names] = field(default_factory=list)
 
 
 def families(rows: Iterable[Names]) -> list[Family]:
-    """Rows of names that belong together; a number becomes * where it is the same on all sides."""
+    """Groups rows of related names; a number becomes * if it is equal in all names of each row."""
     alike: dict[Names, list[Names]] = defaultdict(list)
     for row in rows:
         alike[tuple(_without_numbers(name) for name in row)].append(row)
@@ -57,7 +61,7 @@ def _pattern(name: str, stars: Collection[int]) -> str:
 
 
 def _linked(rows: Sequence[Sequence[Sequence[tuple[int, str]]]]) -> list[tuple[int, ...]]:
-    """Places of numbers that are equal on all sides in every row, in order: for each side the place in the name."""
+    """Returns the places of numbers that are equal in all names of every row: for each name the index of the part."""
     found: list[tuple[int, ...]] = []
     first = rows[0]
     start = [0] * len(first)
@@ -77,11 +81,16 @@ def _linked(rows: Sequence[Sequence[Sequence[tuple[int, str]]]]) -> list[tuple[i
 def rename_rules(
     pairs: Mapping[str, str], fixed: Collection[str], loose: Collection[str] = (), barred: Collection[str] = ()
 ) -> list[Rule]:
-    """Rules that make each name what it is to be, and leave the fixed ones alone.
+    """Returns rules that rename each name to its goal and keep the fixed names.
 
-    Loose names, of which nothing is known, may become anything but those that are `barred`.
+    Two ways are tried: rules that rename names in one step, and rules that change parts of names one after the other.
+    The shorter list is returned.
 
-    Two ways are tried: each name in one step, and the parts of names one after the other. The shorter list counts.
+    Args:
+        pairs: names with their goals.
+        fixed: names that no rule may change.
+        loose: names without a goal, which may become anything except a barred name.
+        barred: names that a loose name must not become.
     """
     open_pairs = {name: goal for name, goal in pairs.items() if name != goal}
     keep = set(fixed) | {name for name, goal in pairs.items() if name == goal}
@@ -111,25 +120,25 @@ def _made(rules: Sequence[Rule], name: str) -> str:
 
 
 Gain = Callable[[str, str, str], int]
-"""How much nearer a name comes to its goal, from what it is before and after. Negative where it does not."""
+"""Returns how much a change moves a name towards its goal, from the name before, after, and the goal; or -1."""
 
 
 @dataclass(slots=True)
 class _Class:
-    """Names that differ in numbers only, as they are in the course of the rules."""
+    """Names that differ only in numbers, as the rules so far have changed them."""
 
     goal: list[str]
     now: list[str]
 
     @property
     def ends(self) -> range:
-        """The first and the last, which say enough to choose by."""
+        """The indices of the first and the last name, which are enough to rank changes."""
         return range(0, len(self.now), max(len(self.now) - 1, 1))
 
 
 @dataclass(slots=True)
 class _Bounds:
-    """What rules may not do, and how long to look for better ones."""
+    """What rules must not do, and the remaining budget of the search."""
 
     fixed: "_Lines"
     loose: list[str]
@@ -139,7 +148,7 @@ class _Bounds:
 
 
 def _greedy(pairs: Mapping[str, str], bounds: _Bounds, gain: Gain) -> tuple[list[Rule], bool]:
-    """The rule that gains most, then the next, until nothing is left; and whether something is."""
+    """Takes the rule with the highest gain until all names are right; returns the rules, and whether names are left."""
     classes = [
         _Class([goal for _, goal in one.members], [name for name, _ in one.members]) for one in families(pairs.items())
     ]
@@ -182,19 +191,19 @@ def _best_change(
 
 
 def _keeps(bounds: _Bounds, loose: "_Lines", change: "_Change") -> bool:
-    """Whether it leaves alone what is fixed, and makes nothing that is barred."""
+    """Whether it keeps the fixed names, and makes no barred name."""
     if any(name != after for name, after in bounds.fixed.changed(change)):
         return False
     return not any(name != after and after in bounds.barred for name, after in loose.changed(change))
 
 
 class _Change:
-    """What a rule does, without the rule's own checks."""
+    """The effect of a rule, without the checks of its constructor."""
 
     def __init__(self, pattern: str, replacement: str) -> None:
         self.text = (pattern, replacement)
         self._pieces = replacement.split("*")
-        # Many names are looked at as one text, a name a line.
+        # Matches many names at once, in a text with one name a line.
         wild = "([^\n]*?)".join(map(re.escape, pattern.split("*")))
         self.is_prefix = pattern == "*" or (replacement == "*" and pattern[:-1].count("*") == 0)
         self.expression = re.compile(f"^{wild}$", re.MULTILINE)
@@ -215,7 +224,7 @@ class _Change:
 
 
 class _Lines:
-    """Names as one text, in which a pattern finds those that are like it at once."""
+    """Names as one text, in which a pattern finds all names that match it at once."""
 
     def __init__(self, names: Sequence[str]) -> None:
         self.names = names
@@ -224,7 +233,7 @@ class _Lines:
         self._at = {start: at for at, start in enumerate(starts[: len(names)])}
 
     def places(self, change: _Change) -> Iterator[tuple[int, str]]:
-        """Which names the change applies to, and what it makes of them."""
+        """Yields the index of each name that the change applies to, with the new name."""
         for found in change.expression.finditer(self._text):
             at = self._at.get(found.start())
             if at is not None:
@@ -235,7 +244,7 @@ class _Lines:
 
 
 def _worth(change: _Change, places: Sequence[tuple[_Class, int]], lines: _Lines, gain: Gain) -> int:
-    """How many names, or parts of them, become right; negative where something becomes wrong."""
+    """Returns how many names, or parts of them, become right; -1 if one becomes wrong."""
     total = 0
     for at, after in lines.places(change):
         one, member = places[at]
@@ -262,12 +271,12 @@ def _is_right(change: _Change, classes: Sequence[_Class], gain: Gain) -> bool:
 
 
 def _completed(before: str, after: str, goal: str) -> int:
-    """Only a final name counts."""
+    """The gain of rules that rename in one step: only the goal counts."""
     return 1 if after == goal else -1
 
 
 def _nearer(before: str, after: str, goal: str) -> int:
-    """How many parts of the name become right, where nothing is put in that does not belong there."""
+    """The gain of stepwise rules: how many parts become right; -1 if a part is added that the goal does not have."""
     if Counter(after.split(".")) - Counter(before.split(".")) - Counter(goal.split(".")):
         return -1
     return (_distance(before, goal) - _distance(after, goal)) or -1
@@ -284,7 +293,7 @@ def _distance(name: str, goal: str) -> int:
 
 @lru_cache(maxsize=4096)
 def _changes_of(name: str, goal: str) -> "tuple[_Change, ...]":
-    """Changes that could be meant, for a pattern and what it is to become."""
+    """Returns possible changes for a pattern and its goal."""
     texts = dict.fromkeys(_candidates(name, goal))
     return tuple(_change(one) for one in texts if one[0].count("*") == one[1].count("*"))
 
@@ -295,7 +304,7 @@ def _change(texts: tuple[str, str]) -> "_Change":
 
 
 def _candidates(name: str, goal: str) -> Iterator[tuple[str, str]]:
-    """Renames that could be meant, from the general to the special."""
+    """Yields possible renames, from the general to the special."""
     one, other = name.split("."), goal.split(".")
     start = 0
     while start < min(len(one), len(other)) - 1 and one[start] == other[start]:
@@ -313,7 +322,7 @@ def _candidates(name: str, goal: str) -> Iterator[tuple[str, str]]:
 
 
 def _changes(one: Sequence[str], other: Sequence[str]) -> Iterator[tuple[tuple[int, int], tuple[int, int]]]:
-    """Where two names differ: the parts of the one that become parts of the other."""
+    """Yields where two names differ: a range of parts in each of them."""
     for code, i1, i2, j1, j2 in SequenceMatcher(None, one, other, autojunk=False).get_opcodes():
         if code != "equal" and i2 - i1 == j2 - j1:
             yield from (((i, i + 1), (j, j + 1)) for i, j in zip(range(i1, i2), range(j1, j2), strict=True))
@@ -324,7 +333,7 @@ def _changes(one: Sequence[str], other: Sequence[str]) -> Iterator[tuple[tuple[i
 def _around(
     one: Sequence[str], other: Sequence[str], here: tuple[int, int], there: tuple[int, int], cut: bool = False
 ) -> Iterator[tuple[str, str]]:
-    """The change of a middle part, with more or less of what is around it."""
+    """Yields the change of a range of parts, with more or fewer of the parts around it."""
     (i1, i2), (j1, j2) = here, there
     for begin in sorted({0} if cut else {0, max(i1 - 1, 0), i1}):
         left = [*(["*"] if begin else []), *one[begin:i1]]
@@ -336,13 +345,13 @@ def _around(
 
 
 def covering(names: Collection[str], others: Collection[str]) -> list[str]:
-    """Patterns that fit these names and none of the others."""
+    """Returns patterns that match these names and none of the others."""
     left, found = dict.fromkeys(names), []
     while left:
         rows = families([(name,) for name in left])
         candidates: dict[str, None] = {}
         for one in rows:
-            pattern = _with_all_stars(one.members)
+            pattern = _without_numbers(one.members[0][0]).replace("#", "*")
             parts = pattern.split(".")
             candidates.update(dict.fromkeys([f"*.{'.'.join(parts[at:])}" for at in range(len(parts) - 2, 0, -1)]))
             candidates[pattern] = None
@@ -359,7 +368,3 @@ def covering(names: Collection[str], others: Collection[str]) -> list[str]:
         fitting = Template(chosen)
         left = {name: None for name in left if fitting.match(name) is None}
     return found
-
-
-def _with_all_stars(members: Sequence[Names]) -> str:
-    return _without_numbers(members[0][0]).replace("#", "*")

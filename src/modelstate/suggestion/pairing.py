@@ -1,4 +1,4 @@
-"""Pairs tensors of a checkpoint with those of a model, and finds which weights are transposed."""
+"""Matches tensors of a checkpoint with those of a model, and finds which weights are transposed."""
 
 import re
 from collections import defaultdict
@@ -14,41 +14,41 @@ _NUMBER = re.compile(r"(?:(?<=\.)|^)\d+(?=\.|$)")
 
 @dataclass(frozen=True, slots=True)
 class Orientation:
-    """How the weights of one side lie."""
+    """The orientation of the weights of one side."""
 
     transposed: frozenset[str]
-    """Names of the weights that certainly lie as a Conv1D has them: inputs first."""
+    """Names of the weights that certainly have their inputs first, as in a Conv1D."""
     families: Mapping[str, frozenset[bool]]
-    """What is certain within a layer, by the path of the layer: whether weights are transposed."""
+    """Whether weights of a layer are certainly transposed or not, by the path of the layer."""
 
     def of_square(self, name: str) -> bool | None:
-        """Whether a square weight is transposed, by what is certain of its neighbours; None where nothing is."""
+        """Whether a square weight is transposed, as its neighbours are; None if they do not agree."""
         known = self.families.get(family(name), frozenset())
         return next(iter(known)) if len(known) == 1 else None
 
     @property
     def turned_layers(self) -> set[str]:
-        """Layers in which nothing certain lies otherwise."""
+        """Layers in which all weights of known orientation are transposed."""
         return {layer for layer, known in self.families.items() if known == {True}}
 
     def straight(self, leaves: Iterable[Leaf]) -> list[Leaf]:
-        """The tensors with the shapes that they have in a Linear."""
+        """Returns the tensors with the shapes that they have in a Linear."""
         return [replace(leaf, shape=leaf.shape[::-1]) if leaf.name in self.transposed else leaf for leaf in leaves]
 
 
 def family(name: str) -> str:
-    """The layer that a tensor is in, without its number."""
+    """Returns the path of the layer of a tensor, with # for numbers."""
     text = _NUMBER.sub("#", name)
     return text[: text.rfind("#") + 1]
 
 
 def without_numbers(name: str) -> str:
-    """The name with # for the parts that are numbers."""
+    """Returns the name with # for the parts that are numbers."""
     return _NUMBER.sub("#", name)
 
 
 def orientation(leaves: Iterable[Leaf]) -> Orientation:
-    """What can be told from weights and their biases."""
+    """Returns the orientation that the shapes of weights and their biases show."""
     owners: dict[str, dict[str, Leaf]] = defaultdict(dict)
     for leaf in leaves:
         path, _, last = leaf.name.rpartition(".")
@@ -70,14 +70,14 @@ def orientation(leaves: Iterable[Leaf]) -> Orientation:
 
 @dataclass(frozen=True, slots=True)
 class Turns:
-    """What is certain."""
+    """The weights that certainly are transposed between the two sides."""
 
     names: Collection[str] = ()
-    """Names of the checkpoint that fit transposed only."""
+    """Names of the checkpoint that fit only if they are transposed."""
     layers: Collection[str] = ()
-    """Layers of the checkpoint with such weights, or with those of a Conv1D."""
+    """Layers of the checkpoint with such weights, or with weights of a Conv1D."""
     places: Collection[str] = ()
-    """Layers of the model with those of a Conv1D."""
+    """Layers of the model with weights of a Conv1D."""
 
     def certain(self, leaf: Leaf, goal: Leaf) -> bool:
         layer, place = family(leaf.name), family(goal.name)
@@ -93,7 +93,7 @@ def turns(
     layers: Collection[str],
     places: Collection[str],
 ) -> Turns:
-    """What the shapes show; `done` and `filled` are settled, `layers` and `places` those with a Conv1D."""
+    """Returns what the shapes show. `done` and `filled` are matched names; `layers` and `places` have a Conv1D."""
     there = {(leaf.shape, leaf.kind) for leaf in targets}
     lacking = {(leaf.shape, leaf.kind) for leaf in targets if leaf.name not in filled}
     names = {
@@ -112,14 +112,14 @@ _MARGIN = 0.25
 
 
 def order_is_told(source: Skeleton, target: Skeleton) -> bool:
-    """Whether the words before the numbers tell, where the numbers could as well be exchanged."""
+    """Whether numbers whose exchange would change nothing can be told apart by the words before them."""
     if len(source.varied) != len(target.varied):
         return True
     return all(_is_told(source, target, pair) for pair in _exchangeable(source))
 
 
 def _exchangeable(skeleton: Skeleton) -> Iterator[tuple[int, int]]:
-    """Pairs of numbers, of those that vary, that can be exchanged with nothing looking different."""
+    """Yields pairs of varying numbers whose exchange leaves all shapes the same."""
     content = {ranks: (leaf.shape, leaf.kind) for ranks, leaf in skeleton.leaves.items()}
     for one, other in combinations(range(len(skeleton.varied)), 2):
         if all(content.get(_exchanged(ranks, one, other)) == what for ranks, what in content.items()):
@@ -141,7 +141,7 @@ def _is_told(source: Skeleton, target: Skeleton, pair: tuple[int, int]) -> bool:
 
 
 def _alike(before: list[str], one: int, after: list[str], other: int) -> float:
-    """How much what stands before a number has in common with what stands before another."""
+    """Returns how similar the text before a number is to the text before another number."""
     here, there = _words(before[one]), _words(after[other])
     score = shared(frozenset().union(*map(concepts, here)), frozenset().union(*map(concepts, there)))
     if here and there and here[-1] == there[-1]:
@@ -158,7 +158,7 @@ def _is_whole(texts: list[str], at: int) -> bool:
 
 
 _EVIDENT = 0.2
-"""What has to speak for a pair that is not the only one possible."""
+"""The least score for a pair that is not the only possible one."""
 _SAME_OWNER, _SAME_PARENT, _SAME_LAYER, _OTHER_LAYER = 2.0, 0.75, 0.25, -0.5
 _MOST_CANDIDATES = 20_000
 
@@ -167,7 +167,7 @@ Signature = tuple[tuple[str, Profile], ...]
 
 @dataclass(slots=True)
 class Unit:
-    """What is matched as one: the tensors of an owner, such as weight and bias; or a single tensor."""
+    """What is matched together: the tensors of an owner, such as weight and bias, or a single tensor."""
 
     roles: dict[str, Skeleton]
     means: frozenset[str]
@@ -181,25 +181,25 @@ class Unit:
 
 @dataclass(slots=True)
 class Pairing:
-    """What has been matched so far."""
+    """The matches so far."""
 
     pairs: dict[str, str] = field(default_factory=dict)
     """From names of the checkpoint to names of the model."""
     by_shape: set[str] = field(default_factory=set)
-    """Names of the model that were matched although nothing in the names speaks for it."""
+    """Names of the model that were matched by shape alone."""
     sources: set[str] = field(default_factory=set)
-    """Names of the checkpoint that are settled, matched or parts of something."""
+    """Names of the checkpoint that are settled: matched, or part of a fusion."""
     targets: set[str] = field(default_factory=set)
-    """Names of the model that are."""
+    """Names of the model that are settled."""
     crossed: set[tuple[str, str]] = field(default_factory=set)
-    """Names without their digits, of which it is not certain which number is which."""
+    """Pairs of names without digits whose numbers cannot be told apart."""
     _owners: dict[str, str] = field(default_factory=dict)
     _parents: set[tuple[str, str]] = field(default_factory=set)
     _layers: dict[str, set[str]] = field(default_factory=lambda: defaultdict(set))
     _layers_back: dict[str, set[str]] = field(default_factory=lambda: defaultdict(set))
 
     def add(self, source: str, target: str, by_shape: bool = False) -> None:
-        """Takes down that two tensors are the same."""
+        """Records that two tensors match."""
         self.pairs[source] = target
         if by_shape:
             self.by_shape.add(target)
@@ -213,13 +213,13 @@ class Pairing:
         return [leaf for leaf in leaves if leaf.name not in self.targets]
 
     def take(self, source: str, target: str) -> None:
-        """Takes down that one of them is a part of the other."""
+        """Records that one of two tensors is a part of the other, or matches it."""
         self.sources.add(source)
         self.targets.add(target)
         self.relate(source, target)
 
     def relate(self, source: str, target: str) -> None:
-        """Takes down that two tensors have to do with each other, and so have their surroundings."""
+        """Records that two tensors are related, and so are their parents and layers."""
         own, other = owner_of(source), owner_of(target)
         self._parents.add((own.rpartition(".")[0], other.rpartition(".")[0]))
         first, second = family(source), family(target)
@@ -227,12 +227,12 @@ class Pairing:
         self._layers_back[second].add(first)
 
     def are_apart(self, source: Unit, target: Unit) -> bool:
-        """Whether both are in layers that are known to be other ones."""
+        """Whether the two are in layers that are known to match other layers."""
         known = self._layers.get(source.layer, set()), self._layers_back.get(target.layer, set())
         return bool(source.layer and target.layer and all(known)) and target.layer not in known[0]
 
     def context(self, source: Unit, target: Unit) -> float:
-        """How much what is known of the surroundings speaks for a pair."""
+        """Returns the score that the matches of owners, parents and layers give to a pair."""
         score = 0.0
         if source.owner in self._owners and not any(one.role == "" for one in source.roles.values()):
             score += _SAME_OWNER if self._owners[source.owner] == target.owner else -_SAME_OWNER
@@ -246,10 +246,10 @@ class Pairing:
 
 
 def _can_be(source: Unit, target: Unit, pairing: Pairing) -> bool:
-    """Whether nothing speaks against it that counts more than all that speaks for it."""
+    """Whether two units can match at all, whatever their score."""
     if contradict(source.means, target.means) or pairing.are_apart(source, target):
         return False
-    # A layer is no part of a layer: where both names have as many numbers, the same ones have to vary.
+    # If both names have the same count of numbers, the same ones must vary: a layer is not a part of a layer.
     sides = [(one, target.roles[role]) for role, one in source.roles.items()]
     if not all(one.taken != other.taken or one.varied == other.varied for one, other in sides):
         return False
@@ -257,7 +257,7 @@ def _can_be(source: Unit, target: Unit, pairing: Pairing) -> bool:
         return False
     if _counts_otherwise(source, target) or _counts_otherwise(target, source):
         return False
-    # What is not certain of all layers together is not certain of one of them.
+    # A pair that is ambiguous for all layers together is ambiguous for each of them.
     names = _without_digits(source.owner), _without_digits(target.owner)
     if names not in pairing.crossed and not all(order_is_told(one, other) for one, other in sides):
         pairing.crossed.add(names)
@@ -265,7 +265,7 @@ def _can_be(source: Unit, target: Unit, pairing: Pairing) -> bool:
 
 
 def _counts_otherwise(numbered: Unit, said: Unit) -> bool:
-    """Whether one is a norm with a number, and the other the norm of a layer that has another one: norm1, second."""
+    """Whether one is a numbered norm and the other is a norm with another ordinal: norm1 and second."""
     numbers = {number for one in numbered.roles.values() for number in one.constant}
     asked = {number for word, number in _ORDINALS.items() if word in said.means}
     return "norm" in numbered.means and bool(numbers) and bool(asked) and not numbers & asked
@@ -279,7 +279,7 @@ def _without_digits(name: str) -> str:
 
 
 def owner_of(name: str) -> str:
-    """The module that has the tensor, with # for numbers."""
+    """Returns the path of the module that owns the tensor, with # for numbers."""
     path, _, last = name.rpartition(".")
     return without_numbers(".".join(filter(None, (path, role_of(last)[0]))))
 
@@ -291,9 +291,9 @@ def match(
     layers: Collection[str] = (),
     places: Collection[str] = (),
 ) -> None:
-    """Matches what there is only one good answer for, with more and more detail.
+    """Matches tensors with a single good answer, level by level with more detail.
 
-    `layers` and `places` are those of the checkpoint and of the model in which weights certainly lie transposed.
+    `layers` and `places` are the layers of the checkpoint and of the model whose weights certainly are transposed.
     """
     for level in Level:
         for owners in (True, False):
@@ -312,8 +312,8 @@ def one_level(
     owners: bool,
     flipped: Turns | None = None,
 ) -> None:
-    """Matches what is left, as long as that goes on; with the shapes of the checkpoint reversed where `flipped`."""
-    # What numbers mean is seen from all names, also those that are settled.
+    """Matches what is left until nothing changes; with `flipped`, the shapes of the checkpoint are reversed."""
+    # The meaning of numbers depends on all names, including settled ones.
     first = buckets(units(sources, level, owners, pairing.sources), flipped is not None)
     second = buckets(units(targets, level, owners, pairing.targets), False)
     for signature, left in first.items():
@@ -339,7 +339,7 @@ def one_level(
 
 
 def _fits_straight(source: Unit, targets: Mapping[Signature, Sequence[Unit]]) -> bool:
-    """Whether it could be something as it lies: then nothing shows that it is to be transposed."""
+    """Whether it fits a target without a transposition, so that nothing shows that it is transposed."""
     return any(not contradict(source.means, one.means) for one in targets.get(source.signature(), ()))
 
 
@@ -360,7 +360,7 @@ def _accept(source: Unit, target: Unit, pairing: Pairing, evident: bool) -> None
 def _sure(
     sources: list[Unit], targets: list[Unit], pairing: Pairing, flipped: Turns | None, *, balanced: bool
 ) -> list[tuple[Unit, Unit, bool]]:
-    """Pairs of which each is the other's best answer, and clearly so; and whether their names speak for it."""
+    """Returns pairs that clearly are each other's best match, and whether their names support it."""
     if not sources or not targets:
         return []
     rows: dict[int, list[_Score]] = defaultdict(list)
@@ -384,26 +384,26 @@ def _sure(
 
 
 _Score = tuple[float, float, int]
-"""How well a candidate fits, what speaks for it, and which it is."""
+"""The total score of a candidate, the positive part of it, and its index."""
 
 
 def _clearly_best(candidates: list[_Score]) -> int | None:
-    """The one that is better than all others, and has more to speak for it: less against it is not enough."""
+    """Returns the candidate with the best total by a margin; its positive score must be the best, too."""
     (best, speaks, which), *others = sorted(candidates, reverse=True)
-    clear = all(best - total >= _MARGIN and speaks > said for total, said, _ in others)
+    clear = all(best - total >= _MARGIN and speaks > other for total, other, _ in others)
     return which if clear else None
 
 
-def buckets(given: Iterable[Unit], flipped: bool) -> dict[Signature, list[Unit]]:
-    """Units that cannot be told apart without their names."""
+def buckets(units: Iterable[Unit], flipped: bool) -> dict[Signature, list[Unit]]:
+    """Groups units that cannot be told apart without their names."""
     found: dict[Signature, list[Unit]] = defaultdict(list)
-    for unit in given:
+    for unit in units:
         found[unit.signature(flipped)].append(unit)
     return found
 
 
 def units(leaves: Iterable[Leaf], level: Level, owners: bool, settled: Collection[str] = ()) -> list[Unit]:
-    """The tensors by their owners, or one by one."""
+    """Groups tensors by their owners, or returns single tensors."""
     groups: dict[object, list[Skeleton]] = defaultdict(list)
     for skeleton in skeletons(leaves, level):
         skeleton.leaves = {ranks: leaf for ranks, leaf in skeleton.leaves.items() if leaf.name not in settled}

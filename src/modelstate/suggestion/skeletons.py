@@ -1,4 +1,7 @@
-"""Names without their numbers, and what words in them mean beside their neighbours."""
+"""Skeletons, which are names without their numbers, and the meaning of words that depends on neighbours.
+
+Tensors whose names differ only in numbers, such as those of the layers of an encoder, are one skeleton.
+"""
 
 import re
 from collections import defaultdict
@@ -13,24 +16,24 @@ from modelstate.suggestion.words import concepts, of_path, role_of
 Shape = tuple[int, ...]
 Ranks = tuple[int, ...]
 Profile = tuple[tuple[Ranks, Shape, str], ...]
-"""What a skeleton is like, whatever its name: shape and kind of dtype, at each combination of its numbers."""
+"""A skeleton without its name: shape and kind of dtype for each combination of its numbers."""
 
 Told = tuple[int, frozenset[str]]
-"""What a part of a name means where it stands, and which part."""
+"""The index of a part of a name, and its concepts in this context."""
 
 NUMBERED = frozenset({"linear"})
-"""What is told of weights that come one after the other: their numbers count."""
+"""The concept of weights that are numbered in their order, so that their numbers count."""
 _ALIKE = 0.5
 
 
 class Level(Enum):
-    """Which numbers are taken out."""
+    """Which numbers of names are replaced by #."""
 
     ALL = "all"
     WHOLE = "whole"
-    """Only those that are a whole part of a name."""
+    """Only numbers that are a whole part of a name."""
     SAME = "same"
-    """Only those of these that tell apart parts of the same shapes: layers, and not the members of an MLP."""
+    """Only those whole parts that number modules of the same shapes: layers, and not the members of an MLP."""
     NONE = "none"
 
 
@@ -39,17 +42,17 @@ _NUMBER = re.compile(r"(\d+)")
 
 @dataclass(frozen=True, slots=True)
 class Leaf:
-    """A tensor, by what is known without its values."""
+    """A tensor without its values: name, shape and kind of dtype."""
 
     name: str
     shape: Shape
     kind: str
     """The kind of its dtype: "float", "int", "bool" or "complex"."""
     told: tuple[Told, ...] = field(default=(), compare=False)
-    """What parts of the name mean beside those of its neighbours, where that is not what they mean alone."""
+    """The concepts of parts of the name that differ in this context from what the parts mean alone."""
 
     def words(self, at: int) -> frozenset[str]:
-        """What one part of the name means."""
+        """Returns the concepts of one part of the name."""
         return dict(self.told)[at] if at in dict(self.told) else concepts(self.name.split(".")[at])
 
 
@@ -61,22 +64,22 @@ def kind_of(dtype: torch.dtype) -> str:
 
 @dataclass(slots=True)
 class Skeleton:
-    """Tensors whose names differ in numbers only."""
+    """Tensors whose names differ only in numbers."""
 
     text: str
-    """The name, with # for the numbers that were taken out."""
+    """The name, with # for each number that was replaced."""
     leaves: dict[Ranks, Leaf]
-    """By what place each number has among all that stand there; numbers that are always the same are left out."""
+    """The tensors by the rank of each number among all numbers in its place; constant numbers are left out."""
     role: str
     owner: str
-    """The text without what says the role."""
+    """The text without the role."""
     means: frozenset[str]
     taken: int = 0
-    """How many numbers were taken out."""
+    """The count of replaced numbers."""
     varied: tuple[int, ...] = ()
-    """Which of them are not always the same."""
+    """The indices of those that vary."""
     constant: tuple[str, ...] = ()
-    """Those within words that are: norm1 alone is not ln_2 alone."""
+    """The constant numbers within words: norm1 alone is not ln_2 alone."""
 
     def profile(self, flipped: bool = False) -> Profile:
         return tuple(
@@ -93,16 +96,16 @@ class _Name:
     numbers: list[str]
     text: str = ""
     taken: list[tuple[str, str]] = field(default_factory=list)
-    """Numbers that were taken out, each with the text before it."""
+    """Replaced numbers, each with the text before it."""
     ordinals: list[tuple[str, str]] = field(default_factory=list)
-    """Numbers that were left, each with the text before it."""
+    """Other numbers, each with the text before it."""
 
 
 def skeletons(leaves: Iterable[Leaf], level: Level) -> list[Skeleton]:
-    """The skeletons of names, in their order.
+    """Returns the skeletons of names, in order.
 
-    A number is taken out where the parts that it tells apart are alike, as the layers of an encoder are; not where
-    they differ, as the members of most `nn.Sequential` do.
+    A number is replaced if the modules that it numbers are alike, as the layers of an encoder are, and not if they
+    differ, as the members of most `nn.Sequential` do.
     """
     names = []
     for leaf in leaves:
@@ -115,7 +118,7 @@ def skeletons(leaves: Iterable[Leaf], level: Level) -> list[Skeleton]:
 
 
 def _pieces(leaf: Leaf) -> list[str]:
-    """The name, cut at its numbers; those that say nothing certain of the order, as in w1, are none."""
+    """Splits the name at its numbers, except for numbers that do not stand for an order, as in w1."""
     kept = {at for at, words in leaf.told if words != NUMBERED}
     if not kept:
         return _NUMBER.split(leaf.name)
@@ -128,35 +131,36 @@ def _pieces(leaf: Leaf) -> list[str]:
 
 
 def _take_out(names: list[_Name], depth: int, places: dict[str, set[str]], level: Level) -> None:
-    """Decides about the number at this depth of every name."""
+    """Replaces or keeps the number at this depth of every name."""
     below: dict[str, dict[str, set[tuple[str, int | Shape]]]] = defaultdict(lambda: defaultdict(set))
     deep = [name for name in names if depth < len(name.numbers)]
     for name in deep:
         rest = "#".join(name.texts[depth + 1 :])
         shape = name.leaf.shape
         below[name.text][name.numbers[depth]].add((rest, shape if level is Level.SAME else len(shape)))
-    lists = {text: _are_alike(list(values.values())) for text, values in below.items()}
+    are_alike = {}
+    for text, values in below.items():
+        contents = list(values.values())
+        most = max(contents, key=len)
+        are_alike[text] = all(len(content & most) >= _ALIKE * len(content | most) for content in contents)
     for text, values in below.items():
         places[text] |= values.keys()
     for name in deep:
         number, text = name.numbers[depth], name.text
         after = name.texts[depth + 1]
         is_whole = (not text or text[-1] == ".") and (not after or after[0] == ".")
-        taken = lists[text] and (level is Level.ALL or (level is not Level.NONE and is_whole))
+        taken = are_alike[text] and (level is Level.ALL or (level is not Level.NONE and is_whole))
         (name.taken if taken else name.ordinals).append((text, number))
         name.text += ("#" if taken else number) + after
-
-
-def _are_alike(contents: list[set[tuple[str, int | Shape]]]) -> bool:
-    most = max(contents, key=len)
-    return all(len(one & most) >= _ALIKE * len(one | most) for one in contents)
 
 
 def _collected(names: list[_Name], places: Mapping[str, set[str]]) -> list[Skeleton]:
     rank = {
         (text, number): (at, len(numbers))
         for text, numbers in places.items()
-        for at, number in enumerate(sorted(numbers, key=_in_order))
+        for at, number in enumerate(
+            sorted(numbers, key=lambda number: (len(number.lstrip("0")), number.lstrip("0"), number))
+        )
     }
     groups: dict[str, list[_Name]] = defaultdict(list)
     for name in names:
@@ -175,26 +179,20 @@ def _collected(names: list[_Name], places: Mapping[str, set[str]]) -> list[Skele
     return found
 
 
-def _in_order(number: str) -> tuple[int, str, str]:
-    """By size, however long it is."""
-    bare = number.lstrip("0")
-    return len(bare), bare, number
-
-
 def _skeleton(text: str, leaves: dict[Ranks, Leaf], ordinals: list[tuple[bool, int, int]]) -> Skeleton:
-    """`ordinals` are the numbers that were left: whether each is a part of its own, its place, and of how many."""
+    """Makes a skeleton. `ordinals` are its other numbers: whether each is a whole part, its rank, and of how many."""
     owner, _, last = text.rpartition(".")
     rest, role = role_of(last)
     owner = ".".join(filter(None, (owner, rest)))
     means = set(of_path(owner.split("."), dict(next(iter(leaves.values())).told)))
     for is_whole in (True, False):
-        # The last number of a kind has to do with the last one of the other side.
+        # Numbers are compared from the last one, because names of the other side may have more before it.
         places = [(at, count) for whole, at, count in reversed(ordinals) if whole is is_whole]
         means |= {f"#{is_whole}{back}:{at}/{count}" for back, (at, count) in enumerate(places) if count > 1}
     if ordinals and "norm" in means and "#" in owner and owner[-1].isdecimal():
         is_whole, at, count = ordinals[-1]
         if count == 2 and not is_whole:
-            # Of two norms in a layer the first goes with attention, the second with what follows.
+            # Of two norms in a layer, the first belongs to attention and the second to the MLP.
             means.add("second" if at else "first")
     return Skeleton(text, leaves, role, owner, frozenset(means))
 
@@ -207,27 +205,27 @@ _ATTENTION = frozenset(("q", "k", "v", "qkv", "kv", "interleaved"))
 _ELSEWHERE = _ATTENTION.union(
     ("norm", "embedding", "head", "tok", "pos", "type", "patch", "class", "conv", "attention", "downsample", "router")
 )
-"""What is said of weights that are no part of a gated MLP, though they may lie beside it."""
+"""Concepts of weights that are not part of a gated MLP, although they may lie beside it."""
 
 Said = Mapping[str, frozenset[str]]
-"""What the members of a module mean, where that is other than what they mean alone."""
+"""The concepts of members of a module that differ in this context from what the members mean alone."""
 
 
 def in_place(leaves: Iterable[Leaf]) -> list[Leaf]:
-    """The tensors, with what their names say where they are. It is the same for all layers, or nothing is said."""
-    given = list(leaves)
-    told = _told(_siblings(given))
-    return [replace(leaf, told=tuple(_of_leaf(leaf.name, told))) for leaf in given] if told else given
+    """Returns the tensors with the concepts that their context determines, which must be the same in all layers."""
+    leaves = list(leaves)
+    told = _told(_siblings(leaves))
+    return [replace(leaf, told=tuple(_of_leaf(leaf.name, told))) for leaf in leaves] if told else leaves
 
 
 def by_convention(leaves: Iterable[Leaf]) -> set[str]:
-    """Tensors of which only Llama's convention says that they are the gate, or what it is multiplied with."""
-    wanted = (frozenset({"gate"}), frozenset({"up"}))
-    return {leaf.name for leaf in leaves if any(words in wanted and _is_w(leaf, at) for at, words in leaf.told)}
-
-
-def _is_w(leaf: Leaf, at: int) -> bool:
-    return leaf.name.split(".")[at].lower() in ("w1", "w_1", "w3", "w_3")
+    """Returns the names of gate and up projections that only Llama's convention (w1 and w3) tells apart."""
+    gated, numbered = (frozenset({"gate"}), frozenset({"up"})), ("w1", "w_1", "w3", "w_3")
+    return {
+        leaf.name
+        for leaf in leaves
+        if any(words in gated and leaf.name.split(".")[at].lower() in numbered for at, words in leaf.told)
+    }
 
 
 def _of_leaf(name: str, told: Mapping[str, Said]) -> Iterable[Told]:
@@ -244,7 +242,7 @@ def _is_asked(segment: str) -> bool:
 
 
 def _bare(segment: str) -> str:
-    """Without what says the role, where a weight and a bias are parameters of one module."""
+    """Returns the part without the role, for names such as w1_weight and w1_bias of one module."""
     return role_of(segment)[0] or segment
 
 
@@ -253,7 +251,7 @@ def _kind(path: Sequence[str]) -> str:
 
 
 def _siblings(leaves: Sequence[Leaf]) -> Mapping[tuple[str, str], dict[str, Shape]]:
-    """The members of modules with words to be asked of: by module and path within the member, each with its shape."""
+    """Returns the shapes of the members of modules with ambiguous names, by module and path within the member."""
     asked = set()
     for leaf in leaves:
         segments = leaf.name.split(".")
@@ -273,13 +271,13 @@ def _told(modules: Mapping[tuple[str, str], dict[str, Shape]]) -> dict[str, dict
     for (parent, _), members in modules.items():
         kind = found[_kind(parent.split(".") if parent else [])]
         for segment, words in {**_of_norms(members), **_of_weights(members)}.items():
-            # Where layers do not agree, nothing is certain.
+            # If layers contradict each other, the name only stands for itself.
             kind[segment] = words if kind.get(segment, words) == words else frozenset({f"={segment}"})
     return {kind: said for kind, said in found.items() if said}
 
 
 def _of_weights(members: Mapping[str, Shape]) -> Said:
-    """What numbered weights are, by what else is there and by their shapes."""
+    """Returns the concepts of numbered weights, from the other members and from their shapes."""
     shapes = {name: shape[-2:] for name, shape in members.items() if len(shape) in (2, 3)}
     stems: dict[str, dict[str, str]] = defaultdict(dict)
     for name in shapes:
@@ -292,7 +290,7 @@ def _of_weights(members: Mapping[str, Shape]) -> Said:
         sizes = {shapes[name] for name in numbered.values()}
         fitting = sizes | {size[::-1] for size in sizes}
         if len(numbered) > 2 and (len(numbered) > 3 or len(fitting) > 2):
-            said |= dict.fromkeys(numbered.values(), NUMBERED)  # one after the other, and no gate
+            said |= dict.fromkeys(numbered.values(), NUMBERED)  # a sequence of layers without a gate
             continue
         others = [
             name
@@ -307,7 +305,7 @@ def _of_weights(members: Mapping[str, Shape]) -> Said:
 
 
 def _of_gated(stem: str, numbered: Mapping[str, str], shapes: Mapping[str, Shape]) -> Said:
-    """What they are if they are the gate, what goes up and what goes down, or only some of these."""
+    """Returns the concepts of weights that are the gate, up and down projections of an MLP, or some of these."""
     if len(shapes) < 2 or (len(shapes) == 2 and stem != "w" and numbered.keys() == {"1", "2"}):
         return {}
     sizes = list(shapes.values())
@@ -325,7 +323,7 @@ def _of_gated(stem: str, numbered: Mapping[str, str], shapes: Mapping[str, Shape
 
 
 def _of_norms(members: Mapping[str, Shape]) -> Said:
-    """The norms of a layer that has them before its parts, as Llama, or behind them, as OLMo-2, Gemma-2 and GLM-4."""
+    """Returns the concepts of norms: before the blocks of a layer, as in Llama, or behind, as in OLMo-2 and Gemma-2."""
     parts = {name: found for name in members if (found := _NORM.fullmatch(name.lower())) and found[1]}
     behind = {name for name, found in parts.items() if found[2] == "self_attn"}
     about_mlp = {name for name, found in parts.items() if found[2] not in (None, "self_attn", "attention", "attn")}
@@ -334,7 +332,7 @@ def _of_norms(members: Mapping[str, Shape]) -> Said:
         before = found[1] != "post"
         second = name in about_mlp
         if found[1] == "post" and found[2] in ("attention", "attn") and (behind or not about_mlp):
-            before = second = True  # behind attention is before the MLP
+            before = second = True  # the norm behind attention is the one before the MLP
         if found[2] is not None or found[1] == "input":
             said[name] = frozenset({"norm", "second" if second else "first", "before" if before else "behind"})
     return said

@@ -1,11 +1,14 @@
-"""What the words in names mean, as far as model authors agree on it."""
+"""The meaning of words in names, as far as model authors agree on it.
+
+A part of a name becomes a set of concepts: "q", "attention", "norm", "first". Names are compared by their concepts.
+"""
 
 import re
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
 
 _PHRASES = {
-    # Whole segments, whose words alone would mislead.
+    # Whole parts of names, whose single words would mislead.
     "c_attn": "qkv",
     "in_proj": "qkv",
     "wqkv": "qkv",
@@ -144,9 +147,9 @@ _EXCLUSIVE = (
 _KNOWN = {word for text in (*_PHRASES.values(), *_WORDS.values()) for word in text.split()} | {"gate", "up", "down"}
 
 PARTS = {"qkv": ("q", "k", "v"), "kv": ("k", "v"), "gate_up": ("gate", "up")}
-"""What is often stored as one tensor, and in which order its parts lie."""
+"""Tensors that are often stored as one, with the order of their parts."""
 INTERLEAVED = "interleaved"
-"""A fused projection whose parts take turns, head by head: it cannot be cut in three."""
+"""The concept of a fused projection whose parts are interleaved by head, so that it cannot be cut into three."""
 
 _NOTHING: Mapping[int, frozenset[str]] = {}
 _DIGIT = re.compile(r"[\d#]")
@@ -154,7 +157,7 @@ _SHARED, _GENERIC_SHARED, _LACKED = 1.0, 0.05, 0.3
 
 
 def role_of(last: str) -> tuple[str, str]:
-    """The last part of a name as what is left of it, and what the tensor is to its owner: weight, bias, ..."""
+    """Splits the last part of a name into a rest and the role of the tensor in its module: weight, bias, ..."""
     if last.lower() in _ROLES:
         return "", _ROLES[last.lower()]
     head, _, tail = last.rpartition("_")
@@ -165,7 +168,7 @@ def role_of(last: str) -> tuple[str, str]:
 
 @lru_cache(maxsize=65536)
 def concepts(segment: str) -> frozenset[str]:
-    """What one part of a name means. Words that nothing is known of stand for themselves; numbers are left out."""
+    """Returns the concepts of one part of a name. An unknown word is its own concept; numbers are left out."""
     phrase = _PHRASES.get(segment.lower())
     if phrase is not None:
         return frozenset(phrase.split())
@@ -175,42 +178,42 @@ def concepts(segment: str) -> frozenset[str]:
         return frozenset(_PHRASES["".join(words).lower()].split())
     if "".join(words).lower() in _WORDS:
         return frozenset({_WORDS["".join(words).lower()]})
-    found = {_WORDS.get(word.lower(), word.lower()) for word in words}
-    # The norms of a layer are called by what they stand before or behind, or numbered.
-    if found - {"layer", "self"} == {"norm", "attention"}:
+    result = {_WORDS.get(word.lower(), word.lower()) for word in words}
+    # The norms of a layer are numbered, or named after the block before or behind them.
+    if result - {"layer", "self"} == {"norm", "attention"}:
         return frozenset({"norm", "first"})
-    if found - {"layer"} == {"norm", "mlp"}:
+    if result - {"layer"} == {"norm", "mlp"}:
         return frozenset({"norm", "second"})
-    return frozenset(found - {"layer", "proj"} if len(found) > 1 else found)
+    return frozenset(result - {"layer", "proj"} if len(result) > 1 else result)
 
 
-def of_path(segments: Sequence[str], told: Mapping[int, frozenset[str]] = _NOTHING) -> frozenset[str]:
-    """What all parts of a name mean together; `told` says what some mean where they stand."""
-    *path, last = [told.get(at) or concepts(segment) for at, segment in enumerate(segments)]
-    found = frozenset[str]().union(*path, last)
-    if "attention" in found and last == {"dense"}:
-        return found | {"out"}
-    is_first = last == {"norm"} and "attention" in found and "cross" not in found and not _DIGIT.search(segments[-1])
-    return found | {"first"} if is_first else found
+def of_path(segments: Sequence[str], known: Mapping[int, frozenset[str]] = _NOTHING) -> frozenset[str]:
+    """Returns the concepts of all parts of a name; `known` has those of parts that their context determines."""
+    *path, last = [known.get(at) or concepts(segment) for at, segment in enumerate(segments)]
+    result = frozenset[str]().union(*path, last)
+    if "attention" in result and last == {"dense"}:
+        return result | {"out"}
+    is_first = last == {"norm"} and "attention" in result and "cross" not in result and not _DIGIT.search(segments[-1])
+    return result | {"first"} if is_first else result
 
 
 @lru_cache(maxsize=65536)
-def contradict(one: frozenset[str], other: frozenset[str]) -> bool:
-    """Whether the same tensor cannot be called both: a key is no query."""
+def contradict(first: frozenset[str], second: frozenset[str]) -> bool:
+    """Whether two sets of concepts exclude each other: a key is not a query."""
     for group in _EXCLUSIVE:
-        first, second = one & group, other & group
-        if first and second and not first & second:
+        of_first, of_second = first & group, second & group
+        if of_first and of_second and not of_first & of_second:
             return True
     return False
 
 
 @lru_cache(maxsize=65536)
-def shared(one: frozenset[str], other: frozenset[str]) -> float:
-    """How much two names have in common in what they mean."""
-    return sum(_GENERIC_SHARED if word in _GENERIC else _SHARED for word in one & other)
+def shared(first: frozenset[str], second: frozenset[str]) -> float:
+    """Returns the score of the concepts that two names have in common."""
+    return sum(_GENERIC_SHARED if word in _GENERIC else _SHARED for word in first & second)
 
 
 @lru_cache(maxsize=65536)
-def lacked(one: frozenset[str], other: frozenset[str]) -> float:
-    """How much one of them says that the other does not."""
-    return _LACKED * sum(1 for word in one ^ other if word in _KNOWN or word.startswith("#"))
+def lacked(first: frozenset[str], second: frozenset[str]) -> float:
+    """Returns the penalty for known concepts and ordinals that only one of two names has."""
+    return _LACKED * sum(1 for word in first ^ second if word in _KNOWN or word.startswith("#"))
