@@ -1,4 +1,4 @@
-"""State of modules, optimizers, schedulers, loaders and random generators: save and restore."""
+"""Saves and restores the state of modules, optimizers, schedulers, data loaders and random generators."""
 
 from typing import TYPE_CHECKING
 

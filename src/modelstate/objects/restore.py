@@ -449,13 +449,13 @@ class _Restoring:
             for path, target in self.targets
             if target.is_restored_last or own_generator(target.obj) is not None
         )
-        self._modules = modules_of(targets)
+        self._container = modules_of(targets)
         self._saved, self._rules = saved, rules
         self._may_miss, self._may_exceed, self._keep_options = may_miss, may_exceed, keep_options
 
     def note_used_patterns(self) -> None:
         """Marks patterns that match parameters of optimizers as used, so that the load does not report them."""
-        names = [name for name, _ in self._modules.named_parameters()]
+        names = [name for name, _ in self._container.named_parameters()]
         for path, target in self.targets:
             if target.kind is Kind.OPTIMIZER:
                 state = self._saved[path].tree
@@ -503,7 +503,7 @@ class _Restoring:
             return allowed
 
         plan = plan_by_name(
-            self._modules,
+            self._container,
             optimizer,
             self._saved[path].tree,
             rules=self._rules,

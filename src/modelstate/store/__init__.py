@@ -1,4 +1,4 @@
-"""Checkpoints of a training run: saved so that they survive, and restored all together."""
+"""Stores of checkpoints of a training run, and loops that resume from them."""
 
 from typing import TYPE_CHECKING
 
