@@ -303,7 +303,7 @@ def test_files_that_are_no_programs(content: bytes, path: Path) -> None:
     with pytest.raises(SourceNotFoundError):
         ms.Live(path.with_name("nothing.pt2"))
     torch.save({"a": X}, path)
-    with pytest.raises(LiveTargetError, match="no program"):
+    with pytest.raises(LiveTargetError, match="is not a program"):
         ms.Live(path)
     ms.export(nn.Linear(4, 4), (X,), path, overwrite=True)
     path.write_bytes(path.read_bytes()[:-100])

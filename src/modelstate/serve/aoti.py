@@ -88,7 +88,7 @@ class AotiTarget(NamedTargetMixin):
     def first(self) -> "AotiVersion":
         state, self._first = self._first, None
         assert state is not None
-        version = self._version(state_module(state, meta=False))
+        version = self._new_version(state_module(state, meta=False))
         self.runners.attach(version, None)
         return version
 
@@ -98,13 +98,13 @@ class AotiTarget(NamedTargetMixin):
         changed = [name for name in changed if not torch.equal(state[name], self._built_in[name])]
         if changed:
             raise self._fixed_error(changed)
-        return self._version(state_module({name: state[name] for name in self._state}, meta=False))
+        return self._new_version(state_module({name: state[name] for name in self._state}, meta=False))
 
     def unexpected_error(self, unexpected: list[str]) -> FixedWeightError | None:
         """The error for weights that the package cannot take; None where the manifest lists all weights."""
         return None if self._has_manifest else self._fixed_error(unexpected)
 
-    def _version(self, weights: nn.Module) -> "AotiVersion":
+    def _new_version(self, weights: nn.Module) -> "AotiVersion":
         hidden = {name: value.clone() for name, value in self._hidden.items()}
         return AotiVersion(self.runners, self._call, weights, hidden, self._constants)
 

@@ -62,9 +62,6 @@ class ExportedTarget(NamedTargetMixin):
         assert first is not None
         return first
 
-    def unexpected_error(self, unexpected: list[str]) -> None:
-        return None
-
     def program(self, filled: nn.Module) -> "ExportedProgramVersion":
         weights = state_module(runtime_state(filled), meta=False)  # without the code of the exported module
         hidden = {name: value.clone() for name, value in self._hidden.items()}

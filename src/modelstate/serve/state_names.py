@@ -431,6 +431,9 @@ class NamedTargetMixin:
     def renew(self, program: Program) -> None:
         """Does nothing: a graph writes into buffers, and replaces none."""
 
+    def unexpected_error(self, unexpected: list[str]) -> Exception | None:
+        return None
+
 
 def check_names(state: Collection[str], names: NameMap | nn.Module | None, where: str) -> None:
     """Raises `LiveTargetError` where `names` belongs to another module than the one that was exported."""
