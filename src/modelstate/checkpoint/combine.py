@@ -15,6 +15,7 @@ from modelstate.formats.sharded import merged_metadata
 from modelstate.formats.tree import FlatTree, is_container, items_of, same_value, subtree
 from modelstate.io.files import FileFingerprint
 from modelstate.spec import Combined, Contents, Stored, StoredComposite, StoredTensor
+from modelstate.torch_compat.private import set_version_metadata
 
 CombineFunction = Callable[[str, list[torch.Tensor]], torch.Tensor]
 """Returns one tensor from a name, and the tensors of all checkpoints that have it, in the order of the checkpoints."""
@@ -306,7 +307,7 @@ def _tree(merged: Merged, at: str) -> dict[str, Any]:
 def _node(merged: Merged, path: str) -> dict[str, Any]:
     node: OrderedDict[str, Any] = OrderedDict()
     if path in merged.versions:
-        node._metadata = merged.versions[path]  # type: ignore[attr-defined]
+        set_version_metadata(node, merged.versions[path])
     return node
 
 

@@ -27,6 +27,7 @@ from modelstate.spec import Encoded, Stored, StoredComposite, bytes_key
 from modelstate.text_format import size
 from modelstate.torch_compat.dtypes import Overflows
 from modelstate.torch_compat.plain import is_quantized
+from modelstate.torch_compat.private import set_version_metadata
 
 
 @dataclass(slots=True)
@@ -87,7 +88,7 @@ class LazyStateBuilder:
                 if not isinstance(item, Refused):
                     mapping[key] = self.node(item, f"{path}.{key}" if path else str(key))
             if hasattr(node, "_metadata"):
-                mapping._metadata = node._metadata
+                set_version_metadata(mapping, node._metadata)
             return mapping
         items = [
             self.node(item, f"{path}.{index}" if path else str(index))
@@ -202,7 +203,7 @@ def flat_root(checkpoint: Checkpoint) -> Mapping[str, Any]:
     """All tensors and values of a checkpoint by name."""
     root: Any = OrderedDict[str, Any]({**checkpoint.flat.tensors, **checkpoint.flat.values})
     if checkpoint.versions is not None:
-        root._metadata = checkpoint.versions
+        set_version_metadata(root, checkpoint.versions)
     return root  # type: ignore[no-any-return]
 
 

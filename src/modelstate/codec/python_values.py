@@ -33,6 +33,7 @@ from modelstate.codec.walk import (
     check_bits,
 )
 from modelstate.errors import UnknownClassError
+from modelstate.torch_compat.private import set_version_metadata
 
 FACTORIES: dict[str, type] = {
     cls.__name__: cls
@@ -103,7 +104,7 @@ def _ordered(tree: Tree, decoder: Decoder) -> OrderedDict[Any, Any]:
         return decoder.pairs(tree, value)  # type: ignore[no-any-return]
     items, metadata = decoder.fields(tree, "items", "_metadata")
     decoder.pairs(items, value)
-    value._metadata = decoder.named({"_metadata": metadata})["_metadata"]  # type: ignore[attr-defined]
+    set_version_metadata(value, decoder.named({"_metadata": metadata})["_metadata"])
     return value
 
 

@@ -21,6 +21,7 @@ from modelstate.formats.pickled import (
 from modelstate.formats.rebuild import QUANTIZED, set_state
 from modelstate.formats.torch_globals import TorchGlobals, is_never
 from modelstate.spec import StoredComposite, StoredTensor
+from modelstate.torch_compat.private import set_version_metadata
 
 MAX_DEPTH = 100
 
@@ -321,7 +322,7 @@ class _Constructor:
         for key, value in items:
             node[key] = value
         if hasattr(node, "_metadata"):
-            node._metadata = self.make(node._metadata, (path, "_metadata"))
+            set_version_metadata(node, self.make(node._metadata, (path, "_metadata")))
         return node
 
     def module_state(self, fields: dict[str, Any], path: Path) -> OrderedDict[str, Any]:

@@ -29,6 +29,7 @@ from modelstate.io.digests import ALGORITHM, BLOCK_BYTES, checksum_of
 from modelstate.io.files import CUT_SHORT
 from modelstate.spec import ByteRange, Checksum, Encoded, Stored, StoredTensor
 from modelstate.text_format import quote, size
+from modelstate.torch_compat.private import set_version_metadata
 
 KEY = "modelstate"
 """The key of the manifest in the metadata."""
@@ -126,7 +127,7 @@ def apply(
             raise _damaged(where, f"{quote(name)} is a tensor and a value that is none")
         state[name] = Encoded(tree, hidden, f"{path}: {name}")
     if "versions" in manifest:
-        state._metadata = _versions(manifest["versions"], where)  # type: ignore[attr-defined]
+        set_version_metadata(state, _versions(manifest["versions"], where))
     return ManifestState(state, metadata, checksums)
 
 
@@ -169,7 +170,7 @@ class _Tree:
                 raise _damaged(self._where, f"a key stands twice: {str(key)[:80]}")
             mapping[key] = self.node(pair[1], f"{at}.{key}" if at else str(key), depth + 1)
         if "versions" in tree:
-            mapping._metadata = _versions(tree["versions"], self._where)
+            set_version_metadata(mapping, _versions(tree["versions"], self._where))
         return mapping  # type: ignore[no-any-return]
 
     def _key(self, tree: object) -> object:

@@ -45,6 +45,7 @@ from modelstate.io.digests import OPEN_SEAL, SEAL, check_seal, digest, sealed
 from modelstate.io.files import SourceFile, forget_fingerprint
 from modelstate.spec import Contents, Stored
 from modelstate.text_format import quote
+from modelstate.torch_compat.private import set_version_metadata
 
 MAX_INDEX_BYTES = 100_000_000
 MAX_NAMES = 1_000_000
@@ -124,7 +125,7 @@ def _read(
             versions.update(saved)
     if versions:
         merged = OrderedDict(merged)
-        merged._metadata = versions  # type: ignore[attr-defined]
+        set_version_metadata(merged, versions)
     formats = sorted({shard.format for shard in contents.values()})
     checksums = {extent: checksum for shard in contents.values() for extent, checksum in shard.checksums.items()}
     files, own_metadata = (index_path, *paths), merged_metadata(contents)

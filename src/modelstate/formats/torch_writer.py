@@ -17,6 +17,7 @@ from modelstate.formats.write import write_file
 from modelstate.io import write_system
 from modelstate.io.atomic import LOCK_TIMEOUT_SECONDS, Output, unfinished_file, write_errors
 from modelstate.torch_compat.plain import remedies_for, why_not_plain
+from modelstate.torch_compat.private import set_version_metadata
 
 
 def write_torch_file(
@@ -176,7 +177,7 @@ def _replaced(node: Any, tensors: Mapping[object, torch.Tensor]) -> Any:
         copy: Any = type(node)()
         copy.update((key, _replaced(value, tensors)) for key, value in node.items())
         if hasattr(node, "_metadata"):
-            copy._metadata = node._metadata
+            set_version_metadata(copy, node._metadata)
         return copy
     return type(node)(_replaced(value, tensors) for value in node)
 

@@ -13,6 +13,7 @@ from modelstate.codec.array_values import another_uninitialised
 from modelstate.codec.codec import decode
 from modelstate.errors import DuplicateNameError, KeyNotFoundError, SourceTypeError
 from modelstate.spec import Combined, Encoded, Stored, StoredComposite, StoredTensor
+from modelstate.torch_compat.private import set_version_metadata
 
 EXTRA_STATE = "_extra_state"
 """The key under which torch stores the result of `Module.get_extra_state`."""
@@ -200,7 +201,7 @@ def rebuild(
             mapping[key] = rebuild(value, tensor, copies)
         versions = getattr(node, "_metadata", None)
         if isinstance(versions, Mapping) and type(mapping) is OrderedDict:
-            mapping._metadata = rebuild(versions, tensor, copies)  # type: ignore[attr-defined]
+            set_version_metadata(mapping, rebuild(versions, tensor, copies))
         return mapping
     assert isinstance(node, list | tuple)
     items: list[Any] = []
@@ -221,7 +222,7 @@ def _empty_like(node: Mapping[Any, Any]) -> dict[Any, Any]:
     if type(node) is OrderedDict:
         mapping = OrderedDict[Any, Any]()
         if isinstance(versions := getattr(node, "_metadata", None), Mapping):
-            mapping._metadata = deepcopy(versions)  # type: ignore[attr-defined]
+            set_version_metadata(mapping, deepcopy(versions))
         return mapping
     return Counter() if type(node) is Counter else {}
 

@@ -24,6 +24,7 @@ from modelstate.formats.pickled import (
     check_key,
 )
 from modelstate.process import gc_paused
+from modelstate.torch_compat.private import set_version_metadata
 
 MAX_INT_BYTES = 256
 
@@ -315,7 +316,7 @@ class _Machine:
             # Only the attribute that torch uses: any other could replace a method of the dict.
             versions = state.get("_metadata") if isinstance(state, dict) else None
             if isinstance(versions, dict):
-                target._metadata = versions
+                set_version_metadata(target, versions)
         elif kind is not InvalidTensor:
             raise _damaged("a state for what has none", kind.__name__)
 
