@@ -267,8 +267,8 @@ def _can_be(source: Unit, target: Unit, pairing: Pairing) -> bool:
 def _counts_otherwise(numbered: Unit, said: Unit) -> bool:
     """Whether one is a numbered norm and the other is a norm with another ordinal: norm1 and second."""
     numbers = {number for one in numbered.roles.values() for number in one.constant}
-    asked = {number for word, number in _ORDINALS.items() if word in said.means}
-    return "norm" in numbered.means and bool(numbers) and bool(asked) and not numbers & asked
+    ordinals = {number for word, number in _ORDINALS.items() if word in said.means}
+    return "norm" in numbered.means and bool(numbers) and bool(ordinals) and not numbers & ordinals
 
 
 _ORDINALS = {"first": "1", "second": "2"}

@@ -231,13 +231,13 @@ def by_convention(leaves: Iterable[Leaf]) -> set[str]:
 def _of_leaf(name: str, told: Mapping[str, Said]) -> Iterable[Told]:
     segments = name.split(".")
     for at, segment in enumerate(segments):
-        if _is_asked(_bare(segment)):
+        if _is_ambiguous(_bare(segment)):
             words = told.get(_kind(segments[:at]), {}).get(_bare(segment))
             if words is not None:
                 yield at, words
 
 
-def _is_asked(segment: str) -> bool:
+def _is_ambiguous(segment: str) -> bool:
     return bool(_STEM.fullmatch(segment) or (segment.lower().endswith("norm") and _NORM.fullmatch(segment.lower())))
 
 
@@ -252,16 +252,16 @@ def _kind(path: Sequence[str]) -> str:
 
 def _siblings(leaves: Sequence[Leaf]) -> Mapping[tuple[str, str], dict[str, Shape]]:
     """Returns the shapes of the members of modules with ambiguous names, by module and path within the member."""
-    asked = set()
+    parents = set()
     for leaf in leaves:
         segments = leaf.name.split(".")
-        asked |= {".".join(segments[:at]) for at, one in enumerate(segments) if _is_asked(_bare(one))}
+        parents |= {".".join(segments[:at]) for at, segment in enumerate(segments) if _is_ambiguous(_bare(segment))}
     found: dict[tuple[str, str], dict[str, Shape]] = defaultdict(dict)
-    for leaf in leaves if asked else ():
+    for leaf in leaves if parents else ():
         segments = leaf.name.split(".")
         for at, segment in enumerate(segments):
             parent = ".".join(segments[:at])
-            if parent in asked and role_of(segment if at == len(segments) - 1 else segments[-1])[1] in ("", "weight"):
+            if parent in parents and role_of(segment if at == len(segments) - 1 else segments[-1])[1] in ("", "weight"):
                 found[parent, ".".join(segments[at + 1 :])][_bare(segment)] = leaf.shape
     return found
 
