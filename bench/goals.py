@@ -345,7 +345,7 @@ ROWS: dict[str, tuple[str, str, Callable[[Found], Reached]]] = {
         "at least 2x `torch.save`; within 1.2x of a bare parallel write with the same durability",
         save,
     ),
-    "blocked": ("how long `save(block=False)` blocks", "at most 1.3x a memcpy of the state", blocked),
+    "blocked": ("how long `save(background=True)` blocks", "at most 1.3x a memcpy of the state", blocked),
     "torn": ("requests while weights are swapped every 20 ms", "none is torn, mislabelled or fails", torn),
     "swap": ("new weights into a program of 100 MB", "at most 10 ms beyond staging", swap),
     "request": (

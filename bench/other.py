@@ -114,8 +114,8 @@ class Others:
         found, failed = runner.alternate(children, runner.runs)
         rows = {name: runs for kind in found.values() for name, runs in by_stage(kind).items()}
         words = (
-            "The same module as the second checkpoint of a store. Of the time until `save(block=False)` returns, the "
-            "memory that the state is copied to is there from the first. GB/s are those of what is written."
+            "The same module as the second checkpoint of a store. Of the time until `save(background=True)` returns, "
+            "the memory that the state is copied to is there from the first. GB/s are those of what is written."
         )
         title = "The second checkpoint of a store"
         tables.append(Measured("store", title, words, "save", {"": rows}, runner.runs, failed))

@@ -175,7 +175,7 @@ def _write(path: Path, view: memoryview, count: int, flag: int, sync: bool) -> N
     os.close(descriptor)
 
 
-BLOCKED, MEMCPY = "Store.save(block=False), until it returns", "memcpy of the same bytes"
+BLOCKED, MEMCPY = "Store.save(background=True), until it returns", "memcpy of the same bytes"
 FULL, FROZEN = "Store.save, everything has changed", "Store.save, 90% has not changed"
 
 
@@ -186,11 +186,11 @@ def blocked(model: nn.Module, folder: Path) -> None:
     shutil.rmtree(folder / "store", ignore_errors=True)
     stages = Stages()
     with ms.Store(folder / "store", keep=1) as store:
-        first = store.save(1, {"model": model}, block=False)
+        first = store.save(1, {"model": model}, background=True)
         assert first is not None
         first.result()
         begun = time.perf_counter()
-        pending = store.save(2, {"model": model}, block=False)
+        pending = store.save(2, {"model": model}, background=True)
         seconds = time.perf_counter() - begun
         assert pending is not None
         pending.result()

@@ -97,7 +97,7 @@ for stop in (3, 6):
         optimizer.step()
 assert seen == [0, 1, 2, 3, 4, 5], seen
 with ms.Store(f"{folder}/other") as store:
-    store.save(1, objects, block=False).result()
+    store.save(1, objects, background=True).result()
     store.restore(objects)
     assert not any(store.verify().values())
 print("done")

@@ -118,20 +118,20 @@ def test_it_saves_in_place_of_the_trainer(tmp_path: Path, uninterrupted: Net) ->
 
 
 @pytest.mark.parametrize("stop", [4, 5, 6, 11])
-@pytest.mark.parametrize("block", [True, False])
+@pytest.mark.parametrize("background", [True, False])
 def test_a_run_that_was_killed_goes_on_as_if_nothing_had_been(
-    tmp_path: Path, uninterrupted: Net, stop: int, block: bool
+    tmp_path: Path, uninterrupted: Net, stop: int, background: bool
 ) -> None:
     first = Net()
     with ms.Store(tmp_path / "run") as store:
-        saving = StoreCallback(store, block=block)
+        saving = StoreCallback(store, background=background)
         with pytest.raises(KeyboardInterrupt):
             saving.train(trainer_of(tmp_path, saving, first, [StopAt(stop)], save_steps=1 if stop == 5 else 3))
     with ms.Store(tmp_path / "run") as store:
         at = store.latest()
         assert at is not None
         assert at in (stop, stop - stop % 3)
-        saving, model = StoreCallback(store, block=block), Net()
+        saving, model = StoreCallback(store, background=background), Net()
         trainer = trainer_of(tmp_path, saving, model)
         output = saving.train(trainer)
     assert output.global_step == 15
@@ -219,11 +219,11 @@ def test_a_signal_saves_and_ends(tmp_path: Path) -> None:
 
 
 def test_a_deadline_learns_from_the_saves(tmp_path: Path) -> None:
-    for block in (True, False):
-        with ms.Store(tmp_path / f"run{block}") as store:
+    for background in (True, False):
+        with ms.Store(tmp_path / f"run{background}") as store:
             deadline = ms.Deadline(hours=10)
             assert deadline.margin_seconds >= 600
-            saving = StoreCallback(store, deadline=deadline, block=block)
+            saving = StoreCallback(store, deadline=deadline, background=background)
             saving.train(trainer_of(tmp_path, saving))
             assert deadline.margin_seconds < 60
 
@@ -258,17 +258,17 @@ def test_going_back_to_a_step_replaces_those_behind_it(tmp_path: Path, uninterru
         assert set(store.verify().values()) == {""}
 
 
-@pytest.mark.parametrize("block", [True, False])
-def test_a_run_that_went_back_and_was_killed_goes_on(tmp_path: Path, uninterrupted: Net, block: bool) -> None:
+@pytest.mark.parametrize("background", [True, False])
+def test_a_run_that_went_back_and_was_killed_goes_on(tmp_path: Path, uninterrupted: Net, background: bool) -> None:
     first, second = Net(), Net()
     with ms.Store(tmp_path / "run") as store:
-        saving = StoreCallback(store, block=block)
+        saving = StoreCallback(store, background=background)
         saving.train(trainer_of(tmp_path, saving))
         with pytest.raises(KeyboardInterrupt):
             saving.train(trainer_of(tmp_path, saving, first, [StopAt(8)]), step=3)
     with ms.Store(tmp_path / "run") as store:
         assert (store.latest(), store.steps()) == (6, (3, 6, 9, 12, 15))
-        saving = StoreCallback(store, block=block)
+        saving = StoreCallback(store, background=background)
         saving.train(trainer_of(tmp_path, saving, second))
         assert first.losses[:3] + second.losses == uninterrupted.losses[3:]
         assert (store.latest(), store.steps()) == (15, (3, 6, 9, 12, 15))
@@ -338,7 +338,7 @@ def test_a_save_in_the_background_that_fails_does_not_end_it(
 ) -> None:
     model = Net()
     with ms.Store(tmp_path / "run") as store:
-        saving = StoreCallback(store, block=False)
+        saving = StoreCallback(store, background=True)
         full_disk = FullDisk(monkeypatch, 6, 7, call)
         with pytest.warns(SaveFailedWarning, match="(?s)step 6 was not saved: .*No space left") as caught:
             # The disk is full until the save of step 6 has ended.
@@ -355,7 +355,7 @@ def test_where_the_disk_stays_full_the_last_save_raises(
 ) -> None:
     model = Net()
     with ms.Store(tmp_path / "run") as store:
-        saving = StoreCallback(store, block=False)
+        saving = StoreCallback(store, background=True)
         more = [FullDisk(monkeypatch, 4, 99), Waits(store)]
         with (
             pytest.warns(SaveFailedWarning, match="was not saved"),
@@ -378,7 +378,7 @@ def test_what_was_lost_is_saved_when_the_run_ends(tmp_path: Path, monkeypatch: p
     """Where nothing else is."""
     for end, steps in ((5, (15,)), (99, ())):
         with ms.Store(tmp_path / f"run{end}") as store:
-            saving = StoreCallback(store, block=False)
+            saving = StoreCallback(store, background=True)
             more = [FullDisk(monkeypatch, 4, end), Waits(store)]
             trainer = trainer_of(tmp_path, saving, None, more, save_strategy="no")
             trainer.callback_handler.callbacks.insert(0, SaveAt())

@@ -148,7 +148,7 @@ def test_errors_of_a_store_that_also_saves_are_not_taken_from_it(
             raise OSError(28, "No space left on device")
 
         patch.setattr(system, "mkdir", full)
-        pending = store.save(2, objects(2), block=False)
+        pending = store.save(2, objects(2), background=True)
         assert pending is not None
         while not pending.done:
             threading.Event().wait(0.01)

@@ -86,7 +86,7 @@ def train(report: Connection, directory: str, steps: int) -> None:
     for step in range(at + 1, at + 1 + steps):
         job.train()
         if step % 3 == 0:
-            pending = store.save(step, job.objects(step), block=False)
+            pending = store.save(step, job.objects(step), background=True)
             assert pending is not None
             job.train()
             pending.result()

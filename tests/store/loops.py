@@ -273,7 +273,7 @@ def run(report: Connection, directory: str | None, name: str) -> None:
             first, done[store] = done.get(store, 0), steps
             return range(first, steps)
         path = os.path.join(directory, store)
-        return ms.resumable(path, objects, steps=steps, save_every=save_every, keep=2, block=True)
+        return ms.resumable(path, objects, steps=steps, save_every=save_every, keep=2, background=False)
 
     done: dict[str, int] = {}
 

@@ -102,6 +102,6 @@ def run(report: Connection, directory: str | None, steps: int) -> None:
         scheduler.step()
         report.send((step, loss.item().hex()))
         if store is not None and step % 2 == 0:
-            store.save(step, objects(step), block=step % 4 == 0)  # type: ignore[call-overload]
+            store.save(step, objects(step), background=step % 4 != 0)  # type: ignore[call-overload]
     if store is not None:
         store.close()

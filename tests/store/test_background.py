@@ -66,7 +66,7 @@ def test_what_is_overwritten_at_once_is_saved_as_it_was(tmp_path: Path, gate: Ga
     held = Held(array=array, values=values, strided=strided, bits=torch.tensor([True, False]))
     bits = training.bits()
     gate.close()
-    pending = store.save(1, {**training.objects, "held": held}, block=False)
+    pending = store.save(1, {**training.objects, "held": held}, background=True)
     assert pending is not None
     assert not pending.done
     assert store.steps() == ()
@@ -93,16 +93,16 @@ def test_what_is_overwritten_at_once_is_saved_as_it_was(tmp_path: Path, gate: Ga
 def test_the_next_save_waits_or_is_skipped(tmp_path: Path, gate: Gate) -> None:
     store, training = ms.Store(tmp_path), Training().train()
     gate.close()
-    first = store.save(1, training.objects, block=False)
+    first = store.save(1, training.objects, background=True)
     assert first is not None
-    assert store.save(2, training.objects, block=False, when_busy="skip") is None
+    assert store.save(2, training.objects, background=True, when_busy="skip") is None
     with pytest.raises(errors.SaveTimeoutError):
         store.wait(0.01)
     with pytest.raises(errors.SaveTimeoutError):
         first.result(0.01)
     threading.Timer(0.3, gate.opened.set).start()
     began = time.monotonic()
-    third = store.save(3, training.objects, block=False)
+    third = store.save(3, training.objects, background=True)
     assert time.monotonic() - began > 0.2
     assert first.done
     assert third is not None
@@ -116,7 +116,7 @@ def test_an_error_comes_through_once(tmp_path: Path, gate: Gate, heard: str) -> 
     store, training = ms.Store(tmp_path), Training().train()
     store.save(1, training.objects)
     gate.error = OSError(errno.ENOSPC, "no space left on device")
-    pending = store.save(2, training.objects, block=False)
+    pending = store.save(2, training.objects, background=True)
     assert pending is not None
     while not pending.done:
         time.sleep(0.01)
@@ -158,7 +158,7 @@ def test_the_buffer_is_used_again_and_stated(tmp_path: Path, monkeypatch: pytest
     for step in range(4):
         with torch.no_grad():
             model.weight += 1
-        pending = store.save(step, {"model": model}, block=False)
+        pending = store.save(step, {"model": model}, background=True)
         assert pending is not None
         sizes.add(pending.staging_bytes)
         pending.result()
@@ -167,7 +167,7 @@ def test_the_buffer_is_used_again_and_stated(tmp_path: Path, monkeypatch: pytest
     (size,) = sizes
     assert needed <= size < needed + 1000
     assert resident[-1] - resident[0] < needed / 2
-    small = store.save(9, {"model": nn.Linear(2, 2)}, block=False)
+    small = store.save(9, {"model": nn.Linear(2, 2)}, background=True)
     assert small is not None
     assert small.result().staging_bytes == size  # what is kept
 
@@ -179,7 +179,7 @@ def test_threads_that_save_at_once_take_turns(tmp_path: Path) -> None:
     def save(first: int) -> None:
         try:
             for step in range(first, 24, 4):
-                store.save(step, training.objects, block=step % 3 == 0)  # type: ignore[call-overload]
+                store.save(step, training.objects, background=step % 3 != 0)  # type: ignore[call-overload]
         except BaseException as error:
             failed.append(error)
 
@@ -234,7 +234,7 @@ store.save(1, {"state": state})
 system.fsync = fsync if sys.argv[2] == "slow" else failing
 changed = {name: tensor + 1 for name, tensor in state.items()}
 # The second object is begun when the program is at its end.
-store.save(2, {"state": changed, "other": dict(changed)}, block=False)
+store.save(2, {"state": changed, "other": dict(changed)}, background=True)
 """
 ENDS = {
     "falls off": "",
@@ -275,11 +275,11 @@ def child(path, fails):
     store.save(1, {"state": torch.ones(3)})
     if fails:
         system.fsync = fail
-    store.save(2, {"state": torch.zeros(3)}, block=False)
+    store.save(2, {"state": torch.zeros(3)}, background=True)
 if __name__ == "__main__":
     _, path, method, fails, is_used = sys.argv
     if is_used == "True":
-        ms.Store(path + "-mine").save(1, {"state": torch.ones(3)}, block=False).result()
+        ms.Store(path + "-mine").save(1, {"state": torch.ones(3)}, background=True).result()
     process = multiprocessing.get_context(method).Process(target=child, args=(path, fails == "True"))
     process.start()
     process.join()
@@ -303,16 +303,16 @@ def test_the_end_of_a_child_says_what_was_not_saved(tmp_path: Path, method: str,
     assert ms.Store(tmp_path / "store").verify() == ({1: ""} if fails else {1: "", 2: ""})
 
 
-@pytest.mark.parametrize("block", [True, False])
-def test_a_save_at_the_very_end(tmp_path: Path, block: bool) -> None:
+@pytest.mark.parametrize("background", [True, False])
+def test_a_save_at_the_very_end(tmp_path: Path, background: bool) -> None:
     code = """
 import atexit, sys, torch, modelstate as ms
 store = ms.Store(sys.argv[1])
 state = {f"w{n}": torch.full((1 << 20,), float(n)) for n in range(3)}
-store.save(1, {"state": state}, block=False)
-atexit.register(lambda: store.save(2, {"state": state}, block=sys.argv[2] == "True", overwrite=True))
+store.save(1, {"state": state}, background=True)
+atexit.register(lambda: store.save(2, {"state": state}, background=sys.argv[2] == "True", overwrite=True))
 """
-    done = program(code, tmp_path, block)
+    done = program(code, tmp_path, background)
     assert done.stderr == ""
     assert ms.Store(tmp_path).verify() == {1: "", 2: ""}
 
@@ -367,10 +367,10 @@ def test_ctrl_c_while_the_thread_is_started(tmp_path: Path, monkeypatch: pytest.
         state["w"].fill_(number)
         monkeypatch.setattr(threading.Thread, "start", start)
         with pytest.raises(KeyboardInterrupt):
-            store.save(number, {"state": state}, block=False)
+            store.save(number, {"state": state}, background=True)
         monkeypatch.setattr(threading.Thread, "start", real)
         state["w"].fill_(-1.0)
-    store.save(6, {"state": state}, block=False)
+    store.save(6, {"state": state}, background=True)
     store.wait()
     assert store.steps() == ((1, 2, 3, 4, 5, 6) if when == "after" else (6,))
     assert set(store.verify().values()) == {""}
@@ -389,7 +389,7 @@ def start(thread):
     real(thread)
 threading.Thread.start = start
 try:
-    store.save(1, {"state": {"w": torch.ones(9)}}, block=False)
+    store.save(1, {"state": {"w": torch.ones(9)}}, background=True)
 except KeyboardInterrupt:
     print("interrupted")
 """
@@ -401,7 +401,7 @@ except KeyboardInterrupt:
 def test_a_forked_child_has_nothing_to_do_with_it(tmp_path: Path, gate: Gate) -> None:
     store, training = ms.Store(tmp_path), Training().train()
     gate.close()
-    pending = store.save(1, training.objects, block=False)
+    pending = store.save(1, training.objects, background=True)
     assert pending is not None
     read, write = os.pipe()
     child = os.fork()
@@ -435,7 +435,7 @@ def test_a_forked_child_has_nothing_to_do_with_it(tmp_path: Path, gate: Gate) ->
 
 def test_a_store_that_is_forgotten_finishes(tmp_path: Path) -> None:
     training = Training().train()
-    pending = ms.Store(tmp_path).save(1, training.objects, block=False)
+    pending = ms.Store(tmp_path).save(1, training.objects, background=True)
     assert pending is not None
     gc.collect()
     pending.result()

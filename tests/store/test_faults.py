@@ -89,13 +89,13 @@ def test_in_the_background(tmp_path: Path) -> None:
     for number in (1, 2, 5, 9, 14, 20):
         was = contents(tmp_path)
         with failing_call(number + 2, OSError(errno.EIO, "an I/O error")):
-            pending = store.save(1, training.train().objects, block=False)
+            pending = store.save(1, training.train().objects, background=True)
             assert pending is not None
             with pytest.raises(errors.WriteFailedError):
                 pending.result()
         assert contents(tmp_path) == was
         assert same(store, 0, bits)
-    pending = store.save(1, training.objects, block=False)
+    pending = store.save(1, training.objects, background=True)
     assert pending is not None
     pending.result()
     assert store.verify() == {0: "", 1: ""}

@@ -52,16 +52,18 @@ def directory(tmp_path: Path) -> Path:
     return tmp_path / "above" / "run"
 
 
-@pytest.mark.parametrize("block", [True, False])
+@pytest.mark.parametrize("background", [True, False])
 @pytest.mark.parametrize("change", [*GONE, *REPLACED, become_a_file])
-def test_the_next_save_says_so_and_writes_nothing(directory: Path, change: Callable[[Path], None], block: bool) -> None:
+def test_the_next_save_says_so_and_writes_nothing(
+    directory: Path, change: Callable[[Path], None], background: bool
+) -> None:
     training, store = Training(), ms.Store(directory)
     store.save(1, training.objects)
     change(directory)
     was = contents(directory.parent) if directory.parent.exists() else None
     for _ in range(2):
         with pytest.raises(StoreMovedError) as caught:
-            store.save(2, training.train().objects, block=block)  # type: ignore[call-overload]
+            store.save(2, training.train().objects, background=background)  # type: ignore[call-overload]
         assert caught.value.where == str(directory)
         assert caught.value.found == ("nothing is there" if change in GONE else "something else is there")
         assert "Store" in caught.value.remedy
@@ -71,10 +73,10 @@ def test_the_next_save_says_so_and_writes_nothing(directory: Path, change: Calla
     assert not (directory / ".lock").exists() or change is replace
 
 
-@pytest.mark.parametrize("block", [True, False])
+@pytest.mark.parametrize("background", [True, False])
 @pytest.mark.parametrize("change", [rename, remake, replace])
 def test_a_directory_that_is_back_is_saved_to_again(
-    directory: Path, change: Callable[[Path], None], block: bool
+    directory: Path, change: Callable[[Path], None], background: bool
 ) -> None:
     training, store = Training(), ms.Store(directory)
     store.save(1, training.objects)
@@ -83,7 +85,7 @@ def test_a_directory_that_is_back_is_saved_to_again(
         store.save(2, training.objects)
     shutil.rmtree(directory, ignore_errors=True)
     directory.with_name("elsewhere").rename(directory)
-    store.save(2, training.objects, block=block)  # type: ignore[call-overload]
+    store.save(2, training.objects, background=background)  # type: ignore[call-overload]
     store.wait()
     assert store.verify() == {1: "", 2: ""}
     script = "import sys, modelstate as ms; ms.Store(sys.argv[1]).save(3, {'value': 1})"
@@ -105,7 +107,7 @@ def test_a_save_that_is_under_way(
         return real(*given)
 
     monkeypatch.setattr(write_system, call, changing)
-    store.save(2, training.train().objects, block=False)
+    store.save(2, training.train().objects, background=True)
     with pytest.raises(StoreMovedError):
         store.wait()
     assert not [path for path in directory.rglob("*") if "step" in path.name]
@@ -126,7 +128,7 @@ def test_a_thread_looks_before_it_writes(directory: Path, monkeypatch: pytest.Mo
         remake(directory)
 
     monkeypatch.setattr(store._staging, "copy", copying)
-    pending = store.save(2, training.objects, block=False)
+    pending = store.save(2, training.objects, background=True)
     assert pending is not None
     with pytest.raises(StoreMovedError):
         pending.result()

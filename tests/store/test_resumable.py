@@ -48,13 +48,13 @@ def uninterrupted(steps: int) -> list[float]:
     return [step(of) for _ in range(steps)]
 
 
-@pytest.mark.parametrize("block", [True, False])
-def test_a_loop_that_is_left_goes_on_where_it_was_saved(tmp_path: Path, block: bool) -> None:
+@pytest.mark.parametrize("background", [True, False])
+def test_a_loop_that_is_left_goes_on_where_it_was_saved(tmp_path: Path, background: bool) -> None:
     expected, losses = uninterrupted(11), dict[int, float]()
     for leave_at in (4, 6, None):
         of = objects()
         with ms.Store(tmp_path) as store:
-            loop = ms.resumable(store, of, steps=11, save_every=2, block=block)
+            loop = ms.resumable(store, of, steps=11, save_every=2, background=background)
             for number in loop:
                 losses[number] = step(of)
                 if number == leave_at:
@@ -211,12 +211,12 @@ def test_a_store_that_cannot_be_looked_at_for_a_while(
         assert warning.filename == __file__
 
 
-@pytest.mark.parametrize("block", [True, False])
-def test_what_cannot_be_saved_raises_at_once(tmp_path: Path, block: bool) -> None:
+@pytest.mark.parametrize("background", [True, False])
+def test_what_cannot_be_saved_raises_at_once(tmp_path: Path, background: bool) -> None:
     store, held, done = ms.Store(tmp_path), Held(value=1), []
 
     def train() -> None:
-        for number in ms.resumable(store, {"held": held}, steps=8, save_every=2, block=block):
+        for number in ms.resumable(store, {"held": held}, steps=8, save_every=2, background=background):
             done.append(number)
             if number == 3:
                 held.values["value"] = object()
@@ -338,7 +338,7 @@ def test_a_run_that_goes_on_says_so(tmp_path: Path, caplog: pytest.LogCaptureFix
 
 def with_metric(path: Path, **given: Any) -> list[int]:
     keep = ms.Keep(last=2, best=1, metric="val_loss")
-    loop, done = ms.resumable(path, {"a": Held(b=1)}, steps=6, save_every=1, keep=keep, block=True, **given), []
+    loop, done = ms.resumable(path, {"a": Held(b=1)}, steps=6, save_every=1, keep=keep, background=False, **given), []
     for number in loop:
         done.append(number)
         loop.metrics["loss"] = 1.0

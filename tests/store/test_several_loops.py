@@ -190,10 +190,10 @@ def test_the_margin_is_the_longest_time_between_looks_of_any_loop(
     monkeypatch.setattr(time, "perf_counter", lambda: now[0])
     deadline, other = (ms.Deadline(hours=40, since="now", signals=()) for _ in range(2))
     epochs, steps = ms.Store(tmp_path / "epochs"), ms.Store(tmp_path / "steps")
-    for epoch in ms.resumable(epochs, of, steps=2, save_every=1, block=True, deadline=deadline):
+    for epoch in ms.resumable(epochs, of, steps=2, save_every=1, background=False, deadline=deadline):
         now[0] += before
         within = deadline if is_shared else other
-        for _ in ms.resumable(steps, of, steps=(epoch + 1) * 9, save_every=2, block=True, deadline=within):
+        for _ in ms.resumable(steps, of, steps=(epoch + 1) * 9, save_every=2, background=False, deadline=within):
             now[0] += 100
         now[0] += behind
     assert deadline.margin_seconds == (expected if is_shared else 900 + before + behind)
@@ -212,7 +212,7 @@ def test_a_loop_that_raised_does_not_count_for_the_margin(tmp_path: Path, monkey
     with pytest.raises(ZeroDivisionError) as kept:
         raising()
     now[0] += 5000
-    again = ms.resumable(ms.Store(tmp_path), of, steps=5, save_every=1, block=True, deadline=deadline)
+    again = ms.resumable(ms.Store(tmp_path), of, steps=5, save_every=1, background=False, deadline=deadline)
     assert len(list(again)) == 5
     assert deadline.margin_seconds == 30
     assert kept.tb is not None

@@ -143,9 +143,9 @@ def test_what_cannot_be_stored(tmp_path: Path) -> None:
         ({"a": {"b": torch.ones(1)}, "a.b": torch.ones(1)}, errors.UnsavableError),
         ([nn.Linear(1, 1)], errors.OptionError),
     ):
-        for block in (True, False):
+        for background in (True, False):
             with pytest.raises(kind):
-                store.save(2, {"value": value}, block=block)  # type: ignore[call-overload]
+                store.save(2, {"value": value}, background=background)  # type: ignore[call-overload]
     with pytest.raises(errors.OptimizerStateError):
         store.save(2, {"optimizer": Training().optimizer})
     assert contents(tmp_path) == was
@@ -340,7 +340,7 @@ def test_two_stores_in_one_directory(tmp_path: Path) -> None:
     was = contents(tmp_path)
     for refused in (
         lambda: second.save(2, {"value": 2}),
-        lambda: second.save(2, {"value": 2}, block=False),
+        lambda: second.save(2, {"value": 2}, background=True),
         lambda: second.prune(1),
         lambda: second.pin(1),
     ):

@@ -64,7 +64,7 @@ class StoreCallback(TrainerCallback):  # type: ignore[misc]
         store: the store to save to.
         deadline: the run is saved and ends when the deadline is reached.
         objects: further objects, as `Store.save` takes them, to save and restore with the rest: {"loader": ...}.
-        block: as in `Store.save`. With False training goes on while a thread writes; the last save always blocks.
+        background: as in `Store.save`. With True training goes on while a thread writes; the last save always blocks.
 
     Raises:
         OptionError: `store` is not a `Store`, or `objects` has a name that the callback uses.
@@ -81,13 +81,13 @@ class StoreCallback(TrainerCallback):  # type: ignore[misc]
         *,
         deadline: Deadline | None = None,
         objects: Mapping[str, Any] | None = None,
-        block: bool = True,
+        background: bool = False,
     ) -> None:
         if not isinstance(store, Store):
             raise OptionError("a StoreCallback saves to a store", expected="a modelstate.Store", found=repr(store)[:80])
         if taken := sorted(set(objects or {}) & set(_OWN_NAMES)):
             raise OptionError("objects= has names that mean something else here", found=", ".join(taken))
-        self.store, self.deadline, self.block = store, deadline, block
+        self.store, self.deadline, self.background = store, deadline, background
         self._objects = dict(objects or {})
         self._rng = RNG()
         self._trainer: Any = None
@@ -313,11 +313,11 @@ class StoreCallback(TrainerCallback):  # type: ignore[misc]
         if metrics_step != step:
             metrics = {}
         overwrite = step in self._replaced
-        if self.block or is_last:
+        if not self.background or is_last:
             self._note_saved(self.store.save(step, objects, metrics=metrics, overwrite=overwrite))
         else:
             try:
-                self._pending = self.store.save(step, objects, metrics=metrics, overwrite=overwrite, block=False)
+                self._pending = self.store.save(step, objects, metrics=metrics, overwrite=overwrite, background=True)
             except PASSING as error:
                 self._warn_lost(step, error)
                 return

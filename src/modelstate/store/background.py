@@ -55,14 +55,14 @@ class SavedStep:
 
 
 class PendingSave:
-    """A save that runs in a thread: the result of `Store.save(block=False)`.
+    """A save that runs in a thread: the result of `Store.save(background=True)`.
 
     Attributes:
         step: the number of the checkpoint.
         staging_bytes: the memory that the state was copied to.
 
     Example:
-        >>> pending = store.save(1000, {"model": model}, block=False)
+        >>> pending = store.save(1000, {"model": model}, background=True)
         >>> pending.result().step
         1000
     """

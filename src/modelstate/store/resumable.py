@@ -77,7 +77,7 @@ class Resumable:
         steps: int,
         save_every: int,
         deadline: Deadline | None,
-        block: bool,
+        background: bool,
         restored: RestoredStep | None,
         reached: CheckpointInfo | None,
         owns_store: bool,
@@ -88,7 +88,7 @@ class Resumable:
         self._stopped = ""
         self.metrics = before.metrics if before is not None else {}
         self._store, self._objects, self._steps = store, objects, steps
-        self._save_every, self._deadline, self._block = save_every, deadline, block
+        self._save_every, self._deadline, self._background = save_every, deadline, background
         self._owns_store = owns_store
         self._is_first = True
         """Whether no step has been yielded yet."""
@@ -195,14 +195,14 @@ class Resumable:
             self._log_misspelt_metric()
             self._note_check(outer, since=self._checked_at)
             if self.done % self._save_every == 0 and self.done < self._steps:
-                self._save(block=self._block)
+                self._save(background=self._background)
                 self._note_check(outer)
             elif is_first and self.done < self._steps:
                 # Optimizers and loaders have state only after the first step, so it is checked again.
                 self._store.check_state(self._objects)
         if self.stopped:
             self._stop_outer(outer)
-        self._save(block=True)
+        self._save(background=False)
         self._store.wait()
         if not self.stopped:
             if self._is_metric_missed and self._store.keep is not None:
@@ -267,18 +267,20 @@ class Resumable:
         self._stopped = self._deadline.reason if self._deadline is not None else ""
         return bool(self.stopped)
 
-    def _save(self, *, block: bool) -> None:
+    def _save(self, *, background: bool) -> None:
         self._collect()  # the store would wait for the earlier save too
         if self._saved_at == self.done:
             return
         self._log_missing_metric()
         # Where training went back to an earlier checkpoint, the later ones are replaced.
         metrics = dict(self._metrics)
-        if block:
+        if not background:
             self._note_saved(self._store.save(self.done, self._objects, metrics=metrics, overwrite=True))
         else:
             try:
-                self._pending = self._store.save(self.done, self._objects, metrics=metrics, overwrite=True, block=False)
+                self._pending = self._store.save(
+                    self.done, self._objects, metrics=metrics, overwrite=True, background=True
+                )
             except PASSING as error:
                 self._warn_lost(self.done, error)
                 return
@@ -364,7 +366,7 @@ def resumable(
     save_every: int,
     keep: Keep | int | None = None,
     deadline: Deadline | None = None,
-    block: bool = False,
+    background: bool = True,
     **restoring: Any,
 ) -> Resumable:
     """Returns the remaining steps of a training run, for a `for` loop that may be killed and started again.
@@ -395,8 +397,8 @@ def resumable(
         save_every: the number of steps between two checkpoints.
         keep: the checkpoints that stay, as in `Store`; only for a path.
         deadline: when to stop.
-        block: whether the loop waits until a checkpoint is durable. Else it goes on when the state has been copied. The
-            last checkpoint is always waited for.
+        background: True goes on when the state has been copied to memory, and a thread writes it; False waits until
+            each checkpoint is durable. The loop always waits for the last checkpoint.
         restoring: options of `Store.restore`.
 
     Returns:
@@ -448,7 +450,7 @@ def resumable(
     before = restored or reached
     if before is None or before.step < steps:
         store.check(objects)
-    return Resumable(store, objects, steps, save_every, deadline, block, restored, reached, is_path)
+    return Resumable(store, objects, steps, save_every, deadline, background, restored, reached, is_path)
 
 
 def _reached(store: Store, objects: Mapping[str, Any]) -> CheckpointInfo | None:

@@ -123,7 +123,7 @@ class Store:
         step: int,
         objects: Mapping[str, Any],
         *,
-        block: Literal[True] = True,
+        background: Literal[False] = False,
         metrics: Mapping[str, float] | None = ...,
         pin: bool = ...,
         overwrite: bool = ...,
@@ -135,7 +135,7 @@ class Store:
         step: int,
         objects: Mapping[str, Any],
         *,
-        block: Literal[False],
+        background: Literal[True],
         metrics: Mapping[str, float] | None = ...,
         pin: bool = ...,
         overwrite: bool = ...,
@@ -147,7 +147,7 @@ class Store:
         step: int,
         objects: Mapping[str, Any],
         *,
-        block: bool = True,
+        background: bool = False,
         metrics: Mapping[str, float] | None = None,
         pin: bool = False,
         overwrite: bool = False,
@@ -161,8 +161,8 @@ class Store:
             step: the number of the checkpoint, 0 or more.
             objects: modules, optimizers, anything with `state_dict` and `load_state_dict`, `torch.Generator`s and plain
                 values, by name; nested mappings are possible. The modules of the optimizers have to be among them.
-            block: True returns when the checkpoint is durable. False returns when the state has been copied to memory,
-                which the next save uses again, and a thread writes it. An error of the thread is raised by
+            background: False returns when the checkpoint is durable. True returns when the state has been copied to
+                memory, which the next save uses again, and a thread writes it. An error of the thread is raised by
                 `PendingSave.result`, by `wait`, or by the next save. The process waits for the thread before it ends.
             metrics: numbers that rate the checkpoint, for `Keep(best=...)`.
             pin: keeps the checkpoint whatever `keep` says, until `unpin`.
@@ -171,7 +171,7 @@ class Store:
                 None.
 
         Returns:
-            The saved checkpoint; with `block=False` a handle of the save; None where it was skipped.
+            The saved checkpoint; with `background=True` a handle of the save; None where it was skipped.
 
         Raises:
             StepExistsError: There is a checkpoint of this step, and `overwrite` is false.
@@ -201,7 +201,7 @@ class Store:
             job.check()
             self._become_writer()
             self._check_new(step, overwrite)
-            if block:
+            if not background:
                 return self._write(job)
             self._staging.copy(job.states.values())
             blocked_seconds = time.perf_counter() - begin_seconds
@@ -263,7 +263,7 @@ class Store:
         The error of the save in the background is raised too, once.
 
         Example:
-            >>> pending = store.save(1000, {"model": model}, block=False)
+            >>> pending = store.save(1000, {"model": model}, background=True)
             >>> store.wait()
         """
         pending = self._pending
