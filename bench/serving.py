@@ -66,9 +66,9 @@ class Server:
         self.process, self._log = process, log
         self.port = 0
 
-    def wait_until_it_listens(self, timeout_s: float = 300) -> None:
+    def wait_until_it_listens(self, timeout_seconds: float = 300) -> None:
         """Raises `MeasurementError`."""
-        until = time.monotonic() + timeout_s
+        until = time.monotonic() + timeout_seconds
         while not (found := re.search(r"running on http://[\d.]+:(\d+)", self.log)):
             if self.process.poll() is not None or time.monotonic() > until:
                 raise MeasurementError(f"the server did not start: {self.log}")

@@ -24,8 +24,8 @@ class RefusedError(Exception):
 class Client:
     """One connection, for one thread. Every method raises `RefusedError`, and `OSError` where nobody answers."""
 
-    def __init__(self, port: int, token: str = "", host: str = "127.0.0.1", timeout_s: float = 120) -> None:
-        self._connection = http.client.HTTPConnection(host, port, timeout=timeout_s)
+    def __init__(self, port: int, token: str = "", host: str = "127.0.0.1", timeout_seconds: float = 120) -> None:
+        self._connection = http.client.HTTPConnection(host, port, timeout=timeout_seconds)
         self._used = time.monotonic()
         self._headers = {"Authorization": f"Bearer {token}"} if token else {}
 

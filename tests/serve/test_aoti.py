@@ -245,9 +245,9 @@ def test_a_swap_waits_until_a_library_is_free() -> None:
     thread = threading.Thread(target=hold)
     thread.start()
     assert pinned.wait(30)
-    assert not live.swap(linear(2).state_dict(), timeout_s=0.01).drained
+    assert not live.swap(linear(2).state_dict(), timeout_seconds=0.01).drained
     with pytest.raises(SwapTimeoutError, match="did not end in time"):
-        live.swap(linear(3).state_dict(), timeout_s=0.05)
+        live.swap(linear(3).state_dict(), timeout_seconds=0.05)
     assert live.version == 2
     assert torch.equal(live(X), linear(2)(X))
     threading.Timer(0.2, leave.set).start()
@@ -265,10 +265,10 @@ def test_what_this_very_thread_holds_is_not_waited_for() -> None:
         live.swap(linear(2).state_dict())
         began = time.monotonic()
         with pytest.raises(SwapTimeoutError, match="in this thread"):
-            live.swap(linear(3).state_dict(), timeout_s=30)
+            live.swap(linear(3).state_dict(), timeout_seconds=30)
         assert time.monotonic() - began < 20
         with pytest.raises(SwapTimeoutError), live.pin():
-            live.swap(linear(3).state_dict(), timeout_s=30)
+            live.swap(linear(3).state_dict(), timeout_seconds=30)
     with live.pin():  # of what serves: the other library is free
         assert live.swap(linear(3).state_dict()).version == 3
 
@@ -299,7 +299,7 @@ def test_a_rollback_waits_for_a_library() -> None:
     with live.pin() as v:
         live.rollback()
         with pytest.raises(SwapTimeoutError):
-            live.rollback(timeout_s=0.01)
+            live.rollback(timeout_seconds=0.01)
         assert live.version == 2
         assert torch.equal(v(X), linear(3)(X))
         assert torch.equal(live(X), linear(2)(X))

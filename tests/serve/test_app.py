@@ -145,7 +145,7 @@ def test_a_swap_that_takes_too_long(app: App, path: str, monkeypatch: pytest.Mon
         return real(headers, source)
 
     monkeypatch.setattr(app, "swap", slow)
-    target = ServingApp(app.url, TOKEN, timeout_s=0.05)
+    target = ServingApp(app.url, TOKEN, timeout_seconds=0.05)
     with pytest.raises(AppAnswerError, match="TimeoutError"):
         target.swap(path)
     go_on.set()
@@ -188,10 +188,10 @@ def test_what_is_no_token(token: str) -> None:
     assert not token or token not in str(caught.value)
 
 
-@pytest.mark.parametrize("timeout_s", [0, -1, float("nan"), "5"])
-def test_what_is_no_time(timeout_s: Any) -> None:
-    with pytest.raises(OptionError, match="timeout_s="):
-        ServingApp("http://127.0.0.1", TOKEN, timeout_s=timeout_s)
+@pytest.mark.parametrize("timeout_seconds", [0, -1, float("nan"), "5"])
+def test_what_is_no_time(timeout_seconds: Any) -> None:
+    with pytest.raises(OptionError, match="timeout_seconds="):
+        ServingApp("http://127.0.0.1", TOKEN, timeout_seconds=timeout_seconds)
 
 
 def test_urls() -> None:

@@ -54,7 +54,7 @@ def test_a_pin_may_be_left_by_another_thread() -> None:
 
     in_a_thread(leave).join(20)
     assert not errors
-    live.swap(state(2), mode="frugal", timeout_s=1)
+    live.swap(state(2), mode="frugal", timeout_seconds=1)
     assert live(X).unique().tolist() == [2.0]
 
 
@@ -81,7 +81,7 @@ def test_a_pin_of_an_older_version_lets_nobody_in_while_weights_are_overwritten(
 
     thread = in_a_thread(reader)
     assert pinned.wait(20)
-    live.swap(state(2), timeout_s=0)
+    live.swap(state(2), timeout_seconds=0)
     assert live.swap(state(3), mode="frugal", canary=canary).version == 3
     thread.join(20)
     assert answers == [([3.0], 3)]
@@ -133,7 +133,7 @@ def test_a_rollback_does_not_wait_for_requests(kind: str) -> None:
     while live.version == 1:
         time.sleep(0.001)
     assert live.rollback() == 1
-    assert live.swap(state(3), timeout_s=0).version == 3
+    assert live.swap(state(3), timeout_seconds=0).version == 3
     assert not reports  # the first one is still waiting for the request
     may_end.set()
     for thread in threads:
@@ -162,7 +162,7 @@ def test_a_rollback_does_not_wait_for_a_canary(kind: str) -> None:
 
     thread = in_a_thread(swap)
     assert inside.wait(20)
-    assert live.rollback(timeout_s=0) == 1
+    assert live.rollback(timeout_seconds=0) == 1
     assert live(X).unique().tolist() == [1.0]
     may_end.set()
     thread.join(20)
@@ -188,7 +188,7 @@ def test_a_rollback_waits_where_a_canary_has_its_library() -> None:
     thread = in_a_thread(swap)
     assert inside.wait(20)
     with pytest.raises(SwapTimeoutError):
-        live.rollback(timeout_s=0.05)
+        live.rollback(timeout_seconds=0.05)
     may_end.set()
     assert live.rollback() == 1
     thread.join(20)
@@ -288,7 +288,7 @@ def test_an_interrupt_at_any_line_leaves_one_version_that_serves(mode: Any) -> N
         assert last.action in (["swapped"] if version == 2 else ["started", "refused"]), at
         assert last.version == version, at
         done += version == 2
-        report = live.swap(state(version + 1), mode=mode, timeout_s=1)
+        report = live.swap(state(version + 1), mode=mode, timeout_seconds=1)
         assert report.drained, at
         assert live(X).unique().tolist() == [version + 1.0]
     assert at > 100

@@ -42,10 +42,10 @@ def in_child(work):
 
 def serves_and_swaps():
     assert live(x).tolist() == [1.0, 1.0]
-    assert live.swap(state(5), mode="frugal", timeout_s=2).drained
+    assert live.swap(state(5), mode="frugal", timeout_seconds=2).drained
     assert live(x).tolist() == [5.0, 5.0]
-    assert live.swap(state(6), timeout_s=2).drained
-    assert live.rollback(timeout_s=2) and live(x).tolist() == [5.0, 5.0]
+    assert live.swap(state(6), timeout_seconds=2).drained
+    assert live.rollback(timeout_seconds=2) and live(x).tolist() == [5.0, 5.0]
 
 def thread(work):
     def run():
@@ -75,7 +75,7 @@ inside.wait(20)
 with live.pin() as mine:
     def work():
         try:
-            live.swap(state(2), mode="frugal", timeout_s=2)
+            live.swap(state(2), mode="frugal", timeout_seconds=2)
         except ms.errors.OptionError:  # this thread's own pin is still there
             assert mine(x).tolist() == [1.0, 1.0]
             return

@@ -119,9 +119,9 @@ def interrupted(work: Callable[[ms.Live], None], at: int) -> "tuple[ms.Live, wea
     value, version = in_a_thread(lambda: live.answer(X))
     assert value.unique().tolist() == live(X).unique().tolist() == [float(version)]
     current = holder(live)
-    assert live.swap(state(4), mode="frugal", timeout_s=2).drained
+    assert live.swap(state(4), mode="frugal", timeout_seconds=2).drained
     for k in (5, 6):
-        assert live.swap(state(k), timeout_s=2).drained
+        assert live.swap(state(k), timeout_seconds=2).drained
     assert live(X).unique().tolist() == [6.0]
     return live, current
 

@@ -200,7 +200,7 @@ def test_frugal_waits_for_requests_and_gives_up_in_time() -> None:
     thread.start()
     pinned.wait(20)
     with pytest.raises(SwapTimeoutError, match="requests did not end in time"):
-        live.swap(linear(2).state_dict(), mode="frugal", timeout_s=0.05)
+        live.swap(linear(2).state_dict(), mode="frugal", timeout_seconds=0.05)
     assert torch.equal(live(X), linear(1)(X))  # the gate is open
     threading.Timer(0.1, may_end.set).start()
     assert live.swap(linear(2).state_dict(), mode="frugal").drain_seconds > 0.05
@@ -224,7 +224,7 @@ def test_a_second_swap_waits_or_is_refused() -> None:
     with pytest.raises(SwapBusyError):
         live.swap(linear(3).state_dict(), when_busy="refuse")
     with pytest.raises(SwapTimeoutError, match="another swap"):
-        live.swap(linear(3).state_dict(), timeout_s=0.05)
+        live.swap(linear(3).state_dict(), timeout_seconds=0.05)
     threading.Timer(0.1, may_end.set).start()
     assert live.swap(linear(3).state_dict()).version == 3
     thread.join()
@@ -271,7 +271,7 @@ def test_requests_raise_what_the_program_raises_and_leave_nothing_behind() -> No
     live = ms.Live(linear(1))
     with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
         live(torch.ones(3))
-    assert live.swap(linear(2).state_dict(), mode="frugal", timeout_s=1).drained
+    assert live.swap(linear(2).state_dict(), mode="frugal", timeout_seconds=1).drained
 
 
 @pytest.mark.parametrize(
@@ -321,10 +321,10 @@ def test_modules_of_which_no_second_one_can_be_made() -> None:
         {"mode": "fast"},
         {"buffers": "keep"},
         {"when_busy": "skip"},
-        {"timeout_s": -1},
-        {"timeout_s": "soon"},
-        {"timeout_s": True},
-        {"timeout_s": float("nan")},
+        {"timeout_seconds": -1},
+        {"timeout_seconds": "soon"},
+        {"timeout_seconds": True},
+        {"timeout_seconds": float("nan")},
         {"exact": 2},
         {"check_finite": None},
         {"verify": "yes"},

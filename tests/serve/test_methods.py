@@ -90,7 +90,7 @@ def test_a_method_is_called_with_the_version_that_serves() -> None:
 
 def test_a_method_has_one_version_from_begin_to_end() -> None:
     live, loads = served(), iter([2.0, 3.0])
-    swap = lambda: live.swap(weights(next(loads)), timeout_s=0)  # noqa: E731
+    swap = lambda: live.swap(weights(next(loads)), timeout_seconds=0)  # noqa: E731
     assert live.method("between")(swap, then=swap) == (1, 1)
     assert live.version == 3
 
@@ -102,7 +102,7 @@ def test_a_swap_in_place_waits_for_a_method() -> None:
         answer = pool.submit(live.method("between"), entered.set, then=lambda: leave.wait(60))
         assert entered.wait(60)
         with pytest.raises(SwapTimeoutError, match="requests did not end in time"):
-            live.swap(weights(2), mode="frugal", timeout_s=0.05)
+            live.swap(weights(2), mode="frugal", timeout_seconds=0.05)
         swap = pool.submit(live.swap, weights(2), mode="frugal")
         assert not swap.done()
         leave.set()
@@ -123,14 +123,14 @@ def test_an_old_version_goes_with_its_last_method_call() -> None:
     with ThreadPoolExecutor(1) as pool:
         answer = pool.submit(live.method("between"), enter, then=lambda: leave.wait(60))
         assert entered.wait(60)
-        assert not live.swap(weights(3), timeout_s=0).drained
+        assert not live.swap(weights(3), timeout_seconds=0).drained
         assert held[0]() is not None
         leave.set()
         assert answer.result(60) == (2, 2)
     del answer
     gc.collect()
     assert held[0]() is None
-    assert live.swap(weights(4), timeout_s=0).drained
+    assert live.swap(weights(4), timeout_seconds=0).drained
 
 
 def test_an_error_of_a_method_comes_through_and_leaves_no_version_in_use() -> None:
@@ -140,7 +140,7 @@ def test_an_error_of_a_method_comes_through_and_leaves_no_version_in_use() -> No
     with live.pin() as v, pytest.raises(ZeroDivisionError) as again:
         v.fail()
     # The tracebacks are still there.
-    assert live.swap(weights(2), mode="frugal", timeout_s=0).drained
+    assert live.swap(weights(2), mode="frugal", timeout_seconds=0).drained
     assert caught.tb is not None
     assert again.tb is not None
 
@@ -151,8 +151,8 @@ def test_a_generator_has_its_version_until_it_ends(ends: str) -> None:
     stream = live.method("stream")(3)
     assert next(stream) == 1
     with pytest.raises(SwapTimeoutError):
-        live.swap(weights(2), mode="frugal", timeout_s=0)
-    assert not live.swap(weights(2), timeout_s=0).drained
+        live.swap(weights(2), mode="frugal", timeout_seconds=0)
+    assert not live.swap(weights(2), timeout_seconds=0).drained
     assert next(stream) == 1
     if ends == "exhausted":
         assert list(stream) == [1]
@@ -163,7 +163,7 @@ def test_a_generator_has_its_version_until_it_ends(ends: str) -> None:
     else:
         with pytest.raises(KeyError):
             stream.throw(KeyError())
-    assert live.swap(weights(3), mode="frugal", timeout_s=0).drained
+    assert live.swap(weights(3), mode="frugal", timeout_seconds=0).drained
     assert list(live.method("stream")(2)) == [3, 3]
 
 
@@ -171,7 +171,7 @@ def test_coroutines_and_async_generators_have_one_version() -> None:
     live = served()
 
     async def all_of_it() -> None:
-        swap = lambda: live.swap(weights(2), timeout_s=0)  # noqa: E731
+        swap = lambda: live.swap(weights(2), timeout_seconds=0)  # noqa: E731
         assert await live.method("later")(swap) == 1
         assert live.version == 2
         found = []
@@ -179,10 +179,10 @@ def test_coroutines_and_async_generators_have_one_version() -> None:
             found.append(value)
             if len(found) == 1:
                 with pytest.raises(SwapTimeoutError):
-                    live.swap(weights(3), mode="frugal", timeout_s=0)
-                live.swap(weights(3), timeout_s=0)
+                    live.swap(weights(3), mode="frugal", timeout_seconds=0)
+                live.swap(weights(3), timeout_seconds=0)
         assert found == [2, 2, 2]
-        assert live.swap(weights(4), mode="frugal", timeout_s=0).drained
+        assert live.swap(weights(4), mode="frugal", timeout_seconds=0).drained
 
     asyncio.run(all_of_it())
 
@@ -272,7 +272,7 @@ def test_generation_has_one_version_while_weights_are_swapped(tmp_path: Path) ->
         swapping.join(60)
     assert not errors
     del logits, cache
-    assert live.swap(sources[0], timeout_s=60).drained
+    assert live.swap(sources[0], timeout_seconds=60).drained
 
 
 def test_an_error_in_generation_keeps_no_version() -> None:
@@ -283,7 +283,7 @@ def test_an_error_in_generation_keeps_no_version() -> None:
 
     with pytest.raises(ZeroDivisionError):
         live.method("generate")(IDS, logits_processor=[stop], **HOW)
-    assert live.swap(other, mode="frugal", timeout_s=0).drained
+    assert live.swap(other, mode="frugal", timeout_seconds=0).drained
 
 
 # Training mode.

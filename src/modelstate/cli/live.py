@@ -58,7 +58,7 @@ def follow(
     """
     with reported(debug):
         try:
-            target = ServingApp(url, _token(token_file), timeout_s=timeout)
+            target = ServingApp(url, _token(token_file), timeout_seconds=timeout)
             following = ms.follow(
                 target,
                 store,

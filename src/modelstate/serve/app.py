@@ -50,7 +50,7 @@ class ServingApp:
     Args:
         url: the URL before `/version` and `/swap`.
         token: the token that the app was started with.
-        timeout_s: seconds to wait for the answer to a swap.
+        timeout_seconds: seconds to wait for the answer to a swap.
 
     Raises:
         OptionError: the URL is invalid, or a header cannot contain the token.
@@ -61,13 +61,15 @@ class ServingApp:
         2
     """
 
-    def __init__(self, url: str, token: str, *, timeout_s: float = 300.0) -> None:
-        if not is_number(timeout_s) or not 0 < timeout_s < 1e8:
-            raise OptionError("timeout_s= must be a number of seconds", expected="above 0", found=repr(timeout_s))
+    def __init__(self, url: str, token: str, *, timeout_seconds: float = 300.0) -> None:
+        if not is_number(timeout_seconds) or not 0 < timeout_seconds < 1e8:
+            raise OptionError(
+                "timeout_seconds= must be a number of seconds", expected="above 0", found=repr(timeout_seconds)
+            )
         if not token or not all(ord(char) in _VISIBLE for char in token):
             raise OptionError("a header cannot contain the token", expected="visible ASCII without blanks")
         self._is_https, self._host, self._port, self._path = _parts(url)
-        self._token, self._timeout_s = token, timeout_s
+        self._token, self._timeout_seconds = token, timeout_seconds
 
     def __repr__(self) -> str:
         return f"<ServingApp {self.url!r}>"
@@ -122,7 +124,7 @@ class ServingApp:
             return AppSwap(version, version, served, 0.0)
         remedy = "look at whether it runs, and whether it has the memory for a second copy"
         with self._connection_errors(AppAnswerError, "the app gave no answer to a swap", remedy):
-            status, answer = self._request("POST", "/swap", {"source": path}, self._timeout_s)
+            status, answer = self._request("POST", "/swap", {"source": path}, self._timeout_seconds)
         self._check_access("POST /swap", status, answer)
         if status != 200:
             raise self._swap_error(status, answer, path)
@@ -178,7 +180,7 @@ class ServingApp:
             found = f"{type(error).__name__}: {error}"
             raise kind(what, where=self.url, found=found, remedy=remedy) from error
 
-    def _request(self, method: str, path: str, body: object, timeout_s: float) -> tuple[int, dict[str, Any]]:
+    def _request(self, method: str, path: str, body: object, timeout_seconds: float) -> tuple[int, dict[str, Any]]:
         """Returns the status, and the JSON object of the answer, which is empty where the answer has none.
 
         Raises `OSError` and `HTTPException`.
@@ -196,7 +198,7 @@ class ServingApp:
             connection = HTTPConnection(self._host, self._port, timeout=_SECONDS)
         try:
             connection.connect()
-            connection.sock.settimeout(timeout_s)
+            connection.sock.settimeout(timeout_seconds)
             connection.request(method, self._path + path, data, headers)
             response = connection.getresponse()
             content = response.read(_MAX_ANSWER_BYTES)

@@ -120,7 +120,7 @@ def follow(
 
     Example:
         >>> with modelstate.follow(live, "runs/checkpoints", select="best:loss") as following:
-        ...     following.wait(timeout_s=3600)
+        ...     following.wait(timeout_seconds=3600)
     """
     chosen = selection(select)
     _check_target(target, options)
@@ -247,11 +247,11 @@ class Following:
                 self._is_polling = False
             return tuple(events)
 
-    def stop(self, timeout_s: float | None = None) -> bool:
+    def stop(self, timeout_seconds: float | None = None) -> bool:
         """Stops the thread, after the end of a swap that is under way.
 
         Args:
-            timeout_s: seconds to wait for the thread; None waits without limit.
+            timeout_seconds: seconds to wait for the thread; None waits without limit.
 
         Returns:
             Whether the thread has ended. It has not after a timeout, or where the thread itself calls this.
@@ -259,13 +259,13 @@ class Following:
         self._stopping.set()
         thread = self._thread
         if thread is not None and thread is not threading.current_thread():
-            thread.join(timeout_s)
+            thread.join(timeout_seconds)
         return not self.is_running
 
-    def wait(self, timeout_s: float | None = None) -> bool:
+    def wait(self, timeout_seconds: float | None = None) -> bool:
         """Waits until the thread has ended, by `stop` or by an error. Returns whether it has."""
         if self._thread is not None:
-            self._ended.wait(timeout_s)
+            self._ended.wait(timeout_seconds)
         return not self.is_running or self._ended.is_set()
 
     def __enter__(self) -> Self:

@@ -228,7 +228,7 @@ class Live:
         canary: AnyCanary | None = None,
         mode: Mode = "available",
         buffers: Buffers = "carry",
-        timeout_s: float | None = 60.0,
+        timeout_seconds: float | None = 60.0,
         when_busy: Literal["wait", "refuse"] = "wait",
         exact: bool = True,
         check_finite: bool = True,
@@ -245,7 +245,7 @@ class Live:
                 into the existing memory, with a copy of the old weights for an undo; no version remains for a rollback.
             buffers: "carry" takes over the buffers that requests have changed, with their values at the flip. "reset"
                 takes the values of the checkpoint, and for other buffers those of the original target.
-            timeout_s: seconds to wait for other swaps, and for requests; None waits without limit. In the mode
+            timeout_seconds: seconds to wait for other swaps, and for requests; None waits without limit. In the mode
                 "available" the new version serves even if requests of the old one have not ended by then.
             when_busy: "refuse" raises `SwapBusyError` where another swap is under way.
             exact: requires the program's dtypes, strides and storages; False converts them without loss, as
@@ -276,11 +276,11 @@ class Live:
         check_choice("mode", mode, ("available", "frugal"))
         check_choice("buffers", buffers, ("carry", "reset"))
         check_choice("when_busy", when_busy, ("wait", "refuse"))
-        deadline = _deadline(timeout_s)
+        deadline = _deadline(timeout_seconds)
         swap = _Swap(source, SwapOptions(rules, exact, check_finite, verify), canary, buffers, deadline)
         clock = swap.clock
         try:
-            with self._swap_lock.held(when_busy == "wait", timeout_s):
+            with self._swap_lock.held(when_busy == "wait", timeout_seconds):
                 flip = self._swap_beside(swap) if mode == "available" else self._swap_in_place(swap)
                 self._log("swapped", flip.new.source, clock.seconds)
         except BaseException as error:
@@ -314,15 +314,16 @@ class Live:
             notes=flip.loaded.notes,
         )
 
-    def rollback(self, *, timeout_s: float | None = 60.0) -> int:
+    def rollback(self, *, timeout_seconds: float | None = 60.0) -> int:
         """Makes the previous version serve again, by one flip, and frees the version that served.
 
         The previous version has its buffers as it left them. A rollback does not wait for a swap that has not flipped
         yet, while it reads or runs its canary; that swap raises `SwapBusyError`.
 
         Args:
-            timeout_s: seconds to wait for a swap in place; None waits without limit. Where the runner of a package of
-                AOTInductor has passed to another version, also for other swaps and for requests that use the runner.
+            timeout_seconds: how long to wait for a swap in place; None waits without limit. Where the runner of a
+                package of AOTInductor has passed to another version, this includes the wait for other swaps and for
+                requests that use the runner.
 
         Returns:
             The id of the version that serves now.
@@ -338,10 +339,10 @@ class Live:
             >>> live.rollback()
             1
         """
-        deadline = _deadline(timeout_s)
+        deadline = _deadline(timeout_seconds)
         clock = Clock()
         self._swap_lock.check_not_nested()
-        with self._flip_lock.held(True, timeout_s):
+        with self._flip_lock.held(True, timeout_seconds):
             runners, old = self._target.runners, self._newest_kept()
             assert old.program is not None
             dropped = self._step_back(old, clock) if runners is None or runners.holds(old.program) else None
@@ -499,11 +500,13 @@ class Live:
         self._events.append(Event(action, self.version, source, time.time(), seconds, error))
 
 
-def _deadline(timeout_s: float | None) -> float | None:
-    is_number = isinstance(timeout_s, int | float) and not isinstance(timeout_s, bool)
-    if timeout_s is not None and not (is_number and 0 <= timeout_s < 1e8):
-        raise OptionError("timeout_s= must be a number of seconds", expected="from 0, or None", found=repr(timeout_s))
-    return None if timeout_s is None else time.monotonic() + timeout_s
+def _deadline(timeout_seconds: float | None) -> float | None:
+    is_number = isinstance(timeout_seconds, int | float) and not isinstance(timeout_seconds, bool)
+    if timeout_seconds is not None and not (is_number and 0 <= timeout_seconds < 1e8):
+        raise OptionError(
+            "timeout_seconds= must be a number of seconds", expected="from 0, or None", found=repr(timeout_seconds)
+        )
+    return None if timeout_seconds is None else time.monotonic() + timeout_seconds
 
 
 def _remaining_seconds(deadline: float | None) -> float | None:

@@ -94,9 +94,9 @@ class SwapLock:
     def __init__(self) -> None:
         self._queue: list[WeakHandle[SwapLockGuard]] = []
 
-    def held(self, wait: bool, timeout_s: float | None) -> "SwapLockGuard":
+    def held(self, wait: bool, timeout_seconds: float | None) -> "SwapLockGuard":
         """A context in which this thread holds the lock. Entering raises `SwapBusyError` and `SwapTimeoutError`."""
-        return SwapLockGuard(self, wait, timeout_s)
+        return SwapLockGuard(self, wait, timeout_seconds)
 
     def check_not_nested(self) -> None:
         """Raises `SwapBusyError` where this thread already holds the lock, or waits for it."""
@@ -115,15 +115,17 @@ class SwapLock:
             handle for handle in self._queue if (guard := handle.get()) is not None and guard.thread == this_thread
         ]
 
-    def _acquire(self, mine: "WeakHandle[SwapLockGuard]", wait: bool, timeout_s: float | None) -> None:
+    def _acquire(self, mine: "WeakHandle[SwapLockGuard]", wait: bool, timeout_seconds: float | None) -> None:
         self.check_not_nested()
-        deadline = None if timeout_s is None else time.monotonic() + timeout_s
+        deadline = None if timeout_seconds is None else time.monotonic() + timeout_seconds
         self._queue.append(mine)
         while (first := self._first()) is not mine:
             if not wait:
                 raise SwapBusyError("another swap is under way", remedy="try again later, or leave when_busy='wait'")
             if deadline is not None and time.monotonic() >= deadline:
-                raise SwapTimeoutError("another swap did not end in time", remedy="give more time with timeout_s=")
+                raise SwapTimeoutError(
+                    "another swap did not end in time", remedy="give more time with timeout_seconds="
+                )
             first.wait(deadline)
 
     def _release(self, mine: "WeakHandle[SwapLockGuard]") -> None:
@@ -141,16 +143,16 @@ class SwapLock:
 class SwapLockGuard:
     """The context of `SwapLock.held`. The lock is released when the block ends, or when the guard is gone."""
 
-    __slots__ = ("__weakref__", "_handle", "_lock", "_timeout_s", "_wait", "thread")
+    __slots__ = ("__weakref__", "_handle", "_lock", "_timeout_seconds", "_wait", "thread")
 
-    def __init__(self, lock: SwapLock, wait: bool, timeout_s: float | None) -> None:
+    def __init__(self, lock: SwapLock, wait: bool, timeout_seconds: float | None) -> None:
         self.thread = threading.get_ident()
-        self._lock, self._wait, self._timeout_s = lock, wait, timeout_s
+        self._lock, self._wait, self._timeout_seconds = lock, wait, timeout_seconds
         self._handle = WeakHandle(self)
 
     def __enter__(self) -> None:
         try:
-            self._lock._acquire(self._handle, self._wait, self._timeout_s)
+            self._lock._acquire(self._handle, self._wait, self._timeout_seconds)
         except BaseException:
             self._lock._release(self._handle)
             raise

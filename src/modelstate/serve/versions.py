@@ -315,7 +315,7 @@ class _PinsOfThread(threading.local):
         self.contexts: ConcurrentWeakSet[PinContext] = ConcurrentWeakSet()
 
 
-_SLOW = "give more time with timeout_s=, or"
+_SLOW = "give more time with timeout_seconds=, or"
 
 
 class VersionGate:

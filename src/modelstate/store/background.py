@@ -118,11 +118,11 @@ class PendingSave:
         """The error of the save; None where there is none so far."""
         return self._error
 
-    def result(self, timeout_s: float | None = None) -> SavedStep:
+    def result(self, timeout_seconds: float | None = None) -> SavedStep:
         """Waits until the checkpoint is durable, and returns it.
 
         Args:
-            timeout_s: the most seconds to wait; None waits until the end.
+            timeout_seconds: the most seconds to wait; None waits until the end.
 
         Raises:
             SaveTimeoutError: The checkpoint is not durable in time, or this process is a fork and does not write it.
@@ -130,16 +130,16 @@ class PendingSave:
         The error of the save is raised too.
 
         Example:
-            >>> pending.result(timeout_s=60).path
+            >>> pending.result(timeout_seconds=60).path
             'checkpoints/step-000001000'
         """
         if self._pid == os.getpid() and self._is_started:
-            self._finished.wait(timeout_s)
+            self._finished.wait(timeout_seconds)
         if not self.done:
             raise SaveTimeoutError(
                 "the checkpoint is still being written",
                 where=f"step {self.step}",
-                expected=f"within {timeout_s} s",
+                expected=f"within {timeout_seconds} s",
                 remedy="wait longer; it goes on",
             )
         if self._error is not None:

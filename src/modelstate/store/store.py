@@ -251,11 +251,11 @@ class Store:
         job.check()
         return sum(nbytes_of(tensor) for state in job.states.values() for tensor in state.live.values())
 
-    def wait(self, timeout_s: float | None = None) -> None:
+    def wait(self, timeout_seconds: float | None = None) -> None:
         """Waits until the save in the background is durable.
 
         Args:
-            timeout_s: the most seconds to wait; None waits until the end.
+            timeout_seconds: the most seconds to wait; None waits until the end.
 
         Raises:
             SaveTimeoutError: The save is not durable in time. It goes on.
@@ -272,7 +272,7 @@ class Store:
         is_over = pending.done
         if not (is_over and (pending.error is None or pending.is_reported)):
             try:
-                pending.result(timeout_s)
+                pending.result(timeout_seconds)
             finally:
                 is_over = pending.done
         if is_over and self._pending is pending:
