@@ -11,6 +11,7 @@ import psutil
 import pytest
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.export import Dim
 
 import modelstate as ms
@@ -341,6 +342,21 @@ def test_the_memory_of_a_retired_version_is_free() -> None:
     owners = [torch._C._storage_Use_Count(one._cdata) for one in kept]
     assert owners[:2] == [1, 1]  # ours alone
     assert owners[2] > 2
+
+
+def test_a_version_that_is_freed_while_a_thread_traces_releases_its_memory() -> None:
+    live = ms.Live(package_of(Constant(2, 8), torch.ones(2, 8)), keep=0)
+    live.swap(weights_of(Constant(2, 8), 2))
+    with live.pin() as v:
+        program = v._program
+        (weight, *_) = program.weights_module.parameters()  # type: ignore[union-attr]
+        storage = weight.untyped_storage()
+        live.swap(weights_of(Constant(2, 8), 3))
+    assert torch._C._storage_Use_Count(storage._cdata) > 2
+    del v, weight
+    with FakeTensorMode():
+        del program
+    assert torch._C._storage_Use_Count(storage._cdata) == 1
 
 
 def test_weights_of_another_kind_never_reach_the_library() -> None:

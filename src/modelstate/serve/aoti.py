@@ -38,6 +38,7 @@ from modelstate.torch_compat.private import (
     keyword_order,
     structure_of,
     unflatten,
+    without_modes,
 )
 
 _CONSTANTS = ("_tensor_constant", "lifted_tensor_", "_frozen_param")
@@ -196,8 +197,11 @@ class Runner:
                 aoti_set_constants(self._library, self._shells)
 
     def release(self) -> None:
-        """Releases the tensors. `run` must not be called until `use` has set others."""
-        with torch.inference_mode(False), torch.no_grad():
+        """Releases the tensors. `run` must not be called until `use` has set others.
+
+        The garbage collector may call this in a thread that is tracing, where a mode would take the tensors for fakes.
+        """
+        with without_modes(), torch.inference_mode(False), torch.no_grad():
             for shell in (self._shells or {}).values():
                 shell.set_()  # type: ignore[call-overload]
 

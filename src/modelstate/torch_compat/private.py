@@ -5,7 +5,7 @@ Each is used by torch's own `nn.Module`, `torch.utils.swap_tensors` or `torch.ex
 
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import IO, Any
 
 import torch
@@ -473,3 +473,8 @@ def call_apply(module: torch.nn.Module, function: Callable[[torch.Tensor], torch
 def write_count(tensor: torch.Tensor) -> int:
     """The number of in-place writes to a tensor, which torch counts for autograd."""
     return tensor._version
+
+
+def without_modes() -> AbstractContextManager[object]:
+    """A context in which the dispatch modes of this thread, such as `FakeTensorMode`, see nothing of what is done."""
+    return torch.utils._python_dispatch._disable_current_modes()
