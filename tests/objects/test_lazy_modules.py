@@ -82,10 +82,10 @@ def test_what_is_said_of_one(tmp_path: Path, made: Any, requires_grad: bool, dty
 
 @pytest.mark.parametrize("make", [partly, wholly])
 @pytest.mark.parametrize("cls", [torch.optim.SGD, torch.optim.AdamW])
-@pytest.mark.parametrize("block", [True, False])
-def test_a_store_before_the_first_step(tmp_path: Path, make: Any, cls: type, block: bool) -> None:
+@pytest.mark.parametrize("background", [True, False])
+def test_a_store_before_the_first_step(tmp_path: Path, make: Any, cls: type, background: bool) -> None:
     was, store = objects(make(), cls), ms.Store(tmp_path)
-    store.save(0, was, block=block)  # type: ignore[call-overload]
+    store.save(0, was, background=background)  # type: ignore[call-overload]
     store.wait()
     now = objects(make(1), cls)
     now["optimizer"].param_groups[0]["lr"] = 7.0
