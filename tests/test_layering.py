@@ -172,11 +172,22 @@ def fresh(code: str) -> dict[str, object]:
     return json.loads(done.stdout.splitlines()[-1])
 
 
-def test_what_an_import_pulls_in() -> None:
+def test_an_import_pulls_in_nothing_of_the_library() -> None:
     found = fresh(
         "import json, sys, torch\n"
         "before = set(sys.modules)\n"
         "import modelstate\n"
+        "print(json.dumps({'new': sorted(set(sys.modules) - before)}))"
+    )["new"]
+    assert found == ["modelstate", "modelstate.lazy", "modelstate.version"]
+
+
+def test_what_the_public_names_pull_in() -> None:
+    found = fresh(
+        "import json, sys, torch\n"
+        "before = set(sys.modules)\n"
+        "import modelstate\n"
+        "[getattr(modelstate, name) for name in modelstate.__all__]\n"
         "print(json.dumps({'new': sorted(set(sys.modules) - before)}))"
     )["new"]
     assert isinstance(found, list)
@@ -216,6 +227,8 @@ settings = lambda: {
 names = [dict(vars(place)) for place in places]
 was = settings()
 import modelstate
+for name in modelstate.__all__:
+    getattr(modelstate, name)
 patched = [
     f"{place.__name__}.{name}"
     for place, old in zip(places, names)
