@@ -235,6 +235,12 @@ patched = [
     for name, value in old.items()
     if vars(place).get(name) is not value and name != "__warningregistry__"
 ]
+patched += [
+    f"{place.__name__}.{name}"
+    for place, old in zip(places, names)
+    for name in vars(place)
+    if isinstance(place, type) and name not in old
+]
 print(json.dumps({"patched": patched, "same settings": was == settings()}))
 """
     assert fresh(code) == {"patched": [], "same settings": True}
