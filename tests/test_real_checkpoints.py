@@ -140,7 +140,7 @@ def test_minilm_into_a_bert(real_file: RealFile) -> None:
         model = transformers.BertModel(config).eval()
     report = ms.load(model, path)
     assert report.coverage == 1.0
-    assert len(report.loaded) == len(stock.state_dict())
+    assert len(report.steps) == len(stock.state_dict())
     assert not [name for name, value in (*model.named_parameters(), *model.named_buffers()) if value.is_meta]
     assert_same_state(model, stock.state_dict())
     tokens = torch.tensor([[101, 7592, 2088, 102]])

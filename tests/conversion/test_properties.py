@@ -263,7 +263,7 @@ def test_what_has_the_dtype_is_left_alone(spec: Spec) -> None:
     before = tree.everything()
     for to in ({"dtype": torch.float32}, {"device": "cpu"}, {"fn": lambda tensor: ms.conversion.UNCHANGED}):
         report = tree.convert(**to)
-        assert len(report.loaded) == 0
+        assert len(report.steps) == 0
         assert report.peak_memory_bytes == 0
         assert tree.everything() == before
 

@@ -169,7 +169,7 @@ def test_a_conversion_to_what_it_is_changes_nothing(variant: str, to: dict[str, 
     one, other = training(variant).train(), training(variant).train(10)
     before, objects = whole(one.model), [id(value) for _, value in one.state()]
     report = ms.convert(one.model, optimizers=[one.optimizer], **to)
-    assert len(report.loaded) == 0
+    assert len(report.steps) == 0
     assert whole(one.model) == before
     assert [id(value) for _, value in one.state()] == objects
     same_bits(one.train(), other)

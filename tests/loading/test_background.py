@@ -99,7 +99,7 @@ def test_what_was_brought_in_is_what_is_put_in_place(path: Path, monkeypatch: py
         real(preparation, progress)
 
     monkeypatch.setattr(load_module, "stage", spied)
-    assert len(handle.result().loaded) == 7
+    assert len(handle.result().steps) == 7
     assert again == []
 
 

@@ -108,7 +108,7 @@ def test_every_target_from_every_format(target: str, source: Any) -> None:
     assert module.body.same is module.mask
     assert {name: p.requires_grad for name, p in module.named_parameters()} == flags
     assert report.coverage == 1.0
-    assert len(report.loaded) == report.slots == 7
+    assert len(report.steps) == report.slots == 7
     module(torch.tensor([1, 2])).sum().backward()
     assert module.embed.weight.grad is not None
 
@@ -129,7 +129,7 @@ def test_a_mapped_model_survives_the_replacement_of_its_file(tmp_path: Path) -> 
     path = tmp_path / "model.safetensors"
     save_file({name: value.clone() for name, value in other(Tied()).items()}, path)
     module = made("skeleton")
-    assert any(one.step.mapped for one in ms.load(module, path).loaded)
+    assert any(step.mapped for step in ms.load(module, path).steps)
     before = described_module(module)
     replacement = tmp_path / "new"
     replacement.write_bytes(b"\0" * path.stat().st_size)
@@ -242,7 +242,7 @@ def test_dtype_casts_floats_and_keeps_identity(source: Any) -> None:
     assert moments["step"].dtype is torch.float32
     assert module.embed.weight.grad is not None
     assert module.embed.weight.grad.dtype is torch.bfloat16
-    assert {one.step.cast for one in report.loaded} == {"", "float32 to bfloat16"}
+    assert {step.cast for step in report.steps} == {"", "float32 to bfloat16"}
     optimizer.step()
 
 
@@ -258,7 +258,7 @@ def test_lossless_casts_are_made_and_reported() -> None:
     module = nn.Linear(2, 2)
     state = {"weight": torch.randn(2, 2).bfloat16(), "bias": torch.randn(2).half()}
     report = ms.load(module, state)
-    assert [one.step.cast for one in report.loaded] == ["bfloat16 to float32", "float16 to float32"]
+    assert [step.cast for step in report.steps] == ["bfloat16 to float32", "float16 to float32"]
     assert torch.equal(module.weight, state["weight"].float())
 
 
@@ -397,7 +397,7 @@ def test_extra_state_is_loaded_and_is_a_copy(tmp_path: Path) -> None:
     first[1].p.zero_()
     assert torch.equal(second[1].p, torch.arange(3.0))
     assert second[1].log == [1, 2]
-    assert report.loaded[-1].step.placement == "call"
+    assert report.steps[-1].placement == "call"
     with pytest.raises(ms.PlanError, match="_extra_state"):
         ms.load(nn.Sequential(nn.Linear(2, 2), Extra()), {"0.weight": torch.ones(2, 2), "0.bias": torch.ones(2)})
 
@@ -467,7 +467,7 @@ def test_plan_and_report_as_json_and_text(source: Any) -> None:
     assert decoded["bytes"] == plan.bytes > 0
     report = ms.load(module, source)
     told = json.loads(report.to_json())
-    assert [one["name"] for one in told["loaded"]] == [step.name for step in plan.steps]
+    assert [one["name"] for one in told["steps"]] == [step.name for step in plan.steps]
     assert told["coverage"] == report.coverage == 1.0
     assert len(str(plan).splitlines()) < 20
     assert len(str(report).splitlines()) < 20

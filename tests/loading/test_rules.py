@@ -84,7 +84,7 @@ def test_fused_and_separate(stored: Any, way: str) -> None:
 def test_the_report_says_where_everything_came_from() -> None:
     rules = [ms.rules.Concat(PARTS, "qkv.*")]
     report = ms.load(Fused(), Attention().state_dict(), rules=rules)
-    step = next(one.step for one in report.loaded if one.step.name == "qkv.weight")
+    step = next(step for step in report.steps if step.name == "qkv.weight")
     assert step.source == "q.weight, k.weight, v.weight"
     assert step.rules == (repr(rules[0]),)
 

@@ -82,7 +82,7 @@ def test_names_that_differ_in_wrappers_load_without_a_rule(bare: list[str], wrap
     for name, source in zip(names, given, strict=True):
         assert torch.equal(model.get_parameter(name), values[source])
     assert any("names of the checkpoint are read with" in note for note in report.notes)
-    steps = {loaded.step.name: loaded.step for loaded in report.loaded}
+    steps = {step.name: step for step in report.steps}
     assert [steps[name].source for name in names] == given
 
 

@@ -20,8 +20,6 @@ from modelstate.conversion.tensors import (
     ONE_VARIABLE,
     SUBCLASS,
     Change,
-    Placement,
-    Row,
     Target,
     carry_out,
     nbytes_of,
@@ -31,6 +29,7 @@ from modelstate.conversion.tensors import (
     swappable,
 )
 from modelstate.errors import MemoryBudgetError, PlacementError, SwapError, TransformError
+from modelstate.planning.placement import Placement
 from modelstate.process import cached_attribute, deferred_signals
 from modelstate.torch_compat.dtypes import Overflows, nonfinite, short
 from modelstate.torch_compat.plain import has_its_memory, is_dense, is_plain
@@ -330,8 +329,7 @@ class Conversion:
         """Leaves a cast that is certain to succeed to the commit, where the old memory can be freed at once."""
         tensor, new_dtype = slot.tensor, empty.dtype
         nbytes = tensor.nbytes
-        row: Row = slot.names, slot.kind, DATA, tensor.shape, tensor.dtype, new_dtype, empty.device, nbytes
-        change = Change(slot, empty, DATA, grad, None, True, row)
+        change = Change(slot, empty, DATA, grad, None, True)
         change.overflows = self.overflows
         self.changes.append(change)
         self.journal.add(change)

@@ -10,10 +10,11 @@ from torch import nn
 from modelstate.checkpoint.open import argument_order, is_module
 from modelstate.conversion.conversion import Conversion
 from modelstate.conversion.reference_keeping import replaced_apply
-from modelstate.conversion.tensors import GRADIENT, ByFunction, CastAndMove, Row, Target, step_of, takes_name
+from modelstate.conversion.tensors import GRADIENT, ByFunction, CastAndMove, Target, takes_name
 from modelstate.errors import OptionError
 from modelstate.loading.options import check_budget_option, device_of
-from modelstate.loading.report import Described, Loaded, LoadReport
+from modelstate.loading.report import LoadReport
+from modelstate.planning.plan import Step
 from modelstate.problems import model_errors
 from modelstate.process import gc_paused
 from modelstate.torch_compat.dtypes import floating_dtype
@@ -95,15 +96,15 @@ def convert(
             finally:
                 conversion.rollback()
             raise
-        rows = [change.row for change in conversion.changes if change.placement is not GRADIENT]
-        return _report(conversion, rows, behind, started)
+        steps = tuple(change.step for change in conversion.changes if change.placement is not GRADIENT)
+        return _report(conversion, steps, behind, started)
 
 
-def _report(conversion: Conversion, rows: list[Row], behind: tuple[str, ...], started: float) -> LoadReport:
+def _report(conversion: Conversion, steps: tuple[Step, ...], behind: tuple[str, ...], started: float) -> LoadReport:
     return LoadReport(
         target=type(conversion.root).__name__,
         source="",
-        loaded=Described(rows, lambda row: Loaded(step_of(row), 0.0)),
+        steps=steps,
         notes=(*conversion.notes, *(conversion.overflows.notes() if conversion.overflows is not None else ())),
         slots=len(conversion.slots.tensors),
         seconds=time.perf_counter() - started,

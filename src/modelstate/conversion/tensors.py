@@ -16,8 +16,8 @@ import torch
 from torch import nn
 
 from modelstate.errors import ModelStateError, PlacementError, SwapError, TransformError
-from modelstate.planning.placement import COPYABLE
-from modelstate.planning.plan import Step, cast_text
+from modelstate.planning.placement import COPYABLE, Placement
+from modelstate.planning.plan import Step
 from modelstate.torch_compat.dtypes import Overflows, device_name, short
 from modelstate.torch_compat.plain import has_its_memory, is_plain
 from modelstate.torch_compat.private import can_set_data, payload_of, slots_of_class, write_count
@@ -227,14 +227,12 @@ def takes_name(function: Callable[..., object]) -> bool:
     return len(required) >= 2
 
 
-Placement = tuple[str, str]
-"""How a new tensor is put in place, and why so."""
-DATA = "data", "other memory under the same object"
-GRADIENT = "data", "its gradient alone"
-SUBCLASS = "swap", "a tensor subclass: its payload has to change with it"
-_LAYOUT = "swap", "a layout that has no data pointer to be changed"
-_MEMORY = "swap", "has no memory, or will have none"
-_CORE = "swap", "torch cannot change what it points to"
+DATA = Placement("data", "other memory under the same object")
+GRADIENT = Placement("data", "its gradient alone")
+SUBCLASS = Placement("swap", "a tensor subclass: its payload has to change with it")
+_LAYOUT = Placement("swap", "a layout that has no data pointer to be changed")
+_MEMORY = Placement("swap", "has no memory, or will have none")
+_CORE = Placement("swap", "torch cannot change what it points to")
 
 
 def placement_of(tensor: torch.Tensor, value: torch.Tensor) -> Placement:
@@ -255,17 +253,10 @@ def placement_of(tensor: torch.Tensor, value: torch.Tensor) -> Placement:
     return DATA
 
 
-Row = tuple[tuple[str, ...], str, Placement, Sequence[int], torch.dtype, torch.dtype, torch.device, int]
-"""Names, kind, placement, shape, old and new dtype, device, and bytes: all that a report needs of a change.
-
-It holds no tensor, and is a plain tuple because one is made for every tensor.
-"""
-
-
 class Change(Write):
     """A tensor that becomes another one: the write that puts the new one in place."""
 
-    __slots__ = ("deferred", "grad", "old_grad", "overflows", "placement", "row", "slot")
+    __slots__ = ("deferred", "grad", "old_grad", "overflows", "placement", "slot", "step")
 
     def __init__(
         self,
@@ -275,7 +266,6 @@ class Change(Write):
         old_grad: torch.Tensor | None,
         grad: torch.Tensor | None = None,
         deferred: bool = False,
-        row: Row | None = None,
     ) -> None:
         self.target, self.value, self.done = slot.tensor, value, False
         self.slot, self.placement = slot, placement
@@ -285,7 +275,8 @@ class Change(Write):
         """Whether the value is a cast that `run` makes; until then `value` only has its dtype."""
         self.overflows: Overflows | None = None
         """Counts values that become infinite or NaN in a deferred cast."""
-        self.row: Row = row or _row(slot, value, placement)
+        self.step = _step_of(slot, placement, value)
+        """Describes the change, and holds no tensor."""
 
     @property
     def name(self) -> str:
@@ -327,28 +318,20 @@ class Change(Write):
             journal.undo(undo)
 
 
-def _row(slot: Slot, value: torch.Tensor, placement: Placement) -> Row:
-    tensor = slot.tensor
+def _step_of(slot: Slot, placement: Placement, value: torch.Tensor) -> Step:
+    tensor, (name, *ties) = slot.tensor, slot.names
     shape: Sequence[int] = () if torch.nn.parameter.is_lazy(tensor) or tensor.is_nested else tensor.shape
-    return slot.names, slot.kind, placement, shape, tensor.dtype, value.dtype, value.device, nbytes_of(tensor)
-
-
-def step_of(row: Row) -> Step:
-    """Returns the step of a report for a change."""
-    (name, *ties), kind, (placement, why), shape, old, new, device, nbytes = row
     return Step(
         name,
-        kind,
-        "",
-        placement,
-        why,
-        tuple(shape),
-        short(new),
-        cast_text(old, new),
-        device_name(device),
-        nbytes,
-        False,
-        tuple(ties),
+        slot.kind,
+        source="",
+        how=placement,
+        shape=tuple(shape),
+        dtype=value.dtype,
+        stored_dtype=tensor.dtype,
+        device=value.device,
+        nbytes=nbytes_of(tensor),
+        ties=tuple(ties),
     )
 
 

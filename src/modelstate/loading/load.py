@@ -19,9 +19,8 @@ from modelstate.loading.background import LoadHandle
 from modelstate.loading.commit import LOAD_AGAIN, Place, StagedLoad
 from modelstate.loading.options import AnyTransform, check_budget_option, check_model, options_of
 from modelstate.loading.prefetch import bring_in, prefault_async, prefetch_range
-from modelstate.loading.report import Described, Loaded, LoadReport, progress_bar
+from modelstate.loading.report import LoadReport, progress_bar
 from modelstate.loading.stage import check_budget, read_in_place, stage
-from modelstate.planning.assignment import Row, step_of
 from modelstate.planning.plan import LoadPlan, Options, Step
 from modelstate.planning.prepare import Preparation
 from modelstate.process import gc_paused
@@ -418,7 +417,8 @@ def _differ_in_mapping(one: Step | None, other: Step) -> bool:
     """Whether all that differs is that the tensor shows the file in one of the two, and has its own memory else."""
     if one is None or one.mapped == other.mapped:
         return False
-    return one._replace(why="", mapped=False, way="") == other._replace(why="", mapped=False, way="")
+    same_way = replace(one.how, why="", mapped=False) == replace(other.how, why="", mapped=False)
+    return same_way and one._replace(how=other.how, way=other.way) == other
 
 
 def _check_trained(preparation: Preparation, optimizers: tuple[torch.optim.Optimizer, ...]) -> None:
@@ -475,11 +475,10 @@ def _read_in_place(preparation: Preparation, advance: Callable[[int], None]) -> 
 
 def _report(preparation: Preparation, started: float, verified_bytes: int) -> LoadReport:
     target, source = preparation.names
-    rows: list[Row | Step] = [*preparation.rows(), *preparation.calls()]
     return LoadReport(
         target=target,
         source=source,
-        loaded=Described(rows, _described),
+        steps=preparation.steps(with_sources=False),
         notes=(*preparation.notes, *preparation.overflows.notes()),
         slots=preparation.slot_count,
         seconds=time.perf_counter() - started,
@@ -490,7 +489,3 @@ def _report(preparation: Preparation, started: float, verified_bytes: int) -> Lo
         if preparation.journal.armed
         else (),
     )
-
-
-def _described(row: Row | Step) -> Loaded:
-    return Loaded(row, 0.0) if isinstance(row, Step) else Loaded(step_of(row), row[-1])

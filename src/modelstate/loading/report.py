@@ -3,54 +3,13 @@
 import json
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Generic, NamedTuple, TypeVar, overload
+from typing import Any
 
 from modelstate.planning.plan import Step, placements
 from modelstate.text_format import size
-
-
-class Loaded(NamedTuple):
-    """What happened to one slot."""
-
-    step: Step
-    seconds: float
-    """For reading, casting and transforming it; tensors that were read in one go share the time by their bytes."""
-
-
-_Row = TypeVar("_Row")
-
-
-class Described(Sequence[Loaded], Generic[_Row]):
-    """What happened to very many slots, each described when it is asked for, of notes that hold no tensor."""
-
-    def __init__(self, rows: Sequence[_Row], describe: Callable[[_Row], Loaded]) -> None:
-        self._rows, self._describe = rows, describe
-
-    def __len__(self) -> int:
-        return len(self._rows)
-
-    @overload
-    def __getitem__(self, index: int) -> Loaded: ...
-    @overload
-    def __getitem__(self, index: slice) -> Sequence[Loaded]: ...
-    def __getitem__(self, index: int | slice) -> Loaded | Sequence[Loaded]:
-        if isinstance(index, slice):
-            return Described(self._rows[index], self._describe)
-        return self._describe(self._rows[index])
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, Sequence) and list(self) == list(other)
-
-    def __hash__(self) -> int:
-        return hash(tuple(self))
-
-    def __repr__(self) -> str:
-        shown = [f"{one.step.name}: {one.step.placement}" for one in self[:3]]
-        more = f", ... and {len(self) - len(shown)} more" if len(self) > len(shown) else ""
-        return f"<{len(self)} loaded: {', '.join(shown)}{more}>"
 
 
 @dataclass(frozen=True, slots=True, repr=False)
@@ -61,8 +20,8 @@ class LoadReport:
     """The class of the model."""
     source: str
     """The path of the checkpoint, and the part of it that was meant."""
-    loaded: Sequence[Loaded]
-    """One for each slot that was filled."""
+    steps: tuple[Step, ...]
+    """What was done, a step for each slot that was filled, with the time that it took."""
     notes: tuple[str, ...]
     """What was passed over, and what else is worth knowing."""
     slots: int
@@ -87,17 +46,12 @@ class LoadReport:
     @property
     def bytes(self) -> int:
         """Bytes of the tensors that were loaded, those of mapped tensors included."""
-        return sum(one.step.nbytes for one in self.loaded)
+        return sum(step.nbytes for step in self.steps)
 
     @property
     def coverage(self) -> float:
         """The part of the model's slots that was filled, from 0 to 1."""
-        return len(self.loaded) / self.slots if self.slots else 1.0
-
-    @property
-    def steps(self) -> tuple[Step, ...]:
-        """The steps that were carried out."""
-        return tuple(one.step for one in self.loaded)
+        return len(self.steps) / self.slots if self.slots else 1.0
 
     def __repr__(self) -> str:
         """The first line of what `print` shows."""
@@ -122,16 +76,16 @@ class LoadReport:
 
     def _conversion(self) -> list[str]:
         return [
-            f"{self.target} {self.action}: {len(self.loaded)} of {self.slots} tensors changed",
+            f"{self.target} {self.action}: {len(self.steps)} of {self.slots} tensors changed",
             f"  {size(self.bytes)} in {self.seconds:.3f} s, "
             f"at most {size(self.peak_memory_bytes)} of memory beyond what the module had",
         ]
 
     def _load(self) -> list[str]:
-        mapped = sum(one.step.nbytes for one in self.loaded if one.step.mapped)
+        mapped = sum(step.nbytes for step in self.steps if step.mapped)
         read = self.bytes - mapped
         return [
-            f"{self.source} into {self.target}: {len(self.loaded)} of {self.slots} slots filled",
+            f"{self.source} into {self.target}: {len(self.steps)} of {self.slots} slots filled",
             f"  {size(read)} read, {size(mapped)} mapped in {self.seconds:.3f} s, "
             f"at most {size(self.peak_memory_bytes)} of memory beyond the final tensors",
         ]
@@ -152,7 +106,7 @@ class LoadReport:
                 "slots": self.slots,
                 "coverage": self.coverage,
                 "notes": list(self.notes),
-                "loaded": [{**one.step._asdict(), "seconds": one.seconds} for one in self.loaded],
+                "steps": [{**step.as_dict(), "seconds": step.seconds} for step in self.steps],
             },
             indent=1,
         )

@@ -10,11 +10,10 @@ from torch import nn
 from modelstate.errors import ModelStateError, TransformError
 from modelstate.io.memory import fresh_tensors
 from modelstate.planning.placement import Placement, after_remaking
-from modelstate.planning.plan import Step, cast_text
 from modelstate.planning.transforms import Bound, Transform
 from modelstate.rules.expression import Derived, Source
 from modelstate.spec import StoredComposite, StoredTensor, contiguous_stride
-from modelstate.torch_compat.dtypes import Overflows, device_name, nonfinite, short
+from modelstate.torch_compat.dtypes import Overflows, nonfinite
 from modelstate.torch_compat.plain import is_dense, is_plain
 from modelstate.torch_compat.private import payload_of, storage_id, storage_owners
 
@@ -188,44 +187,6 @@ class Assignment:
     def reads_unchanged(self) -> bool:
         """Whether what is read is what is wanted, where it is wanted."""
         return self.value.dtype == self.dtype and self.on_cpu and self.remake is None
-
-
-Row = tuple[
-    str,
-    str,
-    Placement,
-    torch.Size,
-    torch.dtype,
-    torch.dtype,
-    torch.device,
-    int,
-    tuple[str, ...],
-    tuple[str, tuple[str, ...]],
-    str,
-    float,
-]
-"""Name, kind, placement, shape, dtypes after and before, device, bytes, ties, source with rules, way and seconds."""
-
-
-def step_of(row: Row) -> Step:
-    """The step of an assignment."""
-    name, kind, placement, shape, dtype, stored, device, nbytes, ties, (source, rules), way, _ = row
-    return Step(
-        name,
-        kind,
-        source,
-        placement.name,
-        placement.why,
-        tuple(shape),
-        short(dtype),
-        cast_text(stored, dtype),
-        device_name(device),
-        nbytes,
-        placement.mapped,
-        ties,
-        rules,
-        way,
-    )
 
 
 BY_TRANSFORM = "transform="

@@ -21,7 +21,7 @@ class Placement:
     """A way, and why it was chosen."""
 
     name: str
-    """"copy", "data" or "swap"."""
+    """"copy", "data", "swap" or "call"."""
     why: str
     mapped: bool = False
     """The slot will show the file itself."""
@@ -36,6 +36,8 @@ class Placement:
         return self.name == "copy" and not self.direct
 
 
+CALL = Placement("call", "set_extra_state takes it")
+"""The placement of extra state."""
 _MAPPED = Placement("swap", "had no memory: shows the file", mapped=True)
 _NEW_MEMORY = Placement("swap", "had no memory: gets its own")
 _DIRECT = Placement("copy", "into the memory that is there, at once", direct=True)

@@ -8,12 +8,14 @@ from typing import Any, NamedTuple
 import torch
 
 from modelstate.checkpoint.checkpoint import Checkpoint
+from modelstate.planning.placement import Placement
 from modelstate.planning.transforms import ModuleTransform, Pairs, Transform
 from modelstate.problems import Problem, explain
+from modelstate.rules.expression import Source
 from modelstate.rules.rule import Rule
 from modelstate.rules.schema import Schema
 from modelstate.text_format import size
-from modelstate.torch_compat.dtypes import short
+from modelstate.torch_compat.dtypes import device_name, short
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,36 +39,96 @@ class Options:
 
 
 class Step(NamedTuple):
-    """What happens to one slot. (A named tuple, for a model may have very many of them.)"""
+    """What happens to one slot: what is read, how it gets into the slot, and why.
+
+    Steps are equal where they do the same: `expression` and `seconds` are not compared.
+    """
 
     name: str
     """The name in the model."""
     kind: str
     """"parameter", "buffer", "non-persistent buffer" or "extra state"."""
     source: str
-    """The name in the checkpoint; empty where a rule or code of the model made the value."""
-    placement: str
-    """"copy" into the memory that is there, "data" for other memory, "swap" for other memory under the identity of a
-    tensor that has none yet or changes its class, "call" for `set_extra_state`."""
-    why: str
-    """Why this placement."""
+    """The name in the checkpoint, or all of them, where a rule joins tensors; empty where a rule or code of the model
+    makes the value."""
+    how: Placement
+    """The way into the slot."""
     shape: tuple[int, ...] = ()
-    dtype: str = ""
-    """After the load."""
-    cast: str = ""
-    """"float16 to float32", where the checkpoint has another dtype."""
-    device: str = ""
+    dtype: torch.dtype | None = None
+    """After the load; None for extra state."""
+    stored_dtype: torch.dtype | None = None
+    """In the checkpoint; for a conversion, before it."""
+    device: torch.device | None = None
+    """After the load; None for extra state."""
     nbytes: int = 0
     """Bytes that are read."""
-    mapped: bool = False
-    """Whether the tensor will show the file itself, so that nothing is copied."""
     ties: tuple[str, ...] = ()
     """Other names of the same tensor in the model."""
     rules: tuple[str, ...] = ()
     """The rules that led from the source to the name; the methods that initialise it, with `init_missing=`."""
     way: str = ""
-    """How its bytes come in: "mapped"; "direct", read into the memory where they stay; "streamed", cast, moved or
+    """How its bytes are read: "mapped"; "direct", read into the memory where they stay; "streamed", cast, moved or
     quantized in blocks while they are read; "whole", read into a buffer first; "in memory", where they are already."""
+    expression: Source | None = None
+    """What is read: a stored tensor, or the result of rules over several. None in a report, which holds no tensor, and
+    where code of the model computes the value."""
+    seconds: float = 0.0
+    """In a report: the time for reading, casting and transforming it. Tensors that are read together share the time by
+    their bytes."""
+
+    @property
+    def placement(self) -> str:
+        """ "copy" into the memory that is there, "data" for other memory under the same tensor, "swap" for other memory
+        under the identity of a tensor that has none yet or changes its class, "call" for `set_extra_state`."""
+        return self.how.name
+
+    @property
+    def why(self) -> str:
+        """Why it is placed in this way."""
+        return self.how.why
+
+    @property
+    def mapped(self) -> bool:
+        """Whether the tensor shows the file itself, so that nothing is copied."""
+        return self.how.mapped
+
+    @property
+    def cast(self) -> str:
+        """ "float16 to float32", where the checkpoint has another dtype; empty where it has the same."""
+        if self.dtype is None or self.stored_dtype is None or self.stored_dtype == self.dtype:
+            return ""
+        return f"{short(self.stored_dtype)} to {short(self.dtype)}"
+
+    def __eq__(self, other: object) -> bool:
+        return self[:_COMPARED] == other[:_COMPARED] if isinstance(other, Step) else NotImplemented
+
+    def __ne__(self, other: object) -> bool:  # tuples have their own
+        return not self == other
+
+    def __hash__(self) -> int:
+        return hash(self[:_COMPARED])
+
+    def as_dict(self) -> dict[str, Any]:
+        """The step in values that JSON has."""
+        return {
+            "name": self.name,
+            "kind": self.kind,
+            "source": self.source,
+            "placement": self.placement,
+            "why": self.why,
+            "shape": list(self.shape),
+            "dtype": short(self.dtype) if self.dtype is not None else "",
+            "cast": self.cast,
+            "device": device_name(self.device) if self.device is not None else "",
+            "nbytes": self.nbytes,
+            "mapped": self.mapped,
+            "ties": list(self.ties),
+            "rules": list(self.rules),
+            "way": self.way,
+        }
+
+
+_COMPARED = Step._fields.index("expression")
 
 
 @dataclass(frozen=True, slots=True, repr=False)
@@ -136,7 +198,7 @@ class LoadPlan:
                 "coverage": self.coverage,
                 "notes": list(self.notes),
                 "problems": [problem_as_dict(problem) for problem in self.problems],
-                "steps": [step._asdict() for step in self.steps],
+                "steps": [step.as_dict() for step in self.steps],
             },
             indent=1,
         )
@@ -169,8 +231,3 @@ def placements(steps: tuple[Step, ...]) -> list[str]:
     if read:
         lines.append("bytes: " + ", ".join(f"{size(nbytes)} {way}" for way, nbytes in read.most_common()))
     return lines + [f"cast: {count} tensors from {cast}" for cast, count in casts.most_common()]
-
-
-def cast_text(source: torch.dtype, target: torch.dtype) -> str:
-    """ "float16 to float32"; empty where they are the same."""
-    return f"{short(source)} to {short(target)}" if source != target else ""

@@ -15,12 +15,13 @@ from torch.nn.parameter import is_lazy
 
 from modelstate.checkpoint.checkpoint import Checkpoint
 from modelstate.errors import CodecError, ExtraStateError, ModelStateError
-from modelstate.planning.assignment import Assignment, Row, step_of
+from modelstate.planning.assignment import Assignment
 from modelstate.planning.coverage import CoverageCheck, fits
 from modelstate.planning.initialise import Initialisers
 from modelstate.planning.mapped_state import DecodeFailure, MappedState, entries_of
 from modelstate.planning.matching import matching_part, wrapper_rule
 from modelstate.planning.memory import MemoryTracker, peak_bytes, usual_means
+from modelstate.planning.placement import CALL
 from modelstate.planning.plan import LoadPlan, Options, Step
 from modelstate.planning.recorder import IncompatibleKeys, walk
 from modelstate.planning.slot_assignments import SlotAssignments
@@ -227,7 +228,7 @@ class Preparation(SlotAssignments):
         return LoadPlan(
             target=target,
             source=source,
-            steps=(*map(step_of, self.rows()), *self.calls()),
+            steps=self.steps(),
             problems=tuple(self.problems),
             notes=tuple(self.notes),
             slots=self.slot_count,
@@ -242,18 +243,19 @@ class Preparation(SlotAssignments):
         tensors = sum(1 for slot in self.slots.tensors if slot.kind != HIDDEN or self.is_filled(slot.tensor))
         return tensors + len(self.slots.extra) - len({id(param) for param in self.uninitialised.values()})
 
-    def calls(self) -> list[Step]:
-        """The steps of extra states."""
-        source_of = self.incoming.source_of
-        return [Step(name, EXTRA, source_of(name), "call", "set_extra_state takes it") for name in self.extra_states]
+    def steps(self, *, with_sources: bool = True) -> tuple[Step, ...]:
+        """A step for each assignment, with the time that it has taken, and one for each extra state.
 
-    def rows(self) -> "list[Row]":
-        """What has to be known of each assignment to describe it. It holds no tensor."""
+        Steps without their sources hold no tensor.
+        """
         ties, way_of = self._ties, self.incoming.way_of
-        return [
-            (
+        steps = []
+        for made in self.assignments:
+            source, rules = way_of(made.given)
+            step = Step(
                 made.name,
                 made.kind,
+                source,
                 made.placement,
                 made.param.shape,
                 made.dtype,
@@ -261,12 +263,13 @@ class Preparation(SlotAssignments):
                 made.device,
                 made.nbytes,
                 ties.get(made.name, ()),
-                way_of(made.given),
+                rules,
                 made.way,
+                made.stored if with_sources else None,
                 made.seconds,
             )
-            for made in self.assignments
-        ]
+            steps.append(step)
+        return (*steps, *(Step(name, EXTRA, way_of(name)[0], CALL) for name in self.extra_states))
 
     @cached_attribute
     def _ties(self) -> dict[str, tuple[str, ...]]:

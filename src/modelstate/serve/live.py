@@ -301,7 +301,7 @@ class Live:
             target=self._target.name,
             source=flip.new.source,
             mode=mode,
-            tensors=len(flip.loaded.loaded),
+            tensors=len(flip.loaded.steps),
             bytes=flip.loaded.bytes,
             copies=flip.copies,
             staged_seconds=clock["staged"],
