@@ -19,8 +19,8 @@ import modelstate as ms
 from modelstate import errors
 from modelstate.planning.assignment import Assignment
 from modelstate.planning.prepare import Preparation
-from modelstate.transaction.journal import Journal
 from modelstate.transaction.object_snapshot import ObjectSnapshot
+from modelstate.transaction.transaction import Transaction
 from tests.loading.fingerprint import described, interrupted_at, whole
 
 
@@ -306,7 +306,7 @@ def test_nothing_of_a_load_outlives_it(tmp_path: Path, fails: bool) -> None:
         ms.load(model, path, allow_missing=["no such name"] if fails else ())
 
     def held() -> list[Any]:
-        kinds = (Preparation, Assignment, Journal, ObjectSnapshot)
+        kinds = (Preparation, Assignment, Transaction, ObjectSnapshot)
         return [one for one in gc.get_objects() if type(one) in kinds]
 
     gc.collect()

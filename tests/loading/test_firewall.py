@@ -12,7 +12,7 @@ from modelstate import errors, problems
 from modelstate.loading.commit import Place
 from modelstate.planning.plan import Options
 from modelstate.planning.prepare import Preparation
-from modelstate.transaction.journal import Journal
+from modelstate.transaction.transaction import Transaction
 
 
 def test_a_wrapped_state_dict_beside_another_one_is_not_passed_over(tmp_path: Path) -> None:
@@ -86,7 +86,7 @@ def test_what_is_only_moved_to_a_device_is_not_counted_as_loaded() -> None:
     module = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
     state = {name: value for name, value in module.state_dict().items() if name.startswith("0.")}
     options = Options(allow_missing=("1.*",), device=torch.device("cuda:0"))
-    plan = Preparation(Journal(module), ms.open(state), options, Place, call_extra_state=False).plan()
+    plan = Preparation(Transaction(module), ms.open(state), options, Place, call_extra_state=False).plan()
     assert plan.coverage == 0.5
     assert [step.name for step in plan.steps] == ["0.weight", "0.bias"]
     assert "2 only moved to cuda:0: 1.bias, 1.weight" in plan.notes

@@ -17,7 +17,7 @@ from torch import nn
 
 import modelstate as ms
 from modelstate import errors
-from modelstate.transaction import journal as journal_module
+from modelstate.transaction import transaction as transaction_module
 from tests.loading.fingerprint import described_module, holding, whole
 
 
@@ -481,7 +481,7 @@ def test_what_cannot_be_put_back_is_said_and_the_rest_is_put_back(monkeypatch: p
             owner.weight.fill_(9)
         owner.held[0].data = torch.ones(3)
 
-    original = journal_module._put_bytes
+    original = transaction_module._restore_bytes
 
     def fails(storage: Any, kept: Any) -> None:
         if storage.nbytes() == 8 and storage._cdata == module.weight.untyped_storage()._cdata:
@@ -490,7 +490,7 @@ def test_what_cannot_be_put_back_is_said_and_the_rest_is_put_back(monkeypatch: p
         original(storage, kept)
 
     module.register_load_state_dict_post_hook(lambda owner, _: change(owner))
-    monkeypatch.setattr(journal_module, "_put_bytes", fails)
+    monkeypatch.setattr(transaction_module, "_restore_bytes", fails)
     with pytest.raises(errors.RollbackError, match="worn out"):
         ms.load_state_dict(module, {"weight": torch.ones(2), "zz": torch.ones(1)})
     assert module.weight.tolist() == [0, 0]

@@ -48,9 +48,9 @@ from modelstate.torch_compat.private import (
     storage_owners,
     use_count,
 )
-from modelstate.transaction.journal import Journal
 from modelstate.transaction.references import Holders, holders_of, lost_references
 from modelstate.transaction.slots import BUFFER, PARAMETER, Slot, extent, modules_of, sharing, slots_of
+from modelstate.transaction.transaction import Transaction
 
 Apply = Callable[[torch.Tensor], torch.Tensor]
 
@@ -58,10 +58,11 @@ Apply = Callable[[torch.Tensor], torch.Tensor]
 class Conversion:
     """The conversion of a module and everything below it.
 
-    `record` makes and checks the new tensors, `commit` puts them in place, `rollback` restores everything.
+    `record` makes and checks the new tensors, `commit` puts them in place.
     """
 
-    def __init__(self, root: nn.Module, target: Target, max_memory_bytes: int | None = None) -> None:
+    def __init__(self, transaction: Transaction, target: Target, max_memory_bytes: int | None = None) -> None:
+        root = transaction.root
         if is_transforming():
             raise SwapError(
                 "within a transform of torch.func a tensor stands for others, and a module cannot be converted",
@@ -69,7 +70,7 @@ class Conversion:
                 remedy="convert it before the transform",
             )
         self.root, self.target = root, target
-        self.journal = Journal(root)
+        self.transaction = transaction
         self.changes: list[Change] = []
         self.notes: list[str] = []
         self.overflows = Overflows() if target.cause else None
@@ -146,7 +147,7 @@ class Conversion:
     def _visit(self, module: nn.Module, fn: Apply | None) -> None:
         """Collects the slots of a module, by its own `_apply` if it has one."""
         if has_custom_apply(module):
-            with self.journal.model_code():
+            with self.transaction.model_code():
                 call_apply(module, fn or self._apply_target)
         else:
             self._collect(module, fn, True)
@@ -158,7 +159,7 @@ class Conversion:
 
     def apply_stock_part(self, module: nn.Module, fn: Apply, recurse: bool) -> None:
         """Replaces torch's `_apply` when a module's own `_apply` calls it: the tensors are converted afterwards."""
-        with self.journal.our_code(), torch.inference_mode(False), torch.no_grad():
+        with self.transaction.library_code(), torch.inference_mode(False), torch.no_grad():
             first, pending = len(self.changes), self._recorded
             self._recorded = []
             self._collect(module, None if fn == self._apply_target else fn, recurse)
@@ -332,7 +333,7 @@ class Conversion:
         change = Change(slot, empty, DATA, grad, None, True)
         change.overflows = self.overflows
         self.changes.append(change)
-        self.journal.add(change)
+        self.transaction.add(change)
         old = nbytes if grad is None else nbytes + grad.nbytes
         new = old // tensor.itemsize * new_dtype.itemsize
         self._reserve += new
@@ -341,7 +342,7 @@ class Conversion:
 
     def _add(self, change: Change) -> None:
         self.changes.append(change)
-        self.journal.add(change)
+        self.transaction.add(change)
         self._check_overflow(change)
         new = [] if change.placement is GRADIENT else [change.value]
         self.spend(sum(map(nbytes_of, new if change.grad is None else [*new, change.grad])))
@@ -474,22 +475,18 @@ class Conversion:
                     remedy="convert the parts of the module one after the other",
                 ) from error
         with torch.inference_mode(False), torch.no_grad():
-            self.journal.commit(*last)
+            self.transaction.commit(*last)
 
     def _run(self, changes: Iterable[Change]) -> None:
-        """Runs changes with their undo in the journal; signals are deferred, so that no undo is lost."""
+        """Runs changes with their undo in the transaction; signals are deferred, so that no undo is lost."""
         with deferred_signals():
             for change in changes:
                 if not change.done:
-                    carry_out(change, self.journal)
-
-    def rollback(self) -> None:
-        """Restores everything."""
-        self.journal.rollback()
+                    carry_out(change, self.transaction)
 
     def references_lost(self) -> tuple[str, ...]:
         """Returns the names of what is no longer the same object, and of what no longer shares memory."""
-        now = _registered(modules_of(self.root) if self.journal.armed else self.modules)
+        now = _registered(modules_of(self.root) if self.transaction.armed else self.modules)
         same = len(now) == len(self._objects) and all(map(is_, now, self._objects))
         changed = {id(change.target) for change in self.changes} if self._unshared else set()
         unshared = tuple(

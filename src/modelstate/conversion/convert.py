@@ -22,6 +22,7 @@ from modelstate.torch_compat.private import has_custom_apply, unwrapped
 from modelstate.transaction.exclusive import exclusive
 from modelstate.transaction.optimizers import check_optimizers, following_state, left_behind, other_optimizers, placed
 from modelstate.transaction.slots import modules_of
+from modelstate.transaction.transaction import Transaction
 
 
 @argument_order("ms.convert", is_module, lambda value: isinstance(value, torch.dtype | str))
@@ -76,26 +77,19 @@ def convert(
     check_budget_option(max_memory_bytes)
     checked = check_optimizers(optimizers, module)
     target = _target(dtype, device, fn, empty)
-    with exclusive(module), gc_paused():
+    with exclusive(module), gc_paused(), Transaction(module) as transaction:
         others = other_optimizers(modules_of(module), checked)
         before = placed((*checked, *others))
-        conversion = Conversion(module, target, max_memory_bytes)
-        try:
-            if any(map(has_custom_apply, conversion.modules)):
-                with replaced_apply(), model_errors("the model's own _apply", conversion.root):
-                    conversion.record()
-            else:
+        conversion = Conversion(transaction, target, max_memory_bytes)
+        if any(map(has_custom_apply, conversion.modules)):
+            with replaced_apply(), model_errors("the model's own _apply", conversion.root):
                 conversion.record()
-            finals = {change.target: change.value for change in conversion.changes} if before else {}
-            state = following_state(checked, finals, before, conversion.spend)
-            behind = left_behind(others, finals, before)
-            conversion.commit(*(partial(values.__setitem__, key, value) for values, key, value in state))
-        except BaseException:
-            try:
-                conversion.rollback()
-            finally:
-                conversion.rollback()
-            raise
+        else:
+            conversion.record()
+        finals = {change.target: change.value for change in conversion.changes} if before else {}
+        state = following_state(checked, finals, before, conversion.spend)
+        behind = left_behind(others, finals, before)
+        conversion.commit(*(partial(values.__setitem__, key, value) for values, key, value in state))
         steps = tuple(change.step for change in conversion.changes if change.placement is not GRADIENT)
         return _report(conversion, steps, behind, started)
 

@@ -12,6 +12,7 @@ from modelstate.conversion.conversion import Conversion, apply_in_conversion, ru
 from modelstate.process import fork_safe_lock, gc_paused
 from modelstate.torch_compat.private import install_apply, is_fake, is_faking, stock_apply
 from modelstate.transaction.exclusive import exclusive
+from modelstate.transaction.transaction import Transaction
 
 Apply = Callable[[torch.Tensor], torch.Tensor]
 _conversions: list[int] = []
@@ -103,17 +104,10 @@ def _apply(self: nn.Module, fn: Apply, recurse: bool = True) -> nn.Module:
         or any(map(is_fake, (*self.parameters(), *self.buffers())))
     ):
         return apply_in_conversion(self, fn, recurse)
-    with exclusive(self), gc_paused():
-        conversion = Conversion(self, _TorchFunction(fn))
-        try:
-            conversion.record(recurse)
-            conversion.commit()
-        except BaseException:
-            try:
-                conversion.rollback()
-            finally:
-                conversion.rollback()
-            raise
+    with exclusive(self), gc_paused(), Transaction(self) as transaction:
+        conversion = Conversion(transaction, _TorchFunction(fn))
+        conversion.record(recurse)
+        conversion.commit()
     return self
 
 

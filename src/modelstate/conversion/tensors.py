@@ -21,10 +21,10 @@ from modelstate.planning.plan import Step
 from modelstate.torch_compat.dtypes import Overflows, device_name, short
 from modelstate.torch_compat.plain import has_its_memory, is_plain
 from modelstate.torch_compat.private import can_set_data, payload_of, slots_of_class, write_count
-from modelstate.transaction.journal import Journal, Write
 from modelstate.transaction.object_snapshot import has_dispatch
 from modelstate.transaction.slots import Slot, same_values
 from modelstate.transaction.swap_tensors import become, give_grad, give_memory, point_to
+from modelstate.transaction.transaction import Transaction, Write
 
 UNCHANGED: Any = type("Unchanged", (), {"__repr__": lambda _: "modelstate.conversion.UNCHANGED"})()
 """Returned by the function of `modelstate.convert` for a tensor that stays as it is."""
@@ -293,7 +293,7 @@ class Change(Write):
             return False
         return same_values(tensor.detach(), value)
 
-    def run(self, journal: Journal | None) -> None:
+    def run(self, transaction: Transaction | None) -> None:
         tensor, value, grad = self.target, self.value, self.grad
         if self.deferred:
             value = tensor.to(self.value.dtype)
@@ -306,16 +306,16 @@ class Change(Write):
                 return
             undo = give_grad(tensor, self.old_grad, grad)
         elif self.placement is DATA:
-            if journal is None and self.old_grad is None:
+            if transaction is None and self.old_grad is None:
                 tensor.data = value
                 return
-            undo = point_to(tensor, value, grad, held_grad=self.old_grad, undoable=journal is not None)
+            undo = point_to(tensor, value, grad, held_grad=self.old_grad, undoable=transaction is not None)
         elif is_plain(tensor) and is_plain(value):
             undo = give_memory(tensor, value)
         else:
             undo = become(tensor, value, grad)
-        if journal is not None:
-            journal.undo(undo)
+        if transaction is not None:
+            transaction.register_undo(undo)
 
 
 def _step_of(slot: Slot, placement: Placement, value: torch.Tensor) -> Step:
@@ -335,10 +335,10 @@ def _step_of(slot: Slot, placement: Placement, value: torch.Tensor) -> Step:
     )
 
 
-def carry_out(change: Change, journal: Journal) -> None:
-    """Runs a change with its undo in the journal. Raises `SwapError` if torch cannot put the new tensor in place."""
+def carry_out(change: Change, transaction: Transaction) -> None:
+    """Runs a change in a transaction. Raises `SwapError` if torch cannot put the new tensor in place."""
     try:
-        change.run(journal)
+        change.run(transaction)
     except ModelStateError:
         raise
     except (RuntimeError, TypeError) as error:

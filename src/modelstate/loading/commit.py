@@ -17,8 +17,8 @@ from modelstate.planning.prepare import Preparation
 from modelstate.rules.expression import Derived, Source
 from modelstate.torch_compat.plain import is_plain
 from modelstate.torch_compat.private import module_load
-from modelstate.transaction.journal import Journal, Write
 from modelstate.transaction.swap_tensors import become, give_memory, point_to, refusals
+from modelstate.transaction.transaction import Transaction, Write
 
 
 class Place(Write):
@@ -38,44 +38,44 @@ class Place(Write):
             return False
         return final is made.param or copy_cannot_fail(made.param, final)
 
-    def run(self, journal: Journal | None) -> None:
+    def run(self, transaction: Transaction | None) -> None:
         made, param = self.made, self.target
         if made.final is None:
-            if journal is not None:
+            if transaction is not None:
                 made.placement = replace(made.placement, mapped=False)  # model code has the value in its hands
             stage_one(self.preparation, made)
         final = made.final
         assert final is not None
         if final is param:
             return  # it was read in place
-        if journal is None:
+        if transaction is None:
             with torch.no_grad():
                 param.copy_(final)
         elif param.is_meta and not made.placement.by_handler and is_plain(final):
-            journal.undo(give_memory(param, final))
+            transaction.register_undo(give_memory(param, final))
         else:
             with torch.no_grad():
-                self._exchange(param, final, journal)
+                self._exchange(param, final, transaction)
         if made.freezes and param.requires_grad:
-            _freeze(param, journal)
+            _freeze(param, transaction)
 
-    def _exchange(self, param: torch.Tensor, final: torch.Tensor, journal: Journal) -> None:
+    def _exchange(self, param: torch.Tensor, final: torch.Tensor, transaction: Transaction) -> None:
         made = self.made
         if made.placement.by_handler or not is_plain(final):
             if made.placement.by_handler:
-                journal.save(param)
-                _by_handler(made.name, param, final, journal)
+                transaction.save_tensor(param)
+                _by_handler(made.name, param, final, transaction)
             else:
-                journal.save_place(param)
-                _become(made.name, param, final, journal)
+                transaction.save_metadata(param)
+                _become(made.name, param, final, transaction)
             made.dtype, made.device = param.dtype, param.device
         elif _fits(made):
-            journal.save(param)
+            transaction.save_tensor(param)
             param.copy_(final)
         else:
             grad = param.grad if param.is_leaf and final.is_floating_point() else None
             new_grad = None if grad is None else grad.to(final.device, final.dtype)
-            journal.undo(point_to(param, final, new_grad))
+            transaction.register_undo(point_to(param, final, new_grad))
 
 
 def _fits(made: Assignment) -> bool:
@@ -83,7 +83,7 @@ def _fits(made: Assignment) -> bool:
     return made.param.dtype == made.dtype and made.param.device == made.device
 
 
-def _by_handler(name: str, param: torch.Tensor, value: torch.Tensor, journal: Journal) -> None:
+def _by_handler(name: str, param: torch.Tensor, value: torch.Tensor, transaction: Transaction) -> None:
     """What torch does when swapping is switched on: the subclass says what becomes of the value.
 
     See `torch.Tensor.module_load`.
@@ -95,10 +95,10 @@ def _by_handler(name: str, param: torch.Tensor, value: torch.Tensor, journal: Jo
         raise RuntimeError(
             f"its class would no longer be {type(param).__name__}, for nothing says how a tensor becomes one"
         )
-    _become(name, param, new, journal)
+    _become(name, param, new, transaction)
 
 
-def _freeze(param: torch.Tensor, journal: Journal | None) -> None:
+def _freeze(param: torch.Tensor, transaction: Transaction | None) -> None:
     """A parameter that gets no gradient any more, and has none."""
     grad = param.grad
 
@@ -106,13 +106,13 @@ def _freeze(param: torch.Tensor, journal: Journal | None) -> None:
         param.requires_grad_()
         param.grad = grad
 
-    if journal is not None:
-        journal.undo(undo)
+    if transaction is not None:
+        transaction.register_undo(undo)
     param.grad = None
     param.requires_grad_(False)
 
 
-def _become(name: str, param: torch.Tensor, value: torch.Tensor, journal: Journal) -> None:
+def _become(name: str, param: torch.Tensor, value: torch.Tensor, transaction: Transaction) -> None:
     """Makes `param` what `value` is; its gradient stays where that still fits."""
     for error in refusals({name: param}):
         raise error
@@ -121,7 +121,7 @@ def _become(name: str, param: torch.Tensor, value: torch.Tensor, journal: Journa
     # What is made in inference mode could never be trained; what was made there can only be changed there.
     made_there = param.is_inference() or value.is_inference()
     with nullcontext() if made_there else torch.inference_mode(False):
-        journal.undo(become(param, value, grad if fits else None))
+        transaction.register_undo(become(param, value, grad if fits else None))
 
 
 class _Slot(NamedTuple):

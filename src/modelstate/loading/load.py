@@ -28,9 +28,9 @@ from modelstate.rules.rule import Rule
 from modelstate.rules.schema import Schema
 from modelstate.torch_compat.plain import is_plain
 from modelstate.transaction.exclusive import exclusive
-from modelstate.transaction.journal import Journal
 from modelstate.transaction.optimizers import check_optimizers, following_state, placed
 from modelstate.transaction.references import lost_references
+from modelstate.transaction.transaction import Transaction
 
 Source = str | os.PathLike[str] | Mapping[str, Any] | Checkpoint
 _OF_TORCH = {
@@ -76,16 +76,8 @@ def plan(
     )
     model = check_model(model)
     checkpoint = open_checkpoint(source)
-    with exclusive(model):
-        journal = Journal(model)
-        try:
-            with gc_paused(), torch.random.fork_rng(devices=[]):
-                return Preparation(journal, checkpoint, options, Place, call_extra_state=False).plan()
-        finally:
-            try:
-                journal.rollback()
-            finally:
-                journal.rollback()
+    with exclusive(model), Transaction(model) as transaction, gc_paused(), torch.random.fork_rng(devices=[]):
+        return Preparation(transaction, checkpoint, options, Place, call_extra_state=False).plan()
 
 
 @overload
@@ -234,8 +226,8 @@ def load(
     chosen = source.options if isinstance(source, LoadPlan) else options
     quiet = gc_paused if chosen.transform is None else nullcontext[None]
     if not background:
-        with exclusive(model), quiet():
-            return _carry_out(model, source, options, how)
+        with exclusive(model), quiet(), Transaction(model) as transaction:
+            return _carry_out(transaction, source, options, how)
     if chosen.in_place:
         raise OptionError(
             "in_place=True reads into memory that the program goes on using",
@@ -248,8 +240,8 @@ def load(
     def commit() -> LoadReport:
         if isinstance(source, LoadPlan):
             _of_plan(source, Options())  # another load may have carried it out since
-        with exclusive(model), quiet():
-            report = _carry_out(model, staged.plan, Options(), replace(how, progress=False), staged)
+        with exclusive(model), quiet(), Transaction(model) as transaction:
+            report = _carry_out(transaction, staged.plan, Options(), replace(how, progress=False), staged)
         if isinstance(source, LoadPlan):
             source.carried_out.extend(staged.plan.carried_out)
         return report
@@ -270,7 +262,7 @@ class _LoadOptions:
 
 
 def load_then(
-    journal: Journal,
+    transaction: Transaction,
     checkpoint: Checkpoint,
     options: Options,
     then: Callable[[Set[str]], None],
@@ -281,17 +273,17 @@ def load_then(
     max_memory_bytes: int | None = None,
     prefault: bool | None = None,
 ) -> LoadReport:
-    """`load` into the root of a journal, and whatever else belongs to it, all or nothing together.
+    """Loads into the root of a transaction that the caller has entered, together with other changes of the caller.
 
-    `then` is called when every tensor is of the shape and dtype, and on the device, that it will have, and all that is
-    left to do is to copy values between memory that is there; code that looks at tensors there, within the journal's
-    `model_code`, sees the new values. It gets the names of the tensors that the model initialises. What it changes it
-    takes down in the journal, before it does, which undoes it whatever raises, from the beginning of the load on.
+    `then` is called before the commit, when every tensor has its final shape, dtype and device, and only copies between
+    existing memory remain. Code that reads tensors there, within the transaction's `model_code`, sees the new values.
+    The argument of `then` is the names of the tensors that the model initialises. `then` registers the undo of each of
+    its changes with the transaction.
     """
     check_budget_option(max_memory_bytes)
     how = _LoadOptions(tuple(optimizers), verify, progress, max_memory_bytes, prefault, time.perf_counter())
-    with exclusive(journal.root), gc_paused():
-        return _carry_out(journal.root, checkpoint, options, how, journal=journal, then=then)
+    with exclusive(transaction.root), gc_paused():
+        return _carry_out(transaction, checkpoint, options, how, then=then)
 
 
 def _staged(model: nn.Module, source: Source | LoadPlan, options: Options, how: _LoadOptions) -> StagedLoad:
@@ -299,69 +291,56 @@ def _staged(model: nn.Module, source: Source | LoadPlan, options: Options, how: 
     checkpoint, options = (
         _of_plan(source, options) if isinstance(source, LoadPlan) else (open_checkpoint(source), options)
     )
-    journal = Journal(model)
-    try:
+    with Transaction(model) as transaction:
         with torch.random.fork_rng(devices=[]):
-            preparation = Preparation(journal, checkpoint, options, Place, call_extra_state=False)
+            preparation = Preparation(transaction, checkpoint, options, Place, call_extra_state=False)
         preparation.check()
         notes = _check_unchanged(source, preparation.plan()) if isinstance(source, LoadPlan) else []
         check_budget(preparation, how.max_memory_bytes)
         _check_trained(preparation, how.optimizers)
         return StagedLoad(preparation, how.verify, notes)
-    finally:
-        try:
-            journal.rollback()
-        finally:
-            journal.rollback()
 
 
 def _carry_out(
-    model: nn.Module,
+    transaction: Transaction,
     source: Source | LoadPlan,
     options: Options,
     how: _LoadOptions,
     staged: StagedLoad | None = None,
-    journal: Journal | None = None,
     then: Callable[[Set[str]], None] | None = None,
 ) -> LoadReport:
-    """The load itself. All that it needed is gone when it returns. `staged` is what was brought in for it before."""
+    """Loads into the root of a transaction. `staged` holds the values that were read before.
+
+    When it returns, it has dropped all that it needed.
+    """
     checkpoint, options = (
         _of_plan(source, options) if isinstance(source, LoadPlan) else (open_checkpoint(source), options)
     )
-    journal, before = journal or Journal(model), placed(how.optimizers)
-    try:
-        preparation = Preparation(journal, checkpoint, options, Place, call_extra_state=True)
-        preparation.check()
-        if isinstance(source, LoadPlan):
-            notes = _check_unchanged(
-                source, preparation.plan(), "make the plan again" if staged is None else LOAD_AGAIN
-            )
-            preparation.notes += notes if staged is None else []  # what was staged is not read again
-        check_budget(preparation, how.max_memory_bytes)
-        _check_trained(preparation, how.optimizers)
-        if staged is None:
-            verified = preparation.checkpoint.verify() if how.verify else 0
-            preparation.notes += prefetch_range(preparation)
-        else:
-            verified = staged.verified_bytes
-            staged.give(preparation)
-        with progress_bar(how.progress, preparation.nbytes) as advance:
-            stage(preparation, advance)
-            new_state = following_state(how.optimizers, _finals(preparation), before) if how.optimizers else []
-            _place_what_may_fail(preparation)
-            if how.prefault and staged is None:
-                preparation.notes += bring_in(preparation.assignments, lambda _: None)
-            _check_shown(preparation)
-            _read_in_place(preparation, advance)
-        if then is not None:
-            then(preparation.initialised)
-        journal.commit(*(partial(state.__setitem__, name, value) for state, name, value in new_state))
-    except BaseException:
-        try:
-            journal.rollback()
-        finally:
-            journal.rollback()
-        raise
+    before = placed(how.optimizers)
+    preparation = Preparation(transaction, checkpoint, options, Place, call_extra_state=True)
+    preparation.check()
+    if isinstance(source, LoadPlan):
+        notes = _check_unchanged(source, preparation.plan(), "make the plan again" if staged is None else LOAD_AGAIN)
+        preparation.notes += notes if staged is None else []  # what was staged is not read again
+    check_budget(preparation, how.max_memory_bytes)
+    _check_trained(preparation, how.optimizers)
+    if staged is None:
+        verified = preparation.checkpoint.verify() if how.verify else 0
+        preparation.notes += prefetch_range(preparation)
+    else:
+        verified = staged.verified_bytes
+        staged.give(preparation)
+    with progress_bar(how.progress, preparation.nbytes) as advance:
+        stage(preparation, advance)
+        new_state = following_state(how.optimizers, _finals(preparation), before) if how.optimizers else []
+        _place_what_may_fail(preparation)
+        if how.prefault and staged is None:
+            preparation.notes += bring_in(preparation.assignments, lambda _: None)
+        _check_shown(preparation)
+        _read_in_place(preparation, advance)
+    if then is not None:
+        then(preparation.initialised)
+    transaction.commit(*(partial(state.__setitem__, name, value) for state, name, value in new_state))
     if how.prefault is None and staged is None:
         preparation.notes += prefault_async(preparation)
     if isinstance(source, LoadPlan):
@@ -444,10 +423,10 @@ def _finals(preparation: Preparation) -> dict[torch.Tensor, torch.Tensor]:
 
 def _place_what_may_fail(preparation: Preparation) -> None:
     """Values that run code of a tensor subclass on their way in; they can still be undone."""
-    for write in preparation.journal.writes:
+    for write in preparation.transaction.writes:
         if isinstance(write, Place) and not write.done and not write.made.placement.direct and not write.cannot_fail:
             try:
-                write.run(preparation.journal)
+                write.run(preparation.transaction)
             except ModelStateError:
                 raise
             except Exception as error:
@@ -486,6 +465,6 @@ def _report(preparation: Preparation, started: float, verified_bytes: int) -> Lo
         verified_bytes=verified_bytes,
         # Our own writes keep every object; code of the model may put another one in its place.
         references_lost=lost_references(preparation.slots_before, preparation.model)
-        if preparation.journal.armed
+        if preparation.transaction.armed
         else (),
     )

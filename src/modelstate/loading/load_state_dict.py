@@ -17,8 +17,8 @@ from modelstate.process import gc_paused
 from modelstate.torch_compat.plain import has_its_memory, is_plain, same_place
 from modelstate.torch_compat.private import has_registration_hooks, is_tensor_like, module_load, swap_tensors, use_count
 from modelstate.transaction.exclusive import exclusive
-from modelstate.transaction.journal import Journal, Write
 from modelstate.transaction.swap_tensors import exchange, swap_back
+from modelstate.transaction.transaction import Transaction, Write
 
 
 @argument_order("ms.load_state_dict", is_module, is_source, call_for_paths="ms.load")
@@ -48,20 +48,12 @@ def load_state_dict(
         raise TypeError(f"Expected state_dict to be dict-like, got {type(state_dict)}.")
     outcome = IncompatibleKeys()
     versions = getattr(state_dict, "_metadata", None)
-    with exclusive(module):
-        journal = Journal(module)
-        take = _TorchTake(journal)
-        try:
-            with gc_paused():
-                walk(module, state_dict, versions, assign=assign, journal=journal, take=take, outcome=outcome)
-            _raise_errors(module, outcome, strict)
-            journal.commit()
-        except BaseException:
-            try:
-                journal.rollback()
-            finally:
-                journal.rollback()
-            raise
+    with exclusive(module), Transaction(module) as transaction:
+        take = _TorchTake(transaction)
+        with gc_paused():
+            walk(module, state_dict, versions, assign=assign, transaction=transaction, take=take, outcome=outcome)
+        _raise_errors(module, outcome, strict)
+        transaction.commit()
     return _IncompatibleKeys(outcome.missing, outcome.unexpected)
 
 
@@ -83,8 +75,8 @@ def _quoted(keys: list[str]) -> str:
 class _TorchTake:
     """What torch does with each value: checked now, written when it must be."""
 
-    def __init__(self, journal: Journal) -> None:
-        self._journal = journal
+    def __init__(self, transaction: Transaction) -> None:
+        self._transaction = transaction
         self._swaps = torch.__future__.get_swap_module_params_on_conversion()
 
     def extra_state(self, module: nn.Module, key: str, value: Any) -> None:
@@ -133,7 +125,7 @@ class _TorchTake:
             )
 
     def _write(self, module: nn.Module, name: str, param: torch.Tensor, value: torch.Tensor, assign: bool) -> None:
-        journal = self._journal
+        transaction = self._transaction
         for one in () if assign else (param, value):  # torch would use the memory where they were
             if is_plain(one) and not one.is_meta and not has_its_memory(one):
                 raise RuntimeError(f"the memory of the {'parameter' if one is param else 'value'} has been freed")
@@ -148,17 +140,17 @@ class _TorchTake:
         else:
             write, sure = _Copy(param, value), copy_cannot_fail(param, value)
         if sure:
-            journal.add(write)
+            transaction.add(write)
         else:
-            journal.now(write)
+            transaction.run_now(write)
 
 
 class _Copy(Write):
     __slots__ = ()
 
-    def run(self, journal: Journal | None) -> None:
-        if journal is not None:
-            journal.save(self.target)
+    def run(self, transaction: Transaction | None) -> None:
+        if transaction is not None:
+            transaction.save_tensor(self.target)
         with torch.no_grad():
             self.target.copy_(self.value)
 
@@ -171,7 +163,7 @@ class _Assign(Write):
         super().__init__(target, value)
         self.module, self.name = module, name
 
-    def run(self, journal: Journal | None) -> None:
+    def run(self, transaction: Transaction | None) -> None:
         value, requires_grad = self.value, self.target.requires_grad
         if isinstance(self.target, nn.Parameter):
             if not isinstance(value, nn.Parameter):
@@ -179,8 +171,8 @@ class _Assign(Write):
             else:
                 before = value.requires_grad
                 value.requires_grad_(requires_grad)
-                if journal is not None and before != requires_grad:
-                    journal.undo(partial(setattr, value, "requires_grad", before))
+                if transaction is not None and before != requires_grad:
+                    transaction.register_undo(partial(setattr, value, "requires_grad", before))
         setattr(self.module, self.name, value)
 
 
@@ -193,10 +185,10 @@ class _Swap(Write):
         self.checked = checked
         """Whether torch's checks have been passed: what has come to refer to the tensor since does not count."""
 
-    def run(self, journal: Journal | None) -> None:
+    def run(self, transaction: Transaction | None) -> None:
         param = self.target
-        if journal is not None:
-            journal.save(param)
+        if transaction is not None:
+            transaction.save_tensor(param)
         with torch.no_grad():
             new = module_load(param, self.value, assign=self.assign)
             if new is self.value or new is param:
@@ -214,8 +206,8 @@ class _Swap(Write):
             else:
                 swap_tensors(param, new)
                 undo = partial(swap_back, param, new)
-        if journal is not None:
-            journal.undo(undo)
+        if transaction is not None:
+            transaction.register_undo(undo)
 
 
 def _assign_cannot_fail(module: nn.Module, param: torch.Tensor, value: torch.Tensor) -> bool:

@@ -23,7 +23,7 @@ from modelstate.objects.loaders import is_loader_without_state, load_state, own_
 from modelstate.objects.optimizer_state import optimizer_state
 from modelstate.spec import Contents
 from modelstate.torch_compat.private import own_modules, set_version_metadata, unwrapped
-from modelstate.transaction.journal import Journal
+from modelstate.transaction.transaction import Transaction
 
 _MAX_DEPTH = 100
 _MAX_NAME_BYTES = 200
@@ -298,23 +298,23 @@ def combined_checkpoint(checkpoints: Mapping[str, Checkpoint]) -> Checkpoint:
 Undo = Callable[[], None]
 
 
-def register_undo(targets: list[tuple[str, Target]], journal: Journal) -> None:
-    """Registers with the journal how to undo a restore of the targets, which come in the order of the restore.
+def register_undo(targets: list[tuple[str, Target]], transaction: Transaction) -> None:
+    """Registers with the transaction how to undo a restore of the targets, which come in the order of the restore.
 
     Raises `ObjectStateError` for an object whose state cannot be copied.
     """
     random = torch.get_rng_state()
-    journal.undo(lambda: torch.set_rng_state(random))
+    transaction.register_undo(lambda: torch.set_rng_state(random))
     with torch.random.fork_rng(devices=[]):  # an object may draw a seed when it is asked for its state
         # Reversed: generators are captured before another object draws from them, and undone after it.
         for path, target in reversed(targets):
             if target.kind is Kind.OPTIMIZER:
-                journal.undo(_undo_of_optimizer(target.obj))
+                transaction.register_undo(_undo_of_optimizer(target.obj))
             elif target.kind is Kind.STATEFUL:
-                journal.undo(_undo_of_stateful(path, target.obj))
+                transaction.register_undo(_undo_of_stateful(path, target.obj))
             elif target.kind is Kind.GENERATOR:
-                journal.undo(_undo_of_generator(target.obj))
-    journal.protect(
+                transaction.register_undo(_undo_of_generator(target.obj))
+    transaction.protect(
         tensor for _, target in targets if target.kind is Kind.OPTIMIZER for tensor in _optimizer_tensors(target.obj)
     )
 

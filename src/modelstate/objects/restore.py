@@ -1,8 +1,8 @@
 """Restores saved state into several objects, all or nothing: `modelstate.restore`, and its core for stores.
 
 The modules are loaded first, in one load, so that parameters which are tied across modules stay tied. Optimizers
-follow, by the names of their parameters, then objects with `load_state_dict`, and random generators last. One journal
-undoes all of it on any error.
+follow, by the names of their parameters, then objects with `load_state_dict`, and random generators last. One
+transaction undoes all of it on any error.
 """
 
 import os
@@ -52,7 +52,7 @@ from modelstate.problems import Missing, OptimizerMisfit, OtherNames, Unexpected
 from modelstate.rules.rule import Rule, Scoped
 from modelstate.rules.schema import Schema, check_rules
 from modelstate.transaction.exclusive import exclusive
-from modelstate.transaction.journal import Journal
+from modelstate.transaction.transaction import Transaction
 
 Source = str | os.PathLike[str] | Mapping[str, Any] | Checkpoint
 RulesOf = Iterable[Rule] | Schema | Mapping[str, Iterable[Rule] | Schema]
@@ -310,28 +310,22 @@ def restore_objects(
     restoring.note_used_patterns()
     for checkpoint in dict.fromkeys(checkpoints.values()) if verify else ():
         checkpoint.verify()
-    journal = Journal(ModuleContainer({path: targets[path].obj for path in checkpoints}))
-    with exclusive(journal.root):
-        try:
-            register_undo(restoring.targets, journal)
+    models = ModuleContainer({path: targets[path].obj for path in checkpoints})
+    try:
+        with exclusive(models), Transaction(models) as transaction:
+            register_undo(restoring.targets, transaction)
             report = load_then(
-                journal,
+                transaction,
                 combined_checkpoint(checkpoints),
                 replace(options, of_use=frozenset(may_miss.used | may_exceed.used)),
-                partial(restoring.restore_others, journal),
+                partial(restoring.restore_others, transaction),
                 optimizers=[targets[path].obj for path in missing if targets[path].kind is Kind.OPTIMIZER],
                 progress=progress,
                 max_memory_bytes=max_memory_bytes,
                 prefault=prefault,
             )
-        except BaseException as error:
-            try:
-                journal.rollback()
-            finally:
-                journal.rollback()  # an interrupt may have come before the first call began
-            if isinstance(error, PlanError):
-                raise restoring.plan_error(error, checkpoints, source_name, init_missing) from error.__cause__
-            raise
+    except PlanError as error:
+        raise restoring.plan_error(error, checkpoints, source_name, init_missing) from error.__cause__
     plain = {path: saved[path].tree for path, target in restoring.targets if target.kind is Kind.VALUE}
     report = replace(report, notes=(*report.notes, *restoring.notes))
     return Restored(plain, report, missing, unexpected, restoring.drawn_from)
@@ -465,10 +459,10 @@ class _Restoring:
                 for name in saved_names:
                     self._may_exceed.allow(f"{path}.{name}")
 
-    def restore_others(self, journal: Journal, initialised: Set[str]) -> None:
+    def restore_others(self, transaction: Transaction, initialised: Set[str]) -> None:
         """Restores all objects except modules. Optimizers may lack the state of `initialised` parameters."""
         if any(target.kind is Kind.STATEFUL for _, target in self.targets):
-            journal.arm()  # the modules may hold optimizers, which are about to be changed
+            transaction.arm()  # the modules may hold optimizers, which are about to be changed
         plans = []
         for path, target in self.targets:
             if target.kind is Kind.OPTIMIZER:
@@ -483,7 +477,10 @@ class _Restoring:
         generators = [target.obj for _, target in self.targets if target.is_restored_last]
         for path, target in self.targets:
             if target.kind is Kind.STATEFUL:
-                with object_code(path, "its load_state_dict raised; nothing has been changed"), journal.model_code():
+                with (
+                    object_code(path, "its load_state_dict raised; nothing has been changed"),
+                    transaction.model_code(),
+                ):
                     # A copy, since the object may keep the state that it is given.
                     load_state(target.obj, deepcopy(self._saved[path].tree), generators)
             elif target.kind is Kind.GENERATOR:

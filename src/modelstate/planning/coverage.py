@@ -267,7 +267,7 @@ class CoverageCheck:
 
     def _note_lost_versions(self) -> None:
         """Says so where modules decide by a version how to load, and the checkpoint has lost it."""
-        if not self.of.journal.armed:
+        if not self.of.transaction.armed:
             return  # no module has loading code of its own
         versions = self.of.incoming.versions or {}
         deciding = {

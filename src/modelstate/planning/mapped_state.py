@@ -18,8 +18,8 @@ from modelstate.rules.schema import Applied, apply_rules, renamed_by, way_back
 from modelstate.spec import Stored, StoredTensor
 from modelstate.torch_compat.plain import is_quantized, same_place
 from modelstate.torch_compat.private import storage_id
-from modelstate.transaction.journal import Journal, Write
 from modelstate.transaction.slots import HIDDEN, Slots, same_values
+from modelstate.transaction.transaction import Transaction, Write
 
 
 class ModelSchemaView:
@@ -62,7 +62,7 @@ class DeferredValue(Write):
         super().__init__(value, value)
         self.stored, self.maps = stored, maps
 
-    def run(self, journal: Journal | None) -> None:
+    def run(self, transaction: Transaction | None) -> None:
         with torch.no_grad():
             self.target.copy_(values_of(self.stored, self.maps.read))
 
@@ -122,11 +122,11 @@ class MappedState:
         rules: Sequence[Rule],
         slots: Slots,
         initialisers: Initialisers,
-        journal: Journal,
+        transaction: Transaction,
         applied: Applied | None = None,
     ) -> None:
         """`applied` is what the rules make of the checkpoint, where that is known already."""
-        self._checkpoint, self._rules, self._journal = checkpoint, rules, journal
+        self._checkpoint, self._rules, self._transaction = checkpoint, rules, transaction
         self.maps = checkpoint.maps()
         self._late: dict[int, DeferredValue] = {}
         self._late_of: dict[int, DeferredValue] = {}
@@ -151,7 +151,7 @@ class MappedState:
 
         What that code has had in its hands may have been changed there, so that it lies nowhere else.
         """
-        origin, used = self._origins.get(id(value), _NO_ORIGIN), self._journal.used
+        origin, used = self._origins.get(id(value), _NO_ORIGIN), self._transaction.used_storages
         return (origin[0], None) if used and storage_id(value) in used else origin
 
     def source_of(self, name: str) -> str:
@@ -184,7 +184,7 @@ class MappedState:
             return ""
         given = [name for name, entry in entries.items() if entry.sources]
         wanted = {*slots.by_name, *slots.extra, *slots.lazy}
-        rule = wrapper_rule(given, wanted, self._journal.root, made=entries.keys() - given)
+        rule = wrapper_rule(given, wanted, self._transaction.root, made=entries.keys() - given)
         if rule is None:
             return ""
         renamed: dict[str, Entry] = {}
@@ -219,7 +219,7 @@ class MappedState:
                 self.quantized.append(name)
             handed_out.append(value)
             self._origins[id(value)] = name, content
-        self._journal.protect(handed_out)
+        self._transaction.protect(handed_out)
         return state
 
     def _late_value(self, stored: Derived) -> torch.Tensor:
@@ -232,7 +232,7 @@ class MappedState:
         else:
             value = torch.empty(stored.shape, dtype=stored.dtype, device="cpu")
             self._late_of[id(stored)] = late = DeferredValue(value, stored, self.maps)
-            self._journal.add(late)
+            self._transaction.add(late)
         self._late[id(value)] = late
         return value
 

@@ -47,8 +47,8 @@ from modelstate.spec import StoredComposite
 from modelstate.torch_compat.dtypes import short
 from modelstate.torch_compat.plain import is_plain, is_quantized
 from modelstate.torch_compat.private import module_load
-from modelstate.transaction.journal import Journal, Write
 from modelstate.transaction.slots import BUFFER, EXTRA, HIDDEN, PARAMETER, Addresses, Slots, slots_of
+from modelstate.transaction.transaction import Transaction, Write
 
 _CPU = torch.device("cpu")
 CHECK_EXTRA_STATE = "_modelstate_check_extra_state"
@@ -64,24 +64,25 @@ class Preparation(SlotAssignments):
 
     The constructor runs the model's loading protocol. `make_write` returns the write that carries an assignment out; it
     runs early where code of the model looks at the tensor. Raises `ModelCodeError` where that code raises. The caller,
-    which made the journal, has to roll it back in that case, and where there are problems.
+    which entered the transaction, must not commit it in that case, nor where there are problems.
     """
 
     def __init__(
         self,
-        journal: Journal,
+        transaction: Transaction,
         checkpoint: Checkpoint,
         options: Options,
         make_write: Callable[["Preparation", Assignment], Write],
         call_extra_state: bool,
     ) -> None:
         self._opened, self._asked = checkpoint, options
-        slots = slots_of(journal.root)
-        transforms, initialisers = Transforms(options.transform, journal.root, slots), Initialisers(journal.root)
+        root = transaction.root
+        slots = slots_of(root)
+        transforms, initialisers = Transforms(options.transform, root, slots), Initialisers(root)
         part, options = _selected(checkpoint, options, slots)
-        applied, options, note, fits_in_part = _applied_mapping(part, options, slots, journal.root)
-        incoming = MappedState(part, options.rules, slots, initialisers, journal, applied)
-        super().__init__(journal, part, options, slots, transforms, initialisers, incoming, make_write)
+        applied, options, note, fits_in_part = _applied_mapping(part, options, slots, root)
+        incoming = MappedState(part, options.rules, slots, initialisers, transaction, applied)
+        super().__init__(transaction, part, options, slots, transforms, initialisers, incoming, make_write)
         self.means = usual_means()
         """How the bytes are read."""
         self.max_memory_bytes: int | None = None
@@ -98,7 +99,7 @@ class Preparation(SlotAssignments):
         outcome = IncompatibleKeys()
         self._walk(outcome)
         self._check_quantized()
-        if journal.armed:
+        if transaction.armed:
             self.slots = slots_of(self.model)
         CoverageCheck(self, outcome).settle()
         if fits_in_part and not self.problems:
@@ -113,7 +114,7 @@ class Preparation(SlotAssignments):
                 self.incoming.state,
                 self.incoming.versions,
                 assign=False,
-                journal=self.journal,
+                transaction=self.transaction,
                 take=self,
                 outcome=outcome,
             )
@@ -138,7 +139,7 @@ class Preparation(SlotAssignments):
         self, module: nn.Module, name: str, key: str, param: torch.Tensor, value: Any, assign: bool, errors: list[str]
     ) -> None:
         given = key
-        if self.journal.armed:
+        if self.transaction.armed:
             slot = self.slots.by_name.get(key)
             if slot is None or slot.tensor is not param:  # a module that loads a child by itself uses a shorter name
                 key = self._names.get(id(param), key)

@@ -23,8 +23,8 @@ from torch.nn.modules.module import _IncompatibleKeys
 
 from modelstate.formats.tree import EXTRA_STATE
 from modelstate.process import fork_safe_lock
-from modelstate.transaction.journal import Journal
 from modelstate.transaction.slots import modules_of
+from modelstate.transaction.transaction import Transaction
 
 _TORCHS_FILE = nn.Module.named_parameters.__code__.co_filename
 _stock_load = nn.Module._load_from_state_dict
@@ -60,7 +60,7 @@ def walk(
     versions: Mapping[str, dict[str, Any]] | None,
     *,
     assign: bool,
-    journal: Journal,
+    transaction: Transaction,
     take: LoadSink,
     outcome: IncompatibleKeys,
 ) -> None:
@@ -72,7 +72,7 @@ def walk(
         names.compare(copied, take, outcome)
         return
     modules = modules_of(root)
-    recording = _Recording(journal, take, outcome, {id(module) for module in modules}, overriding)
+    recording = _Recording(transaction, take, outcome, {id(module) for module in modules}, overriding)
     ordered = OrderedDict(copied)
     if versions is not None:
         ordered._metadata = versions  # type: ignore[attr-defined]
@@ -89,7 +89,7 @@ def _ask_for_assigning(versions: object) -> bool:
 
 @dataclass(slots=True, weakref_slot=True, eq=False)
 class _Recording:
-    journal: Journal
+    transaction: Transaction
     take: LoadSink
     outcome: IncompatibleKeys
     modules: set[int]
@@ -162,7 +162,7 @@ def _visit(
     lists = (outcome.missing, outcome.unexpected, outcome.errors)
     own: set[str] | None = None
     if recording.overriding.has(module):
-        with recording.journal.model_code():
+        with recording.transaction.model_code():
             module._load_from_state_dict(state_dict, prefix, local_metadata, True, *lists)
     else:
         own = _load_local(recording, module, state_dict, prefix, local_metadata, True, *lists)
@@ -184,7 +184,7 @@ def _visit(
 def _run_post_hooks(recording: _Recording, module: nn.Module) -> None:
     incompatible = _IncompatibleKeys(recording.outcome.missing, recording.outcome.unexpected)
     for hook in module._load_state_dict_post_hooks.values():
-        with recording.journal.model_code():
+        with recording.transaction.model_code():
             returned = hook(module, incompatible)
         if returned is not None:
             raise AssertionError(
@@ -232,7 +232,7 @@ def _load_local(
     Returns the keys of what is the module's own, whether they are there or not.
     """
     for hook in module._load_state_dict_pre_hooks.values():
-        with recording.journal.model_code():
+        with recording.transaction.model_code():
             hook(state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs)
     assign = local_metadata.get("assign_to_params_buffers", False)
     extra_key = prefix + EXTRA_STATE
@@ -246,7 +246,7 @@ def _load_local(
             missing_keys.append(key)
     if type(module).set_extra_state is not nn.Module.set_extra_state:
         if extra_key in state_dict:
-            with recording.journal.model_code():
+            with recording.transaction.model_code():
                 recording.take.extra_state(module, extra_key, state_dict[extra_key])
         elif strict:
             missing_keys.append(extra_key)
@@ -391,7 +391,7 @@ def _dispatch(
     if recording is None:
         _stock_load(self, state_dict, prefix, local_metadata, strict, *lists)
         return
-    with recording.journal.our_code():
+    with recording.transaction.library_code():
         own = _load_local(recording, self, state_dict, prefix, local_metadata, strict, *lists)
     if strict:
         _, rest = _by_child(state_dict, prefix, self._modules)

@@ -27,8 +27,8 @@ from modelstate.spec import ByteRange, StoredTensor, overlapping
 from modelstate.torch_compat.dtypes import Overflows, cast_between, short
 from modelstate.torch_compat.plain import has_its_memory, is_fake, is_plain, is_quantized, is_sharded, same_place
 from modelstate.torch_compat.private import storage_id
-from modelstate.transaction.journal import Journal, Write
 from modelstate.transaction.slots import Slot, Slots, clash, overlap
+from modelstate.transaction.transaction import Transaction, Write
 
 _CPU = torch.device("cpu")
 
@@ -37,12 +37,12 @@ class SlotAssignments:
     """The values that go to the slots of a model, with the problems and notes of a load.
 
     `assign` is called once for each value, while the model's loading protocol runs. It adds an `Assignment`, and a
-    write to the journal. The write waits until the load is committed, unless code of the model looks at the tensor.
+    write to the transaction. The write waits until the load is committed, unless code of the model looks at the tensor.
     """
 
     def __init__(
         self,
-        journal: Journal,
+        transaction: Transaction,
         checkpoint: Checkpoint,
         options: Options,
         slots: Slots,
@@ -51,7 +51,7 @@ class SlotAssignments:
         incoming: MappedState,
         make_write: Callable[[Any, Assignment], Write],
     ) -> None:
-        self.journal, self.model = journal, journal.root
+        self.transaction, self.model = transaction, transaction.root
         self.checkpoint, self.options = checkpoint, options
         self.slots = self.slots_before = slots
         """The slots of the model. `slots` is updated after the walk: the model's code may have replaced tensors."""
@@ -103,7 +103,7 @@ class SlotAssignments:
             self._check_dtype(made)
         if not param.is_meta:
             self._check_memory(made)
-        self.journal.add(self._make_write(self, made))
+        self.transaction.add(self._make_write(self, made))
 
     def _has_other_class(self, made: Assignment) -> bool:
         """Whether the classes of the two tensors rule a copy out; adds the problem.
@@ -128,7 +128,7 @@ class SlotAssignments:
             slot.name, slot.kind, slot.tensor, value, "", value, placement, value.dtype, device, self.overflows
         )
         self.moves.append(made)
-        self.journal.add(self._make_write(self, made))
+        self.transaction.add(self._make_write(self, made))
 
     def _check_memory(self, made: Assignment) -> None:
         """Slots that show the same memory are tied as much as those that are the same tensor; some have none left."""

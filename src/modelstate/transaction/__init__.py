@@ -1,4 +1,4 @@
-"""Changes to live objects: undo journal, object snapshots, references, `swap_tensors`."""
+"""Changes to live objects: undo transaction, object snapshots, references, `swap_tensors`."""
 
 from typing import TYPE_CHECKING
 

@@ -1,13 +1,14 @@
-"""One change of a module at a time: loads and conversions by several threads wait for one another.
+"""The lock under which a model is changed: loads and conversions by several threads wait for one another.
 
-Two modules meet where they have a module, a tensor or a memory in common. Changes of modules that do not meet go on
-side by side; a change within another one, in the same thread, goes on at once. A claim is found through a weak
-reference, so that it ends with the object. The child of a fork forgets the claims of threads that it does not have.
+Two models conflict when they share a module, a tensor or a storage. Changes of models that do not conflict run at the
+same time; a change within another one, in the same thread, runs at once. Locks are registered by weak references, so
+that a lock ends with its object. A forked child drops the locks of threads that it does not have.
 """
 
 import threading
 import time
 import weakref
+from collections.abc import Callable
 from contextlib import suppress
 from types import TracebackType
 
@@ -19,105 +20,123 @@ from modelstate.process import fork_safe_lock
 from modelstate.torch_compat.private import payload_of, storage_id
 from modelstate.transaction.slots import modules_of
 
-_LOOK_SECONDS = 0.1
-"""How often a thread that waits looks again, should the owner of a claim have gone without a word."""
-_PATIENCE_SECONDS = 600.0
-"""How long a thread waits: the owner of a claim may be waiting for this very thread, as a hook that joins it does."""
+_POLL_SECONDS = 0.1
+"""The interval in which a waiting thread looks whether a lock has ended without a release."""
+_TIMEOUT_SECONDS = 600.0
+"""The limit of a wait. The owner of a lock may wait for this thread in a way that cannot be seen, as a hook may."""
 
-_claims: list["weakref.ref[exclusive]"] = []
+_held: list["weakref.ref[exclusive]"] = []
 _waiting: dict[int, set[int]] = {}
-"""By threads that wait, the threads that they wait for."""
+"""By waiting thread, the threads that it waits for."""
 
 
 class exclusive:
-    """A context in which no other thread changes the modules, or what they share with others, through this library.
+    """A context manager: no other thread changes the models, or what they share with others, through this library.
 
-    Raises `ModelBusyError` where the threads would wait for each other, or one has waited for ten minutes.
+    Its end rolls back the transactions within it that an interrupt has kept from ending.
+
+    Raises `ModelBusyError` when threads would wait for each other, or when the wait exceeds ten minutes.
     """
 
-    __slots__ = ("__weakref__", "_ended", "_ids", "_roots", "thread")
+    __slots__ = ("__weakref__", "_ids", "_models", "_released", "_rollbacks", "_thread")
 
-    def __init__(self, *roots: nn.Module) -> None:
-        self.thread = threading.get_ident()
-        self._roots = roots
+    def __init__(self, *models: nn.Module) -> None:
+        self._thread = threading.get_ident()
+        self._models = models
         self._ids: set[int] | None = None
-        self._ended = threading.Lock()
-        self._ended.acquire()
+        self._rollbacks: list[Callable[[], None]] = []
+        self._released = threading.Lock()
+        self._released.acquire()
 
     def __enter__(self) -> None:
-        until = time.monotonic() + _PATIENCE_SECONDS
+        deadline = time.monotonic() + _TIMEOUT_SECONDS
         try:
-            while (ended := self._try()) is not None:
-                if time.monotonic() >= until:
-                    raise self._busy(f"it has been for {_PATIENCE_SECONDS:.0f} seconds")
-                if ended.acquire(timeout=_LOOK_SECONDS):
-                    ended.release()
+            while (released := self._acquire()) is not None:
+                if time.monotonic() >= deadline:
+                    raise self._busy(f"it has been for {_TIMEOUT_SECONDS:.0f} seconds")
+                if released.acquire(timeout=_POLL_SECONDS):
+                    released.release()
         except BaseException:
             self.__exit__(None, None, None)
             raise
         finally:
-            _waiting.pop(self.thread, None)
+            _waiting.pop(self._thread, None)
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        with _lock:
-            _claims[:] = [claim for claim in _claims if claim() not in (None, self)]
-        with suppress(RuntimeError):  # it has been released
-            self._ended.release()
+        try:
+            for rollback in reversed(self._rollbacks):
+                rollback()
+        finally:
+            self._rollbacks.clear()
+            with _guard:
+                _held[:] = [reference for reference in _held if reference() not in (None, self)]
+            with suppress(RuntimeError):  # it has been released
+                self._released.release()
 
-    def _try(self) -> "threading.Lock | None":
-        """Claims the modules; where another thread has them, what is released when that claim ends."""
-        with _lock:
-            others = [
-                claim
-                for reference in _claims
-                if (claim := reference()) is not None and claim.thread != self.thread and self._meets(claim)
-            ]
-            if not others:
-                _claims.append(weakref.ref(self))
+    def _acquire(self) -> "threading.Lock | None":
+        """Acquires the lock, or returns what is released when a conflicting lock ends."""
+        with _guard:
+            conflicts = [lock for lock in _locks() if lock._thread != self._thread and self._conflicts(lock)]
+            if not conflicts:
+                _held.append(weakref.ref(self))
                 return None
-            _waiting[self.thread] = {claim.thread for claim in others}
-            if self._waits_for_itself():
+            _waiting[self._thread] = {lock._thread for lock in conflicts}
+            reachable, stack = set[int](), [*_waiting[self._thread]]
+            while stack:
+                thread = stack.pop()
+                if thread not in reachable:
+                    reachable.add(thread)
+                    stack += _waiting.get(thread, ())
+            if self._thread in reachable:
                 raise self._busy("it waits for this thread to end another change")
-            return others[0]._ended
-
-    def _waits_for_itself(self) -> bool:
-        seen: set[int] = set()
-        threads = list(_waiting[self.thread])
-        while threads:
-            thread = threads.pop()
-            if thread not in seen:
-                seen.add(thread)
-                threads += _waiting.get(thread, ())
-        return self.thread in seen
+            return conflicts[0]._released
 
     def _busy(self, found: str) -> ModelBusyError:
         return ModelBusyError(
             "another thread is changing the module, or one that shares tensors with it; nothing has been changed",
-            where=", ".join(type(root).__name__ for root in self._roots),
+            where=", ".join(type(model).__name__ for model in self._models),
             found=found,
             remedy="load, convert and restore a module in one thread, and not in a hook that waits for another thread",
         )
 
-    def _meets(self, other: "exclusive") -> bool:
-        return any(a is b for a in self._roots for b in other._roots) or not self.ids().isdisjoint(other.ids())
+    def _conflicts(self, other: "exclusive") -> bool:
+        same = any(a is b for a in self._models for b in other._models)
+        return same or not self._shared_ids().isdisjoint(other._shared_ids())
 
-    def ids(self) -> set[int]:
-        """What the modules are made of: modules, tensors and storages. It is asked for only where two threads meet."""
+    def _shared_ids(self) -> set[int]:
+        """The ids of modules, tensors and storages. They are computed only when two threads change models at once."""
         if self._ids is None:
-            ids = set(map(id, self._roots))
-            for root in self._roots:
+            ids = set(map(id, self._models))
+            for model in self._models:
                 for _ in range(100):
-                    with suppress(RuntimeError):  # its owner has just changed a dict
-                        ids |= _ids_of(root)
+                    with suppress(RuntimeError):  # the owner of a dict has changed it meanwhile
+                        ids |= _ids_of(model)
                         break
             self._ids = ids
         return self._ids
 
 
-def _ids_of(root: nn.Module) -> set[int]:
-    modules = modules_of(root)
+def roll_back_at_end(rollback: Callable[[], None]) -> None:
+    """Has the innermost lock of this thread call a rollback when it ends, as a second attempt.
+
+    Python handles signals at the start of a function, so an interrupt can end the `__exit__` of a transaction before
+    its first statement.
+    """
+    thread = threading.get_ident()
+    with _guard:
+        lock = next((lock for lock in reversed(_locks()) if lock._thread == thread), None)
+    if lock is not None:
+        lock._rollbacks.append(rollback)
+
+
+def _locks() -> list[exclusive]:
+    return [lock for reference in _held if (lock := reference()) is not None]
+
+
+def _ids_of(model: nn.Module) -> set[int]:
+    modules = modules_of(model)
     tensors = [
         tensor
         for module in modules
@@ -130,8 +149,8 @@ def _ids_of(root: nn.Module) -> set[int]:
 
 
 def _in_child(thread: int) -> None:
-    _claims[:] = [claim for claim in _claims if (one := claim()) is not None and one.thread == thread]
+    _held[:] = [reference for reference in _held if (lock := reference()) is not None and lock._thread == thread]
     _waiting.clear()
 
 
-_lock = fork_safe_lock(_in_child)
+_guard = fork_safe_lock(_in_child)

@@ -40,7 +40,7 @@ class ObjectSnapshot:
         """Every tensor that was found, gradients included, by its id."""
         self.restores: list[Callable[[], None]] = []
         """What puts everything back, the objects themselves and their order included, a step each."""
-        self.unlisted: list[str] = []
+        self.unreadable: list[str] = []
         """Classes of objects whose contents cannot be listed: what only they hold is not put back."""
         self._seen: dict[int, object] = {}
         queue = deque(roots)
@@ -51,7 +51,7 @@ class ObjectSnapshot:
                 try:
                     visited = list(self._visit(found))
                 except Exception:
-                    self.unlisted.append(f"{type(found).__module__}.{type(found).__qualname__}")
+                    self.unreadable.append(f"{type(found).__module__}.{type(found).__qualname__}")
                     continue
                 for below in visited:
                     # Tensors first: they must not fall to the limit behind a vocabulary.
@@ -143,7 +143,7 @@ class ObjectSnapshot:
             try:
                 kept = getattr(found, name, _UNSET)
             except Exception:  # the other attributes are put back all the same
-                self.unlisted.append(f"{type(found).__module__}.{type(found).__qualname__}")
+                self.unreadable.append(f"{type(found).__module__}.{type(found).__qualname__}")
                 continue
             below.append(kept)
             self.restores.append(partial(_set_slot, found, name, kept))
@@ -171,9 +171,9 @@ def _set_slot(found: object, name: str, kept: object) -> None:
 
 
 def _generator(get: str, set_: str) -> Callable[[ObjectSnapshot, Any], Iterable[object]]:
-    def visit(memento: ObjectSnapshot, found: Any) -> Iterable[object]:
+    def visit(snapshot: ObjectSnapshot, found: Any) -> Iterable[object]:
         kept = getattr(found, get)()
-        memento.restores.append(lambda: getattr(found, set_)(kept))
+        snapshot.restores.append(lambda: getattr(found, set_)(kept))
         return ()
 
     return visit
@@ -182,10 +182,10 @@ def _generator(get: str, set_: str) -> Callable[[ObjectSnapshot, Any], Iterable[
 _legacy_numpy = _generator("get_state", "set_state")
 
 
-def _numpy_generator(memento: ObjectSnapshot, found: Any) -> Iterable[object]:
+def _numpy_generator(snapshot: ObjectSnapshot, found: Any) -> Iterable[object]:
     bits = found.bit_generator
     kept = bits.state
-    memento.restores.append(lambda: setattr(bits, "state", kept))
+    snapshot.restores.append(lambda: setattr(bits, "state", kept))
     return ()
 
 

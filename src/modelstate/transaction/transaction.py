@@ -1,0 +1,398 @@
+"""The transaction: one journal for every change to live objects, which commits all changes or undoes all of them.
+
+A load runs code of the model: hooks, `_load_from_state_dict` overrides, `module_load` handlers, `set_extra_state`.
+That code expects that every earlier write has happened, as in torch, and all writes must be undone if the load fails
+later. To copy the bytes of all tensors first would make every load slow and twice as large, although model code rarely
+reads a tensor. So writes wait. While model code runs, a `TorchFunctionMode` sees which tensors it uses: before the
+first use of a tensor, the transaction copies its bytes and runs the writes that wait for it.
+"""
+
+import logging
+import weakref
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, nullcontext
+from functools import partial
+from types import TracebackType
+from typing import Any, Self
+
+import torch
+from torch import nn
+from torch.overrides import TorchFunctionMode
+
+from modelstate.errors import RollbackError
+from modelstate.process import deferred_signals
+from modelstate.torch_compat.private import (
+    enter_mode,
+    leave_mode,
+    payload_of,
+    storage_id,
+    storage_of,
+    without_subclasses,
+)
+from modelstate.transaction.exclusive import roll_back_at_end
+from modelstate.transaction.object_snapshot import ObjectSnapshot, has_dispatch, put_back, tensor_state
+
+_log = logging.getLogger("modelstate")
+
+
+class Write:
+    """A write to a tensor of the model that may wait until the commit."""
+
+    __slots__ = ("done", "order", "target", "value")
+    order: int
+    """The position among the watched writes."""
+    replaces_object = False
+    """Whether another object replaces the tensor. Model code can see that without a use of the tensor."""
+
+    def __init__(self, target: torch.Tensor, value: torch.Tensor) -> None:
+        self.target = target
+        self.value = value
+        self.done = False
+        self.order = 0
+
+    def run(self, transaction: "Transaction | None") -> None:
+        """Writes the value. With a transaction, it registers the undo first; without one, it cannot fail."""
+        raise NotImplementedError
+
+
+class Transaction:
+    """The changes of one load, conversion or restore, as a context manager: `commit` keeps them, all else undoes them.
+
+    A block that ends without `commit`, by an error or not, leaves the model as it was before. An interrupt during the
+    undo, or before it starts, does not prevent the undo.
+
+    Args:
+        root: The model, or a container of several models. Model code may change every object that it refers to.
+
+    Example:
+        >>> with exclusive(model), Transaction(model) as transaction:
+        ...     transaction.add(write)
+        ...     transaction.commit()
+    """
+
+    def __init__(self, root: nn.Module) -> None:
+        self.root = root
+        self.writes: list[Write] = []
+        """All writes, in order; those that have run are `done`."""
+        self.used_storages: set[int] = set()
+        """The `storage_id` of each storage that model code has used, of the model or not."""
+        self.armed = False
+        """Whether model code may have run, so that `ObjectSnapshot` has recorded the objects."""
+        self._ended = False
+        self._grad_enabled = torch.is_grad_enabled()
+        self._undo: list[Callable[[], None]] = []
+        self._snapshot: ObjectSnapshot | None = None
+        self._storages: set[int] = set()
+        """The storages of the tensors in the snapshot."""
+        self._saved: dict[int, tuple[torch.UntypedStorage, torch.UntypedStorage]] = {}
+        """By storage id: the storage and a copy of its bytes."""
+        self._saved_whole: set[int] = set()
+        self._to_protect: list[torch.Tensor] = []
+        self._protected: set[int] = set()
+        self._waiting: dict[int, list[Write]] = {}
+        """The watched writes that wait, by the keys of their tensors (`_keys`)."""
+        self._replacing: list[Write] = []
+        self._watched = 0
+        self._entangled = False
+        """Whether a write reads memory of the model, so that all writes have to run in order."""
+        self._guard = _Guard(weakref.ref(self))
+
+    def __enter__(self) -> Self:
+        roll_back_at_end(self.rollback)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        try:
+            self.rollback()
+        finally:
+            self.rollback()  # an interrupt may have arrived before the first call
+
+    def commit(self, *last: Callable[[], None]) -> None:
+        """Runs the waiting writes and then `last`, with signals deferred. Nothing can be undone afterwards.
+
+        All that still waits has been checked: each write is a copy between existing memory.
+        """
+        waiting = [write for write in self.writes if not write.done]
+        with deferred_signals() if waiting or last else nullcontext():
+            self._waiting.clear()
+            for write in waiting:
+                write.run(None)
+                write.done = True
+            for function in last:
+                function()
+            self._end()
+
+    def rollback(self) -> None:
+        """Undoes everything in reverse order, with signals deferred. After a commit or a rollback it does nothing.
+
+        Raises `RollbackError` when steps of the undo raise; all other steps have run.
+        """
+        if self._ended:
+            return
+        failures: list[Exception] = []
+        unreadable: list[str] = []
+        with deferred_signals():
+            self._guard.stop()
+            for step in self._undo_steps():
+                try:
+                    step()
+                except Exception as error:
+                    failures.append(error)
+            if self._snapshot is not None:
+                unreadable = list(dict.fromkeys(self._snapshot.unreadable))
+            torch.set_grad_enabled(self._grad_enabled)  # an interrupted `torch.no_grad` may have left it off
+            self._end()
+        if unreadable:
+            _log.warning(
+                "changes that code of %s may have made to objects of these classes are not undone, because reading "
+                "their attributes raises: %s",
+                type(self.root).__name__,
+                ", ".join(unreadable[:8]),
+            )
+        if failures:
+            raise RollbackError(
+                f"{len(failures)} changes could not be undone; all others have been",
+                where=type(self.root).__name__,
+                found=failures[0],
+                remedy="the error before this one says what went wrong first; make the model again",
+            ) from failures[0]
+
+    def _undo_steps(self) -> Iterator[Callable[[], None]]:
+        while self._undo:
+            yield self._undo.pop()
+        if self._snapshot is not None:
+            yield from self._snapshot.restores
+        for storage, saved in self._saved.values():
+            yield partial(_restore_bytes, storage, saved)
+
+    def _end(self) -> None:
+        """Drops all references, so that no cycle keeps staged values until the next garbage collection."""
+        self._ended = True
+        for collection in (self.writes, self._replacing, self._undo, self._to_protect, self._waiting, self._saved):
+            collection.clear()
+        self._snapshot = None
+
+    # Changes of the library.
+
+    def add(self, write: Write) -> None:
+        """Adds a write that waits."""
+        self.writes.append(write)
+        if self.armed:
+            self._watch(write)
+
+    def run_now(self, write: Write) -> None:
+        """Runs a write at once, after the writes that it depends on."""
+        self.arm()
+        if self._entangled or self._reads_model(write):
+            self._run_all()
+        self._run_waiting((*_keys(write.target), *_keys(write.value)))
+        write.run(self)
+        write.done = True
+        self.writes.append(write)
+
+    def register_undo(self, undo: Callable[[], None]) -> None:
+        """Registers how to undo a change. A rollback calls it once."""
+        self._undo.append(undo)
+
+    def save_tensor(self, tensor: torch.Tensor) -> None:
+        """Saves the bytes of a tensor, once, and its metadata."""
+        self.save_metadata(tensor)
+        with without_subclasses():
+            for part in payload_of(tensor):
+                self._save_bytes(part)
+            self._save_whole(tensor)
+
+    def save_metadata(self, tensor: torch.Tensor) -> None:
+        """Saves class, storage, shape, hooks and gradient of a tensor, for a write that leaves the old memory alone."""
+        with without_subclasses():
+            self._undo.append(tensor_state(tensor))
+
+    def protect(self, tensors: Iterable[torch.Tensor]) -> None:
+        """Restores the bytes of these tensors too, although the model does not refer to them, if model code uses them.
+
+        Their storages are looked up at the first use of a tensor by model code.
+        """
+        self._to_protect.extend(tensors)
+
+    def _save_whole(self, tensor: torch.Tensor) -> None:
+        """Saves a copy of a tensor that is not a view of one storage: a sparse one, or one in a library's layout."""
+        has_no_storage = not storage_id(tensor) and not has_dispatch(tensor) and not torch.nn.parameter.is_lazy(tensor)
+        if has_no_storage and id(tensor) not in self._saved_whole:
+            self._saved_whole.add(id(tensor))
+            self._undo.append(partial(put_back, tensor, tensor.detach().clone()))
+
+    def _save_bytes(self, tensor: torch.Tensor) -> None:
+        key = storage_id(tensor)
+        if key and key not in self._saved and tensor.device.type != "meta":
+            storage: Any = storage_of(tensor)
+            self._saved[key] = (storage, storage.clone())
+
+    # Model code.
+
+    def arm(self) -> None:
+        """Records all objects that the model refers to, before anything runs that could change them."""
+        if not self.armed:
+            self.armed = True
+            self._snapshot = ObjectSnapshot(self.root.modules())
+            self._storages = {storage_id(tensor) for tensor in self._snapshot.tensors.values()} - {0}
+            for write in self.writes:
+                self._watch(write)
+
+    @contextmanager
+    def model_code(self) -> Iterator[None]:
+        """A block that runs model code: the code sees every earlier write, and its changes can be undone."""
+        self.arm()
+        self._run_replacing()
+        with self._guard.watching(True):
+            yield
+
+    @contextmanager
+    def library_code(self) -> Iterator[None]:
+        """A block within `model_code`, for a call of model code back into the library."""
+        with self._guard.watching(False):
+            yield
+        self._run_replacing()
+
+    def before_use(self, tensor: torch.Tensor) -> None:
+        """Called before model code uses a tensor."""
+        self._protected.update(storage_id(part) for protected in self._to_protect for part in payload_of(protected))
+        self._to_protect.clear()
+        keys = _keys(tensor)
+        self.used_storages.update(keys[1:])
+        if self._entangled:
+            self._run_all()
+        self._run_waiting(keys)
+        for part in payload_of(tensor):
+            if storage_id(part) in self._storages or storage_id(part) in self._protected:
+                self._save_bytes(part)
+        if self._snapshot is not None and id(tensor) in self._snapshot.tensors:
+            self._save_whole(tensor)
+
+    def before_backward(self) -> None:
+        """Called before model code runs a backward pass, which adds to existing gradients."""
+        for tensor in list(self._snapshot.tensors.values() if self._snapshot else ()):
+            with without_subclasses():
+                grad = tensor.grad if tensor.is_leaf else None
+            if grad is not None:
+                for part in payload_of(grad):
+                    self._save_bytes(part)
+
+    # The order of the writes.
+
+    def _watch(self, write: Write) -> None:
+        self._entangled = self._entangled or self._reads_model(write)
+        if write.replaces_object:
+            self._replacing.append(write)
+        write.order = self._watched
+        self._watched += 1
+        for key in {*_keys(write.target), *_keys(write.value)}:
+            self._waiting.setdefault(key, []).append(write)
+
+    def _reads_model(self, write: Write) -> bool:
+        return not write.replaces_object and storage_id(write.value) in self._storages
+
+    def _run_waiting(self, keys: Iterable[int]) -> None:
+        """Runs the waiting writes that have one of the keys, in order."""
+        writes = {id(write): write for key in keys for write in self._waiting.pop(key, ())}
+        for write in sorted(writes.values(), key=lambda write: write.order):
+            self._run(write)
+
+    def _run_replacing(self) -> None:
+        for write in self._replacing:
+            self._run(write)
+        self._replacing.clear()
+
+    def _run_all(self) -> None:
+        self._waiting.clear()
+        for write in self.writes:
+            self._run(write)
+
+    def _run(self, write: Write) -> None:
+        if not write.done:
+            write.run(self)
+            write.done = True
+
+
+def _restore_bytes(storage: torch.UntypedStorage, saved: torch.UntypedStorage) -> None:
+    with without_subclasses(), torch.no_grad():
+        if storage.nbytes() != saved.nbytes():
+            storage.resize_(saved.nbytes())
+        storage.copy_(saved, non_blocking=False)
+
+
+def _keys(tensor: torch.Tensor) -> tuple[int, ...]:
+    """Returns the keys of a tensor: its id, and the id of its storage, which its aliases share."""
+    storage = storage_id(tensor)
+    return (id(tensor), storage) if storage else (id(tensor),)
+
+
+class _Guard(TorchFunctionMode):
+    """Sees every use of a tensor through torch's functions and methods while model code runs."""
+
+    def __init__(self, transaction: "weakref.ref[Transaction]") -> None:
+        super().__init__()
+        self._transaction = transaction
+        self._watching = False
+        self._depth = 0
+
+    @contextmanager
+    def watching(self, on: bool) -> Iterator[None]:
+        before, self._watching = self._watching, on
+        self._depth += 1
+        try:
+            if self._depth == 1:
+                enter_mode(self)
+            yield
+        finally:
+            self._depth -= 1
+            self._watching = before
+            if self._depth == 0:
+                leave_mode(self)
+
+    def stop(self) -> None:
+        """Ends all watching, also where an interrupt has left a block."""
+        self._watching, self._depth = False, 0
+        leave_mode(self)
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        transaction = self._transaction() if self._watching else None
+        if transaction is not None and func not in _HARMLESS:
+            if func in _BACKWARD:
+                transaction.before_backward()
+            for tensor in _tensors((*args, *kwargs.values()), 0):
+                transaction.before_use(tensor)
+        return func(*args, **kwargs)
+
+
+def _tensors(values: Any, depth: int) -> Iterator[torch.Tensor]:
+    for value in values:
+        if isinstance(value, torch.Tensor):
+            yield value
+        elif depth < 3 and isinstance(value, list | tuple):
+            yield from _tensors(value, depth + 1)
+        elif depth < 3 and isinstance(value, dict):
+            yield from _tensors(value.values(), depth + 1)
+
+
+_BACKWARD = (torch.Tensor.backward, torch.autograd.backward)
+
+_HARMLESS = frozenset(
+    [
+        getattr(torch.Tensor, name).__get__
+        for name in (
+            *("shape", "dtype", "device", "layout", "ndim", "requires_grad", "is_leaf", "grad_fn", "is_meta"),
+            *("is_sparse", "is_quantized", "is_nested", "itemsize", "nbytes", "is_cuda", "is_cpu", "_version"),
+        )
+    ]
+    + [
+        getattr(torch.Tensor, name)
+        for name in (
+            *("size", "dim", "numel", "nelement", "stride", "is_contiguous", "is_floating_point", "is_complex"),
+            *("element_size", "__len__", "__hash__", "is_conj", "is_neg", "is_inference", "storage_offset"),
+        )
+    ]
+)
+"""Functions that read the metadata of a tensor only, and change nothing."""
