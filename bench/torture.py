@@ -116,7 +116,7 @@ STOCK: dict[str, Callable[[], tuple[Request, Swap]]] = {
 WAYS: dict[str, Callable[[], tuple[Request, Swap]]] = {
     **{f"modelstate.Live, {kind}": partial(live, kind, "available", 1) for kind in KINDS},
     **{f"modelstate.Live, {kind}, 2 calls a request": partial(live, kind, "available", 2) for kind in KINDS},
-    **{f"modelstate.Live, {kind}, mode='frugal'": partial(live, kind, "frugal", 1) for kind in KINDS},
+    **{f"modelstate.Live, {kind}, mode='in_place'": partial(live, kind, "in_place", 1) for kind in KINDS},
     **STOCK,
 }
 OURS = tuple(name for name in WAYS if name not in STOCK)

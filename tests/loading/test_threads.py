@@ -231,7 +231,7 @@ def test_a_swap_in_place_waits_for_a_load() -> None:
     assert inside.wait(60)
 
     def swap() -> None:
-        live.swap(filled(7, module), mode="frugal")
+        live.swap(filled(7, module), mode="in_place")
         order.append("swap")
         swapped.set()
 

@@ -158,7 +158,7 @@ def test_a_package_of_others_and_what_was_inlined_in_it() -> None:
 
     live = ms.Live(package_of_others(), names=ms.serve.NameMap.of(module))
     with pytest.raises(FixedWeightError, match="scale"):
-        live.swap(trained.state_dict(), mode="frugal")
+        live.swap(trained.state_dict(), mode="in_place")
     live.swap(trained.state_dict(), rules=[ms.rules.Ignore("bias"), ms.rules.Ignore("scale")])
     assert torch.allclose(live(X), trained(X))
 
@@ -232,7 +232,7 @@ def test_inputs_in_another_order_in_memory_are_put_into_the_librarys() -> None:
 
 
 def test_a_swap_waits_until_a_library_is_free() -> None:
-    live = ms.Live(package_of(linear(1), X), keep=0)
+    live = ms.Live(package_of(linear(1), X), keep_versions=0)
     pinned, leave = threading.Event(), threading.Event()
     answers = []
 
@@ -275,7 +275,7 @@ def test_what_this_very_thread_holds_is_not_waited_for() -> None:
 
 
 def test_a_kept_version_gets_a_library_when_it_is_rolled_back_to() -> None:
-    live = ms.Live(package_of(linear(1), X), keep=3)
+    live = ms.Live(package_of(linear(1), X), keep_versions=3)
     for k in (2, 3, 4):
         live.swap(linear(k).state_dict())
     for k in (3, 2, 1):
@@ -294,7 +294,7 @@ def test_after_a_swap_that_failed_there_is_still_a_version_to_roll_back_to() -> 
 
 
 def test_a_rollback_waits_for_a_library() -> None:
-    live = ms.Live(package_of(linear(1), X), keep=2)
+    live = ms.Live(package_of(linear(1), X), keep_versions=2)
     for k in (2, 3):
         live.swap(linear(k).state_dict())
     with live.pin() as v:
@@ -309,7 +309,7 @@ def test_a_rollback_waits_for_a_library() -> None:
 
 
 def test_a_canary_that_keeps_the_version_does_not_call_it_without_weights() -> None:
-    live, kept = ms.Live(package_of(linear(1), X), keep=0), []
+    live, kept = ms.Live(package_of(linear(1), X), keep_versions=0), []
     with pytest.raises(CanaryError):
         live.swap(linear(2).state_dict(), canary=lambda v: kept.append(v) or False)  # type: ignore[func-returns-value]
     with pytest.raises(VersionGoneError):
@@ -328,7 +328,7 @@ def test_nothing_grows_over_two_hundred_swaps() -> None:
 
 
 def test_the_memory_of_a_retired_version_is_free() -> None:
-    live = ms.Live(package_of(Constant(2, 8), torch.ones(2, 8)), keep=0)
+    live = ms.Live(package_of(Constant(2, 8), torch.ones(2, 8)), keep_versions=0)
 
     def storage() -> torch.UntypedStorage:
         with live.pin() as v:
@@ -345,7 +345,7 @@ def test_the_memory_of_a_retired_version_is_free() -> None:
 
 
 def test_a_version_that_is_freed_while_a_thread_traces_releases_its_memory() -> None:
-    live = ms.Live(package_of(Constant(2, 8), torch.ones(2, 8)), keep=0)
+    live = ms.Live(package_of(Constant(2, 8), torch.ones(2, 8)), keep_versions=0)
     live.swap(weights_of(Constant(2, 8), 2))
     with live.pin() as v:
         program = v._program

@@ -34,7 +34,7 @@ def test_what_is_refused_by_choice_only() -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("mode", ["available", "frugal"])
+@pytest.mark.parametrize("mode", ["available", "in_place"])
 def test_what_is_no_plain_tensor_is_refused_by_no_choice(kind: str, mode: Any) -> None:
     """Whether its name says where it goes, or a rule that makes it, or a hook."""
     live = ms.Live(target_of(kind, Tied(), X))
@@ -57,7 +57,7 @@ class Masked(nn.Module):
         return torch.sparse.mm(self.mask, x.T)
 
 
-@pytest.mark.parametrize("mode", ["available", "frugal"])
+@pytest.mark.parametrize("mode", ["available", "in_place"])
 def test_tensors_that_a_file_has_in_parts_are_plain(mode: Any, tmp_path: Path) -> None:
     torch.distributed.checkpoint.save(state(2), checkpoint_id=tmp_path / "dcp")
     live = ms.Live(Tied().eval())
@@ -74,7 +74,7 @@ def test_sparse_tensors_are_taken_where_the_module_has_them() -> None:
     assert torch.equal(live(X), X.T * 2)
 
 
-@pytest.mark.parametrize("mode", ["available", "frugal"])
+@pytest.mark.parametrize("mode", ["available", "in_place"])
 def test_other_dtypes_are_one_error(mode: Any) -> None:
     live = ms.Live(Tied().eval())
     for dtype in (torch.float64, torch.float16, torch.int64):
@@ -132,7 +132,7 @@ def test_channels_last_is_the_order_of_a_program_that_has_it(tmp_path: Path) -> 
         (ms.Canary(kwargs={"x": torch.ones(3)}, check=bool), "the new version raised"),
     ],
 )
-@pytest.mark.parametrize("mode", ["available", "frugal"])
+@pytest.mark.parametrize("mode", ["available", "in_place"])
 def test_a_canary_that_fails(canary: Any, why: str, mode: Any) -> None:
     live = ms.Live(Tied().eval())
     with pytest.raises(errors.CanaryError, match=why):
@@ -148,7 +148,7 @@ def test_a_canary_with_nan_that_nobody_asked_for() -> None:
         )
 
 
-@pytest.mark.parametrize("mode", ["available", "frugal"])
+@pytest.mark.parametrize("mode", ["available", "in_place"])
 def test_canaries_that_are_content(mode: Any) -> None:
     live = ms.Live(Tied().eval())
     live.swap(state(2), mode=mode, canary=ms.Canary((X,), atol=1.5))
@@ -160,7 +160,7 @@ def test_canaries_that_are_content(mode: Any) -> None:
     assert live(X).unique().tolist() == [6.0]
 
 
-@pytest.mark.parametrize("mode", ["available", "frugal"])
+@pytest.mark.parametrize("mode", ["available", "in_place"])
 def test_a_canary_leaves_no_trace_in_the_buffers(mode: Any) -> None:
     module = nn.BatchNorm1d(4)
     live = ms.Live(module, training=True)
@@ -175,7 +175,7 @@ def test_statistics_of_a_refused_swap_in_place_do_not_count_as_changed() -> None
     live = ms.Live(module)
     new = {**module.state_dict(), "running_mean": torch.full((4,), 3.0)}
     with pytest.raises(errors.CanaryError):
-        live.swap(new, mode="frugal", canary=lambda v: False)
+        live.swap(new, mode="in_place", canary=lambda v: False)
     assert live.swap(new).carried == ()
     with live.pin() as v:
         assert v._program.buffers["running_mean"].tolist() == [3.0] * 4  # type: ignore[union-attr]
@@ -190,7 +190,7 @@ def test_an_undo_that_fails_puts_the_program_into_quarantine(monkeypatch: pytest
 
     monkeypatch.setattr(swap_pipeline.SwapSource, "overwrite", overwrite)
     with pytest.raises(errors.QuarantinedError, match="the disk is gone"):
-        live.swap(state(2), mode="frugal")
+        live.swap(state(2), mode="in_place")
     monkeypatch.undo()
     with pytest.raises(errors.QuarantinedError, match="no version can serve"):
         live(X)
@@ -200,7 +200,7 @@ def test_an_undo_that_fails_puts_the_program_into_quarantine(monkeypatch: pytest
         live.rollback()
 
 
-@pytest.mark.parametrize("mode", ["available", "frugal"])
+@pytest.mark.parametrize("mode", ["available", "in_place"])
 def test_an_io_error_at_any_request_leaves_what_serves(mode: Any, tmp_path: Path) -> None:
     path = tmp_path / "two.safetensors"
     ms.save(state(2), path)

@@ -30,7 +30,7 @@ def outcomes(kind: str, mode: str, folder: Path, *names: str) -> dict[str, dict[
     return found
 
 
-@pytest.mark.parametrize("mode", ["available", "frugal"])
+@pytest.mark.parametrize("mode", ["available", "in_place"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_each_is_refused_while_requests_go_on(kind: str, mode: str, tmp_path: Path) -> None:
     found = outcomes(kind, mode, tmp_path)

@@ -9,7 +9,7 @@ from torch import nn
 import modelstate as ms
 from modelstate.errors import CanaryError
 
-every_mode = pytest.mark.parametrize("mode", ["available", "frugal"])
+every_mode = pytest.mark.parametrize("mode", ["available", "in_place"])
 persistences = pytest.mark.parametrize("persistent", [True, False])
 X = torch.ones(1, 2)
 WEIGHTS = {"weight": torch.full((2,), 10.0)}

@@ -49,7 +49,7 @@ NOT_FALSE = [None, True, np.True_, torch.tensor([True, True]), 0, 0.0, "", [], {
 
 
 @pytest.mark.parametrize("result", FALSE, ids=repr)
-@pytest.mark.parametrize("mode", ["available", "frugal"])
+@pytest.mark.parametrize("mode", ["available", "in_place"])
 def test_false_of_any_kind_refuses(result: Any, mode: Any) -> None:
     live = ms.Live(Says(lambda k: k).eval())
     for canary in (lambda v: result, ms.Canary(check=lambda answer: result)):

@@ -23,7 +23,7 @@ class Counting:
         return graph.forward
 
 
-@pytest.mark.parametrize("mode", ["available", "frugal"])
+@pytest.mark.parametrize("mode", ["available", "in_place"])
 @pytest.mark.parametrize("grad", [False, True])
 @pytest.mark.parametrize("make", [Decoder, Everything])
 def test_no_version_is_compiled_again(make: Any, grad: bool, mode: Any) -> None:

@@ -30,9 +30,9 @@ from modelstate.errors import (
     TruncatedFileError,
 )
 from modelstate.serve import export as exporting
+from modelstate.serve.export import perturbed_values, verify_export
 from modelstate.serve.exported import ExportedTarget
 from modelstate.serve.program_file import NAME
-from modelstate.serve.verify_export import perturbed_values, verify_export
 from tests.serve.models import Decoder, Everything, Fused, Nested, randomised
 from tests.serve.packages import needs_a_compiler, package_of
 

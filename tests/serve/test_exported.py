@@ -53,12 +53,12 @@ def test_a_typo_is_listed_on_both_sides() -> None:
 def test_a_swap_in_place_takes_names_by_a_map_and_not_by_code() -> None:
     module, trained = Decoder(), randomised(Decoder())
     live = ms.Live(exported(module), names=ms.serve.NameMap.of(module))
-    live.swap(trained.state_dict(), mode="frugal")
+    live.swap(trained.state_dict(), mode="in_place")
     assert torch.allclose(live(X), trained(X))
     live = ms.Live(exported(module), names=module)
     with pytest.raises(LiveTargetError, match="cannot read them in place"):
-        live.swap(trained.state_dict(), mode="frugal")
-    live.swap(ms.serve.runtime_state(Decoder()), mode="frugal")
+        live.swap(trained.state_dict(), mode="in_place")
+    live.swap(ms.serve.runtime_state(Decoder()), mode="in_place")
 
 
 def test_names_of_another_module_are_refused() -> None:

@@ -43,7 +43,7 @@ def test_each_new_checkpoint_serves(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", ["eager", "exported"])
-@pytest.mark.parametrize("mode", ["available", "frugal"])
+@pytest.mark.parametrize("mode", ["available", "in_place"])
 def test_it_is_what_was_saved_and_the_first_look_takes_the_newest(tmp_path: Path, kind: str, mode: str) -> None:
     torch.manual_seed(1)
     trained = nn.Linear(4, 4)
@@ -154,12 +154,12 @@ def test_a_rollback_stays_until_there_is_a_newer_one(tmp_path: Path) -> None:
     [
         {"select": "newest"},
         {"select": None},
-        {"poll_s": 0},
-        {"poll_s": -1},
-        {"poll_s": float("nan")},
-        {"poll_s": float("inf")},
-        {"poll_s": "5"},
-        {"poll_s": True},
+        {"poll_seconds": 0},
+        {"poll_seconds": -1},
+        {"poll_seconds": float("nan")},
+        {"poll_seconds": float("inf")},
+        {"poll_seconds": "5"},
+        {"poll_seconds": True},
         {"object": ""},
         {"object": 3},
         {"on_error": "print"},

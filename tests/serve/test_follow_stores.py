@@ -178,7 +178,7 @@ def test_where_nothing_serves_an_older_one_is_better(tmp_path: Path, monkeypatch
     from modelstate.serve import live as module
 
     store, live = ms.Store(tmp_path), ms.Live(linear(0))
-    following, log = by_hand(live, store, mode="frugal", canary=lambda new: bool(new(X).mean() < 500))
+    following, log = by_hand(live, store, mode="in_place", canary=lambda new: bool(new(X).mean() < 500))
     save(store, 1)
     following.poll()
     save(store, 2, 1000)

@@ -110,7 +110,7 @@ def test_what_another_process_saves_serves_and_no_request_fails(tmp_path: Path) 
             last = version
 
     readers = [threading.Thread(target=ask) for _ in range(2)]
-    with ms.follow(live, tmp_path / "run", poll_s=0.02, on_error=errors.append) as following:
+    with ms.follow(live, tmp_path / "run", poll_seconds=0.02, on_error=errors.append) as following:
         try:
             for reader in readers:
                 reader.start()
@@ -136,7 +136,7 @@ def test_a_store_that_is_saved_to_all_the_time(tmp_path: Path) -> None:
     live, errors = ms.Live(Constant(4, 64).eval()), list[Exception]()
     training = Training(tmp_path)
     try:
-        with ms.follow(live, tmp_path, poll_s=0.001, on_error=errors.append) as following:
+        with ms.follow(live, tmp_path, poll_seconds=0.001, on_error=errors.append) as following:
             for k in range(1, 61):
                 training.save(k)
             until(lambda: following.step == 60)
@@ -150,7 +150,7 @@ def test_a_store_that_is_saved_to_all_the_time(tmp_path: Path) -> None:
 
 def test_stopping_while_it_waits_and_while_it_swaps(tmp_path: Path) -> None:
     store = ms.Store(tmp_path)
-    following = ms.follow(ms.Live(linear(0)), store, poll_s=10_000)
+    following = ms.follow(ms.Live(linear(0)), store, poll_seconds=10_000)
     assert following.is_running
     assert not following.wait(0.05)
     assert following.stop()
@@ -164,7 +164,7 @@ def test_stopping_while_it_waits_and_while_it_swaps(tmp_path: Path) -> None:
 
     save(store, 1)
     live = ms.Live(linear(0))
-    following = ms.follow(live, store, poll_s=10_000, canary=canary)
+    following = ms.follow(live, store, poll_seconds=10_000, canary=canary)
     assert begun.wait(SECONDS)
     assert not following.stop(0.05)
     go_on.set()
@@ -194,7 +194,7 @@ def test_behind_a_stop_nothing_more_is_tried(tmp_path: Path) -> None:
 def test_two_looks_at_once_swap_once(tmp_path: Path) -> None:
     store, live = ms.Store(tmp_path), ms.Live(linear(0))
     save(store, 1)
-    with ms.follow(live, store, poll_s=0.001) as following:
+    with ms.follow(live, store, poll_seconds=0.001) as following:
         threads = [threading.Thread(target=following.poll) for _ in range(4)]
         for thread in threads:
             thread.start()
@@ -235,18 +235,18 @@ def canary(new):
     begun.set()
     time.sleep(float(sys.argv[2]))
 
-ms.follow(live, sys.argv[1], poll_s=0.01 if len(sys.argv) < 4 else float(sys.argv[3]), canary=canary)
+ms.follow(live, sys.argv[1], poll_seconds=0.01 if len(sys.argv) < 4 else float(sys.argv[3]), canary=canary)
 assert begun.wait(60)
 print("over", flush=True)
 """
 
 
-@pytest.mark.parametrize(("canary_seconds", "poll_s"), [(0, 0.001), (0, 10_000), (600, 1)])
-def test_the_end_of_the_interpreter_does_not_wait(tmp_path: Path, canary_seconds: float, poll_s: float) -> None:
+@pytest.mark.parametrize(("canary_seconds", "poll_seconds"), [(0, 0.001), (0, 10_000), (600, 1)])
+def test_the_end_of_the_interpreter_does_not_wait(tmp_path: Path, canary_seconds: float, poll_seconds: float) -> None:
     """Not while it looks, not while it sleeps, and not while a swap goes on that takes ten minutes."""
     with ms.Store(tmp_path) as store:
         store.save(1, {"model": linear(1)})
-    done = program(EXIT, tmp_path, canary_seconds, poll_s, timeout=SECONDS)
+    done = program(EXIT, tmp_path, canary_seconds, poll_seconds, timeout=SECONDS)
     assert (done.returncode, done.stdout, done.stderr) == (0, "over\n", "")
 
 
@@ -256,7 +256,7 @@ from torch import nn
 import modelstate as ms
 
 live, store = ms.Live(nn.Linear(4, 4)), ms.Store(sys.argv[1])
-ms.follow(live, store, poll_s=0.01)
+ms.follow(live, store, poll_seconds=0.01)
 for step in (1, 2):
     gc.collect()
     store.save(step, {"model": nn.Linear(4, 4)})

@@ -42,7 +42,7 @@ def in_child(work):
 
 def serves_and_swaps():
     assert live(x).tolist() == [1.0, 1.0]
-    assert live.swap(state(5), mode="frugal", timeout_seconds=2).drained
+    assert live.swap(state(5), mode="in_place", timeout_seconds=2).drained
     assert live(x).tolist() == [5.0, 5.0]
     assert live.swap(state(6), timeout_seconds=2).drained
     assert live.rollback(timeout_seconds=2) and live(x).tolist() == [5.0, 5.0]
@@ -75,7 +75,7 @@ inside.wait(20)
 with live.pin() as mine:
     def work():
         try:
-            live.swap(state(2), mode="frugal", timeout_seconds=2)
+            live.swap(state(2), mode="in_place", timeout_seconds=2)
         except ms.errors.OptionError:  # this thread's own pin is still there
             assert mine(x).tolist() == [1.0, 1.0]
             return
@@ -96,7 +96,7 @@ in_child(serves_and_swaps)
 
 @pytest.mark.parametrize(
     "script",
-    [SERVING, PINNED, SWAPPING.replace("MODE", "'available'"), SWAPPING.replace("MODE", "'frugal'")],
+    [SERVING, PINNED, SWAPPING.replace("MODE", "'available'"), SWAPPING.replace("MODE", "'in_place'")],
     ids=["serving", "pinned", "swapping", "swapping in place"],
 )
 def test_the_child_of_a_fork(script: str) -> None:

@@ -197,7 +197,7 @@ FOLLOWED: dict[str, Callable[[], nn.Module]] = {
 }
 
 
-@pytest.mark.parametrize("mode", ["available", "frugal"])
+@pytest.mark.parametrize("mode", ["available", "in_place"])
 @pytest.mark.parametrize("name", FOLLOWED)
 def test_what_a_copy_follows_serves_the_new_weights(name: str, mode: Any) -> None:
     make = FOLLOWED[name]

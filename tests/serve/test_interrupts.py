@@ -21,7 +21,7 @@ from tests.serve.models import Constant, weights_of
 from tests.serve.targets import target_of
 
 X = torch.ones(2, 8)
-OURS = {str(Path(package.__file__).with_name(f"{name}.py")) for name in ("live", "sync", "versions")}
+OURS = {str(Path(package.__file__).with_name(f"{name}.py")) for name in ("live", "versions")}
 MODULE = Constant(2, 8)
 
 
@@ -69,20 +69,20 @@ def available(live: ms.Live) -> None:
     live.swap(state(3), canary=ms.Canary((X,), atol=9.0))
 
 
-def frugal(live: ms.Live) -> None:
-    live.swap(state(3), canary=ms.Canary((X,), atol=9.0), mode="frugal")
+def in_place(live: ms.Live) -> None:
+    live.swap(state(3), canary=ms.Canary((X,), atol=9.0), mode="in_place")
 
 
 def refused(live: ms.Live) -> None:
     """The weights are put back, which an interrupt must not keep from happening."""
-    live.swap(state(3), canary=lambda v: bool(v(X).sum() > 1e9), mode="frugal")
+    live.swap(state(3), canary=lambda v: bool(v(X).sum() > 1e9), mode="in_place")
 
 
 def rollback(live: ms.Live) -> None:
     live.rollback()
 
 
-WORK: list[Callable[[ms.Live], None]] = [request, pin, answer, rollback, available, frugal, refused]
+WORK: list[Callable[[ms.Live], None]] = [request, pin, answer, rollback, available, in_place, refused]
 
 
 def in_a_thread(work: Callable[[], Any]) -> Any:
@@ -119,7 +119,7 @@ def interrupted(work: Callable[[ms.Live], None], at: int) -> "tuple[ms.Live, wea
     value, version = in_a_thread(lambda: live.answer(X))
     assert value.unique().tolist() == live(X).unique().tolist() == [float(version)]
     current = holder(live)
-    assert live.swap(state(4), mode="frugal", timeout_seconds=2).drained
+    assert live.swap(state(4), mode="in_place", timeout_seconds=2).drained
     for k in (5, 6):
         assert live.swap(state(k), timeout_seconds=2).drained
     assert live(X).unique().tolist() == [6.0]

@@ -24,7 +24,7 @@ from tests.serve.targets import KINDS, target_of
 
 X = torch.randn(3, 4, generator=torch.Generator().manual_seed(1))
 every_kind = pytest.mark.parametrize("kind", KINDS)
-every_mode = pytest.mark.parametrize("mode", ["available", "frugal"])
+every_mode = pytest.mark.parametrize("mode", ["available", "in_place"])
 
 
 def linear(k: float) -> nn.Linear:
@@ -92,7 +92,7 @@ def test_a_pin_keeps_its_version(kind: str) -> None:
 
 @every_kind
 def test_rollback_is_one_flip(kind: str) -> None:
-    live = ms.Live(target_of(kind, linear(1), X), keep=2)
+    live = ms.Live(target_of(kind, linear(1), X), keep_versions=2)
     for k in (2, 3, 4):
         live.swap(linear(k).state_dict())
     assert live.rollback() == live.version == 3
@@ -108,7 +108,7 @@ def test_rollback_is_one_flip(kind: str) -> None:
 def test_after_a_swap_in_place_there_is_nothing_to_roll_back_to() -> None:
     live = ms.Live(linear(1))
     live.swap(linear(2).state_dict())
-    live.swap(linear(3).state_dict(), mode="frugal")
+    live.swap(linear(3).state_dict(), mode="in_place")
     with pytest.raises(VersionGoneError):
         live.rollback()
 
@@ -185,7 +185,7 @@ def test_a_cache_that_grows_is_carried_over_or_reset() -> None:
     assert live(x).tolist() == [22.0, 22.0]
 
 
-def test_frugal_waits_for_requests_and_gives_up_in_time() -> None:
+def test_in_place_waits_for_requests_and_gives_up_in_time() -> None:
     live = ms.Live(linear(1))
     pinned, may_end = threading.Event(), threading.Event()
 
@@ -200,14 +200,14 @@ def test_frugal_waits_for_requests_and_gives_up_in_time() -> None:
     thread.start()
     pinned.wait(20)
     with pytest.raises(SwapTimeoutError, match="requests did not end in time"):
-        live.swap(linear(2).state_dict(), mode="frugal", timeout_seconds=0.05)
+        live.swap(linear(2).state_dict(), mode="in_place", timeout_seconds=0.05)
     assert torch.equal(live(X), linear(1)(X))  # the gate is open
     threading.Timer(0.1, may_end.set).start()
-    assert live.swap(linear(2).state_dict(), mode="frugal").drain_seconds > 0.05
+    assert live.swap(linear(2).state_dict(), mode="in_place").drain_seconds > 0.05
     thread.join()
     assert torch.equal(answers[0], linear(1)(X))
     with live.pin(), pytest.raises(OptionError, match="this thread holds one"):
-        live.swap(linear(2).state_dict(), mode="frugal")
+        live.swap(linear(2).state_dict(), mode="in_place")
 
 
 def test_a_second_swap_waits_or_is_refused() -> None:
@@ -271,7 +271,7 @@ def test_requests_raise_what_the_program_raises_and_leave_nothing_behind() -> No
     live = ms.Live(linear(1))
     with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
         live(torch.ones(3))
-    assert live.swap(linear(2).state_dict(), mode="frugal", timeout_seconds=1).drained
+    assert live.swap(linear(2).state_dict(), mode="in_place", timeout_seconds=1).drained
 
 
 @pytest.mark.parametrize(
@@ -340,7 +340,7 @@ def test_arguments_that_mean_nothing(options: dict[str, Any]) -> None:
 
 def test_more_arguments_that_mean_nothing() -> None:
     with pytest.raises(OptionError):
-        ms.Live(linear(1), keep=-1)
+        ms.Live(linear(1), keep_versions=-1)
     with pytest.raises(OptionError):
         ms.Live(linear(1), names=ms.serve.NameMap.of(linear(1)))
     live = ms.Live(linear(1))

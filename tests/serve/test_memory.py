@@ -23,7 +23,7 @@ def holder_of(live: ms.Live) -> "weakref.ref[nn.Module]":
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_retired_versions_are_freed_at_once(kind: str) -> None:
-    live = ms.Live(target_of(kind, Constant(2, 8), torch.ones(2, 8)), keep=1)
+    live = ms.Live(target_of(kind, Constant(2, 8), torch.ones(2, 8)), keep_versions=1)
     gc.collect()
     gc.disable()
     try:
@@ -41,7 +41,7 @@ def test_retired_versions_are_freed_at_once(kind: str) -> None:
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_first_version_is_freed_where_nobody_else_has_it(kind: str) -> None:
     module = Constant(2, 8)
-    live = ms.Live(target_of(kind, module, torch.ones(2, 8)), keep=0)
+    live = ms.Live(target_of(kind, module, torch.ones(2, 8)), keep_versions=0)
     first: Any = live._gate.current.program
     refs = [weakref.ref(tensor) for tensor in (first.weights_module if kind == "aoti" else module).parameters()]
     del module, first
@@ -66,7 +66,7 @@ class Cyclic(Constant):
 
 
 def test_modules_that_hold_themselves_are_collected() -> None:
-    live = ms.Live(Cyclic().eval(), keep=0)
+    live = ms.Live(Cyclic().eval(), keep_versions=0)
     gc.disable()
     try:
         live.swap(weights_of(Cyclic(), 2))
@@ -78,7 +78,7 @@ def test_modules_that_hold_themselves_are_collected() -> None:
 
 
 def test_a_pinned_version_is_freed_by_its_last_request() -> None:
-    live = ms.Live(Constant(2, 8).eval(), keep=0)
+    live = ms.Live(Constant(2, 8).eval(), keep_versions=0)
     live.swap(weights_of(Constant(2, 8), 2))
     ref = holder_of(live)
     with live.pin() as v:
@@ -88,7 +88,7 @@ def test_a_pinned_version_is_freed_by_its_last_request() -> None:
     assert ref() is None
 
 
-@pytest.mark.parametrize("mode", ["available", "frugal"])
+@pytest.mark.parametrize("mode", ["available", "in_place"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_memory_does_not_grow_over_two_hundred_swaps(kind: str, mode: Any) -> None:
     """Of 2 MB each."""

@@ -102,8 +102,8 @@ def test_a_swap_in_place_waits_for_a_method() -> None:
         answer = pool.submit(live.method("between"), entered.set, then=lambda: leave.wait(60))
         assert entered.wait(60)
         with pytest.raises(SwapTimeoutError, match="requests did not end in time"):
-            live.swap(weights(2), mode="frugal", timeout_seconds=0.05)
-        swap = pool.submit(live.swap, weights(2), mode="frugal")
+            live.swap(weights(2), mode="in_place", timeout_seconds=0.05)
+        swap = pool.submit(live.swap, weights(2), mode="in_place")
         assert not swap.done()
         leave.set()
         assert answer.result(60) == (1, 1)
@@ -112,7 +112,7 @@ def test_a_swap_in_place_waits_for_a_method() -> None:
 
 
 def test_an_old_version_goes_with_its_last_method_call() -> None:
-    live = served(keep=0)
+    live = served(keep_versions=0)
     live.swap(weights(2))  # version 1 is the caller's
     entered, leave, held = threading.Event(), threading.Event(), []
 
@@ -140,7 +140,7 @@ def test_an_error_of_a_method_comes_through_and_leaves_no_version_in_use() -> No
     with live.pin() as v, pytest.raises(ZeroDivisionError) as again:
         v.fail()
     # The tracebacks are still there.
-    assert live.swap(weights(2), mode="frugal", timeout_seconds=0).drained
+    assert live.swap(weights(2), mode="in_place", timeout_seconds=0).drained
     assert caught.tb is not None
     assert again.tb is not None
 
@@ -151,7 +151,7 @@ def test_a_generator_has_its_version_until_it_ends(ends: str) -> None:
     stream = live.method("stream")(3)
     assert next(stream) == 1
     with pytest.raises(SwapTimeoutError):
-        live.swap(weights(2), mode="frugal", timeout_seconds=0)
+        live.swap(weights(2), mode="in_place", timeout_seconds=0)
     assert not live.swap(weights(2), timeout_seconds=0).drained
     assert next(stream) == 1
     if ends == "exhausted":
@@ -163,7 +163,7 @@ def test_a_generator_has_its_version_until_it_ends(ends: str) -> None:
     else:
         with pytest.raises(KeyError):
             stream.throw(KeyError())
-    assert live.swap(weights(3), mode="frugal", timeout_seconds=0).drained
+    assert live.swap(weights(3), mode="in_place", timeout_seconds=0).drained
     assert list(live.method("stream")(2)) == [3, 3]
 
 
@@ -179,10 +179,10 @@ def test_coroutines_and_async_generators_have_one_version() -> None:
             found.append(value)
             if len(found) == 1:
                 with pytest.raises(SwapTimeoutError):
-                    live.swap(weights(3), mode="frugal", timeout_seconds=0)
+                    live.swap(weights(3), mode="in_place", timeout_seconds=0)
                 live.swap(weights(3), timeout_seconds=0)
         assert found == [2, 2, 2]
-        assert live.swap(weights(4), mode="frugal", timeout_seconds=0).drained
+        assert live.swap(weights(4), mode="in_place", timeout_seconds=0).drained
 
     asyncio.run(all_of_it())
 
@@ -240,7 +240,7 @@ def test_generation_has_one_version_while_weights_are_swapped(tmp_path: Path) ->
     for seed, model in enumerate(models):
         model.save_pretrained(tmp_path / str(seed))
         sources.append(tmp_path / str(seed))
-    live = ms.Live(language_model(0), keep=0)
+    live = ms.Live(language_model(0), keep_versions=0)
     ended, errors = threading.Event(), []
 
     def swaps() -> None:
@@ -276,14 +276,14 @@ def test_generation_has_one_version_while_weights_are_swapped(tmp_path: Path) ->
 
 
 def test_an_error_in_generation_keeps_no_version() -> None:
-    live, other = ms.Live(language_model(0), keep=0), language_model(1).state_dict()
+    live, other = ms.Live(language_model(0), keep_versions=0), language_model(1).state_dict()
 
     def stop(_: int, scores: torch.Tensor) -> torch.Tensor:
         raise ZeroDivisionError
 
     with pytest.raises(ZeroDivisionError):
         live.method("generate")(IDS, logits_processor=[stop], **HOW)
-    assert live.swap(other, mode="frugal", timeout_seconds=0).drained
+    assert live.swap(other, mode="in_place", timeout_seconds=0).drained
 
 
 # Training mode.

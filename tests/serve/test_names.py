@@ -62,7 +62,7 @@ def test_a_checkpoint_that_does_not_fit_is_refused() -> None:
         ms.serve.runtime_state(Decoder(), state)
 
 
-@pytest.mark.parametrize("mode", ["available", "frugal"])
+@pytest.mark.parametrize("mode", ["available", "in_place"])
 @pytest.mark.parametrize("target", ["eager", "compiled", "exported"])
 @pytest.mark.parametrize("make", [Decoder, Nested, Fused])
 def test_either_spelling_goes_into_every_target(make: Callable[[], nn.Module], target: str, mode: Any) -> None:

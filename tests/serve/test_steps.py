@@ -23,7 +23,7 @@ WAYS: dict[str, Callable[[ms.Store, Path], Any]] = {
 
 
 @pytest.mark.parametrize("kind", ["eager", "exported"])
-@pytest.mark.parametrize("mode", ["available", "frugal"])
+@pytest.mark.parametrize("mode", ["available", "in_place"])
 @pytest.mark.parametrize("way", WAYS)
 def test_a_step_that_holds_several_objects(tmp_path: Path, way: str, mode: Any, kind: str) -> None:
     store = ms.Store(tmp_path)
@@ -49,7 +49,7 @@ def test_the_model_is_called_something_else(tmp_path: Path) -> None:
         live.swap(store.open("model"))
 
 
-@pytest.mark.parametrize("mode", ["available", "frugal"])
+@pytest.mark.parametrize("mode", ["available", "in_place"])
 def test_a_damaged_step(tmp_path: Path, mode: Any) -> None:
     store, live = ms.Store(tmp_path), ms.Live(linear(0))
     step = save(store, 1)

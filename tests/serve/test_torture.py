@@ -43,7 +43,7 @@ def summary(what: str, readers: Readers, swaps: int) -> None:
     )
 
 
-@pytest.mark.parametrize("way", ["single", "pinned", "frugal"])
+@pytest.mark.parametrize("way", ["single", "pinned", "in_place"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_no_request_is_torn(kind: str, way: str) -> None:
     module = Constant()
@@ -58,7 +58,7 @@ def test_no_request_is_torn(kind: str, way: str) -> None:
             return v.id, torch.cat([v(X), v(X)])
 
     def swap(k: int) -> None:
-        live.swap(weights_of(module, k), mode="frugal" if way == "frugal" else "available")
+        live.swap(weights_of(module, k), mode="in_place" if way == "in_place" else "available")
 
     readers = Readers(request)
     swaps = swapped_for_a_while(readers, swap)

@@ -64,7 +64,7 @@ def follow(
                 store,
                 select=select,
                 object=name,
-                poll_s=poll,
+                poll_seconds=poll,
                 on_error=lambda error: print(f"error: {error}", file=sys.stderr, flush=True),
                 on_swap=_print_swap,
                 background=False,

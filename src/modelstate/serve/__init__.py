@@ -7,9 +7,9 @@ from modelstate.lazy import attach
 if TYPE_CHECKING:
     from modelstate.serve.follow import Following as Following
     from modelstate.serve.program_file import Manifest as Manifest
-    from modelstate.serve.report import SwapReport as SwapReport
     from modelstate.serve.state_names import NameMap as NameMap
     from modelstate.serve.state_names import runtime_state as runtime_state
+    from modelstate.serve.swap_pipeline import SwapReport as SwapReport
     from modelstate.torch_compat.hooks import without_state_dict_hooks as without_state_dict_hooks
 else:
     __getattr__, __dir__ = attach(
@@ -18,7 +18,7 @@ else:
             "Following": "modelstate.serve.follow",
             "Manifest": "modelstate.serve.program_file",
             "NameMap": "modelstate.serve.state_names",
-            "SwapReport": "modelstate.serve.report",
+            "SwapReport": "modelstate.serve.swap_pipeline",
             "runtime_state": "modelstate.serve.state_names",
             "without_state_dict_hooks": "modelstate.torch_compat.hooks",
         },

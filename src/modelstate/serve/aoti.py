@@ -20,14 +20,8 @@ from modelstate.errors import (
 from modelstate.serve.inputs import Inputs
 from modelstate.serve.meta_clone import state_module
 from modelstate.serve.program_file import Manifest, ProgramFile
-from modelstate.serve.state_names import (
-    NamedTargetMixin,
-    NameMap,
-    StateNames,
-    check_names,
-    names_by_tensor,
-    runtime_state,
-)
+from modelstate.serve.state_names import NameMap, names_by_tensor, runtime_state
+from modelstate.serve.target import NamedTargetMixin, StateNames, check_names
 from modelstate.torch_compat.private import (
     aoti_embedded_constants,
     aoti_loader,

@@ -9,7 +9,8 @@ from torch import nn
 from modelstate.errors import LiveTargetError
 from modelstate.serve.inputs import Inputs, conditions
 from modelstate.serve.meta_clone import state_module
-from modelstate.serve.state_names import NamedTargetMixin, NameMap, StateNames, check_names, runtime_state, view_key
+from modelstate.serve.state_names import NameMap, runtime_state, view_key
+from modelstate.serve.target import NamedTargetMixin, StateNames, check_names
 from modelstate.torch_compat.private import argument_names, guard_function, guards_of, unflatten
 
 _WEIGHTS = ("PARAMETER", "BUFFER")

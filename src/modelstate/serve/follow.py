@@ -29,7 +29,7 @@ from modelstate.errors import (
 )
 from modelstate.serve.canary import Canary
 from modelstate.serve.live import Live
-from modelstate.serve.report import Clock
+from modelstate.serve.swap_pipeline import Clock
 from modelstate.store.retention import CheckpointInfo, ages, is_number
 from modelstate.store.store import Store
 from modelstate.text_format import in_a_line
@@ -81,7 +81,7 @@ def follow(
     *,
     select: str = "latest",
     object: str = "model",
-    poll_s: float = 5.0,
+    poll_seconds: float = 5.0,
     on_error: Callable[[Exception], object] | None = None,
     on_swap: Callable[[FollowEvent], object] | None = None,
     background: bool = True,
@@ -101,7 +101,7 @@ def follow(
         store: a `Store`, or its directory, which need not exist yet.
         select: "latest", the checkpoint that was saved last; "best:METRIC", the lowest; "best:METRIC:max", the highest.
         object: the object of a checkpoint that has the weights.
-        poll_s: seconds between two polls.
+        poll_seconds: seconds between two polls.
         on_error: called with each error: a `SkippedCheckpointError`, with its cause, for each bad checkpoint. Any other
             error is retried, and reported once until a poll succeeds. An exception of the callback becomes an event.
             Without a callback, a `FollowWarning` reports the errors.
@@ -129,8 +129,8 @@ def follow(
         canary.prepared(target)
     if type(object) is not str or not object:
         raise OptionError("object= must be the name of an object", expected="text, such as 'model'", found=repr(object))
-    if not is_number(poll_s) or not 0 < poll_s < threading.TIMEOUT_MAX:
-        raise OptionError("poll_s= must be a number of seconds", expected="above 0", found=repr(poll_s))
+    if not is_number(poll_seconds) or not 0 < poll_seconds < threading.TIMEOUT_MAX:
+        raise OptionError("poll_seconds= must be a number of seconds", expected="above 0", found=repr(poll_seconds))
     for name, callback in (("on_error", on_error), ("on_swap", on_swap)):
         if callback is not None and not callable(callback):
             raise OptionError(f"{name}= must be callable", expected="a function, or None", found=repr(callback))
@@ -141,7 +141,7 @@ def follow(
         own_store,
         selection=chosen,
         object=object,
-        poll_s=float(poll_s),
+        poll_seconds=float(poll_seconds),
         on_error=on_error,
         on_swap=on_swap,
         options=options,
@@ -188,13 +188,13 @@ class Following:
         *,
         selection: "Selection",
         object: str,
-        poll_s: float,
+        poll_seconds: float,
         on_error: Callable[[Exception], object] | None,
         on_swap: Callable[[FollowEvent], object] | None,
         options: dict[str, Any],
     ) -> None:
         self._target, self._store, self._selection, self._object = target, store, selection, object
-        self._poll_s, self._options = poll_s, options
+        self._poll_seconds, self._options = poll_seconds, options
         self._log = EventLog(on_error, on_swap)
         self._taken: Candidate | None = None
         self._refused: dict[tuple[str, float], int] = {}
@@ -277,7 +277,7 @@ class Following:
     # The thread.
 
     def start(self) -> None:
-        """Starts a daemon thread that polls at once, and then every `poll_s` seconds, unless one is running."""
+        """Starts a daemon thread that polls at once, and then every `poll_seconds` seconds, unless one is running."""
         if self.is_running:
             return
         self._thread = threading.Thread(target=self._run, name="modelstate-follow", daemon=True)
@@ -289,7 +289,7 @@ class Following:
         try:
             while not self._stopping.is_set():
                 self.poll()
-                self._stopping.wait(self._poll_s)
+                self._stopping.wait(self._poll_seconds)
         except BaseException as error:
             self._log.error("ended", None, self._store.directory, error)
         finally:

@@ -20,20 +20,33 @@ from modelstate.rules.rule import Rule
 from modelstate.rules.schema import Schema
 from modelstate.serve.buffers import BufferDigests, buffer_digests, carry_over, modified_buffers
 from modelstate.serve.canary import Calls, Canary, run_canary
-from modelstate.serve.report import Answer, Clock, Event, Mode, SwapReport
 from modelstate.serve.state_names import NameMap
 from modelstate.serve.swap_pipeline import (
     Buffers,
+    Clock,
+    Event,
+    Mode,
     SwapOptions,
+    SwapReport,
     SwapSource,
     Undo,
     check_choice,
     detach_shared_storage,
 )
-from modelstate.serve.sync import ConcurrentWeakSet, SwapLock, WeakHandle, wait_all
 from modelstate.serve.target import Program
 from modelstate.serve.targets import target_factory
-from modelstate.serve.versions import Entry, Method, PinContext, Version, VersionGate
+from modelstate.serve.versions import (
+    Answer,
+    ConcurrentWeakSet,
+    Entry,
+    Method,
+    PinContext,
+    SwapLock,
+    Version,
+    VersionGate,
+    WeakHandle,
+    wait_all,
+)
 from modelstate.transaction.exclusive import exclusive
 
 _HISTORY = 1000
@@ -85,7 +98,7 @@ class Live:
         names: for an exported program: a `NameMap`, or the module that was exported. Checkpoints with the names of the
             module's `state_dict()` are accepted then, besides those with the program's own names. A file written by
             `modelstate.export` contains a map.
-        keep: the number of versions before the current one that stay in memory for a rollback.
+        keep_versions: the number of versions before the current one that stay in memory for a rollback.
         training: accepts a module in training mode, or a program that was exported in it: dropout is active, and
             requests change statistics. By default such a target is refused, except for layers of `torch.nn` that
             compute the same in both modes, such as `Linear`.
@@ -104,12 +117,17 @@ class Live:
     """
 
     def __init__(
-        self, target: object, *, names: NameMap | nn.Module | None = None, keep: int = 1, training: bool = False
+        self,
+        target: object,
+        *,
+        names: NameMap | nn.Module | None = None,
+        keep_versions: int = 1,
+        training: bool = False,
     ) -> None:
-        if type(keep) is not int or keep < 0:
-            raise OptionError("keep= must be a number of versions", expected="an integer from 0", found=repr(keep))
+        if type(keep_versions) is not int or keep_versions < 0:
+            raise OptionError("keep_versions= must be an integer >= 0", found=repr(keep_versions))
         self._target = target_factory(target, names, training)
-        self._keep = keep
+        self._keep_versions = keep_versions
         self._kept: deque[Version] = deque()
         """Kept versions, the newest last."""
         self._swap_lock = SwapLock()
@@ -241,7 +259,7 @@ class Live:
             rules: as for `modelstate.load`.
             canary: tries the new version before it serves: a `Canary`, or a function that is called with the version
                 and refuses it by returning False or raising.
-            mode: "available" stages a second copy, and no request waits. "frugal" lets requests wait while it reads
+            mode: "available" stages a second copy, and no request waits. "in_place" lets requests wait while it reads
                 into the existing memory, with a copy of the old weights for an undo; no version remains for a rollback.
             buffers: "carry" takes over the buffers that requests have changed, with their values at the flip. "reset"
                 takes the values of the checkpoint, and for other buffers those of the original target.
@@ -266,14 +284,14 @@ class Live:
             SwapTimeoutError: other swaps or requests did not end in time.
             LiveTargetError: the target cannot take these weights in this mode.
             OptionError: an argument is invalid.
-            QuarantinedError: an undo of the mode "frugal" failed. Every request is refused until a swap succeeds.
+            QuarantinedError: an undo of the mode "in_place" failed. Every request is refused until a swap succeeds.
 
         Example:
             >>> report = live.swap("step-2000.safetensors", canary=modelstate.Canary((x,)))
             >>> report.version
             2
         """
-        check_choice("mode", mode, ("available", "frugal"))
+        check_choice("mode", mode, ("available", "in_place"))
         check_choice("buffers", buffers, ("carry", "reset"))
         check_choice("when_busy", when_busy, ("wait", "refuse"))
         deadline = _deadline(timeout_seconds)
@@ -367,7 +385,7 @@ class Live:
                 "there is no version to roll back to",
                 where=repr(self),
                 found="the first version, one that was rolled back to, or one that was swapped in place",
-                remedy="swap in the weights that are wanted; Live(..., keep=n) keeps n versions",
+                remedy="swap in the weights that are wanted; Live(..., keep_versions=n) keeps n versions",
             )
         return self._kept[-1]
 
@@ -399,7 +417,7 @@ class Live:
                 self._gate.flip(new)
                 if not quarantined:
                     self._kept.append(old)
-                dropped = [self._kept.popleft() for _ in range(len(self._kept) - self._keep)]
+                dropped = [self._kept.popleft() for _ in range(len(self._kept) - self._keep_versions)]
         except BaseException:
             if self._gate.current.program is not program:
                 program.end()
@@ -411,7 +429,7 @@ class Live:
         program = old.program
         assert program is not None
         if self._gate.holds(old):
-            raise OptionError("a swap in place waits for all pins, and this thread holds one", where="mode='frugal'")
+            raise OptionError("a swap in place waits for all pins, and this thread holds one", where="mode='in_place'")
         with clock("staged"):
             incoming = SwapSource(self._target, swap.source, swap.options)
             incoming.check(program)

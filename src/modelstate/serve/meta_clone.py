@@ -1,8 +1,19 @@
-"""Copies of modules without memory: deep copies on the meta device, and bare modules made from a state."""
+"""Copies of modules without memory, and a check for references by which a copy would use the original weights.
+
+`copy.deepcopy` does not copy functions. An object that a function captures, in its closure, defaults, attributes or
+globals, is the original also when the copy calls the function. A tensor that is not part of the state is copied as it
+is, so a copied view of a weight becomes a separate tensor that no swap changes.
+"""
 
 import copy
-from collections.abc import Mapping
+import dis
+import functools
+import types
+import weakref
+from collections import deque
+from collections.abc import Container, Iterable, Iterator, Mapping
 from itertools import pairwise
+from typing import Any
 
 import torch
 from torch import nn
@@ -12,10 +23,14 @@ from modelstate.spec import contiguous_stride
 from modelstate.torch_compat.plain import is_dense, is_plain
 from modelstate.torch_compat.private import (
     address_range,
+    forward_pre_hooks,
     non_persistent_buffers,
     own_buffers,
     own_modules,
     own_parameters,
+    payload_of,
+    slots_of_class,
+    storage_id,
 )
 
 
@@ -120,3 +135,163 @@ def _check_overlaps(module: nn.Module) -> None:
                 found=f"{names[first]} and {names[second]}",
                 remedy="give each of them memory of its own, or register one tensor under both names",
             )
+
+
+_LISTED = 4
+_CONTAINERS = (list, tuple, set, frozenset, deque)
+_UNUSED = ("_backward_hooks", "_backward_pre_hooks", "_non_persistent_buffers_set")
+"""Attributes of modules that neither requests nor loads use."""
+_CALLED = frozenset(
+    [
+        *("forward", "__call__", "_call_impl", "_wrapped_call_impl", "_slow_forward"),
+        *("load_state_dict", "_load_from_state_dict", "set_extra_state"),
+        *("get_parameter", "get_buffer", "get_submodule"),
+    ]
+)
+"""Methods of every module that requests and loads call. Libraries wrap others too, such as `to` and `extra_repr`."""
+_METHODS = (types.MethodType, types.BuiltinMethodType, types.MethodWrapperType)
+Reference = tuple[str, object]
+"""The path of an object, and the object."""
+
+
+def check_captured_references(module: nn.Module, clone: nn.Module) -> None:
+    """Raises `LiveTargetError` where a copy of a module would serve weights of the module itself."""
+    original = {id(part): f"module {path!r}" if path else "the module" for path, part in module.named_modules()}
+    original |= {id(tensor): name for name, tensor in (*module.named_parameters(), *module.named_buffers())}
+    name_of_storage = {storage: name for name, tensor in _state(module).items() for storage in _storages(tensor)}
+    found: list[str] = []
+    for path, value in _reachable(clone, original):
+        if id(value) in original:
+            found.append(f"{path} is {original[id(value)]} of the first version")
+    for path, value in _reachable(module, ()):
+        if not isinstance(value, torch.Tensor) or id(value) in original:
+            continue
+        base = next((name_of_storage[storage] for storage in _storages(value) if storage in name_of_storage), None)
+        if base is not None:
+            found.append(f"{path} is a view of {base}")
+    if found:
+        raise LiveTargetError(
+            "later versions would serve weights of the first one: a copy of the module still refers to them",
+            where=type(module).__name__,
+            found="; ".join(found[:_LISTED]) + (f"; and {len(found) - _LISTED} more" if found[_LISTED:] else ""),
+            remedy="patch the class, or the instance by types.MethodType; let hooks use the module that they "
+            "are given; compile the whole, torch.compile(module); make a property of a view",
+        )
+
+
+def _state(module: nn.Module) -> dict[str, torch.Tensor]:
+    """The tensors of a checkpoint. Other buffers are left out: a deep copy keeps views of those."""
+    state: dict[str, torch.Tensor] = dict(module.named_parameters())
+    for path, submodule in module.named_modules():
+        hidden = non_persistent_buffers(submodule)
+        for name, buffer in own_buffers(submodule).items():
+            if buffer is not None and name not in hidden:
+                state[f"{path}.{name}" if path else name] = buffer
+    return state
+
+
+def _storages(tensor: torch.Tensor) -> set[int]:
+    """The addresses of the storages of a tensor."""
+    return {storage_id(part) for part in payload_of(tensor) if not part.is_meta} - {0}
+
+
+def _reachable(root: nn.Module, ends: Container[int]) -> Iterator[Reference]:
+    """Yields each module and tensor that is reachable from a module, with its path.
+
+    The search does not continue from objects whose ids are in `ends`.
+    """
+    registered = {id(module): path for path, module in root.named_modules()}
+    seen: set[int] = set()
+    kept: list[object] = []  # keeps the ids in `seen` valid
+    waiting = deque[Reference](root.named_modules())  # breadth first, for the shortest paths
+    while waiting:
+        path, value = waiting.popleft()
+        if id(value) in seen or type(value) in weakref.ProxyTypes:
+            continue
+        seen.add(id(value))
+        kept.append(value)
+        if isinstance(value, torch.Tensor | nn.Module):
+            yield path, value
+        if id(value) in ends:
+            continue
+        if isinstance(value, nn.Module):
+            waiting.extend(_of_module(registered.get(id(value), path), value))
+        elif not isinstance(value, torch.Tensor):
+            waiting.extend(_within(path, value))
+
+
+def _of_module(path: str, module: nn.Module) -> Iterator[Reference]:
+    """The attributes of a module, without those that a hook sets before each call, such as that of `spectral_norm`."""
+    set_by_hooks = {getattr(hook, "name", None) for hook in forward_pre_hooks(module)}
+    for name, value in list(vars(module).items()):
+        if name in _UNUSED or name in set_by_hooks or (hasattr(nn.Module, name) and name not in _CALLED):
+            continue
+        if name in ("_modules", "_parameters", "_buffers"):
+            yield from ((f"{path}.{key}" if path else key, item) for key, item in list(value.items()))
+        else:
+            yield f"{path}.{name}" if path else name, value
+
+
+def _within(path: str, value: object) -> Iterable[Reference]:
+    """The objects that a function, a method, a container or an object of the user refers to."""
+    if isinstance(value, types.FunctionType):
+        return _of_function(path, value)
+    if isinstance(value, _METHODS):
+        return [(f"{path}.__self__", value.__self__), (path, getattr(value, "__func__", None))]
+    if isinstance(value, functools.partial):
+        parts = [(f"{path}.func", value.func), (f"{path}.args", value.args), (f"{path}.keywords", value.keywords)]
+        return [*parts, *_attributes(path, value)]
+    if isinstance(value, dict):
+        return [(f"{path}[{key!r}]", item) for key, item in list(dict.items(value))]
+    if isinstance(value, _CONTAINERS):
+        return [(f"{path}[{index}]", item) for index, item in enumerate(list(_items(value)))]
+    if isinstance(value, weakref.ref):
+        return [(f"{path}()", value())] if isinstance(value(), nn.Module) else []
+    home = type(value).__module__
+    of_torch = home.partition(".")[0] in ("torch", "builtins") and not home.startswith("torch.nn.")
+    return [] if isinstance(value, type | types.ModuleType) or of_torch else _attributes(path, value)
+
+
+def _of_function(path: str, value: types.FunctionType) -> Iterator[Reference]:
+    """The closure, defaults and attributes of a function, and the modules, tensors and functions among its globals."""
+    for name, cell in zip(value.__code__.co_freevars, value.__closure__ or (), strict=True):
+        try:
+            yield f"{path}: {name}", cell.cell_contents
+        except ValueError:
+            continue  # the cell is empty
+    yield f"{path}.__defaults__", value.__defaults__
+    yield f"{path}.__kwdefaults__", value.__kwdefaults__
+    yield from _attributes(path, value)
+    for name in _names(value.__code__):
+        item = value.__globals__.get(name)
+        kinds = (*_METHODS, types.FunctionType, functools.partial, torch.Tensor, nn.Module)
+        is_imported = isinstance(item, types.FunctionType) and item.__globals__ is not value.__globals__
+        if isinstance(item, kinds) and not is_imported:
+            yield f"{path}: {name}", item
+
+
+def _names(code: types.CodeType) -> set[str]:
+    """The globals that code and its nested functions read."""
+    names = {step.argval for step in dis.get_instructions(code) if step.opname in ("LOAD_GLOBAL", "LOAD_NAME")}
+    return names.union(*(_names(inner) for inner in code.co_consts if isinstance(inner, types.CodeType)))
+
+
+def _attributes(path: str, value: object) -> Iterator[Reference]:
+    """The instance attributes, without `__wrapped__`: it documents what a function wraps, and is not called."""
+    try:
+        own = object.__getattribute__(value, "__dict__")
+    except AttributeError:
+        own = {}
+    for name, item in list(own.items()):
+        if name != "__wrapped__":
+            yield f"{path}.{name}", item
+    for name in slots_of_class(type(value)):
+        item = getattr(value, name, None)
+        if item is not None:
+            yield f"{path}.{name}", item
+
+
+def _items(value: Any) -> Iterator[object]:
+    """The items of a container, also where a subclass overrides iteration."""
+    kind = next(kind for kind in _CONTAINERS if isinstance(value, kind))
+    return kind.__iter__(value)

@@ -4,7 +4,7 @@ The two differ where state-dict hooks rename, split or fuse tensors. An exported
 """
 
 import json
-from collections.abc import Collection, Container, Iterable, Mapping
+from collections.abc import Container, Iterable, Mapping
 from dataclasses import dataclass, field
 from itertools import chain
 from types import MappingProxyType
@@ -13,15 +13,14 @@ from typing import TypeVar
 import torch
 from torch import nn
 
-from modelstate.errors import LiveTargetError, ModelCodeError, NameMapError
+from modelstate.errors import ModelCodeError, NameMapError
 from modelstate.formats.tree import same_value
 from modelstate.loading.load import Source, load
 from modelstate.planning.matching import nearest
 from modelstate.problems import NameClash
 from modelstate.rules.rule import Entry, Rule, RuleContext
 from modelstate.rules.schema import Schema
-from modelstate.serve.meta_clone import meta_clone, state_module
-from modelstate.serve.target import Program
+from modelstate.serve.meta_clone import meta_clone
 from modelstate.torch_compat.private import non_persistent_buffers, storage_id, unwrapped
 
 
@@ -379,72 +378,3 @@ def _listed(names: Iterable[str]) -> str:
     names = list(names)
     more = f" and {len(names) - _LISTED} more" if len(names) > _LISTED else ""
     return ", ".join(names[:_LISTED]) + more
-
-
-class StateNames:
-    """The names that checkpoints of an exported program may have: its own, those of a map, or those of its module."""
-
-    def __init__(self, state: Mapping[str, torch.Tensor], names: NameMap | nn.Module | None) -> None:
-        self._state = state
-        self._names = names if isinstance(names, NameMap) else None
-        self._module = meta_clone(names) if isinstance(names, nn.Module) else None
-
-    def names(self) -> Collection[str]:
-        """See `Target.names`."""
-        if self._module is not None:
-            return list(self._module.state_dict())
-        return list(self._state if self._names is None else self._names.runtime)
-
-    def rules(self) -> tuple[Rule, ...]:
-        """See `Target.rules`."""
-        return () if self._names is None else (self._names,)
-
-    def skeleton(self, names: Collection[str]) -> nn.Module:
-        """See `Target.skeleton`."""
-        # The module's loading code is for the names that it saves. The program's own names do not need it.
-        if self._module is not None and not set(names) <= self._state.keys():
-            return meta_clone(self._module)
-        return state_module(self._state)
-
-
-class NamedTargetMixin:
-    """The methods of `Target` that exported programs and packages share."""
-
-    _names: StateNames
-    _hidden: dict[str, torch.Tensor]
-
-    def names(self) -> Collection[str]:
-        return self._names.names()
-
-    def is_runtime(self, names: Collection[str]) -> bool:
-        return False  # runtime names go into a skeleton without hooks
-
-    def rules(self, names: Collection[str]) -> tuple[Rule, ...]:
-        return self._names.rules()
-
-    def skeleton(self, names: Collection[str]) -> nn.Module:
-        return self._names.skeleton(names)
-
-    def hidden(self) -> dict[str, torch.Tensor]:
-        return self._hidden
-
-    def renew(self, program: Program) -> None:
-        """Does nothing: a graph writes into buffers, and replaces none."""
-
-    def unexpected_error(self, unexpected: list[str]) -> Exception | None:
-        return None
-
-
-def check_names(state: Collection[str], names: NameMap | nn.Module | None, where: str) -> None:
-    """Raises `LiveTargetError` where `names` belongs to another module than the one that was exported."""
-    if names is None:
-        return
-    expected = runtime_state(names) if isinstance(names, nn.Module) else names.eager
-    if set(expected) != set(state):
-        differing = sorted(set(expected) ^ set(state))
-        raise LiveTargetError(
-            "names= is of another module than the program",
-            where=where,
-            expected="the module that was exported, or NameMap.of(module)",
-            found=f"names that only one of them has: {', '.join(differing[:8])}",
-        )

@@ -15,9 +15,8 @@ from modelstate.io.files import local_path
 from modelstate.problems import REAL
 from modelstate.rules.rule import Rule
 from modelstate.serve.buffers import renew_buffers
-from modelstate.serve.captured_references import check_captured_references
 from modelstate.serve.checks import check_graph_mode, check_mode
-from modelstate.serve.meta_clone import meta_clone
+from modelstate.serve.meta_clone import check_captured_references, meta_clone
 from modelstate.serve.state_names import NameMap, runtime_state
 from modelstate.serve.target import Target
 from modelstate.torch_compat.plain import is_fake, is_sharded
