@@ -1,12 +1,9 @@
 """No small tree takes long to decode, or much memory; and what is refused then is refused when it is encoded."""
 
-import enum
 import tracemalloc
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from decimal import Decimal
-from fractions import Fraction
 from time import process_time
 from typing import Any
 
@@ -15,10 +12,10 @@ import pytest
 import torch
 
 from modelstate.codec.codec import decode, encode
-from modelstate.codec.walk import MAX_BITS, MAX_RATIO_BITS
+from modelstate.codec.walk import MAX_BITS
 from modelstate.errors import CodecError, EncodedValueError, UnsupportedValueError
 from tests.codec.test_codec import every_way
-from tests.codec.values import Bits, Point, same
+from tests.codec.values import Point, same
 
 PRIME = 2**61 - 1
 """Ints that differ by a multiple of it have the same hash."""
@@ -45,9 +42,9 @@ def same_words(tree: Any, value: Any, match: str) -> None:
 
 
 def seed(entropy: Any, **changed: Any) -> Any:
-    tree = encode(np.random.PCG64(1))
+    tree = encode(np.random.default_rng(1))
     fields = {"entropy": encode(entropy), **{key: encode(value) for key, value in changed.items()}}
-    tree["$numpy.random.BitGenerator"]["seed"].update(fields)
+    tree["$numpy.random.Generator"]["seed"].update(fields)
     return tree
 
 
@@ -55,26 +52,23 @@ def huge(bits: int) -> int:
     return 1 << (bits - 1)
 
 
-@pytest.mark.parametrize("wrap", [lambda n: n, lambda n: [1, n], lambda n: [[n]]], ids=["int", "list", "nested"])
+@pytest.mark.parametrize("wrap", [lambda n: n, lambda n: [1, n]], ids=["int", "list"])
 def test_seeds(wrap: Callable[[int], Any]) -> None:
-    made = np.random.PCG64(wrap(huge(MAX_BITS)))
+    made = np.random.default_rng(wrap(huge(MAX_BITS)))
     assert same(decode(encode(made)), made)
-    same_words(seed(wrap(huge(4_000_000))), np.random.PCG64(wrap(huge(MAX_BITS + 1))), "int that is too large")
+    same_words(seed(wrap(huge(4_000_000))), np.random.default_rng(wrap(huge(MAX_BITS + 1))), "int that is too large")
 
 
 @pytest.mark.parametrize(
     "tree",
     [
-        seed(range(10**12)),
         seed([np.zeros(1000, np.uint32)] * 6000),
-        seed([[range(10**9)]]),
         seed(1, spawn_key=(1 << 4_000_000,)),
-        seed(1, spawn_key=range(10**12)),
         seed(1, n_children_spawned=1 << 4_000_000),
         seed([b"x"]),
         seed(1, pool_size="4"),
     ],
-    ids=["range", "arrays", "range within", "spawn key", "range of keys", "children", "bytes", "pool"],
+    ids=["arrays", "spawn key", "children", "bytes", "pool"],
 )
 def test_seeds_that_take_long(tree: Any) -> None:
     with quickly(), pytest.raises(EncodedValueError):
@@ -85,34 +79,14 @@ def test_seeds_that_are_ordinary() -> None:
     for entropy in (
         None,
         0,
-        True,
         [1, 2**70],
-        range(5),
         np.arange(700, dtype=np.uint32),
-        (1, (2, np.int64(3))),
-        ["0x1f"],
+        (1, np.int64(3)),
     ):
-        made = np.random.PCG64(np.random.SeedSequence(entropy))
+        made = np.random.Generator(np.random.PCG64(np.random.SeedSequence(entropy)))
         copy = decode(encode(made))
-        assert np.array_equal(copy.seed_seq.generate_state(9), made.seed_seq.generate_state(9))
-
-
-def test_fractions_and_ranges() -> None:
-    fine, large = huge(MAX_RATIO_BITS) + 1, huge(MAX_RATIO_BITS + 1) + 1
-    for value in (Fraction(fine, 2), Fraction(2, fine), range(0, fine, 3), range(-fine, 0)):
-        assert decode(encode(value)) == value
-    trees = [encode(huge(4_000_000) + n) for n in (1, 3)]
-    for value in (Fraction(large, 2), Fraction(2, large)):
-        same_words({"$Fraction": trees}, value, "int that is too large")
-    for bounds in (range(large), range(large, 0, -1), range(0, 1, large)):
-        same_words({"$range": [0, *trees]}, bounds, "int that is too large")
-
-
-def test_flags() -> None:
-    class_ = {"class": f"{Bits.__module__}:Bits"}
-    assert decode(encode(Bits(huge(MAX_BITS)))) == Bits(huge(MAX_BITS))
-    tree = {"$enum": {**class_, "value": encode(huge(4_000_000))}}
-    same_words(tree, enum.Flag._missing_.__func__(Bits, huge(MAX_BITS + 1)), "int that is too large")  # type: ignore[attr-defined]
+        seeds = [one.bit_generator.seed_seq.generate_state(9) for one in (made, copy)]
+        assert np.array_equal(*seeds)
 
 
 def test_large_ints_of_other_values() -> None:
@@ -136,14 +110,6 @@ def test_shapes(shape: list[int]) -> None:
         decode(tree)
 
 
-def test_dtypes_of_parts_that_are_shared() -> None:
-    descr: Any = "<f4"
-    for _ in range(40):
-        descr = [["a", descr], ["b", descr]]
-    with quickly(), pytest.raises(EncodedValueError):
-        decode({"$numpy.dtype": descr})
-
-
 # Keys of one hash.
 
 
@@ -161,8 +127,6 @@ KEYS: dict[str, Callable[[int], list[Any]]] = {
     "tuples": lambda count: [(n, "a") for n in ints(count)],
     "points": lambda count: [Point(n, (0,)) for n in ints(count)],
     "sets": lambda count: [frozenset([n]) for n in ints(count)],
-    "fractions": lambda count: [Fraction(n * PRIME * 2 + 1, 2) for n in range(count)],
-    "decimals": lambda count: [Decimal(n) for n in ints(count)],
 }
 CONTAINERS: dict[str, Callable[[list[Any]], Any]] = {
     "set": set,
@@ -177,15 +141,14 @@ def tree_of(keys: list[Any], container: str) -> Any:
     return {f"${container}": trees if "set" in container else [[tree, 1] for tree in trees]}
 
 
-@pytest.mark.parametrize("kind", KEYS)
-@pytest.mark.parametrize("container", CONTAINERS)
+@pytest.mark.parametrize(("kind", "container"), [*((kind, "set") for kind in KEYS), *(("ints", c) for c in CONTAINERS)])
 def test_keys_of_one_hash(kind: str, container: str) -> None:
     few = KEYS[kind](45)
     assert len({hash(key) for key in few}) == 1
     made = CONTAINERS[container](few)
     assert decode(encode(made)) == made
     many = CONTAINERS[container](KEYS[kind](300))
-    same_words(tree_of(KEYS[kind](10_000), container), many, "have the same hash")
+    same_words(tree_of(KEYS[kind](3_000), container), many, "have the same hash")
 
 
 def test_many_small_groups_are_bounded_too() -> None:
@@ -203,18 +166,6 @@ def test_ordinary_keys() -> None:
     ):
         assert decode(encode(set(keys))) == set(keys)
         assert decode(encode({**dict.fromkeys(keys), 1: 2})) == {**dict.fromkeys(keys), 1: 2}
-
-
-def test_large_ints_as_keys() -> None:
-    # A Decimal of the same hash is compared by making one of the int.
-    fine, large = huge(MAX_BITS), huge(MAX_BITS + 1)
-    for key in (fine, (fine,)):
-        assert decode(encode({key: 1, Decimal(1): 2})) == {key: 1, Decimal(1): 2}
-    tree = {"$set": [{"$Decimal": str(large % PRIME)}, encode(large)]}
-    same_words(tree, {large}, "too large for a key")
-    same_words({"$dict": [[{"$tuple": [encode(-large)]}, 1]]}, {(-large,): 1}, "too large for a key")
-    with pytest.raises(EncodedValueError, match="too large for a key"):
-        decode({"$set": [large]})
 
 
 # Memory.

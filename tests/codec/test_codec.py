@@ -20,7 +20,7 @@ def test_values_come_back(name: str, way: Callable[[Any], Any]) -> None:
 
 
 @every_way
-@settings(max_examples=200, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=70, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(ANY_VALUE)
 def test_every_value_comes_back(way: Callable[[Any], Any], value: Any) -> None:
     assert same(way(value), value)
@@ -37,7 +37,7 @@ def test_every_kind_has_an_example() -> None:
             look(part)
 
     look(encode([EXAMPLES, *EXAMPLES["numpy random"]]))
-    assert set(KINDS.by_tag) - found <= {"object", "WindowsPath", "dict"}
+    assert set(KINDS.by_tag) - found <= {"object", "dict"}
 
 
 def test_what_json_can_say_is_plain() -> None:

@@ -5,15 +5,12 @@ import enum
 import io
 import json
 import math
-import pathlib
 import random
 import struct
 from collections import Counter, OrderedDict, defaultdict, deque, namedtuple
-from datetime import UTC, date, datetime, time, timedelta, timezone
-from decimal import Decimal
-from fractions import Fraction
+from datetime import UTC, date, datetime, timedelta, timezone
+from pathlib import Path
 from typing import Any, NamedTuple
-from uuid import UUID
 
 import numpy as np
 import torch
@@ -95,7 +92,7 @@ def same(a: Any, b: Any) -> bool:
         return struct.pack("d", a) == struct.pack("d", b)
     if isinstance(a, complex) and type(a) is complex:
         return same(a.real, b.real) and same(a.imag, b.imag)
-    if isinstance(a, np.str_ | np.bytes_):
+    if isinstance(a, np.str_):
         return list(a) == list(b)
     if isinstance(a, np.ndarray | np.generic):
         layout = not isinstance(a, np.ndarray) or same_layout(a, b)
@@ -123,11 +120,9 @@ def same(a: Any, b: Any) -> bool:
     if dataclasses.is_dataclass(a):
         names = {f.name for f in dataclasses.fields(a)} | set(getattr(a, "__dict__", {}))
         return all(same(getattr(a, name), getattr(b, name)) for name in names)
-    if isinstance(a, slice):
-        return same([a.start, a.stop, a.step], [b.start, b.stop, b.step])
     if isinstance(a, enum.Enum):
         return a is b
-    if isinstance(a, datetime | time):
+    if isinstance(a, datetime):
         return a.replace(tzinfo=None) == b.replace(tzinfo=None) and a.fold == b.fold and repr(a) == repr(b)
     if isinstance(a, int | np.dtype):
         return a == b
@@ -201,7 +196,6 @@ def _spawned() -> np.random.Generator:
     return parent.spawn(3)[1]
 
 
-STRUCTURED = np.dtype([("a", "<f4"), ("b", ">i2", (2, 3)), ("c", [("d", "S3"), ("e", "<M8[us]")])], align=True)
 EXAMPLES: dict[str, Any] = {
     "none": None,
     "bools": [True, False, 1, 0, 1.0, 0.0, -0.0],
@@ -209,7 +203,7 @@ EXAMPLES: dict[str, Any] = {
     "floats": [math.inf, -math.inf, *NANS, 5e-324, 1.7976931348623157e308, 0.1],
     "complex": [1 - 0.0j, complex(-0.0, math.nan), complex(math.inf, 2)],
     "text": ["", "é\0\n", "\ud800", "\ud83d\ude00", "😀", "$tuple"],
-    "bytes": [b"", b"\xff\0", bytearray(b"ab")],
+    "bytes": [b"", b"\xff\0"],
     "tuples": [(), (1,), ((), [()])],
     "dicts": [{}, {1: "a", "1": "b", 1.5: 0, (1, "a"): [], None: 3, b"k": 1}, {"\ud800": 1}, {"b": 1, "a": 2}],
     "like tags": [
@@ -226,44 +220,25 @@ EXAMPLES: dict[str, Any] = {
     "default": [defaultdict(list, {"a": [1]}), defaultdict(None, {1: 2}), defaultdict(int)],
     "counter": [Counter("abca"), Counter({1: -2, "1": 0})],
     "deque": [deque(), deque([1, 2], 2), deque(maxlen=0)],
-    "ranges": [range(3), range(10, -5, -3), slice(None, 3), slice("a", (1,), 2.5)],
     "enums": [Color.RED, Color.CRIMSON, Color.GREEN, Level.HIGH, Word.YES, Config.Inner.X],
-    "flags": [Access.READ | Access.RUN, Access(0), ~Access.READ, Bits.A | Bits.B, Bits(16), Bits.A],
+    "flags": [Access.READ, Bits.A],
     "dataclasses": [Config("a", [Config((1,))]), Point(1, (2,)), Frozen({"a": Point(0)})],
     "namedtuples": [Pair(1, [2]), Typed(Pair(1, 2), "x")],
     "keys of classes": {Color.RED: 1, Point(1, 2): 2, Frozen((Point(1),)): 3, Pair(1, 2): 4, Access.READ: 5},
-    "paths": [
-        pathlib.Path("/a/b"),
-        pathlib.PurePosixPath("x/../y"),
-        pathlib.PureWindowsPath("C:\\a\\b"),
-        pathlib.Path("\udce9"),
-    ],
+    "paths": [Path("/a/b"), Path("x/../y"), Path("\udce9")],
     "times": [
         datetime(2020, 1, 2, 3, 4, 5, 6, fold=1),
         datetime(1, 1, 1, tzinfo=UTC),
         datetime(2020, 1, 1, tzinfo=timezone(timedelta(hours=2, microseconds=1), "here")),
         date(2020, 2, 29),
-        time(1, 2, 3, 4, tzinfo=timezone(timedelta(hours=-3))),
         timedelta(-1, 2, 3),
         timedelta.max,
     ],
-    "numbers": [
-        Decimal("1.10"),
-        Decimal("-0"),
-        Decimal("sNaN12"),
-        Decimal("-Infinity"),
-        Decimal("1E+999"),
-        Fraction(-2, 6),
-        Fraction(3**90),
-    ],
-    "uuid": UUID(int=2**127 + 5),
     "torch constants": [
         torch.Size([2, 0]),
         torch.float8_e4m3fn,
         torch.bool,
         torch.device("cuda:3"),
-        torch.strided,
-        torch.channels_last,
     ],
     "tensors": [
         torch.arange(3),
@@ -299,46 +274,27 @@ EXAMPLES: dict[str, Any] = {
         np.uint64(2**64 - 1),
         np.bool_(True),
         np.complex64(1 - 2j),
-        np.datetime64("2020-01-01T00:00:01", "ns"),
-        np.datetime64("NaT"),
-        np.timedelta64(3, "D"),
         np.str_("a\0"),
-        np.bytes_(b"ab"),
-        np.longlong(3),
-        np.array([(1, 2)], "i4,f8")[0],
-        np.void(b"abc"),
     ],
     "numpy arrays": [
         np.arange(6).reshape(2, 3),
         np.asfortranarray(np.ones((2, 3), ">f4")),
         np.array(3.5),
         np.zeros((0, 2), np.uint8),
-        np.zeros(2, STRUCTURED),
         np.array(["a", "béc"]),
         np.array([b"a", b"bcd"]),
-        np.array(["2020"], "M8[s]"),
         np.arange(10)[::-2],
         np.array([True]),
         np.ones(2, np.complex128),
-        np.array([1], np.longlong),
         np.array(["", ""]),
         np.broadcast_to(np.float32(2), (3, 2)),
     ],
-    "numpy dtypes": [
-        np.dtype("<f4"),
-        np.dtype(">i8"),
-        STRUCTURED,
-        np.dtype("U7"),
-        np.dtype("M8[3s]"),
-    ],
+    "numpy dtypes": [np.dtype("<f4"), np.dtype(">i8"), np.dtype("U7")],
     "numpy random": [
         np.random.default_rng(3),
         _twister(),
         _spawned(),
-        np.random.MT19937(1),
-        np.random.PCG64DXSM(2),
-        np.random.SFC64(3),
-        np.random.Philox(5),
+        *(np.random.Generator(bits(1)) for bits in (np.random.MT19937, np.random.SFC64, np.random.Philox)),
         np.random.RandomState(np.random.PCG64(4)),
     ],
     "random states": [random.Random(3).getstate(), np.random.RandomState(1).get_state()],
@@ -385,7 +341,7 @@ def tensors(draw: st.DrawFn) -> torch.Tensor:
 
 @st.composite
 def arrays(draw: st.DrawFn) -> Any:
-    dtype = draw(st.sampled_from(["<f4", ">f8", "<i2", "u1", "?", "<c8", "<U3", "S2", "<M8[ns]", "<f2"]))
+    dtype = draw(st.sampled_from(["<f4", ">f8", "<i2", "u1", "?", "<c8", "<U3", "<f2"]))
     made = np.zeros(draw(_shapes), np.int64)
     made = (made + 1).astype(dtype)
     return np.asfortranarray(made) if draw(st.booleans()) and made.ndim else made
@@ -396,12 +352,9 @@ _leaves = (
     | _hashable
     | _floats
     | st.complex_numbers()
-    | st.binary(max_size=5).map(bytearray)
+    | st.binary(max_size=5)
     | st.datetimes(timezones=st.none() | st.just(UTC))
     | st.timedeltas()
-    | st.decimals()
-    | st.fractions()
-    | st.uuids()
     | tensors()
     | arrays()
 )

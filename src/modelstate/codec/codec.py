@@ -3,9 +3,8 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, TypeVar
-from weakref import WeakSet
 
-from modelstate.codec import array_values, python_values
+from modelstate.codec import values
 from modelstate.codec.walk import FIELD, Decoder, Encoder, Kind, Kinds, Leaf, Tree
 from modelstate.errors import (
     CodecNameError,
@@ -29,27 +28,10 @@ class Codec:
 
 _BY_CLASS: dict[type, Codec] = {}
 _BY_NAME: dict[str, Codec] = {}
-_REPLACED: WeakSet[type] = WeakSet()
-"""Classes that were registered, and whose name in files belongs to another class now."""
-
-
-def is_registered(cls: type) -> bool:
-    """Whether the class is, or was, registered."""
-    return cls in _BY_CLASS or cls in _REPLACED
-
-
-def _name_of(cls: type) -> str:
-    return f"{cls.__module__}:{cls.__qualname__}"
 
 
 def _encode(value: Any, encoder: Encoder) -> Tree:
-    codec = _BY_CLASS.get(type(value))
-    if codec is None:
-        raise encoder.fail(
-            "another class of the same module and name has been registered after the class of this object",
-            found=_name_of(type(value)),
-            remedy="give each of the classes a name of its own, register_codec(..., name=)",
-        )
+    codec = _BY_CLASS[type(value)]
     try:
         encoded = codec.encode(value)
     except ModelStateError:
@@ -87,19 +69,11 @@ def _decode(tree: Tree, decoder: Decoder) -> Any:
     return result
 
 
-OBJECT = Kind("object", _encode, _decode)
-
-
 T = TypeVar("T")
 
-_BY_TYPE = {**python_values.KINDS, **array_values.TORCH_KINDS, **array_values.NUMPY_KINDS}
-_RULES: tuple[tuple[Callable[[type], bool], Kind], ...] = (
-    (is_registered, OBJECT),
-    *array_values.RULES,
-    *python_values.RULES,
-)
-_ALL = (*_BY_TYPE.values(), *(kind for _, kind in _RULES))
-KINDS = Kinds(_BY_TYPE, {kind.tag: kind for kind in _ALL}, _RULES)
+_RULES = ((lambda cls: cls in _BY_CLASS, Kind("object", _encode, _decode)), *values.RULES)
+_ALL = (*values.KINDS.values(), *(kind for _, kind in _RULES))
+KINDS = Kinds(values.KINDS, {kind.tag: kind for kind in _ALL}, _RULES)
 
 
 def encode(value: Any, where: str = "", *, leaf: Leaf | None = None) -> Tree:
@@ -186,27 +160,26 @@ def register_codec(
     """
     if not isinstance(cls, type):
         raise OptionError("what is registered is a class", found=repr(cls))
-    if cls in _BY_TYPE or cls in (bool, list, type(None)):
+    if cls in KINDS.by_type or cls in (bool, list, type(None)):
         raise OptionError("a class that has an encoding already", found=cls.__qualname__)
     if not callable(encode) or not callable(decode):
         raise OptionError("encode and decode are functions", found=f"{encode!r}, {decode!r}")
-    name = _name_of(cls) if name is None else name
+    name = f"{cls.__module__}:{cls.__qualname__}" if name is None else name
     if not isinstance(name, str) or not name:
         raise OptionError("name= is the text that files have for the class", found=repr(name))
     other = _BY_NAME.get(name)
     # A class of the same name is the same class after its module, or a cell of a notebook, has run again.
-    if other is not None and other.cls is not cls and _name_of(other.cls) != _name_of(cls):
+    names = [f"{named.__module__}:{named.__qualname__}" for named in (other.cls if other else cls, cls)]
+    if names[0] != names[1]:
         raise CodecNameError(
             "the name belongs to another class",
             where=name,
-            expected=_name_of(other.cls),
-            found=_name_of(cls),
+            expected=names[0],
+            found=names[1],
             remedy="give it a name of its own with name=",
         )
     for old in (_BY_CLASS.get(cls), other):
         if old is not None:
             _BY_CLASS.pop(old.cls, None)
             _BY_NAME.pop(old.name, None)
-            _REPLACED.add(old.cls)
-    _REPLACED.discard(cls)
     _BY_CLASS[cls] = _BY_NAME[name] = Codec(cls, name, encode, decode)

@@ -19,11 +19,7 @@ from modelstate.text_format import printable
 from modelstate.torch_compat.plain import own_copy, why_not_plain
 
 MAX_BITS = 4096
-"""The limit of an int that is a seed, a flag, or part of a key: the time of libraries grows with the square of it."""
-MAX_SIZE_BITS = 63
-"""The limit of a size of a tensor."""
-MAX_RATIO_BITS = 65_536
-"""The limit of an int in a fraction or a range, which are divided."""
+"""The limit of an int that is a seed: the time of NumPy grows with the square of it."""
 COMPARISONS_A_KEY = 20
 FREE_COMPARISONS = 1000
 MAX_DRAWN = 8
@@ -122,14 +118,12 @@ class Walk:
         self.kinds, self.where, self.leaf, self._error = kinds, where, leaf, error
         self.own_hashes = 0
         """The number of visited objects whose class defines `__hash__`, which would run if the object were a key."""
-        self.large_ints = 0
-        """The number of visited ints that are too large for a key: comparing them with a `Decimal` takes long."""
         self._path: list[Step] = []
         self._nodes = 0
 
-    def count(self, nodes: int) -> None:
-        """Counts content that is not visited value by value as `nodes` values."""
-        self._nodes += nodes
+    def enter(self, step: Step) -> None:
+        self._path.append(step)
+        self._nodes += 1
         deep = len(self._path) > MAX_DEPTH
         if deep or self._nodes > MAX_NODES:
             raise self.fail(
@@ -138,26 +132,16 @@ class Walk:
                 remedy="save it flatter, or as one tensor or array",
             )
 
-    def enter(self, step: Step) -> None:
-        self._path.append(step)
-        self.count(1)
-
     def leave(self) -> None:
         self._path.pop()
 
-    def check_key(self, key: object, own_hashes: int, large_ints: int) -> None:
-        """Raises for a key that must not be hashed and compared, given the counts from before the key."""
+    def check_key(self, key: object, own_hashes: int) -> None:
+        """Raises for a key that must not be hashed and compared, given the count from before the key."""
         if self.own_hashes != own_hashes:
             raise self.fail(
                 "a key, or a member of a set, whose class has a __hash__ of its own: it would run at every load",
                 found=_shown(key),
                 remedy=REGISTER,
-            )
-        if self.large_ints != large_ints:
-            raise self.fail(
-                "an int that is too large for a key, or a member of a set",
-                expected=f"at most {MAX_BITS:,} bits",
-                found=_shown(key),
             )
 
     def fail(self, what: str, **fields: object) -> CodecError:
@@ -208,9 +192,9 @@ class Encoder(Walk):
 
     def key(self, key: Any) -> Tree:
         """Encodes a key, which is hashed when it is decoded."""
-        before = self.own_hashes, self.large_ints
+        before = self.own_hashes
         tree = self.child(key, (KEY, key))
-        self.check_key(key, *before)
+        self.check_key(key, before)
         return tree
 
     def tensor(self, tensor: torch.Tensor) -> Tree:
@@ -219,7 +203,19 @@ class Encoder(Walk):
         if entry is None:
             if problem := why_not_plain(tensor):
                 raise self.fail(problem, remedy="save its parts, or tensor.dense() or the like; " + REGISTER)
-            tree = {"$tensor": self._reference(tensor, self.leaf)} if self.leaf else self._snapshot(tensor)
+            tree: Tree
+            if self.leaf is None:
+                try:
+                    tree = own_copy(tensor)
+                except RuntimeError as error:
+                    what = f"torch cannot copy a tensor of {tensor.dtype}"
+                    raise self.fail(what, found=error, remedy=REGISTER) from error
+            else:
+                try:
+                    tree = {"$tensor": self.leaf(tensor.detach())}
+                except ValueError as error:
+                    what = f"a tensor that cannot be stored: {error}"
+                    raise self.fail(what, remedy="convert it; " + REGISTER) from error
             entry = self._snapshots[id(tensor)] = tensor, tree
         return entry[1]
 
@@ -230,18 +226,6 @@ class Encoder(Walk):
             entry = self._states[id(value)] = value, state()
         return self.tensor(entry[1])
 
-    def _reference(self, tensor: torch.Tensor, leaf: Leaf) -> Any:
-        try:
-            return leaf(tensor.detach())
-        except ValueError as error:
-            raise self.fail(f"a tensor that cannot be stored: {error}", remedy="convert it; " + REGISTER) from error
-
-    def _snapshot(self, tensor: torch.Tensor) -> torch.Tensor:
-        try:
-            return own_copy(tensor)
-        except RuntimeError as error:
-            raise self.fail(f"torch cannot copy a tensor of {tensor.dtype}", found=error, remedy=REGISTER) from error
-
     def value(self, value: Any) -> Tree:
         cls = type(value)
         if value is None or cls is bool:
@@ -251,7 +235,6 @@ class Encoder(Walk):
                 value if is_unicode(value) else {"$str": self.value(value.encode("utf-8", "surrogatepass"))["$bytes"]}
             )
         if cls is int:
-            self.large_ints += value.bit_length() > MAX_BITS
             return value if -MAX_PLAIN_INT <= value <= MAX_PLAIN_INT else {"$int": hex(value)}
         if cls is float:
             return value if math.isfinite(value) else {"$float": struct.pack(">d", value).hex()}
@@ -330,9 +313,9 @@ class Decoder(Walk):
         return into
 
     def key(self, tree: Tree) -> Any:
-        before = self.own_hashes, self.large_ints
+        before = self.own_hashes
         key = self.child(tree, (KEY, "…"))
-        self.check_key(key, *before)
+        self.check_key(key, before)
         return key
 
     def expect(self, tree: Tree, cls: type) -> Any:
@@ -406,10 +389,7 @@ class Decoder(Walk):
 
     def value(self, tree: Tree) -> Any:
         cls = type(tree)
-        if tree is None or cls in (bool, str):
-            return tree
-        if cls is int:
-            self.large_ints += tree.bit_length() > MAX_BITS
+        if tree is None or cls in (bool, int, str):
             return tree
         if cls is float and math.isfinite(tree):
             return tree

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch.nn.parameter import is_lazy
 
-from modelstate.codec.array_values import another_uninitialised
 from modelstate.codec.codec import decode
+from modelstate.codec.values import another_uninitialised
 from modelstate.errors import DuplicateNameError, KeyNotFoundError, SourceTypeError
 from modelstate.spec import Combined, Encoded, Stored, StoredComposite, StoredTensor
 from modelstate.torch_compat.private import set_version_metadata

@@ -213,7 +213,7 @@ def _numpy_bits(bits: Any) -> _Generator:
     def get() -> Any:
         return bits.state
 
-    return _Generator(get, partial(setattr, bits, "state"), partial(_check_numpy, "$numpy.random.BitGenerator", get))
+    return _Generator(get, partial(setattr, bits, "state"), partial(_check_numpy, "$numpy.random.Generator", get))
 
 
 def _check_numpy(tag: str, get: Callable[[], Any], state: Any) -> None:

@@ -1,0 +1,619 @@
+"""The values that have an encoding: of Python, NumPy and torch, and objects of enums, dataclasses and namedtuples.
+
+A class is looked up in imported modules and never imported; its objects are filled without running their constructors.
+The attributes of a class or a module are read without running its own code (`__getattr__`, descriptors, metaclasses).
+"""
+
+import base64
+import dataclasses
+import json
+import math
+import struct
+import sys
+from collections import Counter, OrderedDict, defaultdict, deque
+from collections.abc import Callable
+from datetime import date, datetime, timedelta, timezone
+from enum import Enum
+from functools import partial
+from pathlib import Path
+from types import MemberDescriptorType, ModuleType
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from torch import nn
+
+from modelstate.codec.walk import MAX_BITS, REGISTER, Collisions, Decoder, Encoder, Kind, Tree, Walk, check_bits
+from modelstate.errors import UnknownClassError
+from modelstate.torch_compat.plain import own_copy
+from modelstate.torch_compat.private import set_version_metadata
+
+MAX_SIZE_BITS = 63
+"""The limit of a size of a tensor."""
+FACTORIES: dict[str, type] = {
+    cls.__name__: cls
+    for cls in (bool, int, float, complex, str, bytes, list, tuple, dict, set, frozenset, OrderedDict, Counter, deque)
+}
+"""The factories that a `defaultdict` may have."""
+
+
+# Python.
+
+
+def _int(tree: Tree, decoder: Decoder) -> int:
+    text = decoder.expect(tree, str)
+    value = int(text, 16)
+    if hex(value) != text:
+        raise ValueError("not as hex() writes it")
+    return value
+
+
+def _bytes(tree: Tree, decoder: Decoder) -> bytes:
+    return base64.b64decode(decoder.expect(tree, str), validate=True)
+
+
+def _complex(tree: Tree, decoder: Decoder) -> complex:
+    real, imag = (decoder.expect(part, float) for part in decoder.children(tree))
+    return complex(real, imag)
+
+
+def _encode_set(value: Any, encoder: Encoder) -> list[Tree]:
+    """Encodes the members of a set, in an order that does not depend on their hashes where that is possible."""
+    trees, collisions = [], Collisions(len(value), encoder.fail)
+    for member in value:
+        trees.append(encoder.key(member))
+        collisions.add(member)
+    try:
+        return sorted(trees, key=json.dumps)
+    except TypeError:
+        return trees
+
+
+def _set(tree: Tree, decoder: Decoder) -> set[Any]:
+    members = [decoder.key(member) for member in decoder.expect(tree, list)]
+    collisions = Collisions(len(members), decoder.fail)
+    for member in members:
+        collisions.add(member)
+    value = set(members)
+    if len(value) != len(members):
+        raise decoder.fail("a member of a set stands twice")
+    return value
+
+
+def _encode_ordered(value: Any, encoder: Encoder) -> Tree:
+    attributes = vars(value)
+    if not attributes:
+        return encoder.pairs(value)
+    if set(attributes) != {"_metadata"}:
+        raise encoder.fail("an OrderedDict with attributes", found=", ".join(attributes), remedy="save a dict")
+    # The versions of modules in a state dict.
+    return {"items": encoder.pairs(value), **encoder.named(attributes)}
+
+
+def _ordered(tree: Tree, decoder: Decoder) -> OrderedDict[Any, Any]:
+    value: OrderedDict[Any, Any] = OrderedDict()
+    if type(tree) is list:
+        return decoder.pairs(tree, value)  # type: ignore[no-any-return]
+    items, metadata = decoder.fields(tree, "items", "_metadata")
+    decoder.pairs(items, value)
+    set_version_metadata(value, decoder.named({"_metadata": metadata})["_metadata"])
+    return value
+
+
+def _encode_default(value: Any, encoder: Encoder) -> Tree:
+    factory = value.default_factory
+    name = None if factory is None else getattr(factory, "__name__", "")
+    if factory is not None and FACTORIES.get(str(name)) is not factory:
+        raise encoder.fail(
+            "a defaultdict whose factory is not known",
+            expected=", ".join(FACTORIES),
+            found=f"a {type(factory).__qualname__}",
+            remedy="save dict(...) of it",
+        )
+    return {"factory": name, "items": encoder.pairs(value)}
+
+
+def _default(tree: Tree, decoder: Decoder) -> defaultdict[Any, Any]:
+    factory, items = decoder.fields(tree, "factory", "items")
+    value: defaultdict[Any, Any] = defaultdict(None if factory is None else FACTORIES[factory])
+    return decoder.pairs(items, value)  # type: ignore[no-any-return]
+
+
+def _deque(tree: Tree, decoder: Decoder) -> deque[Any]:
+    maxlen, items = decoder.fields(tree, "maxlen", "items")
+    values = decoder.children(items)
+    if maxlen is not None and (type(maxlen) is not int or len(values) > maxlen):
+        raise decoder.fail("a deque with more items than it can have, or an impossible maxlen", found=maxlen)
+    return deque(values, maxlen)
+
+
+def _encode_datetime(value: datetime, encoder: Encoder) -> Tree:
+    return [value.replace(tzinfo=None, fold=0).isoformat(), value.fold, *encoder.children([value.tzinfo])]
+
+
+def _datetime(tree: Tree, decoder: Decoder) -> datetime:
+    text, fold, zone = decoder.expect(tree, list)
+    value = datetime.fromisoformat(decoder.expect(text, str))
+    tzinfo = None if zone is None else decoder.expect(decoder.children([zone])[0], timezone)
+    return value.replace(fold=decoder.expect(fold, int), tzinfo=tzinfo)
+
+
+def _timedelta(tree: Tree, decoder: Decoder) -> timedelta:
+    days, seconds, microseconds = (decoder.expect(part, int) for part in decoder.expect(tree, list))
+    return timedelta(days, seconds, microseconds)
+
+
+# NumPy.
+
+_DTYPE_KINDS = "biufcSU"
+_BIT_GENERATORS: dict[str, Any] = {
+    cls.__name__: cls
+    for cls in (np.random.MT19937, np.random.PCG64, np.random.PCG64DXSM, np.random.Philox, np.random.SFC64)
+}
+_POSITIONS = {"MT19937": ("state", "pos", 624), "Philox": ("", "buffer_pos", 4)}
+"""Where the state of a generator contains an index into itself, which NumPy does not check, and its largest value."""
+_MAX_SEED_WORDS = 4096
+_MAX_POOL = 64
+_MAX_DIMENSIONS = 64
+_MAX_SIZE = 2**63 - 1
+
+
+def _encode_dtype(dtype: Any, encoder: Encoder) -> str:
+    if dtype.kind not in _DTYPE_KINDS or not dtype.itemsize or dtype.char in "gG" or np.dtype(dtype.str) != dtype:
+        remedy = "save a list of it, or an array of another dtype"
+        raise encoder.fail(f"there is no encoding for NumPy's dtype {dtype}", remedy=remedy)
+    return str(dtype.str)
+
+
+def _dtype(tree: Tree, decoder: Decoder) -> np.dtype[Any]:
+    dtype: np.dtype[Any] = np.dtype(decoder.expect(tree, str))
+    if dtype.kind not in _DTYPE_KINDS or not dtype.itemsize or dtype.char in "gG":
+        raise decoder.fail("a dtype that is not stored here", found=str(dtype)[:80])
+    return dtype
+
+
+def _encode_array(value: np.ndarray[Any, Any], encoder: Encoder) -> Tree:
+    order: Literal["C", "F"] = "F" if value.flags.f_contiguous and not value.flags.c_contiguous else "C"
+    dtype = _encode_dtype(value.dtype, encoder)
+
+    def raw_bytes() -> torch.Tensor:
+        data = bytearray(value.tobytes(order))
+        return torch.frombuffer(data, dtype=torch.uint8) if data else torch.empty(0, dtype=torch.uint8)
+
+    return {"dtype": dtype, "shape": list(value.shape), "order": order, "data": encoder.state_of(value, raw_bytes)}
+
+
+def _array(tree: Tree, decoder: Decoder) -> Any:
+    text, shape, order, data = decoder.fields(tree, "dtype", "shape", "order", "data")
+    sizes = [decoder.expect(size, int) for size in decoder.expect(shape, list)]
+    if len(sizes) > _MAX_DIMENSIONS or not all(0 <= size <= _MAX_SIZE for size in sizes):
+        raise decoder.fail("no shape of an array", found=f"{len(sizes)} dimensions")
+    if order not in ("C", "F"):
+        raise decoder.fail("the order of an array is unknown", expected="C or F")
+    dtype = _dtype(text, decoder)
+
+    def filled(stored: torch.Tensor) -> Any:
+        if stored.dtype != torch.uint8 or stored.device.type != "cpu":
+            raise decoder.fail("the data of an array are not bytes")
+        raw = stored.contiguous().view(-1).numpy()
+        if math.prod(sizes) * dtype.itemsize != len(raw):
+            raise decoder.fail("the bytes of an array are not as many as its shape and dtype need", found=len(raw))
+        return np.frombuffer(bytearray(raw), dtype).reshape(sizes, order=order) if len(raw) else np.empty(sizes, dtype)
+
+    return decoder.object_of(data, (dtype, sizes, order), filled)
+
+
+def _encode_scalar(value: Any, encoder: Encoder) -> Tree:
+    dtype, kind = _encode_dtype(value.dtype, encoder), value.dtype.kind
+    is_plain = kind in "biu" or (kind == "f" and math.isfinite(value))
+    return [dtype, encoder.value(value.item() if is_plain else value.tobytes())]
+
+
+def _scalar(tree: Tree, decoder: Decoder) -> Any:
+    text, inner = decoder.expect(tree, list)
+    dtype, value = _dtype(text, decoder), decoder.value(inner)
+    if type(value) is bytes:
+        if len(value) != dtype.itemsize:
+            raise decoder.fail("the bytes of a scalar are not as many as its dtype needs", found=len(value))
+        return np.frombuffer(value, dtype)[0]
+    decoder.expect(value, {"b": bool, "i": int, "u": int, "f": float}[dtype.kind])
+    scalar = dtype.type(value)
+    if scalar.item() != value:
+        raise decoder.fail("a number that its dtype does not have", found=text)
+    return scalar
+
+
+def _encode_generator(value: np.random.Generator, encoder: Encoder) -> Tree:
+    bits = value.bit_generator
+    if _BIT_GENERATORS.get(type(bits).__name__) is not type(bits):
+        raise encoder.fail("an unknown bit generator", expected=", ".join(_BIT_GENERATORS), remedy=REGISTER)
+    # The seed is needed to spawn further generators.
+    seed: Any = getattr(bits, "seed_seq", None)
+    if type(seed) is not np.random.SeedSequence:
+        return encoder.named({"state": bits.state, "seed": None})
+    _check_seed(seed.state, encoder)
+    return encoder.named({"state": bits.state, "seed": dict(seed.state)})
+
+
+def _check_seed(seed: Any, walk: Walk) -> None:
+    """Raises for a seed sequence that NumPy would take long to create. It refuses other bad ones itself."""
+    numbers = [seed["n_children_spawned"], seed["pool_size"]]
+    for part in (seed["entropy"], seed["spawn_key"]):
+        numbers.extend([part] if isinstance(part, int) else part)
+    if not all(isinstance(number, int | np.integer) for number in numbers):
+        raise walk.fail("the seed of a generator must be an int, or a list of ints", remedy=REGISTER)
+    if seed["pool_size"] > _MAX_POOL or len(numbers) > _MAX_SEED_WORDS:
+        raise walk.fail("the seed of a generator is too large", expected=f"at most {_MAX_SEED_WORDS} ints")
+    check_bits(walk.fail, MAX_BITS, *map(int, numbers))
+
+
+def _generator(tree: Tree, decoder: Decoder) -> np.random.Generator:
+    decoder.fields(tree, "state", "seed")
+    values = decoder.named(tree)
+    seed = values["seed"]
+    if seed is not None:
+        if set(decoder.expect(seed, dict)) != {"entropy", "spawn_key", "pool_size", "n_children_spawned"}:
+            raise decoder.fail("this is no seed sequence")
+        _check_seed(seed, decoder)
+        seed = np.random.SeedSequence(**seed)
+    return np.random.Generator(_with_state(values["state"], seed, decoder))
+
+
+def _with_state(state: Any, seed: Any, decoder: Decoder) -> Any:
+    name = decoder.expect(state, dict)["bit_generator"]
+    generator = _BIT_GENERATORS[name](0 if seed is None else seed)
+    if name in _POSITIONS:
+        part, key, most = _POSITIONS[name]
+        if not 0 <= decoder.expect((state[part] if part else state)[key], int) <= most:
+            raise decoder.fail("the position in a random state is outside it", expected=f"0 to {most}")
+    generator.state = state
+    if not _same(generator.state, {key: state[key] for key in generator.state}):
+        raise decoder.fail(f"this is no state of {name}")
+    return generator
+
+
+def _same(a: Any, b: Any) -> bool:
+    if isinstance(a, dict):
+        return type(b) is dict and a.keys() == b.keys() and all(_same(a[key], b[key]) for key in a)
+    if isinstance(a, np.ndarray):
+        return type(b) is np.ndarray and a.dtype == b.dtype and np.array_equal(a, b)
+    return type(a) is type(b) and bool(a == b)
+
+
+def _random_state(tree: Tree, decoder: Decoder) -> np.random.RandomState:
+    decoder.fields(tree, "state")
+    state = decoder.named(tree)["state"]
+    own = {key: value for key, value in state.items() if key not in ("has_gauss", "gauss")}
+    generator = np.random.RandomState(_with_state(own, None, decoder))
+    generator.set_state(state)
+    return generator
+
+
+# torch.
+
+
+def _torch_dtype(tree: Tree, decoder: Decoder) -> torch.dtype:
+    dtype = vars(torch).get(decoder.expect(tree, str))
+    if type(dtype) is not torch.dtype:
+        raise decoder.fail("torch has no such dtype", found=tree[:80], remedy="a newer torch may have it")
+    return dtype
+
+
+def _parameter(tree: Tree, decoder: Decoder) -> torch.Tensor:
+    data, requires_grad = decoder.fields(tree, "data", "requires_grad")
+    return decoder.tensor(data, True, decoder.expect(requires_grad, bool))
+
+
+def _uninitialised(tree: Tree, decoder: Decoder, cls: Any) -> torch.Tensor:
+    dtype_tree, requires_grad = decoder.fields(tree, "dtype", "requires_grad")
+    dtype = decoder.expect(decoder.value(dtype_tree), torch.dtype)
+    with torch.inference_mode(False):  # otherwise it could never be trained
+        tensor: torch.Tensor = cls(decoder.expect(requires_grad, bool), "cpu", dtype)
+    return tensor
+
+
+def another_uninitialised(tensor: torch.Tensor) -> torch.Tensor:
+    """A new parameter or buffer without a shape, with the properties of this one. (torch cannot copy such a buffer.)"""
+    cls: Any = type(tensor)
+    other: torch.Tensor = cls(tensor.requires_grad, tensor.device, tensor.dtype)
+    return other
+
+
+def _encode_size(value: torch.Size, encoder: Encoder) -> Tree:
+    check_bits(encoder.fail, MAX_SIZE_BITS, *value)
+    return list(value)
+
+
+def _size(tree: Tree, decoder: Decoder) -> torch.Size:
+    sizes = [decoder.expect(size, int) for size in decoder.expect(tree, list)]
+    check_bits(decoder.fail, MAX_SIZE_BITS, *sizes)
+    return torch.Size(sizes)
+
+
+def _torch_generator(tree: Tree, decoder: Decoder) -> torch.Generator:
+    device, state = decoder.fields(tree, "device", "state")
+    where = decoder.expect(device, str)
+
+    def make(stored: torch.Tensor) -> torch.Generator:
+        generator = torch.Generator(where)
+        generator.set_state(own_copy(stored))
+        return generator
+
+    return decoder.object_of(state, (torch.Generator, where), make)  # type: ignore[no-any-return]
+
+
+# Enums, dataclasses and namedtuples.
+
+
+def _attribute(cls: type, name: str) -> Any:
+    """The attribute of a class or its bases, without running a descriptor or a metaclass; None if there is none."""
+    return next((vars(base)[name] for base in _mro(cls) if name in vars(base)), None)
+
+
+def _mro(cls: type) -> tuple[type, ...]:
+    mro: tuple[type, ...] = type.__dict__["__mro__"].__get__(cls)
+    return mro
+
+
+def find(text: str) -> type | None:
+    """The class named `module:qualname`, if its module has been imported and contains it."""
+    module_name, _, qualname = text.partition(":")
+    module = sys.modules.get(module_name)
+    if not isinstance(module, ModuleType):
+        return None
+    names = object.__getattribute__(module, "__dict__")
+    value: object = None
+    for part in qualname.split("."):
+        value = names.get(part)
+        if not issubclass(type(value), type):
+            return None
+        names = vars(value)
+    return value if isinstance(value, type) else None
+
+
+def _is_enum(cls: type) -> bool:
+    return issubclass(cls, Enum)
+
+
+def _is_namedtuple(cls: type) -> bool:
+    fields = _attribute(cls, "_fields")
+    return tuple in _mro(cls) and type(fields) is tuple and all(type(name) is str for name in fields)
+
+
+def _is_dataclass(cls: type) -> bool:
+    return type(_attribute(cls, "__dataclass_fields__")) is dict and not _is_enum(cls)
+
+
+def _class_text(value: Any, encoder: Encoder) -> str:
+    cls = type(value)
+    text = f"{cls.__module__}:{cls.__qualname__}"
+    if find(text) is not cls:
+        raise encoder.fail(
+            "a class that cannot be found by its name, as one that is defined in a function",
+            found=text,
+            remedy="define it at the top of a module; " + REGISTER,
+        )
+    _check_class(cls, encoder)
+    return text
+
+
+def _class(tree: Tree, decoder: Decoder, what: str, applies: Callable[[type], bool]) -> type:
+    text = decoder.expect(tree, str)
+    cls = find(text)
+    if cls is None:
+        raise UnknownClassError(
+            f"the class {text[:200]!r} is not there",
+            where=decoder.place,
+            remedy=f"import {text.partition(':')[0][:200]!r} first: decoding imports nothing by itself",
+        )
+    if not applies(cls):
+        raise UnknownClassError(f"a class that is no {what}", where=decoder.place, expected=what, found=text[:200])
+    _check_class(cls, decoder)
+    return cls
+
+
+def _check_class(cls: type, walk: Walk) -> None:
+    """Refuses a class with `__del__`, and counts a class with its own `__hash__`: both would run without a call."""
+    if _attribute(cls, "__del__") is not None:
+        raise walk.fail("a class with a __del__, which would run", found=cls.__qualname__, remedy=REGISTER)
+    for name in ("__hash__", "__eq__"):
+        method = _attribute(cls, name)
+        code = getattr(method, "__code__", None)
+        # Code of Python itself, and code that `dataclasses` has generated, may run.
+        is_generated = code is not None and code.co_filename == "<string>" and _is_dataclass(cls)
+        if code is not None and not is_generated and method is not vars(Enum).get(name):
+            walk.own_hashes += 1
+
+
+def _encode_enum(value: Any, encoder: Encoder) -> Tree:
+    text = _class_text(value, encoder)
+    if vars(type(value))["_member_map_"].get(value._name_) is not value:
+        raise encoder.fail("an Enum member that its class does not have", found=text, remedy=REGISTER)
+    return {"class": text, "name": value._name_}
+
+
+def _enum(tree: Tree, decoder: Decoder) -> Any:
+    text, name = decoder.fields(tree, "class", "name")
+    members = vars(_class(text, decoder, "Enum", _is_enum))["_member_map_"]
+    if name not in members:
+        raise UnknownClassError(
+            "the Enum has no such member", where=decoder.place, expected=", ".join(members), found=name
+        )
+    return members[name]
+
+
+def _encode_namedtuple(value: Any, encoder: Encoder) -> Tree:
+    text = _class_text(value, encoder)
+    names = _attribute(type(value), "_fields")
+    if getattr(value, "__dict__", None) or len(names) != len(value):
+        raise encoder.fail("a namedtuple with more than its fields", found=text, remedy=REGISTER)
+    return {"class": text, "fields": encoder.named(dict(zip(names, value, strict=True)))}
+
+
+def _namedtuple(tree: Tree, decoder: Decoder) -> Any:
+    text, fields = decoder.fields(tree, "class", "fields")
+    cls: Any = _class(text, decoder, "namedtuple", _is_namedtuple)
+    values = decoder.named(fields)
+    names = _attribute(cls, "_fields")
+    _check_fields(names, values, text, decoder)
+    return tuple.__new__(cls, [values[name] for name in names])
+
+
+def _slots(cls: type) -> dict[str, Any]:
+    """The slots of a class by name."""
+    slots: dict[str, Any] = {}
+    for base in reversed(_mro(cls)):
+        slots |= {name: slot for name, slot in vars(base).items() if type(slot) is MemberDescriptorType}
+    return slots
+
+
+def _encode_dataclass(value: Any, encoder: Encoder) -> Tree:
+    cls = type(value)
+    text = _class_text(value, encoder)
+    slots = _slots(cls)
+    state = {name: getattr(value, name) for name in slots if hasattr(value, name)} | getattr(value, "__dict__", {})
+    names = [field.name for field in dataclasses.fields(cls)]
+    for name in names:
+        if name not in slots and hasattr(type(_attribute(cls, name)), "__set__"):
+            raise encoder.fail(f"a dataclass whose field {name!r} is a property", found=text, remedy=REGISTER)
+        if not hasattr(value, name):
+            raise encoder.fail(f"a dataclass whose field {name!r} has not been set", found=text, remedy=REGISTER)
+    try:
+        object.__new__(cls)
+    except TypeError as error:
+        raise encoder.fail("a dataclass that cannot be made empty", found=error, remedy=REGISTER) from error
+    fields = {name: state.pop(name) if name in state else getattr(value, name) for name in names}
+    tree = {"class": text, "fields": encoder.named(fields)}
+    return {**tree, "attributes": encoder.named(state)} if state else tree
+
+
+def _dataclass(tree: Tree, decoder: Decoder) -> Any:
+    extra = ("attributes",) if "attributes" in decoder.expect(tree, dict) else ()
+    text, fields, *attributes = decoder.fields(tree, "class", "fields", *extra)
+    cls = _class(text, decoder, "dataclass", _is_dataclass)
+    values = decoder.named(fields)
+    _check_fields([field.name for field in dataclasses.fields(cls)], values, text, decoder)
+    for more in attributes:
+        values |= decoder.named(more)
+    value: Any = object.__new__(cls)
+    slots = _slots(cls)
+    for name, content in values.items():
+        if name in slots:
+            slots[name].__set__(value, content)
+        elif name.startswith("__"):
+            raise decoder.fail("an attribute that is not for values", found=name[:80])
+        else:
+            object.__getattribute__(value, "__dict__")[name] = content
+    return value
+
+
+def _check_fields(names: Any, values: dict[str, Any], text: str, decoder: Decoder) -> None:
+    missing = [name for name in names if name not in values]
+    unknown = [name for name in values if name not in names]
+    if missing or unknown:
+        raise UnknownClassError(
+            f"the fields of {text} are not those that were saved: "
+            f"{len(missing)} missing, {len(unknown)} that the class does not have",
+            where=decoder.place,
+            expected=", ".join(names),
+            found=", ".join(values)[:500],
+            remedy="use the class as it was when the file was written, or write the file again; "
+            "ms.register_codec gives a class an encoding that can change with it",
+        )
+
+
+# The kinds.
+
+
+def _never(value: Any, encoder: Encoder) -> Tree:
+    raise AssertionError("the encoder itself encodes values of this type")
+
+
+KINDS: dict[type, Kind] = {
+    str: Kind("str", _never, lambda tree, decoder: _bytes(tree, decoder).decode("utf-8", "surrogatepass")),
+    int: Kind("int", _never, _int),
+    float: Kind(
+        "float", _never, lambda tree, decoder: struct.unpack(">d", bytes.fromhex(decoder.expect(tree, str)))[0]
+    ),
+    complex: Kind("complex", lambda value, encoder: encoder.children([value.real, value.imag]), _complex),
+    bytes: Kind("bytes", lambda value, encoder: base64.b64encode(value).decode(), _bytes),
+    tuple: Kind(
+        "tuple", lambda value, encoder: encoder.children(value), lambda tree, decoder: tuple(decoder.children(tree))
+    ),
+    set: Kind("set", _encode_set, _set),
+    frozenset: Kind("frozenset", _encode_set, lambda tree, decoder: frozenset(_set(tree, decoder))),
+    dict: Kind("dict", lambda value, encoder: encoder.pairs(value), lambda tree, decoder: decoder.pairs(tree, {})),
+    OrderedDict: Kind("OrderedDict", _encode_ordered, _ordered),
+    defaultdict: Kind("defaultdict", _encode_default, _default),
+    Counter: Kind(
+        "Counter", lambda value, encoder: encoder.pairs(value), lambda tree, decoder: decoder.pairs(tree, Counter())
+    ),
+    deque: Kind("deque", lambda value, encoder: {"maxlen": value.maxlen, "items": encoder.children(value)}, _deque),
+    datetime: Kind("datetime", _encode_datetime, _datetime),
+    date: Kind(
+        "date",
+        lambda value, encoder: value.isoformat(),
+        lambda tree, decoder: date.fromisoformat(decoder.expect(tree, str)),
+    ),
+    timedelta: Kind("timedelta", lambda value, encoder: [value.days, value.seconds, value.microseconds], _timedelta),
+    timezone: Kind(
+        "timezone",
+        lambda value, encoder: encoder.children(value.__getinitargs__()),
+        lambda tree, decoder: timezone(*decoder.children(tree)),
+    ),
+    type(Path()): Kind(
+        "Path",
+        lambda value, encoder: encoder.value(str(value)),
+        lambda tree, decoder: Path(decoder.expect(decoder.value(tree), str)),
+    ),
+    np.ndarray: Kind("numpy.array", _encode_array, _array),
+    np.str_: Kind(  # `str` of it drops trailing zeros
+        "numpy.str",
+        lambda value, encoder: encoder.value("".join(value)),
+        lambda tree, decoder: np.str_(decoder.expect(decoder.value(tree), str)),
+    ),
+    np.random.Generator: Kind("numpy.random.Generator", _encode_generator, _generator),
+    np.random.RandomState: Kind(
+        "numpy.random.RandomState",
+        lambda value, encoder: encoder.named({"state": value.get_state(legacy=False)}),
+        _random_state,
+    ),
+    torch.Tensor: Kind(
+        "requires_grad",
+        lambda value, encoder: encoder.tensor(value),
+        lambda tree, decoder: decoder.tensor(tree, False, True),
+    ),
+    nn.Parameter: Kind(
+        "Parameter",
+        lambda value, encoder: {"data": encoder.tensor(value), "requires_grad": value.requires_grad},
+        _parameter,
+    ),
+    **{
+        cls: Kind(
+            cls.__name__,
+            lambda value, encoder: encoder.named({"dtype": value.dtype, "requires_grad": value.requires_grad}),
+            partial(_uninitialised, cls=cls),
+        )
+        for cls in (nn.UninitializedParameter, nn.UninitializedBuffer)
+    },
+    torch.Size: Kind("torch.Size", _encode_size, _size),
+    torch.dtype: Kind("torch.dtype", lambda value, encoder: str(value).removeprefix("torch."), _torch_dtype),
+    torch.device: Kind(
+        "torch.device", lambda value, encoder: str(value), lambda tree, decoder: torch.device(decoder.expect(tree, str))
+    ),
+    torch.Generator: Kind(
+        "torch.Generator",
+        lambda value, encoder: {"device": str(value.device), "state": encoder.state_of(value, value.get_state)},
+        _torch_generator,
+    ),
+}
+"""By exact class."""
+
+RULES: tuple[tuple[Callable[[type], bool], Kind], ...] = (
+    (lambda cls: issubclass(cls, np.number | np.bool_), Kind("numpy.scalar", _encode_scalar, _scalar)),
+    (lambda cls: issubclass(cls, np.dtype), Kind("numpy.dtype", _encode_dtype, _dtype)),
+    (_is_enum, Kind("enum", _encode_enum, _enum)),
+    (_is_namedtuple, Kind("namedtuple", _encode_namedtuple, _namedtuple)),
+    (_is_dataclass, Kind("dataclass", _encode_dataclass, _dataclass)),
+)
+"""For the classes that `KINDS` does not list."""
