@@ -17,6 +17,8 @@ if TYPE_CHECKING:
     from modelstate import suggestion as suggestion
     from modelstate import transaction as transaction
     from modelstate.checkpoint.checkpoint import Checkpoint as Checkpoint
+    from modelstate.checkpoint.inspect import inspect as inspect
+    from modelstate.checkpoint.inspect import verify as verify
     from modelstate.checkpoint.open import open as open
     from modelstate.checkpoint.write import SaveReport as SaveReport
     from modelstate.codec.codec import register_codec as register_codec
@@ -77,6 +79,7 @@ else:
             "extra_state": "modelstate.objects.extra_state",
             "follow": "modelstate.serve.follow",
             "identity": "modelstate.transaction.references",
+            "inspect": "modelstate.checkpoint.inspect",
             "load": "modelstate.loading.load",
             "load_optimizer_state": "modelstate.objects.optimizer_state",
             "load_state_dict": "modelstate.loading.load_state_dict",
@@ -100,6 +103,7 @@ else:
             "suggestion": "modelstate.suggestion",
             "swap_tensors": "modelstate.transaction.swap_tensors",
             "transaction": "modelstate.transaction",
+            "verify": "modelstate.checkpoint.inspect",
         },
     )
 
@@ -125,6 +129,7 @@ __all__ = [
     "extra_state",
     "follow",
     "identity",
+    "inspect",
     "load",
     "load_optimizer_state",
     "load_state_dict",
@@ -144,4 +149,5 @@ __all__ = [
     "store",
     "suggest",
     "swap_tensors",
+    "verify",
 ]

@@ -70,7 +70,7 @@ def test_a_name_that_is_not_there(checkpoint: Checkpoint, ask: Callable[[Checkpo
 def test_what_it_says_of_itself(checkpoint: Checkpoint, path: str) -> None:
     assert (checkpoint.source, checkpoint.files, checkpoint.key) == (path, (path,), "")
     assert checkpoint.format == "torch zip"
-    assert checkpoint.stamps[path].nbytes == os.path.getsize(path)
+    assert checkpoint.fingerprints[path].nbytes == os.path.getsize(path)
     assert repr(checkpoint) == f"<Checkpoint {path!r}: 9 tensors, {checkpoint.nbytes} bytes, torch zip>"
     assert f"{path!r}, key='config'" in repr(open_checkpoint(path, key="config"))
 
@@ -357,6 +357,22 @@ def test_map_says_how_a_tensor_is_given(tmp_path: Path) -> None:
     assert not is_mapped(map=False)
     with pytest.raises(errors.OptionError, match="map="):
         open_checkpoint(path).tensor("weight", map="yes")  # type: ignore[arg-type]
+
+
+def test_a_changed_mode_decides_anew_whether_a_file_is_mapped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("modelstate.checkpoint.mapped.hold", lambda *_: "a file system without leases")
+    path = tmp_path / "x.safetensors"
+    save_file({"weight": torch.ones(4)}, path)
+    path.chmod(0o444)
+    checkpoint = open_checkpoint(path)
+    assert _shows(path, checkpoint.tensor("weight"))
+    path.chmod(0o644)
+    in_memory = checkpoint.tensor("weight")
+    assert not _shows(path, in_memory)
+    path.chmod(0o444)
+    assert checkpoint.tensor("weight").data_ptr() == in_memory.data_ptr()
+    del in_memory
+    assert _shows(path, checkpoint.tensor("weight"))
 
 
 def _shows(path: Path, tensor: torch.Tensor) -> bool:

@@ -8,7 +8,6 @@ import torch
 from safetensors.torch import save_file
 
 import modelstate as ms
-from modelstate.checkpoint.inspect import inspect_json, inspect_text
 
 
 @pytest.fixture
@@ -30,7 +29,7 @@ def training() -> dict[str, Any]:
 
 
 def test_text_of_a_training_checkpoint(training: dict[str, Any]) -> None:
-    text = inspect_text(ms.open(training))
+    text = str(ms.inspect(training))
     lines = text.splitlines()
     assert "28 tensors" in lines[1]
     assert "285 elements" in lines[1]
@@ -45,8 +44,24 @@ def test_text_of_a_training_checkpoint(training: dict[str, Any]) -> None:
     assert not [line for line in lines if line != line.rstrip()]
 
 
+def test_a_description_is_a_value(training: dict[str, Any]) -> None:
+    inspection = ms.inspect(training)
+    assert (len(inspection.tensors), inspection.elements, inspection.bytes) == (28, 285, 284 * 4 + 8)
+    assert inspection.aliases == (("model.embed.weight", "model.head.weight"),)
+    assert inspection.dtypes == {torch.float32: 27, torch.int64: 1}
+    assert {entry.path: entry.kind for entry in inspection.values}["step"] == "int"
+    assert "28 tensors" in repr(inspection)
+
+
+def test_a_description_names_what_was_left_out(tmp_path: Path) -> None:
+    torch.save({"w": torch.ones(2), "model": torch.nn.Linear(2, 2), "other": Broken()}, tmp_path / "x.pt")
+    inspection = ms.inspect(tmp_path / "x.pt", skip_forbidden=True)
+    assert inspection.left_out == (f"{__name__}.Broken",)
+    assert json.loads(inspection.to_json())["left_out"] == [f"{__name__}.Broken"]
+
+
 def test_text_of_a_part(training: dict[str, Any]) -> None:
-    text = inspect_text(ms.open(training, key="model"))
+    text = str(ms.inspect(training, key="model"))
     assert "key 'model'" in text
     assert "optimizer" not in text
     assert "  embed.weight = head.weight" in text.splitlines()
@@ -57,7 +72,7 @@ def test_the_state_of_an_optimizer_takes_few_lines() -> None:
         return {"step": step, "exp_avg": torch.zeros(4)}
 
     steps = {140178894849152 + 72 * i: state(7) for i in range(20)} | {140178894999999: state(8)}
-    lines = inspect_text(ms.open({"state": steps})).splitlines()
+    lines = str(ms.inspect({"state": steps})).splitlines()
     assert any(line.split() == ["state.140178894849152.step", "…", "(20", "×)", "int", "7"] for line in lines)
     assert any(line.split() == ["state.140178894999999.step", "int", "8"] for line in lines)
     assert any(line.split() == ["state.140178894849152", "…", "(21", "×)", "336", "B"] for line in lines)
@@ -65,11 +80,11 @@ def test_the_state_of_an_optimizer_takes_few_lines() -> None:
 
 
 def test_text_of_an_empty_checkpoint() -> None:
-    assert "0 tensors, 0 elements, 0 B" in inspect_text(ms.open({}))
+    assert "0 tensors, 0 elements, 0 B" in str(ms.inspect({}))
 
 
 def test_json_is_json_and_complete(training: dict[str, Any]) -> None:
-    found = json.loads(inspect_json(ms.open(training)), parse_constant=pytest.fail)
+    found = json.loads(ms.inspect(training).to_json(), parse_constant=pytest.fail)
     assert found["totals"] == {
         "tensors": 28,
         "elements": 285,
@@ -86,7 +101,7 @@ def test_json_says_where_the_bytes_are(tmp_path: Path) -> None:
     path = tmp_path / "model.safetensors"
     value = torch.arange(6, dtype=torch.int32).reshape(2, 3)
     save_file({"a": value}, path, metadata={"format": "pt"})
-    found = json.loads(inspect_json(ms.open(path)))
+    found = json.loads(ms.inspect(path).to_json())
     (tensor,) = found["tensors"]
     assert found["metadata"] == {"format": "pt"}
     assert (tensor["shape"], tensor["dtype"], tensor["bytes"]) == ([2, 3], "int32", 24)
@@ -97,7 +112,7 @@ def test_json_says_where_the_bytes_are(tmp_path: Path) -> None:
 def test_json_of_a_strided_view(tmp_path: Path) -> None:
     path = tmp_path / "view.pt"
     torch.save({"t": torch.zeros(3, 2).t()}, path)
-    (tensor,) = json.loads(inspect_json(ms.open(path)))["tensors"]
+    (tensor,) = json.loads(ms.inspect(path).to_json())["tensors"]
     assert tensor["stride"] == [1, 2]
 
 
@@ -105,10 +120,10 @@ def test_values_that_were_encoded(tmp_path: Path) -> None:
     state = {"a": torch.ones(2), "x._extra_state": {"step": (1, torch.ones(3))}, "y._extra_state": 3}
     path = tmp_path / "saved.safetensors"
     ms.save(state, path)
-    text = inspect_text(ms.open(path))
+    text = str(ms.inspect(path))
     assert "x._extra_state  dict  {'step': [1, 'tensor([3], float32)']}" in text
     assert "_modelstate_extra" not in text
-    assert json.loads(inspect_json(ms.open(path)))["extra"]["y._extra_state"] == 3
+    assert json.loads(ms.inspect(path).to_json())["extra"]["y._extra_state"] == 3
 
 
 def test_a_value_that_cannot_be_decoded_hides_no_other(tmp_path: Path) -> None:
@@ -118,10 +133,10 @@ def test_a_value_that_cannot_be_decoded_hides_no_other(tmp_path: Path) -> None:
     }
     path = tmp_path / "saved.safetensors"
     save_file({"a": torch.ones(2)}, path, metadata={"modelstate": json.dumps(manifest)})
-    lines = [line.split(maxsplit=2) for line in inspect_text(ms.open(path)).splitlines()]
+    lines = [line.split(maxsplit=2) for line in str(ms.inspect(path)).splitlines()]
     assert ["x._extra_state", "?", "not decoded: nothing is registered under 'gone'"] in lines
     assert ["y._extra_state", "int", "3"] in lines
-    assert "not decoded" in json.loads(inspect_json(ms.open(path)))["extra"]["x._extra_state"]
+    assert "not decoded" in json.loads(ms.inspect(path).to_json())["extra"]["x._extra_state"]
 
 
 class Broken:
@@ -134,7 +149,8 @@ class Broken:
 
 def test_a_value_whose_repr_raises() -> None:
     checkpoint = ms.open({"w": torch.ones(2), "a": Broken(), "b": [{Broken()}]})
-    for text in (inspect_text(checkpoint), inspect_json(checkpoint)):
+    inspection = ms.inspect(checkpoint)
+    for text in (str(inspection), inspection.to_json()):
         assert "Broken, whose repr raises RuntimeError" in text
     with pytest.raises(ms.errors.SourceTypeError, match="RuntimeError"):
         ms.open({"w": torch.ones(2), "b": {Broken(): torch.ones(2)}})

@@ -1,5 +1,6 @@
 """Checksums: a sound file is verified, and damage is named."""
 
+import json
 import os
 from pathlib import Path
 from typing import Any
@@ -8,6 +9,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+import modelstate as ms
 from modelstate.checkpoint import checkpoint as verify_module
 from modelstate.checkpoint.checkpoint import Checkpoint
 from modelstate.checkpoint.open import open as open_checkpoint
@@ -78,6 +80,16 @@ def test_checksums_of_several_chunks(path: str, checkpoint: Checkpoint, monkeypa
     assert checkpoint.verify() == verified
     with pytest.raises(ChecksumError, match=r"found: optimizer\.state\.0\.exp_avg"):
         damage(path, checkpoint, "optimizer.state.0.exp_avg").verify()
+
+
+def test_verify_describes_what_it_compared(path: str, checkpoint: Checkpoint) -> None:
+    result = ms.verify(path, key="optimizer")
+    assert (result.source, result.tensors, result.bytes, result.algorithms) == (path, 1, 48, ("crc32",))
+    assert str(result).startswith(f"{path}: 1 tensor, 48 B are what their crc32 digests say, ")
+    assert json.loads(result.to_json())["bytes"] == 48
+    damage(path, checkpoint, "model_state.0.weight")
+    with pytest.raises(ChecksumError, match=r"found: model_state\.0\.weight"):
+        ms.verify(path)
 
 
 @pytest.mark.parametrize("kind", ["safetensors", "mapping"])

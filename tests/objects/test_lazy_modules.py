@@ -14,7 +14,6 @@ from torch.nn.parameter import is_lazy
 
 import modelstate as ms
 from modelstate import problems
-from modelstate.checkpoint.inspect import inspect_json, inspect_text
 from tests.store.common import program
 
 
@@ -191,8 +190,8 @@ def test_files_are_copied_and_shown(tmp_path: Path) -> None:
     ms.save(partly(), one)
     ms.save(ms.open(one), two)
     assert list(ms.open(two).extra) == LAZY
-    assert "UninitializedParameter  without a shape yet, float32" in inspect_text(ms.open(two))
-    assert len(json.loads(inspect_json(ms.open(two)))["extra"]) == 6
+    assert "UninitializedParameter  without a shape yet, float32" in str(ms.inspect(two))
+    assert len(json.loads(ms.inspect(two).to_json())["extra"]) == 6
 
 
 def test_checkpoints_are_combined() -> None:

@@ -65,12 +65,12 @@ class Checkpoint(Mapping[str, TensorSpec]):
         *,
         source: str,
         key: str | None = None,
-        stamps: Mapping[str, FileFingerprint] | None = None,
+        fingerprints: Mapping[str, FileFingerprint] | None = None,
     ) -> None:
         self._contents = contents
         self._source = source
-        self._stamps = current_fingerprints(contents.files) if stamps is None else stamps
-        self._maps = Maps(self._stamps)
+        self._fingerprints = current_fingerprints(contents.files) if fingerprints is None else fingerprints
+        self._maps = Maps(self._fingerprints)
         flat = flatten(contents.tree, source)
         self._set(flat, key or "")
 
@@ -148,9 +148,9 @@ class Checkpoint(Mapping[str, TensorSpec]):
         return self._contents.files
 
     @property
-    def stamps(self) -> Mapping[str, FileFingerprint]:
+    def fingerprints(self) -> Mapping[str, FileFingerprint]:
         """The fingerprint of each file when its header was read. A file that has changed since is not read."""
-        return self._stamps
+        return self._fingerprints
 
     @property
     def checksums(self) -> Mapping[ByteRange, Checksum]:
@@ -294,8 +294,8 @@ class Checkpoint(Mapping[str, TensorSpec]):
     def select(self, key: str) -> "Checkpoint":
         """The part under a dotted path, with names relative to it. Raises `KeyNotFoundError`."""
         part = object.__new__(Checkpoint)
-        part._contents, part._source, part._stamps = self._contents, self._source, self._stamps
-        part._maps = self._maps
+        part._contents, part._source = self._contents, self._source
+        part._fingerprints, part._maps = self._fingerprints, self._maps
         part._set(_below(self._flat, key, self._source) if key else self._flat, "")
         part._key = f"{self._key}.{key}" if self._key and key else self._key or key
         return part
@@ -399,15 +399,15 @@ class Checkpoint(Mapping[str, TensorSpec]):
 
     def read_all(self, requests: list[Request], on_read: Callable[[int], None] | None = None, **options: Any) -> None:
         """Reads many ranges of the checkpoint's files at once. See `modelstate.io.engine.read_ranges`."""
-        read_ranges(requests, fingerprints=self._stamps, on_read=on_read, **options)
+        read_ranges(requests, fingerprints=self._fingerprints, on_read=on_read, **options)
 
     def stream(self, wanted: Sequence[Wanted], consume: Consume, **options: Any) -> None:
         """Reads ranges of the checkpoint's files in blocks. See `modelstate.io.stream.stream`."""
-        stream(wanted, consume, fingerprints=self._stamps, **options)
+        stream(wanted, consume, fingerprints=self._fingerprints, **options)
 
     def read_ahead(self, ranges: Iterable[ByteRange]) -> int:
         """Starts to read ranges that are not in the page cache, without waiting. Returns the number of these bytes."""
-        return read_ahead(ranges, self._stamps)
+        return read_ahead(ranges, self._fingerprints)
 
     def verify(self, on_read: Callable[[int], None] | None = None) -> int:
         """Reads the storage of every tensor and compares it with the checksum in the file.
@@ -429,11 +429,11 @@ class Checkpoint(Mapping[str, TensorSpec]):
 
     def maps(self) -> Maps:
         """New maps of the files, which share memory with no other maps."""
-        return Maps(self._stamps)
+        return Maps(self._fingerprints)
 
     def close(self) -> None:
         """Drops the maps. Tensors that were mapped stay valid."""
-        self._maps = Maps(self._stamps)
+        self._maps = Maps(self._fingerprints)
 
     def __enter__(self) -> "Checkpoint":
         return self
@@ -593,7 +593,7 @@ def verify(checkpoint: Checkpoint, on_read: Callable[[int], None] | None = None)
                 if on_read:
                     on_read(storage.nbytes)
 
-    with open_files((storage.path for storage in names_of), checkpoint.stamps) as descriptors:
+    with open_files((storage.path for storage in names_of), checkpoint.fingerprints) as descriptors:
         parallel_for(work, min(read_threads(), len(names_of)))
     damaged = [
         name for storage, names in names_of.items() if computed[storage] != expected[storage].value for name in names

@@ -67,7 +67,7 @@ def combine(sources: Sequence[Checkpoint], how: object) -> Checkpoint:
         checksums={extent: checksum for source in sources for extent, checksum in source.checksums.items()},
         is_sealed=all(source.contents.is_sealed for source in sources),
     )
-    return Checkpoint(contents, source=where(sources), stamps=_stamps(sources))
+    return Checkpoint(contents, source=where(sources), fingerprints=_fingerprints(sources))
 
 
 def where(sources: Sequence[Checkpoint]) -> str:
@@ -311,14 +311,14 @@ def _node(merged: Merged, path: str) -> dict[str, Any]:
     return node
 
 
-def _stamps(sources: Sequence[Checkpoint]) -> dict[str, FileFingerprint]:
-    stamps: dict[str, FileFingerprint] = {}
+def _fingerprints(sources: Sequence[Checkpoint]) -> dict[str, FileFingerprint]:
+    fingerprints: dict[str, FileFingerprint] = {}
     for source in sources:
-        for path, stamp in source.stamps.items():
-            if stamps.setdefault(path, stamp) != stamp:
+        for path, fingerprint in source.fingerprints.items():
+            if fingerprints.setdefault(path, fingerprint) != fingerprint:
                 raise ReadFailedError(
                     "the file changed between the opening of two of the checkpoints",
                     where=path,
                     remedy="open them again, when nothing writes to it any more",
                 )
-    return stamps
+    return fingerprints

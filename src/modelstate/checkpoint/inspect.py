@@ -1,25 +1,358 @@
-"""Formats the names, shapes, sizes and values of a checkpoint as text and JSON, for `modelstate inspect`."""
+"""`modelstate.inspect` and `modelstate.verify`: what a checkpoint contains, and whether its bytes are undamaged."""
 
 import json
 import math
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from time import perf_counter
 
 import torch
 from torch.nn.parameter import is_lazy
 
 from modelstate.checkpoint.checkpoint import Checkpoint
+from modelstate.checkpoint.open import Source
+from modelstate.checkpoint.open import open as open_checkpoint
 from modelstate.errors import CodecError
 from modelstate.formats.pickled import Refused
 from modelstate.formats.tree import is_container, items_of
 from modelstate.spec import StoredTensor, TensorSpec
-from modelstate.text_format import columns, count, printable, shorten, size
+from modelstate.text_format import columns, count, printable, seconds, shorten, size
+
+_VALUE_WIDTH = 72
+_MAX_GROUPS = 20
+
+
+@dataclass(frozen=True, slots=True)
+class Verification:
+    """A checkpoint whose tensors have the digests that its files state. Returned by `modelstate.verify`."""
+
+    source: str
+    """The path, as it was passed to `modelstate.verify`."""
+    format: str
+    tensors: int
+    """The number of tensor names; tied tensors count once for each name."""
+    bytes: int
+    """Bytes that were read and compared."""
+    algorithms: tuple[str, ...]
+    """The kinds of digests: "crc32", "xxh3-128"."""
+    seconds: float
+    """The duration of the comparison."""
+
+    def __str__(self) -> str:
+        return (
+            f"{self.source}: {count(self.tensors, 'tensor')}, {size(self.bytes)} are what their "
+            f"{', '.join(self.algorithms)} digests say, {seconds(self.seconds)}"
+        )
+
+    def to_json(self) -> str:
+        """All fields as JSON."""
+        return json.dumps({name: getattr(self, name) for name in self.__slots__}, indent=2)
+
+
+def verify(
+    source: Source, *, key: str | None = None, allow: Sequence[object] = (), skip_forbidden: bool = False
+) -> Verification:
+    """Reads every tensor of a checkpoint, and compares its bytes with the digests in the files.
+
+    Files of `modelstate.save` and of `torch.save` have digests. Other safetensors files and mappings have none.
+
+    Args:
+        source: What `modelstate.open` accepts; usually a path.
+        key: The dotted path of the part that is verified, such as "model_state".
+        allow: Classes and functions that a pickle may use, as for `modelstate.open`.
+        skip_forbidden: Whether other classes and functions are left out, instead of raising.
+
+    Returns:
+        What was verified; prints as one line.
+
+    Raises:
+        ChecksumError: Tensors are damaged, and the error names them; or the files have no digests.
+        OpenError: The source cannot be opened.
+        ReadFailedError: A file cannot be read.
+
+    Example:
+        >>> import modelstate, torch
+        >>> _ = modelstate.save({"weight": torch.zeros(4)}, "weight.safetensors")
+        >>> modelstate.verify("weight.safetensors").bytes
+        16
+    """
+    with open_checkpoint(source, key=key, allow=allow, skip_forbidden=skip_forbidden) as checkpoint:
+        begin = perf_counter()
+        nbytes = checkpoint.verify()
+        algorithms = tuple(sorted({checksum.algorithm for checksum in checkpoint.checksums.values()}))
+        return Verification(
+            checkpoint.source, checkpoint.format, len(checkpoint), nbytes, algorithms, perf_counter() - begin
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class InspectedValue:
+    """A value of a checkpoint that is not a tensor."""
+
+    path: str
+    kind: str
+    """The name of its class; "?" where it cannot be decoded."""
+    value: object
+    """The value with JSON types. Anything that JSON cannot represent is text; a tensor is its shape and dtype."""
+
+
+@dataclass(frozen=True, slots=True, repr=False)
+class Inspection:
+    """The names, shapes, sizes and values of a checkpoint. Returned by `modelstate.inspect`.
+
+    `print` shows the tree of the names with shapes, dtypes and sizes, the tied tensors, and the other values.
+    """
+
+    source: str
+    """The path, as it was passed to `modelstate.inspect`."""
+    key: str
+    """The dotted path of the part; empty for the whole checkpoint."""
+    format: str
+    files: tuple[str, ...]
+    """The files that were read."""
+    metadata: Mapping[str, object]
+    """The metadata with JSON types: see `Checkpoint.metadata`."""
+    tensors: tuple[TensorSpec, ...]
+    """The tensors, in the order of the file."""
+    aliases: tuple[tuple[str, ...], ...]
+    """Groups of names whose tensors are the same bytes: tied tensors."""
+    values: tuple[InspectedValue, ...]
+    """The values that are not tensors."""
+    bytes: int
+    """Bytes of all tensors; the bytes that tied tensors share count once."""
+    left_out: tuple[str, ...]
+    """The classes and functions of which `skip_forbidden` has left out objects."""
+
+    @property
+    def elements(self) -> int:
+        """The number of elements of all tensors; tied tensors count once."""
+        repeated = {name for group in self.aliases for name in group[1:]}
+        return sum(math.prod(spec.shape) for spec in self.tensors if spec.name not in repeated)
+
+    @property
+    def dtypes(self) -> Mapping[torch.dtype, int]:
+        """The number of tensors of each dtype, the most frequent first."""
+        return dict(Counter(spec.dtype for spec in self.tensors).most_common())
+
+    def __repr__(self) -> str:
+        return f"<Inspection of {self.source!r}: {count(len(self.tensors), 'tensor')}, {size(self.bytes)}>"
+
+    def __str__(self) -> str:
+        parts = [_heading(self), _tree(self), _ties(self), _values(self), _metadata(self)]
+        return "\n\n".join(part for part in parts if part)
+
+    def to_json(self) -> str:
+        """All fields as JSON, with every tensor by itself."""
+        return json.dumps(
+            {
+                "source": self.source,
+                "key": self.key or None,
+                "format": self.format,
+                "files": list(self.files),
+                "metadata": self.metadata,
+                "tensors": [_tensor_json(spec) for spec in self.tensors],
+                "aliases": [list(group) for group in self.aliases],
+                "extra": {entry.path: entry.value for entry in self.values},
+                "left_out": list(self.left_out),
+                "totals": {
+                    "tensors": len(self.tensors),
+                    "elements": self.elements,
+                    "bytes": self.bytes,
+                    "dtypes": {_dtype(dtype): number for dtype, number in self.dtypes.items()},
+                },
+            },
+            indent=2,
+        )
+
+
+def inspect(
+    source: Source, *, key: str | None = None, allow: Sequence[object] = (), skip_forbidden: bool = False
+) -> Inspection:
+    """Describes the content of a checkpoint, without reading its tensors.
+
+    Args:
+        source: What `modelstate.open` accepts; usually a path.
+        key: The dotted path of the part that is described, such as "model_state".
+        allow: Classes and functions that a pickle may use, as for `modelstate.open`.
+        skip_forbidden: Whether other classes and functions are left out, instead of raising.
+
+    Returns:
+        The description; `print` shows it as a tree, and `to_json` returns it for other programs.
+
+    Raises:
+        OpenError: The source cannot be opened.
+        KeyNotFoundError: There is nothing under `key`.
+
+    Example:
+        >>> import modelstate, torch
+        >>> print(modelstate.inspect({"layer.weight": torch.zeros(2, 3)}))
+        mapping
+        mapping, 1 tensor, 6 elements, 24 B
+        dtypes: float32
+        <BLANKLINE>
+        name          shape   dtype    size
+        layer.weight  [2, 3]  float32  24 B
+    """
+    with open_checkpoint(source, allow=allow, skip_forbidden=skip_forbidden) as whole:
+        checkpoint = whole if key is None else whole.select(key)
+        return Inspection(
+            source=checkpoint.source,
+            key=checkpoint.key,
+            format=checkpoint.format,
+            files=checkpoint.files,
+            metadata={name: _plain(value) for name, value in checkpoint.metadata.items()},
+            tensors=tuple(checkpoint.values()),
+            aliases=checkpoint.aliases,
+            values=tuple(_inspected_value(checkpoint, path) for path in checkpoint.extra),
+            bytes=checkpoint.nbytes,
+            left_out=_left_out(checkpoint),
+        )
+
+
+def _inspected_value(checkpoint: Checkpoint, path: str) -> InspectedValue:
+    """A value whose class is not imported does not hide the others."""
+    try:
+        value = checkpoint.extra[path]
+    except CodecError as error:
+        return InspectedValue(path, "?", f"not decoded: {printable(error.what)}")
+    return InspectedValue(path, type(value).__name__, _plain(value))
+
+
+def _left_out(checkpoint: Checkpoint) -> tuple[str, ...]:
+    names: set[str] = set()
+    waiting = [checkpoint.contents.tree]
+    while waiting:
+        node = waiting.pop()
+        if isinstance(node, Refused):
+            names.add(node.name)
+        elif is_container(node):
+            waiting += [value for _, value in items_of(node)]
+    return tuple(sorted(names))
+
+
+# The text.
+
+
+def _heading(inspection: Inspection) -> str:
+    where = inspection.source + (f", key {inspection.key!r}" if inspection.key else "")
+    files = f", {count(len(inspection.files), 'file')}" if len(inspection.files) > 1 else ""
+    totals = [
+        inspection.format + files,
+        count(len(inspection.tensors), "tensor"),
+        count(inspection.elements, "element"),
+        size(inspection.bytes),
+    ]
+    dtypes = inspection.dtypes
+    named = ", ".join(_dtype(dtype) + (f" ({number:,})" if len(dtypes) > 1 else "") for dtype, number in dtypes.items())
+    return "\n".join([printable(where), ", ".join(totals), *([f"dtypes: {named}"] if named else [])])
+
+
+def _tree(inspection: Inspection) -> str:
+    if not inspection.tensors:
+        return ""
+    tied_to = {name: group[0] for group in inspection.aliases for name in group[1:]}
+    lines = [("name", "shape", "dtype", "size", "")]
+    for row in rows(build({spec.name: spec for spec in inspection.tensors}, frozenset(tied_to))):
+        label = "  " * row.depth + row.label
+        spec = row.spec
+        if spec is None:
+            lines.append((label, "", "", size(row.nbytes), ""))
+            continue
+        notes = [spec.kind] if spec.kind != "strided" else []
+        if spec.name in tied_to:
+            notes.append(f"= {tied_to[spec.name]}")
+        lines.append(
+            (label, str(list(spec.shape)), _dtype(spec.dtype), size(spec.nbytes * row.times), ", ".join(notes))
+        )
+    return columns(lines, right=(3,))
+
+
+def _ties(inspection: Inspection) -> str:
+    groups = inspection.aliases
+    if not groups:
+        return ""
+    lines = [f"tied ({count(len(groups), 'group')} of names that are the same bytes):"]
+    lines += ["  " + printable(shorten(" = ".join(group), 200)) for group in groups[:_MAX_GROUPS]]
+    if len(groups) > _MAX_GROUPS:
+        lines.append(f"  and {len(groups) - _MAX_GROUPS:,} more, which --json lists")
+    return "\n".join(lines)
+
+
+def _values(inspection: Inspection) -> str:
+    if not inspection.values:
+        return ""
+    similar: dict[tuple[str, str, str], list[str]] = {}
+    for entry in inspection.values:
+        pattern = ".".join("*" if _is_number(part) else part for part in entry.path.split("."))
+        is_text = isinstance(entry.value, str) and entry.kind != "str"
+        text = str(entry.value) if is_text else repr(entry.value)
+        similar.setdefault((pattern, entry.kind, shorten(text, _VALUE_WIDTH)), []).append(entry.path)
+    table = []
+    for (_, kind, text), paths in similar.items():
+        folded = [f"{paths[0]} … ({len(paths)} ×)"] if len(paths) > _MAX_RUNS else paths
+        table += [(f"  {path}", kind, text) for path in folded]
+    return f"values that are no tensors ({len(inspection.values):,}):\n{columns(table)}"
+
+
+def _metadata(inspection: Inspection) -> str:
+    metadata = dict(inspection.metadata)
+    versions = metadata.pop("versions", None)
+    lines = [(f"  {key}", shorten(str(value), _VALUE_WIDTH)) for key, value in metadata.items()]
+    if isinstance(versions, Mapping):
+        lines.append(("  versions", f"of {count(len(versions), 'module')} (torch's _metadata)"))
+    return f"metadata:\n{columns(lines)}" if lines else ""
+
+
+def _tensor_json(spec: TensorSpec) -> dict[str, object]:
+    entry: dict[str, object] = {
+        "name": spec.name,
+        "shape": list(spec.shape),
+        "dtype": _dtype(spec.dtype),
+        "bytes": spec.nbytes,
+        "kind": spec.kind,
+    }
+    if isinstance(spec.stored, StoredTensor) and not spec.stored.is_contiguous:
+        entry["stride"] = list(spec.stride)
+    if spec.location is not None:
+        entry |= {"file": spec.location.path, "offset": spec.location.start}
+    return entry
+
+
+def _dtype(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _plain(value: object) -> object:
+    """The value with JSON types; anything that JSON cannot represent becomes text."""
+    if value is None or isinstance(value, str | bool | int):
+        return value
+    if isinstance(value, float):
+        return value if math.isfinite(value) else str(value)
+    if isinstance(value, torch.Tensor):
+        if is_lazy(value):
+            return f"without a shape yet, {_dtype(value.dtype)}"
+        return f"tensor({list(value.shape)}, {_dtype(value.dtype)})"
+    if isinstance(value, Mapping):
+        return {key if isinstance(key, str) else _repr(key): _plain(item) for key, item in value.items()}
+    if isinstance(value, Sequence | set | frozenset) and not isinstance(value, bytes | bytearray | memoryview):
+        return [_plain(item) for item in value]
+    return shorten(_repr(value), 1000)
+
+
+def _repr(value: object) -> str:
+    """The repr of a value; where its class fails to return one, the class and the error."""
+    try:
+        return repr(value)
+    except Exception as error:
+        return f"<{type(value).__qualname__}, whose repr raises {type(error).__name__}>"
+
+
+# The tree of the names.
 
 _MAX_DEPTH = 60
 """The parts of a name that become levels of the tree; the rest of a longer name is one level."""
-MAX_RUNS = 8
+_MAX_RUNS = 8
 """The most runs of consecutive, similar children that are shown separately. Where there are more, all similar children
 are folded into one row: the state of an optimizer, whose numbers are those of parameters, or layers of two kinds."""
 
@@ -105,14 +438,14 @@ def _follow(group: list[Node]) -> tuple[str, list[Node]]:
 
 def _runs(node: Node) -> list[list[Node]]:
     """The children in groups: similar ones with consecutive numbers form one group. Numbers are in numeric order."""
-    numbered = sorted((int(name), child) for name, child in node.children.items() if is_number(name))
+    numbered = sorted((int(name), child) for name, child in node.children.items() if _is_number(name))
     groups: list[list[Node]] = []
     for name, child in node.children.items():
-        if not is_number(name):
+        if not _is_number(name):
             groups.append([child])
         elif numbered:
             runs = list(_numbered_runs(numbered))
-            groups += _similar(runs) if len(runs) > MAX_RUNS else runs
+            groups += _similar(runs) if len(runs) > _MAX_RUNS else runs
             numbered = []
     return groups
 
@@ -138,205 +471,6 @@ def _similar(runs: list[list[Node]]) -> list[list[Node]]:
     return list(groups.values())
 
 
-def is_number(name: str) -> bool:
+def _is_number(name: str) -> bool:
     """Whether a part of a name is a number, such as the index of a layer."""
     return name.isascii() and name.isdigit() and len(name) <= 18 and (name == "0" or name[0] != "0")
-
-
-_VALUE_WIDTH = 72
-_MAX_GROUPS = 20
-
-
-def inspect_text(checkpoint: Checkpoint) -> str:
-    """The tree of a checkpoint with shapes, dtypes and sizes, its tied tensors, and its other values, as text."""
-    parts = [_heading(checkpoint), _tree(checkpoint), _ties(checkpoint), _values(checkpoint), _metadata(checkpoint)]
-    return "\n\n".join(part for part in parts if part)
-
-
-def inspect_json(checkpoint: Checkpoint) -> str:
-    """The content of a checkpoint as JSON, with every tensor by itself."""
-    return json.dumps(
-        {
-            "source": checkpoint.source,
-            "key": checkpoint.key or None,
-            "format": checkpoint.format,
-            "files": list(checkpoint.files),
-            "metadata": _plain(checkpoint.metadata),
-            "tensors": [_tensor_json(spec) for spec in checkpoint.values()],
-            "aliases": [list(group) for group in checkpoint.aliases],
-            "extra": {path: _plain(value) for path, value in _extra(checkpoint)},
-            "totals": {
-                "tensors": len(checkpoint),
-                "elements": _elements(checkpoint),
-                "bytes": checkpoint.nbytes,
-                "dtypes": {_dtype(dtype): number for dtype, number in _dtypes(checkpoint).items()},
-            },
-        },
-        indent=2,
-    )
-
-
-def left_out(checkpoint: Checkpoint) -> list[str]:
-    """The classes of the objects that `skip_forbidden` has left out of a checkpoint."""
-    names: set[str] = set()
-    waiting = [checkpoint.contents.tree]
-    while waiting:
-        node = waiting.pop()
-        if isinstance(node, Refused):
-            names.add(node.name)
-        elif is_container(node):
-            waiting += [value for _, value in items_of(node)]
-    return sorted(names)
-
-
-def _heading(checkpoint: Checkpoint) -> str:
-    where = checkpoint.source + (f", key {checkpoint.key!r}" if checkpoint.key else "")
-    files = f", {count(len(checkpoint.files), 'file')}" if len(checkpoint.files) > 1 else ""
-    totals = [
-        checkpoint.format + files,
-        count(len(checkpoint), "tensor"),
-        count(_elements(checkpoint), "element"),
-        size(checkpoint.nbytes),
-    ]
-    dtypes = _dtypes(checkpoint)
-    named = ", ".join(_dtype(dtype) + (f" ({number:,})" if len(dtypes) > 1 else "") for dtype, number in dtypes.items())
-    return "\n".join([printable(where), ", ".join(totals), *([f"dtypes: {named}"] if named else [])])
-
-
-def _tree(checkpoint: Checkpoint) -> str:
-    if not checkpoint:
-        return ""
-    tied_to = {name: group[0] for group in checkpoint.aliases for name in group[1:]}
-    lines = [("name", "shape", "dtype", "size", "")]
-    for row in rows(build(checkpoint, frozenset(tied_to))):
-        label = "  " * row.depth + row.label
-        spec = row.spec
-        if spec is None:
-            lines.append((label, "", "", size(row.nbytes), ""))
-            continue
-        notes = [spec.kind] if spec.kind != "strided" else []
-        if spec.name in tied_to:
-            notes.append(f"= {tied_to[spec.name]}")
-        lines.append(
-            (label, str(list(spec.shape)), _dtype(spec.dtype), size(spec.nbytes * row.times), ", ".join(notes))
-        )
-    return columns(lines, right=(3,))
-
-
-def _ties(checkpoint: Checkpoint) -> str:
-    groups = checkpoint.aliases
-    if not groups:
-        return ""
-    lines = [f"tied ({count(len(groups), 'group')} of names that are the same bytes):"]
-    lines += ["  " + printable(shorten(" = ".join(group), 200)) for group in groups[:_MAX_GROUPS]]
-    if len(groups) > _MAX_GROUPS:
-        lines.append(f"  and {len(groups) - _MAX_GROUPS:,} more, which --json lists")
-    return "\n".join(lines)
-
-
-def _values(checkpoint: Checkpoint) -> str:
-    extra = list(_extra(checkpoint))
-    if not extra:
-        return ""
-    alike: dict[tuple[str, str, str], list[str]] = {}
-    for path, value in extra:
-        pattern = ".".join("*" if is_number(part) else part for part in path.split("."))
-        alike.setdefault((pattern, _kind(value), shorten(_text(value), _VALUE_WIDTH)), []).append(path)
-    table = []
-    for (_, kind, text), paths in alike.items():
-        folded = [f"{paths[0]} … ({len(paths)} ×)"] if len(paths) > MAX_RUNS else paths
-        table += [(f"  {path}", kind, text) for path in folded]
-    return f"values that are no tensors ({len(extra):,}):\n{columns(table)}"
-
-
-def _kind(value: object) -> str:
-    return "?" if isinstance(value, _Unknown) else type(value).__name__
-
-
-class _Unknown:
-    """A value that cannot be decoded."""
-
-    def __init__(self, error: CodecError) -> None:
-        self._error = error
-
-    def __repr__(self) -> str:
-        return f"not decoded: {printable(self._error.what)}"
-
-
-def _extra(checkpoint: Checkpoint) -> Iterator[tuple[str, Any]]:
-    """The values other than tensors. A value whose class is not imported does not hide the others."""
-    for path in checkpoint.extra:
-        try:
-            yield path, checkpoint.extra[path]
-        except CodecError as error:
-            yield path, _Unknown(error)
-
-
-def _metadata(checkpoint: Checkpoint) -> str:
-    metadata = dict(checkpoint.metadata)
-    versions = metadata.pop("versions", None)
-    lines = [(f"  {key}", shorten(str(value), _VALUE_WIDTH)) for key, value in metadata.items()]
-    if versions is not None:
-        lines.append(("  versions", f"of {count(len(versions), 'module')} (torch's _metadata)"))
-    return f"metadata:\n{columns(lines)}" if lines else ""
-
-
-def _tensor_json(spec: TensorSpec) -> dict[str, object]:
-    entry: dict[str, object] = {
-        "name": spec.name,
-        "shape": list(spec.shape),
-        "dtype": _dtype(spec.dtype),
-        "bytes": spec.nbytes,
-        "kind": spec.kind,
-    }
-    if isinstance(spec.stored, StoredTensor) and not spec.stored.is_contiguous:
-        entry["stride"] = list(spec.stride)
-    if spec.location is not None:
-        entry |= {"file": spec.location.path, "offset": spec.location.start}
-    return entry
-
-
-def _elements(checkpoint: Checkpoint) -> int:
-    """The number of elements of all tensors; tied tensors count once."""
-    repeated = {name for group in checkpoint.aliases for name in group[1:]}
-    return sum(math.prod(spec.shape) for name, spec in checkpoint.items() if name not in repeated)
-
-
-def _dtypes(checkpoint: Checkpoint) -> Counter[torch.dtype]:
-    """The number of tensors of each dtype, the most frequent first."""
-    return Counter(dict(Counter(spec.dtype for spec in checkpoint.values()).most_common()))
-
-
-def _dtype(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
-
-
-def _text(value: object) -> str:
-    """The value on one line; for a tensor only its shape and dtype."""
-    plain = _plain(value)
-    return plain if isinstance(plain, str) and not isinstance(value, str) else repr(plain)
-
-
-def _plain(value: Any) -> Any:
-    """The value with JSON types; anything that JSON cannot represent becomes text."""
-    if value is None or isinstance(value, str | bool | int):
-        return value
-    if isinstance(value, float):
-        return value if math.isfinite(value) else str(value)
-    if is_lazy(value):
-        return f"without a shape yet, {_dtype(value.dtype)}"
-    if isinstance(value, torch.Tensor):
-        return f"tensor({list(value.shape)}, {_dtype(value.dtype)})"
-    if isinstance(value, Mapping):
-        return {key if isinstance(key, str) else _repr(key): _plain(item) for key, item in value.items()}
-    if isinstance(value, Sequence | set | frozenset) and not isinstance(value, bytes | bytearray | memoryview):
-        return [_plain(item) for item in value]
-    return shorten(_repr(value), 1000)
-
-
-def _repr(value: object) -> str:
-    """The repr of a value; where its class fails to return one, the class and the error."""
-    try:
-        return repr(value)
-    except Exception as error:
-        return f"<{type(value).__qualname__}, whose repr raises {type(error).__name__}>"

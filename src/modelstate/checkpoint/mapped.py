@@ -33,12 +33,12 @@ class Maps:
     tensors, and truncating it ends the process with SIGBUS when they are used, unless a lease is held: see `may_show`.
     """
 
-    def __init__(self, stamps: Mapping[str, FileFingerprint]) -> None:
-        self._stamps = stamps
+    def __init__(self, fingerprints: Mapping[str, FileFingerprint]) -> None:
+        self._fingerprints = fingerprints
         self._maps: dict[str, mmap.mmap] = {}
         self._shown: dict[tuple[ByteRange, int], tuple[torch.Tensor, int]] = {}
         self._read: weakref.WeakValueDictionary[ByteRange, torch.UntypedStorage] = weakref.WeakValueDictionary()
-        self._may_show: dict[tuple[str, bool | None], bool] = {}
+        self._may_show: dict[tuple[str, bool | None, int], bool] = {}
         self._notes: dict[str, list[str]] = {}
 
     def tensor(self, stored: Stored) -> torch.Tensor:
@@ -72,7 +72,9 @@ class Maps:
         if isinstance(stored, StoredTensor) and stored.nbytes:
             if asked is not False:
                 self._map(stored.extent)
-                if self.may_show(stored.extent.path, asked):
+                path = stored.extent.path
+                shared = asked is None and self._in_use(stored) is not None
+                if not shared and self.may_show(path, asked, _changed_ns(path)):
                     return self._strided(stored)
             return self._in_memory(stored)
         if isinstance(stored, StoredComposite):
@@ -80,16 +82,21 @@ class Maps:
         return self.tensor(stored)
 
     def _in_memory(self, stored: StoredTensor) -> torch.Tensor:
-        storage = self._read.get(stored.extent)
-        if storage is None or storage.nbytes() != stored.extent.nbytes:
+        storage = self._in_use(stored)
+        if storage is None:
             tensor = self.read(stored)
             self._read[stored.extent] = tensor.untyped_storage()
             return tensor
         return torch.empty(0, dtype=stored.dtype, device="cpu").set_(storage, 0, stored.shape, stored.stride)
 
+    def _in_use(self, stored: StoredTensor) -> torch.UntypedStorage | None:
+        """The memory of a tensor that is alive, into which these bytes have been read."""
+        storage = self._read.get(stored.extent)
+        return storage if storage is not None and storage.nbytes() == stored.extent.nbytes else None
+
     def read(self, stored: Stored) -> torch.Tensor:
         """Reads the values into memory of their own, without a map. See `read_tensor`."""
-        return read_tensor(stored, partial(read_ranges, fingerprints=self._stamps))
+        return read_tensor(stored, partial(read_ranges, fingerprints=self._fingerprints))
 
     def check_unchanged(self) -> None:
         """Raises `ReadFailedError` where a file has changed since it was mapped.
@@ -97,11 +104,11 @@ class Maps:
         A rename of another file to the same path is no change.
         """
         for path, mapped in self._maps.items():
-            fingerprint = self._stamps.get(path)
+            fingerprint = self._fingerprints.get(path)
             if fingerprint is not None:
                 check_mapped(path, fingerprint, mapped.size())
 
-    def may_show(self, path: str, asked: bool | None) -> bool:
+    def may_show(self, path: str, asked: bool | None, changed_ns: int = 0) -> bool:
         """Whether tensors that are kept may be mapped from this file, which is then protected while its map lives.
 
         A read lease makes other processes that open the file for writing wait until the tensors have memory of their
@@ -110,16 +117,17 @@ class Maps:
         Args:
             path: The file, which has been mapped.
             asked: The option `map`: with None a file may be mapped only where nothing can go wrong, with True always.
+            changed_ns: The time of the last change of the file's inode; with another time the answer is found anew.
         """
-        known = self._may_show.get((path, asked))
+        known = self._may_show.get((path, asked, changed_ns))
         if known is None:
             if path not in self._maps:
                 return True  # only tensors without bytes were requested
-            known = self._may_show[path, asked] = self._protect(path, asked)
+            known = self._may_show[path, asked, changed_ns] = self._protect(path, asked)
         return known
 
     def _protect(self, path: str, asked: bool | None) -> bool:
-        mapped, fingerprint = self._maps[path], self._stamps.get(path)
+        mapped, fingerprint = self._maps[path], self._fingerprints.get(path)
         try:
             descriptor, status = open_regular(path)
         except (FileNotFoundError, NotADirectoryError, SourceTypeError):
@@ -193,7 +201,7 @@ class Maps:
     def _map(self, region: ByteRange) -> mmap.mmap:
         mapped = self._maps.get(region.path)
         if mapped is None:
-            descriptor = open_unchanged(region.path, self._stamps.get(region.path))
+            descriptor = open_unchanged(region.path, self._fingerprints.get(region.path))
             try:
                 mapped = system.mmap(descriptor, 0, mmap.MAP_PRIVATE | _NO_RESERVE)
             except (OSError, ValueError) as error:
@@ -210,6 +218,14 @@ class Maps:
                 remedy="open the checkpoint again, when nothing writes to it any more",
             )
         return mapped
+
+
+def _changed_ns(path: str) -> int:
+    """The time at which the file, its mode or its owner last changed; 0 where there is no file."""
+    try:
+        return system.stat(path).st_ctime_ns
+    except OSError:
+        return 0
 
 
 def check_map_option(map: object) -> None:

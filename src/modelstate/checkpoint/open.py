@@ -392,7 +392,9 @@ def open(
         name = "mapping" if isinstance(source, Mapping) else os.fspath(source)
         # The fingerprints are from before the headers were read: a file that changed meanwhile is refused when read.
         fingerprints |= current_fingerprints(path for path in contents.files if path not in fingerprints)
-        return Checkpoint(contents, source=name, key=key, stamps={path: fingerprints[path] for path in contents.files})
+        return Checkpoint(
+            contents, source=name, key=key, fingerprints={path: fingerprints[path] for path in contents.files}
+        )
 
 
 def read_contents(source: Source, *, allow: Sequence[object] = (), skip_forbidden: bool = False) -> Contents:

@@ -3,13 +3,11 @@
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from importlib.metadata import version
-from time import perf_counter
 from typing import Annotated, Any, TypeVar
 
 import typer
 
 import modelstate as ms
-from modelstate.checkpoint.inspect import inspect_json, inspect_text, left_out
 from modelstate.cli import spelling
 from modelstate.cli.common import (
     PROBLEMS,
@@ -32,7 +30,7 @@ from modelstate.cli.live import app as live_app
 from modelstate.cli.store import app as store_app
 from modelstate.cli.store import is_store, verify_steps
 from modelstate.rules.rule import Rule
-from modelstate.text_format import columns, count, seconds, size
+from modelstate.text_format import columns
 
 app = typer.Typer(
     help="Move model state between files and live PyTorch models.",
@@ -160,10 +158,11 @@ def inspect(
 
     Exit code 1 if --skip-forbidden has left out objects and no tensor is found in the rest.
     """
-    with reported(debug), _open(path, allow, skip_forbidden) as whole:
-        checkpoint = whole if key is None else whole.select(key)
-        typer.echo(inspect_json(checkpoint) if as_json else inspect_text(checkpoint))
-        if not checkpoint and (names := left_out(checkpoint)):
+    with reported(debug):
+        with user_code():
+            inspection = ms.inspect(path, key=key, allow=allow or (), skip_forbidden=skip_forbidden)
+        typer.echo(inspection.to_json() if as_json else inspection)
+        if not inspection.tensors and (names := inspection.left_out):
             listed = ", ".join(names[:8]) + (f", and {len(names) - 8} more" if len(names) > 8 else "")
             typer.echo(f"error: no tensor was found; objects of these classes were left out: {listed}", err=True)
             raise typer.Exit(PROBLEMS)
@@ -400,14 +399,9 @@ def verify(path: Path, allow: Allow = None, skip_forbidden: Skip = False, debug:
         if is_store(path):
             verify_steps(path)
             return
-        with _open(path, allow, skip_forbidden) as checkpoint:
-            begin = perf_counter()
-            nbytes = checkpoint.verify()
-            kinds = ", ".join(sorted({checksum.algorithm for checksum in checkpoint.checksums.values()}))
-            typer.echo(
-                f"{path}: {count(len(checkpoint), 'tensor')}, {size(nbytes)} are what their {kinds} digests say, "
-                f"{seconds(perf_counter() - begin)}"
-            )
+        with user_code():
+            result = ms.verify(path, allow=allow or (), skip_forbidden=skip_forbidden)
+        typer.echo(result)
 
 
 @app.command()

@@ -30,10 +30,10 @@ def prefetch_range(preparation: Preparation) -> list[str]:
     ahead.
     """
     checkpoint = preparation.checkpoint
-    whole = [ByteRange(path, 0, stamp.nbytes) for path, stamp in checkpoint.stamps.items()]
+    whole = [ByteRange(path, 0, stamp.nbytes) for path, stamp in checkpoint.fingerprints.items()]
     if sum(one.nbytes for one in whole) < LEAST_BYTES:
         return []
-    if not cold_ranges(whole, checkpoint.stamps):
+    if not cold_ranges(whole, checkpoint.fingerprints):
         preparation.means = replace(preparation.means, cached=True)
         return []
     notes = []
@@ -48,7 +48,7 @@ def prefetch_range(preparation: Preparation) -> list[str]:
 
 def _past_the_cache(preparation: Preparation, read: Sequence[Assignment]) -> int:
     """Chooses the files that are read past the page cache; returns the bytes."""
-    stamps = preparation.checkpoint.stamps
+    stamps = preparation.checkpoint.fingerprints
     extents = merged(made.stored.extent for made in read if isinstance(made.stored, StoredTensor))
     if sum(one.nbytes for one in extents) < LEAST_BYTES:
         return 0

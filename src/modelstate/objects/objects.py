@@ -275,7 +275,7 @@ def combined_checkpoint(checkpoints: Mapping[str, Checkpoint]) -> Checkpoint:
         tree.update((f"{path}.{name}", value) for name, value in checkpoint.flat.values.items())
         for name, version in (checkpoint.versions or {}).items():
             versions[f"{path}.{name}" if name else path] = version
-        for file, fingerprint in checkpoint.stamps.items():
+        for file, fingerprint in checkpoint.fingerprints.items():
             if fingerprints.setdefault(file, fingerprint) != fingerprint:
                 raise ReadFailedError(
                     "the file changed between the opening of two parts of it",
@@ -292,7 +292,7 @@ def combined_checkpoint(checkpoints: Mapping[str, Checkpoint]) -> Checkpoint:
     )
     sources = list(dict.fromkeys(checkpoint.source for checkpoint in checkpoints.values()))
     source = ", ".join(sources[:3]) + (f" and {len(sources) - 3} more" if len(sources) > 3 else "")
-    return Checkpoint(contents, source=source or "mapping", stamps=fingerprints)
+    return Checkpoint(contents, source=source or "mapping", fingerprints=fingerprints)
 
 
 Undo = Callable[[], None]
