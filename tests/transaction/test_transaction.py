@@ -1,10 +1,16 @@
 """The transaction: a block that does not commit leaves the model as it was, also when interrupts arrive."""
 
+import signal
+import sys
+from collections.abc import Callable, Iterator
+from types import FrameType
 from typing import Any
 
+import pytest
 import torch
 from torch import nn
 
+from modelstate import errors
 from modelstate.transaction.exclusive import exclusive
 from modelstate.transaction.transaction import Transaction, Write
 from tests.loading.fingerprint import whole
@@ -22,39 +28,261 @@ class Copy(Write):
             self.target.copy_(self.value)
 
 
+class Replace(Write):
+    """A write that replaces a parameter of a module by another object."""
+
+    __slots__ = ("module",)
+    replaces_object = True
+
+    def __init__(self, module: nn.Linear, value: torch.Tensor) -> None:
+        super().__init__(module.bias, value)
+        self.module = module
+
+    def run(self, transaction: Transaction | None) -> None:
+        if transaction is not None:
+            transaction.register_undo(lambda: setattr(self.module, "bias", self.target))
+        self.module.bias = nn.Parameter(self.value)
+
+
 def make_model() -> nn.Sequential:
+    torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
-    model.extra = {"steps": [1, 2]}
+    model.log = {"steps": [1, 2]}
     model(torch.ones(1, 2)).sum().backward()
     return model
 
 
-def change(model: nn.Module, transaction: Transaction) -> None:
+def change(model: Any, transaction: Transaction) -> None:
     """Adds writes that wait, and changes objects as model code does."""
     for parameter in model.parameters():
         transaction.add(Copy(parameter, torch.full_like(parameter, 7)))
     with transaction.model_code():
-        model.extra["steps"].append(3)
-        model.extra["new"] = model[0].weight.sum()
+        model.log["steps"].append(3)
+        model.log["sum"] = model[0].weight.sum().item()
         model[1].bias.grad = None
         model[1].weight.data = torch.zeros(3)
 
 
-def test_a_commit_runs_the_writes_and_then_the_last_steps() -> None:
+# Commit and rollback.
+
+
+def test_a_commit_runs_the_writes_before_the_last_steps() -> None:
     model, order = make_model(), list[Any]()
     with exclusive(model), Transaction(model) as transaction:
         transaction.add(Copy(model[0].bias, torch.ones(2)))
         assert model[0].bias.tolist() != [1, 1]
         transaction.commit(lambda: order.append(model[0].bias.tolist()))
     assert order == [[1, 1]]
-    transaction.rollback()  # has no effect after the commit
-    assert model[0].bias.tolist() == [1, 1]
 
 
-def test_a_block_without_a_commit_is_undone() -> None:
+def test_a_rollback_after_the_commit_has_no_effect() -> None:
+    model = make_model()
+    with Transaction(model) as transaction:
+        change(model, transaction)
+        transaction.commit()
+        after = whole(model)
+        transaction.rollback()
+    assert whole(model) == after
+
+
+@pytest.mark.parametrize("error", [LookupError, KeyboardInterrupt, None])
+def test_a_block_without_a_commit_is_undone(error: type[BaseException] | None) -> None:
     model = make_model()
     before = whole(model)
+
+    def run() -> None:
+        with exclusive(model), Transaction(model) as transaction:
+            change(model, transaction)
+            assert model.log["sum"] == 28
+            if error is not None:
+                raise error
+
+    if error is None:
+        run()
+    else:
+        with pytest.raises(error):
+            run()
+    assert whole(model) == before
+
+
+def test_undo_steps_run_in_reverse_order_and_once() -> None:
+    order: list[int] = []
+    with Transaction(nn.Module()) as transaction:
+        for number in range(3):
+            transaction.register_undo(lambda number=number: order.append(number))
+    transaction.rollback()
+    assert order == [2, 1, 0]
+
+
+def test_an_undo_step_that_raises_does_not_prevent_the_others() -> None:
+    order: list[str] = []
+
+    def fail() -> None:
+        raise OSError("no such device")
+
+    def run() -> None:
+        with Transaction(nn.Module()) as transaction:
+            transaction.register_undo(lambda: order.append("first"))
+            transaction.register_undo(fail)
+            raise LookupError("the cause")
+
+    with pytest.raises(errors.RollbackError, match="no such device") as caught:
+        run()
+    assert order == ["first"]
+    assert isinstance(caught.value.__cause__, OSError)
+
+
+def test_nested_transactions_are_undone_separately() -> None:
+    model = make_model()
+    with exclusive(model), Transaction(model) as outer:
+        with exclusive(model), Transaction(model) as inner:
+            inner.add(Copy(model[0].bias, torch.ones(2)))
+            inner.commit()
+        outer.add(Copy(model[1].bias, torch.ones(2)))
+    assert model[0].bias.tolist() == [1, 1]
+    assert model[1].bias.tolist() != [1, 1]
+
+
+# Waiting writes.
+
+
+def test_a_write_runs_before_model_code_uses_its_tensor_and_not_earlier() -> None:
+    model = make_model()
+    with Transaction(model) as transaction:
+        for module in (model[0], model[1]):
+            transaction.add(Copy(module.weight, torch.ones(2, 2)))
+        with transaction.model_code():
+            _ = model[0].weight.shape  # metadata only
+            assert [write.done for write in transaction.writes] == [False, False]
+            assert model[1].weight.sum() == 4
+            assert [write.done for write in transaction.writes] == [False, True]
+
+
+def test_model_code_sees_the_new_object_of_a_write_that_replaces_one() -> None:
+    model = make_model()
+    bias = model[0].bias
+    with Transaction(model) as transaction:
+        transaction.add(Replace(model[0], torch.ones(2)))
+        assert model[0].bias is bias
+        with transaction.model_code():
+            assert model[0].bias is not bias
+    assert model[0].bias is bias
+
+
+def test_writes_that_read_the_model_run_in_order() -> None:
+    model = make_model()
+    old = model[0].bias.detach().clone()
+    with Transaction(model) as transaction:
+        transaction.arm()
+        transaction.add(Copy(model[1].bias, model[0].bias.detach()))
+        transaction.add(Copy(model[0].bias, torch.ones(2)))
+        with transaction.model_code():
+            assert model[0].bias.sum() == 2
+        assert torch.equal(model[1].bias, old)
+        transaction.commit()
+
+
+def test_library_code_within_model_code_is_not_watched() -> None:
+    model = make_model()
+    with Transaction(model) as transaction:
+        transaction.add(Copy(model[0].weight, torch.ones(2, 2)))
+        with transaction.model_code(), transaction.library_code():
+            assert model[0].weight.sum() != 4
+            assert not transaction.writes[0].done
+
+
+def test_protected_tensors_are_restored_where_model_code_uses_them() -> None:
+    model, other = make_model(), torch.zeros(2)
+    with Transaction(model) as transaction:
+        transaction.protect([other])
+        with transaction.model_code():
+            other.add_(1)
+    assert other.tolist() == [0, 0]
+
+
+# Interrupts.
+
+
+def interrupt_at(step: int, function: Callable[[], None], codes: set[Any]) -> int:
+    """Calls a function with an interrupt at one of the starts and lines of some functions; returns their number."""
+    count = 0
+
+    def trace(frame: FrameType, event: str, arg: object) -> Any:
+        nonlocal count
+        if frame.f_code not in codes:
+            return None
+        if event in ("call", "line"):
+            count += 1
+            if count == step:
+                signal.raise_signal(signal.SIGINT)
+        return trace
+
+    sys.settrace(trace)
+    try:
+        function()
+    except KeyboardInterrupt:
+        pass
+    finally:
+        sys.settrace(None)
+    return count
+
+
+def steps_of(function: Callable[[], None], codes: set[Any]) -> Iterator[int]:
+    return iter(range(1, interrupt_at(0, function, codes) + 1))
+
+
+def load(model: Any, *, commits: bool) -> None:
     with exclusive(model), Transaction(model) as transaction:
         change(model, transaction)
-        assert model.extra["new"].item() == 28
-    assert whole(model) == before
+        if commits:
+            transaction.commit(lambda: model.log.clear())
+
+
+UNDO = {Transaction.__exit__.__code__, Transaction.rollback.__code__, Transaction._undo_steps.__code__}
+COMMIT = {Transaction.commit.__code__, Transaction._end.__code__}
+
+
+def test_an_interrupt_at_each_step_of_the_undo() -> None:
+    for step in steps_of(lambda: load(make_model(), commits=False), UNDO):
+        model = make_model()
+        before = whole(model)
+        interrupt_at(step, lambda: load(model, commits=False), UNDO)  # noqa: B023
+        assert whole(model) == before, f"step {step}"
+
+
+@pytest.mark.parametrize("function", ["commit", "rollback"])
+def test_a_signal_within_commit_and_undo_is_deferred_to_their_end(function: str) -> None:
+    model = make_model()
+    before, seen = whole(model), list[str]()
+
+    def interrupt() -> None:
+        signal.raise_signal(signal.SIGINT)
+        seen.append("deferred")
+
+    def run() -> None:
+        with exclusive(model), Transaction(model) as transaction:
+            change(model, transaction)
+            if function == "commit":
+                transaction.commit(interrupt, lambda: model.log.clear())
+            transaction.register_undo(interrupt)
+
+    with pytest.raises(KeyboardInterrupt):
+        run()
+    assert seen == ["deferred"]
+    if function == "commit":
+        assert model.log == {}
+        assert model[1].bias.tolist() == [7, 7]
+    else:
+        assert whole(model) == before
+
+
+def test_an_interrupt_at_each_step_of_the_commit_keeps_all_or_nothing() -> None:
+    outcomes = set()
+    for step in steps_of(lambda: load(make_model(), commits=True), COMMIT):
+        model = make_model()
+        before = whole(model)
+        interrupt_at(step, lambda: load(model, commits=True), COMMIT)  # noqa: B023
+        committed = not model.log and model[1].bias.tolist() == [7, 7]
+        assert committed or whole(model) == before, f"step {step}"
+        outcomes.add(committed)
+    assert outcomes == {True, False}

@@ -23,12 +23,12 @@ from modelstate.checkpoint.write import (
     target_path,
     write_state,
 )
-from modelstate.errors import CodecError, OptionError, RuleError
+from modelstate.errors import CodecError, RuleError
 from modelstate.formats.block_writer import storages_of, whole
 from modelstate.formats.pickled import Refused
 from modelstate.formats.write import check_both
 from modelstate.io.atomic import LOCK_TIMEOUT_SECONDS
-from modelstate.loading.options import check_model
+from modelstate.loading.options import check_budget_option, check_model
 from modelstate.planning.initialise import Initialisers
 from modelstate.planning.mapped_state import DecodeFailure, ModelSchemaView, renamed_versions
 from modelstate.problems import IdlePattern, Problem, explain
@@ -91,8 +91,7 @@ def convert_checkpoint(
     path = target_path(path)
     checked_format = check_options(path, format, shard_size_bytes, lock_timeout_seconds)
     cast = floating_dtype(dtype)
-    if max_memory_bytes is not None and not (type(max_memory_bytes) is int and max_memory_bytes > 0):
-        raise OptionError("max_memory_bytes= is a number of bytes", expected="1 or more", found=repr(max_memory_bytes))
+    check_budget_option(max_memory_bytes, minimum=1)
     check_both(path, overwrite)
     checkpoint = open_checkpoint(source, key=key)
     chain = rules.rules_for(checkpoint) if isinstance(rules, Schema) else check_rules(rules)

@@ -16,11 +16,11 @@ from modelstate.torch_compat.dtypes import floating_dtype
 from modelstate.torch_compat.private import unwrapped
 
 
-def check_budget_option(max_memory_bytes: object) -> None:
-    """Raises `OptionError` for what is no number of bytes, and not None."""
+def check_budget_option(max_memory_bytes: object, minimum: int = 0) -> None:
+    """Raises `OptionError` unless the budget is None or an integer of at least `minimum`."""
     given = max_memory_bytes
-    if given is not None and not (isinstance(given, int) and not isinstance(given, bool) and given >= 0):
-        raise OptionError("max_memory_bytes= is a number of bytes", expected="int, from 0", found=repr(given))
+    if given is not None and not (isinstance(given, int) and not isinstance(given, bool) and given >= minimum):
+        raise OptionError("max_memory_bytes= is a number of bytes", expected=f"int, from {minimum}", found=repr(given))
 
 
 def device_of(device: Any) -> torch.device | None:

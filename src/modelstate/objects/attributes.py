@@ -10,6 +10,7 @@ from torch import nn
 from modelstate.errors import ExtraStateAttributeError
 from modelstate.planning.recorder import device_after
 from modelstate.torch_compat.private import non_persistent_buffers, own_buffers, own_modules, own_parameters
+from modelstate.transaction.transaction import Transaction
 
 
 def read(module: nn.Module, name: str) -> object:
@@ -61,18 +62,18 @@ def check_value(module: nn.Module, name: str, value: object) -> None:
 def set_all(module: nn.Module, values: Iterable[tuple[str, object]], first: Callable[[], None] | None = None) -> None:
     """Calls `first`, which may also change attributes, and sets the values. Any error undoes all changes."""
     before = dict(module.__dict__)
-    undo: list[Callable[[], None]] = []
-    try:
+
+    def undo() -> None:
+        module.__dict__.clear()
+        module.__dict__.update(before)
+
+    with Transaction(module) as transaction:
+        transaction.register_undo(undo)
         if first is not None:
             first()
         for name, value in values:
-            _set(module, name, value, undo)
-    except BaseException:
-        for step in reversed(undo):
-            step()
-        module.__dict__.clear()
-        module.__dict__.update(before)
-        raise
+            _set(module, name, value, transaction)
+        transaction.commit()
 
 
 def place(module: nn.Module, name: str) -> str:
@@ -80,16 +81,16 @@ def place(module: nn.Module, name: str) -> str:
     return f"{type(module).__qualname__}.{name}"
 
 
-def _set(module: nn.Module, name: str, value: object, undo: list[Callable[[], None]]) -> None:
+def _set(module: nn.Module, name: str, value: object, transaction: Transaction) -> None:
     try:
         current = getattr(module, name, None)
     except Exception:  # a property that raises
         current = None
     if undo_stream := _continue_stream(current, value):
-        undo.append(undo_stream)
+        transaction.register_undo(undo_stream)
         return
     if hasattr(type(module), name):  # a property or a slot, whose value is not in the module's dict
-        undo.append(partial(setattr, module, name, current))
+        transaction.register_undo(partial(setattr, module, name, current))
     try:
         has_tensors = any(True for _ in _tensors(value))
         setattr(module, name, _moved(value, _target_device(module, current)) if has_tensors else value)

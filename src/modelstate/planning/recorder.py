@@ -23,6 +23,7 @@ from torch.nn.modules.module import _IncompatibleKeys
 
 from modelstate.formats.tree import EXTRA_STATE
 from modelstate.process import fork_safe_lock
+from modelstate.torch_compat.private import set_version_metadata
 from modelstate.transaction.slots import modules_of
 from modelstate.transaction.transaction import Transaction
 
@@ -75,7 +76,7 @@ def walk(
     recording = _Recording(transaction, take, outcome, {id(module) for module in modules}, overriding)
     ordered = OrderedDict(copied)
     if versions is not None:
-        ordered._metadata = versions  # type: ignore[attr-defined]
+        set_version_metadata(ordered, versions)
     with _patched(recording) if any(map(overriding.has, modules)) else nullcontext():
         _visit(recording, root, ordered, "", versions, assign)
 

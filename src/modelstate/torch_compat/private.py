@@ -4,6 +4,7 @@ Each is used by torch's own `nn.Module`, `torch.utils.swap_tensors` or `torch.ex
 """
 
 import sys
+from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import IO, Any
@@ -147,6 +148,26 @@ def keep_hooks(tensor: torch.Tensor) -> Callable[[], None]:
                 held._backward_hooks = backward
             if accumulated is not None:
                 held._post_accumulate_grad_hooks = accumulated
+
+    return restore
+
+
+def save_hooks(tensor: torch.Tensor) -> Callable[[], None]:
+    """Saves which gradient hooks a leaf tensor has, and returns a function that restores them."""
+    leaf: Any = tensor
+    saved = {name: dict(getattr(leaf, name) or {}) for name in ("_backward_hooks", "_post_accumulate_grad_hooks")}
+
+    def restore() -> None:
+        for name, hooks in saved.items():
+            current = getattr(leaf, name)
+            if dict(current or {}) != hooks:
+                if current is None:
+                    setattr(leaf, name, OrderedDict(hooks))
+                    continue
+                current.clear()
+                current.update(hooks)
+                if not hooks:
+                    setattr(leaf, name, None)
 
     return restore
 

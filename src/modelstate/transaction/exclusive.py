@@ -17,7 +17,7 @@ from torch import nn
 
 from modelstate.errors import ModelBusyError
 from modelstate.process import fork_safe_lock
-from modelstate.torch_compat.private import payload_of, storage_id
+from modelstate.torch_compat.private import own_buffers, own_parameters, payload_of, storage_id
 from modelstate.transaction.slots import modules_of
 
 _POLL_SECONDS = 0.1
@@ -38,13 +38,14 @@ class exclusive:
     Raises `ModelBusyError` when threads would wait for each other, or when the wait exceeds ten minutes.
     """
 
-    __slots__ = ("__weakref__", "_ids", "_models", "_released", "_rollbacks", "_thread")
+    __slots__ = ("__weakref__", "_ids", "_models", "_released", "_thread", "rollbacks")
 
     def __init__(self, *models: nn.Module) -> None:
         self._thread = threading.get_ident()
         self._models = models
         self._ids: set[int] | None = None
-        self._rollbacks: list[Callable[[], None]] = []
+        self.rollbacks: list[Callable[[], None]] = []
+        """The rollbacks of the transactions within it that have not ended."""
         self._released = threading.Lock()
         self._released.acquire()
 
@@ -66,10 +67,10 @@ class exclusive:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         try:
-            for rollback in reversed(self._rollbacks):
+            for rollback in reversed(self.rollbacks):
                 rollback()
         finally:
-            self._rollbacks.clear()
+            self.rollbacks.clear()
             with _guard:
                 _held[:] = [reference for reference in _held if reference() not in (None, self)]
             with suppress(RuntimeError):  # it has been released
@@ -78,7 +79,8 @@ class exclusive:
     def _acquire(self) -> "threading.Lock | None":
         """Acquires the lock, or returns what is released when a conflicting lock ends."""
         with _guard:
-            conflicts = [lock for lock in _locks() if lock._thread != self._thread and self._conflicts(lock)]
+            others = [lock for lock in _locks() if lock._thread != self._thread]
+            conflicts = [lock for lock in others if not self._shared_ids().isdisjoint(lock._shared_ids())]
             if not conflicts:
                 _held.append(weakref.ref(self))
                 return None
@@ -101,10 +103,6 @@ class exclusive:
             remedy="load, convert and restore a module in one thread, and not in a hook that waits for another thread",
         )
 
-    def _conflicts(self, other: "exclusive") -> bool:
-        same = any(a is b for a in self._models for b in other._models)
-        return same or not self._shared_ids().isdisjoint(other._shared_ids())
-
     def _shared_ids(self) -> set[int]:
         """The ids of modules, tensors and storages. They are computed only when two threads change models at once."""
         if self._ids is None:
@@ -118,17 +116,11 @@ class exclusive:
         return self._ids
 
 
-def roll_back_at_end(rollback: Callable[[], None]) -> None:
-    """Has the innermost lock of this thread call a rollback when it ends, as a second attempt.
-
-    Python handles signals at the start of a function, so an interrupt can end the `__exit__` of a transaction before
-    its first statement.
-    """
+def innermost_lock() -> exclusive | None:
+    """Returns the lock that this thread has acquired last and not released."""
     thread = threading.get_ident()
     with _guard:
-        lock = next((lock for lock in reversed(_locks()) if lock._thread == thread), None)
-    if lock is not None:
-        lock._rollbacks.append(rollback)
+        return next((lock for lock in reversed(_locks()) if lock._thread == thread), None)
 
 
 def _locks() -> list[exclusive]:
@@ -140,7 +132,7 @@ def _ids_of(model: nn.Module) -> set[int]:
     tensors = [
         tensor
         for module in modules
-        for tensor in (*module._parameters.values(), *module._buffers.values())
+        for tensor in (*own_parameters(module).values(), *own_buffers(module).values())
         if tensor is not None
     ]
     plain = [tensor for tensor in tensors if not torch.nn.parameter.is_lazy(tensor)]

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from modelstate.torch_compat.plain import same_place
-from modelstate.torch_compat.private import can_set_data, slots_of_class, swap_impl, without_subclasses
+from modelstate.torch_compat.private import can_set_data, save_hooks, slots_of_class, swap_impl, without_subclasses
 
 _ATOMS = (str, int, float, complex, bool, bytes, type(None), type, torch.dtype, torch.device, torch.Size, range)
 _CODE = (
@@ -213,9 +213,7 @@ def tensor_state(tensor: torch.Tensor) -> Callable[[], None]:
     alias = tensor.data if torch.nn.parameter.is_lazy(tensor) else tensor.detach() if _is_view(tensor) else None
     grad = tensor.grad if is_leaf else None
     restore_grad = tensor_state(grad) if grad is not None else None
-    held: Any = tensor
-    hooks = dict(held._backward_hooks or {}) if requires_grad and is_leaf else None
-    accumulated = dict(held._post_accumulate_grad_hooks or {}) if requires_grad and is_leaf else None
+    restore_hooks = save_hooks(tensor) if requires_grad and is_leaf else None
 
     def restore() -> None:
         with without_subclasses(), torch.no_grad():
@@ -232,10 +230,8 @@ def tensor_state(tensor: torch.Tensor) -> Callable[[], None]:
                     restore_grad()  # a gradient is taken only where it fits
                 if tensor.grad is not grad:
                     set_grad(tensor, grad)
-            if hooks is not None and dict(held._backward_hooks or {}) != hooks:
-                _restore_hooks(tensor, "_backward_hooks", hooks)
-            if accumulated is not None and dict(held._post_accumulate_grad_hooks or {}) != accumulated:
-                _restore_hooks(tensor, "_post_accumulate_grad_hooks", accumulated)
+            if restore_hooks is not None:
+                restore_hooks()
 
     return restore
 
@@ -255,17 +251,6 @@ def set_grad(tensor: torch.Tensor, grad: torch.Tensor | None) -> None:
 
 def _is_view(tensor: torch.Tensor) -> bool:
     return not has_dispatch(tensor) and tensor.layout is torch.strided and not tensor.is_nested
-
-
-def _restore_hooks(tensor: Any, name: str, hooks: dict[int, Any]) -> None:
-    now = getattr(tensor, name)
-    if now is None:
-        setattr(tensor, name, OrderedDict(hooks))
-        return
-    now.clear()
-    now.update(hooks)
-    if not hooks:
-        setattr(tensor, name, None)
 
 
 def has_dispatch(tensor: torch.Tensor) -> bool:

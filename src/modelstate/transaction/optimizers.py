@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from modelstate.errors import OptionError, PlacementError
-from modelstate.torch_compat.private import optimizers_were_made, use_count
+from modelstate.torch_compat.private import optimizers_were_made, own_parameters, use_count
 from modelstate.transaction.references import objects_of
 
 Placed = Mapping[torch.Tensor, tuple[torch.dtype, torch.device]]
@@ -47,7 +47,7 @@ def other_optimizers(
     modules = list(modules)
     if not optimizers_were_made() or not _referred_to_elsewhere(modules, passed):
         return []
-    params = {id(param) for module in modules for param in module._parameters.values()}
+    params = {id(param) for module in modules for param in own_parameters(module).values()}
     found = objects_of(lambda cls: issubclass(cls, torch.optim.Optimizer))
     others = [one for one in found if all(one is not known for known in passed)]
     return [one for one in others if any(id(param) in params for param in one.state)]
@@ -55,7 +55,7 @@ def other_optimizers(
 
 def _referred_to_elsewhere(modules: list[nn.Module], passed: Sequence[torch.optim.Optimizer]) -> bool:
     """Whether anything but the modules and the optimizers refers to a parameter of the modules."""
-    known = Counter(id(param) for module in modules for param in module._parameters.values())
+    known = Counter(id(param) for module in modules for param in own_parameters(module).values())
     for optimizer in passed:
         known.update(id(param) for group in optimizer.param_groups for param in group["params"])
         known.update(map(id, optimizer.state))
@@ -74,7 +74,7 @@ def _with_more_references(modules: list[nn.Module], known: Mapping[int, int]) ->
         # An autograd graph has one reference to the object.
         sys.getrefcount(param) - by_the_loop > known[id(param)] + (use_count(param) > 1)
         for module in modules
-        for param in module._parameters.values()
+        for param in own_parameters(module).values()
         if param is not None
     )
 

@@ -10,7 +10,14 @@ from torch import nn
 
 from modelstate.formats.tree import EXTRA_STATE
 from modelstate.torch_compat.plain import is_plain, same_place
-from modelstate.torch_compat.private import address_range, storage_id
+from modelstate.torch_compat.private import (
+    address_range,
+    non_persistent_buffers,
+    own_buffers,
+    own_modules,
+    own_parameters,
+    storage_id,
+)
 
 PARAMETER, BUFFER, HIDDEN, EXTRA = "parameter", "buffer", "non-persistent buffer", "extra state"
 
@@ -55,14 +62,14 @@ def slots_of(root: nn.Module) -> Slots:
     lazy: set[str] = set()
     extra: list[str] = []
     for prefix, module in _modules_of(root, ""):
-        for group, usual in ((module._parameters, PARAMETER), (module._buffers, BUFFER)):
+        for group, usual in ((own_parameters(module), PARAMETER), (own_buffers(module), BUFFER)):
             for name, tensor in group.items():
                 if tensor is None:
                     empty.add(prefix + name)
                     if name in module.__dict__.get(LAZY, ()):
                         lazy.add(prefix + name)
                     continue
-                kind = HIDDEN if usual is BUFFER and name in module._non_persistent_buffers_set else usual
+                kind = HIDDEN if usual is BUFFER and name in non_persistent_buffers(module) else usual
                 known = found.get(id(tensor))
                 if known is None:
                     found[id(tensor)] = Slot((prefix + name,), kind, tensor)
@@ -82,8 +89,8 @@ def _modules_of(module: nn.Module, prefix: str) -> Iterator[tuple[str, nn.Module
     while stack:
         prefix, module = stack.pop()
         yield prefix, module
-        if module._modules:
-            children = [(f"{prefix}{name}.", child) for name, child in module._modules.items() if child is not None]
+        if modules := own_modules(module):
+            children = [(f"{prefix}{name}.", child) for name, child in modules.items() if child is not None]
             stack.extend(reversed(children))
 
 
@@ -100,7 +107,7 @@ def modules_of(root: nn.Module) -> list[nn.Module]:
         module = waiting.pop()
         if module is not None and id(module) not in found:
             found[id(module)] = module
-            waiting.extend(module._modules.values())
+            waiting.extend(own_modules(module).values())
     return list(found.values())
 
 

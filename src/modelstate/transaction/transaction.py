@@ -29,7 +29,7 @@ from modelstate.torch_compat.private import (
     storage_of,
     without_subclasses,
 )
-from modelstate.transaction.exclusive import roll_back_at_end
+from modelstate.transaction.exclusive import exclusive, innermost_lock
 from modelstate.transaction.object_snapshot import ObjectSnapshot, has_dispatch, put_back, tensor_state
 
 _log = logging.getLogger("modelstate")
@@ -78,6 +78,7 @@ class Transaction:
         """The `storage_id` of each storage that model code has used, of the model or not."""
         self.armed = False
         """Whether model code may have run, so that `ObjectSnapshot` has recorded the objects."""
+        self._lock: exclusive | None = None
         self._ended = False
         self._grad_enabled = torch.is_grad_enabled()
         self._undo: list[Callable[[], None]] = []
@@ -98,7 +99,11 @@ class Transaction:
         self._guard = _Guard(weakref.ref(self))
 
     def __enter__(self) -> Self:
-        roll_back_at_end(self.rollback)
+        # Python handles signals at the start of a function, so an interrupt can end `__exit__` before its first
+        # statement. Then the end of the lock rolls back.
+        self._lock = innermost_lock()
+        if self._lock is not None:
+            self._lock.rollbacks.append(self.rollback)
         return self
 
     def __exit__(
@@ -108,6 +113,8 @@ class Transaction:
             self.rollback()
         finally:
             self.rollback()  # an interrupt may have arrived before the first call
+            if self._lock is not None:
+                self._lock.rollbacks.remove(self.rollback)
 
     def commit(self, *last: Callable[[], None]) -> None:
         """Runs the waiting writes and then `last`, with signals deferred. Nothing can be undone afterwards.
