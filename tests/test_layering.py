@@ -15,7 +15,7 @@ import modelstate
 SOURCE = Path(modelstate.__file__).parent
 
 ROOMS = (
-    {"version", "lazy", "text_format", "errors", "spec", "problems", "process"},
+    {"version", "lazy", "text_format", "errors", "spec", "problems", "process", "background"},
     {"torch_compat"},
     {"io"},
     {"codec"},

@@ -56,7 +56,6 @@ ModelStateError
 │   ├── StepExistsError               (FileExistsError) a step that exists already
 │   ├── DamagedCheckpointError        (ValueError) a checkpoint that differs from what was saved
 │   ├── ForeignCheckpointError        (ValueError) a checkpoint of another store, or of another step
-│   ├── SaveTimeoutError              (TimeoutError) a background save that is not done in time
 │   ├── StoreLockedError              (RuntimeError) a store that another process writes to
 │   └── StoreAccessError              (OSError) a store's directory that is not writable, or has no locks
 │       └── StoreMovedError           it was renamed, removed or replaced while the store was in use
@@ -67,8 +66,8 @@ ModelStateError
 │   ├── ObjectKindError               (TypeError) an object of another kind than the saved one
 │   └── ObjectStateError              (RuntimeError) an object's code raised while its state was saved or loaded
 ├── StalePlanError                    (RuntimeError) the model or checkpoint has changed since it was planned
-├── LoadCancelledError                (RuntimeError) a background load that was cancelled
-├── LoadTimeoutError                  (TimeoutError) a background load that is not done in time
+├── BackgroundCancelledError          (RuntimeError) a background load or save that was cancelled
+├── BackgroundTimeoutError            (TimeoutError) a background load or save that has not ended in time
 ├── ModelCodeError                    (RuntimeError) a hook, an override or `set_extra_state` of the model raised
 ├── ExtraStateError                   (ValueError) declared extra state that cannot be saved or loaded
 │   ├── ExtraStateFormatError         a value that no declaration saves
@@ -409,10 +408,6 @@ class ForeignCheckpointError(StoreError, ValueError):
     """A checkpoint in a store's directory belongs to another store or another step."""
 
 
-class SaveTimeoutError(StoreError, TimeoutError):
-    """A background save that is not done in time."""
-
-
 class SaveFailedWarning(UserWarning):
     """A background save has failed. Training goes on, and the next save saves everything."""
 
@@ -478,12 +473,12 @@ class ModelBusyError(ModelStateError, RuntimeError, page="model-busy"):
     """Another thread is changing the module, or one that shares tensors with it, and did not finish in time."""
 
 
-class LoadCancelledError(ModelStateError, RuntimeError, page="background-load"):
-    """A background load that was cancelled before its commit."""
+class BackgroundCancelledError(ModelStateError, RuntimeError, page="background"):
+    """A background load or save that was cancelled has no result."""
 
 
-class LoadTimeoutError(ModelStateError, TimeoutError, page="background-load"):
-    """A background load has not finished within the given time. It goes on."""
+class BackgroundTimeoutError(ModelStateError, TimeoutError, page="background"):
+    """A background load or save has not ended within the given time. It goes on."""
 
 
 class ModelCodeError(ModelStateError, RuntimeError, page="model-code"):

@@ -76,7 +76,7 @@ def test_cancelled_in_the_middle(path: Path, gate: Gate) -> None:
     assert ended()
     assert len(gate.names) == 1
     for _ in range(2):
-        with pytest.raises(errors.LoadCancelledError, match="was cancelled"):
+        with pytest.raises(errors.BackgroundCancelledError, match="was cancelled"):
             handle.result()
     assert "cancelled" in repr(handle)
     assert whole(module) == before
@@ -121,7 +121,7 @@ def test_left_without_a_result(path: Path) -> None:
     before = whole(module)
     with ms.load(module, path, background=True) as handle:
         pass
-    with pytest.raises(errors.LoadCancelledError):
+    with pytest.raises(errors.BackgroundCancelledError):
         handle.result()
     with pytest.raises(ZeroDivisionError), ms.load(module, path, background=True) as handle:
         _ = 1 / 0
@@ -226,7 +226,7 @@ def test_an_interrupt_while_it_waits(path: Path, gate: Gate) -> None:
     gate.opened.set()
     assert ended()
     assert len(gate.names) == 1
-    with pytest.raises(errors.LoadCancelledError):
+    with pytest.raises(errors.BackgroundCancelledError):
         handle.result()
     assert whole(module) == before
 
@@ -243,7 +243,7 @@ def test_an_interrupt_while_it_is_put_in_place(tmp_path: Path) -> None:
     with pytest.raises(KeyboardInterrupt):
         handle.result()
     assert whole(module) == before
-    with pytest.raises(errors.LoadCancelledError, match="interrupted"):
+    with pytest.raises(errors.BackgroundCancelledError, match="interrupted"):
         handle.result()
 
 
@@ -289,7 +289,7 @@ def test_an_interrupted_result_does_not_lock_the_handle(path: Path) -> None:
 def outcome_of(handle: ms.loading.LoadHandle) -> Any:
     try:
         return handle.result()
-    except errors.LoadCancelledError as error:
+    except errors.BackgroundCancelledError as error:
         return error
 
 
@@ -391,7 +391,7 @@ def test_in_a_forked_process_there_is_no_result(path: Path, gate: Gate) -> None:
     if child == 0:
         try:
             handle.result()
-        except errors.LoadCancelledError:
+        except errors.BackgroundCancelledError:
             os._exit(7)
         finally:
             os._exit(1)

@@ -234,6 +234,6 @@ def test_a_timeout_lets_the_load_go_on(path: Path, gate: Gate) -> None:
     for timeout in (0, 0.01):
         with pytest.raises(TimeoutError, match="the load goes on") as caught:
             handle.result(timeout)
-        assert isinstance(caught.value, errors.LoadTimeoutError)
+        assert isinstance(caught.value, errors.BackgroundTimeoutError)
     gate.opened.set()
     assert handle.result().coverage == 1.0

@@ -96,9 +96,9 @@ def test_the_next_save_waits_or_is_skipped(tmp_path: Path, gate: Gate) -> None:
     first = store.save(1, training.objects, background=True)
     assert first is not None
     assert store.save(2, training.objects, background=True, when_busy="skip") is None
-    with pytest.raises(errors.SaveTimeoutError):
+    with pytest.raises(errors.BackgroundTimeoutError):
         store.wait(0.01)
-    with pytest.raises(errors.SaveTimeoutError):
+    with pytest.raises(errors.BackgroundTimeoutError):
         first.result(0.01)
     threading.Timer(0.3, gate.opened.set).start()
     began = time.monotonic()
@@ -170,6 +170,42 @@ def test_the_buffer_is_used_again_and_stated(tmp_path: Path, monkeypatch: pytest
     small = store.save(9, {"model": nn.Linear(2, 2)}, background=True)
     assert small is not None
     assert small.result().staging_bytes == size  # what is kept
+
+
+@pytest.mark.parametrize("wait", [True, False])
+def test_a_cancelled_save_leaves_no_checkpoint(tmp_path: Path, gate: Gate, wait: bool) -> None:
+    store, training = ms.Store(tmp_path), Training().train()
+    gate.close()
+    pending = store.save(1, training.objects, background=True)
+    assert pending is not None
+    assert gate.reached.wait(60)
+    if wait:
+        threading.Timer(0.2, gate.opened.set).start()
+    assert pending.cancel(wait=wait)
+    assert pending.done == wait
+    gate.opened.set()
+    with pytest.raises(errors.BackgroundCancelledError, match="was cancelled"):
+        pending.result()
+    assert store.steps() == ()
+    assert not litter(tmp_path)
+    second = store.save(1, training.objects, background=True)
+    assert second is not None
+    assert second.result().step == 1
+    assert not second.cancel()
+    assert store.verify() == {1: ""}
+
+
+def test_a_timeout_that_is_no_time(tmp_path: Path, gate: Gate) -> None:
+    store = ms.Store(tmp_path)
+    gate.close()
+    pending = store.save(1, {"value": 1}, background=True)
+    assert pending is not None
+    for timeout in (-1, float("nan"), "1", True):
+        for wait in (store.wait, pending.result):
+            with pytest.raises(errors.OptionError, match="timeout_seconds="):
+                wait(timeout)  # type: ignore[arg-type]
+    gate.opened.set()
+    assert pending.result().step == 1
 
 
 def test_threads_that_save_at_once_take_turns(tmp_path: Path) -> None:
@@ -412,7 +448,7 @@ def test_a_forked_child_has_nothing_to_do_with_it(tmp_path: Path, gate: Gate) ->
             store.wait()
             try:
                 pending.result()
-            except errors.SaveTimeoutError:
+            except errors.BackgroundCancelledError:
                 said.append("not mine")
             try:
                 store.save(2, {"value": 2})

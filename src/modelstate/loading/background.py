@@ -1,84 +1,107 @@
-"""Loads whose bytes come in while the program goes on."""
+"""`LoadHandle`: a load whose values are read by a background task, and put in place by the caller of `result`."""
 
-import contextvars
 import threading
-import time
 import weakref
 from collections.abc import Callable
 from contextlib import suppress
-from functools import partial
-from types import TracebackType
-from typing import Any
 
 import torch
 
-from modelstate.errors import LoadCancelledError, LoadTimeoutError, OptionError
+from modelstate.background import AtExit, BackgroundTask, seconds_until, time_limit
+from modelstate.errors import BackgroundCancelledError, BackgroundTimeoutError, OptionError
 from modelstate.loading.commit import StagedLoad
 from modelstate.loading.report import LoadReport, progress_bar
 
-_EXIT_SECONDS = 2.0
-"""How long the end of the program waits for threads that are in the middle of a tensor."""
-
 
 class LoadHandle:
-    """A load that goes on in a thread of its own, made by `modelstate.load(..., background=True)`.
+    """A load that runs in a background thread: the result of `modelstate.load(..., background=True)`.
 
-    The model is what it was until `result` puts everything in place. A handle that is dropped, or left as a context
+    The model is unchanged until `result` puts everything in place. A handle that is dropped, or left as a context
     without a result, is cancelled; so is one that is not done when the program ends. All methods may be called from
     any thread.
 
-    >>> with modelstate.load(model, "model.safetensors", background=True) as handle:
-    ...     tokenizer = Tokenizer.from_file("tokenizer.json")
-    ...     report = handle.result()
+    Example:
+        >>> with modelstate.load(model, "model.safetensors", background=True) as handle:
+        ...     tokenizer = Tokenizer.from_file("tokenizer.json")
+        ...     report = handle.result()
     """
 
     def __init__(self, staged: StagedLoad, progress: bool | None, commit: Callable[[], LoadReport]) -> None:
-        self._work = _Work(staged, progress)
+        grad_enabled = torch.is_grad_enabled()
+
+        def read(task: BackgroundTask[None]) -> None:
+            def on_progress(nbytes: int) -> None:
+                task.check()
+                advance(nbytes)
+
+            with torch.set_grad_enabled(grad_enabled), progress_bar(progress, staged.nbytes) as advance:
+                staged.bring_in(on_progress)
+
+        # The task does not refer to the handle, so that a handle can be dropped.
+        self._task = BackgroundTask(
+            read,
+            kind="load",
+            where=f"{staged.plan.source} into {staged.plan.target}",
+            at_exit=AtExit.CANCEL,
+            discard=staged.release,
+        )
         self._commit: Callable[[], LoadReport] | None = commit
         self._outcome: LoadReport | BaseException | None = None
-        self._trace: TracebackType | None = None
         self._lock = threading.RLock()
-        """Held by whoever decides the outcome."""
-        self._decider: int | None = None
-        self._text = f"{staged.plan.source} into {staged.plan.target}"
-        weakref.finalize(self, self._work.stop).atexit = False
-        self._work.start()
+        """Held by the thread that sets the outcome."""
+        self._committing_thread: int | None = None
+        weakref.finalize(self, self._task.cancel, wait=False).atexit = False
+        self._task.start()
 
     def __repr__(self) -> str:
         outcome = self._outcome
         if isinstance(outcome, LoadReport):
             state = "loaded"
         elif outcome is not None:
-            state = "cancelled" if isinstance(outcome, LoadCancelledError) else "failed"
+            state = "cancelled" if isinstance(outcome, BackgroundCancelledError) else "failed"
         else:
-            state = "ready" if self._work.finished else "coming in"
-        return f"<LoadHandle of {self._text}: {state}>"
+            state = "ready" if self._task.done else "coming in"
+        return f"<LoadHandle of {self._task.where}: {state}>"
 
     @property
     def done(self) -> bool:
-        """Whether `result` would not wait: everything has come in, or the load has failed, ended or been cancelled."""
-        return self._outcome is not None or self._work.finished
+        """Whether `result` need not wait for values that are read: all have been, or there is a result or an error."""
+        return self._outcome is not None or self._task.done
 
     def result(self, timeout_seconds: float | None = None) -> LoadReport:
-        """Waits until everything has come in, puts it in place, all or nothing, and returns the report.
+        """Waits until all values have been read, puts them in place, all or nothing, and returns the report.
 
-        The model's own loading code runs here, `set_extra_state` included, after the model was checked to be what it
+        The model's own loading code runs here, `set_extra_state` included, after a check that the model is what it
         was at the call of `load`. Called again, it returns the same report, or raises the same error.
 
         Args:
-            timeout_seconds: how long to wait for what comes in. After that `LoadTimeoutError` is raised, and the load
-                goes on.
+            timeout_seconds: how long to wait for the values; None waits until all have been read.
 
-        Raises what `load` raises while it reads and puts in place; `StalePlanError` where the model has changed;
-        `LoadCancelledError`, `LoadTimeoutError`, `OptionError`. An interrupt cancels the load. After all of these the
-        model is what it was.
+        Raises:
+            BackgroundTimeoutError: Not all values have been read in time. The load goes on.
+            BackgroundCancelledError: The load was cancelled.
+            StalePlanError: The model has changed.
+            OptionError: The timeout is no time, or the load itself calls this.
+
+        It raises what `load` raises while it reads and puts in place. An interrupt cancels the load. After any error
+        the model is what it was.
+
+        Example:
+            >>> handle = modelstate.load(model, "model.safetensors", background=True)
+            >>> report = handle.result(timeout_seconds=60)
         """
-        until = _deadline(timeout_seconds)
+        until = time_limit(timeout_seconds)
         if self._outcome is None:
-            self._check_caller()
+            if self._task.is_current or self._committing_thread == threading.get_ident():
+                raise OptionError(
+                    "a load cannot wait for itself",
+                    where="result()",
+                    remedy="call it where load was called, not within it",
+                )
             try:
-                self._wait(until)
-                self._decide(until)
+                if not self._task.wait(seconds_until(until)):
+                    raise self._task.timeout_error(timeout_seconds)
+                self._set_outcome(until)
             except Exception:
                 raise
             except BaseException:
@@ -87,28 +110,31 @@ class LoadHandle:
         if isinstance(self._outcome, LoadReport):
             return self._outcome
         assert self._outcome is not None
-        raise self._outcome.with_traceback(self._trace)
+        raise self._outcome
 
     def cancel(self, *, wait: bool = True) -> bool:
-        """Ends the load and frees what has come in. Returns whether there was still something to end.
+        """Ends the load and frees the values that were read. Returns whether the load had no outcome yet.
 
-        The thread ends after what it is at: a few megabytes, or one call of a transform. With `wait` it has ended
-        when this returns.
+        The thread ends at its next check: after a few megabytes, or a call of a transform.
+
+        Args:
+            wait: whether to return when the thread has ended.
+
+        Example:
+            >>> modelstate.load(model, "model.safetensors", background=True).cancel()
+            True
         """
-        here = threading.current_thread()
-        if self._decider == here.ident:
-            return False  # code of the model, called while the result is put in place
-        ended = False
+        if self._committing_thread == threading.get_ident():
+            return False  # the model's own code calls this while the values are put in place
+        was_open = False
         if self._outcome is None:
             with self._lock:
-                ended = self._outcome is None
-                if ended:
-                    self._outcome = _cancelled(self._text, "it was cancelled")
+                was_open = self._outcome is None
+                if was_open:
+                    self._outcome = self._task.cancelled_error("it was cancelled")
                     self._commit = None
-        self._work.stop()
-        if wait and here is not self._work.thread:
-            self._work.thread.join()
-        return ended
+        self._task.cancel(wait=wait)
+        return was_open
 
     def __enter__(self) -> "LoadHandle":
         return self
@@ -117,160 +143,39 @@ class LoadHandle:
         if self._outcome is None:
             self.cancel()
 
-    def _check_caller(self) -> None:
-        here = threading.current_thread()
-        if here is self._work.thread or self._decider == here.ident:
-            raise OptionError(
-                "a load cannot wait for itself", where="result()", remedy="call it where load was called, not within it"
-            )
-
-    def _wait(self, until: float | None) -> None:
-        work = self._work
-        work.thread.join(_left(until))
-        if not work.finished:
-            if work.thread.is_alive():
-                raise LoadTimeoutError(
-                    "not everything has come in within the time; the load goes on",
-                    where=self._text,
-                    remedy="result() again, with more time or without timeout_seconds=; or cancel()",
-                )
-            raise _cancelled(self._text, "its thread is in the process that this one was forked from")
-
-    def _decide(self, until: float | None) -> None:
-        """Sets the outcome, if nobody has."""
-        left = _left(until)
+    def _set_outcome(self, until: float | None) -> None:
+        """Puts the values in place, unless another thread has set the outcome. Raises `BackgroundTimeoutError`."""
+        left = seconds_until(until)
         try:
             if not self._lock.acquire(timeout=-1 if left is None else left):
-                raise LoadTimeoutError(
+                raise BackgroundTimeoutError(
                     "another thread has not put everything in place within the time",
-                    where=self._text,
+                    where=self._task.where,
                     remedy="wait longer",
                 )
             if self._outcome is None:
-                self._decider = threading.get_ident()
+                self._committing_thread = threading.get_ident()
                 self._put_in_place()
         finally:
             try:
-                if self._decider == threading.get_ident():
-                    self._decider = None
+                if self._committing_thread == threading.get_ident():
+                    self._committing_thread = None
             finally:
                 with suppress(RuntimeError):  # an interrupt can come before it was acquired, and right after
                     self._lock.release()
 
     def _put_in_place(self) -> None:
         try:
-            if self._work.error is not None:
-                self._fail(self._work.error)
-                return
+            self._task.result(0)
             assert self._commit is not None
             self._outcome = self._commit()
         except Exception as error:
-            self._fail(error)
+            self._outcome = error
         except BaseException:
-            self._outcome = _cancelled(self._text, "it was interrupted while it was put in place, all or nothing")
+            self._outcome = self._task.cancelled_error("it was interrupted while it was put in place, all or nothing")
             raise
         finally:
             self._commit = None
-            self._work.stop()
-            # The finalizer holds the work, and the error would hold whoever gets it, this object among them.
-            self._work.error = None
-
-    def _fail(self, error: BaseException) -> None:
-        self._outcome, self._trace = error, error.__traceback__
-
-
-def _cancelled(where: str, why: str) -> LoadCancelledError:
-    return LoadCancelledError("the load has no result", where=where, found=why, remedy="load again")
-
-
-def _deadline(timeout: Any) -> float | None:
-    if timeout is None:
-        return None
-    if isinstance(timeout, bool) or not isinstance(timeout, int | float) or not 0 <= timeout <= threading.TIMEOUT_MAX:
-        raise OptionError(
-            "timeout_seconds= is a time to wait", expected="seconds, from 0, or None", found=repr(timeout)
-        )
-    return time.monotonic() + timeout
-
-
-def _left(until: float | None) -> float | None:
-    return None if until is None else max(until - time.monotonic(), 0.0)
-
-
-class _Stopped(BaseException):
-    """Raised within the thread; nothing that catches errors of transforms or files may take it for one."""
-
-
-class _Work:
-    """The thread that brings everything in. It knows nothing of the handle, so that a handle can be dropped."""
-
-    def __init__(self, staged: StagedLoad, progress: bool | None) -> None:
-        self.finished = False
-        self.error: BaseException | None = None
-        self._staged, self._progress = staged, progress
-        self._stopped = False
-        run = partial(contextvars.copy_context().run, self._run, torch.is_grad_enabled())
-        self.thread = threading.Thread(target=run, name="modelstate-load", daemon=True)
-
-    def start(self) -> None:
-        _stop_at_exit()
-        _running.add(self)
-        try:
-            self.thread.start()
-        except BaseException:
-            _running.discard(self)
-            raise
-
-    def stop(self) -> None:
-        """Ends the thread at the next piece, and frees what has come in, at once or when it has ended.
-
-        Whichever of this and the end of the thread is the second sees both marks, and no lock is needed: one that is
-        held when the process forks would never be released in the child.
-        """
-        self._stopped = True
-        if self.finished:
-            self._staged.release()
-
-    def _run(self, grad_enabled: bool) -> None:
-        try:
-            with torch.set_grad_enabled(grad_enabled), progress_bar(self._progress, self._staged.nbytes) as advance:
-                self._staged.bring_in(partial(self._advance, advance))
-        except _Stopped:
-            pass
-        except BaseException as error:
-            self.error = error
-        finally:
-            self.finished = True
-            if self._stopped or self.error is not None:
-                self._staged.release()
-            _running.discard(self)
-
-    def _advance(self, advance: Callable[[int], None], nbytes: int) -> None:
-        if self._stopped:
-            raise _Stopped
-        advance(nbytes)
-
-
-_running: set[_Work] = set()
-_waits_for_exit = False
-
-
-def _stop_at_exit() -> None:
-    """Has the end of the program stop what is still running, once.
-
-    Functions of `atexit` come too late: before them Python waits for the threads that read, which would read all that
-    has been asked for. And a thread that is still within torch when the interpreter goes may crash it.
-    """
-    global _waits_for_exit
-    if not _waits_for_exit:
-        _waits_for_exit = True
-        before_threads_are_joined: Any = threading._register_atexit  # type: ignore[attr-defined]
-        before_threads_are_joined(_stop_all)
-
-
-def _stop_all() -> None:
-    works, until = list(_running), time.monotonic() + _EXIT_SECONDS
-    for work in works:
-        work.stop()
-    for work in works:
-        work.thread.join(_left(until))
+            self._task.cancel(wait=False)
+            # The finalizer refers to the task, and the traceback of the error refers to this handle.
+            self._task.error = None

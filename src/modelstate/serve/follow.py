@@ -1,19 +1,18 @@
 """`modelstate.follow`: swaps checkpoints that training saves to a store into a program that serves."""
 
-import atexit
 import inspect
 import math
 import os
 import threading
 import time
 import warnings
-import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple, Protocol, Self
 
+from modelstate.background import AtExit, BackgroundTask
 from modelstate.errors import (
     AppAccessError,
     AppAnswerError,
@@ -38,8 +37,6 @@ _MAX_EVENTS = 1000
 _MAX_TRIES = 3
 _MAX_REFUSED = 10_000
 _MAX_TEXT = 2000
-_EXIT_SECONDS = 2.0
-"""How long the exit of the process waits for each thread."""
 
 _ALWAYS_RETRIED = (SwapBusyError, ConnectionError, TimeoutError)
 """Errors that are independent of the checkpoint."""
@@ -203,9 +200,7 @@ class Following:
         """Errors, by class and step, that have been reported since the last successful poll."""
         self._poll_lock = threading.RLock()
         self._is_polling = False
-        self._stopping = threading.Event()
-        self._ended = threading.Event()
-        self._thread: threading.Thread | None = None
+        self._task: BackgroundTask[None] | None = None
 
     def __repr__(self) -> str:
         serves = "nothing taken up" if self._taken is None else f"step {self._taken.info.step}"
@@ -224,7 +219,7 @@ class Following:
     @property
     def is_running(self) -> bool:
         """Whether a thread polls the store."""
-        return self._thread is not None and self._thread.is_alive()
+        return self._task is not None and not self._task.done
 
     def poll(self) -> tuple[FollowEvent, ...]:
         """Looks at the store once, in this thread.
@@ -256,17 +251,15 @@ class Following:
         Returns:
             Whether the thread has ended. It has not after a timeout, or where the thread itself calls this.
         """
-        self._stopping.set()
-        thread = self._thread
-        if thread is not None and thread is not threading.current_thread():
-            thread.join(timeout_seconds)
+        if self._task is not None:
+            self._task.cancel(wait=False)
+            if not self._task.is_current:
+                self._task.wait(timeout_seconds)
         return not self.is_running
 
     def wait(self, timeout_seconds: float | None = None) -> bool:
         """Waits until the thread has ended, by `stop` or by an error. Returns whether it has."""
-        if self._thread is not None:
-            self._ended.wait(timeout_seconds)
-        return not self.is_running or self._ended.is_set()
+        return self._task is None or self._task.wait(timeout_seconds)
 
     def __enter__(self) -> Self:
         return self
@@ -280,21 +273,18 @@ class Following:
         """Starts a daemon thread that polls at once, and then every `poll_seconds` seconds, unless one is running."""
         if self.is_running:
             return
-        self._thread = threading.Thread(target=self._run, name="modelstate-follow", daemon=True)
-        _running.add(self)
-        _watch_exit()
-        self._thread.start()
+        self._task = BackgroundTask(
+            self._poll_until_cancelled, kind="follow", where=self._store.directory, at_exit=AtExit.CANCEL_LAST
+        )
+        self._task.start()
 
-    def _run(self) -> None:
+    def _poll_until_cancelled(self, task: BackgroundTask[None]) -> None:
         try:
-            while not self._stopping.is_set():
+            while not task.is_cancelled:
                 self.poll()
-                self._stopping.wait(self._poll_seconds)
+                task.sleep(self._poll_seconds)
         except BaseException as error:
             self._log.error("ended", None, self._store.directory, error)
-        finally:
-            _running.discard(self)
-            self._ended.set()
 
     # A poll.
 
@@ -303,7 +293,7 @@ class Following:
             candidates = self._candidates()
             outcome: Outcome = "skipped"
             for candidate in candidates or ():
-                if self._stopping.is_set() and threading.current_thread() is self._thread:
+                if self._task is not None and self._task.is_cancelled and self._task.is_current:
                     return
                 outcome = self._take(candidate)
                 if outcome != "skipped":
@@ -517,23 +507,3 @@ def _text(error: BaseException) -> str:
 def _warn(text: str) -> None:
     with suppress(FollowWarning):  # with warnings as errors, an exception would end the thread
         warnings.warn(text, FollowWarning, stacklevel=2)
-
-
-_running: "weakref.WeakSet[Following]" = weakref.WeakSet()
-_watching_exit = False
-
-
-def _watch_exit() -> None:
-    global _watching_exit
-    if not _watching_exit:
-        _watching_exit = True
-        atexit.register(_stop_all)
-
-
-def _stop_all() -> None:
-    """Stops all threads at exit: one that computes while the interpreter shuts down could crash the process."""
-    followings = list(_running)
-    for following in followings:
-        following._stopping.set()
-    for following in followings:
-        following.stop(_EXIT_SECONDS)

@@ -1,17 +1,13 @@
-"""Saves in the background: the copy of the state, the handle of the save, and the wait at the end of the process."""
+"""Saves in the background: the copy of the state, and the handle of the save."""
 
-import atexit
-import os
-import sys
 import threading
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from multiprocessing import parent_process
-from multiprocessing.util import Finalize
 
 import torch
 
-from modelstate.errors import ReadFailedError, SaveTimeoutError, SourceAccessError, StoreAccessError, WriteFailedError
+from modelstate.background import AtExit, BackgroundTask
+from modelstate.errors import ReadFailedError, SourceAccessError, StoreAccessError, WriteFailedError
 from modelstate.formats.safetensors import nbytes_of
 from modelstate.formats.serialize import SerializedState
 from modelstate.io.engine import read_threads
@@ -54,7 +50,7 @@ class SavedStep:
         return f"step {self.step}: {size(self.bytes_written)} written{linked} in {self.seconds:.3f} s, {self.path}"
 
 
-class PendingSave:
+class PendingSave(BackgroundTask[SavedStep]):
     """A save that runs in a thread: the result of `Store.save(background=True)`.
 
     Attributes:
@@ -67,152 +63,16 @@ class PendingSave:
         1000
     """
 
-    def __init__(self, step: int, staging_bytes: int, write: Callable[[], SavedStep]) -> None:
-        self.step = step
-        self.staging_bytes = staging_bytes
-        self._pid = os.getpid()
-        self._saved: SavedStep | None = None
-        self._error: BaseException | None = None
-        self._write: Callable[[], SavedStep] | None = write
-        self._finished = threading.Event()
-        self._is_started = False
-        self._claim_lock, self._is_claimed = threading.Lock(), False
-
-    def start(self) -> None:
-        """Starts the thread. Where it is interrupted, the thread does all of the save, or nothing is written."""
-        thread = threading.Thread(target=self._run, name=f"modelstate-save-{self.step}")
-        try:
-            self._is_started = True
-            _unreported.add(self)
-            if not threading.main_thread().is_alive():
-                self._run()  # the program is ending, and would not wait for a thread
-                return
-            _watch_exit()
-            # Not a daemon thread, so that the process waits for it before it ends.
-            thread.start()
-        except BaseException:
-            if self._claim():
-                self._write = None
-                _unreported.discard(self)
-                self._finished.set()
-            raise
-
-    def _claim(self) -> bool:
-        """Returns true to the first caller only: the thread, which then writes, or `start`, which then cancels it."""
-        with self._claim_lock:
-            was_claimed, self._is_claimed = self._is_claimed, True
-            return not was_claimed
-
-    @property
-    def done(self) -> bool:
-        """Whether the save has ended, with or without an error; true in a forked child, which has no such thread."""
-        return self._pid != os.getpid() or not self._is_started or self._finished.is_set()
-
-    @property
-    def is_reported(self) -> bool:
-        """Whether the save succeeded, or its error was raised."""
-        return self not in _unreported
-
-    @property
-    def error(self) -> BaseException | None:
-        """The error of the save; None where there is none so far."""
-        return self._error
-
-    def result(self, timeout_seconds: float | None = None) -> SavedStep:
-        """Waits until the checkpoint is durable, and returns it.
-
-        Args:
-            timeout_seconds: the most seconds to wait; None waits until the end.
-
-        Raises:
-            SaveTimeoutError: The checkpoint is not durable in time, or this process is a fork and does not write it.
-
-        The error of the save is raised too.
-
-        Example:
-            >>> pending.result(timeout_seconds=60).path
-            'checkpoints/step-000001000'
-        """
-        if self._pid == os.getpid() and self._is_started:
-            self._finished.wait(timeout_seconds)
-        if not self.done:
-            raise SaveTimeoutError(
-                "the checkpoint is still being written",
-                where=f"step {self.step}",
-                expected=f"within {timeout_seconds} s",
-                remedy="wait longer; it goes on",
-            )
-        if self._error is not None:
-            _unreported.discard(self)
-            raise self._error
-        if self._saved is None:
-            raise SaveTimeoutError("this process does not write this checkpoint", where=f"step {self.step}")
-        return self._saved
-
-    def _run(self) -> None:
-        if not self._claim():
-            return
-        assert self._write is not None
-        try:
-            self._saved = self._write()
-            _unreported.discard(self)
-        except BaseException as error:
-            self._error = error
-            if _reported_at_exit == os.getpid():
-                self._report_if_lost()  # the report of all lost saves was printed before
-        finally:
-            self._write = None  # releases the state and the store
-            self._finished.set()
-
-    def _report_if_lost(self) -> None:
-        if self._pid == os.getpid():
-            reason = self._error or "the program ended before it was written"
-            print(f"modelstate: step {self.step} was not saved: {reason}", file=sys.stderr, flush=True)
-
-
-_unreported: set[PendingSave] = set()
-"""Saves that are being written, and saves that failed and whose error was not raised yet."""
-_watching_exit = False
-_child_with_finalizer = 0
-"""The id of this process, where it is one of multiprocessing and has the finalizer."""
-_reported_at_exit = 0
-"""The id of this process, where it is one of multiprocessing and has reported the lost saves."""
-
-
-def _watch_exit() -> None:
-    """Makes the end of the program wait for saves that are being written, and report those that failed.
-
-    The wait comes before Python's own wait for threads: after that no thread pool accepts work, and a save that is
-    still running would fail.
-    """
-    global _watching_exit, _child_with_finalizer
-    if not _watching_exit:
-        _watching_exit = True
-        atexit.register(_report_lost)
-        threading._register_atexit(_wait_for_all)  # type: ignore[attr-defined]
-    if parent_process() is not None and _child_with_finalizer != os.getpid():
-        # A forked process of multiprocessing ends by os._exit, which does not run atexit.
-        _child_with_finalizer = os.getpid()
-        Finalize(None, _finish_child, exitpriority=-1000)
-
-
-def _finish_child() -> None:
-    global _reported_at_exit
-    _wait_for_all()
-    _reported_at_exit = os.getpid()
-    _report_lost()
-
-
-def _wait_for_all() -> None:
-    for pending in list(_unreported):
-        if pending._pid == os.getpid():
-            pending._finished.wait()
-
-
-def _report_lost() -> None:
-    for pending in list(_unreported):
-        pending._report_if_lost()
-        _unreported.discard(pending)
+    def __init__(self, step: int, staging_bytes: int, write: Callable[[Callable[[], None]], SavedStep]) -> None:
+        """Takes a function that writes; its argument raises where the save was cancelled."""
+        super().__init__(
+            lambda task: write(task.check),
+            kind="save",
+            where=f"step {step}",
+            at_exit=AtExit.FINISH,
+            failure=f"step {step} was not saved",
+        )
+        self.step, self.staging_bytes = step, staging_bytes
 
 
 _ALIGN = 64

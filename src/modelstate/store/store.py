@@ -16,6 +16,7 @@ import torch
 from modelstate.checkpoint.checkpoint import Checkpoint
 from modelstate.checkpoint.open import argument_order, is_objects
 from modelstate.errors import (
+    BackgroundCancelledError,
     OptionError,
     SaveTargetError,
     SourceTypeError,
@@ -164,6 +165,7 @@ class Store:
             background: False returns when the checkpoint is durable. True returns when the state has been copied to
                 memory, which the next save uses again, and a thread writes it. An error of the thread is raised by
                 `PendingSave.result`, by `wait`, or by the next save. The process waits for the thread before it ends.
+                `PendingSave.cancel` ends it without a checkpoint.
             metrics: numbers that rate the checkpoint, for `Keep(best=...)`.
             pin: keeps the checkpoint whatever `keep` says, until `unpin`.
             overwrite: whether to replace an existing checkpoint of this step. A damaged one is always replaced.
@@ -258,7 +260,7 @@ class Store:
             timeout_seconds: the most seconds to wait; None waits until the end.
 
         Raises:
-            SaveTimeoutError: The save is not durable in time. It goes on.
+            BackgroundTimeoutError: The save is not durable in time. It goes on.
 
         The error of the save in the background is raised too, once.
 
@@ -269,14 +271,13 @@ class Store:
         pending = self._pending
         if pending is None:
             return
-        is_over = pending.done
-        if not (is_over and (pending.error is None or pending.is_reported)):
-            try:
-                pending.result(timeout_seconds)
-            finally:
-                is_over = pending.done
-        if is_over and self._pending is pending:
-            self._pending = None
+        try:
+            if not pending.done or pending.has_unreported_error:
+                with suppress(BackgroundCancelledError):
+                    pending.result(timeout_seconds)
+        finally:
+            if pending.done and self._pending is pending:
+                self._pending = None
 
     @contextmanager
     def _exclusive(self, wait: bool = True) -> Iterator[bool]:
@@ -331,7 +332,17 @@ class Store:
                 else "it is another store's, or a newer version's: take it away, or take another directory",
             )
 
-    def _write(self, job: Job, staging_bytes: int = 0, blocked_seconds: float | None = None) -> SavedStep:
+    def _write(
+        self,
+        job: Job,
+        staging_bytes: int = 0,
+        blocked_seconds: float | None = None,
+        check_cancelled: Callable[[], None] = lambda: None,
+    ) -> SavedStep:
+        def check() -> None:
+            check_cancelled()
+            self._lock.check_directory()
+
         with self._in_its_directory(), write_errors(os.path.join(self.directory, name_of(job.step, 0))):
             clear(self.directory)
             index = self._index.cached()
@@ -349,7 +360,7 @@ class Store:
                 before,
                 self._shard_bytes,
                 index.doubtful,
-                self._lock.check_directory,
+                check,
             )
             index.note_whole(final)
         seconds = time.perf_counter() - job.begin_seconds

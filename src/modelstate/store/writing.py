@@ -263,7 +263,7 @@ def publish(
         before: the last checkpoint; unchanged files of it are linked.
         shard_bytes: the most bytes of tensors in a file; None for no limit.
         doubtful: devices and inodes of files that are not linked.
-        check: called before the rename; it may raise.
+        check: called before each object and before the rename; it may raise.
 
     Returns:
         The path of the checkpoint, which is durable, and what was written of each object.
@@ -278,7 +278,10 @@ def publish(
     is_pinned = job.pin or any(entry.is_pinned for entry in revisions)
     try:
         write_system.mkdir(beside, _mode(revisions))
-        written = {path: _write_object(beside, path, job, before, shard_bytes, doubtful) for path in job.states}
+        written = {}
+        for path in job.states:
+            check()
+            written[path] = _write_object(beside, path, job, before, shard_bytes, doubtful)
         entries = {path: saved.entry for path, saved in written.items()}
         text = Record(store, job.step, job.time, job.metrics, entries, serial).text()
         if len(text) > MAX_BYTES:
