@@ -329,7 +329,7 @@ class Waits(TrainerCallback):  # type: ignore[misc]
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         if self.store._pending is not None:
-            self.store._pending._finished.wait(60)
+            self.store._pending.wait(60)
 
 
 @pytest.mark.parametrize("call", ["mkdir", "pwritev", "fsync", "replace"])

@@ -24,15 +24,14 @@ from modelstate.errors import (
     DamagedCheckpointWarning,
     OptionError,
     PackageError,
-    SaveFailedWarning,
     StepNotFoundError,
 )
 from modelstate.objects.rng import RNG
 from modelstate.store import records
-from modelstate.store.background import PASSING, PendingSave, SavedStep
 from modelstate.store.deadline import Deadline
 from modelstate.store.reading import Step
 from modelstate.store.records import read_record
+from modelstate.store.resumable import LoopSaver
 from modelstate.store.retention import is_number
 from modelstate.store.store import Store, newest_whole, problem_now
 
@@ -97,12 +96,9 @@ class StoreCallback(TrainerCallback):  # type: ignore[misc]
         self._replaced: set[int] = set()
         """Existing steps that may be replaced: damaged ones, and those after the step that the run went back to."""
         self._is_due = False
-        self._saved_step = -1
         self._metrics: tuple[int, dict[str, float]] = (-1, {})
         self._checked_at = 0.0
-        self._pending: PendingSave | None = None
-        self._lost: Exception | None = None
-        """The error of the last save in the background, until a save succeeds."""
+        self._saver = LoopSaver(store, deadline)
         self._is_done = False
         """Whether the restored step is the last one of the run."""
 
@@ -218,11 +214,10 @@ class StoreCallback(TrainerCallback):  # type: ignore[misc]
                 found=f"{args.world_size} processes",
                 remedy="leave the callback out, and let the Trainer save",
             )
-        self._saved_step, self._is_due, self._checked_at = -1, False, time.monotonic()
-        self._pending, self._lost, self._is_done = None, None, False
+        self._is_due, self._is_done, self._checked_at = False, False, time.monotonic()
+        self._saver = LoopSaver(self.store, self.deadline, -1 if self._restore is None else self._restore)
         if self._restore is not None:
             self.store.restore(self._objects_of(state, kwargs), self._restore, verify=False)
-            self._saved_step = self._restore
             self._rng_state = self._rng.state_dict()
             self._is_done = state.global_step >= state.max_steps
             if self._is_done:
@@ -244,8 +239,7 @@ class StoreCallback(TrainerCallback):  # type: ignore[misc]
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> Any:
         """Stops the run where the deadline is reached, and notes that a step is to be saved."""
         now = time.monotonic()
-        if self._pending is not None and self._pending.done:
-            self._collect()
+        self._saver.collect(wait=False)
         if self.deadline is not None:
             self.deadline.stepped(now - self._checked_at)
             if self.deadline.reached:
@@ -271,9 +265,9 @@ class StoreCallback(TrainerCallback):  # type: ignore[misc]
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self._save_if_due(state, kwargs, is_last=True)
         self.store.wait()
-        self._collect()
-        if self._lost is not None:
-            raise self._lost
+        self._saver.collect()
+        if self._saver.lost is not None:
+            raise self._saver.lost
 
     def _take_over(self, state: Any, control: Any, kwargs: Mapping[str, Any]) -> Any:
         """Takes over the save that the Trainer is about to do. The last one is done now, unless it evaluates first."""
@@ -282,8 +276,8 @@ class StoreCallback(TrainerCallback):  # type: ignore[misc]
         ends = control.should_training_stop or state.global_step >= state.max_steps
         if ends and not control.should_evaluate:
             # Now, because at the end the Trainer may load the best model in place of this one.
-            self._collect()
-            self._is_due |= self._lost is not None
+            self._saver.collect()
+            self._is_due |= self._saver.lost is not None
             self._save_if_due(state, kwargs, is_last=True)
         return control
 
@@ -303,8 +297,7 @@ class StoreCallback(TrainerCallback):  # type: ignore[misc]
         if not self._is_due:
             return
         self._is_due = False
-        self._collect()  # the store would wait for the earlier save too
-        if state.global_step == self._saved_step:
+        if self._saver.is_saved(state.global_step):
             return
         if self._trainer is not None:
             self._trainer.store_flos()
@@ -312,36 +305,8 @@ class StoreCallback(TrainerCallback):  # type: ignore[misc]
         objects, step = self._objects_of(state, kwargs), state.global_step
         if metrics_step != step:
             metrics = {}
-        overwrite = step in self._replaced
-        if not self.background or is_last:
-            self._note_saved(self.store.save(step, objects, metrics=metrics, overwrite=overwrite))
-        else:
-            try:
-                self._pending = self.store.save(step, objects, metrics=metrics, overwrite=overwrite, background=True)
-            except PASSING as error:
-                self._warn_lost(step, error)
-                return
-        self._saved_step = step
-
-    def _collect(self) -> None:
-        """Waits for the save in the background. An I/O error of it is a warning, and does not end the training."""
-        pending, self._pending = self._pending, None
-        if pending is None:
-            return
-        try:
-            self._note_saved(pending.result())
-        except PASSING as error:
-            self._warn_lost(pending.step, error)
-
-    def _warn_lost(self, step: int, error: Exception) -> None:
-        self._saved_step, self._lost = -1, error
-        warnings.warn(f"step {step} was not saved: {error}", SaveFailedWarning, stacklevel=2)
-
-    def _note_saved(self, saved: SavedStep) -> None:
-        """Gives the deadline the time of a save, for its margin."""
-        self._lost = None
-        if self.deadline is not None:
-            self.deadline.saved(saved.seconds)
+        background = self.background and not is_last
+        self._saver.save(step, objects, metrics=metrics, overwrite=step in self._replaced, background=background)
 
     def _objects_of(self, state: Any, kwargs: Mapping[str, Any]) -> dict[str, Any]:
         objects = {

@@ -8,9 +8,11 @@ that the project uses are in it.
 
 import sys
 import warnings
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from functools import partial, wraps
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -24,6 +26,8 @@ GENERATOR_KEY = "modelstate.generator"
 """The key, in the saved state of a loader, of the state of the loader's own generator."""
 _BUILD = "_get_iterator"
 """The method of a loader that builds an iterator."""
+_ITERATOR = "_iterator"
+"""The attribute in which a loader keeps its last iterator."""
 _PENDING_STATE = "next_iter_state"
 """The attribute in which `StatefulDataLoader` keeps a restored state until it builds the iterator from it."""
 
@@ -41,7 +45,7 @@ def state_of(obj: Any) -> Any:
     A loader without an iterator would build one, and start its workers. Its state is the one that it was restored to,
     or an empty one, which `load_state_dict` takes as the state of a loader that has not begun.
     """
-    is_unbuilt = _is_stateful_loader(obj) and getattr(obj, "_iterator", None) is None
+    is_unbuilt = _is_stateful_loader(obj) and getattr(obj, _ITERATOR, None) is None
     state = getattr(obj, _PENDING_STATE) or {} if is_unbuilt else obj.state_dict()
     generator = own_generator(obj)
     if generator is None or not isinstance(state, Mapping):
@@ -163,7 +167,7 @@ def _resume_problem(loader: Loader) -> str:
     if not _saved_objects:
         return ""
     objects = [obj for saved in _saved_objects for obj in saved]
-    last = getattr(loader, "_iterator", None)
+    last = getattr(loader, _ITERATOR, None)
     is_saved = _is_stateful_loader(loader) and any(inner is loader for obj in objects for inner in _loaders(obj))
     if loader.persistent_workers and loader.num_workers > 0 and last is None and not is_saved:
         return (
@@ -172,17 +176,48 @@ def _resume_problem(loader: Loader) -> str:
             "uninterrupted run. Leave out persistent_workers=True, or put a StatefulDataLoader among the objects. "
             "Where the workers draw no random numbers, iter(loader) before the loop is enough"
         )
-    if (
-        any(obj is loader for obj in objects)
-        and getattr(last, "_num_yielded", 0) > 0
-        and not getattr(last, "_finished", True)
-    ):
-        return (
-            "a data loader among the objects begins anew, while its last iterator is in the middle of the data: a run "
-            "that is resumed from a checkpoint goes on in the middle, so its data differ from those of an "
-            "uninterrupted run. Leave the loader out of the objects, or read it to its end"
-        )
+    if any(obj is loader for obj in objects) and _is_in_the_middle(loader) and loader not in _warned:
+        _warned.add(loader)
+        return _LEFT
     return ""
+
+
+_LEFT = (
+    "a data loader among the objects is left in the middle of the data: an uninterrupted run begins it anew, and a run "
+    "that is resumed from a checkpoint goes on in the middle, so its data differ. Leave the loader out of the objects, "
+    "or read it to its end"
+)
+
+
+def left_loader_problem(objects: Iterable[object]) -> str:
+    """Returns why a resumed run would differ, where the state of a loader is saved whose iteration was given up.
+
+    Such a loader is in the middle of the data, and nothing refers to its iterator any more. `checked_iterators` does
+    not warn of it in a process that is killed before the loader begins anew. Empty where there is no such loader.
+    """
+    for loader in objects:
+        is_new = isinstance(loader, DataLoader) and _is_in_the_middle(loader) and loader not in _warned
+        if is_new and _references(loader, _ITERATOR) == _references(_ONLY_REFERENCE, _ITERATOR):
+            _warned.add(loader)
+            return _LEFT
+    return ""
+
+
+_warned: "weakref.WeakSet[object]" = weakref.WeakSet()
+"""Loaders that have had the warning."""
+
+
+_ONLY_REFERENCE = SimpleNamespace(_iterator=object())
+"""Refers to an object as a loader does to an iterator that nothing else refers to."""
+
+
+def _references(owner: object, name: str) -> int:
+    return sys.getrefcount(vars(owner)[name])
+
+
+def _is_in_the_middle(loader: object) -> bool:
+    iterator = getattr(loader, _ITERATOR, None)
+    return getattr(iterator, "_num_yielded", 0) > 0 and not getattr(iterator, "_finished", True)
 
 
 def _loaders(obj: object) -> Iterator[Loader]:

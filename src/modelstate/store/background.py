@@ -7,7 +7,6 @@ from dataclasses import dataclass
 import torch
 
 from modelstate.background import AtExit, BackgroundTask
-from modelstate.errors import ReadFailedError, SourceAccessError, StoreAccessError, WriteFailedError
 from modelstate.formats.safetensors import nbytes_of
 from modelstate.formats.serialize import SerializedState
 from modelstate.io.engine import read_threads
@@ -15,9 +14,6 @@ from modelstate.io.memory import empty_cpu
 from modelstate.process import parallel_for
 from modelstate.spec import contiguous_stride
 from modelstate.text_format import size
-
-PASSING = (WriteFailedError, ReadFailedError, StoreAccessError, SourceAccessError)
-"""The errors that an I/O error becomes, wherever in a save it happens. The next save may succeed."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,17 +19,94 @@ from contextlib import closing, nullcontext
 from types import CodeType, FrameType
 from typing import Any, Self
 
-from modelstate.errors import OptionError, SaveFailedWarning
-from modelstate.objects.loaders import checked_iterators
+from modelstate.errors import (
+    OptionError,
+    ReadFailedError,
+    ResumeWarning,
+    SaveFailedWarning,
+    SourceAccessError,
+    StoreAccessError,
+    WriteFailedError,
+)
+from modelstate.objects.loaders import checked_iterators, left_loader_problem
 from modelstate.objects.objects import Kind, targets_of
 from modelstate.planning.matching import nearest
-from modelstate.store.background import PASSING, PendingSave, SavedStep
+from modelstate.store.background import PendingSave, SavedStep
 from modelstate.store.deadline import Deadline, now_seconds
 from modelstate.store.retention import CheckpointInfo, Keep, check_metric, metric_value
 from modelstate.store.store import RestoredStep, Store
 
 _logger = logging.getLogger(__name__)
 _RESTORE_OPTIONS = tuple(inspect.signature(Store.restore).parameters)[2:]
+
+
+_PASSING = (WriteFailedError, ReadFailedError, StoreAccessError, SourceAccessError)
+"""The errors that an I/O error becomes, wherever in a save it happens. The next save may succeed."""
+
+
+class LoopSaver:
+    """The saves of a training loop. An I/O error of a save in the background is a warning, and the loop goes on.
+
+    Args:
+        store: the store to save to.
+        deadline: gets the times of the saves, for its margin.
+        saved_step: the step that the run was restored from; -1 where it was not.
+
+    Attributes:
+        lost: the error of the last save in the background; None where it succeeded.
+    """
+
+    def __init__(self, store: Store, deadline: Deadline | None, saved_step: int = -1) -> None:
+        self._store, self._deadline, self._saved_step = store, deadline, saved_step
+        self._pending: PendingSave | None = None
+        self.lost: Exception | None = None
+
+    def is_saved(self, step: int) -> bool:
+        """Whether a step has been saved. Waits for the save in the background."""
+        self.collect()
+        return step == self._saved_step
+
+    def save(
+        self, step: int, objects: Mapping[str, object], *, metrics: dict[str, float], overwrite: bool, background: bool
+    ) -> None:
+        """Saves a step as `Store.save` does, after `is_saved`."""
+        if not background:
+            self._note_saved(self._store.save(step, objects, metrics=metrics, overwrite=overwrite))
+        else:
+            try:
+                self._pending = self._store.save(step, objects, metrics=metrics, overwrite=overwrite, background=True)
+            except _PASSING as error:
+                self._warn_lost(step, error)
+                return
+        self._saved_step = step
+
+    def collect(self, *, wait: bool = True) -> None:
+        """Takes the result of the save in the background. Without `wait`, only where it has ended."""
+        pending = self._pending
+        if pending is None or not (wait or pending.done):
+            return
+        self._pending = None
+        try:
+            self._note_saved(pending.result())
+        except _PASSING as error:
+            self._warn_lost(pending.step, error)
+
+    def _note_saved(self, saved: SavedStep) -> None:
+        self.lost = None
+        if self._deadline is not None:
+            self._deadline.saved(saved.seconds)
+
+    def _warn_lost(self, step: int, error: Exception) -> None:
+        self._saved_step, self.lost = -1, error
+        _warn_caller(f"step {step} was not saved: {error}", SaveFailedWarning)
+
+
+def _warn_caller(message: str, category: type[Warning]) -> None:
+    """Warns, in the name of the code that called the package."""
+    frame, level = sys._getframe(), 1
+    while frame.f_globals.get("__name__", "").startswith("modelstate.") and frame.f_back is not None:
+        frame, level = frame.f_back, level + 1
+    warnings.warn(message, category, stacklevel=level)
 
 
 class _Metrics(dict[str, float]):
@@ -96,10 +173,9 @@ class Resumable:
         """The names of metrics that have been compared with the metric of `Keep(best=...)`."""
         self._is_metric_missed = False
         """Whether it has been logged that the metric of `Keep(best=...)` is not in the metrics."""
-        self._saved_at = self.start if before is not None else -1
+        self._saver = LoopSaver(store, deadline, saved_step=self.start if before is not None else -1)
         self._reached_within: dict[str, int] = {}
         """The last step of each finished loop that ran within a step and has only objects of this one, by directory."""
-        self._pending: PendingSave | None = None
         self._step_began = 0.0
         self._checked_at = 0.0
         """When this loop, or one within its step, last checked the deadline that both have."""
@@ -189,7 +265,7 @@ class Resumable:
             self._check_is_newest()
             if self._stopped_within:
                 self._stopped, self._stopped_within = self._stopped_within, ""
-                self._collect()
+                self._saver.collect()
                 return
             self._done += 1
             self._log_misspelt_metric()
@@ -243,7 +319,7 @@ class Resumable:
 
         A loop that was left by an exception stays alive: the interpreter keeps the last exception, with its frames.
         """
-        self._collect()
+        self._saver.collect()
         self._store.close()
 
     def has_all(self, objects: Mapping[str, Any]) -> bool:
@@ -262,29 +338,19 @@ class Resumable:
         return frame is not None
 
     def _stop(self) -> bool:
-        if self._pending is not None and self._pending.done:
-            self._collect()
+        self._saver.collect(wait=False)
         self._stopped = self._deadline.reason if self._deadline is not None else ""
         return bool(self.stopped)
 
     def _save(self, *, background: bool) -> None:
-        self._collect()  # the store would wait for the earlier save too
-        if self._saved_at == self.done:
+        if self._saver.is_saved(self.done):
             return
         self._log_missing_metric()
+        objects = (target.obj for target in targets_of(self._objects).values())
+        if self.done < self._steps and (problem := left_loader_problem(objects)):
+            _warn_caller(problem, ResumeWarning)
         # Where training went back to an earlier checkpoint, the later ones are replaced.
-        metrics = dict(self._metrics)
-        if not background:
-            self._note_saved(self._store.save(self.done, self._objects, metrics=metrics, overwrite=True))
-        else:
-            try:
-                self._pending = self._store.save(
-                    self.done, self._objects, metrics=metrics, overwrite=True, background=True
-                )
-            except PASSING as error:
-                self._warn_lost(self.done, error)
-                return
-        self._saved_at = self.done
+        self._saver.save(self.done, self._objects, metrics=dict(self._metrics), overwrite=True, background=background)
 
     def _log_missing_metric(self) -> None:
         """Logs once that the metric of `Keep(best=...)` is not among the metrics."""
@@ -313,28 +379,6 @@ class Resumable:
                 "step %s set loop.metrics[%r]: is it the metric of Keep(best=..., metric=%r), which has not been set?",
                 *(self._done - 1, near, wanted),
             )
-
-    def _collect(self) -> None:
-        """Waits for the save in the background. An I/O error of it is a warning, and does not end the training."""
-        pending, self._pending = self._pending, None
-        if pending is None:
-            return
-        try:
-            self._note_saved(pending.result())
-        except PASSING as error:
-            self._warn_lost(pending.step, error)
-
-    def _warn_lost(self, step: int, error: Exception) -> None:
-        self._saved_at = -1
-        frame, level = sys._getframe(), 1
-        while frame.f_code.co_filename == __file__ and frame.f_back is not None:
-            frame, level = frame.f_back, level + 1
-        warnings.warn(f"step {step} was not saved: {error}", SaveFailedWarning, stacklevel=level)
-
-    def _note_saved(self, saved: SavedStep) -> None:
-        """Gives the deadline the time of a save, for its margin."""
-        if self._deadline is not None:
-            self._deadline.saved(saved.seconds)
 
 
 class _Loops(threading.local):
@@ -387,7 +431,7 @@ def resumable(
     after the first step, when optimizers and loaders have their state. Nothing is checked where all steps are done.
 
     A data loader that a resumed run would iterate in another way is a `ResumeWarning`: one with persistent workers that
-    start in a step, and one among the objects that begins anew in the middle of its data.
+    start in a step, and one among the objects that is left in the middle of its data.
 
     Args:
         store: a `Store`, or the path of its directory. The store of a path is closed when the loop ends.
