@@ -3,6 +3,7 @@
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import product
 from typing import Any, ClassVar, NamedTuple
 
 import torch
@@ -21,6 +22,35 @@ class ByteRange(NamedTuple):
     """Bytes from the beginning of the file."""
     nbytes: int
     """Length in bytes."""
+
+
+Box = tuple[range, ...]
+"""A region of a tensor: for each dimension the indices, with a step of 1."""
+
+GAP_BYTES = 4 << 10
+"""The largest gap between elements that is read with them: reading one page too much is cheaper than another read."""
+
+
+def box_of(shape: Sequence[int], slices: Sequence[slice]) -> Box:
+    """Returns the region that slices select in a tensor of this shape, by the rules of Python for bounds.
+
+    A dimension without a slice is selected whole. Raises `ValueError` for too many slices, and for steps other than 1.
+    """
+    if len(slices) > len(shape) or any(index.step not in (None, 1) for index in slices):
+        raise ValueError(f"a region of shape {list(shape)} takes a slice with a step of 1 for each dimension: {slices}")
+    bounds = [index.indices(size) for size, index in zip(shape, slices, strict=False)]
+    selected = [range(start, max(start, stop)) for start, stop, _ in bounds]
+    return (*selected, *map(range, shape[len(slices) :]))
+
+
+def slices_of(box: Box) -> tuple[slice, ...]:
+    """Returns the slices that select a region."""
+    return tuple(slice(indices.start, indices.stop) for indices in box)
+
+
+def moved(box: Box, origin: Sequence[int]) -> Box:
+    """Returns a region with its indices counted from another origin."""
+    return tuple(range(indices.start - start, indices.stop - start) for indices, start in zip(box, origin, strict=True))
 
 
 def overlapping(first: ByteRange, second: ByteRange) -> bool:
@@ -112,11 +142,88 @@ class StoredTensor:
     def numel(self) -> int:
         return math.prod(self.shape)
 
+    @property
+    def read_bytes(self) -> int:
+        """The bytes that are read for the values: small gaps between elements are read with them."""
+        return self.nbytes if self.is_contiguous else self.runs().nbytes
+
+    def region(self, slices: Sequence[slice]) -> "StoredTensor":
+        """Returns a region of the tensor as a view of the same storage.
+
+        Args:
+            slices: a slice with a step of 1 for each dimension; later dimensions without a slice are whole.
+        """
+        box = box_of(self.shape, slices)
+        shape = tuple(map(len, box))
+        if shape == self.shape:
+            return self
+        first = sum(indices.start * step for indices, step in zip(box, self.stride, strict=True)) if all(shape) else 0
+        return StoredTensor(self.dtype, shape, self.stride, self.storage, self.offset + first)
+
+    def runs(self) -> "Runs":
+        """Returns the runs of bytes that are read for the values."""
+        itemsize = self.dtype.itemsize
+        whole = Runs(self.extent, self.extent.nbytes, (), self.stride)
+        if self.is_contiguous:
+            return whole
+        run, span, stride, outer = 1, 1, list(self.stride), list[tuple[int, int]]()
+        for step, size, dim in sorted(zip(self.stride, self.shape, range(len(self.shape)), strict=True)):
+            if size == 1 or step == 0:
+                continue
+            if step < span:
+                return whole  # elements overlap
+            span += (size - 1) * step
+            if not outer and (step - run) * itemsize <= GAP_BYTES:
+                run = span
+            else:
+                stride[dim] = run * math.prod(count for count, _ in outer)
+                outer.append((size, step * itemsize))
+        return Runs(self.extent, run * itemsize, tuple(reversed(outer)), tuple(stride))
+
+
+@dataclass(frozen=True, slots=True)
+class Runs:
+    """The reads of a strided tensor: runs of bytes of equal length, which are put into memory without gaps."""
+
+    extent: ByteRange
+    run_bytes: int
+    dims: tuple[tuple[int, int], ...]
+    """Size and step in bytes of each dimension that the runs are repeated in, the outermost first."""
+    stride: tuple[int, ...]
+    """The stride, in elements, of the tensor in the memory that has been read."""
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all runs."""
+        return self.run_bytes * math.prod(count for count, _ in self.dims)
+
+    def __iter__(self) -> Iterator[ByteRange]:
+        """Yields the runs in the order in which they lie in memory."""
+        path, start, _ = self.extent
+        for offsets in product(*(range(0, count * step, step) for count, step in self.dims)):
+            yield ByteRange(path, start + sum(offsets), self.run_bytes)
+
 
 class _Unfrozen:
     """Becomes a `StoredTensor`: setting the attributes of a frozen object takes five times as long."""
 
     __slots__ = StoredTensor.__slots__
+
+
+@dataclass(frozen=True, slots=True)
+class Assemble:
+    """Builds a tensor from chunks, each of which is a region of it."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    boxes: tuple[Box, ...]
+    """The region of each chunk. All together they cover the tensor."""
+
+    def __call__(self, chunks: Sequence[torch.Tensor]) -> torch.Tensor:
+        whole = torch.empty(self.shape, dtype=self.dtype, device="cpu")
+        for box, chunk in zip(self.boxes, chunks, strict=True):
+            whole[slices_of(box)].copy_(chunk)
+        return whole
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,6 +245,24 @@ class StoredComposite:
     def nbytes(self) -> int:
         """Bytes of all parts."""
         return sum(part.nbytes for part in self.parts)
+
+    def region(self, slices: Sequence[slice]) -> "StoredComposite | None":
+        """Returns a region of a tensor that is stored in chunks, which reads the chunks in it; None for other kinds."""
+        if not isinstance(self.build, Assemble):
+            return None
+        wanted = box_of(self.shape, slices)
+        parts, boxes = [], []
+        for part, box in zip(self.parts, self.build.boxes, strict=True):
+            common = tuple(
+                range(max(chunk.start, indices.start), min(chunk.stop, indices.stop))
+                for chunk, indices in zip(box, wanted, strict=True)
+            )
+            if all(common):
+                starts = [chunk.start for chunk in box]
+                parts.append(part.region(slices_of(moved(common, starts))))
+                boxes.append(moved(common, [indices.start for indices in wanted]))
+        shape = tuple(map(len, wanted))
+        return StoredComposite(self.kind, self.dtype, shape, tuple(parts), Assemble(shape, self.dtype, tuple(boxes)))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -183,7 +308,7 @@ AT_ONCE_BYTES = 8 << 20
 def own_bytes(stored: Stored) -> int:
     """The memory that reading the values takes, the intermediate buffers included."""
     if isinstance(stored, StoredTensor):
-        return stored.extent.nbytes
+        return stored.read_bytes
     if isinstance(stored, torch.Tensor):
         return 0
     if isinstance(stored, StoredComposite):

@@ -37,7 +37,9 @@ class Maps:
         self._fingerprints = fingerprints
         self._maps: dict[str, mmap.mmap] = {}
         self._shown: dict[tuple[ByteRange, int], tuple[torch.Tensor, int]] = {}
-        self._read: weakref.WeakValueDictionary[ByteRange, torch.UntypedStorage] = weakref.WeakValueDictionary()
+        self._read: weakref.WeakValueDictionary[tuple[ByteRange, int], torch.UntypedStorage] = (
+            weakref.WeakValueDictionary()
+        )
         self._may_show: dict[tuple[str, bool | None, int], bool] = {}
         self._notes: dict[str, list[str]] = {}
 
@@ -82,17 +84,19 @@ class Maps:
         return self.tensor(stored)
 
     def _in_memory(self, stored: StoredTensor) -> torch.Tensor:
+        runs = stored.runs()
         storage = self._in_use(stored)
         if storage is None:
             tensor = self.read(stored)
-            self._read[stored.extent] = tensor.untyped_storage()
+            self._read[runs.extent, runs.run_bytes] = tensor.untyped_storage()
             return tensor
-        return torch.empty(0, dtype=stored.dtype, device="cpu").set_(storage, 0, stored.shape, stored.stride)
+        return torch.empty(0, dtype=stored.dtype, device="cpu").set_(storage, 0, stored.shape, runs.stride)
 
     def _in_use(self, stored: StoredTensor) -> torch.UntypedStorage | None:
         """The memory of a tensor that is alive, into which these bytes have been read."""
-        storage = self._read.get(stored.extent)
-        return storage if storage is not None and storage.nbytes() == stored.extent.nbytes else None
+        runs = stored.runs()
+        storage = self._read.get((runs.extent, runs.run_bytes))
+        return storage if storage is not None and storage.nbytes() == runs.nbytes else None
 
     def read(self, stored: Stored) -> torch.Tensor:
         """Reads the values into memory of their own, without a map. See `read_tensor`."""

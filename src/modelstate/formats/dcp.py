@@ -39,7 +39,7 @@ from modelstate.formats.torch_globals import TorchGlobals, is_never
 from modelstate.formats.torch_zip import Archive
 from modelstate.formats.unpickle import unpickle
 from modelstate.io.files import SourceFile
-from modelstate.spec import ByteRange, Checksum, Contents, StoredComposite, StoredTensor
+from modelstate.spec import Assemble, ByteRange, Checksum, Contents, StoredComposite, StoredTensor
 
 _DCP = "torch.distributed.checkpoint."
 _BEFORE_2_3 = "torch.distributed._shard.sharded_tensor.metadata."
@@ -516,17 +516,11 @@ def _assembled(item: ChunkedTensor, parts: Sequence[StoredTensor | StoredComposi
                 "a chunk has more elements than bytes", where=where, expected=part.nbytes, found=part.storage.nbytes
             )
         stored.append(part)
-    boxes = [
-        tuple(slice(offset, offset + size) for offset, size in zip(chunk.offsets, chunk.shape, strict=True))
+    boxes = tuple(
+        tuple(range(offset, offset + size) for offset, size in zip(chunk.offsets, chunk.shape, strict=True))
         for chunk in item.chunks
-    ]
-
-    def build(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-        whole = torch.empty(item.shape, dtype=item.dtype, device="cpu")
-        for box, tensor in zip(boxes, tensors, strict=True):
-            whole[box].copy_(tensor)
-        return whole
-
+    )
+    build = Assemble(item.shape, item.dtype, boxes)
     return StoredComposite(kind=KIND, dtype=item.dtype, shape=item.shape, parts=tuple(stored), build=build)
 
 

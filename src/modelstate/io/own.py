@@ -19,7 +19,7 @@ ReadAll = Callable[[list[Request]], None]
 
 
 def read_tensor(stored: Stored, read_all: ReadAll) -> torch.Tensor:
-    """Reads a tensor into memory of its own, in its stored layout; returns a live tensor as a detached alias.
+    """Reads a tensor into memory of its own, without large gaps; returns a live tensor as a detached alias.
 
     Raises what `read_all` raises, and what combining the parts raises.
     """
@@ -72,10 +72,12 @@ def same_bytes(first: ByteRange, second: ByteRange, read_all: ReadAll) -> bool:
 def _read_strided(stored: StoredTensor, read_all: ReadAll) -> torch.Tensor:
     if stored.nbytes == 0:
         return torch.empty_strided(stored.shape, stored.stride, dtype=stored.dtype, device="cpu")
-    memory = empty_cpu((stored.extent.nbytes,), torch.uint8)
-    read_all([Request(stored.extent, memory.data_ptr())])
+    runs = stored.runs()
+    memory = empty_cpu((runs.nbytes,), torch.uint8)
+    addresses = range(memory.data_ptr(), memory.data_ptr() + runs.nbytes, runs.run_bytes)
+    read_all([Request(source, address) for source, address in zip(runs, addresses, strict=True)])
     empty = torch.empty(0, dtype=stored.dtype, device="cpu")
-    return empty.set_(memory.untyped_storage(), 0, stored.shape, stored.stride)
+    return empty.set_(memory.untyped_storage(), 0, stored.shape, runs.stride)
 
 
 def _read_in_pieces(stored: Combined, read_all: ReadAll) -> torch.Tensor:

@@ -1,21 +1,42 @@
 """Source expressions: tensors that are computed from the tensors of a checkpoint when their values are needed.
 
-Building an expression reads no values: shapes and dtypes are computed with tensors on the meta device. An operation
-that only selects or reorders elements of one stored tensor yields another stored tensor, so that only its bytes are
-read.
+Building an expression reads no values. An operation that only selects or reorders elements of one stored tensor yields
+another stored tensor. Every source has regions: `region(source, slices)` reads little more than the bytes of the slice,
+because each operation passes the slice on to its parts.
+
+A reshape passes a slice on as far as the slice covers consecutive elements; a function of a user reads everything.
+`read_bytes(source)` says how many bytes a source reads.
 """
 
 import math
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
 
 import torch
 
-from modelstate.spec import Combined, Stored, StoredComposite, StoredTensor, own_bytes, pieces
+from modelstate.spec import (
+    Box,
+    Combined,
+    Stored,
+    StoredComposite,
+    StoredTensor,
+    box_of,
+    contiguous_stride,
+    moved,
+    own_bytes,
+    pieces,
+    slices_of,
+)
 from modelstate.torch_compat.plain import has_its_memory, is_plain
 
+Read = Callable[[Stored], torch.Tensor]
+"""Returns the values of a stored tensor."""
+OnCast = Callable[[torch.Tensor, torch.Tensor], object]
+"""Called with the values before and after a step that changes the dtype of one tensor."""
 Change = Callable[..., torch.Tensor]
-"""Computes a tensor from others, with or without looking at their values."""
+"""Computes a tensor from others. The result may share their memory."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -26,28 +47,34 @@ class Derived:
     shape: tuple[int, ...]
     parts: tuple["Source", ...]
     change: Change
-    """Called with the values of the parts. Its result may share their memory."""
+    """Called with the values of the parts. An `Operation` passes slices on to the parts; of other functions, the whole
+    result is computed for each region."""
     is_certain: bool = True
-    """Whether `change` cannot fail once the parts have been read: it is not a user's function."""
+    """Whether the computation cannot fail once the stored tensors have been read: no function of a user is called."""
+
+    def __post_init__(self) -> None:
+        if not all(part.is_certain for part in self.parts if isinstance(part, Derived)):
+            object.__setattr__(self, "is_certain", False)
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the parts."""
-        return sum(_nbytes(part) for part in self.parts)
+        """Bytes of the stored tensors."""
+        return sum(
+            leaf.numel() * leaf.itemsize if isinstance(leaf, torch.Tensor) else leaf.nbytes for leaf in leaves(self)
+        )
 
     @property
     def of_files(self) -> bool:
-        """Whether all parts come from files, so that a load cannot change them while it runs."""
-        return all(part.of_files if isinstance(part, Derived) else not _is_in_memory(part) for part in self.parts)
+        """Whether all stored tensors are in files, so that a load cannot change them while it runs."""
+        return not any(isinstance(piece, torch.Tensor) for leaf in leaves(self) for piece in pieces(leaf))
 
     @property
     def scratch_bytes(self) -> int:
         """Memory that the computation needs beside its result, including the parts that are read for it."""
-        parts = sum(
-            part.result_bytes + part.scratch_bytes if isinstance(part, Derived) else own_bytes(part)
-            for part in self.parts
-        )
-        return parts - self.result_bytes if self.change is _identity else parts
+        if isinstance(self.change, Concatenation):
+            return max(map(_bytes_beside, self.parts))
+        needed = sum(map(_memory_bytes, self.parts))
+        return needed - self.result_bytes if isinstance(self.change, Unchanged) else needed
 
     @property
     def result_bytes(self) -> int:
@@ -57,45 +84,67 @@ class Derived:
     @property
     def lacks_values(self) -> bool:
         """Whether a part has no values: it is on the meta device, or its memory has been freed."""
-        return any(part.lacks_values if isinstance(part, Derived) else lacks_values(part) for part in self.parts)
+        return any(map(lacks_values, leaves(self)))
+
+    def region(self, slices: Sequence[slice]) -> "Source":
+        """Returns a region of the tensor, which reads as little as the operations permit.
+
+        Args:
+            slices: a slice with a step of 1 for each dimension; later dimensions without a slice are whole.
+        """
+        box = box_of(self.shape, slices)
+        if tuple(map(len, box)) == self.shape:
+            return self
+        if isinstance(self.change, Operation):
+            return self.change.region(self.parts, box)
+        return _cropped(self, box)
 
 
 Source = Stored | Derived
 """Where the values of a tensor come from."""
 
 
-def derive(change: Change, parts: Sequence[Source]) -> Source:
-    """Returns the result of `change`, an operation of torch, on tensors whose values have not been read.
+def region(source: Source, slices: Sequence[slice]) -> Source:
+    """Returns a region of any source: `read(region(source, slices))` equals `read(source)[slices]`.
 
-    If the result only shows elements of one tensor in another order or shape, it is a stored tensor like any other.
-    Otherwise it is a `Derived`, which calls `change` again with the values. Raises what `change` raises.
+    Args:
+        source: a stored tensor, a tensor in memory, or an expression.
+        slices: a slice with a step of 1 for each dimension; later dimensions without a slice are whole.
+
+    Raises `ValueError` for too many slices, and for steps other than 1.
     """
-    inputs = [meta_like(part) for part in parts]
-    result = change(*inputs)
-    if len(parts) == 1 and result is inputs[0]:
-        return parts[0]
-    if len(parts) == 1 and result._base is inputs[0] and result.dtype == parts[0].dtype:
-        view = _stored_view(change, parts[0], result)
-        if view is not None:
-            return view
-    return Derived(result.dtype, tuple(result.shape), tuple(parts), change)
+    if isinstance(source, StoredTensor | Derived):
+        return source.region(slices)
+    box = box_of(source.shape, slices)
+    if tuple(map(len, box)) == tuple(source.shape):
+        return source
+    if isinstance(source, torch.Tensor):
+        return source.detach()[slices_of(box)]
+    if isinstance(source, StoredComposite):
+        return source.region(slices) or _cropped(source, box)
+    parts = [region(part, slices) for part in source.parts]
+    stored = tuple(part for part in parts if not isinstance(part, Derived))
+    if not source.elementwise or not parts or len(stored) < len(parts):
+        return _cropped(source, box)
+    return replace(source, shape=tuple(map(len, box)), parts=stored)
 
 
-def _stored_view(change: Change, part: Source, view: torch.Tensor) -> Stored | None:
-    """Returns the view of `part` that `view` shows on the meta device; None if it cannot be a stored tensor."""
-    if isinstance(part, StoredTensor):
-        offset = part.offset + int(view.storage_offset()) if view.numel() else 0
-        if view.is_conj() or view.is_neg():
-            return None
-        return StoredTensor(part.dtype, tuple(view.shape), tuple(view.stride()), part.storage, offset)
-    return change(part.detach()) if isinstance(part, torch.Tensor) else None
+def read_bytes(source: Source) -> int:
+    """Returns the bytes that are read from files for the values of a source."""
+    tensors = (piece for leaf in leaves(source) for piece in pieces(leaf))
+    return sum(piece.read_bytes for piece in tensors if isinstance(piece, StoredTensor))
 
 
-def values_of(
-    source: Source,
-    read: Callable[[Stored], torch.Tensor],
-    on_cast: Callable[[torch.Tensor, torch.Tensor], object] | None = None,
-) -> torch.Tensor:
+def leaves(source: Source) -> Iterator[Stored]:
+    """Yields the stored tensors that a source is computed from."""
+    if isinstance(source, Derived):
+        for part in source.parts:
+            yield from leaves(part)
+    else:
+        yield source
+
+
+def values_of(source: Source, read: Read, on_cast: OnCast | None = None) -> torch.Tensor:
     """Computes the values of a source.
 
     Args:
@@ -105,11 +154,66 @@ def values_of(
     """
     if not isinstance(source, Derived):
         return read(source)
+    if isinstance(source.change, Concatenation):
+        in_memory = (piece for leaf in leaves(source) for piece in pieces(leaf) if isinstance(piece, torch.Tensor))
+        first = next(in_memory, None)
+        out = torch.empty(source.shape, dtype=source.dtype, device="cpu" if first is None else first.device)
+        _read_into(out, source, read, on_cast)
+        return out
     parts = [values_of(part, read, on_cast) for part in source.parts]
     result = source.change(*parts)
     if on_cast is not None and len(parts) == 1 and parts[0].dtype != result.dtype and parts[0].shape == result.shape:
         on_cast(parts[0], result)
     return result
+
+
+def _read_into(out: torch.Tensor, source: Source, read: Read, on_cast: OnCast | None) -> None:
+    """Computes values in existing memory. Of nested concatenations, one part at a time is in memory beside it."""
+    if not isinstance(source, Derived) or not isinstance(source.change, Concatenation):
+        out.copy_(values_of(source, read, on_cast))
+        return
+    start, dim = 0, source.change.dim
+    for part in source.parts:
+        _read_into(out.narrow(dim, start, part.shape[dim]), part, read, on_cast)
+        start += part.shape[dim]
+
+
+def _memory_bytes(source: Source) -> int:
+    """Memory that computing the values needs, including the values."""
+    return source.result_bytes + source.scratch_bytes if isinstance(source, Derived) else own_bytes(source)
+
+
+def _bytes_beside(part: Source) -> int:
+    """Memory that a part of a concatenation needs beside the result of the concatenation."""
+    is_read_into = isinstance(part, Derived) and isinstance(part.change, Concatenation)
+    return part.scratch_bytes if isinstance(part, Derived) and is_read_into else _memory_bytes(part)
+
+
+# Operations.
+
+
+class Operation(ABC):
+    """A computation that knows which regions of its parts a region of its result needs."""
+
+    @abstractmethod
+    def __call__(self, *values: torch.Tensor) -> torch.Tensor:
+        """Computes the result from the values of the parts."""
+
+    @abstractmethod
+    def region(self, parts: tuple[Source, ...], box: Box) -> Source:
+        """Returns a region of the result of this operation on `parts`."""
+
+
+@dataclass(frozen=True, slots=True)
+class Unchanged(Operation):
+    """The values of a tensor as they are, computed late."""
+
+    def __call__(self, *values: torch.Tensor) -> torch.Tensor:
+        return values[0]
+
+    def region(self, parts: tuple[Source, ...], box: Box) -> Source:
+        part = region(parts[0], slices_of(box))
+        return Derived(part.dtype, tuple(part.shape), (part,), self, is_certain=False)
 
 
 def to_be_computed(stored: Stored, computed: dict[Stored, Derived]) -> Source:
@@ -120,12 +224,228 @@ def to_be_computed(stored: Stored, computed: dict[Stored, Derived]) -> Source:
     if not isinstance(stored, Combined):
         return stored
     if stored not in computed:
-        computed[stored] = Derived(stored.dtype, stored.shape, (stored,), _identity, is_certain=False)
+        computed[stored] = Derived(stored.dtype, stored.shape, (stored,), Unchanged(), is_certain=False)
     return computed[stored]
 
 
-def _identity(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor
+@dataclass(frozen=True, slots=True)
+class Crop(Operation):
+    """A region of a tensor that has to be computed whole, or a smaller region of it."""
+
+    box: Box
+
+    def __call__(self, *values: torch.Tensor) -> torch.Tensor:
+        return values[0][slices_of(self.box)]
+
+    def region(self, parts: tuple[Source, ...], box: Box) -> Source:
+        within = tuple(outer[inner.start : inner.stop] for outer, inner in zip(self.box, box, strict=True))
+        return region(parts[0], slices_of(within))
+
+
+def _cropped(source: Source, box: Box) -> Source:
+    """Returns a region of a source that is computed whole, or of one that is read by region."""
+    shape = tuple(map(len, box))
+    if shape == tuple(source.shape):
+        return source
+    if isinstance(source, StoredTensor | torch.Tensor):
+        return region(source, slices_of(box))
+    return Derived(source.dtype, shape, (source,), Crop(box))
+
+
+@dataclass(frozen=True, slots=True)
+class Conversion(Operation):
+    """A cast to another dtype."""
+
+    dtype: torch.dtype
+
+    def __call__(self, *values: torch.Tensor) -> torch.Tensor:
+        return values[0].to(self.dtype)
+
+    def region(self, parts: tuple[Source, ...], box: Box) -> Source:
+        return cast(region(parts[0], slices_of(box)), self.dtype)
+
+
+def cast(source: Source, dtype: torch.dtype) -> Source:
+    """Returns the source in another dtype."""
+    if source.dtype == dtype:
+        return source
+    return Derived(dtype, tuple(source.shape), (source,), Conversion(dtype))
+
+
+@dataclass(frozen=True, slots=True)
+class Transposition(Operation):
+    """An exchange of two dimensions."""
+
+    dim0: int
+    dim1: int
+
+    def __call__(self, *values: torch.Tensor) -> torch.Tensor:
+        return values[0].transpose(self.dim0, self.dim1)
+
+    def region(self, parts: tuple[Source, ...], box: Box) -> Source:
+        swapped = list(slices_of(box))
+        swapped[self.dim0], swapped[self.dim1] = swapped[self.dim1], swapped[self.dim0]
+        return transposed(region(parts[0], swapped), self.dim0, self.dim1)
+
+
+def transposed(source: Source, dim0: int, dim1: int) -> Source:
+    """Returns the source with two dimensions exchanged. Raises `IndexError` as torch does."""
+    if isinstance(source, torch.Tensor):
+        return source.detach().transpose(dim0, dim1)
+    view = meta_like(source).transpose(dim0, dim1)
+    if isinstance(source, StoredTensor):
+        return _view(source, view)
+    return Derived(source.dtype, tuple(view.shape), (source,), Transposition(dim0, dim1))
+
+
+@dataclass(frozen=True, slots=True)
+class Reshape(Operation):
+    """Another shape for the elements in their order, in which each dimension is split, or several are merged."""
+
+    shape: tuple[int, ...]
+
+    def __call__(self, *values: torch.Tensor) -> torch.Tensor:
+        return values[0].reshape(self.shape)
+
+    def region(self, parts: tuple[Source, ...], box: Box) -> Source:
+        (part,) = parts
+        shape = tuple(map(len, box))
+        if not all(shape):
+            return (
+                reshaped(region(part, [slice(0)]), shape) if part.shape else _cropped(reshaped(part, self.shape), box)
+            )
+        needed: list[range] = []
+        computed: list[range] = []
+        dim = 0
+        for sizes, new_sizes in _groups(part.shape, self.shape):
+            around = _consecutive(new_sizes, box[dim : dim + len(new_sizes)])
+            first, count = _position(new_sizes, around), math.prod(map(len, around))
+            inner = _around(sizes, first, first + count)
+            needed += inner
+            if len(new_sizes) == 1:  # a merge
+                start = _position(sizes, inner)
+                around = (range(start, start + math.prod(map(len, inner))),)
+            computed += around
+            dim += len(new_sizes)
+        result = reshaped(region(part, slices_of(tuple(needed))), tuple(map(len, computed)))
+        starts = [indices.start for indices in computed]
+        return _cropped(result, moved(box, starts))
+
+
+def reshaped(source: Source, shape: Sequence[int]) -> Source:
+    """Returns the elements of the source, in their order, in another shape. Raises `RuntimeError` as torch does."""
+    meta = meta_like(source)
+    view = meta.reshape(tuple(shape))
+    before, after = tuple(source.shape), tuple(view.shape)
+    if before == after:
+        return source
+    if isinstance(source, torch.Tensor):
+        with suppress(RuntimeError):  # the elements do not lie in this order
+            return source.detach().view(after)
+    elif isinstance(source, StoredTensor) and view._base is meta:
+        return _view(source, view)
+    merged = tuple(math.prod(sizes) for sizes, _ in _groups(before, after))
+    if merged not in (before, after):
+        return reshaped(reshaped(source, merged), after)
+    return Derived(source.dtype, after, (source,), Reshape(after))
+
+
+def _groups(before: Sequence[int], after: Sequence[int]) -> Iterator[tuple[Sequence[int], Sequence[int]]]:
+    """Yields the smallest groups of neighbouring dimensions of two shapes that have as many elements as each other."""
+    i = j = 0
+    if 0 in before:
+        yield before, after
+        return
+    while i < len(before) or j < len(after):
+        first, second = i, j
+        left, right = math.prod(before[i : i + 1]), math.prod(after[j : j + 1])
+        i, j = i + 1, j + 1
+        while left != right:
+            if left < right:
+                left, i = left * before[i], i + 1
+            else:
+                right, j = right * after[j], j + 1
+        yield before[first:i], after[second:j]
+
+
+def _consecutive(sizes: Sequence[int], box: Box) -> Box:
+    """Returns the smallest region around `box` whose elements follow each other in a tensor with these sizes."""
+    ranged = next((dim for dim, indices in enumerate(box) if len(indices) > 1), len(box))
+    return (*box[: ranged + 1], *map(range, sizes[ranged + 1 :]))
+
+
+def _around(sizes: Sequence[int], start: int, stop: int) -> Box:
+    """Returns the smallest region of consecutive elements that contains those from `start` to before `stop`."""
+    box: list[range] = []
+    for dim, step in enumerate(contiguous_stride(sizes)):
+        first, last = start // step, (stop - 1) // step
+        box.append(range(first, last + 1))
+        if last > first:
+            return (*box, *map(range, sizes[dim + 1 :]))
+        start, stop = start - first * step, stop - first * step
+    return tuple(box)
+
+
+def _position(sizes: Sequence[int], box: Box) -> int:
+    """Returns the position of the first element of a region among all elements in their order."""
+    return sum(indices.start * step for indices, step in zip(box, contiguous_stride(sizes), strict=True))
+
+
+@dataclass(frozen=True, slots=True)
+class Concatenation(Operation):
+    """Tensors joined along one dimension, which is not negative."""
+
+    dim: int
+
+    def __call__(self, *values: torch.Tensor) -> torch.Tensor:
+        return torch.cat(values, self.dim)
+
+    def region(self, parts: tuple[Source, ...], box: Box) -> Source:
+        wanted, slices, start = box[self.dim], list(slices_of(box)), 0
+        regions = []
+        for part in parts:
+            size = part.shape[self.dim]
+            first, end = max(wanted.start - start, 0), min(wanted.stop - start, size)
+            if first < end:
+                slices[self.dim] = slice(first, end)
+                regions.append(region(part, slices))
+            start += size
+        if not regions:
+            slices[self.dim] = slice(0)
+            return region(parts[0], slices)
+        return concatenated(regions, self.dim)
+
+
+def concatenated(sources: Sequence[Source], dim: int) -> Source:
+    """Returns sources joined along a dimension. Their other sizes and their dtypes must be equal."""
+    if len(sources) == 1:
+        return sources[0]
+    shape = list(sources[0].shape)
+    shape[dim] = sum(source.shape[dim] for source in sources)
+    return Derived(sources[0].dtype, tuple(shape), tuple(sources), Concatenation(dim % len(shape)))
+
+
+@dataclass(frozen=True, slots=True)
+class Constant(Operation):
+    """A tensor whose elements are all equal."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    value: float | complex
+
+    def __call__(self, *values: torch.Tensor) -> torch.Tensor:
+        return torch.full(self.shape, self.value, dtype=self.dtype)
+
+    def region(self, parts: tuple[Source, ...], box: Box) -> Source:
+        return constant(self.dtype, tuple(map(len, box)), self.value)
+
+
+def constant(dtype: torch.dtype, shape: tuple[int, ...], value: float | complex) -> Derived:
+    """Returns a tensor whose elements are all equal."""
+    return Derived(dtype, shape, (), Constant(dtype, shape, value))
+
+
+# Tensors without values.
 
 
 def meta_like(source: Source) -> torch.Tensor:
@@ -135,6 +455,12 @@ def meta_like(source: Source) -> torch.Tensor:
     if isinstance(source, torch.Tensor):
         return source.detach().to("meta")
     return torch.empty(source.shape, dtype=source.dtype, device="meta")
+
+
+def _view(stored: StoredTensor, view: torch.Tensor) -> StoredTensor:
+    """Returns the stored tensor that `view` shows of the meta tensor of another one."""
+    offset = int(view.storage_offset()) if view.numel() else 0
+    return StoredTensor(stored.dtype, tuple(view.shape), tuple(view.stride()), stored.storage, stored.offset + offset)
 
 
 def why_not_plain(source: Source) -> str:
@@ -155,11 +481,3 @@ def lacks_values(stored: Stored) -> bool:
         isinstance(piece, torch.Tensor) and (piece.is_meta or (is_plain(piece) and not has_its_memory(piece)))
         for piece in pieces(stored)
     )
-
-
-def _is_in_memory(stored: Stored) -> bool:
-    return any(isinstance(piece, torch.Tensor) for piece in pieces(stored))
-
-
-def _nbytes(part: Source) -> int:
-    return part.numel() * part.itemsize if isinstance(part, torch.Tensor) else part.nbytes

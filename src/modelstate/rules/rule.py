@@ -15,8 +15,8 @@ import torch
 
 from modelstate.errors import RuleError
 from modelstate.problems import BadRule, CyclicRules, NameClash, NeedsModel, Problem
-from modelstate.rules.expression import Change, Source, derive, values_of, why_not_plain
-from modelstate.spec import Stored, StoredTensor
+from modelstate.rules.expression import Read, Source, values_of, why_not_plain
+from modelstate.spec import StoredTensor
 from modelstate.transaction.slots import same_values
 
 
@@ -86,7 +86,7 @@ class Wanted(Protocol):
 class RuleContext:
     """One application of rules: the entries so far, and the problems."""
 
-    def __init__(self, entries: Entries, read: Callable[[Stored], torch.Tensor]) -> None:
+    def __init__(self, entries: Entries, read: Read) -> None:
         self.entries = entries
         """The entries that the current rule is applied to."""
         self.find_wanted: Callable[[], Wanted] | None = None
@@ -138,18 +138,16 @@ class RuleContext:
             self.problems.append(CyclicRules(name, (*rules, repr(self.rule))))
         self._put(name, Entry(content, sources, (*rules, repr(self.rule)), before))
 
-    def make_tensor(self, name: str, of: Sequence[NamedEntry], change: Change) -> None:
-        """Puts the tensor that `change` computes from the entries `of` under a name; records a problem if it fails."""
-        self._hits += 1
-        for old, entry in of:
-            if why := entry.why_not_plain:
-                return self.fail(old, why)
-        parts = [entry.tensor for _, entry in of if entry.tensor is not None]
+    def make_tensor(self, name: str, of: NamedEntry, change: Callable[[Source], Source]) -> None:
+        """Puts what `change` makes of the tensor of an entry under a name; records a problem if that fails."""
+        old, entry = of
+        if entry.tensor is None or entry.why_not_plain:
+            return self.fail(old, entry.why_not_plain)
         try:
-            result = derive(change, parts)
+            result = change(entry.tensor)
         except Exception as error:  # torch raises for shapes that do not fit
-            return self.fail(of[0][0], describe(error))
-        return self.make(name, result, of)
+            return self.fail(old, describe(error))
+        return self.make(name, result, [of])
 
     def values(self, source: Source) -> torch.Tensor:
         """Returns the values of a tensor, for rules that need them. They must not be changed."""

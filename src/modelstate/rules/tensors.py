@@ -9,7 +9,16 @@ from typing import Any
 import torch
 
 from modelstate.errors import RuleError, TransformError
-from modelstate.rules.expression import Derived, Source, meta_like
+from modelstate.rules.expression import (
+    Derived,
+    Source,
+    cast,
+    concatenated,
+    meta_like,
+    region,
+    reshaped,
+    transposed,
+)
 from modelstate.rules.rule import (
     CodeRepr,
     Entry,
@@ -49,9 +58,9 @@ class _TensorRule(CodeRepr):
                 self.apply_to(context, name, entry)
 
     def apply_to(self, context: RuleContext, name: str, entry: Entry) -> None:
-        context.make_tensor(name, [(name, entry)], self.change)
+        context.make_tensor(name, (name, entry), self.change)
 
-    def change(self, tensor: torch.Tensor) -> torch.Tensor:
+    def change(self, source: Source) -> Source:
         raise NotImplementedError
 
 
@@ -72,8 +81,8 @@ class Transpose(_TensorRule):
     dim0: int = 0
     dim1: int = 1
 
-    def change(self, tensor: torch.Tensor) -> torch.Tensor:
-        return tensor.transpose(self.dim0, self.dim1)
+    def change(self, source: Source) -> Source:
+        return transposed(source, self.dim0, self.dim1)
 
     def reverse(self) -> "Transpose":
         return self
@@ -105,10 +114,10 @@ class Reshape(_TensorRule):
             if sizes is not None:
                 object.__setattr__(self, name, check_sizes(self, name, sizes, least=-1))
 
-    def change(self, tensor: torch.Tensor) -> torch.Tensor:
-        if self.before is not None and tensor.reshape(self.before).shape != tensor.shape:
-            raise ValueError(f"its shape is {list(tensor.shape)}, not {list(self.before)}")
-        return tensor.reshape(self.shape)
+    def change(self, source: Source) -> Source:
+        if self.before is not None and meta_like(source).reshape(self.before).shape != source.shape:
+            raise ValueError(f"its shape is {list(source.shape)}, not {list(self.before)}")
+        return reshaped(source, self.shape)
 
     def reverse(self) -> "Reshape":
         if self.before is None:
@@ -144,10 +153,10 @@ class Cast(_TensorRule):
             if not isinstance(getattr(self, name), torch.dtype) and (dtype is not None or name == "dtype"):
                 raise RuleError("a Cast takes dtypes", where=self, found=repr(dtype))
 
-    def change(self, tensor: torch.Tensor) -> torch.Tensor:
-        if self.before is not None and tensor.dtype != self.before:
-            raise ValueError(f"its dtype is {tensor.dtype}, not {self.before}")
-        return tensor.to(self.dtype)
+    def change(self, source: Source) -> Source:
+        if self.before is not None and source.dtype != self.before:
+            raise ValueError(f"its dtype is {source.dtype}, not {self.before}")
+        return cast(source, self.dtype)
 
     def reverse(self) -> "Cast":
         if self.before is None:
@@ -268,11 +277,11 @@ class Split(CodeRepr):
             elif why := self._why_not(tuple(entry.tensor.shape)):
                 context.fail(name, why)
             else:
-                whole, start = entry.tensor.shape[self.dim], 0
+                whole, start, slices = entry.tensor.shape[self.dim], 0, [slice(None)] * len(entry.tensor.shape)
                 sizes = self.sizes or (whole // len(self.into),) * len(self.into)
                 for target, size in zip(self.into, sizes, strict=True):
-                    cut = partial(torch.narrow, dim=self.dim, start=start, length=size)
-                    context.make_tensor(template(target).fill(parts), [(name, entry)], cut)
+                    slices[self.dim] = slice(start, start + size)
+                    context.make(template(target).fill(parts), region(entry.tensor, slices), [(name, entry)])
                     start += size
 
     def _why_not(self, shape: tuple[int, ...]) -> str:
@@ -353,13 +362,7 @@ class Concat(CodeRepr):
         tensors = [entry.tensor for _, entry in present if entry.tensor is not None]
         if why := self._why_not(tensors):
             return context.fail(target, why)
-        # The shape is computed here: the first call of torch.cat on the meta device takes a second.
-        shape = list(tensors[0].shape)
-        shape[self.dim] = sum(tensor.shape[self.dim] for tensor in tensors)
-        return context.make(target, Derived(tensors[0].dtype, tuple(shape), tuple(tensors), self._cat), present)
-
-    def _cat(self, *parts: torch.Tensor) -> torch.Tensor:
-        return torch.cat(parts, self.dim)
+        return context.make(target, concatenated(tensors, self.dim), present)
 
     def _why_not(self, tensors: Sequence[Source]) -> str:
         """Returns why these tensors cannot be joined; empty if they can."""

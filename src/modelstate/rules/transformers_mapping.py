@@ -7,17 +7,16 @@ that a load of another model imports nothing of transformers.
 """
 
 import copy
+import math
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, NamedTuple, Protocol, TypeAlias
 
-import torch
 from torch import nn
 
 from modelstate.errors import OptionError, PackageError
-from modelstate.rules.expression import Derived, Source, derive
+from modelstate.rules.expression import Source, concatenated, region, reshaped, transposed
 from modelstate.rules.rule import CodeRepr, Rule, RuleContext, describe, irreversible
 from modelstate.rules.schema import Applied, Rules
 from modelstate.transaction.slots import HIDDEN, slots_of
@@ -278,16 +277,14 @@ class _Conversion:
             count = getattr(self.mapping.config.get_text_config(), operation.num_shards_attribute)
             targets = [targets[0].replace("*", str(index)) for index in range(count)]
 
-        def chunk(index: int, tensor: torch.Tensor) -> torch.Tensor:
-            return torch.chunk(tensor, len(targets), operation.dim)[index]
-
-        return {target: [derive(partial(chunk, index), [tensor])] for index, target in enumerate(targets)}
+        size = -(-tensor.shape[operation.dim] // len(targets))  # as torch.chunk cuts
+        return {target: [_rows(tensor, operation.dim, at * size, size)] for at, target in enumerate(targets)}
 
     def split(self, operation: Operation, state: State) -> State:
         tensor, start, result = _single(state)[1], 0, State()
         for target in self.targets:
             size = self.mapping.shapes[self.target.replace(self.targets[0], target)][operation.dim]
-            result[target] = [derive(partial(torch.narrow, dim=operation.dim, start=start, length=size), [tensor])]
+            result[target] = [_rows(tensor, operation.dim, start, size)]
             start += size
         if start != tensor.shape[operation.dim]:
             raise ValueError(f"the parts add up to {start} in dimension {operation.dim} of {list(tensor.shape)}")
@@ -306,38 +303,31 @@ class _Conversion:
         target = _single_name(self.targets if len(self.targets) == 1 else self.sources)
         if operation.check_dims and tuple(tensor.shape) == self.mapping.shapes[self.target]:
             return {target: [tensor]}
-        return {target: [derive(partial(torch.transpose, dim0=operation.dim0, dim1=operation.dim1), [tensor])]}
+        return {target: [transposed(tensor, operation.dim0, operation.dim1)]}
 
     def permute(self, operation: Operation, state: State) -> State:
         config = self.mapping.config
         if operation.subconfig_key is not None:
             config = getattr(config, operation.subconfig_key, config)
-        change = partial(_permute_for_rope, getattr(config, "num_attention_heads", 1), operation.inverse)
+        heads = getattr(config, "num_attention_heads", 1)
         names, result = operation.permute_layer_names, State()
         for pattern, tensors in state.items():
             permutes = names is None or any(name in pattern for name in names)
             target = pattern if len(self.targets) + len(self.sources) > 2 else self.targets[0]
-            result[target] = [derive(change, [_only(tensors)])] if permutes else tensors
+            result[target] = [_interleaved(_only(tensors), 0, heads, operation.inverse)] if permutes else tensors
         return result
 
     def interleave(self, operation: Operation, state: State) -> State:
-        dim, inverse = operation.dim, operation.inverse
-
-        def change(tensor: torch.Tensor) -> torch.Tensor:
-            shape = list(tensor.shape)
-            shape[dim : dim + 1] = [2, shape[dim] // 2] if inverse else [shape[dim] // 2, 2]
-            return tensor.reshape(shape).transpose(dim, dim + 1).reshape(tensor.shape)
-
-        return {self.targets[0]: [derive(change, [_single(state)[1]])]}
+        return {self.targets[0]: [_interleaved(_single(state)[1], operation.dim, 1, operation.inverse)]}
 
     def flatten(self, operation: Operation, state: State) -> State:
         tensor = _single(state)[1]
-        return {_single_name(self.targets): [derive(partial(torch.flatten, start_dim=1), [tensor])]}
+        return {_single_name(self.targets): [reshaped(tensor, (tensor.shape[0], math.prod(tensor.shape[1:])))]}
 
     def unflatten(self, operation: Operation, state: State) -> State:
         tensor = _single(state)[1]
         shape = (tensor.shape[0], operation.in_channels, *operation.kernel_size)
-        return {_single_name(self.targets): [derive(partial(torch.reshape, shape=shape), [tensor])]}
+        return {_single_name(self.targets): [reshaped(tensor, shape)]}
 
     def fuse_experts(self, operation: Operation, state: State) -> State:
         """Cuts each list of experts into one group a target, stacks each group, and joins it over the sources."""
@@ -386,58 +376,32 @@ def _single(state: State) -> tuple[str, Source]:
     return pattern, _only(tensors)
 
 
-def _permute_for_rope(heads: int, inverse: bool, tensor: torch.Tensor) -> torch.Tensor:
-    """Converts between rotary embeddings with adjacent pairs and those with two halves, for each head."""
-    half = tensor.shape[0] // heads // 2
-    pairs = (2, half) if inverse else (half, 2)
-    return tensor.reshape(heads, *pairs, *tensor.shape[1:]).transpose(1, 2).reshape(tensor.shape)
+def _rows(tensor: Source, dim: int, start: int, size: int) -> Source:
+    """Returns `size` indices of a dimension, or as many as there are."""
+    slices = [slice(None)] * len(tensor.shape)
+    slices[dim] = slice(start, start + size)
+    return region(tensor, slices)
 
 
-@dataclass(frozen=True, slots=True)
-class _Join:
-    """Stacks or concatenates tensors, nested joins included, with one copy of each tensor."""
+def _interleaved(tensor: Source, dim: int, groups: int, inverse: bool) -> Source:
+    """Changes the order of each group of indices from two halves to pairs, or from pairs to two halves.
 
-    shape: tuple[int, ...]
-    dim: int
-    stacks: bool
-    parts: tuple["_Join | int", ...]
-    """For each part its size in that dimension, or the join that makes it."""
-
-    def __call__(self, *tensors: torch.Tensor) -> torch.Tensor:
-        result = tensors[0].new_empty(self.shape)
-        self._fill(result, iter(tensors))
-        return result
-
-    def _fill(self, out: torch.Tensor, tensors: Iterator[torch.Tensor]) -> None:
-        start = 0
-        for index, part in enumerate(self.parts):
-            size = 1 if self.stacks else part.shape[self.dim] if isinstance(part, _Join) else part
-            target = out.select(self.dim, index) if self.stacks else out.narrow(self.dim, start, size)
-            start += size
-            if isinstance(part, _Join):
-                part._fill(target, tensors)
-            else:
-                target.copy_(next(tensors))
+    Rotary embeddings have one of these orders in each head.
+    """
+    shape = tuple(tensor.shape)
+    dim %= len(shape)
+    half = shape[dim] // groups // 2
+    parts = (2, half) if inverse else (half, 2)
+    separate = reshaped(tensor, (*shape[:dim], groups, *parts, *shape[dim + 1 :]))
+    return reshaped(transposed(separate, dim + 1, dim + 2), shape)
 
 
 def _joined(tensors: Sequence[Source], dim: int, *, stacks: bool) -> Source:
     if len({tensor.dtype for tensor in tensors}) != 1:
         raise ValueError("the parts have several dtypes, or there are none")
-    # The shape is computed here: the first call of torch.cat on the meta device takes a second.
-    shapes = [list(tensor.shape) for tensor in tensors]
-    dim = dim % (len(shapes[0]) + stacks)
-    size = len(shapes) if stacks else sum(part[dim] for part in shapes)
-    shape = [*shapes[0][:dim], size, *shapes[0][dim + (not stacks) :]]
-    if any(part[:dim] + part[dim + (not stacks) :] != shape[:dim] + shape[dim + 1 :] for part in shapes):
-        raise ValueError(f"the shapes {shapes[:4]} do not fit together")
-    leaves: list[Source] = []
-    parts: list[_Join | int] = []
-    for tensor in tensors:
-        if isinstance(tensor, Derived) and isinstance(tensor.change, _Join):
-            leaves += tensor.parts
-            parts.append(tensor.change)
-        else:
-            leaves.append(tensor)
-            parts.append(1 if stacks else tensor.shape[dim])
-    join = _Join(tuple(shape), dim, stacks, tuple(parts))
-    return Derived(tensors[0].dtype, join.shape, tuple(leaves), join)
+    dim = dim % (len(tensors[0].shape) + stacks)
+    if stacks:
+        tensors = [reshaped(tensor, (*tensor.shape[:dim], 1, *tensor.shape[dim:])) for tensor in tensors]
+    if len({(*tensor.shape[:dim], *tensor.shape[dim + 1 :]) for tensor in tensors}) != 1:
+        raise ValueError(f"the shapes {[list(tensor.shape) for tensor in tensors[:4]]} do not fit together")
+    return concatenated(tensors, dim)

@@ -1,15 +1,13 @@
 """Rules that add entries with known values, or leave out entries that are equal to others."""
 
 import cmath
-from collections.abc import Callable
 from dataclasses import dataclass, field
-from functools import partial
 
 import torch
 
 from modelstate.errors import RuleError
 from modelstate.problems import NeedsModel
-from modelstate.rules.expression import Derived
+from modelstate.rules.expression import Derived, constant
 from modelstate.rules.names import Ignore
 from modelstate.rules.rule import CodeRepr, RuleContext, Template, Wanted, matching, same_stars, template
 from modelstate.torch_compat.dtypes import short
@@ -148,13 +146,11 @@ class Fill(CodeRepr):
         if self.value is not None:
             if not _is_representable(self.value, dtype):
                 return context.fail(name, f"{self.value} is not a value of {short(dtype)}")
-            build: Callable[[], torch.Tensor] = partial(torch.full, shape, self.value, dtype=dtype)
-        else:
-            initialiser = wanted.initialiser(name)
-            if initialiser is None:
-                return context.fail(name, "no reset_parameters or _init_weights of the model makes it: give a value")
-            build = initialiser
-        return context.make(name, Derived(dtype, shape, (), build, is_certain=self.value is not None), [])
+            return context.make(name, constant(dtype, shape, self.value), [])
+        initialiser = wanted.initialiser(name)
+        if initialiser is None:
+            return context.fail(name, "no reset_parameters or _init_weights of the model makes it: give a value")
+        return context.make(name, Derived(dtype, shape, (), initialiser, is_certain=False), [])
 
     def reverse(self) -> Ignore:
         return Ignore(self.pattern)
