@@ -58,7 +58,6 @@ def test_the_symbols_in_them() -> None:
         "FloorDiv()",
         "lambda: s0",
         "(" * 10_000 + "s0" + ")" * 10_000,
-        "+".join(["s0"] * 1500),
         "-" * 3000 + "s0",
     ],
     ids=lambda text: text[:12],
@@ -92,6 +91,7 @@ RANKS = [("x", 2), ("n", None), ("y", 1), ("name", 0)]
         ("max(n, 11) == 11", True),
         ("-n < abs(-1)", True),
         ("n // (x.shape[0] - 4) == 1", False),
+        ("1 < n < 11", True),
     ],
 )
 def test_conditions(text: str, holds: bool) -> None:
@@ -113,13 +113,11 @@ def test_conditions(text: str, holds: bool) -> None:
         "z.shape[0] == 1",
         "x.size()[0] == 1",
         "n is 1",
-        "1 < n < 3",
         "n ** 9 == 1",
         "n == 'a'",
         "open(n) == 1",
         "math.exit(n) == 1",
         "(lambda: 1)() == 1",
-        "-" * 200 + "n == 1",
     ],
     ids=lambda text: text[:16],
 )

@@ -191,7 +191,7 @@ def _compiled(program: Any, module: nn.Module, options: Mapping[str, Any]) -> tu
             found=", ".join(inputs.numbers),
             remedy="give them as tensors, or export with kind='exported'",
         )
-    if not inputs.is_complete:
+    if inputs.guard_function is not None:
         raise _unsupported_guards(where, guards_of(program))
     try:
         with warnings.catch_warnings():

@@ -157,7 +157,7 @@ class _Graph:
             )
         except ValueError:  # guards of other things than sizes, or in an unknown notation
             try:
-                self.inputs.require_by(guard_function(program))
+                self.inputs.guard_function = guard_function(program)
             except Exception as error:
                 raise _unsupported(where, f"guards that cannot be checked: {error}") from error
 

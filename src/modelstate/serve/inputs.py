@@ -1,12 +1,14 @@
 """Checks the inputs of a request against those of the export: structure, shapes, dtypes, constants and guards.
 
-`Size` and `Condition` parse expressions of sizes without sympy, which a serving process need not import. `Inputs`
-checks a call. `conditions` translates the guards of `torch.export` into texts for `Condition`.
+`Size` and `Condition` evaluate expressions of sizes without sympy, which a serving process need not import. Only
+arithmetic and comparisons are compiled, and no names but those of sizes. `Inputs` checks a call. `conditions`
+translates the guards of `torch.export` into texts for `Condition`.
 """
 
 import ast
 import math
 import operator
+import types
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -15,51 +17,31 @@ import torch
 from modelstate.errors import ProgramInputError
 from modelstate.torch_compat.private import expression_of, flatten, keyword_order, leaf_paths, text_of_size
 
-_Value = Callable[[Any], Any]
-"""Computes an expression from the values of its symbols, or from the inputs of a call."""
-
-
-class _Function(NamedTuple):
-    call: Callable[..., Any]
-    min_arguments: int
-    max_arguments: int
-
-
-_Operator = Callable[[Any, Any], Any]
-_BINARY: dict[type, _Operator] = {
-    ast.Add: operator.add,
-    ast.Sub: operator.sub,
-    ast.Mult: operator.mul,
-    ast.FloorDiv: operator.floordiv,
-    ast.Mod: operator.mod,
+_FUNCTIONS: dict[str, Any] = {
+    "__builtins__": {},
+    "Max": max,
+    "Min": min,
+    "max": max,
+    "min": min,
+    "Mod": operator.mod,
+    "FloorDiv": operator.floordiv,
 }
-_FUNCTIONS = {
-    "Max": _Function(max, 2, 99),
-    "Min": _Function(min, 2, 99),
-    "max": _Function(max, 2, 99),
-    "min": _Function(min, 2, 99),
-    "Mod": _Function(operator.mod, 2, 2),
-    "FloorDiv": _Function(operator.floordiv, 2, 2),
-}
-_BINARY_OF_CONDITIONS = {**_BINARY, ast.Div: operator.truediv}
 _FUNCTIONS_OF_CONDITIONS = {
     **_FUNCTIONS,
-    "abs": _Function(abs, 1, 1),
-    "math.floor": _Function(math.floor, 1, 1),
-    "math.ceil": _Function(math.ceil, 1, 1),
-    "math.trunc": _Function(math.trunc, 1, 1),
-    "torch.sym_float": _Function(float, 1, 1),
+    "abs": abs,
+    "math.floor": math.floor,
+    "math.ceil": math.ceil,
+    "math.trunc": math.trunc,
+    "torch.sym_float": float,
 }
-_COMPARISONS: dict[type, _Operator] = {
-    ast.Eq: operator.eq,
-    ast.NotEq: operator.ne,
-    ast.Lt: operator.lt,
-    ast.LtE: operator.le,
-    ast.Gt: operator.gt,
-    ast.GtE: operator.ge,
-}
-_MAX_DEPTH = 100
-"""The largest depth of an expression: computing it takes as many levels of the stack."""
+_NODES = (
+    *(ast.Expression, ast.Constant, ast.Name, ast.Load, ast.Call, ast.BinOp, ast.UnaryOp),
+    *(ast.Add, ast.Sub, ast.Mult, ast.FloorDiv, ast.Mod, ast.USub),
+)
+_NODES_OF_CONDITIONS = (
+    *(*_NODES, ast.Div, ast.Compare, ast.BoolOp, ast.And, ast.Or, ast.Not),
+    *(ast.Eq, ast.NotEq, ast.Lt, ast.LtE, ast.Gt, ast.GtE),
+)
 
 
 class Size:
@@ -68,22 +50,13 @@ class Size:
     Raises `ValueError` for any other text.
     """
 
-    __slots__ = ("_value", "is_symbol", "symbols", "text")
+    __slots__ = ("_code", "is_symbol", "symbols", "text")
 
     def __init__(self, text: str) -> None:
-        tree = _parsed(text, "size")
-        names: set[str] = set()
-
-        def leaf(node: ast.expr) -> _Value | None:
-            if not isinstance(node, ast.Name):
-                return None
-            names.add(node.id)
-            return operator.itemgetter(node.id)
-
-        self._value = _arithmetic(tree, leaf, _BINARY, _FUNCTIONS, int, _MAX_DEPTH)
-        self.is_symbol = isinstance(tree, ast.Name)
-        self.text = tree.id if isinstance(tree, ast.Name) else text
-        self.symbols = frozenset(names)
+        tree = _parsed(text)
+        self._code, self.symbols = _compiled(tree, text, _NODES, _FUNCTIONS, int)
+        self.is_symbol = isinstance(tree.body, ast.Name)
+        self.text = tree.body.id if isinstance(tree.body, ast.Name) else text
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Size) and other.text == self.text
@@ -96,7 +69,7 @@ class Size:
 
     def value(self, values: Mapping[str, int]) -> int:
         """Returns the number for these values of the symbols. Raises `ZeroDivisionError`."""
-        number: int = self._value(values)
+        number: int = eval(self._code, _FUNCTIONS, values)
         return number
 
     def solved(self, symbol: str, value: int, values: Mapping[str, int]) -> int | None:
@@ -115,95 +88,71 @@ class Condition:
     text, and for an input or a dimension that `ranks` does not have.
     """
 
-    __slots__ = ("_value", "text")
+    __slots__ = ("_code", "_sizes", "text")
 
     def __init__(self, text: str, ranks: Sequence[tuple[str, int | None]]) -> None:
-        positions = {name: (index, rank) for index, (name, rank) in enumerate(ranks)}
-
-        def leaf(node: ast.expr) -> _Value | None:
-            match node:
-                case ast.Name(id=name) if name in positions and positions[name][1] is None:
-                    return operator.itemgetter(positions[name][0])
-                case ast.Subscript(
-                    value=ast.Attribute(value=ast.Name(id=name), attr="shape"), slice=ast.Constant(value=int(dim))
-                ) if name in positions and dim in range(positions[name][1] or 0):
-                    position = positions[name][0]
-                    return lambda inputs: inputs[position].shape[dim]
-            return None
-
-        self._value = _condition(_parsed(text, "condition"), leaf, _MAX_DEPTH)
+        sizes: dict[str, tuple[int, int | None]] = {}
+        for index, (name, rank) in enumerate(ranks):
+            sizes |= {name: (index, None)} if rank is None else {}
+            sizes |= {f"{name}.shape[{dim}]": (index, dim) for dim in range(rank or 0)}
+        tree: ast.Expression = _PathsToNames().visit(_parsed(text))
+        self._code, names = _compiled(tree, text, _NODES_OF_CONDITIONS, _FUNCTIONS_OF_CONDITIONS, bool)
+        if not names <= sizes.keys():
+            raise ValueError(f"no size of an input: {', '.join(sorted(names - sizes.keys()))}")
+        self._sizes = [(name, *sizes[name]) for name in names]
         self.text = text
 
     def holds(self, inputs: Sequence[Any]) -> bool:
         """Whether the inputs of a call fulfil the condition. Their numbers of dimensions have been checked."""
+        sizes = {name: inputs[at] if dim is None else inputs[at].shape[dim] for name, at, dim in self._sizes}
         try:
-            return bool(self._value(inputs))
+            return bool(eval(self._code, _FUNCTIONS_OF_CONDITIONS, sizes))
         except (ZeroDivisionError, OverflowError):
             return False
 
 
-def _parsed(text: str, what: str) -> ast.expr:
+class _PathsToNames(ast.NodeTransformer):
+    """Replaces paths such as `x.shape[0]` and `math.floor` by single names with that text."""
+
+    def visit_Attribute(self, node: ast.Attribute) -> ast.Name:
+        return ast.Name(ast.unparse(node), ast.Load())
+
+    def visit_Subscript(self, node: ast.Subscript) -> ast.Name:
+        return ast.Name(ast.unparse(node), ast.Load())
+
+
+def _parsed(text: str) -> ast.Expression:
     try:
-        return ast.parse(text, mode="eval").body
+        return ast.parse(text, mode="eval")
     except (SyntaxError, RecursionError, MemoryError) as error:
-        raise ValueError(f"no {what}: {text[:80]!r}") from error
+        raise ValueError(f"no size: {text[:80]!r}") from error
 
 
-def _condition(node: ast.expr, leaf: Callable[[ast.expr], _Value | None], depth: int) -> _Value:
-    def part(inner: ast.expr) -> _Value:
-        return _condition(inner, leaf, depth - 1)
-
-    def number(inner: ast.expr) -> _Value:
-        return _arithmetic(inner, leaf, _BINARY_OF_CONDITIONS, _FUNCTIONS_OF_CONDITIONS, (int, float), depth - 1)
-
-    match node:
-        case _ if depth <= 0:
-            pass
-        case ast.Compare(left=left, ops=[op], comparators=[right]) if type(op) in _COMPARISONS:
-            compare, first, second = _COMPARISONS[type(op)], number(left), number(right)
-            return lambda values: compare(first(values), second(values))
-        case ast.BoolOp(op=ast.And(), values=nodes):
-            parts = [*map(part, nodes)]
-            return lambda values: all(holds(values) for holds in parts)
-        case ast.BoolOp(op=ast.Or(), values=nodes):
-            parts = [*map(part, nodes)]
-            return lambda values: any(holds(values) for holds in parts)
-        case ast.UnaryOp(op=ast.Not(), operand=operand):
-            inner = part(operand)
-            return lambda values: not inner(values)
-    raise ValueError("no condition of sizes")
-
-
-def _arithmetic(
-    node: ast.expr,
-    leaf: Callable[[ast.expr], _Value | None],
-    binary: Mapping[type, _Operator],
-    functions: Mapping[str, _Function],
-    numbers: type | tuple[type, ...],
-    depth: int,
-) -> _Value:
-    def part(inner: ast.expr) -> _Value:
-        return _arithmetic(inner, leaf, binary, functions, numbers, depth - 1)
-
-    if depth > 0:
-        value = leaf(node)
-        if value is not None:
-            return value
-        match node:
-            case ast.Constant(value=constant) if isinstance(constant, numbers):
-                return lambda values: constant
-            case ast.BinOp(left=left, op=op, right=right) if type(op) in binary:
-                call, first, second = binary[type(op)], part(left), part(right)
-                return lambda values: call(first(values), second(values))
-            case ast.UnaryOp(op=ast.USub(), operand=operand):
-                inner = part(operand)
-                return lambda values: -inner(values)
-            case ast.Call(func=ast.Name() | ast.Attribute(value=ast.Name()) as name, args=args, keywords=[]):
-                function = functions.get(ast.unparse(name))
-                if function is not None and function.min_arguments <= len(args) <= function.max_arguments:
-                    apply, parts = function.call, [*map(part, args)]
-                    return lambda values: apply(*[argument(values) for argument in parts])
-    raise ValueError("no size, or of too many levels")
+def _compiled(
+    tree: ast.Expression,
+    text: str,
+    nodes: tuple[type[ast.AST], ...],
+    functions: dict[str, Any],
+    result: type,
+) -> tuple[types.CodeType, frozenset[str]]:
+    """Compiles an expression of allowed nodes, and returns the names of its symbols. Raises `ValueError`."""
+    names: set[str] = set()
+    for node in ast.walk(tree):
+        is_number = not isinstance(node, ast.Constant) or isinstance(node.value, int if result is int else int | float)
+        if not isinstance(node, nodes) or not is_number or (isinstance(node, ast.Call) and node.keywords):
+            raise ValueError(f"no size: {text[:80]!r}")
+        if isinstance(node, ast.Name) and node.id not in functions:
+            names.add(node.id)
+    try:
+        code = compile(ast.fix_missing_locations(tree), "<size>", "eval")
+        is_valid = isinstance(eval(code, functions, dict.fromkeys(names, 3)), result)
+    except (ZeroDivisionError, OverflowError):
+        is_valid = True
+    except (TypeError, ValueError, RecursionError, MemoryError):
+        is_valid = False  # such as a call with a wrong number of arguments
+    if not is_valid:
+        raise ValueError(f"no size: {text[:80]!r}")
+    return code, frozenset(names)
 
 
 _UNBOUNDED = 2**62
@@ -265,7 +214,8 @@ class Inputs:
         }
         self._conditions: list[Condition] = []
         self._written: frozenset[str] = frozenset()
-        self._check: Callable[..., None] | None = None
+        self.guard_function: Callable[..., None] | None = None
+        """Torch's own check, for guards that no condition expresses; it is called with the inputs, and raises."""
 
     @classmethod
     def described_by(cls, where: str, spec: Any, described: Mapping[str, Any]) -> "Inputs":
@@ -299,15 +249,6 @@ class Inputs:
             raise ValueError(f"{sorted(written)} of {self.names}")
         self._conditions += [Condition(text, ranks) for text in conditions]
         self._written |= frozenset(written)
-
-    @property
-    def is_complete(self) -> bool:
-        """Whether `described` contains everything that is checked."""
-        return self._check is None
-
-    def require_by(self, check: Callable[..., None]) -> None:
-        """Adds a function that is called with the inputs, and raises for wrong ones."""
-        self._check = check
 
     def as_exported(self, inputs: list[Any]) -> list[torch.Tensor]:
         """Returns the tensors among checked inputs, each with the order of strides that it had at the export.
@@ -362,9 +303,9 @@ class Inputs:
         for condition in self._conditions:
             if not condition.holds(leaves):
                 raise self._error("the sizes do not go together", condition.text, _sizes_text(self._inputs, leaves))
-        if self._check is not None:
+        if self.guard_function is not None:
             try:
-                self._check(*leaves)
+                self.guard_function(*leaves)
             except Exception as error:
                 raise self._error("torch refuses them", "inputs for which its guards hold", str(error)) from error
         return leaves
