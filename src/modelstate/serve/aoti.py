@@ -21,7 +21,7 @@ from modelstate.serve.inputs import Inputs
 from modelstate.serve.meta_clone import state_module
 from modelstate.serve.program_file import Manifest, ProgramFile
 from modelstate.serve.state_names import NameMap, names_by_tensor, runtime_state
-from modelstate.serve.target import NamedTargetMixin, StateNames, check_names
+from modelstate.serve.target import GraphTarget, check_names
 from modelstate.torch_compat.private import (
     aoti_embedded_constants,
     aoti_loader,
@@ -41,7 +41,7 @@ _COMPUTED = "_FOLDED_CONST_"
 """The prefix of constants that the library computes from others: runtime constant folding."""
 
 
-class AotiTarget(NamedTargetMixin):
+class AotiTarget(GraphTarget):
     """A `.pt2` package of AOTInductor.
 
     The manifest that `modelstate.export` writes describes every tensor. For a package from another writer only the
@@ -52,11 +52,10 @@ class AotiTarget(NamedTargetMixin):
     kind = "aoti"
 
     def __init__(self, file: ProgramFile, names: NameMap | nn.Module | None) -> None:
-        self.name = file.path
         manifest = file.manifest
         _check_machine(file)
-        self.runners = AotiRunnerPool(file)
-        runner = self.runners.first
+        self.runners = self._pool = pool = AotiRunnerPool(file)
+        runner = pool.first
         self._call = _Call(runner, manifest, file.path)
         values = _values(file, runner)
         file.check_unchanged()
@@ -71,21 +70,13 @@ class AotiTarget(NamedTargetMixin):
             check_names(state, names, file.path)
         if names is not None:
             missing = tuple(name for group in _groups(names) for name in group if name not in state)
-        self.fixed: tuple[str, ...] = (*self._constants.fixed, *missing)
+        self.fixed = (*self._constants.fixed, *missing)
         self._built_in = runtime_state(names) if isinstance(names, nn.Module) and manifest is None else {}
         self._has_manifest = manifest is not None
-        self._first: dict[str, torch.Tensor] | None = state
-        # On meta: a reference to the tensors would keep the memory of version 1 alive.
-        on_meta = runtime_state(state_module(state))
-        self._state = {name: on_meta[name] for name in state}
-        self._names = StateNames(self._state, _restricted(names, state))
-
-    def first(self) -> "AotiVersion":
-        state, self._first = self._first, None
-        assert state is not None
-        version = self._new_version(state_module(state, meta=False))
-        self.runners.attach(version, None)
-        return version
+        super().__init__(file.path, state, _restricted(names, state))
+        first = self._new_version(state_module(state, meta=False))
+        pool.attach(first, None)
+        self._first = first
 
     def program(self, filled: nn.Module) -> "AotiVersion":
         state = runtime_state(filled)
@@ -101,7 +92,7 @@ class AotiTarget(NamedTargetMixin):
 
     def _new_version(self, weights: nn.Module) -> "AotiVersion":
         hidden = {name: value.clone() for name, value in self._hidden.items()}
-        return AotiVersion(self.runners, self._call, weights, hidden, self._constants)
+        return AotiVersion(self._pool, self._call, weights, hidden, self._constants)
 
     def _fixed_error(self, names: list[str]) -> FixedWeightError:
         return FixedWeightError(

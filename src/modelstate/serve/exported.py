@@ -10,14 +10,14 @@ from modelstate.errors import LiveTargetError
 from modelstate.serve.inputs import Inputs, conditions
 from modelstate.serve.meta_clone import state_module
 from modelstate.serve.state_names import NameMap, runtime_state, view_key
-from modelstate.serve.target import NamedTargetMixin, StateNames, check_names
+from modelstate.serve.target import GraphTarget, check_names
 from modelstate.torch_compat.private import argument_names, guard_function, guards_of, unflatten
 
 _WEIGHTS = ("PARAMETER", "BUFFER")
 _WRITTEN = ("BUFFER_MUTATION", "PARAMETER_MUTATION", "USER_INPUT_MUTATION")
 
 
-class ExportedTarget(NamedTargetMixin):
+class ExportedTarget(GraphTarget):
     """A `torch.export.ExportedProgram`.
 
     Args:
@@ -30,38 +30,26 @@ class ExportedTarget(NamedTargetMixin):
     """
 
     kind = "exported"
-    runners = None
 
     def __init__(self, program: Any, names: NameMap | nn.Module | None, name: str = "ExportedProgram") -> None:
-        self.name = name
         # A program that was saved and loaded has two tensor objects with one storage for a tied tensor.
         first: dict[object, torch.Tensor] = {}
         state = {name: first.setdefault(view_key(tensor), tensor) for name, tensor in program.state_dict.items()}
-        # On meta: a reference to the tensors would keep the memory of version 1 alive.
-        on_meta = runtime_state(state_module(state))
-        self._state = {name: on_meta[name] for name in state}
-        self._graph = _Graph(program, self.name)
+        check_names(state, names, name)
+        super().__init__(name, state, names)
+        self._graph = _Graph(program, name)
         lacking = [name for name, _ in self._graph.lifted if name and name not in {*self._state, *self._graph.hidden}]
         if lacking:
             raise _unsupported(self.name, f"inputs that its state lacks: {', '.join(lacking[:8])}")
-        self.fixed: tuple[str, ...] = tuple(self._graph.constants)
-        self._first: ExportedProgramVersion | None = ExportedProgramVersion(
-            self._graph, state_module(state, meta=False), self._graph.hidden
-        )
+        self.fixed = tuple(self._graph.constants)
+        self._first = ExportedProgramVersion(self._graph, state_module(state, meta=False), self._graph.hidden)
         # Copies: requests may change the buffers of version 1.
         self._hidden = {name: value.clone() for name, value in self._graph.hidden.items()}
-        check_names(self._state, names, self.name)
-        self._names = StateNames(self._state, names)
 
     @property
     def inputs(self) -> Inputs:
         """The structure of the program's inputs, and the checks of a call."""
         return self._graph.inputs
-
-    def first(self) -> "ExportedProgramVersion":
-        first, self._first = self._first, None
-        assert first is not None
-        return first
 
     def program(self, filled: nn.Module) -> "ExportedProgramVersion":
         weights = state_module(runtime_state(filled), meta=False)  # without the code of the exported module

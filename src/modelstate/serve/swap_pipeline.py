@@ -72,20 +72,21 @@ class SwapSource:
     def __init__(self, target: Target, source: Source, options: SwapOptions) -> None:
         checkpoint = open_checkpoint(source)
         self._target, self._options = target, options
+        own_names = target.names()
         if isinstance(options.rules, Schema):
-            self.part = matching_part(checkpoint, target.names(), options.rules.renamings(checkpoint))
+            self.part = matching_part(checkpoint, own_names, options.rules.renamings(checkpoint))
             rules: tuple[Rule, ...] = options.rules.rules_for(self.part)
         else:
             rules = check_rules(options.rules)
-            self.part = matching_part(checkpoint, target.names(), [partial(renamed_by, rules)])
+            self.part = matching_part(checkpoint, own_names, [partial(renamed_by, rules)])
         names = {renamed_by(rules, name) for name in self.part}
-        wrappers = wrapper_rule(names, target.names())
+        wrappers = wrapper_rule(names, own_names)
         renames = rules if wrappers is None else (*rules, wrappers)
         names = names if wrappers is None else {renamed_by(renames, name) for name in self.part}
-        self._rules = (*renames, *target.rules(names))
-        self._skeleton = target.skeleton(names)
+        self._skeleton, own_rules, without_hooks = target.read_plan(names)
+        self._rules = (*renames, *own_rules)
         self._without_hooks: Callable[[nn.Module], AbstractContextManager[None]] = (
-            without_state_dict_hooks if target.is_runtime(names) else lambda module: nullcontext()
+            without_state_dict_hooks if without_hooks else lambda module: nullcontext()
         )
         self.source = self.part.source
         state = runtime_state(self._skeleton)

@@ -1,10 +1,8 @@
-"""The interface between `Live` and the kinds of programs that it serves: `Target`, `Program` and `RunnerPool`.
+"""The interface between `Live` and the kinds of programs that it serves: `Target`, `Program` and `RunnerPool`."""
 
-`NamedTargetMixin` has the methods that exported programs and packages share.
-"""
-
+from abc import ABC, abstractmethod
 from collections.abc import Collection, Mapping
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import nn
@@ -58,100 +56,96 @@ class RunnerPool(Protocol):
         """Replaces locks in the child of a fork, where the threads that held them do not exist."""
 
 
-class Target(Protocol):
+class ReadPlan(NamedTuple):
+    """How a target reads a checkpoint with certain names."""
+
+    skeleton: nn.Module
+    """A module without memory, into which the checkpoint is loaded."""
+    rules: tuple[Rule, ...] = ()
+    """Rules that rename the entries of the checkpoint for the skeleton."""
+    without_hooks: bool = False
+    """Whether the names are runtime names, which the skeleton's state-dict hooks would not accept."""
+
+
+class Target(ABC):
     """A kind of program that can be served. Requests call programs, and nothing of the target."""
 
     kind: str
     """ "eager", "compiled", "exported" or "aoti"."""
     name: str
     """The name in reports and errors: a class, or the path of a file."""
-    fixed: tuple[str, ...]
+    fixed: tuple[str, ...] = ()
     """Tensors that no swap changes, as far as they are known."""
-
-    @property
-    def runners(self) -> RunnerPool | None:
-        """None where each program runs by itself."""
+    runners: RunnerPool | None = None
+    """None where each program runs by itself."""
+    _first: Program | None
 
     def first(self) -> Program:
         """Version 1: the target in its own memory. Returned once, so that no other reference keeps that memory."""
+        first, self._first = self._first, None
+        assert first is not None
+        return first
 
+    @abstractmethod
     def names(self) -> Collection[str]:
         """The names that a checkpoint of the target has."""
 
-    def is_runtime(self, names: Collection[str]) -> bool:
-        """Whether a checkpoint has runtime names, which the skeleton's state-dict hooks would not accept."""
+    @abstractmethod
+    def read_plan(self, names: Collection[str]) -> ReadPlan:
+        """How a checkpoint with these names is read."""
 
-    def rules(self, names: Collection[str]) -> tuple[Rule, ...]:
-        """Rules that rename the entries of a checkpoint with these names for `skeleton(names)`."""
-
-    def skeleton(self, names: Collection[str]) -> nn.Module:
-        """A module without memory, into which a checkpoint with these names is loaded."""
-
+    @abstractmethod
     def hidden(self) -> dict[str, torch.Tensor]:
         """Buffers that no checkpoint contains, with the values of a new version. Read-only."""
 
-    def renew(self, program: Any) -> None:
-        """Restores the set of buffers of a new version, where requests have replaced, added or deleted buffers."""
-
-    def unexpected_error(self, unexpected: list[str]) -> Exception | None:
-        """A more precise error than the plan's for names that the target does not have; None for the plan's own."""
-
+    @abstractmethod
     def program(self, filled: nn.Module) -> Program:
         """A new version with the weights of a filled skeleton. It shares no tensor that a request may change."""
 
+    @abstractmethod
+    def renew(self, program: Program) -> None:
+        """Restores the set of buffers of a program whose requests have replaced, added or deleted buffers."""
 
-class StateNames:
-    """The names that checkpoints of an exported program may have: its own, those of a map, or those of its module."""
+    def unexpected_error(self, unexpected: list[str]) -> Exception | None:
+        """A more precise error than the plan's for names that the target does not have; None for the plan's own."""
+        return None
 
-    def __init__(self, state: Mapping[str, torch.Tensor], names: NameMap | nn.Module | None) -> None:
-        self._state = state
-        self._names = names if isinstance(names, NameMap) else None
+
+class GraphTarget(Target):
+    """An exported program or a package. Checkpoints have its own names, those of a map, or those of its module.
+
+    Args:
+        name: the name in reports and errors.
+        state: the tensors of version 1 by their runtime names.
+        names: the map of names, or the module that was exported.
+    """
+
+    _hidden: dict[str, torch.Tensor]
+
+    def __init__(self, name: str, state: Mapping[str, torch.Tensor], names: NameMap | nn.Module | None) -> None:
+        self.name = name
+        # On meta: a reference to the tensors would keep the memory of version 1 alive.
+        on_meta = runtime_state(state_module(state))
+        self._state = {name: on_meta[name] for name in state}
+        self._map = names if isinstance(names, NameMap) else None
         self._module = meta_clone(names) if isinstance(names, nn.Module) else None
 
     def names(self) -> Collection[str]:
-        """See `Target.names`."""
         if self._module is not None:
             return list(self._module.state_dict())
-        return list(self._state if self._names is None else self._names.runtime)
+        return list(self._state if self._map is None else self._map.runtime)
 
-    def rules(self) -> tuple[Rule, ...]:
-        """See `Target.rules`."""
-        return () if self._names is None else (self._names,)
-
-    def skeleton(self, names: Collection[str]) -> nn.Module:
-        """See `Target.skeleton`."""
+    def read_plan(self, names: Collection[str]) -> ReadPlan:
         # The module's loading code is for the names that it saves. The program's own names do not need it.
         if self._module is not None and not set(names) <= self._state.keys():
-            return meta_clone(self._module)
-        return state_module(self._state)
-
-
-class NamedTargetMixin:
-    """The methods of `Target` that exported programs and packages share."""
-
-    _names: StateNames
-    _hidden: dict[str, torch.Tensor]
-
-    def names(self) -> Collection[str]:
-        return self._names.names()
-
-    def is_runtime(self, names: Collection[str]) -> bool:
-        return False  # runtime names go into a skeleton without hooks
-
-    def rules(self, names: Collection[str]) -> tuple[Rule, ...]:
-        return self._names.rules()
-
-    def skeleton(self, names: Collection[str]) -> nn.Module:
-        return self._names.skeleton(names)
+            return ReadPlan(meta_clone(self._module))
+        return ReadPlan(state_module(self._state), () if self._map is None else (self._map,))
 
     def hidden(self) -> dict[str, torch.Tensor]:
         return self._hidden
 
     def renew(self, program: Program) -> None:
         """Does nothing: a graph writes into buffers, and replaces none."""
-
-    def unexpected_error(self, unexpected: list[str]) -> Exception | None:
-        return None
 
 
 def check_names(state: Collection[str], names: NameMap | nn.Module | None, where: str) -> None:

@@ -13,12 +13,11 @@ from torch import nn
 from modelstate.errors import LiveTargetError, OptionError
 from modelstate.io.files import local_path
 from modelstate.problems import REAL
-from modelstate.rules.rule import Rule
 from modelstate.serve.buffers import renew_buffers
 from modelstate.serve.checks import check_graph_mode, check_mode
 from modelstate.serve.meta_clone import check_captured_references, meta_clone
 from modelstate.serve.state_names import NameMap, runtime_state
-from modelstate.serve.target import Target
+from modelstate.serve.target import Program, ReadPlan, Target
 from modelstate.torch_compat.plain import is_fake, is_sharded
 from modelstate.torch_compat.private import (
     compiled_like,
@@ -69,15 +68,12 @@ def target_of_file(path: str, names: NameMap | nn.Module | None, training: bool 
     return ExportedTarget(program, names, path)
 
 
-class ModuleTarget:
+class ModuleTarget(Target):
     """An eager module, or the result of `torch.compile`.
 
     A version of a compiled module is another instance under the same compilation. The compiled code is reused without
     recompilation, since strides, `requires_grad` and ties are the same in every version.
     """
-
-    fixed: tuple[str, ...] = ()
-    runners = None
 
     def __init__(self, module: nn.Module, training: bool) -> None:
         # `DataParallel` on several devices computes something else than the module inside it.
@@ -100,34 +96,21 @@ class ModuleTarget:
         check_mode(original, training)  # last, since `eval()` alone corrects it
         # A compilation of the skeleton: one of the module itself would keep the memory of version 1 alive.
         self._compiled = None if compiled is None else compiled_like(module, self._skeleton)
-        self._first: ModuleProgram | None = ModuleProgram(original, module)
-
-    def first(self) -> "ModuleProgram":
-        first, self._first = self._first, None
-        assert first is not None
-        return first
+        self._first = ModuleProgram(original, module)
 
     def names(self) -> Collection[str]:
         return list(self._skeleton.state_dict())
 
-    def is_runtime(self, names: Collection[str]) -> bool:
+    def read_plan(self, names: Collection[str]) -> ReadPlan:
         saved, runtime = set(self._skeleton.state_dict()), set(runtime_state(self._skeleton))
-        return not (runtime - saved).isdisjoint(names) and (saved - runtime).isdisjoint(names)
-
-    def rules(self, names: Collection[str]) -> tuple[Rule, ...]:
-        return ()
-
-    def skeleton(self, names: Collection[str]) -> nn.Module:
-        return meta_clone(self._skeleton)
+        are_runtime = not (runtime - saved).isdisjoint(names) and (saved - runtime).isdisjoint(names)
+        return ReadPlan(meta_clone(self._skeleton), without_hooks=are_runtime)
 
     def hidden(self) -> dict[str, torch.Tensor]:
         return {name: buffer for name, buffer in self._skeleton.named_buffers() if not buffer.is_meta}
 
-    def renew(self, program: "ModuleProgram") -> None:
+    def renew(self, program: Program) -> None:
         renew_buffers(program.weights_module, self._skeleton)
-
-    def unexpected_error(self, unexpected: list[str]) -> None:
-        return None
 
     def program(self, filled: nn.Module) -> "ModuleProgram":
         return ModuleProgram(filled, filled if self._compiled is None else compiled_like(self._compiled, filled))
