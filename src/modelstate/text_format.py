@@ -24,6 +24,11 @@ def printable(text: str) -> str:
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
 
 
+def excerpt(data: bytes) -> str:
+    """Bytes for a message, as text where they are text."""
+    return printable(data.decode(errors="backslashreplace"))
+
+
 def in_a_line(text: str) -> str:
     """The text of a modelstate error in one line, without its remedy and its link."""
     return "; ".join(line.strip() for line in text.splitlines() if not line.startswith(("  more:", "  to do:")))

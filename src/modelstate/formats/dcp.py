@@ -31,7 +31,6 @@ from modelstate.errors import (
 )
 from modelstate.formats import torch_zip
 from modelstate.formats.construct import construct
-from modelstate.formats.json_text import excerpt
 from modelstate.formats.pickled import DeferredCall, Refused
 from modelstate.formats.rebuild import MAX_INDEX, dims
 from modelstate.formats.sharded import safe_paths
@@ -40,6 +39,7 @@ from modelstate.formats.torch_zip import Archive
 from modelstate.formats.unpickle import unpickle
 from modelstate.io.files import SourceFile
 from modelstate.spec import Assemble, ByteRange, Checksum, Contents, StoredComposite, StoredTensor
+from modelstate.text_format import excerpt
 
 _DCP = "torch.distributed.checkpoint."
 _BEFORE_2_3 = "torch.distributed._shard.sharded_tensor.metadata."

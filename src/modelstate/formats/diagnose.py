@@ -11,8 +11,8 @@ from modelstate.errors import (
     TruncatedFileError,
     UnknownFormatError,
 )
-from modelstate.formats.json_text import excerpt
 from modelstate.io.files import CUT_SHORT, SourceFile
+from modelstate.text_format import excerpt
 
 HEAD_BYTES = 4096
 _FORMATS = "a file of torch.save, safetensors, or an index of shards"

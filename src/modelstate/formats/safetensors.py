@@ -8,8 +8,8 @@ overflow although one of them is 0).
 
 Invariants:
 
-- Reading a header takes time and memory proportional to the number of its tensors: it is checked while it is parsed
-  (see `modelstate.formats.json_text`), and a malformed header costs no more than its own bytes.
+- Reading a header takes time and memory proportional to the number of its tensors: its lists, objects and commas are
+  counted before it is parsed, since a parser builds gigabytes of small objects from a hostile header of 100 MB.
 - The writer stores tensors with wide elements first, so that every tensor lies at a multiple of its element size and
   can be mapped.
 - The header is written last, since it contains the digests of the tensors and a seal, which is its own digest.
@@ -39,12 +39,11 @@ from modelstate.errors import (
 )
 from modelstate.formats import manifest
 from modelstate.formats.block_writer import LazyTensor, past_page_cache, write_blocks
-from modelstate.formats.json_text import SPACE, STRING, JsonText, JsonTextError, RepeatedKeyError
 from modelstate.io.atomic import Output
 from modelstate.io.digests import BLOCK_BYTES, HEX, OPEN_SEAL, SEAL, check_seal, digest, sealed
 from modelstate.io.files import CUT_SHORT, SourceFile
 from modelstate.spec import ByteRange, Contents, StoredTensor, contiguous_stride
-from modelstate.text_format import quote
+from modelstate.text_format import excerpt, printable, quote
 from modelstate.torch_compat.plain import why_not_plain
 
 MAX_HEADER_BYTES = 100_000_000
@@ -80,28 +79,13 @@ _WITHOUT_DTYPE = {"F6_E2M3", "F6_E3M2"}
 """Dtypes of the format that PyTorch lacks."""
 
 _FIELDS = (b'"dtype"', b'"shape"', b'"data_offsets"', b'"__metadata__"')
-_NUMBER = rb"(?:0|[1-9][0-9]*+)"
-_COLON, _COMMA = SPACE + rb":" + SPACE, SPACE + rb"," + SPACE
-_NUMBERS = SPACE + rb"(?:" + _NUMBER + rb"(?:" + _COMMA + _NUMBER + rb")*+" + SPACE + rb")?"
-_RANGE = rb"\[" + SPACE + rb"(" + _NUMBER + rb")" + _COMMA + rb"(" + _NUMBER + rb")" + SPACE + rb"\]"
-_FIELD = b"|".join(
-    (
-        rb'"dtype"' + _COLON + rb"(" + STRING + rb")",
-        rb'"shape"' + _COLON + rb"\[(" + _NUMBERS + rb")\]",
-        rb'"data_offsets"' + _COLON + _RANGE,
-    )
-)
-# Three fields in any order, with a comma behind the first and the second.
-_ENTRY = rb"\{(?:" + SPACE + rb"(?:" + _FIELD + rb")" + SPACE + rb"(?:,(?!" + SPACE + rb"\})|(?=\}))){3}\}"
-_MEMBER = re.compile(rb"(" + STRING + rb")" + _COLON + _ENTRY + SPACE + rb"([,}])" + SPACE)
-# The entry as writers usually write it, in one order and without spaces, which matches in half the time.
-_PLAIN = rb'"[^"\\\x00-\x1f]*+"'
-_SIZES = rb"(?:" + _NUMBER + rb"(?:," + _NUMBER + rb")*+)?"
-_USUAL_ENTRY = rb'\{"dtype":(%b),"shape":\[(%b)\],"data_offsets":\[(%b),(%b)\]\}' % (_PLAIN, _SIZES, _NUMBER, _NUMBER)
-_USUAL_MEMBER = re.compile(rb"(" + _PLAIN + rb"):" + _USUAL_ENTRY + rb"([,}])" + SPACE)
-_METADATA = re.compile(rb'"__metadata__"' + _COLON)
-_NULL = re.compile(rb"null")
-_OBJECT = re.compile(SPACE + rb"\{" + SPACE + rb'["}]')
+_OBJECT = re.compile(rb"[ \t\n\r]*\{[ \t\n\r]*[\"}]")
+_METADATA_NAME = "__metadata__"
+_INTEGERS = frozenset({int})
+_MOST_INT_DIGITS = 19
+
+Members = tuple[tuple[str, object], ...]
+"""A JSON object as its pairs, so that a repeated key is noticed. A JSON array is a list."""
 
 
 def matches(head: bytes) -> bool:
@@ -143,15 +127,11 @@ def read(path: str, *, allow: Sequence[object] = ()) -> Contents:
     header, file_bytes = _read_header(path)
     begin = 8 + len(header)
     try:
-        tensors, metadata = _Header(path, header, begin).parse()
-    except RepeatedKeyError as error:
-        raise HeaderSyntaxError(
-            error.what, where=f"{path}: header, byte {error.at}", found=error.found, remedy=CUT_SHORT
-        ) from error
-    except JsonTextError as error:
+        tensors, metadata = _parse_header(header, path, begin)
+    except JsonError as error:
         raise HeaderSyntaxError(
             f"the header is damaged: {error.what}",
-            where=f"{path}: header, byte {error.at} of {len(header)}",
+            where=f"{path}: header" + (f", byte {error.at} of {len(header)}" if error.at is not None else ""),
             expected=error.expected or "JSON as the safetensors format has it",
             found=error.found,
             remedy=CUT_SHORT,
@@ -189,6 +169,76 @@ def _read_header(path: str) -> tuple[bytes, int]:
         return file.read(8, length, "its header"), file.nbytes
 
 
+class JsonError(ValueError):
+    """A text is not the JSON that a reader expects. The readers convert it to their own errors."""
+
+    def __init__(self, what: str, found: str = "", expected: str = "", at: int | None = None) -> None:
+        super().__init__(what)
+        self.what, self.found, self.expected, self.at = what, found, expected, at
+
+
+class RepeatedKeyError(JsonError):
+    """An object has a key twice."""
+
+    def __init__(self, key: str, found: str) -> None:
+        super().__init__(f"the key {quote(key)} is in one object twice", found)
+        self.key = key
+
+
+class JsonLimitError(JsonError):
+    """An object exceeds a limit of the reader."""
+
+
+def parse_object(text: bytes) -> Members:
+    """Parses a JSON object of UTF-8. The caller has limited its parts. Raises `JsonError`."""
+    # An integer "-0" would become 0, and one of thousands of digits is an error of Python.
+    parse_int = _exact_int if b"-0" in text else None
+    try:
+        value = _loads(text.decode(), parse_int)
+    except UnicodeDecodeError as error:
+        raise JsonError("it is not UTF-8", excerpt(text[error.start : error.start + 60]), at=error.start) from None
+    except RecursionError:
+        raise JsonError("its values are nested too deeply") from None
+    if not isinstance(value, tuple):
+        raise JsonError("this is no JSON object", excerpt(text[:60]) or "the end", "{", at=0)
+    return value
+
+
+def _loads(text: str, parse_int: Callable[[str], int] | None) -> object:
+    try:
+        return json.loads(text, object_pairs_hook=tuple, parse_int=parse_int)
+    except json.JSONDecodeError as error:
+        # Without its cause, which keeps the whole text in memory.
+        raise JsonError(error.msg, printable(text[error.pos : error.pos + 60]) or "the end", at=error.pos) from None
+    except ValueError:
+        if parse_int is not None:
+            raise
+        return _loads(text, _exact_int)
+
+
+def _exact_int(text: str) -> int:
+    if text == "-0":
+        raise JsonError("a number is -0", text, "whole numbers from 0")
+    return int(text) if len(text) <= _MOST_INT_DIGITS else 2**64
+
+
+def strings_of(members: object, limit: int) -> dict[str, str]:
+    """The strings of a JSON object; equal ones become one object. Raises `JsonError`."""
+    if not isinstance(members, tuple):
+        raise JsonError("this is no object of strings", str(members)[:60], '{"key": "value", ...}')
+    strings: dict[str, str] = {}
+    known: dict[str, str] = {}
+    for key, value in members:
+        if type(value) is not str or not is_unicode(key) or not is_unicode(value):
+            raise JsonError(f"the value of {quote(key)} is no text", ascii(value)[:60], '"key": "value"')
+        if key in strings:
+            raise RepeatedKeyError(key, f"{quote(strings[key])} and {quote(value)}")
+        if len(strings) >= limit:
+            raise JsonLimitError(f"an object has more than {limit:,} keys")
+        strings[key] = known.setdefault(value, value)
+    return strings
+
+
 class _Layout(NamedTuple):
     dtype: torch.dtype
     shape: tuple[int, ...]
@@ -196,151 +246,136 @@ class _Layout(NamedTuple):
     nbytes: int
 
 
-class _Header:
-    """Parses one header."""
-
-    def __init__(self, path: str, header: bytes, begin: int) -> None:
-        self._path = path
-        self._begin = begin
-        self._json = JsonText(header)
-        self._layouts: dict[tuple[bytes, bytes], _Layout] = {}
-
-    def parse(self) -> tuple[dict[str, StoredTensor], dict[str, str]]:
-        json, tensors = self._json, dict[str, StoredTensor]()
-        count = json.text.count(b'"data_offsets"')
-        if count > MAX_ENTRIES:
-            raise HeaderTooLargeError(
-                "the header has more tensors than any model",
-                where=self._path,
-                expected=f"at most {MAX_ENTRIES:,}",
-                found=f"{count:,}",
-                remedy="split the file into shards",
+def _parse_header(header: bytes, path: str, begin: int) -> tuple[dict[str, StoredTensor], dict[str, str]]:
+    """The tensors and the `__metadata__` of a header; the bytes of the tensors begin at `begin`."""
+    _check_parts(header, path)
+    tensors: dict[str, StoredTensor] = {}
+    layouts: dict[tuple[object, ...], _Layout] = {}
+    metadata: dict[str, str] | None = None
+    for name, fields in parse_object(header):
+        if name == _METADATA_NAME:
+            if metadata is not None:
+                raise RepeatedKeyError(name, str(fields)[:60])
+            metadata = {} if fields is None else strings_of(fields, MAX_ENTRIES)
+            continue
+        try:
+            entry: dict[str, Any] = dict(fields)  # type: ignore[call-overload]
+            kind, shape, (first, last) = entry["dtype"], entry["shape"], entry["data_offsets"]
+            is_entry = isinstance(fields, tuple) and len(fields) == 3 and type(kind) is str and type(shape) is list
+            is_entry = is_entry and _INTEGERS.issuperset(map(type, (*shape, first, last))) and min(first, last) >= 0
+            key = (kind, *shape)
+        except (TypeError, ValueError, KeyError):
+            is_entry = False
+        if not is_entry:
+            raise JsonError(
+                f"the entry of {quote(name)} is not what it must be",
+                ascii(fields)[:60],
+                '"name": {"dtype": string, "shape": [sizes], "data_offsets": [begin, end]}, whole numbers from 0',
             )
-        metadata: dict[str, str] | None = None
-        more = json.opens()
-        while more:
-            at, text = json.at, json.text
-            member = _USUAL_MEMBER.match(text, at) or _MEMBER.match(text, at)
-            if member is None:
-                if metadata is not None or not json.take(_METADATA):
-                    raise self._wrong_member(metadata)
-                metadata = {} if json.take(_NULL) else json.strings(MAX_ENTRIES)
-                more = json.goes_on()
-                continue
-            quoted, kind, shape, first, last, follows = member.groups()
-            if first is None or kind is None or shape is None:
-                # A field that appears twice replaces another one, which is then missing.
-                raise self._wrong_member(metadata)
-            json.at = member.end()
-            name = json.decode(quoted, at)
-            if name in tensors:
-                raise DuplicateNameError(
-                    f"the name {quote(name)} stands twice in the header",
-                    where=f"{self._path}: header, byte {at}",
-                    remedy="write the file again: which of the two tensors is meant cannot be known",
-                )
-            tensors[name] = self._tensor(name, kind, shape, first, last)
-            more = follows == b","
-        json.end()
-        return tensors, metadata or {}
-
-    def _wrong_member(self, metadata: dict[str, str] | None) -> JsonTextError:
-        json = self._json
-        at, name = json.at, json.string()
-        if name == "__metadata__" and metadata is not None:
-            return RepeatedKeyError(name, at, json.excerpt())
-        json.at = at
-        return json.fail(
-            f"the entry of {quote(name)} is not what it must be",
-            '"name": {"dtype": string, "shape": [sizes], "data_offsets": [begin, end]}, whole numbers from 0',
-        )
-
-    def _tensor(self, name: str, kind: bytes, shape: bytes, first: bytes, last: bytes) -> StoredTensor:
-        layout = self._layouts.get((kind, shape))
+        if name in tensors:
+            raise DuplicateNameError(
+                f"the name {quote(name)} is in the header twice",
+                where=path,
+                remedy="write the file again: which of the two tensors is meant cannot be known",
+            )
+        layout = layouts.get(key)
         if layout is None:
-            layout = self._layout(name, self._json.decode(kind, self._json.at), shape)
-            if len(self._layouts) < 1000:
-                self._layouts[kind, shape] = layout
+            layout = _layout(name, kind, shape, path)
+            if len(layouts) < 1000:
+                layouts[key] = layout
         dtype, sizes, stride, nbytes = layout
-        start = int(first) if len(first) < 20 else -1
-        if len(last) >= 20 or start < 0 or int(last) - start != nbytes:
-            raise self._wrong_range(name, layout, first, last)
-        return StoredTensor.whole(dtype, sizes, stride, ByteRange(self._path, self._begin + start, nbytes))
+        if last - first != nbytes or last >= 2**63:
+            raise _wrong_range(name, layout, first, last, path)
+        tensors[name] = StoredTensor.whole(dtype, sizes, stride, ByteRange(path, begin + first, nbytes))
+    if b"\\u" in header and (wrong := next((name for name in tensors if not is_unicode(name)), None)) is not None:
+        raise JsonError("a name has half of a surrogate pair", ascii(wrong)[:60])
+    return tensors, metadata or {}
 
-    def _wrong_range(self, name: str, layout: _Layout, first: bytes, last: bytes) -> OpenError:
-        start = int(first) if len(first) < 20 else -1
-        nbytes = int(last) - start if len(last) < 20 else -1
-        if start < 0 or nbytes < 0:
-            return TensorRangeError(
-                f"the bytes of {quote(name)} end before they begin, or behind the end of any file",
-                where=self._path,
-                expected="begin and end of a range",
-                found=f"[{_short(first)}, {_short(last)}]",
-                remedy=CUT_SHORT,
-            )
-        return TensorSizeError(
-            f"the bytes of {quote(name)} are not as many as its shape and dtype need",
-            where=self._path,
-            expected=f"{layout.nbytes:,} bytes for {layout.dtype} of shape {layout.shape}",
-            found=f"{nbytes:,} bytes, from {start} to {start + nbytes}",
+
+def _check_parts(header: bytes, path: str) -> None:
+    """Limits the objects that the parser creates to those that the tensors, and a manifest, need."""
+    count = header.count(b'"data_offsets"')
+    if count > MAX_ENTRIES:
+        raise HeaderTooLargeError(
+            "the header has more tensors than any model",
+            where=path,
+            expected=f"at most {MAX_ENTRIES:,}",
+            found=f"{count:,}",
+            remedy="split the file into shards",
+        )
+    brackets, commas = header.count(b"[") + header.count(b"{"), header.count(b",")
+    if brackets > manifest.MAX_PARTS + 3 * count:
+        raise JsonError("it has far more lists and objects than tensors", f"{brackets:,} for {count:,} tensors")
+    if commas > manifest.MAX_PARTS + 16 * count:
+        raise TensorSizeError(
+            "the header has more numbers than the shapes of its tensors",
+            where=path,
+            expected=f"at most {manifest.MAX_PARTS:,}, and 16 for each tensor",
+            found=f"{commas:,} for {count:,} tensors",
             remedy=CUT_SHORT,
         )
 
-    def _layout(self, name: str, kind: str, text: bytes) -> _Layout:
-        dtype = DTYPES.get(kind)
-        if dtype is None:
-            if kind in _WITHOUT_DTYPE:
-                raise UnsupportedTensorError(
-                    f"{quote(name)} is stored as {kind}, for which PyTorch has no dtype",
-                    where=self._path,
-                    remedy="convert the file to a dtype that PyTorch has, with the tool that wrote it",
-                )
-            raise UnknownDtypeError(
-                f"the dtype of {quote(name)} is unknown",
-                where=self._path,
-                expected=f"one of {', '.join(sorted(DTYPES))}",
-                found=repr(kind[:40]),
-                remedy=f"a newer version may read it; otherwise the file is damaged: {CUT_SHORT}",
-            )
-        sizes = self._sizes(name, text)
-        if dtype is torch.float4_e2m1fn_x2:
-            sizes = self._paired(name, sizes)
-        span = dtype.itemsize
-        for size in sizes:
-            span *= max(size, 1)
-        if span >= 2**63:
-            raise TensorSizeError(
-                f"{quote(name)} has more bytes than any memory",
-                where=self._path,
-                expected="fewer than 2**63 bytes",
-                found=f"{kind} of shape {_short(text)}",
-                remedy=CUT_SHORT,
-            )
-        return _Layout(dtype, sizes, contiguous_stride(sizes), 0 if 0 in sizes else span)
 
-    def _sizes(self, name: str, text: bytes) -> tuple[int, ...]:
-        count = text.count(b",") + 1
-        parts = text.split(b",") if count <= MAX_DIMENSIONS and text.strip() else []
-        if count > MAX_DIMENSIONS or any(len(part.strip()) > 19 for part in parts):
-            raise TensorSizeError(
-                f"the shape of {quote(name)} is that of no tensor",
-                where=self._path,
-                expected=f"at most {MAX_DIMENSIONS} sizes below 2**63",
-                found=f"[{_short(text)}], {count} of them",
-                remedy=CUT_SHORT,
-            )
-        return tuple(map(int, parts))
-
-    def _paired(self, name: str, sizes: tuple[int, ...]) -> tuple[int, ...]:
-        if sizes and sizes[-1] % 2 == 0:
-            return (*sizes[:-1], sizes[-1] // 2)
-        raise UnsupportedTensorError(
-            f"{quote(name)} is stored as F4 and has no even last dimension; PyTorch has such floats in pairs only",
-            where=self._path,
-            expected="an even last dimension",
-            found=f"shape {sizes}",
-            remedy="pad the last dimension, with the tool that wrote the file",
+def _wrong_range(name: str, layout: _Layout, first: int, last: int, path: str) -> OpenError:
+    if last < first or last >= 2**63:
+        return TensorRangeError(
+            f"the bytes of {quote(name)} end before they begin, or behind the end of any file",
+            where=path,
+            expected="begin and end of a range",
+            found=f"[{first}, {last}]",
+            remedy=CUT_SHORT,
         )
+    return TensorSizeError(
+        f"the bytes of {quote(name)} are not as many as its shape and dtype need",
+        where=path,
+        expected=f"{layout.nbytes:,} bytes for {layout.dtype} of shape {layout.shape}",
+        found=f"{last - first:,} bytes, from {first} to {last}",
+        remedy=CUT_SHORT,
+    )
+
+
+def _layout(name: str, kind: str, shape: Sequence[int], path: str) -> _Layout:
+    dtype = DTYPES.get(kind)
+    if dtype is None:
+        if kind in _WITHOUT_DTYPE:
+            raise UnsupportedTensorError(
+                f"{quote(name)} is stored as {kind}, for which PyTorch has no dtype",
+                where=path,
+                remedy="convert the file to a dtype that PyTorch has, with the tool that wrote it",
+            )
+        raise UnknownDtypeError(
+            f"the dtype of {quote(name)} is unknown",
+            where=path,
+            expected=f"one of {', '.join(sorted(DTYPES))}",
+            found=repr(kind[:40]),
+            remedy=f"a newer version may read it; otherwise the file is damaged: {CUT_SHORT}",
+        )
+    if min(shape, default=0) < 0:
+        raise JsonError(f"the shape of {quote(name)} has a negative size", str(shape)[:60], "whole numbers from 0")
+    sizes = tuple(shape)
+    if dtype is torch.float4_e2m1fn_x2:
+        if not sizes or sizes[-1] % 2:
+            raise UnsupportedTensorError(
+                f"{quote(name)} is stored as F4 and has no even last dimension; PyTorch has such floats in pairs only",
+                where=path,
+                expected="an even last dimension",
+                found=f"shape {sizes}",
+                remedy="pad the last dimension, with the tool that wrote the file",
+            )
+        sizes = (*sizes[:-1], sizes[-1] // 2)
+    # The library multiplies all sizes, even those of an empty tensor.
+    span = dtype.itemsize if len(sizes) <= MAX_DIMENSIONS else 2**63
+    for size in sizes[:MAX_DIMENSIONS]:
+        span *= max(size, 1)
+    if span >= 2**63:
+        raise TensorSizeError(
+            f"{quote(name)} has a shape that no tensor can have",
+            where=path,
+            expected=f"at most {MAX_DIMENSIONS} dimensions and fewer than 2**63 bytes",
+            found=f"{len(sizes)} dimensions: {kind} of shape {str(shape[:8])[:60]}",
+            remedy=CUT_SHORT,
+        )
+    return _Layout(dtype, sizes, contiguous_stride(sizes), 0 if 0 in sizes else span)
 
 
 def _in_file_order(tensors: dict[str, StoredTensor], path: str, begin: int, file_bytes: int) -> dict[str, StoredTensor]:
@@ -381,16 +416,11 @@ def _in_file_order(tensors: dict[str, StoredTensor], path: str, begin: int, file
     return ordered
 
 
-def _short(text: bytes) -> str:
-    return text.decode(errors="replace") if len(text) <= 60 else text[:60].decode(errors="replace") + "…"
-
-
 def _is_text(data: bytes) -> bool:
     return not any(byte < 32 and byte not in b"\t\n\r" for byte in data) and b"\x7f" not in data
 
 
 NAMES = {dtype: name for name, dtype in DTYPES.items()}
-_METADATA_NAME = "__metadata__"
 
 Tensors = list[tuple[str, torch.Tensor | LazyTensor]]
 Metadata = Callable[[Mapping[str, str]], Mapping[str, str]]

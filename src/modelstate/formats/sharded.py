@@ -37,9 +37,15 @@ from modelstate.errors import (
 )
 from modelstate.formats import manifest
 from modelstate.formats.block_writer import LazyTensor
-from modelstate.formats.json_text import JsonLimitError, JsonText, JsonTextError, RepeatedKeyError
 from modelstate.formats.manifest import KEY
-from modelstate.formats.safetensors import nbytes_of
+from modelstate.formats.safetensors import (
+    JsonError,
+    JsonLimitError,
+    RepeatedKeyError,
+    nbytes_of,
+    parse_object,
+    strings_of,
+)
 from modelstate.io import system
 from modelstate.io.digests import OPEN_SEAL, SEAL, check_seal, digest, sealed
 from modelstate.io.files import SourceFile, forget_fingerprint
@@ -55,6 +61,7 @@ WEIGHT_MAP = "weight_map"
 INDEX_SUFFIX = ".index.json"
 _PLAIN_NAME = re.compile(r"\w[\w.-]*", re.ASCII)
 _MOST_METADATA = 100
+_MOST_PARTS = MAX_NAMES + manifest.MAX_PARTS
 _MOST_TRIES = 20
 
 _Index = tuple[dict[str, str], dict[str, str]]
@@ -161,37 +168,37 @@ def read_index(index_path: str) -> _Index:
         text = file.read(0, file.nbytes, "the index")
     weight_map: dict[str, str] | None = None
     metadata: dict[str, str] = {}
-    json = JsonText(text)
     try:
-        for key in json.members():
+        if sum(map(text.count, (b"[", b"{", b","))) > _MOST_PARTS:
+            raise JsonLimitError(f"the index has more than {_MOST_PARTS:,} parts")
+        for key, value in parse_object(text):
             if key == "metadata" and f'"{SEAL}"'.encode() in text:
-                metadata = json.strings(_MOST_METADATA)
-            elif key != WEIGHT_MAP:
-                json.skip()
-            elif weight_map is not None:
-                raise RepeatedKeyError(key, json.at, json.excerpt())
-            else:
-                weight_map = json.strings(MAX_NAMES, MAX_SHARDS)
-        json.end()
+                metadata = strings_of(value, _MOST_METADATA)
+            elif key == WEIGHT_MAP:
+                if weight_map is not None:
+                    raise RepeatedKeyError(key, str(value)[:60])
+                weight_map = strings_of(value, MAX_NAMES)
+                if len(set(weight_map.values())) > MAX_SHARDS:
+                    raise JsonLimitError(f"an object has more than {MAX_SHARDS:,} different values")
     except RepeatedKeyError as error:
         raise DuplicateNameError(
             f"the index maps {quote(error.key)} twice",
-            where=f"{index_path}: byte {error.at}",
+            where=index_path,
             found=error.found,
             remedy="write the shards again: which of the two is meant cannot be known",
         ) from error
     except JsonLimitError as error:
         raise ShardIndexError(
             "the index exceeds a limit of this reader, which does not mean that it is damaged",
-            where=f"{index_path}: byte {error.at}",
+            where=index_path,
             expected=f"at most {MAX_SHARDS:,} files, {MAX_NAMES:,} tensors and {_MOST_METADATA} metadata entries",
             found=error.what,
             remedy="write the checkpoint again in fewer, larger shards, or as several checkpoints",
         ) from error
-    except JsonTextError as error:
+    except JsonError as error:
         raise ShardIndexError(
             f"the index is damaged: {error.what}",
-            where=f"{index_path}: byte {error.at}",
+            where=index_path + (f": byte {error.at}" if error.at is not None else ""),
             expected=error.expected or '{"weight_map": {"name of a tensor": "file", ...}}',
             found=error.found,
             remedy="download or copy the index again",

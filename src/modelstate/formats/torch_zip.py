@@ -13,13 +13,13 @@ from modelstate.errors import (
     UnsupportedTensorError,
 )
 from modelstate.formats.construct import construct
-from modelstate.formats.json_text import excerpt
 from modelstate.formats.pickled import InvalidTensor, Refused, Storage
 from modelstate.formats.torch_globals import StorageType, TorchGlobals
 from modelstate.formats.unpickle import unpickle
 from modelstate.formats.zip_directory import ZipDirectory
 from modelstate.io.files import SourceFile
 from modelstate.spec import ByteRange, Checksum, Contents
+from modelstate.text_format import excerpt
 
 FORMAT = "torch zip"
 
