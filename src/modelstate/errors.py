@@ -65,7 +65,7 @@ ModelStateError
 │   ├── UnexpectedObjectError         (KeyError) saved state without an object
 │   ├── ObjectKindError               (TypeError) an object of another kind than the saved one
 │   └── ObjectStateError              (RuntimeError) an object's code raised while its state was saved or loaded
-├── StalePlanError                    (RuntimeError) the model or checkpoint has changed since it was planned
+├── StalePlanError                    (RuntimeError) the slots of the model are not those that the plan was made for
 ├── BackgroundCancelledError          (RuntimeError) a background load or save that was cancelled
 ├── BackgroundTimeoutError            (TimeoutError) a background load or save that has not ended in time
 ├── ModelCodeError                    (RuntimeError) a hook, an override or `set_extra_state` of the model raised
@@ -466,7 +466,7 @@ class PlanError(ModelStateError, RuntimeError, page="plan-problems"):
 
 
 class StalePlanError(ModelStateError, RuntimeError, page="stale-plan"):
-    """The model or the checkpoint has changed since the plan was made, or the plan has been applied."""
+    """The slots of the model are not those that the plan was made for."""
 
 
 class ModelBusyError(ModelStateError, RuntimeError, page="model-busy"):

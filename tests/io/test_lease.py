@@ -311,14 +311,12 @@ def test_a_plan_holds_when_the_file_may_not_be_mapped_any_more(when: str, backgr
     assert all(step.mapped == (when == "loaded") for step in plan.steps)
     with open_for_writing(path) if when == "loaded" else nullcontext():
         report = ms.load(model, plan, background=True).result(60) if background else ms.load(model, plan)
-    assert all(step.mapped == (when == "planned") for step in report.steps)
+    assert not any(step.mapped for step in report.steps), "what the plan says, unless it is not safe any more"
     assert model.weight.eq(3).all()
     notes = "\n".join(report.notes)
     if when == "loaded":
         assert "2 tensors are read into memory; when the plan was made, the file could be mapped" in notes
         assert "a process has the file open for writing" in notes
-    else:
-        assert "2 tensors show the file; when the plan was made, it could not be mapped" in notes
 
 
 def test_a_load_in_the_background_ends_while_a_writer_has_the_file_open(folder: Path) -> None:

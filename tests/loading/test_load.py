@@ -442,18 +442,17 @@ def test_planning_changes_nothing(source: Any) -> None:
         assert whole(module) == before
 
 
-def test_a_plan_is_carried_out_once_and_only_for_the_model_it_was_made_for(source: Any) -> None:
+def test_a_plan_is_executed_for_the_model_it_was_made_for(source: Any) -> None:
     module = made("materialised")
     plan = ms.plan(module, source)
-    report = ms.load(module, plan)
-    assert report.steps == plan.steps
-    assert torch.equal(module.embed.weight, other(Tied())["embed.weight"])
-    with pytest.raises(errors.StalePlanError, match="has been carried out"):
-        ms.load(module, plan)
-    plan = ms.plan(module, source)
+    for _ in range(2):
+        nn.init.zeros_(module.embed.weight)
+        report = ms.load(module, plan)
+        assert report.steps == plan.steps
+        assert torch.equal(module.embed.weight, other(Tied())["embed.weight"])
     module.body[1] = nn.Identity()
     before = whole(module)
-    with pytest.raises((errors.StalePlanError, ms.PlanError)):
+    with pytest.raises(errors.StalePlanError):
         ms.load(module, plan)
     assert whole(module) == before
 

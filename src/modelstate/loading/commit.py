@@ -3,12 +3,10 @@
 from collections.abc import Iterable, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
-from typing import NamedTuple
 
 import torch
 
 from modelstate.checkpoint.checkpoint import what_to_verify
-from modelstate.errors import StalePlanError
 from modelstate.loading.prefetch import bring_in, prefetch_range
 from modelstate.loading.stage import Progress, stage, stage_one
 from modelstate.planning.assignment import Assignment
@@ -124,17 +122,6 @@ def _become(name: str, param: torch.Tensor, value: torch.Tensor, transaction: Tr
         transaction.register_undo(become(param, value, grad if fits else None))
 
 
-class _Slot(NamedTuple):
-    """What a slot has to be at the end, as it was at the beginning."""
-
-    given: str
-    kind: type
-    shape: torch.Size
-    stride: tuple[int, ...]
-    dtype: torch.dtype
-    device: torch.device
-
-
 class StagedLoad:
     """The values of a load that has been planned and undone, and that is going to be planned again.
 
@@ -155,7 +142,6 @@ class StagedLoad:
         self._verify, self._notes = verify, [*notes]
         self._given: list[Assignment] = []
         waiting = [made for made in preparation.assignments if _comes_from_elsewhere(made)]
-        self._slots = {made.name: _slot(made) for made in waiting}
         for made in waiting:
             if is_plain(made.param):
                 made.param = made.param.detach()  # which stays what it is, whatever becomes of the model meanwhile
@@ -189,23 +175,11 @@ class StagedLoad:
         for made in preparation.assignments:
             first = ready.get(made.name)
             if first is not None and made.final is None and made.stored is not None:
-                self._check(made, preparation)
                 self._hand_over(first, made, preparation)
         preparation.notes += self._notes
         preparation.overflows.add(self._preparation.overflows.counts)
         preparation.means = self._preparation.means  # which may have become others, for a file that was cold
         preparation.held = self._preparation.held
-
-    def _check(self, made: Assignment, preparation: Preparation) -> None:
-        was, now = self._slots[made.name], _slot(made)
-        if was != now:
-            raise StalePlanError(
-                "the model is no longer what was planned for; nothing has been changed",
-                where=f"{preparation.names[0]}: {made.name}",
-                expected=was,
-                found=now,
-                remedy=LOAD_AGAIN,
-            )
 
     def _hand_over(self, first: Assignment, made: Assignment, preparation: Preparation) -> None:
         final = first.final
@@ -239,12 +213,6 @@ def _of_checkpoint(stored: Source) -> bool:
     if isinstance(stored, Derived):
         return bool(stored.parts) and all(map(_of_checkpoint, stored.parts))
     return True
-
-
-def _slot(made: Assignment) -> _Slot:
-    param = made.param
-    stride = tuple(param.stride()) if is_plain(param) else ()
-    return _Slot(made.given, type(param), param.shape, stride, param.dtype, param.device)
 
 
 def _wait_for_devices(assignments: Iterable[Assignment]) -> None:

@@ -14,14 +14,14 @@ from torch import nn
 from modelstate.checkpoint.checkpoint import Checkpoint
 from modelstate.checkpoint.open import NO_PICKLE, argument_order, foreign_arguments, is_module, is_source
 from modelstate.checkpoint.open import open as open_checkpoint
-from modelstate.errors import ModelStateError, OptionError, PlacementError, ReadFailedError, StalePlanError
+from modelstate.errors import ModelStateError, OptionError, PlacementError, ReadFailedError
 from modelstate.loading.background import LoadHandle
 from modelstate.loading.commit import LOAD_AGAIN, Place, StagedLoad
 from modelstate.loading.options import AnyTransform, check_budget_option, check_model, options_of
 from modelstate.loading.prefetch import bring_in, prefault_async, prefetch_range
 from modelstate.loading.report import LoadReport, progress_bar
 from modelstate.loading.stage import check_budget, read_in_place, stage
-from modelstate.planning.plan import LoadPlan, Options, Step
+from modelstate.planning.plan import LoadPlan, Options
 from modelstate.planning.prepare import Preparation
 from modelstate.process import gc_paused
 from modelstate.rules.rule import Rule
@@ -177,8 +177,8 @@ def load(
 
     Args:
         model: a module, or a part of one; on the meta device (see `modelstate.skeleton`), materialised, or mixed.
-        source: a path, a directory, a mapping of names to tensors, a `Checkpoint`; or a `LoadPlan`, which has its
-            own arguments and is refused where the model has changed since.
+        source: a path, a directory, a mapping of names to tensors, a `Checkpoint`; or a `LoadPlan`, whose steps are
+            executed as they are. A plan has its own arguments, and is refused where the model has changed since.
         key: the part of the checkpoint to load, by its dotted path. Without it, the part that has the model's names.
         rules: changes of the checkpoint's names and tensors, applied in their order; or a `Schema`, which gives those
             that lead from the checkpoint's version to the current one.
@@ -238,13 +238,8 @@ def load(
         staged = _staged(model, source, options, how)
 
     def commit() -> LoadReport:
-        if isinstance(source, LoadPlan):
-            _of_plan(source, Options())  # another load may have carried it out since
         with exclusive(model), quiet(), Transaction(model) as transaction:
-            report = _carry_out(transaction, staged.plan, Options(), replace(how, progress=False), staged)
-        if isinstance(source, LoadPlan):
-            source.carried_out.extend(staged.plan.carried_out)
-        return report
+            return _carry_out(transaction, staged.plan, Options(), replace(how, progress=False), staged)
 
     return LoadHandle(staged, progress, commit)
 
@@ -287,18 +282,15 @@ def load_then(
 
 
 def _staged(model: nn.Module, source: Source | LoadPlan, options: Options, how: _LoadOptions) -> StagedLoad:
-    """What is to be brought in for a load that has been planned, checked and undone."""
-    checkpoint, options = (
-        _of_plan(source, options) if isinstance(source, LoadPlan) else (open_checkpoint(source), options)
-    )
+    """Plans a load, checks it, and hands it over to be read while the model goes on as it is."""
+    checkpoint, options, plan = _opened(source, options)
     with Transaction(model) as transaction:
         with torch.random.fork_rng(devices=[]):
-            preparation = Preparation(transaction, checkpoint, options, Place, call_extra_state=False)
+            preparation = Preparation(transaction, checkpoint, options, Place, call_extra_state=False, plan=plan)
         preparation.check()
-        notes = _check_unchanged(source, preparation.plan()) if isinstance(source, LoadPlan) else []
         check_budget(preparation, how.max_memory_bytes)
         _check_trained(preparation, how.optimizers)
-        return StagedLoad(preparation, how.verify, notes)
+        return StagedLoad(preparation, how.verify, preparation.notes_on_mapping())
 
 
 def _carry_out(
@@ -313,19 +305,23 @@ def _carry_out(
 
     When it returns, it has dropped all that it needed.
     """
-    checkpoint, options = (
-        _of_plan(source, options) if isinstance(source, LoadPlan) else (open_checkpoint(source), options)
-    )
+    checkpoint, options, plan = _opened(source, options)
     before = placed(how.optimizers)
-    preparation = Preparation(transaction, checkpoint, options, Place, call_extra_state=True)
+    preparation = Preparation(
+        transaction,
+        checkpoint,
+        options,
+        Place,
+        call_extra_state=True,
+        plan=plan,
+        stale_remedy="make the plan again" if staged is None else LOAD_AGAIN,
+    )
     preparation.check()
-    if isinstance(source, LoadPlan):
-        notes = _check_unchanged(source, preparation.plan(), "make the plan again" if staged is None else LOAD_AGAIN)
-        preparation.notes += notes if staged is None else []  # what was staged is not read again
     check_budget(preparation, how.max_memory_bytes)
     _check_trained(preparation, how.optimizers)
     if staged is None:
         verified = preparation.checkpoint.verify() if how.verify else 0
+        preparation.notes += preparation.notes_on_mapping()  # what was staged is not read again
         preparation.notes += prefetch_range(preparation)
     else:
         verified = staged.verified_bytes
@@ -343,8 +339,6 @@ def _carry_out(
     transaction.commit(*(partial(state.__setitem__, name, value) for state, name, value in new_state))
     if how.prefault is None and staged is None:
         preparation.notes += prefault_async(preparation)
-    if isinstance(source, LoadPlan):
-        source.carried_out.append(time.strftime("%F %T"))
     return _report(preparation, how.started, verified)
 
 
@@ -354,50 +348,16 @@ def _check_shown(preparation: Preparation) -> None:
         preparation.incoming.maps.check_unchanged()
 
 
-def _of_plan(plan: LoadPlan, options: Options) -> tuple[Checkpoint, Options]:
+def _opened(source: Source | LoadPlan, options: Options) -> tuple[Checkpoint, Options, LoadPlan | None]:
+    if not isinstance(source, LoadPlan):
+        return open_checkpoint(source), options, None
     if options != Options():
         raise OptionError("a plan brings its own arguments", remedy="give them to modelstate.plan")
-    if plan.carried_out or plan.checkpoint is None:
-        raise StalePlanError(
-            "the plan has been carried out",
-            where=plan.target,
-            found=", ".join(plan.carried_out),
-            remedy="make a new one",
+    if source.checkpoint is None or source.binding is None:
+        raise OptionError(
+            "the plan was not made by modelstate.plan", remedy="make it by modelstate.plan(model, source)"
         )
-    # The files may have been replaced since; what is there now counts, and must be what was planned for.
-    return plan.checkpoint, plan.options
-
-
-def _check_unchanged(plan: LoadPlan, now: LoadPlan, remedy: str = "make the plan again") -> list[str]:
-    """Raises `StalePlanError` where the model has changed. Returns notes on what is done in another way than planned.
-
-    Whether a file may be mapped depends on the processes that have it open, too. That does not make a plan stale: the
-    values are the same, and the load takes the way that is safe now, as it would without a plan.
-    """
-    was = {(step.name, step.kind): step for step in plan.steps}
-    different = [step for step in now.steps if was.get((step.name, step.kind)) != step]
-    other_way = [step for step in different if _differ_in_mapping(was.get((step.name, step.kind)), step)]
-    if len(different) > len(other_way) or (len(plan.steps), plan.slots) != (len(now.steps), now.slots):
-        changed = [step.name for step in {*plan.steps} ^ {*now.steps}]
-        raise StalePlanError(
-            "the model is no longer what was planned for; nothing has been changed",
-            where=now.target,
-            found=f"{len(changed)} steps differ: {', '.join(sorted(set(changed))[:4])}",
-            remedy=remedy,
-        )
-    mapped, read = sum(step.mapped for step in other_way), sum(not step.mapped for step in other_way)
-    notes = [f"{read} tensors are read into memory; when the plan was made, the file could be mapped"] if read else []
-    return notes + (
-        [f"{mapped} tensors show the file; when the plan was made, it could not be mapped"] if mapped else []
-    )
-
-
-def _differ_in_mapping(one: Step | None, other: Step) -> bool:
-    """Whether all that differs is that the tensor shows the file in one of the two, and has its own memory else."""
-    if one is None or one.mapped == other.mapped:
-        return False
-    same_way = replace(one.how, why="", mapped=False) == replace(other.how, why="", mapped=False)
-    return same_way and one._replace(how=other.how, way=other.way) == other
+    return source.checkpoint, source.options, source
 
 
 def _check_trained(preparation: Preparation, optimizers: tuple[torch.optim.Optimizer, ...]) -> None:

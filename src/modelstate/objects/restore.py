@@ -47,7 +47,7 @@ from modelstate.objects.objects import (
     targets_of,
 )
 from modelstate.objects.optimizer_state import OptimizerPlan, check_keep_options, misfit, plan_by_name, remedy_of
-from modelstate.planning.coverage import Patterns
+from modelstate.planning.matching import Patterns
 from modelstate.problems import Missing, OptimizerMisfit, OtherNames, Unexpected, WrongShape, plan_error
 from modelstate.rules.rule import Rule, Scoped
 from modelstate.rules.schema import Schema, check_rules

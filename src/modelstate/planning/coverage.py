@@ -1,14 +1,12 @@
 """The firewall: every name of the checkpoint and every slot of the model is accounted for."""
 
 from collections.abc import Collection, Iterable, Sequence
-from fnmatch import fnmatchcase
 from typing import Any
 
 import torch
 from torch.nn.parameter import is_lazy
 
-from modelstate.planning.matching import adapter_names, one_prefix
-from modelstate.planning.plan import Options
+from modelstate.planning.matching import Patterns, adapter_names, one_prefix
 from modelstate.planning.recorder import IncompatibleKeys, loads_by_version
 from modelstate.planning.slot_assignments import SlotAssignments
 from modelstate.problems import (
@@ -24,43 +22,9 @@ from modelstate.problems import (
     UnmergedAdapter,
     wrong_shape,
 )
-from modelstate.rules.rule import Entries
 from modelstate.torch_compat.dtypes import short
 from modelstate.torch_compat.plain import is_plain
-from modelstate.transaction.slots import HIDDEN, Slot, Slots, same_values
-
-
-class Patterns:
-    """Glob patterns that allow names, and which of them have been of use."""
-
-    def __init__(self, option: str, patterns: Sequence[str], of_use: Iterable[str] = ()) -> None:
-        self.option, self.patterns = option, tuple(patterns)
-        self.used: set[str] = set(of_use)
-
-    def allow(self, name: str) -> bool:
-        hits = [pattern for pattern in self.patterns if fnmatchcase(name, pattern)]
-        self.used.update(hits)
-        return bool(hits)
-
-    def idle(self) -> list[Problem]:
-        return [IdlePattern(pattern, option=self.option) for pattern in self.patterns if pattern not in self.used]
-
-
-def fits(slots: Slots, entries: Entries, options: Options) -> bool:
-    """Whether the names and shapes of a checkpoint are those of a model, each once, but for what is allowed."""
-    may_miss = Patterns("allow_missing", options.allow_missing)
-    may_exceed = Patterns("allow_unexpected", options.allow_unexpected)
-    for name, entry in entries.items():
-        slot = slots.by_name.get(name)
-        if slot is None:
-            if name not in slots.extra and not any(map(may_exceed.allow, (name, ", ".join(entry.sources)))):
-                return False
-        elif entry.tensor is None or is_lazy(slot.tensor) or tuple(entry.tensor.shape) != tuple(slot.tensor.shape):
-            return False
-    return options.init_missing or all(
-        slot.kind == HIDDEN or not entries.keys().isdisjoint(slot.names) or any(map(may_miss.allow, slot.names))
-        for slot in slots.tensors
-    )
+from modelstate.transaction.slots import HIDDEN, Slot, same_values
 
 
 class CoverageCheck:
@@ -88,7 +52,7 @@ class CoverageCheck:
         unfilled = [slot for slot in self.of.slots.tensors if not self.of.is_filled(slot.tensor)]
         problems += self._uninitialised(unfilled, (set(missing) - allowed).union(problem.name for problem in problems))
         problems += self.may_miss.idle() + self.may_exceed.idle()
-        problems += [IdlePattern(rule, option="rules") for rule in self.of.incoming.applied.idle]
+        problems += [IdlePattern(rule, option="rules") for rule in self.of.matched.applied.idle]
         problems += [*self.of.transforms.problems, *self.of.transforms.idle()]
         self._move(unfilled)
         if any(slot.kind != HIDDEN for slot in self.of.slots.tensors) and not came_to_slots and not problems:
@@ -118,13 +82,8 @@ class CoverageCheck:
         for slot in wanted:
             if self.of.is_filled(slot.tensor) or is_lazy(slot.tensor) or not came.isdisjoint(slot.names):
                 continue
-            initialisers = ((name, self.of.initialisers.find(name)) for name in slot.names)
-            name, initialiser = next((pair for pair in initialisers if pair[1]), (slot.name, None))
-            if initialiser is not None:
-                value = self.of.incoming.initialised(name, slot.tensor, initialiser)
-                self.of.assign(slot.name, slot.kind, slot.tensor, value)
-                found[slot.name] = initialiser.how
-                self.of.initialised.update(slot.names)
+            if how := self.of.initialise(slot):
+                found[slot.name] = how
         return found
 
     def _methods_for(self, slot: Slot) -> str:
@@ -137,7 +96,7 @@ class CoverageCheck:
 
     def _fitting(self) -> set[str]:
         """Names that are the same on both sides."""
-        return self.of.incoming.applied.entries.keys() & self.of.slots.by_name.keys()
+        return self.of.incoming.entries.keys() & self.of.slots.by_name.keys()
 
     def _computed(self) -> list[str]:
         """Names that code of the model filled, which the checkpoint does not have."""
@@ -151,7 +110,7 @@ class CoverageCheck:
             if self.may_exceed.allow(self.of.incoming.source_of(name)) or self.may_exceed.allow(name):
                 passed.append(name)
             elif slot is not None and slot.kind == HIDDEN:
-                equal += self._hidden_buffer(slot, name)
+                equal += self.hidden_buffer(slot, name)
             else:
                 left.append(name)
         if passed:
@@ -160,19 +119,18 @@ class CoverageCheck:
             self._note(equal, "passed over: non-persistent buffers that hold the same already")
         return left
 
-    def _hidden_buffer(self, slot: Slot, name: str) -> list[str]:
+    def hidden_buffer(self, slot: Slot, name: str) -> list[str]:
         """A value for a non-persistent buffer fills it on meta, and must agree with it elsewhere."""
         value, buffer = self.of.value_of(name), slot.tensor
         if is_lazy(value):
             self.of.problems.append(NotYetInitialised(name))
         elif not isinstance(value, torch.Tensor) or value.shape != buffer.shape:
             found = tuple(value.shape) if isinstance(value, torch.Tensor) else ()
-            self.of.problems.append(
-                wrong_shape(name, tuple(buffer.shape), found, self.of.incoming.name_for_rules(name))
-            )
+            self.of.problems.append(wrong_shape(name, tuple(buffer.shape), found, self.of.matched.name_for_rules(name)))
         elif buffer.is_meta:
             self.of.assign(name, HIDDEN, buffer, value)
         elif self._equal(self.of.incoming.seen(value), buffer):
+            self.of.compared.append(name)
             return [name]
         else:
             self.of.problems.append(BufferConflict(name))
@@ -195,7 +153,7 @@ class CoverageCheck:
         yield from map(UnmergedAdapter, adapter)
         unexpected = [name for name in unexpected if name not in adapter] if adapter else unexpected
         # A rule of a user's sees names with their wrappers, which are not those that are compared here.
-        is_simple = not (adapter or self.of.incoming.before_wrappers)
+        is_simple = not (adapter or self.of.matched.before_wrappers)
         other_names, pairs = (
             one_prefix(lacking, over, fitting=self._fitting(), optional=computed) if is_simple else (None, {})
         )
@@ -231,7 +189,7 @@ class CoverageCheck:
         of = self.of
         named = {*missing, *unexpected, *self.outcome.unexpected, *of.extra_states, *of.uninitialised}
         named.update(problem.name for problem in of.problems)
-        if gone := of.incoming.applied.entries.keys() - of.used - named:
+        if gone := of.incoming.entries.keys() - of.used - named:
             self._note(gone, "went into the model's own loading code")
         known = {*named, *self.outcome.missing}
         if absent := [name for name in of.slots.extra if name not in known]:
@@ -269,7 +227,7 @@ class CoverageCheck:
         """Says so where modules decide by a version how to load, and the checkpoint has lost it."""
         if not self.of.transaction.armed:
             return  # no module has loading code of its own
-        versions = self.of.incoming.versions or {}
+        versions = self.of.matched.versions or {}
         deciding = {
             type(module).__name__
             for path, module in self.of.model.named_modules()

@@ -1,20 +1,24 @@
-"""The checkpoint as the model sees it, once the rules are applied: mapped tensors by the model's names."""
+"""The checkpoint by the names of the model: which part of it, after which rules, as mapped tensors."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
+from torch import nn
 
 from modelstate.checkpoint.checkpoint import Checkpoint
 from modelstate.checkpoint.mapped import Maps
 from modelstate.errors import CodecError
 from modelstate.io.own import same_bytes
 from modelstate.planning.initialise import Initialiser, Initialisers
-from modelstate.planning.matching import wrapper_rule
+from modelstate.planning.matching import Rewrapped, fits, matching_part, wrapper_rule
+from modelstate.planning.plan import MatchedCheckpoint, Options
 from modelstate.rules.expression import Derived, Source, to_be_computed, values_of
-from modelstate.rules.rule import Entries, Entry, Rule, Value, Wanted
+from modelstate.rules.rule import Entries, Entry, Rule, Value, Wanted, describe
 from modelstate.rules.schema import Applied, apply_rules, renamed_by, way_back
+from modelstate.rules.transformers_mapping import from_transformers, is_transformers_model, notes_of
 from modelstate.spec import Stored, StoredTensor
 from modelstate.torch_compat.plain import is_quantized, same_place
 from modelstate.torch_compat.private import storage_id
@@ -110,36 +114,113 @@ def renamed_versions(
     return found
 
 
-class MappedState:
-    """A checkpoint as the rules make it fit a model: what the model's loading protocol is run against.
+def match(
+    checkpoint: Checkpoint, options: Options, slots: Slots, model: nn.Module, initialisers: Initialisers
+) -> MatchedCheckpoint:
+    """Finds the part of a checkpoint that is meant, and applies rules to it until its names are the model's.
 
-    Tensors are mapped. Those that rules compute get their values when somebody looks at them.
+    Reads no tensor bytes but for rules that look at values. Raises `AmbiguousKeyError`, `KeyNotFoundError` and the
+    errors of rules.
+    """
+    part, options = _selected(checkpoint, options, slots)
+    applied, options, note, fits_in_part = _applied_mapping(part, options, slots, model)
+    rest = len(checkpoint) - len(part) if options.key is None else 0
+    notes = [f"{rest} tensors of other parts of the checkpoint are not loaded"] if rest else []
+    notes += [note] if note else []
+    if applied is None:
+        entries = entries_of(part)
+        wanted = ModelSchemaView(slots, initialisers).before
+        applied = apply_rules(options.rules, entries, part.read, wanted) if options.rules else Applied(entries)
+    notes += notes_of(options.rules, applied)
+    rules, before_wrappers = options.rules, dict[str, str]()
+    if wrappers := _wrapper_rule(applied.entries, slots, model):
+        applied, before_wrappers = _rewrapped(applied, wrappers)
+        rules = (*rules, wrappers)
+        notes.append(wrappers.note(len(before_wrappers)))
+    versions = None if part.versions is None else renamed_versions(part.versions, applied, rules)
+    return MatchedCheckpoint(part, options, applied, before_wrappers, versions, tuple(notes), fits_in_part)
+
+
+def _selected(checkpoint: Checkpoint, options: Options, slots: Slots) -> tuple[Checkpoint, Options]:
+    """The part of the checkpoint that is loaded, and the options with the rules of a schema for that part."""
+    if options.key is not None:
+        part = checkpoint.select(options.key)
+    else:
+        schema = options.schema
+        renamings = [partial(renamed_by, options.rules)] if schema is None else schema.renamings(checkpoint)
+        part = matching_part(checkpoint, [*slots.by_name, *slots.extra, *slots.lazy], renamings)
+    if options.schema is None:
+        return part, options
+    # The version is that of the part, whatever else is in the file.
+    return part, replace(options, rules=options.schema.rules_for(part), schema=None)
+
+
+def _applied_mapping(
+    part: Checkpoint, options: Options, slots: Slots, model: nn.Module
+) -> tuple[Applied | None, Options, str, bool]:
+    """Applies transformers' conversion mapping to a checkpoint whose own names fit a model of transformers worse.
+
+    Returns the entries, the options with the rules that led to them, a note, and whether the names fit only in part.
+    The entries are None where the model is not of transformers, or rules are given.
+    """
+    if options.rules or not is_transformers_model(model):
+        return None, options, "", False
+    own = Applied(entries_of(part))
+    if fits(slots, own.entries, options):
+        return own, options, "", False
+    try:
+        rules = from_transformers(model)
+        mapped = apply_rules(rules, own.entries, part.read)
+    except Exception as error:  # a version of transformers whose mapping works in another way
+        return own, options, f"transformers' conversion mapping cannot be used: {describe(error)}", False
+    names = slots.by_name.keys()
+    if mapped.problems or len(mapped.entries.keys() & names) <= len(own.entries.keys() & names):
+        return own, options, "", False
+    fits_in_part = not fits(slots, mapped.entries, options)
+    if fits_in_part and wrapper_rule(list(own.entries), slots.by_name, model) is not None:
+        return own, options, "", False
+    return mapped, replace(options, rules=rules), "", fits_in_part
+
+
+def _wrapper_rule(entries: Entries, slots: Slots, model: nn.Module) -> Rewrapped | None:
+    if entries.keys() <= slots.by_name.keys():
+        return None
+    given = [name for name, entry in entries.items() if entry.sources]
+    wanted = {*slots.by_name, *slots.extra, *slots.lazy}
+    return wrapper_rule(given, wanted, model, made=entries.keys() - given)
+
+
+def _rewrapped(applied: Applied, rule: Rewrapped) -> tuple[Applied, dict[str, str]]:
+    """The entries by the names that a rule for wrappers makes, and from these names to those before."""
+    renamed: dict[str, Entry] = {}
+    before: dict[str, str] = {}
+    for name, entry in applied.entries.items():
+        changed = rule.rename(name) if entry.sources else None
+        if changed is None:
+            renamed[name] = entry
+        else:
+            renamed[changed] = entry._replace(rules=(*entry.rules, repr(rule)))
+            before[changed] = name
+    return replace(applied, entries=renamed), before
+
+
+class MappedState:
+    """A matched checkpoint as the model's loading protocol takes it: a state dict of mapped tensors.
+
+    Tensors that rules compute get their values when code of the model uses them.
     """
 
-    def __init__(
-        self,
-        checkpoint: Checkpoint,
-        rules: Sequence[Rule],
-        slots: Slots,
-        initialisers: Initialisers,
-        transaction: Transaction,
-        applied: Applied | None = None,
-    ) -> None:
-        """`applied` is what the rules make of the checkpoint, where that is known already."""
-        self._checkpoint, self._rules, self._transaction = checkpoint, rules, transaction
-        self.maps = checkpoint.maps()
+    def __init__(self, matched: MatchedCheckpoint, transaction: Transaction) -> None:
+        self._checkpoint, self._transaction = matched.part, transaction
+        self.maps = matched.part.maps()
         self._late: dict[int, DeferredValue] = {}
         self._late_of: dict[int, DeferredValue] = {}
-        self.applied = self._apply_rules(ModelSchemaView(slots, initialisers)) if applied is None else applied
-        self.before_wrappers: dict[str, str] = {}
-        """From names of the model to what the rules of a user see in their place, where a wrapper's name differs."""
-        self.wrapper_note = self._rewrap(slots)
+        self.entries = dict(matched.applied.entries)
+        """By the names of the model: what the rules made, and what the model's own code initialises."""
         self.quantized: list[str] = []
         """Names of tensors that are quantized by a wrapper subclass."""
         self.state = self._state_dict()
         """By the names of the model: tensors, and values that are none."""
-        self.versions = self._renamed_versions()
-        """The versions of modules, by their paths in the model; None where the checkpoint has none."""
 
     def settle(self) -> None:
         """Nobody looks at values any more before they are wanted in their slots."""
@@ -160,47 +241,8 @@ class MappedState:
 
     def way_of(self, name: str) -> tuple[str, tuple[str, ...]]:
         """What the checkpoint calls the value that the model calls `name`, and the rules that led from there."""
-        entry = self.applied.entries.get(name)
+        entry = self.entries.get(name)
         return (name, ()) if entry is None else (", ".join(entry.sources), entry.rules)
-
-    def _renamed_versions(self) -> dict[str, dict[str, Any]] | None:
-        """The versions of the checkpoint's modules by the names that the rules make of them."""
-        versions = self._checkpoint.versions
-        if versions is None:
-            return None
-        return renamed_versions(versions, self.applied, self._rules)
-
-    def _apply_rules(self, places: ModelSchemaView) -> Applied:
-        """The checkpoint by the names, and in the pieces, of the model."""
-        entries = entries_of(self._checkpoint)
-        if not self._rules:
-            return Applied(entries)
-        return apply_rules(self._rules, entries, self._checkpoint.read, places.before)
-
-    def _rewrap(self, slots: Slots) -> str:
-        """Applies the rule for wrappers after the others, where there is one. Returns a note on it, or nothing."""
-        entries = self.applied.entries
-        if entries.keys() <= slots.by_name.keys():
-            return ""
-        given = [name for name, entry in entries.items() if entry.sources]
-        wanted = {*slots.by_name, *slots.extra, *slots.lazy}
-        rule = wrapper_rule(given, wanted, self._transaction.root, made=entries.keys() - given)
-        if rule is None:
-            return ""
-        renamed: dict[str, Entry] = {}
-        for name, entry in entries.items():
-            changed = rule.rename(name) if entry.sources else None
-            if changed is None:
-                renamed[name] = entry
-            else:
-                renamed[changed] = entry._replace(rules=(*entry.rules, repr(rule)))
-                self.before_wrappers[changed] = name
-        self.applied, self._rules = replace(self.applied, entries=renamed), (*self._rules, rule)
-        return rule.note(len(self.before_wrappers))
-
-    def name_for_rules(self, name: str) -> str:
-        """What a further rule of a user's sees in the place of a name of the model; empty where that is no name."""
-        return self.before_wrappers.get(name, name) if name in self.applied.entries else ""
 
     def _state_dict(self) -> dict[str, Any]:
         """The part of the checkpoint as the protocol wants it: by the names of the model, tensors mapped."""
@@ -208,7 +250,7 @@ class MappedState:
         handed_out: list[torch.Tensor] = []
         self._origins: dict[int, tuple[str, Source | None]] = {}
         """By the ids of what was handed out."""
-        for name, entry in self.applied.entries.items():
+        for name, entry in self.entries.items():
             content = entry.content
             if isinstance(content, Value):
                 state[name] = content.value
@@ -239,7 +281,7 @@ class MappedState:
     def initialised(self, name: str, param: torch.Tensor, initialiser: Initialiser) -> torch.Tensor:
         """A first value for a tensor that nothing comes in for, made by the model's own code when it is wanted."""
         stored = Derived(param.dtype, tuple(param.shape), (), initialiser.make, is_certain=False)
-        self.applied.entries[name] = Entry(stored, (), (initialiser.how,))
+        self.entries[name] = Entry(stored, (), (initialiser.how,))
         value = self._late_value(stored)
         self._origins[id(value)] = name, stored
         return value

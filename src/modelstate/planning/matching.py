@@ -11,18 +11,21 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
+from fnmatch import fnmatchcase
 
 import numpy as np
 from torch import nn
+from torch.nn.parameter import is_lazy
 
 from modelstate.checkpoint.checkpoint import Checkpoint
 from modelstate.errors import AmbiguousKeyError
+from modelstate.planning.plan import Options
 from modelstate.planning.recorder import loads_names_itself
-from modelstate.problems import OtherNames
+from modelstate.problems import IdlePattern, OtherNames, Problem
 from modelstate.rules.known import WRAPPERS
 from modelstate.rules.names import Prefix, Rename
-from modelstate.rules.rule import Rule, as_code
-from modelstate.transaction.slots import named_modules_of
+from modelstate.rules.rule import Entries, Rule, as_code
+from modelstate.transaction.slots import HIDDEN, Slots, named_modules_of
 
 _MATRIX = re.compile(r"(?P<module>.+)\.lora_(?P<kind>embedding_A|embedding_B|A|B)(?:\.(?P<rest>.+))?$")
 
@@ -216,6 +219,39 @@ def _narrowed(start: str, rests: Iterable[str], replacement: str) -> tuple[Rule,
             choice = "|".join(sorted(map(re.escape, parts)))
             rules.append(Rename(re.compile(rf"{start}(?=(?:{choice})(?:\.|$))"), replacement))
     return tuple(rules)
+
+
+class Patterns:
+    """Glob patterns that allow names, and which of them have been of use."""
+
+    def __init__(self, option: str, patterns: Sequence[str], of_use: Iterable[str] = ()) -> None:
+        self.option, self.patterns = option, tuple(patterns)
+        self.used: set[str] = set(of_use)
+
+    def allow(self, name: str) -> bool:
+        hits = [pattern for pattern in self.patterns if fnmatchcase(name, pattern)]
+        self.used.update(hits)
+        return bool(hits)
+
+    def idle(self) -> list[Problem]:
+        return [IdlePattern(pattern, option=self.option) for pattern in self.patterns if pattern not in self.used]
+
+
+def fits(slots: Slots, entries: Entries, options: Options) -> bool:
+    """Whether the names and shapes of a checkpoint are those of a model, each once, but for what is allowed."""
+    may_miss = Patterns("allow_missing", options.allow_missing)
+    may_exceed = Patterns("allow_unexpected", options.allow_unexpected)
+    for name, entry in entries.items():
+        slot = slots.by_name.get(name)
+        if slot is None:
+            if name not in slots.extra and not any(map(may_exceed.allow, (name, ", ".join(entry.sources)))):
+                return False
+        elif entry.tensor is None or is_lazy(slot.tensor) or tuple(entry.tensor.shape) != tuple(slot.tensor.shape):
+            return False
+    return options.init_missing or all(
+        slot.kind == HIDDEN or not entries.keys().isdisjoint(slot.names) or any(map(may_miss.allow, slot.names))
+        for slot in slots.tensors
+    )
 
 
 def matching_part(

@@ -2,6 +2,7 @@
 
 import json
 from collections import Counter
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any, NamedTuple
 
@@ -13,9 +14,10 @@ from modelstate.planning.transforms import ModuleTransform, Pairs, Transform
 from modelstate.problems import Problem, explain
 from modelstate.rules.expression import Source
 from modelstate.rules.rule import Rule
-from modelstate.rules.schema import Schema
+from modelstate.rules.schema import Applied, Schema
 from modelstate.text_format import size
 from modelstate.torch_compat.dtypes import device_name, short
+from modelstate.transaction.slots import SlotSignature
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,6 +38,28 @@ class Options:
     init_missing: bool = False
     of_use: frozenset[str] = frozenset()
     """Patterns of the two that are of use elsewhere, so that they may match nothing here."""
+
+
+@dataclass(frozen=True, slots=True)
+class MatchedCheckpoint:
+    """The part of a checkpoint that a model takes, by the names of the model. Made by `match`."""
+
+    part: Checkpoint
+    options: Options
+    """The options of the load, with the rules that a schema or the model gives."""
+    applied: Applied
+    """What all rules make of the part, that for wrappers included."""
+    before_wrappers: Mapping[str, str]
+    """From names of the model to what the rules of a user see in their place, where a wrapper's name differs."""
+    versions: Mapping[str, dict[str, Any]] | None
+    """The versions of modules, by their paths in the model; None where the checkpoint has none."""
+    notes: tuple[str, ...]
+    fits_in_part: bool
+    """Whether only a part of the names is the model's, so that the load cannot be right by names alone."""
+
+    def name_for_rules(self, name: str) -> str:
+        """What a further rule of a user's sees in the place of a name of the model; empty where that is no name."""
+        return self.before_wrappers.get(name, name) if name in self.applied.entries else ""
 
 
 class Step(NamedTuple):
@@ -131,9 +155,28 @@ class Step(NamedTuple):
 _COMPARED = Step._fields.index("expression")
 
 
+@dataclass(frozen=True, slots=True)
+class Binding:
+    """What binds the steps of a plan to a model: what was decided once, and what the model has to be like."""
+
+    matched: MatchedCheckpoint
+    slots: Mapping[str, SlotSignature]
+    """The slots of the model that the plan was made for."""
+    runs_code: bool
+    """Whether code of the model ran, so that it has to run again, with all its effects, when the plan is executed."""
+    moved: tuple[str, ...]
+    """Names of tensors that get no value, and only move to another device."""
+    compared: tuple[str, ...]
+    """Names of non-persistent buffers that hold what the checkpoint has, which is compared again."""
+
+
 @dataclass(frozen=True, slots=True, repr=False)
 class LoadPlan:
-    """What a load would do. Made by `modelstate.plan`, carried out by `modelstate.load`."""
+    """What a load does, step by step. Made by `modelstate.plan`, executed by `modelstate.load(model, plan)`.
+
+    It can be executed again and again, as long as the files are the same, and into any model whose slots are those of
+    the model that it was made for: the same names, ties, classes, shapes, dtypes and devices.
+    """
 
     target: str
     """The class of the model."""
@@ -150,8 +193,8 @@ class LoadPlan:
     options: Options = field(default_factory=Options, repr=False)
     checkpoint: Checkpoint | None = field(default=None, repr=False, compare=False)
     """What was opened, of which it reads the part that the options say."""
-    carried_out: list[str] = field(default_factory=list, repr=False, compare=False)
-    """When it was, if it was."""
+    binding: Binding | None = field(default=None, repr=False, compare=False)
+    """What executes it without planning again."""
 
     @property
     def ok(self) -> bool:

@@ -4,9 +4,8 @@ What is left at the end is either a list of problems and a model that is as it w
 bytes, with everything known that could keep them from being carried out.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import torch
@@ -14,18 +13,16 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from modelstate.checkpoint.checkpoint import Checkpoint
-from modelstate.errors import CodecError, ExtraStateError, ModelStateError
+from modelstate.errors import CodecError, ExtraStateError, ModelStateError, StalePlanError
 from modelstate.planning.assignment import Assignment
-from modelstate.planning.coverage import CoverageCheck, fits
+from modelstate.planning.coverage import CoverageCheck
 from modelstate.planning.initialise import Initialisers
-from modelstate.planning.mapped_state import DecodeFailure, MappedState, entries_of
-from modelstate.planning.matching import matching_part, wrapper_rule
+from modelstate.planning.mapped_state import DecodeFailure, match
 from modelstate.planning.memory import MemoryTracker, peak_bytes, usual_means
 from modelstate.planning.placement import CALL
-from modelstate.planning.plan import LoadPlan, Options, Step
-from modelstate.planning.recorder import IncompatibleKeys, walk
+from modelstate.planning.plan import Binding, LoadPlan, Options, Step
+from modelstate.planning.recorder import IncompatibleKeys, runs_code, walk
 from modelstate.planning.slot_assignments import SlotAssignments
-from modelstate.planning.transforms import Transforms
 from modelstate.problems import (
     BadExtraState,
     Complaint,
@@ -40,19 +37,18 @@ from modelstate.problems import (
 )
 from modelstate.process import cached_attribute
 from modelstate.rules.expression import lacks_values
-from modelstate.rules.rule import describe
-from modelstate.rules.schema import Applied, apply_rules, renamed_by
-from modelstate.rules.transformers_mapping import from_transformers, is_transformers_model, notes_of
 from modelstate.spec import StoredComposite
 from modelstate.torch_compat.dtypes import short
 from modelstate.torch_compat.plain import is_plain, is_quantized
 from modelstate.torch_compat.private import module_load
-from modelstate.transaction.slots import BUFFER, EXTRA, HIDDEN, PARAMETER, Addresses, Slots, slots_of
+from modelstate.transaction.slots import BUFFER, EXTRA, HIDDEN, PARAMETER, Addresses, signatures, slots_of
 from modelstate.transaction.transaction import Transaction, Write
 
 _CPU = torch.device("cpu")
 CHECK_EXTRA_STATE = "_modelstate_check_extra_state"
 """The method of modules that can say what is wrong with an extra state without taking it."""
+
+
 _FITS_IN_PART = (
     "transformers' conversion mapping makes the names fit only in part, and the model's own loading code takes the "
     "rest: rules=ms.rules.from_transformers(model), if that is meant"
@@ -64,7 +60,7 @@ class Preparation(SlotAssignments):
 
     The constructor runs the model's loading protocol. `make_write` returns the write that carries an assignment out; it
     runs early where code of the model looks at the tensor. Raises `ModelCodeError` where that code raises. The caller,
-    which entered the transaction, must not commit it in that case, nor where there are problems.
+    which made the transaction, has to roll it back in that case, and where there are problems.
     """
 
     def __init__(
@@ -74,15 +70,21 @@ class Preparation(SlotAssignments):
         options: Options,
         make_write: Callable[["Preparation", Assignment], Write],
         call_extra_state: bool,
+        plan: LoadPlan | None = None,
+        stale_remedy: str = "make the plan again",
     ) -> None:
+        """Plans a load, or binds a `plan` that was made for the same checkpoint and options to the model.
+
+        `stale_remedy` is what to do where the model is not the one that the plan was made for.
+        """
+        slots, initialisers = slots_of(transaction.root), Initialisers(transaction.root)
+        binding = None if plan is None else plan.binding
+        matched = (
+            match(checkpoint, options, slots, transaction.root, initialisers) if binding is None else binding.matched
+        )
+        super().__init__(transaction, matched, slots, initialisers, make_write)
         self._opened, self._asked = checkpoint, options
-        root = transaction.root
-        slots = slots_of(root)
-        transforms, initialisers = Transforms(options.transform, root, slots), Initialisers(root)
-        part, options = _selected(checkpoint, options, slots)
-        applied, options, note, fits_in_part = _applied_mapping(part, options, slots, root)
-        incoming = MappedState(part, options.rules, slots, initialisers, transaction, applied)
-        super().__init__(transaction, part, options, slots, transforms, initialisers, incoming, make_write)
+        self._plan, self._stale_remedy = plan, stale_remedy
         self.means = usual_means()
         """How the bytes are read."""
         self.max_memory_bytes: int | None = None
@@ -90,29 +92,94 @@ class Preparation(SlotAssignments):
         self.held = MemoryTracker()
         self._call_extra_state = call_extra_state
         self._cause: Exception | None = None
-        if self._asked.key is None and (rest := len(checkpoint) - len(part)):
-            self.notes.append(f"{rest} tensors of other parts of the checkpoint are not loaded")
-        self.notes += [note] if note else []
-        self.notes += notes_of(options.rules, incoming.applied)
-        self.notes += [incoming.wrapper_note] if incoming.wrapper_note else []
-        self.problems += incoming.applied.problems
+        self._not_mapped = 0
+        # Code of the model may change a lazy parameter before `plan` is called.
+        self._signatures = signatures(slots) if not call_extra_state else {}
+        if plan is None or binding is None:
+            self._record()
+        else:
+            self._check_slots(binding)
+            if binding.runs_code or runs_code(self.model):
+                self._record()
+                if not self.problems:
+                    self._check_steps(plan)
+            else:
+                self._bind(plan, binding)
+        self.incoming.settle()
+        self.notes = [*dict.fromkeys((*self.notes, *self.incoming.maps.notes))]
+
+    def _record(self) -> None:
+        """Runs the model's loading protocol, and finds every problem."""
+        self.notes += self.matched.notes
+        self.problems += self.matched.applied.problems
         outcome = IncompatibleKeys()
         self._walk(outcome)
         self._check_quantized()
-        if transaction.armed:
+        if self.transaction.armed:
             self.slots = slots_of(self.model)
         CoverageCheck(self, outcome).settle()
-        if fits_in_part and not self.problems:
+        if self.matched.fits_in_part and not self.problems:
             self.problems.append(Complaint("", _FITS_IN_PART))
-        incoming.settle()
-        self.notes += incoming.maps.notes
+
+    def _bind(self, plan: LoadPlan, binding: Binding) -> None:
+        """Assigns what the steps of a plan say. No code of the model runs, so that nothing can have become another."""
+        self.problems += plan.problems
+        self.notes += plan.notes
+        for step in plan.steps:
+            slot = self.slots.by_name[step.name]
+            value = next((self.incoming.state[name] for name in slot.names if name in self.incoming.state), None)
+            if value is None:
+                self.initialise(slot)
+            else:
+                self._not_mapped += self.rebind(step, slot, value)
+        coverage = CoverageCheck(self, IncompatibleKeys())
+        for name in binding.compared:
+            coverage.hidden_buffer(self.slots.by_name[name], name)
+        for name in binding.moved:
+            self.move(self.slots.by_name[name], self.device_after(self.slots.by_name[name].tensor))
+        for slot in self.slots.tensors:
+            if is_lazy(slot.tensor) and not self.is_filled(slot.tensor):
+                self.uninitialised.update(dict.fromkeys(slot.names, slot.tensor))
+
+    def notes_on_mapping(self) -> list[str]:
+        """What is done in another way than planned, because another process has opened the file for writing since."""
+        count = self._not_mapped
+        return [f"{count} tensors are read into memory; when the plan was made, the file could be mapped"] * bool(count)
+
+    def _check_slots(self, planned: Binding) -> None:
+        """Raises `StalePlanError` where the slots of the model are not those of a plan."""
+        was, now = planned.slots, signatures(self.slots)
+        if was != now:
+            changed = [name for name in {**was, **now} if was.get(name) != now.get(name)]
+            raise self._stale(changed, was.get(changed[0]), now.get(changed[0]))
+
+    def _check_steps(self, plan: LoadPlan) -> None:
+        """Raises `StalePlanError` where code of the model loads otherwise than it did for the plan.
+
+        Whether a file may be mapped depends on the processes that have it open, too: that makes no plan stale.
+        """
+        was, now = ({step.name: step for step in steps} for steps in (plan.steps, self.steps()))
+        changed = [name for name in {**was, **now} if not _same_but_for_mapping(was.get(name), now.get(name))]
+        self._not_mapped = sum(step.mapped and not now[name].mapped for name, step in was.items() if name in now)
+        if changed:
+            raise self._stale(changed, was.get(changed[0]), now.get(changed[0]))
+
+    def _stale(self, changed: Sequence[str], was: object, now: object) -> StalePlanError:
+        more = f" and {len(changed) - 1} more" if len(changed) > 1 else ""
+        return StalePlanError(
+            "the model is no longer what was planned for; nothing has been changed",
+            where=f"{self.names[0]}: {changed[0]}{more}",
+            expected=was or "no such slot",
+            found=now or "no such slot",
+            remedy=self._stale_remedy,
+        )
 
     def _walk(self, outcome: IncompatibleKeys) -> None:
         with model_errors("the model's own loading code", self.model):
             walk(
                 self.model,
                 self.incoming.state,
-                self.incoming.versions,
+                self.matched.versions,
                 assign=False,
                 transaction=self.transaction,
                 take=self,
@@ -153,7 +220,7 @@ class Preparation(SlotAssignments):
             else:
                 self.problems.append(NotYetInitialised(key))
         elif param.shape != value.shape and self.transforms.of(key).first is None:
-            seen_by_rules = self.incoming.name_for_rules(given)
+            seen_by_rules = self.matched.name_for_rules(given)
             self.problems.append(wrong_shape(key, tuple(param.size()), tuple(value.size()), seen_by_rules))
         else:
             self.assign(key, PARAMETER if name in module._parameters else BUFFER, param, value)
@@ -236,6 +303,13 @@ class Preparation(SlotAssignments):
             extra_bytes=self.extra_bytes,
             options=self._asked,
             checkpoint=self._opened,  # of which `key` in the options selects a part
+            binding=Binding(
+                self.matched,
+                self._signatures,
+                self.transaction.armed,
+                tuple(made.name for made in self.moves),
+                tuple(self.compared),
+            ),
         )
 
     @property
@@ -278,42 +352,9 @@ class Preparation(SlotAssignments):
         return {name: tuple(other for other in names if other != name) for names in tied for name in names}
 
 
-def _selected(checkpoint: Checkpoint, options: Options, slots: Slots) -> tuple[Checkpoint, Options]:
-    """The part of the checkpoint that is loaded, and the options with the rules of a schema for that part."""
-    if options.key is not None:
-        part = checkpoint.select(options.key)
-    else:
-        schema = options.schema
-        renamings = [partial(renamed_by, options.rules)] if schema is None else schema.renamings(checkpoint)
-        part = matching_part(checkpoint, [*slots.by_name, *slots.extra, *slots.lazy], renamings)
-    if options.schema is None:
-        return part, options
-    # The version is that of the part, whatever else is in the file.
-    return part, replace(options, rules=options.schema.rules_for(part), schema=None)
-
-
-def _applied_mapping(
-    part: Checkpoint, options: Options, slots: Slots, model: nn.Module
-) -> tuple[Applied | None, Options, str, bool]:
-    """Applies transformers' conversion mapping to a checkpoint whose own names fit a model of transformers worse.
-
-    Returns the entries, the options with the rules that led to them, a note, and whether the names fit only in part.
-    The entries are None where the model is not of transformers, or rules are given.
-    """
-    if options.rules or not is_transformers_model(model):
-        return None, options, "", False
-    own = Applied(entries_of(part))
-    if fits(slots, own.entries, options):
-        return own, options, "", False
-    try:
-        rules = from_transformers(model)
-        mapped = apply_rules(rules, own.entries, part.read)
-    except Exception as error:  # a version of transformers whose mapping works in another way
-        return own, options, f"transformers' conversion mapping cannot be used: {describe(error)}", False
-    names = slots.by_name.keys()
-    if mapped.problems or len(mapped.entries.keys() & names) <= len(own.entries.keys() & names):
-        return own, options, "", False
-    fits_in_part = not fits(slots, mapped.entries, options)
-    if fits_in_part and wrapper_rule(list(own.entries), slots.by_name, model) is not None:
-        return own, options, "", False
-    return mapped, replace(options, rules=rules), "", fits_in_part
+def _same_but_for_mapping(one: Step | None, other: Step | None) -> bool:
+    """Whether two steps are equal, but that the slot may show the file in one of them and have its own memory else."""
+    if one is None or other is None or one == other:
+        return one == other
+    same_way = replace(one.how, why="", mapped=False) == replace(other.how, why="", mapped=False)
+    return same_way and one.mapped != other.mapped and one._replace(how=other.how, way=other.way) == other

@@ -287,6 +287,12 @@ class _Overriding:
         return self.has(module) or type(module).set_extra_state is not nn.Module.set_extra_state
 
 
+def runs_code(root: nn.Module) -> bool:
+    """Whether a load runs code of the model: hooks, overrides of `_load_from_state_dict`, `set_extra_state`."""
+    overriding = _Overriding()
+    return any(map(overriding.runs_code, modules_of(root)))
+
+
 def _overrides_loading(module: nn.Module) -> bool:
     function = getattr(module._load_from_state_dict, "__func__", None)
     return function is not _dispatch and not _is_torchs(function)

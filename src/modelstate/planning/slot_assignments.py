@@ -5,12 +5,11 @@ from typing import Any
 
 import torch
 
-from modelstate.checkpoint.checkpoint import Checkpoint
 from modelstate.planning.assignment import Assignment
 from modelstate.planning.initialise import Initialisers
 from modelstate.planning.mapped_state import MappedState
 from modelstate.planning.placement import Placement, choose
-from modelstate.planning.plan import Options
+from modelstate.planning.plan import MatchedCheckpoint, Step
 from modelstate.planning.transforms import ModuleTransform, Transforms, asked_bytes, asked_rows, bound
 from modelstate.problems import (
     FakeTensors,
@@ -43,19 +42,19 @@ class SlotAssignments:
     def __init__(
         self,
         transaction: Transaction,
-        checkpoint: Checkpoint,
-        options: Options,
+        matched: MatchedCheckpoint,
         slots: Slots,
-        transforms: Transforms,
         initialisers: Initialisers,
-        incoming: MappedState,
         make_write: Callable[[Any, Assignment], Write],
     ) -> None:
         self.transaction, self.model = transaction, transaction.root
-        self.checkpoint, self.options = checkpoint, options
+        self.matched = matched
+        self.checkpoint, self.options = matched.part, matched.options
         self.slots = self.slots_before = slots
         """The slots of the model. `slots` is updated after the walk: the model's code may have replaced tensors."""
-        self.transforms, self.initialisers, self.incoming = transforms, initialisers, incoming
+        self.transforms = Transforms(self.options.transform, transaction.root, slots)
+        self.initialisers = initialisers
+        self.incoming = incoming = MappedState(matched, transaction)
         self.problems: list[Problem] = []
         self.notes: list[str] = []
         self.overflows = Overflows()
@@ -69,12 +68,14 @@ class SlotAssignments:
         self.initialised: set[str] = set()
         """Names of tensors that the checkpoint lacks, and that the model's own code initialises."""
         self.extra_states: list[str] = []
+        self.compared: list[str] = []
+        """Names of non-persistent buffers that hold what the checkpoint has."""
         self._make_write = make_write
         self._by_param: dict[int, Assignment] = {}
         self._by_storage: dict[int, list[Assignment]] = {}
         self._shown: dict[ByteRange, list[ByteRange]] = {}
         quantized = (slots.by_name.get(name) for name in incoming.quantized)
-        self._keeps_stored_dtypes = options.dtype is None and any(
+        self._keeps_stored_dtypes = self.options.dtype is None and any(
             slot is not None and slot.tensor.is_meta for slot in quantized
         )
         """Whether floats on meta get the dtypes of the checkpoint, because it has quantized tensors: a layer computes
@@ -129,6 +130,42 @@ class SlotAssignments:
         )
         self.moves.append(made)
         self.transaction.add(self._make_write(self, made))
+
+    def initialise(self, slot: Slot) -> str:
+        """Assigns a first value to a slot, made by the model's own methods; returns them, or nothing where none do."""
+        for name in slot.names:
+            if (initialiser := self.initialisers.find(name)) is not None:
+                value = self.incoming.initialised(name, slot.tensor, initialiser)
+                self.assign(slot.name, slot.kind, slot.tensor, value)
+                self.initialised.update(slot.names)
+                return initialiser.how
+        return ""
+
+    def rebind(self, step: Step, slot: Slot, value: torch.Tensor) -> bool:
+        """Assigns a value as a step says. Returns whether the file that the slot was to show is read instead."""
+        given, stored = self.incoming.origin_of(value)
+        assert step.dtype is not None
+        assert step.device is not None
+        how, choice = step.how, self.transforms.of(step.name)
+        is_read = (
+            how.mapped
+            and isinstance(stored, StoredTensor)
+            and not self.incoming.maps.may_show(stored.storage.path, self.options.map)
+        )
+        if is_read:  # another process has opened the file for writing since
+            how = choose(slot.tensor, value, step.dtype, step.device, map=False, in_place=False, transformed=False)
+        made = Assignment(
+            *(step.name, step.kind, slot.tensor, value, given, stored, how, step.dtype, step.device, self.overflows),
+            transform=choice.first,
+        )
+        if choice.last is not None:
+            made.remake = bound(choice)
+            self._measure_remaking(made, choice.last)
+        self.used.add(given)
+        self._by_param[id(slot.tensor)] = made
+        self.assignments.append(made)
+        self.transaction.add(self._make_write(self, made))
+        return is_read
 
     def _check_memory(self, made: Assignment) -> None:
         """Slots that show the same memory are tied as much as those that are the same tensor; some have none left."""

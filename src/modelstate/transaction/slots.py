@@ -9,7 +9,8 @@ import torch
 from torch import nn
 
 from modelstate.formats.tree import EXTRA_STATE
-from modelstate.torch_compat.plain import is_plain, same_place
+from modelstate.torch_compat.dtypes import short
+from modelstate.torch_compat.plain import has_its_memory, is_plain, same_place
 from modelstate.torch_compat.private import (
     address_range,
     non_persistent_buffers,
@@ -81,6 +82,40 @@ def slots_of(root: nn.Module) -> Slots:
     tensors = tuple(found.values())
     by_name = {name: slot for slot in tensors for name in slot.names}
     return Slots(tensors, by_name, frozenset(empty), frozenset(lazy), tuple(extra))
+
+
+class SlotSignature(NamedTuple):
+    """What decides how a value gets into a slot, without the value that is there: compared by executing a plan."""
+
+    names: tuple[str, ...]
+    kind: str
+    cls: type
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+    device: torch.device
+    storage: int
+    """Equal for slots that share memory, 0 for those without: the storages are counted in the order of the slots."""
+
+    def __str__(self) -> str:
+        ties = f" tied to {', '.join(self.names[1:])}" if len(self.names) > 1 else ""
+        layout = f" and stride {self.stride}" if self.stride else ""
+        what = f"{short(self.dtype)} of shape {self.shape}{layout} on {self.device}"
+        return f"a {self.kind}{ties} of class {self.cls.__name__}: {what}, storage {self.storage} of the model"
+
+
+def signatures(slots: Slots) -> dict[str, SlotSignature]:
+    """The signature of each slot by its first name."""
+    storages: dict[int, int] = {0: 0}
+    found: dict[str, SlotSignature] = {}
+    for names, kind, tensor in slots.tensors:
+        is_lazy, plain = torch.nn.parameter.is_lazy(tensor), is_plain(tensor)
+        shape = () if is_lazy else tuple(tensor.shape)
+        stride = tuple(tensor.stride()) if plain and not is_lazy else ()
+        has_memory = plain and not is_lazy and not tensor.is_meta and has_its_memory(tensor)
+        storage = storages.setdefault(storage_id(tensor) if has_memory else 0, len(storages))
+        found[names[0]] = SlotSignature(names, kind, type(tensor), shape, stride, tensor.dtype, tensor.device, storage)
+    return found
 
 
 def _modules_of(module: nn.Module, prefix: str) -> Iterator[tuple[str, nn.Module]]:

@@ -1,0 +1,211 @@
+"""A plan that was made before is executed as it is: no rule is applied, and no name is matched again."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import modelstate as ms
+from modelstate import errors
+
+
+class Counting:
+    """A function for `ms.rules.Apply` that counts its calls."""
+
+    def __init__(self) -> None:
+        self.calls = 0
+
+    def __call__(self, tensor: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        return tensor * 2
+
+
+class Tied(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(5, 3)
+        self.norm = nn.BatchNorm1d(3)
+        self.head = nn.Linear(3, 5, bias=False)
+        self.head.weight = self.embed.weight
+        self.register_buffer("steps", torch.arange(3), persistent=False)
+
+
+class Hooked(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(2, 2)
+        self.loads = 0
+        self.register_load_state_dict_post_hook(lambda module, _: setattr(module, "loads", module.loads + 1))
+
+
+def on(kind: str, cls: type[nn.Module]) -> Any:
+    if kind == "real":
+        return cls()
+    with ms.skeleton():
+        return cls()
+
+
+@pytest.fixture(params=["safetensors", "torch", "mapping"])
+def source(request: pytest.FixtureRequest, tmp_path: Path) -> Any:
+    state = Tied().state_dict()
+    if request.param == "mapping":
+        return dict(state)
+    path = tmp_path / ("model.pt" if request.param == "torch" else "model.safetensors")
+    if request.param == "torch":
+        torch.save(state, path)
+    else:
+        ms.save(state, path)
+    return path
+
+
+@pytest.mark.parametrize("kind", ["real", "skeleton"])
+@pytest.mark.parametrize(
+    "options", [{}, {"dtype": "bf16"}, {"map": False}, {"in_place": True}, {"init_missing": True}], ids=str
+)
+def test_the_model_and_the_report_are_those_of_a_load_at_once(kind: str, options: dict[str, Any], source: Any) -> None:
+    at_once, planned = on(kind, Tied), on(kind, Tied)
+    plan = ms.plan(planned, source, **options)
+    expected, report = ms.load(at_once, source, **options), ms.load(planned, plan)
+    assert report.steps == plan.steps == expected.steps
+    assert (report.notes, report.slots, report.coverage) == (expected.notes, expected.slots, 1.0)
+    found = planned.state_dict()
+    assert all(torch.equal(found[name], value) for name, value in at_once.state_dict().items())
+    assert planned.head.weight is planned.embed.weight
+
+
+def test_a_plan_goes_into_another_model_of_the_same_slots(source: Any) -> None:
+    plan = ms.plan(Tied(), source)
+    other = Tied()
+    ms.load(other, plan)
+    assert ms.plan(Tied(), other.state_dict()).ok
+    again = Tied()
+    ms.load(again, source)
+    assert torch.equal(other.embed.weight, again.embed.weight)
+
+
+def test_no_rule_is_applied_again() -> None:
+    renamed: list[str] = []
+
+    class Watched(ms.rules.Prefix):
+        def rename(self, name: str) -> str | None:
+            renamed.append(name)
+            return super().rename(name)
+
+    state = {f"old.{name}": value for name, value in nn.Linear(2, 2).state_dict().items()}
+    double = Counting()
+    model = nn.Linear(2, 2)
+    plan = ms.plan(model, state, rules=[Watched(strip="old."), ms.rules.Apply("weight", double)])
+    assert renamed
+    renamed.clear()
+    before = double.calls
+    ms.load(model, plan)
+    assert not renamed
+    assert double.calls == before + 1
+    assert torch.equal(model.weight, state["old.weight"] * 2)
+
+
+def test_code_of_the_model_runs_again_with_its_effects() -> None:
+    state = Hooked().state_dict()
+    model = Hooked()
+    plan = ms.plan(model, state)
+    assert model.loads == 0
+    assert ms.load(model, plan).steps == plan.steps
+    assert model.loads == 1
+    assert ms.load(model, plan, background=True).result().steps == plan.steps
+    assert model.loads == 2
+
+
+def test_a_hook_that_came_after_the_plan_runs() -> None:
+    model = nn.Linear(2, 2)
+    plan = ms.plan(model, {"weight": torch.ones(2, 2), "bias": torch.ones(2)})
+    model.register_load_state_dict_pre_hook(lambda module, state, *_: state.pop("bias"))
+    with pytest.raises(ms.PlanError):
+        ms.load(model, plan)
+    model = nn.Linear(2, 2)
+    plan = ms.plan(model, {"weight": torch.ones(2, 2), "bias": torch.ones(2)})
+    model.register_load_state_dict_pre_hook(lambda module, state, *_: state.update(bias=torch.zeros(2)))
+    with pytest.raises(errors.StalePlanError):
+        ms.load(model, plan)
+    assert not torch.equal(model.weight, torch.ones(2, 2))
+
+
+def untie(model: Any) -> None:
+    model.head.weight = nn.Parameter(model.embed.weight.detach().clone())
+
+
+def share(model: Any) -> None:
+    model.norm.bias.data = model.norm.weight.data
+
+
+CHANGES: dict[str, Any] = {
+    "another dtype": lambda model: model.norm.bfloat16(),
+    "another shape": lambda model: setattr(model, "norm", nn.BatchNorm1d(4)),
+    "another stride": lambda model: setattr(model.embed.weight, "data", torch.rand(3, 5).t()),
+    "a name less": lambda model: setattr(model.norm, "bias", None),
+    "a name more": lambda model: setattr(model, "more", nn.Linear(1, 1)),
+    "a tie less": untie,
+    "shared memory": share,
+    "no memory": lambda model: model.to("meta"),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_model_that_has_changed_is_refused(change: str) -> None:
+    model = Tied()
+    plan = ms.plan(model, Tied().state_dict())
+    CHANGES[change](model)
+    with pytest.raises(errors.StalePlanError) as caught:
+        ms.load(model, plan)
+    assert "make the plan again" in str(caught.value)
+    assert caught.value.where.startswith("Tied: ")
+
+
+def test_values_gradients_and_requires_grad_may_change() -> None:
+    model = Tied()
+    state = Tied().state_dict()
+    plan = ms.plan(model, state)
+    model.embed.weight.data.add_(1)
+    model.norm.weight.requires_grad_(False)
+    model.norm.bias = nn.Parameter(torch.zeros(3))
+    model.embed.weight.grad = torch.ones(5, 3)
+    ms.load(model, plan)
+    assert torch.equal(model.embed.weight, state["embed.weight"])
+    assert not model.norm.weight.requires_grad
+
+
+def test_a_buffer_that_the_checkpoint_must_agree_with_is_compared_again() -> None:
+    model = Tied()
+    plan = ms.plan(model, {**Tied().state_dict(), "steps": torch.arange(3)})
+    assert plan.ok
+    model.steps.add_(1)
+    with pytest.raises(ms.PlanError, match="steps"):
+        ms.load(model, plan)
+
+
+def test_a_plan_with_problems_raises_them_again() -> None:
+    model = nn.Linear(2, 2)
+    plan = ms.plan(model, {"weight": torch.ones(2, 2)})
+    with pytest.raises(ms.PlanError) as caught:
+        ms.load(model, plan)
+    assert tuple(caught.value.problems) == plan.problems
+
+
+def test_a_file_that_was_replaced_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "model.safetensors"
+    model = nn.Linear(2, 2)
+    ms.save(nn.Linear(2, 2), path)
+    plan = ms.plan(model, path)
+    ms.save(nn.Linear(2, 2), path, overwrite=True)
+    before = model.weight.clone()
+    with pytest.raises(errors.ModelStateError, match=r"changed|replaced"):
+        ms.load(model, plan)
+    assert torch.equal(model.weight, before)
+
+
+def test_a_plan_brings_its_own_arguments() -> None:
+    model = nn.Linear(2, 2)
+    plan = ms.plan(model, model.state_dict())
+    with pytest.raises(errors.OptionError, match="own arguments"):
+        ms.load(model, plan, dtype="bf16")
