@@ -122,7 +122,7 @@ def test_a_cast_is_that_of_torch(tmp_path: Path) -> None:
     assert ms.open(tmp_path / "a.safetensors").verify() == sum(tensor.nbytes for tensor in found.values())
 
 
-@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=20, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     st.lists(
         st.tuples(st.sampled_from(DTYPES), st.lists(st.integers(0, 5), max_size=3), st.booleans(), st.integers(0, 2)),
@@ -462,7 +462,7 @@ stop = True
 thread.join()
 print(peak - before)
 """
-GB = 1 << 30
+HALF_GB = 1 << 29
 
 
 @pytest.mark.parametrize(
@@ -470,13 +470,13 @@ GB = 1 << 30
     [
         ("dict(dtype=torch.bfloat16)", 100 << 20),
         ("dict(dtype=torch.bfloat16, max_memory_bytes=16 << 20)", 40 << 20),
-        ("dict(shard_size_bytes=300 << 20)", 100 << 20),
+        ("dict(shard_size_bytes=150 << 20)", 100 << 20),
         ("dict(dtype=torch.bfloat16, format='torch')", 100 << 20),
     ],
 )
 def test_memory_does_not_grow_with_the_file(tmp_path: Path, options: str, most_bytes: int) -> None:
     source = tmp_path / "a.safetensors"
-    shapes = {"large": GB // 8, **{f"x{index}": GB // 64 for index in range(8)}}
+    shapes = {"large": HALF_GB // 8, **{f"x{index}": HALF_GB // 64 for index in range(8)}}
     header, at = [], 0
     for name, count in shapes.items():
         header.append(f'"{name}":{{"dtype":"F32","shape":[{count}],"data_offsets":[{at},{at + 4 * count}]}}')
@@ -484,7 +484,7 @@ def test_memory_does_not_grow_with_the_file(tmp_path: Path, options: str, most_b
     text = ("{" + ",".join(header) + "}").encode()
     with open(source, "wb") as file:
         file.write(len(text).to_bytes(8, "little") + text)
-        file.truncate(8 + len(text) + at)  # a gigabyte of zeros that takes no room
+        file.truncate(8 + len(text) + at)  # zeros that take no room on the disk
     done = subprocess.run(
         [sys.executable, "-c", PROGRAM, source, tmp_path / "b", options], capture_output=True, text=True, check=False
     )

@@ -219,7 +219,7 @@ def to_double(tensor: torch.Tensor) -> torch.Tensor:
 
 
 @given(specs)
-@settings(max_examples=120, deadline=None)
+@settings(max_examples=60, deadline=None)
 def test_there_and_back(spec: Spec) -> None:
     """float32 to float64 and back is what it was, bit for bit, and everybody is who they were all the time."""
     tree = Tree(spec)
@@ -256,7 +256,7 @@ def test_there_and_back(spec: Spec) -> None:
 
 
 @given(specs)
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=20, deadline=None)
 def test_what_has_the_dtype_is_left_alone(spec: Spec) -> None:
     """A conversion to what it is already touches nothing at all, and says so."""
     tree = Tree(spec)
@@ -269,7 +269,7 @@ def test_what_has_the_dtype_is_left_alone(spec: Spec) -> None:
 
 
 @given(specs)
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=20, deadline=None)
 def test_hooks_are_called_afterwards(spec: Spec) -> None:
     tree = Tree(spec)
     expected = []
@@ -288,7 +288,7 @@ def test_hooks_are_called_afterwards(spec: Spec) -> None:
 
 
 @given(specs)
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 def test_as_torch_converts_it(spec: Spec) -> None:
     """The values are those of `module.to(dtype)`, which loses who they are on the way."""
     ours, theirs = Tree(spec), Tree(spec)
@@ -304,7 +304,7 @@ def test_as_torch_converts_it(spec: Spec) -> None:
 
 
 @given(specs)
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=20, deadline=None)
 def test_memory_that_is_shown_twice_is_written_once(spec: Spec) -> None:
     """After the conversion a write to one tensor is seen by just those that saw it before."""
 
@@ -327,7 +327,7 @@ def test_memory_that_is_shown_twice_is_written_once(spec: Spec) -> None:
 
 
 @given(specs, st.data())
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=20, deadline=None)
 def test_the_budget_is_the_peak(spec: Spec, data: st.DataObject) -> None:
     """What a report says that it took is enough, and a byte less is not."""
     peak = Tree(spec).convert(torch.float64).peak_memory_bytes
@@ -363,7 +363,7 @@ def failing(
 
 
 @given(specs)
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=25, deadline=None)
 def test_a_function_that_raises_on_each_of_its_calls_in_turn(spec: Spec) -> None:
     calls = [0]
 
@@ -480,7 +480,7 @@ def test_a_sparse_gradient_that_torch_cannot_swap() -> None:
 
 
 @given(specs, st.sampled_from(["swap_impl", "exchange"]))
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=20, deadline=None)
 def test_any_tree_after_a_swap_that_fails(spec: Spec, name: str) -> None:
     with pytest.MonkeyPatch.context() as patch:
         with failing(patch, swap_tensors, name, -1) as calls:

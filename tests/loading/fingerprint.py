@@ -96,7 +96,9 @@ def interrupted_at(line: int, function: Callable[[], Any]) -> int:
 
     def trace(frame: Any, event: str, arg: Any) -> Any:
         nonlocal count
-        if f"{os.sep}modelstate{os.sep}" in frame.f_code.co_filename and event == "line":
+        if f"{os.sep}modelstate{os.sep}" not in frame.f_code.co_filename:
+            return None  # no events for its lines
+        if event == "line":
             text = linecache.getline(frame.f_code.co_filename, frame.f_lineno).lstrip()
             count += not text.startswith(("with ", "@contextmanager"))
             if count == line and not text.startswith("with "):

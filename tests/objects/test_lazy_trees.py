@@ -118,7 +118,7 @@ def grown(tree: Any) -> Node:
     return Node(tree[0], [grown(below) for below in tree[1]])
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(tree=trees, data=st.data(), form=st.sampled_from(["state dict", "plain dict", "torch file", "safetensors"]))
 @pytest.mark.parametrize("load", [ms.load, ms.load_state_dict, stock], ids=["load", "load_state_dict", "stock"])
 def test_after_a_load_the_target_is_what_the_source_was(

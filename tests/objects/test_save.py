@@ -120,7 +120,7 @@ def test_extra_state_of_every_kind(tmp_path: Path, name: str) -> None:
 _NAMES = st.text(st.characters(exclude_categories=["Cs"]), max_size=4)
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=30, deadline=None, suppress_health_check=list(HealthCheck))
 @given(
     st.dictionaries(
         st.text(st.characters(exclude_categories=["Cs"]), max_size=4),

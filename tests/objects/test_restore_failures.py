@@ -1,0 +1,293 @@
+"""After an error or an interrupt in `restore_objects`, everything is as it was."""
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import modelstate as ms
+from modelstate import errors
+from modelstate.objects.objects import Part
+from modelstate.objects.restore import restore_objects
+from tests.loading.fingerprint import interrupted_at
+from tests.objects.nets import trained
+from tests.store.training import Positions, Random, Run, everything, kept, state_of
+
+
+class Failing(Positions):
+    """Fails in the middle of its `load_state_dict`, as long as it is told to."""
+
+    fails: type[BaseException] | None = ZeroDivisionError
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.seen.append(-1)
+        if type(self).fails is not None and state["at"] != self.at:
+            self.half = True
+            raise type(self).fails("in the middle")
+        super().load_state_dict(state)
+
+
+def broken(path: str, saved: dict[str, Part]) -> None:
+    """Makes what was saved for one object such that it does not fit."""
+    tree = saved[path].tree
+    if path in ("model", "head", "averaged.ema"):
+        name = next(iter(tree))
+        tree[name] = torch.zeros(9, 9, 9)
+    elif path == "optimizer":
+        name = next(iter(tree["state"]))
+        tree["state"][name]["exp_avg"] = torch.zeros(9, 9)
+    elif path == "generator":
+        saved[path] = Part("generator", torch.zeros(3, dtype=torch.uint8))
+    elif path in ("rng", "scaler"):
+        tree.clear()
+    elif path == "scheduler":
+        saved[path] = Part("stateful", [1, 2])
+    else:
+        del tree["seen"]
+
+
+RAISED = {
+    "model": errors.PlanError,
+    "head": errors.PlanError,
+    "averaged.ema": errors.PlanError,
+    "optimizer": errors.OptimizerStateError,
+    "scheduler": errors.ObjectStateError,
+    "scaler": errors.ObjectStateError,
+    "loader": errors.ObjectStateError,
+    "generator": errors.ObjectStateError,
+    "rng": errors.ObjectStateError,
+}
+
+
+@pytest.mark.parametrize("path", RAISED)
+def test_whichever_object_fails_nothing_has_changed(path: str) -> None:
+    run = Run()
+    run.train(2)
+    saved = kept(run.objects)
+    run.train(2)
+    broken(path, saved)
+    before = everything(run.objects)
+    with pytest.raises(RAISED[path]) as caught:
+        restore_objects(run.objects, saved)
+    assert path in str(caught.value)
+    assert everything(run.objects) == before
+
+
+@pytest.mark.parametrize("fails", [ZeroDivisionError, KeyboardInterrupt, SystemExit])
+def test_an_object_that_fails_in_the_middle(fails: type[BaseException]) -> None:
+    run = Run()
+    run.loader = Failing()
+    Failing.fails = None
+    run.train(2)
+    saved = kept(run.objects)
+    run.train(2)
+    before = everything(run.objects)
+    Failing.fails = fails
+    with pytest.raises(errors.ObjectStateError if fails is ZeroDivisionError else fails):
+        restore_objects(run.objects, saved)
+    assert everything(run.objects) == before
+
+
+def test_code_of_an_object_that_looks_at_the_model_sees_the_new_values_and_can_be_undone() -> None:
+    class Watching(Positions):
+        fails = False
+
+        def load_state_dict(self, state: dict[str, Any]) -> None:
+            super().load_state_dict(state)
+            self.sum = model.weight.sum().item()
+            with torch.no_grad():
+                model.bias.add_(1)
+                for values in optimizer.state.values():
+                    values["exp_avg"].add_(1)
+            if self.fails and state["at"] == 0:
+                raise ValueError
+
+    model = nn.Linear(3, 3)
+    optimizer = torch.optim.Adam(model.parameters())
+    model(torch.ones(1, 3)).sum().backward()
+    optimizer.step()
+    watching = Watching()
+    objects = {"model": model, "optimizer": optimizer, "watching": watching}
+    saved = kept(objects)
+    with torch.no_grad():
+        model.weight.add_(1)
+    watching.sum, watching.fails, watching.at = 0.0, True, 1
+    before = everything(objects)
+    with pytest.raises(errors.ObjectStateError):
+        restore_objects(objects, saved)
+    watching.fails = False
+    assert everything(objects) == before
+    restore_objects(objects, saved)
+    assert watching.sum == saved["model"].tree["weight"].sum().item()
+
+
+@pytest.mark.parametrize("holds", [False, True])
+def test_what_an_object_does_to_others_before_it_fails(holds: bool) -> None:
+    """To tensors and entries of the optimizer from before, to torch's generator; and a module that holds them."""
+
+    class Meddling(Positions):
+        def load_state_dict(self, state: dict[str, Any]) -> None:
+            if state["at"] != self.at:
+                values["exp_avg"].add_(1)
+                values["new"] = 1
+                del optimizer.param_groups[0]["lr"]
+                torch.rand(3)
+                raise ValueError
+
+    model = nn.Linear(3, 3)
+    optimizer = trained(model, model.parameters())
+    if holds:
+        model.holds = [optimizer]  # type: ignore[assignment]
+    values = optimizer.state[model.weight]
+    meddling = Meddling()
+    objects = {"model": model, "optimizer": optimizer, "meddling": meddling}
+    saved = kept({"model": model, "optimizer": optimizer, "meddling": meddling})
+    trained(model, model.parameters())
+    meddling.at = 3
+    before, moments, random = everything(objects), values["exp_avg"].clone(), torch.get_rng_state()
+    with pytest.raises(errors.ObjectStateError, match="meddling"):
+        restore_objects(objects, saved)
+    assert everything(objects) == before
+    assert torch.equal(values["exp_avg"], moments)
+    assert torch.equal(torch.get_rng_state(), random)
+
+
+def test_objects_may_keep_and_change_what_they_are_given() -> None:
+    class Keeping(Positions):
+        def load_state_dict(self, state: dict[str, Any]) -> None:
+            self.seen = state["seen"]
+            self.seen.append(state.pop("at"))
+
+    saved = {"it": Part("stateful", {"at": 1, "seen": []})}
+    for _ in range(2):
+        it = Keeping()
+        restore_objects({"it": it}, saved)
+        assert it.seen == [1]
+
+
+def test_an_interrupt_at_any_line_leaves_all_of_the_old_or_all_of_the_new() -> None:
+    torch.manual_seed(1)
+    run = Run()
+    run.train(2)
+    saved = kept(run.objects)
+    new = state_of(run.objects)
+    run.train(2)
+    old = kept(run.objects)
+    was = everything(run.objects)
+    lines = interrupted_at(0, lambda: restore_objects(run.objects, saved))
+    assert state_of(run.objects) == new
+    assert lines > 1000
+    kinds = set()
+    for line in range(1, lines, max(lines // 150, 1)):
+        restore_objects(run.objects, old)
+        was = everything(run.objects)
+        assert was["state"] != new
+        interrupted_at(line, lambda: restore_objects(run.objects, saved))
+        now = everything(run.objects)
+        kinds.add(now["state"] == new)
+        if now["state"] != new:
+            assert now == was, f"line {line}"
+    assert False in kinds
+
+
+def test_objects_are_left_alone_where_the_modules_fail() -> None:
+    loader = Failing()
+    saved = kept({"model": nn.Linear(2, 2), "loader": loader})
+    saved["loader"].tree["at"] = 7
+    loader.load_state_dict = pytest.fail  # type: ignore[assignment]
+    with pytest.raises(errors.PlanError):
+        restore_objects({"model": nn.Linear(3, 3), "loader": loader}, saved)
+
+
+def test_asking_for_states_draws_no_numbers() -> None:
+    class Drawing(Positions):
+        def state_dict(self) -> dict[str, Any]:
+            torch.rand(1)
+            return super().state_dict()
+
+    objects = {"loader": Drawing(), "rng": Random()}
+    torch.manual_seed(2)
+    saved = kept(objects)
+    follows = torch.rand(2)
+    broken("loader", saved)
+    before = torch.get_rng_state()
+    with pytest.raises(errors.ObjectStateError):
+        restore_objects(objects, saved)
+    assert torch.equal(torch.get_rng_state(), before)
+    saved["loader"].tree["seen"] = []
+    restore_objects(objects, saved)
+    assert torch.equal(torch.rand(2), follows)
+    state = torch.get_rng_state()
+    restore_objects({"loader": Drawing()}, {"loader": saved["loader"]})
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+def test_generators_are_undone_after_whoever_draws_from_them() -> None:
+    class Drawing(Positions):
+        def state_dict(self) -> dict[str, Any]:
+            torch.rand(1, generator=first)
+            return super().state_dict()
+
+    first, second = torch.Generator().manual_seed(1), torch.Generator().manual_seed(2)
+    objects = {"loader": Drawing(), "first": first, "second": second}
+    saved = kept(objects)
+    first.manual_seed(3)
+    broken("loader", saved)
+    before = first.get_state()
+    with pytest.raises(errors.ObjectStateError, match="loader"):
+        restore_objects(objects, saved)
+    assert torch.equal(first.get_state(), before)
+    del objects["loader"], saved["loader"]
+    saved["second"] = Part("generator", torch.zeros(1))
+    with pytest.raises(errors.ObjectStateError, match="second"):
+        restore_objects(objects, saved)
+    assert torch.equal(first.get_state(), before)
+
+
+class NoCopy(Positions):
+    def state_dict(self) -> dict[str, Any]:
+        return {"at": self.at, "seen": (one for one in ())}
+
+
+class NoReturn(Positions):
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.seen.append(1)
+        raise ZeroDivisionError
+
+
+def test_objects_that_cannot_be_undone_say_so() -> None:
+    with pytest.raises(errors.ObjectStateError, match=r"loader: its state cannot be copied"):
+        restore_objects({"loader": NoCopy()}, {"loader": Part("stateful", {})})
+    with pytest.raises(errors.RollbackError, match=r"loader: its load_state_dict does not take what"):
+        restore_objects({"loader": NoReturn()}, {"loader": Part("stateful", {})})
+
+
+def test_a_file_that_changes_between_two_parts(tmp_path: Any) -> None:
+    path = tmp_path / "model.pt"
+    model = nn.ModuleDict({"a": nn.Linear(2, 2), "b": nn.Linear(2, 2)})
+    torch.save(model.state_dict(), path)
+    first = ms.open(path, key="a")
+    torch.save({**model.state_dict(), "c": torch.ones(9)}, path)
+    saved = {"a": Part("module", first), "b": Part("module", ms.open(path, key="b"))}
+    with pytest.raises(errors.ReadFailedError, match="between the opening"):
+        restore_objects({"a": model["a"], "b": model["b"]}, saved)
+
+
+def test_files_are_verified_before_anything_is_put_in_place(tmp_path: Any) -> None:
+    model = nn.Linear(2, 2)
+    path = tmp_path / "model.pt"
+    torch.save(model.state_dict(), path)
+    saved = {"model": Part("module", ms.open(path))}
+    target = nn.Linear(2, 2)
+    restore_objects({"model": target}, saved, verify=True)
+    assert torch.equal(target.weight, model.weight)
+    data = bytearray(path.read_bytes())
+    at = data.index(model.weight.detach().numpy().tobytes())
+    data[at] ^= 1
+    path.write_bytes(data)
+    before = copy.deepcopy(target.state_dict())
+    with pytest.raises(errors.ChecksumError):
+        restore_objects({"model": target}, {"model": Part("module", ms.open(path))}, verify=True)
+    assert all(torch.equal(a, b) for a, b in zip(before.values(), target.state_dict().values(), strict=True))
