@@ -22,9 +22,8 @@ import modelstate
 from modelstate import errors
 from modelstate.formats import torch_zip
 from modelstate.formats.construct import construct
-from modelstate.formats.pickled import Refused
 from modelstate.formats.torch_globals import TorchGlobals
-from modelstate.formats.unpickle import unpickle
+from modelstate.formats.unpickle import Refused, unpickle
 from modelstate.spec import StoredComposite
 from tests.formats.torch_files import assert_same, saved, values
 

@@ -208,7 +208,7 @@ edits = st.lists(st.tuples(st.integers(0, 3), st.integers(0, 5000), st.integers(
 @settings(max_examples=600)
 @given(edits=edits, skip=st.booleans())
 def test_any_damage_is_a_value_or_our_error(sample: bytes, edits: list[tuple[int, int, int]], skip: bool) -> None:
-    from modelstate.formats.pickled import Storage
+    from modelstate.formats.unpickle import Storage
     from modelstate.spec import ByteRange
 
     def storage(key: tuple[Any, ...]) -> object:

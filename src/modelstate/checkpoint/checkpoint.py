@@ -39,6 +39,7 @@ from modelstate.spec import (
     pieces,
 )
 from modelstate.torch_compat.plain import is_plain_memory
+from modelstate.torch_compat.private import version_metadata
 
 _CHUNK_BYTES = 256 << 10
 """The size of the buffer of each thread that verifies checksums."""
@@ -193,8 +194,8 @@ class Checkpoint(Mapping[str, TensorSpec]):
             except KeyNotFoundError:
                 head, _, tail = path.rpartition(".")
                 path, rest = head, f"{tail}.{rest}" if rest else tail
-        saved = getattr(node, "_metadata", None)
-        if not isinstance(saved, Mapping):
+        saved = version_metadata(node)
+        if saved is None:
             return None
         within = {str(k): dict(v) for k, v in saved.items() if isinstance(v, Mapping)}
         if not rest:

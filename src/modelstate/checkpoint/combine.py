@@ -15,7 +15,7 @@ from modelstate.formats.sharded import merged_metadata
 from modelstate.formats.tree import FlatTree, is_container, items_of, same_value, subtree
 from modelstate.io.files import FileFingerprint
 from modelstate.spec import Combined, Contents, Stored, StoredComposite, StoredTensor
-from modelstate.torch_compat.private import set_version_metadata
+from modelstate.torch_compat.private import set_version_metadata, version_metadata
 
 CombineFunction = Callable[[str, list[torch.Tensor]], torch.Tensor]
 """Returns one tensor from a name, and the tensors of all checkpoints that have it, in the order of the checkpoints."""
@@ -263,8 +263,8 @@ def _versions_in(source: Checkpoint) -> Iterator[tuple[str, Versions]]:
     containers = set(source.flat.containers)
     while waiting:
         path, node = waiting.pop()
-        saved = getattr(node, "_metadata", None)
-        if path and isinstance(saved, Mapping):
+        saved = version_metadata(node)
+        if path and saved is not None:
             yield path, {str(name): dict(value) for name, value in saved.items() if isinstance(value, Mapping)}
         below = ((f"{path}.{name}" if path else name, child) for name, child in items_of(node) if is_container(child))
         waiting += [(path, child) for path, child in below if path in containers]

@@ -14,8 +14,8 @@ from modelstate.checkpoint.checkpoint import Checkpoint
 from modelstate.checkpoint.open import Source
 from modelstate.checkpoint.open import open as open_checkpoint
 from modelstate.errors import CodecError
-from modelstate.formats.pickled import Refused
 from modelstate.formats.tree import is_container, items_of
+from modelstate.formats.unpickle import Refused
 from modelstate.spec import StoredTensor, TensorSpec
 from modelstate.text_format import columns, count, printable, seconds, shorten, size
 

@@ -15,19 +15,18 @@ import torch
 from modelstate.checkpoint.checkpoint import Checkpoint
 from modelstate.errors import KeyNotFoundError, OptionError, SaveTargetError, SourceTypeError
 from modelstate.formats.block_writer import LazyTensor, OnCast, lazy_tensor, storages_of, threads_within, whole
-from modelstate.formats.pickled import Refused
 from modelstate.formats.serialize import serialize
-from modelstate.formats.sharded import INDEX_SUFFIX
-from modelstate.formats.torch_writer import write_torch_file
+from modelstate.formats.sharded import INDEX_SUFFIX, write_checkpoint
+from modelstate.formats.torch_zip import write_torch_file
 from modelstate.formats.tree import is_container, items_of, rebuild, subtree
-from modelstate.formats.write import write_checkpoint
+from modelstate.formats.unpickle import Refused
 from modelstate.io.atomic import LOCK_TIMEOUT_SECONDS
 from modelstate.io.files import local_path
 from modelstate.spec import Encoded, Stored, StoredComposite, bytes_key
 from modelstate.text_format import size
 from modelstate.torch_compat.dtypes import Overflows
 from modelstate.torch_compat.plain import is_quantized
-from modelstate.torch_compat.private import set_version_metadata
+from modelstate.torch_compat.private import set_version_metadata, version_metadata
 
 
 @dataclass(slots=True)
@@ -87,8 +86,8 @@ class LazyStateBuilder:
             for key, item in node.items():
                 if not isinstance(item, Refused):
                     mapping[key] = self.node(item, f"{path}.{key}" if path else str(key))
-            if hasattr(node, "_metadata"):
-                set_version_metadata(mapping, node._metadata)
+            if (versions := version_metadata(node)) is not None:
+                set_version_metadata(mapping, versions)
             return mapping
         items = [
             self.node(item, f"{path}.{index}" if path else str(index))

@@ -25,8 +25,8 @@ from modelstate.checkpoint.write import (
 )
 from modelstate.errors import CodecError, RuleError
 from modelstate.formats.block_writer import storages_of, whole
-from modelstate.formats.pickled import Refused
-from modelstate.formats.write import check_both
+from modelstate.formats.sharded import check_both
+from modelstate.formats.unpickle import Refused
 from modelstate.io.atomic import LOCK_TIMEOUT_SECONDS
 from modelstate.loading.options import check_budget_option, check_model
 from modelstate.planning.initialise import Initialisers

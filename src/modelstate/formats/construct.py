@@ -9,7 +9,8 @@ from typing import Any
 import torch
 
 from modelstate.errors import ForbiddenGlobalError, ModelStateError, OpenError, PickleError, UnsupportedTensorError
-from modelstate.formats.pickled import (
+from modelstate.formats.torch_globals import QUANTIZED, TorchGlobals, is_never, set_state
+from modelstate.formats.unpickle import (
     Allowed,
     DeferredCall,
     DeferredTensor,
@@ -18,10 +19,8 @@ from modelstate.formats.pickled import (
     SafeGlobal,
     Storage,
 )
-from modelstate.formats.rebuild import QUANTIZED, set_state
-from modelstate.formats.torch_globals import TorchGlobals, is_never
 from modelstate.spec import StoredComposite, StoredTensor
-from modelstate.torch_compat.private import set_version_metadata
+from modelstate.torch_compat.private import set_version_metadata, version_metadata
 
 MAX_DEPTH = 100
 
@@ -162,8 +161,8 @@ def _children(node: Any, bare: bool) -> Iterator[tuple[Any, Any]]:
             if type(key) not in _PLAIN:
                 yield _SAME, key
             yield key, value
-        if hasattr(node, "_metadata"):
-            yield "_metadata", node._metadata
+        if (versions := version_metadata(node)) is not None:
+            yield "_metadata", versions
     elif kind in _SEQUENCES:
         yield from ((_SAME, item) for item in node) if bare else enumerate(node)
     elif kind is StoredTensor:
@@ -321,8 +320,8 @@ class _Constructor:
             node.clear()
         for key, value in items:
             node[key] = value
-        if hasattr(node, "_metadata"):
-            set_version_metadata(node, self.make(node._metadata, (path, "_metadata")))
+        if (versions := version_metadata(node)) is not None:
+            set_version_metadata(node, self.make(versions, (path, "_metadata")))
         return node
 
     def module_state(self, fields: dict[str, Any], path: Path) -> OrderedDict[str, Any]:

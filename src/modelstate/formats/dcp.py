@@ -31,12 +31,10 @@ from modelstate.errors import (
 )
 from modelstate.formats import torch_zip
 from modelstate.formats.construct import construct
-from modelstate.formats.pickled import DeferredCall, Refused
-from modelstate.formats.rebuild import MAX_INDEX, dims
 from modelstate.formats.sharded import safe_paths
-from modelstate.formats.torch_globals import TorchGlobals, is_never
+from modelstate.formats.torch_globals import MAX_INDEX, TorchGlobals, dims, is_never
 from modelstate.formats.torch_zip import Archive
-from modelstate.formats.unpickle import unpickle
+from modelstate.formats.unpickle import DeferredCall, Refused, unpickle
 from modelstate.io.files import SourceFile
 from modelstate.spec import Assemble, ByteRange, Checksum, Contents, StoredComposite, StoredTensor
 from modelstate.text_format import excerpt

@@ -13,21 +13,29 @@ first are optional:
 - `tree`: the containers of a state that is more than a flat dict of tensors. A node is the name of a tensor, or an
   object with one of the keys `dict` (pairs of an encoded key and a node), `list`, `tuple` and `value` (encoded). A dict
   may also have `ordered` and `versions`.
+
+Tensors of wrapper subclasses are created by their `__tensor_unflatten__`, which runs code of the class. So only classes
+are used that torch itself would load (`torch.serialization.get_safe_globals`) or that the caller allows; nothing is
+imported unless the caller names it.
 """
 
 import json
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
+
+import torch
 
 from modelstate.codec.codec import decode
 from modelstate.codec.walk import Collisions
 from modelstate.errors import CodecError, ForbiddenGlobalError, ManifestError, NewerManifestError, UnknownClassError
-from modelstate.formats.torch_globals import composite
+from modelstate.formats.torch_globals import TorchGlobals, dims
+from modelstate.formats.unpickle import Allowed
 from modelstate.io.digests import ALGORITHM, BLOCK_BYTES, checksum_of
 from modelstate.io.files import CUT_SHORT
-from modelstate.spec import ByteRange, Checksum, Encoded, Stored, StoredTensor
+from modelstate.spec import ByteRange, Checksum, Encoded, Stored, StoredComposite, StoredTensor
 from modelstate.text_format import quote, size
 from modelstate.torch_compat.private import set_version_metadata
 
@@ -107,7 +115,7 @@ def apply(
         if name in known:
             raise _damaged(where, f"{quote(name)} is a tensor and one that is made of others")
         try:
-            known[name], used = composite(name, description, known, allow, where)
+            known[name], used = _composite(name, description, known, allow, where)
         except (ForbiddenGlobalError, UnknownClassError):
             raise
         except ValueError as error:
@@ -259,4 +267,89 @@ def _damaged(where: str, found: str) -> ManifestError:
         where=where,
         found=found[:500],
         remedy=f"{CUT_SHORT}; the safetensors library reads the tensors alone",
+    )
+
+
+_SUBCLASS_FIELDS = ("class", "parts", "context", "shape", "stride", "dtype")
+
+
+def _composite(
+    name: str, description: Any, known: Mapping[str, Stored], allow: Sequence[object], where: str
+) -> tuple[StoredComposite, list[str]]:
+    """Creates the stored tensor of a subclass that a manifest describes.
+
+    Args:
+        name: The name of the tensor.
+        description: The entry of the manifest.
+        known: The tensors of the file by name.
+        allow: Additional classes that may be created.
+        where: The place of the manifest, for messages.
+
+    Returns:
+        The tensor, and the names of the parts that are no tensors of the state by themselves.
+
+    Raises:
+        ValueError: The description is damaged.
+        CodecError: An encoded field is damaged.
+        ForbiddenGlobalError: The class is not allowed.
+    """
+    if type(description) is not dict or set(description) != set(_SUBCLASS_FIELDS):
+        raise ValueError(f"not described by {', '.join(_SUBCLASS_FIELDS)}")
+    parts, dtype, class_name = description["parts"], decode(description["dtype"]), description["class"]
+    if type(class_name) is not str or type(parts) is not dict or not isinstance(dtype, torch.dtype):
+        raise ValueError("its class, parts or dtype are damaged")
+    missing = [part for part in parts.values() if type(part) is not str or part not in known]
+    if missing or not parts:
+        raise ValueError(f"made of {str(missing)[:80]}, which is not there")
+    shape, stride = dims(description["shape"]), dims(description["stride"])
+    if min((*shape, *stride, 0)) < 0 or len(shape) != len(stride):
+        raise ValueError(f"shape {shape}, stride {stride}")
+    cls = _allowed(class_name, allow, where, name)
+    context = decode(description["context"], f"{where}: {name}")
+    inner = [known[part] for part in parts.values()]
+    stored = [list(part.parts) if isinstance(part, StoredComposite) else [part] for part in inner]
+    ends = [0]
+    for group in stored:
+        ends.append(ends[-1] + len(group))
+
+    def build(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+        built = {}
+        for attribute, part, (first, last) in zip(parts, inner, pairwise(ends), strict=True):
+            built[attribute] = part.build(tensors[first:last]) if isinstance(part, StoredComposite) else tensors[first]
+        try:
+            tensor: torch.Tensor = cls.__tensor_unflatten__(built, context, torch.Size(shape), stride)
+        except Exception as error:
+            raise _not_made(class_name, f"{where}: {name}", f"{type(error).__name__}: {error}") from error
+        if tuple(tensor.shape) != shape or tensor.dtype != dtype:
+            raise _not_made(class_name, f"{where}: {name}", f"{tensor.dtype} of shape {tuple(tensor.shape)}")
+        return tensor
+
+    every = tuple(part for group in stored for part in group if isinstance(part, StoredTensor))
+    own_parts = [part for attribute, part in parts.items() if part == f"{name}.{attribute}"]
+    return StoredComposite(class_name, dtype, shape, every, build), own_parts
+
+
+def _not_made(cls: str, where: str, found: str) -> ManifestError:
+    return ManifestError(
+        f"a tensor of the class {cls} cannot be made of what is stored of it",
+        where=where,
+        found=found[:500],
+        remedy="the version of the package that defines the class may be another one; the safetensors library reads "
+        "the parts alone",
+    )
+
+
+def _allowed(cls: str, allow: Sequence[object], where: str, name: str) -> Any:
+    found = TorchGlobals(allow).find(cls)
+    real = found.real if isinstance(found, Allowed) else None
+    if isinstance(real, type) and issubclass(real, torch.Tensor) and hasattr(real, "__tensor_unflatten__"):
+        return real
+    raise ForbiddenGlobalError(
+        "a tensor is of a class that is not known here, or not allowed",
+        where=f"{where}: {name}",
+        found=cls,
+        refused=[(cls, name)],
+        allow=[cls],
+        remedy=f"import the package that defines it, which tells torch of its classes; or allow=[{cls!r}], which "
+        "imports it and lets its code make the tensor",
     )

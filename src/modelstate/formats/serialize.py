@@ -20,6 +20,7 @@ from modelstate.io.digests import ALGORITHM, BLOCK_BYTES
 from modelstate.spec import bytes_key
 from modelstate.text_format import quote
 from modelstate.torch_compat.plain import remedies_for
+from modelstate.torch_compat.private import version_metadata
 from modelstate.version import __version__
 
 _TORCHS_OWN = ("torch.distributed.", "torch.nested.", "torch._subclasses.")
@@ -231,8 +232,8 @@ class _Serializer:
         return name
 
     def _versions(self, state: Mapping[Any, Any]) -> Any:
-        versions = getattr(state, "_metadata", None)
-        if not isinstance(versions, Mapping):
+        versions = version_metadata(state)
+        if versions is None:
             return None
         saved = {str(path): dict(entry) for path, entry in versions.items() if isinstance(entry, Mapping)}
         return self.encode(saved, f"{self._where}: _metadata")
@@ -244,7 +245,7 @@ class _Serializer:
         if (known := self._holds.get(id(value))) is not None:
             return known
         items = value.values() if isinstance(value, Mapping) else value
-        self._holds[id(value)] = getattr(value, "_metadata", None) is not None or any(
+        self._holds[id(value)] = version_metadata(value) is not None or any(
             isinstance(item, torch.Tensor | LazyTensor)
             or (_kind(item) is not None and self._holds_tensors(item, depth + 1))
             for item in items

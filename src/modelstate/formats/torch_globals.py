@@ -1,30 +1,45 @@
 """The names that a pickle of torch may contain, and what each of them becomes.
 
 The allowed names are those of torch's own `weights_only` loading. A call that would rebuild a tensor is described
-instead, so no tensor is created here, and no function that the pickle chooses is called.
+instead, so no tensor is created here, and no function that the pickle chooses is called. A tensor that is not
+supported, or whose description contradicts itself, becomes an `InvalidTensor`, so that the error can name its place.
 
-Tensor subclasses that a manifest describes are created by their `__tensor_unflatten__`, which runs code of the class.
-So only classes are used that torch itself would load (`torch.serialization.get_safe_globals`) or that the caller
-allows; nothing is imported unless the caller names it.
+The keys of `FUNCTIONS`, and their arguments, are those that torch.save has written since 0.2.
 """
 
 import codecs
 import enum
+import math
 import pkgutil
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import cache
-from itertools import pairwise
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
-from modelstate.codec.codec import decode
-from modelstate.errors import ForbiddenGlobalError, ManifestError, PickleError, SourceTypeError
-from modelstate.formats import rebuild
-from modelstate.formats.pickled import Allowed, Refused, SafeGlobal, check_key
-from modelstate.formats.rebuild import dims
-from modelstate.spec import Stored, StoredComposite, StoredTensor
+from modelstate.errors import (
+    OpenError,
+    PickleError,
+    SourceTypeError,
+    TensorRangeError,
+    TensorSizeError,
+    UnsupportedTensorError,
+)
+from modelstate.formats.unpickle import (
+    MAX_ARGUMENTS,
+    Allowed,
+    DeferredCall,
+    DeferredTensor,
+    InvalidTensor,
+    Refused,
+    SafeGlobal,
+    Storage,
+    check_key,
+)
+from modelstate.spec import StoredTensor
+from modelstate.torch_compat.private import wrapper_subclass
 
 STORAGE_DTYPES = {
     "DoubleStorage": torch.float64,
@@ -160,17 +175,17 @@ def _builtin() -> dict[str, object]:
 
     for name, (call, real) in _VALUES.items():
         add(name, call, real, copies=True)
-    for name, call in rebuild.FUNCTIONS.items():
+    for name, call in FUNCTIONS.items():
         add(name, call)
     for scheme in ("per_tensor_affine", "per_tensor_symmetric", "per_channel_affine", "per_channel_symmetric"):
         names[f"torch.{scheme}"] = getattr(torch, scheme)
     names["torch.per_channel_affine_float_qparams"] = torch.per_channel_affine_float_qparams
-    add("torch.Tensor", rebuild.old_tensor, torch.Tensor)
-    add("torch.nn.parameter.Parameter", rebuild.old_tensor, torch.nn.Parameter)
+    add("torch.Tensor", old_tensor, torch.Tensor)
+    add("torch.nn.parameter.Parameter", old_tensor, torch.nn.Parameter)
     names["torch.nn.Parameter"] = names["torch.nn.parameter.Parameter"]
     for storage in STORAGE_DTYPES:
         for module in ("torch", "torch.cuda", "torch.sparse", "torch.cuda.sparse"):
-            add(f"{module}.{storage.replace('Storage', 'Tensor')}", rebuild.old_tensor)
+            add(f"{module}.{storage.replace('Storage', 'Tensor')}", old_tensor)
     return names
 
 
@@ -235,7 +250,7 @@ def _complex(real: float = 0.0, imaginary: float = 0.0) -> complex:
 
 
 def _size(values: object = ()) -> torch.Size:
-    return torch.Size(rebuild.dims(values))
+    return torch.Size(dims(values))
 
 
 def _layout(name: object) -> torch.layout:
@@ -260,86 +275,354 @@ _VALUES: dict[str, tuple[Callable[..., object], object]] = {
 }
 
 
-FIELDS = ("class", "parts", "context", "shape", "stride", "dtype")
+# Functions that describe tensors.
 
 
-def composite(
-    name: str, description: Any, known: Mapping[str, Stored], allow: Sequence[object], where: str
-) -> tuple[StoredComposite, list[str]]:
-    """Creates the stored tensor of a subclass that a manifest describes.
+MAX_DIMS = 64
+MAX_INDEX = 2**63
+QUANTIZED = frozenset({torch.quint8, torch.qint8, torch.qint32, torch.quint4x2, torch.quint2x4})
 
-    Args:
-        name: The name of the tensor.
-        description: The entry of the manifest.
-        known: The tensors of the file by name.
-        allow: Additional classes that may be created.
-        where: The place of the manifest, for messages.
+_INTEGERS = frozenset({int})
 
-    Returns:
-        The tensor, and the names of the parts that are no tensors of the state by themselves.
+_T = TypeVar("_T")
+Described = StoredTensor | DeferredTensor | InvalidTensor | Refused
 
-    Raises:
-        ValueError: The description is damaged.
-        CodecError: An encoded field is damaged.
-        ForbiddenGlobalError: The class is not allowed.
-    """
-    if type(description) is not dict or set(description) != set(FIELDS):
-        raise ValueError(f"not described by {', '.join(FIELDS)}")
-    parts, dtype, class_name = description["parts"], decode(description["dtype"]), description["class"]
-    if type(class_name) is not str or type(parts) is not dict or not isinstance(dtype, torch.dtype):
-        raise ValueError("its class, parts or dtype are damaged")
-    missing = [part for part in parts.values() if type(part) is not str or part not in known]
-    if missing or not parts:
-        raise ValueError(f"made of {str(missing)[:80]}, which is not there")
-    shape, stride = dims(description["shape"]), dims(description["stride"])
-    if min((*shape, *stride, 0)) < 0 or len(shape) != len(stride):
-        raise ValueError(f"shape {shape}, stride {stride}")
-    cls = _allowed(class_name, allow, where, name)
-    context = decode(description["context"], f"{where}: {name}")
-    inner = [known[part] for part in parts.values()]
-    stored = [list(part.parts) if isinstance(part, StoredComposite) else [part] for part in inner]
-    ends = [0]
-    for group in stored:
-        ends.append(ends[-1] + len(group))
 
-    def build(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-        built = {}
-        for attribute, part, (first, last) in zip(parts, inner, pairwise(ends), strict=True):
-            built[attribute] = part.build(tensors[first:last]) if isinstance(part, StoredComposite) else tensors[first]
-        try:
-            tensor: torch.Tensor = cls.__tensor_unflatten__(built, context, torch.Size(shape), stride)
-        except Exception as error:
-            raise _not_made(class_name, f"{where}: {name}", f"{type(error).__name__}: {error}") from error
-        if tuple(tensor.shape) != shape or tensor.dtype != dtype:
-            raise _not_made(class_name, f"{where}: {name}", f"{tensor.dtype} of shape {tuple(tensor.shape)}")
+def dims(values: object) -> tuple[int, ...]:
+    """The values as a tuple of at most 64 integers of 64 bits. Raises `PickleError` or `TensorSizeError`."""
+    if not isinstance(values, tuple | list):
+        raise PickleError("the pickle is damaged: a shape that is no tuple", found=type(values).__name__)
+    if len(values) > MAX_DIMS:
+        raise TensorSizeError("a tensor of too many dimensions", expected=f"at most {MAX_DIMS}", found=len(values))
+    if not _INTEGERS.issuperset(map(type, values)):
+        raise PickleError("the pickle is damaged: a shape that is not made of integers")
+    if values and not -MAX_INDEX <= min(values) <= max(values) < MAX_INDEX:
+        raise TensorSizeError("a tensor has more elements than any memory", found="a size above 2**63")
+    return tuple(values)
+
+
+def _checked(size: object, stride: object, offset: object) -> tuple[tuple[int, ...], tuple[int, ...], int]:
+    """Shape, stride and offset as `dims` returns them, in less time."""
+    if not isinstance(size, tuple | list) or not isinstance(stride, tuple | list) or len(size) + len(stride) > MAX_DIMS:
+        return dims(size), dims(stride), dims((offset,))[0]
+    every = (*size, *stride, offset)
+    if type(offset) is not int or not _INTEGERS.issuperset(map(type, every)) or max(every) >= MAX_INDEX:
+        return dims(size), dims(stride), dims((offset,))[0]
+    # torch multiplies all sizes, even those of an empty tensor.
+    if 0 in size and math.prod(filter(None, size)) >= MAX_INDEX:
+        raise TensorSizeError("a tensor has more elements than any memory", found=f"shape {tuple(size)}")
+    return tuple(size), tuple(stride), offset
+
+
+def unsupported(kind: str, remedy: str = "") -> InvalidTensor:
+    """The placeholder for a tensor that is not supported."""
+    return InvalidTensor(UnsupportedTensorError(f"{kind} is not supported", remedy=remedy))
+
+
+def _typed(value: object, kind: type[_T], what: str) -> _T:
+    if type(value) is not kind or not isinstance(value, kind):
+        raise PickleError(f"the pickle is damaged: {what}", found=type(value).__name__)
+    return value
+
+
+def _strided(
+    storage: object,
+    offset: object,
+    size: object,
+    stride: object,
+    requires_grad: object,
+    dtype: torch.dtype,
+    metadata: object,
+) -> Described:
+    if type(storage) is not Storage:
+        raise PickleError("the pickle is damaged: a tensor without a storage", found=type(storage).__name__)
+    if dtype in QUANTIZED:
+        return unsupported(f"a quantized tensor ({dtype})", "save its dequantize()d form")
+    try:
+        shape, steps, first = _checked(size, stride, offset)
+        grad = _typed(requires_grad, bool, "requires_grad is neither True nor False")
+        if grad and not (dtype.is_floating_point or dtype.is_complex):
+            raise TensorSizeError("a tensor of integers that requires a gradient", found=str(dtype))
+        stored = StoredTensor(dtype, shape, steps, storage.region, storage.offset + first, grad)
+    except OpenError as error:
+        return InvalidTensor(error)
+    return _with_bits(stored, metadata) if metadata else stored
+
+
+def _with_bits(stored: StoredTensor, metadata: object) -> Described:
+    """Adds the lazy conjugation or negation of a view: `conj()`, and `imag` of complex numbers."""
+    if not isinstance(metadata, dict) or not {"conj", "neg"}.issuperset(metadata):
+        return unsupported(f"a tensor with {str(metadata)[:100]}")
+    conj, neg = bool(metadata.get("conj")), bool(metadata.get("neg"))
+    if not conj and not neg:
+        return stored
+    if conj and not stored.dtype.is_complex:
+        return InvalidTensor(PickleError("the pickle is damaged: real numbers that are conjugated"))
+
+    def make(parts: Sequence[torch.Tensor]) -> torch.Tensor:
+        value = parts[0].conj() if conj else parts[0]  # a view: a small file may expand a number to any size
+        return value.neg() if neg else value
+
+    kind = " and ".join(name for name, there in (("conjugate", conj), ("negative", neg)) if there)
+    plain = replace(stored, requires_grad=False)
+    return DeferredTensor(f"{kind} view", stored.dtype, stored.shape, (plain,), make, stored.requires_grad)
+
+
+def _tensor_v2(
+    storage: object,
+    offset: object,
+    size: object,
+    stride: object,
+    requires_grad: object = False,
+    hooks: object = None,
+    metadata: object = None,
+) -> Described:
+    """`torch._utils._rebuild_tensor_v2`, which rebuilds nearly every tensor since torch 0.4."""
+    dtype = storage.dtype if type(storage) is Storage else torch.uint8
+    return _strided(storage, offset, size, stride, requires_grad, dtype, metadata)
+
+
+def _tensor_v3(
+    storage: object,
+    offset: object,
+    size: object,
+    stride: object,
+    requires_grad: object,
+    hooks: object,
+    dtype: object,
+    metadata: object = None,
+) -> Described:
+    """Rebuilds tensors of dtypes without a storage class of their own, such as fp8."""
+    return _strided(storage, offset, size, stride, requires_grad, _dtype(dtype), metadata)
+
+
+def _dtype(value: object) -> torch.dtype:
+    dtype: torch.dtype = _typed(value, torch.dtype, "a dtype that is none")
+    return dtype
+
+
+def _parameter(data: object, requires_grad: object = True, hooks: object = None, state: object = None) -> Described:
+    if isinstance(data, Refused | InvalidTensor):
+        return data
+    grad = _typed(requires_grad, bool, "requires_grad is neither True nor False")
+    if type(data) is StoredTensor:
+        if grad and not (data.dtype.is_floating_point or data.dtype.is_complex):
+            return InvalidTensor(
+                TensorSizeError("a parameter of integers that requires a gradient", found=str(data.dtype))
+            )
+        return _with_attributes(replace(data, requires_grad=grad, is_parameter=True), state)
+    if type(data) is DeferredTensor:
+        return replace(data, requires_grad=grad, is_parameter=True)
+    raise PickleError("the pickle is damaged: a parameter without a tensor", found=type(data).__name__)
+
+
+def _with_attributes(tensor: StoredTensor | DeferredTensor, state: object) -> Described:
+    """Keeps the Python attributes of a tensor, where its description has a place for them."""
+    attributes = state[0] if isinstance(state, tuple) and len(state) == 2 else state
+    if not attributes or type(tensor) is not StoredTensor:
         return tensor
+    if not isinstance(attributes, dict) or not all(type(key) is str for key in attributes):
+        raise PickleError("the pickle is damaged: attributes that are no dict")
+    return replace(tensor, attributes=attributes)
 
-    every = tuple(part for group in stored for part in group if isinstance(part, StoredTensor))
-    own_parts = [part for attribute, part in parts.items() if part == f"{name}.{attribute}"]
-    return StoredComposite(class_name, dtype, shape, every, build), own_parts
+
+_SPARSE = {
+    torch.sparse_coo: ("indices", "values"),
+    torch.sparse_csr: ("crow_indices", "col_indices", "values"),
+    torch.sparse_csc: ("ccol_indices", "row_indices", "values"),
+    torch.sparse_bsr: ("crow_indices", "col_indices", "values"),
+    torch.sparse_bsc: ("ccol_indices", "row_indices", "values"),
+}
 
 
-def _not_made(cls: str, where: str, found: str) -> ManifestError:
-    return ManifestError(
-        f"a tensor of the class {cls} cannot be made of what is stored of it",
-        where=where,
-        found=found[:500],
-        remedy="the version of the package that defines the class may be another one; the safetensors library reads "
-        "the parts alone",
+def _sparse(layout: object, data: object) -> Described:
+    if not isinstance(layout, torch.layout) or layout not in _SPARSE or type(data) is not tuple:
+        return unsupported(f"a sparse tensor of layout {str(layout)[:100]}")
+    count = len(_SPARSE[layout])
+    parts, rest = data[:count], data[count:]
+    for part in parts:
+        if isinstance(part, Refused | InvalidTensor):
+            return part
+        if type(part) is not StoredTensor and type(part) is not DeferredTensor:
+            raise PickleError("the pickle is damaged: a sparse tensor of what is no tensor", found=type(part).__name__)
+    if not 1 <= len(rest) <= 2 or len(parts) != count:
+        raise PickleError("the pickle is damaged: a sparse tensor of too many or too few parts")
+    try:
+        size = dims(rest[0])
+        if min((*size, 0)) < 0 or math.prod(filter(None, size)) >= MAX_INDEX:
+            raise TensorSizeError("a sparse tensor of an impossible size", found=f"shape {size}")
+    except OpenError as error:
+        return InvalidTensor(error)
+    # Files from before 2.1 do not store whether the indices are coalesced.
+    coalesced = rest[1] if len(rest) == 2 and type(rest[1]) is bool else None
+
+    def make(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+        try:
+            if layout is torch.sparse_coo:
+                return torch.sparse_coo_tensor(
+                    tensors[0], tensors[1], size, check_invariants=True, is_coalesced=coalesced
+                )
+            compressed, plain, values = tensors
+            return torch.sparse_compressed_tensor(compressed, plain, values, size, layout=layout, check_invariants=True)
+        except (RuntimeError, ValueError, IndexError, TypeError) as error:
+            raise TensorRangeError(
+                "the parts of a sparse tensor contradict each other", found=error, remedy="get the file again"
+            ) from error
+
+    return DeferredTensor(str(layout).removeprefix("torch."), parts[-1].dtype, size, parts, make)
+
+
+def _wrapper(cls: object = None, *_: object) -> Described:
+    """A subclass without a storage of its own, which has no content by itself."""
+    return unsupported(f"a tensor of class {_class_name(cls)} without its contents")
+
+
+def _from_type(function: object, cls: object, args: object, state: object) -> Described:
+    """`torch._tensor._rebuild_from_type_v2`: tensors with attributes, and subclasses."""
+    for name in (cls, function):
+        if isinstance(name, Refused):
+            return Refused(name.name, args, state)
+    if type(args) is not tuple or type(function) is not SafeGlobal or not isinstance(cls, SafeGlobal | Allowed):
+        raise PickleError("the pickle is damaged: a subclass that is none")
+    inert = next((arg for arg in args[:MAX_ARGUMENTS] if isinstance(arg, Refused | InvalidTensor)), None)
+    if inert is not None:
+        return Refused(inert.name, args, state) if isinstance(inert, Refused) else inert
+    if function.name == "torch._utils._rebuild_wrapper_subclass":
+        return _wrapper_subclass(cls, args, state)
+    if function.call is _from_type or function.name not in FUNCTIONS or len(args) > MAX_ARGUMENTS:
+        raise PickleError("the pickle is damaged: a subclass that is none", found=function.name)
+    base = FUNCTIONS[function.name](*args)
+    if isinstance(base, Refused):
+        return Refused(base.name, base, state)
+    if isinstance(base, InvalidTensor):
+        return base
+    if type(base) is not StoredTensor and type(base) is not DeferredTensor:
+        raise PickleError("the pickle is damaged: a subclass of what is no tensor", found=type(base).__name__)
+    if cls.real is torch.Tensor:
+        return _with_attributes(base, state)
+    if isinstance(cls, SafeGlobal) or not _is_tensor_class(cls.real):
+        raise PickleError("the pickle is damaged: a tensor that becomes what is no tensor", found=cls.name)
+    return _subclass(cls, base.dtype, base.shape, (base,), state, lambda parts: parts[0])
+
+
+def _wrapper_subclass(cls: object, args: tuple[Any, ...], state: object) -> Described:
+    if type(cls) is not Allowed or not _is_tensor_class(cls.real) or len(args) != 8 or args[0] is not cls:
+        raise PickleError("the pickle is damaged: a subclass that is none", found=_class_name(cls))
+    if cls.name.startswith("torch.nested."):
+        return unsupported("a nested tensor", "save its values() and offsets()")
+    _, dtype, size, stride, offset, layout, _, _ = args
+    try:
+        shape, steps, first = _checked(size, stride, offset)
+        if min((*shape, *steps, first)) < 0 or math.prod(filter(None, shape)) >= MAX_INDEX:
+            raise TensorSizeError("a tensor has an impossible layout", found=f"shape {shape}, stride {steps}")
+    except OpenError as error:
+        return InvalidTensor(error)
+    dtype, layout = _dtype(dtype), _typed(layout, torch.layout, "a layout that is none")
+
+    def make(parts: Sequence[Any]) -> torch.Tensor:
+        # Every such class calls `_make_wrapper_subclass` in its `__new__`, whose arguments are not known here.
+        return wrapper_subclass(cls.real, shape, steps, first, dtype, layout)
+
+    return replace(_subclass(cls, dtype, shape, (), state, make), requires_grad=args[7] is True)
+
+
+def _subclass(
+    cls: Allowed,
+    dtype: torch.dtype,
+    shape: tuple[int, ...],
+    base: tuple[Any, ...],
+    state: object,
+    make: Callable[..., Any],
+) -> DeferredTensor:
+    def finish(parts: tuple[tuple[Any, ...], Any]) -> torch.Tensor:
+        tensor = make(parts[0])
+        if type(tensor) is not cls.real:
+            tensor = tensor.as_subclass(cls.real)
+        set_state(tensor, parts[1])
+        return tensor  # type: ignore[no-any-return]
+
+    return DeferredTensor(cls.name, dtype, shape, (base, state), finish)
+
+
+def set_state(target: Any, state: object) -> None:
+    """Does what BUILD of a pickle does to a new object. Raises `PickleError` for a state with private attributes."""
+    own = getattr(type(target), "__setstate__", None)
+    if own is not None and own is not torch.Tensor.__setstate__:
+        target.__setstate__(state)
+        return
+    pieces = state if isinstance(state, tuple) and len(state) == 2 else (state,)
+    # A frozen dataclass refuses plain assignment; a tensor may define its own.
+    assign = setattr if isinstance(target, torch.Tensor) else object.__setattr__
+    for piece in pieces:
+        if piece is not None and not isinstance(piece, Mapping):
+            raise PickleError("the pickle is damaged: a state that is no dict", found=type(piece).__name__)
+        for key, value in (piece or {}).items():
+            if type(key) is not str or key.startswith("__") or isinstance(target, type):
+                raise PickleError("the pickle is damaged: a state that reaches behind the object", found=str(key)[:100])
+            assign(target, key, value)
+
+
+def _is_tensor_class(real: object) -> bool:
+    return isinstance(real, type) and issubclass(real, torch.Tensor)
+
+
+def _class_name(cls: object) -> str:
+    return str(getattr(cls, "name", type(cls).__name__))
+
+
+def _from_cpu(data: object, dtype: object, device: object, requires_grad: object) -> Described:
+    """Rebuilds a tensor of a device without storages, such as XLA."""
+    target = _dtype(dtype)
+    grad = _typed(requires_grad, bool, "requires_grad is neither True nor False")
+    if type(data) is not StoredTensor:
+        raise PickleError("the pickle is damaged: a tensor of a device without its values", found=type(data).__name__)
+    if data.dtype == target:
+        return replace(data, requires_grad=grad)
+    return DeferredTensor("cast", target, data.shape, (data,), lambda parts: parts[0].to(target), grad)
+
+
+def _from_numpy(data: object, dtype: object, device: object, requires_grad: object) -> object:
+    target = _dtype(dtype)
+    return DeferredCall("torch.from_numpy", lambda array: torch.from_numpy(array).to(target), (data,))
+
+
+def _meta(dtype: object, size: object, *_: object) -> Described:
+    return unsupported(
+        f"a tensor on the meta device ({dtype}, shape {str(size)[:100]}), which has no values,",
+        "save the tensors after they were given values",
     )
 
 
-def _allowed(cls: str, allow: Sequence[object], where: str, name: str) -> Any:
-    found = TorchGlobals(allow).find(cls)
-    real = found.real if isinstance(found, Allowed) else None
-    if isinstance(real, type) and issubclass(real, torch.Tensor) and hasattr(real, "__tensor_unflatten__"):
-        return real
-    raise ForbiddenGlobalError(
-        "a tensor is of a class that is not known here, or not allowed",
-        where=f"{where}: {name}",
-        found=cls,
-        refused=[(cls, name)],
-        allow=[cls],
-        remedy=f"import the package that defines it, which tells torch of its classes; or allow=[{cls!r}], which "
-        "imports it and lets its code make the tensor",
-    )
+def _quantized(*args: object) -> Described:
+    dtype = args[0].dtype if args and type(args[0]) is Storage else "quantized"
+    return unsupported(f"a quantized tensor ({dtype})", "save its dequantize()d form")
+
+
+def _nested(*_: object) -> Described:
+    return unsupported("a nested tensor", "save the tensors that it is made of")
+
+
+def old_tensor(*_: object) -> Described:
+    """Replaces classes such as `torch.FloatTensor`, which files from before 0.2 call."""
+    return unsupported("a tensor that PyTorch before 0.2 saved", "load and save it once with torch.load and torch.save")
+
+
+FUNCTIONS: dict[str, Callable[..., object]] = {
+    "torch._utils._rebuild_tensor": _tensor_v2,
+    "torch._utils._rebuild_tensor_v2": _tensor_v2,
+    "torch._utils._rebuild_tensor_v3": _tensor_v3,
+    "torch._utils._rebuild_parameter": _parameter,
+    "torch._utils._rebuild_parameter_with_state": _parameter,
+    "torch._utils._rebuild_sparse_tensor": _sparse,
+    "torch._utils._rebuild_wrapper_subclass": _wrapper,
+    "torch._utils._rebuild_device_tensor_from_cpu_tensor": _from_cpu,
+    "torch._utils._rebuild_device_tensor_from_numpy": _from_numpy,
+    "torch._utils._rebuild_xla_tensor": _from_numpy,
+    "torch._utils._rebuild_meta_tensor_no_storage": _meta,
+    "torch._utils._rebuild_qtensor": _quantized,
+    "torch._utils._rebuild_nested_tensor": _nested,
+    "torch._tensor._rebuild_from_type_v2": _from_type,
+    "torch._tensor._rebuild_from_type": _from_type,
+    "torch.tensor._rebuild_from_type_v2": _from_type,
+    "torch.tensor._rebuild_from_type": _from_type,
+}

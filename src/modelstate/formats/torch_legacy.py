@@ -18,9 +18,8 @@ from modelstate.errors import (
     UnsupportedTensorError,
 )
 from modelstate.formats.construct import construct
-from modelstate.formats.pickled import Allowed, Refused, Storage
 from modelstate.formats.torch_globals import StorageType, TorchGlobals
-from modelstate.formats.unpickle import unpickle
+from modelstate.formats.unpickle import Allowed, Refused, Storage, unpickle
 from modelstate.io.files import CUT_SHORT, MAX_STRUCTURE_BYTES, SourceFile
 from modelstate.spec import ByteRange, Contents
 

@@ -2,7 +2,7 @@
 
 from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Callable, Iterator, Mapping
-from copy import copy, deepcopy
+from copy import copy
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,7 +13,7 @@ from modelstate.codec.codec import decode
 from modelstate.codec.values import another_uninitialised
 from modelstate.errors import DuplicateNameError, KeyNotFoundError, SourceTypeError
 from modelstate.spec import Combined, Encoded, Stored, StoredComposite, StoredTensor
-from modelstate.torch_compat.private import set_version_metadata
+from modelstate.torch_compat.private import set_version_metadata, version_metadata
 
 EXTRA_STATE = "_extra_state"
 """The key under which torch stores the result of `Module.get_extra_state`."""
@@ -199,8 +199,8 @@ def rebuild(
         copies[id(node)] = node, mapping
         for key, value in node.items():
             mapping[key] = rebuild(value, tensor, copies)
-        versions = getattr(node, "_metadata", None)
-        if isinstance(versions, Mapping) and type(mapping) is OrderedDict:
+        versions = version_metadata(node)
+        if versions is not None and type(mapping) is OrderedDict:
             set_version_metadata(mapping, rebuild(versions, tensor, copies))
         return mapping
     assert isinstance(node, list | tuple)
@@ -220,10 +220,7 @@ def _empty_like(node: Mapping[Any, Any]) -> dict[Any, Any]:
     if isinstance(node, defaultdict):
         return defaultdict(node.default_factory)
     if type(node) is OrderedDict:
-        mapping = OrderedDict[Any, Any]()
-        if isinstance(versions := getattr(node, "_metadata", None), Mapping):
-            set_version_metadata(mapping, deepcopy(versions))
-        return mapping
+        return OrderedDict()
     return Counter() if type(node) is Counter else {}
 
 

@@ -11,7 +11,7 @@ from modelstate.checkpoint.checkpoint import Checkpoint
 from modelstate.checkpoint.open import argument_order, is_module, is_path
 from modelstate.checkpoint.write import SaveReport, StateToWrite, check_options, streamed, target_path, write_state
 from modelstate.errors import ModelCodeError, ModelStateError, SaveTargetError
-from modelstate.formats.write import check_both
+from modelstate.formats.sharded import check_both
 from modelstate.io.atomic import LOCK_TIMEOUT_SECONDS
 from modelstate.objects.objects import capture, holds_stateful
 from modelstate.torch_compat.private import unwrapped

@@ -19,8 +19,7 @@ from modelstate.formats.block_writer import digests_of
 from modelstate.formats.manifest import KEY, check_size
 from modelstate.formats.safetensors import layout, nbytes_of, write
 from modelstate.formats.serialize import SerializedState
-from modelstate.formats.sharded import INDEX_SUFFIX, SUFFIX, in_shards, index_of
-from modelstate.formats.write import SHARD_METADATA
+from modelstate.formats.sharded import INDEX_SUFFIX, SHARD_METADATA, SUFFIX, in_shards, index_of
 from modelstate.io import write_system
 from modelstate.io.atomic import new_file, sync_directory
 from modelstate.io.digests import digest

@@ -459,6 +459,21 @@ def version_metadata(state_dict: object) -> Mapping[str, Any] | None:
     return versions if isinstance(versions, Mapping) else None
 
 
+def wrapper_subclass(
+    cls: type[torch.Tensor],
+    shape: tuple[int, ...],
+    stride: tuple[int, ...],
+    offset: int,
+    dtype: torch.dtype,
+    layout: torch.layout,
+) -> torch.Tensor:
+    """A CPU tensor of a wrapper subclass without its attributes, as the `__new__` of such a class creates it."""
+    tensor: torch.Tensor = torch.Tensor._make_wrapper_subclass(
+        cls, shape, strides=stride, storage_offset=offset, dtype=dtype, layout=layout, device=torch.device("cpu")
+    )
+    return tensor
+
+
 def has_forward_hooks(module: torch.nn.Module) -> bool:
     """Whether the module itself has hooks or pre-hooks of its forward pass."""
     return bool(module._forward_hooks or module._forward_pre_hooks)
