@@ -94,27 +94,27 @@ class SlotSignature(NamedTuple):
     stride: tuple[int, ...]
     dtype: torch.dtype
     device: torch.device
-    storage: int
-    """Equal for slots that share memory, 0 for those without: the storages are counted in the order of the slots."""
+    memory: str
+    """The first slot in the storage of this one, usually this one itself; empty where it has no memory."""
 
     def __str__(self) -> str:
-        ties = f" tied to {', '.join(self.names[1:])}" if len(self.names) > 1 else ""
-        layout = f" and stride {self.stride}" if self.stride else ""
-        what = f"{short(self.dtype)} of shape {self.shape}{layout} on {self.device}"
-        return f"a {self.kind}{ties} of class {self.cls.__name__}: {what}, storage {self.storage} of the model"
+        what = f"{short(self.dtype)} of shape {self.shape} on {self.device}, a {self.kind} of class {self.cls.__name__}"
+        what += f", stride {self.stride}" if self.stride else ""
+        what += f", tied to {', '.join(self.names[1:])}" if len(self.names) > 1 else ""
+        return what + (f", in the memory of {self.memory}" if self.memory not in ("", self.names[0]) else "")
 
 
 def signatures(slots: Slots) -> dict[str, SlotSignature]:
     """The signature of each slot by its first name."""
-    storages: dict[int, int] = {0: 0}
+    first_in: dict[int, str] = {}
     found: dict[str, SlotSignature] = {}
     for names, kind, tensor in slots.tensors:
         is_lazy, plain = torch.nn.parameter.is_lazy(tensor), is_plain(tensor)
         shape = () if is_lazy else tuple(tensor.shape)
         stride = tuple(tensor.stride()) if plain and not is_lazy else ()
         has_memory = plain and not is_lazy and not tensor.is_meta and has_its_memory(tensor)
-        storage = storages.setdefault(storage_id(tensor) if has_memory else 0, len(storages))
-        found[names[0]] = SlotSignature(names, kind, type(tensor), shape, stride, tensor.dtype, tensor.device, storage)
+        memory = first_in.setdefault(storage_id(tensor), names[0]) if has_memory else ""
+        found[names[0]] = SlotSignature(names, kind, type(tensor), shape, stride, tensor.dtype, tensor.device, memory)
     return found
 
 
