@@ -1,8 +1,6 @@
 """A replacement of `torch.nn.Module._apply` that keeps references, so that `.to()`, `.half()` and their like do."""
 
-import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from types import TracebackType
 
 import torch
@@ -10,13 +8,12 @@ from torch import nn
 
 from modelstate.conversion.conversion import Conversion, apply_in_conversion, running_conversion
 from modelstate.process import fork_safe_lock, gc_paused
-from modelstate.torch_compat.private import install_apply, is_fake, is_faking, stock_apply
+from modelstate.torch_compat.overrides import MethodOverride, Overrides
+from modelstate.torch_compat.private import is_fake, is_faking
 from modelstate.transaction.exclusive import exclusive
 from modelstate.transaction.transaction import Transaction
 
 Apply = Callable[[torch.Tensor], torch.Tensor]
-_conversions: list[int] = []
-"""The threads of the conversions that run now."""
 _switches: "list[reference_keeping]" = []
 """The switches of all threads, in the order in which they were set. The last one counts."""
 
@@ -45,14 +42,14 @@ class reference_keeping:
         self._on, self._is_fresh = on, True
         with _lock:
             _switches.append(self)
-            _install()
+        _overrides.update()
 
     def __enter__(self) -> None:
         with _lock:
             if not self._is_fresh:  # the object is entered a second time
                 _switches.append(self)
             self._is_fresh = False
-            _install()
+        _overrides.update()
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
@@ -61,7 +58,7 @@ class reference_keeping:
             _switches.reverse()
             _switches.remove(self)
             _switches.reverse()
-            _install()
+        _overrides.update()
 
     @staticmethod
     def holds() -> bool:
@@ -69,34 +66,7 @@ class reference_keeping:
         return bool(_switches) and _switches[-1]._on
 
 
-@contextmanager
-def replaced_apply() -> Iterator[None]:
-    """Makes torch's part of a module's own `_apply` run in the conversion of this thread."""
-    thread = threading.get_ident()
-    with _lock:
-        _conversions.append(thread)
-        _install()
-    try:
-        yield
-    finally:
-        with _lock:
-            _conversions.remove(thread)
-            _install()
-
-
-def _install() -> None:
-    install_apply(_apply if reference_keeping.holds() or _conversions else stock_apply)
-
-
-def _in_child(thread: int) -> None:
-    _conversions[:] = [other for other in _conversions if other == thread]
-    _install()
-
-
-_lock = fork_safe_lock(_in_child)
-
-
-def _apply(self: nn.Module, fn: Apply, recurse: bool = True) -> nn.Module:
+def _apply(_stock: Callable[..., nn.Module], self: nn.Module, fn: Apply, recurse: bool = True) -> nn.Module:
     if (
         running_conversion(self) is not None
         or not reference_keeping.holds()
@@ -109,6 +79,12 @@ def _apply(self: nn.Module, fn: Apply, recurse: bool = True) -> nn.Module:
         conversion.record(recurse)
         conversion.commit()
     return self
+
+
+_lock = fork_safe_lock()
+_overrides = Overrides(MethodOverride(nn.Module, "_apply", _apply), holds=reference_keeping.holds)
+replaced_apply = _overrides.used
+"""Makes torch's part of a module's own `_apply` run in the conversion of this thread."""
 
 
 class _TorchFunction:

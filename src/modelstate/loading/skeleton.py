@@ -1,16 +1,15 @@
 """Models without memory for their parameters, and with everything that their constructors compute."""
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import wraps
 from typing import Any
 from weakref import WeakValueDictionary
 
 import torch
 from torch import nn
 
-from modelstate.process import fork_safe_lock
+from modelstate.torch_compat.overrides import MethodOverride, Overrides
 from modelstate.torch_compat.plain import is_plain
 from modelstate.transaction.swap_tensors import give_memory
 
@@ -33,15 +32,12 @@ def skeleton() -> Iterator[None]:
     parameters cannot run so, and neither can one that a `torch.device("meta")` stops.
     """
     outer = _made_here()
-    thread = threading.get_ident()
-    _enter(thread)
     _active.made = WeakValueDictionary() if outer is None else outer
     try:
-        yield
+        with _overrides.used():
+            yield
     finally:
         _active.made = outer
-        with _lock:
-            _leave([thread])
 
 
 def _made_here() -> "WeakValueDictionary[int, nn.Parameter] | None":
@@ -74,56 +70,8 @@ def _fill(stock: Any, tensor: torch.Tensor, *args: Any, **named: Any) -> torch.T
     return filled
 
 
-class _Patch:
-    """A method that is another one while anybody builds a skeleton."""
-
-    def __init__(self, owner: Any, name: str, function: Callable[..., Any]) -> None:
-        self._owner, self._name = owner, name
-        stock = getattr(owner, name)  # of the import: what calls ours would go round in a circle
-
-        @wraps(stock)
-        def instead(*args: Any, **named: Any) -> Any:
-            return function(stock, *args, **named)
-
-        self._instead: Any = staticmethod(instead) if name == "__new__" else instead
-        self._own: Any = None
-
-    def put(self) -> None:
-        self._own = vars(self._owner).get(self._name)
-        setattr(self._owner, self._name, self._instead)
-
-    def take_back(self) -> None:
-        if vars(self._owner).get(self._name) is not self._instead:
-            return  # somebody has put in another one since, which may call ours
-        if self._own is None:
-            delattr(self._owner, self._name)  # it is inherited
-        else:
-            setattr(self._owner, self._name, self._own)
-
-
-_PATCHES = (
-    _Patch(nn.Module, "register_parameter", _register),
-    _Patch(nn.Parameter, "__new__", _new),
-    *(_Patch(torch.Tensor, name, _fill) for name in _FILLS),
+_overrides = Overrides(
+    MethodOverride(nn.Module, "register_parameter", _register),
+    MethodOverride(nn.Parameter, "__new__", _new),
+    *(MethodOverride(torch.Tensor, name, _fill) for name in _FILLS),
 )
-_builders: list[int] = []
-"""The threads that build skeletons, once for each `skeleton` that they are in."""
-
-
-def _enter(thread: int) -> None:
-    with _lock:
-        if not _builders:
-            for one in _PATCHES:
-                one.put()
-        _builders.append(thread)
-
-
-def _leave(threads: list[int]) -> None:
-    for thread in threads:
-        _builders.remove(thread)
-    if threads and not _builders:
-        for one in _PATCHES:
-            one.take_back()
-
-
-_lock = fork_safe_lock(lambda here: _leave([thread for thread in _builders if thread != here]))

@@ -8,9 +8,8 @@ whole state dict for every child module, which is quadratic in a wide model.
 """
 
 import threading
-import weakref
 from collections import OrderedDict
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from copy import copy
 from dataclasses import dataclass, field
@@ -22,13 +21,10 @@ from torch import nn
 from torch.nn.modules.module import _IncompatibleKeys
 
 from modelstate.formats.tree import EXTRA_STATE
-from modelstate.process import fork_safe_lock
+from modelstate.torch_compat.overrides import MethodOverride, Overrides, is_stock
 from modelstate.torch_compat.private import set_version_metadata
 from modelstate.transaction.slots import modules_of
 from modelstate.transaction.transaction import Transaction
-
-_TORCHS_FILE = nn.Module.named_parameters.__code__.co_filename
-_stock_load = nn.Module._load_from_state_dict
 
 
 class LoadSink(Protocol):
@@ -295,12 +291,7 @@ def runs_code(root: nn.Module) -> bool:
 
 def _overrides_loading(module: nn.Module) -> bool:
     function = getattr(module._load_from_state_dict, "__func__", None)
-    return function is not _dispatch and not _is_torchs(function)
-
-
-def _is_torchs(function: Any) -> bool:
-    """Whether a function is written in torch's own file, and not put in the place of one that is."""
-    return getattr(getattr(function, "__code__", None), "co_filename", "") == _TORCHS_FILE
+    return function is not _override.replacement and not is_stock(function)
 
 
 def loads_by_version(module: nn.Module) -> bool:
@@ -323,7 +314,7 @@ def loads_names_itself(module: nn.Module) -> bool:
 
 def _keeps_names(function: Any) -> bool:
     is_torchs = getattr(function, "__module__", "").startswith("torch.nn.modules.")  # as that of batch norms
-    return function is _dispatch or getattr(function, KEEPS_NAMES, is_torchs)
+    return function is _override.replacement or getattr(function, KEEPS_NAMES, is_torchs)
 
 
 def is_recorded(module: nn.Module) -> bool:
@@ -343,47 +334,26 @@ def _recording_of(module: nn.Module) -> _Recording | None:
 
 
 _active = threading.local()
-_patch_lock = fork_safe_lock()
-_patching: weakref.WeakSet[_Recording] = weakref.WeakSet()
 
 
 @contextmanager
 def _patched(recording: _Recording) -> Iterator[None]:
     """While this lasts, an override in this thread that calls the base class comes back to the recording."""
     stack: list[_Recording] = getattr(_active, "stack", [])
-    _active.stack = stack
     try:
         try:
-            _patch(recording)
-            stack.append(recording)
-            yield
+            _active.stack = [*stack, recording]
+            with _overrides.used():
+                yield
         finally:
-            _unpatch(recording, stack)
+            _active.stack = stack
     except BaseException:
-        _unpatch(recording, stack)  # an interrupt may have broken off the first time
+        _active.stack = stack  # an interrupt may have broken off the first attempt
         raise
 
 
-def _patch(recording: _Recording) -> None:
-    global _stock_load
-    with _patch_lock:
-        _patching.add(recording)
-        current = nn.Module._load_from_state_dict
-        if current is not _dispatch:
-            _stock_load = current  # torch's, or what someone has put in its place
-            if _is_torchs(current):
-                nn.Module._load_from_state_dict = _dispatch  # type: ignore[method-assign]
-
-
-def _unpatch(recording: _Recording, stack: list[_Recording]) -> None:
-    stack[:] = [one for one in stack if one is not recording]
-    with _patch_lock:
-        _patching.discard(recording)
-        if not _patching:
-            nn.Module._load_from_state_dict = _stock_load  # type: ignore[method-assign]
-
-
-def _dispatch(
+def _load_from_state_dict(
+    stock: Callable[..., None],
     self: nn.Module,
     state_dict: Any,
     prefix: str,
@@ -396,10 +366,14 @@ def _dispatch(
     lists = missing_keys, unexpected_keys, error_msgs
     recording = _recording_of(self)
     if recording is None:
-        _stock_load(self, state_dict, prefix, local_metadata, strict, *lists)
+        stock(self, state_dict, prefix, local_metadata, strict, *lists)
         return
     with recording.transaction.library_code():
         own = _load_local(recording, self, state_dict, prefix, local_metadata, strict, *lists)
     if strict:
         _, rest = _by_child(state_dict, prefix, self._modules)
         unexpected_keys += [key for key in rest if key not in own]
+
+
+_override = MethodOverride(nn.Module, "_load_from_state_dict", _load_from_state_dict, over_others=False)
+_overrides = Overrides(_override)

@@ -497,11 +497,6 @@ stock_apply: Callable[..., torch.nn.Module] = torch.nn.Module._apply
 """torch's own `Module._apply`, also while another function is installed in its place."""
 
 
-def install_apply(function: Callable[..., torch.nn.Module]) -> None:
-    """Makes a function the `Module._apply` that `.to()`, `.half()` and their like call."""
-    torch.nn.Module._apply = function  # type: ignore[method-assign]
-
-
 def has_custom_apply(module: torch.nn.Module) -> bool:
     """Whether the class of a module, or the module itself, overrides `Module._apply`."""
     return type(module)._apply not in (torch.nn.Module._apply, stock_apply) or "_apply" in module.__dict__

@@ -1,0 +1,117 @@
+"""Methods of torch's classes are replaced as long as something needs it, whatever ends that."""
+
+import os
+import threading
+from typing import Any
+
+import pytest
+
+from modelstate.torch_compat.overrides import MethodOverride, Overrides
+
+
+class Base:
+    def value(self) -> int:
+        return 1
+
+
+class Owner(Base):
+    def name(self) -> str:
+        return "stock"
+
+
+def louder(stock: Any, self: Any) -> str:
+    return f"{stock(self)}!"
+
+
+@pytest.fixture
+def overrides() -> Overrides:
+    return Overrides(
+        MethodOverride(Owner, "name", louder), MethodOverride(Owner, "value", lambda stock, self: stock(self) + 1)
+    )
+
+
+def test_replaced_within_the_block_alone(overrides: Overrides) -> None:
+    owner = Owner()
+    with overrides.used(), overrides.used():
+        assert (owner.name(), owner.value()) == ("stock!", 2)
+    assert (owner.name(), owner.value()) == ("stock", 1)
+    assert "value" not in vars(Owner)
+
+
+def test_an_error_in_the_block_ends_it(overrides: Overrides) -> None:
+    with pytest.raises(KeyboardInterrupt), overrides.used():
+        raise KeyboardInterrupt
+    assert Owner().name() == "stock"
+
+
+def test_replaced_until_the_last_thread_is_done(overrides: Overrides) -> None:
+    entered, leave = threading.Event(), threading.Event()
+
+    def other() -> None:
+        with overrides.used():
+            entered.set()
+            leave.wait()
+
+    thread = threading.Thread(target=other)
+    thread.start()
+    entered.wait()
+    with overrides.used():
+        pass
+    assert Owner().name() == "stock!"
+    leave.set()
+    thread.join()
+    assert Owner().name() == "stock"
+
+
+def test_replaced_while_it_holds() -> None:
+    switch = [True]
+    overrides = Overrides(MethodOverride(Owner, "name", louder), holds=lambda: switch[-1])
+    overrides.update()
+    assert Owner().name() == "stock!"
+    with overrides.used():
+        switch.append(False)
+        overrides.update()
+        assert Owner().name() == "stock!"
+    assert Owner().name() == "stock"
+
+
+def test_a_method_that_another_library_installs_meanwhile_stays() -> None:
+    class Patched:
+        def name(self) -> str:
+            return "stock"
+
+    patched: Any = Patched
+    overrides = Overrides(MethodOverride(patched, "name", louder))
+    with overrides.used():
+        inner = patched.name
+        patched.name = lambda self: f"their {inner(self)}"
+        assert patched().name() == "their stock!"
+    assert patched().name() == "their stock!"
+    with overrides.used():
+        assert patched().name() == "stock!", "the stock method is called, and never the replacement again"
+    assert patched().name() == "their stock!"
+
+
+def test_only_torchs_own_method_is_replaced_where_asked() -> None:
+    overrides = Overrides(MethodOverride(Owner, "name", louder, over_others=False))
+    with overrides.used():
+        assert Owner().name() == "stock"
+
+
+def test_threads_that_a_child_process_lacks_use_nothing(overrides: Overrides) -> None:
+    entered, leave = threading.Event(), threading.Event()
+
+    def other() -> None:
+        with overrides.used():
+            entered.set()
+            leave.wait()
+
+    thread = threading.Thread(target=other)
+    thread.start()
+    entered.wait()
+    child = os.fork()
+    if child == 0:
+        os._exit(0 if Owner().name() == "stock" else 1)
+    leave.set()
+    thread.join()
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
