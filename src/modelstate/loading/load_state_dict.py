@@ -8,13 +8,13 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.nn.modules.module import _IncompatibleKeys
 
 from modelstate.checkpoint.open import argument_order, is_module, is_source
 from modelstate.planning.placement import copy_cannot_fail
 from modelstate.planning.recorder import IncompatibleKeys, walk
 from modelstate.process import gc_paused
 from modelstate.torch_compat.plain import has_its_memory, is_plain, same_place
+from modelstate.torch_compat.private import IncompatibleKeys as ReturnedKeys
 from modelstate.torch_compat.private import has_registration_hooks, is_tensor_like, module_load, swap_tensors, use_count
 from modelstate.transaction.exclusive import exclusive
 from modelstate.transaction.swap_tensors import exchange, swap_back
@@ -24,7 +24,7 @@ from modelstate.transaction.transaction import Transaction, Write
 @argument_order("ms.load_state_dict", is_module, is_source, call_for_paths="ms.load")
 def load_state_dict(
     module: nn.Module, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
-) -> _IncompatibleKeys:
+) -> ReturnedKeys:
     """Loads a state dict as `torch.nn.Module.load_state_dict` does, or leaves the module as it was.
 
     Arguments, return value, warnings and error texts are torch's, under both settings of
@@ -54,7 +54,7 @@ def load_state_dict(
             walk(module, state_dict, versions, assign=assign, transaction=transaction, take=take, outcome=outcome)
         _raise_errors(module, outcome, strict)
         transaction.commit()
-    return _IncompatibleKeys(outcome.missing, outcome.unexpected)
+    return ReturnedKeys(outcome.missing, outcome.unexpected)
 
 
 def _raise_errors(module: nn.Module, outcome: IncompatibleKeys, strict: bool) -> None:

@@ -25,7 +25,7 @@ from modelstate.rules.expression import Derived, values_of
 from modelstate.spec import StoredComposite, StoredTensor, contiguous_stride
 from modelstate.torch_compat.dtypes import AT_ONCE, nonfinite
 from modelstate.torch_compat.plain import is_dense, is_plain, is_plain_memory
-from modelstate.torch_compat.private import storage_id, storage_owners
+from modelstate.torch_compat.private import storage_id, storage_owners, write_count
 
 Progress = Callable[[int], None]
 Pairs = Sequence[tuple[Assignment, torch.Tensor]]
@@ -238,14 +238,14 @@ def _transformed(
     own = sys.getrefcount(result) <= references and storage_owners(result) <= owners
     result = result.detach()
     # A function that works in place leaves nothing to compare its result with.
-    untouched = version is not None and value._version == version and storage_id(value) != storage_id(result)
+    untouched = version is not None and write_count(value) == version and storage_id(value) != storage_id(result)
     before = partial(nonfinite, value) if untouched else partial(_nonfinite_before, preparation, made)
     return _as_asked(preparation, made, result, own, before)
 
 
 def _version_of(value: torch.Tensor) -> int | None:
     """The counter of writes to a plain tensor, where it has one."""
-    return value._version if is_plain(value) and not value.is_inference() else None
+    return write_count(value) if is_plain(value) and not value.is_inference() else None
 
 
 def _nonfinite_before(preparation: Preparation, made: Assignment) -> int:

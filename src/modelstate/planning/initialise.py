@@ -19,7 +19,7 @@ from torch.nn.parameter import is_lazy
 
 from modelstate.errors import ModelCodeError
 from modelstate.torch_compat.plain import is_plain
-from modelstate.torch_compat.private import recorded_fills, storage_id
+from modelstate.torch_compat.private import own_buffers, own_modules, own_parameters, recorded_fills, storage_id
 
 _METHODS = ("reset_parameters", "_reset_parameters", "_init_weights")
 _OF_OTHERS = "_init_weights"
@@ -104,7 +104,7 @@ class _Copies:
             module = dict(_chain(twin, owner))[owner]
             before = {
                 attribute: (tensor, storage_id(tensor))
-                for attribute, tensor in (*module._parameters.items(), *module._buffers.items())
+                for attribute, tensor in (*own_parameters(module).items(), *own_buffers(module).items())
                 if tensor is not None
             }
             filled: dict[int, int] = {}
@@ -159,7 +159,7 @@ class _Copies:
         real = {id(_at(self._top, name)) for name in wanted}
         memo: dict[int, object] = {}
         for module in self._top.modules():
-            for tensor in (*module._parameters.values(), *module._buffers.values()):
+            for tensor in (*own_parameters(module).values(), *own_buffers(module).values()):
                 if tensor is not None and not is_lazy(tensor) and id(tensor) not in memo:
                     memo[id(tensor)] = _empty(tensor, id(tensor) in real)
         return copy.deepcopy(self._top, memo)
@@ -208,14 +208,14 @@ def _chain(root: nn.Module, path: str) -> Iterator[tuple[str, nn.Module]]:
     yield "", root
     at, module = "", root
     for name in path.split(".") if path else ():
-        child = module._modules[name]
+        child = own_modules(module)[name]
         assert child is not None
         at, module = f"{at}.{name}" if at else name, child
         yield at, module
 
 
 def _children_first(module: nn.Module, path: str, wanted: dict[str, nn.Module]) -> Iterator[str]:
-    for name in module._modules:
+    for name in own_modules(module):
         below = f"{path}.{name}" if path else name
         if below in wanted:
             yield from _children_first(wanted[below], below, wanted)
@@ -223,8 +223,8 @@ def _children_first(module: nn.Module, path: str, wanted: dict[str, nn.Module]) 
 
 
 def _own(module: nn.Module, attribute: str) -> torch.Tensor | None:
-    found = module._parameters.get(attribute)
-    return module._buffers.get(attribute) if found is None else found
+    found = own_parameters(module).get(attribute)
+    return own_buffers(module).get(attribute) if found is None else found
 
 
 def _at(root: nn.Module, name: str) -> torch.Tensor:

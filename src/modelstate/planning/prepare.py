@@ -40,7 +40,7 @@ from modelstate.rules.expression import lacks_values
 from modelstate.spec import StoredComposite
 from modelstate.torch_compat.dtypes import short
 from modelstate.torch_compat.plain import is_plain, is_quantized
-from modelstate.torch_compat.private import module_load
+from modelstate.torch_compat.private import module_load, own_parameters
 from modelstate.transaction.slots import BUFFER, EXTRA, HIDDEN, PARAMETER, Addresses, signatures, slots_of
 from modelstate.transaction.transaction import Transaction, Write
 
@@ -223,7 +223,7 @@ class Preparation(SlotAssignments):
             seen_by_rules = self.matched.name_for_rules(given)
             self.problems.append(wrong_shape(key, tuple(param.size()), tuple(value.size()), seen_by_rules))
         else:
-            self.assign(key, PARAMETER if name in module._parameters else BUFFER, param, value)
+            self.assign(key, PARAMETER if name in own_parameters(module) else BUFFER, param, value)
 
     def _check_quantized(self) -> None:
         """Finds quantized tensors that do not become the plain tensors of the model.

@@ -9,7 +9,7 @@ whole state dict for every child module, which is quadratic in a wide model.
 
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from copy import copy
 from dataclasses import dataclass, field
@@ -18,11 +18,20 @@ from typing import Any, Protocol
 
 import torch
 from torch import nn
-from torch.nn.modules.module import _IncompatibleKeys
 
 from modelstate.formats.tree import EXTRA_STATE
 from modelstate.torch_compat.overrides import MethodOverride, Overrides, is_stock
-from modelstate.torch_compat.private import set_version_metadata
+from modelstate.torch_compat.private import IncompatibleKeys as ReturnedKeys
+from modelstate.torch_compat.private import (
+    load_from_state_dict,
+    load_post_hooks,
+    load_pre_hooks,
+    non_persistent_buffers,
+    own_buffers,
+    own_modules,
+    own_parameters,
+    set_version_metadata,
+)
 from modelstate.transaction.slots import modules_of
 from modelstate.transaction.transaction import Transaction
 
@@ -98,7 +107,7 @@ class _Names:
 
     def __init__(self, overriding: "_Overriding") -> None:
         self._overriding = overriding
-        self._modules: dict[str, nn.Module] = {}
+        self._by_prefix: dict[str, nn.Module] = {}
         """By their prefixes, in the order in which torch comes to them."""
         self._places: dict[str, tuple[nn.Module, str, torch.Tensor]] = {}
         """By their keys: a module, the name in it, and what is there."""
@@ -107,12 +116,12 @@ class _Names:
         """Adds a module and its descendants; False where names alone do not decide what becomes of them."""
         if self._overriding.runs_code(module):
             return False
-        self._modules[prefix] = module
+        self._by_prefix[prefix] = module
         for name, tensor in _local_state(module):
             self._places[prefix + name] = module, name, tensor
             if "." in name:
                 return False
-        for name, child in module._modules.items():
+        for name, child in own_modules(module).items():
             if child is not None and ("." in name or not self.add(child, f"{prefix}{name}.")):
                 return False
         return True
@@ -125,7 +134,7 @@ class _Names:
             else:
                 outcome.missing.append(key)
         if left := [key for key in state_dict if key not in self._places]:
-            turns = {prefix: turn for turn, prefix in enumerate(self._modules)}
+            turns = {prefix: turn for turn, prefix in enumerate(self._by_prefix)}
             found = [(turns[prefix], not is_extra, key) for key in left for prefix, is_extra in self._whose(key)]
             outcome.unexpected += [key for _, _, key in sorted(found, key=itemgetter(0, 1))]
 
@@ -135,10 +144,10 @@ class _Names:
         None where a module has None for a child: torch leaves to the child what is below its name.
         """
         prefix = key[: key.rfind(".") + 1]
-        while prefix not in self._modules:
+        while prefix not in self._by_prefix:
             prefix = prefix[: prefix.rfind(".", 0, -1) + 1]
         name, dot, _ = key[len(prefix) :].partition(".")
-        if not (dot and name in self._modules[prefix]._modules):
+        if not (dot and name in own_modules(self._by_prefix[prefix])):
             yield prefix, name == EXTRA_STATE and not dot
 
 
@@ -160,27 +169,27 @@ def _visit(
     own: set[str] | None = None
     if recording.overriding.has(module):
         with recording.transaction.model_code():
-            module._load_from_state_dict(state_dict, prefix, local_metadata, True, *lists)
+            load_from_state_dict(module)(state_dict, prefix, local_metadata, True, *lists)
     else:
         own = _load_local(recording, module, state_dict, prefix, local_metadata, True, *lists)
-    parts, rest = _by_child(state_dict, prefix, module._modules)
+    parts, rest = _by_child(state_dict, prefix, own_modules(module))
     if own is not None and not own.issuperset(rest):
         outcome.unexpected += [key for key in rest if key not in own]
     # The modules and values as they are when it is their turn: code of another one may have put in others.
     count = len(state_dict)
-    for name, child in module._modules.items():
+    for name, child in own_modules(module).items():
         if child is not None:
             if len(state_dict) != count or name not in parts:
-                parts, _ = _by_child(state_dict, prefix, module._modules)
+                parts, _ = _by_child(state_dict, prefix, own_modules(module))
                 count = len(state_dict)
             _visit(recording, child, parts[name], f"{prefix}{name}.", versions, assign)
-    if module._load_state_dict_post_hooks:
-        _run_post_hooks(recording, module)
+    if hooks := load_post_hooks(module):
+        _run_post_hooks(recording, module, hooks)
 
 
-def _run_post_hooks(recording: _Recording, module: nn.Module) -> None:
-    incompatible = _IncompatibleKeys(recording.outcome.missing, recording.outcome.unexpected)
-    for hook in module._load_state_dict_post_hooks.values():
+def _run_post_hooks(recording: _Recording, module: nn.Module, hooks: Iterable[Callable[..., Any]]) -> None:
+    incompatible = ReturnedKeys(recording.outcome.missing, recording.outcome.unexpected)
+    for hook in hooks:
         with recording.transaction.model_code():
             returned = hook(module, incompatible)
         if returned is not None:
@@ -228,7 +237,7 @@ def _load_local(
 
     Returns the keys of what is the module's own, whether they are there or not.
     """
-    for hook in module._load_state_dict_pre_hooks.values():
+    for hook in load_pre_hooks(module):
         with recording.transaction.model_code():
             hook(state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs)
     assign = local_metadata.get("assign_to_params_buffers", False)
@@ -254,10 +263,10 @@ def _load_local(
 
 def _local_state(module: nn.Module) -> list[tuple[str, torch.Tensor]]:
     """The module's own parameters and persistent buffers, without those that are None."""
-    found: list[tuple[str, torch.Tensor]] = [(name, p) for name, p in module._parameters.items() if p is not None]
-    if module._buffers:
-        hidden = module._non_persistent_buffers_set
-        found += [(name, b) for name, b in module._buffers.items() if b is not None and name not in hidden]
+    found: list[tuple[str, torch.Tensor]] = [(name, p) for name, p in own_parameters(module).items() if p is not None]
+    if buffers := own_buffers(module):
+        hidden = non_persistent_buffers(module)
+        found += [(name, b) for name, b in buffers.items() if b is not None and name not in hidden]
     return found
 
 
@@ -278,7 +287,7 @@ class _Overriding:
 
     def runs_code(self, module: nn.Module) -> bool:
         """Whether a module has code that a load runs."""
-        if module._load_state_dict_pre_hooks or module._load_state_dict_post_hooks:
+        if load_pre_hooks(module) or load_post_hooks(module):
             return True
         return self.has(module) or type(module).set_extra_state is not nn.Module.set_extra_state
 
@@ -290,7 +299,7 @@ def runs_code(root: nn.Module) -> bool:
 
 
 def _overrides_loading(module: nn.Module) -> bool:
-    function = getattr(module._load_from_state_dict, "__func__", None)
+    function = getattr(load_from_state_dict(module), "__func__", None)
     return function is not _override.replacement and not is_stock(function)
 
 
@@ -305,7 +314,7 @@ KEEPS_NAMES = "modelstate_keeps_names"
 
 def loads_names_itself(module: nn.Module) -> bool:
     """Whether code of the module, neither torch's nor ours, may decide which name is for which tensor as it loads."""
-    if not all(getattr(hook, KEEPS_NAMES, False) for hook in module._load_state_dict_pre_hooks.values()):
+    if not all(getattr(hook, KEEPS_NAMES, False) for hook in load_pre_hooks(module)):
         return True
     holders = (vars(module), *map(vars, type(module).__mro__))
     methods = [holder["_load_from_state_dict"] for holder in holders if "_load_from_state_dict" in holder]
@@ -371,7 +380,7 @@ def _load_from_state_dict(
     with recording.transaction.library_code():
         own = _load_local(recording, self, state_dict, prefix, local_metadata, strict, *lists)
     if strict:
-        _, rest = _by_child(state_dict, prefix, self._modules)
+        _, rest = _by_child(state_dict, prefix, own_modules(self))
         unexpected_keys += [key for key in rest if key not in own]
 
 

@@ -149,7 +149,7 @@ class Transforms:
         transform = self._pairs[hits[0]][1]
         if not isinstance(transform, ModuleTransform):
             return Choice(transform) if transform is not None else _NOTHING
-        owners = [(name, self._modules.get(path)) for name, path, _ in places]
+        owners = [(name, self._modules_by_path.get(path)) for name, path, _ in places]
         applies = [module is not None and _asked(transform, name, module) for name, module in owners]
         if not any(applies):
             return _NOTHING
@@ -161,7 +161,7 @@ class Transforms:
         return Choice(None, transform, owners[applies.index(True)][1])
 
     @cached_attribute
-    def _modules(self) -> dict[str, nn.Module]:
+    def _modules_by_path(self) -> dict[str, nn.Module]:
         return named_modules_of(self._root)
 
 

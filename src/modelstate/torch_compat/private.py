@@ -442,10 +442,24 @@ def has_load_pre_hooks(module: torch.nn.Module) -> bool:
     return bool(module._load_state_dict_pre_hooks)
 
 
+def load_pre_hooks(module: torch.nn.Module) -> list[Callable[..., Any]]:
+    """The module's own pre-hooks of `load_state_dict`, in their order."""
+    return [*module._load_state_dict_pre_hooks.values()]
+
+
+def load_post_hooks(module: torch.nn.Module) -> list[Callable[..., Any]]:
+    """The module's own post-hooks of `load_state_dict`, in their order."""
+    return [*module._load_state_dict_post_hooks.values()]
+
+
 def load_from_state_dict(owner: Any) -> Callable[..., None]:
     """The method `_load_from_state_dict` of a module, or of a `super()` of one."""
     load: Callable[..., None] = owner._load_from_state_dict
     return load
+
+
+IncompatibleKeys = torch.nn.modules.module._IncompatibleKeys
+"""What `torch.nn.Module.load_state_dict` returns."""
 
 
 def set_version_metadata(state_dict: dict[str, Any], versions: Mapping[str, Any]) -> None:
