@@ -17,7 +17,7 @@ from modelstate.torch_compat.plain import has_its_memory, is_plain, same_place
 from modelstate.torch_compat.private import IncompatibleKeys as ReturnedKeys
 from modelstate.torch_compat.private import has_registration_hooks, is_tensor_like, module_load, swap_tensors, use_count
 from modelstate.transaction.exclusive import exclusive
-from modelstate.transaction.swap_tensors import exchange, swap_back
+from modelstate.transaction.swap_tensors import exchange
 from modelstate.transaction.transaction import Transaction, Write
 
 
@@ -205,7 +205,7 @@ class _Swap(Write):
                 undo = exchange(param, new)
             else:
                 swap_tensors(param, new)
-                undo = partial(swap_back, param, new)
+                undo = partial(exchange, param, new)
         if transaction is not None:
             transaction.register_undo(undo)
 

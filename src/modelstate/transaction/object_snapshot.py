@@ -1,4 +1,4 @@
-"""What Python objects were, so that they can be put back: attributes, containers, and what tensors they hold."""
+"""Snapshots of Python objects, from which they can be restored: attributes, containers, and the tensors in them."""
 
 import random
 import types
@@ -28,186 +28,155 @@ _UNSET = object()
 
 
 class ObjectSnapshot:
-    """The state of everything that can be reached from some objects, and the way back to it.
+    """The state of all objects that can be reached from some objects, and the steps that restore it.
 
-    It descends through attributes, slots and containers, without leaving Python: dicts, lists, sets, deques, byte
-    arrays, NumPy arrays, random generators, modules and plain objects, a million of them at the most. Of tensors it
-    keeps what they are (class, storage, shape, `requires_grad`, `grad`, hooks, attributes), not their bytes.
+    It follows attributes, slots and containers of Python: dicts, lists, sets, deques, byte arrays, NumPy arrays, random
+    generators, modules and plain objects, up to a million of them. Of tensors it saves the metadata (class, storage,
+    shape, `requires_grad`, `grad`, hooks, attributes), not the bytes.
+
+    Args:
+        roots: The objects to start from.
     """
 
     def __init__(self, roots: Iterable[object]) -> None:
         self.tensors: dict[int, torch.Tensor] = {}
-        """Every tensor that was found, gradients included, by its id."""
+        """All tensors, including gradients, by id."""
         self.restores: list[Callable[[], None]] = []
-        """What puts everything back, the objects themselves and their order included, a step each."""
+        """The steps that restore the objects, including the order of their elements."""
         self.unreadable: list[str] = []
-        """Classes of objects whose contents cannot be listed: what only they hold is not put back."""
+        """Classes of objects whose attributes raise when they are read."""
         self._seen: dict[int, object] = {}
         queue = deque(roots)
         while queue and len(self._seen) < _MAX_OBJECTS:
-            found = queue.popleft()
-            if not isinstance(found, _ATOMS) and id(found) not in self._seen:
-                self._seen[id(found)] = found
-                try:
-                    visited = list(self._visit(found))
-                except Exception:
-                    self.unreadable.append(f"{type(found).__module__}.{type(found).__qualname__}")
-                    continue
-                for below in visited:
-                    # Tensors first: they must not fall to the limit behind a vocabulary.
-                    (queue.appendleft if isinstance(below, torch.Tensor) else queue.append)(below)
-
-    def _visit(self, found: Any) -> Iterable[object]:
-        if isinstance(found, torch.Tensor):
-            return self._visit_tensor(found)
-        for kind, visit in _BY_TYPE:
-            if isinstance(found, kind):
-                return visit(self, found)
-        # Without their import, which is not ours to make, nobody has one.
-        if type(found).__module__.startswith("numpy.random"):
-            return _numpy_generator(self, found) if hasattr(found, "bit_generator") else _legacy_numpy(self, found)
-        if isinstance(found, types.MethodType):
-            return (found.__self__,)
-        if isinstance(found, _CODE):
-            return ()
-        return self._visit_attributes(found)
-
-    def _visit_tensor(self, tensor: torch.Tensor) -> Iterable[object]:
-        self.tensors[id(tensor)] = tensor
-        with without_subclasses():
-            self.restores.append(tensor_state(tensor))
-            grad = tensor.grad if tensor.is_leaf else None
-        return [grad, *self._visit_attributes(tensor)]
-
-    def _visit_dict(self, found: dict[Any, Any]) -> Iterable[object]:
-        # An OrderedDict keeps its order beside the dict, so it has to be emptied and filled by its own methods.
-        base: Any = OrderedDict if isinstance(found, OrderedDict) else dict
-        kept = list(base.items(found))
-
-        def restore() -> None:
-            now = list(base.items(found))
-            if len(now) != len(kept) or any(a is not c or b is not d for (a, b), (c, d) in zip(now, kept, strict=True)):
-                base.clear(found)
-                for key, value in kept:
-                    base.__setitem__(found, key, value)
-
-        self.restores.append(restore)
-        below = [part for item in kept for part in item]
-        return below if type(found) in (dict, OrderedDict) else [*below, *self._visit_attributes(found)]
-
-    def _visit_list(self, found: list[Any]) -> Iterable[object]:
-        kept = list(found)
-        self.restores.append(lambda: list.__setitem__(found, slice(None), kept))
-        return kept if type(found) is list else [*kept, *self._visit_attributes(found)]
-
-    def _visit_set(self, found: set[Any]) -> Iterable[object]:
-        kept = set(found)
-
-        def restore() -> None:
-            set.clear(found)
-            set.update(found, kept)
-
-        self.restores.append(restore)
-        return kept
-
-    def _visit_deque(self, found: deque[Any]) -> Iterable[object]:
-        kept = list(found)
-
-        def restore() -> None:
-            found.clear()
-            found.extend(kept)
-
-        self.restores.append(restore)
-        return kept
-
-    def _visit_bytes(self, found: bytearray) -> Iterable[object]:
-        kept = bytes(found)
-        self.restores.append(lambda: bytearray.__setitem__(found, slice(None), kept))
-        return ()
-
-    def _visit_array(self, found: "np.ndarray[Any, Any]") -> Iterable[object]:
-        # A larger one, or one that is a file, is data that a model looks into, and no state that loading changes.
-        if found.flags.writeable and found.nbytes <= _MAX_ARRAY_BYTES and not isinstance(found, np.memmap):
-            kept = found.copy()
-            self.restores.append(partial(_restore_array, found, kept))
-        return ()
-
-    def _visit_attributes(self, found: Any) -> Iterable[object]:
-        below: list[object] = []
-        if not isinstance(found, torch.Tensor):  # whose class is put back with what it is
-            self.restores.append(partial(_set_class, found, type(found)))
-        attributes = getattr(found, "__dict__", None)
-        if isinstance(attributes, dict):
-            below.extend(self._visit_dict(attributes))
-        for name in slots_of_class(type(found)):
-            try:
-                kept = getattr(found, name, _UNSET)
-            except Exception:  # the other attributes are put back all the same
-                self.unreadable.append(f"{type(found).__module__}.{type(found).__qualname__}")
+            value = queue.popleft()
+            if isinstance(value, _ATOMS) or id(value) in self._seen:
                 continue
-            below.append(kept)
-            self.restores.append(partial(_set_slot, found, name, kept))
-        return below
+            self._seen[id(value)] = value
+            try:
+                referents = list(self._visit(value))
+            except Exception:
+                self.unreadable.append(f"{type(value).__module__}.{type(value).__qualname__}")
+                continue
+            for referent in referents:
+                # Tensors first, so that the limit does not cut them off behind a vocabulary.
+                (queue.appendleft if isinstance(referent, torch.Tensor) else queue.append)(referent)
+
+    def _visit(self, value: Any) -> Iterable[object]:
+        """Adds the step that restores an object, and returns the objects that it refers to."""
+        add = self.restores.append
+        if isinstance(value, torch.Tensor):
+            self.tensors[id(value)] = value
+            with without_subclasses():
+                add(tensor_state(value))
+                grad = value.grad if value.is_leaf else None
+            return [grad, *self._visit_attributes(value)]
+        if isinstance(value, dict):
+            return self._visit_dict(value)
+        if isinstance(value, list):
+            items = list(value)
+            add(partial(list.__setitem__, value, slice(None), items))
+            return items if type(value) is list else [*items, *self._visit_attributes(value)]
+        if isinstance(value, tuple):
+            return value
+        if isinstance(value, set):
+            add(partial(_refill, set.clear, set.update, value, set(value)))
+            return list(value)
+        if isinstance(value, deque):
+            add(partial(_refill, deque.clear, deque.extend, value, list(value)))
+            return list(value)
+        if isinstance(value, bytearray):
+            add(partial(bytearray.__setitem__, value, slice(None), bytes(value)))
+            return ()
+        if isinstance(value, np.ndarray):
+            # A larger array, or one that maps a file, is data that a model reads, and not state that a load changes.
+            if value.flags.writeable and value.nbytes <= _MAX_ARRAY_BYTES and not isinstance(value, np.memmap):
+                add(partial(_restore_array, value, value.copy()))
+            return ()
+        if isinstance(value, random.Random):
+            add(partial(value.setstate, value.getstate()))
+            return ()
+        if isinstance(value, torch.Generator) or (_is_numpy_random(value) and not hasattr(value, "bit_generator")):
+            add(partial(value.set_state, value.get_state()))
+            return ()
+        if _is_numpy_random(value):
+            add(partial(setattr, value.bit_generator, "state", value.bit_generator.state))
+            return ()
+        if isinstance(value, partial):
+            return value.args, value.keywords
+        if isinstance(value, types.MethodType):
+            return (value.__self__,)
+        return () if isinstance(value, _CODE) else self._visit_attributes(value)
+
+    def _visit_dict(self, value: dict[Any, Any]) -> Iterable[object]:
+        # An OrderedDict keeps its order beside the dict, so only its own methods may empty and fill it.
+        base: Any = OrderedDict if isinstance(value, OrderedDict) else dict
+        saved = list(base.items(value))
+
+        def restore() -> None:
+            now = list(base.items(value))
+            if len(now) != len(saved) or any(
+                a is not c or b is not d for (a, b), (c, d) in zip(now, saved, strict=True)
+            ):
+                base.clear(value)
+                for key, item in saved:
+                    base.__setitem__(value, key, item)
+
+        self.restores.append(restore)
+        referents = [part for pair in saved for part in pair]
+        return referents if type(value) in (dict, OrderedDict) else [*referents, *self._visit_attributes(value)]
+
+    def _visit_attributes(self, value: Any) -> Iterable[object]:
+        referents: list[object] = []
+        if not isinstance(value, torch.Tensor):  # `tensor_state` restores the class of a tensor
+            self.restores.append(partial(_restore_class, value, type(value)))
+        attributes = getattr(value, "__dict__", None)
+        if isinstance(attributes, dict):
+            referents.extend(self._visit_dict(attributes))
+        for name in slots_of_class(type(value)):
+            try:
+                saved = getattr(value, name, _UNSET)
+            except Exception:  # the other attributes are restored all the same
+                self.unreadable.append(f"{type(value).__module__}.{type(value).__qualname__}")
+                continue
+            referents.append(saved)
+            self.restores.append(partial(_restore_slot, value, name, saved))
+        return referents
 
 
-def _restore_array(array: "np.ndarray[Any, Any]", kept: "np.ndarray[Any, Any]") -> None:
-    if not array.flags.writeable:  # as it was when it was kept
+def _is_numpy_random(value: object) -> bool:
+    return type(value).__module__.startswith("numpy.random")
+
+
+def _refill(clear: Callable[..., None], fill: Callable[..., None], container: object, items: Iterable[object]) -> None:
+    clear(container)
+    fill(container, items)
+
+
+def _restore_array(array: "np.ndarray[Any, Any]", saved: "np.ndarray[Any, Any]") -> None:
+    if not array.flags.writeable:  # it was writeable when it was saved
         array.flags.writeable = True
-    np.copyto(array, kept)
+    np.copyto(array, saved)
 
 
-def _set_class(found: Any, cls: type) -> None:
-    if type(found) is not cls:
-        found.__class__ = cls
+def _restore_class(value: object, cls: type) -> None:
+    if type(value) is not cls:
+        value.__class__ = cls
 
 
-def _set_slot(found: object, name: str, kept: object) -> None:
-    if getattr(found, name, _UNSET) is kept:
+def _restore_slot(value: object, name: str, saved: object) -> None:
+    if getattr(value, name, _UNSET) is saved:
         return
-    if kept is _UNSET:
-        object.__delattr__(found, name)
+    if saved is _UNSET:
+        object.__delattr__(value, name)
     else:
-        object.__setattr__(found, name, kept)
-
-
-def _generator(get: str, set_: str) -> Callable[[ObjectSnapshot, Any], Iterable[object]]:
-    def visit(snapshot: ObjectSnapshot, found: Any) -> Iterable[object]:
-        kept = getattr(found, get)()
-        snapshot.restores.append(lambda: getattr(found, set_)(kept))
-        return ()
-
-    return visit
-
-
-_legacy_numpy = _generator("get_state", "set_state")
-
-
-def _numpy_generator(snapshot: ObjectSnapshot, found: Any) -> Iterable[object]:
-    bits = found.bit_generator
-    kept = bits.state
-    snapshot.restores.append(lambda: setattr(bits, "state", kept))
-    return ()
-
-
-_BY_TYPE: tuple[tuple[Any, Callable[[ObjectSnapshot, Any], Iterable[object]]], ...] = (
-    (dict, ObjectSnapshot._visit_dict),
-    (list, ObjectSnapshot._visit_list),
-    (tuple, lambda _, found: found),
-    (set, ObjectSnapshot._visit_set),
-    (deque, ObjectSnapshot._visit_deque),
-    (bytearray, ObjectSnapshot._visit_bytes),
-    (np.ndarray, ObjectSnapshot._visit_array),
-    (torch.Generator, _generator("get_state", "set_state")),
-    (random.Random, _generator("getstate", "setstate")),
-    (partial, lambda _, found: (found.args, found.keywords)),
-)
+        object.__setattr__(value, name, saved)
 
 
 def tensor_state(tensor: torch.Tensor) -> Callable[[], None]:
-    """What a tensor is, but for its bytes and attributes; the function returned makes it that again.
+    """Saves the metadata of a tensor, without its attributes, and returns a function that restores it.
 
-    The alias that is kept costs no memory: it shares the storage. A wrapper subclass is what its attributes are, and a
-    tensor in another layout than the strided one is not looked into.
+    The alias of the tensor shares its storage, so it needs no memory. A wrapper subclass is defined by its attributes.
+    A tensor in a layout other than the strided one has no alias.
     """
     cls, requires_grad, is_leaf = type(tensor), tensor.requires_grad, tensor.is_leaf
     alias = tensor.data if torch.nn.parameter.is_lazy(tensor) else tensor.detach() if _is_view(tensor) else None
@@ -227,7 +196,7 @@ def tensor_state(tensor: torch.Tensor) -> Callable[[], None]:
                 if tensor.requires_grad != requires_grad:
                     tensor.requires_grad_(requires_grad)
                 if restore_grad is not None:
-                    restore_grad()  # a gradient is taken only where it fits
+                    restore_grad()  # first, since torch takes a gradient only where it fits
                 if tensor.grad is not grad:
                     set_grad(tensor, grad)
             if restore_hooks is not None:
@@ -237,7 +206,7 @@ def tensor_state(tensor: torch.Tensor) -> Callable[[], None]:
 
 
 def set_grad(tensor: torch.Tensor, grad: torch.Tensor | None) -> None:
-    """Assigns a gradient. Its dtype and device may differ from the tensor's, which an assignment alone refuses."""
+    """Assigns a gradient, also one whose dtype or device torch refuses in a plain assignment."""
     fits = grad is None or (grad.dtype, grad.device) == (tensor.dtype, tensor.device)
     if grad is None or fits or not (_is_view(grad) and _is_view(tensor)):
         tensor.grad = grad
@@ -254,13 +223,13 @@ def _is_view(tensor: torch.Tensor) -> bool:
 
 
 def has_dispatch(tensor: torch.Tensor) -> bool:
-    """Whether the class of the tensor handles every operation itself, as wrapper subclasses do."""
+    """Whether the class of a tensor overrides `__torch_dispatch__`, as wrapper subclasses do."""
     return type(tensor).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__
 
 
 def put_back(tensor: torch.Tensor, alias: torch.Tensor) -> None:
-    """Makes `tensor` show what `alias` shows, under its own identity."""
-    if tensor.layout is torch.strided and can_set_data(tensor, alias):  # for sparse tensors it does nothing at times
+    """Gives a tensor the storage and shape of `alias`. It stays the same object."""
+    if tensor.layout is torch.strided and can_set_data(tensor, alias):  # can have no effect for sparse tensors
         tensor.data = alias
     else:
         swap_impl(tensor, alias.detach().requires_grad_(tensor.requires_grad))

@@ -1,4 +1,4 @@
-"""Optimizers whose parameters get another dtype or device, or memory for the first time."""
+"""The state of optimizers whose parameters change dtype or device, or get memory for the first time."""
 
 import sys
 from collections import Counter
@@ -19,7 +19,7 @@ NewState = tuple[dict[str, Any], str, Any]
 
 
 def check_optimizers(optimizers: Iterable[Any], model: nn.Module) -> tuple[torch.optim.Optimizer, ...]:
-    """The optimizers, if that is what they are, and of this model. Raises `OptionError`."""
+    """Returns the optimizers as a tuple. Raises `OptionError` unless each has a parameter of the model."""
     checked = tuple(optimizers) if isinstance(optimizers, Iterable) else (optimizers,)
     for optimizer in checked:
         if not isinstance(optimizer, torch.optim.Optimizer):
@@ -31,7 +31,7 @@ def check_optimizers(optimizers: Iterable[Any], model: nn.Module) -> tuple[torch
 
 
 def placed(optimizers: Iterable[torch.optim.Optimizer]) -> Placed:
-    """Where the parameters of optimizers are, and in which dtype."""
+    """Returns dtype and device of each parameter of the optimizers."""
     groups = (group for optimizer in optimizers for group in optimizer.param_groups)
     return {param: (param.dtype, param.device) for group in groups for param in group["params"]}
 
@@ -39,22 +39,22 @@ def placed(optimizers: Iterable[torch.optim.Optimizer]) -> Placed:
 def other_optimizers(
     modules: Iterable[nn.Module], passed: Sequence[torch.optim.Optimizer]
 ) -> list[torch.optim.Optimizer]:
-    """Optimizers with state for parameters of the modules, beside those that were passed.
+    """Returns the optimizers that have state for parameters of the modules and were not passed.
 
-    torch keeps no list of optimizers, so all objects of the process are searched, which takes some 50 ms. That is done
-    only where a parameter has more references than the modules and the optimizers that were passed account for.
+    torch keeps no list of optimizers, so this searches all objects of the process, which takes some 50 ms. It does so
+    only where a parameter has more references than those of the modules and of the optimizers that were passed.
     """
     modules = list(modules)
     if not optimizers_were_made() or not _referred_to_elsewhere(modules, passed):
         return []
     params = {id(param) for module in modules for param in own_parameters(module).values()}
     found = objects_of(lambda cls: issubclass(cls, torch.optim.Optimizer))
-    others = [one for one in found if all(one is not known for known in passed)]
-    return [one for one in others if any(id(param) in params for param in one.state)]
+    others = [optimizer for optimizer in found if all(optimizer is not other for other in passed)]
+    return [optimizer for optimizer in others if any(id(param) in params for param in optimizer.state)]
 
 
 def _referred_to_elsewhere(modules: list[nn.Module], passed: Sequence[torch.optim.Optimizer]) -> bool:
-    """Whether anything but the modules and the optimizers refers to a parameter of the modules."""
+    """Whether something besides the modules and the optimizers refers to a parameter of the modules."""
     known = Counter(id(param) for module in modules for param in own_parameters(module).values())
     for optimizer in passed:
         known.update(id(param) for group in optimizer.param_groups for param in group["params"])
@@ -62,14 +62,14 @@ def _referred_to_elsewhere(modules: list[nn.Module], passed: Sequence[torch.opti
     more = _with_more_references(modules, known)
     if more:  # recurrent modules have lists of their parameters
         values = (value for module in modules for value in vars(module).values())
-        known.update(id(one) for value in values if isinstance(value, list | tuple) for one in value)
+        known.update(id(item) for value in values if isinstance(value, list | tuple) for item in value)
         more = _with_more_references(modules, known)
     return more
 
 
 def _with_more_references(modules: list[nn.Module], known: Mapping[int, int]) -> bool:
     probe = {"": object()}
-    by_the_loop = next(sys.getrefcount(one) for one in probe.values()) - 1
+    by_the_loop = next(sys.getrefcount(value) for value in probe.values()) - 1
     return any(
         # An autograd graph has one reference to the object.
         sys.getrefcount(param) - by_the_loop > known[id(param)] + (use_count(param) > 1)
@@ -82,7 +82,7 @@ def _with_more_references(modules: list[nn.Module], known: Mapping[int, int]) ->
 def left_behind(
     optimizers: Iterable[torch.optim.Optimizer], finals: Mapping[torch.Tensor, torch.Tensor], before: Placed
 ) -> tuple[str, ...]:
-    """Optimizers that were not passed, and whose state would have to follow what parameters become, a line each."""
+    """Returns a line for each optimizer that was not passed and whose state no longer fits its parameters."""
     lines = []
     for optimizer in optimizers:
         count = 0
@@ -102,7 +102,7 @@ def left_behind(
 def _lags(
     key: str, value: Any, param: torch.Tensor, final: torch.Tensor, before: tuple[torch.dtype, torch.device]
 ) -> bool:
-    """Whether a value in a parameter's state would become another one, as `following_state` has it."""
+    """Whether `following_state` would convert a value in the state of a parameter."""
     if isinstance(value, torch.Tensor):
         return (value.dtype, value.device) != _followed(key, value, param, final, before)
     if type(value) in (list, tuple):
@@ -116,18 +116,25 @@ def following_state(
     before: Placed,
     spend: Callable[[int], None] = lambda _: None,
 ) -> list[NewState]:
-    """What has to change in the optimizers' state when parameters, which were as `before` says, become `finals`.
+    """Returns the new state of optimizers for parameters that change, and changes nothing itself.
 
-    State on a parameter's device goes where it goes, and state of its dtype (Adam's moments, the directions of LBFGS)
-    gets its new dtype, at any depth of lists and dicts. Counters and other scalars keep their dtype; `step` moves only
-    where the optimizer is capturable or fused and wants it beside the parameter. State that was made on meta is made
-    again, by a new optimizer of the same class and options. All new tensors are made here, so that nothing can fail
-    when they are put in place; `spend` hears of the bytes of each before. Raises `PlacementError`.
+    State on the device of its parameter moves with it, and state in the dtype of its parameter (Adam's moments, the
+    directions of LBFGS) gets the new dtype, at any depth of lists and dicts. Counters and other scalars keep their
+    dtype; `step` moves only for an optimizer that is capturable or fused. State on meta is initialised by a new
+    optimizer of the same class and options.
+
+    Args:
+        optimizers: The optimizers.
+        finals: For each parameter that changes, a tensor of the new dtype and device.
+        before: Dtype and device of the parameters before the change.
+        spend: Called with the bytes of each new tensor before it is allocated.
+
+    Raises:
+        PlacementError: The state on meta cannot be initialised.
     """
     found: list[NewState] = []
     for optimizer in optimizers:
-        on_meta = [param for param in finals if _is_on_meta(optimizer.state.get(param, {}))]
-        found += _made_again(optimizer, on_meta, finals)
+        found += _initialised_state(optimizer, finals)
         for group in optimizer.param_groups:
             beside = bool(group.get("capturable") or group.get("fused"))
             for param in group["params"]:
@@ -152,7 +159,7 @@ def _following(
     before: tuple[torch.dtype, torch.device],
     spend: Callable[[int], None],
 ) -> Any:
-    """What a value in a parameter's state becomes; the value itself where that is what it is already."""
+    """Returns the new value for a value in the state of a parameter, which may be the value itself."""
     if isinstance(value, torch.Tensor):
         dtype, device = _followed(key, value, param, final, before)
         if (dtype, device) == (value.dtype, value.device):
@@ -163,15 +170,15 @@ def _following(
         items = [_following(key, item, param, final, before, spend) for item in value]
         return type(value)(items) if any(a is not b for a, b in zip(items, value, strict=True)) else value
     if type(value) is dict:
-        made = {name: _following(key, item, param, final, before, spend) for name, item in value.items()}
-        return made if any(made[name] is not value[name] for name in value) else value
+        new = {name: _following(key, item, param, final, before, spend) for name, item in value.items()}
+        return new if any(new[name] is not value[name] for name in value) else value
     return value
 
 
 def _followed(
     key: str, value: torch.Tensor, param: torch.Tensor, final: torch.Tensor, before: tuple[torch.dtype, torch.device]
 ) -> tuple[torch.dtype, torch.device]:
-    """The dtype and device that a tensor in a parameter's state has afterwards."""
+    """Returns the new dtype and device of a tensor in the state of a parameter."""
     if value.is_meta or final.is_meta:
         return value.dtype, value.device
     scalar = key in _SCALARS or (value.dim() == 0 and param.dim() > 0)
@@ -180,16 +187,16 @@ def _followed(
 
 
 _SCALARS = ("step", "eta", "mu", "mu_product")
-"""What torch's optimizers keep as one number for a parameter, in a dtype of its own."""
+"""State of torch's optimizers that is one number for a parameter, in a dtype that does not depend on it."""
 
 
-def _is_on_meta(state: Mapping[str, Any]) -> bool:
-    return any(isinstance(value, torch.Tensor) and value.is_meta for value in state.values())
-
-
-def _made_again(
-    optimizer: torch.optim.Optimizer, params: Sequence[torch.Tensor], finals: Mapping[torch.Tensor, torch.Tensor]
-) -> list[NewState]:
+def _initialised_state(optimizer: torch.optim.Optimizer, finals: Mapping[torch.Tensor, torch.Tensor]) -> list[NewState]:
+    """Returns new values for the state that is on meta."""
+    params = [
+        param
+        for param in finals
+        if any(isinstance(value, torch.Tensor) and value.is_meta for value in optimizer.state.get(param, {}).values())
+    ]
     if not params:
         return []
     wanted = set(params)

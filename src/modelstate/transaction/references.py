@@ -1,8 +1,8 @@
-"""What refers to the tensors of a module: identities before and after a change, and holders by name.
+"""References to the tensors of a module: fingerprints before and after a change, and holders with their names.
 
-torch counts the owners of a tensor in its core: views of it, autograd graphs, the reducers of distributed training. It
-does not say who they are. Here they are looked for among all objects of the process, which takes a fraction of a
-second, and is done only where the count says that there is somebody.
+torch counts the owners of a tensor in its core: views, autograd graphs, reducers of distributed training. It does not
+list them. This file searches all objects of the process for them, which takes a fraction of a second, and only where
+the count is above one.
 """
 
 import gc
@@ -27,17 +27,17 @@ from modelstate.transaction.slots import Slots, overlap, sharing, slots_of
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Identity:
-    """A fingerprint of references, to be compared with another one of the same module. Made by `modelstate.identity`.
+    """The references of a module, to compare with those at another time. Made by `modelstate.identity`.
 
-    It refers to the tensors, and so keeps objects alive that the module has lost; it holds nothing of their values.
+    It refers to the tensors, so it keeps tensors alive that the module has dropped. It does not copy their values.
     """
 
     objects: Mapping[str, torch.Tensor]
-    """The object under each name; two names of a tied tensor have the same."""
+    """The tensor of each name. The names of a tied tensor have the same object."""
     views: frozenset[tuple[str, str]]
-    """Pairs of names of different tensors that show common memory."""
+    """Pairs of names of different tensors that share memory."""
     optimized: Mapping[tuple[int, int, int], torch.Tensor]
-    """What each place in an optimizer refers to: by the optimizer, the group and the place within it."""
+    """The parameters of optimizers, by the numbers of optimizer, group and position."""
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Identity) and not self.differences(other)
@@ -45,7 +45,7 @@ class Identity:
     __hash__ = None  # type: ignore[assignment]
 
     def differences(self, later: "Identity") -> list[str]:
-        """What has changed until `later`, a line each; empty where every reference is what it was."""
+        """Returns a line for each reference that differs in `later`; an empty list where none does."""
         texts = []
         for name in {**self.objects, **later.objects}:
             before, now = self.objects.get(name), later.objects.get(name)
@@ -61,7 +61,7 @@ class Identity:
 
     @property
     def ties(self) -> tuple[tuple[str, ...], ...]:
-        """Groups of names that are one object."""
+        """The groups of names that have the same object."""
         groups: dict[int, list[str]] = {}
         for name, tensor in self.objects.items():
             groups.setdefault(id(tensor), []).append(name)
@@ -69,11 +69,19 @@ class Identity:
 
 
 def identity(module: nn.Module, optimizers: Iterable[torch.optim.Optimizer] = ()) -> Identity:
-    """Who is who in a module, to compare before and after something that should keep all references.
+    """Returns the references of a module, to check that an operation keeps them.
 
-    >>> before = modelstate.identity(model, [optimizer])
-    >>> model.bfloat16()
-    >>> print(before.differences(modelstate.identity(model, [optimizer])))
+    Args:
+        module: The module, with all of its submodules.
+        optimizers: Optimizers whose references to parameters are compared too.
+
+    Returns:
+        The references, which `Identity.differences` compares.
+
+    Example:
+        >>> before = modelstate.identity(model, [optimizer])
+        >>> model.bfloat16()
+        >>> print(before.differences(modelstate.identity(model, [optimizer])))
     """
     slots = slots_of(module)
     return Identity(
@@ -94,7 +102,7 @@ def identity(module: nn.Module, optimizers: Iterable[torch.optim.Optimizer] = ()
 
 
 def lost_references(before: Slots, module: nn.Module) -> tuple[str, ...]:
-    """Names of a module that have lost the object that they had, a line each."""
+    """Returns a line for each name of a module that no longer has the tensor that it had."""
     now = slots_of(module).by_name
     changed = [name for name, slot in before.by_name.items() if name not in now or now[name].tensor is not slot.tensor]
     return tuple(f"{name} is {'another object' if name in now else 'gone'}" for name in changed)
@@ -103,46 +111,46 @@ def lost_references(before: Slots, module: nn.Module) -> tuple[str, ...]:
 _OWN_PACKAGE = __name__.partition(".")[0]
 _MAX_DEPTH = 4
 _CONTAINERS = (list, tuple, set, dict, deque, OrderedDict)
-_UNSEEN = "something in torch's core that Python cannot see"
+_UNSEEN = "something in torch's core that Python cannot list"
 
 
 @dataclass(slots=True)
 class Holders:
-    """What holds one tensor besides Python's references to it."""
+    """What holds a tensor in torch's core, besides its Python object."""
 
     views: list[torch.Tensor] = field(default_factory=list)
-    """Views of it, which show its memory and refer to it."""
+    """Views of the tensor."""
     waiting: list[torch.Tensor] = field(default_factory=list)
-    """Results of autograd graphs that use it, and through which a backward pass is still possible."""
+    """Results of autograd graphs that use the tensor and whose backward pass can still run."""
     reducers: list[torch.nn.Module] = field(default_factory=list)
-    """DistributedDataParallel modules that it belongs to."""
+    """DistributedDataParallel modules that have the tensor as a parameter."""
     nodes: list[object] = field(default_factory=list)
-    """Python's references to the node of autograd that accumulates its gradient."""
+    """The AccumulateGrad node of the tensor, where Python refers to it."""
     spent: bool = False
-    """Whether it is part of a graph that has been used up: no backward pass can come through it any more."""
+    """Whether the tensor is part of a graph whose backward pass has run and cannot run again."""
     has_node: bool = False
-    """Whether autograd has a node that accumulates its gradient."""
+    """Whether the tensor has an AccumulateGrad node."""
     unknown: bool = False
-    """Whether there is somebody whom Python cannot see."""
+    """Whether torch counts an owner that has not been found."""
 
     def of_the_graph(self) -> list[str]:
-        """Those that a change of memory, dtype or device under the same tensor leaves with something else."""
+        """Returns the holders that a change of memory, dtype or device of the tensor would invalidate."""
         texts = [
             f"an autograd graph that still waits for backward: its result is {where_held(root)}"
             for root in self.waiting[:3]
         ]
-        texts += [f"{type(one).__name__}'s reducer" for one in self.reducers]
+        texts += [f"{type(module).__name__}'s reducer" for module in self.reducers]
         texts += [f"its AccumulateGrad node, {where_held(node)}" for node in self.nodes[:3]]
         return texts + ([_UNSEEN] if self.unknown and self.has_node else [])
 
     def all(self) -> list[str]:
-        """All of them that are in the way of a swap."""
+        """Returns all holders that prevent a swap of the tensor."""
         texts = self.of_the_graph() + [f"a view, {where_held(view)}" for view in self.views[:3]]
         return texts + ([_UNSEEN] if self.unknown and not self.has_node else [])
 
     @property
     def remedy(self) -> str:
-        """What to do about the first of them."""
+        """How to release the first of the holders."""
         if self.waiting:
             return "run backward first; where it has been run, drop the result of the forward pass (del loss)"
         if self.reducers:
@@ -155,9 +163,9 @@ class Holders:
 
 
 def objects_of(wanted: Callable[[type], bool]) -> list[Any]:
-    """The objects of this process that the garbage collector knows, of the classes for which `wanted` is true.
+    """Returns the objects that the garbage collector tracks, of the classes for which `wanted` is true.
 
-    Objects are many and classes few, so the exact class alone decides, without a line of Python for each object.
+    `wanted` is called once for each class, since there are many more objects than classes.
     """
     objects = gc.get_objects()
     classes = {cls for cls in set(map(type, objects)) if wanted(cls)}
@@ -165,7 +173,7 @@ def objects_of(wanted: Callable[[type], bool]) -> list[Any]:
 
 
 def holders_of(tensors: Iterable[torch.Tensor]) -> dict[int, Holders]:
-    """By their ids, who holds those tensors that have more than one owner. One search for all of them."""
+    """Returns the holders of the tensors that have more than one owner, by the ids of the tensors."""
     held = {id(tensor): tensor for tensor in tensors if use_count(tensor) > 1}
     if not held:
         return {}
@@ -174,10 +182,21 @@ def holders_of(tensors: Iterable[torch.Tensor]) -> dict[int, Holders]:
     objects = objects_of(
         lambda cls: issubclass(cls, torch.Tensor) or issubclass(cls, reducer) or cls.__name__ == "AccumulateGrad"
     )
-    nodes = [one for one in objects if type(one).__name__ == "AccumulateGrad"]
+    # No variable of a loop refers to a node, since `_referred_to` counts references.
+    nodes = [value for value in objects if type(value).__name__ == "AccumulateGrad"]
+    roots: list[torch.Tensor] = []
+    """The results of autograd graphs."""
     with without_subclasses():
-        roots = [one for one in objects if issubclass(type(one), torch.Tensor) and _look_at(one, held, found)]
-    for module in (one for one in objects if issubclass(type(one), reducer)):
+        for tensor in (value for value in objects if issubclass(type(value), torch.Tensor)):
+            try:
+                base, function = tensor._base, tensor.grad_fn
+            except RuntimeError:  # a view whose base was changed in a way that torch forbids
+                continue
+            if base is not None and id(base) in held:
+                found[id(base)].views.append(tensor)
+            if function is not None:
+                roots.append(tensor)
+    for module in (value for value in objects if issubclass(type(value), reducer)):
         for parameter in module.parameters():
             if id(parameter) in found and found[id(parameter)].has_node:
                 found[id(parameter)].reducers.append(module)
@@ -187,7 +206,11 @@ def holders_of(tensors: Iterable[torch.Tensor]) -> dict[int, Holders]:
         holders = found.get(id(getattr(node, "variable", None)))
         if holders is None or holders.waiting or holders.reducers:
             continue
-        if is_referred_to or (id(node) not in in_graphs and _is_held(node, nodes)):
+        if not is_referred_to and id(node) not in in_graphs:
+            # torch itself refers to the Python object of the node, so the reference count says nothing.
+            referrers = [value for value in gc.get_referrers(node) if value is not nodes and not _is_internal(value)]
+            is_referred_to = bool(referrers) or bool(_name_in_frames(node))
+        if is_referred_to:
             holders.nodes.append(node)
     for holders in found.values():
         explained = holders.spent or holders.waiting or holders.reducers or holders.nodes
@@ -195,31 +218,20 @@ def holders_of(tensors: Iterable[torch.Tensor]) -> dict[int, Holders]:
     return found
 
 
-def _look_at(one: torch.Tensor, held: Collection[int], found: dict[int, Holders]) -> bool:
-    """Takes down whose view a tensor is; whether it is a result of an autograd graph."""
-    try:
-        base, result = one._base, one.grad_fn
-    except RuntimeError:  # a view whose base was changed in a way that torch forbids
-        return False
-    if base is not None and id(base) in held:
-        found[id(base)].views.append(one)
-    return result is not None
-
-
 def _search_graphs(roots: Iterable[torch.Tensor], held: dict[int, torch.Tensor], found: dict[int, Holders]) -> set[int]:
-    """Follows the graphs from their results down to the tensors. Returns the ids of the nodes."""
+    """Adds the results whose graphs use the tensors to the holders, and returns the ids of all nodes."""
     nodes: dict[int, _Node] = {}
     for root in roots:
-        _look_below(root.grad_fn, held, nodes)
-    # What was computed last comes first: it is what a person knows, and not something that its graph has saved.
+        _add_nodes(root.grad_fn, held, nodes)
+    # The result that was computed last comes first: the user knows it, unlike tensors that its graph has saved.
     seen: set[int] = set()
     for root in sorted(roots, key=_order, reverse=True):
         stack: list[Any] = [root.grad_fn]
         while stack:
             node = nodes.get(id(stack.pop()))
-            if node is not None and not node.used_up and id(node.it) not in seen:
-                seen.add(id(node.it))
-                stack.extend(next_node for next_node, _ in node.it.next_functions)
+            if node is not None and not node.used_up and id(node.function) not in seen:
+                seen.add(id(node.function))
+                stack.extend(function for function, _ in node.function.next_functions)
                 for key in node.uses:
                     found[key].waiting.append(root)
     for key, node in nodes.items():
@@ -238,45 +250,44 @@ def _order(root: torch.Tensor) -> int:
 class _Node:
     """A node of an autograd graph."""
 
-    it: Any
-    """Its Python object, which has to live, or another one gets its id."""
+    function: Any
+    """The Python object of the node. The reference keeps its id from being used again."""
     used_up: bool
-    """Whether a backward pass that begins at the node would come to one whose saved tensors have been freed: it raises,
-    also where it begins with nodes that save nothing, as additions do."""
+    """Whether a backward pass from this node raises, since it reaches a node whose saved tensors have been freed."""
     uses: set[int]
-    """The ids of the tensors that it has saved, or whose gradient it accumulates."""
+    """The ids of the tensors that the node has saved, or whose gradient it accumulates."""
 
 
-def _look_below(start: Any, held: Collection[int], nodes: dict[int, _Node]) -> None:
-    """Takes down the nodes of a graph from `start` on, each once and after those below it."""
+def _add_nodes(start: Any, held: Collection[int], nodes: dict[int, _Node]) -> None:
+    """Adds the nodes of a graph from `start` on, each once. `used_up` is set after that of the nodes below."""
     stack = [start]
     while stack:
-        it = stack[-1]
-        below = [next_node for next_node, _ in it.next_functions if next_node is not None]
-        if id(it) not in nodes:
-            is_freed, saved = _saved_by(it)
-            used = {id(getattr(it, "variable", None)), *map(id, saved)} & set(held)
-            nodes[id(it)] = _Node(it, is_freed, used)
-            stack += [next_node for next_node in below if id(next_node) not in nodes]
+        function = stack[-1]
+        below = [next_function for next_function, _ in function.next_functions if next_function is not None]
+        if id(function) not in nodes:
+            is_freed, saved = _saved_by(function)
+            used = {id(getattr(function, "variable", None)), *map(id, saved)} & set(held)
+            nodes[id(function)] = _Node(function, is_freed, used)
+            stack += [next_function for next_function in below if id(next_function) not in nodes]
         else:
             stack.pop()
-            node = nodes[id(it)]
-            node.used_up = node.used_up or any(nodes[id(next_node)].used_up for next_node in below)
+            node = nodes[id(function)]
+            node.used_up = node.used_up or any(nodes[id(next_function)].used_up for next_function in below)
 
 
 def _saved_by(node: Any) -> tuple[bool, list[Any]]:
-    """Whether a backward pass has freed what a node saved for it, and what it has saved, as far as that is there.
+    """Returns whether a backward pass has freed the saved values of a node, and those values that still exist.
 
-    No hook of `saved_tensors_hooks` is called: that of `torch.utils.checkpoint` would run the forward pass again.
+    It calls no hook of `saved_tensors_hooks`: the hook of `torch.utils.checkpoint` would run the forward pass again.
     """
     is_freed, values = False, list[Any]()
     cls: Any = type(node)
     for name in _saved_names(cls):
         try:
             raw = getattr(node, f"_raw_{name.removeprefix('_')}", None)
-            packed = [one for one in (raw if isinstance(raw, list | tuple) else [raw]) if one is not None]
-            if any(getattr(one, "unpack_hook", None) is not None for one in packed):
-                values += [one.data for one in packed]
+            packed = [value for value in (raw if isinstance(raw, list | tuple) else [raw]) if value is not None]
+            if any(getattr(value, "unpack_hook", None) is not None for value in packed):
+                values += [value.data for value in packed]
                 continue
             saved = getattr(node, name)
         except RuntimeError as error:
@@ -294,7 +305,7 @@ def _saved_names(cls: Any) -> list[str]:
 
 
 def where_held(wanted: object) -> str:
-    """Where Python refers to an object: "`loss` in frame `train`", "list `cache` in frame `train`"."""
+    """Returns where Python refers to an object: "held by `loss` in frame `train`"."""
     return _place(wanted, 0, {id(wanted)}) or f"a {type(wanted).__name__} that no variable of Python leads to"
 
 
@@ -302,10 +313,10 @@ def _place(wanted: object, depth: int, seen: set[int]) -> str:
     name = _name_in_frames(wanted)
     if name or depth >= _MAX_DEPTH:
         return name
-    referrers = [one for one in gc.get_referrers(wanted) if id(one) not in seen and not _is_ours(one)]
+    referrers = [value for value in gc.get_referrers(wanted) if id(value) not in seen and not _is_internal(value)]
     seen.update(map(id, referrers))
-    for one in referrers:
-        text = _through(one, wanted, depth, seen)
+    for referrer in referrers:
+        text = _through(referrer, wanted, depth, seen)
         if text:
             return text
     return ""
@@ -320,11 +331,11 @@ def _name_in_frames(wanted: object) -> str:
 
 
 def _variables(frame: FrameType) -> list[tuple[str, object]]:
-    """The local variables of a frame. Nothing stays behind that would keep their values alive."""
+    """Returns the local variables of a frame, and leaves no reference that would keep their values alive."""
     variables = frame.f_locals
     found = list(variables.items())
-    # Until Python 3.12 the frame keeps a copy of its variables, which outlives their deletion. Ours are the only
-    # references to it, unless somebody has called locals() there.
+    # Until Python 3.12 the frame keeps a copy of its variables, which outlives their deletion. This function has the
+    # only references to the copy, unless code of the frame has called locals().
     is_copy = bool(frame.f_code.co_flags & inspect.CO_OPTIMIZED) and type(variables) is dict
     if is_copy and sys.getrefcount(variables) <= 3:
         variables.clear()
@@ -333,22 +344,19 @@ def _variables(frame: FrameType) -> list[tuple[str, object]]:
 
 def _frames() -> Iterator[FrameType]:
     for frame in sys._current_frames().values():
-        at: FrameType | None = frame
-        while at is not None:
-            if at.f_globals.get("__name__", "").partition(".")[0] != _OWN_PACKAGE:
-                yield at
-            at = at.f_back
-
-
-def _is_held(node: object, nodes: list[Any]) -> bool:
-    """Whether Python refers to a node; that it has an object in Python is not enough, for torch keeps that."""
-    others = [one for one in gc.get_referrers(node) if one is not nodes and not _is_ours(one)]
-    return bool(others) or bool(_name_in_frames(node))
+        current: FrameType | None = frame
+        while current is not None:
+            if current.f_globals.get("__name__", "").partition(".")[0] != _OWN_PACKAGE:
+                yield current
+            current = current.f_back
 
 
 def _referred_to(nodes: list[Any]) -> list[bool]:
-    """For each node that is part of a graph whether Python refers to it, too: whether it has more owners than one that
-    is in a graph and in a list alone. To look for the owners of each would take a search of the process for each."""
+    """Returns for each node of a graph whether Python refers to it.
+
+    It compares the reference count with that of a node that only a graph and a list refer to. A search for the
+    referrers of each node would take a search of the process for each.
+    """
     with torch.inference_mode(False), torch.enable_grad():
         variable = torch.ones((), requires_grad=True, device="cpu")
         result = variable * 1
@@ -363,9 +371,9 @@ def _owner_counts(nodes: list[Any]) -> list[int]:
 
 
 def _through(referrer: Any, wanted: object, depth: int, seen: set[int]) -> str:
-    """Where one referrer can be found, if it is one that has a name."""
+    """Returns where a referrer of an object is held; empty where no name leads to it."""
     if type(referrer) is dict:
-        owners = [one for one in gc.get_referrers(referrer) if getattr(one, "__dict__", None) is referrer]
+        owners = [value for value in gc.get_referrers(referrer) if getattr(value, "__dict__", None) is referrer]
         if owners:
             return _attribute(owners[0], wanted, depth, seen)
     if isinstance(referrer, _CONTAINERS) or type(referrer).__name__ == "cell":
@@ -385,5 +393,6 @@ def _attribute(owner: Any, wanted: object, depth: int, seen: set[int]) -> str:
     return f"attribute `{name}` of a {type(owner).__name__}" + (f" {within}" if within else "") if name else ""
 
 
-def _is_ours(one: object) -> bool:
-    return isinstance(one, FrameType) or type(one).__module__.partition(".")[0] == _OWN_PACKAGE
+def _is_internal(value: object) -> bool:
+    """Whether an object is a frame, or of a class of this library."""
+    return isinstance(value, FrameType) or type(value).__module__.partition(".")[0] == _OWN_PACKAGE

@@ -29,11 +29,11 @@ _STRICTEST = (PARAMETER, BUFFER, HIDDEN)
 
 
 class Slot(NamedTuple):
-    """A tensor of a module, and all the names under which it is reached: more than one where it is tied."""
+    """A tensor of a module with all of its names. A tied tensor has several."""
 
     names: tuple[str, ...]
     kind: str
-    """"parameter", "buffer" or "non-persistent buffer"; the strictest of its places where they differ."""
+    """"parameter", "buffer" or "non-persistent buffer"; the first of these where its names differ in kind."""
     tensor: torch.Tensor
 
     @property
@@ -51,9 +51,9 @@ class Slots:
     empty: frozenset[str]
     """Names that are registered with None."""
     lazy: frozenset[str]
-    """Those of them that are lazy buffers, which may get a value all the same."""
+    """The lazy buffers among `empty`, which a load may set."""
     extra: tuple[str, ...]
-    """Names of the extra state of modules that take some."""
+    """Names of the extra state of modules that override `set_extra_state`."""
 
 
 def slots_of(root: nn.Module) -> Slots:
@@ -119,7 +119,7 @@ def signatures(slots: Slots) -> dict[str, SlotSignature]:
 
 
 def _modules_of(module: nn.Module, prefix: str) -> Iterator[tuple[str, nn.Module]]:
-    """Every module under every name that it has, with its prefix."""
+    """Yields every module under each of its names, with the prefix of the names of its tensors."""
     stack = [(prefix, module)]
     while stack:
         prefix, module = stack.pop()
@@ -130,24 +130,24 @@ def _modules_of(module: nn.Module, prefix: str) -> Iterator[tuple[str, nn.Module
 
 
 def named_modules_of(root: nn.Module) -> dict[str, nn.Module]:
-    """Every module by every path that leads to it."""
+    """Returns the modules by all of their paths."""
     return {prefix.removesuffix("."): module for prefix, module in _modules_of(root, "")}
 
 
 def modules_of(root: nn.Module) -> list[nn.Module]:
-    """Every module once."""
+    """Returns every module once."""
     found: dict[int, nn.Module] = {}
-    waiting: list[nn.Module | None] = [root]
-    while waiting:
-        module = waiting.pop()
+    stack: list[nn.Module | None] = [root]
+    while stack:
+        module = stack.pop()
         if module is not None and id(module) not in found:
             found[id(module)] = module
-            waiting.extend(own_modules(module).values())
+            stack.extend(own_modules(module).values())
     return list(found.values())
 
 
 class Addresses:
-    """The memory of some tensors, to be asked whether others lie in it."""
+    """The address ranges of the storages of some tensors."""
 
     def __init__(self, tensors: Iterable[torch.Tensor]) -> None:
         ranges = sorted({address_range(tensor) for tensor in tensors} - {(0, 0)})
@@ -155,7 +155,7 @@ class Addresses:
         self._ends = [end for _, end in ranges]
 
     def hold(self, tensor: torch.Tensor) -> bool:
-        """Whether the storage of the tensor lies in this memory, or a part of it does."""
+        """Whether the storage of a tensor overlaps one of the ranges."""
         start, end = address_range(tensor)
         if start == end:
             return False
@@ -166,7 +166,7 @@ class Addresses:
 
 
 def overlap(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """Whether two plain tensors with memory may have elements in common."""
+    """Whether the extents of two plain tensors in one storage overlap, so that they may share elements."""
     if not (is_plain(a) and is_plain(b)) or a.is_meta or b.is_meta or storage_id(a) != storage_id(b):
         return False
     (a_start, a_end), (b_start, b_end) = extent(a), extent(b)
@@ -174,17 +174,22 @@ def overlap(a: torch.Tensor, b: torch.Tensor) -> bool:
 
 
 def sharing(slots: Sequence[Slot]) -> list[list[Slot]]:
-    """Groups of slots with plain tensors that show common elements of one storage. Sorting finds them."""
+    """Returns the groups of slots whose plain tensors share elements of a storage, found by sorting the addresses."""
     starts = [slot.tensor.data_ptr() for slot in slots]
     groups: list[list[Slot]] = []
     run: list[Slot] = []
     end = 0
     for index in sorted(range(len(slots)), key=starts.__getitem__):
         start, slot = starts[index], slots[index]
-        nbytes = _extent_bytes(slot.tensor) if start else 0
+        nbytes = 0
+        if start and slot.tensor.is_contiguous():
+            nbytes = slot.tensor.nbytes
+        elif start:
+            first, end_element = extent(slot.tensor)
+            nbytes = (end_element - first) * slot.tensor.itemsize
         if not nbytes:  # empty, or on meta
             continue
-        if start < end and any(overlap(slot.tensor, one.tensor) for one in run):
+        if start < end and any(overlap(slot.tensor, other.tensor) for other in run):
             run.append(slot)
         else:
             run = [slot]
@@ -194,7 +199,7 @@ def sharing(slots: Sequence[Slot]) -> list[list[Slot]]:
 
 
 def clash(a: torch.Tensor, a_value: torch.Tensor, b: torch.Tensor, b_value: torch.Tensor) -> bool:
-    """Whether writing `a_value` to `a` and then `b_value` to `b`, which overlap, changes what `a` has got."""
+    """Whether a write of `b_value` to `b` changes an element of `a`, which overlaps `b` and holds `a_value`."""
     if same_place(a, b):
         return not same_values(a_value, b_value)
     if a.dtype != b.dtype:
@@ -212,7 +217,7 @@ def clash(a: torch.Tensor, a_value: torch.Tensor, b: torch.Tensor, b_value: torc
 
 
 def same_values(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """Whether two tensors are equal bit for bit, without looking where they are the same view of the same bytes."""
+    """Whether two tensors are equal bit for bit. Two equal views of one storage are not compared."""
     if a.dtype != b.dtype or a.shape != b.shape:
         return False
     if not (is_plain(a) and is_plain(b)):
@@ -226,15 +231,8 @@ def same_values(a: torch.Tensor, b: torch.Tensor) -> bool:
     return torch.equal(a.view(bits[a.itemsize]), b.view(bits[b.itemsize]))
 
 
-def _extent_bytes(tensor: torch.Tensor) -> int:
-    if tensor.is_contiguous():
-        return tensor.nbytes
-    start, end = extent(tensor)
-    return (end - start) * tensor.itemsize
-
-
 def extent(tensor: torch.Tensor) -> tuple[int, int]:
-    """Elements from the beginning of the storage to the first and behind the last."""
+    """Returns the offsets in the storage, in elements, of the first element and behind the last."""
     if not tensor.numel():
         return 0, 0
     start = int(tensor.storage_offset())

@@ -1,4 +1,4 @@
-"""Exchanges the contents of tensors under their identities; each function returns its undo."""
+"""Changes what a tensor is while it stays the same object. Each function returns its undo."""
 
 from collections.abc import Callable, Mapping
 from functools import partial
@@ -14,15 +14,15 @@ from modelstate.torch_compat.private import is_transforming, keep_hooks, slots_o
 from modelstate.transaction.object_snapshot import has_dispatch, set_grad
 from modelstate.transaction.references import holders_of
 
-Undo = Callable[[], None]
+Undo = Callable[[], object]
 _UNSET = object()
 
 
 def exchange(a: torch.Tensor, b: torch.Tensor) -> Undo:
-    """Exchanges class, attributes, slots, and what the tensors are in torch's core: all of it, or nothing.
+    """Exchanges class, attributes, slots, and the implementations of two tensors in torch's core, all or nothing.
 
-    `torch.utils.swap_tensors` without its checks, in an order in which whatever can fail comes before anything has
-    changed. Raises what torch raises.
+    It does what `torch.utils.swap_tensors` does, without its checks. The steps that can fail come first. It raises what
+    torch raises.
     """
     classes = type(a), type(b)
     swap_impl(a, b)
@@ -36,35 +36,26 @@ def exchange(a: torch.Tensor, b: torch.Tensor) -> Undo:
             raise
     a.__dict__, b.__dict__ = b.__dict__, a.__dict__
     for name in slots_of_class(classes[0]):
-        _exchange_slot(a, b, name)
-    return partial(swap_back, a, b)
-
-
-def swap_back(a: torch.Tensor, b: torch.Tensor) -> None:
-    """Undoes an exchange."""
-    exchange(a, b)
-
-
-def _exchange_slot(a: torch.Tensor, b: torch.Tensor, name: str) -> None:
-    values = getattr(a, name, _UNSET), getattr(b, name, _UNSET)
-    for tensor, old, new in ((a, *values), (b, values[1], values[0])):
-        if new is not _UNSET:
-            object.__setattr__(tensor, name, new)
-        elif old is not _UNSET:
-            object.__delattr__(tensor, name)
+        values = getattr(a, name, _UNSET), getattr(b, name, _UNSET)
+        for tensor, old, new in ((a, *values), (b, values[1], values[0])):
+            if new is not _UNSET:
+                object.__setattr__(tensor, name, new)
+            elif old is not _UNSET:
+                object.__delattr__(tensor, name)
+    return partial(exchange, a, b)
 
 
 def give_memory(tensor: torch.Tensor, value: torch.Tensor) -> Undo:
-    """Makes a plain tensor show the memory of `value`, under its own identity, class, hooks and `requires_grad`.
+    """Gives a plain tensor the memory of `value`. Class, hooks and `requires_grad` stay; a gradient is dropped.
 
-    This works where assigning `.data` does not: from the meta device, and to it. A gradient is lost.
+    Unlike an assignment to `.data`, this works from and to the meta device.
     """
     restore_hooks, other = keep_hooks(tensor), value.detach()
     if tensor.requires_grad and (value.is_floating_point() or value.is_complex()):
         other.requires_grad = True
     swap_impl(tensor, other)
     restore_hooks()
-    return lambda: swap_impl(tensor, other)
+    return partial(swap_impl, tensor, other)
 
 
 def point_to(
@@ -75,11 +66,15 @@ def point_to(
     held_grad: torch.Tensor | None = None,
     undoable: bool = True,
 ) -> Undo:
-    """Gives a tensor the memory of `value`, of another dtype or device, under its own identity, class and attributes.
+    """Gives a tensor the memory of `value`, of another dtype or device. Class and attributes stay.
 
-    `grad` is what its gradient becomes, which keeps its identity too; without it the gradient is dropped. `held_grad`
-    is the gradient's object, where it may have become another by now, as one that two tensors have. Without `undoable`
-    the old memory is let go of at once, and what is returned does nothing.
+    Args:
+        tensor: The tensor that changes.
+        value: The tensor whose memory it gets.
+        grad: The new values of the gradient, which stays the same object. None drops the gradient.
+        held_grad: The object of the gradient, where `tensor.grad` may be another object by now, since two tensors may
+            have the same gradient.
+        undoable: False frees the old memory at once; the function that is returned has no effect then.
     """
     held: Any = tensor
     old_grad = tensor.grad if tensor.is_leaf else None
@@ -89,7 +84,7 @@ def point_to(
         return partial(setattr, held, "data", old) if undoable else _nothing
     new_grad = old_grad if held_grad is None else held_grad
     held.grad = None
-    undo_grad = _nothing
+    undo_grad: Undo = _nothing
     if grad is not None:
         try:
             undo_grad = _replace(new_grad, grad, undoable)
@@ -115,9 +110,9 @@ def point_to(
 
 
 def give_grad(tensor: torch.Tensor, grad: torch.Tensor, new: torch.Tensor) -> Undo:
-    """Makes the gradient of a tensor, which is the object `grad`, what `new` is, and leaves the tensor alone."""
+    """Gives the gradient of a tensor, the object `grad`, the values of `new`. The tensor does not change."""
     tensor.grad = None  # torch exchanges only tensors with one owner
-    undo_grad = _nothing
+    undo_grad: Undo = _nothing
     try:
         undo_grad = _replace(grad, new)
         set_grad(tensor, grad)
@@ -135,45 +130,45 @@ def give_grad(tensor: torch.Tensor, grad: torch.Tensor, new: torch.Tensor) -> Un
 
 
 def become(tensor: torch.Tensor, value: torch.Tensor, grad: torch.Tensor | None = None) -> Undo:
-    """Makes `tensor` what `value` is: class, payload and memory, under its own identity, with its hooks.
+    """Gives `tensor` the class, payload and memory of `value`. Its hooks stay, and a parameter stays a parameter.
 
-    A parameter stays one. What Python code has hung on the tensor stays, where the value has nothing of that name.
-    `grad` is what its gradient becomes; without it the gradient is dropped. Raises what torch raises, unchanged.
+    Attributes of the tensor stay, except for those that the value has too. `grad` is the new value of the gradient;
+    None drops the gradient. It raises what torch raises, and changes nothing then.
     """
     new, restore_hooks = as_slot(tensor, value), keep_hooks(tensor)
     old_grad = tensor.grad if tensor.is_leaf else None
     attributes = {} if has_dispatch(tensor) and type(tensor) is not type(new) else dict(tensor.__dict__)
-    tensor.grad = None  # its owner counts
+    tensor.grad = None  # torch exchanges only tensors with one owner
     try:
-        undo = exchange(tensor, new)
+        undo_exchange = exchange(tensor, new)
     except BaseException:
         set_grad(tensor, old_grad)
         raise
     for name, attribute in attributes.items():
         tensor.__dict__.setdefault(name, attribute)
     restore_hooks()
-    undo_grad = _nothing
+    undo_grad: Undo = _nothing
     if old_grad is not None and grad is not None and tensor.requires_grad:
         try:
             undo_grad = _replace(old_grad, grad)
             set_grad(tensor, old_grad)
         except BaseException:
             undo_grad()
-            undo()
+            undo_exchange()
             set_grad(tensor, old_grad)
             raise
 
-    def back() -> None:
+    def undo() -> None:
         tensor.grad = None
-        undo()
+        undo_exchange()
         undo_grad()
         set_grad(tensor, old_grad)
 
-    return back
+    return undo
 
 
 def as_slot(slot: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-    """The value as what the slot holds: a parameter that needs a gradient or does not, or a buffer."""
+    """Returns the value as a parameter, with the `requires_grad` of the slot, or as a buffer: as the slot holds one."""
     if not isinstance(slot, nn.Parameter):
         return value.detach() if isinstance(value, nn.Parameter) else value
     differentiable = value.is_floating_point() or value.is_complex()
@@ -196,18 +191,26 @@ def _nothing() -> None:
 
 
 def swap_tensors(a: torch.Tensor, b: torch.Tensor) -> None:
-    """Exchanges what two tensors are, under their identities: class, attributes, slots and storage.
+    """Exchanges class, attributes, slots and storage of two tensors, which stay the same objects.
 
-    What `torch.utils.swap_tensors` does, with the same result. Weak references to either are no hindrance: they refer
-    to the object, which stays. Nor is an autograd graph whose backward pass has been run, which nothing can use again.
-    Views, graphs that wait for backward and reducers of distributed training would go on with the other tensor, so
-    then it raises `SwapError`, with nothing changed, and says who holds which of the two, and where.
+    The result is that of `torch.utils.swap_tensors`, which refuses more tensors: those with weak references, and those
+    in an autograd graph whose backward pass has run.
 
-    Raises `OptionError` for what is no tensor, `SwapError` for tensors that cannot be exchanged.
+    Args:
+        a, b: The tensors.
+
+    Raises:
+        OptionError: An argument is not a tensor.
+        SwapError: The tensors cannot be exchanged, and nothing has been changed. Views, graphs that wait for backward
+            and reducers of distributed training would keep using the old tensor; the error names them and where Python
+            refers to them.
+
+    Example:
+        >>> modelstate.swap_tensors(model.weight, nn.Parameter(torch.zeros(2, 2)))
     """
-    for one in (a, b):
-        if not isinstance(one, torch.Tensor):
-            raise OptionError("not a tensor", expected="two torch.Tensor", found=type(one).__name__)
+    for tensor in (a, b):
+        if not isinstance(tensor, torch.Tensor):
+            raise OptionError("not a tensor", expected="two torch.Tensor", found=type(tensor).__name__)
     if is_transforming():
         raise SwapError(
             "within a transform of torch.func a tensor stands for others, and cannot be swapped",
@@ -232,30 +235,30 @@ def swap_tensors(a: torch.Tensor, b: torch.Tensor) -> None:
 
 def check_slots(a: torch.Tensor, b: torch.Tensor) -> None:
     """Raises `SwapError` where the classes have different `__slots__`."""
-    mine, theirs = set(slots_of_class(type(a))), set(slots_of_class(type(b)))
-    if mine != theirs:
+    slots, other_slots = set(slots_of_class(type(a))), set(slots_of_class(type(b)))
+    if slots != other_slots:
         raise SwapError(
             "the classes of the tensors have different __slots__; nothing has been changed",
-            expected=f"the same: {sorted(mine)}",
-            found=f"{sorted(theirs)} of {type(b).__name__}",
+            expected=f"the same: {sorted(slots)}",
+            found=f"{sorted(other_slots)} of {type(b).__name__}",
             remedy="keep what differs in attributes of the object, without __slots__",
         )
 
 
 def refusals(tensors: Mapping[str, torch.Tensor]) -> list[SwapError]:
-    """The errors for tensors, by their names, that somebody holds who would go on with them as they were.
+    """Returns the errors for tensors, by name, whose holders would keep using the old tensor.
 
-    They are returned and not raised, so that no frame in their traceback keeps those holders alive.
+    It returns the errors and does not raise them, so that no frame of their traceback keeps the holders alive.
     """
     held = holders_of(tensors.values())
-    found = [(name, held[id(one)]) for name, one in tensors.items() if id(one) in held and held[id(one)].all()]
     return [
         SwapError(
-            "somebody else holds the tensor, and would go on with what it was; nothing has been changed",
+            "something else holds the tensor, and would keep using the old one; nothing has been changed",
             where=name,
             expected="a tensor that only Python refers to",
             found="; ".join(holders.all()),
             remedy=holders.remedy,
         )
-        for name, holders in found
+        for name, tensor in tensors.items()
+        if (holders := held.get(id(tensor))) is not None and holders.all()
     ]

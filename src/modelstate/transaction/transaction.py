@@ -81,7 +81,7 @@ class Transaction:
         self._lock: exclusive | None = None
         self._ended = False
         self._grad_enabled = torch.is_grad_enabled()
-        self._undo: list[Callable[[], None]] = []
+        self._undo: list[Callable[[], object]] = []
         self._snapshot: ObjectSnapshot | None = None
         self._storages: set[int] = set()
         """The storages of the tensors in the snapshot."""
@@ -166,7 +166,7 @@ class Transaction:
                 remedy="the error before this one says what went wrong first; make the model again",
             ) from failures[0]
 
-    def _undo_steps(self) -> Iterator[Callable[[], None]]:
+    def _undo_steps(self) -> Iterator[Callable[[], object]]:
         while self._undo:
             yield self._undo.pop()
         if self._snapshot is not None:
@@ -199,7 +199,7 @@ class Transaction:
         write.done = True
         self.writes.append(write)
 
-    def register_undo(self, undo: Callable[[], None]) -> None:
+    def register_undo(self, undo: Callable[[], object]) -> None:
         """Registers how to undo a change. A rollback calls it once."""
         self._undo.append(undo)
 
