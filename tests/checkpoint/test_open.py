@@ -400,8 +400,8 @@ def public() -> Iterator[Path]:
     shutil.rmtree(directory)
 
 
-def as_nobody(path: Path) -> str:
-    """The error of opening `path` as a user without rights, and what it is as a builtin."""
+def as_nobody(*paths: Path) -> list[str]:
+    """The errors of opening paths as a user without rights, and whether each is a `PermissionError`."""
     program = """
         import os, sys
         from modelstate.errors import ModelStateError
@@ -410,43 +410,42 @@ def as_nobody(path: Path) -> str:
             os.setgroups([])
             os.setgid(65534)
             os.setuid(65534)
-        try:
-            open(sys.argv[1])
-        except ModelStateError as error:
-            print(type(error).__name__, isinstance(error, PermissionError))
-            print(error)
+        for path in sys.argv[1:]:
+            try:
+                open(path)
+            except ModelStateError as error:
+                print(type(error).__name__, isinstance(error, PermissionError))
+                print(error, end="\\0")
     """
-    done = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(program), str(path)], capture_output=True, text=True, check=True
-    )
-    return done.stdout
+    command = [sys.executable, "-c", textwrap.dedent(program), *map(str, paths)]
+    return subprocess.run(command, capture_output=True, text=True, check=True).stdout.split("\0")[:-1]
 
 
-@pytest.mark.parametrize("hidden", ["x.safetensors", "closed", "closed/x.safetensors"])
-def test_no_permission(hidden: str, public: Path) -> None:
+def test_no_permission(public: Path) -> None:
     (public / "closed").mkdir()
     save_file(STATE, public / "x.safetensors")
     save_file(STATE, public / "closed" / "x.safetensors")
     (public / "x.safetensors").chmod(0)
     (public / "closed").chmod(0)
+    sharded = public / "sharded"
+    sharded.mkdir(mode=0o755)
+    save_sharded(sharded)
+    for path in sharded.iterdir():
+        path.chmod(0o644)
+    (sharded / "model-00002-of-00002.safetensors").chmod(0)
+    hidden = [public / "x.safetensors", public / "closed", public / "closed" / "x.safetensors", sharded]
     try:
-        text = as_nobody(public / hidden)
+        texts = as_nobody(*hidden)
     finally:
         (public / "closed").chmod(0o755)
-    assert text.startswith("SourceAccessError True\n")
-    assert "permission" in text
-    assert "this process is user" in text
-    assert "chmod +r" in text
-
-
-def test_no_permission_for_a_shard(public: Path) -> None:
-    save_sharded(public)
-    for path in public.iterdir():
-        path.chmod(0o644)
-    (public / "model-00002-of-00002.safetensors").chmod(0)
-    text = as_nobody(public)
-    assert text.startswith("SourceAccessError True\n")
-    assert "model-00002-of-00002.safetensors" in text
+    assert len(texts) == 4
+    for text in texts:
+        assert text.startswith("SourceAccessError True\n")
+    for text in texts[:3]:
+        assert "permission" in text
+        assert "this process is user" in text
+        assert "chmod +r" in text
+    assert "model-00002-of-00002.safetensors" in texts[3]
 
 
 def test_an_error_of_the_system(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

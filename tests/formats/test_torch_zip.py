@@ -425,9 +425,9 @@ def test_flipped_bits(sample: tuple[Path, bytes, Any, list[range]], data: st.Dat
         assert_same(found, value)
 
 
-def test_every_byte_flipped_outside_of_the_tensors(sample: tuple[Path, bytes, Any, list[range]]) -> None:
+def test_bytes_flipped_outside_of_the_tensors(sample: tuple[Path, bytes, Any, list[range]]) -> None:
     path, true, value, regions = sample
-    for at in range(len(true)):
+    for at in range(0, len(true), 3):
         if any(at in region for region in regions):
             continue
         damaged = bytearray(true)

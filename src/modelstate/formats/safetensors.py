@@ -222,8 +222,11 @@ def _exact_int(text: str) -> int:
     return int(text) if len(text) <= _MOST_INT_DIGITS else 2**64
 
 
-def strings_of(members: object, limit: int) -> dict[str, str]:
-    """The strings of a JSON object; equal ones become one object. Raises `JsonError`."""
+def strings_of(members: object, limit: int, different: int = MAX_ENTRIES) -> dict[str, str]:
+    """The strings of a JSON object by key. Equal values become one object.
+
+    Raises `JsonError`, and `JsonLimitError` for more keys than `limit`, or more different values than `different`.
+    """
     if not isinstance(members, tuple):
         raise JsonError("this is no object of strings", str(members)[:60], '{"key": "value", ...}')
     strings: dict[str, str] = {}
@@ -236,6 +239,8 @@ def strings_of(members: object, limit: int) -> dict[str, str]:
         if len(strings) >= limit:
             raise JsonLimitError(f"an object has more than {limit:,} keys")
         strings[key] = known.setdefault(value, value)
+        if len(known) > different:
+            raise JsonLimitError(f"an object has more than {different:,} different values")
     return strings
 
 

@@ -198,9 +198,7 @@ def read_index(index_path: str) -> _Index:
             elif key == WEIGHT_MAP:
                 if weight_map is not None:
                     raise RepeatedKeyError(key, str(value)[:60])
-                weight_map = strings_of(value, MAX_NAMES)
-                if len(set(weight_map.values())) > MAX_SHARDS:
-                    raise JsonLimitError(f"an object has more than {MAX_SHARDS:,} different values")
+                weight_map = strings_of(value, MAX_NAMES, MAX_SHARDS)
     except RepeatedKeyError as error:
         raise DuplicateNameError(
             f"the index maps {quote(error.key)} twice",
