@@ -19,7 +19,17 @@ from modelstate.errors import (
     TensorNotFoundError,
     UnsupportedTensorError,
 )
-from modelstate.formats.tree import FlatTree, decoded, flatten, is_container, items_of, rebuild, referred_to, subtree
+from modelstate.formats.tree import (
+    FlatTree,
+    decoded,
+    flatten,
+    is_container,
+    items_of,
+    leaves,
+    rebuild,
+    referred_to,
+    subtree,
+)
 from modelstate.io import system
 from modelstate.io.digests import ALGORITHM, hasher
 from modelstate.io.engine import Request, open_files, read_ranges, read_threads
@@ -257,15 +267,9 @@ class Checkpoint(Mapping[str, TensorSpec]):
 
     def encoded(self) -> Iterator[tuple[str, Encoded]]:
         """The values that are decoded when they are accessed, with the paths that they are at or below."""
-        waiting = [
-            (path, value) for values in (self._flat.values, self._contents.metadata) for path, value in values.items()
-        ]
-        while waiting:
-            path, value = waiting.pop()
-            if isinstance(value, Encoded):
-                yield path, value
-            elif is_container(value):
-                waiting += [(path, item) for _, item in items_of(value)]
+        for values in (self._flat.values, self._contents.metadata):
+            for path, value in values.items():
+                yield from ((path, leaf) for _, leaf in leaves(value) if isinstance(leaf, Encoded))
 
     @property
     def contents(self) -> Contents:

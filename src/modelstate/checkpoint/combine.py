@@ -5,7 +5,6 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 
@@ -19,7 +18,7 @@ from modelstate.torch_compat.private import set_version_metadata, version_metada
 
 CombineFunction = Callable[[str, list[torch.Tensor]], torch.Tensor]
 """Returns one tensor from a name, and the tensors of all checkpoints that have it, in the order of the checkpoints."""
-Versions = dict[str, dict[str, Any]]
+Versions = dict[str, dict[str, object]]
 """torch's versions of modules by module path, as one container stores them."""
 
 
@@ -270,13 +269,13 @@ def _versions_in(source: Checkpoint) -> Iterator[tuple[str, Versions]]:
         waiting += [(path, child) for path, child in below if path in containers]
 
 
-def _tree(merged: Merged, at: str) -> dict[str, Any]:
+def _tree(merged: Merged, at: str) -> dict[str, object]:
     """Nests a flat tree."""
     root = _node(merged, "")
     nodes = {"": root}
     containers = set(merged.flat.containers)
 
-    def node_of(name: str) -> tuple[dict[str, Any], str]:
+    def node_of(name: str) -> tuple[dict[str, object], str]:
         """The container of a name, and its key there."""
         path = name.rpartition(".")[0]
         while path and path not in containers:
@@ -304,8 +303,8 @@ def _tree(merged: Merged, at: str) -> dict[str, Any]:
     return root
 
 
-def _node(merged: Merged, path: str) -> dict[str, Any]:
-    node: OrderedDict[str, Any] = OrderedDict()
+def _node(merged: Merged, path: str) -> dict[str, object]:
+    node: OrderedDict[str, object] = OrderedDict()
     if path in merged.versions:
         set_version_metadata(node, merged.versions[path])
     return node

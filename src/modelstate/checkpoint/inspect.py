@@ -14,7 +14,7 @@ from modelstate.checkpoint.checkpoint import Checkpoint
 from modelstate.checkpoint.open import Source
 from modelstate.checkpoint.open import open as open_checkpoint
 from modelstate.errors import CodecError
-from modelstate.formats.tree import is_container, items_of
+from modelstate.formats.tree import leaves
 from modelstate.formats.unpickle import Refused
 from modelstate.spec import StoredTensor, TensorSpec
 from modelstate.text_format import columns, count, printable, seconds, shorten, size
@@ -206,7 +206,7 @@ def inspect(
             aliases=checkpoint.aliases,
             values=tuple(_inspected_value(checkpoint, path) for path in checkpoint.extra),
             bytes=checkpoint.nbytes,
-            left_out=_left_out(checkpoint),
+            left_out=tuple(sorted({leaf.name for _, leaf in leaves(whole.contents.tree) if isinstance(leaf, Refused)})),
         )
 
 
@@ -217,18 +217,6 @@ def _inspected_value(checkpoint: Checkpoint, path: str) -> InspectedValue:
     except CodecError as error:
         return InspectedValue(path, "?", f"not decoded: {printable(error.what)}")
     return InspectedValue(path, type(value).__name__, _plain(value))
-
-
-def _left_out(checkpoint: Checkpoint) -> tuple[str, ...]:
-    names: set[str] = set()
-    waiting = [checkpoint.contents.tree]
-    while waiting:
-        node = waiting.pop()
-        if isinstance(node, Refused):
-            names.add(node.name)
-        elif is_container(node):
-            waiting += [value for _, value in items_of(node)]
-    return tuple(sorted(names))
 
 
 # The text.

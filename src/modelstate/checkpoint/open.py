@@ -157,7 +157,7 @@ def _candidate(directory: str, name: str) -> _Candidate | None:
         return None
     if sharded.matches(head, path) or _INDEX.search(name):
         try:
-            shards = frozenset(sharded.read_weight_map(path).values())
+            shards = frozenset(sharded.read_index(path)[0].values())
         except (OpenError, ChecksumError):
             shards = frozenset()  # the index is damaged, which opening it reports
         in_safetensors = any(shard.endswith(".safetensors") for shard in (*shards, name.removesuffix(".index.json")))

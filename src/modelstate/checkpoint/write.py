@@ -18,7 +18,7 @@ from modelstate.formats.block_writer import LazyTensor, OnCast, lazy_tensor, sto
 from modelstate.formats.serialize import serialize
 from modelstate.formats.sharded import INDEX_SUFFIX, write_checkpoint
 from modelstate.formats.torch_zip import write_torch_file
-from modelstate.formats.tree import is_container, items_of, rebuild, subtree
+from modelstate.formats.tree import is_container, leaves, rebuild, subtree
 from modelstate.formats.unpickle import Refused
 from modelstate.io.atomic import LOCK_TIMEOUT_SECONDS
 from modelstate.io.files import local_path
@@ -215,7 +215,6 @@ SUFFIXES = {
 }
 """The formats that are written, by the suffix of the path; a path without a suffix is written as safetensors."""
 _LISTED = "no suffix or .safetensors for safetensors; .pt, .pth, .bin or .ckpt for a file that torch.load reads"
-_MAX_DEPTH = 100
 
 
 @dataclass(frozen=True, slots=True, repr=False)
@@ -267,7 +266,7 @@ def write_state(
             max_memory_bytes=max_memory_bytes,
             lock_timeout_seconds=lock_timeout_seconds,
         )
-        tensors = _count_tensors(source.state)
+        tensors = sum(isinstance(leaf, torch.Tensor | LazyTensor) for _, leaf in leaves(source.state))
     else:
         serialized = serialize(source.state, where, source.attached)
         files = write_checkpoint(
@@ -283,15 +282,6 @@ def write_state(
         tensors = serialized.names
     notes = (*source.notes, *source.overflows.notes())
     return SaveReport(where, tuple(files), tensors, sum(files.values()), perf_counter() - begin, notes)
-
-
-def _count_tensors(node: object, depth: int = 0) -> int:
-    """The number of tensor names in a tree, up to the depth that can be opened."""
-    if isinstance(node, torch.Tensor | LazyTensor):
-        return 1
-    if not is_container(node) or depth > _MAX_DEPTH:
-        return 0
-    return sum(_count_tensors(item, depth + 1) for _, item in items_of(node))
 
 
 def check_options(

@@ -269,21 +269,21 @@ def write_blocks(
     waiting, lock = iter(_jobs(start, tensors)), threading.Lock()
 
     def work(stop: threading.Event) -> None:
-        buffer = None if output is None else _WriteBuffer(output, most_bytes)
+        buffer = None if output is None else Buffer(most_bytes + ALIGN_BYTES)
         while not stop.is_set():
             with lock:
                 job = next(waiting, None)
             if job is None:
                 return
             if isinstance(job, _Job):
-                _write(job, digests, buffer)
+                _write(job, digests, output, buffer)
                 continue
             tensor = tensors[job.number]
             values = in_a_row(tensor if isinstance(tensor, torch.Tensor) else tensor.make(job.first, job.end))
             for part in _jobs(job.start, [values]):
                 assert isinstance(part, _Job)
                 part.blocks = [(job.number, job.block + which, at, nbytes) for _, which, at, nbytes in part.blocks]
-                _write(part, digests, buffer)
+                _write(part, digests, output, buffer)
             del tensor, values  # before the next tensor is computed
 
     parallel_for(work, threads or read_threads(), with_torch=True)
@@ -324,35 +324,18 @@ def _jobs(start: int, tensors: Sequence[torch.Tensor | LazyTensor]) -> list[_Job
     return jobs
 
 
-class _WriteBuffer:
-    """The buffer of one thread, through which blocks go to the file.
-
-    Other code may change a tensor while it is written. The hash must be that of the written bytes all the same, so both
-    are taken from this copy.
-    """
-
-    def __init__(self, output: Output | Uncached, most_bytes: int) -> None:
-        self._output = output
-        self._buffer = Buffer(most_bytes + ALIGN_BYTES)
-
-    def copy(self, at: int, address: int, nbytes: int) -> memoryview:
-        """Copies `nbytes` bytes to the offset `at` of the buffer."""
-        ctypes.memmove(self._buffer.address + at, address, nbytes)
-        return self._buffer.view[at : at + nbytes]
-
-    def write(self, first: int, end: int, start: int) -> None:
-        """Writes the bytes between two offsets of the buffer to the file."""
-        self._output.write_at(start, self._buffer.view[first:end])
-
-
-def _write(job: _Job, digests: list[list[str]], buffer: _WriteBuffer | None) -> None:
+def _write(job: _Job, digests: list[list[str]], output: Output | Uncached | None, buffer: Buffer | None) -> None:
     at = first = job.start % ALIGN_BYTES  # so that pages of memory are pages of the file
     for number, which, address, nbytes in job.blocks:
-        block = memory_at(address, nbytes) if buffer is None else buffer.copy(at, address, nbytes)
+        block = memory_at(address, nbytes)
+        if buffer is not None:
+            # Other code may change a tensor while it is written: the digest and the file are of the same copy.
+            ctypes.memmove(buffer.address + at, address, nbytes)
+            block = buffer.view[at : at + nbytes]
         digests[number][which] = xxhash.xxh3_128_hexdigest(block)
         at += nbytes
-    if buffer is not None:
-        buffer.write(first, at, job.start)
+    if output is not None and buffer is not None:
+        output.write_at(job.start, buffer.view[first:at])
 
 
 def in_a_row(tensor: torch.Tensor) -> torch.Tensor:

@@ -431,15 +431,15 @@ class _Constructor:
         if kind is tuple:
             return tuple(below(item) for item in node)
         if kind is DeferredTensor:
-            return _Call(partial(_build_tensor, node), below(node.parts))
+            recipe: DeferredTensor = node
+            return _Call(
+                lambda parts: _with_grad(recipe.make(parts), recipe.is_parameter, recipe.requires_grad),
+                below(recipe.parts),
+            )
         if kind is DeferredCall:
             pieces = (node.args, node.kwargs, node.states, node.appended, node.inserted)
             return _Call(partial(_execute, node), tuple(below(piece) for piece in pieces))
         raise PickleError("the pickle is damaged: tensors where none can be", found=kind.__name__)
-
-
-def _build_tensor(recipe: DeferredTensor, parts: Any) -> torch.Tensor:
-    return _with_grad(recipe.make(parts), recipe.is_parameter, recipe.requires_grad)
 
 
 def _with_grad(tensor: torch.Tensor, is_parameter: bool, requires_grad: bool) -> torch.Tensor:

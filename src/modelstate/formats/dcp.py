@@ -15,7 +15,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise, product
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -44,6 +44,7 @@ _BEFORE_2_3 = "torch.distributed._shard.sharded_tensor.metadata."
 _MAX_SHARDED_DIMS = 8
 _MAX_PATH_STEPS = 100
 
+_T = TypeVar("_T")
 Path = tuple[str | int, ...]
 """The keys, and the indices of lists, that lead to a value in the state dict."""
 Index = tuple[str, tuple[int, ...] | None]
@@ -159,7 +160,7 @@ _STAND_INS: dict[str, type] = {
 )
 
 
-def _no_storage(key: tuple[Any, ...]) -> object:
+def _no_storage(key: tuple[object, ...]) -> object:
     raise _damaged("it refers to a storage")
 
 
@@ -186,7 +187,7 @@ def _forbidden(names: TorchGlobals) -> ForbiddenGlobalError:
 # Checking the description.
 
 
-def _state(node: object, kind: str) -> dict[str, Any]:
+def _state(node: object, kind: str) -> dict[str, object]:
     """The fields of an object of a class of torch.distributed.checkpoint, or of an allowed class in its place."""
     if type(node) is not DeferredCall or (node.name != _DCP + kind and node.name in _STAND_INS):
         raise _damaged(f"a {kind.rpartition('.')[2]} is missing", getattr(node, "name", type(node).__name__))
@@ -196,8 +197,8 @@ def _state(node: object, kind: str) -> dict[str, Any]:
     return state
 
 
-def _typed(value: object, kind: type, what: str) -> Any:
-    if type(value) is not kind:
+def _typed(value: object, kind: type[_T], what: str) -> _T:
+    if type(value) is not kind or not isinstance(value, kind):
         raise _damaged(f"{what} is missing", type(value).__name__)
     return value
 
@@ -249,7 +250,7 @@ def _dtype(node: object) -> torch.dtype:
         f"{_DCP}metadata.TensorProperties",
         f"{_BEFORE_2_3}TensorProperties",
     )
-    state: Any = node.states[0] if known and isinstance(node, DeferredCall) and len(node.states) == 1 else None
+    state: object = node.states[0] if known and isinstance(node, DeferredCall) and len(node.states) == 1 else None
     dtype, strides = (state[0], state[5:]) if type(state) is tuple and len(state) in (5, 6) else (None, ())
     if not isinstance(dtype, torch.dtype):
         raise _damaged("the dtype of a tensor is missing", type(dtype).__name__)
@@ -525,11 +526,11 @@ def _assembled(item: ChunkedTensor, parts: Sequence[StoredTensor | StoredComposi
 # The state dict.
 
 
-class _Node(dict[str | int, Any]):
+class _Node(dict[str | int, object]):
     """A container of the state dict, in contrast to a dict that is a value."""
 
 
-def _tree(values: Mapping[str, object], metadata: Metadata, where: str) -> dict[Any, Any]:
+def _tree(values: Mapping[str, object], metadata: Metadata, where: str) -> dict[object, object]:
     """The state dict with its items at their paths."""
     root = _Node()
     for name, path in metadata.paths.items():
@@ -560,7 +561,7 @@ def _finished(node: object, where: str, name: str) -> object:
     return list(_items(node, where, name))
 
 
-def _with_positions(node: dict[Any, Any]) -> dict[Any, Any]:
+def _with_positions(node: dict[object, object]) -> dict[object, object]:
     """The state of an optimizer by the positions of its parameters, which are integers; any other dict as it is.
 
     The writer turns all keys of dicts into text. `Optimizer.load_state_dict` ignores the state of a parameter "0", so

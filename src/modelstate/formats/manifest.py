@@ -340,8 +340,8 @@ def _not_made(cls: str, where: str, found: str) -> ManifestError:
 
 
 def _allowed(cls: str, allow: Sequence[object], where: str, name: str) -> Any:
-    found = TorchGlobals(allow).find(cls)
-    real = found.real if isinstance(found, Allowed) else None
+    entry = TorchGlobals(allow).find(cls)
+    real = entry.real if isinstance(entry, Allowed) else None
     if isinstance(real, type) and issubclass(real, torch.Tensor) and hasattr(real, "__tensor_unflatten__"):
         return real
     raise ForbiddenGlobalError(

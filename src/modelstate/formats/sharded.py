@@ -147,7 +147,7 @@ def _read(
     _check_names(index_path, weight_map, trees)
 
     merged: dict[str, Any] = {}
-    versions: OrderedDict[str, Any] = OrderedDict()
+    versions: OrderedDict[str, object] = OrderedDict()
     for tree in trees.values():
         merged.update(tree)
         versions.update(version_metadata(tree) or {})
@@ -169,11 +169,6 @@ def _read(
         checksums=state.checksums if is_sealed else {},  # without a seal the digests may be damaged themselves
         is_sealed=is_sealed,
     )
-
-
-def read_weight_map(index_path: str) -> dict[str, str]:
-    """The shard of each tensor by name."""
-    return read_index(index_path)[0]
 
 
 def read_index(index_path: str) -> _Index:
@@ -314,7 +309,7 @@ def _roots(index_path: str, directory: str) -> list[str]:
     return roots
 
 
-def _flat(shard: str, tree: object, index_path: str) -> Mapping[str, Any]:
+def _flat(shard: str, tree: object, index_path: str) -> Mapping[str, object]:
     if isinstance(tree, Mapping) and all(isinstance(name, str) for name in tree):
         return tree
     raise ShardIndexError(
@@ -325,7 +320,7 @@ def _flat(shard: str, tree: object, index_path: str) -> Mapping[str, Any]:
     )
 
 
-def _check_names(index_path: str, weight_map: Mapping[str, str], trees: Mapping[str, Mapping[str, Any]]) -> None:
+def _check_names(index_path: str, weight_map: Mapping[str, str], trees: Mapping[str, Mapping[str, object]]) -> None:
     """Checks that every name is in the shard that the index states, and in no other."""
     holders: dict[str, list[str]] = {}
     for shard, tree in trees.items():
@@ -433,7 +428,7 @@ def old_files(path: str, but: Collection[str] = ()) -> list[str]:
 def _named_in(index: str) -> frozenset[str] | None:
     """The files that an index names; None where it cannot be read."""
     try:
-        return frozenset(read_weight_map(index).values())
+        return frozenset(read_index(index)[0].values())
     except (ModelStateError, OSError):
         return None
 

@@ -85,7 +85,7 @@ class TorchGlobals:
 
     def __init__(self, allow: Sequence[object] = ()) -> None:
         """`allow` has classes and functions, their qualified names, or pairs of both as torch accepts them."""
-        self.by_name: dict[str, Any] = {}
+        self.by_name: dict[str, object] = {}
         self.to_import: set[str] = set()
         self.refused: set[str] = set()
         self.failed: dict[str, str] = {}
@@ -192,7 +192,7 @@ def _builtin() -> dict[str, object]:
 # Functions that create plain values. Each copies at most its arguments.
 
 
-def _items(values: object) -> list[Any]:
+def _items(values: object) -> list[object]:
     if not isinstance(values, list | tuple | set | frozenset):
         raise PickleError("the pickle is damaged: items that are no list", found=type(values).__name__)
     items = list(values)
@@ -201,10 +201,10 @@ def _items(values: object) -> list[Any]:
     return items
 
 
-def _ordered_dict(pairs: object = ()) -> OrderedDict[Any, Any]:
+def _ordered_dict(pairs: object = ()) -> OrderedDict[object, object]:
     if type(pairs) is dict:
         return OrderedDict(pairs)
-    mapping: OrderedDict[Any, Any] = OrderedDict()
+    mapping: OrderedDict[object, object] = OrderedDict()
     if not isinstance(pairs, list | tuple):
         raise PickleError("the pickle is damaged: a dict of what is no list", found=type(pairs).__name__)
     for pair in pairs:
@@ -215,8 +215,8 @@ def _ordered_dict(pairs: object = ()) -> OrderedDict[Any, Any]:
     return mapping
 
 
-def _counter(counts: object = None) -> Counter[Any]:
-    counter: Counter[Any] = Counter()
+def _counter(counts: object = None) -> Counter[object]:
+    counter: Counter[object] = Counter()
     if type(counts) is dict:
         dict.update(counter, counts)
     elif counts is not None:
@@ -505,7 +505,7 @@ def _from_type(function: object, cls: object, args: object, state: object) -> De
     return _subclass(cls, base.dtype, base.shape, (base,), state, lambda parts: parts[0])
 
 
-def _wrapper_subclass(cls: object, args: tuple[Any, ...], state: object) -> Described:
+def _wrapper_subclass(cls: object, args: tuple[object, ...], state: object) -> Described:
     if type(cls) is not Allowed or not _is_tensor_class(cls.real) or len(args) != 8 or args[0] is not cls:
         raise PickleError("the pickle is damaged: a subclass that is none", found=_class_name(cls))
     if cls.name.startswith("torch.nested."):
@@ -519,7 +519,7 @@ def _wrapper_subclass(cls: object, args: tuple[Any, ...], state: object) -> Desc
         return InvalidTensor(error)
     dtype, layout = _dtype(dtype), _typed(layout, torch.layout, "a layout that is none")
 
-    def make(parts: Sequence[Any]) -> torch.Tensor:
+    def make(parts: Sequence[object]) -> torch.Tensor:
         # Every such class calls `_make_wrapper_subclass` in its `__new__`, whose arguments are not known here.
         return wrapper_subclass(cls.real, shape, steps, first, dtype, layout)
 
@@ -530,11 +530,11 @@ def _subclass(
     cls: Allowed,
     dtype: torch.dtype,
     shape: tuple[int, ...],
-    base: tuple[Any, ...],
+    base: tuple[object, ...],
     state: object,
     make: Callable[..., Any],
 ) -> DeferredTensor:
-    def finish(parts: tuple[tuple[Any, ...], Any]) -> torch.Tensor:
+    def finish(parts: tuple[tuple[object, ...], object]) -> torch.Tensor:
         tensor = make(parts[0])
         if type(tensor) is not cls.real:
             tensor = tensor.as_subclass(cls.real)

@@ -4,7 +4,6 @@ import re
 import struct
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any
 
 from modelstate.errors import (
     DuplicateNameError,
@@ -38,16 +37,12 @@ safetensors file may begin with \\x80, too, as the first byte of a length."""
 _FIRST_BYTES = 1 << 20
 """The first read, into which the pickles of a model fit; larger pickles are read again, four times as much."""
 
-Persistent = Callable[[tuple[Any, ...]], object]
+Persistent = Callable[[tuple[object, ...]], object]
 
 
 def matches(head: bytes) -> bool:
     """Whether a file with this beginning is such a stream, or the tar archive of PyTorch before 0.2."""
-    return _is_stream(head) or _is_tar(head)
-
-
-def _is_stream(head: bytes) -> bool:
-    return _MAGIC_PICKLE.match(head) is not None
+    return _MAGIC_PICKLE.match(head) is not None or _is_tar(head)
 
 
 def _is_tar(head: bytes) -> bool:
@@ -114,7 +109,7 @@ def _pickles(data: bytes, storages: "_Storages") -> tuple[int, object, int]:
     return start, keys, end
 
 
-def _no_storage(key: tuple[Any, ...]) -> object:
+def _no_storage(key: tuple[object, ...]) -> object:
     raise PickleError("the pickle is damaged: a storage where none can be")
 
 
@@ -126,7 +121,7 @@ class _Storages:
         self.declared: dict[str, Storage] = {}
         self.located: dict[str, Storage] = {}
 
-    def parse(self, key: tuple[Any, ...]) -> Any:
+    def parse(self, key: tuple[object, ...]) -> object:
         """The type, name, number of elements and view of a storage as a tuple; or a class that is no storage."""
         kind = key[0].decode() if key and isinstance(key[0], bytes) else key[:1] and key[0]
         if kind == "module" and len(key) == 4 and type(key[1]) in (Refused, Allowed):
@@ -137,12 +132,12 @@ class _Storages:
             return key[1]
         _, cls, name, _, numel, view = key
         name = str(name) if type(name) is int else name
-        is_valid = type(cls) is StorageType and type(name) is str and len(name) <= 100 and type(numel) is int
-        if not is_valid or not 0 <= numel < 2**60:
+        is_name = type(name) is str and len(name) <= 100
+        if type(cls) is not StorageType or not is_name or type(numel) is not int or not 0 <= numel < 2**60:
             raise PickleError("the pickle is damaged: it refers to a storage that cannot be")
         return cls, name, numel, view
 
-    def declare(self, key: tuple[Any, ...]) -> object:
+    def declare(self, key: tuple[object, ...]) -> object:
         """Records the description of a storage in the pickle."""
         parsed = self.parse(key)
         if type(parsed) is Refused and key[0] != "module":
@@ -181,7 +176,7 @@ class _Storages:
                 raise self.file.truncated(f"storage {key}", pos)
             self.located[key] = replace(declared, region=region)
 
-    def find(self, key: tuple[Any, ...]) -> object:
+    def find(self, key: tuple[object, ...]) -> object:
         """The storage that the pickle refers to, with its place."""
         parsed = self.parse(key)
         if not isinstance(parsed, tuple):

@@ -29,7 +29,7 @@ from modelstate.formats.construct import construct
 from modelstate.formats.safetensors import listed, nbytes_of
 from modelstate.formats.sharded import write_file
 from modelstate.formats.torch_globals import StorageType, TorchGlobals
-from modelstate.formats.tree import is_container
+from modelstate.formats.tree import items_of, leaves
 from modelstate.formats.unpickle import InvalidTensor, Refused, Storage, unpickle
 from modelstate.formats.zip_directory import ZipDirectory
 from modelstate.io import write_system
@@ -144,7 +144,7 @@ def _prefix(directory: ZipDirectory) -> str:
     )
 
 
-def _kind(records: dict[str, Any], prefix: str) -> tuple[str, str]:
+def _kind(records: Mapping[str, object], prefix: str) -> tuple[str, str]:
     if not records:
         return "an empty zip archive", "get the file again"
     if f"{prefix}/archive_format" in records:
@@ -191,10 +191,10 @@ class _Storages:
     def __init__(self, directory: ZipDirectory, prefix: str) -> None:
         self.directory = directory
         self.prefix = prefix
-        self.storages: dict[tuple[Any, ...], Storage] = {}
+        self.storages: dict[tuple[object, ...], Storage] = {}
         self.checksums: dict[ByteRange, Checksum] = {}
 
-    def find(self, key: tuple[Any, ...]) -> object:
+    def find(self, key: tuple[object, ...]) -> object:
         """The storage that a persistent id names."""
         if len(key) != 5 or key[0] not in ("storage", b"storage"):
             raise PickleError("the pickle is damaged: it refers to what is no storage", found=len(key))
@@ -229,7 +229,7 @@ class _Storages:
 
 
 def write_torch_file(
-    state: Mapping[Any, Any],
+    state: Mapping[object, object],
     path: str,
     *,
     overwrite: bool,
@@ -256,11 +256,11 @@ def write_torch_file(
         )
 
 
-def _check_tensors(state: Mapping[Any, Any], path: str) -> None:
+def _check_tensors(state: Mapping[object, object], path: str) -> None:
     """Raises `UnsavableError` for tensors that pickle accepts, but of which a file would contain no or a part of the
     values."""
     refused = {
-        name: value for name, value in _leaves(state) if isinstance(value, torch.Tensor) and remedies_for([value])
+        name: value for name, value in leaves(state) if isinstance(value, torch.Tensor) and remedies_for([value])
     }
     if refused:
         raise UnsavableError(
@@ -271,7 +271,7 @@ def _check_tensors(state: Mapping[Any, Any], path: str) -> None:
         )
 
 
-def _save(state: Mapping[Any, Any], output: Output, path: str) -> None:
+def _save(state: Mapping[object, object], output: Output, path: str) -> None:
     writer = _Writer(output)
     try:
         torch.save(state, writer)  # type: ignore[arg-type]
@@ -314,19 +314,19 @@ def _is_loadable(value: object) -> bool:
     return _load_error(buffer) is None
 
 
-def _values_in(node: Any, name: str = "") -> Iterator[tuple[str, Any]]:
+def _values_in(node: object, name: str = "") -> Iterator[tuple[str, object]]:
     """All values of a tree except plain tensors and the containers that torch.load always accepts."""
     if type(node) in (dict, OrderedDict, list, tuple):
-        for key, value in node.items() if isinstance(node, Mapping) else enumerate(node):
-            yield from _values_in(value, f"{name}.{key}" if name else str(key))
+        for key, value in items_of(node):
+            yield from _values_in(value, f"{name}.{key}" if name else key)
     elif type(node) not in (torch.Tensor, torch.nn.Parameter):
         yield name, node
 
 
 @contextmanager
 def _without_lazy_tensors(
-    state: Mapping[Any, Any], path: str, max_memory_bytes: int | None, lock_timeout_seconds: float
-) -> Iterator[Mapping[Any, Any]]:
+    state: Mapping[object, object], path: str, max_memory_bytes: int | None, lock_timeout_seconds: float
+) -> Iterator[Mapping[object, object]]:
     """Yields the state with tensors that are mapped from a temporary file in place of the lazy tensors.
 
     torch.save needs all tensors at once. The mapped tensors are in memory only as far as the pages of a file are. The
@@ -363,16 +363,8 @@ def _without_lazy_tensors(
     yield _replaced(state, tensors)
 
 
-def _lazy_tensors(node: Any) -> Iterator[tuple[str, LazyTensor]]:
-    return ((name, value) for name, value in _leaves(node) if isinstance(value, LazyTensor))
-
-
-def _leaves(node: Any, name: str = "") -> Iterator[tuple[str, Any]]:
-    if is_container(node):
-        for key, value in node.items() if isinstance(node, Mapping) else enumerate(node):
-            yield from _leaves(value, f"{name}.{key}" if name else str(key))
-    else:
-        yield name, node
+def _lazy_tensors(node: object) -> Iterator[tuple[str, LazyTensor]]:
+    return ((name, value) for name, value in leaves(node) if isinstance(value, LazyTensor))
 
 
 def _replaced(node: Any, tensors: Mapping[object, torch.Tensor]) -> Any:

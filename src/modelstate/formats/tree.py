@@ -29,7 +29,7 @@ class FlatTree:
 
     tensors: dict[str, Stored] = field(default_factory=dict)
     """The tensors by dotted path, in the order of the tree."""
-    values: dict[str, Any] = field(default_factory=dict)
+    values: dict[str, object] = field(default_factory=dict)
     """The largest parts of the tree without tensors, and every `_extra_state`, by dotted path."""
     containers: list[str] = field(default_factory=list)
     """The paths of the mappings that contain tensors at any depth; the root is the empty path."""
@@ -45,12 +45,21 @@ def is_container(node: object) -> bool:
     return isinstance(node, Mapping | list | tuple) and not isinstance(node, torch.Size)
 
 
-def items_of(node: object) -> Iterator[tuple[str, Any]]:
+def items_of(node: object) -> Iterator[tuple[str, object]]:
     """The children of a container, with their names in a path."""
     if isinstance(node, Mapping):
         return ((str(key), value) for key, value in node.items())
     assert isinstance(node, list | tuple)
     return ((str(index), value) for index, value in enumerate(node))
+
+
+def leaves(node: object, path: str = "") -> Iterator[tuple[str, object]]:
+    """The values of a tree that are no containers, with their dotted paths; `path` is that of the node."""
+    if not is_container(node):
+        yield path, node
+        return
+    for name, child in items_of(node):
+        yield from leaves(child, f"{path}.{name}" if path else name)
 
 
 def flatten(tree: object, where: str) -> FlatTree:
@@ -70,7 +79,7 @@ class _Flattener:
         self.flat, self.where = flat, where
         self.nodes = 0
 
-    def visit(self, node: Any, path: str, depth: int) -> bool:
+    def visit(self, node: object, path: str, depth: int) -> bool:
         """Adds the leaves below `node`, and returns whether a tensor is among them."""
         if _is_tensor(node):
             self.add(self.flat.tensors, path if depth else "tensor", node)
@@ -84,7 +93,7 @@ class _Flattener:
                 expected=f"at most {_MAX_DEPTH} levels and {_MAX_NODES} values",
                 remedy="look for a container that holds itself, or the same list many times",
             )
-        children_below: list[tuple[str, Any, bool]] = []
+        children_below: list[tuple[str, object, bool]] = []
         has_tensors = False
         place = len(self.flat.containers)
         try:
@@ -114,7 +123,7 @@ class _Flattener:
             self.flat.containers.insert(place, path)
         return True
 
-    def add(self, into: dict[str, Any], path: str, leaf: Any) -> None:
+    def add(self, into: dict[str, Any], path: str, leaf: object) -> None:
         if path in self.flat.tensors or path in self.flat.values:
             raise DuplicateNameError(
                 "two values have one name when their keys are joined with dots",
@@ -129,7 +138,7 @@ def _is_extra_state(name: str) -> bool:
     return name.rpartition(".")[2] == EXTRA_STATE
 
 
-def subtree(tree: object, path: str, where: str) -> Any:
+def subtree(tree: object, path: str, where: str) -> object:
     """The node at a dotted path; the empty path is the whole tree. Keys may contain dots themselves."""
     nodes = _nodes_at(tree, path) if path else iter((tree,))
     try:
@@ -138,7 +147,7 @@ def subtree(tree: object, path: str, where: str) -> Any:
         raise KeyNotFoundError("the checkpoint has nothing under this path", where=where, found=path) from None
 
 
-def _nodes_at(node: object, path: str) -> Iterator[Any]:
+def _nodes_at(node: object, path: str) -> Iterator[object]:
     """The nodes that the path can mean; long keys come before short ones."""
     if not is_container(node):
         return
@@ -150,7 +159,7 @@ def _nodes_at(node: object, path: str) -> Iterator[Any]:
             yield from _nodes_at(child, path[len(key) + 1 :])
 
 
-def decoded(node: Any, tensor: Callable[[Stored], torch.Tensor]) -> Any:
+def decoded(node: object, tensor: Callable[[Stored], torch.Tensor]) -> object:
     """Decodes an `Encoded`, anew at each call; returns any other value as it is. Raises `CodecError`."""
     if not isinstance(node, Encoded):
         return node
@@ -169,7 +178,7 @@ def referred_to(value: Encoded) -> Iterator[StoredTensor]:
 
 
 def rebuild(
-    node: object, tensor: Callable[[Stored], torch.Tensor], copies: dict[int, tuple[object, Any]] | None = None
+    node: object, tensor: Callable[[Stored], torch.Tensor], copies: dict[int, tuple[object, object]] | None = None
 ) -> Any:
     """Copies the containers of a subtree, with `tensor` applied to its tensors.
 
@@ -204,7 +213,7 @@ def rebuild(
             set_version_metadata(mapping, rebuild(versions, tensor, copies))
         return mapping
     assert isinstance(node, list | tuple)
-    items: list[Any] = []
+    items: list[object] = []
     if isinstance(node, list):
         copies[id(node)] = node, items
     for value in node:
@@ -215,7 +224,7 @@ def rebuild(
     return type(node)._make(items) if hasattr(node, "_make") else tuple(items)
 
 
-def _empty_like(node: Mapping[Any, Any]) -> dict[Any, Any]:
+def _empty_like(node: Mapping[object, object]) -> dict[Any, Any]:
     """An empty mapping of the same class, where that is one of the usual classes; otherwise a dict."""
     if isinstance(node, defaultdict):
         return defaultdict(node.default_factory)

@@ -49,7 +49,7 @@ class Refused:
         return f"<refused {self.name}>"
 
     @property
-    def module_fields(self) -> dict[str, Any] | None:
+    def module_fields(self) -> dict[str, object] | None:
         """The attributes of the object if it is a `torch.nn.Module`; None for any other."""
         state = self.held[-1] if self.held else None
         if type(state) is tuple and len(state) == 2:  # the state of a class with slots
@@ -113,9 +113,9 @@ class DeferredCall:
     def __init__(
         self,
         name: str,
-        make: Callable[..., Any],
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any] | None = None,
+        make: Callable[..., object],
+        args: tuple[object, ...],
+        kwargs: dict[str, object] | None = None,
         *,
         new: bool = False,
     ) -> None:
@@ -125,9 +125,9 @@ class DeferredCall:
         self.kwargs = kwargs or {}
         self.new = new
         """Whether `make.__new__` is called instead of `make`."""
-        self.states: list[Any] = []
-        self.appended: list[Any] = []
-        self.inserted: list[tuple[Any, Any]] = []
+        self.states: list[object] = []
+        self.appended: list[object] = []
+        self.inserted: list[tuple[object, object]] = []
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -137,7 +137,7 @@ class DeferredTensor:
     kind: str
     dtype: torch.dtype
     shape: tuple[int, ...]
-    parts: Any
+    parts: object
     """A tree that contains tensors."""
     make: Callable[[Any], torch.Tensor]
     """Creates the tensor from the same tree with real tensors."""
@@ -195,7 +195,7 @@ _i32 = struct.Struct("<i").unpack_from
 
 
 def unpickle(
-    data: bytes, start: int, persistent: Callable[[tuple[Any, ...]], object], names: Globals
+    data: bytes, start: int, persistent: Callable[[tuple[object, ...]], object], names: Globals
 ) -> tuple[object, int]:
     """Returns the value of the pickle that begins at `start`, and the position behind it.
 
@@ -241,7 +241,7 @@ def _damaged(what: str, found: object = "") -> PickleError:
 
 class _Machine:
     def __init__(
-        self, data: bytes, start: int, persistent: Callable[[tuple[Any, ...]], object], names: Globals
+        self, data: bytes, start: int, persistent: Callable[[tuple[object, ...]], object], names: Globals
     ) -> None:
         self.data = data
         self.pos = start
@@ -249,7 +249,7 @@ class _Machine:
         self.names = names
         self.stack: list[Any] = []
         self.marks: list[list[Any]] = []
-        self.memo: dict[int, Any] = {}
+        self.memo: dict[int, object] = {}
         self.globals: dict[str, object] = {}
         self.protocol = 0
         self.budget = 4 * (len(data) - start) + 1000
@@ -404,7 +404,7 @@ class _Machine:
         if self.budget < 0:
             raise _damaged("it copies more than it holds")
 
-    def call(self, function: Any, args: Any) -> object:
+    def call(self, function: object, args: object) -> object:
         if type(args) is not tuple:
             raise _damaged("arguments that are no tuple", type(args).__name__)
         if type(function) is SafeGlobal:
@@ -423,7 +423,7 @@ class _Machine:
             return DeferredCall(function.name, function.real, args)
         raise _damaged("a call of what is no function", type(function).__name__)
 
-    def new(self, cls: Any, args: Any, kwargs: Any) -> None:
+    def new(self, cls: object, args: Any, kwargs: object) -> None:
         if type(cls) is not Allowed:
             self.push(self.call(cls, (*args, kwargs) if kwargs else args))
             return
@@ -433,7 +433,7 @@ class _Machine:
             raise _damaged("keywords that are no text", cls.name)
         self.push(DeferredCall(cls.name, cls.real, args, kwargs, new=True))
 
-    def insert(self, items: list[Any]) -> None:
+    def insert(self, items: list[object]) -> None:
         target, kind = self.stack[-1], type(self.stack[-1])
         pairs = list(zip(items[::2], items[1::2], strict=True))
         for key in items[::2]:
@@ -450,7 +450,7 @@ class _Machine:
         elif kind is not InvalidTensor:
             raise _damaged("keys and values for what is no dict", kind.__name__)
 
-    def extend(self, items: list[Any]) -> None:
+    def extend(self, items: list[object]) -> None:
         target, kind = self.stack[-1], type(self.stack[-1])
         if kind is list:
             target.extend(items)
@@ -465,7 +465,7 @@ class _Machine:
         elif kind is not InvalidTensor:
             raise _damaged("items for what is no list", kind.__name__)
 
-    def build(self, state: Any) -> None:
+    def build(self, state: object) -> None:
         target, kind = self.stack[-1], type(self.stack[-1])
         if kind is DeferredCall:
             target.states.append(state)
