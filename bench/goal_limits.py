@@ -31,7 +31,8 @@ def _own_memory(fastest: Fastest) -> str:
         f"them, as the load does, {fastest('limits', limits.FILLED)}; and the load "
         f"{fastest('large/meta', 'modelstate.load, map=False')}. Into huge pages it is "
         f"{fastest('limits', limits.HUGE)}: the machine's host takes back what is free, and where huge pages have to "
-        "come from there, the load notices and does without them. Into memory that is there it is "
+        "come from there, they take several times as long, so the load uses small ones. Into memory that is "
+        "there it is "
         f"{fastest('limits', limits.TOUCHED)}."
     )
 

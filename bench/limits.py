@@ -111,10 +111,11 @@ def _read(
             raise UnfilledError
         read(at, end)  # less than is filled
 
+    filler = UffdFiller()
     try:
-        with UffdFiller(lambda: True) as filler:
-            return _timed(fill if fills else read, nbytes, count)
+        return _timed(fill if fills else read, nbytes, count)
     finally:
+        filler.close()
         os.close(descriptor)
 
 

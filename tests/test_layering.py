@@ -105,7 +105,7 @@ OPENS_BY_ITSELF = {
     "io/system.py": "the system calls that it makes",
     "checkpoint/open.py": "`modelstate.open` itself",
     "io/lease.py": "/proc",
-    "io/page_cache.py": "/proc",
+    "io/prefetch.py": "/proc",
     "store/deadline.py": "/proc",
     "io/lock.py": "the lock, which is written too",
     "io/write_system.py": "files that are written",

@@ -7,6 +7,7 @@ import platform
 import re
 import subprocess
 import sys
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -18,7 +19,7 @@ from torch import nn
 
 import modelstate as ms
 from modelstate import errors
-from modelstate.io import memory, system
+from modelstate.io import engine, system
 from modelstate.io.engine import Request, read_ranges
 from modelstate.io.memory import UffdFiller
 from modelstate.spec import ByteRange
@@ -70,9 +71,8 @@ class Counting(UffdFiller):
 
 @pytest.fixture
 def counted(monkeypatch: pytest.MonkeyPatch) -> type[Counting]:
-    """Loads for which huge pages are slow, and small ones are filled."""
-    monkeypatch.setattr(memory, "_SLOW_PAGE_SECONDS", -1.0)
-    monkeypatch.setattr("modelstate.loading.stage.UffdFiller", Counting)
+    """Counts the bytes that loads fill."""
+    monkeypatch.setattr(engine, "UffdFiller", Counting)
     Counting.filled = 0
     return Counting
 
@@ -98,15 +98,14 @@ def test_every_byte_is_where_it_belongs(gaps: list[tuple[int, int, bool]], begin
         requests.append(Request(ByteRange(str(path), at, nbytes), room.address + to))
         expected[to : to + nbytes] = data[at : at + nbytes]
         at, to = at + nbytes, to + nbytes
-    with UffdFiller(lambda: True) as filler:
-        read_ranges(requests, fingerprints={}, filler=filler)
+    read_ranges(requests, fingerprints={}, is_fresh=True)
     assert torch.equal(room.bytes, expected)
 
 
 def test_whole_pages_are_filled_and_no_others(path: Path) -> None:
     room = Memory(4 * MB)
     descriptor = os.open(path, os.O_RDONLY)
-    with UffdFiller(lambda: True) as filler:
+    with closing(UffdFiller()) as filler:
         first, last = filler.fill(descriptor, str(path), 5, room.address + 100, 3 * MB)
     os.close(descriptor)
     assert (first, last) == (PAGE - 100, 3 * MB - 100)
@@ -119,7 +118,7 @@ def test_whole_pages_are_filled_and_no_others(path: Path) -> None:
 def test_the_file_does_not_count_as_memory_of_the_process(path: Path) -> None:
     room = Memory(8 * MB)
     descriptor = os.open(path, os.O_RDONLY)
-    with UffdFiller(lambda: True) as filler:
+    with closing(UffdFiller()) as filler:
         filler.fill(descriptor, str(path), 0, room.address, 8 * MB)
         shown = Path("/proc/self/smaps").read_text().partition(str(path))[2]
         assert int(re.findall(r"Rss: *([0-9]+) kB", shown)[0]) < 200
@@ -130,7 +129,7 @@ def test_pages_that_are_there_are_left_alone(path: Path) -> None:
     room = Memory(4 * MB)
     room.bytes[2 * MB] = 9
     descriptor = os.open(path, os.O_RDONLY)
-    with UffdFiller(lambda: True) as filler:
+    with closing(UffdFiller()) as filler:
         found = filler.fill(descriptor, str(path), 0, room.address, 4 * MB)
     os.close(descriptor)
     assert found == (0, 2 * MB)
@@ -141,20 +140,12 @@ def test_a_file_that_is_cut_ends_what_is_filled(tmp_path: Path, path: Path) -> N
     room, short = Memory(4 * MB), tmp_path / "short"
     short.write_bytes(path.read_bytes()[: 4 * MB])
     descriptor = os.open(short, os.O_RDONLY)
-    with UffdFiller(lambda: True) as filler:
+    with closing(UffdFiller()) as filler:
         assert filler.fill(descriptor, str(short), 0, room.address, MB) == (0, MB)  # the map is made
         os.truncate(short, 2 * MB)
         first, last = filler.fill(descriptor, str(short), MB, room.address + MB, 3 * MB)
     os.close(descriptor)
     assert (first, last) == (0, MB)
-
-
-def test_only_where_it_may(path: Path) -> None:
-    room = Memory(4 * MB)
-    descriptor = os.open(path, os.O_RDONLY)
-    with UffdFiller(lambda: False) as filler:
-        assert filler.fill(descriptor, str(path), 0, room.address, 4 * MB) == (0, 0)
-    os.close(descriptor)
 
 
 class Net(nn.Module):

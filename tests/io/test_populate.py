@@ -14,8 +14,8 @@ from safetensors.torch import save_file
 
 import modelstate as ms
 from modelstate.errors import ReadFailedError
-from modelstate.io import page_cache as module
-from modelstate.io.page_cache import begin_to_populate, cached_share, prefault
+from modelstate.io import prefetch as module
+from modelstate.io.prefetch import cached_share, prefault, prefault_async
 from tests.loading.test_background import shown_bytes
 
 NUMBERS = torch.arange(1 << 20, dtype=torch.float32)
@@ -78,7 +78,7 @@ def test_it_goes_on_behind_the_caller(path: Path) -> None:
     forget(path)
     checkpoint = ms.open(path)
     shown = pairs(checkpoint)
-    begin_to_populate(shown)
+    prefault_async(shown)
     until = time.monotonic() + 20
     while shown_bytes(path) < 8 << 20 and time.monotonic() < until:
         time.sleep(0.01)
@@ -93,7 +93,8 @@ def test_what_is_used_first_comes_first(path: Path, monkeypatch: pytest.MonkeyPa
     (a, b) = (tensor for _, tensor in shown if tensor.numel())
     assert a.data_ptr() < b.data_ptr()
     weakref.finalize(shown[1][1], ended.set)  # the thread lets go of the tensors when it is done
-    begin_to_populate([shown[1], shown[0]], threads=1)
+    monkeypatch.setattr(module, "_threads", lambda: 1)
+    prefault_async([shown[1], shown[0]])
     first = b.data_ptr() // mmap.PAGESIZE * mmap.PAGESIZE
     del a, b, shown
     assert ended.wait(20)
@@ -107,7 +108,7 @@ def test_a_process_that_has_no_threads_left(path: Path, monkeypatch: pytest.Monk
         raise RuntimeError("can't start new thread")
 
     monkeypatch.setattr("_thread.start_new_thread", refuse)
-    begin_to_populate(pairs(ms.open(path)))
+    prefault_async(pairs(ms.open(path)))
     assert shown_bytes(path) == 0
 
 

@@ -14,7 +14,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from modelstate.errors import ReadFailedError
-from modelstate.io.engine import Batch, Request, coalesce, read_batches
+from modelstate.io.engine import Batch, Request, coalesce, read_ranges
 from modelstate.io.files import current_fingerprints
 from modelstate.spec import ByteRange
 
@@ -132,9 +132,9 @@ def nothing_left_behind() -> Iterator[None]:
 def read(sources: list[ByteRange], *, batch_bytes: int = 8, gap_bytes: int = 2, **options: Any) -> bytes:
     """What the ranges hold, one behind the other, read by the code under test."""
     memory = torch.full((sum(source.nbytes for source in sources) + 1,), 0xEE, dtype=torch.uint8)
-    batches = coalesce(requests_for(sources, memory.data_ptr()), batch_bytes=batch_bytes, gap_bytes=gap_bytes)
+    limits = {"batch_bytes": batch_bytes, "gap_bytes": gap_bytes, "threads": 1, "fingerprints": {}}
     with nothing_left_behind():
-        read_batches(batches, **({"threads": 1, "fingerprints": {}} | options))
+        read_ranges(requests_for(sources, memory.data_ptr()), **(limits | options))
     assert memory[-1] == 0xEE
     return memory[:-1].numpy().tobytes()
 

@@ -17,10 +17,9 @@ from torch import nn
 
 import modelstate as ms
 from modelstate.errors import TransformError
-from modelstate.io import page_cache
+from modelstate.io import prefetch
 from modelstate.io.engine import BUFFER_BYTES, can_read_uncached
-from modelstate.io.page_cache import LEAST_BYTES, cached_share, is_cold, merged, read_ahead
-from modelstate.loading import prefetch
+from modelstate.io.prefetch import LEAST_BYTES, _merged, cached_share, is_cold, read_ahead
 from modelstate.spec import ByteRange
 from modelstate.testing import Request, faulty_reads
 from tests.formats.files import evict
@@ -144,61 +143,11 @@ def test_a_map_of_a_cold_file_is_brought_in_behind_the_load(cold: Path) -> None:
     assert module[5].weight[3, 3] == 5
 
 
-def test_a_map_of_a_warm_file_shows_its_pages_before_they_are_used(cold: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_map_of_a_warm_file_is_left_alone(cold: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     cold.read_bytes()
-    monkeypatch.setattr(prefetch, "LEAST_WARM_BYTES", LEAST_BYTES)
+    monkeypatch.setattr(prefetch, "prefault_async", lambda *_: pytest.fail("a thread for nothing"))
     module = model()
-    report = ms.load(module, cold)
-    assert report.notes == ()
-    nbytes, until = cold.stat().st_size, time.monotonic() + 20
-    while shown_bytes(cold) < nbytes * 0.99 and time.monotonic() < until:
-        time.sleep(0.01)
-    assert shown_bytes(cold) >= nbytes * 0.99
-    assert module[5].weight[3, 3] == 5
-
-
-def test_pages_of_a_warm_file_wait_until_a_model_has_begun(cold: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    cold.read_bytes()
-    monkeypatch.setattr(prefetch, "LEAST_WARM_BYTES", LEAST_BYTES)
-    monkeypatch.setattr(prefetch, "_SETTLING_SECONDS", 2.0)
-    module = model()
-    ms.load(module, cold)
-    time.sleep(0.2)
-    assert shown_bytes(cold) == 0
-
-
-def test_a_warm_file_that_is_in_the_map_as_soon_as_it_is_used_is_left(
-    cold: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    cold.read_bytes()
-    assert LEAST_BYTES < cold.stat().st_size < prefetch.LEAST_WARM_BYTES
-    monkeypatch.setattr(prefetch, "begin_to_populate", lambda *_, **__: pytest.fail("a thread for nothing"))
-    module = model()
-    ms.load(module, cold)
-    assert module[5].weight[3, 3] == 5
-
-
-def test_small_tensors_of_a_warm_file_are_left_to_who_uses_them(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    path = tmp_path / "small.safetensors"
-    save_file({f"{i}.weight": torch.full((4096,), float(i)) for i in range(1100)}, path)
-    assert path.stat().st_size > LEAST_BYTES
-    monkeypatch.setattr(prefetch, "LEAST_WARM_BYTES", LEAST_BYTES)
-    monkeypatch.setattr(prefetch, "begin_to_populate", lambda *_, **__: pytest.fail("a thread for nothing"))
-    with ms.skeleton():
-        module = nn.Sequential(*[nn.RMSNorm(4096) for _ in range(1100)])
-    ms.load(module, path)
-    assert module[1099].weight[5] == 1099
-
-
-def test_a_map_of_a_warm_file_can_be_left_to_who_uses_it(cold: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    cold.read_bytes()
-    monkeypatch.setattr(prefetch, "LEAST_WARM_BYTES", LEAST_BYTES)
-    module = model()
-    monkeypatch.setattr(prefetch, "begin_to_populate", lambda *_, **__: pytest.fail("a thread for nothing"))
-    ms.load(module, cold, prefault=False)
-    ms.load(model(), cold, map=False)
+    assert ms.load(module, cold).notes == ()
     assert shown_bytes(cold) == 0
     assert module[5].weight[3, 3] == 5
 
@@ -207,7 +156,7 @@ def test_nothing_is_brought_in_behind_a_load_that_failed(cold: Path, monkeypatch
     def fails(name: str, _: torch.Tensor) -> torch.Tensor:
         raise ValueError(name)
 
-    monkeypatch.setattr(prefetch, "begin_to_populate", lambda *_, **__: pytest.fail("a thread for nothing"))
+    monkeypatch.setattr(prefetch, "prefault_async", lambda *_, **__: pytest.fail("a thread for nothing"))
     with pytest.raises(TransformError):
         ms.load(model(), cold, transform={"0.weight": fails})
 
@@ -269,7 +218,7 @@ def test_a_plan_asks_for_nothing(cold: Path) -> None:
 
 
 def test_a_kernel_before_6_5_is_asked_about_a_map(cold: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    libc: Any = page_cache._libc
+    libc: Any = prefetch._libc
 
     class Older:
         mincore = libc.mincore
@@ -278,7 +227,7 @@ def test_a_kernel_before_6_5_is_asked_about_a_map(cold: Path, monkeypatch: pytes
         def syscall(*_: object) -> int:
             return -1
 
-    monkeypatch.setattr(page_cache, "_libc", Older)
+    monkeypatch.setattr(prefetch, "_libc", Older)
     assert share(cold) == 0.0
     descriptor = os.open(cold, os.O_RDONLY)
     try:
@@ -293,14 +242,14 @@ def test_a_kernel_before_6_5_is_asked_about_a_map(cold: Path, monkeypatch: pytes
 
 
 def test_a_kernel_that_cannot_tell(cold: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(page_cache, "_libc", None)
+    monkeypatch.setattr(prefetch, "_libc", None)
     assert share(cold) is None
     assert not is_cold(ByteRange(str(cold), 0, cold.stat().st_size))
     assert read_ahead([ByteRange(str(cold), 0, cold.stat().st_size)], {}) == 0
 
 
 def test_never_more_than_half_of_the_memory(cold: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(page_cache, "_available_bytes", lambda: 40 << 20)
+    monkeypatch.setattr(prefetch, "_available_bytes", lambda: 40 << 20)
     assert read_ahead([ByteRange(str(cold), 0, cold.stat().st_size)], {}) == 20 << 20
     settled()
 
@@ -314,7 +263,7 @@ ranges = st.lists(st.builds(ByteRange, st.sampled_from("ab"), st.integers(0, 9 <
 
 @given(ranges)
 def test_merged_ranges_cover_the_ranges_and_lie_apart(given_ranges: list[ByteRange]) -> None:
-    spans = merged(given_ranges)
+    spans = _merged(given_ranges)
     for one in given_ranges:
         covering = [s for s in spans if s.path == one.path and s.start <= one.start]
         assert not one.nbytes or any(one.start + one.nbytes <= s.start + s.nbytes for s in covering)

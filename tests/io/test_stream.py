@@ -11,9 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from modelstate.errors import ReadFailedError
-from modelstate.io.engine import read_threads
+from modelstate.io.engine import Block, ReadStrategy, Wait, Wanted, in_blocks, read_threads, stream
 from modelstate.io.files import current_fingerprints
-from modelstate.io.stream import Block, Wait, Wanted, in_blocks, stream
 from modelstate.process import parallel_for
 from modelstate.spec import ByteRange
 
@@ -73,8 +72,7 @@ def streamed(path: str, threads: int, buffers: int = 1, delay: float = 0.0) -> t
     stream(
         wanted,
         consume,
-        threads=threads,
-        block_bytes=9_000,
+        strategy=ReadStrategy(threads, 9_000),
         fingerprints=current_fingerprints([path]),
         on_block=lambda block, seconds: told.append(block.wanted_bytes),
         buffers=buffers,
@@ -134,8 +132,7 @@ def test_a_file_that_ends_early(path: str) -> None:
         stream(
             wanted,
             lambda block, buffer: None,
-            threads=read_threads(),
-            block_bytes=1000,
+            strategy=ReadStrategy(read_threads(), 1000),
             fingerprints=stamps,
             on_block=lambda block, seconds: None,
         )

@@ -1,6 +1,7 @@
 """Reads past the page cache: the same bytes wherever they lie, also where the file system has no such reads."""
 
 import errno
+import fcntl
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -16,17 +17,19 @@ from modelstate.io import engine
 from modelstate.io.engine import (
     ALIGN_BYTES,
     BUFFER_BYTES,
+    Block,
+    LocalFile,
     Piece,
+    ReadStrategy,
     Request,
+    Wanted,
     can_read_uncached,
     coalesce,
-    is_uncached,
-    open_uncached,
-    read_batches,
+    read_ranges,
+    stream,
     windows,
 )
 from modelstate.io.files import current_fingerprints
-from modelstate.io.stream import Block, Wanted, stream
 from modelstate.spec import ByteRange
 from modelstate.testing import Faults, faulty_reads
 from tests.io.test_ranges import nothing_left_behind, requests_for, truth
@@ -71,10 +74,15 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> str:
 def read(sources: list[ByteRange], *, threads: int = 2, batch_bytes: int = 8 << 20) -> bytes:
     """What the ranges hold, one behind the other, in memory that begins and ends anywhere."""
     memory = torch.full((sum(source.nbytes for source in sources) + 2,), 0xEE, dtype=torch.uint8)
-    batches = coalesce(requests_for(sources, memory.data_ptr() + 1), batch_bytes=batch_bytes, gap_bytes=4096)
-    paths = {source.path for source in sources}
+    requests, paths = requests_for(sources, memory.data_ptr() + 1), {source.path for source in sources}
     with nothing_left_behind():
-        read_batches(batches, threads=threads, fingerprints=current_fingerprints(paths), uncached=paths)
+        read_ranges(
+            requests,
+            threads=threads,
+            fingerprints=current_fingerprints(paths),
+            uncached=paths,
+            batch_bytes=batch_bytes,
+        )
     assert memory[0] == memory[-1] == 0xEE
     return memory[1:-1].numpy().tobytes()
 
@@ -84,7 +92,7 @@ def read(sources: list[ByteRange], *, threads: int = 2, batch_bytes: int = 8 << 
     st.sampled_from([1, 4]),
     st.sampled_from([5000, 1 << 20, 8 << 20]),
 )
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_what_is_read_is_what_is_in_the_file(
     path: str, places: list[tuple[int, int]], threads: int, batch_bytes: int
 ) -> None:
@@ -145,7 +153,8 @@ def test_a_file_system_without_it(path: str, call: str, number: int, threads: in
 
     def is_open_uncached(descriptor: str) -> bool:
         try:
-            return os.readlink(f"/proc/self/fd/{descriptor}") == path and is_uncached(int(descriptor))
+            is_uncached = fcntl.fcntl(int(descriptor), fcntl.F_GETFL) & os.O_DIRECT
+            return os.readlink(f"/proc/self/fd/{descriptor}") == path and bool(is_uncached)
         except OSError:
             return False
 
@@ -207,11 +216,13 @@ def test_a_file_that_is_gone_or_another_one_cannot_be_read_so(path: str, tmp_pat
 
 
 def test_the_descriptor_reads_past_the_page_cache(path: str) -> None:
-    descriptor = open_uncached(path, None)
+    file = LocalFile(path, None, uncached=True)
     try:
-        assert is_uncached(descriptor)
+        assert fcntl.fcntl(file.descriptor, fcntl.F_GETFL) & os.O_DIRECT
+        file.use_page_cache()
+        assert not fcntl.fcntl(file.descriptor, fcntl.F_GETFL) & os.O_DIRECT
     finally:
-        os.close(descriptor)
+        file.close()
 
 
 @pytest.mark.parametrize("buffers", [1, 2])
@@ -229,12 +240,10 @@ def test_streams(path: str, buffers: int) -> None:
         stream(
             wanted,
             consume,
-            threads=3,
-            block_bytes=300_000,
+            strategy=ReadStrategy(3, 300_000, uncached=frozenset([path])),
             fingerprints=current_fingerprints([path]),
             on_block=lambda block, seconds: None,
             buffers=buffers,
-            uncached=[path],
         )
     assert [bytes(one) for one in found] == [truth([one.source]) for one in wanted]
     assert all(one.start % ALIGN_BYTES == 0 for one in faults.requests if one.call == "preadv")

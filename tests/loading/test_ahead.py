@@ -16,7 +16,6 @@ from torch import nn
 import modelstate as ms
 from modelstate import errors
 from modelstate.io import engine
-from modelstate.planning import memory
 from modelstate.testing import Request, faulty_reads
 from tests.loading.fingerprint import described_module, interrupted_at, whole
 from tests.loading.test_bad_reads import nothing_left_behind
@@ -115,7 +114,7 @@ def test_a_module_transform_is_called_while_what_comes_next_is_read(
     is_ahead: bool, path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """One weight at a time, where the buffers are as small as that."""
-    monkeypatch.setattr(memory, "_SCRATCH_BYTES", 2 * LAYER_BYTES if is_ahead else LAYER_BYTES)
+    monkeypatch.setattr(engine, "_SCRATCH_BYTES", 2 * LAYER_BYTES if is_ahead else LAYER_BYTES)
     watch, module = Watch(path), build()
     transform = Waiting(watch, is_ahead)
     plan = ms.plan(module, path, transform=Waiting(watch))

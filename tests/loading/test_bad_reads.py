@@ -16,7 +16,7 @@ from torch import nn
 
 import modelstate as ms
 from modelstate.errors import ReadFailedError
-from modelstate.io import page_cache
+from modelstate.io import prefetch
 from modelstate.io.engine import can_read_uncached
 from modelstate.spec import ByteRange
 from modelstate.testing import Request, faulty_reads
@@ -151,7 +151,7 @@ def test_reads_past_the_page_cache_at_every_request_in_turn(name: str, tmp_path:
 def is_cold(path: Path) -> bool:
     """Whether the page cache can be asked about a file, and says that it has none of it."""
     evict(path)
-    return page_cache.is_cold(ByteRange(str(path), 0, path.stat().st_size))
+    return prefetch.is_cold(ByteRange(str(path), 0, path.stat().st_size))
 
 
 @every_kind

@@ -8,8 +8,8 @@ import torch
 from torch import nn
 
 import modelstate as ms
+from modelstate.io.memory import MemoryTracker
 from modelstate.loading.report import LoadReport
-from modelstate.planning.memory import MemoryTracker
 from tests.loading.loads import KINDS, Kind, Open, three_layers, twice
 
 every_kind = pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS)

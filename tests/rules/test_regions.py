@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 import modelstate as ms
 from modelstate import spec
 from modelstate.io.engine import Request
-from modelstate.io.own import read_tensor
+from modelstate.io.tensors import read_tensor
 from modelstate.rules import expression
 from modelstate.rules.expression import Derived, Source, read_bytes, region, values_of
 from modelstate.rules.rule import Entry

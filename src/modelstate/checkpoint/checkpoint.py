@@ -14,7 +14,6 @@ from modelstate.errors import (
     ChecksumError,
     KeyNotFoundError,
     OptionError,
-    ReadFailedError,
     ReadTargetError,
     TensorNotFoundError,
     UnsupportedTensorError,
@@ -30,12 +29,20 @@ from modelstate.formats.tree import (
     referred_to,
     subtree,
 )
-from modelstate.io import system
 from modelstate.io.digests import ALGORITHM, hasher
-from modelstate.io.engine import Request, open_files, read_ranges, read_threads
+from modelstate.io.engine import (
+    Consume,
+    LocalFile,
+    Request,
+    Wanted,
+    open_files,
+    read_fully,
+    read_ranges,
+    read_threads,
+    stream,
+)
 from modelstate.io.files import FileFingerprint, current_fingerprints
-from modelstate.io.page_cache import read_ahead
-from modelstate.io.stream import Consume, Wanted, stream
+from modelstate.io.prefetch import read_ahead
 from modelstate.process import parallel_for
 from modelstate.spec import (
     ByteRange,
@@ -407,7 +414,7 @@ class Checkpoint(Mapping[str, TensorSpec]):
         read_ranges(requests, fingerprints=self._fingerprints, on_read=on_read, **options)
 
     def stream(self, wanted: Sequence[Wanted], consume: Consume, **options: Any) -> None:
-        """Reads ranges of the checkpoint's files in blocks. See `modelstate.io.stream.stream`."""
+        """Reads ranges of the checkpoint's files in blocks. See `modelstate.io.engine.stream`."""
         stream(wanted, consume, fingerprints=self._fingerprints, **options)
 
     def read_ahead(self, ranges: Iterable[ByteRange]) -> int:
@@ -592,13 +599,13 @@ def verify(checkpoint: Checkpoint, on_read: Callable[[int], None] | None = None)
             values = []
             for start in range(storage.start, end, block_bytes):
                 block = ByteRange(storage.path, start, min(block_bytes, end - start))
-                values.append(_block_checksum(descriptors[storage.path], block, checksum.algorithm, buffer))
+                values.append(_block_checksum(files[storage.path], block, checksum.algorithm, buffer))
             with lock:
                 computed[storage] = "".join(values)
                 if on_read:
                     on_read(storage.nbytes)
 
-    with open_files((storage.path for storage in names_of), checkpoint.fingerprints) as descriptors:
+    with open_files((storage.path for storage in names_of), checkpoint.fingerprints) as files:
         parallel_for(work, min(read_threads(), len(names_of)))
     damaged = [
         name for storage, names in names_of.items() if computed[storage] != expected[storage].value for name in names
@@ -646,24 +653,13 @@ def what_to_verify(checkpoint: Checkpoint) -> dict[ByteRange, list[str]]:
     return names_of
 
 
-def _block_checksum(descriptor: int, block: ByteRange, algorithm: str, buffer: memoryview) -> str:
+def _block_checksum(file: LocalFile, block: ByteRange, algorithm: str, buffer: memoryview) -> str:
     crc, hashed = 0, hasher()
     for at in range(0, block.nbytes, len(buffer)):
         chunk = buffer[: min(len(buffer), block.nbytes - at)]
-        _read_all(descriptor, chunk, block.start + at, block.path)
+        read_fully(file, [chunk], block.start + at, len(chunk))
         if algorithm == ALGORITHM:
             hashed.update(chunk)
         else:
             crc = zlib.crc32(chunk, crc)
     return hashed.hexdigest() if algorithm == ALGORITHM else f"{crc:08x}"
-
-
-def _read_all(descriptor: int, buffer: memoryview, offset: int, path: str) -> None:
-    while buffer:
-        try:
-            count = system.preadv(descriptor, [buffer], offset)
-        except OSError as error:
-            raise ReadFailedError("reading failed", where=f"{path}, byte {offset}", found=error) from error
-        if not count:
-            raise ReadFailedError("the file ends before the tensor does", where=f"{path}, byte {offset}")
-        buffer, offset = buffer[count:], offset + count

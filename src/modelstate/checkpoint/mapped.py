@@ -15,7 +15,7 @@ from modelstate.io import system
 from modelstate.io.engine import read_ranges
 from modelstate.io.files import FileFingerprint, check_mapped, open_regular, open_unchanged
 from modelstate.io.lease import hold
-from modelstate.io.own import read_tensor
+from modelstate.io.tensors import read_tensor
 from modelstate.spec import ByteRange, Combined, Stored, StoredComposite, StoredTensor
 
 _NO_RESERVE = getattr(mmap, "MAP_NORESERVE", 0x4000 if sys.platform == "linux" else 0)

@@ -26,7 +26,7 @@ from modelstate.io.atomic import Output
 from modelstate.io.digests import BLOCK_BYTES
 from modelstate.io.engine import ALIGN_BYTES, FLAG, UNSUPPORTED, Buffer, memory_at, read_threads
 from modelstate.io.memory import empty_cpu
-from modelstate.io.own import ReadAll, elements, read_tensor
+from modelstate.io.tensors import ReadAll, elements, read_tensor
 from modelstate.process import parallel_for
 from modelstate.spec import Stored, StoredTensor, own_bytes, pieces
 from modelstate.text_format import size

@@ -1,4 +1,4 @@
-"""Executes read requests: coalesces byte ranges, reads them in parallel, and bypasses the page cache where asked.
+"""Executes read requests: coalesces byte ranges, reads them on several threads, through the page cache or past it.
 
 The kernel spends as long on filling its page cache from a cold file and copying the bytes out of it as a fast disk
 takes to read the file, and it evicts what other processes use. With O_DIRECT the disk writes into memory of this
@@ -21,15 +21,18 @@ import errno
 import mmap
 import os
 import threading
+import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
-from dataclasses import dataclass
-from typing import NamedTuple
+from contextlib import AbstractContextManager, contextmanager, suppress
+from dataclasses import dataclass, replace
+from typing import NamedTuple, Protocol, TypeVar
+
+import torch
 
 from modelstate.errors import ReadFailedError
 from modelstate.io import system
 from modelstate.io.files import FileFingerprint, check_unchanged, open_unchanged
-from modelstate.io.memory import UffdFiller
+from modelstate.io.memory import HUGE_PAGE_BYTES, MADV_POPULATE_WRITE, UffdFiller, aligned, empty_cpu
 from modelstate.process import parallel_for
 from modelstate.spec import ByteRange
 
@@ -40,23 +43,240 @@ GAP_BYTES = 4 << 10
 _IOV_MAX = 1024
 """The number of buffers that Linux accepts in one call."""
 _PyBUF_WRITE = 0x200
-
-_HUGE_PAGE_BYTES = 2 << 20
-BUFFER_BYTES = _HUGE_PAGE_BYTES
+BUFFER_BYTES = HUGE_PAGE_BYTES
 """The size of one O_DIRECT read."""
 ALIGN_BYTES = 4096
 """A multiple of the alignment that disks and file systems require for O_DIRECT."""
 _LEAST_UNCACHED_THREADS = 4
 """O_DIRECT threads wait for the disk and do not compute, so more threads than processors keep the disk busy."""
-_MADV_POPULATE_WRITE, _MADV_COLLAPSE = 23, 25
-"""Available since Linux 5.14 and 6.1."""
+_MADV_COLLAPSE = 25
+"""Available since Linux 6.1."""
 UNSUPPORTED = (errno.EINVAL, errno.ENOTSUP, errno.EOPNOTSUPP)
 """The errors of a file system that does not support O_DIRECT."""
 FLAG = getattr(os, "O_DIRECT", 0)
 """0 where the operating system has no O_DIRECT."""
+_BLOCK_BYTES = 4 << 20
+"""What a thread reads before it casts it: smaller blocks lose more to the interpreter lock than the cache saves."""
+_LEAST_BLOCK_BYTES = 64 << 10
+_SCRATCH_BYTES = 64 << 20
+"""What is read at once of tensors that are needed whole, unless a single one is larger."""
 
 Piece = tuple[int | None, int]
 """The destination of a part of a file: an address, or None for bytes that are discarded, and a length in bytes."""
+_Item = TypeVar("_Item")
+
+
+# Policy: with how many threads and how much memory to read.
+
+
+def read_threads() -> int:
+    """The number of threads for a read: as many as there are processors for this process, up to 8."""
+    affinity = getattr(os, "sched_getaffinity", None)
+    return min(len(affinity(0)) if affinity else os.cpu_count() or 1, 8)
+
+
+def uncached_threads(usual: int) -> int:
+    """The number of threads for an O_DIRECT read, where a read through the page cache uses `usual`."""
+    return max(usual, _LEAST_UNCACHED_THREADS)
+
+
+@dataclass(frozen=True, slots=True)
+class ReadStrategy:
+    """The threads and the memory of the reads of one load."""
+
+    threads: int
+    """Threads that read blocks and cast them."""
+    block_bytes: int
+    """The size of a block."""
+    scratch_bytes: int = 0
+    """What is read at once of tensors that cannot be cast block by block."""
+    ahead: bool = False
+    """Whether the next tensors are read while transforms compute with the current ones."""
+    uncached: frozenset[str] = frozenset()
+    """Files that are read with O_DIRECT, through one more buffer for each thread."""
+    cached: bool = False
+    """Whether all of the files are in the page cache."""
+
+    @classmethod
+    def fastest(cls) -> "ReadStrategy":
+        """The strategy of a load without a memory budget."""
+        return cls(read_threads(), _BLOCK_BYTES, _SCRATCH_BYTES, ahead=True)
+
+    @property
+    def turn_bytes(self) -> int:
+        """The size of one scratch buffer: half of the scratch memory where the other half is computed with."""
+        return self.scratch_bytes // 2 if self.ahead else self.scratch_bytes
+
+    @property
+    def uncached_bytes(self) -> int:
+        """Memory of the O_DIRECT buffers of one `read_ranges`."""
+        return uncached_threads(read_threads()) * BUFFER_BYTES if self.uncached else 0
+
+    def stream_bytes(self, total: int, unit: int, working: int, buffers: int) -> int:
+        """Memory of one `stream`.
+
+        Args:
+            total: The bytes of all ranges.
+            unit: The largest unit of a range.
+            working: The bytes that consuming a block takes.
+            buffers: The buffers of each thread.
+        """
+        buffer = min(aligned(max(self.block_bytes, unit)), total)
+        threads = self.threads if total > buffer else 1
+        return threads * ((BUFFER_BYTES if self.uncached else 0) + buffers * buffer + working)
+
+    def smaller(self) -> Iterator["ReadStrategy"]:
+        """Strategies that need less and less memory."""
+        yield replace(self, ahead=False)
+        threads, block_bytes = self.threads, self.block_bytes
+        yield replace(self, ahead=False, scratch_bytes=0)
+        while threads > 1 or block_bytes > _LEAST_BLOCK_BYTES:
+            if block_bytes > _LEAST_BLOCK_BYTES:
+                block_bytes //= 2
+            else:
+                threads //= 2
+            yield replace(self, threads=threads, block_bytes=block_bytes, scratch_bytes=0, ahead=False)
+
+
+# Files that are read by range.
+
+
+class RangeFile(Protocol):
+    """What the engine needs of an open file. `LocalFile` implements it."""
+
+    def read_into(self, buffers: Sequence[memoryview], offset: int) -> int:
+        """Reads from `offset` on into the buffers, one after the other, and returns the number of bytes, 0 at the end.
+
+        Raises `ReadFailedError`.
+        """
+
+    def check_unchanged(self) -> None:
+        """Raises `ReadFailedError` where the file has changed since it was opened."""
+
+    def close(self) -> None:
+        """Releases the file."""
+
+
+class LocalFile:
+    """A file of this machine.
+
+    Raises `ReadFailedError` where the file does not match the fingerprint.
+
+    Args:
+        path: The file.
+        fingerprint: What the file must be.
+        uncached: Whether to read with O_DIRECT, where the file system supports it.
+    """
+
+    def __init__(self, path: str, fingerprint: FileFingerprint | None, uncached: bool = False) -> None:
+        self.path, self._fingerprint = path, fingerprint
+        self.is_uncached = bool(uncached and FLAG)
+        try:
+            self.descriptor = open_unchanged(path, fingerprint, FLAG if uncached else 0)
+        except ReadFailedError as error:
+            unsupported = isinstance(error.__cause__, OSError) and error.__cause__.errno in UNSUPPORTED
+            if not (self.is_uncached and unsupported):
+                raise
+            self.is_uncached = False
+            self.descriptor = open_unchanged(path, fingerprint)
+
+    def read_into(self, buffers: Sequence[memoryview], offset: int) -> int:
+        """As `RangeFile.read_into`. Goes on through the page cache where O_DIRECT is refused."""
+        was_uncached = self.is_uncached
+        try:
+            return system.preadv(self.descriptor, buffers, offset)
+        except OSError as error:
+            # A file system may accept the flag and refuse the read, or require larger blocks; and the rest of a short
+            # read may begin at an offset that is not aligned.
+            if not (was_uncached and error.errno in UNSUPPORTED):
+                raise ReadFailedError("reading failed", where=f"{self.path}, byte {offset}", found=error) from error
+        self.use_page_cache()
+        return self.read_into(buffers, offset)
+
+    def use_page_cache(self) -> None:
+        """Makes all threads read through the page cache from here on, which allows any offset."""
+        if self.is_uncached:
+            import fcntl  # missing on systems without O_DIRECT
+
+            fcntl.fcntl(self.descriptor, fcntl.F_SETFL, fcntl.fcntl(self.descriptor, fcntl.F_GETFL) & ~FLAG)
+            self.is_uncached = False
+
+    def check_unchanged(self) -> None:
+        check_unchanged(self.descriptor, self.path, self._fingerprint)
+
+    def close(self) -> None:
+        os.close(self.descriptor)
+
+
+@contextmanager
+def open_files(
+    paths: Iterable[str], fingerprints: Mapping[str, FileFingerprint], uncached: Collection[str] = ()
+) -> Iterator[dict[str, LocalFile]]:
+    """Opens files, and yields them by path.
+
+    Raises `ReadFailedError` where a file does not match its fingerprint when it is opened, or when the block ends.
+    """
+    files: dict[str, LocalFile] = {}
+    try:
+        for path in dict.fromkeys(paths):
+            files[path] = LocalFile(path, fingerprints.get(path), path in uncached)
+        yield files
+        for file in files.values():
+            file.check_unchanged()
+    finally:
+        for file in files.values():
+            file.close()
+
+
+def can_read_uncached(path: str, fingerprint: FileFingerprint | None) -> bool:
+    """Whether the file can be opened with O_DIRECT, and memory for a fast buffer is available."""
+    try:
+        if not FLAG or not Buffer().is_huge:
+            return False
+        file = LocalFile(path, fingerprint, True)
+    except (OSError, ReadFailedError):
+        return False  # the read itself reports what is wrong
+    file.close()
+    return file.is_uncached
+
+
+def for_each(
+    items: Iterable[_Item],
+    worker: Callable[[], AbstractContextManager[Callable[[_Item], None]]],
+    threads: int,
+    on_done: Callable[[_Item, float], None] | None = None,
+    *,
+    with_torch: bool = False,
+) -> None:
+    """Processes the items on several threads. No thread is at work any more when this returns or raises.
+
+    Args:
+        items: The items. A thread takes the next one when it has processed the one before.
+        worker: Called by each thread; yields the function that processes an item. The context ends normally when no
+            item is left.
+        threads: The largest number of threads.
+        on_done: Called with each processed item and the seconds that it took, by one thread at a time.
+        with_torch: See `parallel_for`.
+    """
+    waiting, lock = iter(items), threading.Lock()
+
+    def work(stop: threading.Event) -> None:
+        with worker() as process:
+            while not stop.is_set():
+                with lock:
+                    item = next(waiting, None)
+                if item is None:
+                    return
+                started = time.perf_counter()
+                process(item)
+                if on_done is not None:
+                    with lock:
+                        on_done(item, time.perf_counter() - started)
+
+    parallel_for(work, threads, with_torch=with_torch)
+
+
+# Reading ranges to addresses.
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,64 +314,45 @@ def read_ranges(
     on_read: Callable[[int], None] | None = None,
     threads: int | None = None,
     uncached: Collection[str] = (),
-    filler: UffdFiller | None = None,
+    is_fresh: bool = False,
+    batch_bytes: int | None = None,
+    gap_bytes: int = GAP_BYTES,
 ) -> None:
-    """Coalesces the requests into batches of the default size and executes them.
+    """Executes read requests on several threads. No thread writes to memory any more when this returns or raises.
 
     Args:
         requests: The byte ranges and their destinations.
-        fingerprints: See `read_batches`.
-        on_read: See `read_batches`.
-        threads: The number of threads; by default one for each processor, up to 8.
-        uncached: See `read_batches`.
-        filler: See `read_batches`.
-
-    Raises:
-        ReadFailedError: As `read_batches` raises it.
-    """
-    batches = coalesce(requests, batch_bytes=BATCH_BYTES, gap_bytes=GAP_BYTES)
-    threads = threads or (uncached_threads(read_threads()) if uncached else read_threads())
-    read_batches(batches, threads=threads, fingerprints=fingerprints, on_read=on_read, uncached=uncached, filler=filler)
-
-
-def read_batches(
-    batches: Sequence[Batch],
-    *,
-    threads: int,
-    fingerprints: Mapping[str, FileFingerprint],
-    on_read: Callable[[int], None] | None = None,
-    uncached: Collection[str] = (),
-    filler: UffdFiller | None = None,
-) -> None:
-    """Executes the batches on several threads. No thread writes to memory any more when this returns or raises.
-
-    Args:
-        batches: The read calls, as `coalesce` makes them.
-        threads: The largest number of threads.
         fingerprints: What each file must be before the first byte is read and after the last.
         on_read: Called with the number of requested bytes after each batch, by one thread at a time.
+        threads: The number of threads; by default one for each processor, up to 8.
         uncached: Paths of files that are read with O_DIRECT, through one buffer for each thread.
-        filler: Fills destinations with UFFDIO_COPY; all of them must be fresh memory.
+        is_fresh: Whether all destinations are private memory that has not been touched, and the files are in the page
+            cache. The kernel then creates the pages as copies of the file's (`UffdFiller`), where it supports that.
+        batch_bytes: The most that one call reads; by default `BATCH_BYTES`.
+        gap_bytes: The largest gap between two ranges of one call.
 
     Raises:
         ReadFailedError: The first I/O error, a short read, or a file that has changed.
     """
-    waiting, lock = iter(batches), threading.Lock()
+    batches = coalesce(requests, batch_bytes=batch_bytes or BATCH_BYTES, gap_bytes=gap_bytes)
+    threads = threads or (uncached_threads(read_threads()) if uncached else read_threads())
+    filler = UffdFiller() if is_fresh else None
 
-    def work(stop: threading.Event) -> None:
-        read = reader(uncached, filler)
-        while not stop.is_set():
-            with lock:
-                batch = next(waiting, None)
-            if batch is None:
-                return
-            read(descriptors[batch.path], batch)
-            if on_read:
-                with lock:
-                    on_read(batch.wanted_bytes)
+    @contextmanager
+    def worker() -> Iterator[Callable[[Batch], None]]:
+        read = _reader(uncached, filler)
+        yield lambda batch: read(files[batch.path], batch)
 
-    with open_files((batch.path for batch in batches), fingerprints, uncached) as descriptors:
-        parallel_for(work, min(threads, len(batches)))
+    def on_done(batch: Batch, _: float) -> None:
+        if on_read is not None:
+            on_read(batch.wanted_bytes)
+
+    try:
+        with open_files((batch.path for batch in batches), fingerprints, uncached) as files:
+            for_each(batches, worker, min(threads, len(batches)), on_done)
+    finally:
+        if filler is not None:
+            filler.close()
 
 
 def coalesce(requests: Iterable[Request], *, batch_bytes: int, gap_bytes: int) -> list[Batch]:
@@ -191,49 +392,55 @@ def coalesce(requests: Iterable[Request], *, batch_bytes: int, gap_bytes: int) -
     return batches
 
 
-@contextmanager
-def open_files(
-    paths: Iterable[str], fingerprints: Mapping[str, FileFingerprint], uncached: Collection[str] = ()
-) -> Iterator[dict[str, int]]:
-    """Opens files for a `reader`, and yields their descriptors by path.
-
-    Raises `ReadFailedError` where a file does not match its fingerprint when it is opened, or when the block ends.
-    """
-    descriptors: dict[str, int] = {}
-    try:
-        for path in dict.fromkeys(paths):
-            descriptors[path] = (open_uncached if path in uncached else open_unchanged)(path, fingerprints.get(path))
-        yield descriptors
-        for path, descriptor in descriptors.items():
-            check_unchanged(descriptor, path, fingerprints.get(path))
-    finally:
-        for descriptor in descriptors.values():
-            os.close(descriptor)
-
-
-def reader(uncached: Collection[str], filler: UffdFiller | None = None) -> Callable[[int, Batch], None]:
-    """Returns the function with which one thread reads batches of files that `open_files` has opened."""
+def _reader(uncached: Collection[str], filler: UffdFiller | None = None) -> Callable[[LocalFile, Batch], None]:
+    """Returns the function with which one thread reads batches."""
     buffer: Buffer | None = None
     with suppress(OSError):  # hardly any memory is left: the read goes through the page cache instead
         buffer = Buffer() if uncached else None
 
-    def read(descriptor: int, batch: Batch) -> None:
+    def read(file: LocalFile, batch: Batch) -> None:
         if batch.path in uncached:
             if buffer is not None:
-                _read_uncached(descriptor, batch, buffer)
+                for window in windows(batch.start, batch.pieces):
+                    views = [buffer.view[: window.nbytes]]
+                    read_fully(file, views, window.start, window.needed_bytes)
+                    for at, address, nbytes in window.copies:
+                        ctypes.memmove(address, buffer.address + at, nbytes)
                 return
-            use_page_cache(descriptor)
-        for part in [batch] if filler is None else _fill(filler, descriptor, batch):
-            _read_batch(descriptor, part)
+            file.use_page_cache()
+        for part in [batch] if filler is None else _fill(filler, file, batch):
+            largest_gap = max((length for address, length in part.pieces if address is None), default=0)
+            scratch = memoryview(bytearray(largest_gap))
+            views = [memory_at(a, n) if a is not None else scratch[:n] for a, n in part.pieces]
+            read_fully(file, views, part.start, part.nbytes)
 
     return read
 
 
-def _fill(filler: UffdFiller, descriptor: int, batch: Batch) -> list[Batch]:
+def read_fully(file: RangeFile, views: list[memoryview], offset: int, left: int) -> None:
+    """Reads at least `left` bytes, in as many calls as it takes: one call may return less than was asked for."""
+    while left > 0:
+        count = file.read_into(views, offset)
+        if count == 0:
+            raise ReadFailedError(
+                "the file ends before the tensor does",
+                where=f"{getattr(file, 'path', '')}, byte {offset}",
+                expected=f"{left} more bytes",
+                remedy="open the checkpoint again, when nothing writes to it any more",
+            )
+        offset, left = offset + count, left - count
+        while views and count >= len(views[0]):
+            count -= len(views[0])
+            views = views[1:]
+        if count:
+            views = [views[0][count:], *views[1:]]
+
+
+def _fill(filler: UffdFiller, file: LocalFile, batch: Batch) -> list[Batch]:
     """Fills what the filler can of a batch, and returns what is left to read."""
     left = []
     for start, address, nbytes in _contiguous_runs(batch):
-        first, last = filler.fill(descriptor, batch.path, start, address, nbytes)
+        first, last = filler.fill(file.descriptor, batch.path, start, address, nbytes)
         left.append(Request(ByteRange(batch.path, start, first), address))
         left.append(Request(ByteRange(batch.path, start + last, nbytes - last), address + last))
     return coalesce(left, batch_bytes=BATCH_BYTES, gap_bytes=GAP_BYTES)
@@ -254,41 +461,6 @@ def _contiguous_runs(batch: Batch) -> Iterator[tuple[int, int, int]]:
         yield start, first, offset - start
 
 
-def _read_batch(descriptor: int, batch: Batch) -> None:
-    offset, left = batch.start, batch.nbytes
-    largest_gap = max((length for address, length in batch.pieces if address is None), default=0)
-    scratch = memoryview(bytearray(largest_gap))
-    views = [memory_at(a, n) if a is not None else scratch[:n] for a, n in batch.pieces]
-    while left:
-        try:
-            count = system.preadv(descriptor, views, offset)
-        except OSError as error:
-            raise ReadFailedError("reading failed", where=f"{batch.path}, byte {offset}", found=error) from error
-        if count == 0:
-            raise _ends_early(batch.path, offset, left)
-        offset, left = offset + count, left - count
-        if left:
-            views = _views_after(views, count)
-
-
-def _views_after(views: list[memoryview], count: int) -> list[memoryview]:
-    """The buffers behind the first `count` bytes, after a call that read less than was asked for."""
-    for index, view in enumerate(views):
-        if count < len(view):
-            return [view[count:], *views[index + 1 :]]
-        count -= len(view)
-    return []
-
-
-def _ends_early(path: str, offset: int, left: int) -> ReadFailedError:
-    return ReadFailedError(
-        "the file ends before the tensor does",
-        where=f"{path}, byte {offset}",
-        expected=f"{left} more bytes",
-        remedy="open the checkpoint again, when nothing writes to it any more",
-    )
-
-
 def memory_at(address: int, nbytes: int) -> memoryview:
     """A writable view of memory at an address. The caller keeps the memory alive."""
     return _view_of_memory(address, nbytes, _PyBUF_WRITE)
@@ -299,59 +471,7 @@ _view_of_memory: Callable[[int, int, int], memoryview] = ctypes.PYFUNCTYPE(
 )(("PyMemoryView_FromMemory", ctypes.pythonapi))
 
 
-def read_threads() -> int:
-    """The number of threads for a read: as many as there are processors for this process, up to 8."""
-    affinity = getattr(os, "sched_getaffinity", None)
-    return min(len(affinity(0)) if affinity else os.cpu_count() or 1, 8)
-
-
 # Reading with O_DIRECT.
-
-
-def uncached_threads(usual: int) -> int:
-    """The number of threads for an O_DIRECT read, where a read through the page cache uses `usual`."""
-    return max(usual, _LEAST_UNCACHED_THREADS)
-
-
-def can_read_uncached(path: str, fingerprint: FileFingerprint | None) -> bool:
-    """Whether the file can be opened with O_DIRECT, and memory for a fast buffer is available."""
-    try:
-        if not FLAG or not Buffer().is_huge:
-            return False
-        os.close(open_unchanged(path, fingerprint, FLAG))
-    except (OSError, ReadFailedError):
-        return False  # the read itself reports what is wrong
-    return True
-
-
-def open_uncached(path: str, fingerprint: FileFingerprint | None) -> int:
-    """Opens the file with O_DIRECT, or for the page cache where the file system does not support O_DIRECT.
-
-    Raises `ReadFailedError`.
-    """
-    try:
-        return open_unchanged(path, fingerprint, FLAG)
-    except ReadFailedError as error:
-        if not (isinstance(error.__cause__, OSError) and error.__cause__.errno in UNSUPPORTED):
-            raise
-    return open_unchanged(path, fingerprint)
-
-
-def is_uncached(descriptor: int) -> bool:
-    """Whether reads with the descriptor bypass the page cache."""
-    if not FLAG:
-        return False
-    import fcntl  # missing on systems without O_DIRECT
-
-    return bool(fcntl.fcntl(descriptor, fcntl.F_GETFL) & FLAG)
-
-
-def use_page_cache(descriptor: int) -> None:
-    """Makes the descriptor read through the page cache, from any offset, for every thread that uses it."""
-    if is_uncached(descriptor):
-        import fcntl
-
-        fcntl.fcntl(descriptor, fcntl.F_SETFL, fcntl.fcntl(descriptor, fcntl.F_GETFL) & ~FLAG)
 
 
 class Copy(NamedTuple):
@@ -406,44 +526,159 @@ class Buffer:
 
     def __init__(self, nbytes: int = BUFFER_BYTES) -> None:
         # Larger than asked for, so that it can begin and end at a huge page; the rest is never touched.
-        self._memory = mmap.mmap(-1, nbytes + 2 * _HUGE_PAGE_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        self._memory = mmap.mmap(-1, nbytes + 2 * HUGE_PAGE_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         first = ctypes.addressof(ctypes.c_char.from_buffer(self._memory))
-        offset = -first % _HUGE_PAGE_BYTES
+        offset = -first % HUGE_PAGE_BYTES
         self.address = first + offset
         self.view = memoryview(self._memory)[offset : offset + nbytes]
         self.is_huge = False
         """Whether the memory is known to lie in huge pages."""
-        if nbytes < _HUGE_PAGE_BYTES:
+        if nbytes < HUGE_PAGE_BYTES:
             return
-        nbytes = -(-nbytes // _HUGE_PAGE_BYTES) * _HUGE_PAGE_BYTES
+        nbytes = -(-nbytes // HUGE_PAGE_BYTES) * HUGE_PAGE_BYTES
         with suppress(OSError, AttributeError, ValueError):
             self._memory.madvise(mmap.MADV_HUGEPAGE, offset, nbytes)
-            self._memory.madvise(_MADV_POPULATE_WRITE, offset, nbytes)
+            self._memory.madvise(MADV_POPULATE_WRITE, offset, nbytes)
             self._memory.madvise(_MADV_COLLAPSE, offset, nbytes)
             self.is_huge = True
 
 
-def _read_uncached(descriptor: int, batch: Batch, buffer: Buffer) -> None:
-    for window in windows(batch.start, batch.pieces):
-        _read_window(descriptor, batch.path, window, buffer.view)
-        for at, address, nbytes in window.copies:
-            ctypes.memmove(address, buffer.address + at, nbytes)
+# Reading blocks that are consumed while the next ones are read.
 
 
-def _read_window(descriptor: int, path: str, window: Window, view: memoryview) -> None:
-    done = 0
-    while done < window.needed_bytes:
-        offset = window.start + done
-        uncached = is_uncached(descriptor)
-        try:
-            count = system.preadv(descriptor, [view[done : window.nbytes]], offset)
-        except OSError as error:
-            # A file system may accept the flag and refuse the read, or require larger blocks; and the rest of a short
-            # read may begin at an offset that is not aligned.
-            if uncached and error.errno in UNSUPPORTED:
-                use_page_cache(descriptor)
-                continue
-            raise ReadFailedError("reading failed", where=f"{path}, byte {offset}", found=error) from error
-        if count == 0:
-            raise _ends_early(path, offset, window.needed_bytes - done)
-        done += count
+class Wanted(NamedTuple):
+    """A range of a file that is requested in pieces."""
+
+    source: ByteRange
+    unit: int
+    """The length of every piece but the last is a multiple of this number of bytes."""
+
+
+class Part(NamedTuple):
+    """A piece of a range, in a buffer."""
+
+    which: int
+    """The index of the range among those that are requested."""
+    first: int
+    """Bytes from the beginning of the range."""
+    nbytes: int
+    at: int
+    """Bytes from the beginning of the buffer."""
+
+
+@dataclass(frozen=True, slots=True)
+class Block:
+    """The parts that are read into a buffer at once."""
+
+    parts: tuple[Part, ...]
+    nbytes: int
+    """The size of the buffer that the block needs."""
+
+    @property
+    def wanted_bytes(self) -> int:
+        return sum(part.nbytes for part in self.parts)
+
+
+Wait = Callable[[], object]
+Consume = Callable[[Block, torch.Tensor], Wait | None]
+"""Consumes a block from a byte buffer. The function that it returns is called before the buffer is used again."""
+
+
+def stream(
+    wanted: Sequence[Wanted],
+    consume: Consume,
+    *,
+    strategy: ReadStrategy,
+    fingerprints: Mapping[str, FileFingerprint],
+    on_block: Callable[[Block, float], None],
+    buffers: int = 1,
+    pinned: bool = False,
+) -> None:
+    """Reads the requested ranges in blocks; the thread that has read a block consumes it while another one reads.
+
+    No thread is at work any more when this returns or raises.
+
+    Args:
+        wanted: The ranges to read.
+        consume: Called with each block and its buffer.
+        strategy: The number of threads, the size of a block, and the files to read with O_DIRECT.
+        fingerprints: What each file must be before the first byte is read and after the last.
+        on_block: Called with each consumed block and the seconds that it took, by one thread at a time.
+        buffers: Buffers of each thread. With more than one, a thread reads on while an operation that `consume` has
+            started is still running.
+        pinned: Whether a device copies from the buffers.
+
+    Raises:
+        ReadFailedError: An I/O error, a short read, or a file that has changed. What `consume` raises passes through.
+    """
+    blocks = in_blocks(wanted, strategy.block_bytes)
+    largest = max((block.nbytes for block in blocks), default=0)
+
+    @contextmanager
+    def worker() -> Iterator[Callable[[Block], None]]:
+        read = _reader(strategy.uncached)
+        own = [_block_buffer(largest, pinned) for _ in range(buffers)]
+        waits: list[Wait | None] = [None for _ in own]
+
+        def process(block: Block) -> None:
+            buffer, wait = own[0], waits[0]
+            if wait is not None:
+                wait()
+            for batch in coalesce(_requests(buffer, block, wanted), batch_bytes=block.nbytes, gap_bytes=GAP_BYTES):
+                read(files[batch.path], batch)
+            waits[0] = consume(block, buffer)
+            own.append(own.pop(0))
+            waits.append(waits.pop(0))
+
+        yield process
+        for wait in waits:
+            if wait is not None:
+                wait()
+
+    with open_files((entry.source.path for entry in wanted), fingerprints, strategy.uncached) as files:
+        for_each(blocks, worker, min(strategy.threads, len(blocks)), on_block, with_torch=True)
+
+
+def in_blocks(wanted: Sequence[Wanted], block_bytes: int) -> list[Block]:
+    """Packs every byte of every range once into blocks, in the order of the files.
+
+    A block needs a buffer of at most `block_bytes`, or holds one unit that is larger.
+    """
+    blocks: list[Block] = []
+    parts: list[Part] = []
+    used = 0
+
+    def close() -> None:
+        nonlocal used
+        if parts:
+            blocks.append(Block(tuple(parts), used))
+            parts.clear()
+        used = 0
+
+    for index in sorted(range(len(wanted)), key=lambda i: (wanted[i].source.path, wanted[i].source.start)):
+        source, unit = wanted[index]
+        first = 0
+        while first < source.nbytes:
+            left, room = source.nbytes - first, block_bytes - used
+            nbytes = left if left <= room else room // unit * unit
+            if nbytes <= 0:
+                if parts:
+                    close()
+                    continue
+                nbytes = min(unit, left)
+            parts.append(Part(index, first, nbytes, used))
+            first += nbytes
+            used += aligned(nbytes)
+    close()
+    return blocks
+
+
+def _block_buffer(nbytes: int, pinned: bool) -> torch.Tensor:
+    return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True) if pinned else empty_cpu((nbytes,), torch.uint8)
+
+
+def _requests(buffer: torch.Tensor, block: Block, wanted: Sequence[Wanted]) -> Iterator[Request]:
+    for part in block.parts:
+        source = wanted[part.which].source
+        start = source.start + part.first
+        yield Request(ByteRange(source.path, start, part.nbytes), buffer.data_ptr() + part.at)

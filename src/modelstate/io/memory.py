@@ -1,9 +1,9 @@
-"""Allocates the memory that values are read into.
+"""Allocates the memory that values are read into, fills it, and counts what a load holds.
 
 A read into untouched memory faults at each page, and the kernel clears the page only for it to be overwritten.
-`UFFDIO_COPY` creates pages that are copies from the beginning, many in one call. It copies from a map of the file;
-where that cannot be read, because the file was truncated or its disk fails, the call returns an error instead of
-SIGBUS.
+`UFFDIO_COPY` creates pages that are copies from the beginning, many in one call: a load of a warm file takes a quarter
+less time. It copies from a map of the file; where that cannot be read, because the file was truncated or its disk
+fails, the call returns an error instead of SIGBUS.
 """
 
 import ctypes
@@ -12,10 +12,8 @@ import math
 import mmap
 import os
 import threading
-import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
-from types import TracebackType
 
 import torch
 
@@ -24,93 +22,74 @@ from modelstate.io import system
 from modelstate.io.system import function
 from modelstate.spec import contiguous_stride
 
-TENSOR_ALIGN_BYTES = 64
-_HUGE_PAGE = 2 << 20
-_SAMPLE_BYTES = 16 << 20
-_SLOW_BYTES_PER_SECOND = 2.5e9
-"""At most what one thread reads into small pages."""
-_MADV_POPULATE_WRITE = 23
+HUGE_PAGE_BYTES = 2 << 20
+MADV_POPULATE_WRITE = 23
 """Available since Linux 5.14."""
-_LEAST_PROBED_BYTES = 2 * _HUGE_PAGE
-"""A range of this size contains a whole huge page, wherever it begins."""
-_SLOW_PAGE_SECONDS = 0.0015
-"""Twice the time of as much memory in small pages."""
+TENSOR_ALIGN_BYTES = 64
 _ARENA_BYTES = 256 << 20
-_TRIM_BYTES = 16 << 20
+_LARGE_BYTES = 1 << 20
+"""Smaller tensors and runs are not worth system calls of their own."""
 
 
-class HugePagePolicy:
-    """Chooses between huge and small pages for fresh memory, by measuring which are faster.
+class MemoryTracker:
+    """Counts the bytes that a load holds beyond the final tensors, and the most that it has held at once.
 
-    Where the machine has a huge page at hand, it is cleared at memory speed. On a virtual machine whose host has to
-    find the memory first, a huge page may take 5 ms, and small pages that the guest has used lately are several times
-    as fast. Only a trial can tell: one page of each arena, and the read itself later on. (A slow disk looks the same
-    there, and then the choice does not matter.)
+    It counts buffers, values that wait to be copied, and what is kept to undo; not each tensor that is read to where it
+    stays, so that very many small ones cost nothing.
     """
 
-    def __init__(self, threads: int) -> None:
-        """`threads` is the number of threads that read into the memory at once."""
-        self._slow = _SLOW_BYTES_PER_SECOND * min(threads, 2)
-        self._arenas: list[mmap.mmap] = []
-        self._started: float | None = None
-        self._nbytes = 0
-        self.small = not hasattr(mmap, "MADV_NOHUGEPAGE")
-        """Whether it has chosen small pages, which is final."""
+    def __init__(self) -> None:
+        self.peak_bytes = 0
+        self._now, self._lock = 0, threading.Lock()
 
-    def add(self, arena: mmap.mmap) -> None:
-        """Adds memory that is about to be read into, and probes it."""
-        self._arenas.append(arena)
-        if self.small:
-            _use_small_pages(arena)
-        elif len(arena) >= _LEAST_PROBED_BYTES and _seconds_to_fault(arena) > _SLOW_PAGE_SECONDS:
-            self._go_small()
+    def take(self, nbytes: int) -> None:
+        """Adds to the running total; a negative value releases memory."""
+        if nbytes:
+            with self._lock:
+                self._now += nbytes
+                self.peak_bytes = max(self.peak_bytes, self._now)
 
-    def on_read(self, nbytes: int) -> None:
-        """Measures the speed of the read; called with the number of bytes that have been read."""
-        if self._started is None:  # the first call only starts the clock
-            self._started = time.perf_counter()
-            return
-        self._nbytes += nbytes
-        if self.small or self._nbytes < _SAMPLE_BYTES:
-            return
-        seconds = time.perf_counter() - self._started
-        if self._nbytes > self._slow * seconds:
-            self._started, self._nbytes = time.perf_counter(), 0  # fast so far: measure again over the next bytes
-            return
-        self._go_small()
-
-    def _go_small(self) -> None:
-        """Applies also to arenas whose first pages were fast: their next pages are like those just measured."""
-        self.small = True
-        for arena in self._arenas:
-            _use_small_pages(arena)
+    @contextmanager
+    def during(self, nbytes: int) -> Iterator[None]:
+        """Counts memory as long as the context lasts."""
+        self.take(nbytes)
+        try:
+            yield
+        finally:
+            self.take(-nbytes)
 
 
-def _seconds_to_fault(arena: mmap.mmap) -> float:
-    """The time that the first huge page of the arena takes; 0 where the kernel does not support the probe."""
-    first = -torch.frombuffer(arena, dtype=torch.uint8, count=1).data_ptr() % _HUGE_PAGE
-    started = time.perf_counter()
-    try:
-        arena.madvise(_MADV_POPULATE_WRITE, first, mmap.PAGESIZE)
-    except (OSError, ValueError):
-        return 0.0
-    return time.perf_counter() - started
+# Allocation.
 
 
-def _use_small_pages(arena: mmap.mmap) -> None:
-    if hasattr(mmap, "MADV_NOHUGEPAGE"):
-        with suppress(OSError):
-            arena.madvise(mmap.MADV_NOHUGEPAGE)
+def aligned(nbytes: int) -> int:
+    """`nbytes` rounded up to the alignment of a tensor's memory."""
+    return -(-nbytes // TENSOR_ALIGN_BYTES) * TENSOR_ALIGN_BYTES
+
+
+def empty_cpu(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+    """A new contiguous CPU tensor of zeros. The memory of a large one is returned to the system when it is freed.
+
+    `malloc` keeps memory that is freed between other allocations, so a loop over large tensors could end up with all of
+    them in the memory of the process.
+    """
+    nbytes = math.prod(shape) * dtype.itemsize
+    if nbytes < _LARGE_BYTES:
+        return torch.zeros(tuple(shape), dtype=dtype, device="cpu")
+    memory = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    storage = torch.frombuffer(memory, dtype=torch.uint8).untyped_storage()
+    return torch.empty(0, dtype=dtype, device="cpu").set_(storage, 0, tuple(shape), contiguous_stride(shape))
 
 
 @torch.inference_mode(False)
 def fresh_tensors(
-    like: Sequence[tuple[torch.Size, tuple[int, ...] | None, torch.dtype]], watch: "HugePagePolicy | None" = None
+    like: Sequence[tuple[torch.Size, tuple[int, ...] | None, torch.dtype]],
 ) -> list[torch.Tensor]:
     """A new CPU tensor for each shape, stride (None for contiguous) and dtype, in untouched memory.
 
-    Small tensors share mappings of up to 256 MB, each with a storage of its own. The mappings ask the kernel for huge
-    pages, since faulting in small pages takes longer than reading into them; see `HugePagePolicy`.
+    Small tensors share mappings of up to 256 MB, each with a storage of its own.
+
+    Raises `MemoryBudgetError` where the system has no memory.
     """
     tensors: list[torch.Tensor] = []
     sizes = [_span(shape, stride) * dtype.itemsize for shape, stride, dtype in like]
@@ -121,10 +100,16 @@ def fresh_tensors(
             tensors.append(torch.empty(shape, dtype=dtype, device="cpu"))
             continue
         if arena is None or nbytes > left:
-            arena = _arena(_batch(sizes, index))
-            if watch is not None:
-                watch.add(arena)
-            free, left = 0, len(arena)
+            free, left = 0, _arena_bytes(sizes, index)
+            try:
+                arena = mmap.mmap(-1, left, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+            except OSError as error:
+                raise MemoryBudgetError(
+                    "the system has no memory for the tensors; nothing has been changed",
+                    expected=f"{left} bytes at once",
+                    found=error,
+                    remedy="map=True on a skeleton and in_place=True elsewhere need the least",
+                ) from error
         storage = torch.frombuffer(arena, dtype=torch.uint8, count=nbytes, offset=free).untyped_storage()
         used = aligned(nbytes)
         free, left = free + used, left - used
@@ -133,32 +118,7 @@ def fresh_tensors(
     return tensors
 
 
-class HeapTrim:
-    """Returns freed heap memory to the operating system.
-
-    A large tensor that other code frees on the heap leaves a hole, and the next small tensor that is kept takes a bit
-    of the hole, which is then too small for the next large tensor. Without trimming, the heap would grow by all that
-    has ever been allocated.
-    """
-
-    def __init__(self, every_bytes: int = _TRIM_BYTES) -> None:
-        """The heap is trimmed after each `every_bytes` that were freed."""
-        self._every_bytes, self._nbytes = every_bytes, 0
-
-    def on_freed(self, nbytes: int) -> None:
-        """Counts freed bytes, and trims where they have become many."""
-        self._nbytes += nbytes
-        if self._nbytes >= self._every_bytes:
-            self.trim()
-
-    def trim(self) -> None:
-        """Returns the free memory of all threads' heaps."""
-        self._nbytes = 0
-        if _malloc_trim is not None:
-            _malloc_trim(0)
-
-
-def _batch(sizes: Sequence[int], start: int) -> int:
+def _arena_bytes(sizes: Sequence[int], start: int) -> int:
     """The size of an arena for as many of the next tensors as may share one."""
     total = 0
     for nbytes in sizes[start:]:
@@ -169,22 +129,6 @@ def _batch(sizes: Sequence[int], start: int) -> int:
     return total
 
 
-def _arena(nbytes: int) -> mmap.mmap:
-    try:
-        arena = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    except OSError as error:
-        raise MemoryBudgetError(
-            "the system has no memory for the tensors; nothing has been changed",
-            expected=f"{nbytes} bytes at once",
-            found=error,
-            remedy="map=True on a skeleton and in_place=True elsewhere need the least",
-        ) from error
-    if nbytes >= _HUGE_PAGE and hasattr(mmap, "MADV_HUGEPAGE"):
-        with suppress(OSError):  # a kernel without huge pages: the memory is only slower to fault in
-            arena.madvise(mmap.MADV_HUGEPAGE)
-    return arena
-
-
 def _span(shape: Sequence[int], stride: Sequence[int] | None) -> int:
     """The number of elements from the first to the last in memory."""
     if 0 in shape:
@@ -193,8 +137,8 @@ def _span(shape: Sequence[int], stride: Sequence[int] | None) -> int:
     return 1 + sum((size - 1) * step for size, step in zip(shape, steps, strict=True))
 
 
-_LEAST_BYTES = 1 << 20
-"""Smaller runs are not worth the additional calls."""
+# Filling memory by userfaultfd.
+
 _API, _REGISTER, _UNREGISTER, _COPY = 0xC018AA3F, 0xC020AA00, 0x8010AA01, 0xC028AA03
 _VERSION, _MODE_MISSING, _MODE_DONT_WAKE = 0xAA, 1, 1
 
@@ -215,22 +159,16 @@ class _Copied(ctypes.Structure):
 
 
 class UffdFiller:
-    """Fills whole pages of private, untouched memory that no other code uses. Use it as a context manager."""
+    """Fills whole pages of private, untouched memory that no other code uses."""
 
-    def __init__(self, is_worthwhile: Callable[[], bool]) -> None:
-        """`is_worthwhile` is called before each run."""
-        self._is_worthwhile = is_worthwhile
+    def __init__(self) -> None:
         self._maps: dict[str, _Source | None] = {}
         self._lock = threading.Lock()
         self._descriptor = -1
         self._is_able = True
 
-    def __enter__(self) -> "UffdFiller":
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def close(self) -> None:
+        """Releases the descriptor and the maps."""
         self._is_able = False
         descriptor, self._descriptor = self._descriptor, -1
         if descriptor >= 0:
@@ -244,7 +182,7 @@ class UffdFiller:
         """
         first = -address % mmap.PAGESIZE
         last = (address + nbytes) // mmap.PAGESIZE * mmap.PAGESIZE - address
-        if last - first < _LEAST_BYTES or not self._is_worthwhile() or not self._is_ready():
+        if last - first < _LARGE_BYTES or not self._is_ready():
             return 0, 0
         source = self._source(descriptor, path, start + last)
         if source is None:
@@ -319,31 +257,8 @@ def _open_userfaultfd() -> int:
 
 
 _libc_ioctl = function("ioctl", ctypes.c_int, ctypes.c_ulong, ctypes.c_void_p)
-_malloc_trim = function("malloc_trim", ctypes.c_size_t)
 
 
 def _ioctl(descriptor: int, call: int, request: ctypes.Structure) -> bool:
     """Calls ioctl, and returns whether it did all that was asked for."""
     return _libc_ioctl is not None and _libc_ioctl(descriptor, call, ctypes.byref(request)) == 0
-
-
-_LARGE_BYTES = 1 << 20
-
-
-def empty_cpu(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-    """A new contiguous CPU tensor of zeros. The memory of a large one is returned to the system when it is freed.
-
-    `malloc` keeps memory that is freed between other allocations, so a loop over large tensors could end up with all of
-    them in the memory of the process.
-    """
-    nbytes = math.prod(shape) * dtype.itemsize
-    if nbytes < _LARGE_BYTES:
-        return torch.zeros(tuple(shape), dtype=dtype, device="cpu")
-    memory = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    storage = torch.frombuffer(memory, dtype=torch.uint8).untyped_storage()
-    return torch.empty(0, dtype=dtype, device="cpu").set_(storage, 0, tuple(shape), contiguous_stride(shape))
-
-
-def aligned(nbytes: int) -> int:
-    """`nbytes` rounded up to the alignment of a tensor's memory."""
-    return -(-nbytes // TENSOR_ALIGN_BYTES) * TENSOR_ALIGN_BYTES

@@ -1,39 +1,26 @@
-"""Bytes that are not in the page cache: read past it or ahead where they are read, mapped where they are shown."""
+"""Brings in what a load needs and the page cache lacks: reads past the cache, reads ahead, or faults in maps."""
 
-from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import replace
 
-from modelstate.io.engine import can_read_uncached
-from modelstate.io.page_cache import LEAST_BYTES, Shown, begin_to_populate, cold_ranges, merged, most_to_read, prefault
+from modelstate.io import prefetch
+from modelstate.io.prefetch import LEAST_BYTES, Shown, are_cached, files_to_read_uncached, most_to_read, prefault
 from modelstate.planning.assignment import Assignment
 from modelstate.planning.memory import means_past_the_cache
 from modelstate.planning.prepare import Preparation
-from modelstate.spec import ByteRange, StoredTensor
+from modelstate.spec import StoredTensor
 from modelstate.text_format import size
-
-_SETTLING_SECONDS = 0.5
-"""A model that computes right away maps what it uses as it comes to it, and needs all processors for itself: where one
-is busy, the kernel may put two of its threads on the other one, and there they wait for each other, 10 to 30 ms. One
-that waits for its first request finds everything mapped."""
-LEAST_WARM_BYTES = 128 << 20
-"""What is less, and in the page cache, its first use maps in a few milliseconds."""
-_FAULT_BYTES = 64 << 10
-"""What the kernel maps of a warm file around the place that is used. Of smaller tensors there are so many that to say
-where they are takes longer, and holds up the program more, than to leave them to who uses them."""
 
 
 def prefetch_range(preparation: Preparation) -> list[str]:
-    """Sees to what is read and not in the kernel's page cache, and does not wait. Returns what to note.
+    """Brings in what is read and not in the page cache, and does not wait. Returns remarks for the report.
 
-    What is read in large runs is going to be read past the page cache, where that is possible; anything else is read
-    ahead.
+    Large runs are read past the page cache, where that is possible; anything else is read ahead.
     """
     checkpoint = preparation.checkpoint
-    whole = [ByteRange(path, 0, stamp.nbytes) for path, stamp in checkpoint.fingerprints.items()]
-    if sum(one.nbytes for one in whole) < LEAST_BYTES:
+    if sum(fingerprint.nbytes for fingerprint in checkpoint.fingerprints.values()) < LEAST_BYTES:
         return []
-    if not cold_ranges(whole, checkpoint.fingerprints):
+    if are_cached(checkpoint.fingerprints):
         preparation.means = replace(preparation.means, cached=True)
         return []
     notes = []
@@ -48,16 +35,8 @@ def prefetch_range(preparation: Preparation) -> list[str]:
 
 def _past_the_cache(preparation: Preparation, read: Sequence[Assignment]) -> int:
     """Chooses the files that are read past the page cache; returns the bytes."""
-    stamps = preparation.checkpoint.fingerprints
-    extents = merged(made.stored.extent for made in read if isinstance(made.stored, StoredTensor))
-    if sum(one.nbytes for one in extents) < LEAST_BYTES:
-        return 0
-    cold, wanted = Counter[str](), Counter[str]()
-    for one in extents:
-        wanted[one.path] += one.nbytes
-    for one in cold_ranges(extents, stamps):
-        cold[one.path] += one.nbytes
-    files = [path for path in cold if cold[path] > wanted[path] / 2 and can_read_uncached(path, stamps.get(path))]
+    extents = (made.stored.extent for made in read if isinstance(made.stored, StoredTensor))
+    files = files_to_read_uncached(extents, preparation.checkpoint.fingerprints)
     if files:
         preparation.means = means_past_the_cache(
             preparation.assignments, preparation.means, preparation.max_memory_bytes, files
@@ -70,20 +49,12 @@ def _is_uncached(made: Assignment, files: Collection[str]) -> bool:
 
 
 def prefault_async(preparation: Preparation) -> list[str]:
-    """Brings in the pages that are shown, and does not wait. Returns what to note.
-
-    Those that are in the page cache are put into the map, which one thread does faster than several that run into pages
-    which others are mapping.
-    """
-    warm = preparation.means.cached
-    shown = _shown(preparation.assignments, least_bytes=_FAULT_BYTES if warm else 0)
-    if sum(extent.nbytes for extent, _ in shown) < (LEAST_WARM_BYTES if warm else LEAST_BYTES):
-        return []
-    if warm:
-        begin_to_populate(shown, threads=1, after=_SETTLING_SECONDS)
+    """Brings in the mapped pages that are not in the page cache, and does not wait. Returns remarks for the report."""
+    shown = _shown(preparation.assignments)
+    if preparation.means.cached or sum(extent.nbytes for extent, _ in shown) < LEAST_BYTES:
         return []
     shown, rest = _that_fits(shown)
-    begin_to_populate(shown)
+    prefetch.prefault_async(shown)
     return ["the file was not in the page cache: its map is brought in, while the program goes on" + rest]
 
 
@@ -94,11 +65,11 @@ def bring_in(assignments: Iterable[Assignment], progress: Callable[[int], None])
     return [f"the map is brought in{left}"] if left else []
 
 
-def _shown(assignments: Iterable[Assignment], least_bytes: int = 0) -> list[Shown]:
+def _shown(assignments: Iterable[Assignment]) -> list[Shown]:
     return [
         (made.stored.extent, made.value)
         for made in assignments
-        if made.placement.mapped and isinstance(made.stored, StoredTensor) and made.stored.nbytes >= least_bytes
+        if made.placement.mapped and isinstance(made.stored, StoredTensor)
     ]
 
 

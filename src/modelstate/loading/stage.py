@@ -11,12 +11,12 @@ import torch
 from torch.autograd.graph import increment_version
 
 from modelstate.errors import MemoryBudgetError, ModelStateError, PlacementError
-from modelstate.io.engine import Request, read_threads
-from modelstate.io.memory import HeapTrim, HugePagePolicy, UffdFiller, aligned, fresh_tensors
-from modelstate.io.own import elements
+from modelstate.io.engine import Request
+from modelstate.io.memory import aligned, fresh_tensors
+from modelstate.io.tensors import elements
 from modelstate.loading.stream import read_streamed
 from modelstate.planning.assignment import BY_TRANSFORM, Assignment, apply_module_transform, as_target, called
-from modelstate.planning.memory import means_within, past_the_cache_bytes
+from modelstate.planning.memory import means_within
 from modelstate.planning.placement import after_transform
 from modelstate.planning.prepare import Preparation
 from modelstate.planning.transforms import Transform
@@ -51,22 +51,18 @@ def stage(preparation: Preparation, progress: Progress) -> None:
     from_file, rest = _split(waiting, lambda made: made.is_run_of_bytes and made.reads_plainly)
     streamed, from_file = _split(from_file, lambda made: made.is_streamed)
     straight, others = _split(from_file, lambda made: made.reads_unchanged)
-    watch = HugePagePolicy(read_threads())
-    finals = fresh_tensors([made.layout for made in straight], watch)
+    finals = fresh_tensors([made.layout for made in straight])
     in_order, strided = _split(list(zip(straight, finals, strict=True)), lambda pair: is_plain_memory(pair[1]))
     preparation.held.take(sum(made.staged_bytes for made, _ in in_order))
-    with UffdFiller(lambda: watch.small and preparation.means.cached) as filler:
-        _read(preparation, in_order, _both(progress, watch.on_read), filler=filler)
+    _read(preparation, in_order, progress, is_fresh=preparation.means.cached)
     for made, final in in_order:
         made.final = final
     read_streamed(preparation, streamed, progress)
     through = [*others, *(made for made, _ in strided)]
     _read_through_scratch(preparation, through, progress, partial(_finish_staged, preparation))
     transformed, rest = _split(rest, lambda made: made.transform is not None)
-    trim = HeapTrim()
     for made in rest:
         stage_one(preparation, made)
-        trim.on_freed(made.remake_bytes)
         progress(made.nbytes)
     _stage_transformed(preparation, transformed, progress)
 
@@ -311,14 +307,6 @@ def _memory_for(made: Assignment) -> torch.Tensor:
     return fresh
 
 
-def _both(first: Progress, second: Progress) -> Progress:
-    def progress(nbytes: int) -> None:
-        first(nbytes)
-        second(nbytes)
-
-    return progress
-
-
 def _read_through_scratch(
     preparation: Preparation,
     made: Sequence[Assignment],
@@ -332,13 +320,11 @@ def _read_through_scratch(
     layout = torch.Size([max(size for _, size in groups)]), None, torch.uint8
     buffers = fresh_tensors([layout] * (2 if preparation.means.ahead and len(groups) > 1 else 1))
     turns = cycle(buffers)
-    trim = HeapTrim()
 
     def use(pairs: Pairs) -> None:
         for one, buffer in pairs:
             started = time.perf_counter()
             finish(one, buffer)
-            trim.on_freed(one.remake_bytes)
             one.seconds += time.perf_counter() - started
 
     laid_out = (_laid_out(group, next(turns)) for group, _ in groups)
@@ -384,7 +370,7 @@ def _groups(made: Iterable[Assignment], scratch_bytes: int) -> Iterator[tuple[li
 
 
 def _read(
-    preparation: Preparation, pairs: Pairs, progress: Progress, *, alone: bool = False, filler: UffdFiller | None = None
+    preparation: Preparation, pairs: Pairs, progress: Progress, *, alone: bool = False, is_fresh: bool = False
 ) -> None:
     requests = []
     for made, tensor in pairs:
@@ -392,8 +378,8 @@ def _read(
         requests.append(Request(made.stored.extent, tensor.data_ptr()))
     started = time.perf_counter()
     uncached = frozenset[str]() if alone else preparation.means.uncached
-    with preparation.held.during(past_the_cache_bytes(preparation.means) if uncached else 0):
-        preparation.checkpoint.read_all(requests, progress, uncached=uncached, filler=filler)
+    with preparation.held.during(preparation.means.uncached_bytes if uncached else 0):
+        preparation.checkpoint.read_all(requests, progress, uncached=uncached, is_fresh=is_fresh)
     seconds, total = time.perf_counter() - started, sum(made.nbytes for made, _ in pairs)
     for made, _ in pairs:
         made.seconds += seconds * made.nbytes / max(total, 1)

@@ -7,11 +7,9 @@ from typing import Any, NamedTuple
 import torch
 
 from modelstate.errors import TransformError
-from modelstate.io.engine import BUFFER_BYTES
-from modelstate.io.memory import HeapTrim, HugePagePolicy, fresh_tensors
-from modelstate.io.stream import Block, Part, Wait, Wanted
+from modelstate.io.engine import BUFFER_BYTES, Block, Part, Wait, Wanted
+from modelstate.io.memory import MemoryTracker, fresh_tensors
 from modelstate.planning.assignment import Assignment, remade, transform_errors
-from modelstate.planning.memory import MemoryTracker
 from modelstate.planning.placement import after_remaking
 from modelstate.planning.prepare import Preparation
 from modelstate.planning.transforms import RowsWriter, asked_writer
@@ -91,8 +89,8 @@ class _Kind(NamedTuple):
 class RowAssembler:
     """A tensor of so many rows, of which some are given at a time, from any thread and in any order."""
 
-    def __init__(self, name: str, rows: int, watch: HugePagePolicy) -> None:
-        self._name, self._rows, self._watch = name, rows, watch
+    def __init__(self, name: str, rows: int) -> None:
+        self._name, self._rows = name, rows
         self._kind: _Kind | None = None
         self._context: Any = None
         self._shape = torch.Size()
@@ -139,7 +137,7 @@ class RowAssembler:
         self._context, self._shape = context, torch.Size((self._rows, *columns))
         on_cpu = {part.name: part for part in kind.parts if part.device.type == "cpu"}
         layouts = [(torch.Size((self._rows, *part.columns)), None, part.dtype) for part in on_cpu.values()]
-        fresh = dict(zip(on_cpu, fresh_tensors(layouts, self._watch), strict=True))
+        fresh = dict(zip(on_cpu, fresh_tensors(layouts), strict=True))
         for name, columns, dtype, device in kind.parts:
             there = fresh.get(name)
             made = torch.empty((self._rows, *columns), dtype=dtype, device=device) if there is None else there
@@ -175,8 +173,6 @@ def _context(some: torch.Tensor) -> Any:
 
 
 Progress = Callable[[int], None]
-_TRIM_BYTES = 64 << 20
-"""What is remade before the heaps are asked for what is free in them."""
 
 
 def read_streamed(preparation: Preparation, streamed: Sequence[Assignment], progress: Progress) -> None:
@@ -187,7 +183,7 @@ def read_streamed(preparation: Preparation, streamed: Sequence[Assignment], prog
     if not streamed:
         return
     means = preparation.means
-    flow = _Flow(streamed, means.threads, preparation.held, BUFFER_BYTES if means.uncached else 0)
+    flow = _Flow(streamed, preparation.held, BUFFER_BYTES if means.uncached else 0)
 
     def on_block(block: Block, seconds: float) -> None:
         flow.on_block(block, seconds)
@@ -196,12 +192,10 @@ def read_streamed(preparation: Preparation, streamed: Sequence[Assignment], prog
     preparation.checkpoint.stream(
         [Wanted(made.stored.extent, made.unit_bytes) for made in streamed if isinstance(made.stored, StoredTensor)],
         flow.consume,
-        threads=means.threads,
-        block_bytes=means.block_bytes,
+        strategy=means,
         on_block=on_block,
         buffers=2 if flow.on_device else 1,
         pinned=flow.on_device,
-        uncached=means.uncached,
     )
     flow.end()
     preparation.held.take(-flow.buffer_bytes)
@@ -210,18 +204,16 @@ def read_streamed(preparation: Preparation, streamed: Sequence[Assignment], prog
 class _Flow:
     """Where the pieces go."""
 
-    def __init__(self, streamed: Sequence[Assignment], threads: int, held: MemoryTracker, beside_bytes: int) -> None:
-        self.watch = HugePagePolicy(threads)
+    def __init__(self, streamed: Sequence[Assignment], held: MemoryTracker, beside_bytes: int) -> None:
         self._streamed = streamed
-        self._trim = HeapTrim(_TRIM_BYTES)
         self._joined = {
-            index: RowAssembler(made.name, made.param.shape[0], self.watch)
+            index: RowAssembler(made.name, made.param.shape[0])
             for index, made in enumerate(streamed)
             if made.remake is not None
         }
         self._writers = {index: _writer(streamed[index]) for index in self._joined}
         cast = [index for index, made in enumerate(streamed) if made.remake is None]
-        self._finals = dict(zip(cast, _memory([streamed[index] for index in cast], self.watch), strict=True))
+        self._finals = dict(zip(cast, _memory([streamed[index] for index in cast]), strict=True))
         self._flat = {index: final.detach().view(-1) for index, final in self._finals.items()}
         devices = {final.device for final in self._finals.values() if final.device.type == "cuda"}
         self.on_device = bool(devices)
@@ -305,23 +297,18 @@ class _Flow:
             made.final, made.freezes = joined.whole.detach(), joined.freezes
             made.dtype = made.final.dtype
             made.placement = after_remaking(made.placement, made.param, made.final)
-        if self._joined:
-            self._trim.trim()
 
     def on_block(self, block: Block, seconds: float) -> None:
-        """Takes down what a block took, and looks after the memory that comes of it."""
+        """Records the seconds that a block took."""
         for part in block.parts:
             made = self._streamed[part.which]
             made.seconds += seconds * part.nbytes / block.wanted_bytes
-            if made.remake_bytes:
-                self._trim.on_freed(part.nbytes)
-        self.watch.on_read(sum(_written_bytes(self._streamed[part.which], part) for part in block.parts))
 
 
-def _memory(cast: Sequence[Assignment], watch: HugePagePolicy) -> list[torch.Tensor]:
+def _memory(cast: Sequence[Assignment]) -> list[torch.Tensor]:
     """For each the memory where its value stays."""
     on_cpu = [made for made in cast if made.on_cpu and not made.placement.direct]
-    fresh = dict(zip(map(id, on_cpu), fresh_tensors([made.layout for made in on_cpu], watch), strict=True))
+    fresh = dict(zip(map(id, on_cpu), fresh_tensors([made.layout for made in on_cpu]), strict=True))
     found = []
     with torch.inference_mode(False):
         for made in cast:
@@ -339,11 +326,6 @@ def _writer(made: Assignment) -> RowsWriter | None:
     if made.remake is None or not made.on_cpu:
         return None
     return asked_writer(made.remake, made.name, tuple(made.param.shape), made.dtype)
-
-
-def _written_bytes(made: Assignment, part: Part) -> int:
-    """About as many as come of a piece."""
-    return part.nbytes // 4 if made.remake is not None else part.nbytes // made.value.itemsize * made.dtype.itemsize
 
 
 def _shown(buffer: torch.Tensor, part: Part, dtype: torch.dtype) -> torch.Tensor:

@@ -11,7 +11,7 @@ from torch import nn
 from modelstate.checkpoint.checkpoint import Checkpoint
 from modelstate.checkpoint.mapped import Maps
 from modelstate.errors import CodecError
-from modelstate.io.own import same_bytes
+from modelstate.io.tensors import same_bytes
 from modelstate.planning.initialise import Initialiser, Initialisers
 from modelstate.planning.matching import Rewrapped, fits, matching_part, wrapper_rule
 from modelstate.planning.plan import MatchedCheckpoint, Options

@@ -14,11 +14,13 @@ from torch.nn.parameter import is_lazy
 
 from modelstate.checkpoint.checkpoint import Checkpoint
 from modelstate.errors import CodecError, ExtraStateError, ModelStateError, StalePlanError
+from modelstate.io.engine import ReadStrategy
+from modelstate.io.memory import MemoryTracker
 from modelstate.planning.assignment import Assignment
 from modelstate.planning.coverage import CoverageCheck
 from modelstate.planning.initialise import Initialisers
 from modelstate.planning.mapped_state import DecodeFailure, match
-from modelstate.planning.memory import MemoryTracker, peak_bytes, usual_means
+from modelstate.planning.memory import peak_bytes
 from modelstate.planning.placement import CALL
 from modelstate.planning.plan import Binding, LoadPlan, Options, Step
 from modelstate.planning.recorder import IncompatibleKeys, runs_code, walk
@@ -85,7 +87,7 @@ class Preparation(SlotAssignments):
         super().__init__(transaction, matched, slots, initialisers, make_write)
         self._opened, self._asked = checkpoint, options
         self._plan, self._stale_remedy = plan, stale_remedy
-        self.means = usual_means()
+        self.means = ReadStrategy.fastest()
         """How the bytes are read."""
         self.max_memory_bytes: int | None = None
         """The most memory that the load may need beyond the final tensors."""

@@ -13,10 +13,9 @@ import ctypes
 import errno
 import mmap
 import os
-import threading
-import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from functools import partial
 from typing import NamedTuple
 
@@ -24,10 +23,10 @@ import torch
 
 from modelstate.errors import ReadFailedError
 from modelstate.io import system
-from modelstate.io.engine import read_threads
+from modelstate.io.engine import can_read_uncached, for_each, read_threads
 from modelstate.io.files import FileFingerprint, open_unchanged
 from modelstate.io.system import function
-from modelstate.process import parallel_for, run_detached
+from modelstate.process import run_detached
 from modelstate.spec import ByteRange
 
 LEAST_BYTES = 16 << 20
@@ -55,17 +54,17 @@ def read_ahead(ranges: Iterable[ByteRange], fingerprints: Mapping[str, FileFinge
     Returns the number of bytes that the kernel is asked for, at most half of the available memory. It is 0 where the
     ranges are cached already, where the kernel does not say whether they are, and where they are too small to matter.
     """
-    spans = merged(ranges)
+    spans = _merged(ranges)
     if sum(span.nbytes for span in spans) < LEAST_BYTES:
         return 0
-    cold = cold_ranges(spans, fingerprints)
+    cold = _cold_ranges(spans, fingerprints)
     total = min(sum(span.nbytes for span in cold), most_to_read())
     if total:
         run_detached(partial(_read_ahead, cold, total, fingerprints))
     return total
 
 
-def merged(ranges: Iterable[ByteRange]) -> list[ByteRange]:
+def _merged(ranges: Iterable[ByteRange]) -> list[ByteRange]:
     """The ranges in the order of their files; ranges with small gaps between them become one."""
     spans: list[ByteRange] = []
     for span in sorted((span for span in ranges if span.nbytes), key=lambda span: (span.path, span.start)):
@@ -78,7 +77,26 @@ def merged(ranges: Iterable[ByteRange]) -> list[ByteRange]:
     return spans
 
 
-def cold_ranges(ranges: Iterable[ByteRange], fingerprints: Mapping[str, FileFingerprint]) -> list[ByteRange]:
+def are_cached(fingerprints: Mapping[str, FileFingerprint]) -> bool:
+    """Whether at least half of each file is in the page cache, or the kernel does not say."""
+    return not _cold_ranges([ByteRange(path, 0, known.nbytes) for path, known in fingerprints.items()], fingerprints)
+
+
+def files_to_read_uncached(ranges: Iterable[ByteRange], fingerprints: Mapping[str, FileFingerprint]) -> frozenset[str]:
+    """The files that are faster to read with O_DIRECT: those that support it, and have most of their ranges on disk."""
+    spans = _merged(ranges)
+    if sum(span.nbytes for span in spans) < LEAST_BYTES:
+        return frozenset()
+    cold, wanted = Counter[str](), Counter[str]()
+    for span in spans:
+        wanted[span.path] += span.nbytes
+    for span in _cold_ranges(spans, fingerprints):
+        cold[span.path] += span.nbytes
+    files = (path for path in cold if cold[path] > wanted[path] / 2)
+    return frozenset(path for path in files if can_read_uncached(path, fingerprints.get(path)))
+
+
+def _cold_ranges(ranges: Iterable[ByteRange], fingerprints: Mapping[str, FileFingerprint]) -> list[ByteRange]:
     """The ranges of which less than half is in the page cache."""
     return [span for span in ranges if is_cold(span, fingerprints.get(span.path))]
 
@@ -205,41 +223,30 @@ def prefault(shown: Iterable[Shown], on_read: Callable[[int], None]) -> None:
         ReadFailedError: A page cannot be read.
     """
     pieces = list(_pieces(shown))
-    waiting, lock = iter(pieces), threading.Lock()
 
-    def work(stop: threading.Event) -> None:
-        while not stop.is_set():
-            with lock:
-                piece = next(waiting, None)
-            if piece is None:
-                return
-            _map_pages(piece)
-            with lock:
-                on_read(piece.nbytes)
+    @contextmanager
+    def worker() -> Iterator[Callable[[_Piece], None]]:
+        yield _map_pages
 
-    parallel_for(work, min(_threads(), len(pieces)))
+    for_each(pieces, worker, min(_threads(), len(pieces)), lambda piece, _: on_read(piece.nbytes))
 
 
-def begin_to_populate(shown: Sequence[Shown], threads: int | None = None, after: float = 0.0) -> None:
-    """Starts to fault in the pages in the background, in the given order, `after` a number of seconds.
+def prefault_async(shown: Sequence[Shown]) -> None:
+    """Starts to fault in the pages in the background, in the given order, on at least two threads.
 
     Pages that cannot be read are skipped: the code that uses them meets the error.
     """
-    waiting, lock = _pieces(shown), threading.Lock()
+    pieces = list(_pieces(shown))
+    pieces.reverse()
 
     def work(_: Sequence[Shown]) -> None:  # the argument keeps the maps of the tensors alive
-        time.sleep(after)
         while True:
-            with lock:
-                piece = next(waiting, None)
-            if piece is None:
-                return
             try:
-                _map_pages(piece)
-            except ReadFailedError:
+                _map_pages(pieces.pop())  # from the list that all threads share
+            except (IndexError, ReadFailedError):
                 return
 
-    for _ in range(threads or _threads()):
+    for _ in range(_threads()):
         run_detached(partial(work, shown))
 
 

@@ -1,4 +1,4 @@
-"""Reads values into memory of their own, for code that uses them while a load is in progress.
+"""Reads tensors into memory of their own, for code that computes with them.
 
 Values that are only displayed may be mapped. Values that code computes with are read instead: a file that is truncated
 meanwhile is then an error, and does not end the process with SIGBUS at the first use of a map.
