@@ -1,7 +1,7 @@
-"""Weights that may not serve, each with its error: `python -m tests.serve.bad_weights KIND MODE FOLDER`.
+"""Weights that may not serve, each with its error: `python -m tests.serve.bad_weights KIND FOLDER`.
 
-As a program it tries each of them in a process of its own, forked from this one when the target is there, and prints
-what came of each as JSON: of a process that ends in any other way, how it did.
+As a program it tries each of them in both modes, each time in a process that is forked from this one when the target is
+there. It prints the outcome of each as JSON; for a process that ends in any other way, how it ended.
 """
 
 import json
@@ -10,6 +10,7 @@ import select
 import signal
 import sys
 import time
+import traceback
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
@@ -204,9 +205,11 @@ def in_a_fork(work: Callable[[], dict[str, Any]]) -> dict[str, Any]:
     if not child:
         try:
             torch.set_num_threads(1)  # makes torch's pool of threads anew, which several threads at once cannot
-            os.write(writing, json.dumps(work()).encode())
-        finally:
-            os._exit(0)
+            found = work()
+        except BaseException:
+            found = {"outcome": f"the test itself raised: {traceback.format_exc()}"}
+        os.write(writing, json.dumps(found).encode())
+        os._exit(0)
     os.close(writing)
     try:
         if not select.select([reading], [], [], LIMIT_SECONDS)[0]:
@@ -218,20 +221,23 @@ def in_a_fork(work: Callable[[], dict[str, Any]]) -> dict[str, Any]:
         _, status = os.waitpid(child, 0)
     if status or not text:
         return {"outcome": f"the process ended with {os.waitstatus_to_exitcode(status)}"}
-    found: dict[str, Any] = json.loads(text)
-    return found
+    return dict(json.loads(text))
 
 
-def main(kind: str, mode: str, folder: Path, *names: str) -> None:
+def main(kind: str, folder: Path, *names: str) -> None:
     live = ms.Live(target_of(kind, Tied(), X))
+    # Readers and canaries run with and without gradients: compiled here, so that no forked process compiles.
     live(X)
+    with torch.no_grad():
+        live(X)
     crash = Bad(lambda _: os.kill(os.getpid(), signal.SIGSEGV), "")
     found = {}
-    for name in names or BAD:
-        bad = crash if name == CRASH else BAD[name]
-        found[name] = in_a_fork(lambda bad=bad: tried(live, bad, mode, folder))
+    for mode in ("available", "in_place"):
+        for name in names or BAD:
+            bad = crash if name == CRASH else BAD[name]
+            found[f"{name}, {mode}"] = in_a_fork(lambda bad=bad, mode=mode: tried(live, bad, mode, folder))
     print(json.dumps(found))
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], sys.argv[2], Path(sys.argv[3]), *sys.argv[4:])
+    main(sys.argv[1], Path(sys.argv[2]), *sys.argv[3:])

@@ -1,10 +1,12 @@
-"""Packages of AOTInductor for the tests: each is compiled once in a session, by one of its workers."""
+"""Packages of AOTInductor for the tests: each is compiled once, and later sessions reuse it."""
 
 import fcntl
+import functools
 import hashlib
 import os
 import shutil
 import tempfile
+import time
 from pathlib import Path
 from typing import Any
 
@@ -14,17 +16,21 @@ from torch import nn
 
 import modelstate as ms
 
-_folder: list[Path] = []
+_MAX_AGE_SECONDS = 24 * 3600
 
 
-def keep_packages_in(folder: Path) -> None:
-    """Where they are kept for the session, for all of its workers."""
-    _folder[:] = [folder]
-
-
+@functools.cache
 def packages_folder() -> Path:
-    """Where packages are kept."""
-    folder = _folder[0] if _folder else Path(tempfile.gettempdir()) / "modelstate-packages"
+    """The folder of the packages that this torch and the present code write; folders of other code are removed."""
+    digest = hashlib.sha256(torch.__version__.encode())
+    source = Path(ms.__file__).parent
+    for path in sorted((*source.glob("serve/*.py"), *source.glob("torch_compat/*.py"))):
+        digest.update(path.read_bytes())
+    prefix = f"modelstate-packages-{os.getuid()}-"
+    folder = Path(tempfile.gettempdir()) / f"{prefix}{digest.hexdigest()[:12]}"
+    for other in folder.parent.glob(f"{prefix}*"):
+        if other != folder and other.stat().st_mtime < time.time() - _MAX_AGE_SECONDS:
+            shutil.rmtree(other, ignore_errors=True)
     folder.mkdir(exist_ok=True)
     return folder
 

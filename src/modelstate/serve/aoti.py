@@ -4,7 +4,7 @@ import tempfile
 import threading
 import weakref
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import nn
@@ -64,13 +64,14 @@ class AotiTarget(GraphTarget):
             state, self._hidden = _state_of_manifest(manifest, values, file.path)
         else:
             state, self._hidden = _state_without_manifest(values, names)
-        self._constants = _Constants(runner, values, state, self._hidden)
-        missing: tuple[str, ...] = ()
+        self._layouts = {name: _layout(values[name]) for name in runner.names}
+        self._fixed_values = {
+            name: values[name] for name in runner.names if name not in state and name not in self._hidden
+        }
         if manifest is not None:
             check_names(state, names, file.path)
-        if names is not None:
-            missing = tuple(name for group in _groups(names) for name in group if name not in state)
-        self.fixed = (*self._constants.fixed, *missing)
+        missing = [] if names is None else [name for group in _groups(names) for name in group if name not in state]
+        self.fixed = (*self._fixed_values, *missing)
         self._built_in = runtime_state(names) if isinstance(names, nn.Module) and manifest is None else {}
         self._has_manifest = manifest is not None
         super().__init__(file.path, state, _restricted(names, state))
@@ -91,8 +92,19 @@ class AotiTarget(GraphTarget):
         return None if self._has_manifest else self._fixed_error(unexpected)
 
     def _new_version(self, weights: nn.Module) -> "AotiVersion":
+        """Returns a version with these weights. Raises `WeightsError` where a layout is not that of the library."""
         hidden = {name: value.clone() for name, value in self._hidden.items()}
-        return AotiVersion(self._pool, self._call, weights, hidden, self._constants)
+        available = {**self._fixed_values, **hidden, **runtime_state(weights)}
+        constants = {name: available[name].detach() for name in self._layouts}
+        wrong = [name for name, constant in constants.items() if _layout(constant) != self._layouts[name]]
+        if wrong:
+            raise WeightsError(
+                "weights have another shape, dtype or stride than the library was compiled for",
+                expected="; ".join(f"{name}: {_layout_text(self._layouts[name])}" for name in wrong[:8]),
+                found="; ".join(f"{name}: {_layout_text(_layout(constants[name]))}" for name in wrong[:8]),
+                names=wrong,
+            )
+        return AotiVersion(self._pool, self._call, weights, hidden, constants)
 
     def _fixed_error(self, names: list[str]) -> FixedWeightError:
         return FixedWeightError(
@@ -118,12 +130,12 @@ class AotiVersion:
         call: "_Call",
         weights: nn.Module,
         hidden: dict[str, torch.Tensor],
-        constants: "_Constants",
+        constants: dict[str, torch.Tensor],
     ) -> None:
         self._runners, self._call, self._hidden = runners, call, hidden
         self.weights_module = weights
         self.runner: Runner | None = None
-        self.constants = constants.of_version(runtime_state(weights), hidden)
+        self.constants = constants
 
     @property
     def buffers(self) -> dict[str, torch.Tensor]:
@@ -162,10 +174,17 @@ class Runner:
                 found=str(error).splitlines()[0],
                 remedy="compile it for this machine and this version of torch",
             ) from error
+        self.owner: weakref.ref[AotiVersion] | None = None
+        """The version that uses the library."""
         self._shells: dict[str, torch.Tensor] | None = None
         # Python code of the model may release the GIL while it runs. Another request that enters the library then
         # waits there while it holds the GIL.
         self._lock = threading.Lock()
+
+    @property
+    def version(self) -> "AotiVersion | None":
+        """The version that uses the library; None where there is none, or where it has been freed."""
+        return None if self.owner is None else self.owner()
 
     def use(self, constants: Mapping[str, torch.Tensor]) -> None:
         """Makes the library use these tensors for all of its names. No call may be running."""
@@ -197,15 +216,6 @@ class Runner:
             return outputs
 
 
-class _Slot(NamedTuple):
-    runner: Runner
-    program: "weakref.ref[AotiVersion] | None" = None
-
-    @property
-    def version(self) -> AotiVersion | None:
-        return None if self.program is None else self.program()
-
-
 class AotiRunnerPool:
     """Two runners of one package. Both are loaded at once, since another file may replace the package later.
 
@@ -215,49 +225,46 @@ class AotiRunnerPool:
     def __init__(self, file: ProgramFile) -> None:
         self._lock = threading.Lock()
         """A version can be freed, by its last request, while the next version gets the other runner."""
-        self._slots = [_Slot(Runner(file.path, file.model)) for _ in range(2)]
+        self._runners = [Runner(file.path, file.model) for _ in range(2)]
 
     @property
     def first(self) -> Runner:
         """A runner, to ask for the names and the call convention that both have."""
-        return self._slots[0].runner
+        return self._runners[0]
 
     def holds(self, program: object) -> bool:
-        return any(slot.version is program for slot in self._slots)
+        return any(runner.version is program for runner in self._runners)
 
     def next_evicted(self, serving: object) -> AotiVersion | None:
-        others = [version for slot in self._slots if (version := slot.version) is not serving]
+        others = [version for runner in self._runners if (version := runner.version) is not serving]
         return others[0] if others else None
 
     def attach(self, program: AotiVersion, serving: object) -> None:
+        pool = weakref.ref(self)
+
+        def on_free(_: object) -> None:
+            alive = pool()
+            if alive is not None:
+                alive._release_freed()
+
         with self._lock:
-            versions = [slot.version for slot in self._slots]
-            free = [index for index, version in enumerate(versions) if version is None]
-            index = free[0] if free else next(i for i, version in enumerate(versions) if version is not serving)
-            evicted = versions[index]
+            versions = [runner.version for runner in self._runners]
+            index = versions.index(None) if None in versions else int(versions[0] is serving)
+            runner, evicted = self._runners[index], versions[index]
             if evicted is not None:
                 evicted.runner = None
-            runner = self._slots[index].runner
-            self._slots[index] = _Slot(runner)
+            runner.owner = None
             runner.use(program.constants)
-            pool = weakref.ref(self)
-
-            def on_free(_: object) -> None:
-                alive = pool()
-                if alive is not None:
-                    alive._release_freed()
-
-            self._slots[index] = _Slot(runner, weakref.ref(program, on_free))
+            runner.owner = weakref.ref(program, on_free)
             program.runner = runner
 
     def release(self, program: AotiVersion) -> None:
         """Detaches the runner of a program, if it has one."""
         with self._lock:
-            for index, slot in enumerate(self._slots):
-                if slot.version is program:
-                    program.runner = None
-                    self._slots[index] = _Slot(slot.runner)
-                    slot.runner.release()
+            for runner in self._runners:
+                if runner.version is program:
+                    program.runner = runner.owner = None
+                    runner.release()
 
     def after_fork(self) -> None:
         """Replaces the lock in the child of a fork, where the thread that held it does not exist."""
@@ -267,10 +274,10 @@ class AotiRunnerPool:
         """Releases the runners of versions that are gone. The garbage collector may call this at any moment."""
         if self._lock.acquire(blocking=False):  # where `attach` or `release` has the lock, the tensors stay until later
             try:
-                for index, slot in enumerate(self._slots):
-                    if slot.program is not None and slot.version is None:
-                        self._slots[index] = _Slot(slot.runner)
-                        slot.runner.release()
+                for runner in self._runners:
+                    if runner.owner is not None and runner.version is None:
+                        runner.owner = None
+                        runner.release()
             finally:
                 self._lock.release()
 
@@ -309,38 +316,6 @@ class _Call:
                 remedy="give what the program was exported for",
             )
         return [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
-
-
-class _Constants:
-    """Maps the constants of the library to tensors of the state, hidden buffers and fixed values."""
-
-    def __init__(
-        self,
-        runner: Runner,
-        values: Mapping[str, torch.Tensor],
-        state: Mapping[str, torch.Tensor],
-        hidden: Mapping[str, torch.Tensor],
-    ) -> None:
-        self.fixed = tuple(name for name in runner.names if name not in state and name not in hidden)
-        """Constants that are the same in every version."""
-        self._values = {name: values[name] for name in self.fixed}
-        self._layouts = {name: _layout(values[name]) for name in runner.names}
-
-    def of_version(
-        self, state: Mapping[str, torch.Tensor], hidden: Mapping[str, torch.Tensor]
-    ) -> dict[str, torch.Tensor]:
-        """Returns all constants of a version. Raises `WeightsError` where a layout is not that of the library."""
-        available = {**self._values, **hidden, **state}
-        constants = {name: available[name].detach() for name in self._layouts}
-        wrong = [name for name, constant in constants.items() if _layout(constant) != self._layouts[name]]
-        if wrong:
-            raise WeightsError(
-                "weights have another shape, dtype or stride than the library was compiled for",
-                expected="; ".join(f"{name}: {_layout_text(self._layouts[name])}" for name in wrong[:8]),
-                found="; ".join(f"{name}: {_layout_text(_layout(constants[name]))}" for name in wrong[:8]),
-                names=wrong,
-            )
-        return constants
 
 
 def _values(file: ProgramFile, runner: Runner) -> dict[str, torch.Tensor]:

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from http.client import HTTPConnection, HTTPException, HTTPSConnection
 from typing import Any, NamedTuple
-from urllib.parse import urlsplit
+from urllib.parse import SplitResult, urlsplit
 
 from modelstate.errors import (
     AppAccessError,
@@ -68,18 +68,13 @@ class ServingApp:
             )
         if not token or not all(ord(char) in _VISIBLE for char in token):
             raise OptionError("a header cannot contain the token", expected="visible ASCII without blanks")
-        self._is_https, self._host, self._port, self._path = _parts(url)
+        self._parts = _checked_url(url)
+        self.url = f"{self._parts.scheme}://{self._parts.netloc}{self._parts.path.rstrip('/')}"
+        """The URL, without a trailing slash."""
         self._token, self._timeout_seconds = token, timeout_seconds
 
     def __repr__(self) -> str:
         return f"<ServingApp {self.url!r}>"
-
-    @property
-    def url(self) -> str:
-        """The URL, without a trailing slash."""
-        host = f"[{self._host}]" if ":" in self._host else self._host
-        port = f":{self._port}" if self._port is not None else ""
-        return f"http{'s' if self._is_https else ''}://{host}{port}{self._path}"
 
     def version(self) -> tuple[int, str]:
         """Returns the id of the version that serves, and the source of its weights.
@@ -190,16 +185,16 @@ class ServingApp:
         if body is not None:
             data = json.dumps(body).encode()
             headers |= {"Content-Type": "application/json", "Authorization": f"Bearer {self._token}"}
-        connection: HTTPConnection
-        if self._is_https:
-            context = ssl.create_default_context()
-            connection = HTTPSConnection(self._host, self._port, timeout=_SECONDS, context=context)
-        else:
-            connection = HTTPConnection(self._host, self._port, timeout=_SECONDS)
+        host, port = self._parts.hostname or "", self._parts.port
+        connection = (
+            HTTPSConnection(host, port, timeout=_SECONDS, context=ssl.create_default_context())
+            if self._parts.scheme == "https"
+            else HTTPConnection(host, port, timeout=_SECONDS)
+        )
         try:
             connection.connect()
             connection.sock.settimeout(timeout_seconds)
-            connection.request(method, self._path + path, data, headers)
+            connection.request(method, self._parts.path.rstrip("/") + path, data, headers)
             response = connection.getresponse()
             content = response.read(_MAX_ANSWER_BYTES)
         finally:
@@ -211,23 +206,21 @@ class ServingApp:
         return response.status, answer if isinstance(answer, dict) else {}
 
 
-def _parts(url: object) -> tuple[bool, str, int | None, str]:
-    """Returns whether a URL is https, and its host, port and path. Raises `OptionError`."""
+def _checked_url(url: object) -> SplitResult:
+    """Splits the URL of an app. Raises `OptionError`, which never shows a password."""
     try:
         parts = urlsplit(url if isinstance(url, str) else "")
-        port = parts.port
-        (parts.hostname or "").encode("idna")
+        _ = (parts.hostname or "").encode("idna"), parts.port  # both raise ValueError
+        if parts.username is not None or parts.password is not None:
+            raise ValueError("a name or a password in it, which others see")
+        is_path = all(ord(char) in _VISIBLE for char in parts.path) and not parts.query and not parts.fragment
+        if parts.scheme not in ("http", "https") or not parts.hostname or not is_path:
+            raise ValueError(repr(url)[:200])
     except ValueError as error:
-        raise _url_error(url, str(error)) from error
-    if parts.scheme not in ("http", "https") or not parts.hostname:
-        raise _url_error(url, repr(url)[:200])
-    if parts.username is not None or parts.password is not None:
-        raise _url_error("", "a name or a password in it, which others see")
-    if parts.query or parts.fragment:
-        raise _url_error(url, f"something behind the path: {parts.query or parts.fragment}"[:200])
-    if not all(ord(char) in _VISIBLE for char in parts.path):
-        raise _url_error(url, repr(url)[:200])
-    return parts.scheme == "https", parts.hostname, port, parts.path.rstrip("/")
+        raise OptionError(
+            "this is not the URL of a serving app", expected="such as http://127.0.0.1:8000", found=error
+        ) from error
+    return parts
 
 
 def _is_same_path(source: str, path: str) -> bool:
@@ -235,10 +228,6 @@ def _is_same_path(source: str, path: str) -> bool:
         return source == path or os.path.realpath(source) == os.path.realpath(path)
     except ValueError:
         return False  # the source that the app reports need not be a path
-
-
-def _url_error(url: object, found: str) -> OptionError:
-    return OptionError("this is not the URL of a serving app", expected="such as http://127.0.0.1:8000", found=found)
 
 
 def _answer_text(status: int, answer: dict[str, Any]) -> str:

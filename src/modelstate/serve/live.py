@@ -38,6 +38,7 @@ from modelstate.serve.targets import target_factory
 from modelstate.serve.versions import (
     Answer,
     ConcurrentWeakSet,
+    DrainGuard,
     Entry,
     Method,
     PinContext,
@@ -436,7 +437,7 @@ class Live:
             prepared = None if swap.canary is None else self._prepared(swap.canary)
         with (
             self._flipping(old, swap.deadline),
-            self._gate.drained(swap.deadline, clock("drain")),
+            DrainGuard(self._gate, swap.deadline, clock("drain")),
             exclusive(program.weights_module),
         ):
             touched = modified_buffers(program, old.buffer_digests) if swap.buffers == "carry" else {}
@@ -501,12 +502,14 @@ class Live:
 
     def _free(self, version: Version) -> None:
         """Releases a version, and collects garbage where only a reference cycle of the module keeps it alive."""
-        program = version.program
+        program, version.program = version.program, None
         # Version 1 is the user's module.
         module = None if program is None or version.id == 1 else weakref.ref(program.weights_module)
+        is_unused = wait_all(version.users, 0.0)
+        if program is not None and is_unused:
+            program.end()
         del program
-        version.retire()
-        if module is not None and module() is not None and wait_all(version.users, 0.0):
+        if module is not None and module() is not None and is_unused:
             gc.collect()
 
     def _after_fork(self) -> None:

@@ -157,12 +157,6 @@ class Version:
         """The entries of the version: those of requests, and that of the gate while the version is current."""
         return tuple(self._entries)
 
-    def retire(self) -> None:
-        """Releases the program, which is freed with the last request that holds it."""
-        program, self.program = self.program, None
-        if program is not None and wait_all(self.users, 0.0):
-            program.end()
-
     def after_fork(self) -> None:
         """Drops all entries: the threads that hold them do not exist in the child, and would never release them."""
         self._entries = set()
@@ -367,7 +361,11 @@ class ClosedEntry(Entry):
 
 
 class DrainGuard:
-    """A context in which the gate is closed and no request runs."""
+    """A context in which the gate is closed and no request runs.
+
+    Entering raises `SwapTimeoutError`; the gate is open then. At the end of the block, a swap that has not flipped is
+    undone, which raises `QuarantinedError` where it fails.
+    """
 
     __slots__ = ("__weakref__", "_deadline", "_gate", "_handle", "_timed", "thread")
 
@@ -455,14 +453,6 @@ class VersionGate:
         else:
             self.entry = new.entry()
         return previous.version
-
-    def drained(self, deadline: float | None, timed: AbstractContextManager[None]) -> DrainGuard:
-        """Returns a context in which no request runs.
-
-        Entering raises `SwapTimeoutError`; the gate is open then. At the end of the block, a swap that has not flipped
-        is undone, which raises `QuarantinedError` where it fails.
-        """
-        return DrainGuard(self, deadline, timed)
 
     def register_undo(self, undo: Callable[[], None]) -> None:
         """From here until the flip, `undo` restores the weights before the closed gate opens."""
@@ -571,7 +561,7 @@ class SwapLock:
     """
 
     def __init__(self) -> None:
-        self._queue: list[WeakHandle[SwapLockGuard]] = []
+        self.queue: list[WeakHandle[SwapLockGuard]] = []
 
     def held(self, wait: bool, timeout_seconds: float | None) -> "SwapLockGuard":
         """A context in which this thread holds the lock. Entering raises `SwapBusyError` and `SwapTimeoutError`."""
@@ -580,7 +570,7 @@ class SwapLock:
     def check_not_nested(self) -> None:
         """Raises `SwapBusyError` where this thread already holds the lock, or waits for it."""
         # No local variable refers to a guard here: the traceback of the error would keep the guard alive.
-        threads = {guard.thread for handle in tuple(self._queue) for guard in (handle.get(),) if guard is not None}
+        threads = {guard.thread for handle in tuple(self.queue) for guard in (handle.get(),) if guard is not None}
         if threading.get_ident() in threads:
             raise SwapBusyError(
                 "a swap was called from within a swap, by its canary or by code of the model",
@@ -590,33 +580,9 @@ class SwapLock:
     def after_fork(self) -> None:
         """Drops the guards of threads that do not exist in the child of a fork."""
         this_thread = threading.get_ident()
-        self._queue = [
-            handle for handle in self._queue if (guard := handle.get()) is not None and guard.thread == this_thread
+        self.queue = [
+            handle for handle in self.queue if (guard := handle.get()) is not None and guard.thread == this_thread
         ]
-
-    def _acquire(self, mine: "WeakHandle[SwapLockGuard]", wait: bool, timeout_seconds: float | None) -> None:
-        self.check_not_nested()
-        deadline = None if timeout_seconds is None else time.monotonic() + timeout_seconds
-        self._queue.append(mine)
-        while (first := self._first()) is not mine:
-            if not wait:
-                raise SwapBusyError("another swap is under way", remedy="try again later, or leave when_busy='wait'")
-            if deadline is not None and time.monotonic() >= deadline:
-                raise SwapTimeoutError(
-                    "another swap did not end in time", remedy="give more time with timeout_seconds="
-                )
-            first.wait(deadline)
-
-    def _release(self, mine: "WeakHandle[SwapLockGuard]") -> None:
-        with suppress(ValueError):
-            self._queue.remove(mine)
-        mine.forget()
-
-    def _first(self) -> "WeakHandle[SwapLockGuard]":
-        while not (first := self._queue[0]).is_alive:
-            with suppress(ValueError):
-                self._queue.remove(first)
-        return first
 
 
 class SwapLockGuard:
@@ -631,10 +597,27 @@ class SwapLockGuard:
 
     def __enter__(self) -> None:
         try:
-            self._lock._acquire(self._handle, self._wait, self._timeout_seconds)
+            self._lock.check_not_nested()
+            deadline = None if self._timeout_seconds is None else time.monotonic() + self._timeout_seconds
+            queue = self._lock.queue
+            queue.append(self._handle)
+            while (first := queue[0]) is not self._handle:
+                if not first.is_alive:
+                    with suppress(ValueError):
+                        queue.remove(first)
+                elif not self._wait:
+                    raise SwapBusyError(
+                        "another swap is under way", remedy="try again later, or leave when_busy='wait'"
+                    )
+                elif not first.wait(deadline):
+                    raise SwapTimeoutError(
+                        "another swap did not end in time", remedy="give more time with timeout_seconds="
+                    )
         except BaseException:
-            self._lock._release(self._handle)
+            self.__exit__()
             raise
 
     def __exit__(self, *_: object) -> None:
-        self._lock._release(self._handle)
+        with suppress(ValueError):
+            self._lock.queue.remove(self._handle)
+        self._handle.forget()
