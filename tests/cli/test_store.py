@@ -15,7 +15,7 @@ from typer.testing import CliRunner, Result
 import modelstate as ms
 from modelstate.cli.common import parse_size
 from modelstate.cli.main import app
-from modelstate.store import records
+from modelstate.store.directory import Entry
 
 
 def run(*arguments: str) -> Result:
@@ -143,19 +143,19 @@ class TestVerify:
 
 def take_away_when_read(monkeypatch: pytest.MonkeyPatch, *steps: int, save: int | None = None) -> None:
     """Somebody takes steps away as soon as one of them is read, and saves another one."""
-    real = records.verify
+    real = Entry.verify
 
-    def verify(directory: str, *args: Any) -> int:
+    def verify(entry: Entry, directory: str) -> None:
         if any(f"step-{step:09d}" in directory for step in steps):
-            monkeypatch.setattr(records, "verify", real)
+            monkeypatch.setattr(Entry, "verify", real)
             for step in steps:
                 shutil.rmtree(f"run/step-{step:09d}")
             if save is not None:
                 with ms.Store("run") as store:
                     store.save(save, {"model": model_at(save)})
-        return real(directory, *args)
+        real(entry, directory)
 
-    monkeypatch.setattr(records, "verify", verify)
+    monkeypatch.setattr(Entry, "verify", verify)
 
 
 class TestWhileARunPrunes:
@@ -187,15 +187,15 @@ class TestWhileARunPrunes:
         assert "20, 30" in done.stderr
 
     def test_a_step_that_is_saved_anew(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        real = records.verify
+        real = Entry.verify
 
-        def verify(directory: str, *args: Any) -> int:
-            monkeypatch.setattr(records, "verify", real)
+        def verify(entry: Entry, directory: str) -> None:
+            monkeypatch.setattr(Entry, "verify", real)
             with ms.Store("run") as store:
                 store.save(20, {"model": model_at(21)}, overwrite=True)
-            return real(directory, *args)
+            real(entry, directory)
 
-        monkeypatch.setattr(records, "verify", verify)
+        monkeypatch.setattr(Entry, "verify", verify)
         done = run("store", "verify", "run", "--step", "20")
         assert done.exit_code == 0, done.output
         assert "whole" in done.stdout

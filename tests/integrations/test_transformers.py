@@ -26,7 +26,7 @@ from modelstate.errors import (
     WriteFailedError,
 )
 from modelstate.io import write_system
-from modelstate.store import records
+from modelstate.store.directory import Entry
 
 transformers = pytest.importorskip("transformers")
 
@@ -404,20 +404,20 @@ def test_a_step_that_is_taken_away_while_it_is_read(tmp_path: Path, monkeypatch:
     with ms.Store(tmp_path / "run") as store:
         saving = StoreCallback(store)
         saving.train(trainer_of(tmp_path, saving))
-    real = records.verify
+    real = Entry.verify
 
-    def verify(directory: str, *args: Any) -> int:
+    def verify(entry: Entry, directory: str) -> None:
         """Somebody takes the step away as its reading begins."""
-        monkeypatch.setattr(records, "verify", real)
+        monkeypatch.setattr(Entry, "verify", real)
         shutil.rmtree(directory)
-        return real(directory, *args)
+        real(entry, directory)
 
     with ms.Store(tmp_path / "run") as store:
         saving, model = StoreCallback(store), Net()
-        monkeypatch.setattr(records, "verify", verify)
+        monkeypatch.setattr(Entry, "verify", verify)
         assert saving.train(trainer_of(tmp_path, saving, model)).global_step == 15
         assert len(model.losses) == 3
-        monkeypatch.setattr(records, "verify", verify)
+        monkeypatch.setattr(Entry, "verify", verify)
         with pytest.raises(StepNotFoundError):
             saving.train(trainer_of(tmp_path, saving), step=9)
 

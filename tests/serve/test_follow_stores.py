@@ -91,18 +91,18 @@ def test_a_step_that_is_taken_away_while_it_is_read_is_not_bad(
 
 
 def test_a_step_that_is_taken_away_while_it_is_verified(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from modelstate.store import records as contents
+    from modelstate.store.directory import Entry
 
-    store, live, real = ms.Store(tmp_path, keep=1), ms.Live(linear(0)), contents.verify
+    store, live, real = ms.Store(tmp_path, keep=1), ms.Live(linear(0)), Entry.verify
     following, log = by_hand(live, store)
     save(store, 1)
 
-    def meanwhile(directory: str, *given: Any) -> int:
+    def meanwhile(entry: Entry, directory: str) -> None:
         if directory.endswith("1"):
             save(store, 2)
-        return real(directory, *given)
+        real(entry, directory)
 
-    monkeypatch.setattr(contents, "verify", meanwhile)
+    monkeypatch.setattr(Entry, "verify", meanwhile)
     assert actions(following) == [("swapped", 2)]
     assert log == []
 

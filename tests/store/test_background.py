@@ -21,7 +21,7 @@ from torch import nn
 import modelstate as ms
 from modelstate import errors
 from modelstate.io import write_system
-from modelstate.store.background import Staging
+from modelstate.store.saving import Staging
 from tests.store.common import Held, Training, failing_call, litter, program
 
 

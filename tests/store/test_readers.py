@@ -9,8 +9,7 @@ import pytest
 
 import modelstate as ms
 from modelstate import errors
-from modelstate.store import store as store_module
-from modelstate.store.reading import read_parts
+from modelstate.store.directory import StepIndex
 from tests.store.killed import Job, start, train
 
 SAVES, READS = 40, 3
@@ -91,7 +90,7 @@ def test_a_step_that_vanishes_while_it_is_read(tmp_path: Path, monkeypatch: pyte
     """At the latest moment: the writer takes it away when the reader has begun with it."""
     writer, reader, job = ms.Store(tmp_path, keep=1), ms.Store(tmp_path), Job()
     writer.save(1, job.objects(1))
-    real = read_parts
+    real = StepIndex.read_parts
     seen = []
 
     def parts(shelf: Any, found: Any, verify: bool) -> object:
@@ -102,7 +101,7 @@ def test_a_step_that_vanishes_while_it_is_read(tmp_path: Path, monkeypatch: pyte
             writer.save(step + 1, job.objects(step + 1))
         return real(shelf, found, verify)
 
-    monkeypatch.setattr(store_module, "read_parts", parts)
+    monkeypatch.setattr(StepIndex, "read_parts", parts)
     target = Job()
     restored = reader.restore(target.objects(None))
     assert seen == [1, 2, 3, 4]
@@ -112,7 +111,7 @@ def test_a_step_that_vanishes_while_it_is_read(tmp_path: Path, monkeypatch: pyte
 def test_a_step_that_is_replaced_while_it_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     writer, reader, job = ms.Store(tmp_path), ms.Store(tmp_path), Job()
     writer.save(1, job.objects(1))
-    real = read_parts
+    real = StepIndex.read_parts
 
     def parts(shelf: Any, found: Any, verify: bool) -> object:
         if found.place.revision == 0:
@@ -120,7 +119,7 @@ def test_a_step_that_is_replaced_while_it_is_read(tmp_path: Path, monkeypatch: p
             writer.save(1, job.objects(1), overwrite=True)
         return real(shelf, found, verify)
 
-    monkeypatch.setattr(store_module, "read_parts", parts)
+    monkeypatch.setattr(StepIndex, "read_parts", parts)
     target = Job()
     assert reader.restore(target.objects(None), step=1)["digest"] == job.digest() == target.digest()
 

@@ -19,8 +19,7 @@ from modelstate.errors import (
     StepNotFoundError,
 )
 from modelstate.io.files import not_found
-from modelstate.store.records import STORE_FILE, places
-from modelstate.store.step_index import store_file_problem
+from modelstate.store.directory import STORE_FILE, places, store_file_problem
 from modelstate.store.store import newest_whole, problem_now
 from modelstate.text_format import columns, count, in_a_line, printable, size
 

@@ -11,7 +11,6 @@ import math
 import os
 import tempfile
 import time
-import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from functools import partial
@@ -27,10 +26,8 @@ from modelstate.errors import (
     StepNotFoundError,
 )
 from modelstate.objects.rng import RNG
-from modelstate.store import records
 from modelstate.store.deadline import Deadline
-from modelstate.store.reading import Step
-from modelstate.store.records import read_record
+from modelstate.store.directory import Step, read_record, warn_caller
 from modelstate.store.resumable import LoopSaver
 from modelstate.store.retention import is_number
 from modelstate.store.store import Store, newest_whole, problem_now
@@ -173,7 +170,7 @@ class StoreCallback(TrainerCallback):  # type: ignore[misc]
 
     def _pass_over(self, step: int, problem: str) -> None:
         self._replaced.add(step)
-        warnings.warn(f"step {step} is passed over: {problem}", DamagedCheckpointWarning, stacklevel=5)
+        warn_caller(f"step {step} is passed over: {problem}", DamagedCheckpointWarning)
 
     @contextmanager
     def _resume_directory(self, trainer: Any) -> Iterator[str | None]:
@@ -201,7 +198,7 @@ class StoreCallback(TrainerCallback):  # type: ignore[misc]
             _replaced_method(trainer, "get_batch_samples", partial(self._batch_samples, trainer.get_batch_samples)),
         ):
             with open(os.path.join(directory, "trainer_state.json"), "w", encoding="utf-8") as file:
-                json.dump(records.value_of(info.path, entry), file)
+                json.dump(entry.decode(info.path), file)
             yield directory
 
     # Events of the Trainer.

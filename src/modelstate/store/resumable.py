@@ -12,7 +12,6 @@ import re
 import sys
 import threading
 import time
-import warnings
 import weakref
 from collections.abc import Iterator, Mapping
 from contextlib import closing, nullcontext
@@ -31,9 +30,10 @@ from modelstate.errors import (
 from modelstate.objects.loaders import checked_iterators, left_loader_problem
 from modelstate.objects.objects import Kind, targets_of
 from modelstate.planning.matching import nearest
-from modelstate.store.background import PendingSave, SavedStep
 from modelstate.store.deadline import Deadline, now_seconds
+from modelstate.store.directory import warn_caller
 from modelstate.store.retention import CheckpointInfo, Keep, check_metric, metric_value
+from modelstate.store.saving import PendingSave, SavedStep
 from modelstate.store.store import RestoredStep, Store
 
 _logger = logging.getLogger(__name__)
@@ -98,15 +98,7 @@ class LoopSaver:
 
     def _warn_lost(self, step: int, error: Exception) -> None:
         self._saved_step, self.lost = -1, error
-        _warn_caller(f"step {step} was not saved: {error}", SaveFailedWarning)
-
-
-def _warn_caller(message: str, category: type[Warning]) -> None:
-    """Warns, in the name of the code that called the package."""
-    frame, level = sys._getframe(), 1
-    while frame.f_globals.get("__name__", "").startswith("modelstate.") and frame.f_back is not None:
-        frame, level = frame.f_back, level + 1
-    warnings.warn(message, category, stacklevel=level)
+        warn_caller(f"step {step} was not saved: {error}", SaveFailedWarning)
 
 
 class _Metrics(dict[str, float]):
@@ -348,7 +340,7 @@ class Resumable:
         self._log_missing_metric()
         objects = (target.obj for target in targets_of(self._objects).values())
         if self.done < self._steps and (problem := left_loader_problem(objects)):
-            _warn_caller(problem, ResumeWarning)
+            warn_caller(problem, ResumeWarning)
         # Where training went back to an earlier checkpoint, the later ones are replaced.
         self._saver.save(self.done, self._objects, metrics=dict(self._metrics), overwrite=True, background=background)
 

@@ -7,7 +7,7 @@ import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from functools import partial
 from typing import Any, Literal, Self, overload
 
@@ -25,7 +25,6 @@ from modelstate.errors import (
     StoreLockedError,
     StoreMovedError,
 )
-from modelstate.formats.safetensors import nbytes_of
 from modelstate.formats.serialize import serialize
 from modelstate.io import write_system
 from modelstate.io.atomic import new_file, sync_directory, write_errors
@@ -34,13 +33,28 @@ from modelstate.io.lock import WriterLock, check_directory
 from modelstate.objects.loaders import preserved_generators
 from modelstate.objects.objects import Kind, capture, targets_of
 from modelstate.objects.restore import Restored, RulesOf, restore_objects
-from modelstate.store import records
-from modelstate.store.background import PendingSave, SavedStep, Staging
-from modelstate.store.reading import Step, first_usable, read_parts, read_problem, record_of, steps_to_prune
-from modelstate.store.records import PIN_FILE, STORE_FILE, Record, name_of
+from modelstate.store.directory import (
+    PIN_FILE,
+    STORE_FILE,
+    Record,
+    Step,
+    StepEntry,
+    StepIndex,
+    name_of,
+    store_file_problem,
+)
 from modelstate.store.retention import CheckpointInfo, Keep, as_keep, metric_value
-from modelstate.store.step_index import StepEntry, StepIndex, store_file_problem
-from modelstate.store.writing import Job, clear, discard, make_directory, probe, publish
+from modelstate.store.saving import (
+    Job,
+    PendingSave,
+    SavedStep,
+    Staging,
+    clear,
+    discard,
+    make_directory,
+    probe,
+    publish,
+)
 from modelstate.text_format import size
 
 _logger = logging.getLogger(__name__)
@@ -199,15 +213,16 @@ class Store:
             if not is_acquired:
                 return None
             self.wait()
-            job = self._job(step, objects, checked_metrics, pin, begin_seconds)
+            job = _job(objects, pin, begin_seconds)
+            record = Record("", step, time.time(), checked_metrics, {})
             job.check()
             self._become_writer()
             self._check_new(step, overwrite)
             if not background:
-                return self._write(job)
+                return self._write(record, job)
             self._staging.copy(job.states.values())
             blocked_seconds = time.perf_counter() - begin_seconds
-            write = partial(self._write, job, self._staging.nbytes, blocked_seconds)
+            write = partial(self._write, record, job, self._staging.nbytes, blocked_seconds)
             self._pending = pending = PendingSave(step, self._staging.nbytes, write)
             pending.start()
             return pending
@@ -249,9 +264,9 @@ class Store:
         """
         generators = [target.obj for target in targets_of(objects).values() if target.is_restored_last]
         with preserved_generators(generators):
-            job = self._job(0, objects, {}, False, 0.0)
+            job = _job(objects)
         job.check()
-        return sum(nbytes_of(tensor) for state in job.states.values() for tensor in state.live.values())
+        return job.nbytes
 
     def wait(self, timeout_seconds: float | None = None) -> None:
         """Waits until the save in the background is durable.
@@ -300,23 +315,6 @@ class Store:
         finally:
             self._thread_lock.release()
 
-    def _job(
-        self, step: int, objects: Mapping[str, Any], metrics: dict[str, float], pin: bool, begin_seconds: float
-    ) -> Job:
-        parts = capture(objects)
-        states = {
-            path: serialize(part.tree, path, as_tree=part.kind is not Kind.MODULE) for path, part in parts.items()
-        }
-        frozen = {
-            path: frozenset(
-                name for name, param in target.obj.named_parameters(remove_duplicate=False) if not param.requires_grad
-            )
-            for path, target in targets_of(objects).items()
-            if target.kind is Kind.MODULE
-        }
-        kinds = {path: part.kind for path, part in parts.items()}
-        return Job(step, kinds, states, frozen, metrics, pin, begin_seconds, time.time())
-
     def _check_new(self, step: int, overwrite: bool) -> None:
         existing = next((entry for entry in self._index.steps() if entry.place.step == step), None)
         if existing is None or existing.is_damaged:
@@ -334,6 +332,7 @@ class Store:
 
     def _write(
         self,
+        record: Record,
         job: Job,
         staging_bytes: int = 0,
         blocked_seconds: float | None = None,
@@ -343,36 +342,33 @@ class Store:
             check_cancelled()
             self._lock.check_directory()
 
-        with self._in_its_directory(), write_errors(os.path.join(self.directory, name_of(job.step, 0))):
+        with self._in_its_directory(), write_errors(os.path.join(self.directory, name_of(record.step, 0))):
             clear(self.directory)
             index = self._index.cached()
             entries = index.by_age()
-            revisions = [entry for entry in index.all_revisions() if entry.place.step == job.step]
-            before = next((entry for entry in reversed(entries) if entry.is_whole), None)
-            store = index.ensure_name()
+            revisions = [entry for entry in index.all_revisions() if entry.place.step == record.step]
             serial = 1 + max((entry.record.serial for entry in entries if entry.record is not None), default=0)
-            final, written = publish(
+            path, bytes_written, bytes_linked = publish(
                 self.directory,
-                store,
-                serial,
+                replace(record, store=index.ensure_name(), serial=serial),
                 job,
                 revisions,
-                before,
-                self._shard_bytes,
-                index.doubtful,
-                check,
+                before=next((entry for entry in reversed(entries) if entry.is_whole), None),
+                shard_bytes=self._shard_bytes,
+                doubtful=index.doubtful,
+                check=check,
             )
-            index.note_whole(final)
+            index.note_whole(path)
         seconds = time.perf_counter() - job.begin_seconds
         pruned: tuple[int, ...] = ()
         with suppress(OSError):  # the checkpoint is saved; the next save prunes again
             discard(self.directory, [entry.place for entry in revisions if entry.is_whole or entry.is_damaged])
             pruned = self._prune(self.keep, index)
         return SavedStep(
-            job.step,
-            final,
-            sum(entry.bytes_written for entry in written),
-            sum(entry.bytes_linked for entry in written),
+            record.step,
+            path,
+            bytes_written,
+            bytes_linked,
             staging_bytes,
             seconds if blocked_seconds is None else blocked_seconds,
             seconds,
@@ -435,10 +431,9 @@ class Store:
         kept_options = _patterns("keep_options", keep_options)
 
         def attempt(entry: StepEntry) -> tuple[Record, Restored]:
-            record, parts = read_parts(self._index, entry, verify)
-            return record, restore_objects(
+            return entry.usable_record, restore_objects(
                 objects,
-                parts,
+                self._index.read_parts(entry, verify),
                 rules=rules,
                 allow_missing=may_miss,
                 allow_unexpected=may_exceed,
@@ -450,7 +445,7 @@ class Store:
                 init_missing=init_missing,
             )
 
-        (record, restored), skipped = first_usable(self._index, step, attempt)
+        (record, restored), skipped = self._index.first_usable(step, attempt)
         with suppress(OSError):
             self._in_use = os.stat(self.directory)
         inherited = {field.name: getattr(restored, field.name) for field in fields(restored)}
@@ -484,7 +479,7 @@ class Store:
         self.wait()
 
         def attempt(entry: StepEntry) -> Checkpoint:
-            record = record_of(entry)
+            record = entry.usable_record
             saved = record.entries.get(name)
             if saved is None or not saved.index:
                 raise StepNotFoundError(
@@ -493,13 +488,13 @@ class Store:
                     expected=", ".join(path for path, other in record.entries.items() if other.index) or "none has any",
                     found=repr(name),
                 )
-            checkpoint = records.opened(entry.place.path, saved)
+            checkpoint = saved.open(entry.place.path)
             if verify:
                 # After the opening: a file that changes from here on is refused when it is read.
-                records.verify(entry.place.path, saved)
+                saved.verify(entry.place.path)
             return checkpoint
 
-        return first_usable(self._index, step, attempt)[0]
+        return self._index.first_usable(step, attempt)[0]
 
     # Listing.
 
@@ -558,7 +553,7 @@ class Store:
         if step is None and (problem := store_file_problem(self.directory)):
             problems[STORE_FILE] = problem
         for entry in entries:
-            if (of_step := read_problem(self._index, entry)) is not None:
+            if (of_step := self._index.problem_of(entry)) is not None:
                 problems[entry.place.step] = of_step
         return problems
 
@@ -588,7 +583,7 @@ class Store:
         """
         rules = self.keep if keep is None else as_keep(keep)
         if dry_run:
-            return tuple(entry.place.step for entry in steps_to_prune(self._index, rules))
+            return tuple(self._index.steps_to_prune(rules))
         with self._exclusive():
             self.wait()
             self._become_writer()
@@ -637,7 +632,7 @@ class Store:
                 sync_directory(entry.place.path)
 
     def _prune(self, keep: Keep | None, index: StepIndex) -> tuple[int, ...]:
-        steps = [entry.place.step for entry in steps_to_prune(index, keep)]
+        steps = index.steps_to_prune(keep)
         revisions = index.all_revisions() if steps else []
         discard(self.directory, [entry.place for entry in revisions if entry.place.step in steps])
         return tuple(steps)
@@ -699,6 +694,20 @@ class Store:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+def _job(objects: Mapping[str, Any], pin: bool = False, begin_seconds: float = 0.0) -> Job:
+    """Encodes the state of the objects. Raises the error for which it cannot be saved."""
+    parts = capture(objects)
+    states = {path: serialize(part.tree, path, as_tree=part.kind is not Kind.MODULE) for path, part in parts.items()}
+    frozen = {
+        path: frozenset(
+            name for name, param in target.obj.named_parameters(remove_duplicate=False) if not param.requires_grad
+        )
+        for path, target in targets_of(objects).items()
+        if target.kind is Kind.MODULE
+    }
+    return Job({path: part.kind for path, part in parts.items()}, states, frozen, pin, begin_seconds)
 
 
 _stores: "weakref.WeakSet[Store]" = weakref.WeakSet()

@@ -1,0 +1,681 @@
+"""What is in a store's directory: its layout, the record of each checkpoint, and the list of the checkpoints.
+
+store.json                   the name of the store
+.lock                        the lock of the process that writes
+step-000000100/              a checkpoint, complete and durable under this name
+    checkpoint.json          its record, written last, which describes all of it but its tensors
+    model.safetensors.index.json, model-<digest>.safetensors
+step-000000100.1/            the same step, saved again: the highest number is the valid one
+.step-000000200.<random>.unfinished/    a checkpoint that is being written or removed
+
+Reading needs no lock: a checkpoint may be replaced or removed at any time, and the directory is listed again then.
+"""
+
+import json
+import os
+import re
+import secrets
+import stat
+import sys
+import warnings
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from datetime import datetime
+from typing import Any, Literal, NamedTuple, TypeVar
+
+from modelstate.checkpoint.checkpoint import Checkpoint
+from modelstate.checkpoint.open import open as open_checkpoint
+from modelstate.codec.codec import decode
+from modelstate.errors import (
+    ChecksumError,
+    DamagedCheckpointError,
+    DamagedCheckpointWarning,
+    EncodedValueError,
+    ForeignCheckpointError,
+    ModelStateError,
+    NewerManifestError,
+    OpenError,
+    OptionError,
+    ReadFailedError,
+    SourceNotFoundError,
+    StepNotFoundError,
+)
+from modelstate.formats.safetensors import MAX_HEADER_BYTES
+from modelstate.io.atomic import atomic_file
+from modelstate.io.digests import OPEN_SEAL, SEAL, check_seal, digest, sealed
+from modelstate.io.files import SourceFile, read_whole
+from modelstate.objects.objects import Kind, Part
+from modelstate.store.retention import CheckpointInfo, Keep, ages, check_metric, kept
+from modelstate.version import __version__
+
+STORE_FILE = "store.json"
+RECORD_FILE = "checkpoint.json"
+PIN_FILE = "pinned"
+_STEP = re.compile(r"step-(\d{9,18})(?:\.(\d{1,9}))?")
+_UNFINISHED = re.compile(r"\.step-\d+(?:\.\d+)?\.[0-9a-f]{12}\.unfinished")
+
+
+class Place(NamedTuple):
+    """The directory of a checkpoint."""
+
+    step: int
+    revision: int
+    """0, or one more than the revision before where the step is saved again."""
+    path: str
+
+
+def name_of(step: int, revision: int) -> str:
+    """Returns the name of a step's directory."""
+    return f"step-{step:09d}" + (f".{revision}" if revision else "")
+
+
+def unfinished_name(step: int) -> str:
+    """Returns a new name for a directory that is being written or removed."""
+    return f".step-{step:09d}.{secrets.token_hex(6)}.unfinished"
+
+
+def places(directory: str) -> list[Place]:
+    """Returns every revision of every step in a store, in order. Raises `OSError`."""
+    every = []
+    for name in os.listdir(directory):
+        if match := _STEP.fullmatch(name):
+            place = Place(int(match[1]), int(match[2] or 0), os.path.join(directory, name))
+            if name == name_of(place.step, place.revision):
+                every.append(place)
+    return sorted(every)
+
+
+def unfinished(directory: str) -> list[str]:
+    """Returns the directories that killed saves and prunes have left. Raises `OSError`."""
+    return [os.path.join(directory, name) for name in os.listdir(directory) if _UNFINISHED.fullmatch(name)]
+
+
+FORMAT = 1
+"""The version of this layout. A reader refuses a newer one."""
+MAX_RECORD_BYTES = 64_000_000
+"""The most bytes of a record. A reader refuses more."""
+_MAX_HEAD_BYTES = 8 + MAX_HEADER_BYTES
+"""The most bytes of a header with its length, and of an index."""
+
+
+@dataclass(frozen=True, slots=True)
+class FileRecord:
+    """A file of a checkpoint as it was written."""
+
+    nbytes: int
+    mtime_ns: int
+    head_bytes: int
+    """The size of the head, which describes the tensors: the header of a file, or all of an index."""
+    head: str
+    """The digest of the head. The file's own seal is not enough: damage to the key of the seal removes it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """An object of a checkpoint."""
+
+    kind: Kind
+    index: str = ""
+    """The name of the index of the files with its tensors; empty for an object without tensors."""
+    files: Mapping[str, FileRecord] = field(default_factory=dict)
+    """All its files by name, with the index."""
+    value: Any = None
+    """The encoded state of an object without tensors."""
+
+    def open(self, directory: str) -> Checkpoint:
+        """Opens an object that has tensors. Raises `DamagedCheckpointError` and `NewerManifestError`."""
+        try:
+            return open_checkpoint(os.path.join(directory, self.index))
+        except NewerManifestError:
+            raise
+        except (OpenError, ChecksumError) as error:
+            raise damaged(directory, _short(error)) from error
+
+    def verify(self, directory: str) -> None:
+        """Reads all of an object, and compares it with its digests.
+
+        Raises `DamagedCheckpointError`, and `ReadFailedError` for a disk that cannot be read.
+        """
+        if not self.index:
+            return  # the state is in the record, which is sealed
+        for name, file in self.files.items():
+            try:
+                with SourceFile(os.path.join(directory, name)) as opened_file:
+                    head = digest(opened_file.read(0, file.head_bytes, "its header"))
+            except OpenError as error:
+                raise damaged(directory, _short(error)) from error
+            if head != file.head:
+                raise damaged(directory, f"{name}: what it says of its tensors is not what was written")
+        checkpoint = self.open(directory)
+        try:
+            if checkpoint.checksums:
+                checkpoint.verify()
+        except ChecksumError as error:
+            raise damaged(directory, _short(error)) from error
+
+    def decode(self, directory: str) -> Any:
+        """Returns the state of an object as it was captured: containers, values, and tensors in memory of their own.
+
+        Raises `DamagedCheckpointError`, and `CodecError` for classes that are not imported or registered.
+        """
+        checkpoint = self.open(directory) if self.index else None
+        try:
+            return decode(self.value) if checkpoint is None else checkpoint.value()
+        except EncodedValueError as error:
+            raise damaged(directory, _short(error)) from error
+
+
+@dataclass(frozen=True, slots=True)
+class Record:
+    """The record of a checkpoint."""
+
+    store: str
+    """The name of the store that it was written to."""
+    step: int
+    time: float
+    """Seconds since 1970, when it was saved."""
+    metrics: Mapping[str, float]
+    entries: Mapping[str, Entry]
+    serial: int = 0
+    """The number of the save: the later checkpoint of a store has the higher one, independent of steps and clocks."""
+
+    def text(self) -> bytes:
+        """Returns the content of `checkpoint.json`."""
+        entries = {}
+        for key, entry in self.entries.items():
+            fields: dict[str, object] = {"kind": entry.kind}
+            if entry.index:
+                fields["index"] = entry.index
+                fields["files"] = {
+                    name: [file.nbytes, file.mtime_ns, file.head_bytes, file.head] for name, file in entry.files.items()
+                }
+            else:
+                fields["value"] = entry.value
+            entries[key] = fields
+        content = {
+            SEAL: OPEN_SEAL,
+            "format": FORMAT,
+            "writer": f"modelstate {__version__}",
+            "store": self.store,
+            "step": self.step,
+            "serial": self.serial,
+            "time": self.time,
+            "metrics": {name: repr(value) for name, value in self.metrics.items()},  # JSON has no NaN
+            "entries": entries,
+        }
+        return sealed(json.dumps(content, ensure_ascii=False, allow_nan=False, indent=1).encode() + b"\n")
+
+
+def read_record(directory: str) -> Record:
+    """Returns the record of the checkpoint in a directory.
+
+    Raises `DamagedCheckpointError` where it is not what was written, and `NewerManifestError`.
+    """
+    path = os.path.join(directory, RECORD_FILE)
+    try:
+        data = read_whole(path, MAX_RECORD_BYTES, RECORD_FILE)
+    except (OpenError, ReadFailedError) as error:
+        raise damaged(directory, f"{RECORD_FILE} cannot be read: {error.what}, {error.found}".rstrip(" ,")) from error
+    try:
+        content = json.loads(data)
+    except (ValueError, RecursionError) as error:
+        raise damaged(directory, f"{RECORD_FILE} is no JSON: {error}") from error
+    if type(content) is not dict:
+        raise damaged(directory, f"{RECORD_FILE} is no object")
+    if type(content.get("format")) is int and content["format"] > FORMAT:
+        raise NewerManifestError(
+            "the checkpoint was written by a newer version of modelstate",
+            where=path,
+            expected=f"format {FORMAT} or older",
+            found=f"format {content['format']}, by {str(content.get('writer', '?'))[:80]}",
+            remedy="update modelstate",
+        )
+    try:
+        check_seal(data, str(content.get(SEAL, "")), path)
+        return _parsed(content)
+    except ChecksumError as error:
+        raise damaged(directory, f"{RECORD_FILE} is not what was written, or has been edited") from error
+    except (LookupError, TypeError, ValueError, AttributeError, OverflowError, OSError) as error:
+        raise damaged(directory, f"{RECORD_FILE}: {type(error).__name__}: {error}") from error
+
+
+def _parsed(content: dict[str, Any]) -> Record:
+    """Returns a record from its JSON. Raises `ValueError` and the errors of a wrong type."""
+    if type(content["format"]) is not int:
+        raise ValueError(f"format {str(content['format'])[:80]!r}")
+    entries = {}
+    for key, fields in content["entries"].items():
+        files = {name: _file(*values) for name, values in fields.get("files", {}).items()}
+        if any(os.path.basename(name) != name for name in (*files, key)):
+            raise ValueError(f"a file outside its directory: {key}")
+        index = fields.get("index", "")
+        if fields["kind"] not in tuple(Kind) or (index and index not in files):
+            raise ValueError(f"an invalid entry of an object: {key}")
+        entries[key] = Entry(Kind(fields["kind"]), index, files, fields.get("value"))
+    metrics = {str(name): float(value) for name, value in content["metrics"].items()}
+    time = float(content["time"])
+    datetime.fromtimestamp(time)  # raises for a number that is not a time
+    return Record(str(content["store"]), int(content["step"]), time, metrics, entries, int(content.get("serial", 0)))
+
+
+def _file(nbytes: Any, mtime_ns: Any, head_bytes: Any, head: Any) -> FileRecord:
+    if not type(nbytes) is type(mtime_ns) is type(head_bytes) is int or type(head) is not str:
+        raise ValueError("the record of a file has values of other types")
+    if not 0 <= head_bytes <= min(nbytes, _MAX_HEAD_BYTES):
+        raise ValueError(f"a file of {nbytes:,} bytes with a header of {head_bytes:,}")
+    return FileRecord(nbytes, mtime_ns, head_bytes, head)
+
+
+def damaged(where: str, found: str) -> DamagedCheckpointError:
+    """Returns the error for a checkpoint that is not what was saved."""
+    return DamagedCheckpointError(
+        "the checkpoint is damaged",
+        where=where,
+        found=found,
+        remedy="restore another step: store.restore(objects) takes the newest one that is whole",
+    )
+
+
+def _why_not_whole(directory: str, entries: Mapping[str, Entry]) -> str:
+    """Returns which file is missing or has another size; empty where the checkpoint is complete."""
+    for entry in entries.values():
+        for name, file in entry.files.items():
+            try:
+                status = os.stat(os.path.join(directory, name))
+            except OSError as error:
+                return f"{name}: {error.strerror}"
+            if not stat.S_ISREG(status.st_mode):
+                return f"{name} is not a regular file"
+            if status.st_size != file.nbytes:
+                return f"{name} has {status.st_size:,} bytes, not {file.nbytes:,}"
+    return ""
+
+
+def _short(error: ModelStateError) -> str:
+    place = f"{os.path.basename(str(error.where))}: " if error.where else ""
+    return f"{place}{error.what}" + (f": {error.found}" if error.found else "")
+
+
+STORE_FORMAT = 1
+"""The version of a store as a whole. A writer refuses a newer one."""
+_MAX_TRIES = 1000
+_MAX_STORE_FILE_BYTES = 10_000
+_UNUSABLE = (DamagedCheckpointError, ForeignCheckpointError, NewerManifestError, ReadFailedError)
+"""Errors of one checkpoint, after which an older one is tried."""
+
+Step = int | Literal["latest"]
+_Result = TypeVar("_Result")
+_Key = tuple[str, int]
+"""The path and the inode of a checkpoint's directory."""
+_Read = tuple[Place, Record | None, ModelStateError | None]
+"""A checkpoint, and its record, or the error of reading that."""
+
+
+@dataclass(frozen=True, slots=True)
+class StepEntry:
+    """A checkpoint in the directory, as it was when the directory was listed."""
+
+    place: Place
+    record: Record | None
+    """None where it cannot be read."""
+    error: ModelStateError | None = None
+    """Why the checkpoint cannot be used, as far as names, sizes and earlier reads show."""
+
+    @property
+    def usable_record(self) -> Record:
+        """The record. Raises the error for which the checkpoint cannot be used."""
+        if self.error is not None:
+            raise self.error
+        assert self.record is not None
+        return self.record
+
+    @property
+    def is_whole(self) -> bool:
+        return self.error is None
+
+    @property
+    def is_damaged(self) -> bool:
+        """Whether it is of this store and not what was saved. Foreign and newer ones are not damaged: they stay."""
+        return isinstance(self.error, DamagedCheckpointError | ReadFailedError)
+
+    @property
+    def is_gone(self) -> bool:
+        """Whether it was removed or replaced since the directory was listed."""
+        return not os.path.isdir(self.place.path)
+
+    @property
+    def is_pinned(self) -> bool:
+        return os.path.exists(os.path.join(self.place.path, PIN_FILE))
+
+    @property
+    def info(self) -> CheckpointInfo:
+        """The public description of the checkpoint."""
+        step, _, path = self.place
+        pinned, intact, record = self.is_pinned, self.is_whole, self.record
+        if record is None:
+            seconds = 0.0
+            with suppress(OSError):
+                seconds = os.stat(path).st_mtime
+            return CheckpointInfo(step, seconds, pinned=pinned, intact=intact, path=path)
+        return CheckpointInfo(
+            step,
+            record.time,
+            record.metrics,
+            pinned,
+            intact,
+            nbytes=sum(file.nbytes for entry in record.entries.values() for file in entry.files.values()),
+            path=path,
+            serial=record.serial,
+            store=record.store,
+        )
+
+
+class StepIndex:
+    """The checkpoints in a directory.
+
+    Every call lists the directory anew. Only the results of reading whole checkpoints are kept in memory: which of
+    them are damaged, and which are not.
+    """
+
+    def __init__(self, directory: str) -> None:
+        self.directory = directory
+        self._damage: dict[_Key, ModelStateError] = {}
+        """Damage that only reading a checkpoint shows."""
+        self._whole: set[_Key] = set()
+        """Checkpoints all of whose bytes this object has read, or written."""
+        self.doubtful: set[tuple[int, int]] = set()
+        """Devices and inodes of the files of damaged checkpoints; other checkpoints may link to the same files."""
+        self._cache: dict[str, tuple[tuple[int, int, int], Record]] | None = None
+        """Records by the path of the checkpoint, each with the identity of the file that it was read from."""
+
+    def cached(self) -> "StepIndex":
+        """Returns an index of the same directory that reads each record once, as long as its file is the same."""
+        index = StepIndex(self.directory)
+        index._damage, index._whole, index.doubtful, index._cache = self._damage, self._whole, self.doubtful, {}
+        return index
+
+    # Listing.
+
+    def all_revisions(self) -> list[StepEntry]:
+        """Returns every revision of every step, in order. Raises `ReadFailedError`."""
+        for _ in range(_MAX_TRIES):
+            found = self._read_all()
+            name = _stored_name(self.directory) or _most_common(record for _, record, _ in found)
+            entries = [self._entry(place, record, error, name) for place, record, error in found]
+            # A checkpoint that was removed meanwhile may have been replaced by one that is not on this list.
+            if not any(entry.error and entry.is_gone for entry in entries):
+                return entries
+        raise ReadFailedError("the store changes all the time", where=self.directory)
+
+    def steps(self) -> list[StepEntry]:
+        """Returns, for every step, the newest revision that is whole, or else the newest; in the order of the steps."""
+        best: dict[int, StepEntry] = {}
+        for entry in self.all_revisions():
+            other = best.get(entry.place.step)
+            if other is None or entry.is_whole or not other.is_whole:
+                best[entry.place.step] = entry
+        return [best[step] for step in sorted(best)]
+
+    def by_age(self) -> list[StepEntry]:
+        """Returns `steps()` in the order of saving; one that cannot be used follows the step before it."""
+        entries = self.steps()
+        order = ages(
+            {entry.place.step: entry.record.serial if entry.record and entry.is_whole else None for entry in entries}
+        )
+        return sorted(entries, key=lambda entry: order[entry.place.step])
+
+    def step(self, step: object) -> StepEntry:
+        """Returns one step. Raises `StepNotFoundError`, and `OptionError` for another type."""
+        if type(step) is not int:
+            raise OptionError("step= is the number of a step", expected="an int", found=repr(step))
+        entries = self.steps()
+        for entry in entries:
+            if entry.place.step == step:
+                return entry
+        raise StepNotFoundError(
+            "there is no checkpoint of this step",
+            where=self.directory,
+            expected=", ".join(str(entry.place.step) for entry in entries[-20:]) or "none is there",
+            found=step,
+        )
+
+    def _read_all(self) -> list[_Read]:
+        try:
+            found = places(self.directory)
+        except FileNotFoundError:
+            return []
+        except OSError as error:
+            raise ReadFailedError("the store cannot be read", where=self.directory, found=error) from error
+        return [self._read(place) for place in found]
+
+    def _read(self, place: Place) -> _Read:
+        identity: tuple[int, int, int] | None = None
+        if self._cache is not None:
+            with suppress(OSError):
+                status = os.stat(os.path.join(place.path, RECORD_FILE))
+                identity = status.st_ino, status.st_size, status.st_mtime_ns
+            cached = self._cache.get(place.path)
+            if cached is not None and cached[0] == identity:
+                return place, cached[1], None
+        try:
+            record = read_record(place.path)
+        except ModelStateError as error:
+            return place, None, error
+        if self._cache is not None and identity is not None:
+            self._cache[place.path] = identity, record
+        return place, record, None
+
+    def _entry(self, place: Place, record: Record | None, error: ModelStateError | None, name: str) -> StepEntry:
+        if record is None:
+            return StepEntry(place, None, error)
+        if record.step != place.step or record.store != name:
+            foreign = ForeignCheckpointError(
+                "the checkpoint was put here from another store, or under another step",
+                where=place.path,
+                expected=f"step {place.step} of the store {name}",
+                found=f"step {record.step} of the store {record.store}",
+                remedy="open the store that it is from; ms.open reads what is in it by itself",
+            )
+            return StepEntry(place, record, foreign)
+        if problem := _why_not_whole(place.path, record.entries):
+            return StepEntry(place, record, damaged(place.path, problem))
+        key = _key(place.path) if self._damage else None
+        return StepEntry(place, record, self._damage.get(key) if key is not None else None)
+
+    # Reading whole checkpoints.
+
+    def first_usable(self, step: Step, attempt: Callable[[StepEntry], _Result]) -> tuple[_Result, dict[int, str]]:
+        """Calls `attempt` with a step, or with the steps from the latest on until one can be used.
+
+        Returns:
+            The result of `attempt`, and what is wrong with each newer step that was passed over.
+
+        Raises:
+            StepNotFoundError: There is no checkpoint, or none can be used.
+
+        Other errors of `attempt` come through.
+        """
+        while True:
+            skipped: dict[int, ModelStateError] = {}
+            for entry in self.by_age()[::-1] if step == "latest" else [self.step(step)]:
+                try:
+                    result = attempt(entry)
+                except (ModelStateError, OSError) as error:
+                    if entry.is_gone:
+                        break  # it was removed or replaced while it was read: list the store again
+                    if not isinstance(error, _UNUSABLE):
+                        raise
+                    self._note_damage(entry, error)
+                    if step != "latest":
+                        raise
+                    skipped[entry.place.step] = error
+                    continue
+                for number, problem in skipped.items():
+                    warn_caller(f"step {number} is passed over: {problem}", DamagedCheckpointWarning)
+                return result, {number: str(problem) for number, problem in skipped.items()}
+            else:
+                raise StepNotFoundError(
+                    "no checkpoint of the store can be used" if skipped else "there is no checkpoint in the store",
+                    where=self.directory,
+                    found="; ".join(f"step {number}: {problem}" for number, problem in skipped.items()),
+                    remedy="look at the disk, or at a copy of the store" if skipped else "save one first",
+                )
+
+    def read_parts(self, entry: StepEntry, verify: bool) -> dict[str, Part]:
+        """Returns the saved state of each object. Raises the error for which the checkpoint cannot be used."""
+        entries, directory = entry.usable_record.entries, entry.place.path
+        if verify:
+            for saved in entries.values():
+                saved.verify(directory)
+            self.note_whole(directory)
+        return {
+            path: Part(
+                saved.kind,
+                saved.open(directory) if saved.kind is Kind.MODULE and saved.index else saved.decode(directory),
+            )
+            for path, saved in entries.items()
+        }
+
+    def problem_of(self, entry: StepEntry) -> str | None:
+        """Reads all of a checkpoint. Returns what is wrong with it, or empty text; None where it was removed."""
+        try:
+            if entry.error is not None:
+                raise entry.error
+            for saved in read_record(entry.place.path).entries.values():
+                saved.verify(entry.place.path)
+        except (ModelStateError, OSError) as error:
+            if entry.is_gone:
+                return None
+            if isinstance(error, ModelStateError):
+                self._note_damage(entry, error)
+            return str(error)
+        self.note_whole(entry.place.path)
+        return ""
+
+    def steps_to_prune(self, keep: Keep | None) -> list[int]:
+        """Returns the steps that no rule keeps.
+
+        The newest one that is kept is known to be whole; it is read where it has not been yet. Checkpoints of another
+        store, or of a newer version, are never among those to prune.
+        """
+        bad: set[int] = set()
+        while True:
+            entries = [entry for entry in self.by_age() if entry.is_whole or entry.is_damaged]
+            infos = [replace(entry.info, intact=entry.is_whole and entry.place.step not in bad) for entry in entries]
+            kept_steps = kept(infos, keep)
+            to_prune = [info.step for info in infos if info.step not in kept_steps]
+            if to_prune and keep is not None:
+                check_metric(infos, keep)
+            newest = next((entry for entry, info in zip(entries[::-1], infos[::-1], strict=True) if info.intact), None)
+            if not to_prune or newest is None or _key(newest.place.path) in self._whole or not self.problem_of(newest):
+                return to_prune
+            bad.add(newest.place.step)
+
+    def note_whole(self, path: str) -> None:
+        """Counts a checkpoint as whole, so that it need not be read again before others are pruned."""
+        if (key := _key(path)) is not None:
+            self._whole.add(key)
+
+    def _note_damage(self, entry: StepEntry, error: ModelStateError) -> None:
+        """Counts a checkpoint as damaged from now on, unless it is replaced."""
+        key = _key(entry.place.path)
+        if isinstance(error, DamagedCheckpointError) and key is not None:
+            self._damage[key] = error
+            self._whole.discard(key)
+            with suppress(OSError), os.scandir(entry.place.path) as files:
+                statuses = [file.stat(follow_symlinks=False) for file in files]
+                self.doubtful.update((status.st_dev, status.st_ino) for status in statuses)
+
+    # The name of the store, which each of its checkpoints has too.
+
+    def ensure_name(self) -> str:
+        """Returns the name of the store, and writes `store.json` where it is missing or damaged.
+
+        Raises `NewerManifestError`, the errors of a write, and `OpenError` or `ReadFailedError` where `store.json`
+        exists and cannot be read: it may have the name, and with another name all checkpoints would be foreign.
+        """
+        try:
+            name, version = _read_store_file(self.directory)
+            if not (type(version) is int and version <= STORE_FORMAT):
+                raise NewerManifestError(
+                    "the store is that of a newer version of modelstate",
+                    where=os.path.join(self.directory, STORE_FILE),
+                    expected=f"format {STORE_FORMAT} or older",
+                    found=f"format {str(version)[:80]}",
+                    remedy="update modelstate, or take another directory",
+                )
+            if name:
+                return name
+        except (SourceNotFoundError, DamagedCheckpointError):
+            pass  # it is written below
+        name = _most_common(record for _, record, _ in self._read_all()) or os.urandom(8).hex()
+        text = json.dumps({SEAL: OPEN_SEAL, "format": STORE_FORMAT, "store": name}).encode() + b"\n"
+        with atomic_file(os.path.join(self.directory, STORE_FILE), overwrite=True) as output:
+            output.append(sealed(text))
+        return name
+
+
+def _read_store_file(directory: str) -> tuple[str, object]:
+    """Returns the name in `store.json`, and the version of its format.
+
+    Raises `OpenError` and `ReadFailedError` where the file cannot be read, and `DamagedCheckpointError` where its
+    content is not what was written.
+    """
+    path = os.path.join(directory, STORE_FILE)
+    data = read_whole(path, _MAX_STORE_FILE_BYTES, STORE_FILE)
+    try:
+        content = json.loads(data)
+        check_seal(data, content[SEAL], path)
+        name, version = content["store"], content["format"]
+        if type(name) is not str:
+            raise ValueError(f"a name of type {type(name).__name__}")
+    except (ValueError, LookupError, TypeError, AttributeError, RecursionError, ChecksumError) as error:
+        raise DamagedCheckpointError(
+            "the file that has the store's name is damaged",
+            where=path,
+            found="its content does not have its digest"
+            if isinstance(error, ChecksumError)
+            else f"{type(error).__name__}: {error}",
+            remedy="the checkpoints can be used: they have the name too, and the next save writes the file again",
+        ) from error
+    return name, version
+
+
+def store_file_problem(directory: str) -> str:
+    """Returns what is wrong with `store.json`; empty where nothing is, and where the directory has no such file."""
+    try:
+        _read_store_file(directory)
+    except (OpenError, ReadFailedError, DamagedCheckpointError) as error:
+        return str(error) if os.path.lexists(os.path.join(directory, STORE_FILE)) else ""
+    return ""
+
+
+def _stored_name(directory: str) -> str:
+    """Returns the name in `store.json`; empty where the file is missing or damaged."""
+    try:
+        return _read_store_file(directory)[0]
+    except (OpenError, ReadFailedError, DamagedCheckpointError):
+        return ""
+
+
+def _most_common(records: Iterable[Record | None]) -> str:
+    """Returns the name that most of the checkpoints have, for a store whose `store.json` is lost or damaged."""
+    counted = Counter(record.store for record in records if record is not None).most_common(1)
+    return counted[0][0] if counted else ""
+
+
+def _key(path: str) -> _Key | None:
+    try:
+        return path, os.stat(path).st_ino
+    except OSError:
+        return None
+
+
+def warn_caller(message: str, category: type[Warning]) -> None:
+    """Warns, in the name of the code that called the package."""
+    frame, level = sys._getframe(), 1
+    while frame.f_globals.get("__name__", "").startswith("modelstate.") and frame.f_back is not None:
+        frame, level = frame.f_back, level + 1
+    warnings.warn(message, category, stacklevel=level)

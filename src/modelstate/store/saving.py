@@ -1,0 +1,532 @@
+"""Writes a checkpoint into a store's directory, complete and durable, also in the background; removes checkpoints.
+
+Each file holds tensors and nothing that changes with the step, and its name has a digest of its content. A file of the
+checkpoint before is not written again where none of its tensors has changed: the new checkpoint gets a hard link to
+it, and stays complete when the old one is removed. Tensors that change and tensors that do not go into different files.
+"""
+
+import json
+import os
+import threading
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field, replace
+
+import torch
+
+from modelstate.background import AtExit, BackgroundTask
+from modelstate.errors import ModelStateError, OpenError, UnsavableError
+from modelstate.formats import safetensors, sharded
+from modelstate.formats.block_writer import digests_of
+from modelstate.formats.manifest import KEY, check_size
+from modelstate.formats.safetensors import layout, nbytes_of, write
+from modelstate.formats.serialize import SerializedState
+from modelstate.formats.sharded import INDEX_SUFFIX, SHARD_METADATA, SUFFIX, in_shards, index_of
+from modelstate.io import write_system
+from modelstate.io.atomic import new_file, sync_directory
+from modelstate.io.digests import digest
+from modelstate.io.engine import read_threads
+from modelstate.io.files import SourceFile
+from modelstate.io.memory import empty_cpu
+from modelstate.objects.objects import Kind
+from modelstate.process import parallel_for
+from modelstate.spec import contiguous_stride
+from modelstate.store.directory import (
+    MAX_RECORD_BYTES,
+    PIN_FILE,
+    RECORD_FILE,
+    Entry,
+    FileRecord,
+    Place,
+    Record,
+    StepEntry,
+    name_of,
+    unfinished,
+    unfinished_name,
+)
+from modelstate.text_format import size
+
+
+@dataclass(frozen=True, slots=True)
+class SavedStep:
+    """A checkpoint that is complete and durable: the result of `Store.save`.
+
+    Example:
+        >>> saved = store.save(1000, {"model": model})
+        >>> saved.step, saved.pruned
+        (1000, ())
+    """
+
+    step: int
+    path: str
+    """The directory of the checkpoint."""
+    bytes_written: int
+    bytes_linked: int
+    """Bytes of files that are links to those of the checkpoint before; they take no more space."""
+    staging_bytes: int
+    """Memory that the state was copied to, which the store keeps for the next save; 0 for a save that blocked."""
+    blocked_seconds: float
+    """From the call of `Store.save` to its return."""
+    seconds: float
+    """From the call of `Store.save` until the checkpoint was durable, without the pruning after it."""
+    pruned: tuple[int, ...]
+    """Steps that were removed afterwards."""
+
+    def __str__(self) -> str:
+        linked = f", {size(self.bytes_linked)} linked" if self.bytes_linked else ""
+        return f"step {self.step}: {size(self.bytes_written)} written{linked} in {self.seconds:.3f} s, {self.path}"
+
+
+class PendingSave(BackgroundTask[SavedStep]):
+    """A save that runs in a thread: the result of `Store.save(background=True)`.
+
+    Attributes:
+        step: the number of the checkpoint.
+        staging_bytes: the memory that the state was copied to.
+
+    Example:
+        >>> pending = store.save(1000, {"model": model}, background=True)
+        >>> pending.result().step
+        1000
+    """
+
+    def __init__(self, step: int, staging_bytes: int, write: Callable[[Callable[[], None]], SavedStep]) -> None:
+        """Takes a function that writes; its argument raises where the save was cancelled."""
+        super().__init__(
+            lambda task: write(task.check),
+            kind="save",
+            where=f"step {step}",
+            at_exit=AtExit.FINISH,
+            failure=f"step {step} was not saved",
+        )
+        self.step, self.staging_bytes = step, staging_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """The objects of a checkpoint that is about to be written. The mappings go by the paths of the objects."""
+
+    kinds: Mapping[str, Kind]
+    states: Mapping[str, SerializedState]
+    frozen: Mapping[str, frozenset[str]]
+    """For each module, the names of parameters that training does not change."""
+    pin: bool
+    begin_seconds: float
+    """When the save began, by `time.perf_counter`."""
+
+    def check(self) -> None:
+        """Raises `UnsavableError` for values that are too large to be read again."""
+        for path, state in self.states.items():
+            with _size_errors(path):
+                check_size(state.manifest(None, {}))
+
+    @property
+    def nbytes(self) -> int:
+        """The size of the tensors."""
+        return sum(nbytes_of(tensor) for state in self.states.values() for tensor in state.live.values())
+
+
+def publish(
+    directory: str,
+    record: Record,
+    job: Job,
+    revisions: Sequence[StepEntry],
+    before: StepEntry | None,
+    *,
+    shard_bytes: int | None,
+    doubtful: Set[tuple[int, int]],
+    check: Callable[[], object],
+) -> tuple[str, int, int]:
+    """Writes a checkpoint under a temporary name and renames it, so that it is complete where it is visible.
+
+    Args:
+        directory: the directory of the store.
+        record: the record of the checkpoint, without its objects.
+        job: the objects.
+        revisions: the checkpoints of the same step.
+        before: the last checkpoint; unchanged files of it are linked.
+        shard_bytes: the most bytes of tensors in a file; None for no limit.
+        doubtful: devices and inodes of files that are not linked.
+        check: called before each object and before the rename; it may raise.
+
+    Returns:
+        The path of the checkpoint, which is durable; the bytes that were written, and those of linked files.
+
+    Raises:
+        OSError: An I/O error. The checkpoint does not exist then.
+        UnsavableError: A value is too large. The checkpoint does not exist then.
+    """
+    replaced = max((entry.place for entry in revisions), default=None)
+    final = os.path.join(directory, name_of(record.step, 0 if replaced is None else replaced.revision + 1))
+    beside = os.path.join(directory, unfinished_name(record.step))
+    is_pinned = job.pin or any(entry.is_pinned for entry in revisions)
+    mode = 0o777
+    if replaced is not None:
+        with suppress(OSError):
+            mode = os.stat(replaced.path).st_mode & 0o777
+    bytes_written = bytes_linked = 0
+    entries = {}
+    try:
+        write_system.mkdir(beside, mode)
+        for path in job.states:
+            check()
+            entries[path], files = _write_object(beside, path, job, before, shard_bytes, doubtful)
+            bytes_written, bytes_linked = bytes_written + files.bytes_written, bytes_linked + files.bytes_linked
+        text = replace(record, entries=entries).text()
+        if len(text) > MAX_RECORD_BYTES:
+            raise _unsavable(
+                "the values that are no tensors", f"{len(text):,} bytes of them, above {MAX_RECORD_BYTES:,}"
+            )
+        if is_pinned:
+            with new_file(os.path.join(beside, PIN_FILE)):
+                pass
+        with new_file(os.path.join(beside, RECORD_FILE)) as output:
+            output.append(text)
+        sync_directory(beside)
+        check()
+        write_system.replace(beside, final)
+        try:
+            sync_directory(directory)
+        except BaseException:
+            write_system.replace(final, beside)
+            raise
+    except BaseException:
+        remove_directory(beside)
+        raise
+    return final, bytes_written, bytes_linked
+
+
+@dataclass(slots=True)
+class _Files:
+    """The files of an object that is being written."""
+
+    directory: str
+    tensors: dict[str, Sequence[str]] = field(default_factory=dict)
+    """The names of the tensors in each file, by the file's name."""
+    digests: dict[str, str] = field(default_factory=dict)
+    """The digest of each tensor."""
+    linked_records: dict[str, FileRecord] = field(default_factory=dict)
+    bytes_written: int = 0
+    bytes_linked: int = 0
+
+
+def _write_object(
+    directory: str,
+    path: str,
+    job: Job,
+    before: StepEntry | None,
+    shard_bytes: int | None,
+    doubtful: Set[tuple[int, int]],
+) -> tuple[Entry, _Files]:
+    """Writes an object into a directory that is not visible to readers yet. Raises `OSError` and `UnsavableError`."""
+    state, kind, files = job.states[path], job.kinds[path], _Files(directory)
+    if not state.tensors and isinstance(state.tree, dict) and set(state.tree) == {"value"}:
+        return Entry(kind, value=state.tree["value"]), files
+    with _size_errors(path):
+        if not state.tensors:
+            # An index without files is invalid, so the manifest goes into a file without tensors.
+            planned = layout({}, lambda digests: {**SHARD_METADATA, KEY: state.manifest(None, digests)})
+            name = f"{path}{SUFFIX}"
+            with new_file(os.path.join(directory, name)) as output:
+                write(output, planned)
+            files.bytes_written += planned.nbytes
+            return Entry(kind, name, {name: _record_of(directory, name)}), files
+        unwritten: dict[str, torch.Tensor] = state.live
+        constant: Set[str] = job.frozen.get(path, frozenset())
+        old = before.record.entries.get(path) if before is not None and before.record is not None else None
+        if before is not None and old is not None and old.index:
+            linkable = _linkable(before.place.path, old, doubtful)
+            # The tensors that have not changed since the checkpoint before go into files of their own.
+            constant = constant if linkable is None else _link_unchanged(files, unwritten, linkable)
+        for is_constant in (True, False):
+            group = {name: tensor for name, tensor in unwritten.items() if (name in constant) == is_constant}
+            for shard in in_shards(group, shard_bytes) if group and shard_bytes else [group]:
+                if shard:
+                    _write_file(files, path, shard)
+        total = sum(map(nbytes_of, state.tensors.values()))
+        index = f"{path}{SUFFIX}{INDEX_SUFFIX}"
+        with new_file(os.path.join(directory, index)) as output:
+            output.append(index_of(files.tensors, total, state.manifest(None, files.digests)))
+            files.bytes_written += output.nbytes
+    records = {name: files.linked_records.get(name) or _record_of(directory, name) for name in (*files.tensors, index)}
+    return Entry(kind, index, records), files
+
+
+_Layout = tuple[torch.dtype, tuple[int, ...]]
+
+
+@dataclass(frozen=True, slots=True)
+class _Linkable:
+    """The files of an object in the checkpoint before, which the new one may link to."""
+
+    files: Mapping[str, tuple[str, ...]]
+    """The names of the tensors in each file, by its path."""
+    records: Mapping[str, FileRecord]
+    """The record of each file, by its path."""
+    layouts: Mapping[str, _Layout]
+    """The dtype and shape of each tensor."""
+    digests: Mapping[str, str]
+    """The digest of each tensor."""
+
+
+def _linkable(directory: str, entry: Entry, doubtful: Set[tuple[int, int]]) -> _Linkable | None:
+    """Returns the files of an object that can be linked; None where they cannot be read.
+
+    They are those that have not changed since they were written, and whose device and inode are not `doubtful`.
+    """
+    try:
+        weight_map, metadata = sharded.read_index(os.path.join(directory, entry.index))
+        digests = json.loads(metadata[KEY])["digests"]["tensors"]
+        layouts: dict[str, _Layout] = {}
+        files, records = {}, {}
+        for name in dict.fromkeys(weight_map.values()):
+            path = os.path.join(directory, name)
+            record = entry.files.get(name)
+            if record is not None and _is_untouched(path, record, doubtful):
+                tensors = safetensors.read(path).tree
+                assert isinstance(tensors, Mapping)
+                layouts |= {key: (tensor.dtype, tuple(tensor.shape)) for key, tensor in tensors.items()}
+                files[path], records[path] = tuple(tensors), record
+    except (OpenError, OSError, ValueError, KeyError, TypeError):
+        return None  # all files are written
+    return _Linkable(files, records, layouts, digests)
+
+
+def _is_untouched(path: str, record: FileRecord, doubtful: Set[tuple[int, int]]) -> bool:
+    status = os.stat(path, follow_symlinks=False)
+    if (status.st_dev, status.st_ino) in doubtful:
+        return False
+    if (status.st_size, status.st_mtime_ns) != (record.nbytes, record.mtime_ns):
+        return False
+    with SourceFile(path) as file:
+        return digest(file.read(0, record.head_bytes, "its header")) == record.head
+
+
+def _link_unchanged(files: _Files, unwritten: dict[str, torch.Tensor], before: _Linkable) -> set[str]:
+    """Links files whose tensors have not changed, and removes their tensors from `unwritten`.
+
+    Returns the names of the other tensors that have not changed.
+    """
+    comparable = {
+        name: tensor
+        for name, tensor in unwritten.items()
+        if before.layouts.get(name) == (tensor.dtype, tuple(tensor.shape))
+    }
+    digests = dict(zip(comparable, digests_of(list(comparable.values())), strict=True))
+    unchanged = {name for name, value in digests.items() if before.digests.get(name) == value}
+    for path, names in before.files.items():
+        if not unchanged.issuperset(names):
+            continue
+        name = os.path.basename(path)
+        try:
+            write_system.link(path, os.path.join(files.directory, name))
+        except OSError:
+            continue  # the file system has no links, or the file has too many: it is written
+        files.tensors[name], files.linked_records[name] = names, before.records[path]
+        files.bytes_linked += os.stat(path).st_size
+        for tensor_name in names:
+            files.digests[tensor_name] = digests[tensor_name]
+            del unwritten[tensor_name]
+    return unchanged & set(unwritten)
+
+
+def _write_file(files: _Files, key: str, tensors: Mapping[str, torch.Tensor]) -> None:
+    planned = layout(tensors, lambda _: SHARD_METADATA)
+    unnamed = os.path.join(files.directory, f".{len(files.tensors)}{SUFFIX}")  # no object has such a name
+    with new_file(unnamed) as output:
+        written = write(output, planned)
+    name = f"{key}-{written.content[:16]}{SUFFIX}"
+    write_system.replace(unnamed, os.path.join(files.directory, name))
+    files.tensors[name] = tuple(tensors)
+    files.digests |= written.digests
+    files.bytes_written += planned.nbytes
+
+
+def _record_of(directory: str, name: str) -> FileRecord:
+    path = os.path.join(directory, name)
+    status = os.stat(path)
+    with SourceFile(path) as file:
+        nbytes = file.nbytes
+        if not name.endswith(INDEX_SUFFIX):
+            nbytes = 8 + int.from_bytes(file.read(0, 8, "the length of its header"), "little")
+        head = file.read(0, nbytes, "its header")
+    return FileRecord(status.st_size, status.st_mtime_ns, len(head), digest(head))
+
+
+@contextmanager
+def _size_errors(path: str) -> Iterator[None]:
+    """Raises `UnsavableError` in place of the `ValueError` for a header or a manifest that is too large."""
+    try:
+        yield
+    except ValueError as error:
+        if isinstance(error, ModelStateError):
+            raise
+        raise _unsavable(path, error) from error
+
+
+def _unsavable(where: str, found: object) -> UnsavableError:
+    return UnsavableError(
+        "this is more than a checkpoint of a store holds",
+        where=where,
+        found=found,
+        remedy="large values are better kept as tensors or arrays; shard_size_bytes= makes more files",
+    )
+
+
+# Other changes of the directory.
+
+
+def probe(directory: str) -> None:
+    """Writes a small directory with the steps of `publish`, and removes it. Raises `OSError`."""
+    beside, renamed = (os.path.join(directory, unfinished_name(0)) for _ in range(2))
+    try:
+        write_system.mkdir(beside)
+        with new_file(os.path.join(beside, RECORD_FILE)) as output:
+            output.append(b"{}\n")
+        sync_directory(beside)
+        write_system.replace(beside, renamed)
+        sync_directory(directory)
+    finally:
+        for path in (beside, renamed):
+            remove_directory(path)
+
+
+def discard(directory: str, removed: Iterable[Place]) -> None:
+    """Removes checkpoints. They are renamed first, durably, so that a reader never sees a part of one.
+
+    Raises `OSError`.
+    """
+    renamed = []
+    for place in removed:
+        beside = os.path.join(directory, unfinished_name(place.step))
+        write_system.replace(place.path, beside)
+        renamed.append(beside)
+    if renamed:
+        sync_directory(directory)
+    for path in renamed:
+        remove_directory(path)
+
+
+def clear(directory: str) -> None:
+    """Removes what interrupted saves and prunes have left, and ignores errors."""
+    with suppress(OSError):
+        for path in unfinished(directory):
+            remove_directory(path)
+
+
+def make_directory(path: str) -> None:
+    """Creates a directory and its parents, durably. Raises `OSError`."""
+    if not os.path.isdir(path):
+        parent = os.path.dirname(path)
+        make_directory(parent)
+        with suppress(FileExistsError):
+            write_system.mkdir(path)
+        sync_directory(parent)
+
+
+def remove_directory(path: str) -> None:
+    """Removes a directory of a store with its files, and ignores errors; of a symbolic link only the link."""
+    with suppress(OSError):
+        if os.path.islink(path):
+            write_system.unlink(path)
+            return
+        for name in os.listdir(path):
+            with suppress(OSError):
+                write_system.unlink(os.path.join(path, name))
+        write_system.rmdir(path)
+
+
+# The copy of the state.
+
+_ALIGN = 64
+_BLOCK_BYTES = 4 << 20
+
+
+class Staging:
+    """A buffer of CPU memory for the copy of a state: it grows to the largest one, and is pinned for CUDA."""
+
+    def __init__(self) -> None:
+        self._buffer: torch.Tensor | None = None
+
+    @property
+    def nbytes(self) -> int:
+        """The size of the buffer now."""
+        return 0 if self._buffer is None else self._buffer.numel()
+
+    def copy(self, states: Iterable[SerializedState]) -> None:
+        """Copies the tensors of the states, and replaces them by the copies. The copies before are overwritten.
+
+        Raises torch's error where there is not enough memory; then no tensor is replaced.
+        """
+        states = list(states)
+        tensors = [tensor for state in states for tensor in state.live.values()]
+        copies = self._allocate(tensors)
+        _copy_all(tensors, copies)
+        remaining = iter(copies)
+        for state in states:
+            state.tensors = {name: next(remaining) for name in state.tensors}
+
+    def _allocate(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        starts, end = [], 0
+        for tensor in tensors:
+            starts.append(end)
+            end += -(-nbytes_of(tensor) // _ALIGN) * _ALIGN
+        pinned = any(tensor.device.type == "cuda" for tensor in tensors)
+        buffer = self._buffer
+        if buffer is None or buffer.numel() < end or (pinned and not buffer.is_pinned()):
+            self._buffer = buffer = None  # released before the new one is allocated
+            if pinned:
+                buffer = torch.empty(end, dtype=torch.uint8, pin_memory=True)
+            else:
+                buffer = empty_cpu((max(end, 1),), torch.uint8)
+            self._buffer = buffer
+        storage = buffer.untyped_storage()
+        with torch.inference_mode(False):
+            return [
+                torch.empty(0, dtype=tensor.dtype, device="cpu").set_(
+                    storage, start // tensor.itemsize, tuple(tensor.shape), contiguous_stride(tensor.shape)
+                )
+                for tensor, start in zip(tensors, starts, strict=True)
+            ]
+
+
+def _copy_all(tensors: Sequence[torch.Tensor], copies: Sequence[torch.Tensor]) -> None:
+    """Copies with several threads, each of which takes pieces of at most a few megabytes."""
+    jobs: list[list[tuple[torch.Tensor, torch.Tensor]]] = [[]]
+    total = 0
+    devices: set[torch.device] = set()
+    for tensor, copy in zip(tensors, copies, strict=True):
+        if tensor.device.type != "cpu":
+            devices.add(tensor.device)
+        for pair in _pieces(tensor, copy):
+            if total >= _BLOCK_BYTES:
+                jobs.append([])
+                total = 0
+            jobs[-1].append(pair)
+            total += nbytes_of(pair[1])
+    waiting, lock = iter(jobs), threading.Lock()
+
+    def work(stop: threading.Event) -> None:
+        with torch.inference_mode(False), torch.no_grad():
+            while not stop.is_set():
+                with lock:
+                    job = next(waiting, None)
+                if job is None:
+                    return
+                for source, target in job:
+                    target.copy_(source, non_blocking=source.device.type == "cuda")
+
+    parallel_for(work, min(read_threads(), len(jobs)), with_torch=True)
+    for device in devices:
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+
+
+def _pieces(tensor: torch.Tensor, copy: torch.Tensor) -> Iterable[tuple[torch.Tensor, torch.Tensor]]:
+    nbytes = nbytes_of(tensor)
+    if nbytes <= _BLOCK_BYTES or not tensor.is_contiguous() or tensor.device.type != "cpu":
+        return [(tensor.detach(), copy)]
+    step = _BLOCK_BYTES // tensor.itemsize
+    with torch.inference_mode(False):
+        source, target = tensor.detach().view(-1), copy.view(-1)
+    return [(source[at : at + step], target[at : at + step]) for at in range(0, tensor.numel(), step)]
