@@ -362,7 +362,7 @@ def deferred_signals() -> Iterator[None]:
             signal.raise_signal(number)
 
 
-def _install(handlers: Mapping[int, Any]) -> None:
+def _install(handlers: Mapping[int, Callable[[int, FrameType | None], object]]) -> None:
     for number, handler in handlers.items():
         signal.signal(number, handler)
 

@@ -6,7 +6,6 @@
 import os
 from collections.abc import Callable, Mapping
 from time import perf_counter
-from typing import Any
 
 import torch
 
@@ -49,7 +48,7 @@ class StoreCheckpointIO(CheckpointIO):  # type: ignore[misc]
         self._verify = verify
 
     def save_checkpoint(
-        self, checkpoint: dict[str, Any], path: str | os.PathLike[str], storage_options: Any | None = None
+        self, checkpoint: dict[str, object], path: str | os.PathLike[str], storage_options: object = None
     ) -> None:
         """Saves a checkpoint, and returns when it is durable. On any error the path is as it was.
 
@@ -79,8 +78,8 @@ class StoreCheckpointIO(CheckpointIO):  # type: ignore[misc]
             raise
 
     def load_checkpoint(
-        self, path: str | os.PathLike[str], map_location: Any = None, weights_only: bool | None = None
-    ) -> dict[str, Any]:
+        self, path: str | os.PathLike[str], map_location: object = None, weights_only: bool | None = None
+    ) -> dict[str, object]:
         """Loads a checkpoint.
 
         Args:
@@ -99,12 +98,13 @@ class StoreCheckpointIO(CheckpointIO):  # type: ignore[misc]
         """
         where = local_path(os.fspath(path))
         if _is_torchs(where):
-            loaded: dict[str, Any] = TorchCheckpointIO().load_checkpoint(path, map_location, weights_only)
+            loaded: dict[str, object] = TorchCheckpointIO().load_checkpoint(path, map_location, weights_only)
             return loaded
         checkpoint = open_checkpoint(where)
         if self._verify and checkpoint.checksums:
             checkpoint.verify()
-        state: dict[str, Any] = _placed(checkpoint.value(), _placement(map_location), {})
+        state: dict[str, object] = checkpoint.value()
+        _placed(state, _placement(map_location), {})
         return state
 
     def remove_checkpoint(self, path: str | os.PathLike[str]) -> None:
@@ -148,7 +148,7 @@ def _placement(map_location: object) -> Callable[[torch.Tensor], torch.Tensor]:
     return place
 
 
-def _placed(node: Any, place: Callable[[torch.Tensor], torch.Tensor], placed: dict[int, torch.Tensor]) -> Any:
+def _placed(node: object, place: Callable[[torch.Tensor], torch.Tensor], placed: dict[int, torch.Tensor]) -> object:
     """Places the tensors in nested containers, which are changed in place. A tensor in several places stays one."""
     if isinstance(node, torch.Tensor):
         if id(node) not in placed:

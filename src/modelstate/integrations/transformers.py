@@ -33,7 +33,7 @@ from modelstate.store.retention import is_number
 from modelstate.store.store import Store, newest_whole, problem_now
 
 try:
-    from transformers import TrainerCallback
+    from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
     from transformers.trainer_callback import ExportableState
 except ImportError as error:
     raise PackageError(
@@ -76,7 +76,7 @@ class StoreCallback(TrainerCallback):  # type: ignore[misc]
         store: Store,
         *,
         deadline: Deadline | None = None,
-        objects: Mapping[str, Any] | None = None,
+        objects: Mapping[str, object] | None = None,
         background: bool = False,
     ) -> None:
         if not isinstance(store, Store):
@@ -86,7 +86,7 @@ class StoreCallback(TrainerCallback):  # type: ignore[misc]
         self.store, self.deadline, self.background = store, deadline, background
         self._objects = dict(objects or {})
         self._rng = RNG()
-        self._trainer: Any = None
+        self._trainer: Trainer | None = None
         self._restore: int | None = None
         self._rng_state: dict[str, Any] | None = None
         """The state that the generators get when the first step after a restore begins."""
@@ -101,7 +101,7 @@ class StoreCallback(TrainerCallback):  # type: ignore[misc]
 
     # Training.
 
-    def train(self, trainer: Any, *, step: Step | None = "latest", **options: Any) -> Any:
+    def train(self, trainer: Trainer, *, step: Step | None = "latest", **options: object) -> Any:
         """Trains from a step of the store on, or from the beginning where the store is empty.
 
         Everything is restored, or nothing. The Trainer skips the batches that it has had. The signals of the deadline
@@ -173,7 +173,7 @@ class StoreCallback(TrainerCallback):  # type: ignore[misc]
         warn_caller(f"step {step} is passed over: {problem}", DamagedCheckpointWarning)
 
     @contextmanager
-    def _resume_directory(self, trainer: Any) -> Iterator[str | None]:
+    def _resume_directory(self, trainer: Trainer) -> Iterator[str | None]:
         """Makes a directory that the Trainer accepts as its own checkpoint: with its state, and without tensors.
 
         `on_train_begin` restores the tensors from the store, when the Trainer has built its optimizer.
@@ -203,7 +203,9 @@ class StoreCallback(TrainerCallback):  # type: ignore[misc]
 
     # Events of the Trainer.
 
-    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object
+    ) -> None:
         """Restores the step that `train` goes on from."""
         if args.world_size > 1:
             raise OptionError(
@@ -221,19 +223,25 @@ class StoreCallback(TrainerCallback):  # type: ignore[misc]
                 # Within an epoch the Trainer would still do a step: see `_batch_samples`.
                 control.should_training_stop = True
 
-    def on_epoch_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+    def on_epoch_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object
+    ) -> None:
         """Saves a step that is due, before the epoch draws random numbers."""
         self._save_if_due(state, kwargs)
         epoch = state.epoch or 0.0
         if math.isclose(epoch, round(epoch), abs_tol=1e-9):  # else steps of this epoch were done before the restore
             self._set_rng()
 
-    def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+    def on_step_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object
+    ) -> None:
         """Saves a step that is due, after its evaluation and logging."""
         self._save_if_due(state, kwargs)
         self._set_rng()
 
-    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> Any:
+    def on_step_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object
+    ) -> TrainerControl:
         """Stops the run where the deadline is reached, and notes that a step is to be saved."""
         now = time.monotonic()
         self._saver.collect(wait=False)
@@ -245,28 +253,39 @@ class StoreCallback(TrainerCallback):  # type: ignore[misc]
         self._checked_at = now
         return self._take_over(state, control, kwargs)
 
-    def on_epoch_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> Any:
+    def on_epoch_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object
+    ) -> TrainerControl:
         if self._is_done:
             control.should_log = control.should_evaluate = control.should_save = False
         return self._take_over(state, control, kwargs)
 
-    def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+    def on_save(self, args: object, state: TrainerState, control: object, **kwargs: object) -> None:
         """Saves a step where the Trainer has saved for a reason of its own, after its evaluation."""
         self._is_due = True
         self._save_if_due(state, kwargs)
 
-    def on_evaluate(self, args: Any, state: Any, control: Any, metrics: Any = None, **kwargs: Any) -> None:
+    def on_evaluate(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        metrics: Mapping[str, object] | None = None,
+        **kwargs: object,
+    ) -> None:
         numbers = {name: float(value) for name, value in (metrics or {}).items() if is_number(value)}
         self._metrics = state.global_step, numbers
 
-    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+    def on_train_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object
+    ) -> None:
         self._save_if_due(state, kwargs, is_last=True)
         self.store.wait()
         self._saver.collect()
         if self._saver.lost is not None:
             raise self._saver.lost
 
-    def _take_over(self, state: Any, control: Any, kwargs: Mapping[str, Any]) -> Any:
+    def _take_over(self, state: TrainerState, control: TrainerControl, kwargs: Mapping[str, object]) -> object:
         """Takes over the save that the Trainer is about to do. The last one is done now, unless it evaluates first."""
         if control.should_save:
             control.should_save, self._is_due = False, True
@@ -290,7 +309,7 @@ class StoreCallback(TrainerCallback):  # type: ignore[misc]
 
     # Saving.
 
-    def _save_if_due(self, state: Any, kwargs: Mapping[str, Any], is_last: bool = False) -> None:
+    def _save_if_due(self, state: TrainerState, kwargs: Mapping[str, object], is_last: bool = False) -> None:
         if not self._is_due:
             return
         self._is_due = False
@@ -305,7 +324,7 @@ class StoreCallback(TrainerCallback):  # type: ignore[misc]
         background = self.background and not is_last
         self._saver.save(step, objects, metrics=metrics, overwrite=step in self._replaced, background=background)
 
-    def _objects_of(self, state: Any, kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    def _objects_of(self, state: TrainerState, kwargs: Mapping[str, object]) -> dict[str, object]:
         objects = {
             **self._objects,
             "model": kwargs["model"],
@@ -317,11 +336,11 @@ class StoreCallback(TrainerCallback):  # type: ignore[misc]
         scaler = getattr(getattr(self._trainer, "accelerator", None), "scaler", None)
         return objects if scaler is None else {**objects, "scaler": scaler}
 
-    def _state_of(self, state: Any) -> dict[str, Any]:
+    def _state_of(self, state: TrainerState) -> dict[str, object]:
         """Returns the Trainer's state as in its JSON file, with the states of the other callbacks."""
         content: dict[str, Any] = json.loads(json.dumps(dataclasses.asdict(state)))
         if self._trainer is not None:
-            by_class: dict[str, list[Any]] = {}
+            by_class: dict[str, list[object]] = {}
             for part in [*self._trainer.callback_handler.callbacks, self._trainer.control]:
                 if isinstance(part, ExportableState):
                     by_class.setdefault(type(part).__name__, []).append(part.state())
@@ -340,7 +359,7 @@ def _unwrapped(value: object, name: str, kind: type) -> object:
 
 
 @contextmanager
-def _replaced_method(trainer: Any, name: str, function: Callable[..., Any]) -> Iterator[None]:
+def _replaced_method(trainer: Trainer, name: str, function: Callable[..., Any]) -> Iterator[None]:
     """Replaces a method of the Trainer while the block runs."""
     before = vars(trainer).get(name)
     setattr(trainer, name, function)

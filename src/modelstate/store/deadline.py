@@ -5,14 +5,15 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from types import FrameType, TracebackType
-from typing import Any, Literal, Self
+from typing import Literal, Self
 
 from modelstate.errors import OptionError
 from modelstate.store.retention import is_number
 
+_Handler = Callable[[int, FrameType | None], object] | int | None
 _HOUR_SECONDS = 3600
 _MIN_MARGIN_SECONDS = 30.0
 _MAX_FIRST_MARGIN_SECONDS = 600.0
@@ -88,7 +89,7 @@ class Deadline:
         self._time_reason = ""
         self._received = 0
         """The first of the signals that was received; 0 for none."""
-        self._previous: dict[int, Any] = {}
+        self._previous: dict[int, _Handler] = {}
         """The handlers before those of this deadline, by signal."""
         self._owner_pid = 0
         self._entries: list[None] = []
@@ -176,7 +177,7 @@ class Deadline:
         if not self._entries:
             self._restore_handlers()
 
-    def _handler_before(self, number: int) -> Any:
+    def _handler_before(self, number: int) -> _Handler:
         """Returns the current handler, without those that stayed of deadlines which are not entered any more."""
         handler = signal.getsignal(number)
         while True:

@@ -121,7 +121,7 @@ class Entry:
     """The name of the index of the files with its tensors; empty for an object without tensors."""
     files: Mapping[str, FileRecord] = field(default_factory=dict)
     """All its files by name, with the index."""
-    value: Any = None
+    value: object = None
     """The encoded state of an object without tensors."""
 
     def open(self, directory: str) -> Checkpoint:
@@ -260,8 +260,8 @@ def _parsed(content: dict[str, Any]) -> Record:
     return Record(str(content["store"]), int(content["step"]), time, metrics, entries, int(content.get("serial", 0)))
 
 
-def _file(nbytes: Any, mtime_ns: Any, head_bytes: Any, head: Any) -> FileRecord:
-    if not type(nbytes) is type(mtime_ns) is type(head_bytes) is int or type(head) is not str:
+def _file(nbytes: object, mtime_ns: object, head_bytes: object, head: object) -> FileRecord:
+    if type(nbytes) is not int or type(mtime_ns) is not int or type(head_bytes) is not int or type(head) is not str:
         raise ValueError("the record of a file has values of other types")
     if not 0 <= head_bytes <= min(nbytes, _MAX_HEAD_BYTES):
         raise ValueError(f"a file of {nbytes:,} bytes with a header of {head_bytes:,}")

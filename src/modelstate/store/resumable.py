@@ -112,10 +112,10 @@ class _Metrics(dict[str, float]):
             self[name] = default
         return self[name]
 
-    def update(self, *mappings: Any, **named: Any) -> None:
+    def update(self, *mappings: Any, **named: float) -> None:
         super().update({name: metric_value(name, value) for name, value in dict(*mappings, **named).items()})
 
-    def __ior__(self, metrics: Any) -> Self:  # type: ignore[misc, override]
+    def __ior__(self, metrics: Mapping[str, float]) -> Self:  # type: ignore[misc, override]
         self.update(metrics)
         return self
 
@@ -142,7 +142,7 @@ class Resumable:
     def __init__(
         self,
         store: Store,
-        objects: Mapping[str, Any],
+        objects: Mapping[str, object],
         steps: int,
         save_every: int,
         deadline: Deadline | None,
@@ -314,7 +314,7 @@ class Resumable:
         self._saver.collect()
         self._store.close()
 
-    def has_all(self, objects: Mapping[str, Any]) -> bool:
+    def has_all(self, objects: Mapping[str, object]) -> bool:
         """Whether this loop has all of the objects, and none is a plain value, which only a restore returns."""
         own = {id(target.obj) for target in targets_of(self._objects).values()}
         return all(target.kind is not Kind.VALUE and id(target.obj) in own for target in targets_of(objects).values())
@@ -396,7 +396,7 @@ _newest: dict[str, "weakref.ref[Resumable]"] = {}
 
 def resumable(
     store: Store | str | os.PathLike[str],
-    objects: Mapping[str, Any],
+    objects: Mapping[str, object],
     *,
     steps: int,
     save_every: int,
@@ -489,7 +489,7 @@ def resumable(
     return Resumable(store, objects, steps, save_every, deadline, background, restored, reached, is_path)
 
 
-def _reached(store: Store, objects: Mapping[str, Any]) -> CheckpointInfo | None:
+def _reached(store: Store, objects: Mapping[str, object]) -> CheckpointInfo | None:
     """Returns the newest checkpoint where an outer loop has the objects in a state at least as new; else None.
 
     A restore would undo what the outer loop has done to the objects since.

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, fields, replace
 from functools import partial
-from typing import Any, Literal, Self, overload
+from typing import Literal, Self, overload
 
 import torch
 
@@ -136,7 +136,7 @@ class Store:
     def save(
         self,
         step: int,
-        objects: Mapping[str, Any],
+        objects: Mapping[str, object],
         *,
         background: Literal[False] = False,
         metrics: Mapping[str, float] | None = ...,
@@ -148,7 +148,7 @@ class Store:
     def save(
         self,
         step: int,
-        objects: Mapping[str, Any],
+        objects: Mapping[str, object],
         *,
         background: Literal[True],
         metrics: Mapping[str, float] | None = ...,
@@ -160,7 +160,7 @@ class Store:
     def save(
         self,
         step: int,
-        objects: Mapping[str, Any],
+        objects: Mapping[str, object],
         *,
         background: bool = False,
         metrics: Mapping[str, float] | None = None,
@@ -227,7 +227,7 @@ class Store:
             pending.start()
             return pending
 
-    def check(self, objects: Mapping[str, Any]) -> None:
+    def check(self, objects: Mapping[str, object]) -> None:
         """Checks that a save of these objects would work, without saving them.
 
         The state of every object is encoded as in `save`, with no tensor copied. The store is locked for this process,
@@ -257,7 +257,7 @@ class Store:
                 "%s: a checkpoint takes up to %s, and %s are free", self.directory, size(nbytes), size(free_bytes)
             )
 
-    def check_state(self, objects: Mapping[str, Any]) -> int:
+    def check_state(self, objects: Mapping[str, object]) -> int:
         """Encodes the state of the objects without a copy or a write, and returns the bytes of their tensors.
 
         Random generators are left as they are. Raises the error that `save` would raise for the objects.
@@ -380,7 +380,7 @@ class Store:
     @argument_order("store.restore", is_objects, lambda value: isinstance(value, int | str), is_method=True)
     def restore(
         self,
-        objects: Mapping[str, Any],
+        objects: Mapping[str, object],
         step: Step = "latest",
         *,
         rules: RulesOf = (),
@@ -696,7 +696,7 @@ class Store:
         self.close()
 
 
-def _job(objects: Mapping[str, Any], pin: bool = False, begin_seconds: float = 0.0) -> Job:
+def _job(objects: Mapping[str, object], pin: bool = False, begin_seconds: float = 0.0) -> Job:
     """Encodes the state of the objects. Raises the error for which it cannot be saved."""
     parts = capture(objects)
     states = {path: serialize(part.tree, path, as_tree=part.kind is not Kind.MODULE) for path, part in parts.items()}
