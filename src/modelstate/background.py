@@ -129,9 +129,13 @@ class BackgroundTask(Generic[_Result]):
 
         Raises `OptionError` for a time that cannot be waited.
         """
-        until = time_limit(timeout_seconds)
+        is_number = isinstance(timeout_seconds, int | float) and not isinstance(timeout_seconds, bool)
+        if timeout_seconds is not None and not (is_number and 0 <= timeout_seconds <= threading.TIMEOUT_MAX):
+            raise OptionError(
+                "timeout_seconds= is a time to wait", expected="seconds, from 0, or None", found=repr(timeout_seconds)
+            )
         if self._pid == os.getpid():
-            self._ended.wait(seconds_until(until))
+            self._ended.wait(timeout_seconds)
         return self.done
 
     def result(self, timeout_seconds: float | None = None) -> _Result:
@@ -247,23 +251,6 @@ class BackgroundTask(Generic[_Result]):
         _tasks.discard(self)
 
 
-def time_limit(timeout_seconds: float | None) -> float | None:
-    """Returns the end of a time to wait, for `seconds_until`. Raises `OptionError`."""
-    if timeout_seconds is None:
-        return None
-    is_number = isinstance(timeout_seconds, int | float) and not isinstance(timeout_seconds, bool)
-    if is_number and 0 <= float(timeout_seconds) <= threading.TIMEOUT_MAX:
-        return time.monotonic() + float(timeout_seconds)
-    raise OptionError(
-        "timeout_seconds= is a time to wait", expected="seconds, from 0, or None", found=repr(timeout_seconds)
-    )
-
-
-def seconds_until(until: float | None) -> float | None:
-    """Returns how many seconds are left until the end of a time to wait; None where it has no end."""
-    return None if until is None else max(until - time.monotonic(), 0.0)
-
-
 _tasks: "set[BackgroundTask[Any]]" = set()
 """The tasks that are running, and those whose error is to be printed."""
 _is_watching_exit = False
@@ -310,4 +297,4 @@ def _cancel(tasks: list[BackgroundTask[Any]]) -> None:
     for task in tasks:
         task.cancel(wait=False)
     for task in tasks:
-        task.wait(seconds_until(until))
+        task.wait(max(0.0, until - time.monotonic()))

@@ -3,12 +3,11 @@
 import threading
 import weakref
 from collections.abc import Callable
-from contextlib import suppress
 
 import torch
 
-from modelstate.background import AtExit, BackgroundTask, seconds_until, time_limit
-from modelstate.errors import BackgroundCancelledError, BackgroundTimeoutError, OptionError
+from modelstate.background import AtExit, BackgroundTask
+from modelstate.errors import BackgroundCancelledError, OptionError
 from modelstate.loading.commit import StagedLoad
 from modelstate.loading.report import LoadReport, progress_bar
 
@@ -75,7 +74,7 @@ class LoadHandle:
         was at the call of `load`. Called again, it returns the same report, or raises the same error.
 
         Args:
-            timeout_seconds: how long to wait for the values; None waits until all have been read.
+            timeout_seconds: how long to wait until all values have been read; None waits without limit.
 
         Raises:
             BackgroundTimeoutError: Not all values have been read in time. The load goes on.
@@ -90,7 +89,6 @@ class LoadHandle:
             >>> handle = modelstate.load(model, "model.safetensors", background=True)
             >>> report = handle.result(timeout_seconds=60)
         """
-        until = time_limit(timeout_seconds)
         if self._outcome is None:
             if self._task.is_current or self._committing_thread == threading.get_ident():
                 raise OptionError(
@@ -99,9 +97,11 @@ class LoadHandle:
                     remedy="call it where load was called, not within it",
                 )
             try:
-                if not self._task.wait(seconds_until(until)):
+                if not self._task.wait(timeout_seconds):
                     raise self._task.timeout_error(timeout_seconds)
-                self._set_outcome(until)
+                with self._lock:
+                    if self._outcome is None:
+                        self._put_in_place()
             except Exception:
                 raise
             except BaseException:
@@ -143,30 +143,10 @@ class LoadHandle:
         if self._outcome is None:
             self.cancel()
 
-    def _set_outcome(self, until: float | None) -> None:
-        """Puts the values in place, unless another thread has set the outcome. Raises `BackgroundTimeoutError`."""
-        left = seconds_until(until)
-        try:
-            if not self._lock.acquire(timeout=-1 if left is None else left):
-                raise BackgroundTimeoutError(
-                    "another thread has not put everything in place within the time",
-                    where=self._task.where,
-                    remedy="wait longer",
-                )
-            if self._outcome is None:
-                self._committing_thread = threading.get_ident()
-                self._put_in_place()
-        finally:
-            try:
-                if self._committing_thread == threading.get_ident():
-                    self._committing_thread = None
-            finally:
-                with suppress(RuntimeError):  # an interrupt can come before it was acquired, and right after
-                    self._lock.release()
-
     def _put_in_place(self) -> None:
+        self._committing_thread = threading.get_ident()
         try:
-            self._task.result(0)
+            self._task.result()
             assert self._commit is not None
             self._outcome = self._commit()
         except Exception as error:
@@ -175,7 +155,7 @@ class LoadHandle:
             self._outcome = self._task.cancelled_error("it was interrupted while it was put in place, all or nothing")
             raise
         finally:
-            self._commit = None
+            self._commit = self._committing_thread = None
             self._task.cancel(wait=False)
             # The finalizer refers to the task, and the traceback of the error refers to this handle.
             self._task.error = None

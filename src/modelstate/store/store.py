@@ -4,7 +4,6 @@ import logging
 import os
 import threading
 import time
-import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, fields, replace
@@ -30,6 +29,7 @@ from modelstate.io import write_system
 from modelstate.io.atomic import new_file, sync_directory, write_errors
 from modelstate.io.files import local_path
 from modelstate.io.lock import WriterLock, check_directory
+from modelstate.loading.options import patterns_of
 from modelstate.objects.loaders import preserved_generators
 from modelstate.objects.objects import Kind, capture, targets_of
 from modelstate.objects.restore import Restored, RulesOf, restore_objects
@@ -120,12 +120,11 @@ class Store:
         self._lock = WriterLock(self.directory)
         self._in_use: os.stat_result | None = None
         """The directory of the last restore or save, which no other directory may replace."""
-        self._thread_lock = threading.RLock()
+        self._pid, self._thread_lock = os.getpid(), threading.RLock()
         self._is_writing = False
         """Whether the thread that has the lock is writing: a signal handler runs in the same thread."""
         self._staging = Staging()
         self._pending: PendingSave | None = None
-        _watch_forks(self)
 
     def __repr__(self) -> str:
         return f"<Store {self.directory!r}>"
@@ -297,6 +296,8 @@ class Store:
     @contextmanager
     def _exclusive(self, wait: bool = True) -> Iterator[bool]:
         """Keeps other threads from saving and pruning. Yields False where `wait` is false and another thread does."""
+        if self._pid != os.getpid():  # a forked child lacks the thread that may hold the lock
+            self._pid, self._thread_lock, self._is_writing = os.getpid(), threading.RLock(), False
         if not self._thread_lock.acquire(blocking=wait):
             yield False
             return
@@ -424,11 +425,9 @@ class Store:
             1000
         """
         self.wait()
-        may_miss, may_exceed = (
-            _patterns("allow_missing", allow_missing),
-            _patterns("allow_unexpected", allow_unexpected),
-        )
-        kept_options = _patterns("keep_options", keep_options)
+        may_miss = patterns_of("allow_missing", allow_missing)
+        may_exceed = patterns_of("allow_unexpected", allow_unexpected)
+        kept_options = patterns_of("keep_options", keep_options)
 
         def attempt(entry: StepEntry) -> tuple[Record, Restored]:
             return entry.usable_record, restore_objects(
@@ -710,24 +709,6 @@ def _job(objects: Mapping[str, object], pin: bool = False, begin_seconds: float 
     return Job({path: part.kind for path, part in parts.items()}, states, frozen, pin, begin_seconds)
 
 
-_stores: "weakref.WeakSet[Store]" = weakref.WeakSet()
-_watching_forks = False
-
-
-def _watch_forks(store: Store) -> None:
-    """Resets the thread lock of the store in forked children, where the thread that holds it does not exist."""
-    global _watching_forks
-    _stores.add(store)
-    if not _watching_forks:
-        _watching_forks = True
-        os.register_at_fork(after_in_child=_reset_thread_locks)
-
-
-def _reset_thread_locks() -> None:
-    for store in list(_stores):
-        store._thread_lock, store._is_writing = threading.RLock(), False
-
-
 def _directory(given: object) -> str:
     text = os.fspath(given) if isinstance(given, str | os.PathLike) else given
     if not isinstance(text, str):
@@ -753,14 +734,6 @@ def _check_save(step: object, metrics: object, when_busy: object) -> dict[str, f
             "metrics= has numbers under names", expected='such as {"loss": 0.5}', found=repr(metrics)[:200]
         )
     return {name: metric_value(name, value) for name, value in (metrics or {}).items()}
-
-
-def _patterns(name: str, given: Iterable[str]) -> tuple[str, ...]:
-    if isinstance(given, str | bytes) or not isinstance(given, Iterable):
-        raise OptionError(
-            f"{name}= has patterns of names", expected='such as ["ema", "optimizer.*"]', found=repr(given)
-        )
-    return tuple(given)
 
 
 def problem_now(store: Store, step: int) -> str:
