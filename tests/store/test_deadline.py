@@ -392,8 +392,9 @@ print(called, deadline.reached)
 """
 
 
-@pytest.mark.parametrize("entered_again", ["left", "itself", "another"])
-@pytest.mark.parametrize("before", ["default", "ignored", "mine"])
+@pytest.mark.parametrize(
+    ("before", "entered_again"), [("default", "left"), ("ignored", "itself"), ("mine", "another"), ("mine", "left")]
+)
 def test_what_is_left_in_another_thread_takes_no_more_signals(tmp_path: Path, before: str, entered_again: str) -> None:
     """As where a loop's iterator is collected there."""
     arguments = [sys.executable, "-c", LEFT, str(tmp_path), before, entered_again]

@@ -17,7 +17,7 @@ from tests.serve.packages import needs_a_compiler
 from tests.store.killed import start
 from tests.store.loops import LOOPS, run
 
-KILLS = 4
+KILLS = 2
 
 
 SLOW = (
@@ -53,7 +53,7 @@ def test_a_run_that_is_killed_has_the_losses_of_one_that_is_not(tmp_path: Path, 
         assert {step: loss for step, loss in losses if loss != expected[step]} == {}
         resumed.add(losses[0][0])
     assert found[-1] == "end"
-    assert len(resumed) > 2
+    assert len(resumed) > 1
 
 
 def messages(process: Any, report: Connection) -> Iterator[Any]:

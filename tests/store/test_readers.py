@@ -12,7 +12,7 @@ from modelstate import errors
 from modelstate.store.directory import StepIndex
 from tests.store.killed import Job, start, train
 
-SAVES, READS = 40, 3
+SAVES, READS = 15, 2
 """How many saves of the writer, and how many reads of each reader, a test goes on for at least."""
 
 

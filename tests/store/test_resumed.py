@@ -1,4 +1,4 @@
-"""A run that is killed ten times has the losses of one that is not, bit for bit."""
+"""A run that is killed several times has the losses of one that is not, bit for bit."""
 
 import random
 import time
@@ -7,7 +7,7 @@ from pathlib import Path
 from tests.store.killed import said, start
 from tests.store.resumed import run
 
-STEPS, KILLS = 160, 10
+STEPS, KILLS = 160, 5
 
 
 def test_losses_are_those_of_a_run_without_interruption(tmp_path: Path) -> None:
