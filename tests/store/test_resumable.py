@@ -1,7 +1,6 @@
 """A loop that saves between its steps, and goes on where it was."""
 
 import errno
-import inspect
 import logging
 import math
 import os
@@ -383,9 +382,7 @@ def test_a_metric_that_is_not_known_yet_is_given_as_nan(tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", ["start", "done", "stopped", "restored", "metrics", "store"])
 def test_the_attributes_of_a_loop_are_found_where_one_looks(tmp_path: Path, name: str) -> None:
     loop = ms.resumable(tmp_path, {"a": Held(b=1)}, steps=6, save_every=1)
-    assert name in dir(ms.store.Resumable)
     assert name in dir(loop)
-    assert inspect.getdoc(getattr(ms.store.Resumable, name))
     assert f"    {name}: " in (ms.store.Resumable.__doc__ or "")
     assert f"`{name}`" in (ms.resumable.__doc__ or "")
     page = Path(__file__).parents[2] / "docs" / "training_loops.md"

@@ -402,7 +402,10 @@ class StepIndex:
         """Returns every revision of every step, in order. Raises `ReadFailedError`."""
         for _ in range(_MAX_TRIES):
             found = self._read_all()
-            name = _stored_name(self.directory) or _most_common(record for _, record, _ in found)
+            try:
+                name = _read_store_file(self.directory)[0]
+            except (OpenError, ReadFailedError, DamagedCheckpointError):
+                name = _most_common(record for _, record, _ in found)
             entries = [self._entry(place, record, error, name) for place, record, error in found]
             # A checkpoint that was removed meanwhile may have been replaced by one that is not on this list.
             if not any(entry.error and entry.is_gone for entry in entries):
@@ -606,8 +609,7 @@ class StepIndex:
                     found=f"format {str(version)[:80]}",
                     remedy="update modelstate, or take another directory",
                 )
-            if name:
-                return name
+            return name
         except (SourceNotFoundError, DamagedCheckpointError):
             pass  # it is written below
         name = _most_common(record for _, record, _ in self._read_all()) or os.urandom(8).hex()
@@ -629,8 +631,8 @@ def _read_store_file(directory: str) -> tuple[str, object]:
         content = json.loads(data)
         check_seal(data, content[SEAL], path)
         name, version = content["store"], content["format"]
-        if type(name) is not str:
-            raise ValueError(f"a name of type {type(name).__name__}")
+        if type(name) is not str or not name:
+            raise ValueError(f"a name {name!r:.80}")
     except (ValueError, LookupError, TypeError, AttributeError, RecursionError, ChecksumError) as error:
         raise DamagedCheckpointError(
             "the file that has the store's name is damaged",
@@ -650,14 +652,6 @@ def store_file_problem(directory: str) -> str:
     except (OpenError, ReadFailedError, DamagedCheckpointError) as error:
         return str(error) if os.path.lexists(os.path.join(directory, STORE_FILE)) else ""
     return ""
-
-
-def _stored_name(directory: str) -> str:
-    """Returns the name in `store.json`; empty where the file is missing or damaged."""
-    try:
-        return _read_store_file(directory)[0]
-    except (OpenError, ReadFailedError, DamagedCheckpointError):
-        return ""
 
 
 def _most_common(records: Iterable[Record | None]) -> str:

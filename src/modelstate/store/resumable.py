@@ -124,10 +124,12 @@ class Resumable:
     """The remaining steps of a training run, for one `for` loop: the result of `modelstate.resumable`.
 
     Attributes:
-        start: the first step of this run, which is how many were done before it.
-        done: how many steps are done now.
-        stopped: why the loop ended before its last step; empty where it did not.
-        restored: the `RestoredStep` that the run goes on from; None where nothing had to be restored.
+        start: the first step of this run, which is the number of steps that were done before it.
+        done: how many steps are done now, which is the number of the next checkpoint.
+        stopped: why the loop ended before its last step, as text; empty where it did not.
+        restored: the `RestoredStep` that the run goes on from. None where the store was empty, and where the objects
+            are as new as the checkpoint: within a step of another loop that has all of them, after an earlier loop over
+            this store in that step, or where the outer loop was restored from a later checkpoint.
         metrics: a dict of numbers that are saved with each checkpoint.
         store: the `Store` that the loop saves to.
 
@@ -152,11 +154,11 @@ class Resumable:
         owns_store: bool,
     ) -> None:
         before = restored or reached
-        self._restored = restored
-        self._start = self._done = before.step if before is not None else 0
-        self._stopped = ""
+        self.restored = restored
+        self.start = self.done = before.step if before is not None else 0
+        self.stopped = ""
         self.metrics = before.metrics if before is not None else {}
-        self._store, self._objects, self._steps = store, objects, steps
+        self.store, self._objects, self._steps = store, objects, steps
         self._save_every, self._deadline, self._background = save_every, deadline, background
         self._owns_store = owns_store
         self._is_first = True
@@ -178,31 +180,6 @@ class Resumable:
         """Why a loop within the last step was stopped, so that the step is not done."""
 
     @property
-    def start(self) -> int:
-        """The first step of this run: the number of steps that were done before it."""
-        return self._start
-
-    @property
-    def done(self) -> int:
-        """How many steps are done: the number of the next checkpoint."""
-        return self._done
-
-    @property
-    def stopped(self) -> str:
-        """Why the loop ended before its last step, as text; empty where it did not."""
-        return self._stopped
-
-    @property
-    def restored(self) -> RestoredStep | None:
-        """The restored step, with the plain values among the objects.
-
-        None where the store was empty, and where the objects are as new as the checkpoint. They are so within a step of
-        another loop that has all of them: after an earlier loop over this store in that step, or where the outer loop
-        was restored from a later checkpoint.
-        """
-        return self._restored
-
-    @property
     def metrics(self) -> dict[str, float]:
         """Numbers by name that are saved with each checkpoint, as for `Keep(best=3, metric="loss")`.
 
@@ -218,19 +195,14 @@ class Resumable:
         checked.update(metrics)
         self._metrics = checked
 
-    @property
-    def store(self) -> Store:
-        """The store that the loop saves to."""
-        return self._store
-
     def __repr__(self) -> str:
-        return f"<Resumable {self.done} of {self._steps} steps are done, {self._store!r}>"
+        return f"<Resumable {self.done} of {self._steps} steps are done, {self.store!r}>"
 
     def __iter__(self) -> Iterator[int]:
         objects = (target.obj for target in targets_of(self._objects).values())
         with (
             self._deadline or nullcontext(),
-            closing(self._store) if self._owns_store else nullcontext(),
+            closing(self.store) if self._owns_store else nullcontext(),
             checked_iterators(objects),
         ):
             yield from self._run()
@@ -248,18 +220,18 @@ class Resumable:
             self._caller = _identity(sys._getframe(2))  # below it are this generator and `__iter__`
             outer.append(self)
             is_first, self._is_first = self._is_first, False
-            if is_first and self._restored is not None:
-                self._restored.rewind_generators()  # undoes draws since the restore
+            if is_first and self.restored is not None:
+                self.restored.rewind_generators()  # undoes draws since the restore
             try:
                 yield self.done
             finally:
                 outer.remove(self)
             self._check_is_newest()
             if self._stopped_within:
-                self._stopped, self._stopped_within = self._stopped_within, ""
+                self.stopped, self._stopped_within = self._stopped_within, ""
                 self._saver.collect()
                 return
-            self._done += 1
+            self.done += 1
             self._log_misspelt_metric()
             self._note_check(outer, since=self._checked_at)
             if self.done % self._save_every == 0 and self.done < self._steps:
@@ -267,25 +239,25 @@ class Resumable:
                 self._note_check(outer)
             elif is_first and self.done < self._steps:
                 # Optimizers and loaders have state only after the first step, so it is checked again.
-                self._store.check_state(self._objects)
+                self.store.check_state(self._objects)
         if self.stopped:
             self._stop_outer(outer)
         self._save(background=False)
-        self._store.wait()
+        self.store.wait()
         if not self.stopped:
-            if self._is_metric_missed and self._store.keep is not None:
-                check_metric(self._store.infos(), self._store.keep)
+            if self._is_metric_missed and self.store.keep is not None:
+                check_metric(self.store.infos(), self.store.keep)
             for loop in outer:
                 if loop.has_all(self._objects):
-                    loop._reached_within[self._store.directory] = self.done
+                    loop._reached_within[self.store.directory] = self.done
         self._note_check(outer)
 
     def _check_is_newest(self) -> None:
         """Raises `OptionError` where a later loop uses the same store, and may have saved to it."""
-        if _newest[self._store.directory]() is not self:
+        if _newest[self.store.directory]() is not self:
             raise OptionError(
                 "another loop over the same store was made since, so that their steps would be mixed up",
-                where=self._store.directory,
+                where=self.store.directory,
                 remedy="give each loop a Store of its own, in a new directory: this one may have the steps of both",
             )
 
@@ -306,14 +278,6 @@ class Resumable:
             if self._deadline.is_by_signal or self._deadline.start < loop._step_began:
                 loop._stopped_within = self.stopped
 
-    def give_up(self) -> None:
-        """Waits for the save in the background and closes the store, for a newer loop over the same directory.
-
-        A loop that was left by an exception stays alive: the interpreter keeps the last exception, with its frames.
-        """
-        self._saver.collect()
-        self._store.close()
-
     def has_all(self, objects: Mapping[str, object]) -> bool:
         """Whether this loop has all of the objects, and none is a plain value, which only a restore returns."""
         own = {id(target.obj) for target in targets_of(self._objects).values()}
@@ -331,7 +295,7 @@ class Resumable:
 
     def _stop(self) -> bool:
         self._saver.collect(wait=False)
-        self._stopped = self._deadline.reason if self._deadline is not None else ""
+        self.stopped = self._deadline.reason if self._deadline is not None else ""
         return bool(self.stopped)
 
     def _save(self, *, background: bool) -> None:
@@ -346,7 +310,7 @@ class Resumable:
 
     def _log_missing_metric(self) -> None:
         """Logs once that the metric of `Keep(best=...)` is not among the metrics."""
-        keep = self._store.keep
+        keep = self.store.keep
         if keep is None or keep.metric is None or keep.metric in self._metrics or self._is_metric_missed:
             return
         self._is_metric_missed = True
@@ -360,7 +324,7 @@ class Resumable:
 
         Other names are not logged, since the metric may be set as late as in the step that is saved.
         """
-        wanted = self._store.keep.metric if self._store.keep is not None else None
+        wanted = self.store.keep.metric if self.store.keep is not None else None
         if wanted is None or wanted in self._metrics or self._compared_metrics == (names := tuple(self._metrics)):
             return
         numbers = re.findall(r"\d+", wanted)  # top1 is not a misspelling of top5
@@ -369,7 +333,7 @@ class Resumable:
         if near := nearest(wanted, alike):
             _logger.warning(
                 "step %s set loop.metrics[%r]: is it the metric of Keep(best=..., metric=%r), which has not been set?",
-                *(self._done - 1, near, wanted),
+                *(self.done - 1, near, wanted),
             )
 
 
@@ -463,7 +427,7 @@ def resumable(
     if not is_path and keep is not None:
         raise OptionError("keep= is for the path of a store", found=repr(keep), remedy="give it to the Store: keep=...")
     store = store if isinstance(store, Store) else Store(store, keep=keep)
-    if any(loop._store.directory == store.directory and loop.is_in_step() for loop in _loops.in_step()):
+    if any(loop.store.directory == store.directory and loop.is_in_step() for loop in _loops.in_step()):
         raise OptionError(
             "a loop within another one's step, of the same store, in which their steps would be mixed up",
             where=store.directory,
@@ -478,7 +442,9 @@ def resumable(
             )
     earlier = _newest.get(store.directory, lambda: None)()
     if earlier is not None and earlier.store is not store:
-        earlier.give_up()
+        # A loop that was left by an exception stays alive: the interpreter keeps the last exception, with its frames.
+        earlier._saver.collect()
+        earlier.store.close()
     restored, reached = None, _reached(store, objects)
     if reached is None and store.infos():
         restored = store.restore(objects, **restoring)
@@ -500,7 +466,7 @@ def _reached(store: Store, objects: Mapping[str, object]) -> CheckpointInfo | No
         return None
     for loop in outer:
         is_reached = loop._reached_within.get(store.directory) == newest.step
-        is_restored_later = loop._restored is not None and loop._restored.time >= newest.time
+        is_restored_later = loop.restored is not None and loop.restored.time >= newest.time
         if (is_reached or is_restored_later) and loop.has_all(objects):
             return newest
     return None

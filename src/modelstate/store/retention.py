@@ -162,7 +162,9 @@ def kept(infos: Iterable[CheckpointInfo], keep: Keep | int | None) -> set[int]:
     kept_steps = {info.step for info in infos if info.pinned}
     kept_steps |= {info.step for info in _chosen(intact, rules)}
     kept_steps |= {info.step for info in _chosen(infos, rules) if not info.intact}
-    return kept_steps | {max(intact, key=_by_step).step, max(intact, key=_by_age).step}
+    # The serial comes before the time, since a clock may be set back.
+    newest = max(intact, key=lambda info: (info.serial, info.time, info.step))
+    return kept_steps | {max(intact, key=_by_step).step, newest.step}
 
 
 def check_metric(infos: Iterable[CheckpointInfo], keep: Keep) -> None:
@@ -193,10 +195,6 @@ def ages(serials: Mapping[int, int | None]) -> dict[int, tuple[int, int]]:
 
 def _by_step(info: CheckpointInfo) -> tuple[int, float]:
     return info.step, info.time
-
-
-def _by_age(info: CheckpointInfo) -> tuple[int, float, int]:
-    return info.serial, info.time, info.step  # the serial first, since a clock may be set back
 
 
 def _chosen(infos: list[CheckpointInfo], keep: Keep) -> list[CheckpointInfo]:
