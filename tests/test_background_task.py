@@ -1,0 +1,166 @@
+"""The background task behind loads, saves and following: results, cancelling, and the end of the program."""
+
+import gc
+import os
+import threading
+import time
+import weakref
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+
+from modelstate import errors
+from modelstate.background import AtExit, BackgroundTask
+from tests.store.common import program
+
+SOON = 30.0
+
+
+def started(work: Callable[[BackgroundTask[Any]], Any], at_exit: AtExit = AtExit.CANCEL, **options: Any) -> Any:
+    task: BackgroundTask[Any] = BackgroundTask(work, kind="load", where="a.pt", at_exit=at_exit, **options)
+    task.start()
+    return task
+
+
+def test_a_result_and_an_error_come_back_each_time() -> None:
+    task = started(lambda _: 5)
+    assert [task.result(SOON), task.result()] == [5, 5]
+    assert task.done
+    assert not task.cancel()
+    failed = started(lambda _: os.environ["missing"])
+    for _ in range(2):
+        with pytest.raises(KeyError, match="missing"):
+            failed.result(SOON)
+    assert not failed.has_unreported_error
+
+
+def test_a_task_that_was_not_started_has_no_result() -> None:
+    task: BackgroundTask[int] = BackgroundTask(lambda _: 5, kind="load", where="a.pt", at_exit=AtExit.CANCEL)
+    with pytest.raises(errors.BackgroundCancelledError):
+        task.result(0)
+
+
+def test_a_timeout_lets_the_task_run() -> None:
+    opened = threading.Event()
+    task = started(lambda _: opened.wait(SOON))
+    with pytest.raises(errors.BackgroundTimeoutError, match="the load goes on") as caught:
+        task.result(0.01)
+    assert isinstance(caught.value, TimeoutError)
+    assert not task.wait(0)
+    opened.set()
+    assert task.result(SOON)
+
+
+@pytest.mark.parametrize("wait", [True, False])
+def test_cancel_ends_a_sleep_and_discards(wait: bool) -> None:
+    discarded = threading.Event()
+
+    def work(task: BackgroundTask[None]) -> None:
+        while True:
+            task.sleep(1000)
+            task.check()
+
+    task = started(work, discard=discarded.set)
+    assert task.cancel(wait=wait)
+    assert task.wait(SOON)
+    assert discarded.is_set()
+    with pytest.raises(errors.BackgroundCancelledError, match="was cancelled"):
+        task.result()
+
+
+def test_a_task_may_cancel_itself() -> None:
+    task = started(lambda own: own.cancel())
+    assert task.result(SOON) is True
+
+
+def test_what_a_finished_task_refers_to_is_freed() -> None:
+    class Held:
+        pass
+
+    held = Held()
+    kept = weakref.ref(held)
+    task = started(partial(lambda held, _: None, held))
+    task.result(SOON)
+    del held
+    gc.collect()
+    assert kept() is None
+
+
+@pytest.mark.parametrize("is_running", [True, False])
+def test_an_interrupted_start(monkeypatch: pytest.MonkeyPatch, is_running: bool) -> None:
+    """The task is cancelled where the thread runs, and the function is not called where it does not."""
+    real, calls = threading.Thread.start, list[int]()
+
+    def start(thread: threading.Thread) -> None:
+        if is_running:
+            real(thread)
+            while not calls:
+                time.sleep(0.001)
+        raise KeyboardInterrupt
+
+    def work(own: BackgroundTask[None]) -> None:
+        calls.append(1)
+        own.sleep(1000)
+        own.check()
+
+    task: BackgroundTask[None] = BackgroundTask(work, kind="load", where="a.pt", at_exit=AtExit.CANCEL)
+    monkeypatch.setattr(threading.Thread, "start", start)
+    with pytest.raises(KeyboardInterrupt):
+        task.start()
+    monkeypatch.undo()
+    assert task.wait(SOON)
+    assert calls == [1] * is_running
+
+
+def test_a_forked_child_has_no_result() -> None:
+    opened = threading.Event()
+    task = started(lambda _: opened.wait(SOON))
+    child = os.fork()
+    if not child:
+        try:
+            assert task.done
+            task.result()
+        except errors.BackgroundCancelledError as error:
+            os._exit(7 if "forked" in str(error) else 1)
+        finally:
+            os._exit(1)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
+    opened.set()
+    assert task.result(SOON)
+
+
+def test_the_end_of_a_program() -> None:
+    """It waits for one kind, cancels the others, the last kind when the threads have ended, and prints an error."""
+    code = """
+import threading, time
+from modelstate.background import AtExit, BackgroundTask
+
+def finish(task):
+    time.sleep(0.3)
+    print("finished", flush=True)
+
+def fail(task):
+    raise ValueError("no space")
+
+def endless(name):
+    def work(task):
+        task.sleep(1000)
+        print(name, flush=True)
+    return work
+
+def thread():
+    time.sleep(0.6)
+    print("thread", flush=True)
+
+for work, at_exit in ((finish, AtExit.FINISH), (fail, AtExit.FINISH), (endless("cancelled"), AtExit.CANCEL),
+                      (endless("cancelled last"), AtExit.CANCEL_LAST)):
+    BackgroundTask(work, kind="save", where="a", at_exit=at_exit, failure="a was not saved").start()
+threading.Thread(target=thread).start()
+print("end", flush=True)
+"""
+    done = program(code)
+    assert done.stdout.splitlines() == ["end", "cancelled", "finished", "thread", "cancelled last"]
+    assert done.stderr == "modelstate: a was not saved: no space\n"
+    assert done.returncode == 0
