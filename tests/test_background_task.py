@@ -29,9 +29,9 @@ def test_a_result_and_an_error_come_back_each_time() -> None:
     assert [task.result(SOON), task.result()] == [5, 5]
     assert task.done
     assert not task.cancel()
-    failed = started(lambda _: os.environ["missing"])
+    failed = started(lambda _: os.environ["MISSING_NAME"])
     for _ in range(2):
-        with pytest.raises(KeyError, match="missing"):
+        with pytest.raises(KeyError, match="MISSING_NAME"):
             failed.result(SOON)
     assert not failed.has_unreported_error
 

@@ -741,11 +741,9 @@ def problem_now(store: Store, step: int) -> str:
 
     Raises `StepNotFoundError` where the step does not exist, or is removed while it is read.
     """
-    while True:
-        problems = store.verify(step)
-        if step in problems:
-            return problems[step]
-        # The step was replaced or removed while it was read.
+    while (problem := store.verify(step).get(step)) is None:
+        pass  # the step was replaced or removed while it was read
+    return problem
 
 
 def newest_whole(store: Store, passed_over: Callable[[int, str], None]) -> int | None:
@@ -753,14 +751,14 @@ def newest_whole(store: Store, passed_over: Callable[[int, str], None]) -> int |
 
     Calls `passed_over` with each later step and what is wrong with it.
     """
+    store.wait()
     while True:
-        for step in [info.step for info in store.infos(by_age=True)][::-1]:
-            try:
-                problem = problem_now(store, step)
-            except StepNotFoundError:
-                break  # it was removed: list the store again
+        for entry in store._index.by_age()[::-1]:
+            problem = store._index.problem_of(entry)
+            if problem is None:
+                break  # it was replaced or removed while it was read: list the store again
             if not problem:
-                return step
-            passed_over(step, problem)
+                return entry.place.step
+            passed_over(entry.place.step, problem)
         else:
             return None
