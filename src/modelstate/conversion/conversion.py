@@ -21,14 +21,13 @@ from modelstate.conversion.tensors import (
     SUBCLASS,
     Change,
     Target,
-    carry_out,
     nbytes_of,
     parts_of,
     placement_of,
     reference_count,
     swappable,
 )
-from modelstate.errors import MemoryBudgetError, PlacementError, SwapError, TransformError
+from modelstate.errors import MemoryBudgetError, ModelStateError, PlacementError, SwapError, TransformError
 from modelstate.planning.placement import Placement
 from modelstate.process import cached_attribute, deferred_signals
 from modelstate.torch_compat.dtypes import Overflows, nonfinite, short
@@ -119,12 +118,8 @@ class Conversion:
         return {id(module): f"{path}." if path else "" for path, module in self.root.named_modules()}
 
     @cached_attribute
-    def _ids(self) -> set[int]:
+    def module_ids(self) -> set[int]:
         return {id(module) for module in self.modules}
-
-    def has(self, module: nn.Module) -> bool:
-        """Whether a module is the root, or below it."""
-        return id(module) in self._ids
 
     # Phase one: make and check every new tensor.
 
@@ -339,6 +334,7 @@ class Conversion:
         self._reserve += new
         self.peak_bytes = max(self.peak_bytes, self._now + new)
         self._now += new - old
+        self._check_budget()
 
     def _add(self, change: Change) -> None:
         self.changes.append(change)
@@ -409,8 +405,7 @@ class Conversion:
     # Between the phases.
 
     def _check(self, changes: Sequence[Change]) -> None:
-        """Raises `SwapError` if something would keep the old value of a tensor, and `MemoryBudgetError`."""
-        self._check_budget()
+        """Raises `SwapError` if something would keep the old value of a tensor."""
         error = self._refusal(changes)
         if error is not None:
             raise error
@@ -478,11 +473,27 @@ class Conversion:
             self.transaction.commit(*last)
 
     def _run(self, changes: Iterable[Change]) -> None:
-        """Runs changes with their undo in the transaction; signals are deferred, so that no undo is lost."""
+        """Runs changes in the transaction. Signals are deferred, so that no undo is lost.
+
+        Raises `SwapError` if torch cannot put a new tensor in place.
+        """
         with deferred_signals():
             for change in changes:
-                if not change.done:
-                    carry_out(change, self.transaction)
+                if change.done:
+                    continue
+                try:
+                    change.run(self.transaction)
+                except ModelStateError:
+                    raise
+                except (RuntimeError, TypeError) as error:
+                    raise SwapError(
+                        "torch cannot put the new tensor in the place of the old one; nothing has been changed",
+                        where=change.name,
+                        expected=f"something that a {type(change.target).__name__} can become",
+                        found=f"{type(change.value).__name__}, {short(change.value.dtype)}: {error}",
+                        remedy="replace the parameter by hand, and build the optimizer afterwards",
+                    ) from error
+                change.done = True
 
     def references_lost(self) -> tuple[str, ...]:
         """Returns the names of what is no longer the same object, and of what no longer shares memory."""
@@ -531,7 +542,7 @@ def apply_in_conversion(module: nn.Module, fn: Apply, recurse: bool = True) -> n
 def running_conversion(module: nn.Module) -> Conversion | None:
     """Returns the conversion of this thread that a module belongs to."""
     stack: list[Conversion] = getattr(_running, "stack", [])
-    return stack[-1] if stack and stack[-1].has(module) else None
+    return stack[-1] if stack and id(module) in stack[-1].module_ids else None
 
 
 @contextmanager

@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 from modelstate.conversion.conversion import Conversion, apply_in_conversion, running_conversion
+from modelstate.conversion.tensors import Target
 from modelstate.process import fork_safe_lock, gc_paused
 from modelstate.torch_compat.overrides import MethodOverride, Overrides
 from modelstate.torch_compat.private import is_fake, is_faking
@@ -87,12 +88,8 @@ replaced_apply = _overrides.used
 """Makes torch's part of a module's own `_apply` run in the conversion of this thread."""
 
 
-class _TorchFunction:
+class _TorchFunction(Target):
     """The target of a conversion by `Module.to` and its like: the function that they pass to `_apply`."""
-
-    description = "what was asked for"
-    cause = ""  # torch's own calls return no report
-    is_user_function = False
 
     def __init__(self, fn: Apply) -> None:
         self._fn = fn
@@ -102,6 +99,3 @@ class _TorchFunction:
 
     def grad(self, grad: torch.Tensor, new: torch.Tensor) -> torch.Tensor | None:
         return self._fn(grad)
-
-    def deferred_cast(self, dtype: torch.dtype) -> torch.Tensor | None:
-        return None

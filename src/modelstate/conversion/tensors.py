@@ -10,17 +10,17 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
 from types import FunctionType, ModuleType
-from typing import Any, Protocol
+from typing import Any, ClassVar
 
 import torch
 from torch import nn
 
-from modelstate.errors import ModelStateError, PlacementError, SwapError, TransformError
+from modelstate.errors import ModelStateError, PlacementError, TransformError
 from modelstate.planning.placement import COPYABLE, Placement
 from modelstate.planning.plan import Step
 from modelstate.torch_compat.dtypes import Overflows, device_name, short
 from modelstate.torch_compat.plain import has_its_memory, is_plain
-from modelstate.torch_compat.private import can_set_data, payload_of, slots_of_class, write_count
+from modelstate.torch_compat.private import can_set_data, payload_of, slots_of_class, sparse_values, write_count
 from modelstate.transaction.object_snapshot import has_dispatch
 from modelstate.transaction.slots import Slot, same_values
 from modelstate.transaction.swap_tensors import become, give_grad, give_memory, point_to
@@ -30,37 +30,41 @@ UNCHANGED: Any = type("Unchanged", (), {"__repr__": lambda _: "modelstate.conver
 """Returned by the function of `modelstate.convert` for a tensor that stays as it is."""
 
 
-class Target(Protocol):
-    """What each tensor becomes."""
+class Target:
+    """Makes the new tensors of a conversion."""
+
+    is_user_function: ClassVar[bool] = False
+    """Whether a user's function makes the tensors, which may return anything. Other targets can convert the memory that
+    several tensors share at once."""
 
     @property
     def description(self) -> str:
         """The text for a report: "bfloat16", "what quantize makes of it"."""
+        return "what was asked for"
 
     @property
     def cause(self) -> str:
         """What makes infinite or NaN values, for a note; empty if they are not counted."""
-
-    @property
-    def is_user_function(self) -> bool:
-        """Whether a user's function makes the tensors, which may return anything. What torch makes of a tensor can be
-        made of the common memory of several tensors as well."""
+        return ""
 
     def make(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
         """Returns the new tensor with its values; the tensor itself if it stays as it is."""
+        raise NotImplementedError
 
     def grad(self, grad: torch.Tensor, new: torch.Tensor) -> torch.Tensor | None:
         """Returns the gradient for a tensor that becomes `new`; None if `new` cannot have it."""
+        raise NotImplementedError
 
     def deferred_cast(self, dtype: torch.dtype) -> torch.Tensor | None:
         """Returns an empty tensor like the results for plain CPU tensors of a dtype, if these are casts, or nothing.
 
         Such a cast can fail only for lack of memory, so it can be deferred to the commit. None for anything else.
         """
+        return None
 
 
 @dataclass(frozen=True, slots=True)
-class CastAndMove:
+class CastAndMove(Target):
     """Another dtype for floating-point tensors, another device, or both. With `empty`, values are not kept."""
 
     dtype: torch.dtype | None = None
@@ -70,10 +74,6 @@ class CastAndMove:
     @property
     def cause(self) -> str:
         return "" if self.empty else "a cast"
-
-    @property
-    def is_user_function(self) -> bool:
-        return False
 
     @property
     def description(self) -> str:
@@ -137,9 +137,10 @@ def _empty_like_result(dtype: torch.dtype) -> torch.Tensor:
 
 
 @dataclass(frozen=True, slots=True)
-class ByFunction:
+class ByFunction(Target):
     """The result of a user's function, with another dtype or device after that if `then` is given."""
 
+    is_user_function: ClassVar[bool] = True
     function: Callable[..., object]
     by_name: bool
     then: CastAndMove | None
@@ -148,10 +149,6 @@ class ByFunction:
     def cause(self) -> str:
         casts = self.then is not None and self.then.dtype is not None
         return "fn= or the cast after it" if casts else "fn="
-
-    @property
-    def is_user_function(self) -> bool:
-        return True
 
     @property
     def description(self) -> str:
@@ -207,9 +204,6 @@ class ByFunction:
         if new.is_nested or grad.is_nested or grad.shape != new.shape:
             return None
         return grad.to(new.device, new.dtype)
-
-    def deferred_cast(self, dtype: torch.dtype) -> torch.Tensor | None:
-        return None
 
 
 def takes_name(function: Callable[..., object]) -> bool:
@@ -335,23 +329,6 @@ def _step_of(slot: Slot, placement: Placement, value: torch.Tensor) -> Step:
     )
 
 
-def carry_out(change: Change, transaction: Transaction) -> None:
-    """Runs a change in a transaction. Raises `SwapError` if torch cannot put the new tensor in place."""
-    try:
-        change.run(transaction)
-    except ModelStateError:
-        raise
-    except (RuntimeError, TypeError) as error:
-        raise SwapError(
-            "torch cannot put the new tensor in the place of the old one; nothing has been changed",
-            where=change.name,
-            expected=f"something that a {type(change.target).__name__} can become",
-            found=f"{type(change.value).__name__}, {short(change.value.dtype)}: {error}",
-            remedy="replace the parameter by hand, and build the optimizer afterwards",
-        ) from error
-    change.done = True
-
-
 def nbytes_of(tensor: torch.Tensor) -> int:
     """Returns the bytes of a tensor's elements, or of its parts if it consists of several tensors."""
     if is_plain(tensor) and not tensor.is_nested:
@@ -430,7 +407,7 @@ def parts_of(tensor: torch.Tensor) -> list[torch.Tensor]:
     if torch.nn.parameter.is_lazy(tensor):
         return []
     if tensor.layout is torch.sparse_coo:
-        return [tensor.detach()._values()]
+        return [sparse_values(tensor)]
     if tensor.layout in (torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc):
         return [tensor.detach().values()]
     return payload_of(tensor)

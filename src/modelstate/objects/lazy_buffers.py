@@ -18,7 +18,13 @@ from torch import nn
 from modelstate.errors import BufferNameError, OptionError
 from modelstate.planning.recorder import KEEPS_NAMES
 from modelstate.torch_compat.plain import is_plain
-from modelstate.torch_compat.private import non_persistent_buffers, own_buffers, own_modules, own_parameters
+from modelstate.torch_compat.private import (
+    is_initialised,
+    non_persistent_buffers,
+    own_buffers,
+    own_modules,
+    own_parameters,
+)
 from modelstate.transaction.slots import LAZY
 
 NOTE = "modelstate.lazy_buffers"
@@ -73,7 +79,7 @@ def _check(module: nn.Module, name: str) -> None:
     if not isinstance(module, nn.Module):
         raise OptionError("not a module", expected="torch.nn.Module", found=type(module).__name__)
     where = type(module).__name__
-    if "_buffers" not in vars(module):  # set by nn.Module.__init__
+    if not is_initialised(module):
         raise OptionError("the module is not initialised", where=where, remedy="call super().__init__() before")
     if not isinstance(name, str):
         raise OptionError("the name of a buffer is text", where=where, expected="str", found=repr(name))

@@ -34,11 +34,6 @@ _PENDING_STATE = "next_iter_state"
 Loader = DataLoader[Any]
 
 
-def is_loader_without_state(obj: object) -> bool:
-    """Whether an object is a loader that has no `state_dict`, as torch's own."""
-    return isinstance(obj, DataLoader) and not hasattr(obj, "state_dict")
-
-
 def state_of(obj: Any) -> Any:
     """Returns the `state_dict()` of an object; of a loader that has its own generator, with the generator's state.
 

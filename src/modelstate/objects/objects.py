@@ -10,16 +10,18 @@ from contextlib import contextmanager, suppress
 from copy import deepcopy
 from dataclasses import dataclass
 from enum import StrEnum
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import nn
+from torch.utils.data import DataLoader
 
 from modelstate.checkpoint.checkpoint import Checkpoint
 from modelstate.errors import ModelStateError, ObjectStateError, OptimizerStateError, OptionError, ReadFailedError
 from modelstate.formats.tree import same_value
 from modelstate.io.files import FileFingerprint
-from modelstate.objects.loaders import is_loader_without_state, load_state, own_generator, state_of
+from modelstate.objects.loaders import load_state, own_generator, state_of
 from modelstate.objects.optimizer_state import optimizer_state
 from modelstate.spec import Contents
 from modelstate.torch_compat.private import own_modules, set_version_metadata, unwrapped
@@ -93,7 +95,7 @@ def capture(objects: Mapping[str, Any]) -> dict[str, Part]:
     return {path: parts[path] for path in targets}
 
 
-def _state_of(path: str, target: Target, modules: nn.Module) -> Any:
+def _state_of(path: str, target: Target, modules: nn.Module) -> object:
     with object_code(path, "the object's own code raised when it was asked for its state"):
         match target.kind:
             case Kind.VALUE:
@@ -183,7 +185,7 @@ def _walk(objects: Mapping[Any, Any], prefix: str, depth: int) -> Iterator[tuple
                     remedy='give a mapping: {"first": ..., "second": ...}',
                 )
             yield from _walk(value, f"{path}.", depth + 1)
-        elif is_loader_without_state(value):
+        elif isinstance(value, DataLoader) and not hasattr(value, "state_dict"):
             raise OptionError(
                 "a DataLoader of torch has no state that could be saved",
                 where=path,
@@ -303,8 +305,7 @@ def register_undo(targets: list[tuple[str, Target]], transaction: Transaction) -
 
     Raises `ObjectStateError` for an object whose state cannot be copied.
     """
-    random = torch.get_rng_state()
-    transaction.register_undo(lambda: torch.set_rng_state(random))
+    transaction.register_undo(partial(torch.set_rng_state, torch.get_rng_state()))
     with torch.random.fork_rng(devices=[]):  # an object may draw a seed when it is asked for its state
         # Reversed: generators are captured before another object draws from them, and undone after it.
         for path, target in reversed(targets):
@@ -313,7 +314,7 @@ def register_undo(targets: list[tuple[str, Target]], transaction: Transaction) -
             elif target.kind is Kind.STATEFUL:
                 transaction.register_undo(_undo_of_stateful(path, target.obj))
             elif target.kind is Kind.GENERATOR:
-                transaction.register_undo(_undo_of_generator(target.obj))
+                transaction.register_undo(partial(target.obj.set_state, target.obj.get_state()))
     transaction.protect(
         tensor for _, target in targets if target.kind is Kind.OPTIMIZER for tensor in _optimizer_tensors(target.obj)
     )
@@ -321,7 +322,7 @@ def register_undo(targets: list[tuple[str, Target]], transaction: Transaction) -
 
 def _undo_of_optimizer(optimizer: torch.optim.Optimizer) -> Undo:
     """Keeps the containers of the optimizer only: a restore replaces the tensors in them and changes none."""
-    state: dict[Any, Any] = optimizer.state
+    state = optimizer.state
     entries = [(param, values, dict(values) if isinstance(values, dict) else None) for param, values in state.items()]
     groups = [(group, dict(group)) for group in optimizer.param_groups]
 
@@ -360,15 +361,6 @@ def _undo_of_stateful(path: str, obj: Any) -> Undo:
                 return  # unchanged, or restored with its attributes
         with object_code(path, "its load_state_dict does not take what its own state_dict gave before"):
             load_state(obj, before)
-
-    return undo
-
-
-def _undo_of_generator(generator: torch.Generator) -> Undo:
-    before = generator.get_state()
-
-    def undo() -> None:
-        generator.set_state(before)
 
     return undo
 

@@ -294,7 +294,12 @@ def restore_objects(
     _check_parts(saved)
     options = options_of("", (), allow_missing, allow_unexpected, None, device, None, map, False, init_missing)
     kept_options = patterns_of("keep_options", keep_options)
-    check_keep_options(kept_options, [name for path, target in targets.items() for name in _option_names(path, target)])
+    names: list[str] = []
+    for path, target in targets.items():
+        if target.kind is Kind.OPTIMIZER:
+            options_of_groups = {str(key) for group in target.obj.param_groups for key in group}
+            names += [path, *(f"{path}.{name}" for name in sorted(options_of_groups - {"params", "param_names"}))]
+    check_keep_options(kept_options, names)
     may_miss = Patterns("allow_missing", options.allow_missing)
     may_exceed = Patterns("allow_unexpected", options.allow_unexpected)
     missing = tuple(path for path in targets if path not in saved and may_miss.allow(path))
@@ -337,14 +342,6 @@ def _check_parts(saved: Mapping[str, Part]) -> None:
         raise OptionError(
             "not the state of an object", where=wrong[0], expected="a Part", found=repr(saved[wrong[0]])[:200]
         )
-
-
-def _option_names(path: str, target: Target) -> list[str]:
-    """Returns the names that `keep_options` may match: the path of an optimizer, and its options below the path."""
-    if target.kind is not Kind.OPTIMIZER:
-        return []
-    options = {str(key) for group in target.obj.param_groups for key in group} - {"params", "param_names"}
-    return [path, *(f"{path}.{option}" for option in sorted(options))]
 
 
 def _check_matched(

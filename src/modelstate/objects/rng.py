@@ -9,10 +9,12 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch import nn
 
 from modelstate.codec.codec import decode, encode
 from modelstate.errors import OptionError, RandomStateError
 from modelstate.text_format import printable
+from modelstate.transaction.transaction import Transaction
 
 _VERSION = 1
 _GLOBAL = ("python", "numpy", "torch")
@@ -93,8 +95,12 @@ class RNG:
             RandomStateError: The state lacks a generator, has an unknown one, or has a state that its generator does
                 not take. The error has all problems.
         """
-        if not isinstance(state_dict, Mapping) or set(state_dict) != set(_FIELDS):
-            raise _refused([], "this is no state of random generators", found=_keys_of(state_dict))
+        message = "this is no state of random generators"
+        if not isinstance(state_dict, Mapping):
+            raise _refused([], message, found=f"a {type(state_dict).__qualname__}")
+        if set(state_dict) != set(_FIELDS):
+            keys = printable(", ".join(map(str, list(state_dict)[:10])))[:200]
+            raise _refused([], message, found=keys or "an empty mapping")
         version = state_dict["version"]
         if type(version) is not int or version != _VERSION:
             raise _refused([], "a state of a version that is not known here", found=printable(repr(version))[:80])
@@ -106,7 +112,15 @@ class RNG:
         ]
         if problems:
             raise _refused(problems, "the state does not fit the random generators; nothing has been changed")
-        _set_all(pairs)
+        try:
+            with Transaction(nn.Module()) as transaction:
+                for generator, state in pairs:
+                    transaction.register_undo(partial(generator.set, generator.get()))
+                    generator.set(state)
+                transaction.commit()
+        except Exception as error:
+            message = "a random generator could not be set; nothing has been changed"
+            raise _refused([_first_line(error)], message) from error
 
     def _cuda_pairs(self, states: object, problems: list[str]) -> _Pairs:
         if not self._cuda or states is None:
@@ -121,12 +135,6 @@ class RNG:
             return []
         by_index = {str(index): state for index, state in enumerate(states)}
         return _paired({index: generators[int(index)] for index in by_index}, by_index, "cuda: ", problems)
-
-
-def _keys_of(value: object) -> str:
-    if not isinstance(value, Mapping):
-        return f"a {type(value).__qualname__}"
-    return printable(", ".join(map(str, list(value)[:10])))[:200] or "an empty mapping"
 
 
 def _paired(generators: Mapping[str, _Generator], states: object, prefix: str, problems: list[str]) -> _Pairs:
@@ -148,19 +156,6 @@ def _paired(generators: Mapping[str, _Generator], states: object, prefix: str, p
 
 def _first_line(error: Exception) -> str:
     return printable(str(error).split("\n")[0]) or type(error).__qualname__
-
-
-def _set_all(pairs: _Pairs) -> None:
-    before = [generator.get() for generator, _ in pairs]
-    try:
-        for generator, state in pairs:
-            generator.set(state)
-    except BaseException as error:
-        for (generator, _), state in zip(pairs, before, strict=True):
-            generator.set(state)
-        if not isinstance(error, Exception):
-            raise
-        raise _refused([_first_line(error)], "a random generator could not be set; nothing has been changed") from error
 
 
 def _refused(problems: list[str], message: str, found: str = "") -> RandomStateError:

@@ -521,6 +521,16 @@ def call_apply(module: torch.nn.Module, function: Callable[[torch.Tensor], torch
     module._apply(function)  # type: ignore[no-untyped-call]
 
 
+def sparse_values(tensor: torch.Tensor) -> torch.Tensor:
+    """The values of a sparse COO tensor, coalesced or not, in their own memory."""
+    return tensor.detach()._values()
+
+
+def is_initialised(module: torch.nn.Module) -> bool:
+    """Whether `nn.Module.__init__` has been called for a module."""
+    return "_buffers" in vars(module)
+
+
 def write_count(tensor: torch.Tensor) -> int:
     """The number of in-place writes to a tensor, which torch counts for autograd."""
     return tensor._version
