@@ -80,7 +80,7 @@ $(info make: the first run sets up $(VENV) first: two to three minutes in all)
 endif
 demo: $(VENV)/.demo
 	@echo "make: the demo loads a real checkpoint in ten fresh processes (about a minute)"
-	$(BIN)/modelstate demo
+	$(BIN)/python -m bench.demo
 
 test: lint types pytest
 

@@ -97,7 +97,7 @@ def pages(parts: Sequence[Part], command: str) -> Iterator[tuple[Page, list[goal
         if its:
             found = {one.key: one for part in its for one in part.measured}
             reached = goals.reached(found, page.goals)
-            yield page, reached, tables.page(page, its, reached, command)
+            yield page, reached, tables.page(page, its, reached, goals.compared(found, page.file), command)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

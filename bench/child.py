@@ -11,11 +11,11 @@ import torch
 
 from bench import files, limits, live, saving, serving, torture
 from bench.contenders import CONVERT, TABLES
+from bench.measure import Stages
 from bench.models import KINDS as MODELS
 from bench.models import Leaves, run, with_memory
 from bench.sizes import QUICK, Sizes
 from bench.ways.case import Case
-from modelstate.cli.measure import Stages
 
 
 def write(*, case: str, formats: Sequence[str], folder: str, quick: bool) -> None:

@@ -17,16 +17,16 @@ def _mapped(fastest: Fastest) -> str:
 
 def _first_forward(fastest: Fastest) -> str:
     return (
-        "Whoever maps the file and reads it in the forward does the same work: "
-        f"{fastest('limits', limits.FORWARD)} for the forward alone, and the page faults of the map. What is "
-        f"ours is the {fastest('large/meta', 'modelstate.load')} until the load returns. Runs of one and the same "
-        "contender differ by what is beside the times; of two that do the same work, either comes out first."
+        "Every loader that maps the file and reads it in the forward does the same work: "
+        f"{fastest('limits', limits.FORWARD)} for the forward alone, and the page faults of the map. The "
+        f"load itself takes {fastest('large/meta', 'modelstate.load')}. The runs of one "
+        "contender differ as the ranges beside the times show."
     )
 
 
 def _own_memory(fastest: Fastest) -> str:
     return (
-        "Fresh memory is what everybody pays for here. To read the file into fresh small pages takes "
+        "The cost is fresh memory. To read the file into fresh small pages takes "
         f"{fastest('limits', limits.SMALL)} with nothing else done; to have the kernel make pages with its bytes in "
         f"them, as the load does, {fastest('limits', limits.FILLED)}; and the load "
         f"{fastest('large/meta', 'modelstate.load, map=False')}. Into huge pages it is "
@@ -52,7 +52,7 @@ def _cold(fastest: Fastest) -> str:
         f"The disk alone takes {fastest('limits', limits.DIRECT)}, past the page cache and into memory that is there, "
         f"where the load comes in within {fastest('cold/memory', 'modelstate.load, in_place=True')}. What is mapped "
         "comes through the page cache, whose pages are fresh memory: "
-        f"{fastest('limits', limits.BUFFERED)} for who reads it so with nothing else done, and "
+        f"{fastest('limits', limits.BUFFERED)} for a buffered read with nothing else done, and "
         f"{fastest('cold', 'modelstate.load', 'forward')} for the load with its first forward, which runs right behind "
         f"the pages and takes {fastest('limits', limits.FORWARD)} by itself."
     )
@@ -71,8 +71,8 @@ def _cast(fastest: Fastest) -> str:
 def _int8(fastest: Fastest) -> str:
     return (
         f"Reading the bytes takes {fastest('limits', limits.TOUCHED)} with all processors and nothing else done; the "
-        "rest is the arithmetic of the scales and the rounding, which is torchao's for everybody, and the fresh memory "
-        "for the weights."
+        "rest is the arithmetic of the scales and the rounding, which torchao does for every contender, and the fresh "
+        "memory for the weights."
     )
 
 

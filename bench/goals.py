@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 from bench import limits, live, saving, torture
 from bench.goal_limits import LIMITS
@@ -355,6 +356,80 @@ ROWS: dict[str, tuple[str, str, Callable[[Found], Reached]]] = {
     ),
     "frozen": ("a checkpoint of which 90% has not changed", "at least 5x faster than a full one", frozen),
 }
+
+
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    """A row of the summary of a page: a job, and the row of our time in a table."""
+
+    job: str
+    key: str
+    ours: str
+    stage: str = "ready"
+    peers: Callable[[Found, str], bool] = lambda found, row: True
+    """Whether another row of the table does the same job."""
+
+
+COMPARISONS = {
+    "benchmarks.md": (
+        Comparison("1.2 GB file, to the end of the first forward", "large/meta", OURS, "forward"),
+        Comparison("the same, with a cold page cache", "cold", OURS, "forward"),
+        Comparison(
+            "1.2 GB file into a module with its optimizer, in place",
+            "large/memory",
+            f"{OURS}, in_place=True",
+            peers=lambda found, row: _keeps_references(found, "large/memory", row),
+        ),
+        Comparison("float32 file to a bfloat16 module", "cast", f"{OURS}, dtype=bfloat16"),
+        Comparison("float32 file to int8 weights", "int8", f"{OURS}, transform=Quantize"),
+        Comparison("20,000 small tensors", "small/meta", OURS),
+        Comparison("a Llama of transformers, with its construction", "hub/load", HUB_OURS),
+        Comparison(
+            "1.2 GB module in memory, from float32 to bfloat16",
+            "convert/large",
+            "modelstate.convert",
+            peers=lambda found, row: "modelstate" not in row,
+        ),
+    ),
+    "benchmarks_saving.md": (
+        Comparison(
+            "1.2 GB module to safetensors, synced to the disk",
+            "save",
+            "modelstate.save",
+            peers=lambda found, row: row.endswith(", then fsync"),
+        ),
+        Comparison(
+            "until a background save of 1.2 GB returns",
+            "store",
+            saving.BLOCKED,
+            peers=lambda found, row: row == saving.MEMCPY,
+        ),
+    ),
+    "benchmarks_serving.md": tuple(
+        Comparison(
+            f"a request to a small program, {kind}",
+            f"live/request/{kind}",
+            live.LIVE.format(kind),
+            peers=lambda found, row: row == live.MODULE or row in live.BARE.values(),
+        )
+        for kind in torture.KINDS
+    ),
+}
+"""The rows of the summary at the top of each page, at most eight."""
+
+
+def compared(found: Found, page: str) -> list[list[str]]:
+    """Returns the rows of the summary: the job, both contenders with their times, and the ratio of the times."""
+    rows = []
+    for one in COMPARISONS[page]:
+        try:
+            peer = _best(found, one.key, one.stage, partial(one.peers, found))
+            ours, theirs = (_seconds(found, one.key, row, one.stage) for row in (one.ours, peer))
+        except NotMeasuredError:
+            continue
+        texts = (_ms(value) if value >= 1e-3 else f"{value * 1e6:.1f} µs" for value in (ours, theirs))
+        rows.append([one.job, *map(" ".join, zip((one.ours, peer), texts, strict=True)), f"{ours / theirs:.2f}"])
+    return rows
 
 
 def reached(found: Found, keys: Iterable[str] = ROWS) -> list[Goal]:

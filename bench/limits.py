@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 
 from bench import files
-from modelstate.cli.measure import Stages
+from bench.measure import Stages
 from modelstate.io.memory import UffdFiller
 
 MEMCPY = "memcpy into touched memory"

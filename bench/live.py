@@ -9,8 +9,8 @@ import torch
 from torch import nn
 
 import modelstate as ms
+from bench.measure import Stages
 from bench.torture import aoti_package, target_of
-from modelstate.cli.measure import Stages
 
 MEMCPY = "memcpy of the weights"
 STAGED, FLIP, ROLLBACK = "swap, {}: staging", "swap, {}: all the rest", "rollback, {}"

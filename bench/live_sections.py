@@ -1,11 +1,11 @@
 """The part about programs that serve: what is torn, what a swap costs, and what a request does."""
 
 from bench import torture
+from bench.measure import Stage
 from bench.measured import Measured
 from bench.other import by_stage
 from bench.run import Runner
 from bench.sizes import Sizes
-from modelstate.cli.measure import Stage
 
 
 def measure(runner: Runner, sizes: Sizes) -> list[Measured]:

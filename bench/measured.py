@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from modelstate.cli.measure import Stage, median
+from bench.measure import Stage, median
 
 ROOT = Path(__file__).resolve().parent.parent
 Runs = Mapping[str, Sequence[Mapping[str, Stage]]]

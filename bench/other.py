@@ -10,11 +10,11 @@ from pathlib import Path
 from bench import files, saving, serving
 from bench import limits as names
 from bench.contenders import CONVERT
+from bench.measure import Stage
 from bench.measured import Measured, Runs
 from bench.models import on_meta
 from bench.run import Runner
 from bench.sizes import QUICK, Sizes
-from modelstate.cli.measure import Stage
 
 _BARE = "bare writes"
 _LONG_SECONDS = 3600

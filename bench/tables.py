@@ -9,9 +9,9 @@ from importlib.metadata import PackageNotFoundError, version
 import torch
 
 from bench.goals import Goal
+from bench.measure import median
 from bench.measured import Measured, Part, Runs
 from bench.pages import Page
-from modelstate.cli.measure import median
 from modelstate.text_format import size
 
 
@@ -244,18 +244,25 @@ def _versions() -> list[str]:
     return found
 
 
-def page(of: Page, parts: Sequence[Part], found: Sequence[Goal], command: str) -> str:
-    """All of it."""
+def summary(rows: Sequence[Sequence[str]]) -> str:
+    """The table that a page begins with: our time beside that of the best peer, for at most eight jobs."""
+    return table(["", "modelstate", "best peer", "our time / the best peer's"], rows) if rows else ""
+
+
+def page(
+    of: Page, parts: Sequence[Part], found: Sequence[Goal], compared: Sequence[Sequence[str]], command: str
+) -> str:
+    """The text of a page: a summary, how it is measured, the goals, and a section for each table."""
     measured = [one for part in parts for one in part.measured]
     machines = dict.fromkeys(part.machine for part in parts)
-    head = f"""# {of.title}
+    words = f"""## How it is measured
 
 This page is written by `{command}`.{_origin(parts, command)} Every contender runs in a fresh process, in alternation
 with the others of its table. {of.words}
 
-The machine: {" ".join(machines)}
-"""
-    return "\n\n".join([head.rstrip(), goals(found), *map(section, measured)]) + "\n"
+The machine: {" ".join(machines)}"""
+    texts = [f"# {of.title}", summary(compared), words, goals(found), *map(section, measured)]
+    return "\n\n".join(text for text in texts if text) + "\n"
 
 
 def _origin(parts: Sequence[Part], command: str) -> str:

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 import modelstate as ms
-from modelstate.cli.measure import Stages
+from bench.measure import Stages
 
 READERS = 4
 PERIOD_SECONDS = 0.02

@@ -81,9 +81,8 @@ def test_the_commands_of_the_readme_run(tmp_path: Path) -> None:
         "verify",
         "store",
         "explain",
-        "demo",
     ]
-    for command in commands[:-1]:
+    for command in commands:
         done = run(tmp_path, str(Path(sys.executable).with_name("modelstate")), *command[1:])
         assert done.returncode == 0, done.stderr
         assert done.stdout

@@ -114,7 +114,6 @@ OPENS_BY_ITSELF = {
     "serve/export.py": "a file that is written",
     "serve/program_file.py": "a file that is written",
     "cli/live.py": "a token, which a shell may give as a pipe",
-    "cli/measure.py": "/proc",
     "cli/error_pages.py": "pages of the package itself",
     "testing/disk.py": "a copy of a disk for tests",
 }

@@ -117,7 +117,7 @@ def test_a_file_saved_from_a_gpu_opens_without_one(real_file: RealFile) -> None:
 
 
 def test_torchscript_is_refused_with_what_to_do(real_file: RealFile) -> None:
-    with pytest.raises(ms.errors.NotACheckpointError, match="TorchScript"):
+    with pytest.raises(ms.errors.UnknownFormatError, match="TorchScript"):
         ms.open(real_file("silero-vad-jit"))
 
 

@@ -12,13 +12,13 @@ from types import FrameType
 import torch
 import uvicorn
 
+from bench.demo import find_material
 from examples.serve.app import Service, log
 from examples.serve.connections import config
 from examples.serve.metrics import Metrics
 from examples.serve.program import KINDS, live
 from examples.serve.swaps import Swaps
 from examples.serve.texts import Limits, Texts
-from modelstate.cli.demo import find_material
 
 _MOST_TOKENS = 512
 """Positions that the model has."""

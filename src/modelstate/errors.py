@@ -4,122 +4,85 @@ A message says what is wrong and where, what was expected, what was found, and w
 fields of the error, so that a program need not parse the text. A call that raises leaves files and models unchanged.
 
 ModelStateError
-├── OpenError                         a source that cannot be opened as a checkpoint
-│   ├── SourceNotFoundError           (FileNotFoundError)
-│   ├── SourceAccessError             (PermissionError)
-│   ├── SourceTypeError               (TypeError) neither a path nor a mapping, or a URL of an unknown scheme
-│   ├── EmptyFileError                (ValueError)
-│   ├── UnknownFormatError            (ValueError) the content is not of a known format
-│   │   ├── LfsPointerError           a Git LFS pointer in place of the file
-│   │   ├── HtmlPageError             a web page in place of the file
-│   │   └── NotACheckpointError       a known file of another kind: TorchScript, plain pickle, GGUF, ...
-│   ├── NoCheckpointError             (FileNotFoundError) a directory without a checkpoint
-│   ├── AmbiguousDirectoryError       (ValueError) a directory with several checkpoints
-│   ├── TruncatedFileError            (EOFError) fewer bytes than the file itself announces
-│   ├── HeaderLengthError             (ValueError) safetensors: length beyond the file
-│   ├── HeaderTooLargeError           (ValueError) safetensors: above 100 MB
-│   ├── HeaderSyntaxError             (ValueError) safetensors: not JSON of the expected form
-│   ├── DuplicateNameError            (ValueError) a name twice in a file, or in two shards
-│   ├── UnknownDtypeError             (ValueError)
-│   ├── TensorRangeError              (ValueError) a tensor's bytes overlap, leave holes or leave the file
-│   ├── TensorSizeError               (ValueError) shape times dtype is not the size of the range, or overflows
-│   ├── ArchiveError                  (ValueError) a damaged zip container
-│   │   ├── MissingRecordError
-│   │   ├── CompressedRecordError
-│   │   ├── RecordSizeError           sizes that contradict each other or the file
-│   │   └── UnsafePathError           a path that leaves the archive, or a shard outside its directory
-│   ├── PickleError                   (ValueError) a damaged pickle
-│   ├── ForbiddenGlobalError          (ValueError) a pickle that asks for more than is allowed
-│   ├── UnsupportedTensorError        (NotImplementedError) quantized tensors and the like, by name
-│   ├── ManifestError                 (ValueError) the manifest of `modelstate.save` is damaged
-│   │   └── NewerManifestError        written by a newer version
-│   ├── ShardIndexError               (ValueError) a damaged shard index
-│   ├── MissingShardError             (FileNotFoundError)
-│   └── CombineError                  (ValueError) checkpoints that cannot be combined
-│       └── AdapterError              an adapter that does not fit its base
-├── TensorNotFoundError               (KeyError)
-├── KeyNotFoundError                  (KeyError) `key=` selects nothing
-├── AmbiguousKeyError                 (ValueError) several state dicts that fit equally well
-├── ReadFailedError                   (OSError) an I/O error or a short read while tensors were read
-├── ReadTargetError                   (ValueError) `read_into` a tensor that does not fit
-├── ChecksumError                     (ValueError) bytes that do not match their checksum, or have none
-├── OptionError                       (TypeError) an invalid argument
-├── TensorSpecError                   (TypeError, AttributeError) a `TensorSpec` is used as a tensor
-├── PackageError                      (ImportError) a package that is needed is not installed
-├── BufferNameError                   (KeyError) a name that a module cannot take for a lazy buffer
-├── RuleError                         (ValueError) a rule that cannot be applied
-├── SchemaError                       (ValueError) a checkpoint whose version is unknown
-├── OptimizerStateError               (ValueError) the state of an optimizer that does not fit
-├── RandomStateError                  (ValueError) a state that random generators reject
-├── StoreError                        a store of checkpoints
-│   ├── StepNotFoundError             (KeyError) a step, or an object in it, that does not exist
-│   ├── StepExistsError               (FileExistsError) a step that exists already
-│   ├── DamagedCheckpointError        (ValueError) a checkpoint that differs from what was saved
-│   ├── ForeignCheckpointError        (ValueError) a checkpoint of another store, or of another step
-│   ├── StoreLockedError              (RuntimeError) a store that another process writes to
-│   └── StoreAccessError              (OSError) a store's directory that is not writable, or has no locks
-│       └── StoreMovedError           it was renamed, removed or replaced while the store was in use
-├── PlanError                         (RuntimeError) a plan that has problems; see `.problems`
-├── ObjectsError                      objects whose state cannot be saved or restored together
-│   ├── MissingObjectError            (KeyError) an object without saved state
-│   ├── UnexpectedObjectError         (KeyError) saved state without an object
-│   ├── ObjectKindError               (TypeError) an object of another kind than the saved one
-│   └── ObjectStateError              (RuntimeError) an object's code raised while its state was saved or loaded
-├── StalePlanError                    (RuntimeError) the slots of the model are not those that the plan was made for
-├── BackgroundCancelledError          (RuntimeError) a background load or save that was cancelled
-├── BackgroundTimeoutError            (TimeoutError) a background load or save that has not ended in time
-├── ModelCodeError                    (RuntimeError) a hook, an override or `set_extra_state` of the model raised
-├── ExtraStateError                   (ValueError) declared extra state that cannot be saved or loaded
-│   ├── ExtraStateFormatError         a value that no declaration saves
-│   ├── ExtraStateNamesError          names that are missing, or not declared
-│   ├── ExtraStateVersionError        a version that the class does not accept
-│   ├── ExtraStateAttributeError      an attribute that is missing, read-only, or in the state dict already
-│   └── UpgradeError                  an `upgrade` that raised, or returned no mapping
-├── TransformError                    (ValueError) a transform that raised, or returned something unusable
-├── PlacementError                    (RuntimeError) a value that cannot be put into its tensor
-├── RollbackError                     (RuntimeError) after a failure something could not be restored
-├── CodecError                        (ValueError) a value that cannot be encoded or decoded
-│   ├── UnsupportedValueError         a value of a kind that has no encoding
-│   ├── EncodedValueError             an encoding that is damaged
-│   ├── UnknownClassError             its class is not imported, not registered, or has other fields
-│   └── CodecNameError                a name that belongs to another class
-├── SaveError                         a state that cannot be saved
-│   ├── SaveTargetError               (TypeError) not a module or flat state dict, or not the path of a file
-│   ├── UnsavableError                (ValueError) tensors or names that the format cannot hold
-│   ├── TargetExistsError             (FileExistsError) a file that may not be replaced
-│   ├── DirectoryLockedError          (TimeoutError) another process holds the lock of the directory
-│   └── WriteFailedError              (OSError) an I/O error; the previous file is intact
-├── ExportError                       (RuntimeError) a module that cannot be exported
-│   ├── ExportedAnswerError           (ValueError) the program's outputs differ from the module's
-│   └── NotSwappableError             (ValueError) weights that cannot be swapped in the program
-├── NameMapError                      (ValueError) names that cannot be mapped to those of the running module
-├── LiveError                         a program that is being served
-│   ├── LiveTargetError               (TypeError) a program that cannot be served, or not in versions
-│   ├── ProgramInputError             (ValueError) inputs that the program was not exported for
-│   ├── WeightsError                  (ValueError) weights that the program cannot take
-│   │   ├── WeightDtypeError          they would have to be cast
-│   │   ├── WeightKindError           they are sparse, or of a tensor subclass
-│   │   ├── WeightStrideError         their elements lie in another order
-│   │   ├── WeightStorageError        they are parts of a larger storage
-│   │   ├── NonFiniteWeightError      NaN or infinity
-│   │   └── FixedWeightError          they are constants of the compiled program, or not in it
-│   ├── CanaryError                   (ValueError) the new version failed on the canary's inputs
-│   ├── SwapBusyError                 (RuntimeError) another swap is under way
-│   ├── SwapTimeoutError              (TimeoutError) requests, or another swap, did not end in time
-│   ├── VersionGoneError              (LookupError) a version that is no longer kept
-│   ├── QuarantinedError              (RuntimeError) no version can serve: an undo failed
-│   ├── SkippedCheckpointError        (ValueError) a checkpoint of a followed store is skipped
-│   ├── AppUnreachableError           (ConnectionError) a serving app that is not reachable now
-│   ├── AppAnswerError                (RuntimeError) a serving app gave no answer, or an invalid one
-│   ├── AppAccessError                (PermissionError) a serving app refuses the token or the path
-│   └── AppRefusedError               (ValueError) a serving app refuses a checkpoint
-├── SwapError                         (RuntimeError) a tensor that something else holds, which would keep its old value
-├── ModelBusyError                    (RuntimeError) another thread is changing the model
-└── MemoryBudgetError                 (MemoryError)
+├── OpenError
+│   ├── SourceNotFoundError       (FileNotFoundError)
+│   ├── SourceAccessError         (PermissionError)
+│   ├── SourceTypeError           (TypeError)
+│   ├── UnknownFormatError        (ValueError)
+│   ├── AmbiguousCheckpointError  (ValueError)
+│   ├── TruncatedFileError        (EOFError, ValueError)
+│   ├── HeaderError               (ValueError)
+│   ├── ArchiveError              (ValueError)
+│   ├── UnsafePathError           (ValueError)
+│   ├── PickleError               (ValueError)
+│   ├── ForbiddenGlobalError      (ValueError)
+│   ├── UnsupportedTensorError    (NotImplementedError)
+│   ├── ManifestError             (ValueError)
+│   │   └── NewerManifestError
+│   ├── MissingShardError         (FileNotFoundError)
+│   └── CombineError              (ValueError)
+├── KeyNotFoundError              (KeyError)
+├── ReadFailedError               (OSError)
+├── ChecksumError                 (ValueError)
+├── OptionError                   (TypeError, ValueError)
+├── TensorSpecError               (TypeError, AttributeError)
+├── PackageError                  (ImportError)
+├── BufferNameError               (KeyError)
+├── RuleError                     (ValueError)
+├── SchemaError                   (ValueError)
+├── OptimizerStateError           (ValueError)
+├── RandomStateError              (ValueError)
+├── ObjectMismatchError           (KeyError, TypeError)
+├── ObjectStateError              (RuntimeError)
+├── PlanError                     (RuntimeError)
+├── StalePlanError                (RuntimeError)
+├── ModelBusyError                (RuntimeError)
+├── BackgroundCancelledError      (RuntimeError)
+├── BackgroundTimeoutError        (TimeoutError)
+├── ModelCodeError                (RuntimeError)
+├── ExtraStateError               (ValueError)
+├── TransformError                (ValueError)
+├── PlacementError                (RuntimeError)
+├── RollbackError                 (RuntimeError)
+├── SwapError                     (RuntimeError)
+├── MemoryBudgetError             (MemoryError)
+├── CodecError                    (ValueError)
+│   └── UnknownClassError
+├── SaveError
+│   ├── SaveTargetError           (TypeError)
+│   ├── UnsavableError            (ValueError)
+│   ├── TargetExistsError         (FileExistsError)
+│   ├── DirectoryLockedError      (TimeoutError)
+│   └── WriteFailedError          (OSError)
+├── StoreError
+│   ├── StepNotFoundError         (KeyError)
+│   ├── DamagedCheckpointError    (ValueError)
+│   ├── StoreLockedError          (RuntimeError)
+│   └── StoreAccessError          (OSError)
+│       └── StoreMovedError
+├── ExportError                   (RuntimeError, ValueError)
+├── NameMapError                  (ValueError)
+└── LiveError
+    ├── LiveTargetError           (TypeError)
+    ├── ProgramInputError         (ValueError)
+    ├── WeightsError              (ValueError)
+    ├── CanaryError               (ValueError)
+    ├── SwapBusyError             (RuntimeError)
+    ├── SwapTimeoutError          (TimeoutError)
+    ├── VersionGoneError          (LookupError)
+    ├── QuarantinedError          (RuntimeError)
+    ├── SkippedCheckpointError    (ValueError)
+    ├── AppUnreachableError       (ConnectionError)
+    ├── AppAnswerError            (RuntimeError)
+    ├── AppAccessError            (PermissionError)
+    └── AppRefusedError           (ValueError)
 """
 
 from collections.abc import Sequence
 from typing import Any, ClassVar
+
+CUT_SHORT = "the file is damaged or cut short: compare its size with the original, and copy it again"
+"""The remedy for a damaged file."""
 
 
 class ModelStateError(Exception):
@@ -132,7 +95,8 @@ class ModelStateError(Exception):
         where: the file and the place in it, or the place in the model.
         expected: what was expected.
         found: what was found.
-        remedy: what to do next.
+        remedy: what to do next; empty for the remedy of the class.
+        names: the names of the tensors, attributes or values that are wrong.
 
     Example:
         >>> try:
@@ -143,13 +107,22 @@ class ModelStateError(Exception):
 
     page: ClassVar[str] = ""
     """The page that shows the cause and the fix: `modelstate explain PAGE` prints it."""
+    _class_remedy: ClassVar[str] = ""
 
-    def __init_subclass__(cls, *, page: str = "", **options: object) -> None:
+    def __init_subclass__(cls, *, page: str = "", remedy: str = "", **options: object) -> None:
         super().__init_subclass__(**options)
         cls.page = page or cls.page
+        cls._class_remedy = remedy or cls._class_remedy
 
     def __init__(
-        self, what: str, *, where: object = "", expected: object = "", found: object = "", remedy: object = ""
+        self,
+        what: str,
+        *,
+        where: object = "",
+        expected: object = "",
+        found: object = "",
+        remedy: object = "",
+        names: Sequence[str] = (),
     ) -> None:
         super().__init__(what)
         self.what = what
@@ -160,8 +133,10 @@ class ModelStateError(Exception):
         """What was expected."""
         self.found = str(found)
         """What was found."""
-        self.remedy = str(remedy)
+        self.remedy = str(remedy) or self._class_remedy
         """What to do next."""
+        self.names = tuple(names)
+        """The names of the tensors, attributes or values that are wrong; empty where the text alone names them."""
 
     @property
     def has_fields(self) -> bool:
@@ -172,13 +147,11 @@ class ModelStateError(Exception):
         if not self.has_fields:
             return super().__str__()
         lines = [f"{self.where}: {self.what}" if self.where else self.what]
-        lines += [f"  {k}: {v}" for k, v in (("expected", self.expected), ("found", self.found)) if v]
-        if self.remedy:
-            lines.append(f"  to do: {self.remedy}")
-        return "\n".join(lines + self._more())
+        labels = {"expected": self.expected, "found": self.found, "to do": self.remedy, "more": self._explain_command()}
+        return "\n".join(lines + [f"  {label}: {text}" for label, text in labels.items() if text])
 
-    def _more(self) -> list[str]:
-        return [f"  more: modelstate explain {self.page}"] if self.page else []
+    def _explain_command(self) -> str:
+        return f"modelstate explain {self.page}" if self.page else ""
 
 
 class OpenError(ModelStateError, page="no-checkpoint"):
@@ -186,7 +159,7 @@ class OpenError(ModelStateError, page="no-checkpoint"):
 
 
 class SourceNotFoundError(OpenError, FileNotFoundError):
-    """The path does not exist."""
+    """The path does not exist, or is a directory that has no checkpoint."""
 
 
 class SourceAccessError(OpenError, PermissionError):
@@ -197,88 +170,44 @@ class SourceTypeError(OpenError, TypeError, page="argument"):
     """The source is of a kind that cannot be opened."""
 
 
-class EmptyFileError(OpenError, ValueError, page="truncated-file"):
-    """The file has no bytes."""
-
-
 class UnknownFormatError(OpenError, ValueError, page="unknown-format"):
-    """The content is not of a format that modelstate reads."""
+    """The file is not a checkpoint that modelstate reads.
+
+    Examples are TorchScript, a plain pickle, GGUF, a Git LFS pointer, and the web page of a failed download.
+    """
 
 
-class LfsPointerError(UnknownFormatError):
-    """The file is a Git LFS pointer, and not the file itself."""
+class AmbiguousCheckpointError(OpenError, ValueError, page="several-checkpoints"):
+    """A file holds several state dicts that fit equally well, or a directory several checkpoints."""
+
+    def __init__(self, what: str, *, candidates: Sequence[tuple[str, int]] = (), **fields: Any) -> None:
+        super().__init__(what, **fields)
+        self.candidates = tuple(candidates)
+        """Pairs of a key and the number of names that match those of the module; empty for a directory."""
 
 
-class HtmlPageError(UnknownFormatError):
-    """The file is a web page, and not a checkpoint."""
+class TruncatedFileError(OpenError, EOFError, ValueError, page="truncated-file", remedy=CUT_SHORT):
+    """The file is empty, or has fewer bytes than its header announces."""
 
 
-class NotACheckpointError(UnknownFormatError):
-    """A file of a known kind that does not hold a checkpoint."""
+class HeaderError(OpenError, ValueError, page="damaged-header", remedy=CUT_SHORT):
+    """A header or a shard index is damaged, or contradicts the file.
+
+    It is not the JSON of the format, is too large, leads out of the file, has an unknown dtype or a name twice; or
+    shapes and byte ranges of tensors contradict each other, overlap, or leave holes.
+    """
 
 
-class NoCheckpointError(OpenError, FileNotFoundError):
-    """A directory that holds no checkpoint."""
+class ArchiveError(OpenError, ValueError, page="damaged-archive", remedy=CUT_SHORT):
+    """A zip archive is damaged: a record is missing, compressed, of a wrong size, or does not match its checksum."""
 
 
-class AmbiguousDirectoryError(OpenError, ValueError, page="several-checkpoints"):
-    """A directory that holds several checkpoints."""
-
-
-class TruncatedFileError(OpenError, EOFError, page="truncated-file"):
-    """The file has fewer bytes than its header announces."""
-
-
-class HeaderLengthError(OpenError, ValueError, page="damaged-header"):
-    """A safetensors header that is longer than the file."""
-
-
-class HeaderTooLargeError(OpenError, ValueError, page="damaged-header"):
-    """A safetensors header above the 100 MB that the format allows."""
-
-
-class HeaderSyntaxError(OpenError, ValueError, page="damaged-header"):
-    """A safetensors header that is not JSON, or not of the expected form."""
-
-
-class DuplicateNameError(OpenError, ValueError, page="damaged-header"):
-    """A name occurs twice in a file, or in two shards."""
-
-
-class UnknownDtypeError(OpenError, ValueError, page="damaged-header"):
-    """A dtype that this version of PyTorch does not have."""
-
-
-class TensorRangeError(OpenError, ValueError, page="damaged-header"):
-    """The bytes of a tensor overlap others, leave holes, or lie outside the file."""
-
-
-class TensorSizeError(OpenError, ValueError, page="damaged-header"):
-    """Shape times dtype is not the number of bytes, or overflows."""
-
-
-class ArchiveError(OpenError, ValueError, page="damaged-archive"):
-    """A zip container that is damaged."""
-
-
-class MissingRecordError(ArchiveError):
-    """A record that the archive needs is not in it."""
-
-
-class CompressedRecordError(ArchiveError):
-    """A record is compressed, so its bytes cannot be mapped or bounded."""
-
-
-class RecordSizeError(ArchiveError):
-    """The sizes of a record in the archive contradict each other or the file."""
-
-
-class UnsafePathError(ArchiveError):
+class UnsafePathError(OpenError, ValueError, page="damaged-archive"):
     """A path that leads out of the archive, or out of the directory of a shard index."""
 
 
-class PickleError(OpenError, ValueError, page="damaged-archive"):
-    """A pickle that is damaged."""
+class PickleError(OpenError, ValueError, page="damaged-archive", remedy=CUT_SHORT):
+    """A pickle is damaged."""
 
 
 class ForbiddenGlobalError(OpenError, ValueError, page="forbidden-global"):
@@ -290,7 +219,7 @@ class ForbiddenGlobalError(OpenError, ValueError, page="forbidden-global"):
         *,
         refused: Sequence[tuple[str, str]] = (),
         allow: Sequence[str] = (),
-        **fields: object,
+        **fields: Any,
     ) -> None:
         super().__init__(what, **fields)
         self.refused = tuple(refused)
@@ -307,12 +236,8 @@ class ManifestError(OpenError, ValueError, page="damaged-manifest"):
     """The manifest that `modelstate.save` puts into a file beside its tensors is damaged."""
 
 
-class NewerManifestError(ManifestError):
-    """The file was written by a version of modelstate that is newer than this one."""
-
-
-class ShardIndexError(OpenError, ValueError, page="missing-shard"):
-    """A shard index that is damaged."""
+class NewerManifestError(ManifestError, remedy="update modelstate"):
+    """A newer version of modelstate wrote the file."""
 
 
 class MissingShardError(OpenError, FileNotFoundError, page="missing-shard"):
@@ -320,44 +245,23 @@ class MissingShardError(OpenError, FileNotFoundError, page="missing-shard"):
 
 
 class CombineError(OpenError, ValueError, page="combine"):
-    """Several checkpoints that cannot be combined."""
-
-
-class AdapterError(CombineError):
-    """An adapter that does not fit its base, or is of a kind that modelstate does not merge."""
-
-
-class TensorNotFoundError(ModelStateError, KeyError, page="no-such-key"):
-    """The checkpoint has no tensor of this name."""
+    """Checkpoints cannot be combined, or an adapter does not fit its base."""
 
 
 class KeyNotFoundError(ModelStateError, KeyError, page="no-such-key"):
-    """`key=` does not name a part of the checkpoint."""
-
-
-class AmbiguousKeyError(ModelStateError, ValueError, page="several-checkpoints"):
-    """The checkpoint holds several state dicts that fit equally well."""
-
-    def __init__(self, what: str, *, candidates: Sequence[tuple[str, int]] = (), **fields: object) -> None:
-        super().__init__(what, **fields)
-        self.candidates = tuple(candidates)
-        """Pairs of a key and the number of names that match those of the module."""
+    """The checkpoint has no tensor of this name, or nothing under this `key=`."""
 
 
 class ReadFailedError(ModelStateError, OSError, page="file-changed"):
     """An I/O error while tensors were read, or fewer bytes than when the file was opened."""
 
 
-class ReadTargetError(ModelStateError, ValueError, page="argument"):
-    """The tensor to read into does not fit the stored one."""
-
-
 class ChecksumError(ModelStateError, ValueError, page="checksum"):
     """The bytes of a tensor do not match its checksum, or it has no checksum."""
 
 
-class OptionError(ModelStateError, TypeError, page="argument"):
-    """An invalid argument."""
+class OptionError(ModelStateError, TypeError, ValueError, page="argument"):
+    """An argument is invalid."""
 
 
 class TensorSpecError(ModelStateError, TypeError, AttributeError, page="not-a-tensor"):
@@ -388,81 +292,25 @@ class RandomStateError(ModelStateError, ValueError, page="random-state"):
     """A state that does not fit these random generators, which are unchanged."""
 
 
-class StoreError(ModelStateError, page="store"):
-    """A store of checkpoints that lacks what is requested, or cannot take what is saved."""
+class ObjectMismatchError(ModelStateError, KeyError, TypeError, page="objects"):
+    """The names or kinds of objects are not those whose state was saved."""
 
 
-class StepNotFoundError(StoreError, KeyError):
-    """The store has no checkpoint of this step, no checkpoint at all, or not this object in it."""
-
-
-class StepExistsError(StoreError, FileExistsError):
-    """The store has a checkpoint of this step already."""
-
-
-class DamagedCheckpointError(StoreError, ValueError):
-    """A checkpoint of a store differs from what was saved."""
-
-
-class ForeignCheckpointError(StoreError, ValueError):
-    """A checkpoint in a store's directory belongs to another store or another step."""
-
-
-class SaveFailedWarning(UserWarning):
-    """A background save has failed. Training goes on, and the next save saves everything."""
-
-
-class DamagedCheckpointWarning(UserWarning):
-    """A damaged checkpoint was skipped, and an older one was restored."""
-
-
-class ResumeWarning(UserWarning):
-    """A run that is resumed from a checkpoint would differ from an uninterrupted run."""
-
-
-class StoreLockedError(StoreError, RuntimeError, page="store-locked"):
-    """Another process or thread writes to the store."""
-
-
-class StoreAccessError(StoreError, OSError, page="store-locked"):
-    """The directory of a store cannot be written to, or its file system has no locks."""
-
-
-class StoreMovedError(StoreAccessError, page="store-moved"):
-    """The directory of a store is no longer at its path."""
-
-
-class ObjectsError(ModelStateError, page="objects"):
-    """Objects whose state cannot be saved, or restored, together."""
-
-
-class MissingObjectError(ObjectsError, KeyError):
-    """An object has no saved state."""
-
-
-class UnexpectedObjectError(ObjectsError, KeyError):
-    """There is saved state for an object that does not exist now."""
-
-
-class ObjectKindError(ObjectsError, TypeError):
-    """An object is of another kind than the one whose state was saved."""
-
-
-class ObjectStateError(ObjectsError, RuntimeError):
+class ObjectStateError(ModelStateError, RuntimeError, page="objects"):
     """An object's code raised while its state was saved or loaded, or its state cannot be saved."""
 
 
 class PlanError(ModelStateError, RuntimeError, page="plan-problems"):
     """A plan that has problems, all of them in `problems`."""
 
-    def __init__(self, what: str, *, problems: Sequence[Any] = (), **fields: object) -> None:
+    def __init__(self, what: str, *, problems: Sequence[Any] = (), **fields: Any) -> None:
         super().__init__(what, **fields)
         self.problems = tuple(problems)
         """The problems, each a `modelstate.problems.Problem`."""
 
-    def _more(self) -> list[str]:
+    def _explain_command(self) -> str:
         # The text has the problems by their causes, each with its page.
-        return [] if self.problems else super()._more()
+        return "" if self.problems else super()._explain_command()
 
 
 class StalePlanError(ModelStateError, RuntimeError, page="stale-plan"):
@@ -478,7 +326,7 @@ class BackgroundCancelledError(ModelStateError, RuntimeError, page="background")
 
 
 class BackgroundTimeoutError(ModelStateError, TimeoutError, page="background"):
-    """A background load or save has not ended within the given time. It goes on."""
+    """A background load or save that has not ended within the given time. It goes on."""
 
 
 class ModelCodeError(ModelStateError, RuntimeError, page="model-code"):
@@ -486,32 +334,11 @@ class ModelCodeError(ModelStateError, RuntimeError, page="model-code"):
 
 
 class ExtraStateError(ModelStateError, ValueError, page="extra-state"):
-    """Declared extra state cannot be saved or loaded. The module's attributes are unchanged."""
+    """Declared extra state cannot be saved or loaded. The module's attributes are unchanged.
 
-
-class ExtraStateFormatError(ExtraStateError):
-    """A value that no declaration saves: it is of another class, or was edited by hand."""
-
-
-class ExtraStateNamesError(ExtraStateError):
-    """The extra state lacks declared names, or has names that are not declared."""
-
-    def __init__(self, what: str, *, names: Sequence[str] = (), **fields: object) -> None:
-        super().__init__(what, **fields)
-        self.names = tuple(names)
-        """The names that are missing, or not declared."""
-
-
-class ExtraStateVersionError(ExtraStateError):
-    """The extra state is of a newer version than the class, or of an older one without an upgrade."""
-
-
-class ExtraStateAttributeError(ExtraStateError):
-    """A declared attribute does not exist, cannot be set, or is a parameter, a buffer or a module."""
-
-
-class UpgradeError(ExtraStateError):
-    """An `upgrade` raised, or did not return a mapping from names to values."""
+    The value is not that of a declaration; names are missing or not declared; the version is not accepted; an
+    attribute does not exist, cannot be set, or is in the state dict already; or an `upgrade` failed.
+    """
 
 
 class TransformError(ModelStateError, ValueError, page="transform"):
@@ -526,24 +353,20 @@ class RollbackError(ModelStateError, RuntimeError, page="rollback"):
     """After a failure, a part of the model could not be restored. The only error that leaves a change."""
 
 
+class SwapError(ModelStateError, RuntimeError, page="tensor-in-use"):
+    """A tensor cannot become another one, most often because something else would keep its old value."""
+
+
+class MemoryBudgetError(ModelStateError, MemoryError, page="memory-budget"):
+    """A call would need more memory than its budget allows."""
+
+
 class CodecError(ModelStateError, ValueError, page="no-encoding"):
-    """A value cannot be encoded or decoded."""
-
-
-class UnsupportedValueError(CodecError):
-    """A value that has no encoding, contains itself, or is nested too deeply."""
-
-
-class EncodedValueError(CodecError):
-    """An encoding that is damaged."""
+    """A value has no encoding, or an encoding is damaged."""
 
 
 class UnknownClassError(CodecError):
     """The class of an encoded value is not imported, not registered, of another kind, or has other fields."""
-
-
-class CodecNameError(CodecError):
-    """Two classes would have the same name in files."""
 
 
 class SaveError(ModelStateError, page="cannot-be-saved"):
@@ -559,7 +382,7 @@ class UnsavableError(SaveError, ValueError):
 
 
 class TargetExistsError(SaveError, FileExistsError):
-    """A file exists already, and may not be replaced."""
+    """The file or the step exists already, and may not be replaced."""
 
 
 class DirectoryLockedError(SaveError, TimeoutError):
@@ -570,30 +393,36 @@ class WriteFailedError(SaveError, OSError):
     """An I/O error while a file was written. The previous file is intact."""
 
 
-class ExportError(ModelStateError, RuntimeError, page="export"):
-    """A module that cannot be exported to a program with swappable weights. No file has been written."""
-
-    def __init__(self, what: str, *, names: Sequence[str] = (), **fields: object) -> None:
-        super().__init__(what, **fields)
-        self.names = tuple(names)
-        """The names of the tensors concerned."""
+class StoreError(ModelStateError, page="store"):
+    """A store of checkpoints that lacks what is requested, or cannot take what is saved."""
 
 
-class ExportedAnswerError(ExportError, ValueError):
-    """The outputs of the exported program differ from those of the module."""
+class StepNotFoundError(StoreError, KeyError):
+    """The store has no checkpoint of this step, no checkpoint at all, or not this object in it."""
 
 
-class NotSwappableError(ExportError, ValueError):
-    """Weights that were compiled into the program, so that swapping them does not change its outputs."""
+class DamagedCheckpointError(StoreError, ValueError):
+    """A checkpoint of a store differs from what was saved, or is from another store or step."""
+
+
+class StoreLockedError(StoreError, RuntimeError, page="store-locked"):
+    """Another process or thread writes to the store."""
+
+
+class StoreAccessError(StoreError, OSError, page="store-locked"):
+    """The directory of a store cannot be written to, or its file system has no locks."""
+
+
+class StoreMovedError(StoreAccessError, page="store-moved"):
+    """The directory of a store is no longer at its path."""
+
+
+class ExportError(ModelStateError, RuntimeError, ValueError, page="export"):
+    """A module cannot be exported to a program with the same outputs and swappable weights. No file is written."""
 
 
 class NameMapError(ModelStateError, ValueError, page="name-map"):
-    """Names of a state dict that cannot be mapped to those of the module as it runs."""
-
-    def __init__(self, what: str, *, names: Sequence[str] = (), **fields: object) -> None:
-        super().__init__(what, **fields)
-        self.names = tuple(names)
-        """The names concerned."""
+    """Names of a state dict cannot be mapped to those of the module as it runs."""
 
 
 class LiveError(ModelStateError, page="live-swap"):
@@ -609,36 +438,11 @@ class ProgramInputError(LiveError, ValueError, page="program-input"):
 
 
 class WeightsError(LiveError, ValueError, page="live-weights"):
-    """Weights that the served program cannot take."""
+    """The served program cannot take these weights.
 
-    def __init__(self, what: str, *, names: Sequence[str] = (), **fields: object) -> None:
-        super().__init__(what, **fields)
-        self.names = tuple(names)
-        """The names of the tensors concerned."""
-
-
-class WeightDtypeError(WeightsError):
-    """Weights of another dtype than the program's."""
-
-
-class WeightKindError(WeightsError):
-    """Weights of another layout than the program's, such as sparse ones, or of a tensor subclass."""
-
-
-class WeightStrideError(WeightsError):
-    """Weights whose elements lie in another order than the program's."""
-
-
-class WeightStorageError(WeightsError):
-    """Weights that are parts of a larger storage."""
-
-
-class NonFiniteWeightError(WeightsError):
-    """Weights with NaN or infinity, where the weights that serve have finite values."""
-
-
-class FixedWeightError(WeightsError):
-    """Weights that a package cannot take: they were inlined when it was compiled, or are not in it."""
+    They have another dtype, layout, stride or class than the program's, share a storage, have NaN or infinity where
+    the weights that serve are finite, or are constants of the compiled program.
+    """
 
 
 class CanaryError(LiveError, ValueError, page="canary"):
@@ -664,7 +468,7 @@ class QuarantinedError(LiveError, RuntimeError):
 class SkippedCheckpointError(LiveError, ValueError, page="following"):
     """A checkpoint of a followed store is skipped, and not tried again. Its cause says why."""
 
-    def __init__(self, what: str, *, step: int | None = None, **fields: object) -> None:
+    def __init__(self, what: str, *, step: int | None = None, **fields: Any) -> None:
         super().__init__(what, **fields)
         self.step = step
         """The step of the checkpoint."""
@@ -686,13 +490,17 @@ class AppRefusedError(LiveError, ValueError, page="serving-app"):
     """A serving app refuses a checkpoint, and serves with the same weights as before."""
 
 
+class SaveFailedWarning(UserWarning):
+    """A background save has failed. Training goes on, and the next save saves everything."""
+
+
+class DamagedCheckpointWarning(UserWarning):
+    """A damaged checkpoint was skipped, and an older one was restored."""
+
+
+class ResumeWarning(UserWarning):
+    """A run that is resumed from a checkpoint would differ from an uninterrupted run."""
+
+
 class FollowWarning(UserWarning):
     """A problem while a store is followed without `on_error`."""
-
-
-class SwapError(ModelStateError, RuntimeError, page="somebody-holds-it"):
-    """A tensor cannot become another one, most often because something else would keep its old value."""
-
-
-class MemoryBudgetError(ModelStateError, MemoryError, page="memory-budget"):
-    """A call would need more memory than its budget allows."""

@@ -36,9 +36,12 @@ class Problem:
     page: ClassVar[str]
     """The page that shows the cause and the fix: `modelstate explain PAGE` prints it."""
 
+    template: ClassVar[str] = "{0.name}"
+    """The format of a problem as one line of text."""
+
     def line(self) -> str:
         """Returns the problem as one line of text."""
-        return self.name
+        return self.template.format(self)
 
     @classmethod
     def remedy_for(cls, problems: "Sequence[Problem]") -> str:
@@ -48,23 +51,11 @@ class Problem:
 
 def _initialisation_remedies(tensors: Sequence[tuple[str, str]]) -> list[str]:
     """Returns how to initialise tensors, given as pairs of a name and the methods of the model that initialise it."""
-    with_method = [name for name, methods in tensors if methods]
-    without_method = [name for name, methods in tensors if not methods]
-    remedies = []
-    if with_method:
-        rules = f"rules=[ms.rules.Fill({_pattern(with_method)!r})]"
-        remedies.append(f"to have the model initialise them: init_missing=True, or {rules} without allow_missing")
-    if without_method:
-        name = without_method[0]
-        rules = f"rules=[ms.rules.Fill({name!r}, value)]"
-        remedies.append(f"the model has no method that initialises {name}: {rules} without allow_missing")
+    remedies = ["to have the model initialise them: init_missing=True"] if any(how for _, how in tensors) else []
+    if name := next((name for name, how in tensors if not how), ""):
+        rule = f"ms.rules.Fill({name!r}, value)"
+        remedies.append(f"the model has no method that initialises {name}: rules=[{rule}] without allow_missing")
     return remedies
-
-
-def _pattern(names: Sequence[str]) -> str:
-    """Returns a pattern for the names: everything in the module of the first two, or the first name."""
-    above = names[0].rpartition(".")[0]
-    return f"{above}.*" if above and len(names) > 1 and names[1].startswith(f"{above}.") else names[0]
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,9 +125,7 @@ class OtherNames(Problem):
     title: ClassVar = "names that differ in one prefix"
     remedy: ClassVar = "pass the rule"
     page: ClassVar = "other-names"
-
-    def line(self) -> str:
-        return f"{self.count} names differ only by {self.difference} (as {self.name!r}): rules=[{self.rule}]"
+    template: ClassVar = "{0.count} names differ only by {0.difference} (as {0.name!r}): rules=[{0.rule}]"
 
 
 @dataclass(frozen=True, slots=True)
@@ -207,9 +196,7 @@ class QuantizedCast(Problem):
     title: ClassVar = "quantized tensors of another dtype than dtype="
     remedy: ClassVar = "load without dtype=: tensors on meta then get the dtypes of the checkpoint"
     page: ClassVar = "quantized-tensors"
-
-    def line(self) -> str:
-        return f"{self.name}: dtype= is {self.expected}, the checkpoint has {self.cls} of {self.found}"
+    template: ClassVar = "{0.name}: dtype= is {0.expected}, the checkpoint has {0.cls} of {0.found}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -221,11 +208,7 @@ class QuantizedIntoPlain(QuantizedCast):
         "build the model with `with ms.skeleton():`, which takes quantized tensors as they are, or quantize the model "
         "in the same way before the load"
     )
-
-    def line(self) -> str:
-        return (
-            f"{self.name}: the checkpoint has {self.cls} of {self.found}, the model a plain tensor of {self.expected}"
-        )
+    template: ClassVar = "{0.name}: the checkpoint has {0.cls} of {0.found}, the model a plain tensor of {0.expected}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -244,8 +227,7 @@ class NotATensor(Problem):
             return "give the checkpoint itself, or its tensors: checkpoint.value()"
         return cls.remedy
 
-    def line(self) -> str:
-        return f"{self.name}: found {self.found}"
+    template: ClassVar = "{0.name}: found {0.found}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -266,9 +248,7 @@ class FakeTensors(Problem):
     title: ClassVar = "fake tensors (of FakeTensorMode), which have a shape and no values"
     remedy: ClassVar = REAL + "; for a model without memory: `with ms.skeleton():`"
     page: ClassVar = "cannot-be-placed"
-
-    def line(self) -> str:
-        return f"{self.name}: a FakeTensor in the {self.side}"
+    template: ClassVar = "{0.name}: a FakeTensor in the {0.side}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -350,8 +330,7 @@ class Uninitialised(Problem):
             )
         return "; ".join(remedies)
 
-    def line(self) -> str:
-        return f"{self.name} ({self.kind})"
+    template: ClassVar = "{0.name} ({0.kind})"
 
 
 @dataclass(frozen=True, slots=True)
@@ -396,9 +375,7 @@ class OptimizerMisfit(Problem):
     title: ClassVar = "states that do not fit their optimizers"
     remedy: ClassVar = "give the rules by which the model's names have changed, which optimizers follow: rules=[...]"
     page: ClassVar = "optimizer-state"
-
-    def line(self) -> str:
-        return f"{self.name}: {self.why}"
+    template: ClassVar = "{0.name}: {0.why}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -454,9 +431,7 @@ class FreedMemory(Problem):
     title: ClassVar = "tensors of the model whose memory has been freed"
     remedy: ClassVar = "have what freed it (offloading, sharding) bring it back first, or load before that"
     page: ClassVar = "cannot-be-placed"
-
-    def line(self) -> str:
-        return f"{self.name}: of {self.expected} bytes, its storage has {self.found}"
+    template: ClassVar = "{0.name}: of {0.expected} bytes, its storage has {0.found}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -468,9 +443,7 @@ class Complaint(Problem):
     title: ClassVar = "messages of the model's own loading code"
     remedy: ClassVar = "see the code of the module"
     page: ClassVar = "model-code"
-
-    def line(self) -> str:
-        return self.message
+    template: ClassVar = "{0.message}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -483,9 +456,7 @@ class BadRule(Problem):
     title: ClassVar = "rules that cannot be carried out"
     remedy: ClassVar = "correct the rule, or make its pattern narrower"
     page: ClassVar = "bad-rule"
-
-    def line(self) -> str:
-        return f"{self.rule} on {self.name}: {self.why}"
+    template: ClassVar = "{0.rule} on {0.name}: {0.why}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -500,9 +471,7 @@ class NeedsModel(Problem):
         "whole name needs no model: ms.rules.Fill('name', tensor)"
     )
     page: ClassVar = "bad-rule"
-
-    def line(self) -> str:
-        return self.rule
+    template: ClassVar = "{0.rule}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -534,9 +503,7 @@ class BadExtraState(Problem):
         "load a checkpoint that was saved with this declaration, or let the declaration's upgrade= take it"
     )
     page: ClassVar = "extra-state"
-
-    def line(self) -> str:
-        return f"{self.name}: {self.why}"
+    template: ClassVar = "{0.name}: {0.why}"
 
 
 _SHOWN = 8

@@ -31,7 +31,8 @@ def excerpt(data: bytes) -> str:
 
 def in_a_line(text: str) -> str:
     """The text of a modelstate error in one line, without its remedy and its link."""
-    return "; ".join(line.strip() for line in text.splitlines() if not line.startswith(("  more:", "  to do:")))
+    lines = (line.strip() for line in text.splitlines() if not line.startswith(("  more:", "  to do:")))
+    return printable("; ".join(lines))
 
 
 def count(number: int, noun: str) -> str:

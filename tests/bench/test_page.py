@@ -10,12 +10,12 @@ import pytest
 from bench import goals, limits, live, measured, saving, tables, torture
 from bench.__main__ import RESULTS, main, pages
 from bench.contenders import CONVERT
+from bench.measure import MeasurementError, Stage
 from bench.measured import Measured, Part
 from bench.other import Others
 from bench.pages import PAGES, PARTS, Page
 from bench.run import Runner, different_weights
 from bench.sections import Load
-from modelstate.cli.measure import MeasurementError, Stage
 
 MB = 1_000_000
 
@@ -72,13 +72,35 @@ def test_a_load_is_measured_in_fresh_processes(tmp_path: Path) -> None:
     assert all(0 < found.at(row).seconds < found.at(row, "forward").seconds for row in found.rows)
 
 
+def test_a_page_begins_with_our_time_over_that_of_the_best_peer() -> None:
+    rows = {
+        "modelstate.load": one_run(0.25, 1.5),
+        "modelstate.load, map=False": one_run(0.1, 0.1),
+        "torch.load + assign": one_run(0.5, 2.0),
+        "safetensors load_file + assign": one_run(0.75, 1.0),
+    }
+    part = Part("large", [table_of("large/meta", rows)], "a", "a machine", "a command")
+    ((page, _, text),) = pages([part], "a command")
+    row = goals.compared({"large/meta": part.measured[0]}, page.file)[0]
+    assert row[1:] == ["modelstate.load 1,500 ms", "safetensors load_file + assign 1,000 ms", "1.50"]
+    assert text.startswith("# Benchmarks\n\n|  | modelstate | best peer | our time / the best peer's |\n")
+    assert text.index(row[0]) < text.index("## How it is measured") < text.index("## Goals")
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.file)
+def test_a_page_compares_at_most_eight_jobs(page: Page) -> None:
+    assert 1 <= len(goals.COMPARISONS[page.file]) <= 8
+
+
 def test_parts_of_different_code_are_not_shown_as_one(tmp_path: Path) -> None:
     for name, code in (("large", "a"), ("small", "b")):
         part = Part(name, [table_of(name, {"modelstate.load": one_run(1, 2)})], code, "a machine", "a command")
         measured.keep(part, tmp_path)
     parts = measured.kept(tmp_path, PARTS)
     assert [part.name for part in parts] == ["large", "small"]
-    assert "**of different states of the code**" in tables.page(PAGES[0], parts, goals.reached({}), "another command")
+    assert "**of different states of the code**" in tables.page(
+        PAGES[0], parts, goals.reached({}), [], "another command"
+    )
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.file)

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 import modelstate as ms
-from modelstate.errors import ChecksumError, NoCheckpointError
+from modelstate.errors import ChecksumError, SourceNotFoundError
 
 
 def model() -> nn.Module:
@@ -63,5 +63,5 @@ def test_what_to_do_about_a_file_without_checksums(tmp_path: Path, verify: Any) 
 def test_a_store_that_is_opened_as_a_checkpoint_is_named(tmp_path: Path) -> None:
     with ms.Store(tmp_path / "run") as store:
         store.save(1, {"model": nn.Linear(2, 2)})
-    with pytest.raises(NoCheckpointError, match=r"modelstate\.Store"):
+    with pytest.raises(SourceNotFoundError, match=r"modelstate\.Store"):
         ms.open(tmp_path / "run").verify()

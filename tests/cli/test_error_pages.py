@@ -20,7 +20,7 @@ ROOT = Path(__file__).resolve().parent.parent.parent
         ("Size_Mismatch", "size-mismatch"),
         ("WrongShape", "size-mismatch"),
         ("wrongshape", "size-mismatch"),
-        ("modelstate.errors.SwapError", "somebody-holds-it"),
+        ("modelstate.errors.SwapError", "tensor-in-use"),
         ("ms.PlanError", "plan-problems"),
     ],
 )
@@ -61,7 +61,7 @@ def test_the_nearest(asked: str, name: str) -> None:
     [
         ("attribute 'p' already exists", {"attribute-already-exists"}),
         ("unexpected KEY(S)  in state_dict", {"unexpected-keys", "other-names", "missing-extra-state"}),
-        ("poisoned", {"somebody-holds-it"}),
+        ("poisoned", {"tensor-in-use"}),
         ("--strip-prefix", {"other-names"}),
     ],
 )

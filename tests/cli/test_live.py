@@ -75,7 +75,7 @@ class TestOnce:
         assert done.exit_code == 1
         assert done.stdout.startswith("step 1: version 2 serves")
         assert done.stderr.count("error: ") == 2
-        assert "NonFiniteWeightError" in done.stderr
+        assert "WeightsError" in done.stderr
         assert "the checkpoint is damaged" in done.stderr
         assert len(app.swaps) == 2
 
@@ -217,7 +217,7 @@ def test_it_follows_until_a_signal(
     assert process.line().startswith("step 2: version 3 serves")
     damage(save(store, 3))
     app.answers += [(409, {"error": "SwapBusyError", "detail": "busy"})] * 3
-    app.answers += [(422, {"error": "NonFiniteWeightError", "detail": "NaN"})]
+    app.answers += [(422, {"error": "WeightsError", "detail": "NaN"})]
     save(store, 4)
     while app.answers:
         time.sleep(0.01)

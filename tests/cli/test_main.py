@@ -319,7 +319,6 @@ class TestUsage:
             ["no-such-command"],
             ["load", "ZOO:tiny", "tiny.safetensors", "--dtype", "float33"],
             ["load", "ZOO:tiny", "tiny.safetensors", "--device", "abacus"],
-            ["demo", "--runs", "0"],
         ],
     )
     def test_a_wrong_command_line_exits_2(self, arguments: list[str]) -> None:
@@ -333,7 +332,7 @@ class TestUsage:
         assert done.exit_code == 0
         assert all(
             command in done.stdout
-            for command in ("inspect", "plan", "load", "suggest", "explain", "demo", "Exit codes")
+            for command in ("inspect", "plan", "load", "suggest", "explain", "verify", "Exit codes")
         )
 
     def test_version(self) -> None:

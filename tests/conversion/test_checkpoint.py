@@ -21,6 +21,7 @@ from torchao.quantization import Int8WeightOnlyConfig, quantize_
 
 import modelstate as ms
 from modelstate.errors import (
+    CodecError,
     MemoryBudgetError,
     OptionError,
     ReadFailedError,
@@ -28,7 +29,6 @@ from modelstate.errors import (
     SaveTargetError,
     SourceNotFoundError,
     TargetExistsError,
-    UnsupportedValueError,
 )
 from modelstate.io.digests import BLOCK_BYTES
 from tests.formats.dcp_files import halves
@@ -423,7 +423,7 @@ def test_no_source_and_no_target(training: Path, tmp_path: Path) -> None:
 
 def test_a_value_without_an_encoding_is_named(tmp_path: Path) -> None:
     state = {"model": {"a": torch.ones(1)}, "what": np.random}
-    with pytest.raises(UnsupportedValueError, match="what"):
+    with pytest.raises(CodecError, match="what"):
         ms.convert_checkpoint(state, tmp_path / "b")
     assert not os.listdir(tmp_path)
 

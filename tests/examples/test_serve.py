@@ -246,10 +246,10 @@ def no_checkpoint(folder: Path) -> str:
 
 BAD: dict[str, tuple[Callable[[Path], str], int, str]] = {
     "half of the names": (changed(half), 422, "PlanError"),
-    "NaN": (changed(with_nan), 422, "NonFiniteWeightError"),
+    "NaN": (changed(with_nan), 422, "WeightsError"),
     "another shape": (changed(of_another_shape), 422, "PlanError"),
     "a wrong name": (changed(misspelt), 422, "PlanError"),
-    "another dtype": (changed(of_another_dtype), 422, "WeightDtypeError"),
+    "another dtype": (changed(of_another_dtype), 422, "WeightsError"),
     "half a file": (half_a_file, 422, "TruncatedFileError"),
     "a flipped bit": (flipped, 422, "ChecksumError"),
     "no checkpoint": (no_checkpoint, 422, "UnknownFormatError"),

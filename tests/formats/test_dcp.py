@@ -312,7 +312,7 @@ def test_any_division_into_boxes(tmp_path: Path, data: st.DataObject) -> None:
     else:
         return
     write(tmp_path / "x", {"a": spoiled}, shapes={"a": shape})
-    with pytest.raises(errors.TensorRangeError):
+    with pytest.raises(errors.HeaderError):
         ms.open(tmp_path / "x")
 
 
@@ -459,13 +459,13 @@ FLAWS: dict[str, tuple[Change, type[errors.OpenError], str]] = {
     "behind the end": (_place(offset=10**6), errors.TruncatedFileError, "ends within a"),
     "too long": (_place(length=10**6), errors.TruncatedFileError, "ends within a"),
     "too short": (_place(length=700), errors.TruncatedFileError, "has no end"),
-    "negative": (_place(offset=-1), errors.TensorRangeError, "nowhere"),
-    "huge": (_place(length=2**70), errors.TensorRangeError, "nowhere"),
+    "negative": (_place(offset=-1), errors.HeaderError, "nowhere"),
+    "huge": (_place(length=2**70), errors.HeaderError, "nowhere"),
     "nothing": (_place(length=0), errors.PickleError, "no archive"),
     "shifted": (_place(offset=5, length=100), errors.PickleError, "no archive"),
     "number as a file": (_place(relative_path=1), errors.PickleError, "the file of an item"),
     "compressed": (_place(transform_descriptors=["stream.zstd"]), errors.UnsupportedTensorError, "stream.zstd"),
-    "same bytes": (_same_bytes, errors.TensorRangeError, "in the same bytes"),
+    "same bytes": (_same_bytes, errors.HeaderError, "in the same bytes"),
     "no place": (lambda m: m.storage_data.pop(_first_place(m)[0]), errors.PickleError, "the place of an item"),
     "no places": (_field("storage_data", None), errors.PickleError, "the table of places"),
     "no table": (_field("state_dict_metadata", []), errors.PickleError, "the table of contents"),
@@ -473,19 +473,19 @@ FLAWS: dict[str, tuple[Change, type[errors.OpenError], str]] = {
     "no text": (lambda m: m.state_dict_metadata.update({1: 2}), errors.PickleError, "the name of an item"),  # type: ignore[dict-item]
     "other dtype": (
         lambda m: setattr(m.state_dict_metadata["a"].properties, "dtype", torch.int32),  # type: ignore[union-attr]
-        errors.TensorSizeError,
+        errors.HeaderError,
         "not what the metadata says",
     ),
     "no dtype": (_table(properties=None), errors.PickleError, "the dtype"),
-    "no chunks": (_table(chunks=[]), errors.TensorRangeError, "leave holes"),
-    "larger": (_table(size=torch.Size([5, 3])), errors.TensorRangeError, "leave holes"),
-    "smaller": (_table(size=torch.Size([3, 3])), errors.TensorRangeError, "outside its tensor"),
-    "fewer dimensions": (_table(size=torch.Size([4])), errors.TensorRangeError, "outside its tensor"),
+    "no chunks": (_table(chunks=[]), errors.HeaderError, "leave holes"),
+    "larger": (_table(size=torch.Size([5, 3])), errors.HeaderError, "leave holes"),
+    "smaller": (_table(size=torch.Size([3, 3])), errors.HeaderError, "outside its tensor"),
+    "fewer dimensions": (_table(size=torch.Size([4])), errors.HeaderError, "outside its tensor"),
     "text": (_table(size="4"), errors.PickleError, "no tuple"),
-    "immense": (_table(size=torch.Size([2**62, 4])), errors.TensorSizeError, "impossible size"),
-    "immense and empty": (_table(size=torch.Size([0, 2**62, 4])), errors.TensorSizeError, "impossible size"),
-    "overlapping": (_chunk(offsets=torch.Size([1, 0])), errors.TensorRangeError, "overlap"),
-    "before the beginning": (_chunk(offsets=torch.Size([-1, 0])), errors.TensorRangeError, "outside its tensor"),
+    "immense": (_table(size=torch.Size([2**62, 4])), errors.HeaderError, "impossible size"),
+    "immense and empty": (_table(size=torch.Size([0, 2**62, 4])), errors.HeaderError, "impossible size"),
+    "overlapping": (_chunk(offsets=torch.Size([1, 0])), errors.HeaderError, "overlap"),
+    "before the beginning": (_chunk(offsets=torch.Size([-1, 0])), errors.HeaderError, "outside its tensor"),
     "paths of others": (_field("planner_data", {"b": ("b",)}), errors.PickleError, "no path"),
     "another path": (_field("planner_data", {"a": ("b",)}), errors.PickleError, "not that of its path"),
     "no path": (_field("planner_data", {"a": "a"}), errors.PickleError, "a path"),
@@ -508,8 +508,8 @@ def test_flaws_of_the_metadata(tmp_path: Path, flaw: str) -> None:
 @pytest.mark.parametrize(
     ("paths", "error"),
     [
-        ({"a": ("a",), "a.b": ("a", "b")}, errors.DuplicateNameError),
-        ({"a.b": ("a", "b"), "a": ("a",)}, errors.DuplicateNameError),
+        ({"a": ("a",), "a.b": ("a", "b")}, errors.HeaderError),
+        ({"a.b": ("a", "b"), "a": ("a",)}, errors.HeaderError),
         ({"a.0": ("a", 0), "a.b": ("a", "b")}, errors.PickleError),
         ({"a.1000000000": ("a", 1_000_000_000)}, errors.PickleError),
         ({"a" + ".a" * 200: ("a",) * 201}, errors.PickleError),
@@ -537,8 +537,8 @@ def test_chunks_of_another_shape_or_kind(tmp_path: Path) -> None:
         quantized = torch.quantize_per_tensor(torch.ones(2, 3), 1.0, 0, torch.qint8)
     for number, (chunk, error) in enumerate(
         [
-            (good[second].t().contiguous(), errors.TensorRangeError),
-            (torch.ones(1, 1).expand(2, 3), errors.TensorSizeError),
+            (good[second].t().contiguous(), errors.HeaderError),
+            (torch.ones(1, 1).expand(2, 3), errors.HeaderError),
             (torch.ones(2, 3).to_sparse(), errors.UnsupportedTensorError),
             (quantized, errors.UnsupportedTensorError),
         ]
@@ -562,7 +562,7 @@ def test_split_along_many_dimensions(tmp_path: Path) -> None:
         chunks = {(0,) * dims: tensor[(slice(0, 1),) * dims].clone()}
         return write(tmp_path / str(dims), {"a": chunks}, shapes={"a": (2,) * dims})
 
-    with pytest.raises(errors.TensorRangeError):
+    with pytest.raises(errors.HeaderError):
         ms.open(grid(8))
     with pytest.raises(errors.UnsupportedTensorError, match="9 dimensions"):
         ms.open(grid(9))
@@ -587,7 +587,7 @@ def test_damaged_metadata(tmp_path: Path) -> None:
     true = (directory / ".metadata").read_bytes()
     for data, error, match in (
         (true[:-40], errors.TruncatedFileError, "ends early"),
-        (b"", errors.EmptyFileError, "empty"),
+        (b"", errors.TruncatedFileError, "empty"),
         (b"text", errors.PickleError, "damaged"),
         (true + b".", errors.PickleError, "goes on after its end"),
         (pickle.dumps({}), errors.PickleError, "a Metadata is missing"),
@@ -606,7 +606,7 @@ def test_which_file_of_a_directory(tmp_path: Path) -> None:
     directory = write(tmp_path / "x", {"a": halves(torch.ones(4))})
     torch.save({"step": 1}, directory / "train_state.pt")
     assert ms.open(directory).format == ms.open(directory / ".metadata").format == "dcp"
-    with pytest.raises(errors.NotACheckpointError, match="open its directory"):
+    with pytest.raises(errors.UnknownFormatError, match="open its directory"):
         ms.open(directory / "__0_0.distcp")
     for path in directory.glob("*.distcp"):
         path.unlink()
@@ -622,7 +622,7 @@ def test_which_file_of_a_directory(tmp_path: Path) -> None:
 def test_a_save_that_was_not_finished(tmp_path: Path) -> None:
     directory = write(tmp_path / "x", {"a": halves(torch.ones(4))})
     (directory / ".metadata").unlink()
-    with pytest.raises(errors.NotACheckpointError, match="without its"):
+    with pytest.raises(errors.UnknownFormatError, match="without its"):
         ms.open(directory)
 
 

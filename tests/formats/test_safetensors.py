@@ -1,5 +1,6 @@
 """safetensors files: what their own library writes is read alike, and what it refuses is refused."""
 
+import re
 import struct
 import subprocess
 import sys
@@ -16,15 +17,9 @@ from safetensors import safe_open
 from safetensors.torch import save, save_file
 
 from modelstate.errors import (
-    DuplicateNameError,
-    HeaderLengthError,
-    HeaderSyntaxError,
-    HeaderTooLargeError,
+    HeaderError,
     OpenError,
-    TensorRangeError,
-    TensorSizeError,
     TruncatedFileError,
-    UnknownDtypeError,
     UnsupportedTensorError,
 )
 from modelstate.formats.safetensors import DTYPES, matches, read
@@ -168,124 +163,141 @@ def one(its: dict[str, Any], data: int = 0) -> bytes:
 
 made = safetensors_bytes
 
+# The error of a malformed file, and what its message says.
+LENGTH = HeaderError, "the file ends within its header"
+LIMIT = HeaderError, "larger than the format allows"
+SYNTAX = HeaderError, "the header is damaged: "
+TWICE = HeaderError, "is in the header twice"
+DTYPE = HeaderError, "the dtype of .* is unknown"
+RANGE = HeaderError, "overlap those of|leave a hole behind|end before they begin|goes on behind its last tensor"
+SIZE = HeaderError, "not as many as its shape and dtype need|a shape that no tensor can have"
+CUT = TruncatedFileError, "the file is cut short|ends within the length"
+UNSUPPORTED = UnsupportedTensorError, "is stored as F"
+
 MALFORMED: dict[str, tuple[type[OpenError], bytes]] = {
-    "length beyond the file": (HeaderLengthError, made({"a": A}, 4, length=5000)),
-    "length alone": (HeaderLengthError, struct.pack("<Q", 80)),
-    "length above the limit": (HeaderTooLargeError, made({"a": A}, 4, length=100_000_001)),
-    "length of 2**64-1": (HeaderTooLargeError, made({"a": A}, 4, length=2**64 - 1)),
-    "length too small": (HeaderSyntaxError, made({"a": A}, 4, length=20)),
-    "length of 0": (HeaderSyntaxError, made({"a": A}, 4, length=0)),
-    "no JSON": (HeaderSyntaxError, raw(b"hello, this is no JSON")),
-    "no UTF-8": (HeaderSyntaxError, raw(b'{"\xff\xfe":%F}', 4)),
-    "no UTF-8 in the metadata": (HeaderSyntaxError, raw(b'{"__metadata__":{"a":"\xc3"}}')),
-    "a byte order mark": (HeaderSyntaxError, raw(b"\xef\xbb\xbf{}")),
-    "an array": (HeaderSyntaxError, raw(b"[]")),
-    "a number": (HeaderSyntaxError, raw(b"17")),
-    "null": (HeaderSyntaxError, raw(b"null")),
-    "an end missing": (HeaderSyntaxError, raw(b'{"a":%F', 4)),
-    "a comma too much": (HeaderSyntaxError, raw(b'{"a":%F,}', 4)),
-    "a comma too much inside": (HeaderSyntaxError, raw(b'{"a":{"dtype":"F32","shape":[1],"data_offsets":[0,4],}}', 4)),
-    "a comma missing": (HeaderSyntaxError, raw(b'{"a":{"dtype":"F32" "shape":[1],"data_offsets":[0,4]}}', 4)),
-    "something behind it": (HeaderSyntaxError, raw(b"{}\0\0")),
-    "two documents": (HeaderSyntaxError, raw(b"{}{}")),
-    "a control character": (HeaderSyntaxError, raw(b'{"a\nb":%F}', 4)),
-    "half a surrogate": (HeaderSyntaxError, raw(b'{"\\ud800":%F}', 4)),
-    "a wrong escape": (HeaderSyntaxError, raw(b'{"\\x":%F}', 4)),
-    "NaN": (HeaderSyntaxError, raw(b'{"a":NaN}')),
-    "an entry that is a number": (HeaderSyntaxError, made({"a": 1})),
-    "an entry that is null": (HeaderSyntaxError, made({"a": None})),
-    "a nested dict": (HeaderSyntaxError, made({"a": {"b": A}}, 4)),
-    "deep nesting": (HeaderSyntaxError, raw(b'{"a":' + b"[" * 200_000)),
-    "deep nesting of dicts": (HeaderSyntaxError, raw(b'{"a":' * 100_000)),
-    "no dtype": (HeaderSyntaxError, made({"a": {"shape": [1], "data_offsets": [0, 4]}}, 4)),
-    "no shape": (HeaderSyntaxError, made({"a": {"dtype": "F32", "data_offsets": [0, 4]}}, 4)),
-    "no offsets": (HeaderSyntaxError, made({"a": {"dtype": "F32", "shape": [1]}}, 4)),
-    "a field twice": (HeaderSyntaxError, raw(b'{"a":{"shape":[1],"dtype":"F32",' + FLOAT[1:].encode() + b"}", 4)),
-    "a field twice, one missing": (HeaderSyntaxError, raw(b'{"a":{"shape":[1],"shape":[1],"data_offsets":[0,4]}}', 4)),
-    "a negative size": (HeaderSyntaxError, one(entry("F32", [-1], 0, 4), 4)),
-    "a fraction": (HeaderSyntaxError, one(entry("F32", [1.0], 0, 4), 4)),
-    "an exponent": (HeaderSyntaxError, raw(b'{"a":{"dtype":"F32","shape":[1e0],"data_offsets":[0,4]}}', 4)),
-    "a boolean": (HeaderSyntaxError, one(entry("F32", [True], 0, 4), 4)),
-    "a leading zero": (HeaderSyntaxError, raw(b'{"a":{"dtype":"F32","shape":[01],"data_offsets":[0,4]}}', 4)),
-    "a size as text": (HeaderSyntaxError, one(entry("F32", ["1"], 0, 4), 4)),
-    "a shape that is a number": (HeaderSyntaxError, made({"a": {**A, "shape": 1}}, 4)),
-    "one offset": (HeaderSyntaxError, made({"a": {**A, "data_offsets": [0]}}, 4)),
-    "three offsets": (HeaderSyntaxError, made({"a": {**A, "data_offsets": [0, 4, 8]}}, 4)),
-    "a negative offset": (HeaderSyntaxError, one(entry("F32", [1], -4, 0), 4)),
-    "a dtype that is a number": (HeaderSyntaxError, made({"a": {**A, "dtype": 3}}, 4)),
-    "metadata that is a list": (HeaderSyntaxError, made({"__metadata__": []})),
-    "metadata with a number": (HeaderSyntaxError, made({"__metadata__": {"a": 1}})),
-    "metadata twice": (HeaderSyntaxError, raw(b'{"__metadata__":{"a":"b"},"__metadata__":{"a":"b"}}')),
-    "a name twice": (DuplicateNameError, raw(b'{"a":%0,"a":%1}', 2)),
-    "a name twice, once escaped": (DuplicateNameError, raw(b'{"a":%0,"\\u0061":%1}', 2)),
-    "an unknown dtype": (UnknownDtypeError, one(entry("F128", [1], 0, 16), 16)),
-    "a dtype in small letters": (UnknownDtypeError, one(entry("f32", [1], 0, 4), 4)),
-    "an empty dtype": (UnknownDtypeError, one(entry("", [1], 0, 4), 4)),
-    "6-bit floats, E2M3": (UnsupportedTensorError, one(entry("F6_E2M3", [4], 0, 3), 3)),
-    "6-bit floats, E3M2": (UnsupportedTensorError, one(entry("F6_E3M2", [4], 0, 3), 3)),
-    "4-bit floats, odd": (UnsupportedTensorError, one(entry("F4", [2, 3], 0, 3), 3)),
-    "a 4-bit float alone": (UnsupportedTensorError, one(entry("F4", [], 0, 1), 1)),
-    "an overlap": (TensorRangeError, made({"a": A, "b": entry("F32", [1], 2, 6)}, 6)),
-    "the same bytes twice": (TensorRangeError, made({"a": A, "b": A}, 4)),
-    "a hole": (TensorRangeError, made({"a": A, "b": entry("F32", [1], 8, 12)}, 12)),
-    "a hole at the beginning": (TensorRangeError, one(entry("F32", [1], 4, 8), 8)),
-    "an empty tensor inside another": (TensorRangeError, made({"a": A, "b": entry("F32", [0], 2, 2)}, 4)),
-    "an end before the begin": (TensorRangeError, one(entry("F32", [1], 4, 0), 4)),
-    "an offset of 2**64": (TensorRangeError, one(entry("F32", [1], 2**64, 2**64 + 4), 4)),
-    "an offset of 5,000 digits": (TensorRangeError, raw(b'{"a":' + FAR_END + b"}", 4)),
-    "bytes behind the last tensor": (TensorRangeError, made({"a": A}, 5)),
-    "bytes and no tensor": (TensorRangeError, made({}, 1)),
-    "a range too small": (TensorSizeError, one(entry("F32", [2], 0, 4), 4)),
-    "a range too large": (TensorSizeError, one(entry("F32", [1], 0, 8), 8)),
-    "a scalar of two": (TensorSizeError, one(entry("F32", [], 0, 8), 8)),
-    "an empty tensor with bytes": (TensorSizeError, one(entry("F32", [0], 0, 4), 4)),
-    "an overflow": (TensorSizeError, one(entry("F32", [2, 2**63], 0, 4), 4)),
-    "an overflow to 0": (TensorSizeError, one(entry("F32", [2**32, 2**32], 0, 0))),
-    "an overflow beside a 0": (TensorSizeError, one(entry("F32", [2**63, 4, 0], 0, 0))),
-    "a size of 2**64": (TensorSizeError, one(entry("F32", [2**64], 0, 0))),
-    "a size of 5,000 digits": (TensorSizeError, raw(b'{"a":' + LONG_SIZE + b"}", 1)),
-    "within the length": (TruncatedFileError, struct.pack("<Q", 80)[:5]),
-    "the data cut off": (TruncatedFileError, made({"a": A}, 3)),
-    "no data": (TruncatedFileError, made({"a": A})),
+    "length beyond the file": (LENGTH, made({"a": A}, 4, length=5000)),
+    "length alone": (LENGTH, struct.pack("<Q", 80)),
+    "length above the limit": (LIMIT, made({"a": A}, 4, length=100_000_001)),
+    "length of 2**64-1": (LIMIT, made({"a": A}, 4, length=2**64 - 1)),
+    "length too small": (SYNTAX, made({"a": A}, 4, length=20)),
+    "length of 0": (SYNTAX, made({"a": A}, 4, length=0)),
+    "no JSON": (SYNTAX, raw(b"hello, this is no JSON")),
+    "no UTF-8": (SYNTAX, raw(b'{"\xff\xfe":%F}', 4)),
+    "no UTF-8 in the metadata": (SYNTAX, raw(b'{"__metadata__":{"a":"\xc3"}}')),
+    "a byte order mark": (SYNTAX, raw(b"\xef\xbb\xbf{}")),
+    "an array": (SYNTAX, raw(b"[]")),
+    "a number": (SYNTAX, raw(b"17")),
+    "null": (SYNTAX, raw(b"null")),
+    "an end missing": (SYNTAX, raw(b'{"a":%F', 4)),
+    "a comma too much": (SYNTAX, raw(b'{"a":%F,}', 4)),
+    "a comma too much inside": (SYNTAX, raw(b'{"a":{"dtype":"F32","shape":[1],"data_offsets":[0,4],}}', 4)),
+    "a comma missing": (SYNTAX, raw(b'{"a":{"dtype":"F32" "shape":[1],"data_offsets":[0,4]}}', 4)),
+    "something behind it": (SYNTAX, raw(b"{}\0\0")),
+    "two documents": (SYNTAX, raw(b"{}{}")),
+    "a control character": (SYNTAX, raw(b'{"a\nb":%F}', 4)),
+    "half a surrogate": (SYNTAX, raw(b'{"\\ud800":%F}', 4)),
+    "a wrong escape": (SYNTAX, raw(b'{"\\x":%F}', 4)),
+    "NaN": (SYNTAX, raw(b'{"a":NaN}')),
+    "an entry that is a number": (SYNTAX, made({"a": 1})),
+    "an entry that is null": (SYNTAX, made({"a": None})),
+    "a nested dict": (SYNTAX, made({"a": {"b": A}}, 4)),
+    "deep nesting": (SYNTAX, raw(b'{"a":' + b"[" * 200_000)),
+    "deep nesting of dicts": (SYNTAX, raw(b'{"a":' * 100_000)),
+    "no dtype": (SYNTAX, made({"a": {"shape": [1], "data_offsets": [0, 4]}}, 4)),
+    "no shape": (SYNTAX, made({"a": {"dtype": "F32", "data_offsets": [0, 4]}}, 4)),
+    "no offsets": (SYNTAX, made({"a": {"dtype": "F32", "shape": [1]}}, 4)),
+    "a field twice": (SYNTAX, raw(b'{"a":{"shape":[1],"dtype":"F32",' + FLOAT[1:].encode() + b"}", 4)),
+    "a field twice, one missing": (SYNTAX, raw(b'{"a":{"shape":[1],"shape":[1],"data_offsets":[0,4]}}', 4)),
+    "a negative size": (SYNTAX, one(entry("F32", [-1], 0, 4), 4)),
+    "a fraction": (SYNTAX, one(entry("F32", [1.0], 0, 4), 4)),
+    "an exponent": (SYNTAX, raw(b'{"a":{"dtype":"F32","shape":[1e0],"data_offsets":[0,4]}}', 4)),
+    "a boolean": (SYNTAX, one(entry("F32", [True], 0, 4), 4)),
+    "a leading zero": (SYNTAX, raw(b'{"a":{"dtype":"F32","shape":[01],"data_offsets":[0,4]}}', 4)),
+    "a size as text": (SYNTAX, one(entry("F32", ["1"], 0, 4), 4)),
+    "a shape that is a number": (SYNTAX, made({"a": {**A, "shape": 1}}, 4)),
+    "one offset": (SYNTAX, made({"a": {**A, "data_offsets": [0]}}, 4)),
+    "three offsets": (SYNTAX, made({"a": {**A, "data_offsets": [0, 4, 8]}}, 4)),
+    "a negative offset": (SYNTAX, one(entry("F32", [1], -4, 0), 4)),
+    "a dtype that is a number": (SYNTAX, made({"a": {**A, "dtype": 3}}, 4)),
+    "metadata that is a list": (SYNTAX, made({"__metadata__": []})),
+    "metadata with a number": (SYNTAX, made({"__metadata__": {"a": 1}})),
+    "metadata twice": (SYNTAX, raw(b'{"__metadata__":{"a":"b"},"__metadata__":{"a":"b"}}')),
+    "a name twice": (TWICE, raw(b'{"a":%0,"a":%1}', 2)),
+    "a name twice, once escaped": (TWICE, raw(b'{"a":%0,"\\u0061":%1}', 2)),
+    "an unknown dtype": (DTYPE, one(entry("F128", [1], 0, 16), 16)),
+    "a dtype in small letters": (DTYPE, one(entry("f32", [1], 0, 4), 4)),
+    "an empty dtype": (DTYPE, one(entry("", [1], 0, 4), 4)),
+    "6-bit floats, E2M3": (UNSUPPORTED, one(entry("F6_E2M3", [4], 0, 3), 3)),
+    "6-bit floats, E3M2": (UNSUPPORTED, one(entry("F6_E3M2", [4], 0, 3), 3)),
+    "4-bit floats, odd": (UNSUPPORTED, one(entry("F4", [2, 3], 0, 3), 3)),
+    "a 4-bit float alone": (UNSUPPORTED, one(entry("F4", [], 0, 1), 1)),
+    "an overlap": (RANGE, made({"a": A, "b": entry("F32", [1], 2, 6)}, 6)),
+    "the same bytes twice": (RANGE, made({"a": A, "b": A}, 4)),
+    "a hole": (RANGE, made({"a": A, "b": entry("F32", [1], 8, 12)}, 12)),
+    "a hole at the beginning": (RANGE, one(entry("F32", [1], 4, 8), 8)),
+    "an empty tensor inside another": (RANGE, made({"a": A, "b": entry("F32", [0], 2, 2)}, 4)),
+    "an end before the begin": (RANGE, one(entry("F32", [1], 4, 0), 4)),
+    "an offset of 2**64": (RANGE, one(entry("F32", [1], 2**64, 2**64 + 4), 4)),
+    "an offset of 5,000 digits": (RANGE, raw(b'{"a":' + FAR_END + b"}", 4)),
+    "bytes behind the last tensor": (RANGE, made({"a": A}, 5)),
+    "bytes and no tensor": (RANGE, made({}, 1)),
+    "a range too small": (SIZE, one(entry("F32", [2], 0, 4), 4)),
+    "a range too large": (SIZE, one(entry("F32", [1], 0, 8), 8)),
+    "a scalar of two": (SIZE, one(entry("F32", [], 0, 8), 8)),
+    "an empty tensor with bytes": (SIZE, one(entry("F32", [0], 0, 4), 4)),
+    "an overflow": (SIZE, one(entry("F32", [2, 2**63], 0, 4), 4)),
+    "an overflow to 0": (SIZE, one(entry("F32", [2**32, 2**32], 0, 0))),
+    "an overflow beside a 0": (SIZE, one(entry("F32", [2**63, 4, 0], 0, 0))),
+    "a size of 2**64": (SIZE, one(entry("F32", [2**64], 0, 0))),
+    "a size of 5,000 digits": (SIZE, raw(b'{"a":' + LONG_SIZE + b"}", 1)),
+    "within the length": (CUT, struct.pack("<Q", 80)[:5]),
+    "the data cut off": (CUT, made({"a": A}, 3)),
+    "no data": (CUT, made({"a": A})),
 }  # fmt: skip
 
 STRICTER: dict[str, tuple[type[OpenError], bytes]] = {
-    "one entry twice": (DuplicateNameError, raw(b'{"a":%0,"a":%0}', 1)),
-    "a key of the metadata twice": (HeaderSyntaxError, raw(b'{"__metadata__":{"a":"b","a":"c"}}')),
-    "a field of its own": (HeaderSyntaxError, made({"a": {**A, "stride": [1]}}, 4)),
-    "an entry as an array": (HeaderSyntaxError, made({"a": ["F32", [1], [0, 4]]}, 4)),
-    "2,000 dimensions": (TensorSizeError, one(entry("U8", [1] * 2000, 0, 1), 1)),
+    "one entry twice": (TWICE, raw(b'{"a":%0,"a":%0}', 1)),
+    "a key of the metadata twice": (SYNTAX, raw(b'{"__metadata__":{"a":"b","a":"c"}}')),
+    "a field of its own": (SYNTAX, made({"a": {**A, "stride": [1]}}, 4)),
+    "an entry as an array": (SYNTAX, made({"a": ["F32", [1], [0, 4]]}, 4)),
+    "2,000 dimensions": (SIZE, one(entry("U8", [1] * 2000, 0, 1), 1)),
 }  # fmt: skip
 """What the library reads, and we do not: see the module for why."""
 
 
-@pytest.mark.parametrize(("error", "content"), MALFORMED.values(), ids=MALFORMED)
-def test_malformed(error: type[OpenError], content: bytes, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("expected", "content"), MALFORMED.values(), ids=MALFORMED)
+def test_malformed(expected: tuple[type[OpenError], str], content: bytes, tmp_path: Path) -> None:
     path = tmp_path / "x.safetensors"
     path.write_bytes(content)
+    error, says = expected
     with pytest.raises(error) as raised:
         read(str(path))
     assert type(raised.value) is error
+    assert re.search(says, raised.value.what)
     assert str(path) in raised.value.where
     assert raised.value.remedy
     assert len(str(raised.value)) < 2000
     assert refused_by_library(path)
 
 
-@pytest.mark.parametrize(("error", "content"), STRICTER.values(), ids=STRICTER)
-def test_malformed_though_the_library_reads_it(error: type[OpenError], content: bytes, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("expected", "content"), STRICTER.values(), ids=STRICTER)
+def test_malformed_though_the_library_reads_it(
+    expected: tuple[type[OpenError], str], content: bytes, tmp_path: Path
+) -> None:
     path = tmp_path / "x.safetensors"
     path.write_bytes(content)
+    error, says = expected
     with pytest.raises(error) as raised:
         read(str(path))
     assert type(raised.value) is error
+    assert re.search(says, raised.value.what)
     assert not refused_by_library(path)
 
 
 def test_messages_say_what_and_where(tmp_path: Path) -> None:
     path = tmp_path / "x.safetensors"
     path.write_bytes(safetensors_bytes({"first": A, "second": entry("F32", [3], 4, 12)}, 12))
-    with pytest.raises(TensorSizeError) as size:
+    with pytest.raises(HeaderError) as size:
         read(str(path))
     assert "'second'" in size.value.what
     assert "12 bytes" in size.value.expected
@@ -308,8 +320,9 @@ def test_cut_at_every_length(tmp_path: Path) -> None:
         path.write_bytes(whole[:length])
         with pytest.raises(OpenError) as raised:
             read(str(path))
-        within_header = HeaderLengthError if length < header_end else TruncatedFileError
-        assert type(raised.value) is (TruncatedFileError if length < 8 else within_header), length
+        error, says = LENGTH if 8 <= length < header_end else CUT
+        assert type(raised.value) is error, length
+        assert re.search(says, raised.value.what)
         assert refused_by_library(path)
 
 
@@ -452,7 +465,7 @@ def measured(*paths: Path) -> list[tuple[str, int, int]]:
             try:
                 outcome = f"{len(read(path).tree)} tensors"
             except ModelStateError as error:
-                outcome = type(error).__name__
+                outcome = error.what
             print(outcome, status("rchar", "io") - before, (status("VmHWM") - memory) >> 10, flush=True)
             os._exit(0)
     """
@@ -464,13 +477,18 @@ def measured(*paths: Path) -> list[tuple[str, int, int]]:
 
 
 HOSTILE = {
-    "empty lists": (b'{"a":[', b"[],", b"", "HeaderSyntaxError"),
-    "empty dicts": (b'{"a":[', b"{},", b"", "HeaderSyntaxError"),
-    "brackets": (b'{"a":', b"[", b"", "HeaderSyntaxError"),
-    "backslashes": (b'{"a', b"\\", b"", "HeaderSyntaxError"),
-    "a long name": (b'{"', b"a", b'":1}', "HeaderSyntaxError"),
-    "dimensions": (b'{"a":{"dtype":"U8","shape":[', b"1,", b'1],"data_offsets":[0,1]}}', "TensorSizeError"),
-    "tensors": (b"{", b'"a":{"dtype":"U8","shape":[0],"data_offsets":[0,0]},', b"", "HeaderTooLargeError"),
+    "empty lists": (b'{"a":[', b"[],", b"", "the header is damaged"),
+    "empty dicts": (b'{"a":[', b"{},", b"", "the header is damaged"),
+    "brackets": (b'{"a":', b"[", b"", "the header is damaged"),
+    "backslashes": (b'{"a', b"\\", b"", "the header is damaged"),
+    "a long name": (b'{"', b"a", b'":1}', "the header is damaged"),
+    "dimensions": (
+        b'{"a":{"dtype":"U8","shape":[',
+        b"1,",
+        b'1],"data_offsets":[0,1]}}',
+        "more numbers than the shapes of its tensors",
+    ),
+    "tensors": (b"{", b'"a":{"dtype":"U8","shape":[0],"data_offsets":[0,0]},', b"", "more tensors than any model"),
 }
 
 
@@ -483,7 +501,8 @@ def test_a_hostile_header_costs_little_more_than_its_bytes(tmp_path: Path) -> No
     for path in paths:
         path.unlink()
     for name, (outcome, _, memory_mb) in zip(HOSTILE, results, strict=True):
-        assert (outcome, memory_mb < 400) == (HOSTILE[name][-1], True), (name, memory_mb)
+        assert HOSTILE[name][-1] in outcome, name
+        assert memory_mb < 400, name
 
 
 def test_opening_reads_and_allocates_no_more_than_the_header(tmp_path: Path) -> None:
@@ -495,7 +514,7 @@ def test_opening_reads_and_allocates_no_more_than_the_header(tmp_path: Path) -> 
         with path.open("r+b") as file:
             file.truncate(path.stat().st_size + 4 * size)
     announced, small, large = measured(*paths)
-    assert [announced[0], small[0], large[0]] == ["HeaderLengthError", "4 tensors", "4 tensors"]
+    assert [announced[0], small[0], large[0]] == ["the file ends within its header", "4 tensors", "4 tensors"]
     assert max(announced[2], small[2], large[2]) < 20
     assert announced[1] < 100_000
     assert abs(small[1] - large[1]) < 1000

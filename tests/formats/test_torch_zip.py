@@ -158,7 +158,7 @@ def test_sparse(tmp_path: Path, layout: str) -> None:
 def test_sparse_is_checked_when_it_is_built(tmp_path: Path) -> None:
     bad = torch.sparse_coo_tensor(torch.tensor([[7]]), torch.ones(1), (3,), check_invariants=False)
     contents = torch_zip.read(saved(tmp_path / "x.pt", {"a": {"s": bad}}))
-    with pytest.raises(errors.TensorRangeError, match=r"a\.s"):
+    with pytest.raises(errors.HeaderError, match=r"a\.s"):
         values(contents)
 
 
@@ -250,23 +250,23 @@ def small(tmp_path: Path) -> Path:
 
 
 def test_missing_storage(small: Path) -> None:
-    with pytest.raises(errors.MissingRecordError, match="data/1"):
+    with pytest.raises(errors.ArchiveError, match="data/1"):
         tree(rewrite(small, drop=("data/1",)))
 
 
 def test_missing_pickle(small: Path) -> None:
-    with pytest.raises(errors.MissingRecordError, match=r"data\.pkl"):
+    with pytest.raises(errors.ArchiveError, match=r"data\.pkl"):
         tree(rewrite(small, drop=("data.pkl",)))
 
 
 def test_compressed(small: Path) -> None:
-    with pytest.raises(errors.CompressedRecordError, match="zip -0"):
+    with pytest.raises(errors.ArchiveError, match="zip -0"):
         tree(rewrite(small, packed=zipfile.ZIP_DEFLATED))
 
 
 def test_a_bomb_is_not_unpacked(tmp_path: Path) -> None:
     path = saved(tmp_path / "x.pt", {"a": torch.zeros(1 << 20)})
-    with pytest.raises(errors.CompressedRecordError):
+    with pytest.raises(errors.ArchiveError):
         tree(rewrite(Path(path), packed=zipfile.ZIP_DEFLATED))
 
 
@@ -278,12 +278,12 @@ def test_names_that_leave_the_archive(small: Path, name: str) -> None:
 
 @pytest.mark.filterwarnings("ignore:Duplicate name")
 def test_a_record_twice(small: Path) -> None:
-    with pytest.raises(errors.DuplicateNameError, match="data/0"):
+    with pytest.raises(errors.ArchiveError, match="twice in the archive\n  found: small/data/0"):
         tree(rewrite(small, change={"+small/data/0": b"x" * 20}))
 
 
 def test_a_storage_shorter_than_the_pickle_says(small: Path) -> None:
-    with pytest.raises(errors.TensorSizeError, match="shorter") as caught:
+    with pytest.raises(errors.HeaderError, match="shorter") as caught:
         tree(rewrite(small, change={"data/1": b"x" * 23}))
     assert (
         str(caught.value)
@@ -310,7 +310,7 @@ def test_sizes_that_lie(small: Path, field: str) -> None:
     }[field]
     struct.pack_into(form, data, at, *[number] * (len(form) - 1 if form[1:].isalpha() else int(form[1])))
     small.write_bytes(data)
-    with pytest.raises((errors.RecordSizeError, errors.CompressedRecordError)):
+    with pytest.raises(errors.ArchiveError):
         tree(str(small))
 
 
@@ -340,7 +340,7 @@ def test_byte_order(small: Path) -> None:
 def test_torchscript(tmp_path: Path) -> None:
     with warnings.catch_warnings(action="ignore"):
         torch.jit.save(torch.jit.script(torch.nn.Linear(2, 2)), tmp_path / "x.pt")
-    with pytest.raises(errors.NotACheckpointError, match=r"torch\.jit\.load"):
+    with pytest.raises(errors.UnknownFormatError, match=r"torch\.jit\.load"):
         tree(str(tmp_path / "x.pt"))
 
 
@@ -363,7 +363,7 @@ def test_other_archives(tmp_path: Path, names: tuple[str, ...], kind: str) -> No
         for name in names:
             archive.writestr(name, b"content" * 100)
     assert torch_zip.matches((tmp_path / "x.pt").read_bytes()[:4096])
-    with pytest.raises(errors.NotACheckpointError, match=kind):
+    with pytest.raises(errors.UnknownFormatError, match=kind):
         tree(str(tmp_path / "x.pt"))
 
 

@@ -10,7 +10,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import modelstate as ms
-from modelstate.errors import ChecksumError, OptionError, SourceNotFoundError, UnsupportedValueError, WriteFailedError
+from modelstate.errors import ChecksumError, CodecError, OptionError, SourceNotFoundError, WriteFailedError
 from modelstate.io import write_system
 
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -115,7 +115,7 @@ def test_a_damaged_checkpoint_is_refused(tmp_path: Path) -> None:
 
 
 def test_what_has_no_encoding_is_named(tmp_path: Path) -> None:
-    with pytest.raises(UnsupportedValueError, match="hyper_parameters") as caught:
+    with pytest.raises(CodecError, match="hyper_parameters") as caught:
         fit(tmp_path, StoreCheckpointIO(), 1, model=Net(cfg=Config()))
     assert "save_hyperparameters(ignore" in caught.value.remedy
     assert os.listdir(tmp_path) == []

@@ -17,12 +17,12 @@ import modelstate as ms
 from modelstate.errors import (
     DamagedCheckpointError,
     DamagedCheckpointWarning,
-    MissingObjectError,
+    ObjectMismatchError,
     OptionError,
     PlanError,
     SaveFailedWarning,
-    StepExistsError,
     StepNotFoundError,
+    TargetExistsError,
     WriteFailedError,
 )
 from modelstate.io import write_system
@@ -270,7 +270,7 @@ def test_a_run_that_went_back_and_was_killed_goes_on(tmp_path: Path, uninterrupt
         saving.train(trainer_of(tmp_path, saving, second))
         assert first.losses[:3] + second.losses == uninterrupted.losses[3:]
         assert (store.latest(), store.steps()) == (15, (3, 6, 9, 12, 15))
-        with pytest.raises(StepExistsError):
+        with pytest.raises(TargetExistsError):
             saving.train(trainer_of(tmp_path, saving), step=None)
 
 
@@ -445,7 +445,7 @@ def test_other_callbacks_and_objects_of_ones_own(tmp_path: Path) -> None:
         state = trainer.state.stateful_callbacks
         assert state["EarlyStoppingCallback"]["args"]["early_stopping_patience"] == 100
         other = StoreCallback(store, objects={"another": Counter(), "counter": counter})
-        with pytest.raises(MissingObjectError):
+        with pytest.raises(ObjectMismatchError):
             other.train(trainer_of(tmp_path, other))
 
 

@@ -19,7 +19,7 @@ def test_a_wrapped_state_dict_beside_another_one_is_not_passed_over(tmp_path: Pa
     module = nn.Linear(2, 2)
     wrapped = {f"module.{name}": value for name, value in module.state_dict().items()}
     torch.save({"model": wrapped, "ema": module.state_dict()}, tmp_path / "x.pt")
-    with pytest.raises(errors.AmbiguousKeyError) as caught:
+    with pytest.raises(errors.AmbiguousCheckpointError) as caught:
         ms.load(module, tmp_path / "x.pt")
     assert dict(caught.value.candidates) == {"model": 2, "ema": 2}
 

@@ -218,7 +218,7 @@ def test_two_state_dicts_that_fit_are_both_named(tmp_path: Path) -> None:
     torch.save({"model": state, "ema": state, "other": {"x": torch.ones(1)}}, tmp_path / "all.pt")
     module = Tied()
     before = whole(module)
-    with pytest.raises(errors.AmbiguousKeyError) as caught:
+    with pytest.raises(errors.AmbiguousCheckpointError) as caught:
         ms.load(module, tmp_path / "all.pt")
     assert sorted(caught.value.candidates) == [("ema", 9), ("model", 9)]
     assert "key='model'" in str(caught.value) or "key='ema'" in str(caught.value)

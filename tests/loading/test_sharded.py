@@ -93,7 +93,7 @@ def test_as_the_source(build: Build, what: str) -> None:
     raised(lambda: ms.load(model, source), errors.PlanError, what)
     assert whole(model) == before
     live = ms.Live(model.eval())
-    raised(lambda: live.swap(source), errors.WeightKindError, what)
+    raised(lambda: live.swap(source), errors.WeightsError, what)
 
 
 @ANY

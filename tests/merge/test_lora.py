@@ -13,7 +13,7 @@ from torch import nn
 from transformers.pytorch_utils import Conv1D
 
 import modelstate as ms
-from modelstate.errors import AdapterError, OptionError
+from modelstate.errors import CombineError, OptionError
 from modelstate.merge import lora
 from tests.formats.files import same
 
@@ -124,7 +124,7 @@ def test_an_embedding_that_is_saved_beside_its_adapter(tmp_path: Path) -> None:
     assert same(checkpoint.tensor("lin.weight"), wanted["lin.weight"])
     difference = checkpoint.tensor("emb.weight") - (wanted["emb.weight"] + 2 * base.emb.weight)
     assert difference.abs().max() < 1e-5
-    with pytest.raises(AdapterError, match="after something is added to it"):
+    with pytest.raises(CombineError, match="after something is added to it"):
         ms.open(
             [BASE, matrices("lin"), {"base_model.model.lin.weight": torch.ones(4, 3)}], combine=ms.merge.LoRA(alpha=2)
         )
@@ -190,21 +190,21 @@ def test_a_tied_weight_changes_under_all_its_names() -> None:
 
 def test_modules_to_save(tmp_path: Path) -> None:
     tensors = matrices("lin") | {"base_model.model.head.weight": torch.ones(2, 3)}
-    with pytest.raises(AdapterError, match=r"head\.weight"):
+    with pytest.raises(CombineError, match=r"head\.weight"):
         ms.open([BASE, adapter(tmp_path / "a", tensors, {"lora_alpha": 2})], combine=ms.merge.LoRA())
     found = adapter(tmp_path / "b", tensors, {"lora_alpha": 2, "modules_to_save": ["head"]})
     assert ms.open([BASE, found], combine=ms.merge.LoRA()).tensor("head.weight").eq(1).all()
     half = {"base_model.model.lin.bias": torch.full((4,), 2.0)}
     merged = ms.open([BASE | {"lin.bias": torch.ones(4).half()}, half], combine=ms.merge.LoRA())
     assert same(merged.tensor("lin.bias"), torch.full((4,), 2.0).half())
-    with pytest.raises(AdapterError, match="is replaced by"):
+    with pytest.raises(CombineError, match="is replaced by"):
         ms.open([BASE, half, half], combine=ms.merge.LoRA())
 
 
 def test_a_square_weight_that_could_be_either() -> None:
     base = BASE | {"gpt.weight": torch.ones(3, 4)}
     tensors = matrices("sq", out=3) | matrices("gpt") | matrices("lin")
-    with pytest.raises(AdapterError, match="fan_in_fan_out"):
+    with pytest.raises(CombineError, match="fan_in_fan_out"):
         ms.open([base, tensors], combine=ms.merge.LoRA(alpha=2))
     for flips in (False, True):
         checkpoint = ms.open([base, tensors], combine=ms.merge.LoRA(alpha=2, fan_in_fan_out=flips))
@@ -247,13 +247,13 @@ def test_a_square_weight_that_could_be_either() -> None:
 )
 def test_an_adapter_that_does_not_fit(tensors: dict[str, torch.Tensor], said: str) -> None:
     base = BASE | {"int.weight": torch.ones(4, 3, dtype=torch.int8)}
-    with pytest.raises(AdapterError) as caught:
+    with pytest.raises(CombineError) as caught:
         ms.open([base, tensors], combine=ms.merge.LoRA(alpha=1, rank=2))
     assert said in str(caught.value)
 
 
 def test_every_misfit_in_one_error() -> None:
-    with pytest.raises(AdapterError, match="3 tensors"):
+    with pytest.raises(CombineError, match="3 tensors"):
         ms.open([BASE, matrices("x") | matrices("y"), matrices("lin", out=5)], combine=ms.merge.LoRA(alpha=1))
 
 
@@ -277,14 +277,14 @@ def test_every_misfit_in_one_error() -> None:
 )
 def test_a_configuration_that_cannot_be_used(config: Any, tmp_path: Path) -> None:
     config = {"lora_alpha": 1} | config if isinstance(config, dict) and config else config
-    with pytest.raises(AdapterError):
+    with pytest.raises(CombineError):
         ms.open([BASE, adapter(tmp_path / "a", config=config)], combine=ms.merge.LoRA())
 
 
 def test_an_adapter_whose_base_was_changed_for_it(tmp_path: Path) -> None:
     """peft takes the first matrices off the base when it loads such an adapter; no file has them."""
     found = adapter(tmp_path / "a", config={"lora_alpha": 1, "init_lora_weights": "pissa"})
-    with pytest.raises(AdapterError, match="path_initial_model_for_weight_conversion"):
+    with pytest.raises(CombineError, match="path_initial_model_for_weight_conversion"):
         ms.open([BASE, found], combine=ms.merge.LoRA())
     for init in (True, False, "gaussian", "eva", "orthogonal"):
         config = {"lora_alpha": 1, "init_lora_weights": init}
@@ -296,7 +296,7 @@ def test_the_wrong_base_is_told_soon(monkeypatch: pytest.MonkeyPatch) -> None:
     searches = list[str]()
     monkeypatch.setattr(lora, "get_close_matches", lambda name, *_, **__: searches.append(name) or [])
     adapters = [tensor for index in range(50) for tensor in matrices(f"layers.{index}").items()]
-    with pytest.raises(AdapterError, match="50 tensors"):
+    with pytest.raises(CombineError, match="50 tensors"):
         ms.open([BASE, dict(adapters)], combine=ms.merge.LoRA(alpha=1))
     assert 0 < len(searches) < 10
 
@@ -308,11 +308,11 @@ def test_options_that_mean_nothing() -> None:
     ):
         with pytest.raises(OptionError):
             ms.merge.LoRA(**options)  # type: ignore[arg-type]
-    with pytest.raises(AdapterError, match="no adapter"):
+    with pytest.raises(CombineError, match="no adapter"):
         ms.open([BASE], combine=ms.merge.LoRA())
-    with pytest.raises(AdapterError, match="has no tensors"):
+    with pytest.raises(CombineError, match="has no tensors"):
         ms.open([BASE, {}], combine=ms.merge.LoRA())
-    with pytest.raises(AdapterError, match=r"alpha=\.\.\."):
+    with pytest.raises(CombineError, match=r"alpha=\.\.\."):
         ms.open([BASE, matrices("lin")], combine=ms.merge.LoRA())
 
 
@@ -360,13 +360,13 @@ def test_a_model_that_has_an_adapter_itself_is_not_told_to_merge() -> None:
 
 @pytest.mark.parametrize("others", [[], [{"0.weight": torch.ones(2, 4)}]], ids=["alone", "before its base"])
 def test_the_base_has_to_come_first(others: list[dict[str, torch.Tensor]]) -> None:
-    with pytest.raises(AdapterError, match="the first checkpoint is an adapter") as caught:
+    with pytest.raises(CombineError, match="the first checkpoint is an adapter") as caught:
         ms.open([small_adapter(), *others], combine=ms.merge.LoRA(alpha=1))
     assert caught.value.remedy == "ms.open([base, adapter], combine=ms.merge.LoRA())"
 
 
 def test_a_second_model_is_not_taken_for_an_adapter() -> None:
     base, other = Net().state_dict(), Net().state_dict()
-    with pytest.raises(AdapterError, match="not an adapter") as raised:
+    with pytest.raises(CombineError, match="not an adapter") as raised:
         ms.open([base, other], combine=ms.merge.LoRA())
     assert "ms.merge.Average()" in str(raised.value)

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import modelstate as ms
-from modelstate.errors import FixedWeightError, LiveTargetError
+from modelstate.errors import LiveTargetError, WeightsError
 from tests.pains.conftest import StockFails
 from tests.serve.packages import needs_a_compiler, package_of
 
@@ -88,7 +88,7 @@ def test_small_tensors_are_built_in(ours: Path, stocks: Path, stock_fails: Stock
     assert live.fixed == ()
     live.swap(state)
     assert torch.equal(live(X), Model(2.0)(X))
-    with pytest.raises(FixedWeightError, match="bias"):
+    with pytest.raises(WeightsError, match="bias"):
         ms.Live(stocks).swap(state)
 
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import modelstate as ms
-from modelstate.errors import AmbiguousKeyError
+from modelstate.errors import AmbiguousCheckpointError
 from modelstate.planning.matching import matching_part, nearest
 from modelstate.rules.rule import Rule
 from modelstate.rules.schema import renamed_by
@@ -90,7 +90,7 @@ def test_rules_decide_with() -> None:
 
 def test_several_state_dicts_that_fit() -> None:
     tree = {"model": state(NAMES), "ema": state(NAMES), "half": state(NAMES[:3]), "little": state(NAMES[:1])}
-    with pytest.raises(AmbiguousKeyError) as caught:
+    with pytest.raises(AmbiguousCheckpointError) as caught:
         key_of(tree)
     assert caught.value.candidates == (("model", 5), ("ema", 5), ("half", 3))
     assert "'ema' (5 of 5 names match)" in caught.value.found
@@ -99,7 +99,7 @@ def test_several_state_dicts_that_fit() -> None:
 
 
 def test_the_whole_as_one_of_several() -> None:
-    with pytest.raises(AmbiguousKeyError, match=re.escape("'(the whole)' (5 of 5 names match)")) as caught:
+    with pytest.raises(AmbiguousCheckpointError, match=re.escape("'(the whole)' (5 of 5 names match)")) as caught:
         key_of({**state(NAMES), "ema": state(NAMES)})
     assert dict(caught.value.candidates) == {"": 5, "ema": 5}
 
@@ -110,7 +110,7 @@ def test_twice_as_many_names_are_clear(others: int, clear: bool) -> None:
     if clear:
         assert key_of(tree) == "model"
     else:
-        with pytest.raises(AmbiguousKeyError):
+        with pytest.raises(AmbiguousCheckpointError):
             key_of(tree)
 
 

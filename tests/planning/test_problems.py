@@ -111,7 +111,7 @@ SAMPLES: dict[Problem, str] = {
     NeedsModel("a.*", "Fill('a.*')"): "Fill('a.*')",
     CyclicRules("a", ("Rename('a', 'b')", "Rename('b', 'a')")): "a: by Rename('a', 'b'), then Rename('b', 'a')",
     Complaint("", "size mismatch for a.w"): "size mismatch for a.w",
-    BadExtraState("a._extra_state", "it lacks 'p'", "ExtraStateNamesError"): "a._extra_state: it lacks 'p'",
+    BadExtraState("a._extra_state", "it lacks 'p'", "ExtraStateError"): "a._extra_state: it lacks 'p'",
 }
 
 every_sample = pytest.mark.parametrize("problem", SAMPLES, ids=repr)

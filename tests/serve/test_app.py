@@ -72,7 +72,7 @@ REFUSED: list[tuple[Answer, type[Exception], str]] = [
     ((403, {"error": "Forbidden", "detail": "no"}), AppAccessError, "no checkpoints from there"),
     ((404, {"error": "SourceNotFoundError", "detail": "no"}), AppUnreachableError, "does not see the checkpoint"),
     ((409, {"error": "SwapBusyError", "detail": "busy"}), SwapBusyError, "at another swap"),
-    ((422, {"error": "NonFiniteWeightError", "detail": "NaN"}), AppRefusedError, "422 NonFiniteWeightError: NaN"),
+    ((422, {"error": "WeightsError", "detail": "NaN"}), AppRefusedError, "422 WeightsError: NaN"),
     ((400, {"detail": ["a", "list"]}), AppRefusedError, "found: 400\n"),
     ((413, b"<html>"), AppRefusedError, "found: 413\n"),
     ((422, {"error": "\x1b[31mX", "detail": "a\nb" * 1000}), AppRefusedError, r"422 \\x1b\[31mX: a; ba; "),
@@ -214,7 +214,7 @@ def test_a_store_is_followed_into_an_app(app: App, tmp_path: Path) -> None:
     assert [(one.action, one.step) for one in following.poll()] == [("skipped", 3), ("skipped", 2)]
     assert following.poll() == ()
     assert [type(error) for error in log] == [SwapBusyError, SkippedCheckpointError, SkippedCheckpointError]
-    assert "NonFiniteWeightError" in str(log[1])
+    assert "WeightsError" in str(log[1])
     assert app.live.version == 2
     assert len(app.swaps) == 3  # the damaged one was never posted
 

@@ -48,4 +48,4 @@ def test_what_ends_a_process_has_its_name(tmp_path: Path) -> None:
     """The test above could not pass by accident."""
     found = outcomes("eager", tmp_path, "NaN", CRASH, "infinity")
     assert found[f"{CRASH}, available"] == {"outcome": "the process ended with -11"}
-    assert found["infinity, available"]["outcome"] == "NonFiniteWeightError"
+    assert found["infinity, available"]["outcome"] == "WeightsError"

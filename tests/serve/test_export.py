@@ -16,13 +16,10 @@ from torch.export import Dim
 import modelstate as ms
 from modelstate.errors import (
     ArchiveError,
-    CompressedRecordError,
-    ExportedAnswerError,
     ExportError,
     LiveTargetError,
     ManifestError,
     NewerManifestError,
-    NotSwappableError,
     OptionError,
     SaveTargetError,
     SourceNotFoundError,
@@ -161,10 +158,10 @@ class Branches(nn.Linear):
 
 
 def test_a_weight_that_was_folded_is_named_and_no_file_is_left(tmp_path: Path) -> None:
-    with pytest.raises(NotSwappableError, match="scale") as caught:
+    with pytest.raises(ExportError, match="scale") as caught:
         ms.export(Folded().eval(), (X,), tmp_path / "a.pt2")
     assert caught.value.names == ("scale",)
-    with pytest.raises(ExportedAnswerError):
+    with pytest.raises(ExportError):
         ms.export(Otherwise(4, 4).eval(), (X,), tmp_path / "a.pt2")
     with pytest.raises(ExportError, match=r"torch\.export cannot export") as cause:
         ms.export(Branches(4, 4).eval(), (X,), tmp_path / "a.pt2")
@@ -176,7 +173,7 @@ def test_what_the_compiler_inlines_is_found(tmp_path: Path, monkeypatch: pytest.
     """With the options that AOTInductor has by itself, small tensors are numbers in the code."""
     needs_a_compiler()
     monkeypatch.setitem(exporting._OPTIONS, "always_keep_tensor_constants", False)
-    with pytest.raises(NotSwappableError) as caught:
+    with pytest.raises(ExportError) as caught:
         ms.export(Folding().eval(), (X,), tmp_path / "a.pt2", kind="aoti")
     assert caught.value.names == ("bias", "scale")
     assert os.listdir(tmp_path) == []
@@ -352,7 +349,7 @@ def test_the_proof_looks_at_buffers_that_are_written() -> None:
     target = ExportedTarget(torch.export.export(module, (X,)), None)
     assert "running_mean" in verify_export(target, module, (X,), {}).mutable
     other = nn.BatchNorm1d(4, momentum=0.5)
-    with pytest.raises(ExportedAnswerError, match="running_"):
+    with pytest.raises(ExportError, match="running_"):
         verify_export(ExportedTarget(torch.export.export(other, (X,)), None), module, (X,), {})
 
 
@@ -376,15 +373,15 @@ def patched(path: Path, signature: bytes, at: int, value: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("local", "central", "value", "kind"),
+    ("local", "central", "value", "says"),
     [
-        (6, 8, 1, CompressedRecordError),  # encrypted
-        (8, 10, 99, CompressedRecordError),  # a method that nobody knows
-        (8, 10, 8, CompressedRecordError),  # deflated, which it is not
-        (22, 24, 1, ArchiveError),  # another size
+        (6, 8, 1, "compressed or encrypted"),  # encrypted
+        (8, 10, 99, "compressed or encrypted"),  # a method that nobody knows
+        (8, 10, 8, "compressed or encrypted"),  # deflated, which it is not
+        (22, 24, 1, "the archive"),  # another size
     ],
 )
-def test_records_that_are_not_plain(local: int, central: int, value: int, kind: type[Exception], path: Path) -> None:
+def test_records_that_are_not_plain(local: int, central: int, value: int, says: str, path: Path) -> None:
     ms.export(nn.Linear(4, 4), (X,), path)
     with zipfile.ZipFile(path) as old, zipfile.ZipFile(path.with_name("plain.pt2"), "w") as new:
         for name in old.namelist():
@@ -393,5 +390,5 @@ def test_records_that_are_not_plain(local: int, central: int, value: int, kind: 
     ms.Live(plain)
     patched(plain, b"PK\3\4", local, value)
     patched(plain, b"PK\1\2", central, value)
-    with pytest.raises(kind):
+    with pytest.raises(ArchiveError, match=says):
         ms.Live(plain)

@@ -16,10 +16,10 @@ from modelstate.errors import (
     CanaryError,
     DamagedCheckpointError,
     ModelStateError,
-    NonFiniteWeightError,
     PlanError,
     SkippedCheckpointError,
     StepNotFoundError,
+    WeightsError,
 )
 from tests.serve.followed import actions, by_hand, flipped, nan, serves
 from tests.serve.stores import X, cut, damage, linear, objects, save, spoil_record
@@ -60,7 +60,7 @@ def refused_by_the_canary(store: ms.Store, step: int) -> None:
 
 
 BAD: dict[Callable[[ms.Store, int], None], type[ModelStateError] | None] = {
-    nan: NonFiniteWeightError,
+    nan: WeightsError,
     other_shape: PlanError,
     other_names: PlanError,
     no_model: StepNotFoundError,
@@ -121,7 +121,7 @@ def test_behind_a_bad_one_the_next_newest_is_taken(tmp_path: Path) -> None:
     assert actions(following) == [("skipped", 5), ("skipped", 4), ("swapped", 3)]
     assert actions(following) == []
     assert log.skipped == [5, 4]
-    assert log.causes == ["DamagedCheckpointError", "NonFiniteWeightError"]
+    assert log.causes == ["DamagedCheckpointError", "WeightsError"]
 
 
 def test_damage_elsewhere_in_a_step_is_in_nobodys_way(tmp_path: Path) -> None:

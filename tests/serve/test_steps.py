@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import modelstate as ms
-from modelstate.errors import AmbiguousDirectoryError, ChecksumError, DamagedCheckpointError, StepNotFoundError
+from modelstate.errors import AmbiguousCheckpointError, ChecksumError, DamagedCheckpointError, StepNotFoundError
 from tests.serve.stores import X, damage, linear, objects, save
 from tests.serve.targets import target_of
 
@@ -38,7 +38,7 @@ def test_a_step_that_holds_several_objects(tmp_path: Path, way: str, mode: Any, 
 def test_the_model_is_called_something_else(tmp_path: Path) -> None:
     store, live = ms.Store(tmp_path), ms.Live(linear(0))
     step = Path(store.save(1, {"student": linear(1), "teacher": linear(2), "epoch": 3}).path)
-    with pytest.raises(AmbiguousDirectoryError, match="give the path of the one that is meant") as caught:
+    with pytest.raises(AmbiguousCheckpointError, match="give the path of the one that is meant") as caught:
         live.swap(step)
     assert "student" in caught.value.found
     live.swap(step / "teacher.safetensors")

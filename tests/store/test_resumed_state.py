@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 import modelstate as ms
-from modelstate.errors import OptimizerStateError, OptionError, StepExistsError, UnexpectedObjectError
+from modelstate.errors import ObjectMismatchError, OptimizerStateError, OptionError, TargetExistsError
 
 
 class Rows(torch.optim.Optimizer):
@@ -110,9 +110,9 @@ def test_options_that_a_scheduler_has_left_are_no_other_optimizers(tmp_path: Pat
 
 def test_an_object_within_a_mapping_that_is_not_there(tmp_path: Path) -> None:
     ms.save({"nets": {"g": nn.Linear(1, 1), "d": nn.Linear(1, 1)}, "step": 3}, tmp_path / "x.safetensors")
-    with pytest.raises(UnexpectedObjectError, match=r"nets\.d"):
+    with pytest.raises(ObjectMismatchError, match=r"nets\.d"):
         ms.restore({"nets": {"g": nn.Linear(1, 1)}, "step": None}, tmp_path / "x.safetensors")
-    with pytest.raises(UnexpectedObjectError, match="step"):
+    with pytest.raises(ObjectMismatchError, match="step"):
         ms.restore({"nets": {"g": nn.Linear(1, 1), "d": nn.Linear(1, 1)}}, tmp_path / "x.safetensors")
 
 
@@ -127,7 +127,7 @@ def test_what_a_newer_version_has_written_is_not_replaced(tmp_path: Path) -> Non
     store.save(1, of)
     path = tmp_path / "step-000000001" / "checkpoint.json"
     path.write_bytes(path.read_bytes().replace(b'"format": 1', b'"format": 9'))
-    with pytest.raises(StepExistsError, match="newer version's"):
+    with pytest.raises(TargetExistsError, match="newer version's"):
         store.save(1, of, overwrite=True)
     assert b'"format": 9' in path.read_bytes()
 

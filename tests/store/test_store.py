@@ -155,7 +155,7 @@ def test_a_step_that_exists(tmp_path: Path) -> None:
     store, model = ms.Store(tmp_path), network()
     first = store.save(1, {"model": model}, pin=True)
     was = contents(tmp_path)
-    with pytest.raises(errors.StepExistsError):
+    with pytest.raises(errors.TargetExistsError):
         store.save(1, {"model": network(1)})
     assert contents(tmp_path) == was
     other = network(1)

@@ -95,7 +95,7 @@ def test_a_part_of_a_checkpoint() -> None:
 
 def test_two_parts_that_would_do() -> None:
     state = values({"body.fc.weight": (3, 5)})
-    with pytest.raises(ms.errors.AmbiguousKeyError):
+    with pytest.raises(ms.errors.AmbiguousCheckpointError):
         ms.suggest(tree({"net.fc.weight": (3, 5)}), {"weights": state, "average": dict(state)})
     assert ms.suggest(
         tree({"net.fc.weight": (3, 5)}), {"weights": state, "average": dict(state)}, key="average"

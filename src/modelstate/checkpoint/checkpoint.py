@@ -14,8 +14,6 @@ from modelstate.errors import (
     ChecksumError,
     KeyNotFoundError,
     OptionError,
-    ReadTargetError,
-    TensorNotFoundError,
     UnsupportedTensorError,
 )
 from modelstate.formats.tree import (
@@ -120,13 +118,13 @@ class Checkpoint(Mapping[str, TensorSpec]):
         return default if stored is None else _spec(name, stored, self._source)
 
     def stored(self, name: str) -> Stored:
-        """The stored tensor of a name. Raises `TensorNotFoundError`."""
+        """The stored tensor of a name. Raises `KeyNotFoundError`."""
         tensors = self._flat.tensors
         try:
             return tensors[name]
         except KeyError:
             near = get_close_matches(str(name), tensors, n=1)
-            raise TensorNotFoundError(
+            raise KeyNotFoundError(
                 "the checkpoint has no tensor of this name",
                 where=self._source,
                 found=name,
@@ -332,7 +330,7 @@ class Checkpoint(Mapping[str, TensorSpec]):
             The tensor on the CPU; for a mapping, an alias on the device of the tensor.
 
         Raises:
-            TensorNotFoundError: The checkpoint has no tensor of this name.
+            KeyNotFoundError: The checkpoint has no tensor of this name.
             ReadFailedError: The file cannot be read, or has changed since it was opened.
             CombineError: The tensor cannot be computed from the checkpoints that it is combined from.
             OptionError: `map` is not None, True or False.
@@ -362,8 +360,8 @@ class Checkpoint(Mapping[str, TensorSpec]):
             stop: The end of the rows; None for the end.
 
         Raises:
-            TensorNotFoundError: The checkpoint has no tensor of this name.
-            ReadTargetError: `out` does not fit. Nothing has been written.
+            KeyNotFoundError: The checkpoint has no tensor of this name.
+            OptionError: `out` does not fit. Nothing has been written.
             ReadFailedError: The file cannot be read. The content of `out` is then undefined.
 
         Example:
@@ -377,7 +375,7 @@ class Checkpoint(Mapping[str, TensorSpec]):
         shape, stored = spec.shape, spec.stored
         if start is not None or stop is not None:
             if not shape:
-                raise ReadTargetError("a tensor without dimensions has no rows", where=where)
+                raise OptionError("a tensor without dimensions has no rows", where=where)
             start, stop, _ = slice(start, stop).indices(shape[0])
             shape = (max(stop - start, 0), *shape[1:])
         _check_target(out, shape, spec.dtype, where)
@@ -393,7 +391,7 @@ class Checkpoint(Mapping[str, TensorSpec]):
             with torch.no_grad():
                 out.copy_(whole if start is None or isinstance(stored, StoredTensor) else whole[start:stop])
         except RuntimeError as error:
-            raise ReadTargetError(
+            raise OptionError(
                 "torch cannot copy this tensor, or these rows of it, to this memory",
                 where=where,
                 expected=f"memory that a {spec.kind} tensor can be copied to",
@@ -526,7 +524,7 @@ def _check_target(out: object, shape: tuple[int, ...], dtype: torch.dtype, where
         found = f"a tensor whose storage has been cut to {out.untyped_storage().nbytes()} bytes"
     else:
         return
-    raise ReadTargetError(
+    raise OptionError(
         "the tensor to read into does not fit",
         where=where,
         expected=f"{dtype} of shape {shape}",

@@ -25,18 +25,17 @@ from modelstate.checkpoint.checkpoint import Checkpoint
 from modelstate.checkpoint.combine import Combination, CombineFunction
 from modelstate.checkpoint.combine import combine as combined
 from modelstate.errors import (
-    AmbiguousDirectoryError,
+    AmbiguousCheckpointError,
     ChecksumError,
-    EmptyFileError,
-    NoCheckpointError,
-    NotACheckpointError,
+    HeaderError,
     OpenError,
     OptionError,
     ReadFailedError,
-    ShardIndexError,
     SourceAccessError,
     SourceNotFoundError,
     SourceTypeError,
+    TruncatedFileError,
+    UnknownFormatError,
 )
 from modelstate.formats import dcp, safetensors, sharded, torch_legacy, torch_zip
 from modelstate.formats.diagnose import HEAD_BYTES, no_checkpoint, other_zip, tensorflow_prefix
@@ -93,10 +92,10 @@ def find_in(directory: str) -> str:
     """Returns the path of the checkpoint in a directory.
 
     Raises:
-        NotACheckpointError: The directory is a checkpoint of another tool.
-        ShardIndexError: The directory has shards, but no index.
-        NoCheckpointError: No file is a checkpoint.
-        AmbiguousDirectoryError: The choice is not clear.
+        UnknownFormatError: The directory is a checkpoint of another tool.
+        HeaderError: The directory has shards, but no index.
+        SourceNotFoundError: No file is a checkpoint.
+        AmbiguousCheckpointError: The choice is not clear.
         PermissionError: The directory may not be read.
     """
     entries = sorted(os.scandir(directory), key=lambda entry: entry.name)
@@ -115,7 +114,7 @@ def find_in(directory: str) -> str:
     indexed = frozenset[str]().union(*(candidate.shards for candidate in candidates))
     candidates = [candidate for candidate in candidates if candidate.shards or candidate.name not in indexed]
     if candidates and all(_SHARD.search(candidate.name) for candidate in candidates):
-        raise ShardIndexError(
+        raise HeaderError(
             "the directory holds shards, and not the index that says what is in them",
             where=directory,
             expected="a file *.index.json",
@@ -184,7 +183,7 @@ def _is_dcp(directory: str, files: list[str]) -> bool:
 def _refuse_other_tools(directory: str, names: list[str]) -> None:
     for mark, tool, remedy in _OTHER_TOOLS:
         if any(map(mark.fullmatch, names)):
-            raise NotACheckpointError(
+            raise UnknownFormatError(
                 f"this is a checkpoint of {tool}, which is not read here",
                 where=directory,
                 found=", ".join(names[:6]),
@@ -192,7 +191,7 @@ def _refuse_other_tools(directory: str, names: list[str]) -> None:
             )
 
 
-def _nothing(directory: str, entries: list[os.DirEntry[str]]) -> NoCheckpointError:
+def _nothing(directory: str, entries: list[os.DirEntry[str]]) -> SourceNotFoundError:
     below = [entry.name for entry in entries if os.path.isdir(entry.path)]
     there = [entry.name + ("/" if entry.name in below else "") for entry in entries]
     more = f", and {len(there) - 12} more" if len(there) > 12 else ""
@@ -202,7 +201,7 @@ def _nothing(directory: str, entries: list[os.DirEntry[str]]) -> NoCheckpointErr
         remedy = f"subdirectories are not searched: give one of {', '.join(below[:6])}"
     else:
         remedy = "finish the download or the copy, or give the path of the file to see what it is"
-    return NoCheckpointError(
+    return SourceNotFoundError(
         "no file of this directory is a checkpoint",
         where=directory,
         expected="model.safetensors, pytorch_model.bin, an index of shards, .metadata of torch.distributed.checkpoint, "
@@ -212,10 +211,10 @@ def _nothing(directory: str, entries: list[os.DirEntry[str]]) -> NoCheckpointErr
     )
 
 
-def _several(directory: str, candidates: list[_Candidate]) -> AmbiguousDirectoryError:
+def _several(directory: str, candidates: list[_Candidate]) -> AmbiguousCheckpointError:
     names = [candidate.name for candidate in candidates]
     more = f", and {len(names) - 12} more" if len(names) > 12 else ""
-    return AmbiguousDirectoryError(
+    return AmbiguousCheckpointError(
         f"several checkpoints are in this directory, {len(names)} of them",
         where=directory,
         expected="one, or one named model",
@@ -360,13 +359,10 @@ def open(
 
     Raises:
         OpenError: The source cannot be opened. Its subclasses: `SourceNotFoundError`, `SourceAccessError` and
-            `SourceTypeError` for a path that cannot be read; `EmptyFileError`, `UnknownFormatError` (`LfsPointerError`,
-            `HtmlPageError`, `NotACheckpointError`) and `TruncatedFileError` for a file that is not, or no longer, a
-            checkpoint; `NoCheckpointError` and `AmbiguousDirectoryError` for directories; `HeaderLengthError`,
-            `HeaderTooLargeError`, `HeaderSyntaxError`, `UnknownDtypeError`, `TensorRangeError`, `TensorSizeError` and
-            `UnsupportedTensorError` for damaged tensors; `ArchiveError` (`MissingRecordError`,
-            `CompressedRecordError`, `RecordSizeError`), `PickleError` and `ForbiddenGlobalError` for files of torch;
-            `ShardIndexError`, `MissingShardError`, `UnsafePathError` and `DuplicateNameError` for shards;
+            `SourceTypeError` for a path that cannot be read; `UnknownFormatError` for a file that is not a checkpoint;
+            `TruncatedFileError`, `HeaderError`, `ArchiveError`, `PickleError` and `ManifestError` for a damaged file;
+            `ForbiddenGlobalError` and `UnsupportedTensorError` for contents that are not read;
+            `AmbiguousCheckpointError` for a directory; `MissingShardError` and `UnsafePathError` for shards;
             `CombineError` for several sources.
         KeyNotFoundError: There is nothing under `key`.
         OptionError: An argument is not valid.
@@ -461,7 +457,7 @@ def _read_file(path: str, head: bytes | None = None, *, allow: Sequence[object],
     """Reads one file that contains tensors: a whole checkpoint or a shard. `head` is its beginning, if known."""
     head = _head(path) if head is None else head
     if not head:
-        raise EmptyFileError(
+        raise TruncatedFileError(
             "the file is empty",
             where=path,
             found="0 bytes",
@@ -477,5 +473,5 @@ def _read_file(path: str, head: bytes | None = None, *, allow: Sequence[object],
     if safetensors.matches(head):
         return safetensors.read(path, allow=allow)
     if sharded.matches(head, path):
-        raise ShardIndexError("an index names another index as a shard", where=path, remedy="open that index")
+        raise HeaderError("an index names another index as a shard", where=path, remedy="open that index")
     raise no_checkpoint(path, head)

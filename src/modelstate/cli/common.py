@@ -30,6 +30,24 @@ USAGE = 2
 WITH_VALUES = "--no-skeleton builds the model with values in its parameters"
 
 
+Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+Debug = Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")]
+Dtype = Annotated[
+    str | None, typer.Option(metavar="DTYPE", help="Cast floating point tensors on the way, such as bfloat16.")
+]
+ShardSize = Annotated[
+    str | None, typer.Option(metavar="SIZE", help="The most bytes of tensors in one file, such as 5GB.")
+]
+Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace what is there already.")]
+FileFormat = Annotated[
+    str | None,
+    typer.Option(
+        metavar="FORMAT",
+        help="safetensors, or torch for what torch.load reads, where the suffix of TARGET says neither.",
+    ),
+]
+
+
 class FactoryError(Exception):
     """The factory of the model raised, or returned no module."""
 
@@ -90,17 +108,6 @@ def model_factory(spec: str, debug: bool = False) -> Callable[[], object]:
             "and should be a function that returns a torch.nn.Module, or one itself"
         )
     return factory
-
-
-def named_rules(spec: str | None, debug: bool = False) -> tuple[Rule, ...] | ms.rules.Schema:
-    """Returns the rules that `package.module:name` names: a list of rules, or a Schema."""
-    if spec is None:
-        return ()
-    rules = _named(spec, "no rules: give package.module:name of a list of rules, or of a Schema", debug)
-    try:
-        return rules if isinstance(rules, ms.rules.Schema) else check_rules(rules)
-    except ms.errors.OptionError as error:
-        raise typer.BadParameter(f"{spec!r} has no rules: {_one_line(error)}") from error
 
 
 def _named(spec: str, what: str, debug: bool) -> object:
@@ -180,16 +187,6 @@ def parse_size(text: str | None) -> int | None:
     return nbytes
 
 
-Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace what is there already.")]
-FileFormat = Annotated[
-    str | None,
-    typer.Option(
-        metavar="FORMAT",
-        help="safetensors, or torch for what torch.load reads, where the suffix of TARGET says neither.",
-    ),
-]
-
-
 def parse_format(text: str | None, target: str) -> str:
     """Returns the format of a file to write: that of its suffix, or else the given one.
 
@@ -232,22 +229,42 @@ def _devices() -> list[str]:
 
 
 def parse_rules(
-    strip: Sequence[str], add: str | None, rename: Sequence[str], rename_regex: Sequence[str], ignore: Sequence[str]
-) -> tuple[Rule, ...]:
-    """Returns the rules of the options, in the order of the arguments. Raises `typer.BadParameter`."""
+    named: str | None,
+    strip: Sequence[str] | None,
+    add: str | None,
+    rename: Sequence[str] | None,
+    rename_regex: Sequence[str] | None,
+    ignore: Sequence[str] | None,
+    debug: bool = False,
+) -> tuple[Rule, ...] | ms.rules.Schema:
+    """Returns the rules that `package.module:name` names, followed by those of the other options in their order.
+
+    Raises `typer.BadParameter`.
+    """
     try:
-        rules: list[Rule] = [ms.rules.Prefix(strip=prefix) for prefix in strip]
+        rules: list[Rule] = [ms.rules.Prefix(strip=prefix) for prefix in strip or ()]
         rules += [ms.rules.Prefix(add=add)] if add is not None else []
-        rules += [ms.rules.Rename(*_both_sides(text)) for text in rename]
+        rules += [ms.rules.Rename(*_both_sides(text)) for text in rename or ()]
         rules += [
-            ms.rules.Rename(re.compile(pattern), replacement) for pattern, replacement in map(_both_sides, rename_regex)
+            ms.rules.Rename(re.compile(pattern), replacement)
+            for pattern, replacement in map(_both_sides, rename_regex or ())
         ]
-        rules += [ms.rules.Ignore(pattern) for pattern in ignore]
+        rules += [ms.rules.Ignore(pattern) for pattern in ignore or ()]
     except re.error as error:
         raise typer.BadParameter(f"not a regular expression: {error}") from error
     except ms.errors.RuleError as error:
         raise typer.BadParameter(str(error)) from error
-    return tuple(rules)
+    if named is None:
+        return tuple(rules)
+    value = _named(named, "no rules: give package.module:name of a list of rules, or of a Schema", debug)
+    if not isinstance(value, ms.rules.Schema):
+        try:
+            return (*check_rules(value), *rules)
+        except ms.errors.OptionError as error:
+            raise typer.BadParameter(f"{named!r} has no rules: {_one_line(error)}") from error
+    if rules:
+        raise typer.BadParameter("a Schema has all the rules: give it, or the options that change names")
+    return value
 
 
 def _both_sides(text: str) -> tuple[str, str]:

@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 import modelstate as ms
-from modelstate.cli.common import PROBLEMS, reported
+from modelstate.cli.common import PROBLEMS, Debug, reported
 from modelstate.errors import OptionError
 from modelstate.serve.app import ServingApp
 from modelstate.serve.follow import FollowEvent
@@ -48,7 +48,7 @@ def follow(
         typer.Option(metavar="FILE", help=f"A file with the app's token; without it, it is that of {TOKEN}."),
     ] = None,
     timeout: Annotated[float, typer.Option(metavar="SECONDS", help="The most that a swap may take.")] = 300.0,
-    debug: Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")] = False,
+    debug: Debug = False,
 ) -> None:
     """Have an app take up each checkpoint that is saved to a store, verified first, until a signal ends it.
 
@@ -56,6 +56,11 @@ def follow(
     ended it; 1 the app does not take the token, or nothing from this directory; 2 the command line is wrong. With
     --once: 0 the app serves the checkpoint that was wanted; 1 it does not, or one was skipped.
     """
+
+    def print_swap(event: FollowEvent) -> None:
+        typer.echo(f"step {event.step}: version {event.version} serves, from {event.source}")
+        sys.stdout.flush()
+
     with reported(debug):
         try:
             target = ServingApp(url, _token(token_file), timeout_seconds=timeout)
@@ -66,7 +71,7 @@ def follow(
                 object=name,
                 poll_seconds=poll,
                 on_error=lambda error: print(f"error: {error}", file=sys.stderr, flush=True),
-                on_swap=_print_swap,
+                on_swap=print_swap,
                 background=False,
             )
         except (OptionError, ms.errors.SaveTargetError) as error:
@@ -95,11 +100,6 @@ def _poll_until_signal(following: ms.serve.Following) -> None:
             raise typer.Exit(PROBLEMS)
         following.stop(_END_SECONDS)
         print(f"ended: {end.reason}", file=sys.stderr)
-
-
-def _print_swap(event: FollowEvent) -> None:
-    typer.echo(f"step {event.step}: version {event.version} serves, from {event.source}")
-    sys.stdout.flush()
 
 
 def _token(path: str | None) -> str:

@@ -12,11 +12,14 @@ from modelstate.cli import spelling
 from modelstate.cli.common import (
     PROBLEMS,
     WITH_VALUES,
+    Debug,
+    Dtype,
     FileFormat,
+    Json,
     Overwrite,
+    ShardSize,
     build_model,
     model_factory,
-    named_rules,
     parse_device,
     parse_dtype,
     parse_format,
@@ -29,7 +32,6 @@ from modelstate.cli.error_pages import Page, find, pages
 from modelstate.cli.live import app as live_app
 from modelstate.cli.store import app as store_app
 from modelstate.cli.store import is_store, verify_steps
-from modelstate.rules.rule import Rule
 from modelstate.text_format import columns
 
 app = typer.Typer(
@@ -58,9 +60,6 @@ Model = Annotated[
 ]
 Key = Annotated[
     str | None, typer.Option(metavar="KEY", help="The part of the checkpoint that is meant, such as model_state.")
-]
-Dtype = Annotated[
-    str | None, typer.Option(metavar="DTYPE", help="Cast floating point tensors on the way, such as bfloat16.")
 ]
 Device = Annotated[
     str | None, typer.Option(metavar="DEVICE", help="Where the tensors shall be, such as cpu or cuda:0.")
@@ -121,8 +120,6 @@ Skip = Annotated[bool, typer.Option("--skip-forbidden", help="Leave out what the
 NoSkeleton = Annotated[
     bool, typer.Option("--no-skeleton", help="Build the model with values in its parameters; needs the memory.")
 ]
-Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
-Debug = Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")]
 
 
 def _version(wanted: bool) -> None:
@@ -195,128 +192,67 @@ class Request:
             raise
 
 
+def _with_load_options(run: Callable[[Request, ms.Checkpoint, bool], None]) -> Callable[..., None]:
+    """Gives a command the options of `plan` and `load`: it gets the parsed ones, the checkpoint, and that of --json."""
+
+    def command(
+        model: Model,
+        path: Path,
+        key: Key = None,
+        strip_prefix: Strip = None,
+        add_prefix: Add = None,
+        rename: Rename = None,
+        rename_regex: RenameRegex = None,
+        ignore: Ignore = None,
+        rules: NamedRules = None,
+        allow_missing: Missing = None,
+        allow_unexpected: Unexpected = None,
+        init_missing: InitMissing = False,
+        dtype: Dtype = None,
+        device: Device = None,
+        allow: Allow = None,
+        skip_forbidden: Skip = False,
+        no_skeleton: NoSkeleton = False,
+        as_json: Json = False,
+        debug: Debug = False,
+    ) -> None:
+        with reported(debug):
+            options: dict[str, Any] = {
+                "key": key,
+                "rules": parse_rules(rules, strip_prefix, add_prefix, rename, rename_regex, ignore, debug),
+                "allow_missing": tuple(allow_missing or ()),
+                "allow_unexpected": tuple(allow_unexpected or ()),
+                "init_missing": init_missing,
+                "dtype": parse_dtype(dtype),
+                "device": parse_device(device),
+            }
+            # Names that the file may lack keep the values of the model, which a skeleton does not have.
+            skeleton = not (allow_missing or no_skeleton)
+            request = Request(model, model_factory(model, debug), skeleton, options)
+            with _open(path, allow, skip_forbidden) as checkpoint:
+                run(request, checkpoint, as_json)
+
+    command.__name__, command.__doc__ = run.__name__, run.__doc__
+    return command
+
+
 @app.command()
-def plan(
-    model: Model,
-    path: Path,
-    key: Key = None,
-    strip_prefix: Strip = None,
-    add_prefix: Add = None,
-    rename: Rename = None,
-    rename_regex: RenameRegex = None,
-    ignore: Ignore = None,
-    rules: NamedRules = None,
-    allow_missing: Missing = None,
-    allow_unexpected: Unexpected = None,
-    init_missing: InitMissing = False,
-    dtype: Dtype = None,
-    device: Device = None,
-    allow: Allow = None,
-    skip_forbidden: Skip = False,
-    no_skeleton: NoSkeleton = False,
-    as_json: Json = False,
-    debug: Debug = False,
-) -> None:
+@_with_load_options
+def plan(request: Request, checkpoint: ms.Checkpoint, as_json: bool) -> None:
     """Show what loading a checkpoint into a model would do, and every problem, without reading its tensors."""
-    with reported(debug):
-        changes = parse_rules(strip_prefix or (), add_prefix, rename or (), rename_regex or (), ignore or ())
-        request = _request(
-            model,
-            key,
-            _combined(named_rules(rules, debug), changes),
-            allow_missing,
-            allow_unexpected,
-            init_missing,
-            dtype,
-            device,
-            no_skeleton,
-            debug,
-        )
-        with _open(path, allow, skip_forbidden) as checkpoint:
-            load_plan = request.run(ms.plan, checkpoint)
-        hints = spelling.as_text(spelling.of_problems(load_plan.problems))
-        typer.echo(load_plan.to_json() if as_json else f"{load_plan}{hints}")
-        if not load_plan.ok:
-            raise typer.Exit(PROBLEMS)
+    load_plan = request.run(ms.plan, checkpoint)
+    hints = spelling.as_text(spelling.of_problems(load_plan.problems))
+    typer.echo(load_plan.to_json() if as_json else f"{load_plan}{hints}")
+    if not load_plan.ok:
+        raise typer.Exit(PROBLEMS)
 
 
 @app.command()
-def load(
-    model: Model,
-    path: Path,
-    key: Key = None,
-    strip_prefix: Strip = None,
-    add_prefix: Add = None,
-    rename: Rename = None,
-    rename_regex: RenameRegex = None,
-    ignore: Ignore = None,
-    rules: NamedRules = None,
-    allow_missing: Missing = None,
-    allow_unexpected: Unexpected = None,
-    init_missing: InitMissing = False,
-    dtype: Dtype = None,
-    device: Device = None,
-    allow: Allow = None,
-    skip_forbidden: Skip = False,
-    no_skeleton: NoSkeleton = False,
-    as_json: Json = False,
-    debug: Debug = False,
-) -> None:
+@_with_load_options
+def load(request: Request, checkpoint: ms.Checkpoint, as_json: bool) -> None:
     """Load a checkpoint into a model, and show how it went: a test that they fit. --json lists every tensor."""
-    with reported(debug):
-        changes = parse_rules(strip_prefix or (), add_prefix, rename or (), rename_regex or (), ignore or ())
-        request = _request(
-            model,
-            key,
-            _combined(named_rules(rules, debug), changes),
-            allow_missing,
-            allow_unexpected,
-            init_missing,
-            dtype,
-            device,
-            no_skeleton,
-            debug,
-        )
-        with _open(path, allow, skip_forbidden) as checkpoint:
-            report = request.run(ms.load, checkpoint)
-        typer.echo(report.to_json() if as_json else str(report))
-
-
-def _combined(
-    named: tuple[Rule, ...] | ms.rules.Schema, changes: tuple[Rule, ...]
-) -> tuple[Rule, ...] | ms.rules.Schema:
-    """Returns the rules of --rules, followed by those of the options that change names."""
-    if isinstance(named, ms.rules.Schema):
-        if changes:
-            raise typer.BadParameter("a Schema has all the rules: give it, or the options that change names")
-        return named
-    return (*named, *changes)
-
-
-def _request(
-    model: str,
-    key: str | None,
-    rules: tuple[Rule, ...] | ms.rules.Schema,
-    missing: list[str] | None,
-    unexpected: list[str] | None,
-    init_missing: bool,
-    dtype: str | None,
-    device: str | None,
-    no_skeleton: bool,
-    debug: bool,
-) -> Request:
-    # Names that the file may lack keep the values of the model, which a skeleton does not have.
-    skeleton = not (missing or no_skeleton)
-    options: dict[str, Any] = {
-        "key": key,
-        "rules": rules,
-        "allow_missing": tuple(missing or ()),
-        "allow_unexpected": tuple(unexpected or ()),
-        "init_missing": init_missing,
-        "dtype": parse_dtype(dtype),
-        "device": parse_device(device),
-    }
-    return Request(model, model_factory(model, debug), skeleton, options)
+    report = request.run(ms.load, checkpoint)
+    typer.echo(report.to_json() if as_json else str(report))
 
 
 @app.command()
@@ -347,9 +283,7 @@ def convert(
     key: Key = None,
     dtype: Dtype = None,
     format: FileFormat = None,
-    shard_size: Annotated[
-        str | None, typer.Option(metavar="SIZE", help="The most bytes of tensors in one file, such as 5GB.")
-    ] = None,
+    shard_size: ShardSize = None,
     max_memory: Annotated[
         str | None, typer.Option(metavar="SIZE", help="The most memory that tensors may take at once, such as 512MB.")
     ] = None,
@@ -376,9 +310,8 @@ def convert(
     A file that is there already is left as it is, unless --overwrite is given; the source may be overwritten too.
     """
     with reported(debug):
-        changes = parse_rules(strip_prefix or (), add_prefix, rename or (), rename_regex or (), ignore or ())
         options: dict[str, Any] = {
-            "rules": _combined(named_rules(rules, debug), changes),
+            "rules": parse_rules(rules, strip_prefix, add_prefix, rename, rename_regex, ignore, debug),
             "dtype": parse_dtype(dtype),
             "format": parse_format(format, target),
             "shard_size_bytes": parse_size(shard_size),
@@ -429,18 +362,6 @@ def explain(
 
 def _listed(listed: Iterable[Page]) -> str:
     return columns([[page.name, page.title] for page in listed])
-
-
-@app.command()
-def demo(
-    runs: Annotated[int, typer.Option(min=1, help="Runs of each contender; medians are shown.")] = 5,
-    debug: Debug = False,
-) -> None:
-    """Load a real sentence encoder, use it, and measure the load beside the usual one."""
-    from modelstate.cli.demo import run_demo
-
-    with reported(debug):
-        run_demo(runs)
 
 
 def main() -> None:

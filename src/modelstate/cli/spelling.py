@@ -31,7 +31,7 @@ def of_error(error: BaseException, debug: bool = False) -> list[str]:
         return [f"{' '.join(_option('--allow', name) for name in error.allow)} if you trust them", "--skip-forbidden"]
     if isinstance(error, errors.ForbiddenGlobalError) and "skip_forbidden" in error.remedy:
         return ["--skip-forbidden"]
-    if isinstance(error, errors.AmbiguousKeyError):
+    if isinstance(error, errors.AmbiguousCheckpointError) and error.candidates:
         return [_option("--key", next((key for key, _ in error.candidates if key), "KEY"))]
     if isinstance(error, errors.KeyNotFoundError):
         return ["--key KEY, or leave it out"]

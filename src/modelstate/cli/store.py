@@ -10,18 +10,24 @@ from typing import Annotated, Any
 import typer
 
 import modelstate as ms
-from modelstate.cli.common import PROBLEMS, FileFormat, Overwrite, parse_dtype, parse_format, parse_size, reported
-from modelstate.errors import (
-    DamagedCheckpointError,
-    NoCheckpointError,
-    SourceNotFoundError,
-    SourceTypeError,
-    StepNotFoundError,
+from modelstate.cli.common import (
+    PROBLEMS,
+    Debug,
+    Dtype,
+    FileFormat,
+    Json,
+    Overwrite,
+    ShardSize,
+    parse_dtype,
+    parse_format,
+    parse_size,
+    reported,
 )
+from modelstate.errors import DamagedCheckpointError, SourceNotFoundError, SourceTypeError, StepNotFoundError
 from modelstate.io.files import not_found
 from modelstate.store.directory import STORE_FILE, places, store_file_problem
 from modelstate.store.store import newest_whole, problem_now
-from modelstate.text_format import columns, count, in_a_line, printable, size
+from modelstate.text_format import columns, count, in_a_line, size
 
 app = typer.Typer(
     help="Look at a directory of checkpoints, check it, prune it, and take a model out of it.",
@@ -33,8 +39,6 @@ Directory = Annotated[
     str, typer.Argument(metavar="DIR", help="The directory of a modelstate.Store.", show_default=False)
 ]
 Step = Annotated[int | None, typer.Option(metavar="STEP", help="The step that is meant.")]
-Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
-Debug = Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")]
 
 
 def is_store(path: str) -> bool:
@@ -48,7 +52,7 @@ def is_store(path: str) -> bool:
 def _store(path: str) -> ms.Store:
     """Returns the store in a directory. It creates nothing.
 
-    Raises `SourceNotFoundError`, `SourceTypeError` for a file, and `NoCheckpointError` for another directory.
+    Raises `SourceTypeError` for a file, and `SourceNotFoundError` where there is no store.
     """
     if not os.path.lexists(path):
         raise SourceNotFoundError("there is no such directory", where=path)
@@ -62,7 +66,7 @@ def _store(path: str) -> ms.Store:
             remedy=f"modelstate inspect {shlex.quote(path)} shows what is in a file",
         )
     if not is_store(path):
-        raise NoCheckpointError(
+        raise SourceNotFoundError(
             "this is not a store of checkpoints",
             where=path,
             expected=f"{STORE_FILE}, as modelstate.Store writes it",
@@ -124,7 +128,7 @@ def verify_steps(directory: str, step: int | None = None) -> None:
     read = problems = 0
     if step is None and (problem := store_file_problem(directory)):
         problems += 1
-        typer.echo(f"{STORE_FILE}: {_in_a_line(problem)}")
+        typer.echo(f"{STORE_FILE}: {in_a_line(problem)}")
     while not read:
         infos = {info.step: info for info in store.infos()}
         if not infos and step is None:
@@ -140,13 +144,9 @@ def verify_steps(directory: str, step: int | None = None) -> None:
                 continue
             read += 1
             problems += bool(problem)
-            typer.echo(f"step {number}: {_in_a_line(problem) if problem else f'{size(infos[number].nbytes)}, whole'}")
+            typer.echo(f"step {number}: {in_a_line(problem) if problem else f'{size(infos[number].nbytes)}, whole'}")
     if problems:
         raise typer.Exit(PROBLEMS)
-
-
-def _in_a_line(problem: str) -> str:
-    return printable(in_a_line(problem))
 
 
 @app.command()
@@ -199,8 +199,8 @@ def restore(
     step: Step = None,
     name: Annotated[str, typer.Option("--object", metavar="NAME", help="The object of the checkpoint.")] = "model",
     format: FileFormat = None,
-    dtype: Annotated[str | None, typer.Option(metavar="DTYPE", help="Cast floating point tensors.")] = None,
-    shard_size: Annotated[str | None, typer.Option(metavar="SIZE", help="The most bytes in one file.")] = None,
+    dtype: Dtype = None,
+    shard_size: ShardSize = None,
     overwrite: Overwrite = False,
     debug: Debug = False,
 ) -> None:
@@ -237,11 +237,11 @@ def _whole(store: ms.Store, step: int | None) -> int:
         raise DamagedCheckpointError(
             "the checkpoint is damaged; nothing has been written",
             where=f"{store.directory}, step {step}",
-            found=_in_a_line(problem),
+            found=in_a_line(problem),
             remedy="leave --step out: the newest one that is whole is taken",
         )
     return step
 
 
 def _report_skipped(step: int, problem: str) -> None:
-    typer.echo(f"step {step} is passed over: {_in_a_line(problem)}", err=True)
+    typer.echo(f"step {step} is passed over: {in_a_line(problem)}", err=True)

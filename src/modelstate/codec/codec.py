@@ -7,12 +7,10 @@ from typing import Any, TypeVar
 from modelstate.codec import values
 from modelstate.codec.walk import FIELD, Decoder, Encoder, Kind, Kinds, Leaf, Tree
 from modelstate.errors import (
-    CodecNameError,
-    EncodedValueError,
+    CodecError,
     ModelStateError,
     OptionError,
     UnknownClassError,
-    UnsupportedValueError,
 )
 
 
@@ -91,7 +89,7 @@ def encode(value: Any, where: str = "", *, leaf: Leaf | None = None) -> Tree:
             contains JSON types only.
 
     Raises:
-        UnsupportedValueError: A value has no encoding, contains itself, is nested too deeply, or would take too long to
+        CodecError: A value has no encoding, contains itself, is nested too deeply, or would take too long to
             decode (see `modelstate.codec.walk`).
 
     Example:
@@ -102,7 +100,7 @@ def encode(value: Any, where: str = "", *, leaf: Leaf | None = None) -> Tree:
     try:
         return encoder.value(value)
     except RecursionError as error:
-        raise UnsupportedValueError("this is nested too deeply for the stack that is left", where=where) from error
+        raise CodecError("this is nested too deeply for the stack that is left", where=where) from error
 
 
 def decode(tree: Tree, where: str = "", *, leaf: Leaf | None = None) -> Any:
@@ -118,7 +116,7 @@ def decode(tree: Tree, where: str = "", *, leaf: Leaf | None = None) -> Any:
         leaf: Returns the tensor that a text or number identifies.
 
     Raises:
-        EncodedValueError: The tree is not an encoded value.
+        CodecError: The tree is not an encoded value.
         UnknownClassError: A class does not exist, is of another kind, or has other fields.
 
     Example:
@@ -129,7 +127,7 @@ def decode(tree: Tree, where: str = "", *, leaf: Leaf | None = None) -> Any:
     try:
         return decoder.value(tree)
     except RecursionError as error:
-        raise EncodedValueError("this is nested too deeply for the stack that is left", where=where) from error
+        raise CodecError("this is nested too deeply for the stack that is left", where=where) from error
 
 
 def register_codec(
@@ -148,7 +146,7 @@ def register_codec(
             can be moved to another module.
 
     Raises:
-        CodecNameError: The name belongs to another class.
+        CodecError: The name belongs to another class.
         OptionError: An argument is not valid, or the class has an encoding already.
 
     Example:
@@ -171,7 +169,7 @@ def register_codec(
     # A class of the same name is the same class after its module, or a cell of a notebook, has run again.
     names = [f"{named.__module__}:{named.__qualname__}" for named in (other.cls if other else cls, cls)]
     if names[0] != names[1]:
-        raise CodecNameError(
+        raise CodecError(
             "the name belongs to another class",
             where=name,
             expected=names[0],

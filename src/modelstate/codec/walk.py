@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from modelstate.errors import CodecError, EncodedValueError, ModelStateError, UnsupportedValueError
+from modelstate.errors import CodecError, ModelStateError
 from modelstate.spec import TensorSpec
 from modelstate.text_format import printable
 from modelstate.torch_compat.plain import own_copy, why_not_plain
@@ -114,8 +114,8 @@ class Kinds:
 class Walk:
     """The current place in a value or a tree, and the amount of it that has been visited."""
 
-    def __init__(self, kinds: Kinds, where: str, leaf: Leaf | None, error: type[CodecError]) -> None:
-        self.kinds, self.where, self.leaf, self._error = kinds, where, leaf, error
+    def __init__(self, kinds: Kinds, where: str, leaf: Leaf | None) -> None:
+        self.kinds, self.where, self.leaf = kinds, where, leaf
         self.own_hashes = 0
         """The number of visited objects whose class defines `__hash__`, which would run if the object were a key."""
         self._path: list[Step] = []
@@ -144,8 +144,8 @@ class Walk:
                 remedy=REGISTER,
             )
 
-    def fail(self, what: str, **fields: object) -> CodecError:
-        return self._error(what, where=self.place, **fields)
+    def fail(self, what: str, **fields: Any) -> CodecError:
+        return CodecError(what, where=self.place, **fields)
 
     @property
     def place(self) -> str:
@@ -158,7 +158,7 @@ class Encoder(Walk):
     """Converts a value to its tree."""
 
     def __init__(self, kinds: Kinds, where: str, leaf: Leaf | None) -> None:
-        super().__init__(kinds, where, leaf, UnsupportedValueError)
+        super().__init__(kinds, where, leaf)
         self._open: set[int] = set()
         self._snapshots: dict[int, tuple[torch.Tensor, Tree]] = {}
         self._states: dict[int, tuple[Any, torch.Tensor]] = {}
@@ -275,7 +275,7 @@ class Decoder(Walk):
     """Converts a tree to its value."""
 
     def __init__(self, kinds: Kinds, where: str, leaf: Leaf | None) -> None:
-        super().__init__(kinds, where, leaf, EncodedValueError)
+        super().__init__(kinds, where, leaf)
         self._leaves: dict[str | int, Any] = {}
         self._copies: dict[tuple[int, bool, bool], tuple[torch.Tensor, torch.Tensor]] = {}
         self._objects: dict[int, tuple[torch.Tensor, object, Any]] = {}
@@ -319,7 +319,7 @@ class Decoder(Walk):
         return key
 
     def expect(self, tree: Tree, cls: type) -> Any:
-        """Returns the tree if it is of the class. Raises `EncodedValueError`."""
+        """Returns the tree if it is of the class. Raises `CodecError`."""
         if type(tree) is not cls:
             raise self.fail("this is not what a tag needs", expected=cls.__name__, found=_shown(tree))
         return tree

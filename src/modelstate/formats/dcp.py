@@ -20,13 +20,11 @@ from typing import Any, TypeVar
 import torch
 
 from modelstate.errors import (
-    DuplicateNameError,
     ForbiddenGlobalError,
-    NotACheckpointError,
+    HeaderError,
     OpenError,
     PickleError,
-    TensorRangeError,
-    TensorSizeError,
+    UnknownFormatError,
     UnsupportedTensorError,
 )
 from modelstate.formats import torch_zip
@@ -106,8 +104,7 @@ def read_metadata(path: str, *, allow: Sequence[object] = (), skip_forbidden: bo
         ForbiddenGlobalError: The file contains another name.
         PickleError: The file is damaged.
         TruncatedFileError: The file ends too early.
-        TensorRangeError: Chunks overlap or do not cover their tensor, or two items share bytes.
-        TensorSizeError: The size of a tensor is impossible.
+        HeaderError: Chunks overlap or do not cover their tensor, two items share bytes, or a size is impossible.
         UnsupportedTensorError: Items were transformed when they were written.
     """
     with SourceFile(path) as file:
@@ -231,7 +228,7 @@ def _tensor_metadata(node: object) -> ChunkedTensor:
     shape = dims(fields.get("size"))
     dtype = _dtype(fields.get("properties"))
     if min((*shape, 0)) < 0 or math.prod(filter(None, shape)) * dtype.itemsize >= MAX_INDEX:
-        raise TensorSizeError("a tensor has an impossible size", found=f"shape {shape} of {dtype}")
+        raise HeaderError("a tensor has an impossible size", found=f"shape {shape} of {dtype}")
     chunks: list[Chunk] = []
     for chunk in _typed(fields.get("chunks"), list, "the list of chunks"):
         box = _state(chunk, "metadata.ChunkStorageMetadata")
@@ -260,7 +257,7 @@ def _dtype(node: object) -> torch.dtype:
 
 
 def _check_cover(shape: tuple[int, ...], chunks: Sequence[Chunk]) -> None:
-    """Raises `TensorRangeError` unless each element is in exactly one chunk.
+    """Raises `HeaderError` unless each element is in exactly one chunk.
 
     A box is determined by its corners, each signed by the number of its coordinates that are upper bounds: they are the
     mixed derivative of the function that is 1 in the box and 0 outside. So the corners of the chunks add up to those of
@@ -291,8 +288,8 @@ def _check_cover(shape: tuple[int, ...], chunks: Sequence[Chunk]) -> None:
         raise _not_covered("two chunks of a tensor are at one place", shape, len(chunks))
 
 
-def _not_covered(what: str, shape: tuple[int, ...], found: object) -> TensorRangeError:
-    return TensorRangeError(
+def _not_covered(what: str, shape: tuple[int, ...], found: object) -> HeaderError:
+    return HeaderError(
         what,
         expected=f"chunks that make up a tensor of shape {shape}",
         found=found if isinstance(found, Chunk) else f"{found} elements in chunks",
@@ -323,7 +320,7 @@ def _places(table: dict[object, object]) -> dict[Index, Place]:
             _typed(info.get("length"), int, "the length of an item"),
         )
         if not 0 <= place.start < MAX_INDEX or not 0 <= place.nbytes < MAX_INDEX:
-            raise TensorRangeError("an item lies nowhere", where=name, found=place, remedy="copy the checkpoint again")
+            raise HeaderError("an item lies nowhere", where=name, found=place, remedy="copy the checkpoint again")
         transforms = info.get("transform_descriptors")
         if transforms:
             raise UnsupportedTensorError(
@@ -345,11 +342,11 @@ def _written(index: Index, places: dict[Index, Place]) -> Place:
 
 
 def _check_apart(places: dict[Index, Place]) -> None:
-    """Raises `TensorRangeError` where two items share bytes."""
+    """Raises `HeaderError` where two items share bytes."""
     ordered = sorted(places.items(), key=lambda item: (item[1].file, item[1].start, item[1].nbytes))
     for (first, before), (second, after) in pairwise(ordered):
         if before.file == after.file and before.start + before.nbytes > after.start:
-            raise TensorRangeError(
+            raise HeaderError(
                 "two items lie in the same bytes",
                 where=after.file,
                 found=f"{first[0]} and {second[0]}, at byte {after.start}",
@@ -390,11 +387,11 @@ def matches(head: bytes, path: str) -> bool:
     return by_content or os.path.basename(path) == METADATA
 
 
-def part_of_one(path: str, head: bytes) -> NotACheckpointError | None:
+def part_of_one(path: str, head: bytes) -> UnknownFormatError | None:
     """The error for a `.distcp` file that is opened by itself, or None."""
     if not path.endswith(".distcp") or not torch_zip.matches(head):
         return None
-    return NotACheckpointError(
+    return UnknownFormatError(
         "this is a part of a checkpoint of torch.distributed.checkpoint; what is in it stands in .metadata",
         where=path,
         remedy=f"open its directory: {os.path.dirname(path) or '.'}",
@@ -417,8 +414,7 @@ def read(path: str, *, allow: Sequence[object] = (), skip_forbidden: bool = Fals
         ForbiddenGlobalError: The metadata or a value asks for a class or function that is not allowed.
         UnsafePathError: The metadata names a file outside its directory.
         MissingShardError: A file that the metadata names is missing.
-        TensorRangeError: Chunks overlap, leave holes, or share bytes.
-        TensorSizeError: A chunk does not match the metadata.
+        HeaderError: Chunks overlap, leave holes, share bytes, or do not match the metadata.
         UnsupportedTensorError: As of `torch_zip.read`; also for items that were transformed when they were written.
         OpenError: A file is damaged; a subclass says how.
     """
@@ -490,7 +486,7 @@ def _tensor(item: ChunkedTensor, chunks: Sequence[object], where: str) -> object
         if not isinstance(part, StoredTensor | StoredComposite):
             raise PickleError("a chunk of a tensor is none", where=where, found=type(part).__name__)
         if part.dtype != item.dtype or part.shape != chunk.shape:
-            raise TensorSizeError(
+            raise HeaderError(
                 "a chunk of a tensor is not what the metadata says",
                 where=where,
                 expected=f"{item.dtype} of shape {chunk.shape}",
@@ -511,7 +507,7 @@ def _assembled(item: ChunkedTensor, parts: Sequence[StoredTensor | StoredComposi
             raise UnsupportedTensorError(f"chunks of kind {part.kind} are not supported", where=where)
         if part.nbytes > part.storage.nbytes:
             # Assembling it would take more memory than the file has bytes.
-            raise TensorSizeError(
+            raise HeaderError(
                 "a chunk has more elements than bytes", where=where, expected=part.nbytes, found=part.storage.nbytes
             )
         stored.append(part)
@@ -546,8 +542,8 @@ def _tree(values: Mapping[str, object], metadata: Metadata, where: str) -> dict[
     return _with_positions({key: _finished(value, where, name=str(key)) for key, value in root.items()})
 
 
-def _conflict(where: str, name: str) -> DuplicateNameError:
-    return DuplicateNameError("two items have one path in the state dict", where=where, found=name)
+def _conflict(where: str, name: str) -> HeaderError:
+    return HeaderError("two items have one path in the state dict", where=where, found=name)
 
 
 def _finished(node: object, where: str, name: str) -> object:

@@ -5,13 +5,10 @@ import re
 from typing import NamedTuple
 
 from modelstate.errors import (
-    HtmlPageError,
-    LfsPointerError,
-    NotACheckpointError,
     TruncatedFileError,
     UnknownFormatError,
 )
-from modelstate.io.files import CUT_SHORT, SourceFile
+from modelstate.io.files import SourceFile
 from modelstate.text_format import excerpt
 
 HEAD_BYTES = 4096
@@ -89,7 +86,7 @@ _LFS_SIZE = re.compile(rb"^size (\d{1,18})\s*$", re.MULTILINE)
 _PAGE = re.compile(rb"\s*<(?:!doctype html|html|head|body|\?xml|error|!--)", re.IGNORECASE)
 
 
-def other_zip(path: str, head: bytes) -> NotACheckpointError | None:
+def other_zip(path: str, head: bytes) -> UnknownFormatError | None:
     """The error for a zip file whose first member shows that it is not a checkpoint, or None."""
     return _known(ZIP_KINDS, path, head)
 
@@ -101,7 +98,7 @@ def no_checkpoint(path: str, head: bytes) -> UnknownFormatError | TruncatedFileE
     text = head.removeprefix(b"\xef\xbb\xbf").lstrip()
     if _LFS.match(text):
         size = _LFS_SIZE.search(text)
-        return LfsPointerError(
+        return UnknownFormatError(
             "this is a Git LFS pointer; the file itself was not downloaded",
             where=path,
             expected=f"the file of {int(size[1]):,} bytes" if size else "the file",
@@ -109,7 +106,7 @@ def no_checkpoint(path: str, head: bytes) -> UnknownFormatError | TruncatedFileE
             remedy=f"git lfs install && git -C {os.path.dirname(path) or '.'} lfs pull",
         )
     if _PAGE.match(text):
-        return HtmlPageError(
+        return UnknownFormatError(
             "this is a web page, or a server's message, saved in place of the file",
             where=path,
             found=excerpt(text[:80]),
@@ -124,15 +121,15 @@ def no_checkpoint(path: str, head: bytes) -> UnknownFormatError | TruncatedFileE
     return _by_its_end(path) or _unknown(path, head)
 
 
-def _json(path: str, text: bytes) -> NotACheckpointError:
+def _json(path: str, text: bytes) -> UnknownFormatError:
     if path.endswith(".json"):
-        return NotACheckpointError(
+        return UnknownFormatError(
             "this is a JSON file; it holds no tensors, and no weight_map of an index of shards",
             where=path,
             found=excerpt(text[:60]),
             remedy=f"open its directory: {os.path.dirname(path) or '.'}",
         )
-    return NotACheckpointError(
+    return UnknownFormatError(
         "this is a JSON text, probably a server's answer, saved in place of the file",
         where=path,
         found=excerpt(text[:200]),
@@ -140,21 +137,21 @@ def _json(path: str, text: bytes) -> NotACheckpointError:
     )
 
 
-def _known(kinds: tuple[Kind, ...], path: str, head: bytes) -> NotACheckpointError | None:
+def _known(kinds: tuple[Kind, ...], path: str, head: bytes) -> UnknownFormatError | None:
     for kind in kinds:
         if kind.signature.match(head):
             what = f"this is {kind.name}, which is not read here"
-            return NotACheckpointError(what, where=path, found=excerpt(head[:16]), remedy=kind.remedy)
+            return UnknownFormatError(what, where=path, found=excerpt(head[:16]), remedy=kind.remedy)
     return None
 
 
-def _by_its_end(path: str) -> NotACheckpointError | None:
+def _by_its_end(path: str) -> UnknownFormatError | None:
     with SourceFile(path) as file:
         end = file.read(max(file.nbytes - 8, 0), min(file.nbytes, 8), "its end")
     of_graph = path.endswith(".meta") and os.path.exists(f"{path.removesuffix('.meta')}.index")
     if end != _TF_TABLE_END and not _TF_DATA.search(path) and not of_graph:
         return None
-    return NotACheckpointError(
+    return UnknownFormatError(
         "this is part of a TensorFlow checkpoint, which is not read here",
         where=path,
         found=excerpt(end),
@@ -162,12 +159,12 @@ def _by_its_end(path: str) -> NotACheckpointError | None:
     )
 
 
-def tensorflow_prefix(path: str) -> NotACheckpointError | None:
+def tensorflow_prefix(path: str) -> UnknownFormatError | None:
     """The error for a path without a file that is the prefix of a TensorFlow checkpoint, or None."""
     parts = [name for name in (f"{path}.index", f"{path}.meta") if os.path.isfile(name)]
     if f"{path}.index" not in parts:
         return None
-    return NotACheckpointError(
+    return UnknownFormatError(
         "this is the prefix of a TensorFlow checkpoint, which is not read here",
         where=path,
         found=", ".join(map(os.path.basename, parts)),
@@ -181,7 +178,6 @@ def _too_short(path: str, head: bytes) -> TruncatedFileError:
         where=path,
         expected=_FORMATS,
         found=f"{len(head)} {'byte' if len(head) == 1 else 'bytes'}: {head.hex(' ')}",
-        remedy=CUT_SHORT,
     )
 
 

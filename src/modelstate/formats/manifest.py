@@ -30,11 +30,17 @@ import torch
 
 from modelstate.codec.codec import decode
 from modelstate.codec.walk import Collisions
-from modelstate.errors import CodecError, ForbiddenGlobalError, ManifestError, NewerManifestError, UnknownClassError
+from modelstate.errors import (
+    CUT_SHORT,
+    CodecError,
+    ForbiddenGlobalError,
+    ManifestError,
+    NewerManifestError,
+    UnknownClassError,
+)
 from modelstate.formats.torch_globals import TorchGlobals, dims
 from modelstate.formats.unpickle import Allowed
 from modelstate.io.digests import ALGORITHM, BLOCK_BYTES, checksum_of
-from modelstate.io.files import CUT_SHORT
 from modelstate.spec import ByteRange, Checksum, Encoded, Stored, StoredComposite, StoredTensor
 from modelstate.text_format import quote, size
 from modelstate.torch_compat.private import set_version_metadata

@@ -26,22 +26,17 @@ import torch
 
 from modelstate.codec.walk import is_unicode
 from modelstate.errors import (
-    DuplicateNameError,
-    HeaderLengthError,
-    HeaderSyntaxError,
-    HeaderTooLargeError,
+    CUT_SHORT,
+    HeaderError,
     OpenError,
-    TensorRangeError,
-    TensorSizeError,
     TruncatedFileError,
-    UnknownDtypeError,
     UnsupportedTensorError,
 )
 from modelstate.formats import manifest
 from modelstate.formats.block_writer import LazyTensor, past_page_cache, write_blocks
 from modelstate.io.atomic import Output
 from modelstate.io.digests import BLOCK_BYTES, HEX, OPEN_SEAL, SEAL, check_seal, digest, sealed
-from modelstate.io.files import CUT_SHORT, SourceFile
+from modelstate.io.files import SourceFile
 from modelstate.spec import ByteRange, Contents, StoredTensor, contiguous_stride
 from modelstate.text_format import excerpt, printable, quote
 from modelstate.torch_compat.plain import why_not_plain
@@ -111,14 +106,10 @@ def read(path: str, *, allow: Sequence[object] = ()) -> Contents:
         allow: Additional tensor classes that may be created, as for `modelstate.open`.
 
     Raises:
-        HeaderLengthError: The file ends within its header.
-        HeaderTooLargeError: The header exceeds the limits of the format or `MAX_ENTRIES`.
-        HeaderSyntaxError: The header is not the JSON of the format.
-        DuplicateNameError: A tensor name appears twice.
-        UnknownDtypeError: A dtype is not one of the format.
+        HeaderError: The header ends behind the file, exceeds a limit or is not the JSON of the format; a name appears
+            twice; a dtype is unknown; a shape is impossible, or does not match the number of bytes; or the bytes of the
+            tensors overlap, leave a hole, or do not end with the file.
         UnsupportedTensorError: 6-bit floats, and 4-bit floats whose last dimension is odd.
-        TensorSizeError: A shape is impossible, or does not match the number of bytes.
-        TensorRangeError: The bytes of the tensors overlap, leave a hole, or do not end with the file.
         TruncatedFileError: The file ends within the tensors.
         ChecksumError: The header is not the one that was sealed.
 
@@ -129,12 +120,11 @@ def read(path: str, *, allow: Sequence[object] = ()) -> Contents:
     try:
         tensors, metadata = _parse_header(header, path, begin)
     except JsonError as error:
-        raise HeaderSyntaxError(
+        raise HeaderError(
             f"the header is damaged: {error.what}",
             where=f"{path}: header" + (f", byte {error.at} of {len(header)}" if error.at is not None else ""),
             expected=error.expected or "JSON as the safetensors format has it",
             found=error.found,
-            remedy=CUT_SHORT,
         ) from error
     ordered = _in_file_order(tensors, path, begin, file_bytes)
     seal = metadata.pop(SEAL, None)
@@ -151,20 +141,18 @@ def _read_header(path: str) -> tuple[bytes, int]:
     with SourceFile(path) as file:
         (length,) = struct.unpack("<Q", file.read(0, 8, "the length of its header"))
         if length > MAX_HEADER_BYTES:
-            raise HeaderTooLargeError(
+            raise HeaderError(
                 "the header would be larger than the format allows; the length before it is probably damaged",
                 where=path,
                 expected=f"at most {MAX_HEADER_BYTES:,} bytes",
                 found=f"{length:,} bytes announced, in a file of {file.nbytes:,}",
-                remedy=CUT_SHORT,
             )
         if 8 + length > file.nbytes:
-            raise HeaderLengthError(
+            raise HeaderError(
                 "the file ends within its header",
                 where=path,
                 expected=f"a header of {length:,} bytes",
                 found=f"{file.nbytes - 8:,} bytes behind its length",
-                remedy=CUT_SHORT,
             )
         return file.read(8, length, "its header"), file.nbytes
 
@@ -278,7 +266,7 @@ def _parse_header(header: bytes, path: str, begin: int) -> tuple[dict[str, Store
                 '"name": {"dtype": string, "shape": [sizes], "data_offsets": [begin, end]}, whole numbers from 0',
             )
         if name in tensors:
-            raise DuplicateNameError(
+            raise HeaderError(
                 f"the name {quote(name)} is in the header twice",
                 where=path,
                 remedy="write the file again: which of the two tensors is meant cannot be known",
@@ -301,7 +289,7 @@ def _check_parts(header: bytes, path: str) -> None:
     """Limits the objects that the parser creates to those that the tensors, and a manifest, need."""
     count = header.count(b'"data_offsets"')
     if count > MAX_ENTRIES:
-        raise HeaderTooLargeError(
+        raise HeaderError(
             "the header has more tensors than any model",
             where=path,
             expected=f"at most {MAX_ENTRIES:,}",
@@ -312,30 +300,27 @@ def _check_parts(header: bytes, path: str) -> None:
     if brackets > manifest.MAX_PARTS + 3 * count:
         raise JsonError("it has far more lists and objects than tensors", f"{brackets:,} for {count:,} tensors")
     if commas > manifest.MAX_PARTS + 16 * count:
-        raise TensorSizeError(
+        raise HeaderError(
             "the header has more numbers than the shapes of its tensors",
             where=path,
             expected=f"at most {manifest.MAX_PARTS:,}, and 16 for each tensor",
             found=f"{commas:,} for {count:,} tensors",
-            remedy=CUT_SHORT,
         )
 
 
 def _wrong_range(name: str, layout: _Layout, first: int, last: int, path: str) -> OpenError:
     if last < first or last >= 2**63:
-        return TensorRangeError(
+        return HeaderError(
             f"the bytes of {quote(name)} end before they begin, or behind the end of any file",
             where=path,
             expected="begin and end of a range",
             found=f"[{first}, {last}]",
-            remedy=CUT_SHORT,
         )
-    return TensorSizeError(
+    return HeaderError(
         f"the bytes of {quote(name)} are not as many as its shape and dtype need",
         where=path,
         expected=f"{layout.nbytes:,} bytes for {layout.dtype} of shape {layout.shape}",
         found=f"{last - first:,} bytes, from {first} to {last}",
-        remedy=CUT_SHORT,
     )
 
 
@@ -348,7 +333,7 @@ def _layout(name: str, kind: str, shape: Sequence[int], path: str) -> _Layout:
                 where=path,
                 remedy="convert the file to a dtype that PyTorch has, with the tool that wrote it",
             )
-        raise UnknownDtypeError(
+        raise HeaderError(
             f"the dtype of {quote(name)} is unknown",
             where=path,
             expected=f"one of {', '.join(sorted(DTYPES))}",
@@ -373,12 +358,11 @@ def _layout(name: str, kind: str, shape: Sequence[int], path: str) -> _Layout:
     for size in sizes[:MAX_DIMENSIONS]:
         span *= max(size, 1)
     if span >= 2**63:
-        raise TensorSizeError(
+        raise HeaderError(
             f"{quote(name)} has a shape that no tensor can have",
             where=path,
             expected=f"at most {MAX_DIMENSIONS} dimensions and fewer than 2**63 bytes",
             found=f"{len(sizes)} dimensions: {kind} of shape {str(shape[:8])[:60]}",
-            remedy=CUT_SHORT,
         )
     return _Layout(dtype, sizes, contiguous_stride(sizes), 0 if 0 in sizes else span)
 
@@ -392,12 +376,11 @@ def _in_file_order(tensors: dict[str, StoredTensor], path: str, begin: int, file
         _, start, nbytes = stored.storage
         if start != end:
             kind = "overlap those of" if start < end else "leave a hole behind"
-            raise TensorRangeError(
+            raise HeaderError(
                 f"the bytes of {quote(name)} {kind} {quote(before) if before is not None else 'the header'}",
                 where=path,
                 expected=f"a begin at {end - begin}",
                 found=f"a begin at {start - begin}",
-                remedy=CUT_SHORT,
             )
         end, before = start + nbytes, name
     if end > file_bytes:
@@ -408,10 +391,9 @@ def _in_file_order(tensors: dict[str, StoredTensor], path: str, begin: int, file
             where=path,
             expected=f"{end:,} bytes",
             found=f"{file_bytes:,} bytes",
-            remedy=CUT_SHORT,
         )
     if end < file_bytes:
-        raise TensorRangeError(
+        raise HeaderError(
             "the file goes on behind its last tensor",
             where=path,
             expected=f"{end:,} bytes",

@@ -11,7 +11,7 @@ from torch.nn.parameter import is_lazy
 
 from modelstate.codec.codec import encode
 from modelstate.codec.walk import is_unicode
-from modelstate.errors import UnsavableError, UnsupportedValueError
+from modelstate.errors import CodecError, UnsavableError
 from modelstate.formats.block_writer import LazyTensor, check_repeated
 from modelstate.formats.manifest import FORMAT, KEY
 from modelstate.formats.safetensors import listed, why_not
@@ -79,7 +79,7 @@ def serialize(
 
     Raises:
         UnsavableError: Tensors or names cannot be stored; the error lists all of them.
-        UnsupportedValueError: A value cannot be encoded.
+        CodecError: A value cannot be encoded.
     """
     is_flat = not as_tree and all(map(_is_flat, state.keys(), state.values()))
     serializer = _Serializer(where, map(str, state) if isinstance(state, Mapping) else ())
@@ -145,7 +145,7 @@ class _Serializer:
             return {"value": self.encode(value, self._at(path))}
         self._nodes += len(value)
         if depth > _MAX_DEPTH or id(value) in self._open or self._nodes > _MAX_NODES:
-            raise UnsupportedValueError(
+            raise CodecError(
                 "a value that holds itself, is nested too deeply, or has too many values",
                 where=self._at(path),
                 expected=f"at most {_MAX_DEPTH} levels and {_MAX_NODES:,} values",

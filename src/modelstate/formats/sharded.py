@@ -30,12 +30,10 @@ from typing import Any, TypeVar
 import torch
 
 from modelstate.errors import (
-    DuplicateNameError,
-    HeaderTooLargeError,
+    HeaderError,
     MissingShardError,
     ModelStateError,
     ReadFailedError,
-    ShardIndexError,
     UnsafePathError,
     UnsavableError,
 )
@@ -108,11 +106,9 @@ def read(index_path: str, *, read_file: Callable[[str], Contents], allow: Sequen
         allow: Additional classes that may be created, as for `modelstate.open`.
 
     Raises:
-        ShardIndexError: The index is damaged, or its names are not those in the shards.
-        HeaderTooLargeError: The index exceeds the limit.
+        HeaderError: The index is damaged or too large, has a name twice, or its names are not those in the shards.
         UnsafePathError: The index names a file outside its directory.
         MissingShardError: A shard is missing.
-        DuplicateNameError: A tensor name appears twice.
 
     Also raises what `read_file` raises.
     """
@@ -175,7 +171,7 @@ def read_index(index_path: str) -> _Index:
     """The shard of each tensor by name, and the metadata that `modelstate.save` has written."""
     with SourceFile(index_path) as file:
         if file.nbytes > MAX_INDEX_BYTES:
-            raise HeaderTooLargeError(
+            raise HeaderError(
                 "the index is larger than that of any model",
                 where=index_path,
                 expected=f"at most {MAX_INDEX_BYTES:,} bytes",
@@ -195,14 +191,14 @@ def read_index(index_path: str) -> _Index:
                     raise RepeatedKeyError(key, str(value)[:60])
                 weight_map = strings_of(value, MAX_NAMES, MAX_SHARDS)
     except RepeatedKeyError as error:
-        raise DuplicateNameError(
+        raise HeaderError(
             f"the index maps {quote(error.key)} twice",
             where=index_path,
             found=error.found,
             remedy="write the shards again: which of the two is meant cannot be known",
         ) from error
     except JsonLimitError as error:
-        raise ShardIndexError(
+        raise HeaderError(
             "the index exceeds a limit of this reader, which does not mean that it is damaged",
             where=index_path,
             expected=f"at most {MAX_SHARDS:,} files, {MAX_NAMES:,} tensors and {_MOST_METADATA} metadata entries",
@@ -210,7 +206,7 @@ def read_index(index_path: str) -> _Index:
             remedy="write the checkpoint again in fewer, larger shards, or as several checkpoints",
         ) from error
     except JsonError as error:
-        raise ShardIndexError(
+        raise HeaderError(
             f"the index is damaged: {error.what}",
             where=index_path + (f": byte {error.at}" if error.at is not None else ""),
             expected=error.expected or '{"weight_map": {"name of a tensor": "file", ...}}',
@@ -218,7 +214,7 @@ def read_index(index_path: str) -> _Index:
             remedy="download or copy the index again",
         ) from error
     if not weight_map:
-        raise ShardIndexError(
+        raise HeaderError(
             "the index has no weight_map, which says what is in which shard, or an empty one",
             where=index_path,
             expected='{"weight_map": {"name of a tensor": "file", ...}}',
@@ -232,7 +228,7 @@ def read_index(index_path: str) -> _Index:
 def safe_paths(index_path: str, directory: str, shards: list[str]) -> list[str]:
     """The paths of the files that an index names, after checking that all of them may be read.
 
-    Raises `UnsafePathError`, `MissingShardError`, and `ShardIndexError` for a shard that is not a file.
+    Raises `UnsafePathError`, `MissingShardError`, and `HeaderError` for a shard that is not a file.
     """
     unsafe = [quote(shard) for shard in shards if not _is_below(shard)]
     paths = [] if unsafe else [os.path.join(directory, shard) for shard in shards]
@@ -260,7 +256,7 @@ def safe_paths(index_path: str, directory: str, shards: list[str]) -> list[str]:
         raise ReadFailedError("a shard cannot be opened", where=index_path, found=error) from error
     odd = [quote(shard) for shard, mode in zip(shards, modes, strict=True) if not stat.S_ISREG(mode)]
     if odd:
-        raise ShardIndexError("the index names shards that are no files", where=index_path, found=_some(odd))
+        raise HeaderError("the index names shards that are no files", where=index_path, found=_some(odd))
     return paths
 
 
@@ -312,7 +308,7 @@ def _roots(index_path: str, directory: str) -> list[str]:
 def _flat(shard: str, tree: object, index_path: str) -> Mapping[str, object]:
     if isinstance(tree, Mapping) and all(isinstance(name, str) for name in tree):
         return tree
-    raise ShardIndexError(
+    raise HeaderError(
         f"the shard {quote(shard)} is not a flat mapping of names to tensors",
         where=index_path,
         found=type(tree).__name__,
@@ -331,7 +327,7 @@ def _check_names(index_path: str, weight_map: Mapping[str, str], trees: Mapping[
         f"{quote(name)} in {' and '.join(map(quote, shards))}" for name, shards in holders.items() if len(shards) > 1
     ]
     if twice:
-        raise DuplicateNameError(
+        raise HeaderError(
             f"{len(twice)} names are in more than one shard",
             where=index_path,
             found=_some(twice),
@@ -340,7 +336,7 @@ def _check_names(index_path: str, weight_map: Mapping[str, str], trees: Mapping[
     lacking = [f"{quote(name)} in {quote(shard)}" for name, shard in weight_map.items() if holders.get(name) != [shard]]
     unnamed = [f"{quote(name)} in {quote(shards[0])}" for name, shards in holders.items() if name not in weight_map]
     if lacking or unnamed:
-        raise ShardIndexError(
+        raise HeaderError(
             "the shards do not hold what the index says: "
             f"{len(lacking)} tensors are not in their shard, {len(unnamed)} are not in the index",
             where=index_path,

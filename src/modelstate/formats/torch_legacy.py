@@ -6,20 +6,18 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from modelstate.errors import (
-    DuplicateNameError,
-    MissingRecordError,
-    NotACheckpointError,
+    CUT_SHORT,
+    HeaderError,
     OpenError,
     PickleError,
-    RecordSizeError,
-    TensorRangeError,
     TruncatedFileError,
+    UnknownFormatError,
     UnsupportedTensorError,
 )
 from modelstate.formats.construct import construct
 from modelstate.formats.torch_globals import StorageType, TorchGlobals
 from modelstate.formats.unpickle import Allowed, Refused, Storage, unpickle
-from modelstate.io.files import CUT_SHORT, MAX_STRUCTURE_BYTES, SourceFile
+from modelstate.io.files import MAX_STRUCTURE_BYTES, SourceFile
 from modelstate.spec import ByteRange, Contents
 
 FORMAT = "torch legacy"
@@ -57,7 +55,7 @@ def read(path: str, *, allow: Sequence[object] = (), skip_forbidden: bool = Fals
     """
     with SourceFile(path) as file:
         if _is_tar(file.read(0, min(file.nbytes, 512), "the beginning")):
-            raise NotACheckpointError(
+            raise UnknownFormatError(
                 "a checkpoint of PyTorch before 0.2, which is not read here",
                 where=path,
                 remedy="if you trust it, load it with torch.load(path, weights_only=False) and save it with torch.save",
@@ -96,7 +94,7 @@ def _pickles(data: bytes, storages: "_Storages") -> tuple[int, object, int]:
     magic, pos = unpickle(data, 0, _no_storage, names)
     version, pos = unpickle(data, pos, _no_storage, names)
     if magic != MAGIC or version != VERSION:
-        raise NotACheckpointError(
+        raise UnknownFormatError(
             "not the stream that torch.save wrote before 1.6",
             expected=f"version {VERSION}",
             found=str(version)[:100],
@@ -160,15 +158,14 @@ class _Storages:
             if declared is None:
                 raise PickleError("the file has a storage that nothing refers to", found=key[:100])
             if key in self.located:
-                raise DuplicateNameError("a storage stands twice in the file", found=key)
+                raise PickleError("a storage stands twice in the file", found=key)
             (numel,) = struct.unpack("<q", self.file.read(pos, 8, "the length of a storage"))
             if numel != declared.numel:
-                raise RecordSizeError(
+                raise PickleError(
                     "the file contradicts itself about a storage",
                     where=f"storage {key}",
                     expected=f"{declared.numel} elements, as the pickle says",
                     found=f"{numel} elements, at byte {pos}",
-                    remedy="get the file again",
                 )
             region = declared.region._replace(start=pos + 8)
             pos = region.start + region.nbytes
@@ -184,7 +181,7 @@ class _Storages:
         cls, name, numel, view = parsed
         storage = self.located.get(name)
         if storage is None:
-            raise MissingRecordError("a storage is missing", expected=f"storage {name}", remedy="get the file again")
+            raise PickleError("a storage is missing", expected=f"storage {name}")
         itemsize = cls.dtype.itemsize
         offset = 0
         if view is not None:
@@ -192,7 +189,7 @@ class _Storages:
                 raise PickleError("the pickle is damaged: a view of a storage that is none")
             _, offset, numel = view
         if not 0 <= offset <= offset + numel or (offset + numel) * itemsize > storage.region.nbytes:
-            raise TensorRangeError(
+            raise HeaderError(
                 "a view leaves its storage",
                 where=f"storage {name}",
                 expected=f"an end within {storage.region.nbytes} bytes",

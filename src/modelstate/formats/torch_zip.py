@@ -15,12 +15,11 @@ import torch
 
 from modelstate.errors import (
     ArchiveError,
-    MissingRecordError,
+    HeaderError,
     ModelStateError,
-    NotACheckpointError,
     OpenError,
     PickleError,
-    TensorSizeError,
+    UnknownFormatError,
     UnsavableError,
     UnsupportedTensorError,
 )
@@ -53,7 +52,7 @@ def is_foreign(path: str) -> bool:
     try:
         with SourceFile(path) as file:
             _prefix(ZipDirectory(file))
-    except NotACheckpointError:
+    except UnknownFormatError:
         return True
     except OpenError:
         return False
@@ -75,7 +74,7 @@ def read(path: str, *, allow: Sequence[object] = (), skip_forbidden: bool = Fals
 
     Raises:
         ForbiddenGlobalError: The pickle asks for a class or function that is not allowed.
-        NotACheckpointError: The file is a TorchScript program, or an archive of another kind.
+        UnknownFormatError: The file is a TorchScript program, or an archive of another kind.
         UnsupportedTensorError: A quantized, nested or meta tensor, or a file of a big-endian machine.
         OpenError: The file is damaged; a subclass says how.
     """
@@ -119,7 +118,7 @@ def _prefix(directory: ZipDirectory) -> str:
     first = next(iter(records), "")
     prefix = first.partition("/")[0]
     if f"{prefix}/constants.pkl" in records or any(name.startswith(f"{prefix}/code/") for name in records):
-        raise NotACheckpointError(
+        raise UnknownFormatError(
             "a TorchScript program, not a checkpoint",
             where=directory.file.path,
             remedy='torch.save(torch.jit.load(path).state_dict(), "state.pt"), and open that',
@@ -128,14 +127,13 @@ def _prefix(directory: ZipDirectory) -> str:
         return prefix
     has_tensors = any(name.startswith(f"{prefix}/data/") for name in records)
     if has_tensors and not {f"{prefix}/archive_format", f"{prefix}/.data/extern_modules"} & records.keys():
-        raise MissingRecordError(
+        raise ArchiveError(
             "the archive has tensors, and no pickle that says what they are",
             where=directory.file.path,
             expected=f"{prefix}/data.pkl",
-            remedy="get the file again",
         )
     kind, remedy = _kind(records, prefix)
-    raise NotACheckpointError(
+    raise UnknownFormatError(
         f"{kind}, not a checkpoint",
         where=directory.file.path,
         expected="a file that torch.save wrote",
@@ -210,11 +208,10 @@ class _Storages:
             nbytes = numel * kind.dtype.itemsize
             if not 0 <= nbytes <= region.nbytes:
                 return InvalidTensor(
-                    TensorSizeError(
+                    HeaderError(
                         "a storage is shorter in the archive than in the pickle",
                         expected=f"{numel} elements of {kind.dtype}",
                         found=f"{region.nbytes} bytes in data/{name}",
-                        remedy="get the file again",
                     )
                 )
             crc32 = self.directory.records[record].crc32

@@ -232,11 +232,11 @@ def unpickle(
 
 
 def _ends_early(pos: int) -> TruncatedFileError:
-    return TruncatedFileError(f"the pickle ends early, at byte {pos}", remedy="get the file again")
+    return TruncatedFileError(f"the pickle ends early, at byte {pos}")
 
 
 def _damaged(what: str, found: object = "") -> PickleError:
-    return PickleError(f"the pickle is damaged: {what}", found=found, remedy="get the file again")
+    return PickleError(f"the pickle is damaged: {what}", found=found)
 
 
 class _Machine:

@@ -10,14 +10,10 @@ from dataclasses import dataclass
 
 from modelstate.errors import (
     ArchiveError,
-    CompressedRecordError,
-    DuplicateNameError,
-    MissingRecordError,
-    RecordSizeError,
     TruncatedFileError,
     UnsafePathError,
 )
-from modelstate.io.files import CUT_SHORT, SourceFile
+from modelstate.io.files import SourceFile
 from modelstate.spec import ByteRange
 
 _END = struct.Struct("<4s4H2IH")
@@ -58,8 +54,7 @@ class ZipDirectory:
     def __init__(self, file: SourceFile) -> None:
         """Reads the central directory and the local headers of an archive, which is a file or a section of one.
 
-        Raises `TruncatedFileError`, `RecordSizeError`, `UnsafePathError`, `DuplicateNameError`, and `ArchiveError` for
-        any other damage.
+        Raises `TruncatedFileError`, `UnsafePathError`, and `ArchiveError` for any other damage.
         """
         self.file = file
         count, start, nbytes = self._end()
@@ -67,14 +62,12 @@ class ZipDirectory:
         self._local_headers(start)
 
     def region(self, name: str) -> ByteRange:
-        """The place of a record's data. Raises `MissingRecordError` or `CompressedRecordError`."""
+        """The place of a record's data. Raises `ArchiveError`."""
         record = self.records.get(name)
         if record is None:
-            raise MissingRecordError(
-                "a record of the archive is missing", where=self.file.path, expected=name, remedy="get the file again"
-            )
+            raise ArchiveError("a record of the archive is missing", where=self.file.path, expected=name)
         if record.method or record.flags & _ENCRYPTED or record.packed_nbytes != record.nbytes:
-            raise CompressedRecordError(
+            raise ArchiveError(
                 "a record of the archive is compressed or encrypted, so it cannot be mapped",
                 where=f"{self.file.path}: {name}",
                 remedy="unpack the archive and pack it again without compression (zip -0), or save it anew",
@@ -92,22 +85,18 @@ class ZipDirectory:
                 where=f"{self.file.path}: {name}",
                 expected=f"CRC-32 {stated:08x}",
                 found=f"{zlib.crc32(data):08x}",
-                remedy="get the file again",
             )
         return data
 
     def _damaged(self, what: str, found: object = "") -> ArchiveError:
-        return ArchiveError(
-            f"the archive is damaged: {what}", where=self.file.path, found=found, remedy="get the file again"
-        )
+        return ArchiveError(f"the archive is damaged: {what}", where=self.file.path, found=found)
 
-    def _size_error(self, name: str, expected: object, found: object) -> RecordSizeError:
-        return RecordSizeError(
+    def _size_error(self, name: str, expected: object, found: object) -> ArchiveError:
+        return ArchiveError(
             "the archive contradicts itself about a record",
             where=f"{self.file.path}: {name}",
             expected=expected,
             found=found,
-            remedy="get the file again",
         )
 
     def _end(self) -> tuple[int, int, int]:
@@ -117,9 +106,7 @@ class ZipDirectory:
         tail = self.file.read(tail_start, size - tail_start, "the end of the archive")
         at = tail.rfind(b"PK\5\6")
         if at < 0 or at + _END.size > len(tail):
-            raise TruncatedFileError(
-                "the archive has no end", where=self.file.path, expected="a directory at its end", remedy=CUT_SHORT
-            )
+            raise TruncatedFileError("the archive has no end", where=self.file.path, expected="a directory at its end")
         _, disk, directory_disk, here, count, nbytes, start, comment = _END.unpack_from(tail, at)
         if at + _END.size + comment > len(tail):
             raise self.file.truncated("the archive's comment", tail_start + at + _END.size + comment)
@@ -160,7 +147,7 @@ class ZipDirectory:
                 extra = data[name_end : name_end + extra_size]
                 nbytes, packed, header = self._zip64(name, extra, nbytes, packed, header)
             if name in records:
-                raise DuplicateNameError("a record stands twice in the archive", where=self.file.path, found=name)
+                raise ArchiveError("a record stands twice in the archive", where=self.file.path, found=name)
             records[name] = Record(name, raw_name, method, flags, crc32, packed, nbytes, header)
         return records
 

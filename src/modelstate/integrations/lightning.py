@@ -11,7 +11,7 @@ import torch
 
 from modelstate.checkpoint.open import open as open_checkpoint
 from modelstate.checkpoint.write import StateToWrite, write_state
-from modelstate.errors import OpenError, OptionError, PackageError, ReadFailedError, UnsupportedValueError
+from modelstate.errors import CodecError, OpenError, OptionError, PackageError, ReadFailedError
 from modelstate.formats import torch_legacy, torch_zip
 from modelstate.io import write_system
 from modelstate.io.atomic import sync_directory, write_errors
@@ -58,7 +58,7 @@ class StoreCheckpointIO(CheckpointIO):  # type: ignore[misc]
             storage_options: must be None, since the file is local.
 
         Raises:
-            UnsupportedValueError: A value has no encoding; the error has the keys that lead to it.
+            CodecError: A value has no encoding; the error has the keys that lead to it.
             OptionError: There are `storage_options`.
 
         It raises what `modelstate.save` raises.
@@ -73,7 +73,7 @@ class StoreCheckpointIO(CheckpointIO):  # type: ignore[misc]
             write_state(
                 StateToWrite(checkpoint), where, perf_counter(), format="safetensors", shard_bytes=None, overwrite=True
             )
-        except UnsupportedValueError as error:
+        except CodecError as error:
             error.remedy = f"{error.remedy}; {_IGNORE_REMEDY}" if error.remedy else _IGNORE_REMEDY
             raise
 

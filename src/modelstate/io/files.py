@@ -371,7 +371,6 @@ class SourceFile:
             where=self.path,
             expected=f"at least {end} bytes",
             found=f"{self.nbytes} bytes",
-            remedy=CUT_SHORT,
         )
 
 
@@ -403,6 +402,3 @@ class Section(SourceFile):
         if self._data is None:
             return self._file.read(self._within + start, nbytes, what, most_bytes)
         return self._data[start : start + nbytes]
-
-
-CUT_SHORT = "the copy, the download or the save was cut short: compare the size with the original, and copy it again"

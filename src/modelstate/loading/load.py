@@ -68,8 +68,8 @@ def plan(
     an `Apply` looks at them, or two values have to be compared: of tied tensors, of a `Same`, and of non-persistent
     buffers that the checkpoint has too.
 
-    Raises what opening raises, `AmbiguousKeyError`, `KeyNotFoundError`, `OptionError`, and `ModelCodeError` where the
-    model's code raises. Problems do not raise: see `Plan.ok`, `Plan.problems`.
+    Raises what opening raises, `AmbiguousCheckpointError`, `KeyNotFoundError`, `OptionError`, and `ModelCodeError`
+    where the model's code raises. Problems do not raise: see `Plan.ok`, `Plan.problems`.
     """
     options = options_of(
         key, rules, allow_missing, allow_unexpected, dtype, device, transform, map, in_place, init_missing

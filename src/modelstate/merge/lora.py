@@ -18,7 +18,7 @@ import torch
 
 from modelstate.checkpoint.checkpoint import Checkpoint
 from modelstate.checkpoint.combine import Combination, Merged, is_plain, label, listed, versions_of
-from modelstate.errors import AdapterError, OpenError, OptionError, ReadFailedError, SourceNotFoundError
+from modelstate.errors import CombineError, OpenError, OptionError, ReadFailedError, SourceNotFoundError
 from modelstate.formats.tree import FlatTree
 from modelstate.io.files import read_whole
 from modelstate.io.memory import empty_cpu
@@ -93,7 +93,7 @@ class LoRA(Combination):
         """Returns the weights of the base, to which the products of the adapters are added when they are read."""
         base = sources[0]
         if adapter_names(base):
-            raise AdapterError(
+            raise CombineError(
                 "the first checkpoint is an adapter, and its base has to be before it",
                 where=base.source,
                 expected="a base, and one adapter or more",
@@ -101,12 +101,12 @@ class LoRA(Combination):
                 remedy="ms.open([base, adapter], combine=ms.merge.LoRA())",
             )
         if len(sources) < 2:
-            raise AdapterError("there is no adapter", where=base.source, expected="a base, and one adapter or more")
+            raise CombineError("there is no adapter", where=base.source, expected="a base, and one adapter or more")
         for index, adapter in enumerate(sources[1:], 1):
             if not len(adapter):
-                raise AdapterError("an adapter has no tensors", where=label(sources, index))
+                raise CombineError("an adapter has no tensors", where=label(sources, index))
             if not any(name.startswith(_PREFIX) or _MATRIX.match(name) for name in adapter):
-                raise AdapterError(
+                raise CombineError(
                     "this checkpoint is not an adapter: it has no LoRA matrices",
                     where=label(sources, index),
                     expected="names such as layer.lora_A.weight and layer.lora_B.weight",
@@ -129,7 +129,7 @@ class LoRA(Combination):
             for delta in reader.deltas:
                 deltas.setdefault(delta.name, []).append(delta)
         if problems:
-            raise AdapterError(
+            raise CombineError(
                 f"{len(problems)} tensors of adapters do not fit the base",
                 where=base.source,
                 found=listed(problems, most=12, between="; "),
@@ -439,7 +439,7 @@ def _by_pattern(patterns: Mapping[re.Pattern[str], _T], module: str, default: _T
 def config_beside(files: Sequence[str]) -> AdapterConfig | None:
     """Reads the configuration in the directory of an adapter's first file; None if there is none.
 
-    Raises `AdapterError` if it is damaged, or if the adapter is of a kind that is not merged here.
+    Raises `CombineError` if it is damaged, or if the adapter is of a kind that is not merged here.
     """
     if not files:
         return None
@@ -449,7 +449,7 @@ def config_beside(files: Sequence[str]) -> AdapterConfig | None:
     except (OpenError, ReadFailedError) as error:
         if isinstance(error, SourceNotFoundError) and not os.path.islink(path):
             return None
-        raise AdapterError(
+        raise CombineError(
             "the adapter's configuration cannot be read",
             where=path,
             found=f"{error.what}: {error.found}".removesuffix(": "),
@@ -458,9 +458,9 @@ def config_beside(files: Sequence[str]) -> AdapterConfig | None:
     try:
         return _checked(json.loads(text), path)
     except (ValueError, RecursionError) as error:
-        if isinstance(error, AdapterError):
+        if isinstance(error, CombineError):
             raise
-        raise AdapterError(
+        raise CombineError(
             "the adapter's configuration is damaged",
             where=path,
             found=f"{type(error).__name__}: {error}",
@@ -477,7 +477,7 @@ def _checked(content: object, path: str) -> AdapterConfig:
     if str(content.get("init_lora_weights")).startswith(_CHANGE_THE_BASE):
         unsupported.append("init_lora_weights")
     if kind != "LORA" or unsupported:
-        raise AdapterError(
+        raise CombineError(
             "an adapter of this kind is not merged here",
             where=path,
             expected='peft_type "LORA", with none of its variants',

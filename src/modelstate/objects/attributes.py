@@ -7,19 +7,19 @@ from typing import Any
 import torch
 from torch import nn
 
-from modelstate.errors import ExtraStateAttributeError
+from modelstate.errors import ExtraStateError
 from modelstate.planning.recorder import device_after
 from modelstate.torch_compat.private import non_persistent_buffers, own_buffers, own_modules, own_parameters
 from modelstate.transaction.transaction import Transaction
 
 
 def read(module: nn.Module, name: str) -> object:
-    """Returns the value of an attribute. Raises `ExtraStateAttributeError` where it cannot be saved."""
+    """Returns the value of an attribute. Raises `ExtraStateError` where it cannot be saved."""
     check(module, name)
     try:
         value = getattr(module, name)
     except Exception as error:
-        raise ExtraStateAttributeError(
+        raise ExtraStateError(
             "an attribute that is declared as extra state is not there",
             where=place(module, name),
             found=f"{type(error).__name__}: {error}",
@@ -30,7 +30,7 @@ def read(module: nn.Module, name: str) -> object:
 
 
 def check(module: nn.Module, name: str) -> None:
-    """Raises `ExtraStateAttributeError` for a parameter, a buffer or a submodule, which torch saves itself."""
+    """Raises `ExtraStateError` for a parameter, a buffer or a submodule, which torch saves itself."""
     kinds: tuple[tuple[str, Mapping[str, object]], ...] = (
         ("parameter", own_parameters(module)),
         ("buffer", own_buffers(module)),
@@ -39,7 +39,7 @@ def check(module: nn.Module, name: str) -> None:
     for kind, members in kinds:
         if name in members:
             is_left_out = name in non_persistent_buffers(module)
-            raise ExtraStateAttributeError(
+            raise ExtraStateError(
                 f"an attribute that is declared as extra state is a {kind}",
                 where=place(module, name),
                 remedy="register it with persistent=True instead"
@@ -49,9 +49,9 @@ def check(module: nn.Module, name: str) -> None:
 
 
 def check_value(module: nn.Module, name: str, value: object) -> None:
-    """Raises `ExtraStateAttributeError` for a value that torch registers with the module when it is set."""
+    """Raises `ExtraStateError` for a value that torch registers with the module when it is set."""
     if isinstance(value, nn.Module | nn.Parameter | nn.Buffer):
-        raise ExtraStateAttributeError(
+        raise ExtraStateError(
             "extra state cannot be a parameter, a buffer or a module",
             where=place(module, name),
             found=type(value).__name__,
@@ -95,7 +95,7 @@ def _set(module: nn.Module, name: str, value: object, transaction: Transaction) 
         has_tensors = any(True for _ in _tensors(value))
         setattr(module, name, _moved(value, _target_device(module, current)) if has_tensors else value)
     except Exception as error:
-        raise ExtraStateAttributeError(
+        raise ExtraStateError(
             "an attribute that is declared as extra state cannot be set",
             where=place(module, name),
             found=f"{type(error).__name__}: {error}",

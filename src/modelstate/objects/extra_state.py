@@ -25,12 +25,9 @@ from torch import nn
 
 from modelstate.codec.codec import decode, encode
 from modelstate.errors import (
-    ExtraStateFormatError,
-    ExtraStateNamesError,
-    ExtraStateVersionError,
+    ExtraStateError,
     ModelStateError,
     OptionError,
-    UpgradeError,
 )
 from modelstate.formats.tree import EXTRA_STATE
 from modelstate.objects import attributes
@@ -370,7 +367,7 @@ class Layer:
     def _check_format(self, value: Mapping[str, Any]) -> None:
         number = value["modelstate"]
         if type(number) is int and number > FORMAT:
-            raise ExtraStateVersionError(
+            raise ExtraStateError(
                 "the extra state was written by a later version of modelstate",
                 where=self.name,
                 expected=f"format {FORMAT}",
@@ -404,7 +401,7 @@ class Layer:
         if missing or unknown:
             problems = [f"lacks {listed(missing)}"] * bool(missing)
             problems += [f"has {listed(unknown)}, which nothing declares"] * bool(unknown)
-            raise ExtraStateNamesError(
+            raise ExtraStateError(
                 f"{source} {' and '.join(problems)}",
                 names=[*missing, *unknown],
                 where=self.name,
@@ -426,7 +423,7 @@ class Layer:
             upgrade = getattr(type(module), upgrade)  # a subclass may have overridden it
         assert not isinstance(upgrade, str)
         if old > new or (old < new and upgrade is None):
-            raise ExtraStateVersionError(
+            raise ExtraStateError(
                 "the extra state is of a newer version" if old > new else "nothing upgrades extra state this old",
                 where=self.name,
                 expected=f"version {new}",
@@ -446,8 +443,8 @@ class Layer:
             raise self._upgrade_error("returned something else than values by their names", _kind(result))
         return dict(result), f"what upgrade= makes of version {old}"
 
-    def _upgrade_error(self, problem: str, found: str) -> UpgradeError:
-        return UpgradeError(
+    def _upgrade_error(self, problem: str, found: str) -> ExtraStateError:
+        return ExtraStateError(
             f"the upgrade= of the extra state {problem}",
             where=self.name,
             found=found,
@@ -564,8 +561,8 @@ def _refuse(problem: str, found: object, remedy: str = "") -> NoReturn:
     raise OptionError(problem, where="extra state", found=found, remedy=remedy)
 
 
-def _bad_format(name: str, expected: str, found: str) -> ExtraStateFormatError:
-    return ExtraStateFormatError(
+def _bad_format(name: str, expected: str, found: str) -> ExtraStateError:
+    return ExtraStateError(
         "this is no extra state of the class",
         where=name,
         expected=expected,

@@ -22,12 +22,10 @@ from modelstate.checkpoint.open import argument_order, is_objects, is_source
 from modelstate.checkpoint.open import open as open_checkpoint
 from modelstate.errors import (
     KeyNotFoundError,
-    MissingObjectError,
-    ObjectKindError,
+    ObjectMismatchError,
     OptimizerStateError,
     OptionError,
     PlanError,
-    UnexpectedObjectError,
 )
 from modelstate.loading.load import load_then
 from modelstate.loading.options import options_of, patterns_of
@@ -157,9 +155,7 @@ def restore(
 
     Raises:
         OpenError: The source cannot be opened as a checkpoint.
-        MissingObjectError: Something was not saved for an object.
-        UnexpectedObjectError: Something was saved for an object that is not there.
-        ObjectKindError: An object is of another kind than what was saved.
+        ObjectMismatchError: An object without saved state, saved state without an object, or an object of another kind.
         ObjectStateError: The own code of an object raised.
         OptimizerStateError: The state of an optimizer does not fit.
         PlanError: The modules do not fit; the error has all problems, those of the optimizers too.
@@ -206,7 +202,7 @@ def _part(checkpoint: Checkpoint, path: str, target: Target) -> Part | None:
     except KeyNotFoundError:
         return None
     if target.kind is Kind.OPTIMIZER and not isinstance(value, Mapping):
-        raise ObjectKindError(
+        raise ObjectMismatchError(
             "what was saved is not the state of an optimizer",
             where=f"{checkpoint.source}: {path}",
             expected="a mapping with state and param_groups",
@@ -352,14 +348,14 @@ def _check_matched(
     excess = [path for path in saved if path not in targets and path not in unexpected]
     also = f"; and there is no object for {', '.join(excess)}, which was saved" if excess else ""
     if lacking:
-        raise MissingObjectError(
+        raise ObjectMismatchError(
             "nothing was saved for these objects; nothing has been changed",
             expected=", ".join(lacking),
             found=(", ".join(saved) or "nothing") + also,
             remedy=f"leave them out, or allow_missing={lacking!r}",
         )
     if excess:
-        raise UnexpectedObjectError(
+        raise ObjectMismatchError(
             "these were saved, and are not among the objects; nothing has been changed",
             expected=", ".join(targets) or "nothing",
             found=", ".join(excess),
@@ -367,7 +363,7 @@ def _check_matched(
         )
     other_kind = [path for path in targets if path in saved and saved[path].kind != targets[path].kind]
     if other_kind:
-        raise ObjectKindError(
+        raise ObjectMismatchError(
             "these are of other kinds than what was saved; nothing has been changed",
             where=", ".join(other_kind),
             expected=", ".join(saved[path].kind for path in other_kind),

@@ -61,7 +61,7 @@ def save(
     Raises:
         SaveTargetError: The target cannot be saved, or the path cannot be a file, or its suffix is not known.
         UnsavableError: The format does not have the kind of a tensor, a name or a value.
-        UnsupportedValueError: A value has no encoding (see `register_codec`).
+        CodecError: A value has no encoding (see `register_codec`).
         ModelCodeError: The module's own `state_dict` raised.
         ObjectStateError: The own code of another object raised.
         TargetExistsError: The path exists, and `overwrite` is false.

@@ -119,8 +119,8 @@ def match(
 ) -> MatchedCheckpoint:
     """Finds the part of a checkpoint that is meant, and applies rules to it until its names are the model's.
 
-    Reads no tensor bytes but for rules that look at values. Raises `AmbiguousKeyError`, `KeyNotFoundError` and the
-    errors of rules.
+    Reads no tensor bytes but for rules that look at values. Raises `AmbiguousCheckpointError`, `KeyNotFoundError` and
+    the errors of rules.
     """
     part, options = _selected(checkpoint, options, slots)
     applied, options, note, fits_in_part = _applied_mapping(part, options, slots, model)

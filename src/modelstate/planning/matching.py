@@ -18,7 +18,7 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from modelstate.checkpoint.checkpoint import Checkpoint
-from modelstate.errors import AmbiguousKeyError
+from modelstate.errors import AmbiguousCheckpointError
 from modelstate.planning.plan import Options
 from modelstate.planning.recorder import loads_names_itself
 from modelstate.problems import IdlePattern, OtherNames, Problem
@@ -259,7 +259,7 @@ def matching_part(
 ) -> Checkpoint:
     """The state dict in the checkpoint whose names, once renamed in one of these ways, are the model's.
 
-    One that has more than twice as many of them as any other is clear; otherwise `AmbiguousKeyError` lists them.
+    One that has more than twice as many of them as any other is clear; otherwise `AmbiguousCheckpointError` lists them.
     """
     if not checkpoint:
         return _part_of_arrays(checkpoint, wanted)
@@ -288,7 +288,7 @@ def matching_part(
         listed = ", ".join(
             f"{key or '(the whole)'!r} ({count} of {len(wanted)} names match)" for key, count in rivals.items()
         )
-        raise AmbiguousKeyError(
+        raise AmbiguousCheckpointError(
             "the checkpoint holds several state dicts that fit the model",
             where=checkpoint.source,
             found=listed,

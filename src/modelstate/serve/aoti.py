@@ -10,7 +10,6 @@ import torch
 from torch import nn
 
 from modelstate.errors import (
-    FixedWeightError,
     LiveTargetError,
     ManifestError,
     ProgramInputError,
@@ -87,7 +86,7 @@ class AotiTarget(GraphTarget):
             raise self._fixed_error(changed)
         return self._new_version(state_module({name: state[name] for name in self._state}, meta=False))
 
-    def unexpected_error(self, unexpected: list[str]) -> FixedWeightError | None:
+    def unexpected_error(self, unexpected: list[str]) -> WeightsError | None:
         """The error for weights that the package cannot take; None where the manifest lists all weights."""
         return None if self._has_manifest else self._fixed_error(unexpected)
 
@@ -106,8 +105,8 @@ class AotiTarget(GraphTarget):
             )
         return AotiVersion(self._pool, self._call, weights, hidden, constants)
 
-    def _fixed_error(self, names: list[str]) -> FixedWeightError:
-        return FixedWeightError(
+    def _fixed_error(self, names: list[str]) -> WeightsError:
+        return WeightsError(
             "the package has no such tensors: they were inlined when it was compiled, or are no part of it",
             where=self.name,
             expected="names that the library has",

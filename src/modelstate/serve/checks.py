@@ -8,15 +8,7 @@ import torch
 from torch import nn
 
 from modelstate.checkpoint.checkpoint import Checkpoint
-from modelstate.errors import (
-    LiveTargetError,
-    NonFiniteWeightError,
-    WeightDtypeError,
-    WeightKindError,
-    WeightsError,
-    WeightStorageError,
-    WeightStrideError,
-)
+from modelstate.errors import LiveTargetError, WeightsError
 from modelstate.planning.plan import Step
 from modelstate.problems import Problem, WrongDtype
 from modelstate.serve.state_names import runtime_state
@@ -36,7 +28,7 @@ def check_layout(part: Checkpoint, slots: Mapping[str, torch.Tensor | None], whe
 
     A compiled library reads weights by pointer, and would read views of a flat buffer and transposed views incorrectly.
     The check is the same for every kind of target, so that a source fits all of them or none. Raises
-    `WeightStrideError` and `WeightStorageError`.
+    `WeightsError`.
     """
     strided: list[tuple[str, str]] = []
     shared: list[tuple[str, str]] = []
@@ -57,12 +49,10 @@ def check_layout(part: Checkpoint, slots: Mapping[str, torch.Tensor | None], whe
         if storage_bytes and storage_bytes != spec.nbytes:
             shared.append((name, f"{spec.nbytes:,} bytes of a storage of {storage_bytes:,}"))
     if strided:
-        raise _error(
-            WeightStrideError, "elements of weights lie in another order", strided, where, "contiguous tensors"
-        )
+        raise _error("elements of weights lie in another order", strided, where, "contiguous tensors")
     if shared:
         what = "weights are parts of a larger storage"
-        raise _error(WeightStorageError, what, shared, where, "a storage for each tensor")
+        raise _error(what, shared, where, "a storage for each tensor")
 
 
 def kind_of(tensor: torch.Tensor) -> Kind:
@@ -71,7 +61,7 @@ def kind_of(tensor: torch.Tensor) -> Kind:
 
 
 def check_kinds(weights: Mapping[str, object], kinds: Mapping[str, Kind], where: str) -> None:
-    """Raises `WeightKindError` for sparse tensors and subclasses, except where the program has the same kind."""
+    """Raises `WeightsError` for sparse tensors and subclasses, except where the program has the same kind."""
     wrong = []
     for name, weight in weights.items():
         if name not in kinds:
@@ -85,18 +75,18 @@ def check_kinds(weights: Mapping[str, object], kinds: Mapping[str, Kind], where:
         what = "weights are another kind of tensor than the program's: sparse, or of a class of their own"
         special = remedies_for(weights[name] for name, _ in wrong)
         remedy = "; ".join(special) or "give plain tensors: weight.to_dense(), weight.as_subclass(torch.Tensor)"
-        raise _error(WeightKindError, what, wrong, where, "the kind that the program has", remedy)
+        raise _error(what, wrong, where, "the kind that the program has", remedy)
 
 
 def check_casts(steps: Iterable[Step], where: str) -> None:
-    """Raises `WeightDtypeError` where a step casts, or would cast, a weight."""
+    """Raises `WeightsError` where a step casts, or would cast, a weight."""
     cast = [(step.name, step.cast) for step in steps if step.cast]
     if cast:
         what = "weights have another dtype than the program"
-        raise _error(WeightDtypeError, what, cast, where, "the dtype of the program")
+        raise _error(what, cast, where, "the dtype of the program")
 
 
-def dtype_error(problems: Sequence[Problem], where: str) -> WeightDtypeError | None:
+def dtype_error(problems: Sequence[Problem], where: str) -> WeightsError | None:
     """Returns the error for a plan whose only problems are lossy casts; None for any other plan."""
     wrong = [problem for problem in problems if isinstance(problem, WrongDtype)]
     if not wrong or len(wrong) < len(problems):
@@ -104,13 +94,11 @@ def dtype_error(problems: Sequence[Problem], where: str) -> WeightDtypeError | N
     found = [(problem.name, f"{problem.found}, which would have to be cast to {problem.expected}") for problem in wrong]
     remedy = "give the weights as the program has them, or cast them: rules=[modelstate.rules.Cast(name, dtype)]"
     what = "weights have another dtype than the program"
-    error = _error(WeightDtypeError, what, found, where, "the dtype of the program", remedy)
-    assert isinstance(error, WeightDtypeError)
-    return error
+    return _error(what, found, where, "the dtype of the program", remedy)
 
 
 def check_finite(new: nn.Module, serving: Callable[[], Mapping[str, torch.Tensor]], where: str) -> None:
-    """Raises `NonFiniteWeightError` for elements that are not finite, unless the serving ones are not finite either."""
+    """Raises `WeightsError` for elements that are not finite, unless the serving ones are not finite either."""
     suspects = {name: tensor for name, tensor in runtime_state(new).items() if not _is_finite(tensor)}
     if not suspects:
         return
@@ -125,14 +113,9 @@ def check_finite(new: nn.Module, serving: Callable[[], Mapping[str, torch.Tensor
         if count:
             found.append((name, f"{count} of {tensor.numel()} elements"))
     if found:
-        raise NonFiniteWeightError(
-            "weights are NaN or infinite",
-            where=where,
-            expected="finite values wherever those that serve are finite",
-            found=_lines(found),
-            remedy="look at the training run; check_finite=False lets them through",
-            names=[name for name, _ in found],
-        )
+        expected = "finite values wherever those that serve are finite"
+        remedy = "look at the training run; check_finite=False lets them through"
+        raise _error("weights are NaN or infinite", found, where, expected, remedy)
 
 
 def _is_finite(tensor: torch.Tensor) -> bool:
@@ -150,7 +133,6 @@ def _comparable(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _error(
-    kind: type[WeightsError],
     what: str,
     found: list[tuple[str, str]],
     where: str,
@@ -158,7 +140,7 @@ def _error(
     remedy: str = _EXACT,
 ) -> WeightsError:
     names = [name for name, _ in found]
-    return kind(what, where=where, expected=expected, found=_lines(found), remedy=remedy, names=names)
+    return WeightsError(what, where=where, expected=expected, found=_lines(found), remedy=remedy, names=names)
 
 
 def _lines(found: list[tuple[str, str]]) -> str:

@@ -12,12 +12,10 @@ from torch import nn
 
 from modelstate.checkpoint.write import target_path
 from modelstate.errors import (
-    ExportedAnswerError,
     ExportError,
     ModelCodeError,
     ModelStateError,
     NameMapError,
-    NotSwappableError,
     OptionError,
     SaveTargetError,
 )
@@ -94,9 +92,8 @@ def export(
         The `Manifest` of the file: a description of its tensors.
 
     Raises:
-        ExportError: the module cannot be exported or compiled.
-        ExportedAnswerError: the program does not answer as the module does.
-        NotSwappableError: the program does not follow changes of some weights.
+        ExportError: the module cannot be exported or compiled; or the program does not answer as the module does, or
+            does not follow changes of some weights.
         LiveTargetError: the module is in training mode, its tensors overlap, or it keeps a view of a weight outside its
             state.
         OptionError: an argument is invalid.
@@ -320,9 +317,8 @@ def verify_export(
         named: inputs by keyword.
 
     Raises:
-        ExportedAnswerError: the answers differ.
-        NotSwappableError: the program does not follow a change of some weights.
-        ExportError: the answers of the module are random, the module raises, or elements of a weight share memory.
+        ExportError: the answers differ, or do not follow a change of some weights; the answers of the module are
+            random; the module raises; or elements of a weight share memory.
     """
     trial = _Trial(target, module, args, named)
     state = runtime_state(module)
@@ -351,7 +347,7 @@ def verify_export(
         else:
             unseen += group
     if wrong:
-        raise NotSwappableError(
+        raise ExportError(
             "the program does not follow changes of its weights: they were compiled into it",
             where=trial.where,
             expected="the answer of the module with the changed tensor",
@@ -400,14 +396,14 @@ class _Trial:
             return None
 
     def of_program(self, state: State) -> _Answer:
-        """Returns the answer of a version of the program. Raises `ExportedAnswerError` where the program raises."""
+        """Returns the answer of a version of the program. Raises `ExportError` where the program raises."""
         program = self._target.program(state_module(_copies(state), meta=False))
         try:
             if self._target.runners is not None:
                 self._target.runners.attach(program, self._first)
             return self._answer(program, lambda: program.buffers, 0)
         except Exception as error:
-            raise ExportedAnswerError(
+            raise ExportError(
                 "the program raised where the module does not",
                 where=self.where,
                 found=f"{type(error).__name__}: {error}",
@@ -561,8 +557,8 @@ def _is_same(one: torch.Tensor, other: torch.Tensor | None) -> bool:
     return other is not None and one.shape == other.shape and torch.equal(one, other)
 
 
-def _answer_error(where: str, found: str, which: str) -> ExportedAnswerError:
-    return ExportedAnswerError(
+def _answer_error(where: str, found: str, which: str) -> ExportError:
+    return ExportError(
         f"the program does not answer as the module does, with {which}",
         where=where,
         expected="the same answer, within the tolerance of its dtype",

@@ -278,8 +278,7 @@ class Live:
         Raises:
             OpenError: the source cannot be opened; see `modelstate.open`.
             PlanError: the source does not fit; see `modelstate.load`.
-            WeightsError: the weights may not serve (`WeightDtypeError`, `WeightKindError`, `WeightStrideError`,
-                `WeightStorageError`, `NonFiniteWeightError`).
+            WeightsError: the program cannot take the weights.
             CanaryError: the canary refuses the new version.
             SwapBusyError: another swap is under way, or the version was rolled back meanwhile.
             SwapTimeoutError: other swaps or requests did not end in time.

@@ -30,10 +30,9 @@ from modelstate.checkpoint.open import open as open_checkpoint
 from modelstate.codec.codec import decode
 from modelstate.errors import (
     ChecksumError,
+    CodecError,
     DamagedCheckpointError,
     DamagedCheckpointWarning,
-    EncodedValueError,
-    ForeignCheckpointError,
     ModelStateError,
     NewerManifestError,
     OpenError,
@@ -41,6 +40,7 @@ from modelstate.errors import (
     ReadFailedError,
     SourceNotFoundError,
     StepNotFoundError,
+    UnknownClassError,
 )
 from modelstate.formats.safetensors import MAX_HEADER_BYTES
 from modelstate.io.atomic import atomic_file
@@ -163,7 +163,9 @@ class Entry:
         checkpoint = self.open(directory) if self.index else None
         try:
             return decode(self.value) if checkpoint is None else checkpoint.value()
-        except EncodedValueError as error:
+        except UnknownClassError:
+            raise
+        except CodecError as error:
             raise damaged(directory, _short(error)) from error
 
 
@@ -302,7 +304,7 @@ STORE_FORMAT = 1
 """The version of a store as a whole. A writer refuses a newer one."""
 _MAX_TRIES = 1000
 _MAX_STORE_FILE_BYTES = 10_000
-_UNUSABLE = (DamagedCheckpointError, ForeignCheckpointError, NewerManifestError, ReadFailedError)
+_UNUSABLE = (DamagedCheckpointError, NewerManifestError, ReadFailedError)
 """Errors of one checkpoint, after which an older one is tried."""
 
 Step = int | Literal["latest"]
@@ -474,7 +476,7 @@ class StepIndex:
         if record is None:
             return StepEntry(place, None, error)
         if record.step != place.step or record.store != name:
-            foreign = ForeignCheckpointError(
+            foreign = DamagedCheckpointError(
                 "the checkpoint was put here from another store, or under another step",
                 where=place.path,
                 expected=f"step {place.step} of the store {name}",

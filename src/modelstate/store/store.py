@@ -19,10 +19,10 @@ from modelstate.errors import (
     OptionError,
     SaveTargetError,
     SourceTypeError,
-    StepExistsError,
     StepNotFoundError,
     StoreLockedError,
     StoreMovedError,
+    TargetExistsError,
 )
 from modelstate.formats.serialize import serialize
 from modelstate.io import write_system
@@ -189,14 +189,14 @@ class Store:
             The saved checkpoint; with `background=True` a handle of the save; None where it was skipped.
 
         Raises:
-            StepExistsError: There is a checkpoint of this step, and `overwrite` is false.
+            TargetExistsError: There is a checkpoint of this step, and `overwrite` is false.
             StoreLockedError: Another process writes to the store.
             StoreMovedError: The directory was renamed, removed or replaced.
             OptionError: An argument cannot be used.
             ObjectStateError: The own code of an object raised.
             OptimizerStateError: An optimizer has parameters of a module that is not among the objects.
             UnsavableError: The format does not have the kind of a tensor or a name.
-            UnsupportedValueError: A value has no encoding.
+            CodecError: A value has no encoding.
             WriteFailedError: An I/O error.
 
         The error of an earlier save in the background is raised too. No earlier checkpoint is changed by an error.
@@ -322,7 +322,7 @@ class Store:
             return
         is_ours = existing.is_whole
         if not (overwrite and is_ours):
-            raise StepExistsError(
+            raise TargetExistsError(
                 "there is a checkpoint of this step already",
                 where=existing.place.path,
                 found="" if existing.error is None else existing.error.what,
@@ -413,8 +413,7 @@ class Store:
 
         Raises:
             StepNotFoundError: There is no such checkpoint, or none that is whole.
-            DamagedCheckpointError: The checkpoint is not what was saved.
-            ForeignCheckpointError: It is of another store, or of another step.
+            DamagedCheckpointError: The checkpoint is not what was saved, or is of another store or step.
             NewerManifestError: A newer version of modelstate wrote it.
 
         It raises what `modelstate.restore` raises, and the error of a save in the background.
@@ -468,8 +467,7 @@ class Store:
 
         Raises:
             StepNotFoundError: There is no such checkpoint, or it has no such object with tensors.
-            DamagedCheckpointError: The checkpoint is not what was saved.
-            ForeignCheckpointError: It is of another store, or of another step.
+            DamagedCheckpointError: The checkpoint is not what was saved, or is of another store or step.
             NewerManifestError: A newer version of modelstate wrote it.
 
         Example:

@@ -16,7 +16,7 @@ from torch import nn
 from modelstate.checkpoint.checkpoint import Checkpoint
 from modelstate.checkpoint.open import argument_order, is_module, is_source
 from modelstate.checkpoint.open import open as open_checkpoint
-from modelstate.errors import AmbiguousKeyError, OptionError
+from modelstate.errors import AmbiguousCheckpointError, OptionError
 from modelstate.planning.matching import matching_part
 from modelstate.rules.names import Rename
 from modelstate.rules.rule import Entry, Rule, Template, Value
@@ -56,8 +56,8 @@ def suggest(
         key: the part of the source to use ("model_state"); by default the part that fits the model.
 
     Returns a list of rules, with what they explain and what stays open.
-    Raises what `modelstate.open` raises, `AmbiguousKeyError`, `KeyNotFoundError` and `OptionError`. Names without an
-    answer are reported, and do not raise.
+    Raises what `modelstate.open` raises, `AmbiguousCheckpointError`, `KeyNotFoundError` and `OptionError`. Names
+    without an answer are reported, and do not raise.
 
     Example:
         >>> suggestion = ms.suggest(model, "other_names.safetensors")
@@ -95,7 +95,7 @@ def _part(checkpoint: Checkpoint, slots: Slots) -> Checkpoint:
         if score[:2] == scores[best][:2] and not (best.startswith(f"{other}.") or other == best or not other)
     ]
     if rivals:
-        raise AmbiguousKeyError(
+        raise AmbiguousCheckpointError(
             "the checkpoint holds several parts with tensors like the model's",
             where=checkpoint.source,
             found=", ".join(map(repr, [best, *rivals])),

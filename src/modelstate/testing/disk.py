@@ -12,6 +12,7 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Literal
 
 from modelstate.errors import OptionError
@@ -78,7 +79,10 @@ class LossyDisk:
 
     def __init__(self, directory: str) -> None:
         self._path = os.path.abspath(directory)
-        self._before = {path: _read(path) for path in _below(self._path)}
+        self._before: dict[str, bytes | None] = {}
+        for parent, directories, files in os.walk(self._path):
+            self._before.update({os.path.join(parent, name): None for name in directories})
+            self._before.update({path: Path(path).read_bytes() for path in (os.path.join(parent, n) for n in files)})
         self._inodes = {path: os.lstat(path).st_ino for path in self._before}
         self._done: list[_Call] = []
         self._open: dict[int, str] = {}
@@ -104,8 +108,8 @@ class LossyDisk:
         root = _Replay(self._path, self._before, self._inodes).after(self._done[:point])
         _write(root, os.fspath(into), draw, keep == "everything")
 
-    def _recorded(self, name: str, real: Callable[..., Any]) -> Callable[..., Any]:
-        def call(*args: Any) -> Any:
+    def _recorded(self, name: str, real: Callable[..., object]) -> Callable[..., object]:
+        def call(*args: Any) -> object:
             with self._lock:
                 is_new = name == "open" and not os.path.lexists(args[0])
                 result = real(*args)
@@ -117,18 +121,14 @@ class LossyDisk:
     def _record(self, name: str, args: Sequence[Any], result: Any, is_new: bool) -> None:
         if name == "close":
             self._open.pop(args[0], None)
-            return
-        if name == "fchmod":  # permissions are not recorded
+        if name in ("close", "fchmod"):  # permissions are not recorded
             return
         if name in ("pwritev", "fallocate", "fsync"):
             number = self._open.get(args[0])
             if number is None:
                 return
-            if name == "pwritev":
-                data = b"".join(bytes(buffer) for buffer in args[1])[:result]
-                self._add(name, number, args[2], data)
-            else:
-                self._add(name, number, *args[1:])
+            more = (args[2], b"".join(map(bytes, args[1]))[:result]) if name == "pwritev" else args[1:]
+            self._add(name, number, *more)
             return
         paths = [os.path.abspath(path) for path in args[: 2 if name in ("replace", "link") else 1]]
         if not all(path == self._path or path.startswith(os.path.join(self._path, "")) for path in paths):
@@ -139,9 +139,9 @@ class LossyDisk:
         else:
             self._add(name, *paths)
 
-    def _add(self, *call: Any) -> None:
-        self._done.append(call)
-        self.calls.append(f"{call[0]} {os.path.basename(str(call[2] if call[0] == 'open' else call[-1]))[:80]}")
+    def _add(self, name: str, *args: object) -> None:
+        self._done.append((name, *args))
+        self.calls.append(f"{name} {os.path.basename(str(args[1] if name == 'open' else args[-1]))[:80]}")
 
 
 class _Replay:
@@ -222,8 +222,7 @@ class _Replay:
     def _mkdir(self, path: str) -> None:
         self._change((path, _Directory()))
 
-    def _rmdir(self, path: str) -> None:
-        self._change((path, None))
+    _rmdir = _unlink
 
 
 @contextmanager
@@ -245,20 +244,6 @@ def lossy_disk(directory: str | os.PathLike[str]) -> Iterator[LossyDisk]:
     disk = LossyDisk(os.fspath(directory))
     with replaced(write_system, {name: disk._recorded(name, getattr(write_system, name)) for name in WRITE_CALLS}):
         yield disk
-
-
-def _below(directory: str) -> list[str]:
-    paths = []
-    for parent, directories, files in os.walk(directory):
-        paths += [os.path.join(parent, name) for name in (*directories, *files)]
-    return paths
-
-
-def _read(path: str) -> bytes | None:
-    if os.path.isdir(path):
-        return None
-    with open(path, "rb") as file:
-        return file.read()
 
 
 def _write(directory: _Directory, path: str, draw: random.Random | None, everything: bool) -> None:

