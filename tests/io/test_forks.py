@@ -155,7 +155,7 @@ def test_no_lock_of_a_python_module_is_forgotten() -> None:
     from modelstate import process as workers
 
     known = {id(lock) for lock, _ in workers._fork_safe}
-    handled = {"modelstate.io.lock._guard", "modelstate.io.lease._lock"}  # by functions of their own at forks
+    handled = {"modelstate.io.lease._lock"}  # by a function of its own at forks
     kinds = type(threading.Lock()), type(threading.RLock()), threading.Condition
     forgotten = []
     for module in pkgutil.walk_packages(modelstate.__path__, "modelstate."):

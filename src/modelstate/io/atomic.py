@@ -9,9 +9,7 @@ Invariants:
 - A process that is killed leaves files named `.NAME.*.unfinished`; the next save to the same path removes them. A lock
   on the first of these files, which ends with its process, tells whether the writer is alive. Only the process that
   holds the lock of the directory creates such files, renames them, and removes them.
-- An flock lock belongs to the open file description, which a forked child shares. So a lock is released by `LOCK_UN`,
-  which holds for all copies of the descriptor, and a forked child closes its copies: they would keep a lock after its
-  owner was killed.
+- Locks are released, and closed in a forked child, as `modelstate.io.lock` describes.
 """
 
 import errno
@@ -33,6 +31,7 @@ from modelstate.errors import (
     WriteFailedError,
 )
 from modelstate.io import write_system
+from modelstate.io.lock import descriptors_to_close
 from modelstate.text_format import printable
 
 _NO_SYNC = (errno.EINVAL, errno.ENOTSUP, errno.ENOSYS)
@@ -59,9 +58,6 @@ _NO_LINKS = (errno.EPERM, errno.ENOTSUP, errno.ENOSYS, errno.EMLINK)
 LOCK_TIMEOUT_SECONDS = 60.0
 """How long a save waits for the lock of the directory, which other saves hold for a few file operations."""
 _NO_LOCKS = (errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS, errno.EINVAL, errno.EBADF)
-_locked: set[int] = set()
-"""Descriptors of this process that hold a lock or wait for one. No lock guards the set, since a signal handler may save
-in the middle of another save; each change is a single operation."""
 
 
 class Output:
@@ -140,8 +136,8 @@ def unfinished_file(
             directory, name = os.path.split(path)
             unfinished = os.path.join(directory, f".{_beginning(name)}.{secrets.token_hex(6)}{SUFFIX}")
             output = opened.enter_context(new_file(unfinished, mode))
-            opened.callback(_locked.discard, output.descriptor)
-            _locked.add(output.descriptor)
+            opened.callback(descriptors_to_close.discard, output.descriptor)
+            descriptors_to_close.add(output.descriptor)
             with _ignore_missing_locks():  # on a file system without locks no leftover is ever removed
                 fcntl.flock(output.descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         yield output
@@ -337,7 +333,7 @@ def locked_directory(directory: str, timeout_seconds: float = LOCK_TIMEOUT_SECON
     """
     descriptor, pid = write_system.open(directory or ".", os.O_RDONLY), os.getpid()
     try:
-        _locked.add(descriptor)
+        descriptors_to_close.add(descriptor)
         with _ignore_missing_locks():
             _lock(descriptor, directory or ".", timeout_seconds)
         yield
@@ -345,19 +341,9 @@ def locked_directory(directory: str, timeout_seconds: float = LOCK_TIMEOUT_SECON
         if os.getpid() == pid:  # a forked child has closed its copy already
             with suppress(OSError):
                 fcntl.flock(descriptor, fcntl.LOCK_UN)
-            _locked.discard(descriptor)
+            descriptors_to_close.discard(descriptor)
             with suppress(OSError):  # no data depends on it
                 write_system.close(descriptor)
-
-
-def _close_locked() -> None:
-    """Closes the descriptors of the parent's saves in a forked child. `LOCK_UN` would release the parent's locks."""
-    while _locked:
-        with suppress(OSError):
-            os.close(_locked.pop())
-
-
-os.register_at_fork(after_in_child=_close_locked)
 
 
 def _lock(descriptor: int, directory: str, timeout_seconds: float) -> None:

@@ -1,10 +1,8 @@
 """The lock that keeps a second writer out of a directory.
 
-It is a POSIX record lock on the file `.lock`: the operating system releases it when the process ends, however it ends,
-and a forked child does not inherit it. Two properties of record locks need care. They never conflict within one
-process, so `_held` lists the directories that this process has locked. And a process loses its lock when it closes any
-descriptor of the file, so the lock file of a listed directory is not opened again; `confirm` finds out whether other
-code did that.
+It is an flock lock on the file `.lock`: the operating system releases it when the process ends, however it ends. Such a
+lock belongs to the open file, which a forked child shares. So a lock is released by `LOCK_UN`, which holds for all
+copies of the descriptor, and a forked child closes its copies: they would keep a lock after its owner was killed.
 
 The file stays when the lock is released. If it were removed, two other processes could lock two files of the same name.
 """
@@ -15,11 +13,9 @@ import json
 import os
 import socket
 import stat
-import threading
 import time
 import weakref
 from contextlib import suppress
-from dataclasses import dataclass
 from datetime import datetime
 from types import TracebackType
 from typing import Self
@@ -30,7 +26,6 @@ from modelstate.text_format import printable
 LOCK_FILE = ".lock"
 _MAX_TEXT_BYTES = 4096
 _TRIES = 100
-_TAKEN = (errno.EAGAIN, errno.EACCES)
 _NO_LOCKS = (errno.ENOLCK, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL)
 _REMEDIES = {
     errno.ENOENT: "make the directory first",
@@ -45,23 +40,18 @@ _REMEDIES = {
 }
 _MOUNT = "mount it with locks (Lustre: -o flock; NFS: with lockd), or take a directory on another file system"
 
-_Key = tuple[int, int]
-"""Device and inode of a directory, since a directory may have many paths."""
+descriptors_to_close: set[int] = set()
+"""Descriptors of this process that hold a lock, or wait for one; a forked child closes them. No lock guards the set,
+since a signal handler may save in the middle of another save; each change is a single operation."""
 
 
-@dataclass(slots=True)
-class _Held:
-    descriptor: int
-    directory: int
-    """A descriptor of the directory: while it is open, no other directory gets the inode."""
-    since: float
-    locked: bool
-    """False where the file system has no locks and `allow_unlocked` is set."""
+def _close_in_child() -> None:
+    while descriptors_to_close:
+        with suppress(OSError):
+            os.close(descriptors_to_close.pop())
 
 
-_guard = threading.RLock()
-_held: dict[_Key, _Held] = {}
-_watching_forks = False
+os.register_at_fork(after_in_child=_close_in_child)
 
 
 class WriterLock:
@@ -71,26 +61,19 @@ class WriterLock:
 
     Args:
         directory: The directory to lock.
-        allow_unlocked: Whether a file system without locks is accepted. Then the lock only keeps the writers of this
-            process apart, and `exclusive` is False.
     """
 
-    def __init__(self, directory: str | os.PathLike[str], *, allow_unlocked: bool = False) -> None:
+    def __init__(self, directory: str | os.PathLike[str]) -> None:
         self.directory = os.fspath(directory)
-        self._allow_unlocked = allow_unlocked
-        self._key: _Key = (0, 0)
-        self._mine: _Held | None = None
-        self._finalizer: weakref.finalize[[_Key, _Held], WriterLock] | None = None
+        self._file = self._at = -1
+        """The descriptors of the lock file and of the directory: while it is open, no other one gets the inode."""
+        self._finalizer: weakref.finalize[[int, int, int], WriterLock] | None = None
+        self._pid = 0
 
     @property
     def held(self) -> bool:
         """Whether this object holds the lock. The copy in a forked child does not."""
-        return self._mine is not None and _held.get(self._key) is self._mine
-
-    @property
-    def exclusive(self) -> bool:
-        """Whether this object holds the lock, and writers of other processes are kept out as well."""
-        return self.held and self._mine is not None and self._mine.locked
+        return self._finalizer is not None and self._finalizer.alive and self._pid == os.getpid()
 
     def acquire(self) -> None:
         """Acquires the lock without waiting.
@@ -99,64 +82,48 @@ class WriterLock:
             StoreLockedError: Another writer holds the lock; the error names it and since when.
             StoreAccessError: The directory cannot be written to, or its file system has no locks.
         """
-        with _guard:
-            _watch_forks()
-            try:
-                directory = os.open(self.directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-            except OSError as error:
-                raise self._no_access(error) from error
-            try:
-                status = os.fstat(directory)
-                key = status.st_dev, status.st_ino
-                if key in _held:
-                    raise self._locked(f"this process ({os.getpid()}), {_since(_held[key].since)}")
-                mine = self._lock_file(directory)
-            except BaseException:
-                os.close(directory)
-                raise
-            _held[key] = mine
-            self._key, self._mine = key, mine
-            self._finalizer = weakref.finalize(self, _release, key, mine)
-            self._finalizer.atexit = False  # the end of the process releases it, after everything else
+        try:
+            directory = os.open(self.directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        except OSError as error:
+            raise self._no_access(error) from error
+        try:
+            file = self._lock_file(directory)
+        except BaseException:
+            os.close(directory)
+            raise
+        self._file, self._at, self._pid = file, directory, os.getpid()
+        descriptors_to_close.add(directory)
+        self._finalizer = weakref.finalize(self, _release, file, directory, self._pid)
+        self._finalizer.atexit = False  # the end of the process releases it, after everything else
 
     def release(self) -> None:
         """Releases the lock. Does nothing where this object does not hold it."""
         if self._finalizer is not None:
             self._finalizer()
-        self._mine = None
 
     def confirm(self) -> None:
-        """Checks that this object still holds the lock, and acquires it again if it was lost and is free.
-
-        The lock is lost when other code of this process opens and closes the lock file, for example by copying the
-        directory, and when the file is removed.
+        """Checks that this object still holds the lock of the directory at its path.
 
         Raises:
-            StoreLockedError: The lock is no longer this object's.
+            StoreLockedError: This object does not have the lock, or the lock file has been removed.
             StoreMovedError: As `check_directory`; this object still holds the lock of the directory that was moved.
         """
-        with _guard:
-            mine = self._mine
-            if mine is None or not self.held:
-                raise self._locked("this object does not have it, or it is the copy in a forked process")
-            self.check_directory()
-            if not _is_at(mine.descriptor, self._path):
-                raise self._locked(f"{LOCK_FILE} has been removed or replaced")
-            if mine.locked:
-                self._take(mine.descriptor)
+        if not self.held:
+            raise self._locked("this object does not have it, or it is the copy in a forked process")
+        self.check_directory()
+        if not _is_at(self._file, self._path):
+            raise self._locked(f"{LOCK_FILE} has been removed or replaced")
 
     def check_directory(self) -> None:
         """Raises `StoreMovedError` where the directory that this object has locked is no longer at its path."""
-        with _guard:
-            mine = self._mine
-            if mine is None or not self.held:
-                return
-            try:
-                check_directory(self.directory, os.fstat(mine.directory))
-            except StoreAccessError:
-                raise
-            except OSError as error:
-                raise self._no_access(error) from error
+        if not self.held:
+            return
+        try:
+            check_directory(self.directory, os.fstat(self._at))
+        except StoreAccessError:
+            raise
+        except OSError as error:
+            raise self._no_access(error) from error
 
     def __enter__(self) -> Self:
         self.acquire()
@@ -169,45 +136,37 @@ class WriterLock:
     def _path(self) -> str:
         return os.path.join(self.directory, LOCK_FILE)
 
-    def _lock_file(self, directory: int) -> _Held:
+    def _lock_file(self, directory: int) -> int:
+        """Opens and locks the lock file, and returns its descriptor."""
         flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
         for _ in range(_TRIES):
             try:
                 descriptor = os.open(LOCK_FILE, flags, 0o666, dir_fd=directory)
             except OSError as error:
-                if error.errno == errno.ENXIO:
-                    raise self._not_a_file() from error
-                raise self._no_access(error) from error
+                raise (self._not_a_file() if error.errno == errno.ENXIO else self._no_access(error)) from error
+            descriptors_to_close.add(descriptor)
             try:
                 if not stat.S_ISREG(os.fstat(descriptor).st_mode):
                     raise self._not_a_file()
-                locked = self._take(descriptor)
+                try:
+                    fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                except BlockingIOError:
+                    raise self._locked(_holder(descriptor)) from None
+                except OSError as error:
+                    raise (self._no_locks if error.errno in _NO_LOCKS else self._no_access)(error) from error
                 if _is_at(descriptor, self._path):
-                    now = time.time()
-                    holder = json.dumps({"pid": os.getpid(), "host": socket.gethostname(), "since": now}) + "\n"
+                    holder = {"pid": os.getpid(), "host": socket.gethostname(), "since": time.time()}
                     with suppress(OSError):  # a full disk: only the text of an error depends on it
                         os.ftruncate(descriptor, 0)
-                        os.pwrite(descriptor, holder.encode(), 0)
-                    return _Held(descriptor, directory, now, locked)
+                        os.pwrite(descriptor, f"{json.dumps(holder)}\n".encode(), 0)
+                    return descriptor
             except BaseException:
+                descriptors_to_close.discard(descriptor)
                 os.close(descriptor)
                 raise
+            descriptors_to_close.discard(descriptor)
             os.close(descriptor)  # the file was removed or replaced between the two calls
         raise self._no_access(OSError(errno.ESTALE, os.strerror(errno.ESTALE)))
-
-    def _take(self, descriptor: int) -> bool:
-        """Locks the open file. Returns False where the file system has no locks, and `allow_unlocked` is set."""
-        try:
-            fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
-            if error.errno in _TAKEN:
-                raise self._locked(_holder(descriptor)) from None
-            if error.errno not in _NO_LOCKS:
-                raise self._no_access(error) from error
-            if not self._allow_unlocked:
-                raise self._no_locks(error) from error
-            return False
-        return True
 
     def _locked(self, found: str) -> StoreLockedError:
         return StoreLockedError(
@@ -272,32 +231,15 @@ def _is_at(descriptor: int, path: str) -> bool:
         return False
 
 
-def _release(key: _Key, mine: _Held) -> None:
-    with _guard:
-        if _held.get(key) is mine:  # false in a forked child
-            del _held[key]
-            with suppress(OSError):
-                os.ftruncate(mine.descriptor, 0)
-            os.close(mine.descriptor)
-            os.close(mine.directory)
-
-
-def _watch_forks() -> None:
-    global _watching_forks
-    if not _watching_forks:
-        os.register_at_fork(after_in_child=_forget)
-        _watching_forks = True
-
-
-def _forget() -> None:
-    """Runs in a forked child: the locks are the parent's, and another thread may have held the guard."""
-    global _guard
-    _guard = threading.RLock()
-    for mine in _held.values():
-        for descriptor in (mine.descriptor, mine.directory):
-            with suppress(OSError):
-                os.close(descriptor)
-    _held.clear()
+def _release(file: int, directory: int, pid: int) -> None:
+    if os.getpid() != pid:
+        return  # a forked child has closed its copies already
+    with suppress(OSError):
+        os.ftruncate(file, 0)
+        fcntl.flock(file, fcntl.LOCK_UN)
+    for descriptor in (file, directory):
+        descriptors_to_close.discard(descriptor)
+        os.close(descriptor)
 
 
 def _holder(descriptor: int) -> str:
@@ -307,11 +249,10 @@ def _holder(descriptor: int) -> str:
         pid, host, since = holder["pid"], holder["host"], holder["since"]
     except (OSError, ValueError, LookupError, TypeError, RecursionError):
         return f"{LOCK_FILE} does not say who has it"
-    return printable(f"process {pid} on {host}, {_since(since)}")[:300]
-
-
-def _since(when: object) -> str:
     try:
-        return f"since {datetime.fromtimestamp(when).astimezone().isoformat(' ', 'seconds')}"  # type: ignore[arg-type]
+        when = f"since {datetime.fromtimestamp(since).astimezone().isoformat(' ', 'seconds')}"
     except (TypeError, ValueError, OverflowError, OSError):
-        return "since a time that cannot be read"
+        when = "since a time that cannot be read"
+    is_own = pid == os.getpid() and host == socket.gethostname()
+    process = f"this process ({pid})" if is_own else f"process {pid} on {host}"
+    return printable(f"{process}, {when}")[:300]
