@@ -10,10 +10,11 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from dataclasses import dataclass, field
 from difflib import SequenceMatcher
 from functools import lru_cache
-from itertools import accumulate
 
 from modelstate.rules.names import Prefix, Rename
-from modelstate.rules.rule import Rule, Template
+from modelstate.rules.rule import Rule, template
+from modelstate.rules.schema import renamed_by
+from modelstate.suggestion.words import folded, without_numbers
 
 Names = tuple[str, ...]
 _MOST_LOOKS = 3_000_000
@@ -37,45 +38,35 @@ def families(rows: Iterable[Names]) -> list[Family]:
     """Groups rows of related names; a number becomes * if it is equal in all names of each row."""
     alike: dict[Names, list[Names]] = defaultdict(list)
     for row in rows:
-        alike[tuple(_without_numbers(name) for name in row)].append(row)
+        alike[tuple(map(without_numbers, row))].append(row)
     found: dict[Names, Family] = {}
     for members in alike.values():
-        numbers = [[_numbers(name) for name in row] for row in members]
-        linked = _linked(numbers)
+        linked = _linked(members)
         for row in members:
-            patterns = tuple(_pattern(name, {one[side] for one in linked}) for side, name in enumerate(row))
+            patterns = tuple(
+                ".".join("*" if at in places else part for at, part in enumerate(name.split(".")))
+                for name, places in zip(row, linked, strict=True)
+            )
             found.setdefault(patterns, Family(patterns)).members.append(row)
     return list(found.values())
 
 
-def _numbers(name: str) -> list[tuple[int, str]]:
-    return [(at, part) for at, part in enumerate(name.split(".")) if part.isdecimal()]
-
-
-def _without_numbers(name: str) -> str:
-    return ".".join("#" if part.isdecimal() else part for part in name.split("."))
-
-
-def _pattern(name: str, stars: Collection[int]) -> str:
-    return ".".join("*" if at in stars else part for at, part in enumerate(name.split(".")))
-
-
-def _linked(rows: Sequence[Sequence[Sequence[tuple[int, str]]]]) -> list[tuple[int, ...]]:
-    """Returns the places of numbers that are equal in all names of every row: for each name the index of the part."""
-    found: list[tuple[int, ...]] = []
-    first = rows[0]
-    start = [0] * len(first)
-    for at in range(len(first[0])):
-        column = [row[0][at][1] for row in rows]
-        places = []
-        for side in range(1, len(first)):
-            equal = (j for j in range(start[side], len(first[side])) if [row[side][j][1] for row in rows] == column)
-            places.append(next(equal, None))
-        if all(place is not None for place in places):
-            chosen = [at, *(place for place in places if place is not None)]
-            start = [place + 1 for place in chosen]
-            found.append(tuple(first[side][place][0] for side, place in enumerate(chosen)))
-    return found
+def _linked(rows: Sequence[Names]) -> list[set[int]]:
+    """Returns, for each name of a row, the indices of the numbers that are equal in all names of every row."""
+    numbers = [
+        [{at: part for at, part in enumerate(name.split(".")) if part.isdecimal()} for name in row] for row in rows
+    ]
+    linked: list[set[int]] = [set() for _ in rows[0]]
+    for at in numbers[0][0]:
+        column = [row[0][at] for row in numbers]
+        places = [at]
+        for side in range(1, len(linked)):
+            later = (place for place in numbers[0][side] if place > max(linked[side], default=-1))
+            places += [place for place in later if [row[side][place] for row in numbers] == column][:1]
+        if len(places) == len(linked):
+            for side, place in enumerate(places):
+                linked[side].add(place)
+    return linked
 
 
 def rename_rules(
@@ -93,181 +84,27 @@ def rename_rules(
         barred: names that a loose name must not become.
     """
     open_pairs = {name: goal for name, goal in pairs.items() if name != goal}
-    keep = set(fixed) | {name for name, goal in pairs.items() if name == goal}
-    bounds = _Bounds(_Lines(list(keep)), list(loose), set(barred))
+    fixed = {*fixed, *(name for name, goal in pairs.items() if name == goal)}
+    search = _Search(fixed, list(loose), set(barred))
     kinds = families(open_pairs.items())
     many = len(kinds) > _MANY
-    stepwise, left_over = _greedy(open_pairs, bounds, _nearer) if many else ([], True)
-    if many and not left_over:
+    stepwise, is_stepwise_right = search.rules(open_pairs, _nearer) if many else ([], False)
+    if is_stepwise_right:
         return stepwise
-    direct, left = _greedy(open_pairs, bounds, _completed)
-    if left:
-        done = {name for name, goal in open_pairs.items() if _made(direct, name) == goal}
-        rest = [one for one in kinds if not done.issuperset(name for name, _ in one.members)]
-        direct += [Rename(*one.patterns) for one in rest]
-    if many or (not left and len(direct) <= _FEW):
+    direct, is_direct_right = search.rules(open_pairs, _completed)
+    if not is_direct_right:
+        right = {name for name, goal in open_pairs.items() if renamed_by(direct, name) == goal}
+        direct += [Rename(*kind.patterns) for kind in kinds if not right.issuperset(name for name, _ in kind.members)]
+    if many or (is_direct_right and len(direct) <= _FEW):
         return direct
-    stepwise, left_over = _greedy(open_pairs, bounds, _nearer)
-    if left_over or (not left and len(direct) <= len(stepwise)):
+    stepwise, is_stepwise_right = search.rules(open_pairs, _nearer)
+    if not is_stepwise_right or (is_direct_right and len(direct) <= len(stepwise)):
         return direct
     return stepwise
 
 
-def _made(rules: Sequence[Rule], name: str) -> str:
-    for rule in rules:
-        name = rule.rename(name) or name
-    return name
-
-
 Gain = Callable[[str, str, str], int]
 """Returns how much a change moves a name towards its goal, from the name before, after, and the goal; or -1."""
-
-
-@dataclass(slots=True)
-class _Class:
-    """Names that differ only in numbers, as the rules so far have changed them."""
-
-    goal: list[str]
-    now: list[str]
-
-    @property
-    def ends(self) -> range:
-        """The indices of the first and the last name, which are enough to rank changes."""
-        return range(0, len(self.now), max(len(self.now) - 1, 1))
-
-
-@dataclass(slots=True)
-class _Bounds:
-    """What rules must not do, and the remaining budget of the search."""
-
-    fixed: "_Lines"
-    loose: list[str]
-    barred: set[str]
-    left: int = _MOST_LOOKS
-    """How often a rule may still be tried on a name."""
-
-
-def _greedy(pairs: Mapping[str, str], bounds: _Bounds, gain: Gain) -> tuple[list[Rule], bool]:
-    """Takes the rule with the highest gain until all names are right; returns the rules, and whether names are left."""
-    classes = [
-        _Class([goal for _, goal in one.members], [name for name, _ in one.members]) for one in families(pairs.items())
-    ]
-    loose = _Lines(bounds.loose)
-    rules: list[Rule] = []
-    while bounds.left > 0:
-        waiting = [one for one in classes if one.now != one.goal]
-        if not waiting:
-            return rules, False
-        chosen = _best_change(waiting, classes, gain, bounds, loose)
-        if chosen is None:
-            return rules, True
-        rules.append(chosen.rule)
-        for one in classes:
-            one.now = [chosen(name) for name in one.now]
-        loose = _Lines([chosen(name) for name in loose.names])
-    return rules, True
-
-
-def _best_change(
-    waiting: Sequence[_Class], classes: Sequence[_Class], gain: Gain, bounds: _Bounds, loose: "_Lines"
-) -> "_Change | None":
-    candidates: dict[_Change, None] = {}
-    for one in waiting:
-        for pair in families(zip(one.now, one.goal, strict=True)):
-            candidates.update(dict.fromkeys(_changes_of(*pair.patterns)))
-    places = [(one, at) for one in classes for at in one.ends]
-    lines = _Lines([one.now[at] for one, at in places])
-    worth = []
-    bounds.left -= len(candidates) * len(places)
-    for change in candidates:
-        total = _worth(change, places, lines, gain)
-        if total > 0:
-            rank = (total, change.is_prefix, -change.text[0].count("*"), len(change.text[0]), change.text)
-            worth.append((rank, change))
-    for _, change in sorted(worth, key=lambda one: one[0], reverse=True):
-        if _keeps(bounds, loose, change) and _is_right(change, classes, gain):
-            return change
-    return None
-
-
-def _keeps(bounds: _Bounds, loose: "_Lines", change: "_Change") -> bool:
-    """Whether it keeps the fixed names, and makes no barred name."""
-    if any(name != after for name, after in bounds.fixed.changed(change)):
-        return False
-    return not any(name != after and after in bounds.barred for name, after in loose.changed(change))
-
-
-class _Change:
-    """The effect of a rule, without the checks of its constructor."""
-
-    def __init__(self, pattern: str, replacement: str) -> None:
-        self.text = (pattern, replacement)
-        self._pieces = replacement.split("*")
-        # Matches many names at once, in a text with one name a line.
-        wild = "([^\n]*?)".join(map(re.escape, pattern.split("*")))
-        self.is_prefix = pattern == "*" or (replacement == "*" and pattern[:-1].count("*") == 0)
-        self.expression = re.compile(f"^{wild}$", re.MULTILINE)
-
-    def filled(self, found: re.Match[str]) -> str:
-        return "".join(piece + part for piece, part in zip(self._pieces, (*found.groups(), ""), strict=True))
-
-    def __call__(self, name: str) -> str:
-        found = self.expression.fullmatch(name)
-        return name if found is None else self.filled(found)
-
-    @property
-    def rule(self) -> Rule:
-        pattern, replacement = self.text
-        if self.is_prefix:
-            return Prefix(add=replacement[:-1]) if pattern == "*" else Prefix(strip=pattern[:-1])
-        return Rename(pattern, replacement)
-
-
-class _Lines:
-    """Names as one text, in which a pattern finds all names that match it at once."""
-
-    def __init__(self, names: Sequence[str]) -> None:
-        self.names = names
-        self._text = "\n".join(names)
-        starts = [0, *accumulate(len(name) + 1 for name in names)]
-        self._at = {start: at for at, start in enumerate(starts[: len(names)])}
-
-    def places(self, change: _Change) -> Iterator[tuple[int, str]]:
-        """Yields the index of each name that the change applies to, with the new name."""
-        for found in change.expression.finditer(self._text):
-            at = self._at.get(found.start())
-            if at is not None:
-                yield at, change.filled(found)
-
-    def changed(self, change: _Change) -> Iterator[tuple[str, str]]:
-        return ((self.names[at], after) for at, after in self.places(change))
-
-
-def _worth(change: _Change, places: Sequence[tuple[_Class, int]], lines: _Lines, gain: Gain) -> int:
-    """Returns how many names, or parts of them, become right; -1 if one becomes wrong."""
-    total = 0
-    for at, after in lines.places(change):
-        one, member = places[at]
-        before = one.now[member]
-        if after == before:
-            continue
-        each = gain(before, after, one.goal[member])
-        if each < 0:
-            return -1
-        total += each * len(one.now)
-    return total
-
-
-def _is_right(change: _Change, classes: Sequence[_Class], gain: Gain) -> bool:
-    for one in classes:
-        changed = [
-            (before, after, goal)
-            for before, after, goal in zip(one.now, map(change, one.now), one.goal, strict=True)
-            if before != after
-        ]
-        if any(gain(before, after, goal) < 0 for before, after, goal in changed):
-            return False
-    return True
 
 
 def _completed(before: str, after: str, goal: str) -> int:
@@ -280,6 +117,89 @@ def _nearer(before: str, after: str, goal: str) -> int:
     if Counter(after.split(".")) - Counter(before.split(".")) - Counter(goal.split(".")):
         return -1
     return (_distance(before, goal) - _distance(after, goal)) or -1
+
+
+Row = tuple[str, str]
+"""A name, as the rules so far have changed it, and its goal."""
+
+
+@dataclass(slots=True)
+class _Search:
+    """What rules must not do, and the remaining budget of the search."""
+
+    fixed: Collection[str]
+    loose: Sequence[str]
+    barred: Collection[str]
+    looks: int = _MOST_LOOKS
+    """How often a rule may still be tried on a name."""
+
+    def rules(self, pairs: Mapping[str, str], gain: Gain) -> tuple[list[Rule], bool]:
+        """Takes the change with the highest gain until all names are right; returns whether they are."""
+        kinds: list[list[Row]] = [[(name, goal) for name, goal in kind.members] for kind in families(pairs.items())]
+        loose, rules = self.loose, list[Rule]()
+        while open_kinds := [rows for rows in kinds if any(name != goal for name, goal in rows)]:
+            change = self._best(open_kinds, kinds, loose, gain) if self.looks > 0 else None
+            if change is None:
+                return rules, False
+            rules.append(change.rule)
+            kinds = [[(change(name), goal) for name, goal in rows] for rows in kinds]
+            loose = [change(name) for name in loose]
+        return rules, True
+
+    def _best(
+        self, open_kinds: Sequence[Sequence[Row]], kinds: Sequence[Sequence[Row]], loose: Sequence[str], gain: Gain
+    ) -> "_Change | None":
+        candidates: dict[_Change, None] = {}
+        for rows in open_kinds:
+            for family in families(rows):
+                candidates |= dict.fromkeys(_changes_of(*family.patterns))
+        # The first and the last name of a kind are enough to rank the candidates.
+        samples = [(name, goal, len(rows)) for rows in kinds for name, goal in dict.fromkeys((rows[0], rows[-1]))]
+        self.looks -= len(candidates) * len(samples)
+        ranked = []
+        for change in candidates:
+            gains = [
+                (gain(name, after, goal), count) for name, goal, count in samples if (after := change(name)) != name
+            ]
+            total = sum(each * count for each, count in gains)
+            if total > 0 and all(each > 0 for each, _ in gains):
+                stars, length = change.pattern.count("*"), len(change.pattern)
+                ranked.append(((total, change.is_prefix, -stars, length, change.pattern, change.replacement), change))
+        for _, change in sorted(ranked, key=lambda entry: entry[0], reverse=True):
+            if self._permits(change, loose) and all(
+                gain(name, after, goal) > 0 for rows in kinds for name, goal in rows if (after := change(name)) != name
+            ):
+                return change
+        return None
+
+    def _permits(self, change: "_Change", loose: Sequence[str]) -> bool:
+        """Whether it keeps the fixed names, and makes no barred name."""
+        return all(change(name) == name for name in self.fixed) and not any(
+            after in self.barred for name in loose if (after := change(name)) != name
+        )
+
+
+class _Change:
+    """The effect of a rule, without the checks of its constructor."""
+
+    def __init__(self, pattern: str, replacement: str) -> None:
+        self.pattern, self.replacement = pattern, replacement
+        self.is_prefix = pattern == "*" or (replacement == "*" and "*" not in pattern[:-1])
+        self._match = re.compile("(.*?)".join(map(re.escape, pattern.split("*")))).fullmatch
+        self._pieces = replacement.split("*")
+
+    def __call__(self, name: str) -> str:
+        match = self._match(name)
+        if match is None:
+            return name
+        return "".join(piece + part for piece, part in zip(self._pieces, (*match.groups(), ""), strict=True))
+
+    @property
+    def rule(self) -> Rule:
+        if self.is_prefix:
+            is_added = self.pattern == "*"
+            return Prefix(add=self.replacement[:-1]) if is_added else Prefix(strip=self.pattern[:-1])
+        return Rename(self.pattern, self.replacement)
 
 
 @lru_cache(maxsize=65536)
@@ -295,12 +215,10 @@ def _distance(name: str, goal: str) -> int:
 def _changes_of(name: str, goal: str) -> "tuple[_Change, ...]":
     """Returns possible changes for a pattern and its goal."""
     texts = dict.fromkeys(_candidates(name, goal))
-    return tuple(_change(one) for one in texts if one[0].count("*") == one[1].count("*"))
+    return tuple(_change(*text) for text in texts if text[0].count("*") == text[1].count("*"))
 
 
-@lru_cache(maxsize=65536)
-def _change(texts: tuple[str, str]) -> "_Change":
-    return _Change(*texts)
+_change = lru_cache(maxsize=65536)(_Change)
 
 
 def _candidates(name: str, goal: str) -> Iterator[tuple[str, str]]:
@@ -346,25 +264,17 @@ def _around(
 
 def covering(names: Collection[str], others: Collection[str]) -> list[str]:
     """Returns patterns that match these names and none of the others."""
-    left, found = dict.fromkeys(names), []
+    left, patterns = list(dict.fromkeys(names)), list[str]()
     while left:
-        rows = families([(name,) for name in left])
-        candidates: dict[str, None] = {}
-        for one in rows:
-            pattern = _without_numbers(one.members[0][0]).replace("#", "*")
+        candidates: dict[str, int] = {}
+        for family in families([(name,) for name in left]):
+            (pattern,) = folded([family.members[0][0]])
             parts = pattern.split(".")
-            candidates.update(dict.fromkeys([f"*.{'.'.join(parts[at:])}" for at in range(len(parts) - 2, 0, -1)]))
-            candidates[pattern] = None
-        best = ("", -1)
-        for text in candidates:
-            template = Template(text)
-            if any(template.match(name) is not None for name in others):
-                continue
-            count = sum(1 for name in left if template.match(name) is not None)
-            if count >= best[1]:
-                best = (text, count)
-        chosen = best[0] or next(iter(left))
-        found.append(chosen)
-        fitting = Template(chosen)
-        left = {name: None for name in left if fitting.match(name) is None}
-    return found
+            for text in [*(f"*.{'.'.join(parts[at:])}" for at in range(len(parts) - 2, 0, -1)), pattern]:
+                if text not in candidates and not any(template(text).match(name) is not None for name in others):
+                    candidates[text] = sum(template(text).match(name) is not None for name in left)
+        # Of patterns that match equally many names, the last one is the most special.
+        chosen = max(reversed(candidates), key=lambda text: candidates[text], default=left[0])
+        patterns.append(chosen)
+        left = [name for name in left if template(chosen).match(name) is None]
+    return patterns

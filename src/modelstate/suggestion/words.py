@@ -4,133 +4,72 @@ A part of a name becomes a set of concepts: "q", "attention", "norm", "first". N
 """
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import lru_cache
 
 _PHRASES = {
-    # Whole parts of names, whose single words would mislead.
-    "c_attn": "qkv",
-    "in_proj": "qkv",
-    "wqkv": "qkv",
-    "qkv_proj": "qkv",
-    "query_key_value": "interleaved",
-    "linear_qkv": "interleaved",
-    "c_proj": "out",
-    "o_proj": "out",
-    "out_proj": "out",
-    "to_out": "out",
-    "wo": "out",
-    "o": "out",
-    "proj": "out",
-    "c_fc": "up",
-    "fc1": "up",
-    "linear1": "up",
-    "lin1": "up",
-    "dense_h_to_4h": "up",
-    "wi": "up",
-    "intermediate": "up mlp",
-    "up_proj": "up",
-    "fc2": "down",
-    "linear2": "down",
-    "lin2": "down",
-    "dense_4h_to_h": "down",
-    "down_proj": "down",
-    "gate_proj": "gate",
-    "gate_up_proj": "gate_up",
-    "gate_up": "gate_up",
-    "kv_proj": "kv",
-    "wq": "q",
-    "wk": "k",
-    "wv": "v",
-    "wte": "tok embedding",
-    "wpe": "pos embedding",
-    "embed_tokens": "tok embedding",
-    "embed_in": "tok embedding",
-    "tok_embeddings": "tok embedding",
-    "shared": "tok",
-    "embed_positions": "pos embedding",
-    "embed_out": "head",
-    "lm_head": "head",
-    "ln_f": "norm final",
-    "norm_f": "norm final",
-    "input_layernorm": "norm first",
-    "layernorm_before": "norm first",
-    "post_attention_layernorm": "norm second",
-    "layernorm_after": "norm second",
-    "encoder_attn": "cross attention",
-    "multihead_attn": "cross attention",
-    "encdecattention": "cross attention",
-    "selfattention": "self attention",
-    "densereludense": "mlp",
+    # Whole parts of names, whose single words would mislead, by their concepts.
+    "qkv": "c_attn in_proj wqkv qkv_proj",
+    "interleaved": "query_key_value linear_qkv",
+    "out": "c_proj o_proj out_proj to_out wo o proj",
+    "up": "c_fc fc1 linear1 lin1 dense_h_to_4h wi up_proj",
+    "up mlp": "intermediate",
+    "down": "fc2 linear2 lin2 dense_4h_to_h down_proj",
+    "gate": "gate_proj",
+    "gate_up": "gate_up_proj gate_up",
+    "kv": "kv_proj",
+    "q": "wq",
+    "k": "wk",
+    "v": "wv",
+    "tok embedding": "wte embed_tokens embed_in tok_embeddings",
+    "pos embedding": "wpe embed_positions",
+    "tok": "shared",
+    "head": "embed_out lm_head",
+    "norm final": "ln_f norm_f",
+    "norm first": "input_layernorm layernorm_before",
+    "norm second": "post_attention_layernorm layernorm_after",
+    "cross attention": "encoder_attn multihead_attn encdecattention",
+    "self attention": "selfattention",
+    "mlp": "densereludense",
 }
 _WORDS = {
-    "query": "q",
-    "key": "k",
-    "value": "v",
-    "attn": "attention",
-    "att": "attention",
-    "mha": "attention",
-    "ln": "norm",
-    "layernorm": "norm",
-    "rmsnorm": "norm",
-    "layrnorm": "norm",
-    "normalization": "norm",
-    "batchnorm": "norm",
-    "bn": "norm",
-    "convolution": "conv",
-    "ffn": "mlp",
-    "feedforward": "mlp",
-    "ff": "mlp",
-    "output": "out",
-    "embeddings": "embedding",
-    "embed": "embedding",
-    "embedder": "embedding",
-    "emb": "embedding",
-    "position": "pos",
-    "positional": "pos",
-    "positions": "pos",
-    "word": "tok",
-    "token": "tok",
-    "tokens": "tok",
-    "crossattention": "cross",
-    "shortcut": "downsample",
-    "cls": "class",
-    "enc": "encoder",
-    "dec": "decoder",
-    "classifier": "head",
-    "patches": "patch",
+    "q": "query",
+    "k": "key",
+    "v": "value",
+    "attention": "attn att mha",
+    "norm": "ln layernorm rmsnorm layrnorm normalization batchnorm bn",
+    "conv": "convolution",
+    "mlp": "ffn feedforward ff",
+    "out": "output",
+    "embedding": "embeddings embed embedder emb",
+    "pos": "position positional positions",
+    "tok": "word token tokens",
+    "cross": "crossattention",
+    "downsample": "shortcut",
+    "class": "cls",
+    "encoder": "enc",
+    "decoder": "dec",
+    "head": "classifier",
+    "patch": "patches",
 }
-_GENERIC = {
-    *(
-        "linear",
-        "dense",
-        "lin",
-        "fc",
-        "layer",
-        "layers",
-        "block",
-        "blocks",
-        "module",
-        "model",
-        "h",
-        "net",
-        "list",
-        "to",
-    ),
-    *("modules", "transformer", "projection", "backbone", "base", "w", "c", "parametrizations", "original"),
+_CONCEPTS_OF_PHRASE = {
+    phrase: frozenset(text.split()) for text, phrases in _PHRASES.items() for phrase in phrases.split()
 }
+_CONCEPT_OF_WORD = {word: concept for concept, words in _WORDS.items() for word in words.split()}
 _ROLES = {
-    "weight": "weight",
-    "gamma": "weight",
-    "kernel": "weight",
-    "bias": "bias",
-    "beta": "bias",
-    "running_mean": "running_mean",
-    "moving_mean": "running_mean",
-    "running_var": "running_var",
-    "moving_variance": "running_var",
+    "weight": "weight gamma kernel",
+    "bias": "bias beta",
+    "running_mean": "running_mean moving_mean",
+    "running_var": "running_var moving_variance",
     "num_batches_tracked": "num_batches_tracked",
 }
+_ROLE_OF_WORD = {word: role for role, words in _ROLES.items() for word in words.split()}
+_GENERIC_TEXT = """
+linear dense lin fc layer layers block blocks module model h net list to modules transformer projection backbone base w c
+parametrizations original
+"""
+_GENERIC = frozenset(_GENERIC_TEXT.split())
+"""Words that hardly say which tensor it is."""
 _EXCLUSIVE = (
     {"q", "k", "v", "qkv", "kv", "interleaved", "out"},
     {"tok", "pos", "type", "patch"},
@@ -144,22 +83,37 @@ _EXCLUSIVE = (
     {"first", "second"},
     {"before", "behind"},
 )
-_KNOWN = {word for text in (*_PHRASES.values(), *_WORDS.values()) for word in text.split()} | {"gate", "up", "down"}
+_KNOWN = {word for text in (*_PHRASES, *_WORDS) for word in text.split()}
 
 PARTS = {"qkv": ("q", "k", "v"), "kv": ("k", "v"), "gate_up": ("gate", "up")}
 """Tensors that are often stored as one, with the order of their parts."""
 INTERLEAVED = "interleaved"
 """The concept of a fused projection whose parts are interleaved by head, so that it cannot be cut into three."""
 
-_NOTHING: Mapping[int, frozenset[str]] = {}
 _DIGIT = re.compile(r"[\d#]")
+_NUMBER = re.compile(r"(?:(?<=\.)|^)\d+(?=\.|$)")
 _SHARED, _GENERIC_SHARED, _LACKED = 1.0, 0.05, 0.3
+
+
+def without_numbers(name: str) -> str:
+    """Returns the name with # for each part that is a number."""
+    return _NUMBER.sub("#", name)
+
+
+def without_digits(name: str) -> str:
+    """Returns the name with # for each number, within words too."""
+    return re.sub(r"\d+", "#", name)
+
+
+def folded(names: Iterable[str]) -> list[str]:
+    """Returns the distinct names with * for each part that is a number."""
+    return list(dict.fromkeys(without_numbers(name).replace("#", "*") for name in names))
 
 
 def role_of(last: str) -> tuple[str, str]:
     """Splits the last part of a name into a rest and the role of the tensor in its module: weight, bias, ..."""
-    if last.lower() in _ROLES:
-        return "", _ROLES[last.lower()]
+    if last.lower() in _ROLE_OF_WORD:
+        return "", _ROLE_OF_WORD[last.lower()]
     head, _, tail = last.rpartition("_")
     if head and tail in ("weight", "bias"):
         return head, tail
@@ -169,16 +123,13 @@ def role_of(last: str) -> tuple[str, str]:
 @lru_cache(maxsize=65536)
 def concepts(segment: str) -> frozenset[str]:
     """Returns the concepts of one part of a name. An unknown word is its own concept; numbers are left out."""
-    phrase = _PHRASES.get(segment.lower())
-    if phrase is not None:
-        return frozenset(phrase.split())
-    bare = re.sub(r"[\d#]+", "_", segment)
-    words = re.findall(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+|[^\W_a-zA-Z]+", bare)
-    if "".join(words).lower() in _PHRASES:
-        return frozenset(_PHRASES["".join(words).lower()].split())
-    if "".join(words).lower() in _WORDS:
-        return frozenset({_WORDS["".join(words).lower()]})
-    result = {_WORDS.get(word.lower(), word.lower()) for word in words}
+    words = re.findall(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+|[^\W_a-zA-Z]+", re.sub(r"[\d#]+", "_", segment))
+    joined = "".join(words).lower()
+    if phrase := _CONCEPTS_OF_PHRASE.get(segment.lower()) or _CONCEPTS_OF_PHRASE.get(joined):
+        return phrase
+    if joined in _CONCEPT_OF_WORD:
+        return frozenset({_CONCEPT_OF_WORD[joined]})
+    result = {_CONCEPT_OF_WORD.get(word.lower(), word.lower()) for word in words}
     # The norms of a layer are numbered, or named after the block before or behind them.
     if result - {"layer", "self"} == {"norm", "attention"}:
         return frozenset({"norm", "first"})
@@ -187,8 +138,9 @@ def concepts(segment: str) -> frozenset[str]:
     return frozenset(result - {"layer", "proj"} if len(result) > 1 else result)
 
 
-def of_path(segments: Sequence[str], known: Mapping[int, frozenset[str]] = _NOTHING) -> frozenset[str]:
+def of_path(segments: Sequence[str], known: Mapping[int, frozenset[str]] | None = None) -> frozenset[str]:
     """Returns the concepts of all parts of a name; `known` has those of parts that their context determines."""
+    known = known or {}
     *path, last = [known.get(at) or concepts(segment) for at, segment in enumerate(segments)]
     result = frozenset[str]().union(*path, last)
     if "attention" in result and last == {"dense"}:
