@@ -243,7 +243,7 @@ def loads_right(
             assert torch.equal(applied[name], wanted[name]), name
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30)
 @given(renamed(distinct=True))
 def test_distinct_shapes_are_enough(given_names: tuple[dict[str, tuple[int, ...]], dict[str, str]]) -> None:
     shapes, new = given_names
@@ -254,7 +254,7 @@ def test_distinct_shapes_are_enough(given_names: tuple[dict[str, tuple[int, ...]
     loads_right(model, state, new, found)
 
 
-@settings(max_examples=120, deadline=None)
+@settings(max_examples=50)
 @given(renamed(distinct=False))
 def test_it_never_guesses_wrong(given_names: tuple[dict[str, tuple[int, ...]], dict[str, str]]) -> None:
     shapes, new = given_names
@@ -298,7 +298,7 @@ def said_otherwise(draw: st.DrawFn) -> tuple[dict[str, tuple[int, ...]], dict[st
     return shapes, {name: ".".join(words.get(part, part) for part in name.split(".")) for name in shapes}
 
 
-@settings(max_examples=250, deadline=None)
+@settings(max_examples=80)
 @given(said_otherwise(), st.data())
 def test_words_that_say_something_never_mislead(
     given_names: tuple[dict[str, tuple[int, ...]], dict[str, str]], data: st.DataObject

@@ -2,25 +2,32 @@
 
 import re
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from modelstate.planning.matching import prefixes, without_wrappers
-from modelstate.suggestion.pairing import (
-    Orientation,
-    Pairing,
-    Unit,
-    buckets,
-    match,
-    order_is_told,
-    orientation,
-    units,
-    without_numbers,
-)
-from modelstate.suggestion.skeletons import Leaf, Level, Skeleton, by_convention, in_place
-from modelstate.suggestion.suggestion import Ambiguous
-from modelstate.suggestion.words import INTERLEAVED, PARTS, contradict, of_path, shared
+from modelstate.suggestion.pairing import Orientation, Pairing, Unit, buckets, match, order_is_clear, orientation, units
+from modelstate.suggestion.skeletons import Leaf, Level, Skeleton, by_convention, in_context
+from modelstate.suggestion.words import INTERLEAVED, PARTS, contradict, folded, of_path, shared
 from modelstate.transaction.slots import Slots
+
+_MARGIN = 0.25
+"""The least lead of the score of a tensor over those of the others that could be fused of the same parts."""
+_TAKEN = {INTERLEAVED, "out", "up", "down", "q", "k", "v", *PARTS}
+"""Concepts of tensors that are not fused, or otherwise than is searched for."""
+_ORDINARY = re.compile(r"[^*#\n]+")
+_NUMBER = re.compile(r"(\d+)")
+_LONGEST_ROW = 10_000
+
+
+@dataclass(frozen=True, slots=True)
+class Ambiguous:
+    """Tensors of the same shape and dtype that their names do not tell apart."""
+
+    names: tuple[str, ...]
+    """Names of the model."""
+    candidates: tuple[str, ...]
+    """Names of the checkpoint."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,119 +36,21 @@ class Fusion:
 
     whole: Skeleton
     parts: tuple[Skeleton, ...]
-    sizes: tuple[int, ...] | None
-    """The sizes along the first dimension; None if they are equal."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Parts:
-    kind: str
-    units: tuple[Unit, ...]
-    means: frozenset[str]
-    """The concepts of the names, without those of the single parts."""
+    dim: int = 0
+    """The dimension along which the parts are joined."""
 
     @property
-    def skeletons(self) -> tuple[Skeleton, ...]:
-        return tuple(next(iter(unit.roles.values())) for unit in self.units)
+    def sizes(self) -> tuple[int, ...] | None:
+        """The sizes of the parts along that dimension; None if they are equal."""
+        sizes = tuple(next(iter(part.leaves.values())).shape[0] for part in self.parts)
+        return sizes if len(set(sizes)) > 1 else None
 
-
-def fusions(
-    wholes: Iterable[Leaf], parts: Iterable[Leaf], pairing: Pairing, *, named: bool, turned: bool = False
-) -> list[Fusion]:
-    """Returns the unambiguous fusions between whole tensors on one side and parts on the other.
-
-    Args:
-        wholes: the tensors that may be fused.
-        parts: the tensors that may be their parts.
-        pairing: the matches so far.
-        named: takes wholes whose names say that they are fused; otherwise those whose names do not say anything else.
-        turned: whether the parts are those of the checkpoint.
-    """
-    single = units(wholes, Level.WHOLE, owners=False)
-    found = []
-    for group in _groups(units(parts, Level.WHOLE, owners=False)):
-        fitting = [unit for unit in single if _fits(unit, group)]
-        fitting = [unit for unit in fitting if (group.kind in _words(unit) if named else not _words(unit) & _TAKEN)]
-        best = _best(fitting, group, pairing, turned)
-        if best is not None:
-            single.remove(best)
-            skeleton = next(iter(best.roles.values()))
-            found.append(Fusion(skeleton, group.skeletons, _sizes(group)))
-    return found
-
-
-_MARGIN = 0.25
-_TAKEN = {INTERLEAVED, "out", "up", "down", "q", "k", "v", *PARTS}
-
-
-def _words(unit: Unit) -> frozenset[str]:
-    return _sample(unit).words(unit.owner.count("."))
-
-
-def _sample(unit: Unit) -> Leaf:
-    return next(iter(next(iter(unit.roles.values())).leaves.values()))
-
-
-def _groups(single: Iterable[Unit]) -> list[_Parts]:
-    """Groups siblings that are named query, key and value, or like the parts of another fused tensor."""
-    kinds = {part: kind for kind, names in PARTS.items() for part in names if kind != "kv"}
-    stems: dict[tuple[str, str, str], dict[str, Unit]] = defaultdict(dict)
-    for unit in single:
-        segments = unit.owner.split(".")
-        for at in range(len(segments) - 1, max(len(segments) - 3, -1), -1):
-            (part, *others) = [word for word in _sample(unit).words(at) if word in kinds] or [""]
-            if part and not others:
-                stem = ".".join([*segments[:at], "?", *segments[at + 1 :]])
-                stems[stem, next(iter(unit.roles)), kinds[part]][part] = unit
-                break
-    found = []
-    for (stem, _, kind), members in stems.items():
-        names = PARTS[kind]
-        if members.keys() >= set(names):
-            found.append(_Parts(kind, tuple(members[name] for name in names), of_path(stem.split("."))))
-    return found
-
-
-def _sizes(group: _Parts) -> tuple[int, ...] | None:
-    sizes = tuple(next(iter(one.leaves.values())).shape[0] for one in group.skeletons)
-    return sizes if len(set(sizes)) > 1 else None
-
-
-def _fits(unit: Unit, group: _Parts) -> bool:
-    """Whether the sizes of the parts add up to the size of the tensor, in every layer."""
-    ((role, whole),) = unit.roles.items()
-    first, *others = group.skeletons
-    if role != first.role or any(one.leaves.keys() != whole.leaves.keys() for one in (first, *others)):
-        return False
-    if not order_is_told(whole, first):
-        return False
-    sizes = set()
-    for ranks, leaf in whole.leaves.items():
-        parts = [one.leaves[ranks] for one in (first, *others)]
-        if not leaf.shape or any(not part.shape or part.kind != leaf.kind for part in parts):
-            return False
-        added = sum(part.shape[0] for part in parts)
-        if leaf.shape[0] != added or any(part.shape[1:] != leaf.shape[1:] for part in parts):
-            return False
-        sizes.add(tuple(part.shape[0] for part in parts))
-    return len(sizes) == 1
-
-
-def _best(fitting: Sequence[Unit], group: _Parts, pairing: Pairing, turned: bool) -> Unit | None:
-    scored = []
-    for at, one in enumerate(fitting):
-        if not contradict(one.means - frozenset(PARTS), group.means):
-            pair = (group.units[0], one) if turned else (one, group.units[0])
-            scored.append((shared(one.means, group.means) + pairing.context(*pair), at))
-    scored.sort(reverse=True)
-    if not scored or (len(scored) > 1 and scored[0][0] - scored[1][0] < _MARGIN):
-        return None
-    return fitting[scored[0][1]]
-
-
-_ORDINARY = re.compile(r"[^*#\n]+")
-_NUMBER = re.compile(r"(\d+)")
-_LONGEST_ROW = 10_000
+    @property
+    def rows(self) -> list[tuple[str, ...]]:
+        """The name of the whole, followed by those of its parts."""
+        return [
+            (leaf.name, *(part.leaves[ranks].name for part in self.parts)) for ranks, leaf in self.whole.leaves.items()
+        ]
 
 
 @dataclass(slots=True)
@@ -152,187 +61,139 @@ class Findings:
     targets: Sequence[Leaf]
     pairs: dict[str, str] = field(default_factory=dict)
     by_shape: set[str] = field(default_factory=set)
+    """Names of the model that were matched by shape alone."""
     conventional: tuple[set[str], set[str]] = field(default_factory=lambda: (set(), set()))
     """Names of the checkpoint and of the model whose meaning only a convention determines."""
-    splits: list[tuple[Fusion, int]] = field(default_factory=list)
-    """Tensors of the checkpoint that are split, each with the dimension."""
-    joins: list[tuple[Fusion, int]] = field(default_factory=list)
+    splits: list[Fusion] = field(default_factory=list)
+    """Tensors of the checkpoint that are split."""
+    joins: list[Fusion] = field(default_factory=list)
+    """Tensors of the model that are joined from tensors of the checkpoint."""
     transposed: set[str] = field(default_factory=set)
     """Names of the checkpoint that certainly are transposed."""
     inferred: set[str] = field(default_factory=set)
     """Names of square tensors that are transposed because their neighbours are."""
-    doubtful: list[str] = field(default_factory=list)
-    """Names of square tensors that may be transposed or not."""
     ambiguous: list[Ambiguous] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
+
+    @property
+    def expected(self) -> dict[str, tuple[str, ...]]:
+        """For each name of the model with a match, the names in the checkpoint that it is made of."""
+        expected: dict[str, tuple[str, ...]] = {target: (source,) for source, target in self.pairs.items()}
+        for fusion in self.splits:
+            for whole, *parts in fusion.rows:
+                expected |= dict.fromkeys(parts, (whole,))
+        for fusion in self.joins:
+            expected |= {whole: tuple(parts) for whole, *parts in fusion.rows}
+        return expected
 
 
 def find(sources: Sequence[Leaf], targets: Sequence[Leaf], slots: Slots) -> Findings:
     """Matches both sides: first equal names, then similar names, then tensors with a unique shape."""
-    found, pairing = Findings(sources, targets), Pairing()
+    findings, pairing = Findings(sources, targets), Pairing()
     by_name = {leaf.name: leaf for leaf in sources}
     for leaf in targets:
         if by_name.get(leaf.name) == leaf:
             pairing.add(leaf.name, leaf.name)
     # Names that contain the wildcards of patterns cannot be matched by a pattern.
     sources, targets = ([leaf for leaf in side if _ORDINARY.fullmatch(leaf.name)] for side in (sources, targets))
-    _pair_by(pairing, sources, targets, without_wrappers)  # DataParallel, torch.compile and others
-    _one_prefix(sources, targets, pairing)
-    sources, targets = in_place(sources), in_place(targets)
-    lying, wanted = orientation(sources), orientation(targets)
-    straight, places = lying.straight(sources), wanted.straight(targets)
-    fused = _Fused(found, pairing, lying, wanted)
-    fused.look(straight, places, named=True)
-    match(straight, places, pairing, lying.turned_layers, wanted.turned_layers)
-    fused.look(straight, places, named=False)
-    found.pairs = {leaf.name: pairing.pairs[leaf.name] for leaf in found.sources if leaf.name in pairing.pairs}
-    shifted = _take_shifted(found)
-    found.by_shape = pairing.by_shape
-    found.conventional = by_convention(sources), by_convention(targets)
-    _turned(found, lying, wanted)
-    left, lacking = pairing.open_sources(straight), pairing.open_targets(places)
+    _pair_by_name(sources, targets, pairing, without_wrappers)  # DataParallel, torch.compile and others
+    _pair_by_prefix(sources, targets, pairing)
+    sources, targets = in_context(sources), in_context(targets)
+    first, second = orientation(sources), orientation(targets)
+    straight_sources, straight_targets = first.straight(sources), second.straight(targets)
+    _find_fusions(findings, straight_sources, straight_targets, pairing, (first, second), named=True)
+    match(straight_sources, straight_targets, pairing, first.transposed_layers, second.transposed_layers)
+    _find_fusions(findings, straight_sources, straight_targets, pairing, (first, second), named=False)
+    findings.pairs = {leaf.name: pairing.pairs[leaf.name] for leaf in findings.sources if leaf.name in pairing.pairs}
+    findings.ambiguous = _take_shifted(findings)
+    findings.by_shape = pairing.by_shape
+    findings.conventional = by_convention(sources), by_convention(targets)
+    open_sources, open_targets = pairing.open_sources(straight_sources), pairing.open_targets(straight_targets)
     tied = {name for slot in slots.tensors if pairing.targets.intersection(slot.names) for name in slot.names}
-    lacking = [leaf for leaf in lacking if leaf.name not in tied]
-    found.ambiguous = [*shifted, *_ambiguous(left, lacking)]
-    mixed = [leaf for leaf in left if INTERLEAVED in of_path(leaf.name.split("."))]
-    if mixed and lacking:
-        found.notes.append(f"{_folded(mixed)}: query, key and value may take turns in it, head by head; it is not cut")
-    return found
+    open_targets = [leaf for leaf in open_targets if leaf.name not in tied]
+    findings.ambiguous += _ambiguous(open_sources, open_targets)
+    interleaved = [leaf.name for leaf in open_sources if INTERLEAVED in of_path(leaf.name.split("."))]
+    if interleaved and open_targets:
+        names = ", ".join(folded(interleaved))
+        findings.notes.append(f"{names}: query, key and value may take turns in it, head by head; it is not cut")
+    _find_transposed(findings, first, second)
+    return findings
 
 
-def _folded(leaves: Iterable[Leaf]) -> str:
-    return ", ".join(dict.fromkeys(without_numbers(leaf.name).replace("#", "*") for leaf in leaves))
+# Names.
 
 
-def _pair_by(pairing: Pairing, sources: Sequence[Leaf], targets: Sequence[Leaf], short: Callable[[str], str]) -> None:
+def _pair_by_name(
+    sources: Sequence[Leaf], targets: Sequence[Leaf], pairing: Pairing, short: Callable[[str], str]
+) -> None:
     """Matches tensors whose shortened names are equal and unique."""
-    first = _by_key(pairing.open_sources(sources), short)
-    second = _by_key(pairing.open_targets(targets), short)
-    for key, (one, *rivals) in first.items():
-        others = second.get(key, [])
-        if not rivals and len(others) == 1 and (one.shape, one.kind) == (others[0].shape, others[0].kind):
-            pairing.add(one.name, others[0].name)
+    by_short: tuple[dict[str, list[Leaf]], dict[str, list[Leaf]]] = defaultdict(list), defaultdict(list)
+    for side, leaves in zip(by_short, (pairing.open_sources(sources), pairing.open_targets(targets)), strict=True):
+        for leaf in leaves:
+            side[short(leaf.name)].append(leaf)
+    for key, (source, *rivals) in by_short[0].items():
+        matching = by_short[1].get(key, [])
+        if rivals or len(matching) != 1:
+            continue
+        if (source.shape, source.kind) == (matching[0].shape, matching[0].kind):
+            pairing.add(source.name, matching[0].name)
 
 
-def _by_key(leaves: Iterable[Leaf], short: Callable[[str], str]) -> Mapping[str, list[Leaf]]:
-    found: dict[str, list[Leaf]] = defaultdict(list)
-    for leaf in leaves:
-        found[short(leaf.name)].append(leaf)
-    return found
-
-
-def _one_prefix(sources: Sequence[Leaf], targets: Sequence[Leaf], pairing: Pairing) -> None:
+def _pair_by_prefix(sources: Sequence[Leaf], targets: Sequence[Leaf], pairing: Pairing) -> None:
     """Matches names that differ by a prefix, if no other prefix fits as well."""
-    for turn in (False, True):
+    for target_is_longer in (False, True):
         for _ in range(4):
-            longer, shorter = pairing.open_sources(sources), pairing.open_targets(targets)
-            if turn:
-                longer, shorter = shorter, longer
-            pairs = _prefixed(longer, shorter)
+            open_sources, open_targets = pairing.open_sources(sources), pairing.open_targets(targets)
+            pairs = _prefixed(open_targets, open_sources) if target_is_longer else _prefixed(open_sources, open_targets)
             for long, short in pairs:
-                pairing.add(*((short, long) if turn else (long, short)))
+                pairing.add(*((short, long) if target_is_longer else (long, short)))
             if not pairs:
                 break
 
 
 def _prefixed(longer: Sequence[Leaf], shorter: Sequence[Leaf]) -> list[tuple[str, str]]:
+    """Returns the pairs of names that differ by the prefix that explains most of them."""
     wanted = {leaf.name: (leaf.shape, leaf.kind) for leaf in shorter}
-    hits: dict[str, list[tuple[str, str]]] = defaultdict(list)
+    pairs_of: dict[str, list[tuple[str, str]]] = defaultdict(list)
     for leaf in longer:
         for prefix in prefixes(leaf.name):
             rest = leaf.name[len(prefix) :]
             if wanted.get(rest) == (leaf.shape, leaf.kind):
-                hits[prefix].append((leaf.name, rest))
-    if not hits:
+                pairs_of[prefix].append((leaf.name, rest))
+    if not pairs_of:
         return []
-    best = max(hits, key=lambda prefix: len(hits[prefix]))
-    claims = Counter(rest for pairs in hits.values() for _, rest in pairs)
-    claims.update(name for pairs in hits.values() for name, _ in pairs)
-    return hits[best] if all(claims[name] == 1 and claims[rest] == 1 for name, rest in hits[best]) else []
+    best = max(pairs_of.values(), key=len)
+    claims = Counter(name for pairs in pairs_of.values() for pair in pairs for name in pair)
+    return best if all(claims[name] == 1 and claims[rest] == 1 for name, rest in best) else []
 
 
-class _Fused:
-    """Searches for tensors that are parts of others."""
-
-    def __init__(self, found: Findings, pairing: Pairing, lying: Orientation, wanted: Orientation) -> None:
-        self.found, self.pairing, self.lying, self.wanted = found, pairing, lying, wanted
-
-    def look(self, sources: Sequence[Leaf], targets: Sequence[Leaf], named: bool) -> None:
-        left, lacking = self.pairing.open_sources(sources), self.pairing.open_targets(targets)
-        for fusion in fusions(left, lacking, self.pairing, named=named):
-            self._take(fusion, split=True)
-        left, lacking = self.pairing.open_sources(sources), self.pairing.open_targets(targets)
-        for fusion in fusions(lacking, left, self.pairing, named=named, turned=True):
-            self._take(fusion, split=False)
-
-    def _take(self, fusion: Fusion, split: bool) -> None:
-        whole = list(fusion.whole.leaves.values())
-        parts = [list(one.leaves.values()) for one in fusion.parts]
-        of_source, of_target = (whole, parts[0]) if split else (parts[0], whole)
-        turned = self._is_turned(self.lying, of_source[0])
-        straight = not self._is_turned(self.wanted, of_target[0])
-        if not turned and not straight:
-            return  # the result would have to be transposed, after the split or join
-        if turned and straight:
-            self.found.transposed |= {
-                leaf.name for leaf in (whole if split else [one for part in parts for one in part])
-            }
-        dim = 0 if straight else 1
-        (self.found.splits if split else self.found.joins).append((fusion, dim))
-        for ranks, leaf in fusion.whole.leaves.items():
-            for part in fusion.parts:
-                pair = (leaf.name, part.leaves[ranks].name)
-                self.pairing.take(*(pair if split else pair[::-1]))
-
-    @staticmethod
-    def _is_turned(side: Orientation, leaf: Leaf) -> bool:
-        return leaf.name in side.transposed or (
-            len(leaf.shape) == 2 and leaf.shape[0] == leaf.shape[1] and side.of_square(leaf.name) is True
-        )
-
-
-def _turned(found: Findings, lying: Orientation, wanted: Orientation) -> None:
-    """Finds the pairs of which one side is transposed."""
-    sources, targets = ({leaf.name: leaf for leaf in side} for side in (found.sources, found.targets))
-    for name, goal in found.pairs.items():
-        source, target = sources[name], targets[goal]
-        if source.shape != target.shape:
-            found.transposed.add(name)
-        elif len(source.shape) == 2 and source.shape[0] == source.shape[1] > 1 and name.endswith("weight"):
-            here, there = lying.of_square(name), wanted.of_square(goal)
-            if None not in (here, there):
-                found.inferred |= {name} if here != there else set()
-            elif here is True or there is True:
-                found.doubtful.append(name)
-
-
-def _take_shifted(found: Findings) -> list[Ambiguous]:
+def _take_shifted(findings: Findings) -> list[Ambiguous]:
     """Removes pairs that could as well be the ends of a row in which every name is shifted by one.
 
     If layers 0 to 2 match layers 1 to 3, only 0 and 3 are left, but it is more likely that every number is one higher.
     The same holds if "a.a.w" and "a.w" match "a.w" and "w".
     """
     shifted: list[Ambiguous] = []
-    for source, target in list(found.pairs.items()):
+    for source, target in list(findings.pairs.items()):
         between = _between(source, target)
-        if between and all(found.pairs.get(name) == name for name in between):
-            del found.pairs[source]
+        if between and all(findings.pairs.get(name) == name for name in between):
+            del findings.pairs[source]
             shifted.append(Ambiguous((target,), (source,)))
             if len(shifted) == 1:
-                found.notes.append(
+                findings.notes.append(
                     f"names that fit as they are may each have moved by one, as from {source} to {between[0]}; then "
                     "only a Rename that is written by hand says so"
                 )
     return shifted
 
 
-def _between(one: str, other: str) -> list[str]:
+def _between(source: str, target: str) -> list[str]:
     """Returns the names between two names that differ in one number, or in repetitions of a prefix."""
-    shorter, longer = sorted((one, other), key=len)
+    shorter, longer = sorted((source, target), key=len)
     if longer.endswith(f".{shorter}"):
         between = [longer[len(part) :] for part in prefixes(longer) if len(longer) - len(part) > len(shorter)]
-        return between if longer == one else between[::-1]
-    first, second = _NUMBER.split(one), _NUMBER.split(other)
+        return between if longer == source else between[::-1]
+    first, second = _NUMBER.split(source), _NUMBER.split(target)
     differing = [at for at, (a, b) in enumerate(zip(first, second, strict=False)) if a != b]
     if len(first) != len(second) or len(differing) != 1 or differing[0] % 2 == 0:
         return []
@@ -346,13 +207,11 @@ def _between(one: str, other: str) -> list[str]:
 
 def _ambiguous(sources: Iterable[Leaf], targets: Iterable[Leaf]) -> list[Ambiguous]:
     """Returns groups of unmatched tensors on both sides that could match each other."""
-    found = []
+    groups = []
     first, second = (buckets(units(side, Level.WHOLE, owners=False), False) for side in (sources, targets))
     for signature, left in first.items():
-        right = [
-            one for one in second.get(signature, []) if any(not contradict(one.means, other.means) for other in left)
-        ]
-        left = [one for one in left if any(not contradict(one.means, other.means) for other in right)]
+        right = [unit for unit in second.get(signature, []) if any(_could_match(unit, other) for other in left)]
+        left = [unit for unit in left if any(_could_match(unit, other) for other in right)]
         if left and right:
             names, candidates = (
                 tuple(
@@ -360,5 +219,144 @@ def _ambiguous(sources: Iterable[Leaf], targets: Iterable[Leaf]) -> list[Ambiguo
                 )
                 for side in (right, left)
             )
-            found.append(Ambiguous(names, candidates))
-    return found
+            groups.append(Ambiguous(names, candidates))
+    return groups
+
+
+def _could_match(unit: Unit, other: Unit) -> bool:
+    return not contradict(unit.means, other.means)
+
+
+# Shapes.
+
+
+def _find_transposed(findings: Findings, first: Orientation, second: Orientation) -> None:
+    """Finds the pairs of which one side is transposed."""
+    sources, targets = ({leaf.name: leaf for leaf in side} for side in (findings.sources, findings.targets))
+    doubtful = []
+    for name, goal in findings.pairs.items():
+        source, target = sources[name], targets[goal]
+        if source.shape != target.shape:
+            findings.transposed.add(name)
+        elif source.is_square and source.shape[0] > 1 and name.endswith("weight"):
+            here, there = first.of_square(name), second.of_square(goal)
+            if None not in (here, there):
+                findings.inferred |= {name} if here != there else set()
+            elif here is True or there is True:
+                doubtful.append(name)
+    if doubtful:
+        names = ", ".join(folded(doubtful))
+        findings.notes.append(f"square, and nothing shows whether to transpose: {names}; left as they are")
+
+
+@dataclass(frozen=True, slots=True)
+class _Parts:
+    """Siblings that could be the parts of one tensor, in order."""
+
+    kind: str
+    units: tuple[Unit, ...]
+    means: frozenset[str]
+    """The concepts of the names, without those of the single parts."""
+
+    @property
+    def skeletons(self) -> tuple[Skeleton, ...]:
+        return tuple(unit.skeleton for unit in self.units)
+
+
+def _find_fusions(
+    findings: Findings,
+    sources: Sequence[Leaf],
+    targets: Sequence[Leaf],
+    pairing: Pairing,
+    orientations: tuple[Orientation, Orientation],
+    *,
+    named: bool,
+) -> None:
+    """Finds tensors of one side that unambiguously consist of tensors of the other side.
+
+    With `named`, only tensors whose names say that they are fused; otherwise those whose names do not contradict it.
+    """
+    for split in (True, False):
+        left, lacking = pairing.open_sources(sources), pairing.open_targets(targets)
+        wholes, parts = (left, lacking) if split else (lacking, left)
+        for whole, group in list(_fused(wholes, parts, pairing, split, named)):
+            fusion = Fusion(whole.skeleton, group.skeletons)
+            first, second = (whole, group.units[0]) if split else (group.units[0], whole)
+            is_transposed = orientations[0].is_transposed(first.sample)
+            is_straight = not orientations[1].is_transposed(second.sample)
+            if not is_transposed and not is_straight:
+                continue  # the result would have to be transposed, after the split or join
+            if is_transposed and is_straight:
+                findings.transposed |= {name for row in fusion.rows for name in (row[:1] if split else row[1:])}
+            are_matrices = all(len(leaf.shape) == 2 for leaf in fusion.whole.leaves.values())
+            dim = 0 if is_straight or not are_matrices else 1
+            (findings.splits if split else findings.joins).append(Fusion(fusion.whole, fusion.parts, dim))
+            for name, *names in fusion.rows:
+                for part in names:
+                    pairing.take(*((name, part) if split else (part, name)))
+
+
+def _fused(
+    wholes: Iterable[Leaf], parts: Iterable[Leaf], pairing: Pairing, split: bool, named: bool
+) -> Iterator[tuple[Unit, _Parts]]:
+    """Yields tensors with the parts that they consist of."""
+    single = units(wholes, Level.WHOLE, owners=False)
+    for group in _siblings(units(parts, Level.WHOLE, owners=False)):
+        whole = _best_whole(single, group, pairing, split, named)
+        if whole is not None:
+            single.remove(whole)
+            yield whole, group
+
+
+def _siblings(single: Iterable[Unit]) -> list[_Parts]:
+    """Groups siblings that are named query, key and value, or like the parts of another fused tensor."""
+    kinds = {part: kind for kind, names in PARTS.items() for part in names if kind != "kv"}
+    stems: dict[tuple[str, str, str], dict[str, Unit]] = defaultdict(dict)
+    for unit in single:
+        segments = unit.owner.split(".")
+        for at in range(len(segments) - 1, max(len(segments) - 3, -1), -1):
+            (part, *others) = [word for word in unit.sample.words(at) if word in kinds] or [""]
+            if part and not others:
+                stem = ".".join([*segments[:at], "?", *segments[at + 1 :]])
+                stems[stem, unit.skeleton.role, kinds[part]][part] = unit
+                break
+    return [
+        _Parts(kind, tuple(members[name] for name in PARTS[kind]), of_path(stem.split(".")))
+        for (stem, _, kind), members in stems.items()
+        if members.keys() >= set(PARTS[kind])
+    ]
+
+
+def _best_whole(single: Sequence[Unit], group: _Parts, pairing: Pairing, split: bool, named: bool) -> Unit | None:
+    """Returns the tensor that the parts clearly belong to."""
+    scored = []
+    for at, unit in enumerate(single):
+        words = unit.sample.words(unit.owner.count("."))
+        is_named = group.kind in words if named else not words & _TAKEN
+        if is_named and _adds_up(unit, group) and not contradict(unit.means - frozenset(PARTS), group.means):
+            pair = (unit, group.units[0]) if split else (group.units[0], unit)
+            scored.append((shared(unit.means, group.means) + pairing.context(*pair), at))
+    scored.sort(reverse=True)
+    if not scored or (len(scored) > 1 and scored[0][0] - scored[1][0] < _MARGIN):
+        return None
+    return single[scored[0][1]]
+
+
+def _adds_up(unit: Unit, group: _Parts) -> bool:
+    """Whether the sizes of the parts add up to the size of the tensor, in every layer."""
+    whole, parts = unit.skeleton, group.skeletons
+    if whole.role != parts[0].role or any(part.leaves.keys() != whole.leaves.keys() for part in parts):
+        return False
+    if not order_is_clear(whole, parts[0]):
+        return False
+    sizes = set()
+    for ranks, leaf in whole.leaves.items():
+        pieces = [part.leaves[ranks] for part in parts]
+        if not leaf.shape or any(
+            not piece.shape or piece.kind != leaf.kind or piece.shape[1:] != leaf.shape[1:] for piece in pieces
+        ):
+            return False
+        if leaf.shape[0] != sum(piece.shape[0] for piece in pieces):
+            return False
+        sizes.add(tuple(piece.shape[0] for piece in pieces))
+    return len(sizes) == 1

@@ -1,15 +1,20 @@
 """Matches tensors of a checkpoint with those of a model, and finds which weights are transposed."""
 
-import re
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import combinations
 
 from modelstate.suggestion.skeletons import Leaf, Level, Profile, Skeleton, skeletons
-from modelstate.suggestion.words import concepts, contradict, lacked, role_of, shared
-
-_NUMBER = re.compile(r"(?:(?<=\.)|^)\d+(?=\.|$)")
+from modelstate.suggestion.words import (
+    concepts,
+    contradict,
+    lacked,
+    role_of,
+    shared,
+    without_digits,
+    without_numbers,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,8 +31,12 @@ class Orientation:
         known = self.families.get(family(name), frozenset())
         return next(iter(known)) if len(known) == 1 else None
 
+    def is_transposed(self, leaf: Leaf) -> bool:
+        """Whether a weight certainly is transposed, or is square and its neighbours are."""
+        return leaf.name in self.transposed or (leaf.is_square and self.of_square(leaf.name) is True)
+
     @property
-    def turned_layers(self) -> set[str]:
+    def transposed_layers(self) -> set[str]:
         """Layers in which all weights of known orientation are transposed."""
         return {layer for layer, known in self.families.items() if known == {True}}
 
@@ -38,13 +47,8 @@ class Orientation:
 
 def family(name: str) -> str:
     """Returns the path of the layer of a tensor, with # for numbers."""
-    text = _NUMBER.sub("#", name)
+    text = without_numbers(name)
     return text[: text.rfind("#") + 1]
-
-
-def without_numbers(name: str) -> str:
-    """Returns the name with # for the parts that are numbers."""
-    return _NUMBER.sub("#", name)
 
 
 def orientation(leaves: Iterable[Leaf]) -> Orientation:
@@ -68,93 +72,71 @@ def orientation(leaves: Iterable[Leaf]) -> Orientation:
     return Orientation(frozenset(transposed), {path: frozenset(known) for path, known in families.items()})
 
 
-@dataclass(frozen=True, slots=True)
-class Turns:
-    """The weights that certainly are transposed between the two sides."""
-
-    names: Collection[str] = ()
-    """Names of the checkpoint that fit only if they are transposed."""
-    layers: Collection[str] = ()
-    """Layers of the checkpoint with such weights, or with weights of a Conv1D."""
-    places: Collection[str] = ()
-    """Layers of the model with weights of a Conv1D."""
-
-    def certain(self, leaf: Leaf, goal: Leaf) -> bool:
-        layer, place = family(leaf.name), family(goal.name)
-        beside = (bool(layer) and layer in self.layers) != (bool(place) and place in self.places)
-        return leaf.name in self.names or beside
+IsTransposed = Callable[[Leaf, Leaf], bool]
+"""Whether a tensor of the checkpoint certainly is transposed, compared with one of the model."""
 
 
-def turns(
+def _certainly_transposed(
     sources: Sequence[Leaf],
     targets: Sequence[Leaf],
-    done: Collection[str],
-    filled: Collection[str],
-    layers: Collection[str],
-    places: Collection[str],
-) -> Turns:
-    """Returns what the shapes show. `done` and `filled` are matched names; `layers` and `places` have a Conv1D."""
-    there = {(leaf.shape, leaf.kind) for leaf in targets}
-    lacking = {(leaf.shape, leaf.kind) for leaf in targets if leaf.name not in filled}
+    pairing: "Pairing",
+    source_layers: Collection[str],
+    target_layers: Collection[str],
+) -> IsTransposed:
+    """Returns what the shapes show: the weights that fit in no other way, and their neighbours in a layer.
+
+    `source_layers` and `target_layers` are the layers with weights of a Conv1D.
+    """
+    all_contents = {(leaf.shape, leaf.kind) for leaf in targets}
+    open_contents = {(leaf.shape, leaf.kind) for leaf in pairing.open_targets(targets)}
     names = {
         leaf.name
-        for leaf in sources
-        if leaf.name not in done
-        and len(leaf.shape) == 2
-        and (leaf.shape, leaf.kind) not in there
-        and (leaf.shape[::-1], leaf.kind) in lacking
+        for leaf in pairing.open_sources(sources)
+        if len(leaf.shape) == 2
+        and (leaf.shape, leaf.kind) not in all_contents
+        and (leaf.shape[::-1], leaf.kind) in open_contents
     }
-    return Turns(names, {*layers, *map(family, names)}, places)
+    source_layers, target_layers = {*source_layers, *map(family, names)} - {""}, {*target_layers} - {""}
+
+    def is_transposed(source: Leaf, target: Leaf) -> bool:
+        return source.name in names or (family(source.name) in source_layers) != (family(target.name) in target_layers)
+
+    return is_transposed
 
 
 _SAME_WORD, _SAME_KIND = 0.5, 0.5
 _MARGIN = 0.25
 
 
-def order_is_told(source: Skeleton, target: Skeleton) -> bool:
+def order_is_clear(source: Skeleton, target: Skeleton) -> bool:
     """Whether numbers whose exchange would change nothing can be told apart by the words before them."""
     if len(source.varied) != len(target.varied):
         return True
-    return all(_is_told(source, target, pair) for pair in _exchangeable(source))
+    content = {ranks: (leaf.shape, leaf.kind) for ranks, leaf in source.leaves.items()}
+    for i, j in combinations(range(len(source.varied)), 2):
+        order = [*range(len(source.varied))]
+        order[i], order[j] = j, i
+        if all(content.get(tuple(ranks[at] for at in order)) == what for ranks, what in content.items()):
+            straight = _alike(source, i, target, i) + _alike(source, j, target, j)
+            crossed = _alike(source, i, target, j) + _alike(source, j, target, i)
+            if straight - crossed < _MARGIN:
+                return False
+    return True
 
 
-def _exchangeable(skeleton: Skeleton) -> Iterator[tuple[int, int]]:
-    """Yields pairs of varying numbers whose exchange leaves all shapes the same."""
-    content = {ranks: (leaf.shape, leaf.kind) for ranks, leaf in skeleton.leaves.items()}
-    for one, other in combinations(range(len(skeleton.varied)), 2):
-        if all(content.get(_exchanged(ranks, one, other)) == what for ranks, what in content.items()):
-            yield one, other
-
-
-def _exchanged(ranks: tuple[int, ...], one: int, other: int) -> tuple[int, ...]:
-    changed = list(ranks)
-    changed[one], changed[other] = changed[other], changed[one]
-    return tuple(changed)
-
-
-def _is_told(source: Skeleton, target: Skeleton, pair: tuple[int, int]) -> bool:
-    (one, other), (first, second) = (tuple(side.varied[at] for at in pair) for side in (source, target))
-    before, after = source.text.split("#"), target.text.split("#")
-    straight = _alike(before, one, after, first) + _alike(before, other, after, second)
-    crossed = _alike(before, one, after, second) + _alike(before, other, after, first)
-    return straight - crossed >= _MARGIN
-
-
-def _alike(before: list[str], one: int, after: list[str], other: int) -> float:
-    """Returns how similar the text before a number is to the text before another number."""
-    here, there = _words(before[one]), _words(after[other])
-    score = shared(frozenset().union(*map(concepts, here)), frozenset().union(*map(concepts, there)))
-    if here and there and here[-1] == there[-1]:
+def _alike(source: Skeleton, i: int, target: Skeleton, j: int) -> float:
+    """Returns how similar the text before a varying number is to the text before one of the other side."""
+    words, concept_sets, are_whole = [], [], []
+    for skeleton, number in ((source, i), (target, j)):
+        texts, at = skeleton.text.split("#"), skeleton.varied[number]
+        parts = [part for part in texts[at].lower().split(".") if part]
+        words.append(parts[-1:])
+        concept_sets.append(frozenset[str]().union(*map(concepts, parts)))
+        are_whole.append(texts[at][-1:] in ("", ".") and texts[at + 1][:1] in ("", "."))
+    score = shared(*concept_sets)
+    if words[0] and words[0] == words[1]:
         score += _SAME_WORD
-    return score + (_SAME_KIND if _is_whole(before, one) == _is_whole(after, other) else 0.0)
-
-
-def _words(text: str) -> list[str]:
-    return [part for part in text.lower().split(".") if part]
-
-
-def _is_whole(texts: list[str], at: int) -> bool:
-    return texts[at][-1:] in ("", ".") and texts[at + 1][:1] in ("", ".")
+    return score + (_SAME_KIND if are_whole[0] == are_whole[1] else 0.0)
 
 
 _EVIDENT = 0.2
@@ -174,6 +156,16 @@ class Unit:
     owner: str
     parent: str
     layer: str
+
+    @property
+    def skeleton(self) -> Skeleton:
+        """The skeleton of a single tensor, or the first one."""
+        return next(iter(self.roles.values()))
+
+    @property
+    def sample(self) -> Leaf:
+        """One of the tensors."""
+        return next(iter(self.skeleton.leaves.values()))
 
     def signature(self, flipped: bool = False) -> Signature:
         return tuple(sorted((role, one.profile(flipped)) for role, one in self.roles.items()))
@@ -216,15 +208,9 @@ class Pairing:
         """Records that one of two tensors is a part of the other, or matches it."""
         self.sources.add(source)
         self.targets.add(target)
-        self.relate(source, target)
-
-    def relate(self, source: str, target: str) -> None:
-        """Records that two tensors are related, and so are their parents and layers."""
-        own, other = owner_of(source), owner_of(target)
-        self._parents.add((own.rpartition(".")[0], other.rpartition(".")[0]))
-        first, second = family(source), family(target)
-        self._layers[first].add(second)
-        self._layers_back[second].add(first)
+        self._parents.add((owner_of(source).rpartition(".")[0], owner_of(target).rpartition(".")[0]))
+        self._layers[family(source)].add(family(target))
+        self._layers_back[family(target)].add(family(source))
 
     def are_apart(self, source: Unit, target: Unit) -> bool:
         """Whether the two are in layers that are known to match other layers."""
@@ -258,24 +244,20 @@ def _can_be(source: Unit, target: Unit, pairing: Pairing) -> bool:
     if _counts_otherwise(source, target) or _counts_otherwise(target, source):
         return False
     # A pair that is ambiguous for all layers together is ambiguous for each of them.
-    names = _without_digits(source.owner), _without_digits(target.owner)
-    if names not in pairing.crossed and not all(order_is_told(one, other) for one, other in sides):
+    names = without_digits(source.owner), without_digits(target.owner)
+    if names not in pairing.crossed and not all(order_is_clear(one, other) for one, other in sides):
         pairing.crossed.add(names)
     return names not in pairing.crossed
 
 
-def _counts_otherwise(numbered: Unit, said: Unit) -> bool:
+def _counts_otherwise(numbered: Unit, named: Unit) -> bool:
     """Whether one is a numbered norm and the other is a norm with another ordinal: norm1 and second."""
     numbers = {number for one in numbered.roles.values() for number in one.constant}
-    ordinals = {number for word, number in _ORDINALS.items() if word in said.means}
+    ordinals = {number for word, number in _ORDINALS.items() if word in named.means}
     return "norm" in numbered.means and bool(numbers) and bool(ordinals) and not numbers & ordinals
 
 
 _ORDINALS = {"first": "1", "second": "2"}
-
-
-def _without_digits(name: str) -> str:
-    return re.sub(r"\d+", "#", name)
 
 
 def owner_of(name: str) -> str:
@@ -288,99 +270,95 @@ def match(
     sources: Sequence[Leaf],
     targets: Sequence[Leaf],
     pairing: Pairing,
-    layers: Collection[str] = (),
-    places: Collection[str] = (),
+    source_layers: Collection[str] = (),
+    target_layers: Collection[str] = (),
 ) -> None:
     """Matches tensors with a single good answer, level by level with more detail.
 
-    `layers` and `places` are the layers of the checkpoint and of the model whose weights certainly are transposed.
+    `source_layers` and `target_layers` are the layers whose weights certainly are transposed.
     """
     for level in Level:
         for owners in (True, False):
-            one_level(sources, targets, pairing, level, owners=owners)
-    certain = turns(sources, targets, pairing.sources, pairing.targets, layers, places)
+            _match_level(sources, targets, pairing, level, owners=owners)
+    is_transposed = _certainly_transposed(sources, targets, pairing, source_layers, target_layers)
     for level in (Level.WHOLE, Level.NONE):
-        one_level(sources, targets, pairing, level, owners=False, flipped=certain)
+        _match_level(sources, targets, pairing, level, owners=False, is_transposed=is_transposed)
 
 
-def one_level(
+def _match_level(
     sources: Sequence[Leaf],
     targets: Sequence[Leaf],
     pairing: Pairing,
     level: Level,
     *,
     owners: bool,
-    flipped: Turns | None = None,
+    is_transposed: IsTransposed | None = None,
 ) -> None:
-    """Matches what is left until nothing changes; with `flipped`, the shapes of the checkpoint are reversed."""
+    """Matches tensors until nothing changes; with `is_transposed`, the shapes of the checkpoint are reversed."""
     # The meaning of numbers depends on all names, including settled ones.
-    first = buckets(units(sources, level, owners, pairing.sources), flipped is not None)
+    first = buckets(units(sources, level, owners, pairing.sources), is_transposed is not None)
     second = buckets(units(targets, level, owners, pairing.targets), False)
+    counts: dict[Signature, tuple[int, int]] = {}
     for signature, left in first.items():
-        turning = any(len(shape) == 2 and shape[0] != shape[1] for _, profile in signature for _, shape, _ in profile)
-        if flipped is not None:
-            left = first[signature] = [one for one in left if turning and not _fits_straight(one, second)]
+        if is_transposed is not None:
+            has_matrix = any(len(shape) == 2 and shape[0] != shape[1] for _, p in signature for _, shape, _ in p)
+            # A tensor that fits a target as it is shows nothing.
+            left = first[signature] = [
+                unit
+                for unit in left
+                if has_matrix and all(contradict(unit.means, other.means) for other in second.get(unit.signature(), ()))
+            ]
         if len(left) * len(second.get(signature, ())) > _MOST_CANDIDATES:
             first[signature] = []
-    started = {
-        signature: (len(left), len(second[signature])) for signature, left in first.items() if signature in second
-    }
-    going = True
-    while going:
-        going = False
-        for signature, (had, wanted) in started.items():
-            for source, target, evident in _sure(
-                first[signature], second[signature], pairing, flipped, balanced=had == wanted and flipped is None
-            ):
-                _accept(source, target, pairing, evident)
-                first[signature].remove(source)
-                second[signature].remove(target)
-                going = True
+        if signature in second:
+            counts[signature] = len(first[signature]), len(second[signature])
+    is_changing = True
+    while is_changing:
+        is_changing = False
+        for signature, (source_count, target_count) in counts.items():
+            balanced = source_count == target_count and is_transposed is None
+            left, right = first[signature], second[signature]
+            for source, target, is_evident in _sure(left, right, pairing, is_transposed, balanced=balanced):
+                for role, skeleton in source.roles.items():
+                    for ranks, leaf in skeleton.leaves.items():
+                        pairing.add(leaf.name, target.roles[role].leaves[ranks].name, by_shape=not is_evident)
+                left.remove(source)
+                right.remove(target)
+                is_changing = True
 
 
-def _fits_straight(source: Unit, targets: Mapping[Signature, Sequence[Unit]]) -> bool:
-    """Whether it fits a target without a transposition, so that nothing shows that it is transposed."""
-    return any(not contradict(source.means, one.means) for one in targets.get(source.signature(), ()))
-
-
-def _turned(source: Unit, target: Unit, certain: Turns) -> bool:
+def _all_transposed(source: Unit, target: Unit, is_transposed: IsTransposed) -> bool:
     return all(
-        certain.certain(leaf, target.roles[role].leaves[ranks])
+        is_transposed(leaf, target.roles[role].leaves[ranks])
         for role, skeleton in source.roles.items()
         for ranks, leaf in skeleton.leaves.items()
     )
 
 
-def _accept(source: Unit, target: Unit, pairing: Pairing, evident: bool) -> None:
-    for role, skeleton in source.roles.items():
-        for ranks, leaf in skeleton.leaves.items():
-            pairing.add(leaf.name, target.roles[role].leaves[ranks].name, by_shape=not evident)
-
-
 def _sure(
-    sources: list[Unit], targets: list[Unit], pairing: Pairing, flipped: Turns | None, *, balanced: bool
+    sources: list[Unit], targets: list[Unit], pairing: Pairing, is_transposed: IsTransposed | None, *, balanced: bool
 ) -> list[tuple[Unit, Unit, bool]]:
     """Returns pairs that clearly are each other's best match, and whether their names support it."""
-    if not sources or not targets:
-        return []
     rows: dict[int, list[_Score]] = defaultdict(list)
     columns: dict[int, list[_Score]] = defaultdict(list)
     for i, source in enumerate(sources):
         for j, target in enumerate(targets):
-            if _can_be(source, target, pairing) and (flipped is None or _turned(source, target, flipped)):
-                speaks = shared(source.means, target.means) + pairing.context(source, target)
-                total = speaks - lacked(source.means, target.means)
-                rows[i].append((total, speaks, j))
-                columns[j].append((total, speaks, i))
-    found = []
+            if _can_be(source, target, pairing) and (
+                is_transposed is None or _all_transposed(source, target, is_transposed)
+            ):
+                support = shared(source.means, target.means) + pairing.context(source, target)
+                total = support - lacked(source.means, target.means)
+                rows[i].append((total, support, j))
+                columns[j].append((total, support, i))
+    pairs = []
     for i, candidates in rows.items():
         best = _clearly_best(candidates)
         if best is not None and _clearly_best(columns[best]) == i:
             source, target = sources[i], targets[best]
-            evident = shared(source.means, target.means) + max(pairing.context(source, target), 0) >= _EVIDENT
-            if balanced or evident:
-                found.append((source, target, evident))
-    return found
+            is_evident = shared(source.means, target.means) + max(pairing.context(source, target), 0) >= _EVIDENT
+            if balanced or is_evident:
+                pairs.append((source, target, is_evident))
+    return pairs
 
 
 _Score = tuple[float, float, int]
@@ -396,10 +374,10 @@ def _clearly_best(candidates: list[_Score]) -> int | None:
 
 def buckets(units: Iterable[Unit], flipped: bool) -> dict[Signature, list[Unit]]:
     """Groups units that cannot be told apart without their names."""
-    found: dict[Signature, list[Unit]] = defaultdict(list)
+    groups: dict[Signature, list[Unit]] = defaultdict(list)
     for unit in units:
-        found[unit.signature(flipped)].append(unit)
-    return found
+        groups[unit.signature(flipped)].append(unit)
+    return groups
 
 
 def units(leaves: Iterable[Leaf], level: Level, owners: bool, settled: Collection[str] = ()) -> list[Unit]:
@@ -410,10 +388,10 @@ def units(leaves: Iterable[Leaf], level: Level, owners: bool, settled: Collectio
         if skeleton.leaves:
             alone = not owners or not skeleton.role
             groups[skeleton.text if alone else (skeleton.owner, "")].append(skeleton)
-    found = []
+    result = []
     for members in groups.values():
         sample = next(iter(members[0].leaves.values())).name
         owner = owner_of(sample)
         roles = {skeleton.role: skeleton for skeleton in members}
-        found.append(Unit(roles, members[0].means, owner, owner.rpartition(".")[0], family(sample)))
-    return found
+        result.append(Unit(roles, members[0].means, owner, owner.rpartition(".")[0], family(sample)))
+    return result

@@ -11,14 +11,14 @@ from enum import Enum
 
 import torch
 
-from modelstate.suggestion.words import concepts, of_path, role_of
+from modelstate.suggestion.words import concepts, of_path, role_of, without_digits
 
 Shape = tuple[int, ...]
 Ranks = tuple[int, ...]
 Profile = tuple[tuple[Ranks, Shape, str], ...]
 """A skeleton without its name: shape and kind of dtype for each combination of its numbers."""
 
-Told = tuple[int, frozenset[str]]
+PartConcepts = tuple[int, frozenset[str]]
 """The index of a part of a name, and its concepts in this context."""
 
 NUMBERED = frozenset({"linear"})
@@ -48,12 +48,16 @@ class Leaf:
     shape: Shape
     kind: str
     """The kind of its dtype: "float", "int", "bool" or "complex"."""
-    told: tuple[Told, ...] = field(default=(), compare=False)
+    context: tuple[PartConcepts, ...] = field(default=(), compare=False)
     """The concepts of parts of the name that differ in this context from what the parts mean alone."""
+
+    @property
+    def is_square(self) -> bool:
+        return len(self.shape) == 2 and self.shape[0] == self.shape[1]
 
     def words(self, at: int) -> frozenset[str]:
         """Returns the concepts of one part of the name."""
-        return dict(self.told)[at] if at in dict(self.told) else concepts(self.name.split(".")[at])
+        return dict(self.context).get(at) or concepts(self.name.split(".")[at])
 
 
 def kind_of(dtype: torch.dtype) -> str:
@@ -74,11 +78,11 @@ class Skeleton:
     owner: str
     """The text without the role."""
     means: frozenset[str]
-    taken: int = 0
+    taken: int
     """The count of replaced numbers."""
-    varied: tuple[int, ...] = ()
+    varied: tuple[int, ...]
     """The indices of those that vary."""
-    constant: tuple[str, ...] = ()
+    constant: tuple[str, ...]
     """The constant numbers within words: norm1 alone is not ln_2 alone."""
 
     def profile(self, flipped: bool = False) -> Profile:
@@ -119,7 +123,7 @@ def skeletons(leaves: Iterable[Leaf], level: Level) -> list[Skeleton]:
 
 def _pieces(leaf: Leaf) -> list[str]:
     """Splits the name at its numbers, except for numbers that do not stand for an order, as in w1."""
-    kept = {at for at, words in leaf.told if words != NUMBERED}
+    kept = {at for at, words in leaf.context if words != NUMBERED}
     if not kept:
         return _NUMBER.split(leaf.name)
     pieces = [""]
@@ -165,26 +169,25 @@ def _collected(names: list[_Name], places: Mapping[str, set[str]]) -> list[Skele
     groups: dict[str, list[_Name]] = defaultdict(list)
     for name in names:
         groups[name.text].append(name)
-    found = []
+    result = []
     for text, members in groups.items():
         columns = list(zip(*(name.taken for name in members), strict=True))
-        varied = [at for at, column in enumerate(columns) if len(set(column)) > 1]
+        varied = tuple(at for at, column in enumerate(columns) if len(set(column)) > 1)
         leaves = {tuple(rank[name.taken[at]][0] for at in varied): name.leaf for name in members}
         ordinals = [(before[-1:] in ("", "."), *rank[before, number]) for before, number in members[0].ordinals]
-        skeleton = _skeleton(text, leaves, ordinals)
-        skeleton.taken, skeleton.varied = len(columns), tuple(varied)
         within = (at for at, column in enumerate(columns) if at not in varied and column[0][0][-1:] not in ("", "."))
-        skeleton.constant = tuple(columns[at][0][1] for at in within)
-        found.append(skeleton)
-    return found
+        constant = tuple(columns[at][0][1] for at in within)
+        path, _, last = text.rpartition(".")
+        rest, role = role_of(last)
+        owner = ".".join(filter(None, (path, rest)))
+        means = _concepts(owner, members[0].leaf, ordinals)
+        result.append(Skeleton(text, leaves, role, owner, means, len(columns), varied, constant))
+    return result
 
 
-def _skeleton(text: str, leaves: dict[Ranks, Leaf], ordinals: list[tuple[bool, int, int]]) -> Skeleton:
-    """Makes a skeleton. `ordinals` are its other numbers: whether each is a whole part, its rank, and of how many."""
-    owner, _, last = text.rpartition(".")
-    rest, role = role_of(last)
-    owner = ".".join(filter(None, (owner, rest)))
-    means = set(of_path(owner.split("."), dict(next(iter(leaves.values())).told)))
+def _concepts(owner: str, leaf: Leaf, ordinals: Sequence[tuple[bool, int, int]]) -> frozenset[str]:
+    """Returns the concepts of a name and of its ordinals: whether each is a whole part, its rank, and of how many."""
+    means = set(of_path(owner.split("."), dict(leaf.context)))
     for is_whole in (True, False):
         # Numbers are compared from the last one, because names of the other side may have more before it.
         places = [(at, count) for whole, at, count in reversed(ordinals) if whole is is_whole]
@@ -194,7 +197,7 @@ def _skeleton(text: str, leaves: dict[Ranks, Leaf], ordinals: list[tuple[bool, i
         if count == 2 and not is_whole:
             # Of two norms in a layer, the first belongs to attention and the second to the MLP.
             means.add("second" if at else "first")
-    return Skeleton(text, leaves, role, owner, frozenset(means))
+    return frozenset(means)
 
 
 _STEM = re.compile(r"(w|fc|lin|linear)_?([1-9]\d?)", re.IGNORECASE)
@@ -207,15 +210,27 @@ _ELSEWHERE = _ATTENTION.union(
 )
 """Concepts of weights that are not part of a gated MLP, although they may lie beside it."""
 
-Said = Mapping[str, frozenset[str]]
+MemberConcepts = Mapping[str, frozenset[str]]
 """The concepts of members of a module that differ in this context from what the members mean alone."""
 
 
-def in_place(leaves: Iterable[Leaf]) -> list[Leaf]:
+def in_context(leaves: Iterable[Leaf]) -> list[Leaf]:
     """Returns the tensors with the concepts that their context determines, which must be the same in all layers."""
     leaves = list(leaves)
-    told = _told(_siblings(leaves))
-    return [replace(leaf, told=tuple(_of_leaf(leaf.name, told))) for leaf in leaves] if told else leaves
+    known = _known_members(_modules(leaves))
+    if not known:
+        return leaves
+    result = []
+    for leaf in leaves:
+        segments = leaf.name.split(".")
+        context = [
+            (at, words)
+            for at, segment in enumerate(segments)
+            if _is_ambiguous(member := _without_role(segment))
+            and (words := known.get(without_digits(".".join(segments[:at])), {}).get(member)) is not None
+        ]
+        result.append(replace(leaf, context=tuple(context)))
+    return result
 
 
 def by_convention(leaves: Iterable[Leaf]) -> set[str]:
@@ -224,59 +239,49 @@ def by_convention(leaves: Iterable[Leaf]) -> set[str]:
     return {
         leaf.name
         for leaf in leaves
-        if any(words in gated and leaf.name.split(".")[at].lower() in numbered for at, words in leaf.told)
+        if any(words in gated and leaf.name.split(".")[at].lower() in numbered for at, words in leaf.context)
     }
-
-
-def _of_leaf(name: str, told: Mapping[str, Said]) -> Iterable[Told]:
-    segments = name.split(".")
-    for at, segment in enumerate(segments):
-        if _is_ambiguous(_bare(segment)):
-            words = told.get(_kind(segments[:at]), {}).get(_bare(segment))
-            if words is not None:
-                yield at, words
 
 
 def _is_ambiguous(segment: str) -> bool:
     return bool(_STEM.fullmatch(segment) or (segment.lower().endswith("norm") and _NORM.fullmatch(segment.lower())))
 
 
-def _bare(segment: str) -> str:
+def _without_role(segment: str) -> str:
     """Returns the part without the role, for names such as w1_weight and w1_bias of one module."""
     return role_of(segment)[0] or segment
 
 
-def _kind(path: Sequence[str]) -> str:
-    return re.sub(r"\d+", "#", ".".join(path))
-
-
-def _siblings(leaves: Sequence[Leaf]) -> Mapping[tuple[str, str], dict[str, Shape]]:
+def _modules(leaves: Sequence[Leaf]) -> Mapping[tuple[str, str], dict[str, Shape]]:
     """Returns the shapes of the members of modules with ambiguous names, by module and path within the member."""
     parents = set()
     for leaf in leaves:
         segments = leaf.name.split(".")
-        parents |= {".".join(segments[:at]) for at, segment in enumerate(segments) if _is_ambiguous(_bare(segment))}
-    found: dict[tuple[str, str], dict[str, Shape]] = defaultdict(dict)
+        parents |= {
+            ".".join(segments[:at]) for at, segment in enumerate(segments) if _is_ambiguous(_without_role(segment))
+        }
+    modules: dict[tuple[str, str], dict[str, Shape]] = defaultdict(dict)
     for leaf in leaves if parents else ():
         segments = leaf.name.split(".")
         for at, segment in enumerate(segments):
             parent = ".".join(segments[:at])
             if parent in parents and role_of(segment if at == len(segments) - 1 else segments[-1])[1] in ("", "weight"):
-                found[parent, ".".join(segments[at + 1 :])][_bare(segment)] = leaf.shape
-    return found
+                modules[parent, ".".join(segments[at + 1 :])][_without_role(segment)] = leaf.shape
+    return modules
 
 
-def _told(modules: Mapping[tuple[str, str], dict[str, Shape]]) -> dict[str, dict[str, frozenset[str]]]:
-    found: dict[str, dict[str, frozenset[str]]] = defaultdict(dict)
+def _known_members(modules: Mapping[tuple[str, str], dict[str, Shape]]) -> dict[str, dict[str, frozenset[str]]]:
+    """Returns what members mean, by the path of their module without digits."""
+    known: dict[str, dict[str, frozenset[str]]] = defaultdict(dict)
     for (parent, _), members in modules.items():
-        kind = found[_kind(parent.split(".") if parent else [])]
+        kind = known[without_digits(parent)]
         for segment, words in {**_of_norms(members), **_of_weights(members)}.items():
             # If layers contradict each other, the name only stands for itself.
             kind[segment] = words if kind.get(segment, words) == words else frozenset({f"={segment}"})
-    return {kind: said for kind, said in found.items() if said}
+    return {path: members for path, members in known.items() if members}
 
 
-def _of_weights(members: Mapping[str, Shape]) -> Said:
+def _of_weights(members: Mapping[str, Shape]) -> MemberConcepts:
     """Returns the concepts of numbered weights, from the other members and from their shapes."""
     shapes = {name: shape[-2:] for name, shape in members.items() if len(shape) in (2, 3)}
     stems: dict[str, dict[str, str]] = defaultdict(dict)
@@ -284,13 +289,13 @@ def _of_weights(members: Mapping[str, Shape]) -> Said:
         stem = _STEM.fullmatch(name)
         if stem:
             stems[stem[1].lower()][stem[2]] = name
-    said: dict[str, frozenset[str]] = {}
+    result: dict[str, frozenset[str]] = {}
     has_attention = any(concepts(name) & _ATTENTION for name in members)
     for stem_name, numbered in stems.items():
         sizes = {shapes[name] for name in numbered.values()}
         fitting = sizes | {size[::-1] for size in sizes}
         if len(numbered) > 2 and (len(numbered) > 3 or len(fitting) > 2):
-            said |= dict.fromkeys(numbered.values(), NUMBERED)  # a sequence of layers without a gate
+            result |= dict.fromkeys(numbered.values(), NUMBERED)  # a sequence of layers without a gate
             continue
         others = [
             name
@@ -300,11 +305,11 @@ def _of_weights(members: Mapping[str, Shape]) -> Said:
             and not concepts(name) & _ELSEWHERE
             and not (has_attention and "out" in concepts(name))
         ]
-        said |= _of_gated(stem_name, numbered, {name: shapes[name] for name in (*numbered.values(), *others)})
-    return said
+        result |= _of_gated(stem_name, numbered, {name: shapes[name] for name in (*numbered.values(), *others)})
+    return result
 
 
-def _of_gated(stem: str, numbered: Mapping[str, str], shapes: Mapping[str, Shape]) -> Said:
+def _of_gated(stem: str, numbered: Mapping[str, str], shapes: Mapping[str, Shape]) -> MemberConcepts:
     """Returns the concepts of weights that are the gate, up and down projections of an MLP, or some of these."""
     if len(shapes) < 2 or (len(shapes) == 2 and stem != "w" and numbered.keys() == {"1", "2"}):
         return {}
@@ -316,23 +321,23 @@ def _of_gated(stem: str, numbered: Mapping[str, str], shapes: Mapping[str, Shape
     down = [name for name, size in shapes.items() if sizes.count(size) == 1 and sizes.count(size[::-1]) > 1]
     if len(down) != 1:
         return literal
-    said = {name: frozenset({"down"}) if name == down[0] else words for name, words in literal.items()}
+    result = {name: frozenset({"down"}) if name == down[0] else words for name, words in literal.items()}
     if stem == "w" and len(shapes) == 3 and numbered.keys() == {"1", "2", "3"} and numbered["2"] == down[0]:
-        said |= {numbered["1"]: frozenset({"gate"}), numbered["3"]: frozenset({"up"})}
-    return said
+        result |= {numbered["1"]: frozenset({"gate"}), numbered["3"]: frozenset({"up"})}
+    return result
 
 
-def _of_norms(members: Mapping[str, Shape]) -> Said:
+def _of_norms(members: Mapping[str, Shape]) -> MemberConcepts:
     """Returns the concepts of norms: before the blocks of a layer, as in Llama, or behind, as in OLMo-2 and Gemma-2."""
-    parts = {name: found for name in members if (found := _NORM.fullmatch(name.lower())) and found[1]}
-    behind = {name for name, found in parts.items() if found[2] == "self_attn"}
-    about_mlp = {name for name, found in parts.items() if found[2] not in (None, "self_attn", "attention", "attn")}
-    said = {}
-    for name, found in parts.items():
-        before = found[1] != "post"
+    parts = {name: match for name in members if (match := _NORM.fullmatch(name.lower())) and match[1]}
+    behind = {name for name, match in parts.items() if match[2] == "self_attn"}
+    about_mlp = {name for name, match in parts.items() if match[2] not in (None, "self_attn", "attention", "attn")}
+    result = {}
+    for name, match in parts.items():
+        before = match[1] != "post"
         second = name in about_mlp
-        if found[1] == "post" and found[2] in ("attention", "attn") and (behind or not about_mlp):
+        if match[1] == "post" and match[2] in ("attention", "attn") and (behind or not about_mlp):
             before = second = True  # the norm behind attention is the one before the MLP
-        if found[2] is not None or found[1] == "input":
-            said[name] = frozenset({"norm", "second" if second else "first", "before" if before else "behind"})
-    return said
+        if match[2] is not None or match[1] == "input":
+            result[name] = frozenset({"norm", "second" if second else "first", "before" if before else "behind"})
+    return result

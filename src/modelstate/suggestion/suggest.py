@@ -1,12 +1,14 @@
 """`modelstate.suggest`: finds rules by which a checkpoint fits a model.
 
 It matches names and shapes (`find`), turns the matches into few rules (`generalise`), and applies these rules to the
-names and shapes: a rule with a wrong result is not suggested.
+names and shapes: a rule with a wrong result is not suggested. `Suggestion` is the result: the rules, what each of them
+explains, and what stays open.
 """
 
+import json
 import os
 from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,21 +21,136 @@ from modelstate.checkpoint.open import open as open_checkpoint
 from modelstate.errors import AmbiguousCheckpointError, OptionError
 from modelstate.planning.matching import matching_part
 from modelstate.rules.names import Rename
-from modelstate.rules.rule import Entry, Rule, Template, Value
+from modelstate.rules.rule import Entry, Rule, Template, Value, as_code
 from modelstate.rules.schema import Applied, apply_rules
 from modelstate.rules.tensors import Concat, Split, Transpose
 from modelstate.spec import Stored
-from modelstate.suggestion.find import Findings, Fusion, find
+from modelstate.suggestion.find import Ambiguous, Findings, find
 from modelstate.suggestion.generalise import covering, families, rename_rules
-from modelstate.suggestion.pairing import without_numbers
 from modelstate.suggestion.skeletons import Leaf, kind_of
-from modelstate.suggestion.suggestion import Ambiguous, Suggestion
+from modelstate.suggestion.words import folded
+from modelstate.text_format import printable
 from modelstate.torch_compat.private import unwrapped
 from modelstate.transaction.slots import HIDDEN, Slots, slots_of
 
 _INFERRED = "square, so its shape does not show it: transposed because the weights beside it are"
 _BY_SHAPE = "by shape alone: the names have nothing in common"
 _BY_CONVENTION = "gate (w1) and up (w3) told apart by Llama's convention alone"
+_SHOWN = 12
+"""The number of names of a list that are printed."""
+
+
+class Suggestion(list[Rule]):
+    """A list of suggested rules. Printing it shows the Python code that makes them, and what stays open.
+
+    Example:
+        >>> suggestion = ms.suggest(model, path)
+        >>> if suggestion.complete:
+        ...     ms.load(model, path, rules=suggestion)
+    """
+
+    def __init__(
+        self,
+        rules: Iterable[Rule] = (),
+        *,
+        counts: Sequence[int] = (),
+        comments: Sequence[str] = (),
+        explained: int = 0,
+        total: int = 0,
+        missing: Iterable[str] = (),
+        unused: Iterable[str] = (),
+        ambiguous: Iterable[Ambiguous] = (),
+        notes: Iterable[str] = (),
+    ) -> None:
+        super().__init__(rules)
+        self.counts = tuple(counts)
+        """For each rule, the number of names of the model that it leads to."""
+        self.comments = tuple(comments)
+        """For each rule, what the user should know about it; empty for most."""
+        self.explained = explained
+        """The number of names of the model that get a value, with the rules or without."""
+        self.total = total
+        """The number of names of the model that need a value. A tied tensor needs one under one of its names."""
+        self.missing = tuple(missing)
+        """Names of the model without a match."""
+        self.unused = tuple(unused)
+        """Names of the checkpoint without a match."""
+        self.ambiguous = tuple(ambiguous)
+        self.notes = tuple(notes)
+
+    @property
+    def complete(self) -> bool:
+        """Whether nothing stays open."""
+        return not (self.missing or self.unused or self.ambiguous)
+
+    def __repr__(self) -> str:
+        """Returns how much of the model the rules explain; `print` shows the rules."""
+        lists = ("missing", "unused", "ambiguous", "notes")
+        lengths = [f"{len(getattr(self, name))} {name}" for name in lists if getattr(self, name)]
+        explained = f"{self.explained} of {self.total} names of the model explained"
+        return f"<{type(self).__name__}: {len(self)} rules, {', '.join([explained, *lengths])}>"
+
+    def __str__(self) -> str:
+        return "\n".join(
+            [*self._code(), f"# {self.explained} of {self.total} names of the model explained", *self._open()]
+        )
+
+    def _code(self) -> list[str]:
+        if not self:
+            return ["rules = []"]
+        lines = []
+        for rule, count, comment in zip(self, self.counts, self.comments, strict=True):
+            names = f"{count} {'name' if count == 1 else 'names'}"
+            lines.append(f"    {as_code(rule)},  # {names}" + (f"; {comment}" if comment else ""))
+        return ["rules = [", *lines, "]"]
+
+    def _open(self) -> list[str]:
+        lines = [f"# note: {printable(note)}" for note in self.notes]
+        if self.missing:
+            lines += [f"# names of the model without a source ({len(self.missing)}):", *_listed(self.missing)]
+        if self.unused:
+            lines += [f"# names of the checkpoint that are not used ({len(self.unused)}):", *_listed(self.unused)]
+        if self.ambiguous:
+            lines.append("# alike, and the names do not say which is which:")
+        for group in self.ambiguous:
+            names, candidates = (", ".join(_grouped(side)[:_SHOWN]) for side in (group.names, group.candidates))
+            lines.append(f"#   {printable(names)}  from one of  {printable(candidates)}")
+        return lines
+
+    def to_json(self) -> str:
+        """Returns everything as JSON."""
+        return json.dumps(
+            {
+                "rules": [
+                    {"rule": as_code(rule), "names": count, "comment": comment}
+                    for rule, count, comment in zip(self, self.counts, self.comments, strict=True)
+                ],
+                "complete": self.complete,
+                "explained": self.explained,
+                "total": self.total,
+                "missing": list(self.missing),
+                "unused": list(self.unused),
+                "ambiguous": [
+                    {"names": list(group.names), "candidates": list(group.candidates)} for group in self.ambiguous
+                ],
+                "notes": list(self.notes),
+            },
+            indent=1,
+        )
+
+
+def _listed(names: Sequence[str]) -> list[str]:
+    lines = _grouped(names)
+    more = [f"#   ... and {len(lines) - _SHOWN} more"] if len(lines) > _SHOWN else []
+    return [*(f"#   {printable(name)}" for name in lines[:_SHOWN]), *more]
+
+
+def _grouped(names: Sequence[str]) -> list[str]:
+    """Returns the names, with one line for names that differ only in numbers."""
+    groups: dict[str, list[str]] = {}
+    for name in names:
+        groups.setdefault(folded([name])[0], []).append(name)
+    return [group[0] if len(group) == 1 else f"{text} ({len(group)})" for text, group in groups.items()]
 
 
 @argument_order("ms.suggest", is_module, is_source)
@@ -120,7 +237,7 @@ def _verified(findings: Findings, checkpoint: Checkpoint, slots: Slots) -> Sugge
     for renames in (_general_renames, _special_renames):
         rules = [*_tensor_rules(findings, entries), *renames(findings, entries)]
         applied = apply_rules([commented.rule for commented in rules], entries, _unread)
-        wrong = _wrong(findings, applied) + _filled_by_chance(findings, applied)
+        wrong = _wrong(findings, applied)
         if not wrong and not applied.problems:
             break
     fitted = {name for name, goal in findings.pairs.items() if name == goal}
@@ -135,52 +252,36 @@ def _verified(findings: Findings, checkpoint: Checkpoint, slots: Slots) -> Sugge
         applied = apply_rules([commented.rule for commented in rules], entries, _unread)
         # A name without a value is only missing; a wrong value, or one that was right without rules, is an error.
         wrong = [name for name in _wrong(findings, applied) if name in applied.entries or name in fitted]
-        wrong += _filled_by_chance(findings, applied)
     return _reported(findings, rules, applied, checkpoint, slots)
-
-
-def _filled_by_chance(findings: Findings, applied: Applied) -> list[str]:
-    """Returns names of the model without a match, to which rules for others gave a value of the right shape."""
-    expected, filled = _expected(findings), []
-    for leaf in findings.targets:
-        entry = applied.entries.get(leaf.name)
-        tensor = entry.tensor if entry is not None and entry.rules and leaf.name not in expected else None
-        if tensor is not None and tuple(tensor.shape) == leaf.shape:
-            filled.append(leaf.name)
-    return filled
 
 
 def _unread(stored: Stored) -> torch.Tensor:
     raise AssertionError("suggested rules do not read values")
 
 
-def _expected(findings: Findings) -> dict[str, tuple[str, ...]]:
-    """Returns, for each name of the model with a match, the names in the checkpoint that it is made of."""
-    sources: dict[str, tuple[str, ...]] = {goal: (name,) for name, goal in findings.pairs.items()}
-    for fusion, _ in findings.splits:
-        for ranks, leaf in fusion.whole.leaves.items():
-            sources |= {part.leaves[ranks].name: (leaf.name,) for part in fusion.parts}
-    for fusion, _ in findings.joins:
-        for ranks, leaf in fusion.whole.leaves.items():
-            sources[leaf.name] = tuple(part.leaves[ranks].name for part in fusion.parts)
-    return sources
-
-
 def _right(findings: Findings, applied: Applied) -> set[str]:
     """Returns names of the model that are made of the expected names, in the right shape."""
     shapes = {leaf.name: leaf.shape for leaf in findings.targets}
-    right = set()
-    for name, sources in _expected(findings).items():
-        entry = applied.entries.get(name)
-        tensor = entry.tensor if entry is not None else None
-        if entry is not None and tensor is not None and entry.sources == sources:
-            right |= {name} if tuple(tensor.shape) == shapes[name] else set()
-    return right
+    return {
+        name
+        for name, sources in findings.expected.items()
+        if (entry := applied.entries.get(name)) is not None
+        and entry.tensor is not None
+        and entry.sources == sources
+        and tuple(entry.tensor.shape) == shapes[name]
+    }
 
 
 def _wrong(findings: Findings, applied: Applied) -> list[str]:
-    right = _right(findings, applied)
-    return [name for name in _expected(findings) if name not in right]
+    """Returns names of the model that have not got their match, and others that rules filled by chance."""
+    right, expected = _right(findings, applied), findings.expected
+    wrong = [name for name in expected if name not in right]
+    for leaf in findings.targets:
+        entry = applied.entries.get(leaf.name)
+        tensor = entry.tensor if entry is not None and entry.rules and leaf.name not in expected else None
+        if tensor is not None and tuple(tensor.shape) == leaf.shape:
+            wrong.append(leaf.name)
+    return wrong
 
 
 def _tensor_rules(findings: Findings, entries: Collection[str]) -> list[_CommentedRule]:
@@ -192,7 +293,7 @@ def _tensor_rules(findings: Findings, entries: Collection[str]) -> list[_Comment
 
 def _general_renames(findings: Findings, entries: Collection[str]) -> list[_CommentedRule]:
     """Returns few renames, whose patterns match the names with a match and no others."""
-    expected = _expected(findings)
+    expected = findings.expected
     computed = set(expected) - set(findings.pairs.values())
     used = {name for sources in expected.values() for name in sources}
     unused = [name for name in entries if name not in used]
@@ -231,9 +332,8 @@ def _fusion_rules(findings: Findings, entries: Collection[str]) -> list[_Comment
     rules = []
     for fusions, split in ((findings.splits, True), (findings.joins, False)):
         rows: dict[tuple[int, tuple[int, ...] | None], list[tuple[str, ...]]] = {}
-        for fusion, dim in fusions:
-            are_matrices = all(len(leaf.shape) == 2 for leaf in fusion.whole.leaves.values())
-            rows.setdefault((dim if are_matrices else 0, fusion.sizes), []).extend(_rows(fusion))
+        for fusion in fusions:
+            rows.setdefault((fusion.dim, fusion.sizes), []).extend(fusion.rows)
         for (dim, sizes), members in rows.items():
             for patterns in _merged([family.patterns for family in families(members)], entries, split):
                 whole, parts = patterns[0], patterns[1:]
@@ -241,13 +341,6 @@ def _fusion_rules(findings: Findings, entries: Collection[str]) -> list[_Comment
                 is_conventional = any(_fitting(part, findings.conventional[split]) for part in parts)
                 rules.append(_CommentedRule(rule, _BY_CONVENTION if is_conventional else ""))
     return rules
-
-
-def _rows(fusion: Fusion) -> list[tuple[str, ...]]:
-    """Returns the name of the whole and those of its parts, for each combination of numbers."""
-    return [
-        (leaf.name, *(part.leaves[ranks].name for part in fusion.parts)) for ranks, leaf in fusion.whole.leaves.items()
-    ]
 
 
 def _merged(rows: Sequence[tuple[str, ...]], entries: Collection[str], split: bool) -> list[tuple[str, ...]]:
@@ -291,10 +384,6 @@ def _reported(
     ambiguous = _still_open(findings.ambiguous, open_names, unused)
     doubted = {name for group in ambiguous for name in (*group.names, *group.candidates)}
     total = len(wanted) + len(slots.extra)
-    notes = list(findings.notes)
-    if findings.doubtful:
-        names = dict.fromkeys(without_numbers(name).replace("#", "*") for name in findings.doubtful)
-        notes.append(f"square, and nothing shows whether to transpose: {', '.join(names)}; left as they are")
     return Suggestion(
         [commented.rule for commented in rules],
         counts=[counts[repr(commented.rule)] for commented in rules],
@@ -304,7 +393,7 @@ def _reported(
         missing=[name for name in open_names if name not in doubted],
         unused=[name for name in unused if name not in doubted],
         ambiguous=ambiguous,
-        notes=notes,
+        notes=findings.notes,
     )
 
 

@@ -65,8 +65,8 @@ _ROLES = {
 }
 _ROLE_OF_WORD = {word: role for role, words in _ROLES.items() for word in words.split()}
 _GENERIC_TEXT = """
-linear dense lin fc layer layers block blocks module model h net list to modules transformer projection backbone base w c
-parametrizations original
+linear dense lin fc layer layers block blocks module model h net list to modules transformer projection backbone base w
+c parametrizations original
 """
 _GENERIC = frozenset(_GENERIC_TEXT.split())
 """Words that hardly say which tensor it is."""
