@@ -4,11 +4,14 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import product
-from typing import Any, ClassVar, NamedTuple
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, NoReturn
 
 import torch
 
 from modelstate.errors import HeaderError, TensorSpecError
+
+if TYPE_CHECKING:
+    import numpy as np
 
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
 
@@ -371,11 +374,6 @@ class TensorSpec:
     dtype: torch.dtype
     stored: Stored = field(repr=False, compare=False)
 
-    def __getattr__(self, name: str) -> Any:
-        if hasattr(torch.Tensor, name) and not name.startswith("_"):
-            raise _spec_error(self, f".{name}")
-        raise AttributeError(f"'TensorSpec' object has no attribute {name!r}")
-
     @property
     def stride(self) -> tuple[int, ...]:
         """The stride in elements; empty for a composite tensor."""
@@ -416,8 +414,14 @@ def _spec_error(spec: TensorSpec, used: str) -> TensorSpecError:
     )
 
 
-def _refusal(name: str) -> Callable[..., Any]:
-    def refuse(self: TensorSpec, *_: object, **__: object) -> Any:
+def _refuse_attribute(self: TensorSpec, name: str) -> NoReturn:
+    if hasattr(torch.Tensor, name) and not name.startswith("_"):
+        raise _spec_error(self, f".{name}")
+    raise AttributeError(f"'TensorSpec' object has no attribute {name!r}")
+
+
+def _refusal(name: str) -> Callable[..., NoReturn]:
+    def refuse(self: TensorSpec, *_: object, **__: object) -> NoReturn:
         raise _spec_error(self, name)
 
     refuse.__name__ = refuse.__qualname__ = name
@@ -426,11 +430,11 @@ def _refusal(name: str) -> Callable[..., Any]:
 
 def _refuse_function(
     cls: type[TensorSpec],
-    function: Any,
+    function: object,
     types: object,
-    args: Sequence[Any] = (),
-    kwargs: Mapping[str, Any] | None = None,
-) -> Any:
+    args: Sequence[object] = (),
+    kwargs: Mapping[str, object] | None = None,
+) -> NoReturn:
     """Runs where a function of torch is called with a `TensorSpec`."""
     values = (*args, *(kwargs or {}).values())
     flat = (item for value in values for item in (value if isinstance(value, list | tuple) else (value,)))
@@ -446,7 +450,7 @@ _REFUSED = (
 )
 
 
-def _as_array(self: TensorSpec, dtype: Any = None, copy: bool | None = None) -> Any:
+def _as_array(self: TensorSpec, dtype: "np.dtype | None" = None, copy: bool | None = None) -> "np.ndarray":
     """Called by NumPy. An array of dtype object, such as a column of a table, holds the description itself."""
     import numpy as np
 
@@ -459,6 +463,7 @@ def _as_array(self: TensorSpec, dtype: Any = None, copy: bool | None = None) -> 
 
 for _name in _REFUSED:  # set here and not in the class, so that type checkers report these uses
     setattr(TensorSpec, _name, _refusal(_name))
+TensorSpec.__getattr__ = _refuse_attribute  # type: ignore[attr-defined]
 TensorSpec.__array__ = _as_array  # type: ignore[attr-defined]
 TensorSpec.__bool__ = lambda self: True  # type: ignore[attr-defined]  # Python would call __len__ otherwise
 TensorSpec.__torch_function__ = classmethod(_refuse_function)  # type: ignore[attr-defined]

@@ -117,7 +117,12 @@ class LoRA(Combination):
         deltas: dict[str, list[_Delta]] = {}
         replaced: dict[str, tuple[int, Stored]] = {}
         for index, adapter in enumerate(sources[1:], 1):
-            reader = _AdapterReader(base, adapter, label(sources, index), self._config(adapter), self)
+            config = config_beside(adapter.files) or AdapterConfig()
+            if self.alpha is not None:
+                config = replace(config, alpha=self.alpha, alphas={})
+            if self.rslora is not None:
+                config = replace(config, by_root=self.rslora)
+            reader = _AdapterReader(base, adapter, label(sources, index), config, self)
             reader.read()
             problems += reader.problems
             for name, stored in reader.replaced.items():
@@ -141,12 +146,6 @@ class LoRA(Combination):
             if name not in deltas:
                 tensors[name] = stored if like is None or like.dtype == stored.dtype else _cast(stored, like.dtype)
         return Merged(FlatTree(tensors, dict(base.flat.values), base.flat.containers), versions_of([base]))
-
-    def _config(self, adapter: Checkpoint) -> "AdapterConfig":
-        config = config_beside(adapter.files) or AdapterConfig()
-        if self.alpha is not None:
-            config = replace(config, alpha=self.alpha, alphas={})
-        return config if self.rslora is None else replace(config, by_root=self.rslora)
 
 
 @dataclass(frozen=True, slots=True)
@@ -219,8 +218,10 @@ class _AdapterReader:
             if match is None:
                 self._replacement(full, name.replace(".base_layer.", "."))
                 continue
-            adapter, kind = _adapter_and_kind(match["kind"], match["rest"])
-            adapters.add(adapter)
+            parts = (match["rest"] or "").split(".")
+            last = parts.pop() if parts[-1] in ("weight", "bias", "") else ""
+            adapters.add(".".join(parts))  # the adapter's name, empty if it is not in the file
+            kind = f"{match['kind']}.bias" if last == "bias" else match["kind"]
             if (other := matrices.setdefault(match["module"], {}).setdefault(kind, full)) != full:
                 duplicates.append((full, other))
         if len(adapters) > 1:
@@ -251,11 +252,6 @@ class _AdapterReader:
             seen.add(self.config.fan_in_fan_out)
         return (True in seen) if len(seen) < 2 else None
 
-    def _flips(self, module: str) -> bool | None:
-        """Whether a square weight has its inputs first; None if that is ambiguous."""
-        patterns = self.fan_in_fan_out.items() if isinstance(self.fan_in_fan_out, Mapping) else ()
-        return next((flips for pattern, flips in patterns if fnmatchcase(module, pattern)), self.flips_square)
-
     def _read_matrices(self, module: str, names: dict[str, str]) -> None:
         embedding = names.keys() == {"embedding_A", "embedding_B"}
         if not embedding and not {"A", "B"} <= names.keys() <= {"A", "B", "B.bias"}:
@@ -272,7 +268,8 @@ class _AdapterReader:
         shape = self.base[weight].shape
         layout = _layout(shape, a.shape, b.shape, embedding)
         if layout == "square":
-            flips = self._flips(module)
+            patterns = self.fan_in_fan_out.items() if isinstance(self.fan_in_fan_out, Mapping) else ()
+            flips = next((flips for pattern, flips in patterns if fnmatchcase(module, pattern)), self.flips_square)
             if flips is None:
                 self._problem(
                     first,
@@ -336,13 +333,6 @@ class _AdapterReader:
 
     def _problem(self, full: str, what: str) -> None:
         self.problems.append(f"{full!r} of {self.label} {what}")
-
-
-def _adapter_and_kind(kind: str, rest: str | None) -> tuple[str, str]:
-    """Returns the adapter's name, empty if it is not in the file, and the kind of the tensor."""
-    parts = (rest or "").split(".")
-    last = parts.pop() if parts[-1] in ("weight", "bias", "") else ""
-    return ".".join(parts), f"{kind}.bias" if last == "bias" else kind
 
 
 def _layout(weight: tuple[int, ...], a: tuple[int, ...], b: tuple[int, ...], embedding: bool) -> str | None:

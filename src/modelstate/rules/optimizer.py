@@ -102,13 +102,12 @@ def _carry_over_scalars(state: State, name: str, sources: tuple[str, ...], resul
     keys = (key for source in sources for key in state[source] if not _is_elementwise(state[source][key]))
     for key in dict.fromkeys(keys):
         first, *others = [state[source].get(key) for source in sources]
-        if not all(_are_equal(first, other) for other in others):
-            return [BadRule(name, key, f"it differs between {', '.join(sources)}")]
+        for other in others:
+            if isinstance(first, torch.Tensor) and isinstance(other, torch.Tensor):
+                is_equal = first.dtype == other.dtype and torch.equal(first, other)
+            else:
+                is_equal = type(first) is type(other) and bool(first == other)
+            if not is_equal:
+                return [BadRule(name, key, f"it differs between {', '.join(sources)}")]
         result[key] = first.clone() if isinstance(first, torch.Tensor) else first
     return []
-
-
-def _are_equal(first: object, second: object) -> bool:
-    if isinstance(first, torch.Tensor) and isinstance(second, torch.Tensor):
-        return first.dtype == second.dtype and torch.equal(first, second)
-    return type(first) is type(second) and bool(first == second)

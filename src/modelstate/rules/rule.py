@@ -116,8 +116,10 @@ class RuleContext:
         return None if self.find_wanted is None else self.find_wanted()
 
     def keep(self, name: str, entry: Entry) -> None:
-        """Puts an entry into the result as it is."""
-        self._put(name, entry)
+        """Puts an entry into the result as it is; records a problem if there is another of this name."""
+        first = self._results.setdefault(name, entry)
+        if first is not entry:
+            self.problems.append(NameClash(name, (*first.sources, *entry.sources)))
 
     def mark_used(self) -> None:
         """Records that the rule applies here, so that it is not reported as idle."""
@@ -136,7 +138,7 @@ class RuleContext:
         before = tuple(dict.fromkeys(old for last, entry in of for old in (*entry.names, last) if last != name))
         if len(of) == 1 and name in of[0][1].names:
             self.problems.append(CyclicRules(name, (*rules, repr(self.rule))))
-        self._put(name, Entry(content, sources, (*rules, repr(self.rule)), before))
+        self.keep(name, Entry(content, sources, (*rules, repr(self.rule)), before))
 
     def make_tensor(self, name: str, of: NamedEntry, change: Callable[[Source], Source]) -> None:
         """Puts what `change` makes of the tensor of an entry under a name; records a problem if that fails."""
@@ -177,16 +179,11 @@ class RuleContext:
         part.run(rule)
         for name, entry in self.entries.items():
             if not name.startswith(prefix):
-                self._put(name, entry)
+                self.keep(name, entry)
         self._hits += part._hits
         self.problems += [replace(problem, name=prefix + problem.name) for problem in part.problems]
         for name, entry in part.entries.items():
-            self._put(prefix + name, entry)
-
-    def _put(self, name: str, entry: Entry) -> None:
-        first = self._results.setdefault(name, entry)
-        if first is not entry:
-            self.problems.append(NameClash(name, (*first.sources, *entry.sources)))
+            self.keep(prefix + name, entry)
 
 
 def rename_all(rule: Rule, context: RuleContext) -> None:

@@ -166,17 +166,14 @@ class _Search:
                 stars, length = change.pattern.count("*"), len(change.pattern)
                 ranked.append(((total, change.is_prefix, -stars, length, change.pattern, change.replacement), change))
         for _, change in sorted(ranked, key=lambda entry: entry[0], reverse=True):
-            if self._permits(change, loose) and all(
-                gain(name, after, goal) > 0 for rows in kinds for name, goal in rows if (after := change(name)) != name
+            effects = [(name, change(name), goal) for rows in kinds for name, goal in rows]
+            if (
+                all(change(name) == name for name in self.fixed)
+                and not any((after := change(name)) != name and after in self.barred for name in loose)
+                and all(gain(name, after, goal) > 0 for name, after, goal in effects if after != name)
             ):
                 return change
         return None
-
-    def _permits(self, change: "_Change", loose: Sequence[str]) -> bool:
-        """Whether it keeps the fixed names, and makes no barred name."""
-        return all(change(name) == name for name in self.fixed) and not any(
-            after in self.barred for name in loose if (after := change(name)) != name
-        )
 
 
 class _Change:

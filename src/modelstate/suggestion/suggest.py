@@ -234,8 +234,8 @@ def _verified(findings: Findings, checkpoint: Checkpoint, slots: Slots) -> Sugge
     """Turns findings into rules, applies these to names and shapes, and drops rules that lead to wrong results."""
     entries = {name: Entry(checkpoint.stored(name), (name,)) for name in checkpoint}
     entries |= {name: Entry(Value(value), (name,)) for name, value in checkpoint.extra.items()}
-    for renames in (_general_renames, _special_renames):
-        rules = [*_tensor_rules(findings, entries), *renames(findings, entries)]
+    for general in (True, False):
+        rules = _rules(findings, entries, general=general)
         applied = apply_rules([commented.rule for commented in rules], entries, _unread)
         wrong = _wrong(findings, applied)
         if not wrong and not applied.problems:
@@ -284,31 +284,27 @@ def _wrong(findings: Findings, applied: Applied) -> list[str]:
     return wrong
 
 
-def _tensor_rules(findings: Findings, entries: Collection[str]) -> list[_CommentedRule]:
-    """Returns the rules that transpose, split and join tensors, which come before those that rename."""
+def _rules(findings: Findings, entries: Collection[str], *, general: bool) -> list[_CommentedRule]:
+    """Returns the rules that transpose, then those that split and join, then those that rename.
+
+    With `general`, few renames; otherwise one for each kind of name, in case general ones interfere with each other.
+    """
     rules = [_CommentedRule(Transpose(pattern)) for pattern in _patterns(findings.transposed, entries)]
     rules += [_CommentedRule(Transpose(pattern), _INFERRED) for pattern in _patterns(findings.inferred, entries)]
-    return rules + _fusion_rules(findings, entries)
-
-
-def _general_renames(findings: Findings, entries: Collection[str]) -> list[_CommentedRule]:
-    """Returns few renames, whose patterns match the names with a match and no others."""
-    expected = findings.expected
-    computed = set(expected) - set(findings.pairs.values())
-    used = {name for sources in expected.values() for name in sources}
-    unused = [name for name in entries if name not in used]
-    # Names of the model without a match, to which a rule for others could give an unused value by chance.
-    unused_shapes = {leaf.shape for leaf in findings.sources if leaf.name not in used}
-    barred = [leaf.name for leaf in findings.targets if leaf.name not in expected and leaf.shape in unused_shapes]
-    rules = rename_rules(findings.pairs, computed, unused, barred)
-    return [_CommentedRule(rule, _comment(rule, findings)) for rule in rules]
-
-
-def _special_renames(findings: Findings, entries: Collection[str]) -> list[_CommentedRule]:
-    """Returns a rename for each kind of name, in case the general ones interfere with each other."""
-    pairs = [(name, goal) for name, goal in findings.pairs.items() if name != goal]
-    rules = [Rename(*family.patterns) for family in families(pairs)]
-    return [_CommentedRule(rule, _comment(rule, findings)) for rule in rules]
+    rules += _fusion_rules(findings, entries)
+    if general:
+        expected = findings.expected
+        computed = set(expected) - set(findings.pairs.values())
+        used = {name for sources in expected.values() for name in sources}
+        unused = [name for name in entries if name not in used]
+        # Names of the model without a match, to which a rule for others could give an unused value by chance.
+        unused_shapes = {leaf.shape for leaf in findings.sources if leaf.name not in used}
+        barred = [leaf.name for leaf in findings.targets if leaf.name not in expected and leaf.shape in unused_shapes]
+        renames = rename_rules(findings.pairs, computed, unused, barred)
+    else:
+        pairs = [(name, goal) for name, goal in findings.pairs.items() if name != goal]
+        renames = [Rename(*family.patterns) for family in families(pairs)]
+    return [*rules, *(_CommentedRule(rule, _comment(rule, findings)) for rule in renames)]
 
 
 def _patterns(names: Collection[str], entries: Collection[str]) -> list[str]:
