@@ -17,12 +17,16 @@ SERVE ?=
 # What pytest is given: files, -k, ...; all tests without it.
 TESTS ?=
 
-.PHONY: help setup demo test test-fast lint types pytest format bench serve docs clean
+# The version of PyTorch of 'make test-torch'.
+TORCH ?=
+
+.PHONY: help setup demo test test-fast test-torch lint types pytest format bench serve docs clean
 
 help:
 	@echo "make demo     set up and run the main job: a real checkpoint into a live module"
 	@echo "make test     set up and run everything that CI runs (TESTS=tests/store for a part of the tests)"
 	@echo "make test-fast  set up and run the tests that are not marked as slow"
+	@echo "make test-torch TORCH=2.15.0  run the same with another version of PyTorch, in an environment of its own"
 	@echo "make lint     look for what ruff finds; make types: for what mypy finds; make pytest: the tests alone"
 	@echo "make setup    install everything that the tests need"
 	@echo "make format   put the code in order"
@@ -96,6 +100,20 @@ pytest: setup
 
 test-fast: setup
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --dist worksteal -m "not slow" $(TESTS)
+
+# The newest torchao does not work with every PyTorch. Without it, the tests that need it are skipped.
+TORCH_VENV := .venv-torch-$(TORCH)
+TORCH_BIN := $(TORCH_VENV)/bin
+test-torch: setup
+	@test -n "$(TORCH)" || { echo "make: say which version of PyTorch: make test-torch TORCH=2.15.0" >&2; exit 1; }
+	test -x $(TORCH_BIN)/python || $(PYTHON) -m venv $(TORCH_VENV)
+	grep -v '^torch==' constraints.txt > $(TORCH_VENV)/constraints.txt
+	echo "torch==$(TORCH)" >> $(TORCH_VENV)/constraints.txt
+	@echo "make: PyTorch $(TORCH) is installed, with its CUDA libraries up to 6 GB"
+	$(TORCH_BIN)/python -m pip --disable-pip-version-check install --quiet -c $(TORCH_VENV)/constraints.txt torch
+	$(TORCH_BIN)/python -m pip --disable-pip-version-check install --quiet -c $(TORCH_VENV)/constraints.txt -e '.[demo,test]'
+	$(TORCH_BIN)/python -c 'import torchao.quantization' || $(TORCH_BIN)/python -m pip uninstall --quiet --yes torchao
+	OMP_NUM_THREADS=1 $(TORCH_BIN)/python -m pytest -n $(JOBS) --dist worksteal -m "not slow" $(TESTS)
 
 format: setup
 	$(BIN)/ruff format .

@@ -111,6 +111,22 @@ def test_fast_tests_leave_out_the_slow_ones(checkout: Path) -> None:
     assert "1 passed" in done.stdout
 
 
+def test_tests_with_another_torch_have_an_environment_of_their_own(checkout: Path) -> None:
+    """With a Python that writes down how it is called, and fails to import torchao."""
+    folder = checkout / ".venv-torch-9.9.9"
+    (folder / "bin").mkdir(parents=True)
+    python = folder / "bin" / "python"
+    python.write_text(f'#!/bin/sh\necho "$@" >> {folder}/calls\ntest "$1" != -c\n')
+    python.chmod(0o755)
+    make(checkout, "test-torch", "TORCH=9.9.9", "TESTS=tests/loading")
+    constraints = (folder / "constraints.txt").read_text().splitlines()
+    assert [line for line in constraints if line.startswith("torch==")] == ["torch==9.9.9"]
+    calls = (folder / "calls").read_text().splitlines()
+    assert "uninstall --quiet --yes torchao" in calls[-2]
+    assert calls[-1].startswith("-m pytest")
+    assert calls[-1].endswith("not slow tests/loading")
+
+
 @pytest.mark.slow
 def test_bench_measures(checkout: Path, tmp_path: Path) -> None:
     done = make(checkout, "bench", f"BENCH=--quick --only state-dict --folder {tmp_path}")

@@ -17,7 +17,6 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 from torch import nn
 from torch.testing._internal.two_tensor import TwoTensor
-from torchao.quantization import Int8WeightOnlyConfig, quantize_
 
 import modelstate as ms
 from modelstate.errors import (
@@ -236,9 +235,15 @@ def test_what_was_skipped_is_left_out(tmp_path: Path, options: Any) -> None:
     assert dict(found.extra) == {f"{prefix}deep": [1, {"n": 2}]}
 
 
-def test_subclasses_of_tensors(tmp_path: Path) -> None:
+def quantized() -> nn.Sequential:
+    quantization = pytest.importorskip("torchao.quantization")
     model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 3))
-    quantize_(model[0], Int8WeightOnlyConfig())
+    quantization.quantize_(model[0], quantization.Int8WeightOnlyConfig())
+    return model
+
+
+def test_subclasses_of_tensors(tmp_path: Path) -> None:
+    model = quantized()
     ms.save(model, tmp_path / "q.safetensors")
     ms.convert_checkpoint(
         tmp_path / "q.safetensors", tmp_path / "r.safetensors", rules=[ms.rules.Cast("1.*", torch.bfloat16)]
@@ -250,8 +255,7 @@ def test_subclasses_of_tensors(tmp_path: Path) -> None:
 
 
 def test_quantized_tensors_are_not_left_in_another_dtype_than_the_rest(tmp_path: Path) -> None:
-    model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 3))
-    quantize_(model[0], Int8WeightOnlyConfig())
+    model = quantized()
     ms.save(model, tmp_path / "q.safetensors")
     with pytest.raises(OptionError, match=r"0.weight[\s\S]*Int8Tensor of torch.float32"):
         ms.convert_checkpoint(tmp_path / "q.safetensors", tmp_path / "r.safetensors", dtype=torch.bfloat16)

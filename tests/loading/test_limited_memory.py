@@ -23,7 +23,6 @@ Path(sys.argv[1]).write_text("0")  # into the group whose memory is limited
 
 import torch
 from torch import nn
-from torchao.quantization import Int8WeightOnlyConfig, quantize_
 
 import modelstate as ms
 
@@ -39,6 +38,8 @@ print("done", torch.tensor([1.0]).item())
 
 OURS = {
     "as int8": """
+from torchao.quantization import Int8WeightOnlyConfig
+
 model = skeleton(16)
 budget = 160 << 20
 report = ms.load(model, path, transform=ms.loading.Quantize(Int8WeightOnlyConfig()), max_memory_bytes=budget)
@@ -66,6 +67,8 @@ with torch.inference_mode():
 """,
 }
 TORCH = """
+from torchao.quantization import Int8WeightOnlyConfig, quantize_
+
 model = nn.Sequential(*(nn.Linear(4096, 4096, bias=False, device="meta") for _ in range(16)))
 model.load_state_dict(torch.load(path.replace("safetensors", "pt")), assign=True)
 quantize_(model, Int8WeightOnlyConfig())

@@ -103,6 +103,8 @@ def test_a_report_tells_the_memory_that_was_taken(
 
 def measured(target: str, path: Path, options: str, of: str = "16, (2048, 2048), torch.float32, path") -> list[int]:
     """What a load took, what its report tells and what its plan states, `of` so many layers, and their source."""
+    if "torchao" in options:
+        pytest.importorskip("torchao.quantization")
     if not Path("/proc/self/status").exists():
         pytest.skip("no /proc: memory is not measured here")
     done = subprocess.run(
