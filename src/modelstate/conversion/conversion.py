@@ -1,8 +1,8 @@
 """The conversion of a module in two phases: make and check every new tensor, then put all of them in place at once.
 
-This does what `torch.nn.Module._apply` does. A module with an `_apply` of its own (recurrent and sharded modules,
-metrics) has it called, with torch's part of it replaced in this thread: when that part returns, the module finds its
-tensors converted, as it does in torch. What its code did is undone if the conversion fails.
+The result is that of `torch.nn.Module._apply`. If a module overrides `_apply` (recurrent and sharded modules, metrics),
+the override is called, and torch's part of `_apply` is replaced in this thread: when that part returns, the tensors of
+the module are converted, as in torch. A conversion that fails undoes the changes of the override.
 """
 
 import threading

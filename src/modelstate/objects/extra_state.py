@@ -41,7 +41,7 @@ METHODS = ("get_extra_state", "set_extra_state", "_load_from_state_dict", CHECK_
 _LAYER = "_modelstate_extra_state"
 _KEYS = {"modelstate", "class", "version", "values", "base"}
 _MAX_SHOWN = 8
-_ABSENT: Any = object()
+_ABSENT: object = object()
 
 M = TypeVar("M", bound=nn.Module)
 Upgrade = Callable[[int, dict[str, Any]], Mapping[str, Any]]
@@ -52,7 +52,7 @@ def extra_state(
     *names: str,
     optional: bool = False,
     version: int = 1,
-    defaults: Mapping[str, Any] | None = None,
+    defaults: Mapping[str, object] | None = None,
     upgrade: Upgrade | str | None = None,
 ) -> Callable[[type[M]], type[M]]:
     """Declares attributes of a module class that are saved in its state dict and loaded from it; a decorator.
@@ -111,7 +111,7 @@ def declare_extra_state(
     *names: str,
     optional: bool = False,
     version: int = 1,
-    defaults: Mapping[str, Any] | None = None,
+    defaults: Mapping[str, object] | None = None,
     upgrade: Upgrade | str | None = None,
 ) -> None:
     """Declares extra state for a class that cannot be edited. It holds for all instances, also for existing ones.
@@ -169,7 +169,7 @@ def _methods(layer: "Layer") -> tuple[Any, ...]:
 
     def _load_from_state_dict(
         self: nn.Module,
-        state_dict: Mapping[str, Any],
+        state_dict: Mapping[str, object],
         prefix: str,
         local_metadata: object,
         strict: bool,
@@ -197,7 +197,7 @@ class Declaration:
     optional: bool = False
     """Whether a checkpoint may lack all of them."""
     version: int = 1
-    defaults: Mapping[str, Any] = field(default_factory=dict)
+    defaults: Mapping[str, object] = field(default_factory=dict)
     """Values for names that a checkpoint lacks."""
     upgrade: Upgrade | str | None = None
     """The function, or the name of a static or class method."""
@@ -289,7 +289,7 @@ class Layer:
         """Returns the method that this layer replaces, or else that of `super()`; None for torch's own."""
         if method in self._replaced:
             return self._replaced[method].__get__(module, type(module))
-        inherited: Any = getattr(super(self.cls, module), method)
+        inherited: object = getattr(super(self.cls, module), method)
         return None if getattr(inherited, "__func__", None) is getattr(nn.Module, method) else inherited
 
     def _chain(self, module: nn.Module) -> "tuple[list[Layer], Any]":
@@ -324,7 +324,7 @@ class Layer:
             prepared = self.prepare(module, value)
         attributes.set_all(module, prepared.values, prepared.first)
 
-    def prepare(self, module: nn.Module, value: Any) -> Prepared:
+    def prepare(self, module: nn.Module, value: object) -> Prepared:
         """Checks a value for this layer and those below, and sets nothing. Raises `ExtraStateError`."""
         layers, own = self._chain(module)
         parts: list[list[tuple[str, object]]] = []
@@ -364,7 +364,7 @@ class Layer:
             return {"version": 0, "values": value}, _ABSENT  # a hand-written get_extra_state returned it
         raise _bad_format(self.name, "what a declaration of extra state saves", _kind(value))
 
-    def _check_format(self, value: Mapping[str, Any]) -> None:
+    def _check_format(self, value: Mapping[str, object]) -> None:
         number = value["modelstate"]
         if type(number) is int and number > FORMAT:
             raise ExtraStateError(
@@ -454,7 +454,7 @@ class Layer:
     def load(
         self,
         module: nn.Module,
-        state_dict: Mapping[str, Any],
+        state_dict: Mapping[str, object],
         prefix: str,
         local_metadata: object,
         strict: bool,

@@ -69,7 +69,7 @@ class Target(NamedTuple):
         return self.kind is Kind.GENERATOR or bool(getattr(type(self.obj), "restored_last", False))
 
 
-def capture(objects: Mapping[str, Any]) -> dict[str, Part]:
+def capture(objects: Mapping[str, object]) -> dict[str, Part]:
     """Captures the state of all objects without a copy: its tensors and containers are the live ones.
 
     Generators, and objects whose class has `restored_last = True`, are captured last, because the `state_dict` of
@@ -340,7 +340,7 @@ def _undo_of_optimizer(optimizer: torch.optim.Optimizer) -> Undo:
     return undo
 
 
-def _undo_of_stateful(path: str, obj: Any) -> Undo:
+def _undo_of_stateful(path: str, obj: object) -> Undo:
     generator = own_generator(obj)
     random = None if generator is None else generator.get_state()
     with object_code(

@@ -80,7 +80,7 @@ def optimizer_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[
 def load_optimizer_state(
     model: nn.Module,
     optimizer: torch.optim.Optimizer,
-    state: Mapping[str, Any],
+    state: Mapping[str, object],
     *,
     rules: Iterable[Rule] | Schema = (),
     allow_missing: bool = False,
@@ -217,7 +217,7 @@ class OptimizerPlan:
 def plan_by_name(
     model: nn.Module,
     optimizer: torch.optim.Optimizer,
-    state: Mapping[str, Any],
+    state: Mapping[str, object],
     *,
     rules: Iterable[Rule] | Schema,
     may_miss: Callable[[str], bool],
@@ -480,7 +480,7 @@ def _is_torchs(cls: type) -> bool:
 
 
 def _other_class(
-    state: Mapping[str, Any],
+    state: Mapping[str, object],
     groups: Sequence[_Group],
     optimizer: torch.optim.Optimizer,
     keeps: Callable[[str], bool],
@@ -578,7 +578,7 @@ class _StateLayout:
     """The state that an optimizer keeps, or would keep, for each of its parameters."""
 
     def __init__(
-        self, optimizer: torch.optim.Optimizer, matched: Iterable[tuple[dict[str, Any], dict[str, Any]]]
+        self, optimizer: torch.optim.Optimizer, matched: Iterable[tuple[dict[str, object], dict[str, object]]]
     ) -> None:
         self.group_of = {param: group for group in optimizer.param_groups for param in group["params"]}
         self.casts = _is_torchs(type(optimizer))
@@ -679,7 +679,7 @@ def _placed(values: _Values, param: torch.Tensor, layout: _StateLayout) -> dict[
     return placed
 
 
-def _copied(key: str, value: Any, param: torch.Tensor, dtype: torch.dtype | None, step_on_device: bool) -> Any:
+def _copied(key: str, value: object, param: torch.Tensor, dtype: torch.dtype | None, step_on_device: bool) -> Any:
     """Copies a value. Floating-point state for the elements of the parameter is cast to `dtype`.
 
     torch's own loading also casts single numbers and integers, which would no longer be what was saved.

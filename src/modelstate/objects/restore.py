@@ -269,8 +269,8 @@ def restore_objects(
 ) -> Restored:
     """Restores objects from captured or opened parts, all or nothing: the core of `restore` and `Store.restore`.
 
-    On any error, an interrupt included, all objects are what they were: modules, optimizers and generators bit for
-    bit; another object gets the copy of its `state_dict()` that was taken before.
+    On any error or interrupt all objects are as before: modules, optimizers and generators bit for bit; another object
+    gets the copy of its `state_dict()` that was taken before.
 
     Args:
         objects: as `capture` takes them. A plain value asks for the value that was saved under its name.

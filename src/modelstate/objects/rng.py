@@ -26,7 +26,7 @@ _KINDS = "torch.Generator, numpy.random.Generator, BitGenerator or RandomState, 
 class _Generator:
     """One interface to the generators of all libraries."""
 
-    get: Callable[[], Any]
+    get: Callable[[], object]
     """Returns the state, which shares no memory with the generator."""
     set: Callable[[Any], object]
     check: Callable[[Any], None]

@@ -19,12 +19,12 @@ from modelstate.torch_compat.private import unwrapped
 
 @argument_order("ms.save", lambda value: is_module(value) or isinstance(value, Mapping), is_path)
 def save(
-    target: nn.Module | Mapping[str, Any] | Checkpoint,
+    target: nn.Module | Mapping[str, object] | Checkpoint,
     path: str | os.PathLike[str],
     *,
     format: str | None = None,
     shard_size_bytes: int | None = None,
-    extra: Mapping[str, Any] | None = None,
+    extra: Mapping[str, object] | None = None,
     schema: str | None = None,
     overwrite: bool = True,
     lock_timeout_seconds: float = LOCK_TIMEOUT_SECONDS,

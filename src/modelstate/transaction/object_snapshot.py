@@ -107,7 +107,7 @@ class ObjectSnapshot:
             return (value.__self__,)
         return () if isinstance(value, _CODE) else self._visit_attributes(value)
 
-    def _visit_dict(self, value: dict[Any, Any]) -> Iterable[object]:
+    def _visit_dict(self, value: dict[object, object]) -> Iterable[object]:
         # An OrderedDict keeps its order beside the dict, so only its own methods may empty and fill it.
         base: Any = OrderedDict if isinstance(value, OrderedDict) else dict
         saved = list(base.items(value))
@@ -125,7 +125,7 @@ class ObjectSnapshot:
         referents = [part for pair in saved for part in pair]
         return referents if type(value) in (dict, OrderedDict) else [*referents, *self._visit_attributes(value)]
 
-    def _visit_attributes(self, value: Any) -> Iterable[object]:
+    def _visit_attributes(self, value: object) -> Iterable[object]:
         referents: list[object] = []
         if not isinstance(value, torch.Tensor):  # `tensor_state` restores the class of a tensor
             self.restores.append(partial(_restore_class, value, type(value)))

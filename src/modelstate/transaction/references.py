@@ -9,7 +9,7 @@ import gc
 import inspect
 import sys
 from collections import OrderedDict, deque
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from itertools import combinations, compress
@@ -275,13 +275,13 @@ def _add_nodes(start: Any, held: Collection[int], nodes: dict[int, _Node]) -> No
             node.used_up = node.used_up or any(nodes[id(next_function)].used_up for next_function in below)
 
 
-def _saved_by(node: Any) -> tuple[bool, list[Any]]:
+def _saved_by(node: object) -> tuple[bool, list[Any]]:
     """Returns whether a backward pass has freed the saved values of a node, and those values that still exist.
 
     It calls no hook of `saved_tensors_hooks`: the hook of `torch.utils.checkpoint` would run the forward pass again.
     """
     is_freed, values = False, list[Any]()
-    cls: Any = type(node)
+    cls: object = type(node)
     for name in _saved_names(cls):
         try:
             raw = getattr(node, f"_raw_{name.removeprefix('_')}", None)
@@ -298,7 +298,7 @@ def _saved_by(node: Any) -> tuple[bool, list[Any]]:
 
 
 @cache
-def _saved_names(cls: Any) -> list[str]:
+def _saved_names(cls: object) -> list[str]:
     if hasattr(cls, "saved_tensors"):
         return ["saved_tensors"]
     return [name for name in dir(cls) if name.startswith("_saved_")]
@@ -351,7 +351,7 @@ def _frames() -> Iterator[FrameType]:
             current = current.f_back
 
 
-def _referred_to(nodes: list[Any]) -> list[bool]:
+def _referred_to(nodes: list[object]) -> list[bool]:
     """Returns for each node of a graph whether Python refers to it.
 
     It compares the reference count with that of a node that only a graph and a list refer to. A search for the
@@ -366,11 +366,11 @@ def _referred_to(nodes: list[Any]) -> list[bool]:
     return [count > expected for count in _owner_counts(nodes)]
 
 
-def _owner_counts(nodes: list[Any]) -> list[int]:
+def _owner_counts(nodes: Sequence[object]) -> list[int]:
     return [sys.getrefcount(node) for node in nodes]
 
 
-def _through(referrer: Any, wanted: object, depth: int, seen: set[int]) -> str:
+def _through(referrer: object, wanted: object, depth: int, seen: set[int]) -> str:
     """Returns where a referrer of an object is held; empty where no name leads to it."""
     if type(referrer) is dict:
         owners = [value for value in gc.get_referrers(referrer) if getattr(value, "__dict__", None) is referrer]
@@ -382,7 +382,7 @@ def _through(referrer: Any, wanted: object, depth: int, seen: set[int]) -> str:
     return _attribute(referrer, wanted, depth, seen)
 
 
-def _attribute(owner: Any, wanted: object, depth: int, seen: set[int]) -> str:
+def _attribute(owner: object, wanted: object, depth: int, seen: set[int]) -> str:
     attributes = getattr(owner, "__dict__", None)
     if not isinstance(attributes, dict):
         attributes = {name: getattr(owner, name, None) for name in slots_of_class(type(owner))}
