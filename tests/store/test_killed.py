@@ -54,9 +54,10 @@ def test_at_random_moments(tmp_path: Path) -> None:
     assert unfinished  # else it was not the saves that were killed
 
 
-def test_at_every_call_that_changes_the_disk(tmp_path: Path) -> None:
+def test_at_calls_that_change_the_disk(tmp_path: Path) -> None:
+    """At every third one: test_power_loss.py looks at the disk after each."""
     reported: list[int] = []
-    for number in range(1, 500):
+    for number in range(1, 500, 3):
         directory = tmp_path / str(number)
         process, report = start(killed_at, str(directory), number)
         process.join()
@@ -72,4 +73,4 @@ def test_at_every_call_that_changes_the_disk(tmp_path: Path) -> None:
     # At some call the new one comes to be there, and from then on it is; the pruning of the old one is killed, too.
     assert reported == sorted(reported)
     assert set(reported) == {1, 2}
-    assert len(reported) > 20
+    assert len(reported) > 6
