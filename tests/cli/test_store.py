@@ -15,7 +15,7 @@ from typer.testing import CliRunner, Result
 import modelstate as ms
 from modelstate.cli.common import parse_size
 from modelstate.cli.main import app
-from modelstate.store.directory import Entry
+from modelstate.store.directory import ObjectEntry
 
 
 def run(*arguments: str) -> Result:
@@ -143,11 +143,11 @@ class TestVerify:
 
 def take_away_when_read(monkeypatch: pytest.MonkeyPatch, *steps: int, save: int | None = None) -> None:
     """Somebody takes steps away as soon as one of them is read, and saves another one."""
-    real = Entry.verify
+    real = ObjectEntry.verify
 
-    def verify(entry: Entry, directory: str) -> None:
+    def verify(entry: ObjectEntry, directory: str) -> None:
         if any(f"step-{step:09d}" in directory for step in steps):
-            monkeypatch.setattr(Entry, "verify", real)
+            monkeypatch.setattr(ObjectEntry, "verify", real)
             for step in steps:
                 shutil.rmtree(f"run/step-{step:09d}")
             if save is not None:
@@ -155,7 +155,7 @@ def take_away_when_read(monkeypatch: pytest.MonkeyPatch, *steps: int, save: int 
                     store.save(save, {"model": model_at(save)})
         real(entry, directory)
 
-    monkeypatch.setattr(Entry, "verify", verify)
+    monkeypatch.setattr(ObjectEntry, "verify", verify)
 
 
 class TestWhileARunPrunes:
@@ -187,15 +187,15 @@ class TestWhileARunPrunes:
         assert "20, 30" in done.stderr
 
     def test_a_step_that_is_saved_anew(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        real = Entry.verify
+        real = ObjectEntry.verify
 
-        def verify(entry: Entry, directory: str) -> None:
-            monkeypatch.setattr(Entry, "verify", real)
+        def verify(entry: ObjectEntry, directory: str) -> None:
+            monkeypatch.setattr(ObjectEntry, "verify", real)
             with ms.Store("run") as store:
                 store.save(20, {"model": model_at(21)}, overwrite=True)
             real(entry, directory)
 
-        monkeypatch.setattr(Entry, "verify", verify)
+        monkeypatch.setattr(ObjectEntry, "verify", verify)
         done = run("store", "verify", "run", "--step", "20")
         assert done.exit_code == 0, done.output
         assert "whole" in done.stdout

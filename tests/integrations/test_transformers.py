@@ -26,7 +26,7 @@ from modelstate.errors import (
     WriteFailedError,
 )
 from modelstate.io import write_system
-from modelstate.store.directory import Entry
+from modelstate.store.directory import ObjectEntry
 
 transformers = pytest.importorskip("transformers")
 
@@ -401,20 +401,20 @@ def test_a_step_that_is_taken_away_while_it_is_read(tmp_path: Path, monkeypatch:
     with ms.Store(tmp_path / "run") as store:
         saving = StoreCallback(store)
         saving.train(trainer_of(tmp_path, saving))
-    real = Entry.verify
+    real = ObjectEntry.verify
 
-    def verify(entry: Entry, directory: str) -> None:
+    def verify(entry: ObjectEntry, directory: str) -> None:
         """Somebody takes the step away as its reading begins."""
-        monkeypatch.setattr(Entry, "verify", real)
+        monkeypatch.setattr(ObjectEntry, "verify", real)
         shutil.rmtree(directory)
         real(entry, directory)
 
     with ms.Store(tmp_path / "run") as store:
         saving, model = StoreCallback(store), Net()
-        monkeypatch.setattr(Entry, "verify", verify)
+        monkeypatch.setattr(ObjectEntry, "verify", verify)
         assert saving.train(trainer_of(tmp_path, saving, model)).global_step == 15
         assert len(model.losses) == 3
-        monkeypatch.setattr(Entry, "verify", verify)
+        monkeypatch.setattr(ObjectEntry, "verify", verify)
         with pytest.raises(StepNotFoundError):
             saving.train(trainer_of(tmp_path, saving), step=9)
 

@@ -91,18 +91,18 @@ def test_a_step_that_is_taken_away_while_it_is_read_is_not_bad(
 
 
 def test_a_step_that_is_taken_away_while_it_is_verified(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from modelstate.store.directory import Entry
+    from modelstate.store.directory import ObjectEntry
 
-    store, live, real = ms.Store(tmp_path, keep=1), ms.Live(linear(0)), Entry.verify
+    store, live, real = ms.Store(tmp_path, keep=1), ms.Live(linear(0)), ObjectEntry.verify
     following, log = by_hand(live, store)
     save(store, 1)
 
-    def meanwhile(entry: Entry, directory: str) -> None:
+    def meanwhile(entry: ObjectEntry, directory: str) -> None:
         if directory.endswith("1"):
             save(store, 2)
         real(entry, directory)
 
-    monkeypatch.setattr(Entry, "verify", meanwhile)
+    monkeypatch.setattr(ObjectEntry, "verify", meanwhile)
     assert actions(following) == [("swapped", 2)]
     assert log == []
 

@@ -113,7 +113,7 @@ class FileRecord:
 
 
 @dataclass(frozen=True, slots=True)
-class Entry:
+class ObjectEntry:
     """An object of a checkpoint."""
 
     kind: Kind
@@ -179,7 +179,7 @@ class Record:
     time: float
     """Seconds since 1970, when it was saved."""
     metrics: Mapping[str, float]
-    entries: Mapping[str, Entry]
+    entries: Mapping[str, ObjectEntry]
     serial: int = 0
     """The number of the save: the later checkpoint of a store has the higher one, independent of steps and clocks."""
 
@@ -255,7 +255,7 @@ def _parsed(content: dict[str, Any]) -> Record:
         index = fields.get("index", "")
         if fields["kind"] not in tuple(Kind) or (index and index not in files):
             raise ValueError(f"an invalid entry of an object: {key}")
-        entries[key] = Entry(Kind(fields["kind"]), index, files, fields.get("value"))
+        entries[key] = ObjectEntry(Kind(fields["kind"]), index, files, fields.get("value"))
     metrics = {str(name): float(value) for name, value in content["metrics"].items()}
     time = float(content["time"])
     datetime.fromtimestamp(time)  # raises for a number that is not a time
@@ -280,7 +280,7 @@ def damaged(where: str, found: str) -> DamagedCheckpointError:
     )
 
 
-def _why_not_whole(directory: str, entries: Mapping[str, Entry]) -> str:
+def _why_not_whole(directory: str, entries: Mapping[str, ObjectEntry]) -> str:
     """Returns which file is missing or has another size; empty where the checkpoint is complete."""
     for entry in entries.values():
         for name, file in entry.files.items():

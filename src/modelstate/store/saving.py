@@ -35,8 +35,8 @@ from modelstate.store.directory import (
     MAX_RECORD_BYTES,
     PIN_FILE,
     RECORD_FILE,
-    Entry,
     FileRecord,
+    ObjectEntry,
     Place,
     Record,
     StepEntry,
@@ -217,11 +217,11 @@ def _write_object(
     before: StepEntry | None,
     shard_bytes: int | None,
     doubtful: Set[tuple[int, int]],
-) -> tuple[Entry, _Files]:
+) -> tuple[ObjectEntry, _Files]:
     """Writes an object into a directory that is not visible to readers yet. Raises `OSError` and `UnsavableError`."""
     state, kind, files = job.states[path], job.kinds[path], _Files(directory)
     if not state.tensors and isinstance(state.tree, dict) and set(state.tree) == {"value"}:
-        return Entry(kind, value=state.tree["value"]), files
+        return ObjectEntry(kind, value=state.tree["value"]), files
     with _size_errors(path):
         if not state.tensors:
             # An index without files is invalid, so the manifest goes into a file without tensors.
@@ -230,7 +230,7 @@ def _write_object(
             with new_file(os.path.join(directory, name)) as output:
                 write(output, planned)
             files.bytes_written += planned.nbytes
-            return Entry(kind, name, {name: _record_of(directory, name)}), files
+            return ObjectEntry(kind, name, {name: _record_of(directory, name)}), files
         unwritten: dict[str, torch.Tensor] = state.live
         constant: Set[str] = job.frozen.get(path, frozenset())
         old = before.record.entries.get(path) if before is not None and before.record is not None else None
@@ -249,7 +249,7 @@ def _write_object(
             output.append(index_of(files.tensors, total, state.manifest(None, files.digests)))
             files.bytes_written += output.nbytes
     records = {name: files.linked_records.get(name) or _record_of(directory, name) for name in (*files.tensors, index)}
-    return Entry(kind, index, records), files
+    return ObjectEntry(kind, index, records), files
 
 
 _Layout = tuple[torch.dtype, tuple[int, ...]]
@@ -269,7 +269,7 @@ class _Linkable:
     """The digest of each tensor."""
 
 
-def _linkable(directory: str, entry: Entry, doubtful: Set[tuple[int, int]]) -> _Linkable | None:
+def _linkable(directory: str, entry: ObjectEntry, doubtful: Set[tuple[int, int]]) -> _Linkable | None:
     """Returns the files of an object that can be linked; None where they cannot be read.
 
     They are those that have not changed since they were written, and whose device and inode are not `doubtful`.
