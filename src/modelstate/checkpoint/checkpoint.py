@@ -48,6 +48,7 @@ from modelstate.spec import (
     Contents,
     Encoded,
     Stored,
+    StoredComposite,
     StoredTensor,
     TensorSpec,
     bytes_key,
@@ -386,10 +387,12 @@ class Checkpoint(Mapping[str, TensorSpec]):
             torch.autograd.graph.increment_version(out)
             self.read_all([Request(source, out.data_ptr())])
             return
-        whole = self.read(_rows(stored, start, stop))
+        rows = [] if start is None else [slice(start, stop)]
+        region = stored.region(rows) if isinstance(stored, StoredTensor | StoredComposite) else None
+        values = self.read(stored if region is None else region)
         try:
             with torch.no_grad():
-                out.copy_(whole if start is None or isinstance(stored, StoredTensor) else whole[start:stop])
+                out.copy_(values[start:stop] if rows and region is None else values)
         except RuntimeError as error:
             raise OptionError(
                 "torch cannot copy this tensor, or these rows of it, to this memory",
@@ -504,15 +507,6 @@ def _spec(name: str, stored: Stored, where: str) -> TensorSpec:
             found=error,
             remedy="run the module once, so that its parameters are made, or leave the name out",
         ) from error
-
-
-def _rows(stored: Stored, start: int | None, stop: int | None) -> Stored:
-    """The rows of a strided tensor as a stored tensor; any other tensor as it is."""
-    if not isinstance(stored, StoredTensor) or start is None or stop is None:
-        return stored
-    count = max(stop - start, 0)
-    offset = stored.offset + (start * stored.stride[0] if count else 0)
-    return StoredTensor(stored.dtype, (count, *stored.shape[1:]), stored.stride, stored.storage, offset)
 
 
 def _check_target(out: object, shape: tuple[int, ...], dtype: torch.dtype, where: str) -> None:

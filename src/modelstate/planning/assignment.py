@@ -72,7 +72,7 @@ class Assignment:
         if isinstance(self.stored, Derived):
             return self.stored.result_bytes + self.stored.scratch_bytes
         if isinstance(self.stored, StoredTensor) and not self.stored.is_contiguous:
-            read = self.stored.extent.nbytes
+            read = self.stored.read_bytes
             return read if read == self.nbytes else read + self.nbytes  # elements that lie apart are put together
         return self.nbytes
 
