@@ -461,8 +461,8 @@ FLAWS: dict[str, tuple[Change, type[errors.OpenError], str]] = {
     "too short": (_place(length=700), errors.TruncatedFileError, "has no end"),
     "negative": (_place(offset=-1), errors.HeaderError, "nowhere"),
     "huge": (_place(length=2**70), errors.HeaderError, "nowhere"),
-    "nothing": (_place(length=0), errors.PickleError, "no archive"),
-    "shifted": (_place(offset=5, length=100), errors.PickleError, "no archive"),
+    "nothing": (_place(length=0), errors.PickleError, "not an archive"),
+    "shifted": (_place(offset=5, length=100), errors.PickleError, "not an archive"),
     "number as a file": (_place(relative_path=1), errors.PickleError, "the file of an item"),
     "compressed": (_place(transform_descriptors=["stream.zstd"]), errors.UnsupportedTensorError, "stream.zstd"),
     "same bytes": (_same_bytes, errors.HeaderError, "in the same bytes"),
@@ -481,7 +481,7 @@ FLAWS: dict[str, tuple[Change, type[errors.OpenError], str]] = {
     "larger": (_table(size=torch.Size([5, 3])), errors.HeaderError, "leave holes"),
     "smaller": (_table(size=torch.Size([3, 3])), errors.HeaderError, "outside its tensor"),
     "fewer dimensions": (_table(size=torch.Size([4])), errors.HeaderError, "outside its tensor"),
-    "text": (_table(size="4"), errors.PickleError, "no tuple"),
+    "text": (_table(size="4"), errors.PickleError, "not a tuple"),
     "immense": (_table(size=torch.Size([2**62, 4])), errors.HeaderError, "impossible size"),
     "immense and empty": (_table(size=torch.Size([0, 2**62, 4])), errors.HeaderError, "impossible size"),
     "overlapping": (_chunk(offsets=torch.Size([1, 0])), errors.HeaderError, "overlap"),
@@ -552,7 +552,7 @@ def test_chunks_of_another_shape_or_kind(tmp_path: Path) -> None:
     one, other = raw.storage_data
     raw.storage_data[one], raw.storage_data[other] = raw.storage_data[other], raw.storage_data[one]
     (directory / ".metadata").write_bytes(pickle.dumps(raw))
-    with pytest.raises(errors.PickleError, match="is none"):
+    with pytest.raises(errors.PickleError, match="is not a tensor"):
         ms.open(directory)
 
 

@@ -340,7 +340,7 @@ def test_a_shard_that_is_a_directory(tmp_path: Path) -> None:
     index = write(tmp_path)
     (tmp_path / SHARDS[0]).unlink()
     (tmp_path / SHARDS[0]).mkdir()
-    with pytest.raises(HeaderError, match="no files"):
+    with pytest.raises(HeaderError, match="not regular files"):
         opened(index)
 
 
@@ -348,7 +348,7 @@ def test_a_shard_that_is_a_pipe_does_not_block(tmp_path: Path) -> None:
     index = write(tmp_path)
     (tmp_path / SHARDS[0]).unlink()
     os.mkfifo(tmp_path / SHARDS[0])
-    with pytest.raises(HeaderError, match="no files"):
+    with pytest.raises(HeaderError, match="not regular files"):
         opened(index)
 
 

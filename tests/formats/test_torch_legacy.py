@@ -153,8 +153,8 @@ def test_a_length_that_contradicts_the_pickle(small: Path) -> None:
     [
         (viewed(("v", 3, 4)), errors.HeaderError, "a view leaves its storage"),
         (viewed(("v", -1, 4)), errors.HeaderError, "a view leaves its storage"),
-        (viewed(("v", 0)), errors.PickleError, "a view of a storage that is none"),
-        (viewed("view"), errors.PickleError, "a view of a storage that is none"),
+        (viewed(("v", 0)), errors.PickleError, "the view of a storage is not valid"),
+        (viewed("view"), errors.PickleError, "the view of a storage is not valid"),
         (viewed(None, size=6), errors.HeaderError, "leaves its storage"),
         (viewed(None, numel=5), errors.PickleError, "contradicts itself about a storage"),
         (viewed(None, numel=-6), errors.PickleError, "."),

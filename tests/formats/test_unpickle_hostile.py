@@ -97,7 +97,7 @@ HOSTILE = {
     "a mark too few": b"\x80\x02K\1t.",
     "a text that is none": b"\x80\x02X\1\0\0\0\xff.",
     "a device that is none": b"\x80\x02ctorch\ndevice\nX\3\0\0\0abc\x85R.",
-    "a layout that is none": b"\x80\x02ctorch.serialization\n_get_layout\nX\3\0\0\0abc\x85R.",
+    "a value that is not a layout": b"\x80\x02ctorch.serialization\n_get_layout\nX\3\0\0\0abc\x85R.",
     "a persistent id of text": b"Pabc\n.",
     "an odd number of items": b"\x80\x02}(K\1u.",
 }

@@ -14,7 +14,7 @@ KINDS: dict[str, dict[str, Any]] = {"file": {}, "shards": {"shard_size_bytes": 1
 
 
 def state(version: int) -> dict[str, Any]:
-    """Of the same names and shapes in each version, and with a value that is no tensor."""
+    """Of the same names and shapes in each version, and with a value that is not a tensor."""
     tensors = {f"w{n}": torch.full((LENGTH + n,), float(version)) for n in range(6)}
     return {**tensors, "tied": tensors["w0"], "_extra_state": {"version": version, "copy": torch.tensor([version])}}
 

@@ -185,7 +185,7 @@ def index_of(directory: Path, metadata: dict[str, Any]) -> Path:
 def test_a_digest_of_what_has_none(tmp_path: Path) -> None:
     digests = {"algorithm": "xxh3-128", "block_bytes": 4 << 20, "tensors": {"b": "0" * 32}}
     said = json.dumps({"format": 1, "digests": digests})
-    with pytest.raises(ManifestError, match="'b', which is no plain tensor"):
+    with pytest.raises(ManifestError, match="'b', which is not a plain tensor"):
         ms.open(index_of(tmp_path, {SEAL: OPEN_SEAL, KEY: said}))
 
 

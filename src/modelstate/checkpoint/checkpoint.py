@@ -630,7 +630,7 @@ def what_to_verify(checkpoint: Checkpoint) -> dict[ByteRange, list[str]]:
     if not checkpoint.key:
         for storage in expected:
             if storage.nbytes:
-                names_of.setdefault(storage, ["a value that is no tensor"])
+                names_of.setdefault(storage, ["a value that is not a tensor"])
     without = [names[0] for storage, names in names_of.items() if storage not in expected]
     if without or not (names_of or checkpoint.contents.is_sealed):
         listed = ", ".join(without[:3]) + (", ..." if len(without) > 3 else "")

@@ -51,7 +51,7 @@ def combine(sources: Sequence[Checkpoint], how: object) -> Checkpoint:
     elif not isinstance(how, Combination):
         if not callable(how) or isinstance(how, type):
             raise OptionError(
-                "combine= is no way to combine checkpoints",
+                "combine= is not a way to combine checkpoints",
                 expected="ms.merge.Average(...), ms.merge.LoRA(...), or a function of a name and a list of tensors",
                 found=repr(how),
             )
@@ -218,7 +218,7 @@ def check_values(sources: Sequence[Checkpoint], *, in_all: bool = False) -> None
             differing.append(f"{name!r} in {_places(indices)}")
     if differing:
         raise CombineError(
-            f"{len(differing)} values that are no tensors differ",
+            f"{len(differing)} values that are not tensors differ",
             where=where(sources),
             expected="the same in all checkpoints" + ("" if in_all else " that have them"),
             found=listed(differing),

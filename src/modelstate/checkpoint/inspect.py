@@ -280,7 +280,7 @@ def _values(inspection: Inspection) -> str:
     for (_, kind, text), paths in similar.items():
         folded = [f"{paths[0]} … ({len(paths)} ×)"] if len(paths) > _MAX_RUNS else paths
         table += [(f"  {path}", kind, text) for path in folded]
-    return f"values that are no tensors ({len(inspection.values):,}):\n{columns(table)}"
+    return f"values that are not tensors ({len(inspection.values):,}):\n{columns(table)}"
 
 
 def _metadata(inspection: Inspection) -> str:

@@ -367,7 +367,7 @@ class _Constructor:
 
     def failed(self, name: str, path: Path, error: Exception) -> PickleError:
         return PickleError(
-            f"an object of {name} cannot be made of what the pickle has",
+            f"an object of {name} cannot be created from the values in the pickle",
             where=f"{self.path}: {dotted(path)}",
             found=f"{type(error).__name__}: {str(error)[:200]}",
             remedy="use the version of the library that wrote it, or leave it out of what is allowed",

@@ -190,7 +190,7 @@ def _state(node: object, kind: str) -> dict[str, object]:
         raise _damaged(f"a {kind.rpartition('.')[2]} is missing", getattr(node, "name", type(node).__name__))
     state = node.states[0] if node.states else {}
     if len(node.states) > 1 or type(state) is not dict:
-        raise _damaged(f"a {kind.rpartition('.')[2]} that is none", type(state).__name__)
+        raise _damaged(f"a {kind.rpartition('.')[2]} is not valid", type(state).__name__)
     return state
 
 
@@ -363,7 +363,7 @@ def _paths(items: dict[str, ChunkedTensor | None], mapping: object) -> dict[str,
         is_path = type(path) is tuple and 0 < len(path) <= _MAX_PATH_STEPS and type(path[0]) is str
         is_valid = type(name) is str and is_path
         if not is_valid or not all(type(step) is str or (type(step) is int and 0 <= step < MAX_INDEX) for step in path):
-            raise _damaged("a path of the state dict that is none", str(name)[:200])
+            raise _damaged("a path of the state dict is not valid", str(name)[:200])
         if name != ".".join(map(str, path)):
             raise _damaged("a name is not that of its path", f"{str(name)[:200]!r} and {str(path)[:200]}")
         # The table may contain values of other ranks that were not written.
@@ -459,7 +459,7 @@ def _read_archive(file: SourceFile, index: Index, place: Place, names: TorchGlob
         head = section.read(0, min(4, place.nbytes), "its beginning")
         if not torch_zip.matches(head):
             raise PickleError(
-                "this is no archive of torch.save",
+                "not an archive of torch.save",
                 expected=f"one at byte {place.start}, as the metadata says",
                 found=excerpt(head),
                 remedy="copy the checkpoint again",
@@ -484,7 +484,7 @@ def _tensor(item: ChunkedTensor, chunks: Sequence[object], where: str) -> object
         if isinstance(part, Refused):
             return part
         if not isinstance(part, StoredTensor | StoredComposite):
-            raise PickleError("a chunk of a tensor is none", where=where, found=type(part).__name__)
+            raise PickleError("a chunk of a tensor is not a tensor", where=where, found=type(part).__name__)
         if part.dtype != item.dtype or part.shape != chunk.shape:
             raise HeaderError(
                 "a chunk of a tensor is not what the metadata says",

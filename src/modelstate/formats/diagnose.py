@@ -195,7 +195,7 @@ def _unknown(path: str, head: bytes) -> UnknownFormatError | TruncatedFileError:
     if len(head) < 8:
         return _too_short(path, head)
     return UnknownFormatError(
-        "this is no checkpoint of a format that is known here",
+        "this is not a checkpoint of a known format",
         where=path,
         expected=_FORMATS,
         found=f"a file that begins with {head[:16].hex(' ')} ({excerpt(head[:16])})",

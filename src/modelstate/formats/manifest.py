@@ -84,7 +84,7 @@ def check_size(text: str) -> None:
     parts = sum(text.count(char) for char in ",[{")
     if len(text) > MAX_BYTES or parts > MAX_PARTS:
         limits = f"at most {size(MAX_BYTES)} and {MAX_PARTS:,}"
-        raise ValueError(f"values that are no tensors, of {size(len(text))} in {parts:,} parts; {limits} are read")
+        raise ValueError(f"values that are not tensors, of {size(len(text))} in {parts:,} parts; {limits} are read")
 
 
 def apply(
@@ -138,7 +138,7 @@ def apply(
     state.update((alias, known[owner]) for alias, owner in zip(aliases, owners, strict=True))
     for name, tree in manifest.get("extra", {}).items():
         if name in state or name in hidden:
-            raise _damaged(where, f"{quote(name)} is a tensor and a value that is none")
+            raise _damaged(where, f"{quote(name)} is both a tensor and another value")
         state[name] = Encoded(tree, hidden, f"{path}: {name}")
     if "versions" in manifest:
         set_version_metadata(state, _versions(manifest["versions"], where))
@@ -166,7 +166,7 @@ class _Tree:
                 plain if type(plain) in (str, int, float, bool) else Encoded(plain, self._known, f"{self._path}: {at}")
             )
         if type(tree[kind]) is not list:
-            raise _damaged(self._where, f"a {kind} that is no list")
+            raise _damaged(self._where, f"a {kind} whose content is not a list")
         if kind != "dict":
             items = [self.node(item, f"{at}[{index}]", depth + 1) for index, item in enumerate(tree[kind])]
             return items if kind == "list" else tuple(items)
@@ -208,7 +208,7 @@ def _checksums(fields: dict[str, Any], tensors: Mapping[str, StoredTensor], wher
     for name in _names(list(digests), tensors, where):
         stored: object = tensors[name]
         if not isinstance(stored, StoredTensor):
-            raise _damaged(where, f"a digest of {quote(name)}, which is no plain tensor")
+            raise _damaged(where, f"a digest of {quote(name)}, which is not a plain tensor")
         storage = stored.storage
         try:
             checksums[storage] = checksum_of(digests[name], storage.nbytes)
@@ -223,7 +223,7 @@ def _versions(tree: object, where: str) -> OrderedDict[str, Any]:
     except CodecError as error:
         raise _damaged(where, f"the versions of modules: {error.what}") from error
     if not isinstance(versions, dict) or not all(isinstance(entry, dict) for entry in versions.values()):
-        raise _damaged(where, "the versions of modules are no dict of dicts")
+        raise _damaged(where, "the versions of modules are not a dict of dicts")
     return OrderedDict(versions)
 
 
@@ -232,7 +232,7 @@ def _parse(text: str, where: str) -> dict[str, Any]:
         check_size(text)
         manifest = json.loads(text, object_pairs_hook=_unique, parse_constant=_refuse_constant)
     except (ValueError, RecursionError) as error:
-        raise _damaged(where, str(error) if isinstance(error, ValueError) else "nested without end") from error
+        raise _damaged(where, str(error) if isinstance(error, ValueError) else "nested too deeply") from error
     if type(manifest) is not dict or type(manifest.get("format")) is not int:
         raise _damaged(where, "no format version")
     if manifest["format"] > FORMAT:
@@ -337,7 +337,7 @@ def _composite(
 
 def _not_made(cls: str, where: str, found: str) -> ManifestError:
     return ManifestError(
-        f"a tensor of the class {cls} cannot be made of what is stored of it",
+        f"a tensor of the class {cls} cannot be created from its stored parts",
         where=where,
         found=found[:500],
         remedy="the version of the package that defines the class may be another one; the safetensors library reads "

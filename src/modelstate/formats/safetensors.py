@@ -188,7 +188,7 @@ def parse_object(text: bytes) -> Members:
     except RecursionError:
         raise JsonError("its values are nested too deeply") from None
     if not isinstance(value, tuple):
-        raise JsonError("this is no JSON object", excerpt(text[:60]) or "the end", "{", at=0)
+        raise JsonError("not a JSON object", excerpt(text[:60]) or "the end", "{", at=0)
     return value
 
 
@@ -197,7 +197,8 @@ def _loads(text: str, parse_int: Callable[[str], int] | None) -> object:
         return json.loads(text, object_pairs_hook=tuple, parse_int=parse_int)
     except json.JSONDecodeError as error:
         # Without its cause, which keeps the whole text in memory.
-        raise JsonError(error.msg, printable(text[error.pos : error.pos + 60]) or "the end", at=error.pos) from None
+        what = error.msg[:1].lower() + error.msg[1:]
+        raise JsonError(what, printable(text[error.pos : error.pos + 60]) or "the end", at=error.pos) from None
     except ValueError:
         if parse_int is not None:
             raise
@@ -216,7 +217,7 @@ def strings_of(members: object, limit: int, different: int = MAX_ENTRIES) -> dic
     Raises `JsonError`, and `JsonLimitError` for more keys than `limit`, or more different values than `different`.
     """
     if not isinstance(members, tuple):
-        raise JsonError("this is no object of strings", str(members)[:60], '{"key": "value", ...}')
+        raise JsonError("not an object of strings", str(members)[:60], '{"key": "value", ...}')
     strings: dict[str, str] = {}
     known: dict[str, str] = {}
     for key, value in members:

@@ -256,7 +256,7 @@ def safe_paths(index_path: str, directory: str, shards: list[str]) -> list[str]:
         raise ReadFailedError("a shard cannot be opened", where=index_path, found=error) from error
     odd = [quote(shard) for shard, mode in zip(shards, modes, strict=True) if not stat.S_ISREG(mode)]
     if odd:
-        raise HeaderError("the index names shards that are no files", where=index_path, found=_some(odd))
+        raise HeaderError("the index names shards that are not regular files", where=index_path, found=_some(odd))
     return paths
 
 

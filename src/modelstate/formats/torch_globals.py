@@ -22,7 +22,6 @@ import torch
 from modelstate.errors import (
     HeaderError,
     OpenError,
-    PickleError,
     SourceTypeError,
     UnsupportedTensorError,
 )
@@ -36,6 +35,7 @@ from modelstate.formats.unpickle import (
     SafeGlobal,
     Storage,
     check_key,
+    damaged,
 )
 from modelstate.spec import StoredTensor
 from modelstate.torch_compat.private import wrapper_subclass
@@ -133,7 +133,7 @@ class TorchGlobals:
     def attribute(self, parent: object, name: object) -> object:
         """Replaces `getattr`, by which a pickle names nested classes and members of enums, without calling it."""
         if not isinstance(parent, Allowed | Refused) or type(name) is not str or len(name) > 1000:
-            raise PickleError("the pickle is damaged: an attribute of what is no class", found=str(name)[:100])
+            raise damaged("getattr of a value that is not a class", str(name)[:100])
         if isinstance(parent, Allowed) and isinstance(parent.real, enum.EnumType) and name in parent.real.__members__:
             return Allowed(f"{parent.name}.{name}", parent.real.__members__[name])
         value = self.find(f"{parent.name}.{name}")
@@ -193,7 +193,7 @@ def _builtin() -> dict[str, object]:
 
 def _items(values: object) -> list[object]:
     if not isinstance(values, list | tuple | set | frozenset):
-        raise PickleError("the pickle is damaged: items that are no list", found=type(values).__name__)
+        raise damaged("items that are not a list", type(values).__name__)
     items = list(values)
     for item in items:
         check_key(item)
@@ -205,10 +205,10 @@ def _ordered_dict(pairs: object = ()) -> OrderedDict[object, object]:
         return OrderedDict(pairs)
     mapping: OrderedDict[object, object] = OrderedDict()
     if not isinstance(pairs, list | tuple):
-        raise PickleError("the pickle is damaged: a dict of what is no list", found=type(pairs).__name__)
+        raise damaged("a dict from a value that is not a list", type(pairs).__name__)
     for pair in pairs:
         if type(pair) not in (list, tuple) or len(pair) != 2:
-            raise PickleError("the pickle is damaged: a dict of what is no pair", found=type(pair).__name__)
+            raise damaged("a dict from items that are not pairs", type(pair).__name__)
         check_key(pair[0])
         mapping[pair[0]] = pair[1]
     return mapping
@@ -219,13 +219,13 @@ def _counter(counts: object = None) -> Counter[object]:
     if type(counts) is dict:
         dict.update(counter, counts)
     elif counts is not None:
-        raise PickleError("the pickle is damaged: counts that are no dict", found=type(counts).__name__)
+        raise damaged("counts that are not a dict", type(counts).__name__)
     return counter
 
 
 def _encode(text: str, encoding: str = "utf-8") -> bytes:
     if encoding not in ("latin1", "latin-1", "utf-8", "utf8", "ascii"):
-        raise PickleError("the pickle is damaged: bytes in an encoding that pickle does not use", found=encoding)
+        raise damaged("bytes in an encoding that pickle does not use", encoding)
     return codecs.encode(text, encoding)
 
 
@@ -234,7 +234,7 @@ def _bytearray(value: object = b"", encoding: str = "latin-1") -> bytearray:
         return bytearray(_encode(value, encoding))
     if not isinstance(value, bytes | bytearray):
         # A number would be taken as the size to allocate.
-        raise PickleError("the pickle is damaged: a bytearray of what is no bytes", found=type(value).__name__)
+        raise damaged("a bytearray from a value that is not bytes", type(value).__name__)
     return bytearray(value)
 
 
@@ -244,7 +244,7 @@ def _bytes(value: object = b"") -> bytes:
 
 def _complex(real: float = 0.0, imaginary: float = 0.0) -> complex:
     if type(real) not in (int, float) or type(imaginary) not in (int, float):
-        raise PickleError("the pickle is damaged: a complex number of what is no number")
+        raise damaged("a complex number from values that are not numbers")
     return complex(real, imaginary)
 
 
@@ -255,7 +255,7 @@ def _size(values: object = ()) -> torch.Size:
 def _layout(name: object) -> torch.layout:
     layout = getattr(torch, name.removeprefix("torch."), None) if isinstance(name, str) else None
     if not isinstance(layout, torch.layout):
-        raise PickleError("the pickle is damaged: an unknown layout", found=str(name)[:100])
+        raise damaged("an unknown layout", str(name)[:100])
     return layout
 
 
@@ -290,11 +290,11 @@ Described = StoredTensor | DeferredTensor | InvalidTensor | Refused
 def dims(values: object) -> tuple[int, ...]:
     """The values as a tuple of at most 64 integers of 64 bits. Raises `PickleError` or `HeaderError`."""
     if not isinstance(values, tuple | list):
-        raise PickleError("the pickle is damaged: a shape that is no tuple", found=type(values).__name__)
+        raise damaged("a shape that is not a tuple", type(values).__name__)
     if len(values) > MAX_DIMS:
         raise HeaderError("a tensor of too many dimensions", expected=f"at most {MAX_DIMS}", found=len(values))
     if not _INTEGERS.issuperset(map(type, values)):
-        raise PickleError("the pickle is damaged: a shape that is not made of integers")
+        raise damaged("a shape that is not made of integers")
     if values and not -MAX_INDEX <= min(values) <= max(values) < MAX_INDEX:
         raise HeaderError("a tensor has more elements than any memory", found="a size above 2**63")
     return tuple(values)
@@ -320,7 +320,7 @@ def unsupported(kind: str, remedy: str = "") -> InvalidTensor:
 
 def _typed(value: object, kind: type[_T], what: str) -> _T:
     if type(value) is not kind or not isinstance(value, kind):
-        raise PickleError(f"the pickle is damaged: {what}", found=type(value).__name__)
+        raise damaged(what, type(value).__name__)
     return value
 
 
@@ -334,7 +334,7 @@ def _strided(
     metadata: object,
 ) -> Described:
     if type(storage) is not Storage:
-        raise PickleError("the pickle is damaged: a tensor without a storage", found=type(storage).__name__)
+        raise damaged("a tensor without a storage", type(storage).__name__)
     if dtype in QUANTIZED:
         return unsupported(f"a quantized tensor ({dtype})", "save its dequantize()d form")
     try:
@@ -356,7 +356,7 @@ def _with_bits(stored: StoredTensor, metadata: object) -> Described:
     if not conj and not neg:
         return stored
     if conj and not stored.dtype.is_complex:
-        return InvalidTensor(PickleError("the pickle is damaged: real numbers that are conjugated"))
+        return InvalidTensor(damaged("real numbers that are conjugated"))
 
     def make(parts: Sequence[torch.Tensor]) -> torch.Tensor:
         value = parts[0].conj() if conj else parts[0]  # a view: a small file may expand a number to any size
@@ -396,7 +396,7 @@ def _tensor_v3(
 
 
 def _dtype(value: object) -> torch.dtype:
-    dtype: torch.dtype = _typed(value, torch.dtype, "a dtype that is none")
+    dtype: torch.dtype = _typed(value, torch.dtype, "a value that is not a dtype")
     return dtype
 
 
@@ -410,7 +410,7 @@ def _parameter(data: object, requires_grad: object = True, hooks: object = None,
         return _with_attributes(replace(data, requires_grad=grad, is_parameter=True), state)
     if type(data) is DeferredTensor:
         return replace(data, requires_grad=grad, is_parameter=True)
-    raise PickleError("the pickle is damaged: a parameter without a tensor", found=type(data).__name__)
+    raise damaged("a parameter without a tensor", type(data).__name__)
 
 
 def _with_attributes(tensor: StoredTensor | DeferredTensor, state: object) -> Described:
@@ -419,7 +419,7 @@ def _with_attributes(tensor: StoredTensor | DeferredTensor, state: object) -> De
     if not attributes or type(tensor) is not StoredTensor:
         return tensor
     if not isinstance(attributes, dict) or not all(type(key) is str for key in attributes):
-        raise PickleError("the pickle is damaged: attributes that are no dict")
+        raise damaged("attributes that are not a dict")
     return replace(tensor, attributes=attributes)
 
 
@@ -441,9 +441,9 @@ def _sparse(layout: object, data: object) -> Described:
         if isinstance(part, Refused | InvalidTensor):
             return part
         if type(part) is not StoredTensor and type(part) is not DeferredTensor:
-            raise PickleError("the pickle is damaged: a sparse tensor of what is no tensor", found=type(part).__name__)
+            raise damaged("a part of a sparse tensor is not a tensor", type(part).__name__)
     if not 1 <= len(rest) <= 2 or len(parts) != count:
-        raise PickleError("the pickle is damaged: a sparse tensor of too many or too few parts")
+        raise damaged("a sparse tensor of too many or too few parts")
     try:
         size = dims(rest[0])
         if min((*size, 0)) < 0 or math.prod(filter(None, size)) >= MAX_INDEX:
@@ -478,31 +478,31 @@ def _from_type(function: object, cls: object, args: object, state: object) -> De
         if isinstance(name, Refused):
             return Refused(name.name, args, state)
     if type(args) is not tuple or type(function) is not SafeGlobal or not isinstance(cls, SafeGlobal | Allowed):
-        raise PickleError("the pickle is damaged: a subclass that is none")
+        raise damaged("a class that is not a tensor subclass")
     inert = next((arg for arg in args[:MAX_ARGUMENTS] if isinstance(arg, Refused | InvalidTensor)), None)
     if inert is not None:
         return Refused(inert.name, args, state) if isinstance(inert, Refused) else inert
     if function.name == "torch._utils._rebuild_wrapper_subclass":
         return _wrapper_subclass(cls, args, state)
     if function.call is _from_type or function.name not in FUNCTIONS or len(args) > MAX_ARGUMENTS:
-        raise PickleError("the pickle is damaged: a subclass that is none", found=function.name)
+        raise damaged("a class that is not a tensor subclass", function.name)
     base = FUNCTIONS[function.name](*args)
     if isinstance(base, Refused):
         return Refused(base.name, base, state)
     if isinstance(base, InvalidTensor):
         return base
     if type(base) is not StoredTensor and type(base) is not DeferredTensor:
-        raise PickleError("the pickle is damaged: a subclass of what is no tensor", found=type(base).__name__)
+        raise damaged("a subclass of a value that is not a tensor", type(base).__name__)
     if cls.real is torch.Tensor:
         return _with_attributes(base, state)
     if isinstance(cls, SafeGlobal) or not _is_tensor_class(cls.real):
-        raise PickleError("the pickle is damaged: a tensor that becomes what is no tensor", found=cls.name)
+        raise damaged("a tensor converted to a class that is not a tensor class", cls.name)
     return _subclass(cls, base.dtype, base.shape, (base,), state, lambda parts: parts[0])
 
 
 def _wrapper_subclass(cls: object, args: tuple[object, ...], state: object) -> Described:
     if type(cls) is not Allowed or not _is_tensor_class(cls.real) or len(args) != 8 or args[0] is not cls:
-        raise PickleError("the pickle is damaged: a subclass that is none", found=_class_name(cls))
+        raise damaged("a class that is not a tensor subclass", _class_name(cls))
     if cls.name.startswith("torch.nested."):
         return unsupported("a nested tensor", "save its values() and offsets()")
     _, dtype, size, stride, offset, layout, _, _ = args
@@ -512,7 +512,7 @@ def _wrapper_subclass(cls: object, args: tuple[object, ...], state: object) -> D
             raise HeaderError("a tensor has an impossible layout", found=f"shape {shape}, stride {steps}")
     except OpenError as error:
         return InvalidTensor(error)
-    dtype, layout = _dtype(dtype), _typed(layout, torch.layout, "a layout that is none")
+    dtype, layout = _dtype(dtype), _typed(layout, torch.layout, "a value that is not a layout")
 
     def make(parts: Sequence[object]) -> torch.Tensor:
         # Every such class calls `_make_wrapper_subclass` in its `__new__`, whose arguments are not known here.
@@ -550,10 +550,10 @@ def set_state(target: Any, state: object) -> None:
     assign = setattr if isinstance(target, torch.Tensor) else object.__setattr__
     for piece in pieces:
         if piece is not None and not isinstance(piece, Mapping):
-            raise PickleError("the pickle is damaged: a state that is no dict", found=type(piece).__name__)
+            raise damaged("a state that is not a dict", type(piece).__name__)
         for key, value in (piece or {}).items():
             if type(key) is not str or key.startswith("__") or isinstance(target, type):
-                raise PickleError("the pickle is damaged: a state that reaches behind the object", found=str(key)[:100])
+                raise damaged("a state that reaches behind the object", str(key)[:100])
             assign(target, key, value)
 
 
@@ -570,7 +570,7 @@ def _from_cpu(data: object, dtype: object, device: object, requires_grad: object
     target = _dtype(dtype)
     grad = _typed(requires_grad, bool, "requires_grad is neither True nor False")
     if type(data) is not StoredTensor:
-        raise PickleError("the pickle is damaged: a tensor of a device without its values", found=type(data).__name__)
+        raise damaged("a tensor of a device without its values", type(data).__name__)
     if data.dtype == target:
         return replace(data, requires_grad=grad)
     return DeferredTensor("cast", target, data.shape, (data,), lambda parts: parts[0].to(target), grad)

@@ -16,7 +16,7 @@ from modelstate.errors import (
 )
 from modelstate.formats.construct import construct
 from modelstate.formats.torch_globals import StorageType, TorchGlobals
-from modelstate.formats.unpickle import Allowed, Refused, Storage, unpickle
+from modelstate.formats.unpickle import Allowed, Refused, Storage, damaged, unpickle
 from modelstate.io.files import MAX_STRUCTURE_BYTES, SourceFile
 from modelstate.spec import ByteRange, Contents
 
@@ -108,7 +108,7 @@ def _pickles(data: bytes, storages: "_Storages") -> tuple[int, object, int]:
 
 
 def _no_storage(key: tuple[object, ...]) -> object:
-    raise PickleError("the pickle is damaged: a storage where none can be")
+    raise damaged("a storage where none can be")
 
 
 class _Storages:
@@ -125,14 +125,14 @@ class _Storages:
         if kind == "module" and len(key) == 4 and type(key[1]) in (Refused, Allowed):
             return key[1]
         if kind != "storage" or len(key) != 6:
-            raise PickleError("the pickle is damaged: it refers to what is no storage", found=len(key))
+            raise damaged("a persistent id that is not a storage", len(key))
         if type(key[1]) is Refused:
             return key[1]
         _, cls, name, _, numel, view = key
         name = str(name) if type(name) is int else name
         is_name = type(name) is str and len(name) <= 100
         if type(cls) is not StorageType or not is_name or type(numel) is not int or not 0 <= numel < 2**60:
-            raise PickleError("the pickle is damaged: it refers to a storage that cannot be")
+            raise damaged("the description of a storage is not valid")
         return cls, name, numel, view
 
     def declare(self, key: tuple[object, ...]) -> object:
@@ -152,7 +152,7 @@ class _Storages:
     def locate(self, keys: object, pos: int) -> None:
         """Finds the storages, which follow one another."""
         if type(keys) is not list or not all(type(key) in (str, int) for key in keys):
-            raise PickleError("the pickle is damaged: the names of its storages are no list", found=type(keys).__name__)
+            raise damaged("the names of its storages are not a list", type(keys).__name__)
         for key in map(str, keys):
             declared = self.declared.get(key)
             if declared is None:
@@ -186,7 +186,7 @@ class _Storages:
         offset = 0
         if view is not None:
             if type(view) is not tuple or len(view) != 3 or {type(view[1]), type(view[2])} != {int}:
-                raise PickleError("the pickle is damaged: a view of a storage that is none")
+                raise damaged("the view of a storage is not valid")
             _, offset, numel = view
         if not 0 <= offset <= offset + numel or (offset + numel) * itemsize > storage.region.nbytes:
             raise HeaderError(

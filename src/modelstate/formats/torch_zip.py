@@ -18,7 +18,6 @@ from modelstate.errors import (
     HeaderError,
     ModelStateError,
     OpenError,
-    PickleError,
     UnknownFormatError,
     UnsavableError,
     UnsupportedTensorError,
@@ -29,7 +28,7 @@ from modelstate.formats.safetensors import listed, nbytes_of
 from modelstate.formats.sharded import write_file
 from modelstate.formats.torch_globals import StorageType, TorchGlobals
 from modelstate.formats.tree import items_of, leaves
-from modelstate.formats.unpickle import InvalidTensor, Refused, Storage, unpickle
+from modelstate.formats.unpickle import InvalidTensor, Refused, Storage, damaged, unpickle
 from modelstate.formats.zip_directory import ZipDirectory
 from modelstate.io import write_system
 from modelstate.io.atomic import LOCK_TIMEOUT_SECONDS, Output, unfinished_file, write_errors
@@ -176,7 +175,7 @@ def _check_byteorder(directory: ZipDirectory, prefix: str) -> None:
         )
     if order != b"little":
         raise ArchiveError(
-            "the byte order is none",
+            "the byte order is unknown",
             where=f"{directory.file.path}: {name}",
             expected="little",
             found=excerpt(order[:20]),
@@ -195,12 +194,12 @@ class _Storages:
     def find(self, key: tuple[object, ...]) -> object:
         """The storage that a persistent id names."""
         if len(key) != 5 or key[0] not in ("storage", b"storage"):
-            raise PickleError("the pickle is damaged: it refers to what is no storage", found=len(key))
+            raise damaged("a persistent id that is not a storage", len(key))
         _, kind, name, _, numel = key
         if type(kind) is Refused:
             return kind
         if type(kind) is not StorageType or type(name) is not str or type(numel) is not int or len(name) > 100:
-            raise PickleError("the pickle is damaged: it refers to a storage that cannot be")
+            raise damaged("the description of a storage is not valid")
         short = (kind.dtype, name, numel)
         if short not in self.storages:
             record = f"{self.prefix}/data/{name}"

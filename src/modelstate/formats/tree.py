@@ -88,7 +88,7 @@ class _Flattener:
             return False
         if depth > _MAX_DEPTH or self.nodes > _MAX_NODES:
             raise SourceTypeError(
-                "a tree without end" if depth > _MAX_DEPTH else "a tree with too many values",
+                "a tree that is nested too deeply" if depth > _MAX_DEPTH else "a tree with too many values",
                 where=f"{self.where}, at {path[:80]!r}",
                 expected=f"at most {_MAX_DEPTH} levels and {_MAX_NODES} values",
                 remedy="look for a container that holds itself, or the same list many times",

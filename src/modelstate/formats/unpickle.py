@@ -34,6 +34,11 @@ MAX_ARGUMENTS = 16
 """More arguments than any known function takes."""
 
 
+def damaged(what: str, found: object = "") -> PickleError:
+    """The error for a pickle that no writer has written like this."""
+    return PickleError(f"the pickle is damaged: {what}", found=found)
+
+
 class Refused:
     """An inert placeholder for a class or function that is not allowed, or for an object of it."""
 
@@ -179,7 +184,7 @@ def check_key(key: object) -> None:
     else:
         is_plain = isinstance(key, tuple) and len(key) <= MAX_KEY_ITEMS and _KEYS.issuperset(map(type, key))
     if not is_plain:
-        raise PickleError("a key that is no plain value", where="the pickle", found=kind.__name__)
+        raise PickleError("a key that is not a plain value", where="the pickle", found=kind.__name__)
 
 
 # The machine.
@@ -233,10 +238,6 @@ def unpickle(
 
 def _ends_early(pos: int) -> TruncatedFileError:
     return TruncatedFileError(f"the pickle ends early, at byte {pos}")
-
-
-def _damaged(what: str, found: object = "") -> PickleError:
-    return PickleError(f"the pickle is damaged: {what}", found=found)
 
 
 class _Machine:
@@ -302,7 +303,7 @@ class _Machine:
                 elif op == 0x51:  # BINPERSID
                     key = stack.pop()
                     if type(key) is not tuple:
-                        raise _damaged("a persistent id that is no tuple", type(key).__name__)
+                        raise damaged("a persistent id that is not a tuple", type(key).__name__)
                     stack.append(persistent(key))
                 elif op == 0x29:  # EMPTY_TUPLE
                     stack.append(())
@@ -317,7 +318,7 @@ class _Machine:
                     self.pos, self.stack = pos, stack
                     act = _TABLE[op]
                     if act is None:
-                        raise _damaged("an opcode that no checkpoint has", f"0x{op:02x} at byte {pos - 1}")
+                        raise damaged("an opcode that no checkpoint has", f"0x{op:02x} at byte {pos - 1}")
                     act(self)
                     pos, stack = self.pos, self.stack
         finally:
@@ -367,7 +368,7 @@ class _Machine:
 
     def long(self, nbytes: int) -> None:
         if nbytes > MAX_INT_BYTES:
-            raise _damaged("an integer beyond all measure", f"{nbytes} bytes")
+            raise damaged("an integer that is too large", f"{nbytes} bytes")
         self.push(int.from_bytes(self.take(nbytes), "little", signed=True))
 
     def int_line(self) -> None:
@@ -376,7 +377,7 @@ class _Machine:
             self.push(line == "01")
             return
         if len(line) > MAX_INT_BYTES:
-            raise _damaged("an integer beyond all measure", f"{len(line)} digits")
+            raise damaged("an integer that is too large", f"{len(line)} digits")
         self.push(int(line.removesuffix("L")))
 
     # Names, calls and objects.
@@ -395,21 +396,21 @@ class _Machine:
     def stack_global(self) -> None:
         name, module = self.stack.pop(), self.stack.pop()
         if type(name) is not str or type(module) is not str:
-            raise _damaged("a name that is no text", type(name).__name__)
+            raise damaged("a name that is not text", type(name).__name__)
         self.budget -= len(module) + len(name)
         self.check_budget()
         self.name(module, name)
 
     def check_budget(self) -> None:
         if self.budget < 0:
-            raise _damaged("it copies more than it holds")
+            raise damaged("it copies more than it holds")
 
     def call(self, function: object, args: object) -> object:
         if type(args) is not tuple:
-            raise _damaged("arguments that are no tuple", type(args).__name__)
+            raise damaged("arguments that are not a tuple", type(args).__name__)
         if type(function) is SafeGlobal:
             if function.call is None or len(args) > MAX_ARGUMENTS:
-                raise _damaged("a call that cannot be", f"{function.name} of {len(args)} values")
+                raise damaged("a call that is not possible", f"{function.name} of {len(args)} values")
             if not _INERT.isdisjoint(map(type, args)) and not function.takes_inert:
                 inert = next(arg for arg in args if type(arg) in _INERT)
                 return Refused(inert.name, args) if type(inert) is Refused else inert
@@ -421,16 +422,16 @@ class _Machine:
             return Refused(function.name, *([function] if function.held else []), args)
         if type(function) is Allowed:
             return DeferredCall(function.name, function.real, args)
-        raise _damaged("a call of what is no function", type(function).__name__)
+        raise damaged("a call of a value that is not a function", type(function).__name__)
 
     def new(self, cls: object, args: Any, kwargs: object) -> None:
         if type(cls) is not Allowed:
             self.push(self.call(cls, (*args, kwargs) if kwargs else args))
             return
         if type(args) is not tuple or type(kwargs) is not dict or not isinstance(cls.real, type):
-            raise _damaged("a new object that cannot be", cls.name)
+            raise damaged("an object that cannot be created", cls.name)
         if not all(type(key) is str for key in kwargs):
-            raise _damaged("keywords that are no text", cls.name)
+            raise damaged("keywords that are not text", cls.name)
         self.push(DeferredCall(cls.name, cls.real, args, kwargs, new=True))
 
     def insert(self, items: list[object]) -> None:
@@ -448,7 +449,7 @@ class _Machine:
         elif kind is Refused:
             target.held.extend(items)
         elif kind is not InvalidTensor:
-            raise _damaged("keys and values for what is no dict", kind.__name__)
+            raise damaged("keys and values for a value that is not a dict", kind.__name__)
 
     def extend(self, items: list[object]) -> None:
         target, kind = self.stack[-1], type(self.stack[-1])
@@ -463,7 +464,7 @@ class _Machine:
         elif kind is Refused:
             target.held.extend(items)
         elif kind is not InvalidTensor:
-            raise _damaged("items for what is no list", kind.__name__)
+            raise damaged("items for a value that is not a list", kind.__name__)
 
     def build(self, state: object) -> None:
         target, kind = self.stack[-1], type(self.stack[-1])
@@ -477,7 +478,7 @@ class _Machine:
             if isinstance(versions, dict):
                 set_version_metadata(target, versions)
         elif kind is not InvalidTensor:
-            raise _damaged("a state for what has none", kind.__name__)
+            raise damaged("a state for a value without a state", kind.__name__)
 
     def marked_dict(self) -> None:
         items = self.pop_mark()
@@ -524,7 +525,7 @@ class _Machine:
     def set_protocol(self) -> None:
         self.protocol = self.number(1)
         if self.protocol > pickle.HIGHEST_PROTOCOL:
-            raise _damaged("a protocol that does not exist", self.protocol)
+            raise damaged("a protocol that does not exist", self.protocol)
 
 
 def _table() -> list[Callable[[_Machine], object] | None]:

@@ -141,7 +141,7 @@ class ZipDirectory:
             raw_name = data[pos + _ENTRY.size : name_end]
             pos = name_end + extra_size + comment
             if magic != b"PK\1\2" or pos > len(data):
-                raise self._damaged("its directory has an entry that is none")
+                raise self._damaged("an entry of its directory is not valid")
             name = self._name(raw_name, flags)
             if _MAX32 in (packed, nbytes, header) or disk == _MAX16:
                 extra = data[name_end : name_end + extra_size]
@@ -155,7 +155,7 @@ class ZipDirectory:
         try:
             name = raw.decode("utf-8")
         except UnicodeDecodeError as error:
-            raise self._damaged("a record's name is no text", raw[:100]) from error
+            raise self._damaged("the name of a record is not UTF-8", raw[:100]) from error
         if (
             "\\" in name
             or name[:1] == "/"
