@@ -143,7 +143,7 @@ class AotiVersion:
     def end(self) -> None:
         self._runners.release(self)
 
-    def __call__(self, *args: Any, **named: Any) -> Any:
+    def __call__(self, *args: object, **named: object) -> Any:
         if self.runner is None:  # calling a library without weights crashes the process
             raise VersionGoneError(
                 "this version has no library any more", remedy="call versions within their canary, or within their pin"
@@ -298,7 +298,7 @@ class _Call:
                 remedy="import what registers the classes of the inputs; or export the program again",
             ) from error
 
-    def inputs(self, args: tuple[Any, ...], named: dict[str, Any]) -> list[torch.Tensor]:
+    def inputs(self, args: tuple[object, ...], named: dict[str, object]) -> list[torch.Tensor]:
         """Returns the tensors of a call in the library's order. Raises `ProgramInputError`."""
         if self._inputs is not None:
             return self._inputs.as_exported(self._inputs.flat(args, named))

@@ -41,8 +41,8 @@ class Canary:
         >>> live.swap("step-2000.safetensors", canary=modelstate.Canary((x,), atol=0.1))
     """
 
-    args: tuple[Any, ...] = ()
-    kwargs: Mapping[str, Any] = field(default_factory=dict)
+    args: tuple[object, ...] = ()
+    kwargs: Mapping[str, object] = field(default_factory=dict)
     check: Callable[[Any], object] | None = None
     expected: Any = None
     atol: float | None = None

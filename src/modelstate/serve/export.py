@@ -57,14 +57,14 @@ _OPTIONS: dict[str, object] = {
 
 def export(
     module: nn.Module,
-    args: tuple[Any, ...],
+    args: tuple[object, ...],
     path: str | os.PathLike[str],
     *,
-    kwargs: Mapping[str, Any] | None = None,
+    kwargs: Mapping[str, object] | None = None,
     kind: Kind = "exported",
     dynamic_shapes: Any = None,
     strict: bool = False,
-    options: Mapping[str, Any] | None = None,
+    options: Mapping[str, object] | None = None,
     overwrite: bool = False,
     training: bool = False,
 ) -> Manifest:
@@ -128,7 +128,7 @@ def export(
     return manifest
 
 
-def _check_arguments(module: object, args: object, where: str, kind: str, options: Mapping[str, Any] | None) -> None:
+def _check_arguments(module: object, args: object, where: str, kind: str, options: Mapping[str, object] | None) -> None:
     if not isinstance(module, nn.Module):
         raise OptionError("only modules can be exported", expected="an nn.Module", found=type(module).__name__)
     if not isinstance(args, tuple):
@@ -152,7 +152,7 @@ def _names(module: nn.Module) -> tuple[NameMap | None, str]:
         return None, f"{error.what}: {error.found}"
 
 
-def _exported(module: nn.Module, args: tuple[Any, ...], named: dict[str, Any], shapes: Any, strict: bool) -> Any:
+def _exported(module: nn.Module, args: tuple[object, ...], named: dict[str, object], shapes: Any, strict: bool) -> Any:
     import torch.export
 
     try:
@@ -177,7 +177,7 @@ def _exported(module: nn.Module, args: tuple[Any, ...], named: dict[str, Any], s
     return program
 
 
-def _compiled(program: Any, module: nn.Module, options: Mapping[str, Any]) -> tuple[list[Any], dict[str, Any]]:
+def _compiled(program: Any, module: nn.Module, options: Mapping[str, object]) -> tuple[list[object], dict[str, object]]:
     """Compiles a program. Returns the files of the package, and the description of its inputs. Raises `ExportError`."""
     where = type(module).__name__
     inputs = ExportedTarget(program, None).inputs
@@ -232,7 +232,7 @@ def _specialized_sizes(program: Any, names: list[str]) -> list[str]:
     return sorted(specialized)
 
 
-def _write(output: Output, program: Any, files: list[Any] | None, manifest: Manifest) -> None:
+def _write(output: Output, program: Any, files: list[object] | None, manifest: Manifest) -> None:
     """Writes the archive, which replaces the previous content of the file."""
     extra = {NAME: manifest.to_json()}
     with open(os.dup(output.descriptor), "r+b") as file:
@@ -306,7 +306,7 @@ class _Answer:
 
 
 def verify_export(
-    target: Target, module: nn.Module, args: tuple[Any, ...], named: Mapping[str, Any]
+    target: Target, module: nn.Module, args: tuple[object, ...], named: Mapping[str, object]
 ) -> ExportVerification:
     """Compares the answers of module and program: with the original weights, each tensor changed alone, all changed.
 
@@ -365,7 +365,9 @@ def verify_export(
 class _Trial:
     """Calls the module and the program with the same inputs and with any weights."""
 
-    def __init__(self, target: Target, module: nn.Module, args: tuple[Any, ...], named: Mapping[str, Any]) -> None:
+    def __init__(
+        self, target: Target, module: nn.Module, args: tuple[object, ...], named: Mapping[str, object]
+    ) -> None:
         self._target, self._inputs = target, (args, dict(named))
         self.where = type(module).__name__
         self._skeleton = meta_clone(module)
@@ -385,7 +387,10 @@ class _Trial:
         before = {name: value.clone() for name, value in module.named_buffers()}
         answer = self._answer(module, lambda: dict(module.named_buffers()), seed)
         after = dict(module.named_buffers())
-        self.mutable |= {name for name, value in before.items() if not _is_same(value, after.get(name))}
+        for name, value in before.items():
+            other = after.get(name)
+            if other is None or value.shape != other.shape or not torch.equal(value, other):
+                self.mutable |= {name}
         return answer
 
     def of_module_or_none(self, state: State) -> _Answer | None:
@@ -551,10 +556,6 @@ def _distance(one: torch.Tensor, other: torch.Tensor) -> float:
         return 0.0
     scale = max(float(one.abs().max()), 1e-6)
     return float((one - other).abs().max()) / (scale * tolerance)
-
-
-def _is_same(one: torch.Tensor, other: torch.Tensor | None) -> bool:
-    return other is not None and one.shape == other.shape and torch.equal(one, other)
 
 
 def _answer_error(where: str, found: str, which: str) -> ExportError:

@@ -76,7 +76,7 @@ class ExportedProgramVersion:
     def end(self) -> None:
         pass
 
-    def __call__(self, *args: Any, **named: Any) -> Any:
+    def __call__(self, *args: object, **named: object) -> Any:
         graph = self._graph
         inputs = graph.inputs.flat(args, named)
         outputs = list(graph.run(*self._weights, *inputs))

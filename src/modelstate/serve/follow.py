@@ -148,7 +148,7 @@ def follow(
     return following
 
 
-def _check_target(target: object, options: dict[str, Any]) -> None:
+def _check_target(target: object, options: dict[str, object]) -> None:
     swap = getattr(target, "swap", None)
     if not callable(swap):
         raise LiveTargetError(
@@ -188,7 +188,7 @@ class Following:
         poll_seconds: float,
         on_error: Callable[[Exception], object] | None,
         on_swap: Callable[[FollowEvent], object] | None,
-        options: dict[str, Any],
+        options: dict[str, object],
     ) -> None:
         self._target, self._store, self._selection, self._object = target, store, selection, object
         self._poll_seconds, self._options = poll_seconds, options

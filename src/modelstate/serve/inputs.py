@@ -280,7 +280,7 @@ class Inputs:
         """The names of inputs that are integers and vary from request to request."""
         return [wanted.name for wanted in self._inputs if isinstance(wanted, _Number)]
 
-    def flat(self, args: tuple[Any, ...], named: dict[str, Any]) -> list[Any]:
+    def flat(self, args: tuple[object, ...], named: dict[str, object]) -> list[Any]:
         """Checks the arguments of a call, and returns them flat, in the program's order. Raises `ProgramInputError`."""
         if named and list(named) != self._keywords and named.keys() == set(self._keywords):
             named = {name: named[name] for name in self._keywords}

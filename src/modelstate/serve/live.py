@@ -147,7 +147,7 @@ class Live:
 
     # Serving.
 
-    def __call__(self, *args: Any, **named: Any) -> Any:
+    def __call__(self, *args: object, **named: object) -> Any:
         """Answers a request with the current version.
 
         Raises:
@@ -157,7 +157,7 @@ class Live:
         """
         return self._gate.entry(*args, **named)
 
-    def answer(self, *args: Any, **named: Any) -> Answer:
+    def answer(self, *args: object, **named: object) -> Answer:
         """Answers a request, and returns the result with the id of the version that gave it.
 
         Returns:
@@ -303,7 +303,11 @@ class Live:
                 self._log("swapped", flip.new.source, clock.seconds)
         except BaseException as error:
             if swap.new is None or self._gate.current is not swap.new:
-                self._log("refused", _source_name(source), clock.seconds, f"{type(error).__name__}: {error}")
+                if isinstance(source, Checkpoint):
+                    name = source.source
+                else:
+                    name = str(source) if isinstance(source, str | os.PathLike) else type(source).__name__
+                self._log("refused", name, clock.seconds, f"{type(error).__name__}: {error}")
             elif self._events[-1].version != swap.new.id:  # an interrupt arrived between the flip and its event
                 self._log("swapped", swap.new.source, clock.seconds)
             raise
@@ -531,12 +535,6 @@ def _deadline(timeout_seconds: float | None) -> float | None:
 
 def _remaining_seconds(deadline: float | None) -> float | None:
     return None if deadline is None else max(deadline - time.monotonic(), 0.0)
-
-
-def _source_name(source: object) -> str:
-    if isinstance(source, Checkpoint):
-        return source.source
-    return str(source) if isinstance(source, str) or hasattr(source, "__fspath__") else type(source).__name__
 
 
 def _after_fork() -> None:

@@ -197,7 +197,10 @@ class Undo:
         return {name: self._copies[id(tensor)] for name, tensor in self._tensors.items()}
 
     def __call__(self) -> None:
-        after = _handled_error()
+        error = sys.exc_info()[1]
+        # Text: a reference to the handled error would keep its frames alive.
+        after = "" if error is None else f", after {type(error).__name__}: {error}"
+        del error
         try:
             with torch.no_grad():
                 for parameter in self._weights:
@@ -209,12 +212,6 @@ class Undo:
                 found=f"{type(failure).__name__}: {failure}{after}",
                 remedy="swap in weights that are known to be good",
             ) from failure
-
-
-def _handled_error() -> str:
-    """The exception that is being handled, as text: a reference to it would keep its frames alive."""
-    error = sys.exc_info()[1]
-    return "" if error is None else f", after {type(error).__name__}: {error}"
 
 
 def detach_shared_storage(program: Program) -> None:

@@ -34,7 +34,7 @@ class Program(Protocol):
     def end(self) -> None:
         """Releases what the program holds beyond its own memory. The program is not called afterwards."""
 
-    def __call__(self, *args: Any, **named: Any) -> Any: ...
+    def __call__(self, *args: object, **named: object) -> Any: ...
 
 
 class RunnerPool(Protocol):

@@ -136,7 +136,7 @@ class ModuleProgram:
     def end(self) -> None:
         pass
 
-    def __call__(self, *args: Any, **named: Any) -> Any:
+    def __call__(self, *args: object, **named: object) -> Any:
         return self._call(*args, **named)
 
 

@@ -209,7 +209,7 @@ class Pin:
         # Weak: only the block holds the version, and the block ends with its frame.
         self._context = weakref.ref(context)
 
-    def __call__(self, *args: Any, **named: Any) -> Any:
+    def __call__(self, *args: object, **named: object) -> Any:
         """Answers a request with the pinned version. Raises `VersionGoneError` after the block."""
         return self._entry()(*args, **named)
 
@@ -245,7 +245,7 @@ class Pin:
         except (OptionError, LiveTargetError) as error:
             raise AttributeError(str(error)) from error
 
-    def _call_method(self, name: str, /, *args: Any, **named: Any) -> Any:
+    def _call_method(self, name: str, /, *args: object, **named: object) -> Any:
         entry = self._entry()
         try:
             return _keep_in_use(entry, _method_of(entry.func, name)(*args, **named))
@@ -281,11 +281,11 @@ class Method:
     def __init__(self, pin: Callable[[], AbstractContextManager[Pin]], name: str) -> None:
         self._pin, self._name = pin, name
 
-    def __call__(self, *args: Any, **named: Any) -> Any:
+    def __call__(self, *args: object, **named: object) -> Any:
         """Calls the method of the current version, and raises what that method raises."""
         return self.answer(*args, **named).value
 
-    def answer(self, *args: Any, **named: Any) -> Answer:
+    def answer(self, *args: object, **named: object) -> Answer:
         """Calls the method, and returns its result with the id of the version that gave it."""
         with self._pin() as version:
             return Answer(version.method(self._name)(*args, **named), version.id)
@@ -324,21 +324,21 @@ def _keep_in_use(entry: Entry, result: Any) -> Any:
     return result
 
 
-def _generator(entry: Entry, generator: Generator[Any, Any, Any]) -> Generator[Any, Any, Any]:
+def _generator(entry: Entry, generator: Generator[object, object, object]) -> Generator[object, object, object]:
     try:
         return (yield from generator)
     finally:
         del entry
 
 
-async def _coroutine(entry: Entry, coroutine: Coroutine[Any, Any, Any]) -> Any:
+async def _coroutine(entry: Entry, coroutine: Coroutine[object, object, object]) -> Any:
     try:
         return await coroutine
     finally:
         del entry
 
 
-async def _async_generator(entry: Entry, generator: AsyncGenerator[Any, Any]) -> AsyncGenerator[Any, Any]:
+async def _async_generator(entry: Entry, generator: AsyncGenerator[object, object]) -> AsyncGenerator[object, object]:
     try:
         async for value in generator:
             yield value
@@ -519,7 +519,7 @@ class VersionGate:
         entry.version, entry.drain, entry.quarantine = version, drain, quarantine
         return entry
 
-    def _call_when_open(self, *args: Any, **named: Any) -> Any:
+    def _call_when_open(self, *args: object, **named: object) -> Any:
         return self._open_entry()(*args, **named)
 
     def _open_entry(self) -> Entry:
