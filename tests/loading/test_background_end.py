@@ -98,8 +98,8 @@ def test_every_way_of_bringing_in_says_what_it_has_done_and_can_be_stopped(
     way: dict[str, Any], target: str, path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     kept: list[Any] = []
-    real = staged_module.StagedLoad.bring_in
-    monkeypatch.setattr(staged_module.StagedLoad, "bring_in", lambda self, _: kept.append(self))
+    real = staged_module.StagedLoad.read
+    monkeypatch.setattr(staged_module.StagedLoad, "read", lambda self, _: kept.append(self))
     handle = ms.load(made(target), path, background=True, **way)
     assert eventually(lambda: handle.done)
     told: list[int] = []

@@ -179,13 +179,13 @@ def test_a_file_that_is_cut_while_it_comes_in(target: str, tmp_path: Path, monke
     module: Any = nn.Linear(1024, 1024, bias=False)
     if target == "skeleton":
         module.to("meta")
-    real = staged_module.StagedLoad.bring_in
+    real = staged_module.StagedLoad.read
 
     def cut_first(self: Any, progress: Any) -> None:
         os.truncate(path, 8192)
         real(self, progress)
 
-    monkeypatch.setattr(staged_module.StagedLoad, "bring_in", cut_first)
+    monkeypatch.setattr(staged_module.StagedLoad, "read", cut_first)
     before = whole(module)
     handle = ms.load(module, path, background=True)
     with pytest.raises(errors.ReadFailedError):

@@ -34,7 +34,7 @@ class LoadHandle:
                 advance(nbytes)
 
             with torch.set_grad_enabled(grad_enabled), progress_bar(progress, staged.nbytes) as advance:
-                staged.bring_in(on_progress)
+                staged.read(on_progress)
 
         # The task does not refer to the handle, so that a handle can be dropped.
         self._task = BackgroundTask(

@@ -1,4 +1,4 @@
-"""Puts values into slots, and hands values that were read in the background to the load that commits."""
+"""`Place` writes values into slots; `StagedLoad` reads values in the background for a load that commits later."""
 
 from collections.abc import Iterable, Sequence
 from contextlib import nullcontext
@@ -20,54 +20,59 @@ from modelstate.transaction.transaction import Transaction, Write
 
 
 class Place(Write):
-    """The write that carries an assignment out, by what the value has become in the end."""
+    """The write that executes an assignment. The final value decides how."""
 
-    __slots__ = ("made", "preparation")
+    __slots__ = ("assignment", "preparation")
 
-    def __init__(self, preparation: Preparation, made: Assignment) -> None:
-        super().__init__(made.param, made.value)
-        self.preparation, self.made = preparation, made
+    def __init__(self, preparation: Preparation, assignment: Assignment) -> None:
+        super().__init__(assignment.param, assignment.value)
+        self.preparation, self.assignment = preparation, assignment
 
     @property
     def cannot_fail(self) -> bool:
-        """Whether all that remains is a copy between memory that is there."""
-        made, final = self.made, self.made.final
-        if final is None or made.placement.by_handler or made.param.is_meta or not _fits(made):
+        """Whether only a copy between existing memory remains."""
+        assignment, final = self.assignment, self.assignment.final
+        if (
+            final is None
+            or assignment.placement.by_handler
+            or assignment.param.is_meta
+            or not _keeps_memory(assignment)
+        ):
             return False
-        return final is made.param or copy_cannot_fail(made.param, final)
+        return final is assignment.param or copy_cannot_fail(assignment.param, final)
 
     def run(self, transaction: Transaction | None) -> None:
-        made, param = self.made, self.target
-        if made.final is None:
+        assignment, param = self.assignment, self.target
+        if assignment.final is None:
             if transaction is not None:
-                made.placement = replace(made.placement, mapped=False)  # model code has the value in its hands
-            stage_one(self.preparation, made)
-        final = made.final
+                assignment.placement = replace(assignment.placement, mapped=False)  # model code uses the value
+            stage_one(self.preparation, assignment)
+        final = assignment.final
         assert final is not None
         if final is param:
-            return  # it was read in place
+            return  # the value was read in place
         if transaction is None:
             with torch.no_grad():
                 param.copy_(final)
-        elif param.is_meta and not made.placement.by_handler and is_plain(final):
+        elif param.is_meta and not assignment.placement.by_handler and is_plain(final):
             transaction.register_undo(give_memory(param, final))
         else:
             with torch.no_grad():
-                self._exchange(param, final, transaction)
-        if made.freezes and param.requires_grad:
+                self._replace(param, final, transaction)
+        if assignment.freezes and param.requires_grad:
             _freeze(param, transaction)
 
-    def _exchange(self, param: torch.Tensor, final: torch.Tensor, transaction: Transaction) -> None:
-        made = self.made
-        if made.placement.by_handler or not is_plain(final):
-            if made.placement.by_handler:
+    def _replace(self, param: torch.Tensor, final: torch.Tensor, transaction: Transaction) -> None:
+        assignment = self.assignment
+        if assignment.placement.by_handler or not is_plain(final):
+            if assignment.placement.by_handler:
                 transaction.save_tensor(param)
-                _by_handler(made.name, param, final, transaction)
+                _by_handler(assignment.name, param, final, transaction)
             else:
                 transaction.save_metadata(param)
-                _become(made.name, param, final, transaction)
-            made.dtype, made.device = param.dtype, param.device
-        elif _fits(made):
+                _take_over(assignment.name, param, final, transaction)
+            assignment.dtype, assignment.device = param.dtype, param.device
+        elif _keeps_memory(assignment):
             transaction.save_tensor(param)
             param.copy_(final)
         else:
@@ -76,28 +81,25 @@ class Place(Write):
             transaction.register_undo(point_to(param, final, new_grad))
 
 
-def _fits(made: Assignment) -> bool:
-    """Whether the slot keeps the memory that it has."""
-    return made.param.dtype == made.dtype and made.param.device == made.device
+def _keeps_memory(assignment: Assignment) -> bool:
+    """Whether the slot keeps its memory."""
+    return assignment.param.dtype == assignment.dtype and assignment.param.device == assignment.device
 
 
 def _by_handler(name: str, param: torch.Tensor, value: torch.Tensor, transaction: Transaction) -> None:
-    """What torch does when swapping is switched on: the subclass says what becomes of the value.
-
-    See `torch.Tensor.module_load`.
-    """
+    """Replaces a tensor by the result of its `module_load` handler, as torch does when swapping is switched on."""
     new = module_load(param, value, assign=param.is_meta)
     if new is value or new is param:
-        raise RuntimeError("module_load returned one of self or other; it must return a new tensor")
+        raise RuntimeError("module_load returned self or other; it must return a new tensor")
     if is_plain(new) and not is_plain(param):
         raise RuntimeError(
-            f"its class would no longer be {type(param).__name__}, for nothing says how a tensor becomes one"
+            f"its class would no longer be {type(param).__name__}: no handler converts a plain tensor to this class"
         )
-    _become(name, param, new, transaction)
+    _take_over(name, param, new, transaction)
 
 
 def _freeze(param: torch.Tensor, transaction: Transaction | None) -> None:
-    """A parameter that gets no gradient any more, and has none."""
+    """Clears `requires_grad` and the gradient of a parameter."""
     grad = param.grad
 
     def undo() -> None:
@@ -110,113 +112,132 @@ def _freeze(param: torch.Tensor, transaction: Transaction | None) -> None:
     param.requires_grad_(False)
 
 
-def _become(name: str, param: torch.Tensor, value: torch.Tensor, transaction: Transaction) -> None:
-    """Makes `param` what `value` is; its gradient stays where that still fits."""
+def _take_over(name: str, param: torch.Tensor, value: torch.Tensor, transaction: Transaction) -> None:
+    """Gives `param` the class, metadata and memory of `value`. A gradient stays if it still fits."""
     for error in refusals({name: param}):
         raise error
     grad = param.grad if param.is_leaf else None
     fits = grad is not None and (grad.shape, grad.dtype, grad.device) == (value.shape, value.dtype, value.device)
-    # What is made in inference mode could never be trained; what was made there can only be changed there.
-    made_there = param.is_inference() or value.is_inference()
-    with nullcontext() if made_there else torch.inference_mode(False):
+    # An inference tensor can only be changed in inference mode. Other tensors must not become inference tensors, which
+    # cannot be trained.
+    in_inference_mode = param.is_inference() or value.is_inference()
+    with nullcontext() if in_inference_mode else torch.inference_mode(False):
         transaction.register_undo(become(param, value, grad if fits else None))
 
 
 class StagedLoad:
-    """The values of a load that has been planned and undone, and that is going to be planned again.
+    """The values of a load that reads in the background.
 
-    They depend on the checkpoint and on what the slots are like, not on what is in them: the model may be used, and
-    trained, while they are brought in. What the model's own loading code has looked at is left to the second plan,
-    since that code will look again; so is what depends on the model's values, or costs nothing.
+    The load is planned and undone, and planned again when it commits. The staged values depend on the checkpoint and on
+    the metadata of the slots, not on the slots' values, so the model may be used and trained in the meantime. The
+    second plan computes the other values: values that the model's own loading code uses, because that code runs again;
+    values that depend on the model's values; and values that need no read.
     """
 
     def __init__(self, preparation: Preparation, verify: bool, notes: Sequence[str] = ()) -> None:
-        """Takes the preparation over, before it is undone; `notes` are for the report.
+        """Takes over a preparation before its transaction is undone.
 
-        Raises `ChecksumError` where nothing can be verified.
+        Args:
+            preparation: The preparation. The caller must not use it afterwards.
+            verify: Whether `read` compares the file with its checksums.
+            notes: Notes for the report.
+
+        Raises:
+            ChecksumError: `verify` is true and the checkpoint has no checksums.
         """
         if verify:
             what_to_verify(preparation.checkpoint)
         self.plan = preparation.plan()
         self.verified_bytes = 0
         self._verify, self._notes = verify, [*notes]
-        self._given: list[Assignment] = []
-        waiting = [made for made in preparation.assignments if _comes_from_elsewhere(made)]
-        for made in waiting:
-            if is_plain(made.param):
-                made.param = made.param.detach()  # which stays what it is, whatever becomes of the model meanwhile
+        self._handed_over: list[Assignment] = []
+        waiting = [assignment for assignment in preparation.assignments if _is_staged(assignment)]
+        for assignment in waiting:
+            if is_plain(assignment.param):
+                assignment.param = assignment.param.detach()  # keeps its metadata when the model changes
         preparation.assignments, preparation.moves = waiting, []
         if preparation.options.transform is not None:
-            _ = preparation.own_memory  # looked up now, in the thread that has the model
+            _ = preparation.own_memory  # computed now, in the thread that uses the model
         self._preparation: Preparation | None = preparation
         self.nbytes = preparation.nbytes
 
-    def bring_in(self, progress: Progress) -> None:
-        """Reads, casts and transforms. `progress` hears of the bytes, and ends it by raising.
+    def read(self, progress: Progress) -> None:
+        """Reads, casts and transforms the values.
 
-        Raises `ReadFailedError`, `ChecksumError` and `TransformError`.
+        Args:
+            progress: Called with numbers of bytes that are done; may raise to end the read.
+
+        Raises:
+            ReadFailedError: A file cannot be read, or has changed since it was opened.
+            ChecksumError: The file is damaged.
+            TransformError: A transform raises, or returns a tensor that cannot be loaded.
         """
         preparation = self._preparation
         assert preparation is not None
         if self._verify:
             self.verified_bytes = preparation.checkpoint.verify(lambda _: progress(0))
         self._notes += prefetch_range(preparation)
-        for made in preparation.assignments:
-            if made.placement.mapped:
-                made.final = made.value
+        for assignment in preparation.assignments:
+            if assignment.placement.mapped:
+                assignment.final = assignment.value
         stage(preparation, progress)
         _wait_for_devices(preparation.assignments)
         self._notes += bring_in(preparation.assignments, progress)
 
-    def give(self, preparation: Preparation) -> None:
-        """Hands the values to a second preparation of the same load. Raises `StalePlanError` where a slot changed."""
+    def hand_over(self, preparation: Preparation) -> None:
+        """Hands the values to a second preparation of the same load."""
         assert self._preparation is not None
-        ready = {made.name: made for made in self._preparation.assignments if made.final is not None}
-        for made in preparation.assignments:
-            first = ready.get(made.name)
-            if first is not None and made.final is None and made.stored is not None:
-                self._hand_over(first, made, preparation)
+        ready = {
+            assignment.name: assignment for assignment in self._preparation.assignments if assignment.final is not None
+        }
+        for assignment in preparation.assignments:
+            staged = ready.get(assignment.name)
+            if staged is not None and assignment.final is None and assignment.stored is not None:
+                self._hand_over_value(staged, assignment, preparation)
         preparation.notes += self._notes
         preparation.overflows.add(self._preparation.overflows.counts)
-        preparation.means = self._preparation.means  # which may have become others, for a file that was cold
+        preparation.means = self._preparation.means  # the reads may have changed it, for a file that was not cached
         preparation.held = self._preparation.held
 
-    def _hand_over(self, first: Assignment, made: Assignment, preparation: Preparation) -> None:
-        final = first.final
-        # What a transform returned may be memory that the model has come to hold since.
-        if final is not None and made.placement.name == "copy" and first.transform is not None:
+    def _hand_over_value(self, staged: Assignment, assignment: Assignment, preparation: Preparation) -> None:
+        final = staged.final
+        # The model may have come to hold the memory that a transform returned.
+        if final is not None and assignment.placement.name == "copy" and staged.transform is not None:
             final = final.clone() if preparation.own_memory.hold(final) else final
-        made.final, made.dtype, made.placement = final, first.dtype, first.placement
-        made.freezes, made.seconds = first.freezes, first.seconds
-        self._given.append(made)
+        assignment.final, assignment.dtype, assignment.placement = final, staged.dtype, staged.placement
+        assignment.freezes, assignment.seconds = staged.freezes, staged.seconds
+        self._handed_over.append(assignment)
 
     def release(self) -> None:
-        """Frees everything that has been brought in, whoever still holds the plans."""
-        for made in (*(self._preparation.assignments if self._preparation is not None else ()), *self._given):
-            made.final = None
-        self._preparation, self._given = None, []
+        """Frees all values that have been read, also where other objects still refer to the plans."""
+        for assignment in (
+            *(self._preparation.assignments if self._preparation is not None else ()),
+            *self._handed_over,
+        ):
+            assignment.final = None
+        self._preparation, self._handed_over = None, []
 
 
-LOAD_AGAIN = "load again, and leave the model's parameters what they are until the result"
+LOAD_AGAIN = "load again, and do not change the model's slots until the result"
 
 
-def _comes_from_elsewhere(made: Assignment) -> bool:
-    """Whether the value waits to be brought in, and comes from the checkpoint alone."""
-    if made.final is not None or made.stored is None or not _of_checkpoint(made.stored):
+def _is_staged(assignment: Assignment) -> bool:
+    """Whether the value must still be read, and depends on the checkpoint alone."""
+    if assignment.final is not None or assignment.stored is None or not _is_from_checkpoint(assignment.stored):
         return False
-    stays = made.placement.name == "copy" and made.transform is None and made.remake is None
-    return not (stays and isinstance(made.stored, torch.Tensor))
+    stays = assignment.placement.name == "copy" and assignment.transform is None and assignment.remake is None
+    return not (stays and isinstance(assignment.stored, torch.Tensor))
 
 
-def _of_checkpoint(stored: Source) -> bool:
-    """Whether it is not made by code of the model's, as an initialiser is."""
+def _is_from_checkpoint(stored: Source) -> bool:
+    """Whether no part of the value is computed by code of the model, as initialisers do."""
     if isinstance(stored, Derived):
-        return bool(stored.parts) and all(map(_of_checkpoint, stored.parts))
+        return bool(stored.parts) and all(map(_is_from_checkpoint, stored.parts))
     return True
 
 
 def _wait_for_devices(assignments: Iterable[Assignment]) -> None:
-    """What was begun on the stream of this thread is done, before other threads use it on theirs."""
-    finals = [made.final for made in assignments if made.final is not None]
+    """Waits for the copies on this thread's CUDA streams, because other threads use the tensors on other streams."""
+    finals = [assignment.final for assignment in assignments if assignment.final is not None]
     for device in {final.device for final in finals if final.device.type == "cuda"}:
         torch.cuda.current_stream(device).synchronize()

@@ -1,4 +1,4 @@
-"""From a checkpoint into a live model: plan, stage, commit."""
+"""`load` and `plan`: plan a load, stage the values, commit them."""
 
 import os
 import time
@@ -34,14 +34,14 @@ from modelstate.transaction.transaction import Transaction
 
 Source = str | os.PathLike[str] | Mapping[str, Any] | Checkpoint
 _OF_TORCH = {
-    "map_location": "device=: where the tensors go; without it they stay where the model has them",
-    "strict": 'leave it out: all names have to fit. To allow some that do not: allow_missing=["head.*"], '
+    "map_location": "device=: the device of the tensors; without it each tensor stays on its device",
+    "strict": 'leave it out: all names have to fit. To allow exceptions: allow_missing=["head.*"], '
     'allow_unexpected=["old.*"]',
-    "assign": "leave it out: tensors on meta get memory, and all parameters stay the objects that they are",
+    "assign": "leave it out: tensors on meta get memory, and all parameters stay the same objects",
     "weights_only": NO_PICKLE,
-    "mmap": "map=: whether tensors on meta may show the file itself",
+    "mmap": "map=: whether tensors on meta may be maps of the file",
 }
-"""Arguments of `torch.load` and `load_state_dict`, and what takes their place."""
+"""Arguments of `torch.load` and `load_state_dict`, each with the argument that replaces it."""
 
 
 @argument_order("ms.plan", is_module, is_source)
@@ -61,15 +61,42 @@ def plan(
     in_place: bool = False,
     init_missing: bool = False,
 ) -> LoadPlan:
-    """What `load` with the same arguments would do, and everything that stands in its way.
+    """Plans a load: returns what `load` with the same arguments would do, and every problem.
 
-    The model is not changed. Its own loading code runs (hooks and `_load_from_state_dict` overrides; not
-    `set_extra_state`), and what that does is undone. No tensor's bytes are read, unless that code or the function of
-    an `Apply` looks at them, or two values have to be compared: of tied tensors, of a `Same`, and of non-persistent
-    buffers that the checkpoint has too.
+    The model is not changed. The model's own loading code runs (hooks and `_load_from_state_dict` overrides, but not
+    `set_extra_state`), and its effects are undone. No tensor bytes are read, with these exceptions: the model's code or
+    the function of an `Apply` uses values, or two values have to be compared (of tied tensors, of a `Same`, or of
+    non-persistent buffers that the checkpoint also has).
 
-    Raises what opening raises, `AmbiguousCheckpointError`, `KeyNotFoundError`, `OptionError`, and `ModelCodeError`
-    where the model's code raises. Problems do not raise: see `Plan.ok`, `Plan.problems`.
+    Args:
+        model: The module to load into.
+        source: The checkpoint, as for `load`.
+        key: As for `load`, like all further arguments.
+        rules: Changes of the checkpoint's names and tensors.
+        allow_missing: Glob patterns of names that may be missing from the checkpoint.
+        allow_unexpected: Glob patterns of names that may be missing from the model.
+        dtype: The dtype of floating-point tensors after the load.
+        device: The device of all tensors after the load.
+        transform: A function of name and tensor, or a mapping from glob patterns to such functions.
+        map: Whether tensors on meta may be maps of the file.
+        in_place: Whether to read into existing memory without a second copy.
+        init_missing: Whether the model's own code initialises tensors that the checkpoint lacks.
+
+    Returns:
+        The plan. Problems do not raise: see `LoadPlan.ok` and `LoadPlan.problems`.
+
+    Raises:
+        FormatError: The checkpoint cannot be opened. `modelstate.open` lists further errors of opening.
+        AmbiguousCheckpointError: Several parts of the checkpoint fit the model.
+        KeyNotFoundError: The checkpoint has no part `key`.
+        OptionError: An argument is invalid.
+        ModelCodeError: The model's own code raises.
+
+    Example:
+        >>> plan = modelstate.plan(model, "model.safetensors")
+        >>> plan.ok
+        True
+        >>> report = modelstate.load(model, plan)
     """
     options = options_of(
         key, rules, allow_missing, allow_unexpected, dtype, device, transform, map, in_place, init_missing
@@ -169,84 +196,105 @@ def load(
     prefault: bool | None = None,
     background: bool = False,
 ) -> LoadReport | LoadHandle:
-    """Loads a checkpoint into a model, all or nothing, with every reference kept.
+    """Loads a checkpoint into a model, all or nothing, and keeps every reference.
 
-    Afterwards every parameter and buffer is the object that it was: optimizers, ties and hooks that refer to it go on
-    working. Every name of the checkpoint and every slot of the model has to be accounted for. On any error the model
-    is what it was, bit for bit.
+    After the load every parameter and buffer is the same object as before, so optimizers, ties and hooks that refer to
+    it stay valid. Every name of the checkpoint and every slot of the model must have a counterpart. After an error the
+    model is unchanged, bit for bit.
 
     Args:
-        model: a module, or a part of one; on the meta device (see `modelstate.skeleton`), materialised, or mixed.
-        source: a path, a directory, a mapping of names to tensors, a `Checkpoint`; or a `LoadPlan`, whose steps are
-            executed as they are. A plan has its own arguments, and is refused where the model has changed since.
-        key: the part of the checkpoint to load, by its dotted path. Without it, the part that has the model's names.
-        rules: changes of the checkpoint's names and tensors, applied in their order; or a `Schema`, which gives those
-            that lead from the checkpoint's version to the current one.
-        allow_missing: glob patterns of names that the model has and the checkpoint need not have.
-        allow_unexpected: glob patterns of names that the checkpoint has and the model need not have.
-        dtype: casts floating-point tensors on the way; what is loaded has that dtype afterwards. A torch.dtype, or its
-            name: "bfloat16", "bf16". Without it, only casts that lose nothing are made, to the dtype of the model.
-        device: where the tensors go. Without it they stay where they are, and those on meta go to the CPU.
-        transform: called once for each tensor, in the order of the file, with its name in the model and the tensor as
-            the file has it; returns the tensor to load, of the same shape. A tensor subclass is possible. Or a mapping
-            from glob patterns, of names or of the paths of modules, to transforms, or to None for what is left alone:
-            the first pattern that matches counts. See also `modelstate.loading.Quantize`.
-        map: whether tensors on meta may show the file itself, copy-on-write, so that nothing is copied. None maps a
-            file only where that is safe: not a torch file that this process may write to, since `torch.save` would
-            overwrite it in place, and no file that cannot be protected from other processes. True maps it all the
-            same, and the report's notes say what is not protected; overwriting such a file in place changes the model,
-            or ends the process. With False the tensors get memory of their own. All other targets always do.
-        in_place: reads straight into the memory that is there, with no second copy. An I/O error or an interrupt in
-            the middle of that read leaves a model that is partly overwritten; every other error leaves it as it was.
-        init_missing: initialises what the checkpoint lacks by the model's own code, as the constructor does: by the
-            `reset_parameters` of the module that owns a tensor, and the `_init_weights` of a Hugging Face model. They
-            run on a copy, so that no tensor that the file has is touched; plan and report name the methods for each
-            tensor. A tensor that has values and that `allow_missing` matches keeps them.
-        verify: compares the file with the checksums that it keeps, before any value is put in place.
-        optimizers: their state follows where a parameter's dtype or device changes, or it has had no memory.
-        progress: a bar on the terminal; None shows it when the load takes longer than half a second.
-        max_memory_bytes: the most memory that the load may need beyond the final tensors.
-        prefault: True brings in the pages of the file that tensors show, with several threads, before anything is put
-            in place; then nothing waits for the disk later. None does so in the background; False leaves it to
-            whoever uses them.
-        background: plans and checks, and returns a `LoadHandle` while a thread reads, casts and transforms; the model
-            is what it was until its `result`. The report's `seconds` are those from this call to that return.
+        model: A module on the meta device (see `modelstate.skeleton`), materialised, or mixed.
+        source: A path, a directory, a mapping from names to tensors, a `Checkpoint`, or a `LoadPlan`. A plan is
+            executed as it is: the arguments that `modelstate.plan` takes must be left out.
+        key: The dotted path of the part of the checkpoint to load. None selects the part that has the model's names.
+        rules: Changes of the checkpoint's names and tensors, applied in order; or a `Schema`, which gives the rules
+            that lead from the checkpoint's version to the current version.
+        allow_missing: Glob patterns of names that may be missing from the checkpoint.
+        allow_unexpected: Glob patterns of names that may be missing from the model.
+        dtype: The dtype of floating-point tensors after the load: a `torch.dtype`, or a name such as "bfloat16" or
+            "bf16". None casts to the dtype of the model, and only where the cast is lossless.
+        device: The device of all tensors after the load. None keeps each tensor on its device, and puts tensors on
+            meta on the CPU.
+        transform: A function that is called once for each tensor, in the order of the file, with the name in the model
+            and the tensor as it is in the file. It returns the tensor to load, of the same shape; a tensor subclass is
+            possible. A mapping from glob patterns, of names or of paths of modules, gives each tensor the function of
+            the first pattern that matches; None as a function leaves the tensor alone. See also
+            `modelstate.loading.Quantize`.
+        map: Whether tensors on meta may be copy-on-write maps of the file, so that nothing is copied. None maps a file
+            only where that is safe: the file cannot be protected from other processes on every file system, and
+            `torch.save` overwrites in place a torch file that this process may write to. True maps such files too, and
+            the notes of the report say what is not protected; overwriting such a file in place changes the model, or
+            ends the process. False reads into new memory. Tensors that have memory are never mapped.
+        in_place: Reads into existing memory, without a second copy. An I/O error or an interrupt during that read
+            leaves a partly overwritten model; after every other error the model is unchanged.
+        init_missing: Initialises tensors that the checkpoint lacks with the model's own code, as the constructor does:
+            `reset_parameters` of the module that owns the tensor, and `_init_weights` of a Hugging Face model. The
+            methods run on a copy, so they change no tensor of the checkpoint. The plan and the report name the methods
+            for each tensor. A tensor that has values and matches `allow_missing` keeps its values.
+        verify: Compares the file with its checksums before any value is put in place.
+        optimizers: Optimizers whose state follows a parameter that changes its dtype or device, or gets its first
+            memory.
+        progress: Whether to show a progress bar. None shows one on a terminal after half a second.
+        max_memory_bytes: The most memory that the load may use in addition to the final tensors.
+        prefault: True reads the pages of mapped files with several threads before any value is put in place. None reads
+            them in the background. False leaves them to the first use.
+        background: Plans and checks now, and returns a `LoadHandle` while a thread reads, casts and transforms. The
+            model is unchanged until `LoadHandle.result`. The report's `seconds` last until that call returns.
 
-    Raises `PlanError` with all problems at once; what opening raises; `ModelCodeError`, `TransformError`,
-    `PlacementError`, `ReadFailedError`, `ChecksumError`, `MemoryBudgetError`, `OptionError`, `StalePlanError`.
+    Returns:
+        The report of the load; with `background=True`, the handle.
+
+    Raises:
+        PlanError: The checkpoint does not fit the model. The error lists every problem.
+        FormatError: The checkpoint cannot be opened. `modelstate.open` lists further errors of opening.
+        OptionError: An argument is invalid.
+        StalePlanError: `source` is a plan, and the model has changed since the plan was created.
+        ModelCodeError: The model's own code raises.
+        TransformError: A transform raises, or returns a tensor that cannot be loaded.
+        PlacementError: A tensor subclass refuses a value.
+        ReadFailedError: A file cannot be read, or has changed since it was opened.
+        ChecksumError: `verify` finds damage, or the file has no checksums.
+        MemoryBudgetError: The load needs more memory than `max_memory_bytes`.
+
+    Example:
+        >>> with modelstate.skeleton():
+        ...     model = Model(config)
+        >>> report = modelstate.load(model, "model.safetensors", dtype="bfloat16")
+        >>> report.coverage
+        1.0
     """
     model = check_model(model)
-    trained = check_optimizers(optimizers, model)
+    checked_optimizers = check_optimizers(optimizers, model)
     check_budget_option(max_memory_bytes)
-    how = _LoadOptions(trained, verify, progress, max_memory_bytes, prefault, time.perf_counter())
+    load_options = _LoadOptions(checked_optimizers, verify, progress, max_memory_bytes, prefault, time.perf_counter())
     options = options_of(
         key, rules, allow_missing, allow_unexpected, dtype, device, transform, map, in_place, init_missing
     )
-    # A transform is the user's code, and may leave cycles of tensors behind that have to be collected on the way.
+    # A transform is the user's code. It may create reference cycles of tensors, which must be collected in time.
     chosen = source.options if isinstance(source, LoadPlan) else options
-    quiet = gc_paused if chosen.transform is None else nullcontext[None]
+    paused_gc = gc_paused if chosen.transform is None else nullcontext[None]
     if not background:
-        with exclusive(model), quiet(), Transaction(model) as transaction:
-            return _carry_out(transaction, source, options, how)
+        with exclusive(model), paused_gc(), Transaction(model) as transaction:
+            return _execute(transaction, source, options, load_options)
     if chosen.in_place:
         raise OptionError(
-            "in_place=True reads into memory that the program goes on using",
+            "in_place=True overwrites memory that the program still uses",
             where="background=True",
-            remedy="leave one of them out: without in_place=True the values wait in memory of their own",
+            remedy="leave one of them out; without in_place=True the values are read into new memory",
         )
-    with exclusive(model), quiet():
-        staged = _staged(model, source, options, how)
+    with exclusive(model), paused_gc():
+        staged = _stage_in_background(model, source, options, load_options)
 
     def commit() -> LoadReport:
-        with exclusive(model), quiet(), Transaction(model) as transaction:
-            return _carry_out(transaction, staged.plan, Options(), replace(how, progress=False), staged)
+        with exclusive(model), paused_gc(), Transaction(model) as transaction:
+            return _execute(transaction, staged.plan, Options(), replace(load_options, progress=False), staged)
 
     return LoadHandle(staged, progress, commit)
 
 
 @dataclass(frozen=True, slots=True)
 class _LoadOptions:
-    """What a load has to keep to, and that does not decide about its plan."""
+    """The options of a load that do not change its plan."""
 
     optimizers: tuple[torch.optim.Optimizer, ...]
     verify: bool
@@ -271,42 +319,44 @@ def load_then(
     """Loads into the root of a transaction that the caller has entered, together with other changes of the caller.
 
     `then` is called before the commit, when every tensor has its final shape, dtype and device, and only copies between
-    existing memory remain. Code that reads tensors there, within the transaction's `model_code`, sees the new values.
-    The argument of `then` is the names of the tensors that the model initialises. `then` registers the undo of each of
-    its changes with the transaction.
+    existing memory remain. Code that reads tensors in `then`, within the transaction's `model_code`, sees the new
+    values. The argument of `then` is the names of the tensors that the model initialises. `then` registers an undo for
+    each of its changes with the transaction.
     """
     check_budget_option(max_memory_bytes)
-    how = _LoadOptions(tuple(optimizers), verify, progress, max_memory_bytes, prefault, time.perf_counter())
+    load_options = _LoadOptions(tuple(optimizers), verify, progress, max_memory_bytes, prefault, time.perf_counter())
     with exclusive(transaction.root), gc_paused():
-        return _carry_out(transaction, checkpoint, options, how, then=then)
+        return _execute(transaction, checkpoint, options, load_options, then=then)
 
 
-def _staged(model: nn.Module, source: Source | LoadPlan, options: Options, how: _LoadOptions) -> StagedLoad:
-    """Plans a load, checks it, and hands it over to be read while the model goes on as it is."""
-    checkpoint, options, plan = _opened(source, options)
+def _stage_in_background(
+    model: nn.Module, source: Source | LoadPlan, options: Options, load_options: _LoadOptions
+) -> StagedLoad:
+    """Plans and checks a load, and returns the object that reads its values while the model is in use."""
+    checkpoint, options, plan = _open_source(source, options)
     with Transaction(model) as transaction:
         with torch.random.fork_rng(devices=[]):
             preparation = Preparation(transaction, checkpoint, options, Place, call_extra_state=False, plan=plan)
         preparation.check()
-        check_budget(preparation, how.max_memory_bytes)
-        _check_trained(preparation, how.optimizers)
-        return StagedLoad(preparation, how.verify, preparation.notes_on_mapping())
+        check_budget(preparation, load_options.max_memory_bytes)
+        _check_optimizers(preparation, load_options.optimizers)
+        return StagedLoad(preparation, load_options.verify, preparation.notes_on_mapping())
 
 
-def _carry_out(
+def _execute(
     transaction: Transaction,
     source: Source | LoadPlan,
     options: Options,
-    how: _LoadOptions,
+    load_options: _LoadOptions,
     staged: StagedLoad | None = None,
     then: Callable[[Set[str]], None] | None = None,
 ) -> LoadReport:
-    """Loads into the root of a transaction. `staged` holds the values that were read before.
+    """Loads into the root of a transaction. `staged` holds values that have been read in the background.
 
-    When it returns, it has dropped all that it needed.
+    All references to the preparation are gone when the function returns.
     """
-    checkpoint, options, plan = _opened(source, options)
-    before = placed(how.optimizers)
+    checkpoint, options, plan = _open_source(source, options)
+    before = placed(load_options.optimizers)
     preparation = Preparation(
         transaction,
         checkpoint,
@@ -317,74 +367,91 @@ def _carry_out(
         stale_remedy="make the plan again" if staged is None else LOAD_AGAIN,
     )
     preparation.check()
-    check_budget(preparation, how.max_memory_bytes)
-    _check_trained(preparation, how.optimizers)
+    check_budget(preparation, load_options.max_memory_bytes)
+    _check_optimizers(preparation, load_options.optimizers)
     if staged is None:
-        verified = preparation.checkpoint.verify() if how.verify else 0
-        preparation.notes += preparation.notes_on_mapping()  # what was staged is not read again
+        verified = preparation.checkpoint.verify() if load_options.verify else 0
+        preparation.notes += preparation.notes_on_mapping()  # staged values are not read again
         preparation.notes += prefetch_range(preparation)
     else:
         verified = staged.verified_bytes
-        staged.give(preparation)
-    with progress_bar(how.progress, preparation.nbytes) as advance:
+        staged.hand_over(preparation)
+    with progress_bar(load_options.progress, preparation.nbytes) as advance:
         stage(preparation, advance)
-        new_state = following_state(how.optimizers, _finals(preparation), before) if how.optimizers else []
-        _place_what_may_fail(preparation)
-        if how.prefault and staged is None:
+        new_state = (
+            following_state(load_options.optimizers, _final_values(preparation), before)
+            if load_options.optimizers
+            else []
+        )
+        _place_fallible(preparation)
+        if load_options.prefault and staged is None:
             preparation.notes += bring_in(preparation.assignments, lambda _: None)
-        _check_shown(preparation)
+        _check_mapped_files(preparation)
         _read_in_place(preparation, advance)
     if then is not None:
         then(preparation.initialised)
     transaction.commit(*(partial(state.__setitem__, name, value) for state, name, value in new_state))
-    if how.prefault is None and staged is None:
+    if load_options.prefault is None and staged is None:
         preparation.notes += prefault_async(preparation)
-    return _report(preparation, how.started, verified)
+    return _report(preparation, load_options.started, verified)
 
 
-def _check_shown(preparation: Preparation) -> None:
-    """What is going to be shown is not read, so that only the file itself can say whether it is still the same."""
-    if any(made.placement.mapped for made in preparation.assignments):
+def _check_mapped_files(preparation: Preparation) -> None:
+    """Raises `ReadFailedError` where a mapped file has changed. Mapped values are not read, so no read notices it."""
+    if any(assignment.placement.mapped for assignment in preparation.assignments):
         preparation.incoming.maps.check_unchanged()
 
 
-def _opened(source: Source | LoadPlan, options: Options) -> tuple[Checkpoint, Options, LoadPlan | None]:
+def _open_source(source: Source | LoadPlan, options: Options) -> tuple[Checkpoint, Options, LoadPlan | None]:
     if not isinstance(source, LoadPlan):
         return open_checkpoint(source), options, None
     if options != Options():
-        raise OptionError("a plan brings its own arguments", remedy="give them to modelstate.plan")
+        raise OptionError("a plan has its own arguments", remedy="pass them to modelstate.plan")
     if source.checkpoint is None or source.binding is None:
         raise OptionError(
-            "the plan was not made by modelstate.plan", remedy="make it by modelstate.plan(model, source)"
+            "the plan was not created by modelstate.plan", remedy="create it with modelstate.plan(model, source)"
         )
     return source.checkpoint, source.options, source
 
 
-def _check_trained(preparation: Preparation, optimizers: tuple[torch.optim.Optimizer, ...]) -> None:
-    """Nothing is known of the state that fits what a module's transform makes of a parameter."""
+def _check_optimizers(preparation: Preparation, optimizers: tuple[torch.optim.Optimizer, ...]) -> None:
+    """Raises `OptionError` where a transform of modules replaces a parameter of an optimizer.
+
+    The state that fits the new tensor is unknown.
+    """
     if not optimizers:
         return
-    trained = {param for optimizer in optimizers for group in optimizer.param_groups for param in group["params"]}
-    for made in preparation.assignments:
-        if made.remake is not None and made.param in trained:
+    optimized_parameters = {
+        param for optimizer in optimizers for group in optimizer.param_groups for param in group["params"]
+    }
+    for assignment in preparation.assignments:
+        if assignment.remake is not None and assignment.param in optimized_parameters:
             raise OptionError(
-                "an optimizer's state cannot follow what the transform makes of its parameter",
-                where=made.name,
-                found=made.placement.why,
+                "the state of an optimizer cannot follow a parameter that the transform replaces",
+                where=assignment.name,
+                found=assignment.placement.why,
                 remedy="build the optimizer after the load, or leave the parameter alone: transform={name: None, ...}",
             )
 
 
-def _finals(preparation: Preparation) -> dict[torch.Tensor, torch.Tensor]:
-    """What each parameter is going to be, before it is; what a tensor subclass has made is there already."""
-    made = preparation.assignments
-    return {one.param: one.final for one in made if one.final is not None and is_plain(one.final)}
+def _final_values(preparation: Preparation) -> dict[torch.Tensor, torch.Tensor]:
+    """The final value of each parameter, before the commit. Parameters of tensor subclasses have theirs already."""
+    return {
+        assignment.param: assignment.final
+        for assignment in preparation.assignments
+        if assignment.final is not None and is_plain(assignment.final)
+    }
 
 
-def _place_what_may_fail(preparation: Preparation) -> None:
-    """Values that run code of a tensor subclass on their way in; they can still be undone."""
+def _place_fallible(preparation: Preparation) -> None:
+    """Places the values that may run code of a tensor subclass, while every change can still be undone."""
     for write in preparation.transaction.writes:
-        if isinstance(write, Place) and not write.done and not write.made.placement.direct and not write.cannot_fail:
+        if (
+            isinstance(write, Place)
+            and not write.done
+            and not write.assignment.placement.direct
+            and not write.cannot_fail
+        ):
             try:
                 write.run(preparation.transaction)
             except ModelStateError:
@@ -392,7 +459,7 @@ def _place_what_may_fail(preparation: Preparation) -> None:
             except Exception as error:
                 raise PlacementError(
                     "a value cannot be put in its place; nothing has been changed",
-                    where=write.made.name,
+                    where=write.assignment.name,
                     expected=f"{type(write.target).__name__}, {write.target.dtype}",
                     found=f"{type(write.value).__name__}, {write.value.dtype}: {error}",
                     remedy="give the tensor subclass a module_load handler, or convert the value with transform=",
@@ -423,7 +490,7 @@ def _report(preparation: Preparation, started: float, verified_bytes: int) -> Lo
         seconds=time.perf_counter() - started,
         peak_memory_bytes=preparation.held.peak_bytes,
         verified_bytes=verified_bytes,
-        # Our own writes keep every object; code of the model may put another one in its place.
+        # The writes of this library keep every object. Code of the model may replace objects.
         references_lost=lost_references(preparation.slots_before, preparation.model)
         if preparation.transaction.armed
         else (),

@@ -25,33 +25,47 @@ from modelstate.transaction.transaction import Transaction, Write
 def load_state_dict(
     module: nn.Module, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
 ) -> ReturnedKeys:
-    """Loads a state dict as `torch.nn.Module.load_state_dict` does, or leaves the module as it was.
+    """Loads a state dict as `torch.nn.Module.load_state_dict` does, or leaves the module unchanged.
 
-    Arguments, return value, warnings and error texts are torch's, under both settings of
-    `torch.__future__.set_swap_module_params_on_conversion`, and the model's own code (hooks, overrides, `module_load`
-    handlers, `set_extra_state`) runs when torch would run it and sees what it would see there. The differences: after
-    an error, whoever raised it, every tensor, buffer, attribute, gradient and extra state of the module is what it
-    was, bit for bit and object for object; the cost is linear in the number of tensors; and `_metadata` is not
-    written to. It can take the place of the method: `torch.nn.Module.load_state_dict = modelstate.load_state_dict`.
+    Arguments, return value, warnings and error texts are those of torch, under both settings of
+    `torch.__future__.set_swap_module_params_on_conversion`. The model's own code (hooks, overrides, `module_load`
+    handlers, `set_extra_state`) runs at the same points as in torch, and sees the same values. There are three
+    differences. After any error, every tensor, buffer, attribute, gradient and extra state of the module is unchanged,
+    bit for bit and object for object. The cost is linear in the number of tensors. `_metadata` is not written to.
+    The function can replace the method: `torch.nn.Module.load_state_dict = modelstate.load_state_dict`.
 
-    Where the model's code reads or changes tensors while it loads, the old values of those tensors are kept until
-    the end: that much memory is needed on top. What that code does is seen through torch's functions in its own
-    thread: what reaches tensors in other ways (through a NumPy array or a pointer that it got before, in another
-    thread, in a TorchScript function, by `torch.utils.swap_tensors`) is not, and neither are attributes of classes, a
-    move to shared memory, NumPy arrays above 64 MB, Python objects beyond the first million that the module holds, or
-    those that raise when they are asked what they hold.
+    Where the model's code reads or changes tensors while it loads, the old values of those tensors are kept until the
+    end, which needs that much more memory. Only changes through torch's functions, in the same thread, are undone.
+    Other changes are not: through a NumPy array or a pointer from before the load, in another thread, in a TorchScript
+    function, by `torch.utils.swap_tensors`, of attributes of classes, by a move to shared memory, of NumPy arrays above
+    64 MB, of Python objects beyond the first million of the module, or of objects that cannot be inspected.
 
-    Raises what torch raises: `TypeError` for a state dict that is no mapping, `RuntimeError` that lists everything
-    that does not fit, and whatever the model's code raises.
+    Args:
+        module: The module to load into.
+        state_dict: A mapping from names to values.
+        strict: Whether missing and unexpected names raise.
+        assign: Whether the values become the module's tensors, instead of being copied into them.
+
+    Returns:
+        The named tuple of torch with the lists `missing_keys` and `unexpected_keys`.
+
+    Raises:
+        TypeError: The state dict is not a mapping.
+        RuntimeError: The state dict does not fit the module. The error lists everything that does not fit.
+        Exception: Any exception of the model's own code is passed on.
+
+    Example:
+        >>> modelstate.load_state_dict(model, torch.load("model.pt"))
+        <All keys matched successfully>
     """
     if not isinstance(state_dict, Mapping):
         raise TypeError(f"Expected state_dict to be dict-like, got {type(state_dict)}.")
     outcome = IncompatibleKeys()
     versions = getattr(state_dict, "_metadata", None)
     with exclusive(module), Transaction(module) as transaction:
-        take = _TorchTake(transaction)
+        sink = _TorchSink(transaction)
         with gc_paused():
-            walk(module, state_dict, versions, assign=assign, transaction=transaction, take=take, outcome=outcome)
+            walk(module, state_dict, versions, assign=assign, transaction=transaction, take=sink, outcome=outcome)
         _raise_errors(module, outcome, strict)
         transaction.commit()
     return ReturnedKeys(outcome.missing, outcome.unexpected)
@@ -72,8 +86,8 @@ def _quoted(keys: list[str]) -> str:
     return ", ".join(f'"{key}"' for key in keys)
 
 
-class _TorchTake:
-    """What torch does with each value: checked now, written when it must be."""
+class _TorchSink:
+    """Does with each value what torch does. Values are checked at once; writes that cannot fail wait for the commit."""
 
     def __init__(self, transaction: Transaction) -> None:
         self._transaction = transaction
@@ -126,20 +140,20 @@ class _TorchTake:
 
     def _write(self, module: nn.Module, name: str, param: torch.Tensor, value: torch.Tensor, assign: bool) -> None:
         transaction = self._transaction
-        for one in () if assign else (param, value):  # torch would use the memory where they were
-            if is_plain(one) and not one.is_meta and not has_its_memory(one):
-                raise RuntimeError(f"the memory of the {'parameter' if one is param else 'value'} has been freed")
+        for tensor in () if assign else (param, value):  # torch would access memory that is freed
+            if is_plain(tensor) and not tensor.is_meta and not has_its_memory(tensor):
+                raise RuntimeError(f"the memory of the {'parameter' if tensor is param else 'value'} has been freed")
         write: Write
         if self._swaps:
-            sure = _swap_cannot_fail(param, value, assign)
-            write = _Swap(param, value, assign, checked=sure)
+            cannot_fail = _swap_cannot_fail(param, value, assign)
+            write = _Swap(param, value, assign, checked=cannot_fail)
         elif assign:
-            write, sure = _Assign(module, name, param, value), _assign_cannot_fail(module, param, value)
+            write, cannot_fail = _Assign(module, name, param, value), _assign_cannot_fail(module, param, value)
         elif is_plain(param) and is_plain(value) and same_place(param, value):
             return
         else:
-            write, sure = _Copy(param, value), copy_cannot_fail(param, value)
-        if sure:
+            write, cannot_fail = _Copy(param, value), copy_cannot_fail(param, value)
+        if cannot_fail:
             transaction.add(write)
         else:
             transaction.run_now(write)
@@ -183,7 +197,7 @@ class _Swap(Write):
         super().__init__(target, value)
         self.assign = assign
         self.checked = checked
-        """Whether torch's checks have been passed: what has come to refer to the tensor since does not count."""
+        """Whether torch's checks have been passed. References that are created later are not checked."""
 
     def run(self, transaction: Transaction | None) -> None:
         param = self.target
@@ -211,7 +225,7 @@ class _Swap(Write):
 
 
 def _assign_cannot_fail(module: nn.Module, param: torch.Tensor, value: torch.Tensor) -> bool:
-    """Whether wrapping the value and setting it as an attribute is sure to succeed."""
+    """Whether wrapping the value and setting it as an attribute cannot fail."""
     return (
         type(module).__setattr__ is nn.Module.__setattr__
         and not has_registration_hooks()
@@ -222,7 +236,7 @@ def _assign_cannot_fail(module: nn.Module, param: torch.Tensor, value: torch.Ten
 
 
 def _swap_cannot_fail(param: torch.Tensor, value: torch.Tensor, assign: bool) -> bool:
-    """Whether torch's `module_load` and `swap_tensors` are sure to succeed."""
+    """Whether torch's `module_load` and `swap_tensors` cannot fail."""
     if not (is_plain(param) and is_plain(value)) or value.is_inference() or weakref.getweakrefs(param):
         return False
     if assign and param.requires_grad and not (value.is_floating_point() or value.is_complex()):

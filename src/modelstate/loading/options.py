@@ -1,4 +1,4 @@
-"""The arguments of a load or conversion, checked."""
+"""Checks the arguments of loads and conversions."""
 
 from collections.abc import Iterable, Mapping
 from typing import Any
@@ -20,30 +20,32 @@ def check_budget_option(max_memory_bytes: object, minimum: int = 0) -> None:
     """Raises `OptionError` unless the budget is None or an integer of at least `minimum`."""
     given = max_memory_bytes
     if given is not None and not (isinstance(given, int) and not isinstance(given, bool) and given >= minimum):
-        raise OptionError("max_memory_bytes= is a number of bytes", expected=f"int, from {minimum}", found=repr(given))
+        raise OptionError(
+            "max_memory_bytes= must be a number of bytes", expected=f"an integer >= {minimum}", found=repr(given)
+        )
 
 
 def device_of(device: Any) -> torch.device | None:
-    """The device that is meant. Raises `OptionError` for what is none, or not here."""
+    """Returns the device with its index. Raises `OptionError` for an invalid device, or a device that is missing."""
     try:
-        # A tensor knows which of several devices "cuda" means, and whether there is one.
+        # An empty tensor resolves "cuda" to the current device, and fails where there is none.
         return None if device is None else torch.empty(0, device=device).device
     except (RuntimeError, AssertionError, TypeError) as error:
         raise OptionError(
-            "not a device that is here", found=f"{device!r}: {error}", remedy="device='cpu', or none"
+            "this machine has no such device", found=f"{device!r}: {error}", remedy="device='cpu', or leave it out"
         ) from error
 
 
 def check_model(model: object) -> nn.Module:
-    """The model, without the wrappers of compiling and data parallelism. Raises `OptionError` for what is none."""
+    """Returns the model without wrappers of `torch.compile` and data parallelism. Raises `OptionError`."""
     if isinstance(model, nn.Module):
         return unwrapped(model)
     if isinstance(model, type) and issubclass(model, nn.Module):
         raise OptionError(
-            "this is a class, and not a model of it",
-            expected=f"an object of it: {model.__name__}(...)",
+            "this is a class, not a model",
+            expected=f"an instance: {model.__name__}(...)",
             found=f"the class {model.__qualname__}",
-            remedy=f"with ms.skeleton(): model = {model.__name__}(...), with its arguments; then give the model",
+            remedy=f"with ms.skeleton(): model = {model.__name__}(...), with its arguments; then pass the model",
         )
     raise OptionError("not a model", expected="torch.nn.Module", found=type(model).__name__)
 
@@ -63,20 +65,20 @@ def options_of(
     in_place: bool,
     init_missing: bool = False,
 ) -> Options:
-    """Raises `OptionError`."""
+    """Returns the checked options of a load. Raises `OptionError`."""
     if not isinstance(init_missing, bool):
         raise OptionError(
-            "init_missing= is a choice of two",
+            "init_missing= must be a boolean",
             expected="True or False",
             found=repr(init_missing),
-            remedy="for some tensors only, give their patterns to the rule: rules=[modelstate.rules.Fill(pattern)]",
+            remedy="to initialise some tensors only, pass a rule: rules=[modelstate.rules.Fill(pattern)]",
         )
     if not (key is None or isinstance(key, str)):
-        raise OptionError("key= is a path", expected="text, as 'model.encoder'", found=repr(key))
+        raise OptionError("key= must be a path", expected="a string such as 'model.encoder'", found=repr(key))
     check_map_option(map)
     target = device_of(device)
     if target is not None and target.type == "meta":
-        raise OptionError("nothing can be loaded onto the meta device", remedy="device='cpu', or none")
+        raise OptionError("a load cannot put tensors on the meta device", remedy="device='cpu', or leave it out")
     return Options(
         key=key,
         rules=() if isinstance(rules, Schema) else check_rules(rules),
@@ -98,34 +100,40 @@ def _transforms(given: Any) -> AnyTransform | Pairs | None:
         for pattern, transform in pairs:
             if not isinstance(pattern, str):
                 raise OptionError(
-                    "transform= goes by patterns of names", expected="text, as '*.mlp.*'", found=repr(pattern)
+                    "the keys of transform= must be glob patterns",
+                    expected="a string such as '*.mlp.*'",
+                    found=repr(pattern),
                 )
             if transform is not None and not callable(transform):
                 raise OptionError(
-                    "transform= is called",
+                    "the values of transform= must be functions",
                     where=repr(pattern),
                     expected="a function of name and tensor, or None",
                     found=repr(transform),
                 )
         return pairs or None
     if given is not None and not callable(given):
-        expected = "a function of name and tensor, or a mapping from patterns to such"
-        raise OptionError("transform= is called", expected=expected, found=repr(given))
-    found: AnyTransform | None = given
-    return found
+        expected = "a function of name and tensor, or a mapping from patterns to such functions"
+        raise OptionError("transform= must be a function", expected=expected, found=repr(given))
+    transform_function: AnyTransform | None = given
+    return transform_function
 
 
 def patterns_of(option: str, patterns: object) -> tuple[str, ...]:
-    found = tuple(patterns) if isinstance(patterns, Iterable) and not isinstance(patterns, str) else None
-    if found is not None and all(isinstance(pattern, str) for pattern in found):
-        return found
+    """Returns the glob patterns of an option. Raises `OptionError`."""
+    items = tuple(patterns) if isinstance(patterns, Iterable) and not isinstance(patterns, str) else None
+    if items is not None and all(isinstance(pattern, str) for pattern in items):
+        return items
     if isinstance(patterns, str):
         remedy = f"{option}=[{patterns!r}]"
     elif isinstance(patterns, bool):
         every = f'{option}=["head.*"]; for all of them {option}=["*"]'
-        remedy = f"name what is meant: {every}" if patterns else f"leave it out: without {option}= none is allowed"
+        remedy = f"list the names: {every}" if patterns else f"leave it out: without {option}= no name is allowed"
     else:
         remedy = f'{option}=["head.*"]'
     raise OptionError(
-        f"{option}= takes glob patterns of names", expected="a list of text", found=repr(patterns), remedy=remedy
+        f"{option}= must be glob patterns of names",
+        expected="a list of strings",
+        found=repr(patterns),
+        remedy=remedy,
     )

@@ -1,4 +1,4 @@
-"""The report of a load: what happened to each slot; and the progress bar."""
+"""The report of a load, with a step for each slot; and the progress bar."""
 
 import json
 import sys
@@ -14,34 +14,57 @@ from modelstate.text_format import size
 
 @dataclass(frozen=True, slots=True, repr=False)
 class LoadReport:
-    """What a load has done. Made by `modelstate.load`."""
+    """The report of a load or a conversion. Created by `modelstate.load` and `modelstate.convert`.
+
+    `print` shows a summary.
+
+    Args:
+        target: The class of the model.
+        source: The path of the checkpoint, and the key of the part that was loaded.
+        steps: The steps, one for each slot that was filled.
+        notes: Names that were skipped, and further remarks.
+        slots: The number of slots.
+        seconds: The time from the call to the return.
+        peak_memory_bytes: The most memory that was in use at once in addition to the final tensors.
+        verified_bytes: Bytes that were compared with their checksums.
+        references_lost: References that were not kept.
+        left_behind: Optimizers whose state no longer fits their parameters.
+        action: The action of a conversion.
+
+    Example:
+        >>> report = modelstate.load(model, "model.safetensors")
+        >>> report.coverage, report.references_lost
+        (1.0, ())
+        >>> slowest = max(report.steps, key=lambda step: step.seconds)
+    """
 
     target: str
     """The class of the model."""
     source: str
-    """The path of the checkpoint, and the part of it that was meant."""
+    """The path of the checkpoint, and the key of the part that was loaded."""
     steps: tuple[Step, ...]
-    """What was done, a step for each slot that was filled, with the time that it took."""
+    """The steps, one for each slot that was filled, with their times."""
     notes: tuple[str, ...]
-    """What was passed over, and what else is worth knowing."""
+    """Names that were skipped, and further remarks."""
     slots: int
-    """Tensors of the model and extra states: a tied tensor once, and no buffers that only the constructor fills."""
+    """The number of tensors and extra states of the model. A tied tensor counts once; buffers that only the constructor
+    fills do not count."""
     seconds: float
-    """From the call to the return."""
+    """The time from the call to the return."""
     peak_memory_bytes: int
-    """The most memory that the load held at once beyond the final tensors: buffers, values that wait to be copied, what
-    is kept to undo, and what a `ModuleTransform` says that it takes. At most what the plan says, and the buffers of
-    files that are read past the page cache."""
+    """The most memory that the load used at once in addition to the final tensors: buffers, values before they are
+    copied, old values for an undo, and the memory that a `ModuleTransform` declares. At most `LoadPlan.extra_bytes` and
+    the buffers of files that are read past the page cache."""
     verified_bytes: int = 0
     """Bytes that were compared with their checksums."""
     references_lost: tuple[str, ...] = ()
-    """Names, ties, views and places in optimizers that have another object now, or another partner: what the model's
-    own code has replaced. Empty where every reference was kept."""
+    """Names, ties, views and optimizer references that the model's own code has replaced by other objects. Empty where
+    every reference was kept."""
     left_behind: tuple[str, ...] = ()
-    """Optimizers that were not passed to a conversion, and whose state is now of another dtype or on another device
-    than the parameters. Pass them: `convert(..., optimizers=[...])`."""
+    """Optimizers that were not passed to a conversion, and whose state now has another dtype or device than their
+    parameters. Pass them: `convert(..., optimizers=[...])`."""
     action: str = ""
-    """What was done, where it was no load: "converted to bfloat16"."""
+    """The action of a conversion, such as "converted to bfloat16"; empty for a load."""
 
     @property
     def bytes(self) -> int:
@@ -50,11 +73,11 @@ class LoadReport:
 
     @property
     def coverage(self) -> float:
-        """The part of the model's slots that was filled, from 0 to 1."""
+        """The fraction of the model's slots that was filled, from 0 to 1."""
         return len(self.steps) / self.slots if self.slots else 1.0
 
     def __repr__(self) -> str:
-        """The first line of what `print` shows."""
+        """A summary in one line."""
         first, *_ = self._conversion() if self.action else self._load()
         notes = f", {len(self.notes)} notes" if self.notes else ""
         lost = f", {len(self.references_lost)} references lost" if self.references_lost else ""
@@ -91,7 +114,7 @@ class LoadReport:
         ]
 
     def to_json(self) -> str:
-        """All of it, machine-readable."""
+        """Returns the whole report as JSON."""
         return json.dumps(
             {
                 "target": self.target,
@@ -112,14 +135,14 @@ class LoadReport:
         )
 
 
-_PATIENCE_SECONDS = 0.5
+_DELAY_SECONDS = 0.5
 
 
 @contextmanager
 def progress_bar(wanted: bool | None, total_bytes: int) -> Iterator[Callable[[int], None]]:
-    """Gives a function that takes bytes as they are done.
+    """Shows a progress bar, and yields a function that adds a number of bytes to it.
 
-    With None a bar appears on a terminal after half a second; True shows it at once, False never.
+    True shows the bar at once, False never. None shows it on a terminal after half a second.
     """
     bar = _Bar(wanted, total_bytes)
     try:
@@ -131,7 +154,7 @@ def progress_bar(wanted: bool | None, total_bytes: int) -> Iterator[Callable[[in
 class _Bar:
     def __init__(self, wanted: bool | None, total_bytes: int) -> None:
         self._allowed = sys.stderr.isatty() if wanted is None else wanted
-        self._patience = _PATIENCE_SECONDS if wanted is None else 0.0
+        self._delay_seconds = _DELAY_SECONDS if wanted is None else 0.0
         self._total, self._done = total_bytes, 0
         self._started = time.monotonic()
         self._shown: Any = None
@@ -142,7 +165,7 @@ class _Bar:
         self._done += nbytes
         if not self._allowed:
             return
-        if self._shown is None and time.monotonic() - self._started >= self._patience:
+        if self._shown is None and time.monotonic() - self._started >= self._delay_seconds:
             self._shown = self._show()
         if self._shown is not None:
             self._shown.update(self._shown.task_ids[0], completed=self._done)

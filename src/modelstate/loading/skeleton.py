@@ -1,4 +1,4 @@
-"""Models without memory for their parameters, and with everything that their constructors compute."""
+"""`skeleton`: builds models whose parameters have no memory, and whose buffers have their values."""
 
 import threading
 from collections.abc import Iterator
@@ -14,57 +14,71 @@ from modelstate.torch_compat.plain import is_plain
 from modelstate.transaction.swap_tensors import give_memory
 
 _FILLS = ("normal_", "uniform_", "log_normal_", "exponential_", "cauchy_", "geometric_", "erfinv_", "clamp_")
-"""What initialisation is made of, and torch checks in Python for a tensor on meta: 10 to 800 us each, which for many
-models is most of the time that they are built in. The other fills take it a microsecond."""
+"""Fills that initialisation uses, and that take 10 to 800 us for a tensor on meta, because torch implements their meta
+kernels in Python. For many models they are most of the construction time. Other fills take about a microsecond."""
 
 _active = threading.local()
 
 
 @contextmanager
 def skeleton() -> Iterator[None]:
-    """Builds models with their parameters on the meta device and their buffers real.
+    """Builds models with parameters on the meta device and real buffers.
 
-    A constructor first makes a parameter as always; as it is registered, it loses its memory under its own identity, so
-    ties made in the constructor stay. Memory that nothing has been written to costs nothing, and calls that would
-    initialise what is on meta are passed over. Buffers (position ids, rotary tables, masks) are what the constructor
-    computes, which a model built with `torch.device("meta")` lacks. Parameters that were made before, and are tied into
-    the new model, are left alone. Works for this thread; may be nested. A constructor that reads the values of its
-    parameters cannot run so, and neither can one that a `torch.device("meta")` stops.
+    A constructor creates a parameter as usual. When the parameter is registered, it moves to meta and stays the same
+    object, so ties within the constructor stay. Memory that is never written to costs nothing, and calls that
+    initialise tensors on meta do nothing. Buffers (position ids, rotary tables, masks) keep the values that the
+    constructor computes; a model that is built with `torch.device("meta")` lacks these values. Parameters that existed
+    before, and are tied into the new model, are left alone.
+
+    The context applies to the current thread, and may be nested. A constructor that reads the values of its parameters
+    fails in it, and so does a constructor that fails under `torch.device("meta")`.
+
+    Returns:
+        A context manager, which yields None.
+
+    Raises:
+        Exception: Only exceptions of the constructors within the context are passed on.
+
+    Example:
+        >>> with modelstate.skeleton():
+        ...     model = nn.Linear(4096, 4096)
+        >>> model.weight.device
+        device(type='meta')
     """
-    outer = _made_here()
-    _active.made = WeakValueDictionary() if outer is None else outer
+    outer = _created_parameters()
+    _active.created = WeakValueDictionary() if outer is None else outer
     try:
         with _overrides.used():
             yield
     finally:
-        _active.made = outer
+        _active.created = outer
 
 
-def _made_here() -> "WeakValueDictionary[int, nn.Parameter] | None":
-    """The parameters that this thread has made in a skeleton, by their ids; None outside of one."""
-    found: WeakValueDictionary[int, nn.Parameter] | None = vars(_active).get("made")
-    return found
+def _created_parameters() -> "WeakValueDictionary[int, nn.Parameter] | None":
+    """The parameters that this thread has created within `skeleton`, by id; None outside of `skeleton`."""
+    created: WeakValueDictionary[int, nn.Parameter] | None = vars(_active).get("created")
+    return created
 
 
 def _new(stock: Any, cls: type[nn.Parameter], *args: Any, **named: Any) -> nn.Parameter:
-    made: nn.Parameter = stock(cls, *args, **named)
-    here = _made_here()
-    if here is not None:
-        here[id(made)] = made
-    return made
+    param: nn.Parameter = stock(cls, *args, **named)
+    created = _created_parameters()
+    if created is not None:
+        created[id(param)] = param
+    return param
 
 
 def _register(stock: Any, module: nn.Module, name: str, param: nn.Parameter | None) -> None:
     stock(module, name, param)
-    here = _made_here()
-    # A parameter from elsewhere, of a model that lives already, keeps its memory.
-    if param is not None and here is not None and id(param) in here and is_plain(param) and not param.is_meta:
+    created = _created_parameters()
+    # A parameter of an existing model keeps its memory.
+    if param is not None and created is not None and id(param) in created and is_plain(param) and not param.is_meta:
         give_memory(param, torch.empty_like(param, device="meta", requires_grad=False))
 
 
 def _fill(stock: Any, tensor: torch.Tensor, *args: Any, **named: Any) -> torch.Tensor:
     recorded = tensor.requires_grad and torch.is_grad_enabled()
-    if _made_here() is not None and tensor.is_meta and is_plain(tensor) and not recorded:
+    if _created_parameters() is not None and tensor.is_meta and is_plain(tensor) and not recorded:
         return tensor
     filled: torch.Tensor = stock(tensor, *args, **named)
     return filled
