@@ -39,7 +39,7 @@ def families(rows: Iterable[Names]) -> list[Family]:
     alike: dict[Names, list[Names]] = defaultdict(list)
     for row in rows:
         alike[tuple(map(without_numbers, row))].append(row)
-    found: dict[Names, Family] = {}
+    by_patterns: dict[Names, Family] = {}
     for members in alike.values():
         linked = _linked(members)
         for row in members:
@@ -47,8 +47,8 @@ def families(rows: Iterable[Names]) -> list[Family]:
                 ".".join("*" if at in places else part for at, part in enumerate(name.split(".")))
                 for name, places in zip(row, linked, strict=True)
             )
-            found.setdefault(patterns, Family(patterns)).members.append(row)
-    return list(found.values())
+            by_patterns.setdefault(patterns, Family(patterns)).members.append(row)
+    return list(by_patterns.values())
 
 
 def _linked(rows: Sequence[Names]) -> list[set[int]]:
@@ -203,9 +203,9 @@ class _Change:
 def _distance(name: str, goal: str) -> int:
     if name == goal:
         return 0
-    one, other = name.split("."), goal.split(".")
-    same = sum(block.size for block in SequenceMatcher(None, one, other, autojunk=False).get_matching_blocks())
-    return len(one) + len(other) - 2 * same
+    old, new = name.split("."), goal.split(".")
+    same = sum(block.size for block in SequenceMatcher(None, old, new, autojunk=False).get_matching_blocks())
+    return len(old) + len(new) - 2 * same
 
 
 @lru_cache(maxsize=4096)
@@ -220,25 +220,22 @@ _change = lru_cache(maxsize=65536)(_Change)
 
 def _candidates(name: str, goal: str) -> Iterator[tuple[str, str]]:
     """Yields possible renames, from the general to the special."""
-    one, other = name.split("."), goal.split(".")
-    start = 0
-    while start < min(len(one), len(other)) - 1 and one[start] == other[start]:
-        start += 1
-    end = 0
-    while end < min(len(one), len(other)) - start and one[-1 - end] == other[-1 - end]:
-        end += 1
-    yield from _around(one, other, (start, len(one) - end), (start, len(other) - end))
-    for at, (here, there) in enumerate(_changes(one, other)):
+    old, new = name.split("."), goal.split(".")
+    shorter = min(len(old), len(new))
+    start = next((at for at in range(shorter - 1) if old[at] != new[at]), shorter - 1)
+    end = next((at for at in range(shorter - start) if old[-1 - at] != new[-1 - at]), shorter - start)
+    yield from _around(old, new, (start, len(old) - end), (start, len(new) - end))
+    for at, (old_range, new_range) in enumerate(_differences(old, new)):
         if not at:
-            yield from _around(one, other, here, there, cut=True)
-        tail = ["*"] if here[1] < len(one) else []
-        if here[0]:
-            yield ".".join(["*", *one[slice(*here)], *tail]), ".".join(["*", *other[slice(*there)], *tail])
+            yield from _around(old, new, old_range, new_range, cut=True)
+        tail = ["*"] if old_range[1] < len(old) else []
+        if old_range[0]:
+            yield ".".join(["*", *old[slice(*old_range)], *tail]), ".".join(["*", *new[slice(*new_range)], *tail])
 
 
-def _changes(one: Sequence[str], other: Sequence[str]) -> Iterator[tuple[tuple[int, int], tuple[int, int]]]:
+def _differences(old: Sequence[str], new: Sequence[str]) -> Iterator[tuple[tuple[int, int], tuple[int, int]]]:
     """Yields where two names differ: a range of parts in each of them."""
-    for code, i1, i2, j1, j2 in SequenceMatcher(None, one, other, autojunk=False).get_opcodes():
+    for code, i1, i2, j1, j2 in SequenceMatcher(None, old, new, autojunk=False).get_opcodes():
         if code != "equal" and i2 - i1 == j2 - j1:
             yield from (((i, i + 1), (j, j + 1)) for i, j in zip(range(i1, i2), range(j1, j2), strict=True))
         elif code != "equal":
@@ -246,15 +243,19 @@ def _changes(one: Sequence[str], other: Sequence[str]) -> Iterator[tuple[tuple[i
 
 
 def _around(
-    one: Sequence[str], other: Sequence[str], here: tuple[int, int], there: tuple[int, int], cut: bool = False
+    old: Sequence[str],
+    new: Sequence[str],
+    old_range: tuple[int, int],
+    new_range: tuple[int, int],
+    cut: bool = False,
 ) -> Iterator[tuple[str, str]]:
     """Yields the change of a range of parts, with more or fewer of the parts around it."""
-    (i1, i2), (j1, j2) = here, there
-    for begin in sorted({0} if cut else {0, max(i1 - 1, 0), i1}):
-        left = [*(["*"] if begin else []), *one[begin:i1]]
-        for finish in sorted({i2} if cut else {i2, min(i2 + 1, len(one)), len(one)}):
-            right = [*one[i2:finish], *(["*"] if finish < len(one) else [])]
-            pattern, replacement = [*left, *one[i1:i2], *right], [*left, *other[j1:j2], *right]
+    first, end = old_range
+    for begin in sorted({0} if cut else {0, max(first - 1, 0), first}):
+        left = [*(["*"] if begin else []), *old[begin:first]]
+        for finish in sorted({end} if cut else {end, min(end + 1, len(old)), len(old)}):
+            right = [*old[end:finish], *(["*"] if finish < len(old) else [])]
+            pattern, replacement = [*left, *old[first:end], *right], [*left, *new[slice(*new_range)], *right]
             if pattern.count("*") == replacement.count("*") and pattern and replacement and pattern != replacement:
                 yield ".".join(pattern), ".".join(replacement)
 

@@ -168,7 +168,7 @@ class Unit:
         return next(iter(self.skeleton.leaves.values()))
 
     def signature(self, flipped: bool = False) -> Signature:
-        return tuple(sorted((role, one.profile(flipped)) for role, one in self.roles.items()))
+        return tuple(sorted((role, skeleton.profile(flipped)) for role, skeleton in self.roles.items()))
 
 
 @dataclass(slots=True)
@@ -220,7 +220,7 @@ class Pairing:
     def context(self, source: Unit, target: Unit) -> float:
         """Returns the score that the matches of owners, parents and layers give to a pair."""
         score = 0.0
-        if source.owner in self._owners and not any(one.role == "" for one in source.roles.values()):
+        if source.owner in self._owners and "" not in source.roles:
             score += _SAME_OWNER if self._owners[source.owner] == target.owner else -_SAME_OWNER
         if (source.parent, target.parent) in self._parents:
             score += _SAME_PARENT
@@ -235,24 +235,25 @@ def _can_be(source: Unit, target: Unit, pairing: Pairing) -> bool:
     """Whether two units can match at all, whatever their score."""
     if contradict(source.means, target.means) or pairing.are_apart(source, target):
         return False
-    # If both names have the same count of numbers, the same ones must vary: a layer is not a part of a layer.
-    sides = [(one, target.roles[role]) for role, one in source.roles.items()]
-    if not all(one.taken != other.taken or one.varied == other.varied for one, other in sides):
-        return False
-    if any(one.constant and other.constant and one.constant != other.constant for one, other in sides):
-        return False
+    sides = [(skeleton, target.roles[role]) for role, skeleton in source.roles.items()]
+    for first, second in sides:
+        # If both names have the same count of numbers, the same ones must vary: a layer is not a part of a layer.
+        if first.taken == second.taken and first.varied != second.varied:
+            return False
+        if first.constant and second.constant and first.constant != second.constant:
+            return False
     if _counts_otherwise(source, target) or _counts_otherwise(target, source):
         return False
     # A pair that is ambiguous for all layers together is ambiguous for each of them.
     names = without_digits(source.owner), without_digits(target.owner)
-    if names not in pairing.crossed and not all(order_is_clear(one, other) for one, other in sides):
+    if names not in pairing.crossed and not all(order_is_clear(*pair) for pair in sides):
         pairing.crossed.add(names)
     return names not in pairing.crossed
 
 
 def _counts_otherwise(numbered: Unit, named: Unit) -> bool:
     """Whether one is a numbered norm and the other is a norm with another ordinal: norm1 and second."""
-    numbers = {number for one in numbered.roles.values() for number in one.constant}
+    numbers = {number for skeleton in numbered.roles.values() for number in skeleton.constant}
     ordinals = {number for word, number in _ORDINALS.items() if word in named.means}
     return "norm" in numbered.means and bool(numbers) and bool(ordinals) and not numbers & ordinals
 
@@ -367,9 +368,9 @@ _Score = tuple[float, float, int]
 
 def _clearly_best(candidates: list[_Score]) -> int | None:
     """Returns the candidate with the best total by a margin; its positive score must be the best, too."""
-    (best, speaks, which), *others = sorted(candidates, reverse=True)
-    clear = all(best - total >= _MARGIN and speaks > other for total, other, _ in others)
-    return which if clear else None
+    (best, support, index), *others = sorted(candidates, reverse=True)
+    clear = all(best - total >= _MARGIN and support > rival for total, rival, _ in others)
+    return index if clear else None
 
 
 def buckets(units: Iterable[Unit], flipped: bool) -> dict[Signature, list[Unit]]:
