@@ -47,6 +47,10 @@ def test_a_training_checkpoint(tmp_path: Path, protocol: int) -> None:
 @pytest.mark.filterwarnings("ignore:ComplexHalf")
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_every_dtype(tmp_path: Path, dtype: torch.dtype) -> None:
+    try:
+        every_byte(dtype, 2).clone()
+    except NotImplementedError:
+        pytest.skip(f"this torch copies no tensors of {dtype}")
     value = {
         "a": every_byte(dtype, 64).reshape(4, 16)[1:, ::2],
         "scalar": every_byte(dtype, 3)[2],

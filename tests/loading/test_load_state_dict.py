@@ -47,6 +47,10 @@ def kept_objects(before: Any, after: Any) -> dict[str, Any]:
     }
 
 
+OLDER = tuple(map(int, torch.__version__.split(".")[:2])) < (2, 11)
+"""Whether this torch words an error otherwise, and takes the first of several elements for a scalar."""
+
+
 def same_as_torch(make: Callable[[], nn.Module], make_state: Callable[[nn.Module], Any], **options: Any) -> Any:
     """Loads with torch and with us into equal modules; what both say and leave behind is compared."""
     torch.manual_seed(1)
@@ -307,6 +311,8 @@ HOOKED: dict[str, tuple[Callable[[], nn.Module], Callable[[nn.Module], Any]]] = 
 @pytest.mark.parametrize("assign", [False, True], ids=["into", "assign"])
 @pytest.mark.parametrize("case", HOOKED)
 def test_hooks(case: str, assign: bool, swapping: bool) -> None:
+    if case == "answer after" and OLDER:
+        pytest.skip("this torch words the error otherwise")
     make, state = HOOKED[case]
     same_as_torch(make, state, assign=assign)
 
@@ -546,6 +552,8 @@ def problems(draw: Any) -> dict[str, Any]:
 @given(problems(), st.booleans(), st.booleans(), st.booleans())
 @settings(max_examples=150, deadline=None)
 def test_any_mixture_of_problems(changes: dict[str, Any], strict: bool, assign: bool, hooks: bool) -> None:
+    if OLDER:
+        changes.pop("norm.num_batches_tracked", None)
     make = with_hooks(derive_after, change_after) if hooks else Net
     same_as_torch(make, edited(**changes), strict=strict, assign=assign)
     same_as_torch(OnlyNames, edited(**{k: v for k, v in changes.items() if "norm." not in k}), strict=strict)
