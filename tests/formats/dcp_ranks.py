@@ -24,7 +24,7 @@ def whole(node: Any) -> Any:
         return {key: whole(value) for key, value in node.items()}
     if isinstance(node, list):
         return [whole(item) for item in node]
-    return node.full_tensor() if isinstance(node, DTensor) else node
+    return node.full_tensor().contiguous() if isinstance(node, DTensor) else node
 
 
 def save(rank: int, ranks: int, directory: Path) -> None:

@@ -1,5 +1,6 @@
 """Directories of torch.distributed.checkpoint, with torch's own reader as the oracle."""
 
+import inspect
 import os
 import pickle
 import pickletools
@@ -28,7 +29,7 @@ from modelstate.checkpoint.open import read_contents
 from modelstate.spec import StoredComposite, StoredTensor
 from tests.formats.dcp_files import Change, boxes_of, halves, write
 from tests.formats.dcp_written import write as write_module
-from tests.formats.torch_files import DTYPES, assert_same, every_byte, values
+from tests.formats.torch_files import DTYPES, assert_same, every_byte, is_copied, values
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled", "ignore:ComplexHalf")
 
@@ -203,6 +204,8 @@ def test_properties_of_an_unknown_layout(tmp_path: Path, change: Callable[[tuple
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_every_dtype(tmp_path: Path, dtype: torch.dtype) -> None:
     tensor = every_byte(dtype, 60).reshape(5, 12)
+    if not is_copied(dtype):
+        pytest.skip(f"this torch copies no tensors of {dtype}")
     whole = saved(tmp_path / "whole", {"a": tensor, "scalar": tensor[0, 1].clone()})
     assert_same(values(read_contents(whole)), {"a": tensor, "scalar": tensor[0, 1]})
     split = write(tmp_path / "split", {"a": halves(tensor)})
@@ -629,6 +632,8 @@ def test_a_save_that_was_not_finished(tmp_path: Path) -> None:
 @pytest.mark.parametrize("options", [{}, {"save_distributed": True, "enable_consolidation": True}])
 def test_the_writer_of_hugging_face_files(tmp_path: Path, options: dict[str, Any]) -> None:
     state = {"a.b": torch.randn(2, 3), "c": torch.zeros(4)}
+    if not inspect.signature(dcp.HuggingFaceStorageWriter).parameters.keys() >= options.keys():
+        pytest.skip("the writer of this torch has no such options")
     dcp.save(state, storage_writer=dcp.HuggingFaceStorageWriter(str(tmp_path / "x"), **options))
     checkpoint = ms.open(tmp_path / "x")
     assert checkpoint.format == "safetensors"

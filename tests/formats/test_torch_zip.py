@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from modelstate import errors
 from modelstate.formats import torch_zip
 from modelstate.spec import Checksum, StoredComposite, StoredTensor
-from tests.formats.torch_files import DTYPES, assert_same, every_byte, rich_tree, saved, values
+from tests.formats.torch_files import DTYPES, assert_same, every_byte, is_copied, rich_tree, saved, values
 
 
 def tree(path: str, **options: Any) -> Any:
@@ -47,9 +47,7 @@ def test_a_training_checkpoint(tmp_path: Path, protocol: int) -> None:
 @pytest.mark.filterwarnings("ignore:ComplexHalf")
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_every_dtype(tmp_path: Path, dtype: torch.dtype) -> None:
-    try:
-        every_byte(dtype, 2).clone()
-    except NotImplementedError:
+    if not is_copied(dtype):
         pytest.skip(f"this torch copies no tensors of {dtype}")
     value = {
         "a": every_byte(dtype, 64).reshape(4, 16)[1:, ::2],

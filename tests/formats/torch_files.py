@@ -22,6 +22,15 @@ DTYPES = sorted(
 """Every dtype that torch can save and load, without the quantized ones."""
 
 
+def is_copied(dtype: torch.dtype) -> bool:
+    """Whether this torch copies tensors of a dtype; older ones have float4 in name only."""
+    try:
+        torch.empty(2, dtype=dtype).clone()
+    except NotImplementedError:
+        return False
+    return True
+
+
 def every_byte(dtype: torch.dtype, numel: int) -> torch.Tensor:
     """A tensor whose bytes are all different patterns, as far as the dtype allows."""
     if dtype is torch.bool:

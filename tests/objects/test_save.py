@@ -19,6 +19,7 @@ from modelstate.formats import block_writer
 from modelstate.formats.block_writer import in_a_row
 from modelstate.formats.safetensors import DTYPES
 from modelstate.spec import StoredTensor
+from tests.formats.torch_files import is_copied
 from tests.codec.values import ANY_VALUE, EXAMPLES, same
 from tests.formats.files import same as same_tensor
 
@@ -183,15 +184,6 @@ def of_dtype(dtype: torch.dtype) -> torch.Tensor:
     if dtype is torch.bool:
         return torch.tensor([True, False, True])
     return torch.randint(0, 255, (4, 24), dtype=torch.uint8).view(dtype)
-
-
-def is_copied(dtype: torch.dtype) -> bool:
-    """Whether this torch copies tensors of a dtype; older ones have float4 in name only."""
-    try:
-        torch.empty(2, dtype=dtype).clone()
-    except NotImplementedError:
-        return False
-    return True
 
 
 STATES: dict[str, dict[str, torch.Tensor]] = {
