@@ -19,9 +19,9 @@ from modelstate.formats import block_writer
 from modelstate.formats.block_writer import in_a_row
 from modelstate.formats.safetensors import DTYPES
 from modelstate.spec import StoredTensor
-from tests.formats.torch_files import is_copied
 from tests.codec.values import ANY_VALUE, EXAMPLES, same
 from tests.formats.files import same as same_tensor
+from tests.formats.torch_files import is_copied
 
 
 class Net(nn.Module):
