@@ -13,7 +13,7 @@ import modelstate as ms
 from tests.serve.models import Constant, weights_of
 from tests.serve.targets import KINDS, Readers, target_of
 
-SECONDS = float(os.environ.get("MODELSTATE_TORTURE_SECONDS", "2"))
+SECONDS = float(os.environ.get("MODELSTATE_TORTURE_SECONDS", "1"))
 X = torch.ones(32, 128)
 
 

@@ -258,15 +258,12 @@ def _tensors_in(value: object, depth: int) -> Iterator[torch.Tensor]:
             yield from _tensors_in(item, depth - 1)
 
 
-class Clock(dict[str, float]):
+class Clock(defaultdict[str, float]):
     """Seconds by phase: `with clock("staged"): ...` adds the time of the block to the phase."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__(float)
         self._began = time.perf_counter()
-
-    def __missing__(self, name: str) -> float:
-        return 0.0
 
     @property
     def seconds(self) -> float:
