@@ -24,10 +24,10 @@ def prefetch_range(preparation: Preparation) -> list[str]:
         preparation.means = replace(preparation.means, cached=True)
         return []
     notes = []
-    read = [made for made in preparation.assignments if not made.placement.mapped]
-    if nbytes := _past_the_cache(preparation, [made for made in read if made.is_read_together]):
+    read = [assignment for assignment in preparation.assignments if not assignment.placement.mapped]
+    if nbytes := _past_the_cache(preparation, [assignment for assignment in read if assignment.is_read_together]):
         notes.append(f"the file was not in the page cache: {size(nbytes)} of it are read past it")
-    left = (made.stored for made in read if not _is_uncached(made, preparation.means.uncached))
+    left = (assignment.stored for assignment in read if not _is_uncached(assignment, preparation.means.uncached))
     if asked := checkpoint.read_ahead(stored.extent for stored in left if isinstance(stored, StoredTensor)):
         notes.append(f"the file was not in the page cache: {size(asked)} of it are read ahead")
     return notes
@@ -35,17 +35,21 @@ def prefetch_range(preparation: Preparation) -> list[str]:
 
 def _past_the_cache(preparation: Preparation, read: Sequence[Assignment]) -> int:
     """Chooses the files that are read past the page cache; returns the bytes."""
-    extents = (made.stored.extent for made in read if isinstance(made.stored, StoredTensor))
+    extents = (assignment.stored.extent for assignment in read if isinstance(assignment.stored, StoredTensor))
     files = files_to_read_uncached(extents, preparation.checkpoint.fingerprints)
     if files:
         preparation.means = means_past_the_cache(
             preparation.assignments, preparation.means, preparation.max_memory_bytes, files
         )
-    return sum(made.nbytes for made in read if _is_uncached(made, preparation.means.uncached))
+    return sum(assignment.nbytes for assignment in read if _is_uncached(assignment, preparation.means.uncached))
 
 
-def _is_uncached(made: Assignment, files: Collection[str]) -> bool:
-    return made.is_read_together and isinstance(made.stored, StoredTensor) and made.stored.extent.path in files
+def _is_uncached(assignment: Assignment, files: Collection[str]) -> bool:
+    return (
+        assignment.is_read_together
+        and isinstance(assignment.stored, StoredTensor)
+        and assignment.stored.extent.path in files
+    )
 
 
 def prefault_async(preparation: Preparation) -> list[str]:
@@ -67,9 +71,9 @@ def bring_in(assignments: Iterable[Assignment], progress: Callable[[int], None])
 
 def _shown(assignments: Iterable[Assignment]) -> list[Shown]:
     return [
-        (made.stored.extent, made.value)
-        for made in assignments
-        if made.placement.mapped and isinstance(made.stored, StoredTensor)
+        (assignment.stored.extent, assignment.value)
+        for assignment in assignments
+        if assignment.placement.mapped and isinstance(assignment.stored, StoredTensor)
     ]
 
 

@@ -1,4 +1,4 @@
-"""Reads values in blocks that are cast, moved or transformed while the next block is read."""
+"""Streams tensors: one thread casts, moves or transforms a block while another one reads the next."""
 
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -27,7 +27,7 @@ class CudaCopyStreams:
         self._own = threading.local()
 
     def copy(self, targets: Sequence[torch.Tensor], values: Sequence[torch.Tensor]) -> Wait:
-        """Begins to copy values out of pinned memory; returns what waits for the end. They are cast on the device."""
+        """Starts to copy values from pinned memory and to cast them on the device; returns a function that waits."""
         used: dict[torch.device, Any] = {}
         for target, value in zip(targets, values, strict=True):
             if target.device not in self._before:
@@ -56,7 +56,7 @@ class CudaCopyStreams:
 
 
 def parts_of(tensor: torch.Tensor) -> dict[str, torch.Tensor] | None:
-    """The plain tensors that a tensor is made of, each with the tensor's rows; None where it is not of that kind."""
+    """The plain tensors that a tensor consists of, each with the tensor's rows; None for any other tensor."""
     if is_plain(tensor):
         parts = {"": tensor}
     else:
@@ -87,7 +87,7 @@ class _Kind(NamedTuple):
 
 
 class RowAssembler:
-    """A tensor of so many rows, of which some are given at a time, from any thread and in any order."""
+    """Joins the rows of a tensor, which any thread adds in any order."""
 
     def __init__(self, name: str, rows: int) -> None:
         self._name, self._rows = name, rows
@@ -98,14 +98,14 @@ class RowAssembler:
         self._lock = threading.Lock()
 
     def put(self, first: int, some: torch.Tensor) -> None:
-        """Takes the rows from `first` on. Raises `TransformError` where they are not like those that came before."""
+        """Adds rows from `first` on. Raises `TransformError` where they are not like the rows before."""
         for name, part in self.begin(some).items():
             self._parts[name][first : first + part.shape[0]].copy_(part)
 
     def begin(self, some: torch.Tensor) -> dict[str, torch.Tensor]:
-        """Makes the memory for rows that are like these, without taking them, and returns their parts.
+        """Allocates the memory for rows like these, without adding them, and returns their parts.
 
-        Raises `TransformError` where they are not like those that came before.
+        Raises `TransformError` where they are not like the rows before.
         """
         parts = parts_of(some)
         kind = None if parts is None else _kind(some, parts)
@@ -126,11 +126,11 @@ class RowAssembler:
 
     @property
     def has_begun(self) -> bool:
-        """Whether any rows have come, which say what parts there are."""
+        """Whether the memory is allocated."""
         return self._kind is not None
 
     def at(self, first: int, count: int) -> dict[str, torch.Tensor]:
-        """The memory for so many rows from the first on, by part, once it has begun."""
+        """The memory of `count` rows from `first` on, by part."""
         return {name: part[first : first + count] for name, part in self._parts.items()}
 
     def _begin(self, kind: _Kind, context: Any, columns: torch.Size) -> None:
@@ -140,25 +140,25 @@ class RowAssembler:
         fresh = dict(zip(on_cpu, fresh_tensors(layouts), strict=True))
         for name, columns, dtype, device in kind.parts:
             there = fresh.get(name)
-            made = torch.empty((self._rows, *columns), dtype=dtype, device=device) if there is None else there
-            self._parts[name] = made
+            if there is None:
+                there = torch.empty((self._rows, *columns), dtype=dtype, device=device)
+            self._parts[name] = there
         self._kind = kind
 
     @property
     def whole(self) -> torch.Tensor:
-        """The tensor, when all rows have come."""
+        """The tensor, once all rows are there."""
         assert self._kind is not None
         if "" in self._parts:
             return self._parts[""]
         cls: Any = self._kind.cls
-        made: torch.Tensor = cls.__tensor_unflatten__(
-            self._parts, self._context, self._shape, contiguous_stride(self._shape)
-        )
-        return made
+        stride = contiguous_stride(self._shape)
+        tensor: torch.Tensor = cls.__tensor_unflatten__(self._parts, self._context, self._shape, stride)
+        return tensor
 
     @property
     def freezes(self) -> bool:
-        """Whether the rows came as a parameter that gets no gradient."""
+        """Whether the rows are a parameter without gradient."""
         return self._kind is not None and self._kind.freezes
 
 
@@ -176,43 +176,43 @@ Progress = Callable[[int], None]
 
 
 def read_streamed(preparation: Preparation, streamed: Sequence[Assignment], progress: Progress) -> None:
-    """Gives assignments that can be streamed their final values; those that are read in place get them where they are.
+    """Reads the final values of assignments that can be streamed, in place where the placement says so.
 
-    Raises `ReadFailedError` and `TransformError`; what is read in place is then partly overwritten.
+    Raises `ReadFailedError` and `TransformError`; memory that is read in place is then partly overwritten.
     """
     if not streamed:
         return
     means = preparation.means
-    flow = _Flow(streamed, preparation.held, BUFFER_BYTES if means.uncached else 0)
+    consumer = _BlockConsumer(streamed, preparation.held, BUFFER_BYTES if means.uncached else 0)
 
     def on_block(block: Block, seconds: float) -> None:
-        flow.on_block(block, seconds)
+        consumer.on_block(block, seconds)
         progress(block.wanted_bytes)
 
     preparation.checkpoint.stream(
-        [Wanted(made.stored.extent, made.unit_bytes) for made in streamed if isinstance(made.stored, StoredTensor)],
-        flow.consume,
+        [Wanted(one.stored.extent, one.unit_bytes) for one in streamed if isinstance(one.stored, StoredTensor)],
+        consumer.consume,
         strategy=means,
         on_block=on_block,
-        buffers=2 if flow.on_device else 1,
-        pinned=flow.on_device,
+        buffers=2 if consumer.on_device else 1,
+        pinned=consumer.on_device,
     )
-    flow.end()
-    preparation.held.take(-flow.buffer_bytes)
+    consumer.end()
+    preparation.held.take(-consumer.buffer_bytes)
 
 
-class _Flow:
-    """Where the pieces go."""
+class _BlockConsumer:
+    """Casts, moves or transforms the parts of blocks, and writes them to the final tensors."""
 
     def __init__(self, streamed: Sequence[Assignment], held: MemoryTracker, beside_bytes: int) -> None:
         self._streamed = streamed
         self._joined = {
-            index: RowAssembler(made.name, made.param.shape[0])
-            for index, made in enumerate(streamed)
-            if made.remake is not None
+            index: RowAssembler(assignment.name, assignment.param.shape[0])
+            for index, assignment in enumerate(streamed)
+            if assignment.remake is not None
         }
         self._writers = {index: _writer(streamed[index]) for index in self._joined}
-        cast = [index for index, made in enumerate(streamed) if made.remake is None]
+        cast = [index for index, assignment in enumerate(streamed) if assignment.remake is None]
         self._finals = dict(zip(cast, _memory([streamed[index] for index in cast]), strict=True))
         self._flat = {index: final.detach().view(-1) for index, final in self._finals.items()}
         devices = {final.device for final in self._finals.values() if final.device.type == "cuda"}
@@ -220,16 +220,16 @@ class _Flow:
         self._queues = CudaCopyStreams(devices)
         self._held, self._buffers = held, dict[int, int]()
         self._beside_bytes = beside_bytes
-        held.take(sum(made.staged_bytes for made in streamed))
+        held.take(sum(assignment.staged_bytes for assignment in streamed))
 
     @property
     def buffer_bytes(self) -> int:
-        """Of the buffers that something has been read into, and of what each is read through."""
+        """The size of the buffers in use, with the O_DIRECT buffer of each."""
         return sum(self._buffers.values())
 
     @torch.inference_mode(False)
     def consume(self, block: Block, buffer: torch.Tensor) -> Wait | None:
-        """Takes a block out of the buffer that it is in."""
+        """Processes a block. Returns a function that waits until the buffer can be used again."""
         if buffer.data_ptr() not in self._buffers:
             self._buffers[buffer.data_ptr()] = buffer.nbytes + self._beside_bytes
             self._held.take(buffer.nbytes + self._beside_bytes)
@@ -238,98 +238,99 @@ class _Flow:
         checked: list[tuple[Assignment, torch.Tensor, torch.Tensor]] = []
         with torch.no_grad():
             for part in block.parts:
-                made = self._streamed[part.which]
-                value = _shown(buffer, part, made.value.dtype)
-                if made.remake is not None:
-                    self._remake(made, part, value)
+                assignment = self._streamed[part.which]
+                value = _shown(buffer, part, assignment.value.dtype)
+                if assignment.remake is not None:
+                    self._remake(assignment, part, value)
                     continue
-                first = part.first // made.value.itemsize
+                first = part.first // assignment.value.itemsize
                 values.append(value)
                 targets.append(self._flat[part.which][first : first + value.numel()])
-                if can_overflow(made.value.dtype, made.dtype):
-                    checked.append((made, value, targets[-1]))
+                if can_overflow(assignment.value.dtype, assignment.dtype):
+                    checked.append((assignment, value, targets[-1]))
             if self.on_device:
-                for made, value, target in checked:  # before the buffer is read into again
-                    made.overflows.check(made.name, value, target)
+                for assignment, value, target in checked:  # before the buffer is read into again
+                    assignment.overflows.check(assignment.name, value, target)
                 return self._queues.copy(targets, values)
             if values:
                 torch._foreach_copy_(targets, values)
-            for made, value, target in checked:
-                made.overflows.check(made.name, value, target)
+            for assignment, value, target in checked:
+                assignment.overflows.check(assignment.name, value, target)
         return None
 
-    def _remake(self, made: Assignment, part: Part, value: torch.Tensor) -> None:
-        assert made.remake is not None
-        rest = made.value.shape[1:]
+    def _remake(self, assignment: Assignment, part: Part, value: torch.Tensor) -> None:
+        assert assignment.remake is not None
+        rest = assignment.value.shape[1:]
         rows = value.view(-1, *rest)
-        first = part.first // (made.nbytes // made.value.shape[0])
-        casts = value.dtype != made.dtype
-        for at in range(0, len(rows), made.remake_rows):
-            given = rows[at : at + made.remake_rows]
-            # As many bytes are given to it as it returns.
-            with self._held.during(made.remake_bytes + given.numel() * made.dtype.itemsize * (2 if casts else 1)):
-                some = given.to(made.dtype)
-                made.overflows.check(made.name, given, some)
-                some = some.to(made.device)
+        first = part.first // (assignment.nbytes // assignment.value.shape[0])
+        casts = value.dtype != assignment.dtype
+        for at in range(0, len(rows), assignment.remake_rows):
+            given = rows[at : at + assignment.remake_rows]
+            # The transform gets as many bytes as it returns.
+            given_bytes = given.numel() * assignment.dtype.itemsize * (2 if casts else 1)
+            with self._held.during(assignment.remake_bytes + given_bytes):
+                some = given.to(assignment.dtype)
+                assignment.overflows.check(assignment.name, given, some)
+                some = some.to(assignment.device)
                 self._join(part.which, first + at, some)
                 del some
 
     def _join(self, which: int, first: int, some: torch.Tensor) -> None:
-        """Has some rows remade, to where they belong."""
-        made, joined, writer = self._streamed[which], self._joined[which], self._writers[which]
-        assert made.remake is not None
+        """Transforms some rows, and puts them where they belong."""
+        assignment, joined, writer = self._streamed[which], self._joined[which], self._writers[which]
+        assert assignment.remake is not None
         if writer is None:
-            joined.put(first, remade(made, made.remake, some, some.shape))
+            joined.put(first, remade(assignment, assignment.remake, some, some.shape))
             return
         if not joined.has_begun:
             joined.begin(writer.like)
-        with transform_errors(made.name):
+        with transform_errors(assignment.name):
             writer.write(some, joined.at(first, len(some)))
 
     @torch.inference_mode(False)
     def end(self) -> None:
-        """Hands the values over, when all of them are there."""
-        for index, made in enumerate(self._streamed):
-            if made.remake is None:
-                made.final = self._finals[index]
+        """Sets the final values of the assignments."""
+        for index, assignment in enumerate(self._streamed):
+            if assignment.remake is None:
+                assignment.final = self._finals[index]
                 continue
             joined = self._joined[index]
-            made.final, made.freezes = joined.whole.detach(), joined.freezes
-            made.dtype = made.final.dtype
-            made.placement = after_remaking(made.placement, made.param, made.final)
+            assignment.final, assignment.freezes = joined.whole.detach(), joined.freezes
+            assignment.dtype = assignment.final.dtype
+            assignment.placement = after_remaking(assignment.placement, assignment.param, assignment.final)
 
     def on_block(self, block: Block, seconds: float) -> None:
         """Records the seconds that a block took."""
         for part in block.parts:
-            made = self._streamed[part.which]
-            made.seconds += seconds * part.nbytes / block.wanted_bytes
+            assignment = self._streamed[part.which]
+            assignment.seconds += seconds * part.nbytes / block.wanted_bytes
 
 
 def _memory(cast: Sequence[Assignment]) -> list[torch.Tensor]:
-    """For each the memory where its value stays."""
-    on_cpu = [made for made in cast if made.on_cpu and not made.placement.direct]
-    fresh = dict(zip(map(id, on_cpu), fresh_tensors([made.layout for made in on_cpu]), strict=True))
-    found = []
+    """The final memory of each assignment."""
+    on_cpu = [assignment for assignment in cast if assignment.on_cpu and not assignment.placement.direct]
+    fresh = dict(zip(map(id, on_cpu), fresh_tensors([assignment.layout for assignment in on_cpu]), strict=True))
+    memory = []
     with torch.inference_mode(False):
-        for made in cast:
-            if made.placement.direct:
-                found.append(made.param)
-            elif made.on_cpu:
-                found.append(fresh[id(made)])
+        for assignment in cast:
+            if assignment.placement.direct:
+                memory.append(assignment.param)
+            elif assignment.on_cpu:
+                memory.append(fresh[id(assignment)])
             else:
-                found.append(torch.empty(made.param.shape, dtype=made.dtype, device=made.device))
-    return found
+                memory.append(torch.empty(assignment.param.shape, dtype=assignment.dtype, device=assignment.device))
+    return memory
 
 
-def _writer(made: Assignment) -> RowsWriter | None:
-    """What writes remade rows to where they stay."""
-    if made.remake is None or not made.on_cpu:
+def _writer(assignment: Assignment) -> RowsWriter | None:
+    """The function that writes transformed rows to their final memory, where the transform has one."""
+    if assignment.remake is None or not assignment.on_cpu:
         return None
-    return asked_writer(made.remake, made.name, tuple(made.param.shape), made.dtype)
+    return asked_writer(assignment.remake, assignment.name, tuple(assignment.param.shape), assignment.dtype)
 
 
 def _shown(buffer: torch.Tensor, part: Part, dtype: torch.dtype) -> torch.Tensor:
-    """A piece as numbers, in the buffer."""
+    """A view of a part of the buffer with the stored dtype."""
     count = part.nbytes // dtype.itemsize
     empty = torch.empty(0, dtype=dtype, device="cpu")
     return empty.set_(buffer.untyped_storage(), part.at // dtype.itemsize, (count,), contiguous_stride((count,)))
