@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 from torch import nn
@@ -84,6 +84,7 @@ ranges = st.lists(
 )
 
 
+@settings(max_examples=40)
 @given(gaps=ranges, begin=st.integers(0, PAGE))
 def test_every_byte_is_where_it_belongs(gaps: list[tuple[int, int, bool]], begin: int, path: Path) -> None:
     data = torch.frombuffer(bytearray(path.read_bytes()), dtype=torch.uint8)

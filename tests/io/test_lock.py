@@ -137,12 +137,9 @@ def test_what_the_file_says(directory: Path) -> None:
     "text",
     [
         b"",
-        b"[1]",
         b"nonsense\x00\xff",
         b"[" * 5000,
-        b'{"pid": 1}',
         b'{"pid": "\\u001b[31m", "host": "\\n", "since": 1e300}',
-        b'{"pid": 1, "host": "h", "since": null}',
         b'{"pid": 1, "host": "h", "since": NaN}',
     ],
 )

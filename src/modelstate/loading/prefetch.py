@@ -45,11 +45,8 @@ def _past_the_cache(preparation: Preparation, read: Sequence[Assignment]) -> int
 
 
 def _is_uncached(assignment: Assignment, files: Collection[str]) -> bool:
-    return (
-        assignment.is_read_together
-        and isinstance(assignment.stored, StoredTensor)
-        and assignment.stored.extent.path in files
-    )
+    stored = assignment.stored
+    return assignment.is_read_together and isinstance(stored, StoredTensor) and stored.extent.path in files
 
 
 def prefault_async(preparation: Preparation) -> list[str]:
@@ -63,7 +60,7 @@ def prefault_async(preparation: Preparation) -> list[str]:
 
 
 def bring_in(assignments: Iterable[Assignment], progress: Callable[[int], None]) -> list[str]:
-    """Brings in the pages that are shown, and waits for them. Returns what to note. Raises `ReadFailedError`."""
+    """Brings in the mapped pages, and waits for them. Returns remarks for the report. Raises `ReadFailedError`."""
     shown, left = _that_fits(_shown(assignments))
     prefault(shown, progress)
     return [f"the map is brought in{left}"] if left else []
@@ -78,7 +75,7 @@ def _shown(assignments: Iterable[Assignment]) -> list[Shown]:
 
 
 def _that_fits(shown: Sequence[Shown]) -> tuple[list[Shown], str]:
-    """As much of it as memory has place for, and what to say where there is more."""
+    """The tensors that fit into half of the memory, and a remark where there are more."""
     most, fits = most_to_read(), list[Shown]()
     for extent, tensor in shown:
         if (most := most - extent.nbytes) < 0:
