@@ -177,7 +177,9 @@ class WrongDtype(Problem):
     """"lossy" or "kind"."""
 
     title: ClassVar = "tensors of a dtype that cannot become the model's without loss"
-    remedy: ClassVar = "ask for the cast of floats with dtype=, for any other with transform=, or build the model so"
+    remedy: ClassVar = (
+        "cast floats with dtype=, other dtypes with transform=; or build the model with the dtypes of the checkpoint"
+    )
     page: ClassVar = "lossy-cast"
 
     def line(self) -> str:
@@ -289,7 +291,7 @@ class TieConflict(Problem):
     others: tuple[str, ...] = ()
 
     title: ClassVar = "tied tensors with several different values"
-    remedy: ClassVar = "untie them in the model, or move one value out of the way: rules=[ms.rules.Ignore('its.name')]"
+    remedy: ClassVar = "untie them in the model, or leave one value out: rules=[ms.rules.Ignore('its.name')]"
     page: ClassVar = "tied-values"
 
     def line(self) -> str:
@@ -342,7 +344,7 @@ class IdlePattern(Problem):
     """Why it applies to nothing although it matches something."""
 
     title: ClassVar = "patterns and rules that match nothing"
-    remedy: ClassVar = "take them out, or correct their spelling"
+    remedy: ClassVar = "remove them, or correct their spelling"
     page: ClassVar = "matches-nothing"
 
     def line(self) -> str:
@@ -356,7 +358,7 @@ class UnevenTransform(Problem):
     transform: str = ""
     others: tuple[str, ...] = ()
 
-    title: ClassVar = "tied tensors of which a transform is for some places only"
+    title: ClassVar = "tied tensors with a transform for some of their names only"
     page: ClassVar = "transform"
     remedy: ClassVar = (
         "leave them alone, with a pattern before the others: transform={'its.name': None, ...}; or untie them"
@@ -382,7 +384,7 @@ class OptimizerMisfit(Problem):
 class NothingFits(Problem):
     """All names are allowed to be missing or unexpected, so that no tensor would be loaded."""
 
-    title: ClassVar = "models that would get nothing at all"
+    title: ClassVar = "models that would get no tensor"
     remedy: ClassVar = "narrow allow_missing and allow_unexpected to the names that they are meant for"
     page: ClassVar = "matches-nothing"
 
@@ -393,7 +395,7 @@ class NameClash(Problem):
 
     sources: tuple[str, ...] = ()
 
-    title: ClassVar = "names that several tensors of the checkpoint claim"
+    title: ClassVar = "names that several tensors of the checkpoint would get"
     remedy: ClassVar = "make the rules narrower"
     page: ClassVar = "bad-rule"
 
@@ -429,7 +431,7 @@ class FreedMemory(Problem):
     """Bytes of its storage."""
 
     title: ClassVar = "tensors of the model whose memory has been freed"
-    remedy: ClassVar = "have what freed it (offloading, sharding) bring it back first, or load before that"
+    remedy: ClassVar = "load before the memory is freed (by offloading or sharding), or after it is restored"
     page: ClassVar = "cannot-be-placed"
     template: ClassVar = "{0.name}: of {0.expected} bytes, its storage has {0.found}"
 
@@ -481,9 +483,7 @@ class CyclicRules(Problem):
     rules: tuple[str, ...] = ()
 
     title: ClassVar = "names that rules change back and forth"
-    remedy: ClassVar = (
-        "take one of the rules out; to exchange two names, give one of them a third name for the time being"
-    )
+    remedy: ClassVar = "remove one of the rules; to exchange two names, give one of them a third name in between"
     page: ClassVar = "bad-rule"
 
     def line(self) -> str:

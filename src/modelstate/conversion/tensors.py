@@ -105,7 +105,7 @@ class CastAndMove(Target):
                 where=name,
                 expected=f"{tensor.nbytes} bytes",
                 found=f"a storage of {tensor.untyped_storage().nbytes()}",
-                remedy="have what freed it (offloading, sharding) bring it back first, or convert before that",
+                remedy="convert before the memory is freed (by offloading or sharding), or after it is restored",
             )
         try:
             return tensor.to(device, dtype)
