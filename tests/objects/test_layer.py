@@ -71,7 +71,9 @@ NONSENSE: dict[str, Any] = {
 
 @pytest.mark.parametrize("value", NONSENSE.values(), ids=NONSENSE)
 def test_nonsense(value: Any) -> None:
-    refused(errors.ExtraStateError, Two(), {"weight": torch.zeros(2), "_extra_state": value})
+    refused(
+        errors.ExtraStateError, Two(), {"weight": torch.zeros(2), "_extra_state": value}, "no extra state of the class"
+    )
 
 
 DAMAGED: dict[str, tuple[Any, type[Exception]]] = {
@@ -182,7 +184,7 @@ def test_versions_that_nothing_takes() -> None:
     refused(errors.ExtraStateError, versioned(None), state_of(4, p=1, epoch=1), "newer", "version 4", "code that")
     refused(errors.ExtraStateError, versioned(None), state_of(2, p=1, epoch=1), "version 2", "upgrade=")
     never = versioned(lambda old, values: pytest.fail("a newer version is not upgraded"))
-    refused(errors.ExtraStateError, never, state_of(4, p=1, epoch=1))
+    refused(errors.ExtraStateError, never, state_of(4, p=1, epoch=1), "newer version")
 
 
 def test_an_upgrade_that_raises() -> None:
@@ -333,7 +335,7 @@ def test_nothing_is_set_where_one_class_of_several_cannot_take_its_part() -> Non
     for part in (state["_extra_state"], state["_extra_state"]["base"]):
         values = dict(part["values"])
         part["values"].popitem()
-        refused(errors.ExtraStateError, Leaf(), state)
+        refused(errors.ExtraStateError, Leaf(), state, "lacks")
         part["values"] = values
 
 

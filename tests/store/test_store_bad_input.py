@@ -238,10 +238,11 @@ def test_a_manifest_that_is_not_what_was_written(tmp_path: Path, how: str) -> No
     store.save(1, training.train().objects)
     change(Path(store.save(2, training.train().objects).path))
     was, bits = contents(tmp_path), training.bits()
-    with pytest.raises(kind):
-        store.restore(training.objects, step=2)
-    with pytest.raises(kind):
-        store.open("model", step=2)
+    is_foreign = how in ("another store", "another step")
+    for call in (lambda: store.restore(training.objects, step=2), lambda: store.open("model", step=2)):
+        with pytest.raises(kind) as caught:
+            call()
+        assert ("from another store, or under another step" in caught.value.what) is is_foreign
     assert training.bits() == bits
     assert store.verify(2)[2]
     with pytest.warns(errors.DamagedCheckpointWarning):
@@ -321,15 +322,16 @@ def test_objects_that_lack_or_have_more(tmp_path: Path) -> None:
     store, training = ms.Store(tmp_path), Training().train()
     store.save(1, {**training.objects, "step": 1})
     bits = training.train().bits()
-    for objects, kind in (
-        (training.objects, errors.ObjectMismatchError),
-        ({**training.objects, "step": None, "ema": network()}, errors.ObjectMismatchError),
-        ({**training.objects, "step": network()}, errors.ObjectMismatchError),
-        ({"optimizer": training.optimizer, "step": None}, errors.OptimizerStateError),
-        ({"model": nn.Linear(3, 3), "optimizer": None, "step": None}, errors.ObjectMismatchError),
+    for objects, kind, says in (
+        (training.objects, errors.ObjectMismatchError, "not among the objects"),
+        ({**training.objects, "step": None, "ema": network()}, errors.ObjectMismatchError, "nothing was saved"),
+        ({**training.objects, "step": network()}, errors.ObjectMismatchError, "of other kinds"),
+        ({"optimizer": training.optimizer, "step": None}, errors.OptimizerStateError, ""),
+        ({"model": nn.Linear(3, 3), "optimizer": None, "step": None}, errors.ObjectMismatchError, "of other kinds"),
     ):
-        with pytest.raises(kind):
+        with pytest.raises(kind) as caught:
             store.restore(objects)
+        assert says in str(caught.value)
     assert training.bits() == bits
     assert store.steps() == (1,)
 
