@@ -292,7 +292,7 @@ def matching_part(
             "the checkpoint holds several state dicts that fit the model",
             where=checkpoint.source,
             found=listed,
-            remedy=f"say which: key={best!r}",
+            remedy=f"say which one is meant, for example key={best!r}",
             candidates=tuple(rivals.items()),
         )
     return checkpoint.select(best) if best else checkpoint

@@ -216,7 +216,7 @@ def _part(checkpoint: Checkpoint, slots: Slots) -> Checkpoint:
             "the checkpoint holds several parts with tensors like the model's",
             where=checkpoint.source,
             found=", ".join(map(repr, [best, *rivals])),
-            remedy=f"say which: key={best!r}",
+            remedy=f"say which one is meant, for example key={best!r}",
             candidates=tuple((candidate, scores[candidate][0]) for candidate in [best, *rivals]),
         )
     return checkpoint.select(best) if best else checkpoint
