@@ -45,6 +45,12 @@ def seconds(value: float) -> str:
     return f"{value * 1000:.1f} ms" if value < 1 else f"{value:.2f} s"
 
 
+def listed(items: Iterable[str], most: int = 6, between: str = ", ") -> str:
+    """The first items, and the number of further ones: "a, b, and 3 more"."""
+    items = list(items)
+    return between.join(items[:most]) + (f"{between}and {len(items) - most} more" if len(items) > most else "")
+
+
 def shorten(text: str, width: int) -> str:
     """The text, cut to `width` characters with an ellipsis."""
     return text if len(text) <= width else text[: width - 1] + "…"

@@ -2,7 +2,7 @@
 
 from abc import ABC, abstractmethod
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 
@@ -14,6 +14,7 @@ from modelstate.formats.sharded import merged_metadata
 from modelstate.formats.tree import FlatTree, is_container, items_of, same_value, subtree
 from modelstate.io.files import FileFingerprint
 from modelstate.spec import Combined, Contents, Stored, StoredComposite, StoredTensor
+from modelstate.text_format import listed
 from modelstate.torch_compat.private import set_version_metadata, version_metadata
 
 CombineFunction = Callable[[str, list[torch.Tensor]], torch.Tensor]
@@ -72,12 +73,6 @@ def combine(sources: Sequence[Checkpoint], how: object) -> Checkpoint:
 def where(sources: Sequence[Checkpoint]) -> str:
     """The sources in one line, for messages."""
     return listed([source.source for source in sources], most=3)
-
-
-def listed(items: Iterable[str], most: int = 6, between: str = ", ") -> str:
-    """The first items, and the number of further ones, for messages."""
-    items = list(items)
-    return between.join(items[:most]) + (f"{between}and {len(items) - most} more" if len(items) > most else "")
 
 
 def label(sources: Sequence[Checkpoint], index: int) -> str:

@@ -52,6 +52,7 @@ from modelstate.io.files import (
 )
 from modelstate.process import gc_paused
 from modelstate.spec import Contents
+from modelstate.text_format import listed
 
 MODEL = "model"
 _SHARD = re.compile(r"-\d{5}-of-\d{5}\.\w+$")
@@ -194,7 +195,6 @@ def _refuse_other_tools(directory: str, names: list[str]) -> None:
 def _nothing(directory: str, entries: list[os.DirEntry[str]]) -> SourceNotFoundError:
     below = [entry.name for entry in entries if os.path.isdir(entry.path)]
     there = [entry.name + ("/" if entry.name in below else "") for entry in entries]
-    more = f", and {len(there) - 12} more" if len(there) > 12 else ""
     if "store.json" in there:
         remedy = "it is a store: modelstate.Store(path) has open, restore and verify; so has `modelstate store`"
     elif below:
@@ -206,19 +206,18 @@ def _nothing(directory: str, entries: list[os.DirEntry[str]]) -> SourceNotFoundE
         where=directory,
         expected="model.safetensors, pytorch_model.bin, an index of shards, .metadata of torch.distributed.checkpoint, "
         "or one file of torch.save or safetensors",
-        found=(", ".join(there[:12]) + more) or "an empty directory",
+        found=listed(there, 12) or "an empty directory",
         remedy=remedy,
     )
 
 
 def _several(directory: str, candidates: list[_Candidate]) -> AmbiguousCheckpointError:
     names = [candidate.name for candidate in candidates]
-    more = f", and {len(names) - 12} more" if len(names) > 12 else ""
     return AmbiguousCheckpointError(
         f"several checkpoints are in this directory, {len(names)} of them",
         where=directory,
         expected="one, or one named model",
-        found=", ".join(names[:12]) + more,
+        found=listed(names, 12),
         remedy=f"give the path of the one that is meant, such as {os.path.join(directory, names[0])}",
     )
 

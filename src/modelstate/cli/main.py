@@ -32,7 +32,7 @@ from modelstate.cli.error_pages import Page, find, pages
 from modelstate.cli.live import app as live_app
 from modelstate.cli.store import app as store_app
 from modelstate.cli.store import is_store, verify_steps
-from modelstate.text_format import columns
+from modelstate.text_format import columns, listed
 
 app = typer.Typer(
     help="Move model state between files and live PyTorch models.",
@@ -160,8 +160,9 @@ def inspect(
             inspection = ms.inspect(path, key=key, allow=allow or (), skip_forbidden=skip_forbidden)
         typer.echo(inspection.to_json() if as_json else inspection)
         if not inspection.tensors and (names := inspection.left_out):
-            listed = ", ".join(names[:8]) + (f", and {len(names) - 8} more" if len(names) > 8 else "")
-            typer.echo(f"error: no tensor was found; objects of these classes were left out: {listed}", err=True)
+            typer.echo(
+                f"error: no tensor was found; objects of these classes were left out: {listed(names, 8)}", err=True
+            )
             raise typer.Exit(PROBLEMS)
 
 
@@ -350,18 +351,18 @@ def explain(
 ) -> None:
     """Show the page about an error: its cause, code that fails, and code that works."""
     if name is None:
-        typer.echo(_listed(pages().values()))
+        typer.echo(_page_table(pages().values()))
         return
     result = find(name)
     if not result.pages:
         raise typer.BadParameter(f"there is no page about {name!r}: modelstate explain lists all of them")
     if result.guess:
         typer.echo(f"there is no page about {name!r}; the nearest is {result.pages[0].name}", err=True)
-    typer.echo(result.pages[0].text.rstrip() if len(result.pages) == 1 else _listed(result.pages))
+    typer.echo(result.pages[0].text.rstrip() if len(result.pages) == 1 else _page_table(result.pages))
 
 
-def _listed(listed: Iterable[Page]) -> str:
-    return columns([[page.name, page.title] for page in listed])
+def _page_table(pages: Iterable[Page]) -> str:
+    return columns([[page.name, page.title] for page in pages])
 
 
 def main() -> None:

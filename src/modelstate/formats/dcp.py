@@ -35,7 +35,7 @@ from modelstate.formats.torch_zip import Archive
 from modelstate.formats.unpickle import DeferredCall, Refused, unpickle
 from modelstate.io.files import SourceFile
 from modelstate.spec import Assemble, ByteRange, Checksum, Contents, StoredComposite, StoredTensor
-from modelstate.text_format import excerpt
+from modelstate.text_format import excerpt, listed
 
 _DCP = "torch.distributed.checkpoint."
 _BEFORE_2_3 = "torch.distributed._shard.sharded_tensor.metadata."
@@ -168,16 +168,16 @@ def _damaged(what: str, found: object = "") -> PickleError:
 def _forbidden(names: TorchGlobals) -> ForbiddenGlobalError:
     refused = sorted(names.refused)
     never = [name for name in refused if is_never(name)]
-    listed = ", ".join(f'"{name}"' for name in refused[:10])
+    quoted = ", ".join(f'"{name}"' for name in refused[:10])
     return ForbiddenGlobalError(
         "the metadata asks for classes or functions that are not allowed",
         refused=[(name, "") for name in refused],
         allow=() if never else refused,
         expected="the classes of torch.distributed.checkpoint",
-        found=", ".join(refused[:10]) + (f", and {len(refused) - 10} more" if len(refused) > 10 else ""),
+        found=listed(refused, 10),
         remedy=f"do not trust this checkpoint: {never[0]} has no place in its metadata"
         if never
-        else f"if you know why they are there: ms.load(model, ms.open(path, allow=[{listed}])); they are not made",
+        else f"if you know why they are there: ms.load(model, ms.open(path, allow=[{quoted}])); they are not made",
     )
 
 
@@ -566,8 +566,8 @@ def _with_positions(node: dict[object, object]) -> dict[object, object]:
     groups, state = node.get("param_groups"), node.get("state")
     if not isinstance(groups, list) or not isinstance(state, dict):
         return node
-    listed = [group.get("params") for group in groups if isinstance(group, dict)]
-    several = [params for params in listed if isinstance(params, list | tuple)]
+    of_groups = [group.get("params") for group in groups if isinstance(group, dict)]
+    several = [params for params in of_groups if isinstance(params, list | tuple)]
     positions = {str(param): param for params in several for param in params if type(param) is int}
     return {**node, "state": {positions.get(key, key): values for key, values in state.items()}}
 

@@ -38,7 +38,7 @@ from modelstate.io.atomic import Output
 from modelstate.io.digests import BLOCK_BYTES, HEX, OPEN_SEAL, SEAL, check_seal, digest, sealed
 from modelstate.io.files import SourceFile
 from modelstate.spec import ByteRange, Contents, StoredTensor, contiguous_stride
-from modelstate.text_format import excerpt, printable, quote
+from modelstate.text_format import excerpt, listed, printable, quote
 from modelstate.torch_compat.plain import why_not_plain
 
 MAX_HEADER_BYTES = 100_000_000
@@ -495,7 +495,7 @@ def nbytes_of(tensor: torch.Tensor | LazyTensor) -> int:
     return tensor.numel() * tensor.itemsize
 
 
-def listed(problems: Mapping[Any, str], most: int = 8) -> str:
+def listed_problems(problems: Mapping[Any, str], most: int = 8) -> str:
     """Joins names and problems for a message, `most` of them in full."""
-    lines = [f"{quote(str(name))}: {problem}" for name, problem in list(problems.items())[:most]]
-    return "; ".join(lines) + (f"; and {len(problems) - most} more" if len(problems) > most else "")
+    lines = [f"{quote(str(name))}: {problem}" for name, problem in problems.items()]
+    return listed(lines, most, "; ")

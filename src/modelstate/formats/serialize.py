@@ -14,7 +14,7 @@ from modelstate.codec.walk import is_unicode
 from modelstate.errors import CodecError, UnsavableError
 from modelstate.formats.block_writer import LazyTensor, check_repeated
 from modelstate.formats.manifest import FORMAT, KEY
-from modelstate.formats.safetensors import listed, why_not
+from modelstate.formats.safetensors import listed_problems, why_not
 from modelstate.formats.tree import EXTRA_STATE
 from modelstate.io.digests import ALGORITHM, BLOCK_BYTES
 from modelstate.spec import bytes_key
@@ -216,7 +216,7 @@ class _Serializer:
             raise UnsavableError(
                 f"{len(self._wrong)} of {self.state.names} tensors cannot be stored in a safetensors file",
                 where=self._where,
-                found=listed(self._wrong),
+                found=listed_problems(self._wrong),
                 remedy="; ".join(remedies_for(self._refused))
                 or "convert them, leave them out, or give them other names",
             )

@@ -71,7 +71,7 @@ from modelstate.io.atomic import (
 from modelstate.io.digests import OPEN_SEAL, SEAL, check_seal, digest, sealed
 from modelstate.io.files import SourceFile, forget_fingerprint
 from modelstate.spec import Contents, Stored
-from modelstate.text_format import quote
+from modelstate.text_format import listed, quote
 from modelstate.torch_compat.private import set_version_metadata, version_metadata
 
 MAX_INDEX_BYTES = 100_000_000
@@ -238,7 +238,7 @@ def safe_paths(index_path: str, directory: str, shards: list[str]) -> list[str]:
             "the index names files outside its directory",
             where=index_path,
             expected=f"files in {directory or '.'}, or links to files in it",
-            found=_some(unsafe),
+            found=listed(unsafe, 5),
             remedy="if you trust the index, put the files themselves beside it, or make the index a link to the one "
             "in their directory",
         )
@@ -247,7 +247,7 @@ def safe_paths(index_path: str, directory: str, shards: list[str]) -> list[str]:
         raise MissingShardError(
             f"{len(missing)} of {len(shards)} shards are missing",
             where=index_path,
-            expected=f"in {directory or '.'}: {_some(map(quote, missing), most=20)}",
+            expected=f"in {directory or '.'}: {listed(map(quote, missing), 20)}",
             remedy="finish the download or the copy",
         )
     try:
@@ -256,7 +256,7 @@ def safe_paths(index_path: str, directory: str, shards: list[str]) -> list[str]:
         raise ReadFailedError("a shard cannot be opened", where=index_path, found=error) from error
     odd = [quote(shard) for shard, mode in zip(shards, modes, strict=True) if not stat.S_ISREG(mode)]
     if odd:
-        raise HeaderError("the index names shards that are not regular files", where=index_path, found=_some(odd))
+        raise HeaderError("the index names shards that are not regular files", where=index_path, found=listed(odd, 5))
     return paths
 
 
@@ -330,7 +330,7 @@ def _check_names(index_path: str, weight_map: Mapping[str, str], trees: Mapping[
         raise HeaderError(
             f"{len(twice)} names are in more than one shard",
             where=index_path,
-            found=_some(twice),
+            found=listed(twice, 5),
             remedy="shards of two checkpoints may be mixed here: download or write them again, elsewhere",
         )
     lacking = [f"{quote(name)} in {quote(shard)}" for name, shard in weight_map.items() if holders.get(name) != [shard]]
@@ -340,8 +340,8 @@ def _check_names(index_path: str, weight_map: Mapping[str, str], trees: Mapping[
             "the shards do not hold what the index says: "
             f"{len(lacking)} tensors are not in their shard, {len(unnamed)} are not in the index",
             where=index_path,
-            expected=_some(lacking),
-            found=_some(unnamed),
+            expected=listed(lacking, 5),
+            found=listed(unnamed, 5),
             remedy="index and shards may be of different versions: download or write them again, elsewhere",
         )
 
@@ -354,12 +354,6 @@ def merged_metadata(contents: Mapping[str, Contents]) -> dict[str, str]:
         values = set(by_shard.values())
         merged |= {key: values.pop()} if len(values) == 1 else {f"{name}:{key}": v for name, v in by_shard.items()}
     return merged
-
-
-def _some(items: Iterable[str], most: int = 5) -> str:
-    items = list(items)
-    more = f", and {len(items) - most} more" if len(items) > most else ""
-    return ", ".join(items[:most]) + more
 
 
 Kind = TypeVar("Kind", torch.Tensor, LazyTensor, torch.Tensor | LazyTensor)

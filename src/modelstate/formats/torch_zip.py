@@ -24,7 +24,7 @@ from modelstate.errors import (
 )
 from modelstate.formats.block_writer import LazyTensor, check_repeated, threads_within, write_blocks
 from modelstate.formats.construct import construct
-from modelstate.formats.safetensors import listed, nbytes_of
+from modelstate.formats.safetensors import listed_problems, nbytes_of
 from modelstate.formats.sharded import write_file
 from modelstate.formats.torch_globals import StorageType, TorchGlobals
 from modelstate.formats.tree import items_of, leaves
@@ -262,7 +262,7 @@ def _check_tensors(state: Mapping[object, object], path: str) -> None:
         raise UnsavableError(
             "tensors have no values here, or only a part of them",
             where=path,
-            found=listed({name: why_not_plain(tensor) for name, tensor in refused.items()}),
+            found=listed_problems({name: why_not_plain(tensor) for name, tensor in refused.items()}),
             remedy="; ".join(remedies_for(refused.values())),
         )
 
@@ -288,7 +288,8 @@ def _save(state: Mapping[object, object], output: Output, path: str) -> None:
         raise UnsavableError(
             "torch.load(weights_only=True) does not read values of these classes",
             where=path,
-            found=listed({name: f"{cls.__module__}.{cls.__qualname__}" for name, cls in refused.items()}) or failure,
+            found=listed_problems({name: f"{cls.__module__}.{cls.__qualname__}" for name, cls in refused.items()})
+            or failure,
             remedy="save to a path that ends in .safetensors, which keeps every value that has an encoding, or leave "
             "these out",
         ) from failure

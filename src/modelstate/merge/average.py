@@ -10,11 +10,12 @@ from dataclasses import dataclass
 import torch
 
 from modelstate.checkpoint.checkpoint import Checkpoint
-from modelstate.checkpoint.combine import Combination, Merged, check_values, is_plain, label, listed, versions_of, where
+from modelstate.checkpoint.combine import Combination, Merged, check_values, is_plain, label, versions_of, where
 from modelstate.errors import CombineError, OptionError
 from modelstate.formats.tree import FlatTree, same_tensor
 from modelstate.io.memory import empty_cpu
 from modelstate.spec import Combined, Stored, StoredTensor, bytes_key
+from modelstate.text_format import listed
 
 _CHUNK = 1 << 17
 """Elements that are summed at once, so that the sums stay in the processor's cache."""

@@ -17,13 +17,14 @@ from typing import TypeGuard, TypeVar
 import torch
 
 from modelstate.checkpoint.checkpoint import Checkpoint
-from modelstate.checkpoint.combine import Combination, Merged, is_plain, label, listed, versions_of
+from modelstate.checkpoint.combine import Combination, Merged, is_plain, label, versions_of
 from modelstate.errors import CombineError, OpenError, OptionError, ReadFailedError, SourceNotFoundError
 from modelstate.formats.tree import FlatTree
 from modelstate.io.files import read_whole
 from modelstate.io.memory import empty_cpu
 from modelstate.planning.matching import _MATRIX, _PREFIX, adapter_names
 from modelstate.spec import Combined, Stored, bytes_key
+from modelstate.text_format import listed
 
 CONFIG_NAME = "adapter_config.json"
 _T = TypeVar("_T")
