@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Mapping, Set
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, Literal, overload
+from typing import Any, Literal, TypedDict, Unpack, overload
 
 import torch
 from torch import nn
@@ -107,71 +107,41 @@ def plan(
         return Preparation(transaction, checkpoint, options, Place, call_extra_state=False).plan()
 
 
+class LoadArguments(TypedDict, total=False):
+    """The keyword arguments of `load`, but for `background`, which decides what it returns."""
+
+    key: str | None
+    rules: Iterable[Rule] | Schema
+    allow_missing: Iterable[str]
+    allow_unexpected: Iterable[str]
+    dtype: torch.dtype | str | None
+    device: torch.device | str | None
+    transform: AnyTransform | Mapping[str, AnyTransform | None] | None
+    map: bool | None
+    in_place: bool
+    init_missing: bool
+    verify: bool
+    optimizers: Iterable[torch.optim.Optimizer]
+    progress: bool | None
+    max_memory_bytes: int | None
+    prefault: bool | None
+
+
 @overload
 def load(
     model: nn.Module,
     source: Source | LoadPlan,
     *,
-    key: str | None = ...,
-    rules: Iterable[Rule] | Schema = ...,
-    allow_missing: Iterable[str] = ...,
-    allow_unexpected: Iterable[str] = ...,
-    dtype: torch.dtype | str | None = ...,
-    device: torch.device | str | None = ...,
-    transform: AnyTransform | Mapping[str, AnyTransform | None] | None = ...,
-    map: bool | None = ...,
-    in_place: bool = ...,
-    init_missing: bool = ...,
-    verify: bool = ...,
-    optimizers: Iterable[torch.optim.Optimizer] = ...,
-    progress: bool | None = ...,
-    max_memory_bytes: int | None = ...,
-    prefault: bool | None = ...,
     background: Literal[False] = False,
+    **arguments: Unpack[LoadArguments],
 ) -> LoadReport: ...
 @overload
 def load(
-    model: nn.Module,
-    source: Source | LoadPlan,
-    *,
-    key: str | None = ...,
-    rules: Iterable[Rule] | Schema = ...,
-    allow_missing: Iterable[str] = ...,
-    allow_unexpected: Iterable[str] = ...,
-    dtype: torch.dtype | str | None = ...,
-    device: torch.device | str | None = ...,
-    transform: AnyTransform | Mapping[str, AnyTransform | None] | None = ...,
-    map: bool | None = ...,
-    in_place: bool = ...,
-    init_missing: bool = ...,
-    verify: bool = ...,
-    optimizers: Iterable[torch.optim.Optimizer] = ...,
-    progress: bool | None = ...,
-    max_memory_bytes: int | None = ...,
-    prefault: bool | None = ...,
-    background: Literal[True],
+    model: nn.Module, source: Source | LoadPlan, *, background: Literal[True], **arguments: Unpack[LoadArguments]
 ) -> LoadHandle: ...
 @overload
 def load(
-    model: nn.Module,
-    source: Source | LoadPlan,
-    *,
-    key: str | None = ...,
-    rules: Iterable[Rule] | Schema = ...,
-    allow_missing: Iterable[str] = ...,
-    allow_unexpected: Iterable[str] = ...,
-    dtype: torch.dtype | str | None = ...,
-    device: torch.device | str | None = ...,
-    transform: AnyTransform | Mapping[str, AnyTransform | None] | None = ...,
-    map: bool | None = ...,
-    in_place: bool = ...,
-    init_missing: bool = ...,
-    verify: bool = ...,
-    optimizers: Iterable[torch.optim.Optimizer] = ...,
-    progress: bool | None = ...,
-    max_memory_bytes: int | None = ...,
-    prefault: bool | None = ...,
-    background: bool,
+    model: nn.Module, source: Source | LoadPlan, *, background: bool, **arguments: Unpack[LoadArguments]
 ) -> LoadReport | LoadHandle: ...
 @argument_order("ms.load", is_module, lambda value: is_source(value) or isinstance(value, LoadPlan))
 @foreign_arguments(**_OF_TORCH)
