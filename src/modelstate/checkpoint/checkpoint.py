@@ -1,9 +1,9 @@
 """The `Checkpoint`: a read-only mapping from names to tensor specs, and the ways to read their bytes."""
 
-import threading
 import zlib
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from difflib import get_close_matches
 from typing import Any
 
@@ -33,6 +33,7 @@ from modelstate.io.engine import (
     LocalFile,
     Request,
     Wanted,
+    for_each,
     open_files,
     read_fully,
     read_ranges,
@@ -41,7 +42,6 @@ from modelstate.io.engine import (
 )
 from modelstate.io.files import FileFingerprint, current_fingerprints
 from modelstate.io.prefetch import read_ahead
-from modelstate.process import parallel_for
 from modelstate.spec import (
     ByteRange,
     Checksum,
@@ -577,28 +577,28 @@ def verify(checkpoint: Checkpoint, on_read: Callable[[int], None] | None = None)
     """Implements `Checkpoint.verify`. `on_read` is called with the size of each storage, and may raise to end it."""
     names_of, expected = what_to_verify(checkpoint), checkpoint.checksums
     computed: dict[ByteRange, str] = {}
-    waiting, lock = iter(names_of), threading.Lock()
 
-    def work(stop: threading.Event) -> None:
+    @contextmanager
+    def worker() -> Iterator[Callable[[ByteRange], None]]:
         buffer = memoryview(bytearray(_CHUNK_BYTES))
-        while not stop.is_set():
-            with lock:
-                storage = next(waiting, None)
-            if storage is None:
-                return
+
+        def compute(storage: ByteRange) -> None:
             checksum, end = expected[storage], storage.start + storage.nbytes
             block_bytes = checksum.block_bytes or storage.nbytes
             values = []
             for start in range(storage.start, end, block_bytes):
                 block = ByteRange(storage.path, start, min(block_bytes, end - start))
                 values.append(_block_checksum(files[storage.path], block, checksum.algorithm, buffer))
-            with lock:
-                computed[storage] = "".join(values)
-                if on_read:
-                    on_read(storage.nbytes)
+            computed[storage] = "".join(values)
+
+        yield compute
+
+    def on_done(storage: ByteRange, _: float) -> None:
+        if on_read:
+            on_read(storage.nbytes)
 
     with open_files((storage.path for storage in names_of), checkpoint.fingerprints) as files:
-        parallel_for(work, min(read_threads(), len(names_of)))
+        for_each(names_of, worker, min(read_threads(), len(names_of)), on_done)
     damaged = [
         name for storage, names in names_of.items() if computed[storage] != expected[storage].value for name in names
     ]
