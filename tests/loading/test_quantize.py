@@ -493,7 +493,7 @@ def test_a_model_without_linear_layers() -> None:
     model = nn.LayerNorm(4)
     plan = ms.plan(model, copy.deepcopy(model.state_dict()), transform=ms.loading.Quantize(Q.Int8WeightOnlyConfig()))
     name = "Quantize(Int8WeightOnlyConfig)"
-    assert plan.problems == (problems.IdlePattern(name, "transform", f"{name} is for none of the model's tensors"),)
+    assert plan.problems == (problems.IdlePattern(name, "transform", f"{name} applies to none of the model's tensors"),)
 
 
 def test_without_torchao_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -120,7 +120,7 @@ def test_the_law_of_patterns(patterns: list[str], data: st.DataObject) -> None:
 def test_a_pattern_that_matches_nothing_and_one_that_comes_too_late(path: Path) -> None:
     found = plan_problems(Net(), path, {"*": twice, "head*": None, "haed*": None})
     assert found == (
-        problems.IdlePattern("head*", "transform", "a pattern before it takes all that it matches"),
+        problems.IdlePattern("head*", "transform", "earlier patterns match all of its names"),
         problems.IdlePattern("haed*", "transform"),
     )
 
@@ -385,10 +385,10 @@ def test_a_failure_after_it_takes_back_the_flag_and_the_gradient(make: Any, path
 
 def test_one_that_is_for_nothing(path: Path) -> None:
     assert plan_problems(Net(), path, {"norm*": Scale(), "*": None}) == (
-        problems.IdlePattern("norm*", "transform", "Scale(2) is for none of what it matches"),
+        problems.IdlePattern("norm*", "transform", "Scale(2) applies to none of the names that match"),
     )
     assert plan_problems(nn.LayerNorm(2), {"weight": torch.ones(2), "bias": torch.ones(2)}, Scale()) == (
-        problems.IdlePattern("Scale(2)", "transform", "Scale(2) is for none of the model's tensors"),
+        problems.IdlePattern("Scale(2)", "transform", "Scale(2) applies to none of the model's tensors"),
     )
 
 

@@ -196,7 +196,7 @@ def test_what_a_transform_returns_is_asked_for() -> None:
 
 
 def test_only_the_value_itself_is_still_shown() -> None:
-    planned = Placement("swap", "had no memory: shows the file", mapped=True)
+    planned = Placement("swap", "was on meta: becomes a map of the file", mapped=True)
     assert after_transform(planned, meta(2, 3), VALUE.view(2, 3), VALUE) is planned
     found = after_transform(planned, meta(2, 3), VALUE.clone(), VALUE)
     assert (found.name, found.mapped) == ("swap", False)

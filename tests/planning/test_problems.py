@@ -97,8 +97,8 @@ SAMPLES: dict[Problem, str] = {
     Uninitialised("a.w", "buffer"): "a.w (buffer)",
     Uninitialised("a.w", "parameter", "Linear.reset_parameters"): "a.w (parameter)",
     IdlePattern("head.*", "allow_missing"): "allow_missing: head.*",
-    IdlePattern("head", "transform", "f is for none of what it matches"): (
-        "transform: head (f is for none of what it matches)"
+    IdlePattern("head", "transform", "f applies to none of the names that match"): (
+        "transform: head (f applies to none of the names that match)"
     ),
     UnevenTransform("a.w", "f", ("b.w", "c.w")): "f is for a.w, but not for b.w, c.w, which is the same tensor",
     NameClash("a.w", ("x.w", "y.w")): "a.w: from x.w, y.w",

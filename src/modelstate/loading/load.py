@@ -86,7 +86,7 @@ def plan(
         The plan. Problems do not raise: see `LoadPlan.ok` and `LoadPlan.problems`.
 
     Raises:
-        FormatError: The checkpoint cannot be opened. `modelstate.open` lists further errors of opening.
+        OpenError: The checkpoint cannot be opened.
         AmbiguousCheckpointError: Several parts of the checkpoint fit the model.
         KeyNotFoundError: The checkpoint has no part `key`.
         OptionError: An argument is invalid.
@@ -216,7 +216,7 @@ def load(
 
     Raises:
         PlanError: The checkpoint does not fit the model. The error lists every problem.
-        FormatError: The checkpoint cannot be opened. `modelstate.open` lists further errors of opening.
+        OpenError: The checkpoint cannot be opened.
         OptionError: An argument is invalid.
         StalePlanError: `source` is a plan, and the model has changed since the plan was created.
         ModelCodeError: The model's own code raises.

@@ -65,7 +65,7 @@ def load_state_dict(
     with exclusive(module), Transaction(module) as transaction:
         sink = _TorchSink(transaction)
         with gc_paused():
-            walk(module, state_dict, versions, assign=assign, transaction=transaction, take=sink, outcome=outcome)
+            walk(module, state_dict, versions, assign=assign, transaction=transaction, sink=sink, outcome=outcome)
         _raise_errors(module, outcome, strict)
         transaction.commit()
     return ReturnedKeys(outcome.missing, outcome.unexpected)

@@ -1,4 +1,4 @@
-"""An assignment of a value to a slot: how its bytes are read, and what transforms make of it."""
+"""An assignment of a value to a slot: how its bytes are read, and how transforms change it."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -18,48 +18,48 @@ from modelstate.torch_compat.plain import is_dense, is_plain
 from modelstate.torch_compat.private import payload_of, storage_id, storage_owners
 
 LEAST_AHEAD_BYTES = 64 << 10
-"""What is less is read sooner than handed from one thread to another."""
+"""Reading fewer bytes takes less time than handing them to another thread."""
 
 
 @dataclass(slots=True, eq=False)
 class Assignment:
-    """A value on its way into a slot."""
+    """A value that is loaded into a slot."""
 
     name: str
     """The name in the model."""
     kind: str
     param: torch.Tensor
-    """The tensor that is there now."""
+    """The tensor that is in the slot before the load."""
     value: torch.Tensor
-    """What goes there, as the checkpoint has it: a view of the file, whose bytes have not been read."""
+    """The value as it is in the checkpoint: a map of the file, whose bytes have not been read."""
     given: str
-    """The name under which the value was handed to the model; empty where code of the model computed it."""
+    """The name of the value in the state dict for the model; empty where code of the model computed the value."""
     stored: Source | None
-    """Where the value lies; None where it was computed, or in the hands of the model's code."""
+    """The source of the value; None where the model's code computed the value, or may have changed it."""
     placement: Placement
     dtype: torch.dtype
     """After the load."""
     device: torch.device
     """After the load."""
     overflows: Overflows
-    """Counts what becomes infinite or NaN by a cast on the way, for all assignments of a load."""
+    """Counts values that a cast makes infinite or NaN, for all assignments of a load."""
     transform: Transform | None = None
-    """Called with the value as the checkpoint has it; what it returns is asked for."""
+    """Called with the value as it is in the checkpoint. Its result may have any dtype."""
     remake: Bound | None = None
-    """Called with the value as it would be loaded: cast, and on its device."""
+    """The transform of the module, called with the value as it would be loaded: cast, and on its device."""
     remake_bytes: int = 0
-    """Bytes of memory that it takes beside that value, or those rows of it, and what it returns."""
+    """Bytes of memory that a call of `remake` needs in addition to its argument and its result."""
     remake_rows: int = 0
-    """So many rows at a time can be remade by themselves; 0 where it takes the whole value."""
+    """The number of rows for one call of `remake`; 0 where a call needs the whole value."""
     freezes: bool = False
-    """Whether the slot gets no gradient any more, as the remade value says."""
+    """Whether the result of `remake` clears `requires_grad` of the slot."""
     final: torch.Tensor | None = None
-    """The value as it will be, once it has been read, cast and transformed."""
+    """The final value; None until the value has been read, cast and transformed."""
     seconds: float = 0.0
 
     @property
     def nbytes(self) -> int:
-        """Bytes to read: those of the parts, where the value is made of several tensors."""
+        """Bytes to read: the sum of the parts for a value that is computed from several tensors."""
         if isinstance(self.stored, (StoredTensor, StoredComposite, Derived)):
             return self.stored.nbytes
         return sum(part.numel() * part.itemsize for part in payload_of(self.value)) or (
@@ -68,17 +68,17 @@ class Assignment:
 
     @property
     def buffer_bytes(self) -> int:
-        """Bytes of memory beside its own that the value passes through."""
+        """Bytes of the temporary memory that the value is read into."""
         if isinstance(self.stored, Derived):
             return self.stored.result_bytes + self.stored.scratch_bytes
         if isinstance(self.stored, StoredTensor) and not self.stored.is_contiguous:
             read = self.stored.read_bytes
-            return read if read == self.nbytes else read + self.nbytes  # elements that lie apart are put together
+            return read if read == self.nbytes else read + self.nbytes  # gathers strided elements
         return self.nbytes
 
     @property
     def staged_bytes(self) -> int:
-        """Bytes of memory that the value takes until it is copied into its slot."""
+        """Bytes of memory that the value needs until it is copied into its slot."""
         if self.placement.by_handler and not self.placement.mapped:
             return self._handed_bytes
         waits = self.placement.staged and not isinstance(self.stored, torch.Tensor)
@@ -86,14 +86,14 @@ class Assignment:
 
     @property
     def _handed_bytes(self) -> int:
-        """The value, which a handler copies as it likes, and what the slot's tensor was, to undo that."""
-        own = [part for part in payload_of(self.param) if not part.is_meta and storage_id(part)]
-        kept = {storage_id(part): part.untyped_storage().nbytes() for part in own}
-        return self.nbytes + sum(kept.values())
+        """Bytes of the value, which a `module_load` handler copies, and of the slot's old tensor, for an undo."""
+        parts = [part for part in payload_of(self.param) if not part.is_meta and storage_id(part)]
+        storage_sizes = {storage_id(part): part.untyped_storage().nbytes() for part in parts}
+        return self.nbytes + sum(storage_sizes.values())
 
     @property
     def is_run_of_bytes(self) -> bool:
-        """Whether the bytes of the file are, in their order, those of the value."""
+        """Whether the value is one contiguous range of a file."""
         return isinstance(self.stored, StoredTensor) and self.stored.nbytes > 0 and self.stored.is_contiguous
 
     @property
@@ -102,7 +102,7 @@ class Assignment:
 
     @property
     def needs_buffer(self) -> bool:
-        """Whether the value is read, or put together, in other memory than it ends in."""
+        """Whether the value is read into, or computed in, temporary memory."""
         if self.placement.mapped or isinstance(self.stored, torch.Tensor):
             return False
         changes = self.value.dtype != self.dtype or self.remake is not None or self.layout[1] is not None
@@ -110,37 +110,37 @@ class Assignment:
 
     @property
     def passing_bytes(self) -> int:
-        """Bytes of memory that a transform takes for this value, as far as anybody knows beforehand."""
+        """Bytes of memory that a transform needs for this value, as far as they are known before the call."""
         if self.transform is not None:
-            return self.buffer_bytes  # what it is given
+            return self.buffer_bytes  # the argument of the transform
         if self.remake is None:
             return 0
-        ordered = all(one.is_contiguous() for one in (self.value, self.param) if is_plain(one))
+        ordered = all(tensor.is_contiguous() for tensor in (self.value, self.param) if is_plain(tensor))
         straight = self.value.dtype == self.dtype and ordered and not isinstance(self.stored, Derived)
         copied = 0 if straight or not self.on_cpu else self.value.numel() * self.dtype.itemsize
         return self.remake_bytes + copied + (self.nbytes if isinstance(self.stored, torch.Tensor) else 0)
 
     @property
     def is_read_ahead(self) -> bool:
-        """Whether it is read by another thread, while the transform of the tensor before it is called."""
+        """Whether another thread reads the value while the transform of the previous tensor runs."""
         return self.transform is not None and self.is_run_of_bytes and self.nbytes >= LEAST_AHEAD_BYTES
 
     @property
     def layout(self) -> tuple[torch.Size, tuple[int, ...] | None, torch.dtype]:
-        """Shape, stride and dtype of memory for the slot; the stride only where it is a layout, as channels last is."""
+        """Shape, stride and dtype of new memory for the slot. The stride is None unless it is a dense memory format."""
         param = self.param
-        keeps = is_plain(param) and not param.is_contiguous() and is_dense(param)
-        return param.size(), tuple(param.stride()) if keeps else None, self.dtype
+        keeps_stride = is_plain(param) and not param.is_contiguous() and is_dense(param)
+        return param.size(), tuple(param.stride()) if keeps_stride else None, self.dtype
 
     @property
     def stride(self) -> tuple[int, ...]:
-        """The stride of memory for the slot."""
+        """The stride of new memory for the slot."""
         shape, stride, _ = self.layout
         return stride or contiguous_stride(shape)
 
     @property
     def is_streamed(self) -> bool:
-        """Whether the value can be cast, moved or remade in pieces, as it is read."""
+        """Whether the value is cast, moved or transformed in blocks while it is read."""
         if not (self.is_run_of_bytes and self.reads_plainly) or self.reads_unchanged:
             return False
         if self.placement.direct:
@@ -149,7 +149,7 @@ class Assignment:
 
     @property
     def way(self) -> str:
-        """How its bytes come in: see `Step.way`."""
+        """How the bytes are read: see `Step.way`."""
         if self.placement.mapped:
             return "mapped"
         if self.stored is None or isinstance(self.stored, torch.Tensor):
@@ -160,14 +160,14 @@ class Assignment:
 
     @property
     def unit_bytes(self) -> int:
-        """Bytes of the file that have to come together, where the value is streamed."""
+        """The smallest number of bytes that a streamed value can be split into."""
         if self.remake is None:
             return self.value.itemsize
         return self.remake_rows * (self.nbytes // self.value.shape[0])
 
     @property
     def working_bytes(self) -> int:
-        """Bytes of memory that each thread takes for a streamed value, beside what it reads into."""
+        """Bytes of memory that each thread needs for a streamed value in addition to its read buffer."""
         if self.remake is None:
             return 0
         result = min(self.unit_bytes, self.nbytes) // self.value.itemsize * self.dtype.itemsize
@@ -175,17 +175,17 @@ class Assignment:
 
     @property
     def reads_plainly(self) -> bool:
-        """Whether nothing but a read, and perhaps a cast, stands between the file and the slot."""
+        """Whether the value is read, and perhaps cast, without a map, a function or a handler."""
         return self.transform is None and not self.placement.mapped and not self.placement.by_handler
 
     @property
     def is_read_together(self) -> bool:
-        """Whether it is read in runs of bytes, with others, and not as a single tensor when its turn comes."""
+        """Whether the value is read in one batch with others, not separately."""
         return self.is_run_of_bytes and (self.placement.direct or self.reads_plainly)
 
     @property
     def reads_unchanged(self) -> bool:
-        """Whether what is read is what is wanted, where it is wanted."""
+        """Whether the bytes are read without a cast, a move or a transform."""
         return self.value.dtype == self.dtype and self.on_cpu and self.remake is None
 
 
@@ -193,7 +193,7 @@ BY_TRANSFORM = "transform="
 
 
 def called(transform: Transform, name: str, value: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
-    """What the transform returns, if it is a tensor of that shape. Raises `TransformError`."""
+    """Calls a transform, and returns its result, a tensor of this shape. Raises `TransformError`."""
     with transform_errors(name):
         result = transform(name, value)
     if not isinstance(result, torch.Tensor) or result.shape != torch.Size(shape) or result.is_meta:
@@ -209,7 +209,7 @@ def called(transform: Transform, name: str, value: torch.Tensor, shape: Sequence
 
 @contextmanager
 def transform_errors(name: str) -> Iterator[None]:
-    """Makes a `TransformError` of what a transform raises for the tensor of this name."""
+    """Turns exceptions of a transform into `TransformError` with the name of the tensor."""
     try:
         yield
     except ModelStateError:
@@ -220,43 +220,45 @@ def transform_errors(name: str) -> Iterator[None]:
         ) from error
 
 
-def remade(made: Assignment, last: Transform, value: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
-    """What a module's transform returns for a value, or for some rows of it, with its new infinite values counted."""
+def remade(assignment: Assignment, last: Transform, value: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
+    """Calls a module's transform with a value or some of its rows, and counts new infinite and NaN values."""
     before = nonfinite(value) if is_plain(value) else 0
-    result = called(last, made.name, value, shape)
+    result = called(last, assignment.name, value, shape)
     if is_plain(result):
-        made.overflows.check_function(made.name, BY_TRANSFORM, result, lambda: before)
+        assignment.overflows.check_function(assignment.name, BY_TRANSFORM, result, lambda: before)
     return result
 
 
-def apply_module_transform(made: Assignment, last: Transform, value: torch.Tensor) -> None:
-    """Lets a module's transform have the last word on a value that is about to be reused."""
-    if is_plain(value) and not (made.on_cpu and value.dtype == made.dtype and value.stride() == made.stride):
-        value = as_target(made, value)
-    result = remade(made, last, value, made.param.shape)
-    made.freezes = isinstance(result, nn.Parameter) and not result.requires_grad
+def apply_module_transform(assignment: Assignment, last: Transform, value: torch.Tensor) -> None:
+    """Sets the final value to the result of a module's transform. The memory of `value` may be reused afterwards."""
+    if is_plain(value) and not (
+        assignment.on_cpu and value.dtype == assignment.dtype and value.stride() == assignment.stride
+    ):
+        value = as_target(assignment, value)
+    result = remade(assignment, last, value, assignment.param.shape)
+    assignment.freezes = isinstance(result, nn.Parameter) and not result.requires_grad
     try:
-        result = result.detach().to(made.device)
-        held = {storage_id(part) for part in payload_of(value)}
-        kept = any(storage_id(part) in held or storage_owners(part) > 1 for part in payload_of(result))
+        result = result.detach().to(assignment.device)
+        storages = {storage_id(part) for part in payload_of(value)}
+        kept = any(storage_id(part) in storages or storage_owners(part) > 1 for part in payload_of(result))
         kept = kept or (is_plain(result) and not is_dense(result))
-        made.final = result.clone() if kept else result
+        assignment.final = result.clone() if kept else result
     except Exception as error:
         raise TransformError(
-            "what the transform returned cannot be given memory of its own; nothing has been changed",
-            where=made.name,
+            "the result of the transform cannot be copied; nothing has been changed",
+            where=assignment.name,
             found=f"{type(result).__name__}: {type(error).__name__}: {error}",
         ) from error
-    made.dtype = result.dtype
-    made.placement = after_remaking(made.placement, made.param, result)
+    assignment.dtype = result.dtype
+    assignment.placement = after_remaking(assignment.placement, assignment.param, result)
 
 
-def as_target(made: Assignment, value: torch.Tensor) -> torch.Tensor:
-    """The value in memory of its own, as the slot wants it."""
-    if made.on_cpu:
-        (final,) = fresh_tensors([made.layout])
+def as_target(assignment: Assignment, value: torch.Tensor) -> torch.Tensor:
+    """Copies a value to new memory with the dtype, device and layout of the slot."""
+    if assignment.on_cpu:
+        (final,) = fresh_tensors([assignment.layout])
         final.copy_(value)
     else:
-        final = value.to(made.dtype)
-    made.overflows.check(made.name, value, final)
-    return final.to(made.device)
+        final = value.to(assignment.dtype)
+    assignment.overflows.check(assignment.name, value, final)
+    return final.to(assignment.device)

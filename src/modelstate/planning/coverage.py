@@ -1,4 +1,4 @@
-"""The firewall: every name of the checkpoint and every slot of the model is accounted for."""
+"""`CoverageCheck`: every name of the checkpoint and every slot of the model must have a counterpart."""
 
 from collections.abc import Collection, Iterable, Sequence
 from typing import Any
@@ -28,7 +28,7 @@ from modelstate.transaction.slots import HIDDEN, Slot, same_values
 
 
 class CoverageCheck:
-    """Settles what a walk has left open: names without a counterpart, and slots without a value."""
+    """Finds names without a counterpart, and slots without a value, after a walk."""
 
     def __init__(self, assignments: SlotAssignments, outcome: IncompatibleKeys) -> None:
         self.of, self.outcome = assignments, outcome
@@ -37,15 +37,15 @@ class CoverageCheck:
         self.may_exceed = Patterns("allow_unexpected", options.allow_unexpected, options.of_use)
 
     def settle(self) -> None:
-        """Adds the problems and notes that come of it."""
+        """Adds the problems and notes of the load."""
         problems = self.of.problems
-        came = {problem.name for problem in problems}  # a value that does not fit
+        misfits = {problem.name for problem in problems}  # names with a value that does not fit
         missing = [
-            name for name in dict.fromkeys(self.outcome.missing) if not self._is_filled(name) and name not in came
+            name for name in dict.fromkeys(self.outcome.missing) if not self._is_filled(name) and name not in misfits
         ]
         allowed = {name for name in missing if self.may_miss.allow(name)}
         unexpected = self._unexpected()
-        came_to_slots = bool(self.of.assignments or self.of.uninitialised)
+        has_matches = bool(self.of.assignments or self.of.uninitialised)
         initialised = self._initialised(missing, allowed) if self.of.options.init_missing else {}
         problems += self._differences([name for name in missing if name not in allowed], unexpected)
         problems += [Complaint("", message) for message in self.outcome.errors]
@@ -55,7 +55,7 @@ class CoverageCheck:
         problems += [IdlePattern(rule, option="rules") for rule in self.of.matched.applied.idle]
         problems += [*self.of.transforms.problems, *self.of.transforms.idle()]
         self._move(unfilled)
-        if any(slot.kind != HIDDEN for slot in self.of.slots.tensors) and not came_to_slots and not problems:
+        if any(slot.kind != HIDDEN for slot in self.of.slots.tensors) and not has_matches and not problems:
             problems.append(NothingFits(type(self.of.model).__name__))
         self._note_lost_versions()
         self._note_own_code(missing, unexpected, unfilled)
@@ -70,25 +70,25 @@ class CoverageCheck:
             self._note(left, "left as they are, as allowed by allow_missing")
 
     def _initialised(self, missing: Sequence[str], allowed: set[str]) -> dict[str, str]:
-        """Gives first values to what the checkpoint lacks, where the model makes them: names, and the methods that do.
+        """Initialises missing tensors with the model's own methods. Returns the methods by the names of the tensors.
 
-        What may be missing and has values keeps them.
+        A tensor that has values and may be missing keeps its values.
         """
         lacking = [self.of.slots.by_name[name] for name in missing if name in self.of.slots.by_name]
         wanted = [slot for slot in lacking if slot.tensor.is_meta or not allowed.issuperset(slot.names)]
         wanted += [slot for slot in self.of.slots.tensors if slot.tensor.is_meta]
-        came = {problem.name for problem in self.of.problems}  # a value that does not fit
-        found: dict[str, str] = {}
+        misfits = {problem.name for problem in self.of.problems}  # names with a value that does not fit
+        initialised: dict[str, str] = {}
         for slot in wanted:
-            if self.of.is_filled(slot.tensor) or is_lazy(slot.tensor) or not came.isdisjoint(slot.names):
+            if self.of.is_filled(slot.tensor) or is_lazy(slot.tensor) or not misfits.isdisjoint(slot.names):
                 continue
             if how := self.of.initialise(slot):
-                found[slot.name] = how
-        return found
+                initialised[slot.name] = how
+        return initialised
 
     def _methods_for(self, slot: Slot) -> str:
-        """The methods of the model that initialise a tensor; empty where none do."""
-        return next((one.how for name in slot.names if (one := self.of.initialisers.find(name))), "")
+        """The methods of the model that initialise a tensor; empty without such methods."""
+        return next((initialiser.how for name in slot.names if (initialiser := self.of.initialisers.find(name))), "")
 
     def _is_filled(self, name: str) -> bool:
         slot = self.of.slots.by_name.get(name)
@@ -99,8 +99,8 @@ class CoverageCheck:
         return self.of.incoming.entries.keys() & self.of.slots.by_name.keys()
 
     def _computed(self) -> list[str]:
-        """Names that code of the model filled, which the checkpoint does not have."""
-        return [made.name for made in self.of.assignments if not made.given and made.kind != HIDDEN]
+        """Names that the checkpoint lacks and whose values the model's code computed."""
+        return [item.name for item in self.of.assignments if not item.given and item.kind != HIDDEN]
 
     def _unexpected(self) -> list[str]:
         """Unexpected names that are not allowed, and fill no non-persistent buffer."""
@@ -120,7 +120,7 @@ class CoverageCheck:
         return left
 
     def hidden_buffer(self, slot: Slot, name: str) -> list[str]:
-        """A value for a non-persistent buffer fills it on meta, and must agree with it elsewhere."""
+        """Fills a non-persistent buffer on meta; elsewhere the value must equal the buffer. Returns equal names."""
         value, buffer = self.of.value_of(name), slot.tensor
         if is_lazy(value):
             self.of.problems.append(NotYetInitialised(name))
@@ -129,7 +129,7 @@ class CoverageCheck:
             self.of.problems.append(wrong_shape(name, tuple(buffer.shape), found, self.of.matched.name_for_rules(name)))
         elif buffer.is_meta:
             self.of.assign(name, HIDDEN, buffer, value)
-        elif self._equal(self.of.incoming.seen(value), buffer):
+        elif self._equal(self.of.incoming.with_values(value), buffer):
             self.of.compared.append(name)
             return [name]
         else:
@@ -152,7 +152,7 @@ class CoverageCheck:
         adapter = [] if adapter_names(self.of.slots.by_name) else adapter_names(unexpected)
         yield from map(UnmergedAdapter, adapter)
         unexpected = [name for name in unexpected if name not in adapter] if adapter else unexpected
-        # A rule of a user's sees names with their wrappers, which are not those that are compared here.
+        # A user's rule sees the names before wrappers are removed. The names that are compared here are others.
         is_simple = not (adapter or self.of.matched.before_wrappers)
         other_names, pairs = (
             one_prefix(lacking, over, fitting=self._fitting(), optional=computed) if is_simple else (None, {})
@@ -165,14 +165,14 @@ class CoverageCheck:
                     yield wrong_shape(name, expected, found)
             return
         for name in missing:
-            if not self._is_filled(name):  # what the model initialises is
+            if not self._is_filled(name):  # the model's initialisation has filled some
                 yield Missing(name, lacking[name], *self._first_value(name))
         for name in unexpected:
             why = "registered as None in the model" if name in self.of.slots.empty else ""
             yield Unexpected(name, over[name], why)
 
     def _first_value(self, name: str) -> tuple[bool, str | None]:
-        """Whether a tensor has values, and the methods that initialise it, where it is to be or has none."""
+        """Whether a tensor has values, and the methods that would initialise it (None where they do not matter)."""
         slot = self.of.slots.by_name.get(name)
         if slot is None or is_lazy(slot.tensor):
             return True, None
@@ -185,7 +185,7 @@ class CoverageCheck:
                 yield Uninitialised(slot.name, slot.kind, self._methods_for(slot))
 
     def _note_own_code(self, missing: list[str], unexpected: list[str], unfilled: Sequence[Slot]) -> None:
-        """Names that neither came to a slot nor were found to be missing: overrides and hooks have dealt with them."""
+        """Notes names that the model's own loading code handled: they are neither assigned nor missing."""
         of = self.of
         named = {*missing, *unexpected, *self.outcome.unexpected, *of.extra_states, *of.uninitialised}
         named.update(problem.name for problem in of.problems)
@@ -201,30 +201,38 @@ class CoverageCheck:
             self._note(emptied, "become None, as the model's own loading code says")
 
     def _note_options(self) -> None:
-        """What the arguments mean for things that the plan cannot look into."""
-        changed = [m for m in self.of.assignments if not m.param.is_meta and m.param.dtype != m.dtype]
+        """Notes effects of the arguments that a plan cannot check."""
+        changed = [
+            assignment.name
+            for assignment in self.of.assignments
+            if not assignment.param.is_meta and assignment.param.dtype != assignment.dtype
+        ]
         if changed:
-            self._note([m.name for m in changed], "change their dtype: pass optimizers= that have state for them")
+            self._note(changed, "change their dtype: pass optimizers= that have state for them")
         self._note_stored_dtypes()
-        if later := [made.name for made in self.of.assignments if made.transform is not None]:
+        if later := [assignment.name for assignment in self.of.assignments if assignment.transform is not None]:
             if len(later) == len(self.of.assignments):
                 self.of.notes.append("shapes and dtypes are checked when the transform has returned")
             else:
                 self._note(later, "have their shapes and dtypes checked when their transform has returned")
 
     def _note_stored_dtypes(self) -> None:
-        """Tensors that get another dtype than the model's because the checkpoint has quantized tensors."""
+        """Notes tensors that get another dtype than the model's, because the checkpoint has quantized tensors."""
         if self.of.options.dtype is not None:
             return
-        others = [made for made in self.of.assignments if made.param.is_meta and made.param.dtype != made.dtype]
+        others = [
+            assignment
+            for assignment in self.of.assignments
+            if assignment.param.is_meta and assignment.param.dtype != assignment.dtype
+        ]
         if others:
-            stored = ", ".join(sorted({short(made.dtype) for made in others}))
-            own = ", ".join(sorted({short(made.param.dtype) for made in others}))
+            stored = ", ".join(sorted({short(assignment.dtype) for assignment in others}))
+            own = ", ".join(sorted({short(assignment.param.dtype) for assignment in others}))
             what = f"get the checkpoint's {stored} instead of the model's {own}, as it has quantized tensors"
-            self._note([made.name for made in others], what)
+            self._note([assignment.name for assignment in others], what)
 
     def _note_lost_versions(self) -> None:
-        """Says so where modules decide by a version how to load, and the checkpoint has lost it."""
+        """Notes modules whose loading code depends on a version that the checkpoint lacks."""
         if not self.of.transaction.armed:
             return  # no module has loading code of its own
         versions = self.of.matched.versions or {}
@@ -236,21 +244,21 @@ class CoverageCheck:
         if deciding:
             self.of.notes.append(
                 f"the checkpoint has no version metadata (torch's _metadata) for {', '.join(sorted(deciding))}: "
-                "they load it as one of the oldest version"
+                "they load it as the oldest version"
             )
 
     def _move(self, unfilled: Sequence[Slot]) -> None:
-        """With `device=` the tensors that the checkpoint does not fill go there too, as the model needs them there."""
+        """With `device=`, moves the tensors that get no value to the device too."""
         device = self.of.options.device
         if device is None:
             return
         for slot in unfilled:
             if is_lazy(slot.tensor):
-                continue  # has nothing to move, and goes where its module is sent
+                continue  # has no values; its module moves it
             if not slot.tensor.is_meta and slot.tensor.device != device:
                 self.of.move(slot, device)
         if self.of.moves:
-            self._note([made.name for made in self.of.moves], f"only moved to {device}")
+            self._note([assignment.name for assignment in self.of.moves], f"only moved to {device}")
 
     def _slot_shape(self, name: str) -> tuple[int, ...] | None:
         slot = self.of.slots.by_name.get(name)

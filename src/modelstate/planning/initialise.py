@@ -1,9 +1,9 @@
-"""First values for tensors of a model, made by the model's own initialisation on a copy of its modules.
+"""`Initialisers`: initial values for tensors of a model, computed by the model's own code on a copy of its modules.
 
-A constructor calls `reset_parameters` of each module as it makes it, and a model of Hugging Face then calls
-`_init_weights(module)` of the model for every module, children first. The same calls are made here, on a copy: of the
-module that owns the tensor, and of those above it that initialise what is below them. In the copy only the wanted
-tensors have memory, so nothing of the model is touched and nothing large is made.
+The constructor of a module calls `reset_parameters`. A model of Hugging Face then calls its `_init_weights(module)` for
+every module, children first. This module makes the same calls on a copy of the module that owns the tensor, and of the
+modules above it that initialise their children. Only the requested tensors have memory in the copy, so the model is not
+changed and no large copy is allocated.
 """
 
 import copy
@@ -22,22 +22,22 @@ from modelstate.torch_compat.plain import is_plain
 from modelstate.torch_compat.private import own_buffers, own_modules, own_parameters, recorded_fills, storage_id
 
 _METHODS = ("reset_parameters", "_reset_parameters", "_init_weights")
-_OF_OTHERS = "_init_weights"
+_INITIALISES_CHILDREN = "_init_weights"
 _CAN_BE_NAN = (torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.complex64, torch.complex128)
 
 
 @dataclass(frozen=True, slots=True)
 class Initialiser:
-    """What makes the first value of a tensor."""
+    """Computes the initial value of a tensor."""
 
     how: str
-    """The methods that do: "Linear.reset_parameters"."""
+    """The methods, such as "Linear.reset_parameters"."""
     make: Callable[[], torch.Tensor]
-    """Makes the value, anew by each call. Raises `ModelCodeError`."""
+    """Computes a new value with each call. Raises `ModelCodeError`."""
 
 
 class Initialisers:
-    """Finds what initialises the tensors of a model."""
+    """Finds the initialisers of the tensors of a model."""
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model
@@ -45,9 +45,9 @@ class Initialisers:
         self._found: dict[str, Initialiser | None] = {}
 
     def find(self, name: str) -> Initialiser | None:
-        """The initialiser of the tensor of this name; None where no method of its modules writes all of it.
+        """Returns the initialiser of a tensor; None if no method of its modules writes the whole tensor.
 
-        The methods are called on a copy without memory. The model and the random generator of the CPU are left alone.
+        The methods are called on a copy without memory. The model and the random generator of the CPU do not change.
         """
         if name not in self._found:
             self._found[name] = self._find(name)
@@ -59,7 +59,9 @@ class Initialisers:
         tensor = _own(chain[-1][1], attribute)
         if tensor is None or is_lazy(tensor) or not is_plain(tensor):
             return None
-        initialising = [(above, module) for above, module in chain if _own_method(module) or _takes_others(module)]
+        initialising = [
+            (above, module) for above, module in chain if _own_method(module) or _initialises_children(module)
+        ]
         if not initialising:
             return None
         top_path, top = initialising[0]
@@ -81,7 +83,7 @@ class _Copies:
         self._has_run = False
 
     def methods_for(self, name: str) -> str:
-        """The methods that write the tensor of this name; empty where they do not write all of it."""
+        """The methods that write a tensor; empty if they do not write the whole tensor."""
         owner = name.rpartition(".")[0]
         if owner not in self._tried:
             self._tried[owner] = self._try(owner)
@@ -91,17 +93,17 @@ class _Copies:
         return how
 
     def value(self, name: str) -> torch.Tensor:
-        """The value of a tensor; those of all that are wanted are made at once, as the constructor makes them."""
+        """Returns the value of a tensor. The first call computes all requested values, in the constructor's order."""
         if name not in self._values:
             self._values |= self._make([name] if self._has_run else self._wanted)
             self._has_run = True
         return self._values.pop(name)
 
     def _try(self, owner: str) -> dict[str, str]:
-        """What the methods write of the tensors of one module, found out without memory."""
+        """Runs the methods for one module on meta. Returns the methods by the names of the tensors that they write."""
         try:
-            twin = self._trial = self._copied(()) if self._trial is None else self._trial
-            module = dict(_chain(twin, owner))[owner]
+            module_copy = self._trial = self._copied(()) if self._trial is None else self._trial
+            module = dict(_chain(module_copy, owner))[owner]
             before = {
                 attribute: (tensor, storage_id(tensor))
                 for attribute, tensor in (*own_parameters(module).items(), *own_buffers(module).items())
@@ -110,52 +112,52 @@ class _Copies:
             filled: dict[int, int] = {}
             writers: dict[int, list[str]] = {}
             with torch.random.fork_rng(devices=[]):
-                for label, call in _calls(twin, {owner}):
+                for label, call in _calls(module_copy, {owner}):
                     with recorded_fills() as written:
                         call()
                     for storage, count in written.items():
                         filled[storage] = filled.get(storage, 0) + count
                         writers.setdefault(storage, []).append(label)
-        except Exception:  # code that reads values, or cannot be copied: nothing is known of what it writes
+        except Exception:  # code that reads values or cannot be copied; its writes are unknown
             return {}
-        found: dict[str, str] = {}
+        methods: dict[str, str] = {}
         for attribute, (tensor, storage) in before.items():
             if filled.get(storage, 0) >= max(tensor.numel(), 1):
-                found[f"{owner}.{attribute}" if owner else attribute] = ", ".join(dict.fromkeys(writers[storage]))
-        return found
+                methods[f"{owner}.{attribute}" if owner else attribute] = ", ".join(dict.fromkeys(writers[storage]))
+        return methods
 
     def _make(self, wanted: Iterable[str]) -> dict[str, torch.Tensor]:
-        """The values of the wanted tensors, all of which one run of the methods makes."""
+        """Computes the requested values in one run of the methods."""
         names = list(wanted)
         label = "a copy of the module"
         try:
-            twin = self._copied(names)
-            for label, call in _calls(twin, {name.rpartition(".")[0] for name in names}):  # noqa: B007  (for the error)
+            module_copy = self._copied(names)
+            for label, call in _calls(module_copy, {name.rpartition(".")[0] for name in names}):  # noqa: B007  (for the error)
                 call()
-            made = {name: _at(twin, name).detach() for name in names}
+            values = {name: _at(module_copy, name).detach() for name in names}
         except Exception as error:
             raise self._failed(names[0], f"{label}: {type(error).__name__}: {error}") from error
-        for name, tensor in made.items():
-            true = _at(self._top, name)
-            if (tensor.shape, tensor.dtype) != (true.shape, true.dtype) or tensor.is_meta:
+        for name, tensor in values.items():
+            original = _at(self._top, name)
+            if (tensor.shape, tensor.dtype) != (original.shape, original.dtype) or tensor.is_meta:
                 found = f"{tensor.dtype} of shape {list(tensor.shape)} on {tensor.device}"
                 raise self._failed(name, f"{self.methods_for(name)} made {found}")
             if tensor.dtype in _CAN_BE_NAN and bool(tensor.isnan().any()):
-                raise self._failed(name, f"{self.methods_for(name)} left elements as they were, or made NaN")
-        return made
+                raise self._failed(name, f"{self.methods_for(name)} did not write all elements, or wrote NaN")
+        return values
 
     def _failed(self, name: str, why: str) -> ModelCodeError:
         whole = f"{self._path}.{name}" if self._path else name
         return ModelCodeError(
-            "the model's own initialisation did not make a value; nothing has been changed",
+            "the model's own initialisation did not compute a value; nothing has been changed",
             where=whole,
             found=why,
-            remedy=f"give the value: rules=[modelstate.rules.Fill({whole!r}, value)]",
+            remedy=f"pass the value: rules=[modelstate.rules.Fill({whole!r}, value)]",
         )
 
     @torch.inference_mode(False)
     def _copied(self, wanted: Iterable[str]) -> nn.Module:
-        """A copy in which the wanted tensors have memory, full of NaN, and all others have none."""
+        """Returns a copy in which the requested tensors are filled with NaN, and all others are on meta."""
         real = {id(_at(self._top, name)) for name in wanted}
         memo: dict[int, object] = {}
         for module in self._top.modules():
@@ -177,7 +179,7 @@ def _empty(tensor: torch.Tensor, with_memory: bool) -> torch.Tensor:
 
 
 def _calls(top: nn.Module, owners: set[str]) -> Iterator[tuple[str, Callable[[], None]]]:
-    """The calls that initialise some modules, as the constructor of `top` makes them, each with its name."""
+    """Yields the calls that initialise some modules, with their names, in the order of the constructor of `top`."""
     modules: dict[str, nn.Module] = {}
     for owner in owners:
         modules.update(_chain(top, owner))
@@ -187,10 +189,10 @@ def _calls(top: nn.Module, owners: set[str]) -> Iterator[tuple[str, Callable[[],
         if name := _own_method(modules[path]):
             yield _named(modules[path], name), partial(_call, getattr(modules[path], name))
     for path in ordered:
-        above = [module for _, module in _chain(top, path) if _takes_others(module)]
+        above = [module for _, module in _chain(top, path) if _initialises_children(module)]
         if above:
-            method = getattr(above[-1], _OF_OTHERS)
-            yield _named(above[-1], _OF_OTHERS), partial(_call, method, modules[path])
+            method = getattr(above[-1], _INITIALISES_CHILDREN)
+            yield _named(above[-1], _INITIALISES_CHILDREN), partial(_call, method, modules[path])
 
 
 @torch.inference_mode(False)
@@ -204,7 +206,7 @@ def _named(module: nn.Module, method: str) -> str:
 
 
 def _chain(root: nn.Module, path: str) -> Iterator[tuple[str, nn.Module]]:
-    """The modules from the root to the one at a path, with their paths."""
+    """Yields the modules from the root to a path, with their paths."""
     yield "", root
     at, module = "", root
     for name in path.split(".") if path else ():
@@ -223,24 +225,24 @@ def _children_first(module: nn.Module, path: str, wanted: dict[str, nn.Module]) 
 
 
 def _own(module: nn.Module, attribute: str) -> torch.Tensor | None:
-    found = own_parameters(module).get(attribute)
-    return own_buffers(module).get(attribute) if found is None else found
+    tensor = own_parameters(module).get(attribute)
+    return own_buffers(module).get(attribute) if tensor is None else tensor
 
 
 def _at(root: nn.Module, name: str) -> torch.Tensor:
     path, _, attribute = name.rpartition(".")
-    found: torch.Tensor = getattr(dict(_chain(root, path))[path], attribute)
-    return found
+    tensor: torch.Tensor = getattr(dict(_chain(root, path))[path], attribute)
+    return tensor
 
 
 def _own_method(module: nn.Module) -> str:
-    """The method by which a module initialises its own tensors, without arguments; empty where it has none."""
+    """The method without arguments that initialises a module's own tensors; empty if there is none."""
     return next((name for name in _METHODS if _can_be_called(getattr(module, name, None))), "")
 
 
-def _takes_others(module: nn.Module) -> bool:
-    """Whether a module initialises those below it, as the models of Hugging Face do."""
-    method = getattr(module, _OF_OTHERS, None)
+def _initialises_children(module: nn.Module) -> bool:
+    """Whether a module initialises its children, as models of Hugging Face do."""
+    method = getattr(module, _INITIALISES_CHILDREN, None)
     return not _can_be_called(method) and _can_be_called(method, module)
 
 

@@ -1,4 +1,4 @@
-"""The checkpoint by the names of the model: which part of it, after which rules, as mapped tensors."""
+"""`match` and `MappedState`: the part of a checkpoint that is loaded, by the names of the model, as mapped tensors."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -27,13 +27,13 @@ from modelstate.transaction.transaction import Transaction, Write
 
 
 class ModelSchemaView:
-    """What a model has places for."""
+    """The slots of a model, as rules see them."""
 
     def __init__(self, slots: Slots, initialisers: Initialisers) -> None:
         self._slots, self._initialisers = slots, initialisers
 
     def before(self, rules: Iterable[Rule]) -> Wanted:
-        """The places by the names that they would have before these rules."""
+        """Returns the slots by the names that they have before these rules."""
         back = way_back(rules)
         wanted = [slot.name for slot in self._slots.tensors if slot.kind != HIDDEN]
         return _Before(self._slots, self._initialisers, {renamed_by(back, name): name for name in wanted})
@@ -53,12 +53,12 @@ class _Before:
         return tuple(slot.tensor.shape), slot.tensor.dtype
 
     def initialiser(self, name: str) -> Callable[[], torch.Tensor] | None:
-        found = self._initialisers.find(self._names.get(name, ""))
-        return None if found is None else found.make
+        initialiser = self._initialisers.find(self._names.get(name, ""))
+        return None if initialiser is None else initialiser.make
 
 
 class DeferredValue(Write):
-    """The values of a tensor that rules compute, for when code of the model looks at them during the walk."""
+    """Computes the values of a rule's result when code of the model uses the tensor during the walk."""
 
     __slots__ = ("maps", "stored")
 
@@ -73,7 +73,7 @@ class DeferredValue(Write):
 
 @dataclass(frozen=True, slots=True)
 class DecodeFailure:
-    """A value of the checkpoint that cannot be decoded here, which is no matter where nobody takes it."""
+    """A value of the checkpoint that cannot be decoded. The error is raised only if the model needs the value."""
 
     error: CodecError
 
@@ -89,7 +89,7 @@ def _decoded(checkpoint: Checkpoint, name: str) -> Any:
 
 
 def entries_of(checkpoint: Checkpoint) -> Entries:
-    """What a checkpoint has, by its names, for rules to be applied to."""
+    """Returns the entries of a checkpoint by their names, before rules."""
     computed: dict[Stored, Derived] = {}
     entries = {
         name: Entry(to_be_computed(stored, computed), (name,)) for name, stored in checkpoint.flat.tensors.items()
@@ -100,24 +100,24 @@ def entries_of(checkpoint: Checkpoint) -> Entries:
 def renamed_versions(
     versions: Mapping[str, dict[str, Any]], applied: Applied, rules: Sequence[Rule]
 ) -> dict[str, dict[str, Any]]:
-    """The versions of modules by the names that the rules make of them."""
-    # A module is renamed as its tensors are.
+    """Returns the versions of modules by their names after the rules."""
+    # A module gets the new path of its tensors.
     moved: dict[str, set[str]] = {}
     for name, entry in applied.entries.items():
         if entry.rules and len(entry.sources) == 1:
             moved.setdefault(entry.sources[0].rpartition(".")[0], set()).add(name.rpartition(".")[0])
-    found: dict[str, dict[str, Any]] = {}
+    renamed: dict[str, dict[str, Any]] = {}
     for path, saved in versions.items():
         (only,) = moved[path] if len(moved.get(path, ())) == 1 else (None,)
         by_rules = renamed_by(rules, f"{path}.x" if path else "x").rpartition(".")[0]
-        found[by_rules if only is None else only] = saved
-    return found
+        renamed[by_rules if only is None else only] = saved
+    return renamed
 
 
 def match(
     checkpoint: Checkpoint, options: Options, slots: Slots, model: nn.Module, initialisers: Initialisers
 ) -> MatchedCheckpoint:
-    """Finds the part of a checkpoint that is meant, and applies rules to it until its names are the model's.
+    """Selects the part of a checkpoint, and applies rules to it that lead to the names of the model.
 
     Reads no tensor bytes but for rules that look at values. Raises `AmbiguousCheckpointError`, `KeyNotFoundError` and
     the errors of rules.
@@ -151,17 +151,17 @@ def _selected(checkpoint: Checkpoint, options: Options, slots: Slots) -> tuple[C
         part = matching_part(checkpoint, [*slots.by_name, *slots.extra, *slots.lazy], renamings)
     if options.schema is None:
         return part, options
-    # The version is that of the part, whatever else is in the file.
+    # The rules follow from the version of the selected part, not from other parts of the file.
     return part, replace(options, rules=options.schema.rules_for(part), schema=None)
 
 
 def _applied_mapping(
     part: Checkpoint, options: Options, slots: Slots, model: nn.Module
 ) -> tuple[Applied | None, Options, str, bool]:
-    """Applies transformers' conversion mapping to a checkpoint whose own names fit a model of transformers worse.
+    """Applies transformers' conversion mapping where more names of the model then match.
 
-    Returns the entries, the options with the rules that led to them, a note, and whether the names fit only in part.
-    The entries are None where the model is not of transformers, or rules are given.
+    Returns the entries, the options with the rules of the entries, a note, and whether the names fit only in part. The
+    entries are None where the model is not a model of transformers, or the user passes rules.
     """
     if options.rules or not is_transformers_model(model):
         return None, options, "", False
@@ -171,7 +171,7 @@ def _applied_mapping(
     try:
         rules = from_transformers(model)
         mapped = apply_rules(rules, own.entries, part.read)
-    except Exception as error:  # a version of transformers whose mapping works in another way
+    except Exception as error:  # the mapping differs between versions of transformers
         return own, options, f"transformers' conversion mapping cannot be used: {describe(error)}", False
     names = slots.by_name.keys()
     if mapped.problems or len(mapped.entries.keys() & names) <= len(own.entries.keys() & names):
@@ -187,11 +187,11 @@ def _wrapper_rule(entries: Entries, slots: Slots, model: nn.Module) -> Rewrapped
         return None
     given = [name for name, entry in entries.items() if entry.sources]
     wanted = {*slots.by_name, *slots.extra, *slots.lazy}
-    return wrapper_rule(given, wanted, model, made=entries.keys() - given)
+    return wrapper_rule(given, wanted, model, kept_names=entries.keys() - given)
 
 
 def _rewrapped(applied: Applied, rule: Rewrapped) -> tuple[Applied, dict[str, str]]:
-    """The entries by the names that a rule for wrappers makes, and from these names to those before."""
+    """Returns the entries by their names after the rule for wrappers, and a map from these names to the old names."""
     renamed: dict[str, Entry] = {}
     before: dict[str, str] = {}
     for name, entry in applied.entries.items():
@@ -205,57 +205,57 @@ def _rewrapped(applied: Applied, rule: Rewrapped) -> tuple[Applied, dict[str, st
 
 
 class MappedState:
-    """A matched checkpoint as the model's loading protocol takes it: a state dict of mapped tensors.
+    """A matched checkpoint as a state dict of mapped tensors, for the model's loading protocol.
 
-    Tensors that rules compute get their values when code of the model uses them.
+    Results of rules get their values when code of the model uses them.
     """
 
     def __init__(self, matched: MatchedCheckpoint, transaction: Transaction) -> None:
         self._checkpoint, self._transaction = matched.part, transaction
         self.maps = matched.part.maps()
-        self._late: dict[int, DeferredValue] = {}
-        self._late_of: dict[int, DeferredValue] = {}
+        self._deferred: dict[int, DeferredValue] = {}
+        self._deferred_by_source: dict[int, DeferredValue] = {}
         self.entries = dict(matched.applied.entries)
-        """By the names of the model: what the rules made, and what the model's own code initialises."""
+        """Entries by the names of the model: results of rules, and tensors that the model's own code initialises."""
         self.quantized: list[str] = []
         """Names of tensors that are quantized by a wrapper subclass."""
         self.state = self._state_dict()
-        """By the names of the model: tensors, and values that are none."""
+        """Tensors and other values, by the names of the model."""
 
     def settle(self) -> None:
-        """Nobody looks at values any more before they are wanted in their slots."""
-        for late in self._late.values():
-            late.done = True
+        """Ends the walk: from now on, deferred values are computed only for their slots."""
+        for deferred in self._deferred.values():
+            deferred.done = True
 
     def origin_of(self, value: torch.Tensor) -> tuple[str, Source | None]:
-        """Under which name a tensor was handed out, and where it lies; neither for what code of the model has made.
+        """Returns the name and the source of a tensor of the state dict; neither for a tensor of the model's code.
 
-        What that code has had in its hands may have been changed there, so that it lies nowhere else.
+        The source is None where the model's code has used the tensor, because the code may have changed the values.
         """
         origin, used = self._origins.get(id(value), _NO_ORIGIN), self._transaction.used_storages
         return (origin[0], None) if used and storage_id(value) in used else origin
 
     def source_of(self, name: str) -> str:
-        """What the checkpoint calls the value that the model calls `name`; all names, where it is made of several."""
-        return self.way_of(name)[0]
+        """Returns the name in the checkpoint for a name of the model; several names for a result of several tensors."""
+        return self.source_and_rules(name)[0]
 
-    def way_of(self, name: str) -> tuple[str, tuple[str, ...]]:
-        """What the checkpoint calls the value that the model calls `name`, and the rules that led from there."""
+    def source_and_rules(self, name: str) -> tuple[str, tuple[str, ...]]:
+        """Returns the name in the checkpoint for a name of the model, and the rules that lead to the latter."""
         entry = self.entries.get(name)
         return (name, ()) if entry is None else (", ".join(entry.sources), entry.rules)
 
     def _state_dict(self) -> dict[str, Any]:
-        """The part of the checkpoint as the protocol wants it: by the names of the model, tensors mapped."""
+        """Returns the state dict, by the names of the model, with mapped tensors."""
         state: dict[str, Any] = {}
         handed_out: list[torch.Tensor] = []
         self._origins: dict[int, tuple[str, Source | None]] = {}
-        """By the ids of what was handed out."""
+        """Names and sources by the ids of the tensors of the state dict."""
         for name, entry in self.entries.items():
             content = entry.content
             if isinstance(content, Value):
                 state[name] = content.value
                 continue
-            value = self._late_value(content) if isinstance(content, Derived) else self.maps.tensor(content)
+            value = self._deferred_value(content) if isinstance(content, Derived) else self.maps.tensor(content)
             state[name] = value
             if type(value) is not torch.Tensor and is_quantized(value):
                 self.quantized.append(name)
@@ -264,45 +264,50 @@ class MappedState:
         self._transaction.protect(handed_out)
         return state
 
-    def _late_value(self, stored: Derived) -> torch.Tensor:
-        """A tensor that gets its values when somebody looks at them: memory that takes none until then."""
+    def _deferred_value(self, stored: Derived) -> torch.Tensor:
+        """Returns a tensor that gets its values when code uses them. Its pages are not allocated before."""
         if stored.lacks_values:
             return torch.empty(stored.shape, dtype=stored.dtype, device="meta")
-        late = self._late_of.get(id(stored))
-        if late is not None:  # another name of a tied tensor
-            value = late.target.detach()
+        deferred = self._deferred_by_source.get(id(stored))
+        if deferred is not None:  # another name of a tied tensor
+            value = deferred.target.detach()
         else:
             value = torch.empty(stored.shape, dtype=stored.dtype, device="cpu")
-            self._late_of[id(stored)] = late = DeferredValue(value, stored, self.maps)
-            self._transaction.add(late)
-        self._late[id(value)] = late
+            self._deferred_by_source[id(stored)] = deferred = DeferredValue(value, stored, self.maps)
+            self._transaction.add(deferred)
+        self._deferred[id(value)] = deferred
         return value
 
     def initialised(self, name: str, param: torch.Tensor, initialiser: Initialiser) -> torch.Tensor:
-        """A first value for a tensor that nothing comes in for, made by the model's own code when it is wanted."""
+        """Returns a deferred initial value for a missing tensor, which the model's own code computes."""
         stored = Derived(param.dtype, tuple(param.shape), (), initialiser.make, is_certain=False)
         self.entries[name] = Entry(stored, (), (initialiser.how,))
-        value = self._late_value(stored)
+        value = self._deferred_value(stored)
         self._origins[id(value)] = name, stored
         return value
 
-    def seen(self, value: torch.Tensor) -> torch.Tensor:
-        """The value with its values, for our own eyes."""
-        late = self._late.get(id(value))
-        if late is not None and not late.done:
-            late.run(None)
-            late.done = True
+    def with_values(self, value: torch.Tensor) -> torch.Tensor:
+        """Returns a tensor of the state dict with its values, computed or read."""
+        deferred = self._deferred.get(id(value))
+        if deferred is not None and not deferred.done:
+            deferred.run(None)
+            deferred.done = True
         stored = self.origin_of(value)[1]
         return self._checkpoint.read(stored) if isinstance(stored, StoredTensor) else value
 
-    def equal(self, one: torch.Tensor, other: torch.Tensor) -> bool:
-        late = self._late.get(id(one))
-        if late is not None and late is self._late.get(id(other)):
-            return True  # nothing has to be computed to know
-        if same_place(one, other):
-            return same_values(one, other)  # nothing has to be read
-        a, b = self.origin_of(one)[1], self.origin_of(other)[1]
-        if isinstance(a, StoredTensor) and isinstance(b, StoredTensor) and a.is_contiguous and b.is_contiguous:
-            same_kind = a.dtype == b.dtype and a.shape == b.shape
-            return same_kind and same_bytes(a.extent, b.extent, self._checkpoint.read_all)
-        return same_values(self.seen(one), self.seen(other))
+    def are_equal(self, first: torch.Tensor, second: torch.Tensor) -> bool:
+        deferred = self._deferred.get(id(first))
+        if deferred is not None and deferred is self._deferred.get(id(second)):
+            return True  # the results of one computation
+        if same_place(first, second):
+            return same_values(first, second)  # compared by their metadata, without a read
+        first_source, second_source = self.origin_of(first)[1], self.origin_of(second)[1]
+        if (
+            isinstance(first_source, StoredTensor)
+            and isinstance(second_source, StoredTensor)
+            and first_source.is_contiguous
+            and second_source.is_contiguous
+        ):
+            same_kind = first_source.dtype == second_source.dtype and first_source.shape == second_source.shape
+            return same_kind and same_bytes(first_source.extent, second_source.extent, self._checkpoint.read_all)
+        return same_values(self.with_values(first), self.with_values(second))

@@ -1,9 +1,9 @@
-"""Compares the names of a checkpoint with those of a model: the part that is meant, prefixes, wrappers.
+"""Compares the names of a checkpoint with the names of a model: parts, prefixes and wrappers.
 
-Two differences can be proved. A wrapper (DataParallel, `torch.compile`, FSDP) puts its name into the names of all that
-it wraps: `wrapper_rule` takes it out, or puts it in, with no help from a user. Any other prefix that all names of one
-side have more than those of the other is only proposed, by `one_prefix`. What remains is for `modelstate.suggest`,
-which looks at more than names and says how sure it is.
+Names prove two kinds of differences. A wrapper (DataParallel, `torch.compile`, FSDP) adds its name to the names of all
+tensors below it: `wrapper_rule` removes or adds such names without a rule of the user. Any other prefix that all names
+of one side have is only proposed, by `one_prefix`. All other differences are left to `modelstate.suggest`, which
+compares more than names and reports its confidence.
 """
 
 import re
@@ -35,13 +35,13 @@ _PREFIX = "base_model.model."
 
 _MOST_HEADS = 12
 _MOST_CANDIDATES = 4
-"""One name that ends like very many is no sign of a prefix."""
+"""A name that is the end of more names than this is not evidence of a prefix."""
 
 Shape = tuple[int, ...] | None
 
 
 def prefixes(name: str) -> Iterator[str]:
-    """All prefixes of a dotted name that end with a dot."""
+    """Yields all prefixes of a dotted name that end with a dot."""
     at = name.find(".")
     while at >= 0:
         yield name[: at + 1]
@@ -49,7 +49,7 @@ def prefixes(name: str) -> Iterator[str]:
 
 
 def without_wrappers(name: str) -> str:
-    """The name without the parts that wrappers have put into it."""
+    """Returns a name without the parts that wrappers add."""
     *path, last = name.split(".")
     return ".".join([*(part for part in path if part not in WRAPPERS), last])
 
@@ -59,10 +59,10 @@ def without_wrappers(name: str) -> str:
 
 @dataclass(frozen=True, repr=False)
 class Rewrapped:
-    """Takes the names of wrappers out of names, or puts them in, at certain modules."""
+    """Removes or adds the names of wrappers at certain modules."""
 
     modules: Mapping[str, str]
-    """From prefixes of the checkpoint's names to those of the model's: "module." to "", or the other way round."""
+    """From prefixes of the checkpoint's names to prefixes of the model's names, such as "module." to ""."""
 
     def __repr__(self) -> str:
         return (
@@ -82,7 +82,7 @@ class Rewrapped:
         return Rewrapped({put: prefix for prefix, put in self.modules.items()})
 
     def note(self, count: int) -> str:
-        """What the rule did to so many names, for a report."""
+        """Returns a note for the report, for the number of names that the rule has changed."""
         taken, put = (
             {part for prefix in side for part in prefix.split(".") if part in WRAPPERS}
             for side in (self.modules, self.modules.values())
@@ -93,21 +93,27 @@ class Rewrapped:
 
 
 def wrapper_rule(
-    given: Collection[str], wanted: Collection[str], model: nn.Module | None = None, made: Collection[str] = ()
+    given: Collection[str], wanted: Collection[str], model: nn.Module | None = None, kept_names: Collection[str] = ()
 ) -> Rewrapped | None:
-    """The rule that makes names of a checkpoint those of a model, where they differ in nothing but wrappers.
+    """Returns the rule for names that differ from the model's names only in wrappers.
 
-    None where all names fit as they are, and where anything speaks against it: two names of one side that are the same
-    without wrappers; a module of which some names go through a wrapper and others do not; code of the model, if one is
-    given, that loads the names at such a module itself. `made` are names that stay as they are, beside those `given`.
+    Returns None where all names fit without a rule, or where the rule would be uncertain: two names of one side are
+    equal without wrappers; some names below a module go through a wrapper and others do not; or code of the model loads
+    the names at such a module.
+
+    Args:
+        given: The names of the checkpoint.
+        wanted: The names of the model.
+        model: The model, whose loading code is examined.
+        kept_names: Further names, which the rule does not change.
     """
     if all(name in wanted for name in given) or not any(map(_has_wrapper, (*given, *wanted))):
         return None
-    sources = {without_wrappers(name): name for name in (*made, *given)}
+    sources = {without_wrappers(name): name for name in (*kept_names, *given)}
     targets = {without_wrappers(name): name for name in wanted}
-    if len(sources) < len(given) + len(made) or len(targets) < len(wanted):
+    if len(sources) < len(given) + len(kept_names) or len(targets) < len(wanted):
         return None
-    kept = set(made)
+    kept = set(kept_names)
     pairs = {name: targets[bare] for bare, name in sources.items() if bare in targets and name not in kept}
     modules: dict[str, str] = {}
     chains: tuple[dict[str, str], dict[str, str]] = {}, {}
@@ -121,7 +127,7 @@ def wrapper_rule(
     for side, names in zip(chains, unpaired, strict=True):
         left = filter(_has_wrapper, names)
         if any(side.get(bare, chain) != chain for name in left for bare, _, chain in _places(name)):
-            return None  # a name without a counterpart goes through a wrapper where the others do not
+            return None  # a name without a counterpart goes through a wrapper, and the others do not
     rule = Rewrapped(modules)
     if not modules or any((rule.rename(source) or source) != target for source, target in pairs.items()):
         return None
@@ -133,7 +139,7 @@ def _has_wrapper(name: str) -> bool:
 
 
 def _places(name: str) -> Iterator[tuple[str, str, str]]:
-    """For each module that a name goes through: its bare path, the prefix that leads to it, and its wrappers."""
+    """Yields for each module on the path of a name: its path without wrappers, its prefix, and its wrappers."""
     bare = before = chain = ""
     *path, _ = name.split(".")
     for part in path:
@@ -146,7 +152,7 @@ def _places(name: str) -> Iterator[tuple[str, str, str]]:
 
 
 def _loads_itself(model: nn.Module, places: Iterable[str]) -> bool:
-    """Whether a module at one of these prefixes, or above it, may give names another meaning as it loads."""
+    """Whether a module at or above one of these prefixes may change the meaning of names while it loads."""
     modules = named_modules_of(model)
     above = {prefix[:-1] for place in places for prefix in prefixes(place)} | {""}
     return any(path in modules and loads_names_itself(modules[path]) for path in above)
@@ -162,24 +168,24 @@ def one_prefix(
     fitting: Collection[str] = (),
     optional: Collection[str] = (),
 ) -> tuple[OtherNames | None, dict[str, str]]:
-    """The prefix by which all missing names and all unexpected ones differ, as a problem with the rule for it.
+    """Returns a problem with the rule for the one prefix by which all missing and unexpected names differ.
 
-    Only names decide, so the rule is right wherever there is one: every unexpected name is a missing one behind the
-    prefix, or the other way round, and none is left on either side, but for missing ones that are `optional`. Shapes
-    that mostly differ speak against it. The rule leaves the names alone that are `fitting` already. Nothing is proved
-    where a part of the prefix leads to one of these, as from "a.a.w" to "a.w": it may be that all names have one "a."
-    more. With the problem come the pairs, from missing to unexpected names; without one there are none.
+    The rule is certain. Every unexpected name is the prefix and a missing name, or every missing name is the prefix and
+    an unexpected name; no name is left on either side, except for missing names that are `optional`. There is no rule
+    where most shapes differ, and none where a part of the prefix leads to a `fitting` name, as from "a.a.w" to "a.w":
+    all names may then have an additional "a.". The rule does not change `fitting` names. The second result is the
+    pairs, from missing to unexpected names; it is empty without a problem.
     """
     required = missing.keys() - set(optional)
-    found = [
+    candidates = [
         (prefix, strips, pairs)
         for prefix, strips in _candidates(required, missing, unexpected)
         for pairs in [_paired(prefix, strips, missing, unexpected)]
         if len(pairs) == len(unexpected) and required <= pairs.keys()
     ]
-    if len(found) != 1:
+    if len(candidates) != 1:
         return None, {}
-    ((prefix, strips, pairs),) = found
+    ((prefix, strips, pairs),) = candidates
     longer = pairs.values() if strips else pairs.keys()
     if any(name[len(part) :] in fitting for name in longer for part in prefixes(name) if len(part) < len(prefix)):
         return None, {}
@@ -196,23 +202,23 @@ def one_prefix(
 
 
 def _candidates(required: Collection[str], missing: Iterable[str], unexpected: Iterable[str]) -> list[tuple[str, bool]]:
-    """Prefixes that the longest name says to be possible, and whether they are to be taken off."""
-    found: list[tuple[str, bool]] = []
+    """Returns the prefixes that are possible for the longest name, and whether a rule would strip them."""
+    candidates: list[tuple[str, bool]] = []
     for strips, names, others in ((True, required, unexpected), (False, unexpected, missing)):
         last = max(names, key=len, default="")
-        found += [(other[: -len(last)], strips) for other in others if last and other.endswith(f".{last}")]
-    return found if len(found) <= _MOST_CANDIDATES else []
+        candidates += [(other[: -len(last)], strips) for other in others if last and other.endswith(f".{last}")]
+    return candidates if len(candidates) <= _MOST_CANDIDATES else []
 
 
 def _paired(prefix: str, strips: bool, missing: Iterable[str], unexpected: Collection[str]) -> dict[str, str]:
-    """From missing names to the unexpected ones that differ by the prefix."""
+    """Returns a map from missing names to the unexpected names that differ by the prefix."""
     starting = missing if strips else (name for name in missing if name.startswith(prefix))
     pairs = {name: prefix + name if strips else name[len(prefix) :] for name in starting}
     return {name: source for name, source in pairs.items() if source in unexpected}
 
 
 def _narrowed(start: str, rests: Iterable[str], replacement: str) -> tuple[Rule, ...]:
-    """Rules for just the names that go on, behind `start`, as these do."""
+    """Returns rules for only the names that continue after `start` as these do."""
     rules: list[Rule] = []
     for parts in ({rest.partition(".")[0] for rest in rests}, set(rests)):
         if parts and len(parts) <= _MOST_HEADS:
@@ -222,7 +228,7 @@ def _narrowed(start: str, rests: Iterable[str], replacement: str) -> tuple[Rule,
 
 
 class Patterns:
-    """Glob patterns that allow names, and which of them have been of use."""
+    """Glob patterns that allow names, and the patterns that have matched."""
 
     def __init__(self, option: str, patterns: Sequence[str], of_use: Iterable[str] = ()) -> None:
         self.option, self.patterns = option, tuple(patterns)
@@ -238,7 +244,7 @@ class Patterns:
 
 
 def fits(slots: Slots, entries: Entries, options: Options) -> bool:
-    """Whether the names and shapes of a checkpoint are those of a model, each once, but for what is allowed."""
+    """Whether the names and shapes of a checkpoint are those of a model, except for names that the options allow."""
     may_miss = Patterns("allow_missing", options.allow_missing)
     may_exceed = Patterns("allow_unexpected", options.allow_unexpected)
     for name, entry in entries.items():
@@ -257,9 +263,10 @@ def fits(slots: Slots, entries: Entries, options: Options) -> bool:
 def matching_part(
     checkpoint: Checkpoint, wanted: Collection[str], renamings: Sequence[Callable[[str], str]]
 ) -> Checkpoint:
-    """The state dict in the checkpoint whose names, once renamed in one of these ways, are the model's.
+    """Returns the state dict of the checkpoint whose names, renamed in one of these ways, are the model's names.
 
-    One that has more than twice as many of them as any other is clear; otherwise `AmbiguousCheckpointError` lists them.
+    A state dict with more than twice as many names as any other is selected. Otherwise raises
+    `AmbiguousCheckpointError`, which lists the state dicts.
     """
     if not checkpoint:
         return _part_of_arrays(checkpoint, wanted)
@@ -269,7 +276,7 @@ def matching_part(
     exact: Counter[str] = Counter()
     for rename in renamings:
         exact |= _matches(checkpoint, containers, set(wanted), rename)
-    # A wrapper's prefix may be in the way, on either side.
+    # Either side may have the prefix of a wrapper.
     bare = _matches(checkpoint, containers, {without_wrappers(name) for name in wanted}, without_wrappers)
     counts = exact | bare
     if not counts:
@@ -299,9 +306,9 @@ def matching_part(
 
 
 def _part_of_arrays(checkpoint: Checkpoint, wanted: Collection[str]) -> Checkpoint:
-    """In a checkpoint without tensors, the mapping whose NumPy arrays have the most names of the model.
+    """Returns the mapping whose NumPy arrays have the most names of the model, for a checkpoint without tensors.
 
-    It cannot be loaded. It is selected so that the problems are about its arrays, as those of a flat mapping are.
+    Arrays cannot be loaded. The part is selected so that the problems name its arrays, as for a flat mapping.
     """
     values = checkpoint.flat.values
     bare = {without_wrappers(name) for name in wanted}
@@ -322,7 +329,7 @@ def _part_of_arrays(checkpoint: Checkpoint, wanted: Collection[str]) -> Checkpoi
 def _matches(
     checkpoint: Checkpoint, containers: Collection[str], wanted: Collection[str], rename: Callable[[str], str]
 ) -> Counter[str]:
-    """For each container the number of names below it that are wanted."""
+    """Counts for each container the names below it that the model has."""
     counts: Counter[str] = Counter()
     for name in checkpoint:
         head = name
@@ -334,15 +341,15 @@ def _matches(
 
 
 def nearest(name: str, names: Collection[str]) -> str:
-    """The name that is spelt most like this one, if any is; empty for too many names to compare."""
+    """Returns the most similar name; empty if none is similar, or there are too many names to compare."""
     if len(names) > 2000:
         return ""
-    found = get_close_matches(name, names, n=1, cutoff=0.75)
-    return found[0] if found else ""
+    matches = get_close_matches(name, names, n=1, cutoff=0.75)
+    return matches[0] if matches else ""
 
 
 def adapter_names(names: Iterable[str]) -> list[str]:
-    """Those of the names that belong to an adapter of peft; none where no name is that of a LoRA matrix."""
+    """Returns the names that belong to an adapter of peft; empty if no name is the name of a LoRA matrix."""
     given = list(names)
     matrices = {name for name in given if ".lora_" in name and _MATRIX.match(name)}
     return [name for name in given if name in matrices or name.startswith(_PREFIX)] if matrices else []

@@ -1,4 +1,4 @@
-"""How a value gets into its slot: the cheapest way that keeps every reference."""
+"""`choose`: selects the cheapest placement of a value in its slot that keeps every reference."""
 
 from dataclasses import dataclass
 
@@ -13,35 +13,35 @@ COPYABLE = frozenset(
         *(torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool),
     ]
 )
-"""Dtypes between which torch copies without fail."""
+"""Dtypes between which a copy of torch cannot fail."""
 
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """A way, and why it was chosen."""
+    """How a value gets into its slot, and why."""
 
     name: str
     """"copy", "data", "swap" or "call"."""
     why: str
     mapped: bool = False
-    """The slot will show the file itself."""
+    """The memory of the slot is a map of the file."""
     direct: bool = False
-    """The bytes are read into the memory of the slot, with nothing between; not undone by an I/O error."""
+    """The bytes are read directly into the memory of the slot. An I/O error does not restore the old values."""
     by_handler: bool = False
-    """A tensor subclass decides, through `module_load`."""
+    """The `module_load` handler of a tensor subclass decides."""
 
     @property
     def staged(self) -> bool:
-        """The value waits in memory of its own until all values are there, and is then copied."""
+        """Whether the value is read into temporary memory, and copied when all values are read."""
         return self.name == "copy" and not self.direct
 
 
-CALL = Placement("call", "set_extra_state takes it")
+CALL = Placement("call", "passed to set_extra_state")
 """The placement of extra state."""
-_MAPPED = Placement("swap", "had no memory: shows the file", mapped=True)
-_NEW_MEMORY = Placement("swap", "had no memory: gets its own")
-_DIRECT = Placement("copy", "into the memory that is there, at once", direct=True)
-_STAGED = Placement("copy", "into the memory that is there, when all is read")
+_MAPPED = Placement("swap", "was on meta: becomes a map of the file", mapped=True)
+_NEW_MEMORY = Placement("swap", "was on meta: gets memory")
+_DIRECT = Placement("copy", "into the existing memory, directly", direct=True)
+_STAGED = Placement("copy", "into the existing memory, after all reads")
 
 
 def choose(
@@ -54,16 +54,25 @@ def choose(
     in_place: bool,
     transformed: bool,
 ) -> Placement:
-    """The placement of `value` in `param`, which will have `dtype` and be on `device` afterwards.
+    """Returns the placement of a value in a slot.
 
-    `map` says that the slot may show the value's own memory, `transformed` that the value may still become anything.
+    Args:
+        param: The tensor of the slot.
+        value: The value as it is in the checkpoint.
+        dtype: The dtype of the slot after the load.
+        device: The device of the slot after the load.
+        map: Whether the slot may be a map of the file.
+        in_place: Whether the bytes may be read directly into the memory of the slot.
+        transformed: Whether a transform may still change the value.
     """
     if not (is_plain(param) and is_plain(value)):
-        shows = map and param.is_meta and is_plain(value) and dtype == value.dtype
-        return Placement("swap", "a tensor subclass or layout decides by module_load", mapped=shows, by_handler=True)
+        is_mapped = map and param.is_meta and is_plain(value) and dtype == value.dtype
+        return Placement(
+            "swap", "a tensor subclass or layout decides in module_load", mapped=is_mapped, by_handler=True
+        )
     if param.is_meta:
-        shows = map and dtype == value.dtype and device.type == "cpu" and value.stride() == param.stride()
-        return _MAPPED if shows else _NEW_MEMORY
+        is_mapped = map and dtype == value.dtype and device.type == "cpu" and value.stride() == param.stride()
+        return _MAPPED if is_mapped else _NEW_MEMORY
     if dtype != param.dtype:
         return Placement("data", f"changes its dtype to {str(dtype).removeprefix('torch.')}")
     if device != param.device:
@@ -74,33 +83,33 @@ def choose(
 
 
 def after_transform(planned: Placement, param: torch.Tensor, result: torch.Tensor, value: torch.Tensor) -> Placement:
-    """The placement of what a transform has made of `value`: what it returns is asked for."""
+    """Returns the placement of the result of a transform, whose class and dtype the slot gets."""
     if not is_plain(result):
-        return Placement("swap", "takes the class of what the transform returned")
+        return Placement("swap", "takes the class of the result of the transform")
     if not is_plain(param):
-        return Placement("swap", "a tensor subclass decides by module_load", by_handler=True)
+        return Placement("swap", "a tensor subclass decides in module_load", by_handler=True)
     if param.is_meta:
-        shows = planned.mapped and storage_id(result) == storage_id(value)
-        return planned if shows else Placement("swap", "had no memory: gets what the transform returned")
+        is_mapped = planned.mapped and storage_id(result) == storage_id(value)
+        return planned if is_mapped else Placement("swap", "was on meta: gets the result of the transform")
     if result.dtype != param.dtype:
         return Placement("data", f"changes its dtype to {str(result.dtype).removeprefix('torch.')}")
     return planned
 
 
 def after_remaking(planned: Placement, param: torch.Tensor, result: torch.Tensor) -> Placement:
-    """The placement of what a module's transform has made, which `planned` says: its class is asked for."""
+    """Returns the placement of the result of a module's transform, whose class and dtype the slot gets."""
     if not is_plain(result):
         return Placement("swap", f"{type(result).__name__} {planned.why}")
     return choose(param, result, result.dtype, result.device, map=False, in_place=False, transformed=True)
 
 
 def copy_cannot_fail(target: torch.Tensor, value: torch.Tensor) -> bool:
-    """Whether `target.copy_(value)` is sure to succeed, the shapes being equal."""
+    """Whether `target.copy_(value)` cannot fail, for equal shapes."""
     return is_plain(target) and is_plain(value) and _copy_cannot_fail(target, value)
 
 
 def _copy_cannot_fail(target: torch.Tensor, value: torch.Tensor) -> bool:
-    """The same of plain tensors."""
+    """`copy_cannot_fail` for plain tensors."""
     return (
         target.dtype in COPYABLE
         and value.dtype in COPYABLE

@@ -1,4 +1,4 @@
-"""The Plan: frozen steps, and the problems that stand in their way. It can be printed and saved, and applied once."""
+"""`LoadPlan`: the frozen steps of a load, and its problems. It can be printed, saved as JSON, and executed."""
 
 import json
 from collections import Counter
@@ -22,12 +22,12 @@ from modelstate.transaction.slots import SlotSignature
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """How a checkpoint is to be loaded: the arguments of `modelstate.load` that decide about the plan."""
+    """The arguments of `modelstate.load` that decide about the plan."""
 
     key: str | None = None
     rules: tuple[Rule, ...] = ()
     schema: Schema | None = None
-    """Gives the rules, once the checkpoint is known."""
+    """The schema that gives the rules when the checkpoint is known."""
     allow_missing: tuple[str, ...] = ()
     allow_unexpected: tuple[str, ...] = ()
     dtype: torch.dtype | None = None
@@ -37,35 +37,35 @@ class Options:
     in_place: bool = False
     init_missing: bool = False
     of_use: frozenset[str] = frozenset()
-    """Patterns of the two that are of use elsewhere, so that they may match nothing here."""
+    """Patterns of `allow_missing` and `allow_unexpected` that match elsewhere, and may match nothing in this load."""
 
 
 @dataclass(frozen=True, slots=True)
 class MatchedCheckpoint:
-    """The part of a checkpoint that a model takes, by the names of the model. Made by `match`."""
+    """The part of a checkpoint that is loaded, by the names of the model. Created by `match`."""
 
     part: Checkpoint
     options: Options
     """The options of the load, with the rules that a schema or the model gives."""
     applied: Applied
-    """What all rules make of the part, that for wrappers included."""
+    """The entries after all rules, including the rule for wrappers."""
     before_wrappers: Mapping[str, str]
-    """From names of the model to what the rules of a user see in their place, where a wrapper's name differs."""
+    """From names of the model to the names that a user's rules see, where the rule for wrappers changes the name."""
     versions: Mapping[str, dict[str, Any]] | None
-    """The versions of modules, by their paths in the model; None where the checkpoint has none."""
+    """The versions of modules, by their paths in the model; None where the checkpoint has no versions."""
     notes: tuple[str, ...]
     fits_in_part: bool
-    """Whether only a part of the names is the model's, so that the load cannot be right by names alone."""
+    """Whether transformers' conversion mapping makes only some names fit."""
 
     def name_for_rules(self, name: str) -> str:
-        """What a further rule of a user's sees in the place of a name of the model; empty where that is no name."""
+        """Returns the name that a user's further rules see for a name of the model; empty for an unknown name."""
         return self.before_wrappers.get(name, name) if name in self.applied.entries else ""
 
 
 class Step(NamedTuple):
-    """What happens to one slot: what is read, how it gets into the slot, and why.
+    """A step of a plan or a report: the source of one slot, its placement, and the reason for the placement.
 
-    Steps are equal where they do the same: `expression` and `seconds` are not compared.
+    Comparisons ignore `expression` and `seconds`.
     """
 
     name: str
@@ -73,15 +73,15 @@ class Step(NamedTuple):
     kind: str
     """"parameter", "buffer", "non-persistent buffer" or "extra state"."""
     source: str
-    """The name in the checkpoint, or all of them, where a rule joins tensors; empty where a rule or code of the model
-    makes the value."""
+    """The name in the checkpoint; several names where a rule joins tensors; empty where a rule or the model's code
+    computes the value."""
     how: Placement
-    """The way into the slot."""
+    """The placement in the slot."""
     shape: tuple[int, ...] = ()
     dtype: torch.dtype | None = None
     """After the load; None for extra state."""
     stored_dtype: torch.dtype | None = None
-    """In the checkpoint; for a conversion, before it."""
+    """The dtype in the checkpoint; for a conversion, the dtype before it."""
     device: torch.device | None = None
     """After the load; None for extra state."""
     nbytes: int = 0
@@ -89,36 +89,39 @@ class Step(NamedTuple):
     ties: tuple[str, ...] = ()
     """Other names of the same tensor in the model."""
     rules: tuple[str, ...] = ()
-    """The rules that led from the source to the name; the methods that initialise it, with `init_missing=`."""
+    """The rules that lead from the source to the name; with `init_missing=`, the methods that initialise the tensor."""
     way: str = ""
-    """How its bytes are read: "mapped"; "direct", read into the memory where they stay; "streamed", cast, moved or
-    quantized in blocks while they are read; "whole", read into a buffer first; "in memory", where they are already."""
+    """How the bytes are read: "mapped"; "direct", into their final memory; "streamed", cast, moved or quantized in
+    blocks while they are read; "whole", into a buffer first; "in memory", not at all."""
     expression: Source | None = None
-    """What is read: a stored tensor, or the result of rules over several. None in a report, which holds no tensor, and
-    where code of the model computes the value."""
+    """The source: a stored tensor, or the result of rules over several tensors. None in a report, which holds no
+    tensor, and where the model's code computes the value."""
     seconds: float = 0.0
-    """In a report: the time for reading, casting and transforming it. Tensors that are read together share the time by
-    their bytes."""
+    """In a report: the time for reading, casting and transforming. Tensors that are read together share the time in
+    proportion to their bytes."""
 
     @property
     def placement(self) -> str:
-        """ "copy" into the memory that is there, "data" for other memory under the same tensor, "swap" for other memory
-        under the identity of a tensor that has none yet or changes its class, "call" for `set_extra_state`."""
+        """The kind of placement.
+
+        "copy" copies into the existing memory. "data" gives the tensor other memory. "swap" gives memory to a tensor on
+        meta, or changes the class of the tensor, which stays the same object. "call" calls `set_extra_state`.
+        """
         return self.how.name
 
     @property
     def why(self) -> str:
-        """Why it is placed in this way."""
+        """The reason for the placement."""
         return self.how.why
 
     @property
     def mapped(self) -> bool:
-        """Whether the tensor shows the file itself, so that nothing is copied."""
+        """Whether the memory of the tensor is a map of the file, so that nothing is copied."""
         return self.how.mapped
 
     @property
     def cast(self) -> str:
-        """ "float16 to float32", where the checkpoint has another dtype; empty where it has the same."""
+        """The cast, such as "float16 to float32"; empty if the checkpoint has the same dtype."""
         if self.dtype is None or self.stored_dtype is None or self.stored_dtype == self.dtype:
             return ""
         return f"{short(self.stored_dtype)} to {short(self.dtype)}"
@@ -126,14 +129,14 @@ class Step(NamedTuple):
     def __eq__(self, other: object) -> bool:
         return self[:_COMPARED] == other[:_COMPARED] if isinstance(other, Step) else NotImplemented
 
-    def __ne__(self, other: object) -> bool:  # tuples have their own
+    def __ne__(self, other: object) -> bool:  # tuple defines it
         return not self == other
 
     def __hash__(self) -> int:
         return hash(self[:_COMPARED])
 
     def as_dict(self) -> dict[str, Any]:
-        """The step in values that JSON has."""
+        """Returns the step as a dictionary of JSON values."""
         return {
             "name": self.name,
             "kind": self.kind,
@@ -157,62 +160,84 @@ _COMPARED = Step._fields.index("expression")
 
 @dataclass(frozen=True, slots=True)
 class Binding:
-    """What binds the steps of a plan to a model: what was decided once, and what the model has to be like."""
+    """Binds a plan to models: the decisions that are not repeated, and the slots that a model must have."""
 
     matched: MatchedCheckpoint
     slots: Mapping[str, SlotSignature]
     """The slots of the model that the plan was made for."""
     runs_code: bool
-    """Whether code of the model ran, so that it has to run again, with all its effects, when the plan is executed."""
+    """Whether code of the model ran. It runs again when the plan is executed, because its effects were undone."""
     moved: tuple[str, ...]
     """Names of tensors that get no value, and only move to another device."""
     compared: tuple[str, ...]
-    """Names of non-persistent buffers that hold what the checkpoint has, which is compared again."""
+    """Names of non-persistent buffers that equal the checkpoint's values. They are compared again."""
 
 
 @dataclass(frozen=True, slots=True, repr=False)
 class LoadPlan:
-    """What a load does, step by step. Made by `modelstate.plan`, executed by `modelstate.load(model, plan)`.
+    """The steps of a load. Created by `modelstate.plan`, and executed by `modelstate.load(model, plan)`.
 
-    It can be executed again and again, as long as the files are the same, and into any model whose slots are those of
-    the model that it was made for: the same names, ties, classes, shapes, dtypes and devices.
+    A plan can be executed any number of times while the files are unchanged, and into every model with the same slots:
+    the same names, ties, classes, shapes, dtypes and devices. `print` shows a summary and the problems.
+
+    Args:
+        target: The class of the model.
+        source: The path of the checkpoint, and the key of the part that is loaded.
+        steps: The steps, one for each slot that is filled.
+        problems: Everything that keeps the load from being executed.
+        notes: Names that are skipped, and further remarks.
+        slots: The number of slots.
+        extra_bytes: The most memory that the load needs in addition to the final tensors.
+        options: The arguments of `modelstate.plan`.
+        checkpoint: The opened checkpoint.
+        binding: The slots that a model must have.
+
+    Example:
+        >>> plan = modelstate.plan(model, "model.safetensors")
+        >>> if plan.ok:
+        ...     report = modelstate.load(model, plan)
+        ... else:
+        ...     print(plan)
     """
 
     target: str
     """The class of the model."""
     source: str
-    """The path of the checkpoint, and the part of it that is meant."""
+    """The path of the checkpoint, and the key of the part that is loaded."""
     steps: tuple[Step, ...]
+    """The steps, one for each slot that is filled."""
     problems: tuple[Problem, ...]
+    """Everything that keeps the load from being executed."""
     notes: tuple[str, ...] = ()
-    """What was passed over, and what else is worth knowing."""
+    """Names that are skipped, and further remarks."""
     slots: int = 0
-    """Tensors of the model and extra states: a tied tensor once, and no buffers that only the constructor fills."""
+    """The number of tensors and extra states of the model. A tied tensor counts once; buffers that only the constructor
+    fills do not count."""
     extra_bytes: int = 0
-    """The most memory that the load needs beyond the final tensors, in bytes."""
+    """The most memory that the load needs in addition to the final tensors, in bytes."""
     options: Options = field(default_factory=Options, repr=False)
     checkpoint: Checkpoint | None = field(default=None, repr=False, compare=False)
-    """What was opened, of which it reads the part that the options say."""
+    """The opened checkpoint. `options.key` selects the part of it that is loaded."""
     binding: Binding | None = field(default=None, repr=False, compare=False)
-    """What executes it without planning again."""
+    """The data that executes the plan without planning again."""
 
     @property
     def ok(self) -> bool:
-        """Whether it can be carried out."""
+        """Whether the plan can be executed."""
         return not self.problems
 
     @property
     def bytes(self) -> int:
-        """Bytes that are read, those of mapped tensors when they are first used."""
+        """Bytes that are read. Mapped tensors are read when they are first used."""
         return sum(step.nbytes for step in self.steps)
 
     @property
     def coverage(self) -> float:
-        """The part of the model's slots that is filled, from 0 to 1."""
+        """The fraction of the model's slots that is filled, from 0 to 1."""
         return len(self.steps) / self.slots if self.slots else 1.0
 
     def __repr__(self) -> str:
-        """The first line of what `print` shows."""
+        """A summary in one line."""
         problems = f"{len(self.problems)} problems" if self.problems else "ok"
         filled = f"{self.source} into {self.target}: {len(self.steps)} of {self.slots} slots filled"
         return f"<{type(self).__name__}: {filled}, {size(self.bytes)} to read, {problems}>"
@@ -229,7 +254,7 @@ class LoadPlan:
         return "\n".join(lines)
 
     def to_json(self) -> str:
-        """All of it, machine-readable."""
+        """Returns the whole plan as JSON."""
         return json.dumps(
             {
                 "target": self.target,
@@ -248,12 +273,12 @@ class LoadPlan:
 
 
 def problem_as_dict(problem: Problem) -> dict[str, Any]:
-    """A problem with the name of its class and its remedy."""
+    """Returns a problem as a dictionary, with the name of its class and its remedy."""
     return {"problem": type(problem).__name__, **asdict(problem), "remedy": type(problem).remedy_for([problem])}
 
 
 def placements(steps: tuple[Step, ...]) -> list[str]:
-    """A line for each way in which tensors are placed, and one for each cast."""
+    """Returns a line for each kind of placement, and for each cast."""
     ways: Counter[tuple[str, str]] = Counter()
     casts: Counter[str] = Counter()
     read: Counter[str] = Counter()

@@ -1,7 +1,7 @@
-"""How a plan comes about: the model's loading protocol, run against tensors that are mapped and not read.
+"""`Preparation`: plans a load by running the model's loading protocol with tensors that are mapped and not read.
 
-What is left at the end is either a list of problems and a model that is as it was, or writes that wait for their
-bytes, with everything known that could keep them from being carried out.
+The result is either a list of problems and an unchanged model, or writes that wait for their bytes. Everything that
+could keep the writes from being executed has then been checked.
 """
 
 from collections.abc import Callable, Sequence
@@ -48,7 +48,7 @@ from modelstate.transaction.transaction import Transaction, Write
 
 _CPU = torch.device("cpu")
 CHECK_EXTRA_STATE = "_modelstate_check_extra_state"
-"""The method of modules that can say what is wrong with an extra state without taking it."""
+"""The method of modules that can check an extra state without setting it."""
 
 
 _FITS_IN_PART = (
@@ -58,11 +58,11 @@ _FITS_IN_PART = (
 
 
 class Preparation(SlotAssignments):
-    """A load that has been planned and not yet carried out.
+    """A load that is planned and not yet executed.
 
-    The constructor runs the model's loading protocol. `make_write` returns the write that carries an assignment out; it
-    runs early where code of the model looks at the tensor. Raises `ModelCodeError` where that code raises. The caller,
-    which made the transaction, has to roll it back in that case, and where there are problems.
+    The constructor runs the model's loading protocol. `make_write` returns the write that executes an assignment. The
+    write runs early where code of the model uses the tensor. Raises `ModelCodeError` where the model's code raises. The
+    owner of the transaction must roll it back after such an error, and where there are problems.
     """
 
     def __init__(
@@ -75,9 +75,9 @@ class Preparation(SlotAssignments):
         plan: LoadPlan | None = None,
         stale_remedy: str = "make the plan again",
     ) -> None:
-        """Plans a load, or binds a `plan` that was made for the same checkpoint and options to the model.
+        """Plans a load, or binds an existing `plan` for the same checkpoint and options to the model.
 
-        `stale_remedy` is what to do where the model is not the one that the plan was made for.
+        `stale_remedy` is the remedy of the error for a model that does not fit the plan.
         """
         slots, initialisers = slots_of(transaction.root), Initialisers(transaction.root)
         binding = None if plan is None else plan.binding
@@ -88,7 +88,7 @@ class Preparation(SlotAssignments):
         self._opened, self._asked = checkpoint, options
         self._plan, self._stale_remedy = plan, stale_remedy
         self.means = ReadStrategy.fastest()
-        """How the bytes are read."""
+        """The threads, buffers and files of the reads."""
         self.max_memory_bytes: int | None = None
         """The most memory that the load may need beyond the final tensors."""
         self.held = MemoryTracker()
@@ -124,7 +124,7 @@ class Preparation(SlotAssignments):
             self.problems.append(Complaint("", _FITS_IN_PART))
 
     def _bind(self, plan: LoadPlan, binding: Binding) -> None:
-        """Assigns what the steps of a plan say. No code of the model runs, so that nothing can have become another."""
+        """Assigns values according to the steps of a plan. No code of the model runs, so no object is replaced."""
         self.problems += plan.problems
         self.notes += plan.notes
         for step in plan.steps:
@@ -144,7 +144,7 @@ class Preparation(SlotAssignments):
                 self.uninitialised.update(dict.fromkeys(slot.names, slot.tensor))
 
     def notes_on_mapping(self) -> list[str]:
-        """What is done in another way than planned, because another process has opened the file for writing since."""
+        """Notes tensors that are read although the plan maps them: another process has opened the file for writing."""
         count = self._not_mapped
         return [f"{count} tensors are read into memory; when the plan was made, the file could be mapped"] * bool(count)
 
@@ -156,9 +156,9 @@ class Preparation(SlotAssignments):
             raise self._stale(changed, was.get(changed[0]), now.get(changed[0]))
 
     def _check_steps(self, plan: LoadPlan) -> None:
-        """Raises `StalePlanError` where code of the model loads otherwise than it did for the plan.
+        """Raises `StalePlanError` where code of the model loads differently than it did for the plan.
 
-        Whether a file may be mapped depends on the processes that have it open, too: that makes no plan stale.
+        Whether a file may be mapped also depends on other processes. A difference in maps does not make a plan stale.
         """
         was, now = ({step.name: step for step in steps} for steps in (plan.steps, self.steps()))
         changed = [name for name in {**was, **now} if not _same_but_for_mapping(was.get(name), now.get(name))]
@@ -184,16 +184,16 @@ class Preparation(SlotAssignments):
                 self.matched.versions,
                 assign=False,
                 transaction=self.transaction,
-                take=self,
+                sink=self,
                 outcome=outcome,
             )
 
-    # What the recorder hands over.
+    # The methods of `LoadSink`.
 
     def extra_state(self, module: nn.Module, key: str, value: Any) -> None:
         self.extra_states.append(key)
-        # Who declares extra state can say what is wrong with a value without setting it. A load need not ask before
-        # it sets: a value that cannot be set sets nothing, and all is undone where there are problems.
+        # A plan calls the method that only checks, of classes that declare extra state. A load sets at once: an invalid
+        # value sets nothing, and everything is undone where there are problems.
         take = module.set_extra_state if self._call_extra_state else getattr(module, CHECK_EXTRA_STATE, None)
         try:
             if isinstance(value, DecodeFailure):
@@ -228,32 +228,35 @@ class Preparation(SlotAssignments):
             self.assign(key, PARAMETER if name in own_parameters(module) else BUFFER, param, value)
 
     def _check_quantized(self) -> None:
-        """Finds quantized tensors that do not become the plain tensors of the model.
+        """Adds problems for quantized values that cannot become the plain tensors of the model.
 
-        Only the code of their class knows whether they do. It is called on the first tensor of each class, with a copy
+        Only the code of the quantized class can tell. It is called once for each class, with the first value and a copy
         of the model's tensor.
         """
         converts: dict[type, bool] = {}
-        for made in self.assignments:
-            if is_plain(made.value) or made.param.is_meta or made.transform is not None or made.remake is not None:
+        for assignment in self.assignments:
+            is_transformed = assignment.transform is not None or assignment.remake is not None
+            if is_plain(assignment.value) or assignment.param.is_meta or is_transformed:
                 continue
-            if not (is_plain(made.param) and is_quantized(made.value)) or lacks_values(made.value):
+            if not (is_plain(assignment.param) and is_quantized(assignment.value)) or lacks_values(assignment.value):
                 continue
-            cls = type(made.value.data)
+            cls = type(assignment.value.data)
             if cls not in converts:
-                converts[cls] = self._becomes_plain(made)
+                converts[cls] = self._becomes_plain(assignment)
             if not converts[cls]:
-                expected, found = short(made.param.dtype), short(made.value.dtype)
-                self.problems.append(QuantizedIntoPlain(made.name, expected, found, cls.__name__))
+                expected, found = short(assignment.param.dtype), short(assignment.value.dtype)
+                self.problems.append(QuantizedIntoPlain(assignment.name, expected, found, cls.__name__))
 
-    def _becomes_plain(self, made: Assignment) -> bool:
-        """Whether `module_load` takes the value, as it will when the assignment is carried out."""
+    def _becomes_plain(self, assignment: Assignment) -> bool:
+        """Whether `module_load` accepts the value, as it will when the assignment is executed."""
         try:
             with torch.inference_mode(False), torch.no_grad():
-                stored = made.stored
-                value = self.checkpoint.read(stored) if isinstance(stored, StoredComposite) else made.value.detach()
-                param = torch.empty_like(made.param)
-                module_load(nn.Parameter(param, False) if made.kind == PARAMETER else param, value, assign=False)
+                stored = assignment.stored
+                value = (
+                    self.checkpoint.read(stored) if isinstance(stored, StoredComposite) else assignment.value.detach()
+                )
+                param = torch.empty_like(assignment.param)
+                module_load(nn.Parameter(param, False) if assignment.kind == PARAMETER else param, value, assign=False)
         except ModelStateError:
             raise
         except Exception:
@@ -266,34 +269,34 @@ class Preparation(SlotAssignments):
 
     @cached_attribute
     def own_memory(self) -> Addresses:
-        """Where the tensors of the model lie."""
+        """The memory of the model's tensors."""
         return Addresses(slot.tensor for slot in self.slots.tensors)
 
-    # What comes of it.
+    # Results.
 
     @property
     def nbytes(self) -> int:
-        """Bytes to read, or to show."""
-        return sum(made.nbytes for made in self.assignments)
+        """Bytes to read or to map."""
+        return sum(assignment.nbytes for assignment in self.assignments)
 
     @property
     def extra_bytes(self) -> int:
-        """Memory that is needed beyond the final tensors."""
+        """Bytes of memory that the load needs in addition to the final tensors."""
         return peak_bytes(self.assignments, self.means)
 
     @property
     def names(self) -> tuple[str, str]:
-        """What is loaded into, and what from."""
+        """The class of the model, and the source with the key of its part."""
         key = f" [{self.checkpoint.key}]" if self.checkpoint.key else ""
         return type(self.model).__name__, self.checkpoint.source + key
 
     def check(self) -> None:
-        """Raises `PlanError` with all problems, where there are any."""
+        """Raises `PlanError` with all problems, if there are problems."""
         if self.problems:
             raise plan_error(*self.names, self.problems) from self._cause
 
     def plan(self) -> LoadPlan:
-        """The frozen plan of it."""
+        """Returns the frozen plan."""
         target, source = self.names
         return LoadPlan(
             target=target,
@@ -304,49 +307,49 @@ class Preparation(SlotAssignments):
             slots=self.slot_count,
             extra_bytes=self.extra_bytes,
             options=self._asked,
-            checkpoint=self._opened,  # of which `key` in the options selects a part
+            checkpoint=self._opened,  # the whole checkpoint; `key` in the options selects the part
             binding=Binding(
                 self.matched,
                 self._signatures,
                 self.transaction.armed,
-                tuple(made.name for made in self.moves),
+                tuple(assignment.name for assignment in self.moves),
                 tuple(self.compared),
             ),
         )
 
     @property
     def slot_count(self) -> int:
-        """Slots that want a value."""
+        """The number of slots that need a value."""
         tensors = sum(1 for slot in self.slots.tensors if slot.kind != HIDDEN or self.is_filled(slot.tensor))
         return tensors + len(self.slots.extra) - len({id(param) for param in self.uninitialised.values()})
 
     def steps(self, *, with_sources: bool = True) -> tuple[Step, ...]:
-        """A step for each assignment, with the time that it has taken, and one for each extra state.
+        """Returns a step for each assignment, with its time, and one for each extra state.
 
         Steps without their sources hold no tensor.
         """
-        ties, way_of = self._ties, self.incoming.way_of
+        ties, source_and_rules = self._ties, self.incoming.source_and_rules
         steps = []
-        for made in self.assignments:
-            source, rules = way_of(made.given)
+        for assignment in self.assignments:
+            source, rules = source_and_rules(assignment.given)
             step = Step(
-                made.name,
-                made.kind,
+                assignment.name,
+                assignment.kind,
                 source,
-                made.placement,
-                made.param.shape,
-                made.dtype,
-                made.value.dtype,
-                made.device,
-                made.nbytes,
-                ties.get(made.name, ()),
+                assignment.placement,
+                assignment.param.shape,
+                assignment.dtype,
+                assignment.value.dtype,
+                assignment.device,
+                assignment.nbytes,
+                ties.get(assignment.name, ()),
                 rules,
-                made.way,
-                made.stored if with_sources else None,
-                made.seconds,
+                assignment.way,
+                assignment.stored if with_sources else None,
+                assignment.seconds,
             )
             steps.append(step)
-        return (*steps, *(Step(name, EXTRA, way_of(name)[0], CALL) for name in self.extra_states))
+        return (*steps, *(Step(name, EXTRA, source_and_rules(name)[0], CALL) for name in self.extra_states))
 
     @cached_attribute
     def _ties(self) -> dict[str, tuple[str, ...]]:
@@ -354,9 +357,10 @@ class Preparation(SlotAssignments):
         return {name: tuple(other for other in names if other != name) for names in tied for name in names}
 
 
-def _same_but_for_mapping(one: Step | None, other: Step | None) -> bool:
-    """Whether two steps are equal, but that the slot may show the file in one of them and have its own memory else."""
-    if one is None or other is None or one == other:
-        return one == other
-    same_way = replace(one.how, why="", mapped=False) == replace(other.how, why="", mapped=False)
-    return same_way and one.mapped != other.mapped and one._replace(how=other.how, way=other.way) == other
+def _same_but_for_mapping(step: Step | None, planned: Step | None) -> bool:
+    """Whether two steps are equal except that one of them may map the file where the other reads it."""
+    if step is None or planned is None or step == planned:
+        return step == planned
+    is_same_placement = replace(step.how, why="", mapped=False) == replace(planned.how, why="", mapped=False)
+    rest_is_same = step._replace(how=planned.how, way=planned.way) == planned
+    return is_same_placement and step.mapped != planned.mapped and rest_is_same

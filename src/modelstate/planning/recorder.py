@@ -1,10 +1,10 @@
-"""PyTorch's loading protocol with the writing taken out.
+"""`walk`: PyTorch's loading protocol, with a `LoadSink` in place of the writes.
 
-`walk` calls what `torch.nn.Module.load_state_dict` calls, in its order: pre-hooks, `_load_from_state_dict` with its
-overrides, `set_extra_state`, post-hooks. Only the part of the base class that writes a tensor is handed to a `Take`,
-which may let the write wait. Where no module has code of its own, as in most models, names alone decide, and nothing
-else is done than to compare them. Elsewhere the names are sorted by child once, where the base class looks through the
-whole state dict for every child module, which is quadratic in a wide model.
+`walk` makes the calls of `torch.nn.Module.load_state_dict` in the same order: pre-hooks, `_load_from_state_dict` with
+its overrides, `set_extra_state`, post-hooks. Each tensor that the base class would write goes to the sink, which may
+defer the write. Most models have no loading code of their own; for them `walk` only compares names. For other models it
+groups the names by child once. The base class searches the whole state dict for every child, which is quadratic for a
+module with many children.
 """
 
 import threading
@@ -37,23 +37,23 @@ from modelstate.transaction.transaction import Transaction
 
 
 class LoadSink(Protocol):
-    """What is done with each value that the base class would write."""
+    """Receives each value that the base class would write."""
 
     def tensor(
         self, module: nn.Module, name: str, key: str, param: torch.Tensor, value: Any, assign: bool, errors: list[str]
     ) -> None:
-        """`value`, which is `state_dict[key]`, is for `module.name`, which is `param` now."""
+        """Receives `value`, which is `state_dict[key]`, for `module.name`, which is `param` before the load."""
 
     def extra_state(self, module: nn.Module, key: str, value: Any) -> None:
-        """`state_dict[key]` is for `module.set_extra_state`. Called as the model's code."""
+        """Receives `state_dict[key]` for `module.set_extra_state`. Called within the transaction's `model_code`."""
 
     def device_after(self, param: torch.Tensor) -> torch.device:
-        """Where a tensor of the model will be when all writes have been carried out."""
+        """Returns the device of a tensor of the model after all writes."""
 
 
 @dataclass(slots=True)
 class IncompatibleKeys:
-    """What a walk found, in the words of torch."""
+    """The missing keys, unexpected keys and errors of a walk, with torch's texts."""
 
     missing: list[str] = field(default_factory=list)
     unexpected: list[str] = field(default_factory=list)
@@ -67,18 +67,18 @@ def walk(
     *,
     assign: bool,
     transaction: Transaction,
-    take: LoadSink,
+    sink: LoadSink,
     outcome: IncompatibleKeys,
 ) -> None:
-    """Runs the protocol over `root` and its descendants. Whatever the model's own code raises comes through."""
+    """Runs the protocol for `root` and its descendants. Passes on every exception of the model's own code."""
     overriding = _Overriding()
     names, copied = _Names(overriding), dict(state_dict)
     are_texts = {str}.issuperset(map(type, copied))
     if are_texts and not assign and not _ask_for_assigning(versions) and names.add(root, ""):
-        names.compare(copied, take, outcome)
+        names.compare(copied, sink, outcome)
         return
     modules = modules_of(root)
-    recording = _Recording(transaction, take, outcome, {id(module) for module in modules}, overriding)
+    recording = _Recording(transaction, sink, outcome, {id(module) for module in modules}, overriding)
     ordered = OrderedDict(copied)
     if versions is not None:
         set_version_metadata(ordered, versions)
@@ -87,7 +87,7 @@ def walk(
 
 
 def _ask_for_assigning(versions: object) -> bool:
-    """Whether versions may have torch's flag of an earlier load in them."""
+    """Whether the versions may contain the flag that torch's `assign=True` leaves there."""
     if not isinstance(versions, Mapping):
         return versions is not None
     return any(not isinstance(saved, Mapping) or "assign_to_params_buffers" in saved for saved in versions.values())
@@ -96,24 +96,24 @@ def _ask_for_assigning(versions: object) -> bool:
 @dataclass(slots=True, weakref_slot=True, eq=False)
 class _Recording:
     transaction: Transaction
-    take: LoadSink
+    sink: LoadSink
     outcome: IncompatibleKeys
     modules: set[int]
     overriding: "_Overriding"
 
 
 class _Names:
-    """Modules that have no code of their own to run, and the names of what they hold."""
+    """Modules without loading code of their own, and the names of their tensors."""
 
     def __init__(self, overriding: "_Overriding") -> None:
         self._overriding = overriding
         self._by_prefix: dict[str, nn.Module] = {}
-        """By their prefixes, in the order in which torch comes to them."""
+        """Modules by their prefixes, in torch's order."""
         self._places: dict[str, tuple[nn.Module, str, torch.Tensor]] = {}
-        """By their keys: a module, the name in it, and what is there."""
+        """Modules, names in them, and tensors, by key."""
 
     def add(self, module: nn.Module, prefix: str) -> bool:
-        """Adds a module and its descendants; False where names alone do not decide what becomes of them."""
+        """Adds a module and its descendants. Returns False if comparing names is not enough to load them."""
         if self._overriding.runs_code(module):
             return False
         self._by_prefix[prefix] = module
@@ -126,22 +126,24 @@ class _Names:
                 return False
         return True
 
-    def compare(self, state_dict: Mapping[str, Any], take: LoadSink, outcome: IncompatibleKeys) -> None:
-        """Hands over what has a value, and finds out what has none and what is left, in torch's order."""
+    def compare(self, state_dict: Mapping[str, Any], sink: LoadSink, outcome: IncompatibleKeys) -> None:
+        """Hands values to the sink, and records missing and unexpected keys in torch's order."""
         for key, (module, name, tensor) in self._places.items():
             if key in state_dict:
-                take.tensor(module, name, key, tensor, state_dict[key], False, outcome.errors)
+                sink.tensor(module, name, key, tensor, state_dict[key], False, outcome.errors)
             else:
                 outcome.missing.append(key)
         if left := [key for key in state_dict if key not in self._places]:
-            turns = {prefix: turn for turn, prefix in enumerate(self._by_prefix)}
-            found = [(turns[prefix], not is_extra, key) for key in left for prefix, is_extra in self._whose(key)]
-            outcome.unexpected += [key for _, _, key in sorted(found, key=itemgetter(0, 1))]
+            positions = {prefix: position for position, prefix in enumerate(self._by_prefix)}
+            unexpected = [
+                (positions[prefix], not is_extra, key) for key in left for prefix, is_extra in self._whose(key)
+            ]
+            outcome.unexpected += [key for _, _, key in sorted(unexpected, key=itemgetter(0, 1))]
 
     def _whose(self, key: str) -> Iterator[tuple[str, bool]]:
-        """The prefix of the module that does not expect the name, and whether as its extra state.
+        """Yields the prefix of the module that does not expect a key, and whether the key is its extra state.
 
-        None where a module has None for a child: torch leaves to the child what is below its name.
+        Yields nothing for keys below a child that is None, which torch ignores.
         """
         prefix = key[: key.rfind(".") + 1]
         while prefix not in self._by_prefix:
@@ -175,7 +177,7 @@ def _visit(
     parts, rest = _by_child(state_dict, prefix, own_modules(module))
     if own is not None and not own.issuperset(rest):
         outcome.unexpected += [key for key in rest if key not in own]
-    # The modules and values as they are when it is their turn: code of another one may have put in others.
+    # Children and values are looked up in each iteration, because code of earlier children may have replaced them.
     count = len(state_dict)
     for name, child in own_modules(module).items():
         if child is not None:
@@ -203,7 +205,7 @@ def _run_post_hooks(recording: _Recording, module: nn.Module, hooks: Iterable[Ca
 def _by_child(
     state_dict: Mapping[str, Any], prefix: str, children: Mapping[str, object]
 ) -> tuple[dict[str, dict[str, Any]], list[str]]:
-    """For each child the items whose names begin with its prefix, and the names that belong to none."""
+    """Returns the items below each child, and the names below no child."""
     if not children:
         return {}, [key for key in state_dict if key.startswith(prefix)]
     parts: dict[str, dict[str, Any]] = {name: {} for name in children.keys()}  # noqa: SIM118  (TorchScript's)
@@ -233,9 +235,9 @@ def _load_local(
     unexpected_keys: list[str],
     error_msgs: list[str],
 ) -> set[str]:
-    """What the base class does for one module, with `LoadSink` in place of its writes; but for what is unexpected.
+    """Does what the base class does for one module, with the sink in place of writes, and without unexpected keys.
 
-    Returns the keys of what is the module's own, whether they are there or not.
+    Returns the keys that the module expects for itself, present or not.
     """
     for hook in load_pre_hooks(module):
         with recording.transaction.model_code():
@@ -247,13 +249,13 @@ def _load_local(
         key = prefix + name
         own.add(key)
         if key in state_dict:
-            recording.take.tensor(module, name, key, param, state_dict[key], assign, error_msgs)
+            recording.sink.tensor(module, name, key, param, state_dict[key], assign, error_msgs)
         elif strict:
             missing_keys.append(key)
     if type(module).set_extra_state is not nn.Module.set_extra_state:
         if extra_key in state_dict:
             with recording.transaction.model_code():
-                recording.take.extra_state(module, extra_key, state_dict[extra_key])
+                recording.sink.extra_state(module, extra_key, state_dict[extra_key])
         elif strict:
             missing_keys.append(extra_key)
     elif strict and extra_key in state_dict:
@@ -262,16 +264,16 @@ def _load_local(
 
 
 def _local_state(module: nn.Module) -> list[tuple[str, torch.Tensor]]:
-    """The module's own parameters and persistent buffers, without those that are None."""
-    found: list[tuple[str, torch.Tensor]] = [(name, p) for name, p in own_parameters(module).items() if p is not None]
+    """Returns the module's own parameters and persistent buffers, without entries that are None."""
+    tensors: list[tuple[str, torch.Tensor]] = [(name, p) for name, p in own_parameters(module).items() if p is not None]
     if buffers := own_buffers(module):
         hidden = non_persistent_buffers(module)
-        found += [(name, b) for name, b in buffers.items() if b is not None and name not in hidden]
-    return found
+        tensors += [(name, b) for name, b in buffers.items() if b is not None and name not in hidden]
+    return tensors
 
 
 class _Overriding:
-    """Which modules have loading code of their own; classes are asked once."""
+    """Finds modules with loading code of their own. Each class is inspected once."""
 
     def __init__(self) -> None:
         self._classes: dict[type, bool] = {}
@@ -280,10 +282,10 @@ class _Overriding:
         if "_load_from_state_dict" in module.__dict__:
             return _overrides_loading(module)
         cls = type(module)
-        found = self._classes.get(cls)
-        if found is None:
-            found = self._classes[cls] = _overrides_loading(module)
-        return found
+        overrides = self._classes.get(cls)
+        if overrides is None:
+            overrides = self._classes[cls] = _overrides_loading(module)
+        return overrides
 
     def runs_code(self, module: nn.Module) -> bool:
         """Whether a module has code that a load runs."""
@@ -304,16 +306,16 @@ def _overrides_loading(module: nn.Module) -> bool:
 
 
 def loads_by_version(module: nn.Module) -> bool:
-    """Whether the module has loading code of its own, and a version for it to decide by."""
+    """Whether the module has loading code of its own that may depend on a version."""
     return _overrides_loading(module) and getattr(module, "_version", None) not in (None, 1)
 
 
 KEEPS_NAMES = "modelstate_keeps_names"
-"""The attribute of a hook or a `_load_from_state_dict` that gives no name of a state dict another meaning."""
+"""An attribute that marks a hook or a `_load_from_state_dict` that does not change the meaning of names."""
 
 
 def loads_names_itself(module: nn.Module) -> bool:
-    """Whether code of the module, neither torch's nor ours, may decide which name is for which tensor as it loads."""
+    """Whether loading code of the module, other than torch's and this library's, may change the meaning of names."""
     if not all(getattr(hook, KEEPS_NAMES, False) for hook in load_pre_hooks(module)):
         return True
     holders = (vars(module), *map(vars, type(module).__mro__))
@@ -327,14 +329,14 @@ def _keeps_names(function: Any) -> bool:
 
 
 def is_recorded(module: nn.Module) -> bool:
-    """Whether a load of ours is calling the module's loading code: what that does can then be undone."""
+    """Whether `walk` is calling the module's loading code, so that its changes can be undone."""
     return _recording_of(module) is not None
 
 
 def device_after(module: nn.Module, param: torch.Tensor) -> torch.device:
-    """Where a tensor of a module will be after the load that is going on: it may go to another device later."""
+    """Returns the device of a module's tensor after the current load, which may move the tensor later."""
     recording = _recording_of(module)
-    return param.device if recording is None else recording.take.device_after(param)
+    return param.device if recording is None else recording.sink.device_after(param)
 
 
 def _recording_of(module: nn.Module) -> _Recording | None:
@@ -347,7 +349,7 @@ _active = threading.local()
 
 @contextmanager
 def _patched(recording: _Recording) -> Iterator[None]:
-    """While this lasts, an override in this thread that calls the base class comes back to the recording."""
+    """Redirects calls of the base class method to the recording, in this thread, while the context lasts."""
     stack: list[_Recording] = getattr(_active, "stack", [])
     try:
         try:

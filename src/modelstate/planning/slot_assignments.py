@@ -36,7 +36,7 @@ class SlotAssignments:
     """The values that go to the slots of a model, with the problems and notes of a load.
 
     `assign` is called once for each value, while the model's loading protocol runs. It adds an `Assignment`, and a
-    write to the transaction. The write waits until the load is committed, unless code of the model looks at the tensor.
+    write to the transaction. The write waits until the load is committed, unless code of the model uses the tensor.
     """
 
     def __init__(
@@ -69,7 +69,7 @@ class SlotAssignments:
         """Names of tensors that the checkpoint lacks, and that the model's own code initialises."""
         self.extra_states: list[str] = []
         self.compared: list[str] = []
-        """Names of non-persistent buffers that hold what the checkpoint has."""
+        """Names of non-persistent buffers that equal the checkpoint's values."""
         self._make_write = make_write
         self._by_param: dict[int, Assignment] = {}
         self._by_storage: dict[int, list[Assignment]] = {}
@@ -78,8 +78,8 @@ class SlotAssignments:
         self._keeps_stored_dtypes = self.options.dtype is None and any(
             slot is not None and slot.tensor.is_meta for slot in quantized
         )
-        """Whether floats on meta get the dtypes of the checkpoint, because it has quantized tensors: a layer computes
-        in the dtype that its weight was quantized from, and no cast changes that."""
+        """Whether floating-point tensors on meta get the dtypes of the checkpoint, because it has quantized tensors. A
+        layer computes in the dtype that its weight was quantized from, and a cast cannot change that dtype."""
 
     def device_after(self, param: torch.Tensor) -> torch.device:
         return self.options.device or (_CPU if param.is_meta else param.device)
@@ -90,34 +90,34 @@ class SlotAssignments:
         self.used.add(given)
         first = self._by_param.get(id(param))
         if first is not None:
-            if first.value is not value and not self.incoming.equal(first.value, value):
+            if first.value is not value and not self.incoming.are_equal(first.value, value):
                 self.problems.append(TieConflict(name, (first.name,)))
             return
-        made = self._assignment(name, kind, param, value, given, stored)
-        self._by_param[id(param)] = made
-        self.assignments.append(made)
-        if not (is_plain(param) and is_plain(value)) and self._has_other_class(made):
-            return  # it is never written, even where the model's own code looks at the tensor
+        assignment = self._assignment(name, kind, param, value, given, stored)
+        self._by_param[id(param)] = assignment
+        self.assignments.append(assignment)
+        if not (is_plain(param) and is_plain(value)) and self._has_other_class(assignment):
+            return  # the value is never written, even where the model's own code uses the tensor
         if value.is_meta or (isinstance(stored, torch.Tensor) and lacks_values(stored)):
             self.problems.append(NoValues(name))
-        elif value.dtype != made.dtype:
-            self._check_dtype(made)
+        elif value.dtype != assignment.dtype:
+            self._check_dtype(assignment)
         if not param.is_meta:
-            self._check_memory(made)
-        self.transaction.add(self._make_write(self, made))
+            self._check_memory(assignment)
+        self.transaction.add(self._make_write(self, assignment))
 
-    def _has_other_class(self, made: Assignment) -> bool:
-        """Whether the classes of the two tensors rule a copy out; adds the problem.
+    def _has_other_class(self, assignment: Assignment) -> bool:
+        """Adds a problem where the classes of the two tensors rule out a copy. Returns whether they do.
 
-        A FakeTensor has no values, and torch copies nothing between a DTensor and a whole tensor.
+        A FakeTensor has no values, and torch cannot copy between a DTensor and a whole tensor.
         """
         problem: Problem | None = None
-        if is_fake(made.param) or is_fake(made.value):
-            problem = FakeTensors(made.name, "model" if is_fake(made.param) else "checkpoint")
-        elif is_sharded(made.param) and not is_sharded(made.value):
-            problem = ShardedTensors(made.name, "model", on_meta=made.param.is_meta)
-        elif is_sharded(made.value) and not is_sharded(made.param):
-            problem = ShardedTensors(made.name, "checkpoint")
+        if is_fake(assignment.param) or is_fake(assignment.value):
+            problem = FakeTensors(assignment.name, "model" if is_fake(assignment.param) else "checkpoint")
+        elif is_sharded(assignment.param) and not is_sharded(assignment.value):
+            problem = ShardedTensors(assignment.name, "model", on_meta=assignment.param.is_meta)
+        elif is_sharded(assignment.value) and not is_sharded(assignment.param):
+            problem = ShardedTensors(assignment.name, "checkpoint")
         self.problems += [problem] if problem is not None else []
         return problem is not None
 
@@ -125,14 +125,14 @@ class SlotAssignments:
         """Moves a tensor that gets no value to a device when the load is committed."""
         value = slot.tensor.detach()
         placement = Placement("data", f"moves to {device}")
-        made = Assignment(
+        assignment = Assignment(
             slot.name, slot.kind, slot.tensor, value, "", value, placement, value.dtype, device, self.overflows
         )
-        self.moves.append(made)
-        self.transaction.add(self._make_write(self, made))
+        self.moves.append(assignment)
+        self.transaction.add(self._make_write(self, assignment))
 
     def initialise(self, slot: Slot) -> str:
-        """Assigns a first value to a slot, made by the model's own methods; returns them, or nothing where none do."""
+        """Assigns an initial value, computed by the model's own methods. Returns their names; empty without methods."""
         for name in slot.names:
             if (initialiser := self.initialisers.find(name)) is not None:
                 value = self.incoming.initialised(name, slot.tensor, initialiser)
@@ -142,52 +142,67 @@ class SlotAssignments:
         return ""
 
     def rebind(self, step: Step, slot: Slot, value: torch.Tensor) -> bool:
-        """Assigns a value as a step says. Returns whether the file that the slot was to show is read instead."""
+        """Assigns a value according to a step. Returns whether the file is read because it can no longer be mapped."""
         given, stored = self.incoming.origin_of(value)
         assert step.dtype is not None
         assert step.device is not None
-        how, choice = step.how, self.transforms.of(step.name)
+        placement, choice = step.how, self.transforms.of(step.name)
         is_read = (
-            how.mapped
+            placement.mapped
             and isinstance(stored, StoredTensor)
             and not self.incoming.maps.may_show(stored.storage.path, self.options.map)
         )
         if is_read:  # another process has opened the file for writing since
-            how = choose(slot.tensor, value, step.dtype, step.device, map=False, in_place=False, transformed=False)
-        made = Assignment(
-            *(step.name, step.kind, slot.tensor, value, given, stored, how, step.dtype, step.device, self.overflows),
+            placement = choose(
+                slot.tensor, value, step.dtype, step.device, map=False, in_place=False, transformed=False
+            )
+        assignment = Assignment(
+            *(
+                step.name,
+                step.kind,
+                slot.tensor,
+                value,
+                given,
+                stored,
+                placement,
+                step.dtype,
+                step.device,
+                self.overflows,
+            ),
             transform=choice.first,
         )
         if choice.last is not None:
-            made.remake = bound(choice)
-            self._measure_remaking(made, choice.last)
+            assignment.remake = bound(choice)
+            self._measure_remaking(assignment, choice.last)
         self.used.add(given)
-        self._by_param[id(slot.tensor)] = made
-        self.assignments.append(made)
-        self.transaction.add(self._make_write(self, made))
+        self._by_param[id(slot.tensor)] = assignment
+        self.assignments.append(assignment)
+        self.transaction.add(self._make_write(self, assignment))
         return is_read
 
-    def _check_memory(self, made: Assignment) -> None:
-        """Slots that show the same memory are tied as much as those that are the same tensor; some have none left."""
-        param = made.param
+    def _check_memory(self, assignment: Assignment) -> None:
+        """Adds problems of slots whose memory is freed, or shared with a slot that gets other values."""
+        param = assignment.param
         if not is_plain(param):
             return
-        if made.placement.name == "copy" and not has_its_memory(param):
-            self.problems.append(FreedMemory(made.name, param.nbytes, param.untyped_storage().nbytes()))
+        if assignment.placement.name == "copy" and not has_its_memory(param):
+            self.problems.append(FreedMemory(assignment.name, param.nbytes, param.untyped_storage().nbytes()))
             return
         others = self._by_storage.setdefault(storage_id(param), [])
         for other in others:
-            if other.value.shape == other.param.shape and overlap(other.param, made.param):
-                if made.placement.name != "copy":
-                    self.notes.append(f"{other.name} and {made.name} share memory, and will no longer")
-                elif self._clash(other, made):
-                    self.problems.append(TieConflict(made.name, (other.name,)))
-        others.append(made)
+            if other.value.shape == other.param.shape and overlap(other.param, assignment.param):
+                if assignment.placement.name != "copy":
+                    self.notes.append(f"{other.name} and {assignment.name} share memory now, and not after the load")
+                elif self._clash(other, assignment):
+                    self.problems.append(TieConflict(assignment.name, (other.name,)))
+        others.append(assignment)
 
-    def _clash(self, one: Assignment, other: Assignment) -> bool:
-        if same_place(one.param, other.param):
-            return not self.incoming.equal(one.value, other.value)
-        return clash(one.param, self.incoming.seen(one.value), other.param, self.incoming.seen(other.value))
+    def _clash(self, first: Assignment, second: Assignment) -> bool:
+        if same_place(first.param, second.param):
+            return not self.incoming.are_equal(first.value, second.value)
+        return clash(
+            first.param, self.incoming.with_values(first.value), second.param, self.incoming.with_values(second.value)
+        )
 
     def _assignment(
         self, name: str, kind: str, param: torch.Tensor, value: torch.Tensor, given: str, stored: Source | None
@@ -206,7 +221,7 @@ class SlotAssignments:
             value,
             dtype,
             device,
-            # What a transform looks at is read: a map must not be shortened while somebody looks at it.
+            # The argument of a transform is read: a mapped file must not be truncated while the transform uses it.
             map=options.map is not False and choice.first is None and param.is_meta and self._may_show(stored),
             in_place=options.in_place and self._can_be_read_straight(stored),
             transformed=choice.first is not None,
@@ -217,55 +232,61 @@ class SlotAssignments:
             if not self.incoming.maps.may_show(stored.storage.path, options.map):
                 placement = choose(param, value, dtype, device, map=False, in_place=False, transformed=False)
             self._shown.setdefault(stored.storage, []).append(stored.extent)
-        made = Assignment(
+        assignment = Assignment(
             name, kind, param, value, given, stored, placement, dtype, device, self.overflows, choice.first
         )
         if choice.last is not None:
-            made.remake = bound(choice)
-            self._measure_remaking(made, choice.last)
-        return made
+            assignment.remake = bound(choice)
+            self._measure_remaking(assignment, choice.last)
+        return assignment
 
     @staticmethod
-    def _measure_remaking(made: Assignment, last: ModuleTransform) -> None:
-        """How a module's transform gets the value, and what memory it takes for it."""
-        shape = tuple(made.param.shape)
-        if shape and made.layout[1] is None and made.is_run_of_bytes:
-            made.remake_rows = min(asked_rows(last, made.name, shape, made.dtype) or 0, shape[0])
-        part = (made.remake_rows, *shape[1:]) if made.remake_rows else shape
-        made.remake_bytes = asked_bytes(last, made.name, part, made.dtype)
+    def _measure_remaking(assignment: Assignment, last: ModuleTransform) -> None:
+        """Sets the rows and the memory of each call of a module's transform."""
+        shape = tuple(assignment.param.shape)
+        if shape and assignment.layout[1] is None and assignment.is_run_of_bytes:
+            assignment.remake_rows = min(asked_rows(last, assignment.name, shape, assignment.dtype) or 0, shape[0])
+        part = (assignment.remake_rows, *shape[1:]) if assignment.remake_rows else shape
+        assignment.remake_bytes = asked_bytes(last, assignment.name, part, assignment.dtype)
 
     @staticmethod
     def _can_be_read_straight(stored: Source | None) -> bool:
-        """Whether a value can get into memory that is there with none for all of them on the way."""
+        """Whether a value can get into existing memory without temporary memory for all values."""
         if isinstance(stored, Derived):
             return stored.is_certain and stored.of_files
         return isinstance(stored, torch.Tensor) or (isinstance(stored, StoredTensor) and stored.is_contiguous)
 
     def _may_show(self, stored: Source | None) -> bool:
-        """Whether a slot may show these bytes of the file: no two slots that are not tied may show the same."""
+        """Whether a slot may be a map of these bytes. Two slots that are not tied must not map the same bytes."""
         if not isinstance(stored, StoredTensor) or not stored.is_contiguous:
             return False
         shown = self._shown.get(stored.storage)
         return not shown or not any(overlapping(stored.extent, other) for other in shown)
 
-    def _check_dtype(self, made: Assignment) -> None:
-        if made.transform is not None:
-            return  # what it returns is asked for
-        if not is_plain(made.value):
-            keeps = made.param.is_meta or is_quantized(made.param)  # else its class says how it becomes plain
-            if self.options.dtype is not None and keeps and is_quantized(made.value):
-                cls = type(made.value.data).__name__
-                self.problems.append(QuantizedCast(made.name, short(made.dtype), short(made.value.dtype), cls))
+    def _check_dtype(self, assignment: Assignment) -> None:
+        if assignment.transform is not None:
+            return  # the result of a transform may have any dtype
+        if not is_plain(assignment.value):
+            keeps_class = assignment.param.is_meta or is_quantized(
+                assignment.param
+            )  # else the class converts it to a plain tensor
+            if self.options.dtype is not None and keeps_class and is_quantized(assignment.value):
+                cls = type(assignment.value.data).__name__
+                self.problems.append(
+                    QuantizedCast(assignment.name, short(assignment.dtype), short(assignment.value.dtype), cls)
+                )
             return
-        how = cast_between(made.value.dtype, made.dtype)
-        asked = self.options.dtype is not None and made.dtype == self.options.dtype
-        if how == "kind" or (how == "lossy" and not asked):
-            self.problems.append(WrongDtype(made.name, short(made.dtype), short(made.value.dtype), how))
+        cast = cast_between(assignment.value.dtype, assignment.dtype)
+        is_requested = self.options.dtype is not None and assignment.dtype == self.options.dtype
+        if cast == "kind" or (cast == "lossy" and not is_requested):
+            self.problems.append(
+                WrongDtype(assignment.name, short(assignment.dtype), short(assignment.value.dtype), cast)
+            )
 
     def is_filled(self, param: torch.Tensor) -> bool:
-        """Whether a value goes to this tensor, under whatever name."""
+        """Whether a value is assigned to this tensor, under any of its names."""
         return id(param) in self._by_param
 
     def value_of(self, name: str) -> Any:
-        """What the checkpoint has under a name of the model's; None for nothing."""
+        """Returns the checkpoint's value for a name of the model, or None."""
         return self.incoming.state.get(name)

@@ -1,4 +1,4 @@
-"""Which transform is for which tensor."""
+"""`ModuleTransform`, and the choice of the transform of each tensor."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
@@ -16,82 +16,117 @@ from modelstate.process import cached_attribute
 from modelstate.transaction.slots import Slots, named_modules_of
 
 Transform = Callable[[str, torch.Tensor], torch.Tensor]
-"""Makes of a name in the model, and of the tensor as the checkpoint has it, the tensor to load."""
+"""Takes a name in the model, and the tensor as it is in the checkpoint. Returns the tensor to load."""
 
 
 class RowsWriter(NamedTuple):
-    """Writes rows of a tensor, as they become, to where they stay."""
+    """Writes transformed rows of a tensor directly into the result.
+
+    Args:
+        like: A transformed tensor of some rows.
+        write: The function that transforms rows and writes them.
+
+    Example:
+        >>> def write(rows, parts):
+        ...     parts[""].copy_(rows.mul_(2))
+        >>> writer = modelstate.loading.RowsWriter(torch.empty(1, 8), write)
+    """
 
     like: torch.Tensor
-    """What some rows become: the result gets its class, its `requires_grad`, and parts of its dtypes and columns."""
+    """A transformed tensor of some rows. The result gets its class and `requires_grad`; the parts of the result get the
+    dtypes and columns of its parts."""
     write: Callable[[torch.Tensor, Mapping[str, torch.Tensor]], None]
-    """Gets some rows, whose memory may be overwritten, and the same rows of the parts of the result: by the names of
-    `__tensor_flatten__`, or `""` for a plain tensor. Called from several threads at once."""
+    """Called with some rows, whose memory may be overwritten, and with the same rows of the parts of the result: by the
+    names of `__tensor_flatten__`, or by `""` for a plain tensor. Called by several threads at once."""
 
 
 class ModuleTransform(ABC):
-    """A transform of what a module has been given: it says which tensors it is for, and sees them last.
+    """A transform that selects its tensors by their modules, and is applied after all other changes.
 
-    It gets each tensor as the load would leave it, checked, cast and on its device, and the module that owns it. What
-    it is not for is loaded as without a transform. The result gives the tensor's place its class and dtype; where it
-    is an `nn.Parameter` without `requires_grad`, the place gets no gradient any more.
+    It is called with each tensor as the load would leave it (checked, cast and on its device) and with the module that
+    owns the tensor. Tensors that it does not apply to are loaded as without a transform. The slot gets the class and
+    the dtype of the result. A result that is an `nn.Parameter` without `requires_grad` clears `requires_grad` of the
+    slot.
+
+    Example:
+        >>> class Doubled(modelstate.loading.ModuleTransform):
+        ...     def applies_to(self, name, module):
+        ...         return isinstance(module, nn.Linear)
+        ...     def __call__(self, name, tensor, module):
+        ...         return tensor * 2
+        >>> report = modelstate.load(model, "model.safetensors", transform=Doubled())
     """
 
     @abstractmethod
     def applies_to(self, name: str, module: nn.Module) -> bool:
-        """Whether it is for the tensor of this name, which is an attribute of `module`. Asked before anything is read.
+        """Whether the transform applies to a tensor. Called before any value is read.
 
-        `module` is as it is before the load, perhaps on meta.
+        Args:
+            name: The name of the tensor in the model.
+            module: The module that has the tensor as an attribute, as it is before the load; it may be on meta.
         """
 
     @abstractmethod
     def __call__(self, name: str, tensor: torch.Tensor, module: nn.Module) -> torch.Tensor:
-        """What to load, of the same shape. The memory of `tensor` is used again afterwards."""
+        """Returns the tensor to load, of the same shape. The memory of `tensor` is reused after the call."""
 
     def extra_bytes(self, shape: tuple[int, ...], dtype: torch.dtype) -> int:
-        """The most memory that a call takes for such a tensor, beside what it is given and what it returns, in bytes.
+        """The most memory that a call needs in addition to its argument and its result, in bytes.
 
-        A plan counts it for the tensor that takes most.
+        The plan of a load contains the largest of these numbers.
+
+        Args:
+            shape: The shape of the argument.
+            dtype: The dtype of the argument.
         """
         return 0
 
     def rows_at_once(self, shape: tuple[int, ...], dtype: torch.dtype) -> int | None:
-        """How many rows, of dimension 0, of such a tensor are best remade at a time; None for all of them.
+        """The best number of rows (of dimension 0) for one call; None if calls need the whole tensor.
 
-        Only where some rows of the result depend on the same rows of the tensor alone. Then the tensor is remade while
-        it is read, by calls from several threads at once, each with some of its rows, and what they return is joined:
-        plain tensors, or tensors of one class whose `__tensor_flatten__` gives plain tensors with as many rows.
+        A number requires that each row of the result depends on the same row of the tensor alone. Several threads then
+        call the transform at once with some rows each, while the tensor is read. The results are joined. They must be
+        plain tensors, or tensors of one class whose `__tensor_flatten__` returns plain tensors with as many rows.
+
+        Args:
+            shape: The shape of the whole tensor.
+            dtype: The dtype of the tensor.
         """
         return None
 
     def rows_writer(self, shape: tuple[int, ...], dtype: torch.dtype, module: nn.Module) -> RowsWriter | None:
-        """What writes rows of a tensor of the module's to where they stay, on the CPU; None where calls return them.
+        """The writer of rows on the CPU; None if calls return the rows.
 
-        It saves making a tensor of what becomes of some rows, and copying that.
+        A writer saves a temporary tensor for each call, and its copy into the result.
+
+        Args:
+            shape: The shape of the whole tensor.
+            dtype: The dtype of the tensor.
+            module: The module that owns the tensor.
         """
         return None
 
 
 Pairs = tuple[tuple[str, Transform | ModuleTransform | None], ...]
-"""Glob patterns, each with the transform of what it matches first; None leaves that alone."""
+"""Glob patterns with their transforms. The first pattern that matches counts; None leaves its tensors alone."""
 
 
 class Choice(NamedTuple):
-    """What is done to one tensor on its way."""
+    """The transforms of one tensor."""
 
     first: Transform | None = None
-    """Called with the tensor as the checkpoint has it. What it returns is asked for, whatever its dtype."""
+    """Called with the tensor as it is in the checkpoint. Its result may have any dtype."""
     last: ModuleTransform | None = None
     """Called with the tensor as it would be loaded."""
     module: nn.Module | None = None
-    """The owner, for `last`."""
+    """The module that owns the tensor, for `last`."""
 
 
-_NOTHING = Choice()
+_NO_TRANSFORM = Choice()
 
 
 class Transforms:
-    """The transforms of a load, and for which tensors of the model they are."""
+    """The transforms of a load, by the names of tensors of the model."""
 
     def __init__(self, given: Transform | ModuleTransform | Pairs | None, root: nn.Module, slots: Slots) -> None:
         self.problems: list[Problem] = []
@@ -111,31 +146,31 @@ class Transforms:
     _everywhere: Choice | None = None
 
     def of(self, name: str) -> Choice:
-        """What is done to the tensor of this name."""
+        """Returns the transforms of the tensor of this name."""
         if self._everywhere is not None:
             return self._everywhere
         if not self._pairs:
-            return _NOTHING
-        found = self._choices.get(name)
-        if found is None:  # a tensor that code of the model has made since
-            found = self._choices[name] = self._choose((name,))
-        return found
+            return _NO_TRANSFORM
+        choice = self._choices.get(name)
+        if choice is None:  # code of the model has created the tensor during the load
+            choice = self._choices[name] = self._choose((name,))
+        return choice
 
     def idle(self) -> Iterator[Problem]:
-        """A problem for each pattern, and each transform, that changes nothing."""
+        """Yields a problem for each pattern, and for each transform, without effect."""
         if self._everywhere is not None:
             return
         for index, (pattern, transform) in enumerate(self._pairs):
             name = pattern if self._by_pattern else str(transform)
             if self._by_pattern and index not in self._winning:
-                why = "a pattern before it takes all that it matches" if index in self._matching else ""
+                why = "earlier patterns match all of its names" if index in self._matching else ""
                 yield IdlePattern(name, "transform", why)
             elif isinstance(transform, ModuleTransform) and index not in self._applied:
-                matched = "what it matches" if self._by_pattern else "the model's tensors"
-                yield IdlePattern(name, "transform", f"{transform} is for none of {matched}")
+                matched = "the names that match" if self._by_pattern else "the model's tensors"
+                yield IdlePattern(name, "transform", f"{transform} applies to none of {matched}")
 
     def _choose(self, names: tuple[str, ...]) -> Choice:
-        """For a tensor with these names. A tied one has several, and the first pattern that matches any of them."""
+        """Chooses for a tensor with these names. The first pattern that matches a name of a tied tensor counts."""
         places = [(name, *name.rpartition(".")[::2]) for name in names]
         hits = [
             index
@@ -144,15 +179,15 @@ class Transforms:
         ]
         self._matching.update(hits)
         if not hits:
-            return _NOTHING
+            return _NO_TRANSFORM
         self._winning.add(hits[0])
         transform = self._pairs[hits[0]][1]
         if not isinstance(transform, ModuleTransform):
-            return Choice(transform) if transform is not None else _NOTHING
+            return Choice(transform) if transform is not None else _NO_TRANSFORM
         owners = [(name, self._modules_by_path.get(path)) for name, path, _ in places]
-        applies = [module is not None and _asked(transform, name, module) for name, module in owners]
+        applies = [module is not None and _applies(transform, name, module) for name, module in owners]
         if not any(applies):
-            return _NOTHING
+            return _NO_TRANSFORM
         self._applied.add(hits[0])
         if not all(applies):
             others = tuple(name for name, applied in zip(names, applies, strict=True) if not applied)
@@ -165,51 +200,52 @@ class Transforms:
         return named_modules_of(self._root)
 
 
-def _asked(transform: ModuleTransform, name: str, module: nn.Module) -> bool:
-    with _asking(name, "whether it is for a tensor"):
+def _applies(transform: ModuleTransform, name: str, module: nn.Module) -> bool:
+    with _method_errors(name, "applies_to"):
         return transform.applies_to(name, module)
 
 
 def asked_rows(transform: ModuleTransform, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> int | None:
-    """What it says of the rows of a tensor. Raises `TransformError`."""
-    with _asking(name, "how many rows of a tensor it takes at once"):
+    """Returns the checked result of `rows_at_once`. Raises `TransformError`."""
+    with _method_errors(name, "rows_at_once"):
         rows = transform.rows_at_once(shape, dtype)
-        if rows is not None and not (_is_number(rows) and rows > 0):
-            raise TypeError(f"rows_at_once returned {rows!r}, and no number of rows from 1, or None")
+        if rows is not None and not (_is_integer(rows) and rows > 0):
+            raise TypeError(f"rows_at_once returned {rows!r}; it must return an integer >= 1, or None")
         return rows
 
 
 def asked_writer(bound: "Bound", name: str, shape: tuple[int, ...], dtype: torch.dtype) -> RowsWriter | None:
-    """What it says writes rows of a tensor. Raises `TransformError`."""
-    with _asking(name, "what writes rows of a tensor"):
+    """Returns the checked result of `rows_writer`. Raises `TransformError`."""
+    with _method_errors(name, "rows_writer"):
         writer = bound.transform.rows_writer(shape, dtype, bound.module)
         if not (writer is None or isinstance(writer, RowsWriter)):
-            raise TypeError(f"rows_writer returned {writer!r}, and no RowsWriter, or None")
+            raise TypeError(f"rows_writer returned {writer!r}; it must return a RowsWriter, or None")
         if writer is not None and (writer.like.shape[1:] != shape[1:] or writer.like.device.type != "cpu"):
-            raise ValueError(f"rows of shape {tuple(writer.like.shape[1:])} on {writer.like.device}, of {shape[1:]}")
+            columns, device = tuple(writer.like.shape[1:]), writer.like.device
+            raise ValueError(f"like has rows of shape {columns} on {device}; expected {shape[1:]} on the CPU")
         return writer
 
 
 def asked_bytes(transform: ModuleTransform, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> int:
-    """What it says of the memory that it takes. Raises `TransformError`."""
-    with _asking(name, "how much memory it takes for a tensor"):
+    """Returns the checked result of `extra_bytes`. Raises `TransformError`."""
+    with _method_errors(name, "extra_bytes"):
         nbytes = transform.extra_bytes(shape, dtype)
-        if not (_is_number(nbytes) and nbytes >= 0):
-            raise TypeError(f"extra_bytes returned {nbytes!r}, and no number of bytes from 0")
+        if not (_is_integer(nbytes) and nbytes >= 0):
+            raise TypeError(f"extra_bytes returned {nbytes!r}; it must return an integer >= 0")
         return nbytes
 
 
-def _is_number(value: object) -> bool:
+def _is_integer(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
 
 
 @contextmanager
-def _asking(name: str, what: str) -> Iterator[None]:
+def _method_errors(name: str, method: str) -> Iterator[None]:
     try:
         yield
     except Exception as error:
         raise TransformError(
-            f"the transform cannot say {what}; nothing has been changed",
+            f"{method}() of the transform failed; nothing has been changed",
             where=name,
             found=f"{type(error).__name__}: {error}",
         ) from error
@@ -227,5 +263,5 @@ class Bound:
 
 
 def bound(choice: Choice) -> Bound | None:
-    """The last transform, with its module."""
+    """Returns the last transform bound to its module."""
     return Bound(choice.last, choice.module) if choice.last is not None and choice.module is not None else None
