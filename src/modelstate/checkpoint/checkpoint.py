@@ -114,12 +114,25 @@ class Checkpoint(Mapping[str, TensorSpec]):
         return name in self._flat.tensors
 
     def get(self, name: str, default: Any = None) -> Any:
+        """Returns the `TensorSpec` of a name, or a default.
+
+        Args:
+            name: A name, which the checkpoint may lack.
+            default: The result for a name that the checkpoint lacks.
+        """
         # Does not search for the nearest name, which only an error needs.
         stored = self._flat.tensors.get(name)
         return default if stored is None else _spec(name, stored, self._source)
 
     def stored(self, name: str) -> Stored:
-        """The stored tensor of a name. Raises `KeyNotFoundError`."""
+        """Returns the stored tensor of a name.
+
+        Args:
+            name: A name of this checkpoint.
+
+        Raises:
+            KeyNotFoundError: The checkpoint has no tensor of this name.
+        """
         tensors = self._flat.tensors
         try:
             return tensors[name]
@@ -303,7 +316,19 @@ class Checkpoint(Mapping[str, TensorSpec]):
     # Reading.
 
     def select(self, key: str) -> "Checkpoint":
-        """The part under a dotted path, with names relative to it. Raises `KeyNotFoundError`."""
+        """Returns the part under a dotted path, with names relative to the path.
+
+        Args:
+            key: The path of a container; an empty path selects the whole checkpoint.
+
+        Raises:
+            KeyNotFoundError: The checkpoint has no container at the path.
+
+        Example:
+            >>> checkpoint = modelstate.open({"model": {"weight": torch.ones(2)}})
+            >>> list(checkpoint.select("model"))
+            ['weight']
+        """
         part = object.__new__(Checkpoint)
         part._contents, part._source = self._contents, self._source
         part._fingerprints, part._maps = self._fingerprints, self._maps
@@ -405,21 +430,52 @@ class Checkpoint(Mapping[str, TensorSpec]):
     def read(self, stored: Stored) -> torch.Tensor:
         """Reads the values of a tensor into memory of their own; returns a live tensor as a detached alias.
 
-        Unlike `tensor` it never maps, and each call allocates new memory. Raises `ReadFailedError`, and `CombineError`
-        where the tensor is computed from several checkpoints.
+        Unlike `tensor` it never maps, and each call allocates new memory.
+
+        Args:
+            stored: A stored tensor of this checkpoint.
+
+        Raises:
+            ReadFailedError: The file cannot be read, or has changed since it was opened.
+            CombineError: The tensor cannot be computed from the checkpoints that it is combined from.
         """
         return self._maps.read(stored)
 
     def read_all(self, requests: list[Request], on_read: Callable[[int], None] | None = None, **options: Any) -> None:
-        """Reads many ranges of the checkpoint's files at once. See `modelstate.io.engine.read_ranges`."""
+        """Reads many ranges of the checkpoint's files at once.
+
+        Args:
+            requests: The ranges, with the addresses that they are read into.
+            on_read: Called with numbers of bytes that have been read; may raise to end the read.
+            options: Further arguments of `modelstate.io.engine.read_ranges`.
+
+        Raises:
+            ReadFailedError: A file cannot be read, or has changed since it was opened.
+        """
         read_ranges(requests, fingerprints=self._fingerprints, on_read=on_read, **options)
 
     def stream(self, wanted: Sequence[Wanted], consume: Consume, **options: Any) -> None:
-        """Reads ranges of the checkpoint's files in blocks. See `modelstate.io.engine.stream`."""
+        """Reads ranges of the checkpoint's files in blocks.
+
+        Args:
+            wanted: The ranges.
+            consume: Called with each block.
+            options: Further arguments of `modelstate.io.engine.stream`.
+
+        Raises:
+            ReadFailedError: A file cannot be read, or has changed since it was opened.
+        """
         stream(wanted, consume, fingerprints=self._fingerprints, **options)
 
     def read_ahead(self, ranges: Iterable[ByteRange]) -> int:
-        """Starts to read ranges that are not in the page cache, without waiting. Returns the number of these bytes."""
+        """Starts to read ranges that are not in the page cache, without waiting.
+
+        Args:
+            ranges: Ranges of the checkpoint's files.
+
+        Returns:
+            The number of bytes that are not in the page cache.
+        """
         return read_ahead(ranges, self._fingerprints)
 
     def verify(self, on_read: Callable[[int], None] | None = None) -> int:

@@ -33,10 +33,13 @@ def without_state_dict_hooks(module: nn.Module) -> Iterator[None]:
     Overrides of `_save_to_state_dict` and `_load_from_state_dict` are not hooks, and stay active.
 
     Args:
-        module: the module.
+        module: The module.
 
     Returns:
         A context manager.
+
+    Raises:
+        Exception: Only exceptions of the block are passed on.
 
     Example:
         >>> with without_state_dict_hooks(module):

@@ -78,6 +78,9 @@ def identity(module: nn.Module, optimizers: Iterable[torch.optim.Optimizer] = ()
     Returns:
         The references, which `Identity.differences` compares.
 
+    Raises:
+        AttributeError: `module` is not a module, or an item of `optimizers` has no `param_groups`.
+
     Example:
         >>> before = modelstate.identity(model, [optimizer])
         >>> model.bfloat16()
