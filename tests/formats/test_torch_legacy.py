@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from modelstate import errors
 from modelstate.formats import torch_legacy, torch_zip
-from tests.formats.torch_files import DTYPES, assert_same, every_byte, rich_tree, saved, values
+from tests.formats.torch_files import DTYPES, assert_same, every_byte, is_copied, rich_tree, saved, values
 from tests.real_files import FILES
 
 
@@ -83,6 +83,8 @@ def test_a_training_checkpoint(tmp_path: Path, protocol: int) -> None:
 @pytest.mark.filterwarnings("ignore:ComplexHalf")
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_every_dtype(tmp_path: Path, dtype: torch.dtype) -> None:
+    if not is_copied(dtype):
+        pytest.skip(f"this torch copies no tensors of {dtype}")
     # Not all of them can be loaded by torch itself from such a file.
     value = {"a": every_byte(dtype, 64).reshape(4, 16)[1:, ::2], "b": every_byte(dtype, 0)}
     assert_same(values(torch_legacy.read(old(tmp_path / "x.pt", value))), value)
