@@ -27,8 +27,29 @@ MADV_POPULATE_WRITE = 23
 """Available since Linux 5.14."""
 TENSOR_ALIGN_BYTES = 64
 _ARENA_BYTES = 256 << 20
+_TRIM_BYTES = 16 << 20
 _LARGE_BYTES = 1 << 20
 """Smaller tensors and runs are not worth system calls of their own."""
+
+
+class HeapTrim:
+    """Returns freed heap memory to the operating system.
+
+    A large tensor that a transform frees on the heap leaves a hole, and the next small tensor that is kept takes a bit
+    of the hole, which is then too small for the next large tensor. Without trimming, the heap grows by all that has
+    been allocated: 600 instead of 280 MB for 16 weights of 16 MB that become float8.
+    """
+
+    def __init__(self) -> None:
+        self._freed_bytes = 0
+
+    def on_freed(self, nbytes: int) -> None:
+        """Counts freed bytes, and trims the heaps of all threads after each `_TRIM_BYTES` of them."""
+        self._freed_bytes += nbytes
+        if self._freed_bytes >= _TRIM_BYTES:
+            self._freed_bytes = 0
+            if _malloc_trim is not None:
+                _malloc_trim(0)
 
 
 class MemoryTracker:
@@ -262,3 +283,6 @@ _libc_ioctl = function("ioctl", ctypes.c_int, ctypes.c_ulong, ctypes.c_void_p)
 def _ioctl(descriptor: int, call: int, request: ctypes.Structure) -> bool:
     """Calls ioctl, and returns whether it did all that was asked for."""
     return _libc_ioctl is not None and _libc_ioctl(descriptor, call, ctypes.byref(request)) == 0
+
+
+_malloc_trim = function("malloc_trim", ctypes.c_size_t)

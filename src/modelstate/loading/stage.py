@@ -12,7 +12,7 @@ from torch.autograd.graph import increment_version
 
 from modelstate.errors import MemoryBudgetError, ModelStateError, PlacementError
 from modelstate.io.engine import Request
-from modelstate.io.memory import aligned, fresh_tensors
+from modelstate.io.memory import HeapTrim, aligned, fresh_tensors
 from modelstate.io.tensors import elements
 from modelstate.loading.stream import read_streamed
 from modelstate.planning.assignment import BY_TRANSFORM, Assignment, apply_module_transform, as_target, called
@@ -52,9 +52,13 @@ def stage(preparation: Preparation, progress: Progress) -> None:
     if not waiting:
         return
     waiting.sort(key=_place_in_file)
-    from_file, rest = _split(waiting, lambda assignment: assignment.is_run_of_bytes and assignment.reads_plainly)
-    streamed, from_file = _split(from_file, lambda assignment: assignment.is_streamed)
-    straight, others = _split(from_file, lambda assignment: assignment.reads_unchanged)
+    ways: dict[str, list[Assignment]] = {"direct": [], "streamed": [], "through a buffer": [], "alone": []}
+    for assignment in waiting:
+        way = assignment.way
+        if way not in ways:
+            way = "through a buffer" if assignment.is_read_together else "alone"
+        ways[way].append(assignment)
+    straight, streamed, others, rest = ways.values()
     finals = fresh_tensors([assignment.layout for assignment in straight])
     in_order, strided = _split(list(zip(straight, finals, strict=True)), lambda pair: is_plain_memory(pair[1]))
     preparation.held.take(sum(assignment.staged_bytes for assignment, _ in in_order))
@@ -65,8 +69,10 @@ def stage(preparation: Preparation, progress: Progress) -> None:
     through = [*others, *(assignment for assignment, _ in strided)]
     _read_through_scratch(preparation, through, progress, partial(_finish_staged, preparation))
     transformed, rest = _split(rest, lambda assignment: assignment.transform is not None)
+    trim = HeapTrim()
     for assignment in rest:
         stage_one(preparation, assignment)
+        trim.on_freed(assignment.remake_bytes)
         progress(assignment.nbytes)
     _stage_transformed(preparation, transformed, progress)
 
@@ -332,11 +338,13 @@ def _read_through_scratch(
     layout = torch.Size([max(size for _, size in groups)]), None, torch.uint8
     buffers = fresh_tensors([layout] * (2 if preparation.means.ahead and len(groups) > 1 else 1))
     turns = cycle(buffers)
+    trim = HeapTrim()
 
     def use(pairs: Pairs) -> None:
         for assignment, buffer in pairs:
             started = time.perf_counter()
             finish(assignment, buffer)
+            trim.on_freed(assignment.remake_bytes)
             assignment.seconds += time.perf_counter() - started
 
     laid_out = (_laid_out(group, next(turns)) for group, _ in groups)

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import nn
@@ -56,15 +56,21 @@ class Assignment:
     final: torch.Tensor | None = None
     """The final value; None until the value has been read, cast and transformed."""
     seconds: float = 0.0
+    nbytes: int = field(init=False)
+    """Bytes to read: the sum of the parts for a value that is computed from several tensors."""
+    is_run_of_bytes: bool = field(init=False)
+    """Whether the value is one contiguous range of a file."""
+    on_cpu: bool = field(init=False)
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes to read: the sum of the parts for a value that is computed from several tensors."""
-        if isinstance(self.stored, (StoredTensor, StoredComposite, Derived)):
-            return self.stored.nbytes
-        return sum(part.numel() * part.itemsize for part in payload_of(self.value)) or (
-            self.value.numel() * self.value.itemsize
-        )
+    def __post_init__(self) -> None:
+        stored = self.stored
+        if isinstance(stored, (StoredTensor, StoredComposite, Derived)):
+            self.nbytes = stored.nbytes
+        else:
+            parts = sum(part.numel() * part.itemsize for part in payload_of(self.value))
+            self.nbytes = parts or self.value.numel() * self.value.itemsize
+        self.is_run_of_bytes = isinstance(stored, StoredTensor) and self.nbytes > 0 and stored.is_contiguous
+        self.on_cpu = self.device.type == "cpu"
 
     @property
     def buffer_bytes(self) -> int:
@@ -90,15 +96,6 @@ class Assignment:
         parts = [part for part in payload_of(self.param) if not part.is_meta and storage_id(part)]
         storage_sizes = {storage_id(part): part.untyped_storage().nbytes() for part in parts}
         return self.nbytes + sum(storage_sizes.values())
-
-    @property
-    def is_run_of_bytes(self) -> bool:
-        """Whether the value is one contiguous range of a file."""
-        return isinstance(self.stored, StoredTensor) and self.stored.nbytes > 0 and self.stored.is_contiguous
-
-    @property
-    def on_cpu(self) -> bool:
-        return self.device.type == "cpu"
 
     @property
     def needs_buffer(self) -> bool:
