@@ -252,26 +252,14 @@ def _parse_header(header: bytes, path: str, begin: int) -> tuple[dict[str, Store
                 raise RepeatedKeyError(name, str(fields)[:60])
             metadata = {} if fields is None else strings_of(fields, MAX_ENTRIES)
             continue
-        try:
-            entry: dict[str, Any] = dict(fields)  # type: ignore[call-overload]
-            kind, shape, (first, last) = entry["dtype"], entry["shape"], entry["data_offsets"]
-            is_entry = isinstance(fields, tuple) and len(fields) == 3 and type(kind) is str and type(shape) is list
-            is_entry = is_entry and _INTEGERS.issuperset(map(type, (*shape, first, last))) and min(first, last) >= 0
-            key = (kind, *shape)
-        except (TypeError, ValueError, KeyError):
-            is_entry = False
-        if not is_entry:
-            raise JsonError(
-                f"the entry of {quote(name)} is not what it must be",
-                ascii(fields)[:60],
-                '"name": {"dtype": string, "shape": [sizes], "data_offsets": [begin, end]}, whole numbers from 0',
-            )
+        kind, shape, first, last = _fields_of(name, fields)
         if name in tensors:
             raise HeaderError(
                 f"the name {quote(name)} is in the header twice",
                 where=path,
                 remedy="write the file again: which of the two tensors is meant cannot be known",
             )
+        key = (kind, *shape)
         layout = layouts.get(key)
         if layout is None:
             layout = _layout(name, kind, shape, path)
@@ -284,6 +272,28 @@ def _parse_header(header: bytes, path: str, begin: int) -> tuple[dict[str, Store
     if b"\\u" in header and (wrong := next((name for name in tensors if not is_unicode(name)), None)) is not None:
         raise JsonError("a name has half of a surrogate pair", ascii(wrong)[:60])
     return tensors, metadata or {}
+
+
+def _fields_of(name: str, fields: Any) -> tuple[str, list[int], int, int]:
+    """The dtype, shape, first and last byte of an entry, checked to be of these types. Raises `JsonError`."""
+    try:
+        (dtype_key, kind), (shape_key, shape), (range_key, (first, last)) = fields
+        if (dtype_key, shape_key, range_key) != ("dtype", "shape", "data_offsets"):
+            entry = dict(fields)
+            kind, shape, (first, last) = entry["dtype"], entry["shape"], entry["data_offsets"]
+        if (
+            (type(fields) is tuple and type(kind) is str and type(shape) is list)
+            and _INTEGERS.issuperset(map(type, (*shape, first, last)))
+            and first >= 0 <= last
+        ):
+            return kind, shape, first, last
+    except (TypeError, ValueError, KeyError):
+        pass
+    raise JsonError(
+        f"the entry of {quote(name)} is not what it must be",
+        ascii(fields)[:60],
+        '"name": {"dtype": string, "shape": [sizes], "data_offsets": [begin, end]}, whole numbers from 0',
+    )
 
 
 def _check_parts(header: bytes, path: str) -> None:
