@@ -196,7 +196,9 @@ class StagedLoad:
                 self._hand_over_value(staged, assignment, preparation)
         preparation.notes += self._notes
         preparation.overflows.add(self._preparation.overflows.counts)
-        preparation.means = self._preparation.means  # the reads may have changed it, for a file that was not cached
+        preparation.strategy = (
+            self._preparation.strategy
+        )  # the reads may have changed it, for a file that was not cached
         preparation.held = self._preparation.held
 
     def _hand_over_value(self, staged: Assignment, assignment: Assignment, preparation: Preparation) -> None:

@@ -6,7 +6,7 @@ from dataclasses import replace
 from modelstate.io import prefetch
 from modelstate.io.prefetch import LEAST_BYTES, Shown, are_cached, files_to_read_uncached, most_to_read, prefault
 from modelstate.planning.assignment import Assignment
-from modelstate.planning.memory import means_past_the_cache
+from modelstate.planning.memory import uncached_strategy
 from modelstate.planning.prepare import Preparation
 from modelstate.spec import StoredTensor
 from modelstate.text_format import size
@@ -21,13 +21,13 @@ def prefetch_range(preparation: Preparation) -> list[str]:
     if sum(fingerprint.nbytes for fingerprint in checkpoint.fingerprints.values()) < LEAST_BYTES:
         return []
     if are_cached(checkpoint.fingerprints):
-        preparation.means = replace(preparation.means, cached=True)
+        preparation.strategy = replace(preparation.strategy, cached=True)
         return []
     notes = []
     read = [assignment for assignment in preparation.assignments if not assignment.placement.mapped]
     if nbytes := _past_the_cache(preparation, [assignment for assignment in read if assignment.is_read_together]):
         notes.append(f"the file was not in the page cache: {size(nbytes)} of it are read past it")
-    left = (assignment.stored for assignment in read if not _is_uncached(assignment, preparation.means.uncached))
+    left = (assignment.stored for assignment in read if not _is_uncached(assignment, preparation.strategy.uncached))
     if asked := checkpoint.read_ahead(stored.extent for stored in left if isinstance(stored, StoredTensor)):
         notes.append(f"the file was not in the page cache: {size(asked)} of it are read ahead")
     return notes
@@ -38,10 +38,10 @@ def _past_the_cache(preparation: Preparation, read: Sequence[Assignment]) -> int
     extents = (assignment.stored.extent for assignment in read if isinstance(assignment.stored, StoredTensor))
     files = files_to_read_uncached(extents, preparation.checkpoint.fingerprints)
     if files:
-        preparation.means = means_past_the_cache(
-            preparation.assignments, preparation.means, preparation.max_memory_bytes, files
+        preparation.strategy = uncached_strategy(
+            preparation.assignments, preparation.strategy, preparation.max_memory_bytes, files
         )
-    return sum(assignment.nbytes for assignment in read if _is_uncached(assignment, preparation.means.uncached))
+    return sum(assignment.nbytes for assignment in read if _is_uncached(assignment, preparation.strategy.uncached))
 
 
 def _is_uncached(assignment: Assignment, files: Collection[str]) -> bool:
@@ -52,7 +52,7 @@ def _is_uncached(assignment: Assignment, files: Collection[str]) -> bool:
 def prefault_async(preparation: Preparation) -> list[str]:
     """Brings in the mapped pages that are not in the page cache, and does not wait. Returns remarks for the report."""
     shown = _shown(preparation.assignments)
-    if preparation.means.cached or sum(extent.nbytes for extent, _ in shown) < LEAST_BYTES:
+    if preparation.strategy.cached or sum(extent.nbytes for extent, _ in shown) < LEAST_BYTES:
         return []
     shown, rest = _that_fits(shown)
     prefetch.prefault_async(shown)

@@ -16,7 +16,7 @@ from modelstate.io.memory import HeapTrim, aligned, fresh_tensors
 from modelstate.io.tensors import elements
 from modelstate.loading.stream import read_streamed
 from modelstate.planning.assignment import BY_TRANSFORM, Assignment, apply_module_transform, as_target, called
-from modelstate.planning.memory import means_within
+from modelstate.planning.memory import strategy_within
 from modelstate.planning.placement import after_transform
 from modelstate.planning.prepare import Preparation
 from modelstate.planning.transforms import Transform
@@ -62,7 +62,7 @@ def stage(preparation: Preparation, progress: Progress) -> None:
     finals = fresh_tensors([assignment.layout for assignment in straight])
     in_order, strided = _split(list(zip(straight, finals, strict=True)), lambda pair: is_plain_memory(pair[1]))
     preparation.held.take(sum(assignment.staged_bytes for assignment, _ in in_order))
-    _read(preparation, in_order, progress, is_fresh=preparation.means.cached)
+    _read(preparation, in_order, progress, is_fresh=preparation.strategy.cached)
     for assignment, final in in_order:
         assignment.final = final
     read_streamed(preparation, streamed, progress)
@@ -182,7 +182,7 @@ def _is_as_wanted(assignment: Assignment, value: torch.Tensor) -> bool:
 def check_budget(preparation: Preparation, max_memory_bytes: int | None) -> None:
     """Chooses a read strategy that keeps to the memory budget. Raises `MemoryBudgetError` if there is none."""
     preparation.max_memory_bytes = max_memory_bytes
-    preparation.means = means_within(preparation.assignments, max_memory_bytes)
+    preparation.strategy = strategy_within(preparation.assignments, max_memory_bytes)
     if max_memory_bytes is not None and (needed := preparation.extra_bytes) > max_memory_bytes:
         could = not preparation.options.in_place and any(
             assignment.staged_bytes for assignment in preparation.assignments
@@ -296,7 +296,7 @@ def _as_asked(
 
 def _stage_transformed(preparation: Preparation, transformed: Sequence[Assignment], progress: Progress) -> None:
     """Transforms values one after the other, and reads the next value in the meantime."""
-    ahead = preparation.means.ahead and len(transformed) > 1
+    ahead = preparation.strategy.ahead and len(transformed) > 1
 
     def fetch(item: tuple[Assignment, torch.Tensor | None], check: Callable[[], None]) -> None:
         assignment, into = item
@@ -332,11 +332,11 @@ def _read_through_scratch(
     finish: Callable[[Assignment, torch.Tensor], None],
 ) -> None:
     """Reads groups of values into reused buffers, and calls `finish` for each value to cast or move it."""
-    groups = list(_groups(assignments, preparation.means.turn_bytes))
+    groups = list(_groups(assignments, preparation.strategy.turn_bytes))
     if not groups:
         return
     layout = torch.Size([max(size for _, size in groups)]), None, torch.uint8
-    buffers = fresh_tensors([layout] * (2 if preparation.means.ahead and len(groups) > 1 else 1))
+    buffers = fresh_tensors([layout] * (2 if preparation.strategy.ahead and len(groups) > 1 else 1))
     turns = cycle(buffers)
     trim = HeapTrim()
 
@@ -397,8 +397,8 @@ def _read(
         assert isinstance(assignment.stored, StoredTensor)
         requests.append(Request(assignment.stored.extent, tensor.data_ptr()))
     started = time.perf_counter()
-    uncached = frozenset[str]() if alone else preparation.means.uncached
-    with preparation.held.during(preparation.means.uncached_bytes if uncached else 0):
+    uncached = frozenset[str]() if alone else preparation.strategy.uncached
+    with preparation.held.during(preparation.strategy.uncached_bytes if uncached else 0):
         preparation.checkpoint.read_all(requests, progress, uncached=uncached, is_fresh=is_fresh)
     seconds, total = time.perf_counter() - started, sum(assignment.nbytes for assignment, _ in pairs)
     for assignment, _ in pairs:

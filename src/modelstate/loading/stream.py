@@ -182,8 +182,8 @@ def read_streamed(preparation: Preparation, streamed: Sequence[Assignment], prog
     """
     if not streamed:
         return
-    means = preparation.means
-    consumer = _BlockConsumer(streamed, preparation.held, BUFFER_BYTES if means.uncached else 0)
+    strategy = preparation.strategy
+    consumer = _BlockConsumer(streamed, preparation.held, BUFFER_BYTES if strategy.uncached else 0)
 
     def on_block(block: Block, seconds: float) -> None:
         consumer.on_block(block, seconds)
@@ -192,7 +192,7 @@ def read_streamed(preparation: Preparation, streamed: Sequence[Assignment], prog
     preparation.checkpoint.stream(
         [Wanted(one.stored.extent, one.unit_bytes) for one in streamed if isinstance(one.stored, StoredTensor)],
         consumer.consume,
-        strategy=means,
+        strategy=strategy,
         on_block=on_block,
         buffers=2 if consumer.on_device else 1,
         pinned=consumer.on_device,

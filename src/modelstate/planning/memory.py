@@ -10,7 +10,7 @@ from modelstate.planning.assignment import Assignment
 from modelstate.planning.transforms import asked_bytes
 
 
-def means_within(assignments: Sequence[Assignment], max_bytes: int | None) -> ReadStrategy:
+def strategy_within(assignments: Sequence[Assignment], max_bytes: int | None) -> ReadStrategy:
     """The fastest strategy that needs at most `max_bytes`; the one that needs least, if none does.
 
     Where fewer threads and smaller blocks are not enough, transforms get fewer rows at a time.
@@ -37,20 +37,20 @@ def _have_fewer_rows(assignments: Iterable[Assignment]) -> bool:
     return bool(by_rows)
 
 
-def means_past_the_cache(
-    assignments: Sequence[Assignment], means: ReadStrategy, max_bytes: int | None, files: Collection[str]
+def uncached_strategy(
+    assignments: Sequence[Assignment], strategy: ReadStrategy, max_bytes: int | None, files: Collection[str]
 ) -> ReadStrategy:
     """The strategy with O_DIRECT for these files, if that needs at most `max_bytes`; else the same strategy."""
-    uncached = replace(means, uncached=frozenset(files))
+    uncached = replace(strategy, uncached=frozenset(files))
     computes = any(assignment.remake is not None for assignment in assignments)  # more threads compute no faster
-    wide = uncached if computes else replace(uncached, threads=uncached_threads(means.threads))
-    for strategy in (wide, uncached):
-        if max_bytes is None or peak_bytes(assignments, strategy) <= max_bytes:
-            return strategy
-    return means
+    wide = uncached if computes else replace(uncached, threads=uncached_threads(strategy.threads))
+    for candidate in (wide, uncached):
+        if max_bytes is None or peak_bytes(assignments, candidate) <= max_bytes:
+            return candidate
+    return strategy
 
 
-def peak_bytes(assignments: Iterable[Assignment], means: ReadStrategy) -> int:
+def peak_bytes(assignments: Iterable[Assignment], strategy: ReadStrategy) -> int:
     """The memory beyond the final tensors: staged values, and buffers of casts and moves."""
     needing = [assignment for assignment in assignments if not assignment.placement.mapped]
     streamed: list[Assignment] = []
@@ -59,15 +59,15 @@ def peak_bytes(assignments: Iterable[Assignment], means: ReadStrategy) -> int:
         (streamed if assignment.is_streamed else whole).append(assignment)
     staged = sum(assignment.staged_bytes for assignment in needing)
     # These reads follow each other, and each frees its memory.
-    read = means.uncached_bytes if any(assignment.is_run_of_bytes for assignment in whole) else 0
-    read += max(_scratch(whole, means), _alone(whole, means))
-    return staged + max(_streaming(streamed, means), read)
+    read = strategy.uncached_bytes if any(assignment.is_run_of_bytes for assignment in whole) else 0
+    read += max(_scratch(whole, strategy), _alone(whole, strategy))
+    return staged + max(_streaming(streamed, strategy), read)
 
 
-def _streaming(streamed: Sequence[Assignment], means: ReadStrategy) -> int:
+def _streaming(streamed: Sequence[Assignment], strategy: ReadStrategy) -> int:
     if not streamed:
         return 0
-    return means.stream_bytes(
+    return strategy.stream_bytes(
         total=sum(aligned(assignment.nbytes) for assignment in streamed),
         unit=max(min(assignment.unit_bytes, assignment.nbytes) for assignment in streamed),
         working=max(assignment.working_bytes for assignment in streamed),
@@ -75,25 +75,25 @@ def _streaming(streamed: Sequence[Assignment], means: ReadStrategy) -> int:
     )
 
 
-def _scratch(whole: Sequence[Assignment], means: ReadStrategy) -> int:
+def _scratch(whole: Sequence[Assignment], strategy: ReadStrategy) -> int:
     through = [assignment for assignment in whole if assignment.needs_buffer and assignment.transform is None]
     runs = [aligned(assignment.buffer_bytes) for assignment in through if assignment.is_run_of_bytes]
     others = [aligned(assignment.buffer_bytes) for assignment in through if not assignment.is_run_of_bytes]
-    buffer = max(max(runs, default=0), min(sum(runs), means.turn_bytes))
-    buffers = 2 if means.ahead and sum(runs) > buffer else 1
+    buffer = max(max(runs, default=0), min(sum(runs), strategy.turn_bytes))
+    buffers = 2 if strategy.ahead and sum(runs) > buffer else 1
     # Transforms read from the buffers.
     remaking = max((assignment.passing_bytes for assignment in whole if assignment.remake is not None), default=0)
     return max(buffers * buffer, max(others, default=0)) + remaking
 
 
-def _alone(whole: Sequence[Assignment], means: ReadStrategy) -> int:
+def _alone(whole: Sequence[Assignment], strategy: ReadStrategy) -> int:
     """The memory of the value that one transform gets, and of the value that is read for the next one."""
     passing_bytes = attrgetter("passing_bytes")
     given = sorted((assignment for assignment in whole if assignment.transform is not None), key=passing_bytes)
     if not given:
         return 0
     ahead = max((one for one in given if one.is_read_ahead), key=passing_bytes, default=None)
-    if not means.ahead or ahead is None:
+    if not strategy.ahead or ahead is None:
         return given[-1].passing_bytes
     rest = [assignment.passing_bytes for assignment in given if assignment is not ahead]
     return ahead.passing_bytes + max(rest, default=0)

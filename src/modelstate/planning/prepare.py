@@ -87,7 +87,7 @@ class Preparation(SlotAssignments):
         super().__init__(transaction, matched, slots, initialisers, make_write)
         self._opened, self._asked = checkpoint, options
         self._plan, self._stale_remedy = plan, stale_remedy
-        self.means = ReadStrategy.fastest()
+        self.strategy = ReadStrategy.fastest()
         """The threads, buffers and files of the reads."""
         self.max_memory_bytes: int | None = None
         """The most memory that the load may need beyond the final tensors."""
@@ -282,7 +282,7 @@ class Preparation(SlotAssignments):
     @property
     def extra_bytes(self) -> int:
         """Bytes of memory that the load needs in addition to the final tensors."""
-        return peak_bytes(self.assignments, self.means)
+        return peak_bytes(self.assignments, self.strategy)
 
     @property
     def names(self) -> tuple[str, str]:
