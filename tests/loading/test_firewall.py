@@ -1,5 +1,6 @@
 """Every name of the checkpoint and every slot of the model is accounted for, whatever the model's code does."""
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,8 @@ from torch import nn
 import modelstate as ms
 from modelstate import errors, problems
 from modelstate.loading.commit import Place
+from modelstate.loading.staging import Staging
+from modelstate.planning.mapped_state import ModelSchemaView, match
 from modelstate.planning.plan import Options
 from modelstate.planning.prepare import Preparation
 from modelstate.transaction.transaction import Transaction
@@ -86,7 +89,10 @@ def test_what_is_only_moved_to_a_device_is_not_counted_as_loaded() -> None:
     module = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
     state = {name: value for name, value in module.state_dict().items() if name.startswith("0.")}
     options = Options(allow_missing=("1.*",), device=torch.device("cuda:0"))
-    plan = Preparation(Transaction(module), ms.open(state), options, Place, call_extra_state=False).plan()
+    view = ModelSchemaView(module)
+    matched = match(ms.open(state), options, view)
+    write = partial(Place, Staging(matched.part, options, view.slots))
+    plan = Preparation(Transaction(module), view, matched, write, call_extra_state=False).plan()
     assert plan.coverage == 0.5
     assert [step.name for step in plan.steps] == ["0.weight", "0.bias"]
     assert "2 only moved to cuda:0: 1.bias, 1.weight" in plan.notes

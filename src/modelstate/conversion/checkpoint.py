@@ -29,7 +29,6 @@ from modelstate.formats.sharded import check_both
 from modelstate.formats.unpickle import Refused
 from modelstate.io.atomic import LOCK_TIMEOUT_SECONDS
 from modelstate.loading.options import check_budget_option, check_model
-from modelstate.planning.initialise import Initialisers
 from modelstate.planning.mapped_state import DecodeFailure, ModelSchemaView, renamed_versions
 from modelstate.problems import IdlePattern, Problem, explain
 from modelstate.rules.expression import Derived, to_be_computed, values_of
@@ -39,7 +38,6 @@ from modelstate.rules.schema import Schema, apply_rules, check_rules
 from modelstate.spec import Stored
 from modelstate.torch_compat.dtypes import floating_dtype
 from modelstate.torch_compat.private import set_version_metadata, unwrapped
-from modelstate.transaction.slots import slots_of
 
 
 @argument_order("ms.convert_checkpoint", lambda value: is_source(value) or isinstance(value, Sequence), is_path)
@@ -128,7 +126,7 @@ def _changed_by_rules(
     wanted = None
     if model is not None:
         model = unwrapped(check_model(model))
-        wanted = ModelSchemaView(slots_of(model), Initialisers(model)).before
+        wanted = ModelSchemaView(model).before
     applied = apply_rules(rules, entries, checkpoint.read, wanted)
     problems: list[Problem] = [*applied.problems, *(IdlePattern(rule, option="rules") for rule in applied.idle)]
     if problems:

@@ -7,11 +7,11 @@ from dataclasses import replace
 import torch
 
 from modelstate.checkpoint.checkpoint import what_to_verify
-from modelstate.loading.prefetch import bring_in, prefetch_range
 from modelstate.loading.stage import Progress, stage, stage_one
+from modelstate.loading.staging import Staging, bring_in, prefetch_range
 from modelstate.planning.assignment import Assignment
 from modelstate.planning.placement import copy_cannot_fail
-from modelstate.planning.prepare import Preparation
+from modelstate.planning.plan import LoadPlan
 from modelstate.rules.expression import Derived, Source
 from modelstate.torch_compat.plain import is_plain
 from modelstate.torch_compat.private import module_load
@@ -22,11 +22,11 @@ from modelstate.transaction.transaction import Transaction, Write
 class Place(Write):
     """The write that executes an assignment. The final value decides how."""
 
-    __slots__ = ("assignment", "preparation")
+    __slots__ = ("assignment", "staging")
 
-    def __init__(self, preparation: Preparation, assignment: Assignment) -> None:
+    def __init__(self, staging: Staging, assignment: Assignment) -> None:
         super().__init__(assignment.param, assignment.value)
-        self.preparation, self.assignment = preparation, assignment
+        self.staging, self.assignment = staging, assignment
 
     @property
     def cannot_fail(self) -> bool:
@@ -46,7 +46,7 @@ class Place(Write):
         if assignment.final is None:
             if transaction is not None:
                 assignment.placement = replace(assignment.placement, mapped=False)  # model code uses the value
-            stage_one(self.preparation, assignment)
+            stage_one(self.staging, assignment)
         final = assignment.final
         assert final is not None
         if final is param:
@@ -134,11 +134,12 @@ class StagedLoad:
     values that depend on the model's values; and values that need no read.
     """
 
-    def __init__(self, preparation: Preparation, verify: bool, notes: Sequence[str] = ()) -> None:
-        """Takes over a preparation before its transaction is undone.
+    def __init__(self, plan: LoadPlan, staging: Staging, verify: bool, notes: Sequence[str] = ()) -> None:
+        """Takes over what a load reads, before the transaction in which it was planned is undone.
 
         Args:
-            preparation: The preparation. The caller must not use it afterwards.
+            plan: The plan of the load.
+            staging: What the load reads. The caller must not use it afterwards.
             verify: Whether `read` compares the file with its checksums.
             notes: Notes for the report.
 
@@ -146,20 +147,20 @@ class StagedLoad:
             ChecksumError: `verify` is true and the checkpoint has no checksums.
         """
         if verify:
-            what_to_verify(preparation.checkpoint)
-        self.plan = preparation.plan()
+            what_to_verify(staging.checkpoint)
+        self.plan = plan
         self.verified_bytes = 0
         self._verify, self._notes = verify, [*notes]
         self._handed_over: list[Assignment] = []
-        waiting = [assignment for assignment in preparation.assignments if _is_staged(assignment)]
+        waiting = [assignment for assignment in staging.assignments if _is_staged(assignment)]
         for assignment in waiting:
             if is_plain(assignment.param):
                 assignment.param = assignment.param.detach()  # keeps its metadata when the model changes
-        preparation.assignments, preparation.moves = waiting, []
-        if preparation.options.transform is not None:
-            _ = preparation.own_memory  # computed now, in the thread that uses the model
-        self._preparation: Preparation | None = preparation
-        self.nbytes = preparation.nbytes
+        staging.assignments, staging.moves = waiting, []
+        if staging.options.transform is not None:
+            _ = staging.own_memory  # computed now, in the thread that uses the model
+        self._staging: Staging | None = staging
+        self.nbytes = staging.nbytes
 
     def read(self, progress: Progress) -> None:
         """Reads, casts and transforms the values.
@@ -172,40 +173,38 @@ class StagedLoad:
             ChecksumError: The file is damaged.
             TransformError: A transform raises, or returns a tensor that cannot be loaded.
         """
-        preparation = self._preparation
-        assert preparation is not None
+        staging = self._staging
+        assert staging is not None
         if self._verify:
-            self.verified_bytes = preparation.checkpoint.verify(lambda _: progress(0))
-        self._notes += prefetch_range(preparation)
-        for assignment in preparation.assignments:
+            self.verified_bytes = staging.checkpoint.verify(lambda _: progress(0))
+        self._notes += prefetch_range(staging)
+        for assignment in staging.assignments:
             if assignment.placement.mapped:
                 assignment.final = assignment.value
-        stage(preparation, progress)
-        _wait_for_devices(preparation.assignments)
-        self._notes += bring_in(preparation.assignments, progress)
+        stage(staging, progress)
+        _wait_for_devices(staging.assignments)
+        self._notes += bring_in(staging.assignments, progress)
 
-    def hand_over(self, preparation: Preparation) -> None:
-        """Hands the values to a second preparation of the same load."""
-        assert self._preparation is not None
+    def hand_over(self, staging: Staging) -> list[str]:
+        """Hands the values to the load that commits. Returns notes for the report."""
+        assert self._staging is not None
         ready = {
-            assignment.name: assignment for assignment in self._preparation.assignments if assignment.final is not None
+            assignment.name: assignment for assignment in self._staging.assignments if assignment.final is not None
         }
-        for assignment in preparation.assignments:
+        for assignment in staging.assignments:
             staged = ready.get(assignment.name)
             if staged is not None and assignment.final is None and assignment.stored is not None:
-                self._hand_over_value(staged, assignment, preparation)
-        preparation.notes += self._notes
-        preparation.overflows.add(self._preparation.overflows.counts)
-        preparation.strategy = (
-            self._preparation.strategy
-        )  # the reads may have changed it, for a file that was not cached
-        preparation.held = self._preparation.held
+                self._hand_over_value(staged, assignment, staging)
+        staging.strategy = self._staging.strategy  # the reads change it for a file that was not cached
+        staging.held = self._staging.held
+        staging.overflows.add(self._staging.overflows.counts)
+        return self._notes
 
-    def _hand_over_value(self, staged: Assignment, assignment: Assignment, preparation: Preparation) -> None:
+    def _hand_over_value(self, staged: Assignment, assignment: Assignment, staging: Staging) -> None:
         final = staged.final
         # The model may have come to hold the memory that a transform returned.
         if final is not None and assignment.placement.name == "copy" and staged.transform is not None:
-            final = final.clone() if preparation.own_memory.hold(final) else final
+            final = final.clone() if staging.own_memory.hold(final) else final
         assignment.final, assignment.dtype, assignment.placement = final, staged.dtype, staged.placement
         assignment.freezes, assignment.seconds = staged.freezes, staged.seconds
         self._handed_over.append(assignment)
@@ -213,11 +212,11 @@ class StagedLoad:
     def release(self) -> None:
         """Frees all values that have been read, also where other objects still refer to the plans."""
         for assignment in (
-            *(self._preparation.assignments if self._preparation is not None else ()),
+            *(self._staging.assignments if self._staging is not None else ()),
             *self._handed_over,
         ):
             assignment.final = None
-        self._preparation, self._handed_over = None, []
+        self._staging, self._handed_over = None, []
 
 
 LOAD_AGAIN = "load again, and do not change the model's slots until the result"

@@ -18,9 +18,10 @@ from modelstate.errors import ModelStateError, OptionError, PlacementError, Read
 from modelstate.loading.background import LoadHandle
 from modelstate.loading.commit import LOAD_AGAIN, Place, StagedLoad
 from modelstate.loading.options import AnyTransform, check_budget_option, check_model, options_of
-from modelstate.loading.prefetch import bring_in, prefault_async, prefetch_range
 from modelstate.loading.report import LoadReport, progress_bar
-from modelstate.loading.stage import check_budget, read_in_place, stage
+from modelstate.loading.stage import read_in_place, stage
+from modelstate.loading.staging import Staging, bring_in, prefault_async, prefetch_range
+from modelstate.planning.mapped_state import ModelSchemaView, match
 from modelstate.planning.plan import LoadPlan, Options
 from modelstate.planning.prepare import Preparation
 from modelstate.process import gc_paused
@@ -104,7 +105,8 @@ def plan(
     model = check_model(model)
     checkpoint = open_checkpoint(source)
     with exclusive(model), Transaction(model) as transaction, gc_paused(), torch.random.fork_rng(devices=[]):
-        return Preparation(transaction, checkpoint, options, Place, call_extra_state=False).plan()
+        preparation, _ = _prepare(transaction, checkpoint, options, call_extra_state=False)
+        return preparation.plan()
 
 
 class LoadArguments(TypedDict, total=False):
@@ -303,14 +305,13 @@ def _stage_in_background(
     model: nn.Module, source: Source | LoadPlan, options: Options, load_options: _LoadOptions
 ) -> StagedLoad:
     """Plans and checks a load, and returns the object that reads its values while the model is in use."""
-    checkpoint, options, plan = _open_source(source, options)
     with Transaction(model) as transaction:
         with torch.random.fork_rng(devices=[]):
-            preparation = Preparation(transaction, checkpoint, options, Place, call_extra_state=False, plan=plan)
+            preparation, staging = _prepare(transaction, source, options, call_extra_state=False)
         preparation.check()
-        check_budget(preparation, load_options.max_memory_bytes)
-        _check_optimizers(preparation, load_options.optimizers)
-        return StagedLoad(preparation, load_options.verify, preparation.notes_on_mapping())
+        staging.limit_memory(load_options.max_memory_bytes)
+        _check_optimizers(staging, load_options.optimizers)
+        return StagedLoad(preparation.plan(), staging, load_options.verify, preparation.notes_on_mapping())
 
 
 def _execute(
@@ -325,66 +326,73 @@ def _execute(
 
     All references to the preparation are gone when the function returns.
     """
-    checkpoint, options, plan = _open_source(source, options)
     before = placed(load_options.optimizers)
-    preparation = Preparation(
+    preparation, staging = _prepare(
         transaction,
-        checkpoint,
+        source,
         options,
-        Place,
         call_extra_state=True,
-        plan=plan,
         stale_remedy="make the plan again" if staged is None else LOAD_AGAIN,
     )
     preparation.check()
-    check_budget(preparation, load_options.max_memory_bytes)
-    _check_optimizers(preparation, load_options.optimizers)
+    staging.limit_memory(load_options.max_memory_bytes)
+    _check_optimizers(staging, load_options.optimizers)
+    notes = preparation.notes
     if staged is None:
-        verified = preparation.checkpoint.verify() if load_options.verify else 0
-        preparation.notes += preparation.notes_on_mapping()  # staged values are not read again
-        preparation.notes += prefetch_range(preparation)
+        verified = staging.checkpoint.verify() if load_options.verify else 0
+        notes += preparation.notes_on_mapping()  # staged values are not read again
+        notes += prefetch_range(staging)
     else:
         verified = staged.verified_bytes
-        staged.hand_over(preparation)
-    with progress_bar(load_options.progress, preparation.nbytes) as advance:
-        stage(preparation, advance)
+        notes += staged.hand_over(staging)
+    with progress_bar(load_options.progress, staging.nbytes) as advance:
+        stage(staging, advance)
         new_state = (
-            following_state(load_options.optimizers, _final_values(preparation), before)
-            if load_options.optimizers
-            else []
+            following_state(load_options.optimizers, _final_values(staging), before) if load_options.optimizers else []
         )
-        _place_fallible(preparation)
+        _place_fallible(transaction)
         if load_options.prefault and staged is None:
-            preparation.notes += bring_in(preparation.assignments, lambda _: None)
-        _check_mapped_files(preparation)
-        _read_in_place(preparation, advance)
+            notes += bring_in(staging.assignments, lambda _: None)
+        if any(assignment.placement.mapped for assignment in staging.assignments):
+            preparation.incoming.maps.check_unchanged()  # mapped values are not read, so no read notices a change
+        _read_in_place(staging, advance)
     if then is not None:
         then(preparation.initialised)
     transaction.commit(*(partial(state.__setitem__, name, value) for state, name, value in new_state))
     if load_options.prefault is None and staged is None:
-        preparation.notes += prefault_async(preparation)
-    return _report(preparation, load_options.started, verified)
+        notes += prefault_async(staging)
+    return _report(preparation, staging.held.peak_bytes, load_options.started, verified)
 
 
-def _check_mapped_files(preparation: Preparation) -> None:
-    """Raises `ReadFailedError` where a mapped file has changed. Mapped values are not read, so no read notices it."""
-    if any(assignment.placement.mapped for assignment in preparation.assignments):
-        preparation.incoming.maps.check_unchanged()
-
-
-def _open_source(source: Source | LoadPlan, options: Options) -> tuple[Checkpoint, Options, LoadPlan | None]:
+def _prepare(
+    transaction: Transaction,
+    source: Source | LoadPlan,
+    options: Options,
+    *,
+    call_extra_state: bool,
+    stale_remedy: str = "make the plan again",
+) -> tuple[Preparation, Staging]:
+    """Plans a load, or binds a plan that was made before, and returns with it what is to be read."""
+    view, plan = ModelSchemaView(transaction.root), None
     if not isinstance(source, LoadPlan):
-        return open_checkpoint(source), options, None
-    if options != Options():
-        raise OptionError("a plan has its own arguments", remedy="pass them to modelstate.plan")
-    if source.checkpoint is None or source.binding is None:
-        raise OptionError(
-            "the plan was not created by modelstate.plan", remedy="create it with modelstate.plan(model, source)"
-        )
-    return source.checkpoint, source.options, source
+        matched = match(open_checkpoint(source), options, view)
+    else:
+        plan = source
+        if options != Options():
+            raise OptionError("a plan has its own arguments", remedy="pass them to modelstate.plan")
+        if plan.binding is None:
+            raise OptionError(
+                "the plan was not created by modelstate.plan", remedy="create it with modelstate.plan(model, source)"
+            )
+        matched = plan.binding.matched
+    staging = Staging(matched.part, matched.options, view.slots)
+    preparation = Preparation(transaction, view, matched, partial(Place, staging), call_extra_state, plan, stale_remedy)
+    staging.slots, staging.overflows = preparation.slots, preparation.overflows
+    staging.assignments, staging.moves = preparation.assignments, preparation.moves
+    return preparation, staging
 
 
-def _check_optimizers(preparation: Preparation, optimizers: tuple[torch.optim.Optimizer, ...]) -> None:
+def _check_optimizers(staging: Staging, optimizers: tuple[torch.optim.Optimizer, ...]) -> None:
     """Raises `OptionError` where a transform of modules replaces a parameter of an optimizer.
 
     The state that fits the new tensor is unknown.
@@ -394,7 +402,7 @@ def _check_optimizers(preparation: Preparation, optimizers: tuple[torch.optim.Op
     optimized_parameters = {
         param for optimizer in optimizers for group in optimizer.param_groups for param in group["params"]
     }
-    for assignment in preparation.assignments:
+    for assignment in staging.assignments:
         if assignment.remake is not None and assignment.param in optimized_parameters:
             raise OptionError(
                 "the state of an optimizer cannot follow a parameter that the transform replaces",
@@ -404,18 +412,18 @@ def _check_optimizers(preparation: Preparation, optimizers: tuple[torch.optim.Op
             )
 
 
-def _final_values(preparation: Preparation) -> dict[torch.Tensor, torch.Tensor]:
+def _final_values(staging: Staging) -> dict[torch.Tensor, torch.Tensor]:
     """The final value of each parameter, before the commit. Parameters of tensor subclasses have theirs already."""
     return {
         assignment.param: assignment.final
-        for assignment in preparation.assignments
+        for assignment in staging.assignments
         if assignment.final is not None and is_plain(assignment.final)
     }
 
 
-def _place_fallible(preparation: Preparation) -> None:
+def _place_fallible(transaction: Transaction) -> None:
     """Places the values that may run code of a tensor subclass, while every change can still be undone."""
-    for write in preparation.transaction.writes:
+    for write in transaction.writes:
         if (
             isinstance(write, Place)
             and not write.done
@@ -423,7 +431,7 @@ def _place_fallible(preparation: Preparation) -> None:
             and not write.cannot_fail
         ):
             try:
-                write.run(preparation.transaction)
+                write.run(transaction)
             except ModelStateError:
                 raise
             except Exception as error:
@@ -437,9 +445,9 @@ def _place_fallible(preparation: Preparation) -> None:
             write.done = True
 
 
-def _read_in_place(preparation: Preparation, advance: Callable[[int], None]) -> None:
+def _read_in_place(staging: Staging, advance: Callable[[int], None]) -> None:
     try:
-        read_in_place(preparation, advance)
+        read_in_place(staging, advance)
     except ReadFailedError as error:
         raise ReadFailedError(
             "reading failed while the model was read in place: its values are partly overwritten",
@@ -449,7 +457,7 @@ def _read_in_place(preparation: Preparation, advance: Callable[[int], None]) -> 
         ) from error
 
 
-def _report(preparation: Preparation, started: float, verified_bytes: int) -> LoadReport:
+def _report(preparation: Preparation, peak_memory_bytes: int, started: float, verified_bytes: int) -> LoadReport:
     target, source = preparation.names
     return LoadReport(
         target=target,
@@ -458,7 +466,7 @@ def _report(preparation: Preparation, started: float, verified_bytes: int) -> Lo
         notes=(*preparation.notes, *preparation.overflows.notes()),
         slots=preparation.slot_count,
         seconds=time.perf_counter() - started,
-        peak_memory_bytes=preparation.held.peak_bytes,
+        peak_memory_bytes=peak_memory_bytes,
         verified_bytes=verified_bytes,
         # The writes of this library keep every object. Code of the model may replace objects.
         references_lost=lost_references(preparation.slots_before, preparation.model)

@@ -10,15 +10,14 @@ from typing import TypeVar
 import torch
 from torch.autograd.graph import increment_version
 
-from modelstate.errors import MemoryBudgetError, ModelStateError, PlacementError
+from modelstate.errors import ModelStateError, PlacementError
 from modelstate.io.engine import Request
 from modelstate.io.memory import HeapTrim, aligned, fresh_tensors
 from modelstate.io.tensors import elements
+from modelstate.loading.staging import Staging
 from modelstate.loading.stream import read_streamed
 from modelstate.planning.assignment import BY_TRANSFORM, Assignment, apply_module_transform, as_target, called
-from modelstate.planning.memory import strategy_within
 from modelstate.planning.placement import after_transform
-from modelstate.planning.prepare import Preparation
 from modelstate.planning.transforms import Transform
 from modelstate.process import prefetch_one
 from modelstate.rules.expression import Derived, values_of
@@ -33,17 +32,15 @@ Pairs = Sequence[tuple[Assignment, torch.Tensor]]
 _T = TypeVar("_T")
 
 
-def stage(preparation: Preparation, progress: Progress) -> None:
+def stage(staging: Staging, progress: Progress) -> None:
     """Computes the final value of every assignment that is not read in place. The model is not changed.
 
     Raises `ReadFailedError` and `TransformError`.
     """
-    for assignment in preparation.moves:
+    for assignment in staging.moves:
         _finish(assignment, assignment.value)
     waiting = [
-        assignment
-        for assignment in preparation.assignments
-        if assignment.final is None and not assignment.placement.direct
+        assignment for assignment in staging.assignments if assignment.final is None and not assignment.placement.direct
     ]
     shown, waiting = _split(waiting, _is_shown)
     for assignment in shown:
@@ -61,26 +58,26 @@ def stage(preparation: Preparation, progress: Progress) -> None:
     straight, streamed, others, rest = ways.values()
     finals = fresh_tensors([assignment.layout for assignment in straight])
     in_order, strided = _split(list(zip(straight, finals, strict=True)), lambda pair: is_plain_memory(pair[1]))
-    preparation.held.take(sum(assignment.staged_bytes for assignment, _ in in_order))
-    _read(preparation, in_order, progress, is_fresh=preparation.strategy.cached)
+    staging.held.take(sum(assignment.staged_bytes for assignment, _ in in_order))
+    _read(staging, in_order, progress, is_fresh=staging.strategy.cached)
     for assignment, final in in_order:
         assignment.final = final
-    read_streamed(preparation, streamed, progress)
+    read_streamed(staging, streamed, progress)
     through = [*others, *(assignment for assignment, _ in strided)]
-    _read_through_scratch(preparation, through, progress, partial(_finish_staged, preparation))
+    _read_through_scratch(staging, through, progress, partial(_finish_staged, staging))
     transformed, rest = _split(rest, lambda assignment: assignment.transform is not None)
     trim = HeapTrim()
     for assignment in rest:
-        stage_one(preparation, assignment)
+        stage_one(staging, assignment)
         trim.on_freed(assignment.remake_bytes)
         progress(assignment.nbytes)
-    _stage_transformed(preparation, transformed, progress)
+    _stage_transformed(staging, transformed, progress)
 
 
-def read_in_place(preparation: Preparation, progress: Progress) -> None:
+def read_in_place(staging: Staging, progress: Progress) -> None:
     """Reads the assignments whose bytes go straight to the memory of their slots. Raises `ReadFailedError`."""
     direct = [
-        assignment for assignment in preparation.assignments if assignment.placement.direct and assignment.final is None
+        assignment for assignment in staging.assignments if assignment.placement.direct and assignment.final is None
     ]
     if not direct:
         return
@@ -91,32 +88,32 @@ def read_in_place(preparation: Preparation, progress: Progress) -> None:
     )
     computed, live = _split(rest, lambda assignment: isinstance(assignment.stored, Derived))
     for assignment in live:  # they are copied when all is read
-        stage_one(preparation, assignment)
+        stage_one(staging, assignment)
         progress(assignment.nbytes)
     streamed, cast = _split(cast, lambda assignment: assignment.is_streamed)
     # The buffer for casts is made before anything is written.
-    _read_through_scratch(preparation, cast, progress, _finish_in_place)
-    read_streamed(preparation, streamed, progress)
+    _read_through_scratch(staging, cast, progress, _finish_in_place)
+    read_streamed(staging, streamed, progress)
     for assignment in computed:  # by torch, of tensors that are there: one at a time
-        with preparation.held.during(assignment.buffer_bytes):
-            _finish_in_place(assignment, _own_value(preparation, assignment))
+        with staging.held.during(assignment.buffer_bytes):
+            _finish_in_place(assignment, _own_value(staging, assignment))
         progress(assignment.nbytes)
-    _read(preparation, [(assignment, assignment.param) for assignment in straight], progress)
+    _read(staging, [(assignment, assignment.param) for assignment in straight], progress)
     increment_version([assignment.param for assignment in straight])  # autograd has not seen the writes
     for assignment in straight:
         assignment.final = assignment.param
 
 
-def stage_one(preparation: Preparation, assignment: Assignment, read: torch.Tensor | None = None) -> None:
+def stage_one(staging: Staging, assignment: Assignment, read: torch.Tensor | None = None) -> None:
     """Computes the final value of one assignment. `read` is the argument of a transform, if it has been read before.
 
     Raises `PlacementError` where a tensor subclass cannot be copied.
     """
     started = time.perf_counter()
     try:
-        with preparation.held.during(_given_bytes(assignment) if read is None else 0):
-            _stage_one(preparation, assignment, read)
-            preparation.held.take(assignment.staged_bytes)
+        with staging.held.during(_given_bytes(assignment) if read is None else 0):
+            _stage_one(staging, assignment, read)
+            staging.held.take(assignment.staged_bytes)
     except ModelStateError:
         raise
     except Exception as error:
@@ -141,32 +138,30 @@ def _is_shown(assignment: Assignment) -> bool:
     return assignment.placement.mapped and not assignment.placement.by_handler and assignment.transform is None
 
 
-def _stage_one(preparation: Preparation, assignment: Assignment, read: torch.Tensor | None) -> None:
+def _stage_one(staging: Staging, assignment: Assignment, read: torch.Tensor | None) -> None:
     if assignment.transform is not None:
-        assignment.final = _transformed(preparation, assignment.transform, assignment, read)
+        assignment.final = _transformed(staging, assignment.transform, assignment, read)
     elif assignment.placement.mapped:
         assignment.final = assignment.value
     elif assignment.placement.by_handler:
-        value = _own_value(preparation, assignment)
+        value = _own_value(staging, assignment)
         assignment.final = value.to(assignment.dtype) if is_plain(value) else value
         if is_plain(value):
             assignment.overflows.check(assignment.name, value, assignment.final)
     elif assignment.placement.name == "copy" and isinstance(assignment.stored, torch.Tensor):
         # A live tensor needs no copy, unless the load overwrites it.
-        assignment.final = (
-            assignment.value.clone() if preparation.own_memory.hold(assignment.value) else assignment.value
-        )
+        assignment.final = assignment.value.clone() if staging.own_memory.hold(assignment.value) else assignment.value
         assignment.overflows.check(assignment.name, assignment.value, assignment.dtype)
     elif isinstance(assignment.stored, Derived):
         value = values_of(
-            assignment.stored, preparation.checkpoint.read, partial(assignment.overflows.check, assignment.name)
+            assignment.stored, staging.checkpoint.read, partial(assignment.overflows.check, assignment.name)
         )
         if assignment.remake is None and _is_as_wanted(assignment, value):
             assignment.final = value.detach()
         else:
             _finish(assignment, value)  # which copies it out of what it may share
     else:
-        _finish(assignment, _own_value(preparation, assignment))
+        _finish(assignment, _own_value(staging, assignment))
 
 
 def _is_as_wanted(assignment: Assignment, value: torch.Tensor) -> bool:
@@ -179,37 +174,21 @@ def _is_as_wanted(assignment: Assignment, value: torch.Tensor) -> bool:
     return own and fits and in_order
 
 
-def check_budget(preparation: Preparation, max_memory_bytes: int | None) -> None:
-    """Chooses a read strategy that keeps to the memory budget. Raises `MemoryBudgetError` if there is none."""
-    preparation.max_memory_bytes = max_memory_bytes
-    preparation.strategy = strategy_within(preparation.assignments, max_memory_bytes)
-    if max_memory_bytes is not None and (needed := preparation.extra_bytes) > max_memory_bytes:
-        could = not preparation.options.in_place and any(
-            assignment.staged_bytes for assignment in preparation.assignments
-        )
-        raise MemoryBudgetError(
-            "the load needs more memory beyond the final tensors than it was given; nothing has been changed",
-            expected=f"at most {max_memory_bytes} bytes",
-            found=f"{needed} bytes, at the least",
-            remedy=f"max_memory_bytes={needed}" + (", or in_place=True, which needs no second copy" if could else ""),
-        )
-
-
-def _own_value(preparation: Preparation, assignment: Assignment) -> torch.Tensor:
+def _own_value(staging: Staging, assignment: Assignment) -> torch.Tensor:
     """Returns the value in memory that nothing else refers to. Reads it if it is in a file."""
     if assignment.is_run_of_bytes:
         fresh = _memory_for(assignment)
-        _read(preparation, [(assignment, fresh)], lambda _: None, alone=True)
+        _read(staging, [(assignment, fresh)], lambda _: None, alone=True)
         return fresh
     if isinstance(assignment.stored, StoredComposite):
-        return preparation.checkpoint.read(assignment.stored)
+        return staging.checkpoint.read(assignment.stored)
     if isinstance(assignment.stored, Derived):
         value = values_of(
-            assignment.stored, preparation.checkpoint.read, partial(assignment.overflows.check, assignment.name)
+            assignment.stored, staging.checkpoint.read, partial(assignment.overflows.check, assignment.name)
         )
         return value.clone() if storage_owners(value) > 1 else value.detach()
     if isinstance(assignment.stored, StoredTensor):
-        value = preparation.checkpoint.read(assignment.stored)
+        value = staging.checkpoint.read(assignment.stored)
         return value if is_dense(value) else value.clone()
     if is_plain(assignment.value):
         return assignment.value.detach().clone()
@@ -226,10 +205,10 @@ def _finish(assignment: Assignment, value: torch.Tensor) -> None:
         assignment.final = as_target(assignment, value)
 
 
-def _finish_staged(preparation: Preparation, assignment: Assignment, value: torch.Tensor) -> None:
-    with preparation.held.during(assignment.passing_bytes):
+def _finish_staged(staging: Staging, assignment: Assignment, value: torch.Tensor) -> None:
+    with staging.held.during(assignment.passing_bytes):
         _finish(assignment, value)
-        preparation.held.take(assignment.staged_bytes)
+        staging.held.take(assignment.staged_bytes)
 
 
 def _finish_in_place(assignment: Assignment, value: torch.Tensor) -> None:
@@ -240,9 +219,9 @@ def _finish_in_place(assignment: Assignment, value: torch.Tensor) -> None:
 
 
 def _transformed(
-    preparation: Preparation, transform: Transform, assignment: Assignment, read: torch.Tensor | None
+    staging: Staging, transform: Transform, assignment: Assignment, read: torch.Tensor | None
 ) -> torch.Tensor:
-    value = _own_value(preparation, assignment) if read is None else read
+    value = _own_value(staging, assignment) if read is None else read
     references, owners = sys.getrefcount(value), storage_owners(value)
     version = _version_of(value)
     result = called(transform, assignment.name, value, assignment.param.shape)
@@ -253,8 +232,8 @@ def _transformed(
     result = result.detach()
     # A function that works in place leaves nothing to compare its result with.
     untouched = version is not None and write_count(value) == version and storage_id(value) != storage_id(result)
-    before = partial(nonfinite, value) if untouched else partial(_nonfinite_before, preparation, assignment)
-    return _as_asked(preparation, assignment, result, own, before)
+    before = partial(nonfinite, value) if untouched else partial(_nonfinite_before, staging, assignment)
+    return _as_asked(staging, assignment, result, own, before)
 
 
 def _version_of(value: torch.Tensor) -> int | None:
@@ -262,23 +241,23 @@ def _version_of(value: torch.Tensor) -> int | None:
     return write_count(value) if is_plain(value) and not value.is_inference() else None
 
 
-def _nonfinite_before(preparation: Preparation, assignment: Assignment) -> int:
+def _nonfinite_before(staging: Staging, assignment: Assignment) -> int:
     """The infinite and NaN values of what a transform was given, which is read once more."""
-    stored, read_all = assignment.stored, preparation.checkpoint.read_all
+    stored, read_all = assignment.stored, staging.checkpoint.read_all
     if isinstance(stored, StoredTensor) and assignment.is_run_of_bytes:
         starts = range(0, stored.numel, AT_ONCE)
         return sum(nonfinite(elements(stored, at, min(AT_ONCE, stored.numel - at), read_all)) for at in starts)
-    with preparation.held.during(assignment.buffer_bytes):
-        return nonfinite(assignment.value if stored is None else values_of(stored, preparation.checkpoint.read))
+    with staging.held.during(assignment.buffer_bytes):
+        return nonfinite(assignment.value if stored is None else values_of(stored, staging.checkpoint.read))
 
 
 @torch.inference_mode(False)
 @torch.no_grad()
 def _as_asked(
-    preparation: Preparation, assignment: Assignment, result: torch.Tensor, own: bool, before: Callable[[], int]
+    staging: Staging, assignment: Assignment, result: torch.Tensor, own: bool, before: Callable[[], int]
 ) -> torch.Tensor:
     """Returns the result of a transform with the requested dtype and device, in memory that nothing else refers to."""
-    requested, cast = preparation.options.dtype, result
+    requested, cast = staging.options.dtype, result
     if requested is not None and result.is_floating_point() and type(result) is torch.Tensor:
         cast = result.to(requested)
     if not assignment.overflows.check(assignment.name, result, cast) and is_plain(result):
@@ -289,30 +268,30 @@ def _as_asked(
     if not is_plain(result):
         return result
     if assignment.placement.name == "copy":
-        return result if own and not preparation.own_memory.hold(result) else result.clone()
+        return result if own and not staging.own_memory.hold(result) else result.clone()
     fits = own and is_dense(result) and (assignment.placement.mapped or not result.is_inference())
     return result if fits else result.clone(memory_format=torch.contiguous_format)
 
 
-def _stage_transformed(preparation: Preparation, transformed: Sequence[Assignment], progress: Progress) -> None:
+def _stage_transformed(staging: Staging, transformed: Sequence[Assignment], progress: Progress) -> None:
     """Transforms values one after the other, and reads the next value in the meantime."""
-    ahead = preparation.strategy.ahead and len(transformed) > 1
+    ahead = staging.strategy.ahead and len(transformed) > 1
 
     def fetch(item: tuple[Assignment, torch.Tensor | None], check: Callable[[], None]) -> None:
         assignment, into = item
         assert into is not None
-        _read(preparation, [(assignment, into)], lambda _: check(), alone=True)
+        _read(staging, [(assignment, into)], lambda _: check(), alone=True)
 
     def use(item: tuple[Assignment, torch.Tensor | None]) -> None:
         assignment, read = item
-        stage_one(preparation, assignment, read)
-        preparation.held.take(0 if read is None else -assignment.nbytes)
+        stage_one(staging, assignment, read)
+        staging.held.take(0 if read is None else -assignment.nbytes)
         progress(assignment.nbytes)
 
     def with_memory(assignment: Assignment) -> tuple[Assignment, torch.Tensor | None]:
         if not (ahead and assignment.is_read_ahead):
             return assignment, None
-        preparation.held.take(assignment.nbytes)
+        staging.held.take(assignment.nbytes)
         return assignment, _memory_for(assignment)
 
     items = map(with_memory, transformed)
@@ -326,17 +305,17 @@ def _memory_for(assignment: Assignment) -> torch.Tensor:
 
 
 def _read_through_scratch(
-    preparation: Preparation,
+    staging: Staging,
     assignments: Sequence[Assignment],
     progress: Progress,
     finish: Callable[[Assignment, torch.Tensor], None],
 ) -> None:
     """Reads groups of values into reused buffers, and calls `finish` for each value to cast or move it."""
-    groups = list(_groups(assignments, preparation.strategy.turn_bytes))
+    groups = list(_groups(assignments, staging.strategy.turn_bytes))
     if not groups:
         return
     layout = torch.Size([max(size for _, size in groups)]), None, torch.uint8
-    buffers = fresh_tensors([layout] * (2 if preparation.strategy.ahead and len(groups) > 1 else 1))
+    buffers = fresh_tensors([layout] * (2 if staging.strategy.ahead and len(groups) > 1 else 1))
     turns = cycle(buffers)
     trim = HeapTrim()
 
@@ -348,21 +327,21 @@ def _read_through_scratch(
             assignment.seconds += time.perf_counter() - started
 
     laid_out = (_laid_out(group, next(turns)) for group, _ in groups)
-    with preparation.held.during(sum(buffer.nbytes for buffer in buffers)):
+    with staging.held.during(sum(buffer.nbytes for buffer in buffers)):
         if len(buffers) > 1:
-            prefetch_one(laid_out, partial(_fetch, preparation, progress), use, is_fetched=bool)
+            prefetch_one(laid_out, partial(_fetch, staging, progress), use, is_fetched=bool)
             return
         for pairs in laid_out:
-            _read(preparation, pairs, progress)
+            _read(staging, pairs, progress)
             use(pairs)
 
 
-def _fetch(preparation: Preparation, progress: Progress, pairs: Pairs, check: Callable[[], None]) -> None:
+def _fetch(staging: Staging, progress: Progress, pairs: Pairs, check: Callable[[], None]) -> None:
     def on_read(nbytes: int) -> None:
         check()
         progress(nbytes)
 
-    _read(preparation, pairs, on_read)
+    _read(staging, pairs, on_read)
 
 
 def _laid_out(group: Sequence[Assignment], scratch: torch.Tensor) -> Pairs:
@@ -389,17 +368,15 @@ def _groups(assignments: Iterable[Assignment], scratch_bytes: int) -> Iterator[t
         yield group, total
 
 
-def _read(
-    preparation: Preparation, pairs: Pairs, progress: Progress, *, alone: bool = False, is_fresh: bool = False
-) -> None:
+def _read(staging: Staging, pairs: Pairs, progress: Progress, *, alone: bool = False, is_fresh: bool = False) -> None:
     requests = []
     for assignment, tensor in pairs:
         assert isinstance(assignment.stored, StoredTensor)
         requests.append(Request(assignment.stored.extent, tensor.data_ptr()))
     started = time.perf_counter()
-    uncached = frozenset[str]() if alone else preparation.strategy.uncached
-    with preparation.held.during(preparation.strategy.uncached_bytes if uncached else 0):
-        preparation.checkpoint.read_all(requests, progress, uncached=uncached, is_fresh=is_fresh)
+    uncached = frozenset[str]() if alone else staging.strategy.uncached
+    with staging.held.during(staging.strategy.uncached_bytes if uncached else 0):
+        staging.checkpoint.read_all(requests, progress, uncached=uncached, is_fresh=is_fresh)
     seconds, total = time.perf_counter() - started, sum(assignment.nbytes for assignment, _ in pairs)
     for assignment, _ in pairs:
         assignment.seconds += seconds * assignment.nbytes / max(total, 1)

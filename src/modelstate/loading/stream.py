@@ -9,9 +9,9 @@ import torch
 from modelstate.errors import TransformError
 from modelstate.io.engine import BUFFER_BYTES, Block, Part, Wait, Wanted
 from modelstate.io.memory import MemoryTracker, fresh_tensors
+from modelstate.loading.staging import Staging
 from modelstate.planning.assignment import Assignment, remade, transform_errors
 from modelstate.planning.placement import after_remaking
-from modelstate.planning.prepare import Preparation
 from modelstate.planning.transforms import RowsWriter, asked_writer
 from modelstate.spec import StoredTensor, contiguous_stride
 from modelstate.torch_compat.dtypes import can_overflow
@@ -175,21 +175,21 @@ def _context(some: torch.Tensor) -> Any:
 Progress = Callable[[int], None]
 
 
-def read_streamed(preparation: Preparation, streamed: Sequence[Assignment], progress: Progress) -> None:
+def read_streamed(staging: Staging, streamed: Sequence[Assignment], progress: Progress) -> None:
     """Reads the final values of assignments that can be streamed, in place where the placement says so.
 
     Raises `ReadFailedError` and `TransformError`; memory that is read in place is then partly overwritten.
     """
     if not streamed:
         return
-    strategy = preparation.strategy
-    consumer = _BlockConsumer(streamed, preparation.held, BUFFER_BYTES if strategy.uncached else 0)
+    strategy = staging.strategy
+    consumer = _BlockConsumer(streamed, staging.held, BUFFER_BYTES if strategy.uncached else 0)
 
     def on_block(block: Block, seconds: float) -> None:
         consumer.on_block(block, seconds)
         progress(block.wanted_bytes)
 
-    preparation.checkpoint.stream(
+    staging.checkpoint.stream(
         [Wanted(one.stored.extent, one.unit_bytes) for one in streamed if isinstance(one.stored, StoredTensor)],
         consumer.consume,
         strategy=strategy,
@@ -198,7 +198,7 @@ def read_streamed(preparation: Preparation, streamed: Sequence[Assignment], prog
         pinned=consumer.on_device,
     )
     consumer.end()
-    preparation.held.take(-consumer.buffer_bytes)
+    staging.held.take(-consumer.buffer_bytes)
 
 
 class _BlockConsumer:

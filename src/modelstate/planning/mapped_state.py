@@ -22,21 +22,21 @@ from modelstate.rules.transformers_mapping import from_transformers, is_transfor
 from modelstate.spec import Stored, StoredTensor
 from modelstate.torch_compat.plain import is_quantized, same_place
 from modelstate.torch_compat.private import storage_id
-from modelstate.transaction.slots import HIDDEN, Slots, same_values
+from modelstate.transaction.slots import HIDDEN, Slots, same_values, slots_of
 from modelstate.transaction.transaction import Transaction, Write
 
 
 class ModelSchemaView:
-    """The slots of a model, as rules see them."""
+    """The slots of a model, what initialises them, and both as rules see them."""
 
-    def __init__(self, slots: Slots, initialisers: Initialisers) -> None:
-        self._slots, self._initialisers = slots, initialisers
+    def __init__(self, model: nn.Module) -> None:
+        self.model, self.slots, self.initialisers = model, slots_of(model), Initialisers(model)
 
     def before(self, rules: Iterable[Rule]) -> Wanted:
         """Returns the slots by the names that they have before these rules."""
         back = way_back(rules)
-        wanted = [slot.name for slot in self._slots.tensors if slot.kind != HIDDEN]
-        return _Before(self._slots, self._initialisers, {renamed_by(back, name): name for name in wanted})
+        wanted = [slot.name for slot in self.slots.tensors if slot.kind != HIDDEN]
+        return _Before(self.slots, self.initialisers, {renamed_by(back, name): name for name in wanted})
 
 
 class _Before:
@@ -114,23 +114,21 @@ def renamed_versions(
     return renamed
 
 
-def match(
-    checkpoint: Checkpoint, options: Options, slots: Slots, model: nn.Module, initialisers: Initialisers
-) -> MatchedCheckpoint:
+def match(checkpoint: Checkpoint, asked: Options, view: ModelSchemaView) -> MatchedCheckpoint:
     """Selects the part of a checkpoint, and applies rules to it that lead to the names of the model.
 
     Reads no tensor bytes but for rules that look at values. Raises `AmbiguousCheckpointError`, `KeyNotFoundError` and
     the errors of rules.
     """
-    part, options = _selected(checkpoint, options, slots)
+    slots, model = view.slots, view.model
+    part, options = _selected(checkpoint, asked, slots)
     applied, options, note, fits_in_part = _applied_mapping(part, options, slots, model)
     rest = len(checkpoint) - len(part) if options.key is None else 0
     notes = [f"{rest} tensors of other parts of the checkpoint are not loaded"] if rest else []
     notes += [note] if note else []
     if applied is None:
         entries = entries_of(part)
-        wanted = ModelSchemaView(slots, initialisers).before
-        applied = apply_rules(options.rules, entries, part.read, wanted) if options.rules else Applied(entries)
+        applied = apply_rules(options.rules, entries, part.read, view.before) if options.rules else Applied(entries)
     notes += notes_of(options.rules, applied)
     rules, before_wrappers = options.rules, dict[str, str]()
     if wrappers := _wrapper_rule(applied.entries, slots, model):
@@ -138,7 +136,9 @@ def match(
         rules = (*rules, wrappers)
         notes.append(wrappers.note(len(before_wrappers)))
     versions = None if part.versions is None else renamed_versions(part.versions, applied, rules)
-    return MatchedCheckpoint(part, options, applied, before_wrappers, versions, tuple(notes), fits_in_part)
+    return MatchedCheckpoint(
+        checkpoint, asked, part, options, applied, before_wrappers, versions, tuple(notes), fits_in_part
+    )
 
 
 def _selected(checkpoint: Checkpoint, options: Options, slots: Slots) -> tuple[Checkpoint, Options]:

@@ -44,6 +44,10 @@ class Options:
 class MatchedCheckpoint:
     """The part of a checkpoint that is loaded, by the names of the model. Created by `match`."""
 
+    opened: Checkpoint
+    """The whole checkpoint."""
+    asked: Options
+    """The options of the load, as they were given."""
     part: Checkpoint
     options: Options
     """The options of the load, with the rules that a schema or the model gives."""

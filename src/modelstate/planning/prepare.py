@@ -12,17 +12,14 @@ import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
-from modelstate.checkpoint.checkpoint import Checkpoint
 from modelstate.errors import CodecError, ExtraStateError, ModelStateError, StalePlanError
 from modelstate.io.engine import ReadStrategy
-from modelstate.io.memory import MemoryTracker
 from modelstate.planning.assignment import Assignment
 from modelstate.planning.coverage import CoverageCheck
-from modelstate.planning.initialise import Initialisers
-from modelstate.planning.mapped_state import DecodeFailure, match
+from modelstate.planning.mapped_state import DecodeFailure, ModelSchemaView
 from modelstate.planning.memory import peak_bytes
 from modelstate.planning.placement import CALL
-from modelstate.planning.plan import Binding, LoadPlan, Options, Step
+from modelstate.planning.plan import Binding, LoadPlan, MatchedCheckpoint, Step
 from modelstate.planning.recorder import IncompatibleKeys, runs_code, walk
 from modelstate.planning.slot_assignments import SlotAssignments
 from modelstate.problems import (
@@ -43,7 +40,7 @@ from modelstate.spec import StoredComposite
 from modelstate.torch_compat.dtypes import short
 from modelstate.torch_compat.plain import is_plain, is_quantized
 from modelstate.torch_compat.private import module_load, own_parameters
-from modelstate.transaction.slots import BUFFER, EXTRA, HIDDEN, PARAMETER, Addresses, signatures, slots_of
+from modelstate.transaction.slots import BUFFER, EXTRA, HIDDEN, PARAMETER, signatures, slots_of
 from modelstate.transaction.transaction import Transaction, Write
 
 _CPU = torch.device("cpu")
@@ -68,35 +65,25 @@ class Preparation(SlotAssignments):
     def __init__(
         self,
         transaction: Transaction,
-        checkpoint: Checkpoint,
-        options: Options,
-        make_write: Callable[["Preparation", Assignment], Write],
+        view: ModelSchemaView,
+        matched: MatchedCheckpoint,
+        make_write: Callable[[Assignment], Write],
         call_extra_state: bool,
         plan: LoadPlan | None = None,
         stale_remedy: str = "make the plan again",
     ) -> None:
-        """Plans a load, or binds an existing `plan` for the same checkpoint and options to the model.
+        """Plans a load, or binds an existing `plan` that has the same `matched` to the model.
 
         `stale_remedy` is the remedy of the error for a model that does not fit the plan.
         """
-        slots, initialisers = slots_of(transaction.root), Initialisers(transaction.root)
-        binding = None if plan is None else plan.binding
-        matched = (
-            match(checkpoint, options, slots, transaction.root, initialisers) if binding is None else binding.matched
-        )
-        super().__init__(transaction, matched, slots, initialisers, make_write)
-        self._opened, self._asked = checkpoint, options
+        super().__init__(transaction, view, matched, make_write)
         self._plan, self._stale_remedy = plan, stale_remedy
-        self.strategy = ReadStrategy.fastest()
-        """The threads, buffers and files of the reads."""
-        self.max_memory_bytes: int | None = None
-        """The most memory that the load may need beyond the final tensors."""
-        self.held = MemoryTracker()
         self._call_extra_state = call_extra_state
         self._cause: Exception | None = None
         self._not_mapped = 0
         # Code of the model may change a lazy parameter before `plan` is called.
-        self._signatures = signatures(slots) if not call_extra_state else {}
+        self._signatures = signatures(self.slots) if not call_extra_state else {}
+        binding = None if plan is None else plan.binding
         if plan is None or binding is None:
             self._record()
         else:
@@ -267,22 +254,7 @@ class Preparation(SlotAssignments):
     def _names(self) -> dict[int, str]:
         return {id(slot.tensor): slot.name for slot in self.slots.tensors}
 
-    @cached_attribute
-    def own_memory(self) -> Addresses:
-        """The memory of the model's tensors."""
-        return Addresses(slot.tensor for slot in self.slots.tensors)
-
     # Results.
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes to read or to map."""
-        return sum(assignment.nbytes for assignment in self.assignments)
-
-    @property
-    def extra_bytes(self) -> int:
-        """Bytes of memory that the load needs in addition to the final tensors."""
-        return peak_bytes(self.assignments, self.strategy)
 
     @property
     def names(self) -> tuple[str, str]:
@@ -305,9 +277,9 @@ class Preparation(SlotAssignments):
             problems=tuple(self.problems),
             notes=tuple(self.notes),
             slots=self.slot_count,
-            extra_bytes=self.extra_bytes,
-            options=self._asked,
-            checkpoint=self._opened,  # the whole checkpoint; `key` in the options selects the part
+            extra_bytes=peak_bytes(self.assignments, ReadStrategy.fastest()),
+            options=self.matched.asked,
+            checkpoint=self.matched.opened,
             binding=Binding(
                 self.matched,
                 self._signatures,

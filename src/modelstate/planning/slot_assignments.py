@@ -6,8 +6,7 @@ from typing import Any
 import torch
 
 from modelstate.planning.assignment import Assignment
-from modelstate.planning.initialise import Initialisers
-from modelstate.planning.mapped_state import MappedState
+from modelstate.planning.mapped_state import MappedState, ModelSchemaView
 from modelstate.planning.placement import Placement, choose
 from modelstate.planning.plan import MatchedCheckpoint, Step
 from modelstate.planning.transforms import ModuleTransform, Transforms, asked_bytes, asked_rows, bound
@@ -26,7 +25,7 @@ from modelstate.spec import ByteRange, StoredTensor, overlapping
 from modelstate.torch_compat.dtypes import Overflows, cast_between, short
 from modelstate.torch_compat.plain import has_its_memory, is_fake, is_plain, is_quantized, is_sharded, same_place
 from modelstate.torch_compat.private import storage_id
-from modelstate.transaction.slots import Slot, Slots, clash, overlap
+from modelstate.transaction.slots import Slot, clash, overlap
 from modelstate.transaction.transaction import Transaction, Write
 
 _CPU = torch.device("cpu")
@@ -42,18 +41,17 @@ class SlotAssignments:
     def __init__(
         self,
         transaction: Transaction,
+        view: ModelSchemaView,
         matched: MatchedCheckpoint,
-        slots: Slots,
-        initialisers: Initialisers,
-        make_write: Callable[[Any, Assignment], Write],
+        make_write: Callable[[Assignment], Write],
     ) -> None:
         self.transaction, self.model = transaction, transaction.root
         self.matched = matched
         self.checkpoint, self.options = matched.part, matched.options
-        self.slots = self.slots_before = slots
+        self.slots = self.slots_before = view.slots
         """The slots of the model. `slots` is updated after the walk: the model's code may have replaced tensors."""
-        self.transforms = Transforms(self.options.transform, transaction.root, slots)
-        self.initialisers = initialisers
+        self.transforms = Transforms(self.options.transform, transaction.root, self.slots)
+        self.initialisers = view.initialisers
         self.incoming = incoming = MappedState(matched, transaction)
         self.problems: list[Problem] = []
         self.notes: list[str] = []
@@ -74,7 +72,7 @@ class SlotAssignments:
         self._by_param: dict[int, Assignment] = {}
         self._by_storage: dict[int, list[Assignment]] = {}
         self._shown: dict[ByteRange, list[ByteRange]] = {}
-        quantized = (slots.by_name.get(name) for name in incoming.quantized)
+        quantized = (self.slots.by_name.get(name) for name in incoming.quantized)
         self._keeps_stored_dtypes = self.options.dtype is None and any(
             slot is not None and slot.tensor.is_meta for slot in quantized
         )
@@ -104,7 +102,7 @@ class SlotAssignments:
             self._check_dtype(assignment)
         if not param.is_meta:
             self._check_memory(assignment)
-        self.transaction.add(self._make_write(self, assignment))
+        self.transaction.add(self._make_write(assignment))
 
     def _has_other_class(self, assignment: Assignment) -> bool:
         """Adds a problem where the classes of the two tensors rule out a copy. Returns whether they do.
@@ -129,7 +127,7 @@ class SlotAssignments:
             slot.name, slot.kind, slot.tensor, value, "", value, placement, value.dtype, device, self.overflows
         )
         self.moves.append(assignment)
-        self.transaction.add(self._make_write(self, assignment))
+        self.transaction.add(self._make_write(assignment))
 
     def initialise(self, slot: Slot) -> str:
         """Assigns an initial value, computed by the model's own methods. Returns their names; empty without methods."""
@@ -177,7 +175,7 @@ class SlotAssignments:
         self.used.add(given)
         self._by_param[id(slot.tensor)] = assignment
         self.assignments.append(assignment)
-        self.transaction.add(self._make_write(self, assignment))
+        self.transaction.add(self._make_write(assignment))
         return is_read
 
     def _check_memory(self, assignment: Assignment) -> None:
