@@ -16,6 +16,7 @@ from modelstate.planning.transforms import RowsWriter, asked_writer
 from modelstate.spec import StoredTensor, contiguous_stride
 from modelstate.torch_compat.dtypes import can_overflow
 from modelstate.torch_compat.plain import is_plain
+from modelstate.torch_compat.private import copy_each
 
 
 class CudaCopyStreams:
@@ -218,20 +219,20 @@ class _BlockConsumer:
         devices = {final.device for final in self._finals.values() if final.device.type == "cuda"}
         self.on_device = bool(devices)
         self._queues = CudaCopyStreams(devices)
-        self._held, self._buffers = held, dict[int, int]()
+        self._held, self._bytes_of_buffers = held, dict[int, int]()
         self._beside_bytes = beside_bytes
         held.take(sum(assignment.staged_bytes for assignment in streamed))
 
     @property
     def buffer_bytes(self) -> int:
         """The size of the buffers in use, with the O_DIRECT buffer of each."""
-        return sum(self._buffers.values())
+        return sum(self._bytes_of_buffers.values())
 
     @torch.inference_mode(False)
     def consume(self, block: Block, buffer: torch.Tensor) -> Wait | None:
         """Processes a block. Returns a function that waits until the buffer can be used again."""
-        if buffer.data_ptr() not in self._buffers:
-            self._buffers[buffer.data_ptr()] = buffer.nbytes + self._beside_bytes
+        if buffer.data_ptr() not in self._bytes_of_buffers:
+            self._bytes_of_buffers[buffer.data_ptr()] = buffer.nbytes + self._beside_bytes
             self._held.take(buffer.nbytes + self._beside_bytes)
         values: list[torch.Tensor] = []
         targets: list[torch.Tensor] = []
@@ -253,7 +254,7 @@ class _BlockConsumer:
                     assignment.overflows.check(assignment.name, value, target)
                 return self._queues.copy(targets, values)
             if values:
-                torch._foreach_copy_(targets, values)
+                copy_each(targets, values)
             for assignment, value, target in checked:
                 assignment.overflows.check(assignment.name, value, target)
         return None

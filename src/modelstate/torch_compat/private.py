@@ -539,3 +539,8 @@ def write_count(tensor: torch.Tensor) -> int:
 def without_modes() -> AbstractContextManager[object]:
     """A context in which the dispatch modes of this thread, such as `FakeTensorMode`, see nothing of what is done."""
     return torch.utils._python_dispatch._disable_current_modes()
+
+
+def copy_each(targets: Sequence[torch.Tensor], values: Sequence[torch.Tensor]) -> None:
+    """Copies each value into its target, in one call of torch."""
+    torch._foreach_copy_(list(targets), list(values))
