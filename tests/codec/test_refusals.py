@@ -142,7 +142,6 @@ REFUSED = {
     "dates": (np.array(["2020"], "M8[s]"), "datetime64"),
     "several flags": (Access.READ | Access.WRITE, "does not have"),
     "bit generator": (np.random.PCG64(1), "PCG64"),
-    "range": (range(3), "range"),
     "long double": (np.longdouble(1), "float128"),
     "long doubles": (np.ones(2, np.clongdouble), "complex256"),
     "texts that are no array": (np.array(["a"], "T"), "StringDType"),

@@ -263,7 +263,7 @@ def test_other_names_are_still_found_out() -> None:
     before = whole(model)
     with pytest.raises(PlanError, match=r"net\.x\."):
         ms.load(model, {f"net.x.{name}": value for name, value in model.state_dict().items()}, init_missing=True)
-    with pytest.raises(PlanError, match="nothing at all"):
+    with pytest.raises(PlanError, match="no tensor"):
         ms.load(model, {}, init_missing=True)
     assert whole(model) == before
 

@@ -71,7 +71,7 @@ def test_dtype_reaches_the_payload() -> None:
     assert model.weight.dtype is model.weight.elem.dtype is torch.bfloat16
     assert torch.equal(model.weight.elem, state["weight"].bfloat16())
     assert model.bias.dtype is torch.bfloat16
-    assert {step.dtype for step in report.steps} == {"bfloat16"}
+    assert {step.dtype for step in report.steps} == {torch.bfloat16}
 
 
 def test_the_models_dtype_holds() -> None:

@@ -127,6 +127,18 @@ def _deque(tree: Tree, decoder: Decoder) -> deque[Any]:
     return deque(values, maxlen)
 
 
+def _encode_range(value: range, encoder: Encoder) -> Tree:
+    numbers = [value.start, value.stop, value.step]
+    check_bits(encoder.fail, MAX_SIZE_BITS, *numbers)
+    return numbers
+
+
+def _range(tree: Tree, decoder: Decoder) -> range:
+    start, stop, step = (decoder.expect(part, int) for part in decoder.expect(tree, list))
+    check_bits(decoder.fail, MAX_SIZE_BITS, start, stop, step)
+    return range(start, stop, step)
+
+
 def _encode_datetime(value: datetime, encoder: Encoder) -> Tree:
     return [value.replace(tzinfo=None, fold=0).isoformat(), value.fold, *encoder.children([value.tzinfo])]
 
@@ -549,6 +561,7 @@ KINDS: dict[type, Kind] = {
         "Counter", lambda value, encoder: encoder.pairs(value), lambda tree, decoder: decoder.pairs(tree, Counter())
     ),
     deque: Kind("deque", lambda value, encoder: {"maxlen": value.maxlen, "items": encoder.children(value)}, _deque),
+    range: Kind("range", _encode_range, _range),
     datetime: Kind("datetime", _encode_datetime, _datetime),
     date: Kind(
         "date",
