@@ -233,10 +233,8 @@ EXAMPLES: dict[str, Any] = {
         date(2020, 2, 29),
         timedelta(-1, 2, 3),
         timedelta.max,
-        range(3),
-        range(9, -1, -2),
-        range(-(2**62), 2**62, 2**60),
     ],
+    "ranges": [range(3), range(9, -1, -2), range(-(2**62), 2**62, 2**60)],
     "torch constants": [
         torch.Size([2, 0]),
         torch.float8_e4m3fn,
