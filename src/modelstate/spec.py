@@ -31,7 +31,7 @@ Box = tuple[range, ...]
 """A region of a tensor: for each dimension the indices, with a step of 1."""
 
 GAP_BYTES = 4 << 10
-"""The largest gap between elements that is read with them: reading one page too much is cheaper than another read."""
+"""The largest gap that is read with the bytes around it: reading one page too much is cheaper than another read."""
 
 
 def box_of(shape: Sequence[int], slices: Sequence[slice]) -> Box:
@@ -215,7 +215,7 @@ class _Unfrozen:
 
 @dataclass(frozen=True, slots=True)
 class Assemble:
-    """Builds a tensor from chunks, each of which is a region of it."""
+    """Builds a tensor from chunks. Each chunk is a region of the tensor."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype

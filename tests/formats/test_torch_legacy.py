@@ -249,6 +249,7 @@ def test_flipped_bits(sample: tuple[Path, bytes], data: st.DataObject) -> None:
 
 def test_changed_bytes(sample: tuple[Path, bytes]) -> None:
     path, true = sample
+    refused = 0
     for at in range(0, len(true), 3):
         damaged = bytearray(true)
         damaged[at] ^= 0xFF if at % 2 else 1 << at % 8
@@ -257,7 +258,8 @@ def test_changed_bytes(sample: tuple[Path, bytes]) -> None:
         try:
             values(torch_legacy.read(str(path)))
         except errors.ModelStateError:
-            continue
+            refused += 1
+    assert refused > 50, "most of the bytes say how the rest is read"
 
 
 def test_cut_anywhere(sample: tuple[Path, bytes]) -> None:

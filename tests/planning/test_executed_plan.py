@@ -139,7 +139,13 @@ def share(model: Any) -> None:
     model.norm.bias.data = model.norm.weight.data
 
 
+def infer(model: Any) -> None:
+    with torch.inference_mode():
+        model.norm.bias = nn.Parameter(torch.zeros(3), requires_grad=False)
+
+
 CHANGES: dict[str, Any] = {
+    "an inference tensor": infer,
     "another dtype": lambda model: model.norm.bfloat16(),
     "another shape": lambda model: setattr(model, "norm", nn.BatchNorm1d(4)),
     "another stride": lambda model: setattr(model.embed.weight, "data", torch.rand(3, 5).t()),

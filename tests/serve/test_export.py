@@ -376,7 +376,7 @@ def patched(path: Path, signature: bytes, at: int, value: int) -> None:
     ("local", "central", "value", "says"),
     [
         (6, 8, 1, "compressed or encrypted"),  # encrypted
-        (8, 10, 99, "compressed or encrypted"),  # a method that nobody knows
+        (8, 10, 99, "compressed or encrypted"),  # no such compression method
         (8, 10, 8, "compressed or encrypted"),  # deflated, which it is not
         (22, 24, 1, "the archive"),  # another size
     ],

@@ -2,6 +2,8 @@
 
 import os
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -44,7 +46,8 @@ def test_an_error_in_the_block_ends_it(overrides: Overrides) -> None:
     assert Owner().name() == "stock"
 
 
-def test_replaced_until_the_last_thread_is_done(overrides: Overrides) -> None:
+@contextmanager
+def used_by_another_thread(overrides: Overrides) -> Iterator[None]:
     entered, leave = threading.Event(), threading.Event()
 
     def other() -> None:
@@ -55,11 +58,16 @@ def test_replaced_until_the_last_thread_is_done(overrides: Overrides) -> None:
     thread = threading.Thread(target=other)
     thread.start()
     entered.wait()
-    with overrides.used():
-        pass
-    assert Owner().name() == "stock!"
+    yield
     leave.set()
     thread.join()
+
+
+def test_replaced_until_the_last_thread_is_done(overrides: Overrides) -> None:
+    with used_by_another_thread(overrides):
+        with overrides.used():
+            pass
+        assert Owner().name() == "stock!"
     assert Owner().name() == "stock"
 
 
@@ -99,19 +107,8 @@ def test_only_torchs_own_method_is_replaced_where_asked() -> None:
 
 
 def test_threads_that_a_child_process_lacks_use_nothing(overrides: Overrides) -> None:
-    entered, leave = threading.Event(), threading.Event()
-
-    def other() -> None:
-        with overrides.used():
-            entered.set()
-            leave.wait()
-
-    thread = threading.Thread(target=other)
-    thread.start()
-    entered.wait()
-    child = os.fork()
-    if child == 0:
-        os._exit(0 if Owner().name() == "stock" else 1)
-    leave.set()
-    thread.join()
+    with used_by_another_thread(overrides):
+        child = os.fork()
+        if child == 0:
+            os._exit(0 if Owner().name() == "stock" else 1)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0

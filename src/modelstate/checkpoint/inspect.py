@@ -122,7 +122,7 @@ class Inspection:
     bytes: int
     """Bytes of all tensors; the bytes that tied tensors share count once."""
     left_out: tuple[str, ...]
-    """The classes and functions of which `skip_forbidden` has left out objects."""
+    """The classes and functions whose objects `skip_forbidden` has left out."""
 
     @property
     def elements(self) -> int:

@@ -253,8 +253,7 @@ def write_torch_file(
 
 
 def _check_tensors(state: Mapping[object, object], path: str) -> None:
-    """Raises `UnsavableError` for tensors that pickle accepts, but of which a file would contain no or a part of the
-    values."""
+    """Raises `UnsavableError` for tensors that pickle accepts, although the file would lack some of their values."""
     refused = {
         name: value for name, value in leaves(state) if isinstance(value, torch.Tensor) and remedies_for([value])
     }

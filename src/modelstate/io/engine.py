@@ -34,12 +34,10 @@ from modelstate.io import system
 from modelstate.io.files import FileFingerprint, check_unchanged, open_unchanged
 from modelstate.io.memory import HUGE_PAGE_BYTES, MADV_POPULATE_WRITE, UffdFiller, aligned, empty_cpu
 from modelstate.process import parallel_for
-from modelstate.spec import ByteRange
+from modelstate.spec import GAP_BYTES, ByteRange
 
 BATCH_BYTES = 8 << 20
 """The most that one call reads: large enough to amortise the call, small enough to share the work out evenly."""
-GAP_BYTES = 4 << 10
-"""The largest gap between two ranges of one call: reading one page too much is cheaper than another call."""
 _IOV_MAX = 1024
 """The number of buffers that Linux accepts in one call."""
 _PyBUF_WRITE = 0x200

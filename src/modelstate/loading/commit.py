@@ -128,10 +128,10 @@ def _take_over(name: str, param: torch.Tensor, value: torch.Tensor, transaction:
 class StagedLoad:
     """The values of a load that reads in the background.
 
-    The load is planned and undone, and planned again when it commits. The staged values depend on the checkpoint and on
-    the metadata of the slots, not on the slots' values, so the model may be used and trained in the meantime. The
-    second plan computes the other values: values that the model's own loading code uses, because that code runs again;
-    values that depend on the model's values; and values that need no read.
+    The load is planned, its effects are undone, and `result` executes the plan. The staged values depend on the
+    checkpoint and on the metadata of the slots, not on the slots' values, so the model may be used and trained in the
+    meantime. `result` computes the other values: values that the model's own loading code uses, because that code runs
+    again; values that depend on the model's values; and values that need no read.
     """
 
     def __init__(self, plan: LoadPlan, staging: Staging, verify: bool, notes: Sequence[str] = ()) -> None:

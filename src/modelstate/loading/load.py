@@ -380,10 +380,6 @@ def _prepare(
         plan = source
         if options != Options():
             raise OptionError("a plan has its own arguments", remedy="pass them to modelstate.plan")
-        if plan.binding is None:
-            raise OptionError(
-                "the plan was not created by modelstate.plan", remedy="create it with modelstate.plan(model, source)"
-            )
         matched = plan.binding.matched
     staging = Staging(matched.part, matched.options, view.slots)
     preparation = Preparation(transaction, view, matched, partial(Place, staging), call_extra_state, plan, stale_remedy)

@@ -136,9 +136,7 @@ def match(checkpoint: Checkpoint, asked: Options, view: ModelSchemaView) -> Matc
         rules = (*rules, wrappers)
         notes.append(wrappers.note(len(before_wrappers)))
     versions = None if part.versions is None else renamed_versions(part.versions, applied, rules)
-    return MatchedCheckpoint(
-        checkpoint, asked, part, options, applied, before_wrappers, versions, tuple(notes), fits_in_part
-    )
+    return MatchedCheckpoint(asked, part, options, applied, before_wrappers, versions, tuple(notes), fits_in_part)
 
 
 def _selected(checkpoint: Checkpoint, options: Options, slots: Slots) -> tuple[Checkpoint, Options]:

@@ -44,8 +44,6 @@ class Options:
 class MatchedCheckpoint:
     """The part of a checkpoint that is loaded, by the names of the model. Created by `match`."""
 
-    opened: Checkpoint
-    """The whole checkpoint."""
     asked: Options
     """The options of the load, as they were given."""
     part: Checkpoint
@@ -192,9 +190,7 @@ class LoadPlan:
         notes: Names that are skipped, and further remarks.
         slots: The number of slots.
         extra_bytes: The most memory that the load needs in addition to the final tensors.
-        options: The arguments of `modelstate.plan`.
-        checkpoint: The opened checkpoint.
-        binding: The slots that a model must have.
+        binding: The matched checkpoint, and the slots that a model must have.
 
     Example:
         >>> plan = modelstate.plan(model, "model.safetensors")
@@ -212,18 +208,20 @@ class LoadPlan:
     """The steps, one for each slot that is filled."""
     problems: tuple[Problem, ...]
     """Everything that keeps the load from being executed."""
-    notes: tuple[str, ...] = ()
+    notes: tuple[str, ...]
     """Names that are skipped, and further remarks."""
-    slots: int = 0
+    slots: int
     """The number of tensors and extra states of the model. A tied tensor counts once; buffers that only the constructor
     fills do not count."""
-    extra_bytes: int = 0
+    extra_bytes: int
     """The most memory that the load needs in addition to the final tensors, in bytes."""
-    options: Options = field(default_factory=Options, repr=False)
-    checkpoint: Checkpoint | None = field(default=None, repr=False, compare=False)
-    """The opened checkpoint. `options.key` selects the part of it that is loaded."""
-    binding: Binding | None = field(default=None, repr=False, compare=False)
+    binding: Binding = field(repr=False, compare=False)
     """The data that executes the plan without planning again."""
+
+    @property
+    def options(self) -> Options:
+        """The arguments of `modelstate.plan`."""
+        return self.binding.matched.asked
 
     @property
     def ok(self) -> bool:

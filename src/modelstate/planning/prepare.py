@@ -4,7 +4,7 @@ The result is either a list of problems and an unchanged model, or writes that w
 could keep the writes from being executed has then been checked.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -40,7 +40,7 @@ from modelstate.spec import StoredComposite
 from modelstate.torch_compat.dtypes import short
 from modelstate.torch_compat.plain import is_plain, is_quantized
 from modelstate.torch_compat.private import module_load, own_parameters
-from modelstate.transaction.slots import BUFFER, EXTRA, HIDDEN, PARAMETER, signatures, slots_of
+from modelstate.transaction.slots import BUFFER, EXTRA, HIDDEN, PARAMETER, SlotSignature, signatures, slots_of
 from modelstate.transaction.transaction import Transaction, Write
 
 _CPU = torch.device("cpu")
@@ -77,23 +77,20 @@ class Preparation(SlotAssignments):
         `stale_remedy` is the remedy of the error for a model that does not fit the plan.
         """
         super().__init__(transaction, view, matched, make_write)
-        self._plan, self._stale_remedy = plan, stale_remedy
+        self._stale_remedy = stale_remedy
         self._call_extra_state = call_extra_state
         self._cause: Exception | None = None
         self._not_mapped = 0
         # Code of the model may change a lazy parameter before `plan` is called.
         self._signatures = signatures(self.slots) if not call_extra_state else {}
-        binding = None if plan is None else plan.binding
-        if plan is None or binding is None:
-            self._record()
+        if plan is not None:
+            self._check_slots(plan.binding.slots)
+        if plan is not None and not (plan.binding.runs_code or runs_code(self.model)):
+            self._bind(plan)
         else:
-            self._check_slots(binding)
-            if binding.runs_code or runs_code(self.model):
-                self._record()
-                if not self.problems:
-                    self._check_steps(plan)
-            else:
-                self._bind(plan, binding)
+            self._record()
+            if plan is not None and not self.problems:
+                self._check_steps(plan)
         self.incoming.settle()
         self.notes = [*dict.fromkeys((*self.notes, *self.incoming.maps.notes))]
 
@@ -110,7 +107,7 @@ class Preparation(SlotAssignments):
         if self.matched.fits_in_part and not self.problems:
             self.problems.append(Complaint("", _FITS_IN_PART))
 
-    def _bind(self, plan: LoadPlan, binding: Binding) -> None:
+    def _bind(self, plan: LoadPlan) -> None:
         """Assigns values according to the steps of a plan. No code of the model runs, so no object is replaced."""
         self.problems += plan.problems
         self.notes += plan.notes
@@ -122,9 +119,9 @@ class Preparation(SlotAssignments):
             else:
                 self._not_mapped += self.rebind(step, slot, value)
         coverage = CoverageCheck(self, IncompatibleKeys())
-        for name in binding.compared:
+        for name in plan.binding.compared:
             coverage.hidden_buffer(self.slots.by_name[name], name)
-        for name in binding.moved:
+        for name in plan.binding.moved:
             self.move(self.slots.by_name[name], self.device_after(self.slots.by_name[name].tensor))
         for slot in self.slots.tensors:
             if is_lazy(slot.tensor) and not self.is_filled(slot.tensor):
@@ -135,9 +132,9 @@ class Preparation(SlotAssignments):
         count = self._not_mapped
         return [f"{count} tensors are read into memory; when the plan was made, the file could be mapped"] * bool(count)
 
-    def _check_slots(self, planned: Binding) -> None:
+    def _check_slots(self, was: Mapping[str, SlotSignature]) -> None:
         """Raises `StalePlanError` where the slots of the model are not those of a plan."""
-        was, now = planned.slots, signatures(self.slots)
+        now = signatures(self.slots)
         if was != now:
             changed = [name for name in {**was, **now} if was.get(name) != now.get(name)]
             raise self._stale(changed, was.get(changed[0]), now.get(changed[0]))
@@ -278,8 +275,6 @@ class Preparation(SlotAssignments):
             notes=tuple(self.notes),
             slots=self.slot_count,
             extra_bytes=peak_bytes(self.assignments, ReadStrategy.fastest()),
-            options=self.matched.asked,
-            checkpoint=self.matched.opened,
             binding=Binding(
                 self.matched,
                 self._signatures,

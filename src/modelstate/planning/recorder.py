@@ -143,7 +143,7 @@ class _Names:
     def _whose(self, key: str) -> Iterator[tuple[str, bool]]:
         """Yields the prefix of the module that does not expect a key, and whether the key is its extra state.
 
-        Yields nothing for keys below a child that is None, which torch ignores.
+        Yields nothing for keys below a child that is None, because torch ignores such keys.
         """
         prefix = key[: key.rfind(".") + 1]
         while prefix not in self._by_prefix:

@@ -491,7 +491,7 @@ class Staging:
 
 
 def _copy_all(tensors: Sequence[torch.Tensor], copies: Sequence[torch.Tensor]) -> None:
-    """Copies with several threads, each of which takes pieces of at most a few megabytes."""
+    """Copies tensors with several threads. Each thread takes pieces of at most a few megabytes."""
     jobs: list[list[tuple[torch.Tensor, torch.Tensor]]] = [[]]
     total = 0
     devices: set[torch.device] = set()

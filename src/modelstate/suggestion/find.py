@@ -231,7 +231,7 @@ def _could_match(unit: Unit, other: Unit) -> bool:
 
 
 def _find_transposed(findings: Findings, first: Orientation, second: Orientation) -> None:
-    """Finds the pairs of which one side is transposed."""
+    """Finds the pairs in which one tensor is the transpose of the other."""
     sources, targets = ({leaf.name: leaf for leaf in side} for side in (findings.sources, findings.targets))
     doubtful = []
     for name, goal in findings.pairs.items():

@@ -96,12 +96,15 @@ class SlotSignature(NamedTuple):
     device: torch.device
     memory: str
     """The first slot in the storage of this one, usually this one itself; empty where it has no memory."""
+    is_inference: bool
+    """Whether it was created in inference mode, so that it can only be changed there."""
 
     def __str__(self) -> str:
         what = f"{short(self.dtype)} of shape {self.shape} on {self.device}, a {self.kind} of class {self.cls.__name__}"
         what += f", stride {self.stride}" if self.stride else ""
         what += f", tied to {', '.join(self.names[1:])}" if len(self.names) > 1 else ""
-        return what + (f", in the memory of {self.memory}" if self.memory not in ("", self.names[0]) else "")
+        what += f", in the memory of {self.memory}" if self.memory not in ("", self.names[0]) else ""
+        return what + (", of inference mode" if self.is_inference else "")
 
 
 def signatures(slots: Slots) -> dict[str, SlotSignature]:
@@ -114,7 +117,9 @@ def signatures(slots: Slots) -> dict[str, SlotSignature]:
         stride = tuple(tensor.stride()) if plain and not is_lazy else ()
         has_memory = plain and not is_lazy and not tensor.is_meta and has_its_memory(tensor)
         memory = first_in.setdefault(storage_id(tensor), names[0]) if has_memory else ""
-        found[names[0]] = SlotSignature(names, kind, type(tensor), shape, stride, tensor.dtype, tensor.device, memory)
+        found[names[0]] = SlotSignature(
+            *(names, kind, type(tensor), shape, stride, tensor.dtype, tensor.device, memory, tensor.is_inference())
+        )
     return found
 
 
