@@ -9,6 +9,7 @@ from torch import nn
 
 import modelstate as ms
 from modelstate import errors
+from modelstate.planning import prepare
 
 
 class Counting:
@@ -23,13 +24,26 @@ class Counting:
 
 
 class Tied(nn.Module):
+    """A model without loading code: the steps of a plan are all that a load needs."""
+
+    norm_class: type[nn.Module] = nn.LayerNorm
+
     def __init__(self) -> None:
         super().__init__()
         self.embed = nn.Embedding(5, 3)
-        self.norm = nn.BatchNorm1d(3)
+        self.norm: Any = self.norm_class(3)
         self.head = nn.Linear(3, 5, bias=False)
         self.head.weight = self.embed.weight
         self.register_buffer("steps", torch.arange(3), persistent=False)
+
+
+class TiedWithCode(Tied):
+    """The same with a module that overrides `_load_from_state_dict`, which runs again."""
+
+    norm_class = nn.BatchNorm1d
+
+
+MODELS = pytest.mark.parametrize("cls", [Tied, TiedWithCode])
 
 
 class Hooked(nn.Module):
@@ -48,8 +62,8 @@ def on(kind: str, cls: type[nn.Module]) -> Any:
 
 
 @pytest.fixture(params=["safetensors", "torch", "mapping"])
-def source(request: pytest.FixtureRequest, tmp_path: Path) -> Any:
-    state = Tied().state_dict()
+def source(request: pytest.FixtureRequest, tmp_path: Path, cls: type[Tied]) -> Any:
+    state = cls().state_dict()
     if request.param == "mapping":
         return dict(state)
     path = tmp_path / ("model.pt" if request.param == "torch" else "model.safetensors")
@@ -64,8 +78,11 @@ def source(request: pytest.FixtureRequest, tmp_path: Path) -> Any:
 @pytest.mark.parametrize(
     "options", [{}, {"dtype": "bf16"}, {"map": False}, {"in_place": True}, {"init_missing": True}], ids=str
 )
-def test_the_model_and_the_report_are_those_of_a_load_at_once(kind: str, options: dict[str, Any], source: Any) -> None:
-    at_once, planned = on(kind, Tied), on(kind, Tied)
+@MODELS
+def test_the_model_and_the_report_are_those_of_a_load_at_once(
+    kind: str, options: dict[str, Any], source: Any, cls: type[Tied]
+) -> None:
+    at_once, planned = on(kind, cls), on(kind, cls)
     plan = ms.plan(planned, source, **options)
     expected, report = ms.load(at_once, source, **options), ms.load(planned, plan)
     assert report.steps == plan.steps == expected.steps
@@ -75,12 +92,12 @@ def test_the_model_and_the_report_are_those_of_a_load_at_once(kind: str, options
     assert planned.head.weight is planned.embed.weight
 
 
-def test_a_plan_goes_into_another_model_of_the_same_slots(source: Any) -> None:
-    plan = ms.plan(Tied(), source)
-    other = Tied()
+@MODELS
+def test_a_plan_goes_into_another_model_of_the_same_slots(source: Any, cls: type[Tied]) -> None:
+    plan = ms.plan(cls(), source)
+    other = cls()
     ms.load(other, plan)
-    assert ms.plan(Tied(), other.state_dict()).ok
-    again = Tied()
+    again = cls()
     ms.load(again, source)
     assert torch.equal(other.embed.weight, again.embed.weight)
 
@@ -131,6 +148,26 @@ def test_a_hook_that_came_after_the_plan_runs() -> None:
     assert not torch.equal(model.weight, torch.ones(2, 2))
 
 
+def test_a_hook_that_is_gone_since_the_plan() -> None:
+    model = nn.Linear(2, 2)
+    hook = model.register_load_state_dict_pre_hook(lambda module, state, *_: state.update(bias=torch.zeros(2)))
+    plan = ms.plan(model, {"weight": torch.ones(2, 2)})
+    assert plan.ok
+    hook.remove()
+    before = model.weight.clone()
+    with pytest.raises((ms.PlanError, errors.StalePlanError)):
+        ms.load(model, plan)
+    assert torch.equal(model.weight, before)
+
+
+def test_without_code_of_the_model_no_name_is_compared_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, state = Tied(), Tied().state_dict()
+    plan = ms.plan(model, state)
+    monkeypatch.setattr(prepare, "walk", lambda *_, **__: pytest.fail("the loading protocol ran"))
+    ms.load(model, plan)
+    assert torch.equal(model.embed.weight, state["embed.weight"])
+
+
 def untie(model: Any) -> None:
     model.head.weight = nn.Parameter(model.embed.weight.detach().clone())
 
@@ -147,7 +184,7 @@ def infer(model: Any) -> None:
 CHANGES: dict[str, Any] = {
     "an inference tensor": infer,
     "another dtype": lambda model: model.norm.bfloat16(),
-    "another shape": lambda model: setattr(model, "norm", nn.BatchNorm1d(4)),
+    "another shape": lambda model: setattr(model, "norm", type(model.norm)(4)),
     "another stride": lambda model: setattr(model.embed.weight, "data", torch.rand(3, 5).t()),
     "a name less": lambda model: setattr(model.norm, "bias", None),
     "a name more": lambda model: setattr(model, "more", nn.Linear(1, 1)),
@@ -157,20 +194,22 @@ CHANGES: dict[str, Any] = {
 }
 
 
+@MODELS
 @pytest.mark.parametrize("change", CHANGES)
-def test_a_model_that_has_changed_is_refused(change: str) -> None:
-    model = Tied()
-    plan = ms.plan(model, Tied().state_dict())
+def test_a_model_that_has_changed_is_refused(change: str, cls: type[Tied]) -> None:
+    model = cls()
+    plan = ms.plan(model, cls().state_dict())
     CHANGES[change](model)
     with pytest.raises(errors.StalePlanError) as caught:
         ms.load(model, plan)
     assert "make the plan again" in str(caught.value)
-    assert caught.value.where.startswith("Tied: ")
+    assert caught.value.where.startswith(f"{cls.__name__}: ")
 
 
-def test_values_gradients_and_requires_grad_may_change() -> None:
-    model = Tied()
-    state = Tied().state_dict()
+@MODELS
+def test_values_gradients_and_requires_grad_may_change(cls: type[Tied]) -> None:
+    model = cls()
+    state = cls().state_dict()
     plan = ms.plan(model, state)
     model.embed.weight.data.add_(1)
     model.norm.weight.requires_grad_(False)
@@ -181,9 +220,10 @@ def test_values_gradients_and_requires_grad_may_change() -> None:
     assert not model.norm.weight.requires_grad
 
 
-def test_a_buffer_that_the_checkpoint_must_agree_with_is_compared_again() -> None:
-    model = Tied()
-    plan = ms.plan(model, {**Tied().state_dict(), "steps": torch.arange(3)})
+@MODELS
+def test_a_buffer_that_the_checkpoint_must_agree_with_is_compared_again(cls: type[Tied]) -> None:
+    model = cls()
+    plan = ms.plan(model, {**cls().state_dict(), "steps": torch.arange(3)})
     assert plan.ok
     model.steps.add_(1)
     with pytest.raises(ms.PlanError, match="steps"):
