@@ -1,6 +1,7 @@
 """The page is what was measured, and says what was not."""
 
 import platform
+import re
 from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
@@ -18,6 +19,7 @@ from bench.run import Runner, different_weights
 from bench.sections import Load
 
 MB = 1_000_000
+DOCS = Path(__file__).resolve().parents[2] / "docs"
 
 
 def one_run(ready: float, forward: float, weights: str = "x", own: int = 0, pages: int = 0) -> dict[str, Stage]:
@@ -90,6 +92,21 @@ def test_a_page_begins_with_our_time_over_that_of_the_best_peer() -> None:
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.file)
 def test_a_page_compares_at_most_eight_jobs(page: Page) -> None:
     assert 1 <= len(goals.COMPARISONS[page.file]) <= 8
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.file)
+def test_the_first_table_of_a_published_page_repeats_figures_of_the_tables_below_it(page: Page) -> None:
+    text = (DOCS / page.file).read_text()
+    first, _, rest = text.partition("## How it is measured")
+    _, _, *rows = (row.strip("| ").split(" | ") for row in first.splitlines() if row.startswith("|"))
+    assert 1 <= len(rows) <= 8
+    for _, *cells, ratio in rows:
+        times = []
+        for cell in cells:
+            name, number, unit = cell.rsplit(" ", 2)
+            assert re.search(rf"^\| (\*\*)?{re.escape(name)}(\*\*)? \|.*\b{number}\b", rest, re.MULTILINE), cell
+            times.append(float(number.replace(",", "")) * {"ms": 1e-3, "µs": 1e-6}[unit])
+        assert times[0] / times[1] == pytest.approx(float(ratio), abs=0.011)
 
 
 def test_parts_of_different_code_are_not_shown_as_one(tmp_path: Path) -> None:

@@ -1,9 +1,9 @@
 """Allocates the memory that values are read into, fills it, and counts what a load holds.
 
 A read into untouched memory faults at each page, and the kernel clears the page only for it to be overwritten.
-`UFFDIO_COPY` creates pages that are copies from the beginning, many in one call: a load of a warm file takes a quarter
-less time. It copies from a map of the file; where that cannot be read, because the file was truncated or its disk
-fails, the call returns an error instead of SIGBUS.
+`UFFDIO_COPY` creates pages that are copies from the beginning, many in one call, so that no page is cleared in vain. It
+copies from a map of the file; where that cannot be read, because the file was truncated or its disk fails, the call
+returns an error instead of SIGBUS.
 """
 
 import ctypes
