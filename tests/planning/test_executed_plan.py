@@ -168,6 +168,13 @@ def test_without_code_of_the_model_no_name_is_compared_again(monkeypatch: pytest
     assert torch.equal(model.embed.weight, state["embed.weight"])
 
 
+def test_a_lazy_module_gets_its_shapes_from_a_plan() -> None:
+    model: Any = nn.LazyLinear(3)
+    state = nn.Linear(5, 3).state_dict()
+    ms.load(model, ms.plan(model, state))
+    assert torch.equal(model.weight, state["weight"])
+
+
 def untie(model: Any) -> None:
     model.head.weight = nn.Parameter(model.embed.weight.detach().clone())
 

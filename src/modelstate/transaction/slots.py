@@ -117,8 +117,9 @@ def signatures(slots: Slots) -> dict[str, SlotSignature]:
         stride = tuple(tensor.stride()) if plain and not is_lazy else ()
         has_memory = plain and not is_lazy and not tensor.is_meta and has_its_memory(tensor)
         memory = first_in.setdefault(storage_id(tensor), names[0]) if has_memory else ""
+        is_inference = not is_lazy and tensor.is_inference()
         found[names[0]] = SlotSignature(
-            *(names, kind, type(tensor), shape, stride, tensor.dtype, tensor.device, memory, tensor.is_inference())
+            *(names, kind, type(tensor), shape, stride, tensor.dtype, tensor.device, memory, is_inference)
         )
     return found
 
