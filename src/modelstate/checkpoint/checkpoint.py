@@ -54,8 +54,8 @@ from modelstate.spec import (
     bytes_key,
     pieces,
 )
+from modelstate.torch_compat.modules import version_metadata
 from modelstate.torch_compat.plain import is_plain_memory
-from modelstate.torch_compat.private import version_metadata
 
 _CHUNK_BYTES = 256 << 10
 """The size of the buffer of each thread that verifies checksums."""

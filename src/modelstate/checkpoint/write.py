@@ -25,8 +25,8 @@ from modelstate.io.files import local_path
 from modelstate.spec import Encoded, Stored, StoredComposite, bytes_key
 from modelstate.text_format import size
 from modelstate.torch_compat.dtypes import Overflows
+from modelstate.torch_compat.modules import set_version_metadata, version_metadata
 from modelstate.torch_compat.plain import is_quantized
-from modelstate.torch_compat.private import set_version_metadata, version_metadata
 
 
 @dataclass(slots=True)

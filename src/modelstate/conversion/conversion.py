@@ -31,16 +31,13 @@ from modelstate.errors import MemoryBudgetError, ModelStateError, PlacementError
 from modelstate.planning.placement import Placement
 from modelstate.process import cached_attribute, deferred_signals
 from modelstate.torch_compat.dtypes import Overflows, nonfinite, short
+from modelstate.torch_compat.modules import call_apply, has_custom_apply, modules_of, own_buffers, own_parameters
 from modelstate.torch_compat.plain import has_its_memory, is_dense, is_plain
 from modelstate.torch_compat.private import (
-    call_apply,
     can_set_data,
-    has_custom_apply,
     is_fake,
     is_faking,
     is_transforming,
-    own_buffers,
-    own_parameters,
     shards_in_use,
     stock_apply,
     storage_id,
@@ -48,7 +45,7 @@ from modelstate.torch_compat.private import (
     use_count,
 )
 from modelstate.transaction.references import Holders, holders_of, lost_references
-from modelstate.transaction.slots import BUFFER, PARAMETER, Slot, extent, modules_of, sharing, slots_of
+from modelstate.transaction.slots import BUFFER, PARAMETER, Slot, extent, sharing, slots_of
 from modelstate.transaction.transaction import Transaction
 
 Apply = Callable[[torch.Tensor], torch.Tensor]

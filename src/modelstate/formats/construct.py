@@ -20,7 +20,7 @@ from modelstate.formats.unpickle import (
     Storage,
 )
 from modelstate.spec import StoredComposite, StoredTensor
-from modelstate.torch_compat.private import set_version_metadata, version_metadata
+from modelstate.torch_compat.modules import set_version_metadata, version_metadata
 
 MAX_DEPTH = 100
 

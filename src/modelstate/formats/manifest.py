@@ -43,7 +43,7 @@ from modelstate.formats.unpickle import Allowed
 from modelstate.io.digests import ALGORITHM, BLOCK_BYTES, checksum_of
 from modelstate.spec import ByteRange, Checksum, Encoded, Stored, StoredComposite, StoredTensor
 from modelstate.text_format import quote, size
-from modelstate.torch_compat.private import set_version_metadata
+from modelstate.torch_compat.modules import set_version_metadata
 
 KEY = "modelstate"
 """The key of the manifest in the metadata."""

@@ -72,7 +72,7 @@ from modelstate.io.digests import OPEN_SEAL, SEAL, check_seal, digest, sealed
 from modelstate.io.files import SourceFile, forget_fingerprint
 from modelstate.spec import Contents, Stored
 from modelstate.text_format import listed, quote
-from modelstate.torch_compat.private import set_version_metadata, version_metadata
+from modelstate.torch_compat.modules import set_version_metadata, version_metadata
 
 MAX_INDEX_BYTES = 100_000_000
 MAX_NAMES = 1_000_000

@@ -35,8 +35,8 @@ from modelstate.io.atomic import LOCK_TIMEOUT_SECONDS, Output, unfinished_file, 
 from modelstate.io.files import SourceFile
 from modelstate.spec import ByteRange, Checksum, Contents
 from modelstate.text_format import excerpt
+from modelstate.torch_compat.modules import set_version_metadata, version_metadata
 from modelstate.torch_compat.plain import remedies_for, why_not_plain
-from modelstate.torch_compat.private import set_version_metadata, version_metadata
 
 FORMAT = "torch zip"
 

@@ -13,7 +13,7 @@ from modelstate.codec.codec import decode
 from modelstate.codec.values import another_uninitialised
 from modelstate.errors import HeaderError, KeyNotFoundError, SourceTypeError
 from modelstate.spec import Combined, Encoded, Stored, StoredComposite, StoredTensor
-from modelstate.torch_compat.private import set_version_metadata, version_metadata
+from modelstate.torch_compat.modules import set_version_metadata, version_metadata
 
 EXTRA_STATE = "_extra_state"
 """The key under which torch stores the result of `Module.get_extra_state`."""

@@ -23,7 +23,7 @@ import torch
 from modelstate.errors import OpenError, PickleError, TruncatedFileError
 from modelstate.process import gc_paused
 from modelstate.spec import ByteRange
-from modelstate.torch_compat.private import set_version_metadata
+from modelstate.torch_compat.modules import set_version_metadata
 
 # What a pickle becomes before any object of it is created.
 

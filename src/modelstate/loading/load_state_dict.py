@@ -11,12 +11,13 @@ from torch import nn
 
 from modelstate.checkpoint.open import argument_order, is_module, is_source
 from modelstate.planning.placement import copy_cannot_fail
-from modelstate.planning.recorder import IncompatibleKeys, walk
+from modelstate.planning.recorder import IncompatibleKeys, Owner, walk
 from modelstate.process import gc_paused
+from modelstate.torch_compat.modules import IncompatibleKeys as ReturnedKeys
 from modelstate.torch_compat.plain import has_its_memory, is_plain, same_place
-from modelstate.torch_compat.private import IncompatibleKeys as ReturnedKeys
 from modelstate.torch_compat.private import has_registration_hooks, is_tensor_like, module_load, swap_tensors, use_count
 from modelstate.transaction.exclusive import exclusive
+from modelstate.transaction.slots import slots_of
 from modelstate.transaction.swap_tensors import exchange
 from modelstate.transaction.transaction import Transaction, Write
 
@@ -65,7 +66,16 @@ def load_state_dict(
     with exclusive(module), Transaction(module) as transaction:
         sink = _TorchSink(transaction)
         with gc_paused():
-            walk(module, state_dict, versions, assign=assign, transaction=transaction, sink=sink, outcome=outcome)
+            walk(
+                module,
+                slots_of(module),
+                state_dict,
+                versions,
+                assign=assign,
+                transaction=transaction,
+                sink=sink,
+                outcome=outcome,
+            )
         _raise_errors(module, outcome, strict)
         transaction.commit()
     return ReturnedKeys(outcome.missing, outcome.unexpected)
@@ -99,9 +109,7 @@ class _TorchSink:
     def device_after(self, param: torch.Tensor) -> torch.device:
         return param.device
 
-    def tensor(
-        self, module: nn.Module, name: str, key: str, param: torch.Tensor, value: Any, assign: bool, errors: list[str]
-    ) -> None:
+    def tensor(self, key: str, param: torch.Tensor, value: Any, owner: Owner | None, errors: list[str]) -> None:
         if not is_tensor_like(value):
             errors.append(
                 f'While copying the parameter named "{key}", '
@@ -118,7 +126,7 @@ class _TorchSink:
                 f"the shape in current model is {param.shape}."
             )
             return
-        if param.is_meta and not value.is_meta and not assign:
+        if param.is_meta and not value.is_meta and owner is None:
             warnings.warn(
                 f"for {key}: copying from a non-meta parameter in the checkpoint to a meta "
                 "parameter in the current model, which is a no-op. (Did you mean to "
@@ -128,7 +136,7 @@ class _TorchSink:
             )
         try:
             with torch.no_grad():
-                self._write(module, name, param, value, assign)
+                self._write(param, value, owner)
         except Exception as error:
             action = "swapping" if self._swaps else "copying"
             errors.append(
@@ -138,17 +146,17 @@ class _TorchSink:
                 f"an exception occurred : {error.args}."
             )
 
-    def _write(self, module: nn.Module, name: str, param: torch.Tensor, value: torch.Tensor, assign: bool) -> None:
+    def _write(self, param: torch.Tensor, value: torch.Tensor, owner: Owner | None) -> None:
         transaction = self._transaction
-        for tensor in () if assign else (param, value):  # torch would access memory that is freed
+        for tensor in () if owner is not None else (param, value):  # torch would access memory that is freed
             if is_plain(tensor) and not tensor.is_meta and not has_its_memory(tensor):
                 raise RuntimeError(f"the memory of the {'parameter' if tensor is param else 'value'} has been freed")
         write: Write
         if self._swaps:
-            cannot_fail = _swap_cannot_fail(param, value, assign)
-            write = _Swap(param, value, assign, checked=cannot_fail)
-        elif assign:
-            write, cannot_fail = _Assign(module, name, param, value), _assign_cannot_fail(module, param, value)
+            cannot_fail = _swap_cannot_fail(param, value, owner is not None)
+            write = _Swap(param, value, owner is not None, checked=cannot_fail)
+        elif owner is not None:
+            write, cannot_fail = _Assign(owner, param, value), _assign_cannot_fail(owner.module, param, value)
         elif is_plain(param) and is_plain(value) and same_place(param, value):
             return
         else:
@@ -170,12 +178,12 @@ class _Copy(Write):
 
 
 class _Assign(Write):
-    __slots__ = ("module", "name")
+    __slots__ = ("owner",)
     replaces_object = True
 
-    def __init__(self, module: nn.Module, name: str, target: torch.Tensor, value: torch.Tensor) -> None:
+    def __init__(self, owner: Owner, target: torch.Tensor, value: torch.Tensor) -> None:
         super().__init__(target, value)
-        self.module, self.name = module, name
+        self.owner = owner
 
     def run(self, transaction: Transaction | None) -> None:
         value, requires_grad = self.value, self.target.requires_grad
@@ -187,7 +195,7 @@ class _Assign(Write):
                 value.requires_grad_(requires_grad)
                 if transaction is not None and before != requires_grad:
                     transaction.register_undo(partial(setattr, value, "requires_grad", before))
-        setattr(self.module, self.name, value)
+        setattr(self.owner.module, self.owner.name, value)
 
 
 class _Swap(Write):

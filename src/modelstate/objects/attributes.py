@@ -9,7 +9,7 @@ from torch import nn
 
 from modelstate.errors import ExtraStateError
 from modelstate.planning.recorder import device_after
-from modelstate.torch_compat.private import non_persistent_buffers, own_buffers, own_modules, own_parameters
+from modelstate.torch_compat.modules import non_persistent_buffers, own_buffers, own_modules, own_parameters
 from modelstate.transaction.transaction import Transaction
 
 

@@ -33,7 +33,7 @@ from modelstate.formats.tree import EXTRA_STATE
 from modelstate.objects import attributes
 from modelstate.planning.prepare import CHECK_EXTRA_STATE
 from modelstate.planning.recorder import KEEPS_NAMES, is_recorded
-from modelstate.torch_compat.private import has_load_pre_hooks, load_from_state_dict
+from modelstate.torch_compat.modules import has_load_pre_hooks, load_from_state_dict
 
 FORMAT = 1
 METHODS = ("get_extra_state", "set_extra_state", "_load_from_state_dict", CHECK_EXTRA_STATE)

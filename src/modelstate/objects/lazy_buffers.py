@@ -17,14 +17,14 @@ from torch import nn
 
 from modelstate.errors import BufferNameError, OptionError
 from modelstate.planning.recorder import KEEPS_NAMES
-from modelstate.torch_compat.plain import is_plain
-from modelstate.torch_compat.private import (
+from modelstate.torch_compat.modules import (
     is_initialised,
     non_persistent_buffers,
     own_buffers,
     own_modules,
     own_parameters,
 )
+from modelstate.torch_compat.plain import is_plain
 from modelstate.transaction.slots import LAZY
 
 NOTE = "modelstate.lazy_buffers"

@@ -18,8 +18,9 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from modelstate.errors import ModelCodeError
+from modelstate.torch_compat.modules import own_buffers, own_modules, own_parameters
 from modelstate.torch_compat.plain import is_plain
-from modelstate.torch_compat.private import own_buffers, own_modules, own_parameters, recorded_fills, storage_id
+from modelstate.torch_compat.private import recorded_fills, storage_id
 
 _METHODS = ("reset_parameters", "_reset_parameters", "_init_weights")
 _INITIALISES_CHILDREN = "_init_weights"

@@ -25,7 +25,8 @@ from modelstate.problems import IdlePattern, OtherNames, Problem
 from modelstate.rules.known import WRAPPERS
 from modelstate.rules.names import Prefix, Rename
 from modelstate.rules.rule import Entries, Rule, as_code
-from modelstate.transaction.slots import HIDDEN, Slots, named_modules_of
+from modelstate.torch_compat.modules import named_modules_of
+from modelstate.transaction.slots import HIDDEN, Slots
 
 _MATRIX = re.compile(r"(?P<module>.+)\.lora_(?P<kind>embedding_A|embedding_B|A|B)(?:\.(?P<rest>.+))?$")
 

@@ -20,7 +20,7 @@ from modelstate.planning.mapped_state import DecodeFailure, ModelSchemaView
 from modelstate.planning.memory import peak_bytes
 from modelstate.planning.placement import CALL
 from modelstate.planning.plan import Binding, LoadPlan, MatchedCheckpoint, Step
-from modelstate.planning.recorder import IncompatibleKeys, runs_code, walk
+from modelstate.planning.recorder import IncompatibleKeys, Owner, runs_code, walk
 from modelstate.planning.slot_assignments import SlotAssignments
 from modelstate.problems import (
     BadExtraState,
@@ -39,7 +39,7 @@ from modelstate.rules.expression import lacks_values
 from modelstate.spec import StoredComposite
 from modelstate.torch_compat.dtypes import short
 from modelstate.torch_compat.plain import is_plain, is_quantized
-from modelstate.torch_compat.private import module_load, own_parameters
+from modelstate.torch_compat.private import module_load
 from modelstate.transaction.slots import BUFFER, EXTRA, HIDDEN, PARAMETER, SlotSignature, signatures, slots_of
 from modelstate.transaction.transaction import Transaction, Write
 
@@ -85,7 +85,7 @@ class Preparation(SlotAssignments):
         self._signatures = signatures(self.slots) if not call_extra_state else {}
         if plan is not None:
             self._check_slots(plan.binding.slots)
-        if plan is not None and not (plan.binding.runs_code or runs_code(self.model)):
+        if plan is not None and not (plan.binding.runs_code or runs_code(self.slots.modules.values())):
             self._bind(plan)
         else:
             self._record()
@@ -164,6 +164,7 @@ class Preparation(SlotAssignments):
         with model_errors("the model's own loading code", self.model):
             walk(
                 self.model,
+                self.slots,
                 self.incoming.state,
                 self.matched.versions,
                 assign=False,
@@ -188,9 +189,7 @@ class Preparation(SlotAssignments):
             self._cause = self._cause or error
             self.problems.append(BadExtraState(key, one_line(error), type(error).__name__))
 
-    def tensor(
-        self, module: nn.Module, name: str, key: str, param: torch.Tensor, value: Any, assign: bool, errors: list[str]
-    ) -> None:
+    def tensor(self, key: str, param: torch.Tensor, value: Any, owner: Owner | None, errors: list[str]) -> None:
         given = key
         if self.transaction.armed:
             slot = self.slots.by_name.get(key)
@@ -209,7 +208,7 @@ class Preparation(SlotAssignments):
             seen_by_rules = self.matched.name_for_rules(given)
             self.problems.append(wrong_shape(key, tuple(param.size()), tuple(value.size()), seen_by_rules))
         else:
-            self.assign(key, PARAMETER if name in own_parameters(module) else BUFFER, param, value)
+            self.assign(key, PARAMETER if isinstance(param, nn.Parameter) else BUFFER, param, value)
 
     def _check_quantized(self) -> None:
         """Adds problems for quantized values that cannot become the plain tensors of the model.

@@ -14,15 +14,16 @@ from contextlib import contextmanager, nullcontext
 from copy import copy
 from dataclasses import dataclass, field
 from operator import itemgetter
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import nn
 
 from modelstate.formats.tree import EXTRA_STATE
-from modelstate.torch_compat.overrides import MethodOverride, Overrides, is_stock
-from modelstate.torch_compat.private import IncompatibleKeys as ReturnedKeys
-from modelstate.torch_compat.private import (
+from modelstate.torch_compat.modules import IncompatibleKeys as ReturnedKeys
+from modelstate.torch_compat.modules import (
+    have_load_hooks,
+    have_plain_names,
     load_from_state_dict,
     load_post_hooks,
     load_pre_hooks,
@@ -32,17 +33,19 @@ from modelstate.torch_compat.private import (
     own_parameters,
     set_version_metadata,
 )
-from modelstate.transaction.slots import modules_of
+from modelstate.torch_compat.overrides import MethodOverride, Overrides, is_stock
+from modelstate.transaction.slots import Slots
 from modelstate.transaction.transaction import Transaction
 
 
 class LoadSink(Protocol):
     """Receives each value that the base class would write."""
 
-    def tensor(
-        self, module: nn.Module, name: str, key: str, param: torch.Tensor, value: Any, assign: bool, errors: list[str]
-    ) -> None:
-        """Receives `value`, which is `state_dict[key]`, for `module.name`, which is `param` before the load."""
+    def tensor(self, key: str, param: torch.Tensor, value: Any, owner: "Owner | None", errors: list[str]) -> None:
+        """Receives `value`, which is `state_dict[key]`, for the tensor that is `param` before the load.
+
+        `owner` is None unless the value itself is to be registered instead of `param`, as with `assign=True`.
+        """
 
     def extra_state(self, module: nn.Module, key: str, value: Any) -> None:
         """Receives `state_dict[key]` for `module.set_extra_state`. Called within the transaction's `model_code`."""
@@ -60,8 +63,16 @@ class IncompatibleKeys:
     errors: list[str] = field(default_factory=list)
 
 
+class Owner(NamedTuple):
+    """The place where a tensor is registered."""
+
+    module: nn.Module
+    name: str
+
+
 def walk(
     root: nn.Module,
+    slots: Slots,
     state_dict: Mapping[str, Any],
     versions: Mapping[str, dict[str, Any]] | None,
     *,
@@ -70,19 +81,23 @@ def walk(
     sink: LoadSink,
     outcome: IncompatibleKeys,
 ) -> None:
-    """Runs the protocol for `root` and its descendants. Passes on every exception of the model's own code."""
-    overriding = _Overriding()
-    names, copied = _Names(overriding), dict(state_dict)
-    are_texts = {str}.issuperset(map(type, copied))
-    if are_texts and not assign and not _ask_for_assigning(versions) and names.add(root, ""):
-        names.compare(copied, sink, outcome)
+    """Runs the protocol for `root`, whose slots are given, and its descendants.
+
+    Passes on every exception of the model's own code.
+    """
+    modules, copied = list(slots.modules.values()), dict(state_dict)
+    if (
+        not (assign or _ask_for_assigning(versions) or runs_code(modules))
+        and {str}.issuperset(map(type, copied))
+        and have_plain_names(modules)
+    ):
+        _compare_names(slots, copied, sink, outcome)
         return
-    modules = modules_of(root)
-    recording = _Recording(transaction, sink, outcome, {id(module) for module in modules}, overriding)
+    recording = _Recording(transaction, sink, outcome, set(map(id, modules)), _Overriding())
     ordered = OrderedDict(copied)
     if versions is not None:
         set_version_metadata(ordered, versions)
-    with _patched(recording) if any(map(overriding.has, modules)) else nullcontext():
+    with _patched(recording) if any(map(recording.overriding.has, modules)) else nullcontext():
         _visit(recording, root, ordered, "", versions, assign)
 
 
@@ -93,6 +108,34 @@ def _ask_for_assigning(versions: object) -> bool:
     return any(not isinstance(saved, Mapping) or "assign_to_params_buffers" in saved for saved in versions.values())
 
 
+def _compare_names(slots: Slots, state_dict: Mapping[str, Any], sink: LoadSink, outcome: IncompatibleKeys) -> None:
+    """Does what the protocol does for modules without code of their own: compares the names.
+
+    Missing and unexpected keys are recorded in torch's order.
+    """
+    left_out = slots.left_out
+    for key, slot in slots.by_name.items():
+        if key in state_dict:
+            if key not in left_out:
+                sink.tensor(key, slot.tensor, state_dict[key], None, outcome.errors)
+        elif key not in left_out:
+            outcome.missing.append(key)
+    left = [key for key in state_dict if key not in slots.by_name or key in left_out]
+    if not left:
+        return
+    positions = {prefix: position for position, prefix in enumerate(slots.modules)}
+    unexpected: list[tuple[int, bool, str]] = []
+    for key in left:
+        prefix = key[: key.rfind(".") + 1]
+        while prefix not in positions:
+            prefix = prefix[: prefix.rfind(".", 0, -1) + 1]
+        name, dot, _ = key[len(prefix) :].partition(".")
+        # torch ignores keys below a child that is None.
+        if not (dot and name in own_modules(slots.modules[prefix])):
+            unexpected.append((positions[prefix], dot != "" or name != EXTRA_STATE, key))
+    outcome.unexpected += [key for _, _, key in sorted(unexpected, key=itemgetter(0, 1))]
+
+
 @dataclass(slots=True, weakref_slot=True, eq=False)
 class _Recording:
     transaction: Transaction
@@ -100,57 +143,6 @@ class _Recording:
     outcome: IncompatibleKeys
     modules: set[int]
     overriding: "_Overriding"
-
-
-class _Names:
-    """Modules without loading code of their own, and the names of their tensors."""
-
-    def __init__(self, overriding: "_Overriding") -> None:
-        self._overriding = overriding
-        self._by_prefix: dict[str, nn.Module] = {}
-        """Modules by their prefixes, in torch's order."""
-        self._places: dict[str, tuple[nn.Module, str, torch.Tensor]] = {}
-        """Modules, names in them, and tensors, by key."""
-
-    def add(self, module: nn.Module, prefix: str) -> bool:
-        """Adds a module and its descendants. Returns False if comparing names is not enough to load them."""
-        if self._overriding.runs_code(module):
-            return False
-        self._by_prefix[prefix] = module
-        for name, tensor in _local_state(module):
-            self._places[prefix + name] = module, name, tensor
-            if "." in name:
-                return False
-        for name, child in own_modules(module).items():
-            if child is not None and ("." in name or not self.add(child, f"{prefix}{name}.")):
-                return False
-        return True
-
-    def compare(self, state_dict: Mapping[str, Any], sink: LoadSink, outcome: IncompatibleKeys) -> None:
-        """Hands values to the sink, and records missing and unexpected keys in torch's order."""
-        for key, (module, name, tensor) in self._places.items():
-            if key in state_dict:
-                sink.tensor(module, name, key, tensor, state_dict[key], False, outcome.errors)
-            else:
-                outcome.missing.append(key)
-        if left := [key for key in state_dict if key not in self._places]:
-            positions = {prefix: position for position, prefix in enumerate(self._by_prefix)}
-            unexpected = [
-                (positions[prefix], not is_extra, key) for key in left for prefix, is_extra in self._whose(key)
-            ]
-            outcome.unexpected += [key for _, _, key in sorted(unexpected, key=itemgetter(0, 1))]
-
-    def _whose(self, key: str) -> Iterator[tuple[str, bool]]:
-        """Yields the prefix of the module that does not expect a key, and whether the key is its extra state.
-
-        Yields nothing for keys below a child that is None, because torch ignores such keys.
-        """
-        prefix = key[: key.rfind(".") + 1]
-        while prefix not in self._by_prefix:
-            prefix = prefix[: prefix.rfind(".", 0, -1) + 1]
-        name, dot, _ = key[len(prefix) :].partition(".")
-        if not (dot and name in own_modules(self._by_prefix[prefix])):
-            yield prefix, name == EXTRA_STATE and not dot
 
 
 def _visit(
@@ -249,7 +241,8 @@ def _load_local(
         key = prefix + name
         own.add(key)
         if key in state_dict:
-            recording.sink.tensor(module, name, key, param, state_dict[key], assign, error_msgs)
+            owner = Owner(module, name) if assign else None
+            recording.sink.tensor(key, param, state_dict[key], owner, error_msgs)
         elif strict:
             missing_keys.append(key)
     if type(module).set_extra_state is not nn.Module.set_extra_state:
@@ -287,17 +280,15 @@ class _Overriding:
             overrides = self._classes[cls] = _overrides_loading(module)
         return overrides
 
-    def runs_code(self, module: nn.Module) -> bool:
-        """Whether a module has code that a load runs."""
-        if load_pre_hooks(module) or load_post_hooks(module):
-            return True
-        return self.has(module) or type(module).set_extra_state is not nn.Module.set_extra_state
 
-
-def runs_code(root: nn.Module) -> bool:
-    """Whether a load runs code of the model: hooks, overrides of `_load_from_state_dict`, `set_extra_state`."""
-    overriding = _Overriding()
-    return any(map(overriding.runs_code, modules_of(root)))
+def runs_code(modules: Iterable[nn.Module]) -> bool:
+    """Whether a load runs code of these modules: hooks, overrides of `_load_from_state_dict`, `set_extra_state`."""
+    modules = list(modules)
+    one_of_each = {type(module): module for module in modules}
+    if any(cls.set_extra_state is not nn.Module.set_extra_state for cls in one_of_each) or have_load_hooks(modules):
+        return True
+    patched = [module for module in modules if "_load_from_state_dict" in module.__dict__]
+    return any(map(_overrides_loading, (*one_of_each.values(), *patched)))
 
 
 def _overrides_loading(module: nn.Module) -> bool:

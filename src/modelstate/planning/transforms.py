@@ -13,7 +13,8 @@ from torch import nn
 from modelstate.errors import TransformError
 from modelstate.problems import IdlePattern, Problem, UnevenTransform
 from modelstate.process import cached_attribute
-from modelstate.transaction.slots import Slots, named_modules_of
+from modelstate.torch_compat.modules import named_modules_of
+from modelstate.transaction.slots import Slots
 
 Transform = Callable[[str, torch.Tensor], torch.Tensor]
 """Takes a name in the model, and the tensor as it is in the checkpoint. Returns the tensor to load."""

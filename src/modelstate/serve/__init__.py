@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     from modelstate.serve.state_names import NameMap as NameMap
     from modelstate.serve.state_names import runtime_state as runtime_state
     from modelstate.serve.swap_pipeline import SwapReport as SwapReport
-    from modelstate.torch_compat.hooks import without_state_dict_hooks as without_state_dict_hooks
+    from modelstate.torch_compat.modules import without_state_dict_hooks as without_state_dict_hooks
 else:
     __getattr__, __dir__ = attach(
         __name__,
@@ -20,7 +20,7 @@ else:
             "NameMap": "modelstate.serve.state_names",
             "SwapReport": "modelstate.serve.swap_pipeline",
             "runtime_state": "modelstate.serve.state_names",
-            "without_state_dict_hooks": "modelstate.torch_compat.hooks",
+            "without_state_dict_hooks": "modelstate.torch_compat.modules",
         },
     )
 

@@ -8,8 +8,8 @@ import xxhash
 from torch import nn
 
 from modelstate.serve.target import Program
+from modelstate.torch_compat.modules import non_persistent_buffers, own_buffers
 from modelstate.torch_compat.plain import is_plain
-from modelstate.torch_compat.private import non_persistent_buffers, own_buffers
 
 BufferDigests = dict[str, object]
 """A digest of the values of each buffer, by name."""

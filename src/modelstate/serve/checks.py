@@ -13,8 +13,9 @@ from modelstate.planning.plan import Step
 from modelstate.problems import Problem, WrongDtype
 from modelstate.serve.state_names import runtime_state
 from modelstate.spec import StoredComposite, StoredTensor
+from modelstate.torch_compat.modules import has_forward_hooks
 from modelstate.torch_compat.plain import is_plain, remedies_for
-from modelstate.torch_compat.private import arguments_of_node, has_forward_hooks, payload_of, storage_of
+from modelstate.torch_compat.private import arguments_of_node, payload_of, storage_of
 
 Kind = tuple[torch.layout, type] | None
 """The layout and class of a tensor; None for plain strided tensors."""

@@ -29,6 +29,7 @@ from modelstate.serve.state_names import NameMap, names_by_tensor, runtime_state
 from modelstate.serve.swap_pipeline import check_choice
 from modelstate.serve.target import Target
 from modelstate.serve.targets import target_of_file
+from modelstate.torch_compat.modules import own_buffers, own_parameters
 from modelstate.torch_compat.private import (
     aoti_compile,
     aoti_package,
@@ -36,8 +37,6 @@ from modelstate.torch_compat.private import (
     flatten,
     guards_of,
     guards_of_compiling,
-    own_buffers,
-    own_parameters,
     unflatten,
     written_inputs,
 )

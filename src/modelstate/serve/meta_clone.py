@@ -20,18 +20,15 @@ from torch import nn
 
 from modelstate.errors import LiveTargetError
 from modelstate.spec import contiguous_stride
-from modelstate.torch_compat.plain import is_dense, is_plain
-from modelstate.torch_compat.private import (
-    address_range,
+from modelstate.torch_compat.modules import (
     forward_pre_hooks,
     non_persistent_buffers,
     own_buffers,
     own_modules,
     own_parameters,
-    payload_of,
-    slots_of_class,
-    storage_id,
 )
+from modelstate.torch_compat.plain import is_dense, is_plain
+from modelstate.torch_compat.private import address_range, payload_of, slots_of_class, storage_id
 
 
 def meta_clone(module: nn.Module) -> nn.Module:

@@ -21,7 +21,8 @@ from modelstate.problems import NameClash
 from modelstate.rules.rule import Entry, Rule, RuleContext
 from modelstate.rules.schema import Schema
 from modelstate.serve.meta_clone import meta_clone
-from modelstate.torch_compat.private import non_persistent_buffers, storage_id, unwrapped
+from modelstate.torch_compat.modules import non_persistent_buffers
+from modelstate.torch_compat.private import storage_id, unwrapped
 
 
 def runtime_state(

@@ -29,7 +29,7 @@ from modelstate.serve.checks import Kind, check_casts, check_finite, check_kinds
 from modelstate.serve.state_names import runtime_state
 from modelstate.serve.target import Program, Target
 from modelstate.text_format import size
-from modelstate.torch_compat.hooks import without_state_dict_hooks
+from modelstate.torch_compat.modules import without_state_dict_hooks
 from modelstate.torch_compat.private import payload_of, storage_id, storage_of, storage_owners
 
 Buffers = Literal["carry", "reset"]

@@ -417,62 +417,6 @@ def written_inputs(program: Any) -> list[str]:
     return [*program.run_decompositions({}).graph_signature.user_inputs_to_mutate.values()]
 
 
-def own_parameters(module: torch.nn.Module) -> dict[str, torch.nn.Parameter | None]:
-    """The module's own dict of its parameters, without those of its submodules; None is a parameter without a value."""
-    return module._parameters
-
-
-def own_buffers(module: torch.nn.Module) -> dict[str, torch.Tensor | None]:
-    """The module's own dict of its buffers, without those of its submodules; None is a buffer without a value."""
-    return module._buffers
-
-
-def own_modules(module: torch.nn.Module) -> dict[str, torch.nn.Module | None]:
-    """The module's own dict of its direct submodules; None is a submodule that was assigned None."""
-    return module._modules
-
-
-def non_persistent_buffers(module: torch.nn.Module) -> set[str]:
-    """The names of the module's own buffers that its state dict leaves out."""
-    return module._non_persistent_buffers_set
-
-
-def has_load_pre_hooks(module: torch.nn.Module) -> bool:
-    """Whether the module itself has pre-hooks of `load_state_dict`."""
-    return bool(module._load_state_dict_pre_hooks)
-
-
-def load_pre_hooks(module: torch.nn.Module) -> list[Callable[..., Any]]:
-    """The module's own pre-hooks of `load_state_dict`, in their order."""
-    return [*module._load_state_dict_pre_hooks.values()]
-
-
-def load_post_hooks(module: torch.nn.Module) -> list[Callable[..., Any]]:
-    """The module's own post-hooks of `load_state_dict`, in their order."""
-    return [*module._load_state_dict_post_hooks.values()]
-
-
-def load_from_state_dict(owner: Any) -> Callable[..., None]:
-    """The method `_load_from_state_dict` of a module, or of a `super()` of one."""
-    load: Callable[..., None] = owner._load_from_state_dict
-    return load
-
-
-IncompatibleKeys = torch.nn.modules.module._IncompatibleKeys
-"""What `torch.nn.Module.load_state_dict` returns."""
-
-
-def set_version_metadata(state_dict: dict[str, Any], versions: Mapping[str, Any]) -> None:
-    """Attaches the version metadata of modules to an `OrderedDict`, where `load_state_dict` looks for it."""
-    state_dict._metadata = versions  # type: ignore[attr-defined]
-
-
-def version_metadata(state_dict: object) -> Mapping[str, Any] | None:
-    """The version metadata of modules that `state_dict()` and `set_version_metadata` attach; None without it."""
-    versions = getattr(state_dict, "_metadata", None)
-    return versions if isinstance(versions, Mapping) else None
-
-
 def wrapper_subclass(
     cls: type[torch.Tensor],
     shape: tuple[int, ...],
@@ -488,16 +432,6 @@ def wrapper_subclass(
     return tensor
 
 
-def has_forward_hooks(module: torch.nn.Module) -> bool:
-    """Whether the module itself has hooks or pre-hooks of its forward pass."""
-    return bool(module._forward_hooks or module._forward_pre_hooks)
-
-
-def forward_pre_hooks(module: torch.nn.Module) -> list[Callable[..., Any]]:
-    """The module's own pre-hooks of its forward pass."""
-    return list(module._forward_pre_hooks.values())
-
-
 def arguments_of_node(node: Any) -> dict[str, Any] | None:
     """The arguments of an operator in a graph, by name and with their defaults; None where it has no schema."""
     schema = getattr(node.target, "_schema", None)
@@ -511,24 +445,9 @@ stock_apply: Callable[..., torch.nn.Module] = torch.nn.Module._apply
 """torch's own `Module._apply`, also while another function is installed in its place."""
 
 
-def has_custom_apply(module: torch.nn.Module) -> bool:
-    """Whether the class of a module, or the module itself, overrides `Module._apply`."""
-    return type(module)._apply not in (torch.nn.Module._apply, stock_apply) or "_apply" in module.__dict__
-
-
-def call_apply(module: torch.nn.Module, function: Callable[[torch.Tensor], torch.Tensor]) -> None:
-    """Calls the module's own `_apply`."""
-    module._apply(function)  # type: ignore[no-untyped-call]
-
-
 def sparse_values(tensor: torch.Tensor) -> torch.Tensor:
     """The values of a sparse COO tensor, coalesced or not, in their own memory."""
     return tensor.detach()._values()
-
-
-def is_initialised(module: torch.nn.Module) -> bool:
-    """Whether `nn.Module.__init__` has been called for a module."""
-    return "_buffers" in vars(module)
 
 
 def write_count(tensor: torch.Tensor) -> int:

@@ -17,8 +17,8 @@ from torch import nn
 
 from modelstate.errors import ModelBusyError
 from modelstate.process import fork_safe_lock
-from modelstate.torch_compat.private import own_buffers, own_parameters, payload_of, storage_id
-from modelstate.transaction.slots import modules_of
+from modelstate.torch_compat.modules import modules_of, own_buffers, own_parameters
+from modelstate.torch_compat.private import payload_of, storage_id
 
 _POLL_SECONDS = 0.1
 """The interval in which a waiting thread looks whether a lock has ended without a release."""

@@ -9,7 +9,8 @@ import torch
 from torch import nn
 
 from modelstate.errors import OptionError, PlacementError
-from modelstate.torch_compat.private import optimizers_were_made, own_parameters, use_count
+from modelstate.torch_compat.modules import own_parameters
+from modelstate.torch_compat.private import optimizers_were_made, use_count
 from modelstate.transaction.references import objects_of
 
 Placed = Mapping[torch.Tensor, tuple[torch.dtype, torch.device]]

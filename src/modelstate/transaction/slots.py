@@ -1,7 +1,7 @@
 """The slots of a module that a load can fill, and which of them share memory."""
 
 from bisect import bisect_right
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -10,15 +10,9 @@ from torch import nn
 
 from modelstate.formats.tree import EXTRA_STATE
 from modelstate.torch_compat.dtypes import short
+from modelstate.torch_compat.modules import module_tables, non_persistent_buffers
 from modelstate.torch_compat.plain import has_its_memory, is_plain, same_place
-from modelstate.torch_compat.private import (
-    address_range,
-    non_persistent_buffers,
-    own_buffers,
-    own_modules,
-    own_parameters,
-    storage_id,
-)
+from modelstate.torch_compat.private import address_range, storage_id
 
 PARAMETER, BUFFER, HIDDEN, EXTRA = "parameter", "buffer", "non-persistent buffer", "extra state"
 
@@ -44,44 +38,58 @@ class Slot(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Slots:
-    """All slots of a module."""
+    """All slots of a module, and its modules."""
 
     tensors: tuple[Slot, ...]
     by_name: dict[str, Slot]
+    """In the order of `state_dict`."""
+    left_out: frozenset[str]
+    """Names that `state_dict` leaves out: non-persistent buffers."""
     empty: frozenset[str]
     """Names that are registered with None."""
     lazy: frozenset[str]
     """The lazy buffers among `empty`, which a load may set."""
     extra: tuple[str, ...]
     """Names of the extra state of modules that override `set_extra_state`."""
+    modules: dict[str, nn.Module]
+    """The modules by the prefixes of the names of their tensors, in the order of `state_dict`."""
 
 
 def slots_of(root: nn.Module) -> Slots:
     """The slots of `root` and its descendants, in the order of `state_dict`."""
     found: dict[int, Slot] = {}
-    empty: set[str] = set()
-    lazy: set[str] = set()
+    ids: dict[str, int] = {}
+    modules: dict[str, nn.Module] = {}
+    left_out, empty, lazy = set[str](), set[str](), set[str]()
     extra: list[str] = []
-    for prefix, module in _modules_of(root, ""):
-        for group, usual in ((own_parameters(module), PARAMETER), (own_buffers(module), BUFFER)):
-            for name, tensor in group.items():
+    for prefix, module, parameters, buffers in module_tables(root):
+        modules[prefix] = module
+        hidden = non_persistent_buffers(module) if buffers else ()
+        for usual, table in ((PARAMETER, parameters), (BUFFER, buffers)):
+            for name, tensor in table.items():
+                full_name = prefix + name
                 if tensor is None:
-                    empty.add(prefix + name)
+                    empty.add(full_name)
                     if name in module.__dict__.get(LAZY, ()):
-                        lazy.add(prefix + name)
+                        lazy.add(full_name)
                     continue
-                kind = HIDDEN if usual is BUFFER and name in non_persistent_buffers(module) else usual
+                kind = usual
+                if usual is BUFFER and name in hidden:
+                    kind = HIDDEN
+                    left_out.add(full_name)
+                ids[full_name] = id(tensor)
                 known = found.get(id(tensor))
                 if known is None:
-                    found[id(tensor)] = Slot((prefix + name,), kind, tensor)
+                    found[id(tensor)] = Slot((full_name,), kind, tensor)
                 else:
                     strictest = min(known.kind, kind, key=_STRICTEST.index)
-                    found[id(tensor)] = Slot((*known.names, prefix + name), strictest, tensor)
+                    found[id(tensor)] = Slot((*known.names, full_name), strictest, tensor)
         if type(module).set_extra_state is not nn.Module.set_extra_state:
             extra.append(prefix + EXTRA_STATE)
-    tensors = tuple(found.values())
-    by_name = {name: slot for slot in tensors for name in slot.names}
-    return Slots(tensors, by_name, frozenset(empty), frozenset(lazy), tuple(extra))
+    by_name = {name: found[key] for name, key in ids.items()}
+    return Slots(
+        tuple(found.values()), by_name, frozenset(left_out), frozenset(empty), frozenset(lazy), tuple(extra), modules
+    )
 
 
 class SlotSignature(NamedTuple):
@@ -122,34 +130,6 @@ def signatures(slots: Slots) -> dict[str, SlotSignature]:
             *(names, kind, type(tensor), shape, stride, tensor.dtype, tensor.device, memory, is_inference)
         )
     return found
-
-
-def _modules_of(module: nn.Module, prefix: str) -> Iterator[tuple[str, nn.Module]]:
-    """Yields every module under each of its names, with the prefix of the names of its tensors."""
-    stack = [(prefix, module)]
-    while stack:
-        prefix, module = stack.pop()
-        yield prefix, module
-        if modules := own_modules(module):
-            children = [(f"{prefix}{name}.", child) for name, child in modules.items() if child is not None]
-            stack.extend(reversed(children))
-
-
-def named_modules_of(root: nn.Module) -> dict[str, nn.Module]:
-    """Returns the modules by all of their paths."""
-    return {prefix.removesuffix("."): module for prefix, module in _modules_of(root, "")}
-
-
-def modules_of(root: nn.Module) -> list[nn.Module]:
-    """Returns every module once."""
-    found: dict[int, nn.Module] = {}
-    stack: list[nn.Module | None] = [root]
-    while stack:
-        module = stack.pop()
-        if module is not None and id(module) not in found:
-            found[id(module)] = module
-            stack.extend(own_modules(module).values())
-    return list(found.values())
 
 
 class Addresses:

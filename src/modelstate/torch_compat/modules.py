@@ -1,0 +1,277 @@
+"""Modules of torch from the inside: their tables of tensors and submodules, and the hooks of their state dicts."""
+
+import copy
+import threading
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from modelstate.process import fork_safe_lock
+from modelstate.torch_compat.private import stock_apply
+
+
+def own_parameters(module: torch.nn.Module) -> dict[str, torch.nn.Parameter | None]:
+    """The module's own dict of its parameters, without those of its submodules; None is a parameter without a value."""
+    return module._parameters
+
+
+def own_buffers(module: torch.nn.Module) -> dict[str, torch.Tensor | None]:
+    """The module's own dict of its buffers, without those of its submodules; None is a buffer without a value."""
+    return module._buffers
+
+
+def own_modules(module: torch.nn.Module) -> dict[str, torch.nn.Module | None]:
+    """The module's own dict of its direct submodules; None is a submodule that was assigned None."""
+    return module._modules
+
+
+def non_persistent_buffers(module: torch.nn.Module) -> set[str]:
+    """The names of the module's own buffers that its state dict leaves out."""
+    return module._non_persistent_buffers_set
+
+
+class ModuleTables(NamedTuple):
+    """A module under one of its names, and its own tensors. None is a tensor without a value."""
+
+    prefix: str
+    """The prefix of the names of its tensors: "encoder.0."; empty for the root."""
+    module: torch.nn.Module
+    parameters: Mapping[str, torch.nn.Parameter | None]
+    buffers: Mapping[str, torch.Tensor | None]
+
+
+def module_tables(root: torch.nn.Module) -> list[ModuleTables]:
+    """Returns every module under each of its names, in the order of `state_dict`."""
+    found: list[ModuleTables] = []
+    stack = [("", root)]
+    while stack:
+        prefix, module = stack.pop()
+        found.append(ModuleTables(prefix, module, module._parameters, module._buffers))
+        if modules := module._modules:
+            children = [(f"{prefix}{name}.", child) for name, child in modules.items() if child is not None]
+            stack.extend(reversed(children))
+    return found
+
+
+def modules_of(root: torch.nn.Module) -> list[torch.nn.Module]:
+    """Returns every module once."""
+    found: dict[int, torch.nn.Module] = {}
+    stack: list[torch.nn.Module | None] = [root]
+    while stack:
+        module = stack.pop()
+        if module is not None and id(module) not in found:
+            found[id(module)] = module
+            stack.extend(module._modules.values())
+    return list(found.values())
+
+
+def named_modules_of(root: torch.nn.Module) -> dict[str, torch.nn.Module]:
+    """Returns the modules by all of their paths."""
+    return {tables.prefix.removesuffix("."): tables.module for tables in module_tables(root)}
+
+
+def tensors_of(modules: Iterable[torch.nn.Module]) -> list[torch.Tensor]:
+    """Returns the modules' own parameters and buffers; a tensor appears once for each of its names."""
+    return [
+        tensor
+        for module in modules
+        for tensor in (*module._parameters.values(), *module._buffers.values())
+        if tensor is not None
+    ]
+
+
+def have_plain_names(modules: Iterable[torch.nn.Module]) -> bool:
+    """Whether no tensor and no submodule has a name with a dot."""
+    return not any(
+        "." in name
+        for module in modules
+        for table in (module._parameters, module._buffers, module._modules)
+        for name in table.keys()  # noqa: SIM118  (TorchScript's)
+    )
+
+
+def have_load_hooks(modules: Iterable[torch.nn.Module]) -> bool:
+    """Whether a module has pre-hooks or post-hooks of `load_state_dict`."""
+    return any(module._load_state_dict_pre_hooks or module._load_state_dict_post_hooks for module in modules)
+
+
+def has_load_pre_hooks(module: torch.nn.Module) -> bool:
+    """Whether the module itself has pre-hooks of `load_state_dict`."""
+    return bool(module._load_state_dict_pre_hooks)
+
+
+def load_pre_hooks(module: torch.nn.Module) -> list[Callable[..., Any]]:
+    """The module's own pre-hooks of `load_state_dict`, in their order."""
+    return [*module._load_state_dict_pre_hooks.values()]
+
+
+def load_post_hooks(module: torch.nn.Module) -> list[Callable[..., Any]]:
+    """The module's own post-hooks of `load_state_dict`, in their order."""
+    return [*module._load_state_dict_post_hooks.values()]
+
+
+def load_from_state_dict(owner: Any) -> Callable[..., None]:
+    """The method `_load_from_state_dict` of a module, or of a `super()` of one."""
+    load: Callable[..., None] = owner._load_from_state_dict
+    return load
+
+
+IncompatibleKeys = torch.nn.modules.module._IncompatibleKeys
+"""What `torch.nn.Module.load_state_dict` returns."""
+
+
+def set_version_metadata(state_dict: dict[str, Any], versions: Mapping[str, Any]) -> None:
+    """Attaches the version metadata of modules to an `OrderedDict`, where `load_state_dict` looks for it."""
+    state_dict._metadata = versions  # type: ignore[attr-defined]
+
+
+def version_metadata(state_dict: object) -> Mapping[str, Any] | None:
+    """The version metadata of modules that `state_dict()` and `set_version_metadata` attach; None without it."""
+    versions = getattr(state_dict, "_metadata", None)
+    return versions if isinstance(versions, Mapping) else None
+
+
+def has_forward_hooks(module: torch.nn.Module) -> bool:
+    """Whether the module itself has hooks or pre-hooks of its forward pass."""
+    return bool(module._forward_hooks or module._forward_pre_hooks)
+
+
+def forward_pre_hooks(module: torch.nn.Module) -> list[Callable[..., Any]]:
+    """The module's own pre-hooks of its forward pass."""
+    return list(module._forward_pre_hooks.values())
+
+
+def has_custom_apply(module: torch.nn.Module) -> bool:
+    """Whether the class of a module, or the module itself, overrides `Module._apply`."""
+    return type(module)._apply not in (torch.nn.Module._apply, stock_apply) or "_apply" in module.__dict__
+
+
+def call_apply(module: torch.nn.Module, function: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    """Calls the module's own `_apply`."""
+    module._apply(function)  # type: ignore[no-untyped-call]
+
+
+def is_initialised(module: torch.nn.Module) -> bool:
+    """Whether `nn.Module.__init__` has been called for a module."""
+    return "_buffers" in vars(module)
+
+
+_TABLES = (
+    "_state_dict_hooks",
+    "_state_dict_pre_hooks",
+    "_load_state_dict_pre_hooks",
+    "_load_state_dict_post_hooks",
+)
+Hook = Callable[..., Any]
+
+
+@contextmanager
+def without_state_dict_hooks(module: nn.Module) -> Iterator[None]:
+    """Disables all state-dict hooks of a module and its submodules within a block.
+
+    These are the hooks that `state_dict` and `load_state_dict` call before and after their work. After the block, also
+    after an exception, every hook is at its place again, in the same order. Removing a handle within the block removes
+    its hook as usual; a hook that is registered within the block works at once, and stays. The hooks of a copy of the
+    module that is made within the block are enabled.
+
+    Blocks may be nested, and entered by several threads: a hook is enabled again when the last block that disabled it
+    ends. Hooks belong to the module and not to a thread, so another thread's `state_dict` runs without them as well.
+    Overrides of `_save_to_state_dict` and `_load_from_state_dict` are not hooks, and stay active.
+
+    Args:
+        module: The module.
+
+    Returns:
+        A context manager.
+
+    Raises:
+        Exception: Only exceptions of the block are passed on.
+
+    Example:
+        >>> with without_state_dict_hooks(module):
+        ...     state = module.state_dict()
+    """
+    block = _Block(threading.get_ident(), [])
+    try:
+        with _lock:
+            _blocks.append(block)
+            for table in _tables(module):
+                for key, hook in list(table.items()):
+                    disabled = hook if isinstance(hook, _DisabledHook) else _DisabledHook(hook)
+                    disabled.blocks += 1
+                    block.disabled.append((table, key, disabled))
+                    table[key] = disabled
+        yield
+    finally:
+        with _lock:
+            _enable(block)
+
+
+class _DisabledHook:
+    """Replaces a hook in its table, under the same id, and does nothing when it is called.
+
+    The table and its keys stay the same objects, since handles refer to them: a handle that is removed within the block
+    removes its hook for good, and a hook that is registered within the block comes after the others.
+    """
+
+    __slots__ = ("blocks", "hook")
+
+    def __init__(self, hook: Hook) -> None:
+        self.hook = hook
+        self.blocks = 0
+        """The number of blocks, in all threads, that disable the hook."""
+
+    def __call__(self, *args: object, **named: object) -> None:
+        pass
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Hook:
+        return copy.deepcopy(self.hook, memo)  # no block would enable the hook of a copy
+
+    def __copy__(self) -> Hook:
+        return self.hook
+
+    def __reduce__(self) -> tuple[Callable[[Hook], Hook], tuple[Hook]]:
+        return _identity, (self.hook,)
+
+
+def _identity(hook: Hook) -> Hook:
+    return hook
+
+
+class _Block(NamedTuple):
+    """A running block: its thread, and the hooks that it disables, with their tables and keys."""
+
+    thread: int
+    disabled: list[tuple[dict[int, Hook], int, _DisabledHook]]
+
+
+_blocks: list[_Block] = []
+
+
+def _enable(block: _Block) -> None:
+    _blocks[:] = [other for other in _blocks if other is not block]
+    for table, key, disabled in block.disabled:
+        disabled.blocks -= 1
+        present: object = table.get(key)
+        if not disabled.blocks and present is disabled:
+            table[key] = disabled.hook
+
+
+def _after_fork(thread: int) -> None:
+    """Ends the blocks of threads that do not exist in the child of a fork."""
+    for block in [block for block in _blocks if block.thread != thread]:
+        _enable(block)
+
+
+_lock = fork_safe_lock(_after_fork)
+
+
+def _tables(module: nn.Module) -> Iterator[dict[int, Hook]]:
+    for submodule in module.modules():
+        for name in _TABLES:
+            table = getattr(submodule, name, None)
+            if table:
+                yield table
