@@ -14,6 +14,7 @@ PAGE = (DOCS / "architecture.md").read_text()
 NAMED = sorted(set(re.findall(r"`([a-z_/]+\.py)(?:::([\w.]+))?`", PAGE)))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("file", "name"), NAMED)
 def test_what_is_named_is_there(file: str, name: str) -> None:
     path = next((root / file for root in (SOURCE, DOCS.parent) if (root / file).exists()), None)

@@ -75,6 +75,7 @@ def test_a_task_may_cancel_itself() -> None:
     assert task.result(SOON) is True
 
 
+@pytest.mark.slow
 def test_what_a_finished_task_refers_to_is_freed() -> None:
     class Held:
         pass
@@ -131,6 +132,7 @@ def test_a_forked_child_has_no_result() -> None:
     assert task.result(SOON)
 
 
+@pytest.mark.slow
 def test_the_end_of_a_program() -> None:
     """It waits for one kind, cancels the others, the last kind when the threads have ended, and prints an error."""
     code = """

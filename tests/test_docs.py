@@ -43,11 +43,13 @@ def run_in_order(folder: Path, code: list[str]) -> None:
     assert done.returncode == 0, done.stderr
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("path", WITH_CODE, ids=lambda path: path.name)
 def test_python_blocks_run_in_their_order(path: Path, tmp_path: Path) -> None:
     run_in_order(tmp_path, [block for block in blocks(path, "python") if COMPILED not in block])
 
 
+@pytest.mark.slow
 def test_python_blocks_that_compile_run_as_well(tmp_path: Path) -> None:
     needs_a_compiler()
     pages = [path for path in WITH_CODE if any(COMPILED in block for block in blocks(path, "python"))]
@@ -55,6 +57,7 @@ def test_python_blocks_that_compile_run_as_well(tmp_path: Path) -> None:
     run_in_order(tmp_path, blocks(pages[0], "python"))
 
 
+@pytest.mark.slow
 def test_the_quick_start_can_be_pasted_into_an_interpreter(tmp_path: Path) -> None:
     code = "\n".join(blocks(ROOT / "README.md", "python"))
     done = run(tmp_path, sys.executable, "-q", "-i", given=code)
@@ -66,6 +69,7 @@ def test_the_quick_start_is_short() -> None:
     assert len(blocks(ROOT / "README.md", "python")[0].split("\n")) <= 20
 
 
+@pytest.mark.slow
 def test_the_commands_of_the_readme_run(tmp_path: Path) -> None:
     (tmp_path / "mypackage").mkdir()
     (tmp_path / "mypackage" / "models.py").write_text(MODULE)
@@ -88,6 +92,7 @@ def test_the_commands_of_the_readme_run(tmp_path: Path) -> None:
         assert done.stdout
 
 
+@pytest.mark.slow
 def test_the_commands_of_their_page_run(tmp_path: Path) -> None:
     page = ROOT / "docs" / "cli.md"
     run(tmp_path, sys.executable, "-c", "\n".join(blocks(page, "python")))

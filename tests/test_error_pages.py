@@ -68,6 +68,7 @@ def namespace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[
     torch.__future__.set_swap_module_params_on_conversion(False)
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
 @every_page
 def test_what_fails_fails_with_the_text_below_it_and_the_rest_runs(

@@ -85,6 +85,7 @@ def test_imports_follow_the_order(path: Path) -> None:
     assert not wrong
 
 
+@pytest.mark.slow
 def test_no_files_import_each_other_in_a_circle() -> None:
     imported = {dotted(path): {name for _, name in imports_of(path) if name[0] == "modelstate"} for path in FILES}
     left = dict(imported)
@@ -94,6 +95,7 @@ def test_no_files_import_each_other_in_a_circle() -> None:
     assert not left, sorted(".".join(name) for name in left)
 
 
+@pytest.mark.slow
 def test_exactly_one_file_imports_pickle() -> None:
     pickles = {"pickle", "_pickle", "cloudpickle", "dill", "pickletools"}
     found = [path.name for path in FILES if any(name[0] in pickles for _, name in imports_of(path))]
@@ -120,6 +122,7 @@ OPENS_BY_ITSELF = {
 """Files that open files in another way than by `modelstate.io.files.open_regular`, and which."""
 
 
+@pytest.mark.slow
 def test_files_are_opened_in_one_way() -> None:
     calls = {
         (path, node.func)
@@ -171,6 +174,7 @@ def fresh(code: str) -> dict[str, object]:
     return json.loads(done.stdout.splitlines()[-1])
 
 
+@pytest.mark.slow
 def test_an_import_pulls_in_nothing_of_the_library() -> None:
     found = fresh(
         "import json, sys, torch\n"
@@ -181,6 +185,7 @@ def test_an_import_pulls_in_nothing_of_the_library() -> None:
     assert found == ["modelstate", "modelstate.lazy", "modelstate.version"]
 
 
+@pytest.mark.slow
 def test_what_the_public_names_pull_in() -> None:
     found = fresh(
         "import json, sys, torch\n"
@@ -200,6 +205,7 @@ def test_what_the_public_names_pull_in() -> None:
     assert not [name for name in found if name.startswith(above)]
 
 
+@pytest.mark.slow
 def test_an_import_changes_nothing() -> None:
     code = """
 import json, os, threading, warnings

@@ -94,6 +94,7 @@ def test_a_first_demo_says_how_long_it_takes(checkout: Path) -> None:
     assert "two to three minutes in all" in said[0]
 
 
+@pytest.mark.slow
 def test_format_puts_code_in_order(checkout: Path) -> None:
     path = checkout / "tests" / "untidy.py"
     path.write_text("import sys\nimport os\nx = [os,\n  sys]")
@@ -104,6 +105,7 @@ def test_format_puts_code_in_order(checkout: Path) -> None:
         assert found.read_bytes() == (ROOT / found.relative_to(checkout)).read_bytes()
 
 
+@pytest.mark.slow
 def test_fast_tests_leave_out_the_slow_ones(checkout: Path) -> None:
     tests = checkout / "tests" / "test_of_this_test.py"
     tests.write_text("import pytest\ndef test_one(): pass\n@pytest.mark.slow\ndef test_other(): assert False\n")
@@ -159,6 +161,7 @@ def test_serve_answers_until_it_is_ended(checkout: Path) -> None:
     assert "Traceback" not in "".join(said)
 
 
+@pytest.mark.slow
 def test_the_documentation_is_built_without_a_warning(checkout: Path) -> None:
     if importlib.util.find_spec("mkdocs") is None:
         pytest.skip("mkdocs is not installed: run make setup")

@@ -130,6 +130,7 @@ def test_a_wrong_model_for_a_real_checkpoint(real_file: RealFile) -> None:
     assert_same_state(model, before)
 
 
+@pytest.mark.slow
 def test_minilm_into_a_bert(real_file: RealFile) -> None:
     transformers = pytest.importorskip("transformers")
     path = real_file("minilm")

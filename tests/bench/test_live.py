@@ -10,6 +10,7 @@ from bench.sizes import QUICK, Sizes
 from tests.serve.packages import needs_a_compiler
 
 
+@pytest.mark.slow
 def test_the_readers_see_what_is_torn() -> None:
     for _ in range(5):  # which requests tear is up to the scheduler
         seen, swaps = torture.torture("load_state_dict, in place", 0.5)
@@ -21,6 +22,7 @@ def test_the_readers_see_what_is_torn() -> None:
     assert seen.torn
 
 
+@pytest.mark.slow
 def test_packages_are_swapped_in_every_way() -> None:
     needs_a_compiler()
     for way in (name for name in torture.WAYS if "aoti" in name or "AOTInductor" in name):
@@ -47,6 +49,7 @@ def test_the_readers_see_errors_and_versions_that_are_not_named() -> None:
     assert torture.read(request, Ended()) == (5, 0, 1, 1, 1)  # type: ignore[arg-type]
 
 
+@pytest.mark.slow
 def test_the_tables(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
     few = ["modelstate.Live, eager", "load_state_dict, in place"]
     monkeypatch.setattr(torture, "WAYS", {name: torture.WAYS[name] for name in few})

@@ -79,6 +79,7 @@ def test_a_program_that_fails(tmp_path: Path, code: str) -> None:
         run([program(tmp_path, code)])
 
 
+@pytest.mark.slow
 def test_a_program_that_hangs(tmp_path: Path) -> None:
     with pytest.raises(MeasurementError, match="too long"):
         run([program(tmp_path, "stages = Stages()\ntime.sleep(60)\n")], timeout_seconds=4)

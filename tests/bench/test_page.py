@@ -31,6 +31,7 @@ def table_of(key: str, rows: Mapping[str, dict[str, Stage]], form: str = "load")
     return Measured(key, f"Title of {key}", "Words.", form, {"": {name: [run] for name, run in rows.items()}}, 1)
 
 
+@pytest.mark.slow
 def test_a_run_prints_ratios_and_leaves_nothing_behind(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     once, twice, keep = tmp_path / "once", tmp_path / "twice", tmp_path / "kept"
     for folder in (once, twice, tmp_path / "files"):
@@ -54,6 +55,7 @@ def test_a_page_of_nothing_is_not_written(tmp_path: Path) -> None:
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.slow
 def test_conversions_are_measured(tmp_path: Path) -> None:
     for found in Others(Runner(tmp_path, 1, quick=True)).convert():
         assert set(found.rows) == set(CONVERT)  # all of them: what builds the model does not get in their way
@@ -61,6 +63,7 @@ def test_conversions_are_measured(tmp_path: Path) -> None:
         assert found.runs == 1
 
 
+@pytest.mark.slow
 def test_a_load_is_measured_in_fresh_processes(tmp_path: Path) -> None:
     ours, theirs = "modelstate.load", "safetensors load_file + assign"
     section = Load("tiny", "Of {count} tensors, {size}", "meta", {"": "tiny"}, only=(ours, theirs), cold=True)

@@ -12,6 +12,7 @@ def test_the_page_has_every_pair() -> None:
     assert len(PAIRS) >= 12
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("at", "what"), list(enumerate(PAIRS)), ids=[" to ".join(what) for what in PAIRS])
 def test_the_page_shows_what_is_seen(at: int, what: tuple[str, str]) -> None:
     version = torch.__version__.partition("+")[0]

@@ -404,6 +404,7 @@ print(peak["RssAnon"] - before["RssAnon"], peak["RssFile"] - before["RssFile"], 
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", ["ms.merge.Average()", "ms.merge.LoRA(alpha=4)"])
 def test_one_tensor_at_a_time_is_in_memory(how: str, tmp_path: Path) -> None:
     if not Path("/proc/self/status").exists():

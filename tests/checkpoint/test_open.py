@@ -416,6 +416,7 @@ def as_nobody(*paths: Path) -> list[str]:
     return subprocess.run(command, capture_output=True, text=True, check=True).stdout.split("\0")[:-1]
 
 
+@pytest.mark.slow
 def test_no_permission(public: Path) -> None:
     (public / "closed").mkdir()
     save_file(STATE, public / "x.safetensors")
@@ -465,6 +466,7 @@ def test_an_error_of_the_system(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
 WHOLE = save(STATE, metadata={"format": "pt"})
 
 
+@pytest.mark.slow
 @settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
 def test_damaged_safetensors(data: st.DataObject, tmp_path: Path) -> None:
@@ -492,6 +494,7 @@ def test_damaged_safetensors(data: st.DataObject, tmp_path: Path) -> None:
     assert len(different) <= (2 if how == "zero" else 1)
 
 
+@pytest.mark.slow
 @settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(content=st.binary(max_size=300), suffix=st.sampled_from(["", ".pt", ".safetensors", ".index.json"]))
 def test_any_bytes(content: bytes, suffix: str, tmp_path: Path) -> None:

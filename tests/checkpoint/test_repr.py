@@ -30,6 +30,7 @@ def results(directory: Path) -> dict[str, Any]:
     }
 
 
+@pytest.mark.slow
 def test_it_is_one_short_line_that_says_the_most(tmp_path: Path) -> None:
     for part, result in results(tmp_path).items():
         assert part in repr(result)

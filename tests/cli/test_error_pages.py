@@ -82,6 +82,7 @@ def test_links_to_other_pages_are_their_names() -> None:
     assert "see other-names" in pages()["unexpected-keys"].text
 
 
+@pytest.mark.slow
 def test_a_wheel_has_them(tmp_path: Path) -> None:
     """A wheel is laid out by hand as the project's settings say, and asked from outside the checkout."""
     settings = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["hatch"]["build"]["targets"]

@@ -206,6 +206,7 @@ def command() -> Iterator[Callable[..., Command]]:
             one.process.communicate()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_it_follows_until_a_signal(
     app: App, store: ms.Store, command: Callable[..., Command], number: signal.Signals
@@ -231,6 +232,7 @@ def test_it_follows_until_a_signal(
     assert "Traceback" not in err
 
 
+@pytest.mark.slow
 def test_an_app_that_goes_and_comes_back(
     store: ms.Store, tmp_path: Path, command: Callable[..., Command], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -244,6 +246,7 @@ def test_an_app_that_goes_and_comes_back(
     assert err.count("error: ") == 1
 
 
+@pytest.mark.slow
 def test_an_app_that_does_not_take_the_token_ends_it(
     app: App, store: ms.Store, command: Callable[..., Command], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -255,6 +258,7 @@ def test_an_app_that_does_not_take_the_token_ends_it(
     assert "another-token" not in err
 
 
+@pytest.mark.slow
 def test_a_signal_while_the_app_is_at_a_swap(
     app: App, store: ms.Store, command: Callable[..., Command], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -277,6 +281,7 @@ def test_a_signal_while_the_app_is_at_a_swap(
     assert (code, err) == (0, "ended: SIGTERM was received\n")
 
 
+@pytest.mark.slow
 def test_a_store_that_comes_later(app: App, tmp_path: Path, command: Callable[..., Command]) -> None:
     process = command(str(tmp_path / "later"), app.url)
     assert process.process.stderr is not None

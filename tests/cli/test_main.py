@@ -339,6 +339,7 @@ class TestUsage:
         assert run("--version").stdout.startswith("modelstate 0.")
 
 
+@pytest.mark.slow
 def test_in_a_pipe_that_closes_early(project: Path) -> None:
     save_file({f"a.{i}.{i}": torch.zeros(i + 1) for i in range(3000)}, project / "many.safetensors")
     command = f"{sys.executable} -m modelstate.cli inspect many.safetensors | head -n 3"
@@ -348,6 +349,7 @@ def test_in_a_pipe_that_closes_early(project: Path) -> None:
     assert "BrokenPipe" not in done.stderr
 
 
+@pytest.mark.slow
 def test_no_colours_and_no_wrapping_in_a_pipe(project: Path) -> None:
     name = "a_very_long_name" * 20
     save_file({name: torch.zeros(3), f"{name}.b.c": torch.zeros(3)}, project / "long.safetensors")
@@ -362,6 +364,7 @@ def test_no_colours_and_no_wrapping_in_a_pipe(project: Path) -> None:
     assert any(name in line and "float32" in line for line in done.stdout.splitlines())
 
 
+@pytest.mark.slow
 def test_the_installed_command(project: Path) -> None:
     command = Path(sys.executable).with_name("modelstate")
     done = subprocess.run([command, "inspect", "nothing.pt"], capture_output=True, text=True, check=False)

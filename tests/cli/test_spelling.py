@@ -186,6 +186,7 @@ def test_several_state_dicts() -> None:
     assert "--key KEY" in run("inspect", "two.pt", "--key", "modle").stderr
 
 
+@pytest.mark.slow
 def test_a_class_that_has_to_be_allowed(project: Path) -> None:
     module = os.environ["FACTORIES"]
     code = f"""

@@ -141,6 +141,7 @@ def tree_of(keys: list[Any], container: str) -> Any:
     return {f"${container}": trees if "set" in container else [[tree, 1] for tree in trees]}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("kind", "container"), [*((kind, "set") for kind in KEYS), *(("ints", c) for c in CONTAINERS)])
 def test_keys_of_one_hash(kind: str, container: str) -> None:
     few = KEYS[kind](45)

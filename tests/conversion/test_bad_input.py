@@ -227,6 +227,7 @@ def test_an_optimizer_of_another_model() -> None:
 # What is in the way.
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("to", [{"dtype": torch.float64}, {"device": "meta"}, {"fn": torch.Tensor.double}], ids=str)
 def test_a_graph_that_waits_for_backward(to: dict[str, Any]) -> None:
     """It names the result that holds the graph, and where it is; after backward there is nothing in the way."""
@@ -241,6 +242,7 @@ def test_a_graph_that_waits_for_backward(to: dict[str, Any]) -> None:
     ms.convert(model, optimizers=[optimizer], **to)
 
 
+@pytest.mark.slow
 def test_a_graph_in_a_list() -> None:
     model, _ = trained()
     costs = [model(torch.randn(4, 2)).sum()]
@@ -250,6 +252,7 @@ def test_a_graph_in_a_list() -> None:
     ms.convert(model, torch.float64)
 
 
+@pytest.mark.slow
 def test_a_graph_of_one_tensor_stops_the_others_too() -> None:
     model, optimizer = trained()
     product = model[3].weight * 2
@@ -260,6 +263,7 @@ def test_a_graph_of_one_tensor_stops_the_others_too() -> None:
     assert product.shape == (2, 2)
 
 
+@pytest.mark.slow
 def test_an_error_that_is_kept_is_not_in_the_way() -> None:
     """As an interactive session keeps the last one: what it tells to drop is not held by the error itself."""
     model, _ = trained()
@@ -271,6 +275,7 @@ def test_an_error_that_is_kept_is_not_in_the_way() -> None:
     assert "drop" in caught.value.remedy
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("to", [{"device": "cpu"}, {"dtype": torch.float64, "device": "cpu"}], ids=str)
 def test_meta_without_empty(to: dict[str, Any]) -> None:
     """The last tensor is on meta, and the ones before it stay what they were."""
@@ -286,6 +291,7 @@ def test_meta_without_empty(to: dict[str, Any]) -> None:
 # Memory.
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("to", [{"dtype": torch.float64}, {"fn": lambda tensor: tensor.double()}], ids=["dtype", "fn"])
 def test_a_budget_that_is_too_small(to: dict[str, Any]) -> None:
     model, optimizer = trained()

@@ -469,6 +469,7 @@ print(peak - before)
 HALF_GB = 1 << 29
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("options", "most_bytes"),
     [

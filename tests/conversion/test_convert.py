@@ -66,6 +66,7 @@ def test_memory_formats_stay() -> None:
     assert module.weight.is_contiguous(memory_format=torch.channels_last)
 
 
+@pytest.mark.slow
 def test_common_memory_stays_common() -> None:
     module = nn.Module()
     module.a = module.b = nn.Parameter(torch.randn(4))
@@ -115,6 +116,7 @@ def test_functions_of_a_tensor(fn: Any) -> None:
     assert module.weight.dtype is torch.float64
 
 
+@pytest.mark.slow
 def test_weights_become_a_subclass_under_their_identity() -> None:
     quantized = quantized_class()
     module = nn.Linear(3, 5)
@@ -180,6 +182,7 @@ def test_complex_numbers_take_complex_dtypes_only() -> None:
     assert (module.z.dtype, module.f.dtype) == (torch.complex128, torch.complex128)
 
 
+@pytest.mark.slow
 def test_meta_gets_memory_only_when_asked() -> None:
     with torch.device("meta"):
         module = network()
@@ -233,6 +236,7 @@ def test_the_report_tells_everything() -> None:
     assert '"action": "converted to bfloat16 on device cpu"' in report.to_json()
 
 
+@pytest.mark.slow
 def test_a_report_keeps_no_tensor_alive() -> None:
     module = network()
     weak = weakref.ref(module[0].weight)
@@ -275,6 +279,7 @@ print(grown, report.peak_memory_bytes)
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="ru_maxrss is in kilobytes on Linux only")
 def test_the_old_memory_goes_as_the_new_comes() -> None:
     """400 MB of float32 become bfloat16 with one tensor of 8 MB on top, where two phases would need 200."""
@@ -343,6 +348,7 @@ def test_a_gradient_of_another_layout_is_dropped_and_noted() -> None:
     assert any("gradient is dropped" in note for note in report.notes)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fn", [lambda t: torch.zeros(1).expand(t.shape), lambda t: torch.zeros(1000)[:4].view(2, 2)])
 def test_what_a_function_returns_becomes_memory_of_its_own(fn: Any) -> None:
     module = nn.Linear(2, 2, bias=False)

@@ -28,6 +28,7 @@ class Biased(nn.Module):
 MODULES: dict[str, tuple[Any, int]] = {"an addition": (Biased, 1), "bilinear": (lambda: nn.Bilinear(2, 2, 2), 2)}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", MODULES)
 def test_a_graph_that_is_used_up_behind_nodes_that_save_nothing(case: str) -> None:
     make, inputs = MODULES[case]
@@ -125,6 +126,7 @@ def test_one_search_of_all_objects_for_a_conversion(monkeypatch: pytest.MonkeyPa
     assert searches == (["get_objects"] if held else [])
 
 
+@pytest.mark.slow
 def test_nodes_of_autograd_that_are_held() -> None:
     """Of a graph that is used up, too; the search for them is one for all."""
     module = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))

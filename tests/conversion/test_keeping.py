@@ -97,6 +97,7 @@ def test_an_error_half_way_changes_nothing() -> None:
     assert whole(module) == before
 
 
+@pytest.mark.slow
 def test_a_graph_that_waits_is_found() -> None:
     module = network()
     loss = module(torch.randn(4, 3)).pow(2).sum()

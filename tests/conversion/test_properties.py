@@ -218,6 +218,7 @@ def to_double(tensor: torch.Tensor) -> torch.Tensor:
 # There and back.
 
 
+@pytest.mark.slow
 @given(specs)
 @settings(max_examples=60, deadline=None)
 def test_there_and_back(spec: Spec) -> None:
@@ -255,6 +256,7 @@ def test_there_and_back(spec: Spec) -> None:
     assert who == tree.identity()
 
 
+@pytest.mark.slow
 @given(specs)
 @settings(max_examples=20, deadline=None)
 def test_what_has_the_dtype_is_left_alone(spec: Spec) -> None:
@@ -268,6 +270,7 @@ def test_what_has_the_dtype_is_left_alone(spec: Spec) -> None:
         assert tree.everything() == before
 
 
+@pytest.mark.slow
 @given(specs)
 @settings(max_examples=20, deadline=None)
 def test_hooks_are_called_afterwards(spec: Spec) -> None:
@@ -287,6 +290,7 @@ def test_hooks_are_called_afterwards(spec: Spec) -> None:
     assert tree.called == expected
 
 
+@pytest.mark.slow
 @given(specs)
 @settings(max_examples=30, deadline=None)
 def test_as_torch_converts_it(spec: Spec) -> None:
@@ -303,6 +307,7 @@ def test_as_torch_converts_it(spec: Spec) -> None:
         torch.testing.assert_close(*inner, rtol=0, atol=0, equal_nan=True)
 
 
+@pytest.mark.slow
 @given(specs)
 @settings(max_examples=20, deadline=None)
 def test_memory_that_is_shown_twice_is_written_once(spec: Spec) -> None:
@@ -326,6 +331,7 @@ def test_memory_that_is_shown_twice_is_written_once(spec: Spec) -> None:
     assert seen(tree) == expected
 
 
+@pytest.mark.slow
 @given(specs, st.data())
 @settings(max_examples=20, deadline=None)
 def test_the_budget_is_the_peak(spec: Spec, data: st.DataObject) -> None:
@@ -362,6 +368,7 @@ def failing(
         yield calls
 
 
+@pytest.mark.slow
 @given(specs)
 @settings(max_examples=25, deadline=None)
 def test_a_function_that_raises_on_each_of_its_calls_in_turn(spec: Spec) -> None:
@@ -396,6 +403,7 @@ TARGETS: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt], ids=lambda e: e.__name__)
 @pytest.mark.parametrize(("where", "name"), PARTS, ids=[name for _, name in PARTS])
 @pytest.mark.parametrize("to", TARGETS)
@@ -415,6 +423,7 @@ def test_a_commit_that_fails_at_each_step(
     tree.convert(**TARGETS[to])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["COO", "CSR", "wrapper"])
 def test_a_gradient_that_cannot_follow(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """It comes after its tensor has been swapped, which is undone."""
@@ -441,6 +450,7 @@ class Uncastable(torch.Tensor):
             return func(*args, **(kwargs or {}))
 
 
+@pytest.mark.slow
 def test_a_gradient_that_cannot_be_converted() -> None:
     """A gradient can be of any class, whatever its parameter is."""
     module = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
@@ -479,6 +489,7 @@ def test_a_sparse_gradient_that_torch_cannot_swap() -> None:
     assert not weak.expired()
 
 
+@pytest.mark.slow
 @given(specs, st.sampled_from(["swap_impl", "exchange"]))
 @settings(max_examples=20, deadline=None)
 def test_any_tree_after_a_swap_that_fails(spec: Spec, name: str) -> None:
@@ -494,6 +505,7 @@ def test_any_tree_after_a_swap_that_fails(spec: Spec, name: str) -> None:
             assert who == tree.identity()
 
 
+@pytest.mark.slow
 def test_state_of_an_optimizer_that_cannot_follow(monkeypatch: pytest.MonkeyPatch) -> None:
     """It is made before the first tensor is put in its place."""
     tree = Tree(FULL)
@@ -504,6 +516,7 @@ def test_state_of_an_optimizer_that_cannot_follow(monkeypatch: pytest.MonkeyPatc
         assert tree.everything() == before
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("recurrent", [False, True], ids=["torch's _apply", "an _apply of its own"])
 @pytest.mark.parametrize("way", ["dtype", "function"])
 def test_an_interrupt_anywhere(way: str, recurrent: bool) -> None:

@@ -73,6 +73,7 @@ CASES = (
 )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("case", CASES)
 def test_a_result_of_another_class(case: str, way: str) -> None:
@@ -108,6 +109,7 @@ dist.destroy_process_group()
 """
 
 
+@pytest.mark.slow
 def test_a_parameter_cannot_become_a_dtensor() -> None:
     """Python cannot assign that class to the object of a parameter: its objects have another layout."""
     done = subprocess.run([sys.executable, "-W", "ignore", "-c", DTENSOR], capture_output=True, text=True, timeout=300)

@@ -175,6 +175,7 @@ def test_a_conversion_to_what_it_is_changes_nothing(variant: str, to: dict[str, 
     same_bits(one.train(), other)
 
 
+@pytest.mark.slow
 @every_optimizer
 def test_there_and_back_without_loss(variant: str) -> None:
     """Every float32 is a float64, so training never knows."""
@@ -197,6 +198,7 @@ def test_there_and_back_with_loss(variant: str) -> None:
     close(one.train(), other.train())
 
 
+@pytest.mark.slow
 @every_optimizer
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=["float64", "bfloat16"])
 def test_what_follows_and_what_stays(variant: str, dtype: torch.dtype) -> None:

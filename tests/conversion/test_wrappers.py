@@ -31,6 +31,7 @@ def group(tmp_path: Path) -> Iterator[None]:
     dist.destroy_process_group()
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("group")
 @pytest.mark.parametrize("inside", [False, True])
 def test_distributed_data_parallel_is_refused(inside: bool) -> None:
@@ -67,6 +68,7 @@ def sharded() -> Any:
     return module
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("group")
 @pytest.mark.parametrize("way", ["convert", "to"])
 def test_fully_sharded_modules_before_their_first_forward(way: str) -> None:
@@ -99,6 +101,7 @@ def test_fully_sharded_modules_in_use_are_refused() -> None:
     assert torch.equal(module(x), result)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("way", ["torch.compile(m)", "m.compile()"])
 @pytest.mark.parametrize("fn", [None, lambda t: t.double()])
 def test_compiled_modules(way: str, fn: Any) -> None:
@@ -207,6 +210,7 @@ def test_lazy_modules() -> None:
     assert module[0].weight is weight
 
 
+@pytest.mark.slow
 def test_script_modules() -> None:
     module: Any = torch.jit.script(nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2)))
     ms.convert(module, torch.float64)

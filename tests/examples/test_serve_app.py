@@ -141,6 +141,7 @@ def test_requests_beyond_those_that_may_wait_are_refused(slow: Slow, served: InT
     client.close()
 
 
+@pytest.mark.slow
 def test_requests_that_are_under_way_are_answered_before_the_end(slow: Slow, served: InThread) -> None:
     request = Later(served.port, lambda client: client.embed(["a"]))
     swap = Later(served.port, lambda client: client.swap("weights.safetensors")["version"])
@@ -195,6 +196,7 @@ def test_no_answer_quotes_a_file(
 OPEN_ERRORS = [kind.__name__ for kind in vars(ms.errors).values() if isinstance(kind, type)]
 
 
+@pytest.mark.slow
 def test_slow_clients_do_not_keep_others_out(slow: Slow, served: InThread) -> None:
     slow.go.set()
     beginnings = (b"", b"P", b"POST /embed HTTP/1.1\r\nHost: a\r\nX-A: b", SLOW_BODY)
@@ -220,6 +222,7 @@ def test_slow_clients_do_not_keep_others_out(slow: Slow, served: InThread) -> No
 SLOW_BODY = b"POST /embed HTTP/1.1\r\nHost: a\r\nContent-Length: 100\r\n\r\n{"
 
 
+@pytest.mark.slow
 def test_a_client_that_does_not_read_is_closed(slow: Slow, served: InThread) -> None:
     request = b"GET /metrics HTTP/1.1\r\nHost: a\r\n\r\n"
     with socket.create_connection(("127.0.0.1", served.port)) as one:
@@ -259,6 +262,7 @@ def tree(tmp_path_factory: pytest.TempPathFactory) -> Path:
 PARTS = ("", ".", "..", "a", "b", "w", "up", "far", "near", "far_w", "loop", "gone", "top", "in", "out", "inside")
 
 
+@pytest.mark.slow
 @settings(max_examples=300, deadline=None)
 @given(parts=st.lists(st.sampled_from(PARTS), min_size=1, max_size=8), absolute=st.booleans())
 @example(parts=["a", "b"], absolute=False)

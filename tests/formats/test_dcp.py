@@ -661,6 +661,7 @@ def small(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return directory
 
 
+@pytest.mark.slow
 @settings(max_examples=150, deadline=None)
 @given(at=st.floats(0, 1, exclude_max=True), bit=st.integers(0, 7), cut=st.booleans())
 def test_damaged_metadata_at_random(small: Path, at: float, bit: int, cut: bool) -> None:
@@ -680,6 +681,7 @@ def test_damaged_metadata_at_random(small: Path, at: float, bit: int, cut: bool)
         path.write_bytes(whole)
 
 
+@pytest.mark.slow
 @settings(max_examples=150, deadline=None)
 @given(at=st.floats(0, 1, exclude_max=True), bit=st.integers(0, 7), cut=st.booleans())
 def test_damaged_tensors_at_random(small: Path, at: float, bit: int, cut: bool) -> None:

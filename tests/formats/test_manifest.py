@@ -140,6 +140,7 @@ _MANIFESTS = st.fixed_dictionaries(
 )
 
 
+@pytest.mark.slow
 @settings(max_examples=300, deadline=None, suppress_health_check=list(HealthCheck))
 @given(_MANIFESTS)
 def test_any_manifest_gives_a_checkpoint_or_an_error(path: Path, manifest: dict[str, Any]) -> None:

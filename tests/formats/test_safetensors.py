@@ -376,6 +376,7 @@ def in_order(tree: dict[str, StoredTensor]) -> list[torch.Tensor]:
     return [value(stored) for stored in tree.values()]
 
 
+@pytest.mark.slow
 @settings(max_examples=400, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(position=st.integers(0, len(WHOLE) - 1), bit=st.integers(0, 7))
 @example(position=0, bit=3)
@@ -408,6 +409,7 @@ def test_a_flipped_bit(position: int, bit: int, tmp_path: Path) -> None:
         assert place.start <= position < place.start + place.nbytes
 
 
+@pytest.mark.slow
 @settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
 def test_a_changed_header(data: st.DataObject, tmp_path: Path) -> None:
@@ -427,6 +429,7 @@ def test_a_changed_header(data: st.DataObject, tmp_path: Path) -> None:
     assert_agrees(path)
 
 
+@pytest.mark.slow
 @settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     content=st.binary(max_size=200).map(lambda rest: struct.pack("<Q", len(rest) // 2) + rest) | st.binary(max_size=60)
@@ -492,6 +495,7 @@ HOSTILE = {
 }
 
 
+@pytest.mark.slow
 def test_a_hostile_header_costs_little_more_than_its_bytes(tmp_path: Path) -> None:
     paths = []
     for name, (begin, middle, end, _) in HOSTILE.items():
@@ -505,6 +509,7 @@ def test_a_hostile_header_costs_little_more_than_its_bytes(tmp_path: Path) -> No
         assert memory_mb < 400, name
 
 
+@pytest.mark.slow
 def test_opening_reads_and_allocates_no_more_than_the_header(tmp_path: Path) -> None:
     paths = [tmp_path / "announced.safetensors", tmp_path / "small.safetensors", tmp_path / "large.safetensors"]
     paths[0].write_bytes(safetensors_bytes(b"{}", length=99_999_999))

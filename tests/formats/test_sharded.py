@@ -407,6 +407,7 @@ def right_or_refused(index: Path) -> None:
     assert all(same(value(tree[name]), STATE[name]) for name in STATE)
 
 
+@pytest.mark.slow
 @settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
 def test_a_damaged_index(data: st.DataObject, shards: Path) -> None:

@@ -103,6 +103,7 @@ def test_a_storage_alone(tmp_path: Path) -> None:
     assert found[0].tolist() == torch.arange(3).view(torch.uint8).tolist()
 
 
+@pytest.mark.slow
 def test_pickles_beyond_the_first_megabyte(tmp_path: Path) -> None:
     value = {f"a{i}": torch.full((1,), i) for i in range(8000)} | {"text": "x" * 3_000_000}
     path = old(tmp_path / "x.pt", value)
@@ -231,6 +232,7 @@ def sample(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, bytes]:
     return path, Path(old(path, value)).read_bytes()
 
 
+@pytest.mark.slow
 @settings(max_examples=400, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
 def test_flipped_bits(sample: tuple[Path, bytes], data: st.DataObject) -> None:
@@ -247,6 +249,7 @@ def test_flipped_bits(sample: tuple[Path, bytes], data: st.DataObject) -> None:
         return
 
 
+@pytest.mark.slow
 def test_changed_bytes(sample: tuple[Path, bytes]) -> None:
     path, true = sample
     refused = 0

@@ -410,6 +410,7 @@ def sample(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, bytes, Any, 
     return path.with_name("damaged.pt"), path.read_bytes(), torch.load(path), regions
 
 
+@pytest.mark.slow
 @settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
 def test_flipped_bits(sample: tuple[Path, bytes, Any, list[range]], data: st.DataObject) -> None:
@@ -427,6 +428,7 @@ def test_flipped_bits(sample: tuple[Path, bytes, Any, list[range]], data: st.Dat
         assert_same(found, value)
 
 
+@pytest.mark.slow
 def test_bytes_flipped_outside_of_the_tensors(sample: tuple[Path, bytes, Any, list[range]]) -> None:
     path, true, value, regions = sample
     for at in range(0, len(true), 3):

@@ -77,6 +77,7 @@ def test_every_leaf_is_there_once(root: dict[Any, Any]) -> None:
     assert flat.containers == containers
 
 
+@pytest.mark.slow
 @given(roots)
 @settings(max_examples=200)
 def test_every_path_leads_to_its_node(root: dict[Any, Any]) -> None:

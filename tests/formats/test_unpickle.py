@@ -78,6 +78,7 @@ plain = st.recursive(
 )
 
 
+@pytest.mark.slow
 @settings(max_examples=200, deadline=None)
 @given(value=plain, protocol=st.integers(0, 5))
 def test_plain_values(value: Any, protocol: int) -> None:

@@ -103,6 +103,7 @@ HOSTILE = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("data", HOSTILE.values(), ids=HOSTILE.keys())
 def test_hostile_input(data: bytes) -> None:
     tracemalloc.start()
@@ -203,6 +204,7 @@ def damaged(sample: bytes, edits: list[tuple[int, int, int]]) -> bytes:
 edits = st.lists(st.tuples(st.integers(0, 3), st.integers(0, 5000), st.integers(0, 255)), min_size=1, max_size=6)
 
 
+@pytest.mark.slow
 @settings(max_examples=300)
 @given(edits=edits, skip=st.booleans())
 def test_any_damage_is_a_value_or_our_error(sample: bytes, edits: list[tuple[int, int, int]], skip: bool) -> None:
@@ -230,6 +232,7 @@ junk = st.lists(
 )
 
 
+@pytest.mark.slow
 @settings(max_examples=300)
 @given(pieces=junk)
 def test_random_opcodes_are_a_value_or_our_error(pieces: list[bytes]) -> None:
@@ -239,6 +242,7 @@ def test_random_opcodes_are_a_value_or_our_error(pieces: list[bytes]) -> None:
         return
 
 
+@pytest.mark.slow
 def test_hostile_input_in_little_memory(tmp_path: Path) -> None:
     """With 1 GB of memory and 20 seconds of time in all, in a process of its own."""
     (tmp_path / "hostile.bin").write_bytes(pickle.dumps(list(HOSTILE.values())))

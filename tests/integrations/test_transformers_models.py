@@ -447,6 +447,7 @@ def test_other_modules_have_no_such_rules() -> None:
         ms.load(namesake, {"beta": torch.zeros(2)})
 
 
+@pytest.mark.slow
 def test_other_modules_do_not_import_transformers() -> None:
     code = (
         "import sys, torch, modelstate as ms\n"

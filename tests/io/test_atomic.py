@@ -103,6 +103,7 @@ def test_a_file_system_without_rights(tmp_path: Path) -> None:
     assert (tmp_path / "x").read_bytes() == b"newer"
 
 
+@pytest.mark.slow
 def test_a_full_disk(tmp_path: Path) -> None:
     """A limit on the size of files stands for it: the kernel refuses in the middle of a write."""
     (tmp_path / "x.safetensors").write_bytes(OLD)
@@ -202,6 +203,7 @@ while True:
 """
 
 
+@pytest.mark.slow
 def test_a_kill_leaves_a_complete_version(tmp_path: Path) -> None:
     path = tmp_path / "x.safetensors"
     seen = set()

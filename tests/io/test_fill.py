@@ -84,6 +84,7 @@ ranges = st.lists(
 )
 
 
+@pytest.mark.slow
 @settings(max_examples=40)
 @given(gaps=ranges, begin=st.integers(0, PAGE))
 def test_every_byte_is_where_it_belongs(gaps: list[tuple[int, int, bool]], begin: int, path: Path) -> None:

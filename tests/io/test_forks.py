@@ -48,6 +48,7 @@ def use(path: Path) -> bool:
     return is_meta and bool(model.weight.eq(1).all()) and gc.isenabled()
 
 
+@pytest.mark.slow
 def test_children_that_are_forked_while_other_threads_work(tmp_path: Path) -> None:
     """Fifteen of them, at any moment; the interpreter changes threads as often as it can."""
     path, stop = saved(tmp_path / "model.safetensors", size=64), threading.Event()

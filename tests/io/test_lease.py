@@ -198,6 +198,7 @@ def test_forked_children_keep_their_values(generations: int, folder: Path) -> No
         os.close(descriptor)
 
 
+@pytest.mark.slow
 def test_a_child_that_outlives_its_parent_holds_nobody_up(folder: Path) -> None:
     """What a child has inherited of its parent's leases must not make a writer wait for a process that is gone."""
     path = saved(folder / "model.safetensors")
@@ -218,6 +219,7 @@ print(model.weight.numpy(force=True).min())
     assert child.communicate(timeout=40)[0] == "1.0\n"
 
 
+@pytest.mark.slow
 def test_models_that_share_a_file_and_go(folder: Path) -> None:
     path = saved(folder / "model.safetensors")
     first, second = mapped(path), mapped(path)
@@ -227,6 +229,7 @@ def test_models_that_share_a_file_and_go(folder: Path) -> None:
     assert second.weight.eq(1).all()
 
 
+@pytest.mark.slow
 def test_nobody_waits_once_the_last_tensor_has_gone(folder: Path) -> None:
     path = saved(folder / "model.safetensors")
     model = mapped(path)
@@ -365,6 +368,7 @@ def test_files_of_another_user(mode: int, folder: Path) -> None:
     assert os.waitpid(child, 0)[1] == 0
 
 
+@pytest.mark.slow
 def test_too_many_leases(folder: Path) -> None:
     """A program keeps the descriptors that it needs itself, and ends as usual with mapped weights."""
     paths = [saved(folder / f"{i}.safetensors", size=2) for i in range(12)]

@@ -205,6 +205,7 @@ def test_of_many_threads_one_gets_it(directory: Path) -> None:
         one.release()
 
 
+@pytest.mark.slow
 def test_an_object_that_nobody_has_gives_it_back(directory: Path) -> None:
     dropped = WriterLock(directory)
     dropped.acquire()
@@ -239,6 +240,7 @@ def test_a_child_does_not_keep_the_lock_of_a_dead_parent(directory: Path) -> Non
         stream.close()
 
 
+@pytest.mark.slow
 def test_a_child_can_take_it_when_the_parent_gives_it_back(directory: Path) -> None:
     mine = WriterLock(directory)
     mine.acquire()

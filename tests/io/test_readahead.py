@@ -73,6 +73,7 @@ def filled() -> nn.Module:
     return nn.Sequential(*[nn.Linear(2048, 1024, bias=False) for _ in range(8)])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("build", "options"),
     [

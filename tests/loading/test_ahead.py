@@ -186,6 +186,7 @@ def raised_by(function: Callable[[], object]) -> BaseException | None:
     return None
 
 
+@pytest.mark.slow
 def test_ctrl_c_at_any_line(path: Path) -> None:
     """The model is what it was, or loaded, and no thread goes on."""
     expected, module = doubled(path), build()

@@ -245,6 +245,7 @@ def test_damage_is_found_before_anything_is_changed(tmp_path: Path) -> None:
         ms.load(nn.Linear(2, 2), tmp_path / "x.safetensors", verify=True)
 
 
+@pytest.mark.slow
 def test_an_interrupt_anywhere(tmp_path: Path) -> None:
     """Ctrl-C at lines all over the load: the old model or the new one, never something between."""
     model, optimizer = trained()
@@ -296,6 +297,7 @@ def test_random_modules_and_random_damage(data: st.DataObject) -> None:
                 assert torch.equal(model.state_dict()[name], expected)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fails", [False, True])
 def test_nothing_of_a_load_outlives_it(tmp_path: Path, fails: bool) -> None:
     """What was staged is let go of at the return, not when Python next looks for cycles of references."""

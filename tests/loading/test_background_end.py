@@ -130,6 +130,7 @@ def test_left_without_a_result(path: Path) -> None:
     assert whole(module) == before
 
 
+@pytest.mark.slow
 def test_a_dropped_handle_ends_and_is_freed(path: Path, gate: Gate) -> None:
     gc.collect()
     gc.disable()
@@ -155,6 +156,7 @@ def test_a_dropped_handle_ends_and_is_freed(path: Path, gate: Gate) -> None:
         gc.enable()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("end", ["dropped", "cancelled", "stale", "loaded"])
 def test_what_was_brought_in_is_freed(end: str, tmp_path: Path) -> None:
     torch.save(nn.Linear(4096, 4096, bias=False).state_dict(), tmp_path / "model.pt")
@@ -178,6 +180,7 @@ def test_what_was_brought_in_is_freed(end: str, tmp_path: Path) -> None:
     assert eventually(lambda: resident_bytes() - before < 20 << 20)
 
 
+@pytest.mark.slow
 def test_a_load_that_has_failed_keeps_nothing(tmp_path: Path) -> None:
     torch.save(nn.Linear(64, 64).state_dict(), tmp_path / "model.pt")
 
@@ -195,6 +198,7 @@ def test_a_load_that_has_failed_keeps_nothing(tmp_path: Path) -> None:
     assert owner() is None
 
 
+@pytest.mark.slow
 def test_what_was_brought_in_is_freed_by_the_thread_that_was_cancelled(tmp_path: Path, gate: Gate) -> None:
     source = nn.Sequential(nn.Linear(4096, 4096, bias=False), nn.Linear(4096, 1, bias=False))
     torch.save(source.state_dict(), tmp_path / "model.pt")
@@ -247,6 +251,7 @@ def test_an_interrupt_while_it_is_put_in_place(tmp_path: Path) -> None:
         handle.result()
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # within a finalizer
 def test_an_interrupt_anywhere(path: Path) -> None:
     """Ctrl-C at lines all over the call and the result: the old model or the new one, and no thread left."""
@@ -342,6 +347,7 @@ EXIT = """
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seconds", [0.05, 60])
 def test_the_program_ends_with_a_running_handle(seconds: float, tmp_path: Path) -> None:
     path = tmp_path / "model.pt"
@@ -372,6 +378,7 @@ SLOW = """
 """
 
 
+@pytest.mark.slow
 def test_the_end_of_the_program_does_not_wait_for_all_reads(tmp_path: Path) -> None:
     """4000 reads of a tenth of a second, which Python would wait for before it calls what is registered at exit."""
     path = tmp_path / "model.pt"
@@ -417,6 +424,7 @@ LAST = """
 """
 
 
+@pytest.mark.slow
 def test_a_load_that_is_the_last_thing_that_a_program_does(tmp_path: Path) -> None:
     """At its end Python starts no threads any more."""
     path = tmp_path / "model.safetensors"

@@ -90,6 +90,7 @@ def may_be_overwritten(kind: Kind, error: BaseException) -> bool:
     return bool(kind.options.get("in_place")) and told
 
 
+@pytest.mark.slow
 @every_kind
 @pytest.mark.parametrize(
     "error", [OSError(errno.EIO, "Input/output error"), KeyboardInterrupt()], ids=["EIO", "Ctrl-C"]
@@ -120,6 +121,7 @@ def test_an_error_at_every_request_in_turn(kind: Kind, error: BaseException, tmp
     assert described_module(model) == after
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [name for name in KINDS if KINDS[name].cold])
 def test_reads_past_the_page_cache_at_every_request_in_turn(name: str, tmp_path: Path) -> None:
     """The kinds that are meant to read so do, and each request may be what the file system cannot do."""
@@ -154,6 +156,7 @@ def is_cold(path: Path) -> bool:
     return prefetch.is_cold(ByteRange(str(path), 0, path.stat().st_size))
 
 
+@pytest.mark.slow
 @every_kind
 @pytest.mark.parametrize("short", [1, 1000])
 def test_short_reads(kind: Kind, short: int, tmp_path: Path) -> None:
@@ -167,6 +170,7 @@ def test_short_reads(kind: Kind, short: int, tmp_path: Path) -> None:
     assert described_module(model) == described_module(other)
 
 
+@pytest.mark.slow
 @every_kind
 def test_the_end_of_the_file_at_every_read_in_turn(kind: Kind, tmp_path: Path) -> None:
     source = kind.write(tmp_path)
@@ -214,6 +218,7 @@ def replace(path: str) -> None:
     os.replace(path + ".new", path)
 
 
+@pytest.mark.slow
 @every_kind
 @pytest.mark.parametrize("change", [cut, cut_to_nothing, write_over, replace])
 def test_a_file_that_changes_at_every_request_in_turn(

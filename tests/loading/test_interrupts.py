@@ -59,6 +59,7 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("signals", [1, 3])
 @pytest.mark.parametrize("options", ["{}", "{'in_place': True}"])
 def test_ctrl_c_in_the_middle_of_a_load(options: str, signals: int, path: Path) -> None:

@@ -488,6 +488,7 @@ def test_the_memory_budget_is_kept_or_refused(source: Any) -> None:
     ms.load(module, source, max_memory_bytes=0, in_place=True)
 
 
+@pytest.mark.slow
 def test_nothing_is_kept_alive_by_a_load(source: Any) -> None:
     module = made("skeleton")
     reference = weakref.ref(module.embed.weight)
@@ -583,6 +584,7 @@ def test_a_progress_bar_on_request(source: Any, capfd: pytest.CaptureFixture[str
     assert "loading" in capfd.readouterr().err
 
 
+@pytest.mark.slow
 def test_a_progress_bar_on_a_terminal_after_half_a_second(tmp_path: Path) -> None:
     """A terminal sees a bar for a slow load and none for a quick one; a pipe sees none."""
     script = tmp_path / "slow.py"

@@ -193,6 +193,7 @@ UNEXPECTED = [
 ]
 
 
+@pytest.mark.slow
 @given(st.permutations(UNEXPECTED), st.integers(0, len(UNEXPECTED)), st.booleans(), st.booleans())
 @settings(max_examples=60, deadline=None)
 def test_names_that_nobody_expects(names: list[str], count: int, plain: bool, at_front: bool) -> None:
@@ -443,6 +444,7 @@ def _without_extra(state: Any) -> Any:
     return OrderedDict((k, v) for k, v in state.items() if not k.endswith("_extra_state"))
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("assign", [False, True], ids=["into", "assign"])
 @pytest.mark.parametrize("case", CODED)
@@ -504,6 +506,7 @@ def test_in_place_of_the_method(monkeypatch: pytest.MonkeyPatch) -> None:
     assert [step() for _ in range(3)] == expected
 
 
+@pytest.mark.slow
 def test_an_interrupt_leaves_all_or_nothing() -> None:
     """Ctrl-C at every place of the walk and of the writing: the module is the old one or the new one."""
     torch.manual_seed(0)
@@ -523,6 +526,7 @@ def test_an_interrupt_leaves_all_or_nothing() -> None:
     assert outcomes == {True, False}
 
 
+@pytest.mark.slow
 def test_an_interrupt_leaves_the_process_as_it_was() -> None:
     """Ctrl-C at any line: torch has its own method, autograd and the collector are on, and the next load works."""
     stock = nn.Module._load_from_state_dict
@@ -549,6 +553,7 @@ def problems(draw: Any) -> dict[str, Any]:
     return changes
 
 
+@pytest.mark.slow
 @given(problems(), st.booleans(), st.booleans(), st.booleans())
 @settings(max_examples=150, deadline=None)
 def test_any_mixture_of_problems(changes: dict[str, Any], strict: bool, assign: bool, hooks: bool) -> None:

@@ -69,6 +69,7 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("target", "options", "new_bytes", "extra_bytes"),
     [
@@ -117,6 +118,7 @@ def measured(target: str, path: Path, options: str, of: str = "16, (2048, 2048),
 LAYERS, SHAPE = 2, (16384, 2048)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("target", ["skeleton", "materialised"])
 @pytest.mark.parametrize(
     ("dtype", "adapter"), [("bfloat16", "float32"), ("bfloat16", "bfloat16"), ("float32", "float64")]
@@ -143,6 +145,7 @@ def test_a_merge_takes_no_more_than_its_plan_states(target: str, dtype: str, ada
     assert taken <= (LAYERS * into * out * kind.itemsize if target == "skeleton" else 0) + stated + SLACK_BYTES // 3
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_an_average_of_transposed_tensors_takes_no_more_than_its_plan_states(dtype: str, tmp_path: Path) -> None:
     import torch
@@ -176,6 +179,7 @@ assert [id(p) for p in model.parameters()] == objects
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("options", ["dict()", "dict(dtype=torch.float64)"])
 def test_a_machine_without_the_memory(options: str, path: Path) -> None:
     """400 MB of addresses are too few for the file's map beside a copy of the model, or for wider weights."""

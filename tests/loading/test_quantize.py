@@ -510,6 +510,7 @@ def test_without_torchao_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch
         ms.loading.Quantize(config)
 
 
+@pytest.mark.slow
 def test_patterns_without_quantizing_import_no_torchao() -> None:
     code = (
         "import sys, modelstate as ms, torch\n"

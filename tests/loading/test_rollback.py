@@ -183,6 +183,7 @@ def test_arrays_that_a_hook_has_locked() -> None:
     assert module.table.tolist() == [0, 1, 2]
 
 
+@pytest.mark.slow
 def test_a_module_that_holds_a_large_vocabulary() -> None:
     module: Any = pair()
     module.vocabulary = [(str(i), float(i)) for i in range(1_000_100)]

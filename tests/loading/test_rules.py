@@ -51,6 +51,7 @@ def stored(request: pytest.FixtureRequest, tmp_path: Path) -> Any:
     return store
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("way", ["in memory", "skeleton", "skeleton, no map", "in place", "transform", "planned"])
 def test_fused_and_separate(stored: Any, way: str) -> None:
     for make, source, rules in (

@@ -58,6 +58,7 @@ def loaded(path: Path, **options: Any) -> nn.Linear:
     return module
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rows", [1, 7, 100, 3999, 4000, 10**9, None])
 def test_rows_are_joined_in_their_order(rows: int | None, path: Path) -> None:
     twice = ByRows(rows)
@@ -141,6 +142,7 @@ def test_in_a_forked_process(path: Path) -> None:
     assert child.exitcode == 0
 
 
+@pytest.mark.slow
 def test_very_small_tensors_take_what_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each begins at a multiple of 64 bytes of the buffer."""
     count = 3000

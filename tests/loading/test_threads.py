@@ -90,6 +90,7 @@ def finish(*threads: tuple[threading.Thread, list[BaseException]]) -> list[BaseE
     return [error for _, raised in threads for error in raised]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("second", CHANGES)
 @pytest.mark.parametrize("first", ["load", "convert"])
 def test_a_second_change_of_a_module_waits_for_the_first(first: str, second: str) -> None:
@@ -214,6 +215,7 @@ def test_a_model_that_two_threads_load_from_two_files(tmp_path: Path) -> None:
         assert len({one.flatten()[0].item() for one in module.parameters()}) == 1
 
 
+@pytest.mark.slow
 def test_a_swap_in_place_waits_for_a_load() -> None:
     """The module that is served first is the one that was given."""
     module = nn.Linear(2, 2).eval().requires_grad_(False)
@@ -272,6 +274,7 @@ print(os.waitstatus_to_exitcode(status))
 """
 
 
+@pytest.mark.slow
 def test_the_child_of_a_fork_does_not_wait_for_threads_of_its_parent() -> None:
     done = subprocess.run([sys.executable, "-W", "ignore", "-c", FORK], capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr[-2000:]

@@ -89,6 +89,7 @@ _PATTERNS = st.lists(
 )
 
 
+@pytest.mark.slow
 @given(_PATTERNS, st.data())
 def test_the_law_of_patterns(patterns: list[str], data: st.DataObject) -> None:
     """Every tensor by the first that matches; a pattern is a problem exactly if it is that for no tensor."""

@@ -48,6 +48,7 @@ def test_a_weight_of_one_gives_that_checkpoint_bit_for_bit(data: st.DataObject, 
     assert same(average(found, weights=[float(index == chosen) for index in range(n)]), found[chosen])
 
 
+@pytest.mark.slow
 @given(st.data(), dtypes, st.integers(2, 5))
 @settings(deadline=None, max_examples=100)
 def test_the_order_of_the_checkpoints_does_not_matter(data: st.DataObject, dtype: torch.dtype, n: int) -> None:
@@ -61,6 +62,7 @@ def test_the_order_of_the_checkpoints_does_not_matter(data: st.DataObject, dtype
     assert ((one.to(wide) - other.to(wide)).abs() <= size * torch.finfo(dtype).eps * 2 + 1e-30).all()
 
 
+@pytest.mark.slow
 @given(st.data(), dtypes, st.integers(1, 5))
 @settings(deadline=None, max_examples=100)
 def test_the_sum_is_rounded_once(data: st.DataObject, dtype: torch.dtype, n: int) -> None:

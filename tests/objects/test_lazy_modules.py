@@ -224,6 +224,7 @@ def test_a_loop_that_ends_before_its_first_step(tmp_path: Path) -> None:
     assert store.steps() == (0, 2, 4)
 
 
+@pytest.mark.slow
 def test_a_run_that_is_killed_before_its_first_step_goes_on(tmp_path: Path) -> None:
     """The same losses as without: the batch, and what the lazy module makes of it, come out of the same generator."""
     script = """

@@ -171,6 +171,7 @@ def test_copies_load_for_themselves(load: Load, way: Callable[[nn.Module], Any])
         assert not hasattr(original[0], "q")
 
 
+@pytest.mark.slow
 def test_a_whole_module_in_a_file_of_another_process(tmp_path: Path) -> None:
     module = nn.Linear(2, 2)
     ms.register_lazy_buffer(module, "p")

@@ -167,6 +167,7 @@ def test_objects_may_keep_and_change_what_they_are_given() -> None:
         assert it.seen == [1]
 
 
+@pytest.mark.slow
 def test_an_interrupt_at_any_line_leaves_all_of_the_old_or_all_of_the_new() -> None:
     torch.manual_seed(1)
     run = Run()

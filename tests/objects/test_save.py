@@ -121,6 +121,7 @@ def test_extra_state_of_every_kind(tmp_path: Path, name: str) -> None:
 _NAMES = st.text(st.characters(exclude_categories=["Cs"]), max_size=4)
 
 
+@pytest.mark.slow
 @settings(max_examples=30, deadline=None, suppress_health_check=list(HealthCheck))
 @given(
     st.dictionaries(
@@ -221,6 +222,7 @@ STATES: dict[str, dict[str, torch.Tensor]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", STATES)
 def test_tensors_of_every_kind(tmp_path: Path, name: str) -> None:
     state = STATES[name]

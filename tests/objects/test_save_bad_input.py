@@ -87,6 +87,7 @@ REFUSED: dict[str, tuple[Any, type[Exception], str]] = {
 }  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", REFUSED)
 def test_what_cannot_be_saved(tmp_path: Path, name: str) -> None:
     target, kind, text = REFUSED[name]

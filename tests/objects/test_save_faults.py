@@ -73,6 +73,7 @@ def check(directory: Path, before: dict[str, bytes], request: Request, raised: B
         assert not [name for name in after if name.startswith(".")], request
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("number", ERRORS)
 @pytest.mark.parametrize(("old", "new"), PAIRS)
 def test_every_call_may_fail(tmp_path: Path, old: str, new: str, number: int) -> None:
@@ -83,6 +84,7 @@ def test_every_call_may_fail(tmp_path: Path, old: str, new: str, number: int) ->
     assert sum(raised is not None for _, raised in found) > 8
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("old", "new"), PAIRS)
 def test_an_interrupt_at_every_call(tmp_path: Path, old: str, new: str) -> None:
     found = sweep(tmp_path, lambda: save(tmp_path, 1, old), lambda: save(tmp_path, 2, new), error=KeyboardInterrupt)

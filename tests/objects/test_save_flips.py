@@ -28,6 +28,7 @@ class Net(nn.Module):
         self.state = state
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_flip_is_found(tmp_path: Path, kind: str) -> None:
     options = {"file": {}, "shards": {"shard_size_bytes": 500}, "more": {"shard_size_bytes": 110}}[kind]

@@ -98,6 +98,7 @@ def read_all(path: Path) -> bool:
     return True
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", TARGETS)
 def test_edited_manifests(tmp_path: Path, name: str) -> None:
     path = tmp_path / NAME
@@ -143,6 +144,7 @@ LARGE: dict[str, Any] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", LARGE)
 def test_large_ones_take_little(tmp_path: Path, name: str) -> None:
     save_file({"a": torch.ones(2)}, tmp_path / NAME, metadata={KEY: json.dumps({"format": 1, **LARGE[name]})})
@@ -155,6 +157,7 @@ def test_large_ones_take_little(tmp_path: Path, name: str) -> None:
     assert time.process_time() - begin < 20
 
 
+@pytest.mark.slow
 def test_edited_indexes(tmp_path: Path) -> None:
     report = ms.save(TARGETS["tree"], tmp_path / NAME, shard_size_bytes=8)
     index = Path(report.files[0])
@@ -211,6 +214,7 @@ COPIES: dict[str, Callable[[Path, Path], object]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("make", EXPANDED.values(), ids=EXPANDED)
 @pytest.mark.parametrize("copy", COPIES.values(), ids=COPIES)
 @pytest.mark.parametrize("name", ["new.safetensors", "new.pt"])

@@ -26,6 +26,7 @@ def killed_at(number: int, directory: Path, version: int, kind: str) -> bool:
     return os.WIFSIGNALED(status)
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:This process.*multi-threaded:DeprecationWarning")
 @pytest.mark.parametrize(("old", "new"), product(KINDS, KINDS))
 def test_a_kill_at_every_call(tmp_path: Path, old: str, new: str) -> None:
@@ -76,6 +77,7 @@ for number in range(rounds):
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kinds", ["file", "shards", "file,shards,more"])
 def test_two_savers_at_once(tmp_path: Path, kinds: str) -> None:
     rounds = 40

@@ -20,6 +20,7 @@ def recorded(directory: Path, old: str, new: str) -> LossyDisk:
     return disk
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("old", "new"), product(KINDS, KINDS))
 def test_old_or_new_at_every_point(tmp_path: Path, old: str, new: str) -> None:
     disk = recorded(tmp_path / "disk", old, new)
@@ -36,6 +37,7 @@ def test_old_or_new_at_every_point(tmp_path: Path, old: str, new: str) -> None:
     assert seen == {1, 2}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("new", KINDS)
 def test_the_next_save_goes_on_from_any_of_them(tmp_path: Path, new: str) -> None:
     disk = recorded(tmp_path / "disk", "shards", new)

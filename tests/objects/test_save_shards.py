@@ -133,6 +133,7 @@ def test_a_torch_file_over_shards(tmp_path: Path) -> None:
     assert list(ms.open(tmp_path / "x")) == ["a"]
 
 
+@pytest.mark.slow
 def test_more_shards_than_files_may_be_open(tmp_path: Path) -> None:
     import resource
 

@@ -121,6 +121,7 @@ def test_ties(tmp_path: Path) -> None:
         assert all(same_parts(checkpoint.tensor(name), value) for name, value in state.items())
 
 
+@pytest.mark.slow
 def test_a_class_that_is_not_known(tmp_path: Path) -> None:
     ms.save({"w": two()}, tmp_path / NAME)
     code = "import sys, modelstate as ms; print(repr(ms.open(sys.argv[1], allow=sys.argv[2:]).tensor('w')))"
@@ -179,6 +180,7 @@ def test_what_cannot_be_saved(tmp_path: Path, name: str) -> None:
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.slow
 def test_distributed_tensors_are_refused(tmp_path: Path) -> None:
     code = (
         "import os, sys, torch, torch.distributed as dist, modelstate as ms\n"

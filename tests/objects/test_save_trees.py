@@ -85,6 +85,7 @@ _TREES = st.recursive(
 )
 
 
+@pytest.mark.slow
 @settings(max_examples=100, deadline=None, suppress_health_check=list(HealthCheck))
 @given(st.dictionaries(st.text("abc._$", max_size=3), _TREES, max_size=3), st.sampled_from([None, 1, 8]))
 def test_any_tree_comes_back(tmp_path: Path, tree: dict[str, Any], shard_size_bytes: int | None) -> None:
@@ -149,6 +150,7 @@ def test_the_torch_format(tmp_path: Path) -> None:
     assert len(list(tmp_path.iterdir())) == 1
 
 
+@pytest.mark.slow
 def test_many_small_tensors(tmp_path: Path) -> None:
     state = {f"layers.{n}.bias": torch.full((2,), float(n)) for n in range(100_000)}
     ms.save(state, tmp_path / NAME)

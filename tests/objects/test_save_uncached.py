@@ -73,6 +73,7 @@ def system_flags(descriptor: int) -> int:
     return fcntl.fcntl(descriptor, fcntl.F_GETFL)
 
 
+@pytest.mark.slow
 @given(
     start=st.integers(1, 9000),
     sizes=st.lists(st.sampled_from([0, 1, 7, 4095, 4096, 4097, 12288, BLOCK_BYTES, BLOCK_BYTES + 5]), max_size=8),
@@ -157,12 +158,14 @@ def test_every_call_may_fail(tmp_path: Path) -> None:
     assert silent.count("open") == 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["file", "shards"])
 def test_an_interrupt_at_every_call(tmp_path: Path, kind: str) -> None:
     found = sweep(tmp_path, lambda: save(tmp_path, 1, kind), lambda: save(tmp_path, 2, kind), error=KeyboardInterrupt)
     assert all(isinstance(raised, KeyboardInterrupt) for _, raised in found)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["file", "shards"])
 def test_a_power_cut_at_every_call(tmp_path: Path, kind: str) -> None:
     (tmp_path / "disk").mkdir()
@@ -177,6 +180,7 @@ def test_a_power_cut_at_every_call(tmp_path: Path, kind: str) -> None:
             shutil.rmtree(into)
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:This process.*multi-threaded:DeprecationWarning")
 def test_a_kill_at_every_call(tmp_path: Path) -> None:
     number, seen = 0, []

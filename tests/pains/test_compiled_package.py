@@ -53,6 +53,7 @@ def outcome(script: str, path: Path) -> tuple[int, str]:
     return done.returncode, done.stdout
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "weight",
     ["torch.full((16, 8), 2.).half()", "torch.full((16, 8), 2.).double()", "torch.arange(300.)[7:135].view(16, 8)"],
@@ -92,6 +93,7 @@ def test_small_tensors_are_built_in(ours: Path, stocks: Path, stock_fails: Stock
         ms.Live(stocks).swap(state)
 
 
+@pytest.mark.slow
 def test_a_package_without_weights_is_called(tmp_path: Path, stock_fails: StockFails) -> None:
     needs_a_compiler()
     path = tmp_path / "bare.pt2"

@@ -37,6 +37,7 @@ def swapping() -> Iterator[None]:
     torch.__future__.set_swap_module_params_on_conversion(False)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("swapping")
 @pytest.mark.parametrize("kind", REFERENCES)
 def test_to(kind: str, stock_fails: StockFails) -> None:
@@ -67,6 +68,7 @@ def keeping(module: nn.Module) -> None:
         module.to(torch.float64)
 
 
+@pytest.mark.slow
 def test_a_refusal_comes_before_the_first_change() -> None:
     ours = model()
     ours[1].weight.cache = view_of(ours[1].weight)  # in a swap, it would go on with the other tensor
@@ -101,6 +103,7 @@ def test_swap_tensors_of_an_lstm(stock_fails: StockFails) -> None:
     assert not ours(torch.ones(1, 3))[0].isnan().any()
 
 
+@pytest.mark.slow
 def test_swap_tensors_says_who_is_in_the_way(stock_fails: StockFails) -> None:
     def train(swap: Callable[[torch.Tensor, torch.Tensor], None], a: torch.Tensor, b: torch.Tensor) -> str:
         cache = [view_of(a)]

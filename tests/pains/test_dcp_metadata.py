@@ -49,6 +49,7 @@ dcp.load(nn.Linear(3, 2).state_dict(), checkpoint_id=sys.argv[1])
 """
 
 
+@pytest.mark.slow
 def test_a_hostile_one(folder: Path, tmp_path: Path, stock_fails: StockFails) -> None:
     marker = tmp_path / "marker"
     (folder / ".metadata").write_bytes(pickle.dumps(Hostile(marker)))

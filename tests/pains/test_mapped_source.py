@@ -39,11 +39,13 @@ def after_saving(how: str, folder: Path) -> tuple[int, str]:
     return done.returncode, done.stdout.strip()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", ["smaller", "other"])
 def test_stock_writes_into_the_live_model(how: str, tmp_path: Path, stock_fails: StockFails) -> None:
     stock_fails("its weights change, or it is ended", after_saving(how, tmp_path) != (0, "[1.0]"))
 
 
+@pytest.mark.slow
 def test_ours_replaces_the_file(tmp_path: Path) -> None:
     assert after_saving("ours", tmp_path) == (0, "[1.0]")
 

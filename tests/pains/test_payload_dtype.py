@@ -42,6 +42,7 @@ def test_stock_leaves_the_values_of_csr(stock_fails: StockFails) -> None:
     assert torch.equal(held.detach().to_dense(), torch.eye(3, dtype=torch.float64))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("keeping", [False, True], ids=["convert", "reference_keeping"])
 def test_there_and_back(keeping: bool) -> None:
     ours = wrapped()
@@ -69,6 +70,7 @@ def test_a_subclass_within_a_subclass() -> None:
     assert (weight.scale, weight.elem.scale) == (2.0, 0.5)
 
 
+@pytest.mark.slow
 def test_the_class_may_change_on_request() -> None:
     """Quantize: what was a plain parameter becomes the subclass, under the same object."""
     cls = quantized_class()

@@ -51,6 +51,7 @@ def test_stock_without_swapping_never_finds_out(stock_fails: StockFails) -> None
     stock_fails("a float64 parameter has a float32 gradient, silently", differ)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("keeping", [False, True], ids=["convert", "reference_keeping"])
 def test_found_before_anything_is_changed(keeping: bool, expected: torch.Tensor) -> None:
     module, loss = begun()
@@ -80,6 +81,7 @@ def test_found_before_anything_is_changed(keeping: bool, expected: torch.Tensor)
     torch.testing.assert_close(module.weight.grad, expected.double())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("swap", [torch.utils.swap_tensors, ms.swap_tensors], ids=["stock", "ours"])
 def test_swap_tensors(swap: Callable[[torch.Tensor, torch.Tensor], None], stock_fails: StockFails) -> None:
     module, loss = begun()

@@ -33,11 +33,13 @@ def syncs(how: str, path: Path) -> int:
     return sum(str(path.parent) in line for line in Path(f"{path}.trace").read_text().splitlines())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", ["torch", "safetensors"])
 def test_stock_never_syncs(tmp_path: Path, how: str) -> None:
     assert not syncs(how, tmp_path / "x")
 
 
+@pytest.mark.slow
 def test_ours_syncs_the_file_and_its_directory(tmp_path: Path) -> None:
     assert syncs("ours", tmp_path / "x") == 2
 

@@ -373,6 +373,7 @@ def renamings(draw: st.DrawFn) -> tuple[dict[str, str], set[str]]:
     return {name: ("" if name in gone else other) for name, other in names.items()}, extra - {*names.values()}
 
 
+@pytest.mark.slow
 @given(renamings())
 @settings(deadline=None, max_examples=400)
 def test_what_is_loaded_or_proposed_is_what_was_meant(renaming: tuple[dict[str, str], set[str]]) -> None:

@@ -76,6 +76,7 @@ def package_of_others(**options: Any) -> Path:
     return path
 
 
+@pytest.mark.slow
 def test_both_spellings_of_names_go_in() -> None:
     torch.manual_seed(0)
     live = ms.Live(package_of(Decoder(), X))
@@ -85,6 +86,7 @@ def test_both_spellings_of_names_go_in() -> None:
         assert torch.allclose(live(X), trained(X), atol=1e-5)
 
 
+@pytest.mark.slow
 def test_every_tensor_of_the_module_follows_small_ones_too() -> None:
     live = ms.Live(package_of(Small(), X))
     assert live.fixed == ("_tensor_constant0",)
@@ -95,6 +97,7 @@ def test_every_tensor_of_the_module_follows_small_ones_too() -> None:
     assert torch.allclose(live(X), trained(X))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("after", ["another program", "nothing"])
 def test_what_comes_to_the_path_later_is_not_looked_at(tmp_path: Path, after: str) -> None:
     path = tmp_path / "served.pt2"
@@ -135,6 +138,7 @@ def test_others_load_the_package() -> None:
     assert torch._inductor.aoti_load_package(str(path)).get_constant_fqns()
 
 
+@pytest.mark.slow
 def test_a_package_of_others_and_what_was_inlined_in_it() -> None:
     live = ms.Live(package_of_others())
     assert torch.allclose(live(X), Small()(X))
@@ -162,6 +166,7 @@ def test_a_package_of_others_and_what_was_inlined_in_it() -> None:
     assert torch.allclose(live(X), trained(X))
 
 
+@pytest.mark.slow
 def test_a_package_without_weights_is_refused() -> None:
     """A call of it would end the process."""
     with pytest.raises(LiveTargetError, match="no weights"):
@@ -179,6 +184,7 @@ class Folded(nn.Module):
         return x @ (self.a @ self.b)
 
 
+@pytest.mark.slow
 def test_a_package_that_computes_constants_of_its_weights_says_so(tmp_path: Path) -> None:
     needs_a_compiler()
     with torch.no_grad():
@@ -197,6 +203,7 @@ def test_a_package_that_was_loaded_has_no_path_any_more() -> None:
         ms.Live(torch._inductor.aoti_load_package(str(package_of(Small(), X))))
 
 
+@pytest.mark.slow
 def test_inputs_are_checked_before_the_library_sees_them() -> None:
     size = Dim("size", min=2, max=16)
     path = package_of(nn.Linear(4, 4).requires_grad_(False).apply(ones), X, dynamic_shapes={"input": {0: size}})
@@ -221,6 +228,7 @@ def ones(module: nn.Module) -> nn.Module:
     return module
 
 
+@pytest.mark.slow
 def test_inputs_in_another_order_in_memory_are_put_into_the_librarys() -> None:
     live = ms.Live(package_of(linear(1), X))
     weight = torch.randn(4, 4)
@@ -315,6 +323,7 @@ def test_a_canary_that_keeps_the_version_does_not_call_it_without_weights() -> N
         kept[0](X)
 
 
+@pytest.mark.slow
 def test_nothing_grows_over_two_hundred_swaps() -> None:
     live, state = ms.Live(package_of(Constant(2, 8), torch.ones(2, 8))), weights_of(Constant(2, 8), 2)
     process, found = psutil.Process(), []
@@ -379,6 +388,7 @@ def test_a_manifest_that_is_not_of_the_package() -> None:
         ms.Live(rewritten(path, edited(names=None, tensors=[{**tensor, "mutable": False, "alias": "weight"}])))
 
 
+@pytest.mark.slow
 def test_buffers_are_written_in_the_memory_of_the_version() -> None:
     torch.manual_seed(0)
     module = Everything()

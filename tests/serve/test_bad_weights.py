@@ -33,6 +33,7 @@ def test_what_is_refused_by_choice_only() -> None:
         live.swap(state(bias=torch.full((8, 8), float("nan")), c=torch.full((8,), float("nan"))))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("mode", ["available", "in_place"])
 def test_what_is_no_plain_tensor_is_refused_by_no_choice(kind: str, mode: Any) -> None:

@@ -58,6 +58,7 @@ def test_a_pin_may_be_left_by_another_thread() -> None:
     assert live(X).unique().tolist() == [2.0]
 
 
+@pytest.mark.slow
 @every_kind
 def test_a_pin_of_an_older_version_lets_nobody_in_while_weights_are_overwritten(kind: str) -> None:
     live = live_of(kind)
@@ -143,6 +144,7 @@ def test_a_rollback_does_not_wait_for_requests(kind: str) -> None:
     assert live(X).unique().tolist() == [3.0]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["eager", "exported"])
 def test_a_rollback_does_not_wait_for_a_canary(kind: str) -> None:
     """The swap that finds another version than it began with is refused."""
@@ -282,6 +284,7 @@ def interrupted_swap(live: ms.Live, mode: Any, at: int) -> Interrupt:
     return interrupt
 
 
+@pytest.mark.slow
 @every_mode
 def test_an_interrupt_at_any_line_leaves_one_version_that_serves(mode: Any) -> None:
     done = 0

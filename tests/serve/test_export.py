@@ -47,6 +47,7 @@ def manifest_in(path: Path) -> Any:
         return json.loads(archive.read(name))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["exported", "aoti"])
 def test_what_the_file_says(kind: Any, path: Path) -> None:
     torch.manual_seed(0)
@@ -169,6 +170,7 @@ def test_a_weight_that_was_folded_is_named_and_no_file_is_left(tmp_path: Path) -
     assert os.listdir(tmp_path) == []
 
 
+@pytest.mark.slow
 def test_what_the_compiler_inlines_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """With the options that AOTInductor has by itself, small tensors are numbers in the code."""
     needs_a_compiler()
@@ -189,6 +191,7 @@ class Folding(nn.Module):
         return x * self.scale + self.bias
 
 
+@pytest.mark.slow
 def test_random_answers_prove_nothing_of_a_package(tmp_path: Path) -> None:
     needs_a_compiler()
     module = nn.Sequential(nn.Linear(4, 4), nn.Dropout())

@@ -141,6 +141,7 @@ class Counter(nn.Module):
         return self.count + self.cache
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("functional", [False, True])
 def test_what_the_graph_writes(functional: bool) -> None:
     """Buffers and inputs, whether the graph writes them itself or returns what is to be written."""
@@ -176,6 +177,7 @@ def test_the_program_itself_is_not_changed() -> None:
     assert torch.equal(module(X), expected)
 
 
+@pytest.mark.slow
 def test_a_program_that_branches() -> None:
     class Branch(nn.Module):
         def __init__(self) -> None:

@@ -106,6 +106,7 @@ def test_a_store_that_is_begun_anew(tmp_path: Path) -> None:
     assert log == []
 
 
+@pytest.mark.slow
 def test_the_best(tmp_path: Path) -> None:
     store, live = ms.Store(tmp_path), ms.Live(linear(0))
     following, log = by_hand(live, store, select="best:loss")

@@ -141,6 +141,7 @@ def test_a_damaged_step_that_is_saved_again(tmp_path: Path) -> None:
     assert log.skipped == [1]
 
 
+@pytest.mark.slow
 def test_nothing_of_a_refused_checkpoint_is_kept(tmp_path: Path) -> None:
     store, live = ms.Store(tmp_path), ms.Live(linear(0))
     refused: list[weakref.ref[Any]] = []

@@ -83,6 +83,7 @@ class Training:
             stream.close()
 
 
+@pytest.mark.slow
 def test_what_another_process_saves_serves_and_no_request_fails(tmp_path: Path) -> None:
     live, x = ms.Live(Constant(4, 64).eval()), torch.ones(1, 64)
     errors: list[Exception] = []
@@ -131,6 +132,7 @@ def test_what_another_process_saves_serves_and_no_request_fails(tmp_path: Path) 
     assert not following.is_running
 
 
+@pytest.mark.slow
 def test_a_store_that_is_saved_to_all_the_time(tmp_path: Path) -> None:
     """Checkpoints go while they are read; none of them is called bad."""
     live, errors = ms.Live(Constant(4, 64).eval()), list[Exception]()
@@ -241,6 +243,7 @@ print("over", flush=True)
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("canary_seconds", "poll_seconds"), [(0, 0.001), (0, 10_000), (600, 1)])
 def test_the_end_of_the_interpreter_does_not_wait(tmp_path: Path, canary_seconds: float, poll_seconds: float) -> None:
     """Not while it looks, not while it sleeps, and not while a swap goes on that takes ten minutes."""
@@ -266,6 +269,7 @@ print("over")
 """
 
 
+@pytest.mark.slow
 def test_it_goes_on_when_nobody_has_its_handle(tmp_path: Path) -> None:
     done = program(WITHOUT_HANDLE, tmp_path, timeout=SECONDS)
     assert (done.returncode, done.stdout, done.stderr) == (0, "over\n", "")

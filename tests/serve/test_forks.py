@@ -94,6 +94,7 @@ in_child(serves_and_swaps)
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "script",
     [SERVING, PINNED, SWAPPING.replace("MODE", "'available'"), SWAPPING.replace("MODE", "'in_place'")],

@@ -38,6 +38,7 @@ PROGRAMS: list[tuple[nn.Module, Making, tuple[int, ...], Any]] = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("strict", [False, True])
 @pytest.mark.parametrize(("module", "make", "sizes", "shapes"), PROGRAMS, ids=lambda one: type(one).__name__)
 def test_it_answers_exactly_what_the_program_answers(
@@ -152,6 +153,7 @@ def test_conditions_by_the_names_of_inputs() -> None:
     assert [is_equality(one) for one in ("a.shape[0] % 2 == 0", "a.shape[0] < 16", "n != 1")] == [True, False, True]
 
 
+@pytest.mark.slow
 def test_a_package_checks_what_the_program_was_exported_for() -> None:
     """The library itself looks at no size: it would read past the end of `y`."""
     module = Writes()

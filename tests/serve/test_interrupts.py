@@ -126,6 +126,7 @@ def interrupted(work: Callable[[ms.Live], None], at: int) -> "tuple[ms.Live, wea
     return live, current
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("work", WORK)
 def test_an_interrupt_before_any_instruction(work: Callable[[ms.Live], None]) -> None:
     _, interrupt = run(work, 0, "eager")

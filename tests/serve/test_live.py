@@ -33,6 +33,7 @@ def linear(k: float) -> nn.Linear:
     return module
 
 
+@pytest.mark.slow
 @every_mode
 @every_kind
 def test_new_weights_serve(kind: str, mode: Any, tmp_path: Path) -> None:
@@ -113,6 +114,7 @@ def test_after_a_swap_in_place_there_is_nothing_to_roll_back_to() -> None:
         live.rollback()
 
 
+@pytest.mark.slow
 @every_mode
 @pytest.mark.parametrize("kind", ["eager", "exported", "aoti"])
 def test_ties_buffers_and_modes(kind: str, mode: Any) -> None:

@@ -21,6 +21,7 @@ def holder_of(live: ms.Live) -> "weakref.ref[nn.Module]":
         return weakref.ref(v._program.weights_module)  # type: ignore[union-attr]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_retired_versions_are_freed_at_once(kind: str) -> None:
     live = ms.Live(target_of(kind, Constant(2, 8), torch.ones(2, 8)), keep_versions=1)
@@ -38,6 +39,7 @@ def test_retired_versions_are_freed_at_once(kind: str) -> None:
     assert [ref() is not None for ref in found] == [False] * 4 + [True] * 2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_first_version_is_freed_where_nobody_else_has_it(kind: str) -> None:
     module = Constant(2, 8)
@@ -65,6 +67,7 @@ class Cyclic(Constant):
         pass
 
 
+@pytest.mark.slow
 def test_modules_that_hold_themselves_are_collected() -> None:
     live = ms.Live(Cyclic().eval(), keep_versions=0)
     gc.disable()
@@ -88,6 +91,7 @@ def test_a_pinned_version_is_freed_by_its_last_request() -> None:
     assert ref() is None
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", ["available", "in_place"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_memory_does_not_grow_over_two_hundred_swaps(kind: str, mode: Any) -> None:

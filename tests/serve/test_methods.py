@@ -111,6 +111,7 @@ def test_a_swap_in_place_waits_for_a_method() -> None:
     assert live.method("value")() == 2
 
 
+@pytest.mark.slow
 def test_an_old_version_goes_with_its_last_method_call() -> None:
     live = served(keep_versions=0)
     live.swap(weights(2))  # version 1 is the caller's
@@ -231,6 +232,7 @@ def language_model(seed: int) -> Any:
     return transformers.LlamaForCausalLM(config).eval()
 
 
+@pytest.mark.slow
 def test_generation_has_one_version_while_weights_are_swapped(tmp_path: Path) -> None:
     models = [language_model(seed) for seed in range(3)]
     texts = [model.generate(IDS, **HOW) for model in models]

@@ -81,6 +81,7 @@ def test_the_fusion_embedding_of_torchtune(torchtune: ModuleType) -> None:
     check(build, TOKENS, "tok_embeddings.weight", "tok_embeddings.embedding.weight")
 
 
+@pytest.mark.slow
 def test_a_bert_with_layers_under_activation_checkpointing() -> None:
     """The wrapper is torch's, and what Lightning and accelerate put around the layers of a model that they train."""
     transformers = pytest.importorskip("transformers")

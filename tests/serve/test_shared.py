@@ -28,6 +28,7 @@ def state(k: float) -> dict[str, torch.Tensor]:
     return {"p": torch.full((6, 4), float(k)), "b": torch.full((4,), float(k))}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", ["available", "in_place"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_answers_stay_as_they_were_given(kind: str, mode: Any) -> None:

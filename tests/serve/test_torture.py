@@ -43,6 +43,7 @@ def summary(what: str, readers: Readers, swaps: int) -> None:
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("way", ["single", "pinned", "in_place"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_no_request_is_torn(kind: str, way: str) -> None:
@@ -79,6 +80,7 @@ def swap_assigning(module: nn.Module, k: int) -> None:
     module.load_state_dict(weights_of(module, k), assign=True)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("swap", [swap_in_place, swap_assigning])
 def test_the_stock_mechanisms_tear(swap: Callable[[nn.Module, int], None]) -> None:
     """The same requests, and `load_state_dict` between them: some see layers of two versions."""

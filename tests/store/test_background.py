@@ -279,6 +279,7 @@ ENDS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("end", ENDS)
 def test_the_end_of_a_program_waits(tmp_path: Path, end: str) -> None:
     done = program(SLOW + ENDS[end], tmp_path, "slow")
@@ -290,6 +291,7 @@ def test_the_end_of_a_program_waits(tmp_path: Path, end: str) -> None:
     assert not litter(tmp_path)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("end", ["error", "forgotten"])
 def test_the_end_of_a_program_says_what_was_not_saved(tmp_path: Path, end: str) -> None:
     done = program(SLOW + ENDS[end], tmp_path, "failing")
@@ -320,6 +322,7 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("method", "fails", "is_used"),
     [("fork", True, True), ("fork", True, False), ("fork", False, True), ("spawn", True, False)],
@@ -338,6 +341,7 @@ def test_the_end_of_a_child_says_what_was_not_saved(tmp_path: Path, method: str,
     assert ms.Store(tmp_path / "store").verify() == ({1: ""} if fails else {1: "", 2: ""})
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("background", [True, False])
 def test_a_save_at_the_very_end(tmp_path: Path, background: bool) -> None:
     code = """
@@ -352,6 +356,7 @@ atexit.register(lambda: store.save(2, {"state": state}, background=sys.argv[2] =
     assert ms.Store(tmp_path).verify() == {1: "", 2: ""}
 
 
+@pytest.mark.slow
 def test_ctrl_c_at_the_end_says_what_was_not_saved(tmp_path: Path) -> None:
     code = SLOW.replace("0.05", "5") + "print('ending', flush=True)"
     process = subprocess.Popen(
@@ -369,6 +374,7 @@ def test_ctrl_c_at_the_end_says_what_was_not_saved(tmp_path: Path) -> None:
     assert store.steps() == (1, 2) or "step 2 was not saved" in said, said
 
 
+@pytest.mark.slow
 def test_ctrl_c_in_a_save_that_blocks(tmp_path: Path) -> None:
     store, training = ms.Store(tmp_path), Training(width=100).train()
     store.save(1, training.objects)
@@ -414,6 +420,7 @@ def test_ctrl_c_while_the_thread_is_started(tmp_path: Path, monkeypatch: pytest.
         assert kept.unique().tolist() == [number if number < 6 else -1.0]
 
 
+@pytest.mark.slow
 def test_a_program_ends_whose_save_was_interrupted_before_it_began(tmp_path: Path) -> None:
     code = """
 import sys, threading, torch, modelstate as ms
@@ -468,6 +475,7 @@ def test_a_forked_child_has_nothing_to_do_with_it(tmp_path: Path, gate: Gate) ->
     assert store.verify() == {1: ""}
 
 
+@pytest.mark.slow
 def test_a_store_that_is_forgotten_finishes(tmp_path: Path) -> None:
     training = Training().train()
     pending = ms.Store(tmp_path).save(1, training.objects, background=True)

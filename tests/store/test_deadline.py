@@ -141,6 +141,7 @@ def test_time_counts_from_the_start_of_the_process() -> None:
     assert HOUR - ms.Deadline(hours=1).remaining_seconds == pytest.approx(age, abs=2)
 
 
+@pytest.mark.slow
 def test_the_time_before_the_import_counts() -> None:
     code = (
         "import time; time.sleep(1.5); import modelstate as ms; d = ms.Deadline(1); e = ms.Deadline(1, since='now');"
@@ -392,6 +393,7 @@ print(called, deadline.reached)
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("before", "entered_again"), [("default", "left"), ("ignored", "itself"), ("mine", "another"), ("mine", "left")]
 )
@@ -435,6 +437,7 @@ time.sleep(60)
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
 def test_a_process_that_is_told_to_end_saves_first(number: signal.Signals) -> None:
     process = subprocess.Popen(
@@ -452,6 +455,7 @@ def test_a_process_that_is_told_to_end_saves_first(number: signal.Signals) -> No
     process.stdout.close()
 
 
+@pytest.mark.slow
 def test_a_process_whose_time_ends() -> None:
     code = LOOP.format(hours=3 / HOUR, margin=2).replace("time.sleep(60)", "")
     start = time.monotonic()

@@ -38,6 +38,7 @@ def same(store: ms.Store, step: int, bits: dict[str, bytes]) -> bool:
     return fresh.bits() == bits
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("code", "lasting"), [("ENOSPC", False), ("EIO", True)])
 def test_every_call_in_turn(tmp_path: Path, code: str, lasting: bool) -> None:
     store, training = ms.Store(tmp_path, keep=2), Half()
@@ -113,6 +114,7 @@ def test_short_writes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, most: int
     assert same(store, 1, training.bits())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("what", ["all", "the step", "moved"])
 def test_the_directory_goes_at_every_call(tmp_path: Path, what: str) -> None:
     training, directory = Half(), tmp_path / "run"
@@ -192,6 +194,7 @@ def test_a_prune_that_fails(tmp_path: Path) -> None:
     assert number > 5
 
 
+@pytest.mark.slow
 def test_reads_that_fail(tmp_path: Path) -> None:
     """At every request of a restore: the objects are what they were, and no checkpoint is given up for it."""
     store, training = ms.Store(tmp_path), Half().train()

@@ -28,6 +28,7 @@ def flipped(path: Path, place: int, bit: int) -> None:
     os.utime(path, ns=(status.st_atime_ns, status.st_mtime_ns))
 
 
+@pytest.mark.slow
 def test_every_flip_is_found(tmp_path: Path) -> None:
     chance, job = random.Random(0), Job()
     job.train()

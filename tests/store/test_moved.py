@@ -73,6 +73,7 @@ def test_the_next_save_says_so_and_writes_nothing(
     assert not (directory / ".lock").exists() or change is replace
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("change", "background"), [(rename, True), (remake, False), (replace, True)])
 def test_a_directory_that_is_back_is_saved_to_again(
     directory: Path, change: Callable[[Path], None], background: bool

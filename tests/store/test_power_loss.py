@@ -35,6 +35,7 @@ def restored(directory: Path) -> tuple[int, str]:
     return found.step, found["digest"]
 
 
+@pytest.mark.slow
 def test_at_every_point(tmp_path: Path) -> None:
     (tmp_path / "disk").mkdir()
     reported: dict[int, tuple[int, str]] = {0: (0, "")}

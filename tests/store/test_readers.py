@@ -16,6 +16,7 @@ SAVES, READS = 15, 2
 """How many saves of the writer, and how many reads of each reader, a test goes on for at least."""
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("error::modelstate.errors.DamagedCheckpointWarning")
 def test_readers_see_whole_checkpoints_only(tmp_path: Path) -> None:
     process, report = start(train, str(tmp_path), 100_000)

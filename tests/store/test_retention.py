@@ -57,6 +57,7 @@ def infos(*steps: int, **values: Any) -> list[ms.store.CheckpointInfo]:
     return [ms.store.CheckpointInfo(step, 1.8e9 + step, **values) for step in steps]
 
 
+@pytest.mark.slow
 @given(histories(), rules())
 @settings(max_examples=300)
 def test_pruning_twice_is_pruning_once(history: list[ms.store.CheckpointInfo], keep: ms.Keep) -> None:
@@ -64,6 +65,7 @@ def test_pruning_twice_is_pruning_once(history: list[ms.store.CheckpointInfo], k
     assert kept(of(history, first), keep) == first
 
 
+@pytest.mark.slow
 @given(histories(ascending=True), rules())
 @settings(max_examples=300)
 def test_pruning_after_each_save_keeps_what_pruning_at_the_end_does(
@@ -75,6 +77,7 @@ def test_pruning_after_each_save_keeps_what_pruning_at_the_end_does(
     assert {info.step for info in there} == kept(history, keep)
 
 
+@pytest.mark.slow
 @given(histories(), rules(), st.randoms())
 def test_the_order_in_which_checkpoints_are_listed_does_not_matter(
     history: list[ms.store.CheckpointInfo], keep: ms.Keep, chance: Any
@@ -84,6 +87,7 @@ def test_the_order_in_which_checkpoints_are_listed_does_not_matter(
     assert kept(mixed, keep) == kept(history, keep)
 
 
+@pytest.mark.slow
 @given(histories(), rules())
 @settings(max_examples=300)
 def test_what_is_never_removed(history: list[ms.store.CheckpointInfo], keep: ms.Keep) -> None:
@@ -98,6 +102,7 @@ def test_what_is_never_removed(history: list[ms.store.CheckpointInfo], keep: ms.
         assert max(intact, key=lambda info: (info.time, info.step)).step in stay
 
 
+@pytest.mark.slow
 @given(histories(), rules())
 @settings(max_examples=300)
 def test_damaged_ones_take_nobodys_place(history: list[ms.store.CheckpointInfo], keep: ms.Keep) -> None:
@@ -109,6 +114,7 @@ def test_damaged_ones_take_nobodys_place(history: list[ms.store.CheckpointInfo],
         assert stay - kept(intact, keep) <= kept(sound, keep)
 
 
+@pytest.mark.slow
 @given(histories(), rules(), rules())
 def test_rules_together_keep_what_each_of_them_keeps(
     history: list[ms.store.CheckpointInfo], one: ms.Keep, other: ms.Keep

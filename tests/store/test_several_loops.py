@@ -69,6 +69,7 @@ def run(script: str, *arguments: object) -> list[str]:
     return done.stdout.splitlines()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["one", "inner"])
 def test_a_signal_ends_loops_within_each_other(tmp_path: Path, kind: str) -> None:
     # In the second of five steps of the third epoch, which is not done and not saved.
@@ -76,11 +77,13 @@ def test_a_signal_ends_loops_within_each_other(tmp_path: Path, kind: str) -> Non
     assert run(NESTED, tmp_path, kind, 0) == ["4 20 20 (1, 2, 3, 4) 20 "]
 
 
+@pytest.mark.slow
 def test_a_signal_in_the_last_step_of_an_epoch(tmp_path: Path) -> None:
     assert run(NESTED, tmp_path, "own", 10) == ["2 10 10 (1, 2) 10 SIGTERM was received"]
     assert run(NESTED, tmp_path, "own", 0) == ["4 20 20 (1, 2, 3, 4) 20 "]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["one", "own"])
 def test_a_signal_ends_the_loops_behind(tmp_path: Path, kind: str) -> None:
     stopped = "SIGTERM was received"

@@ -292,6 +292,7 @@ class Position:
     epoch: int
 
 
+@pytest.mark.slow
 def test_a_value_whose_class_is_not_known_here_is_no_damage(tmp_path: Path) -> None:
     store = ms.Store(tmp_path)
     store.save(1, {"plain": Position(3), "with tensors": {"tensor": torch.ones(2), "position": Position(4)}})

@@ -151,6 +151,7 @@ def test_what_cannot_be_stored(tmp_path: Path) -> None:
     assert contents(tmp_path) == was
 
 
+@pytest.mark.slow
 def test_a_value_that_nobody_would_read_again(tmp_path: Path) -> None:
     store = ms.Store(tmp_path)
     store.save(1, {"value": 1})

@@ -254,6 +254,7 @@ def test_distinct_shapes_are_enough(given_names: tuple[dict[str, tuple[int, ...]
     loads_right(model, state, new, found)
 
 
+@pytest.mark.slow
 @settings(max_examples=50)
 @given(renamed(distinct=False))
 def test_it_never_guesses_wrong(given_names: tuple[dict[str, tuple[int, ...]], dict[str, str]]) -> None:
@@ -298,6 +299,7 @@ def said_otherwise(draw: st.DrawFn) -> tuple[dict[str, tuple[int, ...]], dict[st
     return shapes, {name: ".".join(words.get(part, part) for part in name.split(".")) for name in shapes}
 
 
+@pytest.mark.slow
 @settings(max_examples=80)
 @given(said_otherwise(), st.data())
 def test_words_that_say_something_never_mislead(

@@ -80,6 +80,7 @@ def test_an_optimizer_trains_what_was_swapped_in() -> None:
     assert torch.allclose(linear.weight, torch.full((2, 3), 0.9))
 
 
+@pytest.mark.slow
 def test_weak_references_go_on_referring_to_the_object() -> None:
     a, b = nn.Parameter(torch.ones(2)), torch.zeros(3)
     gone: list[str] = []
@@ -196,6 +197,7 @@ HOLDERS: dict[Callable[[torch.Tensor], None], tuple[str, str]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("holder", HOLDERS, ids=lambda holder: holder.__name__)
 def test_it_says_who_is_in_the_way(holder: Callable[[torch.Tensor], None]) -> None:
     weight = nn.Parameter(torch.arange(6.0).view(2, 3))
@@ -283,6 +285,7 @@ class Square(torch.autograd.Function):
         return 2 * grad * x
 
 
+@pytest.mark.slow
 def test_used_up_graphs_of_functions_with_their_own_backward() -> None:
     weight = nn.Parameter(torch.ones(2))
     kept = Square.apply(weight).sum()
@@ -293,6 +296,7 @@ def test_used_up_graphs_of_functions_with_their_own_backward() -> None:
     assert weight.shape == (3,)
 
 
+@pytest.mark.slow
 def test_what_the_error_tells_to_do_helps() -> None:
     """In the frame in which it was raised, with the error kept, as a notebook keeps it."""
     weight = nn.Parameter(torch.ones(2))
@@ -306,6 +310,7 @@ def test_what_the_error_tells_to_do_helps() -> None:
     assert "del loss" in kept.remedy
 
 
+@pytest.mark.slow
 def test_looking_for_holders_leaves_variables_alone() -> None:
     weight, counter = nn.Parameter(torch.ones(2)), 1
     with torch.no_grad():

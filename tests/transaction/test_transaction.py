@@ -242,6 +242,7 @@ UNDO = {Transaction.__exit__.__code__, Transaction.rollback.__code__, Transactio
 COMMIT = {Transaction.commit.__code__, Transaction._end.__code__}
 
 
+@pytest.mark.slow
 def test_an_interrupt_at_each_step_of_the_undo() -> None:
     for step in steps_of(lambda: load(make_model(), commits=False), UNDO):
         model = make_model()
