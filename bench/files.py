@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from bench import hub
 from bench.models import KINDS, on_meta, values
 from bench.sizes import Sizes
-from modelstate.io.prefetch import cached_share
+from modelstate.io.linux import cached_share
 
 
 class StaysCached(Exception):

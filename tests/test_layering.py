@@ -105,9 +105,9 @@ def test_exactly_one_file_imports_pickle() -> None:
 OPENS_BY_ITSELF = {
     "io/files.py": "where files that may come from elsewhere are opened",
     "io/system.py": "the system calls that it makes",
+    "io/linux.py": "/proc",
     "checkpoint/open.py": "`modelstate.open` itself",
     "io/lease.py": "/proc",
-    "io/prefetch.py": "/proc",
     "store/deadline.py": "/proc",
     "io/lock.py": "the lock, which is written too",
     "io/write_system.py": "files that are written",

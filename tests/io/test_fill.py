@@ -19,7 +19,7 @@ from torch import nn
 
 import modelstate as ms
 from modelstate import errors
-from modelstate.io import engine, system
+from modelstate.io import engine, linux, system
 from modelstate.io.engine import Request, read_ranges
 from modelstate.io.memory import UffdFiller
 from modelstate.spec import ByteRange
@@ -269,6 +269,6 @@ try:
 except PermissionError:
     print("refused")
 """
-    number = system._USERFAULTFD[platform.machine()]
+    number = linux._USERFAULTFD[platform.machine()]
     done = subprocess.run([sys.executable, "-c", program, str(number)], capture_output=True, text=True, timeout=120)
     assert done.stdout == "refused\n", done.stderr

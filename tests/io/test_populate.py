@@ -1,5 +1,6 @@
 """Pages of maps that are brought in."""
 
+import errno
 import mmap
 import os
 import threading
@@ -14,8 +15,10 @@ from safetensors.torch import save_file
 
 import modelstate as ms
 from modelstate.errors import ReadFailedError
+from modelstate.io import linux
 from modelstate.io import prefetch as module
-from modelstate.io.prefetch import cached_share, prefault, prefault_async
+from modelstate.io.linux import cached_share
+from modelstate.io.prefetch import prefault, prefault_async
 from tests.loading.test_background import shown_bytes
 
 NUMBERS = torch.arange(1 << 20, dtype=torch.float32)
@@ -135,7 +138,7 @@ def test_a_file_that_was_cut(path: Path) -> None:
 
 
 def test_a_kernel_that_cannot_do_it(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "_MADV_POPULATE_READ", 9999)
+    monkeypatch.setattr(linux, "madvise", lambda *_: errno.EINVAL)
     checkpoint, told = ms.open(path), list[int]()
     prefault(pairs(checkpoint), told.append)
     assert checkpoint.nbytes <= sum(told) <= checkpoint.nbytes + mmap.PAGESIZE

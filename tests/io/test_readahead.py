@@ -17,9 +17,10 @@ from torch import nn
 
 import modelstate as ms
 from modelstate.errors import TransformError
-from modelstate.io import prefetch
+from modelstate.io import linux, prefetch
 from modelstate.io.engine import BUFFER_BYTES, can_read_uncached
-from modelstate.io.prefetch import LEAST_BYTES, _merged, cached_share, is_cold, read_ahead
+from modelstate.io.linux import cached_share
+from modelstate.io.prefetch import LEAST_BYTES, _merged, is_cold, read_ahead
 from modelstate.spec import ByteRange
 from modelstate.testing import Request, faulty_reads
 from tests.formats.files import evict
@@ -219,16 +220,7 @@ def test_a_plan_asks_for_nothing(cold: Path) -> None:
 
 
 def test_a_kernel_before_6_5_is_asked_about_a_map(cold: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    libc: Any = prefetch._libc
-
-    class Older:
-        mincore = libc.mincore
-
-        @staticmethod
-        def syscall(*_: object) -> int:
-            return -1
-
-    monkeypatch.setattr(prefetch, "_libc", Older)
+    monkeypatch.setattr(linux, "_syscall", lambda *_: -1)
     assert share(cold) == 0.0
     descriptor = os.open(cold, os.O_RDONLY)
     try:
@@ -243,14 +235,14 @@ def test_a_kernel_before_6_5_is_asked_about_a_map(cold: Path, monkeypatch: pytes
 
 
 def test_a_kernel_that_cannot_tell(cold: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(prefetch, "_libc", None)
+    monkeypatch.setattr(linux, "_syscall", None)
     assert share(cold) is None
     assert not is_cold(ByteRange(str(cold), 0, cold.stat().st_size))
     assert read_ahead([ByteRange(str(cold), 0, cold.stat().st_size)], {}) == 0
 
 
 def test_never_more_than_half_of_the_memory(cold: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(prefetch, "_available_bytes", lambda: 40 << 20)
+    monkeypatch.setattr(linux, "available_bytes", lambda: 40 << 20)
     assert read_ahead([ByteRange(str(cold), 0, cold.stat().st_size)], {}) == 20 << 20
     settled()
 

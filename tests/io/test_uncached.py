@@ -13,7 +13,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from modelstate.errors import ReadFailedError
-from modelstate.io import engine
+from modelstate.io import engine, linux
 from modelstate.io.engine import (
     ALIGN_BYTES,
     BUFFER_BYTES,
@@ -187,7 +187,7 @@ def test_a_file_that_ends_too_early(path: str, threads: int) -> None:
 
 
 def no_flag(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(engine, "FLAG", 0)
+    monkeypatch.setattr(linux, "O_DIRECT", 0)
 
 
 def no_memory(monkeypatch: pytest.MonkeyPatch) -> None:

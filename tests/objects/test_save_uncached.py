@@ -16,7 +16,7 @@ from modelstate.formats import block_writer
 from modelstate.formats.block_writer import past_page_cache, write_blocks
 from modelstate.io import write_system
 from modelstate.io.atomic import new_file
-from modelstate.io.prefetch import cached_share
+from modelstate.io.linux import cached_share
 from modelstate.testing import lossy_disk
 from tests.objects import saves
 from tests.objects.saves import NAME, save, version_at

@@ -15,11 +15,9 @@ from modelstate.io import system
 from modelstate.io.engine import read_ranges
 from modelstate.io.files import FileFingerprint, check_mapped, open_regular, open_unchanged
 from modelstate.io.lease import hold
+from modelstate.io.linux import MAP_NORESERVE
 from modelstate.io.tensors import read_tensor
 from modelstate.spec import ByteRange, Combined, Stored, StoredComposite, StoredTensor
-
-_NO_RESERVE = getattr(mmap, "MAP_NORESERVE", 0x4000 if sys.platform == "linux" else 0)
-"""Without this flag Linux counts a writable map as memory, and refuses a file that is larger than the free memory."""
 
 
 class Maps:
@@ -209,7 +207,7 @@ class Maps:
         if mapped is None:
             descriptor = open_unchanged(region.path, self._fingerprints.get(region.path))
             try:
-                mapped = system.mmap(descriptor, 0, mmap.MAP_PRIVATE | _NO_RESERVE)
+                mapped = system.mmap(descriptor, 0, mmap.MAP_PRIVATE | MAP_NORESERVE)
             except (OSError, ValueError) as error:
                 raise ReadFailedError("the file cannot be mapped", where=region.path, found=error) from error
             finally:

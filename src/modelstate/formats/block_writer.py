@@ -24,7 +24,8 @@ from modelstate.errors import MemoryBudgetError, UnsavableError
 from modelstate.io import write_system
 from modelstate.io.atomic import Output
 from modelstate.io.digests import BLOCK_BYTES
-from modelstate.io.engine import ALIGN_BYTES, FLAG, UNSUPPORTED, Buffer, memory_at, read_threads
+from modelstate.io.engine import ALIGN_BYTES, UNSUPPORTED, Buffer, memory_at, read_threads
+from modelstate.io.linux import O_DIRECT
 from modelstate.io.memory import empty_cpu
 from modelstate.io.tensors import ReadAll, elements, read_tensor
 from modelstate.process import parallel_for
@@ -69,9 +70,9 @@ class Uncached:
 def past_page_cache(output: Output, nbytes: int) -> Iterator[Output | Uncached]:
     """Yields the object to write `nbytes` bytes with: `output` itself if they are few, or O_DIRECT is not supported."""
     descriptor = None
-    if FLAG and nbytes >= LEAST_BYTES:
+    if O_DIRECT and nbytes >= LEAST_BYTES:
         with suppress(OSError):
-            descriptor = write_system.open(output.path, os.O_WRONLY | FLAG)
+            descriptor = write_system.open(output.path, os.O_WRONLY | O_DIRECT)
     if descriptor is None:
         yield output
         return

@@ -30,9 +30,9 @@ from typing import NamedTuple, Protocol, TypeVar
 import torch
 
 from modelstate.errors import ReadFailedError
-from modelstate.io import system
+from modelstate.io import linux, system
 from modelstate.io.files import FileFingerprint, check_unchanged, open_unchanged
-from modelstate.io.memory import HUGE_PAGE_BYTES, MADV_POPULATE_WRITE, UffdFiller, aligned, empty_cpu
+from modelstate.io.memory import HUGE_PAGE_BYTES, UffdFiller, aligned, empty_cpu
 from modelstate.process import parallel_for
 from modelstate.spec import GAP_BYTES, ByteRange
 
@@ -47,12 +47,8 @@ ALIGN_BYTES = 4096
 """A multiple of the alignment that disks and file systems require for O_DIRECT."""
 _LEAST_UNCACHED_THREADS = 4
 """O_DIRECT threads wait for the disk and do not compute, so more threads than processors keep the disk busy."""
-_MADV_COLLAPSE = 25
-"""Available since Linux 6.1."""
 UNSUPPORTED = (errno.EINVAL, errno.ENOTSUP, errno.EOPNOTSUPP)
 """The errors of a file system that does not support O_DIRECT."""
-FLAG = getattr(os, "O_DIRECT", 0)
-"""0 where the operating system has no O_DIRECT."""
 _BLOCK_BYTES = 4 << 20
 """What a thread reads before it casts it: smaller blocks lose more to the interpreter lock than the cache saves."""
 _LEAST_BLOCK_BYTES = 64 << 10
@@ -168,9 +164,9 @@ class LocalFile:
 
     def __init__(self, path: str, fingerprint: FileFingerprint | None, uncached: bool = False) -> None:
         self.path, self._fingerprint = path, fingerprint
-        self.is_uncached = bool(uncached and FLAG)
+        self.is_uncached = bool(uncached and linux.O_DIRECT)
         try:
-            self.descriptor = open_unchanged(path, fingerprint, FLAG if uncached else 0)
+            self.descriptor = open_unchanged(path, fingerprint, linux.O_DIRECT if uncached else 0)
         except ReadFailedError as error:
             unsupported = isinstance(error.__cause__, OSError) and error.__cause__.errno in UNSUPPORTED
             if not (self.is_uncached and unsupported):
@@ -196,7 +192,7 @@ class LocalFile:
         if self.is_uncached:
             import fcntl  # missing on systems without O_DIRECT
 
-            fcntl.fcntl(self.descriptor, fcntl.F_SETFL, fcntl.fcntl(self.descriptor, fcntl.F_GETFL) & ~FLAG)
+            fcntl.fcntl(self.descriptor, fcntl.F_SETFL, fcntl.fcntl(self.descriptor, fcntl.F_GETFL) & ~linux.O_DIRECT)
             self.is_uncached = False
 
     def check_unchanged(self) -> None:
@@ -229,7 +225,7 @@ def open_files(
 def can_read_uncached(path: str, fingerprint: FileFingerprint | None) -> bool:
     """Whether the file can be opened with O_DIRECT, and memory for a fast buffer is available."""
     try:
-        if not FLAG or not Buffer().is_huge:
+        if not linux.O_DIRECT or not Buffer().is_huge:
             return False
         file = LocalFile(path, fingerprint, True)
     except (OSError, ReadFailedError):
@@ -534,11 +530,8 @@ class Buffer:
         if nbytes < HUGE_PAGE_BYTES:
             return
         nbytes = -(-nbytes // HUGE_PAGE_BYTES) * HUGE_PAGE_BYTES
-        with suppress(OSError, AttributeError, ValueError):
-            self._memory.madvise(mmap.MADV_HUGEPAGE, offset, nbytes)
-            self._memory.madvise(MADV_POPULATE_WRITE, offset, nbytes)
-            self._memory.madvise(_MADV_COLLAPSE, offset, nbytes)
-            self.is_huge = True
+        advice = (linux.Advice.HUGEPAGE, linux.Advice.POPULATE_WRITE, linux.Advice.COLLAPSE)
+        self.is_huge = all(linux.madvise(self.address, nbytes, each) == 0 for each in advice)
 
 
 # Reading blocks that are consumed while the next ones are read.

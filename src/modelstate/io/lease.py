@@ -37,6 +37,7 @@ from contextlib import contextmanager
 from functools import partial
 
 from modelstate.io import system
+from modelstate.io.linux import IS_LINUX, MAP_NORESERVE, Advice, madvise
 from modelstate.process import gc_paused
 from modelstate.text_format import size
 
@@ -44,13 +45,12 @@ _log = logging.getLogger("modelstate")
 _SIGNAL = signal.SIGURG
 """Ignored by default. A signal whose default ends the process would do so if it ever went to another thread."""
 _F_SETOWN_EX, _F_OWNER_TID = 15, 0
-_MADV_POPULATE_READ, _MADV_POPULATE_WRITE = 22, 23
 _MREMAP_MAYMOVE_FIXED = 3
 _SA_NODEFER_RESTART = 0x40000000 | 0x10000000
 _PIECE_BYTES, _MOST_PIECES = 8 << 20, 512
 """The watcher holds the interpreter lock while it copies a piece; to get the lock may take 5 ms for each piece."""
 _MARGIN_SECONDS = 2.0
-_ANONYMOUS = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | getattr(mmap, "MAP_NORESERVE", 0x4000)
+_ANONYMOUS = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | MAP_NORESERVE
 _MAP_FAILED = 2 ** (8 * ctypes.sizeof(ctypes.c_void_p)) - 1
 _BREAK_TIME = "/proc/sys/fs/lease-break-time"
 _USUAL_BREAK_SECONDS = 45.0
@@ -329,8 +329,8 @@ def _replace(address: int, nbytes: int, until: float) -> int:
     try:
         while done < end and time.monotonic() < until:
             count, old, new = min(step, end - done), address + done, memory + done
-            _libc.madvise(new, count, _MADV_POPULATE_WRITE)
-            if _libc.madvise(old, count, _MADV_POPULATE_READ) and ctypes.get_errno() != errno.EINVAL:
+            madvise(new, count, Advice.POPULATE_WRITE)
+            if madvise(old, count, Advice.POPULATE_READ) not in (0, errno.EINVAL):
                 break  # an I/O error, or the file has been truncated since the kernel stopped delaying the writer
             calls = (
                 partial(_libc.sigaction, signal.SIGSEGV, ctypes.byref(waiting), ctypes.byref(before)),
@@ -362,9 +362,9 @@ class _Libc:
         """Raises `OSError` or `AttributeError` where a function is missing."""
         pointer, length, number = ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int
         free, held = ctypes.CDLL(None, use_errno=True), ctypes.PyDLL(None, use_errno=True)
-        self.mmap, self.munmap, self.madvise = free.mmap, free.munmap, free.madvise
+        self.mmap, self.munmap = free.mmap, free.munmap
         self.mmap.argtypes, self.mmap.restype = (pointer, length, number, number, number, ctypes.c_long), pointer
-        self.munmap.argtypes, self.madvise.argtypes = (pointer, length), (pointer, length, number)
+        self.munmap.argtypes = (pointer, length)
         self.sigaction, self.mprotect, self.memcpy, self.mremap = (
             held.sigaction,
             held.mprotect,
@@ -379,7 +379,7 @@ class _Libc:
 
 def _find_libc() -> _Libc | None:
     """None where leases are not supported."""
-    if platform.system() != "Linux" or platform.machine() not in ("x86_64", "aarch64"):
+    if not IS_LINUX or platform.machine() not in ("x86_64", "aarch64"):
         return None  # elsewhere the layout of `struct sigaction` may differ
     try:
         return _Libc()

@@ -18,13 +18,10 @@ from contextlib import contextmanager, suppress
 import torch
 
 from modelstate.errors import MemoryBudgetError
-from modelstate.io import system
-from modelstate.io.system import function
+from modelstate.io import linux, system
 from modelstate.spec import contiguous_stride
 
 HUGE_PAGE_BYTES = 2 << 20
-MADV_POPULATE_WRITE = 23
-"""Available since Linux 5.14."""
 TENSOR_ALIGN_BYTES = 64
 _ARENA_BYTES = 256 << 20
 _TRIM_BYTES = 16 << 20
@@ -48,8 +45,7 @@ class HeapTrim:
         self._freed_bytes += nbytes
         if self._freed_bytes >= _TRIM_BYTES:
             self._freed_bytes = 0
-            if _malloc_trim is not None:
-                _malloc_trim(0)
+            linux.trim_heap()
 
 
 class MemoryTracker:
@@ -258,7 +254,7 @@ class _Source:
     """A map of a file that only the kernel reads."""
 
     def __init__(self, descriptor: int) -> None:
-        self._map = system.mmap(descriptor, 0, mmap.MAP_PRIVATE | getattr(mmap, "MAP_NORESERVE", 0))
+        self._map = system.mmap(descriptor, 0, mmap.MAP_PRIVATE | linux.MAP_NORESERVE)
         self._shown = torch.frombuffer(self._map, dtype=torch.uint8)
         self.nbytes, self.address = self._shown.nbytes, self._shown.data_ptr()
 
@@ -277,12 +273,9 @@ def _open_userfaultfd() -> int:
     return descriptor
 
 
-_libc_ioctl = function("ioctl", ctypes.c_int, ctypes.c_ulong, ctypes.c_void_p)
+_libc_ioctl = linux.function("ioctl", ctypes.c_int, ctypes.c_ulong, ctypes.c_void_p)
 
 
 def _ioctl(descriptor: int, call: int, request: ctypes.Structure) -> bool:
     """Calls ioctl, and returns whether it did all that was asked for."""
     return _libc_ioctl is not None and _libc_ioctl(descriptor, call, ctypes.byref(request)) == 0
-
-
-_malloc_trim = function("malloc_trim", ctypes.c_size_t)

@@ -9,7 +9,6 @@ speed. The parts are brought in in the order in which they are used, which may n
 may sort its layers by name, the tenth before the second. Then a model can run right behind the prefault.
 """
 
-import ctypes
 import errno
 import mmap
 import os
@@ -22,10 +21,9 @@ from typing import NamedTuple
 import torch
 
 from modelstate.errors import ReadFailedError
-from modelstate.io import system
+from modelstate.io import linux
 from modelstate.io.engine import can_read_uncached, for_each, read_threads
 from modelstate.io.files import FileFingerprint, open_unchanged
-from modelstate.io.system import function
 from modelstate.process import run_detached
 from modelstate.spec import ByteRange
 
@@ -35,17 +33,7 @@ _GAP_BYTES = 1 << 20
 _STEP_BYTES = 128 << 10
 """The length of one read-ahead request. The kernel silently cuts a larger one to the read-ahead of its block device."""
 _PROBES, _PROBE_BYTES = 16, 64 << 10
-_CACHESTAT = 451
-"""The number of the system call, which is the same on all processors since Linux 6.5."""
 _MOST_OF_MEMORY = 0.5
-
-
-class _Range(ctypes.Structure):
-    _fields_ = (("offset", ctypes.c_uint64), ("length", ctypes.c_uint64))
-
-
-class _Pages(ctypes.Structure):
-    _fields_ = tuple((name, ctypes.c_uint64) for name in ("cached", "dirty", "writeback", "evicted", "recent"))
 
 
 def read_ahead(ranges: Iterable[ByteRange], fingerprints: Mapping[str, FileFingerprint]) -> int:
@@ -109,7 +97,7 @@ def is_cold(span: ByteRange, fingerprint: FileFingerprint | None = None) -> bool
         return False  # the read itself reports it
     try:
         probes = list(_probes(span))
-        shares = [cached_share(descriptor, start, nbytes) for start, nbytes in probes]
+        shares = [linux.cached_share(descriptor, start, nbytes) for start, nbytes in probes]
     finally:
         os.close(descriptor)
     known = [share for share in shares if share is not None]
@@ -125,35 +113,6 @@ def _probes(span: ByteRange) -> Iterator[tuple[int, int]]:
         yield span.start + index * apart, _PROBE_BYTES
 
 
-def cached_share(descriptor: int, start: int, nbytes: int) -> float | None:
-    """The share of a range that is in the page cache, from 0 to 1; None where the kernel does not say."""
-    page = mmap.PAGESIZE
-    first, end = start // page, -(-(start + nbytes) // page)
-    request, pages = _Range(first * page, (end - first) * page), _Pages()
-    if _libc is None:
-        return None
-    if _libc.syscall(_CACHESTAT, descriptor, ctypes.byref(request), ctypes.byref(pages), 0):
-        return _share_by_map(_libc, descriptor, first * page, start + nbytes)
-    return float(min(pages.cached / max(end - first, 1), 1.0))
-
-
-def _share_by_map(libc: ctypes.CDLL, descriptor: int, first: int, end: int) -> float | None:
-    """The cached share by `mincore`, for kernels without `cachestat`: it counts the cached pages of an untouched map.
-
-    For a file that the user may not write to, `mincore` reports that all pages are cached.
-    """
-    try:
-        # The map is writable only because ctypes requires a writable buffer.
-        with system.mmap(descriptor, end - first, mmap.MAP_PRIVATE, first) as mapped:
-            residency = (ctypes.c_ubyte * -(-(end - first) // mmap.PAGESIZE))()
-            begin = ctypes.c_char.from_buffer(mapped)
-            failed = libc.mincore(ctypes.c_void_p(ctypes.addressof(begin)), ctypes.c_size_t(end - first), residency)
-            del begin
-    except (OSError, ValueError):
-        return None
-    return None if failed else sum(page & 1 for page in residency) / len(residency)
-
-
 def _read_ahead(spans: list[ByteRange], total: int, fingerprints: Mapping[str, FileFingerprint]) -> None:
     with suppress(OSError, ReadFailedError):  # the read itself reports what is wrong
         for span in spans:
@@ -161,7 +120,7 @@ def _read_ahead(spans: list[ByteRange], total: int, fingerprints: Mapping[str, F
             try:
                 for start in range(span.start, span.start + min(span.nbytes, total), _STEP_BYTES):
                     length = min(_STEP_BYTES, span.start + span.nbytes - start)
-                    os.posix_fadvise(descriptor, start, length, os.POSIX_FADV_WILLNEED)
+                    linux.will_need(descriptor, start, length)
             finally:
                 os.close(descriptor)
             total -= span.nbytes
@@ -171,35 +130,13 @@ def _read_ahead(spans: list[ByteRange], total: int, fingerprints: Mapping[str, F
 
 def most_to_read() -> int:
     """The most bytes to bring into the page cache before they are used: half of the available memory."""
-    return int(_available_bytes() * _MOST_OF_MEMORY)
-
-
-def _available_bytes() -> int:
-    try:
-        with open("/proc/meminfo", encoding="ascii") as file:
-            fields = dict(line.split(":", 1) for line in file)
-        return int(fields["MemAvailable"].split()[0]) << 10
-    except (OSError, KeyError, ValueError):
-        return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGESIZE")
-
-
-def _find_libc() -> ctypes.CDLL | None:
-    try:
-        libc = ctypes.CDLL(None, use_errno=True)
-    except OSError:
-        return None
-    return libc if hasattr(libc, "syscall") and hasattr(libc, "mincore") else None
-
-
-_libc = _find_libc()
+    return int(linux.available_bytes() * _MOST_OF_MEMORY)
 
 
 _PIECE_BYTES = 64 << 20
 """What a thread asks for at once: many read-ahead windows of the kernel, so that it sees sequential access. Ranges that
 are used one after the other are sorted by their place in the file, up to this size at a time."""
 _EHWPOISON = 133
-_MADV_POPULATE_READ = 22
-"""Available since Linux 5.14. With it a truncated file is an error instead of SIGBUS."""
 
 Shown = tuple[ByteRange, torch.Tensor]
 """A range of a file, and the tensor that is mapped from it."""
@@ -290,9 +227,7 @@ def _runs(shown: Iterable[Shown]) -> Iterator[tuple[str, int, int]]:
 
 
 def _map_pages(piece: _Piece) -> None:
-    if _madvise is None or not _madvise(piece.address, piece.nbytes, _MADV_POPULATE_READ):
-        return
-    failed = ctypes.get_errno()
+    failed = linux.madvise(piece.address, piece.nbytes, linux.Advice.POPULATE_READ)
     if failed in (errno.EFAULT, _EHWPOISON):  # any other error means that this kernel does not support the call
         raise ReadFailedError(
             "the pages of a map cannot be read: an I/O error, or a file that has become shorter",
@@ -300,6 +235,3 @@ def _map_pages(piece: _Piece) -> None:
             found=os.strerror(failed),
             remedy="open the checkpoint again, when nothing writes to it any more",
         )
-
-
-_madvise = function("madvise", ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)

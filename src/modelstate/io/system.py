@@ -3,19 +3,11 @@
 Callers look the functions up in this module at each call, so that `modelstate.testing` can replace them.
 """
 
-import ctypes
-import errno
 import mmap as _mmap
 import os
-import platform
-from builtins import open as _open
-from collections.abc import Callable, Sequence
-from typing import cast
+from collections.abc import Sequence
 
-_USERFAULTFD = {"x86_64": 323, "aarch64": 282}
-"""The number of the system call, by processor."""
-_UFFD_USER_MODE_ONLY = 1
-"""Without privileges a process may only handle page faults of user code."""
+from modelstate.io import linux
 
 
 def open(path: str, flags: int) -> int:
@@ -62,27 +54,5 @@ def mmap(descriptor: int, nbytes: int, flags: int, offset: int = 0) -> _mmap.mma
 
 
 def userfaultfd() -> int:
-    """Calls `userfaultfd`, which Python's library lacks, and returns the descriptor. Raises `OSError`."""
-    number = _USERFAULTFD.get(platform.machine()) if platform.system() == "Linux" else None
-    if number is None:
-        raise OSError(errno.ENOSYS, "there is no userfaultfd here")
-    with _open("/proc/self/status", encoding="ascii", errors="replace") as status:
-        if "\nSeccomp:\t0\n" not in status.read():
-            raise OSError(errno.EPERM, "the system calls of this process are filtered, and some filters end it")
-    descriptor = int(ctypes.CDLL(None, use_errno=True).syscall(number, os.O_CLOEXEC | _UFFD_USER_MODE_ONLY))
-    if descriptor < 0:
-        raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
-    return descriptor
-
-
-def function(name: str, *arguments: type) -> Callable[..., int] | None:
-    """A function of the C library, or None where it is missing. It sets `ctypes.get_errno`.
-
-    `arguments` are the ctypes of the function's arguments.
-    """
-    try:
-        symbol = getattr(ctypes.CDLL(None, use_errno=True), name)
-    except (OSError, AttributeError):
-        return None
-    symbol.argtypes = arguments
-    return cast(Callable[..., int], symbol)
+    """`linux.userfaultfd`."""
+    return linux.userfaultfd()

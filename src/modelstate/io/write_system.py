@@ -3,8 +3,10 @@
 Callers look the functions up in this module at each call, so that `modelstate.testing` can replace them.
 """
 
+import fcntl
 import os
 from collections.abc import Sequence
+from contextlib import suppress
 
 
 def open(path: str, flags: int, mode: int = 0o666) -> int:
@@ -29,7 +31,12 @@ def fchmod(descriptor: int, mode: int) -> None:
 
 
 def fsync(descriptor: int) -> None:
-    """`os.fsync`."""
+    """`os.fsync`; on macOS, where that leaves the data in the cache of the disk, `F_FULLFSYNC`."""
+    full = getattr(fcntl, "F_FULLFSYNC", None)
+    if full is not None:
+        with suppress(OSError):  # a file system that lacks it
+            fcntl.fcntl(descriptor, full)
+            return
     os.fsync(descriptor)
 
 

@@ -1,0 +1,147 @@
+"""The calls that only Linux has, each behind one check; where one is missing, it does nothing or says that it failed.
+
+Other systems may have a function of the same name that does something else: macOS has `syscall`, with numbers of its
+own, and `madvise`, with other advice. So what is looked up by name or number is looked up on Linux only. Leases have
+their check in `modelstate.io.lease`.
+"""
+
+import ctypes
+import errno
+import mmap
+import os
+import platform
+from collections.abc import Callable
+from enum import IntEnum
+from typing import cast
+
+IS_LINUX = platform.system() == "Linux"
+O_DIRECT: int = getattr(os, "O_DIRECT", 0)
+"""The flag of `open` for reading and writing past the page cache; 0 where there is none."""
+MAP_NORESERVE: int = getattr(mmap, "MAP_NORESERVE", 0x4000 if IS_LINUX else 0)
+"""Without this flag Linux counts a writable map as memory, and refuses a file that is larger than the free memory."""
+_CACHESTAT = 451
+"""The number of the system call, which is the same on all processors since Linux 6.5."""
+_USERFAULTFD = {"x86_64": 323, "aarch64": 282}
+"""The number of the system call, by processor."""
+_UFFD_USER_MODE_ONLY = 1
+"""Without privileges a process may only handle page faults of user code."""
+
+
+class Advice(IntEnum):
+    """What `madvise` is told about a range of memory."""
+
+    HUGEPAGE = 14
+    POPULATE_READ = 22
+    """Since Linux 5.14. With it a truncated file is an error instead of SIGBUS."""
+    POPULATE_WRITE = 23
+    """Since Linux 5.14."""
+    COLLAPSE = 25
+    """Since Linux 6.1."""
+
+
+class _Range(ctypes.Structure):
+    _fields_ = (("offset", ctypes.c_uint64), ("length", ctypes.c_uint64))
+
+
+class _Pages(ctypes.Structure):
+    _fields_ = tuple((name, ctypes.c_uint64) for name in ("cached", "dirty", "writeback", "evicted", "recent"))
+
+
+def madvise(address: int, nbytes: int, advice: Advice) -> int:
+    """Advises the kernel about whole pages of memory. Returns 0 or an error number: `ENOSYS` where it is not Linux."""
+    if _madvise is None:
+        return errno.ENOSYS
+    return ctypes.get_errno() if _madvise(address, nbytes, advice) else 0
+
+
+def will_need(descriptor: int, start: int, nbytes: int) -> None:
+    """Makes the kernel start to read a range of a file into the page cache, where it can be asked to."""
+    if hasattr(os, "posix_fadvise"):
+        os.posix_fadvise(descriptor, start, nbytes, os.POSIX_FADV_WILLNEED)
+
+
+def cached_share(descriptor: int, start: int, nbytes: int) -> float | None:
+    """The share of a range of a file that is in the page cache, from 0 to 1; None where the kernel does not say."""
+    page = mmap.PAGESIZE
+    first, end = start // page, -(-(start + nbytes) // page)
+    request, pages = _Range(first * page, (end - first) * page), _Pages()
+    if _syscall is None:
+        return None
+    if _syscall(_CACHESTAT, descriptor, ctypes.byref(request), ctypes.byref(pages), 0):
+        return _share_by_map(descriptor, first * page, start + nbytes)
+    return float(min(pages.cached / max(end - first, 1), 1.0))
+
+
+def _share_by_map(descriptor: int, first: int, end: int) -> float | None:
+    """The cached share by `mincore`, for kernels without `cachestat`: it counts the cached pages of an untouched map.
+
+    For a file that the user may not write to, `mincore` reports that all pages are cached.
+    """
+    if _mincore is None:
+        return None
+    try:
+        # The map is writable only because ctypes requires a writable buffer.
+        with mmap.mmap(descriptor, end - first, flags=mmap.MAP_PRIVATE, offset=first) as mapped:
+            residency = (ctypes.c_ubyte * -(-(end - first) // mmap.PAGESIZE))()
+            begin = ctypes.c_char.from_buffer(mapped)
+            failed = _mincore(ctypes.addressof(begin), end - first, residency)
+            del begin
+    except (OSError, ValueError):
+        return None
+    return None if failed else sum(page & 1 for page in residency) / len(residency)
+
+
+def available_bytes() -> int:
+    """The memory that can be used without swapping; half of all memory where the system does not say."""
+    try:
+        with open("/proc/meminfo", encoding="ascii") as file:
+            fields = dict(line.split(":", 1) for line in file)
+        return int(fields["MemAvailable"].split()[0]) << 10
+    except (OSError, KeyError, ValueError):
+        pass
+    page = os.sysconf("SC_PAGESIZE")
+    try:
+        return os.sysconf("SC_AVPHYS_PAGES") * page
+    except (OSError, ValueError):
+        return os.sysconf("SC_PHYS_PAGES") * page // 2
+
+
+def trim_heap() -> None:
+    """Returns free memory of the heaps of all threads to the system, where the C library can."""
+    if _malloc_trim is not None:
+        _malloc_trim(0)
+
+
+def userfaultfd() -> int:
+    """Calls `userfaultfd`, and returns the descriptor. Raises `OSError`."""
+    number = _USERFAULTFD.get(platform.machine())
+    if number is None or _syscall is None:
+        raise OSError(errno.ENOSYS, "there is no userfaultfd here")
+    with open("/proc/self/status", encoding="ascii", errors="replace") as status:
+        if "\nSeccomp:\t0\n" not in status.read():
+            raise OSError(errno.EPERM, "the system calls of this process are filtered, and some filters end it")
+    descriptor = int(_syscall(number, os.O_CLOEXEC | _UFFD_USER_MODE_ONLY))
+    if descriptor < 0:
+        raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
+    return descriptor
+
+
+def function(name: str, *arguments: type) -> Callable[..., int] | None:
+    """A function of the C library of Linux, which sets `ctypes.get_errno`; None where it is missing.
+
+    `arguments` are the ctypes of the function's arguments.
+    """
+    if not IS_LINUX:
+        return None
+    try:
+        symbol = getattr(ctypes.CDLL(None, use_errno=True), name)
+    except (OSError, AttributeError):
+        return None
+    symbol.argtypes = arguments or None
+    return cast(Callable[..., int], symbol)
+
+
+_madvise = function("madvise", ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
+_mincore = function("mincore", ctypes.c_void_p, ctypes.c_size_t, ctypes.c_void_p)
+_malloc_trim = function("malloc_trim", ctypes.c_size_t)
+_syscall = function("syscall")
