@@ -467,7 +467,7 @@ def test_the_kernels_patience_is_not_outlived(folder: Path, monkeypatch: pytest.
 
     path = saved(folder / "model.safetensors")
     model = mapped(path)
-    monkeypatch.setattr(lease, "_break_seconds", lambda: 0.0)
+    monkeypatch.setattr(lease, "safe_seconds", lambda: -1.0)
     run("cp", saved(folder / "new", 2.0), path)
     assert writes_at_once(path)
     assert model.weight.eq(2).all()  # as of any map that nothing protects

@@ -222,6 +222,21 @@ def open_files(
             file.close()
 
 
+@contextmanager
+def _opened(
+    paths: Iterable[str],
+    fingerprints: Mapping[str, FileFingerprint],
+    uncached: Collection[str],
+    held: Mapping[str, RangeFile] | None,
+) -> Iterator[Mapping[str, RangeFile]]:
+    """`open_files`, or the files that are held, which are not closed."""
+    if held is not None:
+        yield held
+        return
+    with open_files(paths, fingerprints, uncached) as files:
+        yield files
+
+
 def can_read_uncached(path: str, fingerprint: FileFingerprint | None) -> bool:
     """Whether the file can be opened with O_DIRECT, and memory for a fast buffer is available."""
     try:
@@ -241,6 +256,7 @@ def for_each(
     on_done: Callable[[_Item, float], None] | None = None,
     *,
     with_torch: bool = False,
+    again: bool = False,
 ) -> None:
     """Processes the items on several threads. No thread is at work any more when this returns or raises.
 
@@ -251,7 +267,12 @@ def for_each(
         threads: The largest number of threads.
         on_done: Called with each processed item and the seconds that it took, by one thread at a time.
         with_torch: See `parallel_for`.
+        again: Whether all items are processed also where a thread fails or cannot be started: the caller's thread
+            processes once more what is left. The first error of that is raised after the last item.
     """
+    if again:
+        _process_all(list(items), worker, threads, on_done, with_torch)
+        return
     waiting, lock = iter(items), threading.Lock()
 
     def work(stop: threading.Event) -> None:
@@ -268,6 +289,50 @@ def for_each(
                         on_done(item, time.perf_counter() - started)
 
     parallel_for(work, threads, with_torch=with_torch)
+
+
+def _process_all(
+    items: Sequence[_Item],
+    worker: Callable[[], AbstractContextManager[Callable[[_Item], None]]],
+    threads: int,
+    on_done: Callable[[_Item, float], None] | None,
+    with_torch: bool,
+) -> None:
+    """`for_each` with `again`."""
+    left = dict.fromkeys(range(len(items)))
+
+    @contextmanager
+    def tolerant() -> Iterator[Callable[[int], None]]:
+        with worker() as process:
+
+            def attempt(index: int) -> None:
+                with suppress(Exception):
+                    process(items[index])
+                    del left[index]
+
+            yield attempt
+
+    def on_index(index: int, seconds: float) -> None:
+        if on_done is not None and index not in left:
+            on_done(items[index], seconds)
+
+    with suppress(Exception):
+        for_each(range(len(items)), tolerant, threads, on_index, with_torch=with_torch)
+    if not left:
+        return
+    first: Exception | None = None
+    with worker() as process:
+        for index in [*left]:
+            started = time.perf_counter()
+            try:
+                process(items[index])
+            except Exception as error:
+                first = first or error
+                continue
+            if on_done is not None:
+                on_done(items[index], time.perf_counter() - started)
+    if first is not None:
+        raise first
 
 
 # Reading ranges to addresses.
@@ -311,6 +376,7 @@ def read_ranges(
     is_fresh: bool = False,
     batch_bytes: int | None = None,
     gap_bytes: int = GAP_BYTES,
+    held: Mapping[str, RangeFile] | None = None,
 ) -> None:
     """Executes read requests on several threads. No thread writes to memory any more when this returns or raises.
 
@@ -324,6 +390,8 @@ def read_ranges(
             cache. The kernel then creates the pages as copies of the file's (`UffdFiller`), where it supports that.
         batch_bytes: The most that one call reads; by default `BATCH_BYTES`.
         gap_bytes: The largest gap between two ranges of one call.
+        held: Files that are read instead of those at the paths (`HeldFiles`). Then an error does not end the read:
+            everything that can be read is there when the error is raised.
 
     Raises:
         ReadFailedError: The first I/O error, a short read, or a file that has changed.
@@ -342,8 +410,8 @@ def read_ranges(
             on_read(batch.wanted_bytes)
 
     try:
-        with open_files((batch.path for batch in batches), fingerprints, uncached) as files:
-            for_each(batches, worker, min(threads, len(batches)), on_done)
+        with _opened((batch.path for batch in batches), fingerprints, uncached, held) as files:
+            for_each(batches, worker, min(threads, len(batches)), on_done, again=held is not None)
     finally:
         if filler is not None:
             filler.close()
@@ -386,14 +454,14 @@ def coalesce(requests: Iterable[Request], *, batch_bytes: int, gap_bytes: int) -
     return batches
 
 
-def _reader(uncached: Collection[str], filler: UffdFiller | None = None) -> Callable[[LocalFile, Batch], None]:
+def _reader(uncached: Collection[str], filler: UffdFiller | None = None) -> Callable[[RangeFile, Batch], None]:
     """Returns the function with which one thread reads batches."""
     buffer: Buffer | None = None
     with suppress(OSError):  # hardly any memory is left: the read goes through the page cache instead
         buffer = Buffer() if uncached else None
 
-    def read(file: LocalFile, batch: Batch) -> None:
-        if batch.path in uncached:
+    def read(file: RangeFile, batch: Batch) -> None:
+        if isinstance(file, LocalFile) and batch.path in uncached:
             if buffer is not None:
                 for window in windows(batch.start, batch.pieces):
                     views = [buffer.view[: window.nbytes]]
@@ -402,7 +470,7 @@ def _reader(uncached: Collection[str], filler: UffdFiller | None = None) -> Call
                         ctypes.memmove(address, buffer.address + at, nbytes)
                 return
             file.use_page_cache()
-        for part in [batch] if filler is None else _fill(filler, file, batch):
+        for part in _fill(filler, file, batch) if filler and isinstance(file, LocalFile) else [batch]:
             largest_gap = max((length for address, length in part.pieces if address is None), default=0)
             scratch = memoryview(bytearray(largest_gap))
             views = [memory_at(a, n) if a is not None else scratch[:n] for a, n in part.pieces]
@@ -584,6 +652,7 @@ def stream(
     on_block: Callable[[Block, float], None],
     buffers: int = 1,
     pinned: bool = False,
+    held: Mapping[str, RangeFile] | None = None,
 ) -> None:
     """Reads the requested ranges in blocks; the thread that has read a block consumes it while another one reads.
 
@@ -598,17 +667,21 @@ def stream(
         buffers: Buffers of each thread. With more than one, a thread reads on while an operation that `consume` has
             started is still running.
         pinned: Whether a device copies from the buffers.
+        held: As for `read_ranges`. `consume` may get a block twice.
 
     Raises:
         ReadFailedError: An I/O error, a short read, or a file that has changed. What `consume` raises passes through.
     """
     blocks = in_blocks(wanted, strategy.block_bytes)
     largest = max((block.nbytes for block in blocks), default=0)
+    threads = min(strategy.threads, len(blocks))
+    # Memory that is held by files is written to only when all other memory is there.
+    ready = [_block_buffer(largest, pinned) for _ in range(threads * buffers)] if held is not None else []
 
     @contextmanager
     def worker() -> Iterator[Callable[[Block], None]]:
         read = _reader(strategy.uncached)
-        own = [_block_buffer(largest, pinned) for _ in range(buffers)]
+        own = [ready.pop() if ready else _block_buffer(largest, pinned) for _ in range(buffers)]
         waits: list[Wait | None] = [None for _ in own]
 
         def process(block: Block) -> None:
@@ -621,13 +694,16 @@ def stream(
             own.append(own.pop(0))
             waits.append(waits.pop(0))
 
-        yield process
-        for wait in waits:
-            if wait is not None:
-                wait()
+        try:
+            yield process
+            for wait in waits:
+                if wait is not None:
+                    wait()
+        finally:
+            ready.extend(own if held is not None else ())
 
-    with open_files((entry.source.path for entry in wanted), fingerprints, strategy.uncached) as files:
-        for_each(blocks, worker, min(strategy.threads, len(blocks)), on_block, with_torch=True)
+    with _opened((entry.source.path for entry in wanted), fingerprints, strategy.uncached, held) as files:
+        for_each(blocks, worker, threads, on_block, with_torch=True, again=held is not None)
 
 
 def in_blocks(wanted: Sequence[Wanted], block_bytes: int) -> list[Block]:

@@ -23,6 +23,7 @@ import ctypes
 import errno
 import fcntl
 import logging
+import math
 import mmap
 import operator
 import os
@@ -33,7 +34,7 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 
 from modelstate.io import system
@@ -96,10 +97,38 @@ def hold(path: str, descriptor: int, mapped: mmap.mmap) -> str:
         if not _start_watcher():
             return "the thread that answers for leases cannot be started"
         if failed := _take(descriptor, _watcher):
-            return _REASONS.get(failed, os.strerror(failed))
+            return _reason(failed)
         lease = Lease(path, os.dup(descriptor), mapped)
         _leases[id(lease)] = lease
     return ""
+
+
+def hold_for_now(descriptor: int) -> str:
+    """Sets a read lease that no thread waits for: the caller asks `is_intact`, and calls `release`.
+
+    The kernel sends no signal when another process opens the file for writing; that process waits.
+
+    Returns:
+        An empty string, or the reason why no lease is held.
+    """
+    if not hasattr(fcntl, "F_SETLEASE"):
+        return "this system has no file leases"
+    try:
+        fcntl.fcntl(descriptor, fcntl.F_SETSIG, _SIGNAL)  # the default, SIGIO, would end the process
+        fcntl.fcntl(descriptor, fcntl.F_SETLEASE, fcntl.F_RDLCK)
+        fcntl.fcntl(descriptor, fcntl.F_SETOWN, 0)
+    except OSError as error:
+        return _reason(error.errno or errno.EINVAL)
+    return ""
+
+
+def is_intact(descriptor: int) -> bool:
+    """Whether no process waits, or has waited, for the lease on an open file."""
+    return fcntl.fcntl(descriptor, fcntl.F_GETLEASE) == fcntl.F_RDLCK
+
+
+def _reason(failed: int) -> str:
+    return _REASONS.get(failed, os.strerror(failed))
 
 
 _REASONS = {
@@ -159,10 +188,11 @@ def _release_dropped() -> None:
 
 def _release(lease: Lease) -> None:
     if _leases.pop(id(lease), None) is not None:
-        _unlock(lease.descriptor)
+        release(lease.descriptor)
 
 
-def _unlock(descriptor: int) -> None:
+def release(descriptor: int) -> None:
+    """Ends a lease, and closes the descriptor."""
     try:
         # Closing alone would leave the lease to a copy of the descriptor that a child may have.
         fcntl.fcntl(descriptor, fcntl.F_SETLEASE, fcntl.F_UNLCK)
@@ -209,7 +239,7 @@ def _answer_broken_leases() -> None:
     until = 0.0
     for lease in list(_leases.values()):
         if fcntl.fcntl(lease.descriptor, fcntl.F_GETLEASE) == fcntl.F_UNLCK:
-            until = until or time.monotonic() + _break_seconds() - _MARGIN_SECONDS
+            until = until or time.monotonic() + safe_seconds()
             _answer(lease, until)
 
 
@@ -237,12 +267,12 @@ def _answer(lease: Lease, until: float) -> None:
         _release(lease)
 
 
-def _break_seconds() -> float:
-    try:
-        with open(_BREAK_TIME, encoding="ascii") as file:
-            return float(file.read())
-    except (OSError, ValueError):
-        return _USUAL_BREAK_SECONDS
+def safe_seconds() -> float:
+    """The seconds for which a writer certainly waits for a lease to end."""
+    seconds = _USUAL_BREAK_SECONDS
+    with suppress(OSError, ValueError), open(_BREAK_TIME, encoding="ascii") as file:
+        seconds = float(file.read()) or math.inf  # with 0 the kernel never ends a lease by itself
+    return seconds - _MARGIN_SECONDS
 
 
 # Forks.
@@ -265,7 +295,7 @@ def _before_fork() -> None:
             os.close(lease.for_child)
             lease.for_child = -1
             if failed == errno.EAGAIN:  # a writer waits for the first lease
-                _answer(lease, time.monotonic() + _break_seconds() - _MARGIN_SECONDS)
+                _answer(lease, time.monotonic() + safe_seconds())
 
 
 def _after_fork_in_parent() -> None:

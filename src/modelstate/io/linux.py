@@ -73,22 +73,37 @@ def cached_share(descriptor: int, start: int, nbytes: int) -> float | None:
 
 
 def _share_by_map(descriptor: int, first: int, end: int) -> float | None:
-    """The cached share by `mincore`, for kernels without `cachestat`: it counts the cached pages of an untouched map.
+    """The cached share by `mincore`, for kernels without `cachestat`."""
+    pages = resident_pages(descriptor, first, end)
+    return None if pages is None else pages.count(1) / len(pages)
 
-    For a file that the user may not write to, `mincore` reports that all pages are cached.
+
+def resident_pages(descriptor: int, first: int, end: int) -> bytes | None:
+    """A byte for each page of a range of a file: 1 where the page cache has read it without an error, else 0.
+
+    `cachestat` also counts pages whose read has failed, or is not over. For a file that the user may not write to, all
+    pages seem to be there. Returns None where the kernel does not say.
     """
     if _mincore is None:
         return None
     try:
         # The map is writable only because ctypes requires a writable buffer.
-        with mmap.mmap(descriptor, end - first, flags=mmap.MAP_PRIVATE, offset=first) as mapped:
-            residency = (ctypes.c_ubyte * -(-(end - first) // mmap.PAGESIZE))()
+        with mmap.mmap(descriptor, end - first, flags=mmap.MAP_PRIVATE | MAP_NORESERVE, offset=first) as mapped:
+            residency = ctypes.create_string_buffer(-(-(end - first) // mmap.PAGESIZE))
             begin = ctypes.c_char.from_buffer(mapped)
             failed = _mincore(ctypes.addressof(begin), end - first, residency)
             del begin
     except (OSError, ValueError):
         return None
-    return None if failed else sum(page & 1 for page in residency) / len(residency)
+    return None if failed else residency.raw
+
+
+def filesystem_type(descriptor: int) -> int:
+    """The number of the type of a file's file system (`f_type` of `fstatfs`); 0 where the kernel does not say."""
+    if _fstatfs is None:
+        return 0
+    status = (ctypes.c_long * 64)()  # larger than `struct statfs`, which begins with the type
+    return 0 if _fstatfs(descriptor, ctypes.byref(status)) else status[0] & 0xFFFFFFFF
 
 
 def available_bytes() -> int:
@@ -143,5 +158,6 @@ def function(name: str, *arguments: type) -> Callable[..., int] | None:
 
 _madvise = function("madvise", ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
 _mincore = function("mincore", ctypes.c_void_p, ctypes.c_size_t, ctypes.c_void_p)
+_fstatfs = function("fstatfs", ctypes.c_int, ctypes.c_void_p)
 _malloc_trim = function("malloc_trim", ctypes.c_size_t)
 _syscall = function("syscall")

@@ -1,4 +1,4 @@
-"""Finds out what is in the page cache, and brings in the rest: read-ahead of files, prefault of maps.
+"""Finds out what is in the page cache, and brings in the rest: reads and read-ahead of files, prefault of maps.
 
 A few threads that read a cold file keep a few requests in flight. The kernel can keep many in flight, which a disk
 needs to be fast.
@@ -21,8 +21,8 @@ from typing import NamedTuple
 import torch
 
 from modelstate.errors import ReadFailedError
-from modelstate.io import linux
-from modelstate.io.engine import can_read_uncached, for_each, read_threads
+from modelstate.io import linux, system
+from modelstate.io.engine import LocalFile, can_read_uncached, for_each, open_files, read_fully, read_threads
 from modelstate.io.files import FileFingerprint, open_unchanged
 from modelstate.process import run_detached
 from modelstate.spec import ByteRange
@@ -34,6 +34,8 @@ _STEP_BYTES = 128 << 10
 """The length of one read-ahead request. The kernel silently cuts a larger one to the read-ahead of its block device."""
 _PROBES, _PROBE_BYTES = 16, 64 << 10
 _MOST_OF_MEMORY = 0.5
+_READ_BYTES = 1 << 20
+"""What a thread reads at once of a range that the page cache lacks."""
 
 
 def read_ahead(ranges: Iterable[ByteRange], fingerprints: Mapping[str, FileFingerprint]) -> int:
@@ -111,6 +113,92 @@ def _probes(span: ByteRange) -> Iterator[tuple[int, int]]:
     apart = (span.nbytes - _PROBE_BYTES) // (_PROBES - 1)
     for index in range(_PROBES):
         yield span.start + index * apart, _PROBE_BYTES
+
+
+# Bringing ranges in, with the errors of the reads.
+
+
+def bring_into_cache(
+    ranges: Iterable[ByteRange],
+    fingerprints: Mapping[str, FileFingerprint],
+    on_read: Callable[[int], None] = lambda _: None,
+) -> bool:
+    """Reads what the page cache lacks of the ranges, on several threads, and waits.
+
+    Returns whether the page cache has all of the ranges now. It has not where they do not fit, where the kernel does
+    not say, and where the user may not know.
+
+    Args:
+        ranges: Ranges of files.
+        fingerprints: What each file must be.
+        on_read: Called with numbers of bytes that were read, by one thread at a time; may raise to end the reads.
+
+    Raises:
+        ReadFailedError: A range cannot be read, or a file has changed.
+    """
+    wanted = _merged(ranges)
+    with open_files((span.path for span in wanted), fingerprints) as files:
+        if not all(_may_know(file.descriptor) for file in files.values()):
+            return False
+        missing = _missing(wanted, files)
+        if not missing:
+            return True
+        total = sum(span.nbytes for span in missing)
+        if total > most_to_read():
+            return False
+        if total >= LEAST_BYTES:
+            run_detached(partial(_read_ahead, missing, total, fingerprints))
+
+        @contextmanager
+        def worker() -> Iterator[Callable[[ByteRange], None]]:
+            buffer = memoryview(bytearray(_READ_BYTES))
+            yield lambda span: read_fully(files[span.path], [buffer[: span.nbytes]], span.start, span.nbytes)
+
+        pieces = _split(missing, _READ_BYTES)
+        for_each(pieces, worker, min(_threads(), len(pieces)), lambda piece, _: on_read(piece.nbytes))
+        return not _missing(missing, files)
+
+
+def _may_know(descriptor: int) -> bool:
+    """Whether `mincore` tells this user the truth about a file."""
+    status = system.fstat(descriptor)
+    return status.st_uid == os.geteuid() or os.access(f"/proc/self/fd/{descriptor}", os.W_OK)
+
+
+def _missing(spans: Iterable[ByteRange], files: Mapping[str, LocalFile]) -> list[ByteRange]:
+    """The parts of the ranges that are not in the page cache, or of which the kernel does not say."""
+    pieces = _split(spans, _PIECE_BYTES)
+    missing: list[list[ByteRange]] = [[] for _ in pieces]
+
+    @contextmanager
+    def worker() -> Iterator[Callable[[int], None]]:
+        yield look
+
+    def look(index: int) -> None:
+        path, start, nbytes = pieces[index]
+        first, end = start // mmap.PAGESIZE * mmap.PAGESIZE, start + nbytes
+        pages = linux.resident_pages(files[path].descriptor, first, end)
+        if pages is None:
+            missing[index] = [pieces[index]]
+            return
+        absent = pages.find(b"\0")
+        while absent >= 0:
+            present = pages.find(b"\1", absent)
+            until = end if present < 0 else first + present * mmap.PAGESIZE
+            at = max(first + absent * mmap.PAGESIZE, start)
+            missing[index].append(ByteRange(path, at, until - at))
+            absent = pages.find(b"\0", present) if present >= 0 else -1
+
+    for_each(range(len(pieces)), worker, min(read_threads(), len(pieces)))
+    return [span for found in missing for span in found]
+
+
+def _split(spans: Iterable[ByteRange], most_bytes: int) -> list[ByteRange]:
+    return [
+        ByteRange(path, at, min(most_bytes, start + nbytes - at))
+        for path, start, nbytes in spans
+        for at in range(start, start + nbytes, most_bytes)
+    ]
 
 
 def _read_ahead(spans: list[ByteRange], total: int, fingerprints: Mapping[str, FileFingerprint]) -> None:

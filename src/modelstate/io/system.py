@@ -3,11 +3,14 @@
 Callers look the functions up in this module at each call, so that `modelstate.testing` can replace them.
 """
 
+import errno
 import mmap as _mmap
 import os
 from collections.abc import Sequence
 
 from modelstate.io import linux
+
+_RWF_NOWAIT = getattr(os, "RWF_NOWAIT", 0)
 
 
 def open(path: str, flags: int) -> int:
@@ -46,6 +49,16 @@ def pread_fully(descriptor: int, nbytes: int, offset: int) -> bytes:
 def preadv(descriptor: int, buffers: Sequence[memoryview], offset: int) -> int:
     """`os.preadv`."""
     return os.preadv(descriptor, buffers, offset)
+
+
+def preadv_cached(descriptor: int, buffers: Sequence[memoryview], offset: int) -> int:
+    """`os.preadv` that never waits for a disk: it stops before the first byte that is not in the page cache.
+
+    Raises `OSError`: `EAGAIN` where the first byte is not there, `EOPNOTSUPP` where the system cannot read in this way.
+    """
+    if not _RWF_NOWAIT:
+        raise OSError(errno.EOPNOTSUPP, os.strerror(errno.EOPNOTSUPP))
+    return os.preadv(descriptor, buffers, offset, _RWF_NOWAIT)
 
 
 def mmap(descriptor: int, nbytes: int, flags: int, offset: int = 0) -> _mmap.mmap:

@@ -16,7 +16,8 @@ from typing import Any
 from modelstate.errors import OptionError
 from modelstate.io import system, write_system
 
-READ_CALLS = ("open", "stat", "fstat", "pread", "preadv", "mmap")
+READ_CALLS = ("open", "stat", "fstat", "pread", "preadv", "preadv_cached", "mmap")
+_VECTORED_CALLS = ("preadv", "preadv_cached", "pwritev")
 _PATH_CALLS = ("open", "replace", "link", "unlink", "mkdir", "rmdir")
 WRITE_CALLS = (*_PATH_CALLS, "fallocate", "pwritev", "fchmod", "fsync", "close")
 
@@ -28,7 +29,8 @@ class Request:
     number: int
     """Counted from 1 in the order of the calls, over all threads."""
     call: str
-    """The name of the call: "open", "stat", "fstat", "pread", "preadv", "mmap", or one of `faulty_writes`."""
+    """The name of the call: "open", "stat", "fstat", "pread", "preadv", "preadv_cached", "mmap", or one of
+    `faulty_writes`."""
     path: str
     """The file; for a rename or a link the existing one."""
     start: int = 0
@@ -89,15 +91,16 @@ def faulty_reads(
 
     Without arguments it only counts them: a load that is repeated with `at=1`, `at=2`, ... up to
     `len(faults.requests)` fails at each in turn. A request is one system call: `open`, `stat`, `fstat`, `pread`,
-    `preadv` or `mmap` of a file that is opened or loaded. Page faults of a mapped file are not requests, and
-    `userfaultfd`, which would fill memory without requests, is not available in the context. The context holds for
-    all threads of the process. Contexts can be nested: a request that the inner one makes reaches the outer one.
+    `preadv` or `mmap` of a file that is opened or loaded, or `preadv_cached`, the read of a block that the page cache
+    is known to have, which is repeated with `preadv` where it fails. Page faults of a mapped file are not requests,
+    and `userfaultfd`, which would fill memory without requests, is not available in the context. The context holds
+    for all threads of the process. Contexts can be nested: a request that the inner one makes reaches the outer one.
 
     Args:
         at: the number of the request to change, from 1; all requests by default.
         error: raised instead of making the request: usually an `OSError`, such as `OSError(errno.EIO, "...")`.
-        short: the most bytes that a `pread` or `preadv` returns, as at the end of a file, on a network file system or
-            after a signal; 0 is the end of the file.
+        short: the most bytes that a `pread`, `preadv` or `preadv_cached` returns, as at the end of a file, on a network
+            file system or after a signal; 0 is the end of the file.
         before: called with the `Request` before it is made, in the thread that makes it: to change the file at that
             moment, to wait, or to raise.
 
@@ -171,7 +174,7 @@ def _counted(module: ModuleType, names: Sequence[str], faults: Faults) -> dict[s
                 if name == "close":  # Linux closes a descriptor also where it reports an error
                     real(target)
                 raise
-            if most is not None and name in ("preadv", "pwritev"):
+            if most is not None and name in _VECTORED_CALLS:
                 args = (_first(args[0], most), start)
             elif most is not None and name == "pread":
                 args = (min(nbytes, most), start)
@@ -184,7 +187,7 @@ def _counted(module: ModuleType, names: Sequence[str], faults: Faults) -> dict[s
 
 def _extent(name: str, args: Sequence[Any]) -> tuple[int, int]:
     """Returns the offset and the number of bytes of a call, from its arguments after the descriptor or path."""
-    if name in ("preadv", "pwritev"):
+    if name in _VECTORED_CALLS:
         return args[1], sum(len(buffer) for buffer in args[0])
     if name == "pread":
         return args[1], args[0]

@@ -1,0 +1,204 @@
+"""Files that are held while they are read into memory whose old values are not kept.
+
+A load that reads straight into the memory of a live model is all or nothing only if no read fails. So all that can make
+a read fail comes before the first byte is written:
+
+1. What the page cache lacks is read into it (`bring_into_cache`). An I/O error shows here.
+2. A read lease is taken on each file. A process that opens a file for writing, or truncates it, waits until the lease
+   is released, or until `/proc/sys/fs/lease-break-time` is over (usually 45 seconds). Where a process has the file open
+   for writing already, there is no lease.
+3. Each file is compared with its fingerprint. From here on its bytes are those of the checkpoint.
+
+Then the bytes are read from the page cache alone. A page that was evicted meanwhile is read from the disk into a buffer
+before memory is written to.
+
+What remains: a page is evicted after the first step, and cannot be read again; or a writer waits, and the process is
+stopped for longer than the break time. Both are errors (`ReadFailedError`), and `HeldFiles.failed` has the ranges.
+"""
+
+import errno
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+
+from modelstate.errors import ReadFailedError
+from modelstate.io import lease, linux, system
+from modelstate.io.files import FileFingerprint, check_unchanged, open_unchanged
+from modelstate.io.prefetch import bring_into_cache
+from modelstate.spec import ByteRange
+
+_FILE_SYSTEMS = frozenset(
+    {
+        0xEF53: "ext2, ext3, ext4",
+        0x58465342: "XFS",
+        0x9123683E: "Btrfs",
+        0xF2F52010: "F2FS",
+        0xCA451A4E: "bcachefs",
+        0x01021994: "tmpfs",
+        0x794C7630: "overlayfs",
+    }
+)
+"""File systems whose files only this machine changes. Others may grant a lease that other machines do not know of."""
+_LEAST_SECONDS = 5.0
+"""With a shorter break time there are no leases."""
+_BYTES_PER_SECOND = 2e9
+"""The least speed of a read from the page cache. A read must take at most half of the break time."""
+_SCRATCH_BYTES = 1 << 20
+
+
+class _Scratch:
+    """A buffer that all files of one load share: hardly any read needs it."""
+
+    def __init__(self) -> None:
+        self._memory, self._lock = memoryview(bytearray(_SCRATCH_BYTES)), threading.Lock()
+
+    def read(self, descriptor: int, buffers: Sequence[memoryview], offset: int) -> int:
+        """As `os.preadv`, but the buffers are written to only when the read has succeeded."""
+        with self._lock:
+            count = system.preadv(descriptor, [self._memory[: sum(map(len, buffers))]], offset)
+            done = 0
+            for buffer in buffers:
+                part = self._memory[done : min(done + len(buffer), count)]
+                buffer[: len(part)] = part
+                done += len(part)
+            return count
+
+
+class HeldFile:
+    """An open file with a read lease: a `RangeFile` of the engine."""
+
+    def __init__(self, path: str, descriptor: int, seconds: float, scratch: _Scratch) -> None:
+        self.path, self.descriptor = path, descriptor
+        self.failed: list[ByteRange] = []
+        """The ranges that could not be read. Their destinations are unchanged, or have bytes of another file."""
+        self._seconds = seconds
+        """The time for which a writer waits."""
+        self._intact_at = time.monotonic()
+        """A time at which no writer waited."""
+        self._reads_cached = True
+        self._scratch = scratch
+
+    def read_into(self, buffers: Sequence[memoryview], offset: int) -> int:
+        """As `RangeFile.read_into`."""
+        try:
+            count = self._read_cached(buffers, offset) or self._read_again(buffers, offset)
+            self.check_unchanged()
+        except ReadFailedError:
+            self.failed.append(ByteRange(self.path, offset, sum(map(len, buffers))))
+            raise
+        return count
+
+    def _read_cached(self, buffers: Sequence[memoryview], offset: int) -> int:
+        """Reads what the page cache has at once; 0 where it lacks the first byte."""
+        if not self._reads_cached:
+            return 0
+        try:
+            return system.preadv_cached(self.descriptor, buffers, offset)
+        except OSError as error:
+            self._reads_cached = error.errno not in (errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS)
+            return 0
+
+    def _read_again(self, buffers: Sequence[memoryview], offset: int) -> int:
+        try:
+            if not self._reads_cached:
+                return system.preadv(self.descriptor, buffers, offset)
+            return self._scratch.read(self.descriptor, buffers, offset)
+        except OSError as error:
+            raise ReadFailedError("reading failed", where=f"{self.path}, byte {offset}", found=error) from error
+
+    def check_unchanged(self) -> None:
+        """Raises `ReadFailedError` where a writer may have changed the file: it has waited for the whole break time."""
+        now = time.monotonic()
+        if lease.is_intact(self.descriptor):
+            self._intact_at = now
+        elif time.monotonic() - self._intact_at > self._seconds:
+            raise ReadFailedError(
+                "a process that waited to write to the file was let go on before the read was over",
+                where=self.path,
+                expected=f"at most {self._seconds:.0f} seconds",
+                remedy="open the checkpoint again, when nothing writes to it any more",
+            )
+
+    def close(self) -> None:
+        """Releases the lease: a writer that waits goes on."""
+        lease.release(self.descriptor)
+
+
+class HeldFiles(Mapping[str, HeldFile]):
+    """The files that are held, by path. `refusal` says why they are not, and then there are none."""
+
+    def __init__(self) -> None:
+        self._files: dict[str, HeldFile] = {}
+        self.refusal = ""
+
+    def __getitem__(self, path: str) -> HeldFile:
+        return self._files[path]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._files)
+
+    def __len__(self) -> int:
+        return len(self._files)
+
+    @property
+    def failed(self) -> list[ByteRange]:
+        """The ranges that could not be read, and whose destinations are in doubt."""
+        return [extent for file in self._files.values() for extent in file.failed]
+
+    def hold(self, paths: Iterable[str], fingerprints: Mapping[str, FileFingerprint], nbytes: int) -> str:
+        """Takes the leases; returns the reason where one cannot be had."""
+        seconds = lease.safe_seconds()
+        if seconds < max(_LEAST_SECONDS, 2 * nbytes / _BYTES_PER_SECOND):
+            return "the kernel lets a writer wait for a shorter time than the read may take"
+        scratch = _Scratch()
+        for path in paths:
+            descriptor = open_unchanged(path, fingerprints.get(path))
+            self._files[path] = HeldFile(path, descriptor, seconds, scratch)
+            if linux.filesystem_type(descriptor) not in _FILE_SYSTEMS:
+                return "other machines may write to its file system"
+            if refusal := lease.hold_for_now(descriptor):
+                return refusal
+            check_unchanged(descriptor, path, fingerprints.get(path))
+        return ""
+
+    def close(self) -> None:
+        """Releases all leases."""
+        while self._files:
+            self._files.popitem()[1].close()
+
+
+@contextmanager
+def held_files(
+    extents: Sequence[ByteRange],
+    fingerprints: Mapping[str, FileFingerprint],
+    on_read: Callable[[int], None] = lambda _: None,
+) -> Iterator[HeldFiles]:
+    """Brings ranges of files into the page cache, and holds the files.
+
+    Args:
+        extents: The ranges that are going to be read.
+        fingerprints: What each file must be.
+        on_read: Called with numbers of bytes that are brought in from the disk; may raise.
+
+    Yields:
+        The files, for `read_ranges` and `stream`; without files, and with a `refusal`, where a read could fail.
+
+    Raises:
+        ReadFailedError: A range cannot be read, or a file has changed.
+    """
+    held = HeldFiles()
+    try:
+        if not bring_into_cache(extents, fingerprints, on_read):
+            held.refusal = "the page cache has not all of it"
+        else:
+            held.refusal = held.hold(
+                dict.fromkeys(extent.path for extent in extents),
+                fingerprints,
+                sum(extent.nbytes for extent in extents),
+            )
+        if held.refusal:
+            held.close()
+        yield held
+    finally:
+        held.close()
