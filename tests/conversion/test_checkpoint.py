@@ -29,7 +29,7 @@ from modelstate.errors import (
     SourceNotFoundError,
     TargetExistsError,
 )
-from modelstate.io.digests import BLOCK_BYTES
+from modelstate.formats.manifest import BLOCK_BYTES
 from tests.formats.dcp_files import halves
 from tests.formats.dcp_files import write as write_dcp
 from tests.formats.files import same

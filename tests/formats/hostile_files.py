@@ -165,7 +165,7 @@ def bombs(folder: Path) -> Iterator[tuple[str, Callable[[], Any]]]:
     os.truncate(step / name, TERABYTE)
     modified = (step / name).stat().st_mtime_ns
     record["entries"]["model"]["files"][name] = [TERABYTE, modified, TERABYTE, "0" * 32]
-    from modelstate.io.digests import OPEN_SEAL, SEAL, sealed
+    from modelstate.formats.manifest import OPEN_SEAL, SEAL, sealed
 
     record[SEAL] = OPEN_SEAL
     record_path.write_bytes(sealed(json.dumps(record).encode()))

@@ -22,7 +22,8 @@ from modelstate.errors import (
     TruncatedFileError,
     UnsupportedTensorError,
 )
-from modelstate.formats.safetensors import DTYPES, matches, read
+from modelstate.formats.recognise import Format, recognise
+from modelstate.formats.safetensors import DTYPES, read
 from modelstate.spec import StoredTensor
 from tests.formats.files import entry, safetensors_bytes, same, value
 
@@ -119,7 +120,7 @@ def test_four_bit_floats_come_in_pairs(tmp_path: Path) -> None:
 def test_unusual_files_that_are_right(content: bytes, tmp_path: Path) -> None:
     path = tmp_path / "x.safetensors"
     path.write_bytes(content)
-    assert matches(content[:HEAD_BYTES])
+    assert recognise(content[:HEAD_BYTES]) is Format.SAFETENSORS
     assert_agrees(path)
 
 
@@ -331,19 +332,19 @@ def test_cut_at_every_length(tmp_path: Path) -> None:
 
 def test_a_damaged_file_is_known_as_safetensors() -> None:
     whole = save({"weight": torch.arange(4.0), "bias": torch.arange(3)}, metadata={"format": "pt"})
-    assert all(matches(whole[:length]) for length in range(8, len(whole)))
-    assert not any(matches(whole[:length]) for length in range(8))
+    assert all(recognise(whole[:length]) is Format.SAFETENSORS for length in range(8, len(whole)))
+    assert all(recognise(whole[:length]) is None for length in range(8))
     for position in range(min(len(whole), HEAD_BYTES)):
         for bit in range(8):
             damaged = bytearray(whole)
             damaged[position] ^= 1 << bit
-            assert matches(bytes(damaged[:HEAD_BYTES])), position
+            assert recognise(bytes(damaged[:HEAD_BYTES])) is Format.SAFETENSORS, position
 
 
 @pytest.mark.parametrize("name", MALFORMED)
 def test_malformed_files_are_known_as_safetensors(name: str) -> None:
     _, content = MALFORMED[name]
-    assert matches(content[:HEAD_BYTES]) is (name not in {"within the length"})
+    assert (recognise(content[:HEAD_BYTES]) is Format.SAFETENSORS) is (name not in {"within the length"})
 
 
 @pytest.mark.parametrize(
@@ -363,7 +364,7 @@ def test_malformed_files_are_known_as_safetensors(name: str) -> None:
     ],
 )
 def test_other_files_are_not_known_as_safetensors(head: bytes) -> None:
-    assert not matches(head)
+    assert recognise(head) is not Format.SAFETENSORS
 
 
 # Damage at random.

@@ -21,7 +21,8 @@ from modelstate.errors import (
     UnsafePathError,
 )
 from modelstate.formats import safetensors, torch_zip
-from modelstate.formats.sharded import matches, read
+from modelstate.formats.recognise import Format, recognise
+from modelstate.formats.sharded import read
 from modelstate.spec import Contents
 from tests.formats.files import index_text, same, value
 
@@ -60,7 +61,7 @@ def truth() -> dict[str, str]:
 def test_what_huggingface_hub_writes(tmp_path: Path) -> None:
     save_torch_state_dict(STATE, tmp_path, max_shard_size=200)
     path = tmp_path / "model.safetensors.index.json"
-    assert matches(path.read_bytes()[:4096], str(path))
+    assert recognise(path.read_bytes()[:4096], str(path)) is Format.INDEX
     tree = opened(path)
     assert list(tree) == list(STATE)
     assert all(same(value(tree[name]), STATE[name]) for name in STATE)

@@ -15,7 +15,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from modelstate import errors
-from modelstate.formats import torch_legacy, torch_zip
+from modelstate.formats import torch_legacy
+from modelstate.formats.recognise import LEGACY_MAGIC, Format, recognise
 from tests.formats.torch_files import DTYPES, assert_same, every_byte, is_copied, rich_tree, saved, values
 from tests.real_files import FILES
 
@@ -30,7 +31,7 @@ def tree(path: str, **options: Any) -> Any:
 
 def stream(value: bytes, keys: bytes, storages: bytes = b"") -> bytes:
     """A file around a main pickle of one's own."""
-    head = [pickle.dumps(part, protocol=2) for part in (torch_legacy.MAGIC, 1001, {"little_endian": True})]
+    head = [pickle.dumps(part, protocol=2) for part in (LEGACY_MAGIC, 1001, {"little_endian": True})]
     return b"".join(head) + value + keys + storages
 
 
@@ -70,8 +71,8 @@ def viewed(view: Any, numel: int = 6, size: int = 2) -> bytes:
 def test_a_training_checkpoint(tmp_path: Path, protocol: int) -> None:
     value = rich_tree()
     path = old(tmp_path / "x.pt", value, pickle_protocol=protocol)
-    assert torch_legacy.matches(Path(path).read_bytes()[:4096])
-    assert not torch_zip.matches(Path(path).read_bytes()[:4096])
+    assert recognise(Path(path).read_bytes()[:4096]) is Format.TORCH_LEGACY
+    assert recognise(Path(path).read_bytes()[:4096]) is not Format.TORCH_ZIP
     contents = torch_legacy.read(path)
     assert (contents.format, contents.files) == ("torch legacy", (path,))
     assert_same(values(contents), torch.load(path, weights_only=False))
@@ -204,7 +205,7 @@ def test_the_tar_archives_of_before_are_named(tmp_path: Path) -> None:
     with tarfile.open(path, "w") as archive:
         for name in ("storages", "tensors", "pickle"):
             archive.addfile(tarfile.TarInfo(name))
-    assert torch_legacy.matches(path.read_bytes()[:4096])
+    assert recognise(path.read_bytes()[:4096]) is Format.TORCH_LEGACY
     with pytest.raises(errors.UnknownFormatError, match=r"before 0\.2"):
         tree(str(path))
 
@@ -213,7 +214,7 @@ def test_the_tar_archives_of_before_are_named(tmp_path: Path) -> None:
     "head", [b"", b"\x80", pickle.dumps({"a": 1}), pickle.dumps(7), b"L12L\n.", b"PK\3\4", bytes(range(100, 200))]
 )
 def test_what_does_not_match(head: bytes) -> None:
-    assert not torch_legacy.matches(head)
+    assert recognise(head) is not Format.TORCH_LEGACY
 
 
 # Any damage: a tree and one of our errors, nothing else. (There is no checksum, so names and numbers may be others.)
@@ -257,7 +258,7 @@ def test_changed_bytes(sample: tuple[Path, bytes]) -> None:
         damaged = bytearray(true)
         damaged[at] ^= 0xFF if at % 2 else 1 << at % 8
         path.write_bytes(damaged)
-        torch_legacy.matches(bytes(damaged[:4096]))
+        recognise(bytes(damaged[:4096]))
         try:
             values(torch_legacy.read(str(path)))
         except errors.ModelStateError:

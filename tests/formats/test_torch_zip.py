@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 
 from modelstate import errors
 from modelstate.formats import torch_zip
+from modelstate.formats.recognise import Format, recognise
 from modelstate.spec import Checksum, StoredComposite, StoredTensor
 from tests.formats.torch_files import DTYPES, assert_same, every_byte, is_copied, rich_tree, saved, values
 
@@ -28,9 +29,9 @@ def tree(path: str, **options: Any) -> Any:
 
 def test_matches_by_content(tmp_path: Path) -> None:
     path = Path(saved(tmp_path / "noname", {"a": torch.ones(1)}))
-    assert torch_zip.matches(path.read_bytes()[:4096])
-    assert not torch_zip.matches(b"\x80\x02}q\x00.")
-    assert not torch_zip.matches(b"")
+    assert recognise(path.read_bytes()[:4096]) is Format.TORCH_ZIP
+    assert recognise(b"\x80\x02}q\x00.") is not Format.TORCH_ZIP
+    assert recognise(b"") is not Format.TORCH_ZIP
 
 
 @pytest.mark.parametrize("protocol", [2, 3, 4, 5])
@@ -364,7 +365,7 @@ def test_other_archives(tmp_path: Path, names: tuple[str, ...], kind: str) -> No
     with zipfile.ZipFile(tmp_path / "x.pt", "w", zipfile.ZIP_DEFLATED) as archive:
         for name in names:
             archive.writestr(name, b"content" * 100)
-    assert torch_zip.matches((tmp_path / "x.pt").read_bytes()[:4096])
+    assert recognise((tmp_path / "x.pt").read_bytes()[:4096]) is Format.TORCH_ZIP
     with pytest.raises(errors.UnknownFormatError, match=kind):
         tree(str(tmp_path / "x.pt"))
 

@@ -16,8 +16,7 @@ from torch.testing._internal.two_tensor import TwoTensor
 
 import modelstate as ms
 from modelstate.errors import ManifestError, UnsavableError
-from modelstate.formats.manifest import KEY
-from modelstate.io.digests import OPEN_SEAL, SEAL, sealed
+from modelstate.formats.manifest import KEY, OPEN_SEAL, SEAL, sealed
 from tests.objects.saves import NAME
 
 

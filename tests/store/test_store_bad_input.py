@@ -14,8 +14,8 @@ from torch import nn
 
 import modelstate as ms
 from modelstate import errors
+from modelstate.formats.manifest import OPEN_SEAL, SEAL, sealed
 from modelstate.io import lock
-from modelstate.io.digests import OPEN_SEAL, SEAL, sealed
 from tests.store.common import Held, Training, contents, flip, network, state
 
 

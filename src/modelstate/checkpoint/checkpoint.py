@@ -16,6 +16,7 @@ from modelstate.errors import (
     OptionError,
     UnsupportedTensorError,
 )
+from modelstate.formats.manifest import ALGORITHM, hasher
 from modelstate.formats.tree import (
     FlatTree,
     decoded,
@@ -27,7 +28,6 @@ from modelstate.formats.tree import (
     referred_to,
     subtree,
 )
-from modelstate.io.digests import ALGORITHM, hasher
 from modelstate.io.engine import (
     Consume,
     LocalFile,

@@ -10,7 +10,7 @@ from functools import partial
 import torch
 
 from modelstate.errors import OptionError, ReadFailedError, SourceTypeError
-from modelstate.formats import safetensors
+from modelstate.formats.recognise import Format, recognise
 from modelstate.io import system
 from modelstate.io.engine import read_ranges
 from modelstate.io.files import FileFingerprint, check_mapped, open_regular, open_unchanged
@@ -246,7 +246,7 @@ def _overwriting_writer(path: str, head: bytes) -> str:
     """
     if not os.access(path, os.W_OK, effective_ids=os.access in os.supports_effective_ids):
         return ""
-    if not safetensors.matches(head):
+    if recognise(head) is not Format.SAFETENSORS:
         return "torch.save"
     version: str = getattr(sys.modules.get("safetensors"), "__version__", "")
     return f"save_file of safetensors {version}" if version.split(".")[:2] in _SAFETENSORS_IN_PLACE else ""

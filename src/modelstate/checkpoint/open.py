@@ -38,7 +38,15 @@ from modelstate.errors import (
     UnknownFormatError,
 )
 from modelstate.formats import dcp, safetensors, sharded, torch_legacy, torch_zip
-from modelstate.formats.diagnose import HEAD_BYTES, no_checkpoint, other_zip, tensorflow_prefix
+from modelstate.formats.recognise import (
+    DCP_METADATA,
+    HEAD_BYTES,
+    Format,
+    no_checkpoint,
+    other_zip,
+    recognise,
+    tensorflow_prefix,
+)
 from modelstate.io import system
 from modelstate.io.files import (
     NOT_FOUND,
@@ -103,8 +111,8 @@ def find_in(directory: str) -> str:
     files = [entry.name for entry in entries if _is_file(entry)]
     candidates = [candidate for name in files if (candidate := _candidate(directory, name))]
     if not any(candidate.stem == MODEL for candidate in candidates):
-        if dcp.METADATA in files and _is_dcp(directory, files):
-            return os.path.join(directory, dcp.METADATA)
+        if DCP_METADATA in files and _is_dcp(directory, files):
+            return os.path.join(directory, DCP_METADATA)
         _refuse_other_tools(directory, [entry.name for entry in entries])
     if not candidates:
         by_name = [name for name in files if _SUFFIX.search(name)]
@@ -155,18 +163,22 @@ def _candidate(directory: str, name: str) -> _Candidate | None:
             head = file.read(0, min(file.nbytes, HEAD_BYTES), "its beginning")
     except OpenError:
         return None
-    if sharded.matches(head, path) or _INDEX.search(name):
+    format = recognise(head, path)
+    if format is Format.INDEX or _INDEX.search(name):
         try:
             shards = frozenset(sharded.read_index(path)[0].values())
         except (OpenError, ChecksumError):
             shards = frozenset()  # the index is damaged, which opening it reports
         in_safetensors = any(shard.endswith(".safetensors") for shard in (*shards, name.removesuffix(".index.json")))
         return _Candidate(name, in_safetensors, shards) if shards or _INDEX.search(name) else None
-    if torch_zip.matches(head):
-        return None if other_zip(path, head) or torch_zip.is_foreign(path) else _Candidate(name)
-    if torch_legacy.matches(head):
-        return _Candidate(name)
-    return _Candidate(name, is_safetensors=True) if safetensors.matches(head) else None
+    match format:
+        case Format.TORCH_ZIP:
+            return None if other_zip(path, head) or torch_zip.is_foreign(path) else _Candidate(name)
+        case Format.TORCH_LEGACY:
+            return _Candidate(name)
+        case Format.SAFETENSORS:
+            return _Candidate(name, is_safetensors=True)
+    return None
 
 
 def _is_dcp(directory: str, files: list[str]) -> bool:
@@ -174,9 +186,9 @@ def _is_dcp(directory: str, files: list[str]) -> bool:
     if any(name.endswith(".distcp") for name in files):
         return True
     try:
-        with SourceFile(os.path.join(directory, dcp.METADATA)) as file:
+        with SourceFile(os.path.join(directory, DCP_METADATA)) as file:
             # A path that the user gives needs only this name, but in a directory it may belong to another tool.
-            return dcp.matches(file.read(0, min(file.nbytes, HEAD_BYTES), "its beginning"), "")
+            return recognise(file.read(0, min(file.nbytes, HEAD_BYTES), "its beginning")) is Format.DCP
     except OpenError:
         return False
 
@@ -417,10 +429,11 @@ def read_contents(source: Source, *, allow: Sequence[object] = (), skip_forbidde
         raise special_file(path, mode)
     read_file = partial(_read_file, allow=allow, skip_forbidden=skip_forbidden)
     head = _head(path)
-    if sharded.matches(head, path):
-        return sharded.read(path, read_file=read_file, allow=allow)
-    if head and dcp.matches(head, path):
-        return dcp.read(path, allow=allow, skip_forbidden=skip_forbidden)
+    match recognise(head, path):
+        case Format.INDEX:
+            return sharded.read(path, read_file=read_file, allow=allow)
+        case Format.DCP:
+            return dcp.read(path, allow=allow, skip_forbidden=skip_forbidden)
     return read_file(path, head)
 
 
@@ -462,15 +475,15 @@ def _read_file(path: str, head: bytes | None = None, *, allow: Sequence[object],
             found="0 bytes",
             remedy="its writer or its download was stopped, or the disk was full: take an older one, or copy it again",
         )
-    other = dcp.part_of_one(path, head) or other_zip(path, head)
-    if other:
-        raise other
-    if torch_zip.matches(head):
-        return torch_zip.read(path, allow=allow, skip_forbidden=skip_forbidden)
-    if torch_legacy.matches(head):
-        return torch_legacy.read(path, allow=allow, skip_forbidden=skip_forbidden)
-    if safetensors.matches(head):
-        return safetensors.read(path, allow=allow)
-    if sharded.matches(head, path):
-        raise HeaderError("an index names another index as a shard", where=path, remedy="open that index")
+    match recognise(head, path):
+        case Format.TORCH_ZIP:
+            if error := other_zip(path, head):
+                raise error
+            return torch_zip.read(path, allow=allow, skip_forbidden=skip_forbidden)
+        case Format.TORCH_LEGACY:
+            return torch_legacy.read(path, allow=allow, skip_forbidden=skip_forbidden)
+        case Format.SAFETENSORS:
+            return safetensors.read(path, allow=allow)
+        case Format.INDEX:
+            raise HeaderError("an index names another index as a shard", where=path, remedy="open that index")
     raise no_checkpoint(path, head)

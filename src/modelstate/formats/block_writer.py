@@ -11,7 +11,6 @@ write.
 import ctypes
 import math
 import os
-import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
@@ -21,14 +20,13 @@ import torch
 import xxhash
 
 from modelstate.errors import MemoryBudgetError, UnsavableError
+from modelstate.formats.manifest import BLOCK_BYTES
 from modelstate.io import write_system
 from modelstate.io.atomic import Output
-from modelstate.io.digests import BLOCK_BYTES
-from modelstate.io.engine import ALIGN_BYTES, UNSUPPORTED, Buffer, memory_at, read_threads
+from modelstate.io.engine import ALIGN_BYTES, UNSUPPORTED, Buffer, for_each, memory_at, read_threads
 from modelstate.io.linux import O_DIRECT
 from modelstate.io.memory import empty_cpu
 from modelstate.io.tensors import ReadAll, elements, read_tensor
-from modelstate.process import parallel_for
 from modelstate.spec import Stored, StoredTensor, own_bytes, pieces
 from modelstate.text_format import size
 from modelstate.torch_compat.plain import is_plain_memory
@@ -267,27 +265,25 @@ def write_blocks(
     """
     digests: list[list[str]] = [[""] * -(-_nbytes(tensor) // BLOCK_BYTES) for tensor in tensors]
     most_bytes = min(sum(map(_nbytes, tensors)), BLOCK_BYTES)
-    waiting, lock = iter(_jobs(start, tensors)), threading.Lock()
 
-    def work(stop: threading.Event) -> None:
+    @contextmanager
+    def worker() -> Iterator[Callable[[_Job | _LazyJob], None]]:
         buffer = None if output is None else Buffer(most_bytes + ALIGN_BYTES)
-        while not stop.is_set():
-            with lock:
-                job = next(waiting, None)
-            if job is None:
-                return
+
+        def write(job: _Job | _LazyJob) -> None:
             if isinstance(job, _Job):
                 _write(job, digests, output, buffer)
-                continue
+                return
             tensor = tensors[job.number]
             values = in_a_row(tensor if isinstance(tensor, torch.Tensor) else tensor.make(job.first, job.end))
             for part in _jobs(job.start, [values]):
                 assert isinstance(part, _Job)
                 part.blocks = [(job.number, job.block + which, at, nbytes) for _, which, at, nbytes in part.blocks]
                 _write(part, digests, output, buffer)
-            del tensor, values  # before the next tensor is computed
 
-    parallel_for(work, threads or read_threads(), with_torch=True)
+        yield write
+
+    for_each(_jobs(start, tensors), worker, threads or read_threads(), with_torch=True)
     return ["".join(blocks) for blocks in digests]
 
 

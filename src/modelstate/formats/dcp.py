@@ -24,11 +24,11 @@ from modelstate.errors import (
     HeaderError,
     OpenError,
     PickleError,
-    UnknownFormatError,
     UnsupportedTensorError,
 )
 from modelstate.formats import torch_zip
 from modelstate.formats.construct import construct
+from modelstate.formats.recognise import Format, recognise
 from modelstate.formats.sharded import safe_paths
 from modelstate.formats.torch_globals import MAX_INDEX, TorchGlobals, dims, is_never
 from modelstate.formats.torch_zip import Archive
@@ -376,26 +376,7 @@ def _paths(items: dict[str, ChunkedTensor | None], mapping: object) -> dict[str,
 
 
 FORMAT = "dcp"
-METADATA = ".metadata"
 KIND = "dcp shards"
-_HEAD_BYTES = 512
-
-
-def matches(head: bytes, path: str) -> bool:
-    """Whether a file with this beginning is the metadata of a checkpoint; a damaged one is recognised by its name."""
-    by_content = head.startswith(b"\x80") and b"torch.distributed.checkpoint" in head[:_HEAD_BYTES]
-    return by_content or os.path.basename(path) == METADATA
-
-
-def part_of_one(path: str, head: bytes) -> UnknownFormatError | None:
-    """The error for a `.distcp` file that is opened by itself, or None."""
-    if not path.endswith(".distcp") or not torch_zip.matches(head):
-        return None
-    return UnknownFormatError(
-        "this is a part of a checkpoint of torch.distributed.checkpoint; what is in it stands in .metadata",
-        where=path,
-        remedy=f"open its directory: {os.path.dirname(path) or '.'}",
-    )
 
 
 def read(path: str, *, allow: Sequence[object] = (), skip_forbidden: bool = False) -> Contents:
@@ -457,7 +438,7 @@ def _read_archive(file: SourceFile, index: Index, place: Place, names: TorchGlob
     try:
         section = file.section(place.start, place.nbytes, index[0])
         head = section.read(0, min(4, place.nbytes), "its beginning")
-        if not torch_zip.matches(head):
+        if recognise(head) is not Format.TORCH_ZIP:
             raise PickleError(
                 "not an archive of torch.save",
                 expected=f"one at byte {place.start}, as the metadata says",

@@ -16,7 +16,6 @@ Invariants:
 """
 
 import json
-import re
 import struct
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -34,8 +33,8 @@ from modelstate.errors import (
 )
 from modelstate.formats import manifest
 from modelstate.formats.block_writer import LazyTensor, past_page_cache, write_blocks
+from modelstate.formats.manifest import BLOCK_BYTES, HEX, OPEN_SEAL, SEAL, check_seal, digest, sealed
 from modelstate.io.atomic import Output
-from modelstate.io.digests import BLOCK_BYTES, HEX, OPEN_SEAL, SEAL, check_seal, digest, sealed
 from modelstate.io.files import SourceFile
 from modelstate.spec import ByteRange, Contents, StoredTensor, contiguous_stride
 from modelstate.text_format import excerpt, listed, printable, quote
@@ -73,29 +72,12 @@ DTYPES = {
 _WITHOUT_DTYPE = {"F6_E2M3", "F6_E3M2"}
 """Dtypes of the format that PyTorch lacks."""
 
-_FIELDS = (b'"dtype"', b'"shape"', b'"data_offsets"', b'"__metadata__"')
-_OBJECT = re.compile(rb"[ \t\n\r]*\{[ \t\n\r]*[\"}]")
 _METADATA_NAME = "__metadata__"
 _INTEGERS = frozenset({int})
 _MOST_INT_DIGITS = 19
 
 Members = tuple[tuple[str, object], ...]
 """A JSON object as its pairs, so that a repeated key is noticed. A JSON array is a list."""
-
-
-def matches(head: bytes) -> bool:
-    """Whether a file with this beginning is a safetensors file, possibly a damaged one.
-
-    True where the header begins as it must, where it contains the field names of the format, or where the first eight
-    bytes can be the length of a header and the bytes behind them can be its text.
-    """
-    if len(head) < 8 or (head[:8].isascii() and _is_text(head[:8])):
-        return False
-    text = head[8:]
-    if _OBJECT.match(text) or any(field in text for field in _FIELDS):
-        return True
-    length = int.from_bytes(head[:8], "little")
-    return 2 <= length <= MAX_HEADER_BYTES and _is_text(text[: min(length, 64)])
 
 
 def read(path: str, *, allow: Sequence[object] = ()) -> Contents:
@@ -412,10 +394,6 @@ def _in_file_order(tensors: dict[str, StoredTensor], path: str, begin: int, file
             remedy=f"something was appended to the file, or a tensor is missing in its header: {CUT_SHORT}",
         )
     return ordered
-
-
-def _is_text(data: bytes) -> bool:
-    return not any(byte < 32 and byte not in b"\t\n\r" for byte in data) and b"\x7f" not in data
 
 
 NAMES = {dtype: name for name, dtype in DTYPES.items()}

@@ -13,10 +13,9 @@ from modelstate.codec.codec import encode
 from modelstate.codec.walk import is_unicode
 from modelstate.errors import CodecError, UnsavableError
 from modelstate.formats.block_writer import LazyTensor, check_repeated
-from modelstate.formats.manifest import FORMAT, KEY
+from modelstate.formats.manifest import ALGORITHM, BLOCK_BYTES, FORMAT, KEY
 from modelstate.formats.safetensors import listed_problems, why_not
 from modelstate.formats.tree import EXTRA_STATE
-from modelstate.io.digests import ALGORITHM, BLOCK_BYTES
 from modelstate.spec import bytes_key
 from modelstate.text_format import quote
 from modelstate.torch_compat.modules import version_metadata

@@ -39,7 +39,7 @@ from modelstate.errors import (
 )
 from modelstate.formats import manifest
 from modelstate.formats.block_writer import LazyTensor
-from modelstate.formats.manifest import KEY, check_size
+from modelstate.formats.manifest import KEY, OPEN_SEAL, SEAL, check_seal, check_size, digest, sealed
 from modelstate.formats.safetensors import (
     JsonError,
     JsonLimitError,
@@ -68,7 +68,6 @@ from modelstate.io.atomic import (
     unfinished_file,
     write_errors,
 )
-from modelstate.io.digests import OPEN_SEAL, SEAL, check_seal, digest, sealed
 from modelstate.io.files import SourceFile, forget_fingerprint
 from modelstate.spec import Contents, Stored
 from modelstate.text_format import listed, quote
@@ -87,12 +86,6 @@ _MOST_TRIES = 20
 
 _Index = tuple[dict[str, str], dict[str, str]]
 """The shard of each tensor by name, and the metadata that `modelstate.save` has written."""
-
-
-def matches(head: bytes, path: str) -> bool:
-    """Whether a file with this beginning is an index. One that lacks its `weight_map` is recognised by its name."""
-    begins = head.lstrip(b" \t\r\n").startswith(b"{")
-    return begins and (b'"weight_map"' in head or path.endswith(".index.json"))
 
 
 def read(index_path: str, *, read_file: Callable[[str], Contents], allow: Sequence[object] = ()) -> Contents:

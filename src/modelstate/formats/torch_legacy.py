@@ -1,6 +1,5 @@
 """Reads the stream that `torch.save` wrote before 1.6: five pickles, then each storage behind its length."""
 
-import re
 import struct
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -15,36 +14,19 @@ from modelstate.errors import (
     UnsupportedTensorError,
 )
 from modelstate.formats.construct import construct
+from modelstate.formats.recognise import LEGACY_MAGIC, is_legacy_tar
 from modelstate.formats.torch_globals import StorageType, TorchGlobals
 from modelstate.formats.unpickle import Allowed, Refused, Storage, damaged, unpickle
 from modelstate.io.files import MAX_STRUCTURE_BYTES, SourceFile
 from modelstate.spec import ByteRange, Contents
 
 FORMAT = "torch legacy"
-MAGIC = 0x1950A86A20F9469CFC6C
 VERSION = 1001
-
-_MAGIC_PICKLE = re.compile(
-    rb"(?:\x80[\x02-\x05](?:\x95.{8})?\x8a\x0a%b|L%dL?\n)\."
-    % (re.escape(MAGIC.to_bytes(10, "little", signed=True)), MAGIC),
-    re.DOTALL,
-)
-"""The pickle of `MAGIC` with which such a stream begins, in the protocols 0 to 5. The first byte alone does not tell: a
-safetensors file may begin with \\x80, too, as the first byte of a length."""
 
 _FIRST_BYTES = 1 << 20
 """The first read, into which the pickles of a model fit; larger pickles are read again, four times as much."""
 
 Persistent = Callable[[tuple[object, ...]], object]
-
-
-def matches(head: bytes) -> bool:
-    """Whether a file with this beginning is such a stream, or the tar archive of PyTorch before 0.2."""
-    return _MAGIC_PICKLE.match(head) is not None or _is_tar(head)
-
-
-def _is_tar(head: bytes) -> bool:
-    return head[257:262] == b"ustar" and head[:100].rstrip(b"\0") in (b"sys_info", b"pickle", b"tensors", b"storages")
 
 
 def read(path: str, *, allow: Sequence[object] = (), skip_forbidden: bool = False) -> Contents:
@@ -54,7 +36,7 @@ def read(path: str, *, allow: Sequence[object] = (), skip_forbidden: bool = Fals
     the arguments and errors see `modelstate.formats.torch_zip.read`.
     """
     with SourceFile(path) as file:
-        if _is_tar(file.read(0, min(file.nbytes, 512), "the beginning")):
+        if is_legacy_tar(file.read(0, min(file.nbytes, 512), "the beginning")):
             raise UnknownFormatError(
                 "a checkpoint of PyTorch before 0.2, which is not read here",
                 where=path,
@@ -93,7 +75,7 @@ def _pickles(data: bytes, storages: "_Storages") -> tuple[int, object, int]:
     names = TorchGlobals()
     magic, pos = unpickle(data, 0, _no_storage, names)
     version, pos = unpickle(data, pos, _no_storage, names)
-    if magic != MAGIC or version != VERSION:
+    if magic != LEGACY_MAGIC or version != VERSION:
         raise UnknownFormatError(
             "not the stream that torch.save wrote before 1.6",
             expected=f"version {VERSION}",

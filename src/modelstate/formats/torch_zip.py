@@ -41,11 +41,6 @@ from modelstate.torch_compat.plain import remedies_for, why_not_plain
 FORMAT = "torch zip"
 
 
-def matches(head: bytes) -> bool:
-    """Whether a file with this beginning is a zip archive; `read` finds out of which kind."""
-    return head.startswith((b"PK\3\4", b"PK\5\6"))
-
-
 def is_foreign(path: str) -> bool:
     """Whether a zip archive is known not to be a file of `torch.save`. False for a damaged archive."""
     try:

@@ -12,7 +12,7 @@ import torch
 from modelstate.checkpoint.open import open as open_checkpoint
 from modelstate.checkpoint.write import StateToWrite, write_state
 from modelstate.errors import CodecError, OpenError, OptionError, PackageError, ReadFailedError
-from modelstate.formats import torch_legacy, torch_zip
+from modelstate.formats.recognise import Format, recognise
 from modelstate.io import write_system
 from modelstate.io.atomic import sync_directory, write_errors
 from modelstate.io.files import SourceFile, local_path
@@ -124,7 +124,7 @@ def _is_torchs(path: str) -> bool:
             head = file.read(0, min(file.nbytes, _HEAD_BYTES), "its beginning")
     except (OpenError, ReadFailedError):
         return False  # the opening of it raises the error
-    return torch_zip.matches(head) or torch_legacy.matches(head)
+    return recognise(head) in (Format.TORCH_ZIP, Format.TORCH_LEGACY)
 
 
 def _placement(map_location: object) -> Callable[[torch.Tensor], torch.Tensor]:

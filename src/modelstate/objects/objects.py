@@ -101,6 +101,8 @@ def _state_of(path: str, target: Target, modules: nn.Module) -> object:
         match target.kind:
             case Kind.VALUE:
                 return target.obj
+            case Kind.MODULE:
+                return target.obj.state_dict()
             case Kind.OPTIMIZER:
                 return optimizer_state(modules, target.obj)
             case Kind.GENERATOR:

@@ -20,8 +20,8 @@ from typing import Any, Literal
 import torch
 
 from modelstate.errors import LiveTargetError, ManifestError, NameMapError, NewerManifestError, OpenError
-from modelstate.formats import torch_zip
 from modelstate.formats.manifest import check_size
+from modelstate.formats.recognise import Format, recognise
 from modelstate.formats.zip_directory import ZipDirectory
 from modelstate.io.files import FileFingerprint, SourceFile, current_fingerprints, open_regular
 from modelstate.serve.state_names import NameMap
@@ -318,7 +318,7 @@ def read_program_file(path: str) -> ProgramFile:
 def _opened(path: str) -> Iterator[ZipDirectory]:
     """Opens an archive without compressed or encrypted records. Raises `OpenError` and `ReadFailedError`."""
     with SourceFile(path) as file:
-        if not torch_zip.matches(file.read(0, min(file.nbytes, 4), "its beginning")):
+        if recognise(file.read(0, min(file.nbytes, 4), "its beginning")) is not Format.TORCH_ZIP:
             raise _no_program(path)
         archive = ZipDirectory(file)
         _check_stored(archive)
@@ -341,7 +341,7 @@ def _read_tensor(archive: ZipDirectory, name: str) -> torch.Tensor:
     """Reads a tensor from a record, which is itself a file of `torch.save`."""
     nbytes = archive.region(name).nbytes
     section = archive.file.section(archive.records[name].start, nbytes, name)
-    if torch_zip.matches(section.read(0, min(4, nbytes), name)):
+    if recognise(section.read(0, min(4, nbytes), name)) is Format.TORCH_ZIP:
         _check_stored(ZipDirectory(section))
     tensor: torch.Tensor = torch.load(io.BytesIO(b"".join(_chunks(archive, name))), weights_only=True)
     return tensor

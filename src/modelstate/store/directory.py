@@ -42,12 +42,12 @@ from modelstate.errors import (
     StepNotFoundError,
     UnknownClassError,
 )
+from modelstate.formats.manifest import OPEN_SEAL, SEAL, check_seal, digest, sealed
 from modelstate.formats.safetensors import MAX_HEADER_BYTES
 from modelstate.io.atomic import atomic_file
-from modelstate.io.digests import OPEN_SEAL, SEAL, check_seal, digest, sealed
 from modelstate.io.files import SourceFile, read_whole
 from modelstate.objects.objects import Kind, Part
-from modelstate.store.retention import CheckpointInfo, Keep, ages, check_metric, kept
+from modelstate.store.retention import CheckpointInfo, Keep, check_metric, kept
 from modelstate.version import __version__
 
 STORE_FILE = "store.json"
@@ -306,7 +306,6 @@ _MAX_TRIES = 1000
 _MAX_STORE_FILE_BYTES = 10_000
 _UNUSABLE = (DamagedCheckpointError, NewerManifestError, ReadFailedError)
 """Errors of one checkpoint, after which an older one is tried."""
-
 Step = int | Literal["latest"]
 _Result = TypeVar("_Result")
 _Key = tuple[str, int]
@@ -372,6 +371,20 @@ class StepEntry:
             serial=record.serial,
             store=record.store,
         )
+
+
+def ages(serials: Mapping[int, int | None]) -> dict[int, tuple[int, int]]:
+    """Returns a sort key for each step by the time of saving: the higher, the later.
+
+    `serials` has None for a checkpoint that cannot be used, since its own serial may be wrong: it follows the step
+    before it.
+    """
+    keys, last = {}, 0
+    for step in sorted(serials):
+        serial = serials[step]
+        last = last if serial is None else serial
+        keys[step] = last, step
+    return keys
 
 
 class StepIndex:
@@ -565,13 +578,15 @@ class StepIndex:
         The newest one that is kept is known to be whole; it is read where it has not been yet. Checkpoints of another
         store, or of a newer version, are never among those to prune.
         """
+        if keep is None:
+            return []
         bad: set[int] = set()
         while True:
             entries = [entry for entry in self.by_age() if entry.is_whole or entry.is_damaged]
             infos = [replace(entry.info, intact=entry.is_whole and entry.place.step not in bad) for entry in entries]
             kept_steps = kept(infos, keep)
             to_prune = [info.step for info in infos if info.step not in kept_steps]
-            if to_prune and keep is not None:
+            if to_prune:
                 check_metric(infos, keep)
             newest = next((entry for entry, info in zip(entries[::-1], infos[::-1], strict=True) if info.intact), None)
             if not to_prune or newest is None or _key(newest.place.path) in self._whole or not self.problem_of(newest):

@@ -179,20 +179,6 @@ def check_metric(infos: Iterable[CheckpointInfo], keep: Keep) -> None:
         )
 
 
-def ages(serials: Mapping[int, int | None]) -> dict[int, tuple[int, int]]:
-    """Returns a sort key for each step by the time of saving: the higher, the later.
-
-    `serials` has None for a checkpoint that cannot be used, since its own serial may be wrong: it follows the step
-    before it.
-    """
-    keys, last = {}, 0
-    for step in sorted(serials):
-        serial = serials[step]
-        last = last if serial is None else serial
-        keys[step] = last, step
-    return keys
-
-
 def _by_step(info: CheckpointInfo) -> tuple[int, float]:
     return info.step, info.time
 

@@ -7,7 +7,6 @@ it, and stays complete when the old one is removed. Tensors that change and tens
 
 import json
 import os
-import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
@@ -18,18 +17,16 @@ from modelstate.background import AtExit, BackgroundTask
 from modelstate.errors import ModelStateError, OpenError, UnsavableError
 from modelstate.formats import safetensors, sharded
 from modelstate.formats.block_writer import digests_of
-from modelstate.formats.manifest import KEY, check_size
+from modelstate.formats.manifest import KEY, check_size, digest
 from modelstate.formats.safetensors import layout, nbytes_of, write
 from modelstate.formats.serialize import SerializedState
 from modelstate.formats.sharded import INDEX_SUFFIX, SHARD_METADATA, SUFFIX, in_shards, index_of
 from modelstate.io import write_system
 from modelstate.io.atomic import new_file, sync_directory
-from modelstate.io.digests import digest
-from modelstate.io.engine import read_threads
+from modelstate.io.engine import for_each, read_threads
 from modelstate.io.files import SourceFile
 from modelstate.io.memory import empty_cpu
 from modelstate.objects.objects import Kind
-from modelstate.process import parallel_for
 from modelstate.spec import contiguous_stride
 from modelstate.store.directory import (
     MAX_RECORD_BYTES,
@@ -504,19 +501,17 @@ def _copy_all(tensors: Sequence[torch.Tensor], copies: Sequence[torch.Tensor]) -
                 total = 0
             jobs[-1].append(pair)
             total += nbytes_of(pair[1])
-    waiting, lock = iter(jobs), threading.Lock()
 
-    def work(stop: threading.Event) -> None:
+    @contextmanager
+    def worker() -> Iterator[Callable[[list[tuple[torch.Tensor, torch.Tensor]]], None]]:
+        def copy(job: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
+            for source, target in job:
+                target.copy_(source, non_blocking=source.device.type == "cuda")
+
         with torch.inference_mode(False), torch.no_grad():
-            while not stop.is_set():
-                with lock:
-                    job = next(waiting, None)
-                if job is None:
-                    return
-                for source, target in job:
-                    target.copy_(source, non_blocking=source.device.type == "cuda")
+            yield copy
 
-    parallel_for(work, min(read_threads(), len(jobs)), with_torch=True)
+    for_each(jobs, worker, min(read_threads(), len(jobs)), with_torch=True)
     for device in devices:
         if device.type == "cuda":
             torch.cuda.synchronize(device)

@@ -1,13 +1,12 @@
-"""Recognises files that are not checkpoints by their content, and proposes what to do about them."""
+"""Recognises the format of a file by its beginning, and explains files that are not checkpoints."""
 
 import os
 import re
+from enum import Enum
 from typing import NamedTuple
 
-from modelstate.errors import (
-    TruncatedFileError,
-    UnknownFormatError,
-)
+from modelstate.errors import TruncatedFileError, UnknownFormatError
+from modelstate.formats.safetensors import MAX_HEADER_BYTES
 from modelstate.io.files import SourceFile
 from modelstate.text_format import excerpt
 
@@ -21,7 +20,79 @@ _ZEROS_BYTES = 16 << 20
 """The most bytes that are read to find out whether a file is all zeros."""
 
 
-class Kind(NamedTuple):
+class Format(Enum):
+    """A format that is read."""
+
+    INDEX = "index of shards"
+    DCP = "metadata of torch.distributed.checkpoint"
+    TORCH_ZIP = "zip archive"
+    TORCH_LEGACY = "torch.save before 1.6"
+    SAFETENSORS = "safetensors"
+
+
+DCP_METADATA = ".metadata"
+"""The name of the file with the metadata of torch.distributed.checkpoint."""
+_INDEX_SUFFIX = ".index.json"
+_DCP_HEAD_BYTES = 512
+LEGACY_MAGIC = 0x1950A86A20F9469CFC6C
+_MAGIC_PICKLE = re.compile(
+    rb"(?:\x80[\x02-\x05](?:\x95.{8})?\x8a\x0a%b|L%dL?\n)\."
+    % (re.escape(LEGACY_MAGIC.to_bytes(10, "little", signed=True)), LEGACY_MAGIC),
+    re.DOTALL,
+)
+"""The pickle of `LEGACY_MAGIC` with which such a stream begins, in the protocols 0 to 5. The first byte alone does not
+tell: a safetensors file may begin with \\x80, too, as the first byte of a length."""
+_SAFETENSORS_FIELDS = (b'"dtype"', b'"shape"', b'"data_offsets"', b'"__metadata__"')
+_JSON_OBJECT = re.compile(rb"[ \t\n\r]*\{[ \t\n\r]*[\"}]")
+
+
+def recognise(head: bytes, path: str = "") -> Format | None:
+    """Returns the format of a file; None where it has none that is read.
+
+    Args:
+        head: The first `HEAD_BYTES` of the file.
+        path: Its path: damaged indexes and metadata of torch.distributed.checkpoint are recognised by their names.
+    """
+    if head.lstrip(b" \t\r\n").startswith(b"{") and (b'"weight_map"' in head or path.endswith(_INDEX_SUFFIX)):
+        return Format.INDEX
+    is_dcp = head.startswith(b"\x80") and b"torch.distributed.checkpoint" in head[:_DCP_HEAD_BYTES]
+    if is_dcp or (head and os.path.basename(path) == DCP_METADATA):
+        return Format.DCP
+    if head.startswith((b"PK\3\4", b"PK\5\6")):
+        return Format.TORCH_ZIP
+    if _MAGIC_PICKLE.match(head) or is_legacy_tar(head):
+        return Format.TORCH_LEGACY
+    return Format.SAFETENSORS if _is_safetensors(head) else None
+
+
+def is_legacy_tar(head: bytes) -> bool:
+    """Whether a file with this beginning is the tar archive of PyTorch before 0.2."""
+    return head[257:262] == b"ustar" and head[:100].rstrip(b"\0") in (b"sys_info", b"pickle", b"tensors", b"storages")
+
+
+def _is_safetensors(head: bytes) -> bool:
+    """Whether a file with this beginning is a safetensors file, possibly a damaged one.
+
+    True where the header begins as it must, where it contains the field names of the format, or where the first eight
+    bytes can be the length of a header and the bytes behind them can be its text.
+    """
+    if len(head) < 8 or (head[:8].isascii() and _has_no_control(head[:8])):
+        return False
+    text = head[8:]
+    if _JSON_OBJECT.match(text) or any(field in text for field in _SAFETENSORS_FIELDS):
+        return True
+    length = int.from_bytes(head[:8], "little")
+    return 2 <= length <= MAX_HEADER_BYTES and _has_no_control(text[: min(length, 64)])
+
+
+def _has_no_control(data: bytes) -> bool:
+    return not any(byte < 32 and byte not in b"\t\n\r" for byte in data) and b"\x7f" not in data
+
+
+# Files that are not checkpoints.
+
+
+class _Kind(NamedTuple):
     """A kind of file that modelstate does not read."""
 
     signature: re.Pattern[bytes]
@@ -45,19 +116,19 @@ _NPZ = "pass a mapping: {name: torch.from_numpy(array) for name, array in numpy.
 _NPY = 'pass a mapping: {"name": torch.from_numpy(numpy.load(path))}'
 
 
-def _kinds(*rows: tuple[bytes, str, str]) -> tuple[Kind, ...]:
-    return tuple(Kind(re.compile(signature, re.DOTALL), name, remedy) for signature, name, remedy in rows)
+def _kinds(*rows: tuple[bytes, str, str]) -> tuple[_Kind, ...]:
+    return tuple(_Kind(re.compile(signature, re.DOTALL), name, remedy) for signature, name, remedy in rows)
 
 
 _ZIP = rb"PK\x03\x04.{26}"
-ZIP_KINDS = _kinds(
+_ZIP_KINDS = _kinds(
     (_ZIP + rb"[^\0]{1,200}?\.npy", "a NumPy archive (.npz)", _NPZ),
     (_ZIP + rb"(?:metadata|config)\.json", "a Keras 3 model (.keras)", _CONVERT),
     (_ZIP + rb"(?:\[Content_Types\]\.xml|mimetype|META-INF/)", "an office document or a Java archive", _ELSEWHERE),
 )
 """Zip files that the name of their first member distinguishes from a checkpoint."""
 
-KINDS = _kinds(
+_KINDS = _kinds(
     (rb"GGUF|lmgg|fmgg|tjgg", "a GGUF or GGML file (llama.cpp)", "take the safetensors files of the model"),
     (rb"\x89HDF\r\n\x1a\n", "an HDF5 file (Keras .h5)", _CONVERT),
     (rb"\x93NUMPY", "a NumPy array (.npy)", _NPY),
@@ -87,8 +158,14 @@ _PAGE = re.compile(rb"\s*<(?:!doctype html|html|head|body|\?xml|error|!--)", re.
 
 
 def other_zip(path: str, head: bytes) -> UnknownFormatError | None:
-    """The error for a zip file whose first member shows that it is not a checkpoint, or None."""
-    return _known(ZIP_KINDS, path, head)
+    """The error for a zip file whose name or first member shows that it is not a checkpoint, or None."""
+    if path.endswith(".distcp"):
+        return UnknownFormatError(
+            "this is a part of a checkpoint of torch.distributed.checkpoint; what is in it stands in .metadata",
+            where=path,
+            remedy=f"open its directory: {os.path.dirname(path) or '.'}",
+        )
+    return _known(_ZIP_KINDS, path, head)
 
 
 def no_checkpoint(path: str, head: bytes) -> UnknownFormatError | TruncatedFileError:
@@ -113,7 +190,7 @@ def no_checkpoint(path: str, head: bytes) -> UnknownFormatError | TruncatedFileE
             remedy="open the link in a browser: a login, a licence to accept or another link is needed; on "
             "huggingface.co and github.com the link to the file has /resolve/ or /raw/, not /blob/",
         )
-    known = _known(KINDS, path, head)
+    known = _known(_KINDS, path, head)
     if known:
         return known
     if text[:1] in (b"{", b"[") and _is_text(head):
@@ -137,7 +214,7 @@ def _json(path: str, text: bytes) -> UnknownFormatError:
     )
 
 
-def _known(kinds: tuple[Kind, ...], path: str, head: bytes) -> UnknownFormatError | None:
+def _known(kinds: tuple[_Kind, ...], path: str, head: bytes) -> UnknownFormatError | None:
     for kind in kinds:
         if kind.signature.match(head):
             what = f"this is {kind.name}, which is not read here"
