@@ -33,13 +33,16 @@ class Swaps:
         with self._one_at_a_time(), ms.open(path) as checkpoint:
             for file in checkpoint.files:  # once more: a link may have been replaced meanwhile
                 self._check_inside(os.path.realpath(file))
-            return self._live.swap(
+            report = self._live.swap(
                 checkpoint,
                 rules=rules_for(checkpoint),
                 canary=ms.Canary(sample()),
                 verify=bool(checkpoint.checksums),
-                when_busy="refuse",
+                when_busy="skip",
             )
+        if report is None:
+            raise SwapBusyError("another swap is under way", remedy="try again later")
+        return report
 
     def rollback(self) -> int:
         """Raises `VersionGoneError`, `SwapBusyError`."""

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import modelstate as ms
-from modelstate.errors import SwapBusyError
 from tests.serve.stores import linear
 
 TOKEN = "a-token-of-the-tests"
@@ -56,11 +55,11 @@ class App:
         if not source.exists():
             return 404, {"error": "SourceNotFoundError", "detail": "there is nothing at the path"}
         try:
-            report = self.live.swap(source, when_busy="refuse")
-        except SwapBusyError as error:
-            return 409, {"error": "SwapBusyError", "detail": str(error)}
+            report = self.live.swap(source, when_busy="skip")
         except ms.ModelStateError as error:
             return 422, {"error": type(error).__name__, "detail": str(error)}
+        if report is None:
+            return 409, {"error": "SwapBusyError", "detail": "another swap is under way"}
         self.source = str(source)
         done = {"version": report.version, "previous": report.previous, "source": report.source}
         return 200, {**done, "seconds": report.seconds}

@@ -17,10 +17,10 @@ from modelstate.errors import (
     WeightsError,
 )
 from modelstate.serve.inputs import Inputs
-from modelstate.serve.meta_clone import state_module
+from modelstate.serve.meta_clone import runtime_state, state_module
 from modelstate.serve.program_file import Manifest, ProgramFile
-from modelstate.serve.state_names import NameMap, names_by_tensor, runtime_state
-from modelstate.serve.target import GraphTarget, check_names
+from modelstate.serve.state_names import NameMap, names_by_tensor
+from modelstate.serve.targets import GraphTarget, check_names
 from modelstate.torch_compat.private import (
     aoti_embedded_constants,
     aoti_loader,

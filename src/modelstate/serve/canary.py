@@ -7,8 +7,7 @@ from typing import Any, cast
 import torch
 
 from modelstate.errors import CanaryError, OptionError
-from modelstate.serve.buffers import buffer_restorer
-from modelstate.serve.target import Program
+from modelstate.serve.targets import Program, buffer_restorer
 from modelstate.torch_compat.private import flatten
 
 Calls = Callable[..., Any]

@@ -20,15 +20,14 @@ from modelstate.errors import (
     SaveTargetError,
 )
 from modelstate.io.atomic import Output, atomic_file, check_target
-from modelstate.serve.checks import check_mode
 from modelstate.serve.exported import ExportedTarget
 from modelstate.serve.inputs import conditions, is_equality
-from modelstate.serve.meta_clone import check_captured_references, meta_clone, state_module
+from modelstate.serve.live import target_factory
+from modelstate.serve.meta_clone import check_captured_references, meta_clone, runtime_state, state_module
 from modelstate.serve.program_file import NAME, Kind, Manifest, ProgramTensor
-from modelstate.serve.state_names import NameMap, names_by_tensor, runtime_state
+from modelstate.serve.state_names import NameMap, names_by_tensor
 from modelstate.serve.swap_pipeline import check_choice
-from modelstate.serve.target import Target
-from modelstate.serve.targets import target_of_file
+from modelstate.serve.targets import Target, check_mode
 from modelstate.torch_compat.modules import own_buffers, own_parameters
 from modelstate.torch_compat.private import (
     aoti_compile,
@@ -121,7 +120,7 @@ def export(
     with atomic_file(where, overwrite=overwrite) as output:
         preliminary = manifest_with(ExportVerification(frozenset(), ()))
         _write(output, program, files, preliminary)
-        manifest = manifest_with(verify_export(target_of_file(output.path, None, training), module, args, kwargs))
+        manifest = manifest_with(verify_export(target_factory(output.path, None, training), module, args, kwargs))
         if manifest != preliminary:
             _write(output, program, files, manifest)
     return manifest

@@ -8,9 +8,9 @@ from torch import nn
 
 from modelstate.errors import LiveTargetError
 from modelstate.serve.inputs import Inputs, conditions
-from modelstate.serve.meta_clone import state_module
-from modelstate.serve.state_names import NameMap, runtime_state, view_key
-from modelstate.serve.target import GraphTarget, check_names
+from modelstate.serve.meta_clone import runtime_state, state_module
+from modelstate.serve.state_names import NameMap, view_key
+from modelstate.serve.targets import GraphTarget, check_names
 from modelstate.torch_compat.private import argument_names, guard_function, guards_of, unflatten
 
 _WEIGHTS = ("PARAMETER", "BUFFER")

@@ -29,7 +29,8 @@ from modelstate.errors import (
 from modelstate.serve.canary import Canary
 from modelstate.serve.live import Live
 from modelstate.serve.swap_pipeline import Clock
-from modelstate.store.retention import CheckpointInfo, ages, is_number
+from modelstate.store.directory import ages
+from modelstate.store.retention import CheckpointInfo, is_number
 from modelstate.store.store import Store
 from modelstate.text_format import in_a_line
 
@@ -333,6 +334,8 @@ class Following:
                 # A `Live` reads exactly the files that were verified. Other targets get a path.
                 source = checkpoint if isinstance(self._target, Live) else checkpoint.source
                 report = self._target.swap(source, **self._options)
+            if report is None and isinstance(self._target, Live):
+                raise SwapBusyError("another swap is under way", remedy="nothing: it is tried again at the next poll")
         except _FATAL:
             raise
         except Exception as error:

@@ -8,17 +8,17 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, overload
 
 from torch import nn
 
 from modelstate.checkpoint.checkpoint import Checkpoint
-from modelstate.errors import OptionError, SwapBusyError, VersionGoneError
+from modelstate.errors import LiveTargetError, OptionError, SwapBusyError, VersionGoneError
+from modelstate.io.files import local_path
 from modelstate.loading.load import Source
 from modelstate.loading.report import LoadReport
 from modelstate.rules.rule import Rule
 from modelstate.rules.schema import Schema
-from modelstate.serve.buffers import BufferDigests, buffer_digests, carry_over, modified_buffers
 from modelstate.serve.canary import Calls, Canary, run_canary
 from modelstate.serve.state_names import NameMap
 from modelstate.serve.swap_pipeline import (
@@ -33,8 +33,16 @@ from modelstate.serve.swap_pipeline import (
     check_choice,
     detach_shared_storage,
 )
-from modelstate.serve.target import Program
-from modelstate.serve.targets import target_factory
+from modelstate.serve.targets import (
+    BufferDigests,
+    ModuleTarget,
+    Program,
+    Target,
+    buffer_digests,
+    carry_over,
+    check_graph_mode,
+    modified_buffers,
+)
 from modelstate.serve.versions import (
     Answer,
     ConcurrentWeakSet,
@@ -47,6 +55,9 @@ from modelstate.serve.versions import (
     VersionGate,
     WeakHandle,
     wait_all,
+)
+from modelstate.torch_compat.private import (
+    exported_program_class,
 )
 from modelstate.transaction.exclusive import exclusive
 
@@ -82,6 +93,46 @@ class _Flip(NamedTuple):
     """Versions that are no longer kept for a rollback."""
     users: tuple[WeakHandle[Entry], ...]
     """The entries of the old version at the flip."""
+
+
+def target_factory(target: object, names: NameMap | nn.Module | None, training: bool = False) -> Target:
+    """Returns the target for an argument of `Live`. Raises as `Live` does."""
+    match target:
+        case str() | os.PathLike():
+            return _target_of_file(local_path(os.fspath(target)), names, training)
+        case nn.Module():
+            if names is not None:
+                raise OptionError("names= is for exported programs", found="a module, which has its names with it")
+            return ModuleTarget(target, training)
+    program_class = exported_program_class()
+    if program_class is not None and isinstance(target, program_class):
+        from modelstate.serve.exported import ExportedTarget
+
+        check_graph_mode(target, training, "ExportedProgram")
+        return ExportedTarget(target, names)
+    raise LiveTargetError(
+        "this cannot be served",
+        expected="a module, a compiled module, an ExportedProgram, or the path of a .pt2",
+        found=f"{type(target).__module__}.{type(target).__qualname__}",
+        remedy="of a function, serve the module that it calls; of a package that was loaded, give the path",
+    )
+
+
+def _target_of_file(path: str, names: NameMap | nn.Module | None, training: bool) -> Target:
+    from modelstate.serve.program_file import read_program_file
+
+    file = read_program_file(path)
+    if file.kind == "aoti":
+        from modelstate.serve.aoti import AotiTarget
+
+        return AotiTarget(file, names)
+    from modelstate.serve.exported import ExportedTarget
+
+    if names is None and file.manifest is not None:
+        names = file.manifest.names
+    program = file.program()
+    check_graph_mode(program, training, path)
+    return ExportedTarget(program, names, path)
 
 
 class Live:
@@ -239,6 +290,36 @@ class Live:
 
     # Changing.
 
+    @overload
+    def swap(
+        self,
+        source: Source,
+        *,
+        rules: Iterable[Rule] | Schema = ...,
+        canary: AnyCanary | None = ...,
+        mode: Mode = ...,
+        buffers: Buffers = ...,
+        timeout_seconds: float | None = ...,
+        when_busy: Literal["wait"] = ...,
+        exact: bool = ...,
+        check_finite: bool = ...,
+        verify: bool = ...,
+    ) -> SwapReport: ...
+    @overload
+    def swap(
+        self,
+        source: Source,
+        *,
+        rules: Iterable[Rule] | Schema = ...,
+        canary: AnyCanary | None = ...,
+        mode: Mode = ...,
+        buffers: Buffers = ...,
+        timeout_seconds: float | None = ...,
+        when_busy: Literal["wait", "skip"],
+        exact: bool = ...,
+        check_finite: bool = ...,
+        verify: bool = ...,
+    ) -> SwapReport | None: ...
     def swap(
         self,
         source: Source,
@@ -248,11 +329,11 @@ class Live:
         mode: Mode = "available",
         buffers: Buffers = "carry",
         timeout_seconds: float | None = 60.0,
-        when_busy: Literal["wait", "refuse"] = "wait",
+        when_busy: Literal["wait", "skip"] = "wait",
         exact: bool = True,
         check_finite: bool = True,
         verify: bool = False,
-    ) -> SwapReport:
+    ) -> SwapReport | None:
         """Puts new weights into service, all or nothing. After any failure the old version continues to serve.
 
         Args:
@@ -266,21 +347,22 @@ class Live:
                 takes the values of the checkpoint, and for other buffers those of the original target.
             timeout_seconds: seconds to wait for other swaps, and for requests; None waits without limit. In the mode
                 "available" the new version serves even if requests of the old one have not ended by then.
-            when_busy: "refuse" raises `SwapBusyError` where another swap is under way.
+            when_busy: what to do while another swap is under way: "wait" for it, or "skip" this one and return None.
             exact: requires the program's dtypes, strides and storages; False converts them without loss, as
                 `modelstate.load` does.
             check_finite: refuses NaN and infinity where the weights that serve have none.
             verify: compares the file with the checksums that it contains.
 
         Returns:
-            A `SwapReport`: the ids of both versions, sizes, and times.
+            A `SwapReport`: the ids of both versions, sizes, and times; None where the swap was skipped.
 
         Raises:
             OpenError: the source cannot be opened; see `modelstate.open`.
             PlanError: the source does not fit; see `modelstate.load`.
             WeightsError: the program cannot take the weights.
             CanaryError: the canary refuses the new version.
-            SwapBusyError: another swap is under way, or the version was rolled back meanwhile.
+            SwapBusyError: a swap calls this, by its canary or by code of the model, or the version was rolled back
+                meanwhile.
             SwapTimeoutError: other swaps or requests did not end in time.
             LiveTargetError: the target cannot take these weights in this mode.
             OptionError: an argument is invalid.
@@ -293,20 +375,25 @@ class Live:
         """
         check_choice("mode", mode, ("available", "in_place"))
         check_choice("buffers", buffers, ("carry", "reset"))
-        check_choice("when_busy", when_busy, ("wait", "refuse"))
+        check_choice("when_busy", when_busy, ("wait", "skip"))
         deadline = _deadline(timeout_seconds)
         swap = _Swap(source, SwapOptions(rules, exact, check_finite, verify), canary, buffers, deadline)
         clock = swap.clock
         try:
-            with self._swap_lock.held(when_busy == "wait", timeout_seconds):
+            with self._swap_lock.held(when_busy == "wait", timeout_seconds) as is_held:
+                if not is_held:
+                    return None
                 flip = self._swap_beside(swap) if mode == "available" else self._swap_in_place(swap)
                 self._log("swapped", flip.new.source, clock.seconds)
         except BaseException as error:
             if swap.new is None or self._gate.current is not swap.new:
-                if isinstance(source, Checkpoint):
-                    name = source.source
-                else:
-                    name = str(source) if isinstance(source, str | os.PathLike) else type(source).__name__
+                match source:
+                    case Checkpoint():
+                        name = source.source
+                    case str() | os.PathLike():
+                        name = str(source)
+                    case _:
+                        name = type(source).__name__
                 self._log("refused", name, clock.seconds, f"{type(error).__name__}: {error}")
             elif self._events[-1].version != swap.new.id:  # an interrupt arrived between the flip and its event
                 self._log("swapped", swap.new.source, clock.seconds)

@@ -1,4 +1,4 @@
-"""Copies of modules without memory, and a check for references by which a copy would use the original weights.
+"""Copies of modules without memory, their state by runtime names, and a check of what a copy refers to.
 
 `copy.deepcopy` does not copy functions. An object that a function captures, in its closure, defaults, attributes or
 globals, is the original also when the copy calls the function. A tensor that is not part of the state is copied as it
@@ -19,6 +19,9 @@ import torch
 from torch import nn
 
 from modelstate.errors import LiveTargetError
+from modelstate.loading.load import Source, load
+from modelstate.rules.rule import Rule
+from modelstate.rules.schema import Schema
 from modelstate.spec import contiguous_stride
 from modelstate.torch_compat.modules import (
     forward_pre_hooks,
@@ -28,7 +31,7 @@ from modelstate.torch_compat.modules import (
     own_parameters,
 )
 from modelstate.torch_compat.plain import is_dense, is_plain
-from modelstate.torch_compat.private import address_range, payload_of, slots_of_class, storage_id
+from modelstate.torch_compat.private import address_range, payload_of, slots_of_class, storage_id, unwrapped
 
 
 def meta_clone(module: nn.Module) -> nn.Module:
@@ -90,6 +93,47 @@ def state_module(state: Mapping[str, torch.Tensor], *, meta: bool = True) -> nn.
         else:
             own_buffers(owner)[last] = value
     return root
+
+
+def runtime_state(
+    module: nn.Module, source: Source | None = None, *, rules: Iterable[Rule] | Schema = ()
+) -> dict[str, torch.Tensor]:
+    """Returns the parameters and persistent buffers of a module, by their paths in the module tree that runs.
+
+    The result has the names, order and tensors of `torch.export.export(module, ...).state_dict`, independently of
+    state-dict hooks. A tied tensor has an entry for each of its names.
+
+    With a source, the result is the state that the module would have with that checkpoint. The module's own loading
+    code reads it into new memory, and the module itself does not change. So a checkpoint with the names of
+    `state_dict()` gets the names of the exported program, also where hooks split or fuse tensors.
+
+    Args:
+        module: the module, or a wrapper of `torch.compile` or `DataParallel` around it.
+        source: as for `modelstate.load`; None for the present state.
+        rules: as for `modelstate.load`.
+
+    Returns:
+        The tensors by name. Without a source they are the module's own.
+
+    Raises:
+        PlanError: the source does not fit; `modelstate.load` lists its other errors.
+        LiveTargetError: with a source, the module cannot be copied.
+
+    Example:
+        >>> state = modelstate.serve.runtime_state(module)
+        >>> state.keys() == torch.export.export(module, (x,)).state_dict.keys()
+        True
+    """
+    module = unwrapped(module)
+    if source is not None:
+        module = meta_clone(module)
+        load(module, source, rules=rules, map=False)
+    state: dict[str, torch.Tensor] = dict(module.named_parameters(remove_duplicate=False))
+    state.update(module.named_buffers(remove_duplicate=False))
+    for path, submodule in module.named_modules(remove_duplicate=False):
+        for name in non_persistent_buffers(submodule):
+            state.pop(f"{path}.{name}" if path else name, None)
+    return state
 
 
 def _on_meta(tensor: torch.Tensor) -> torch.Tensor:

@@ -15,55 +15,11 @@ from torch import nn
 
 from modelstate.errors import ModelCodeError, NameMapError
 from modelstate.formats.tree import same_value
-from modelstate.loading.load import Source, load
 from modelstate.planning.matching import nearest
 from modelstate.problems import NameClash
-from modelstate.rules.rule import Entry, Rule, RuleContext
-from modelstate.rules.schema import Schema
-from modelstate.serve.meta_clone import meta_clone
-from modelstate.torch_compat.modules import non_persistent_buffers
-from modelstate.torch_compat.private import storage_id, unwrapped
-
-
-def runtime_state(
-    module: nn.Module, source: Source | None = None, *, rules: Iterable[Rule] | Schema = ()
-) -> dict[str, torch.Tensor]:
-    """Returns the parameters and persistent buffers of a module, by their paths in the module tree that runs.
-
-    The result has the names, order and tensors of `torch.export.export(module, ...).state_dict`, independently of
-    state-dict hooks. A tied tensor has an entry for each of its names.
-
-    With a source, the result is the state that the module would have with that checkpoint. The module's own loading
-    code reads it into new memory, and the module itself does not change. So a checkpoint with the names of
-    `state_dict()` gets the names of the exported program, also where hooks split or fuse tensors.
-
-    Args:
-        module: the module, or a wrapper of `torch.compile` or `DataParallel` around it.
-        source: as for `modelstate.load`; None for the present state.
-        rules: as for `modelstate.load`.
-
-    Returns:
-        The tensors by name. Without a source they are the module's own.
-
-    Raises:
-        PlanError: the source does not fit; `modelstate.load` lists its other errors.
-        LiveTargetError: with a source, the module cannot be copied.
-
-    Example:
-        >>> state = modelstate.serve.runtime_state(module)
-        >>> state.keys() == torch.export.export(module, (x,)).state_dict.keys()
-        True
-    """
-    module = unwrapped(module)
-    if source is not None:
-        module = meta_clone(module)
-        load(module, source, rules=rules, map=False)
-    state: dict[str, torch.Tensor] = dict(module.named_parameters(remove_duplicate=False))
-    state.update(module.named_buffers(remove_duplicate=False))
-    for path, submodule in module.named_modules(remove_duplicate=False):
-        for name in non_persistent_buffers(submodule):
-            state.pop(f"{path}.{name}" if path else name, None)
-    return state
+from modelstate.rules.rule import Entry, RuleContext
+from modelstate.serve.meta_clone import runtime_state
+from modelstate.torch_compat.private import storage_id
 
 
 def names_by_tensor(state: Mapping[str, torch.Tensor]) -> list[tuple[str, ...]]:

@@ -7,7 +7,7 @@ A `SwapSource` reads no tensor bytes when it is made. `stage` fills a new progra
 import sys
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -16,30 +16,29 @@ from typing import Literal, NamedTuple
 import torch
 from torch import nn
 
+from modelstate.checkpoint.checkpoint import Checkpoint
 from modelstate.checkpoint.open import open as open_checkpoint
-from modelstate.errors import LiveTargetError, OptionError, PlanError, QuarantinedError, ReadFailedError
+from modelstate.errors import LiveTargetError, OptionError, PlanError, QuarantinedError, ReadFailedError, WeightsError
 from modelstate.loading.load import Source, load, plan
 from modelstate.loading.report import LoadReport
 from modelstate.planning.matching import matching_part, wrapper_rule
-from modelstate.problems import Missing, Problem, Unexpected, plan_error
+from modelstate.planning.plan import Step
+from modelstate.problems import Missing, Problem, Unexpected, WrongDtype, plan_error
 from modelstate.rules.rule import Rule
 from modelstate.rules.schema import Schema, check_rules, renamed_by
-from modelstate.serve.buffers import buffer_restorer
-from modelstate.serve.checks import Kind, check_casts, check_finite, check_kinds, check_layout, dtype_error, kind_of
-from modelstate.serve.state_names import runtime_state
-from modelstate.serve.target import Program, Target
+from modelstate.serve.meta_clone import runtime_state
+from modelstate.serve.targets import Program, Target, buffer_restorer
+from modelstate.spec import StoredComposite, StoredTensor
 from modelstate.text_format import size
 from modelstate.torch_compat.modules import without_state_dict_hooks
+from modelstate.torch_compat.plain import is_plain, remedies_for
 from modelstate.torch_compat.private import payload_of, storage_id, storage_of, storage_owners
 
 Buffers = Literal["carry", "reset"]
 State = Callable[[], Mapping[str, torch.Tensor]]
-
-_REMEDIES: dict[type[Problem], str] = {
-    Missing: "take a checkpoint that has them: a version has all of its weights. rules=[...] can make what is computed",
-    Unexpected: "if they are not needed: rules=[ms.rules.Ignore(name)]; if they are missing ones in another spelling: "
-    "rules=[ms.rules.Rename(name, other)]",
-}
+Mode = Literal["available", "in_place"]
+Kind = tuple[torch.layout, type] | None
+"""The layout and class of a tensor; None for plain strided tensors."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +60,105 @@ def check_choice(name: str, value: object, choices: tuple[str, ...]) -> None:
     """Raises `OptionError` where the value of an argument is not one of the choices."""
     if value not in choices:
         raise OptionError(f"{name}= has an unknown value", expected=" or ".join(map(repr, choices)), found=repr(value))
+
+
+@dataclass(frozen=True, slots=True, repr=False)
+class SwapReport:
+    """The result of `Live.swap`. Printing it shows the versions, sizes and times.
+
+    Example:
+        >>> report = live.swap("step-2000.safetensors")
+        >>> report.version, report.previous
+        (2, 1)
+    """
+
+    version: int
+    """The id of the version that serves now."""
+    previous: int
+    """The id of the version before."""
+    target: str
+    source: str
+    mode: Mode
+    tensors: int
+    """The number of weights that were filled; a tied weight counts once."""
+    bytes: int
+    """The size of these weights."""
+    copies: int
+    """The largest number of copies of the weights at one time, with kept versions and an undo copy."""
+    staged_seconds: float
+    """Time to read and check the weights. In the mode "in_place" requests wait during this time."""
+    canary_seconds: float
+    flip_seconds: float
+    """Time to carry buffers over and to make the version the current one."""
+    drain_seconds: float
+    """Time spent waiting for requests of the version before: after the flip, or at the start in the mode "in_place"."""
+    drained: bool
+    """Whether all requests of the version before have ended; otherwise it is freed when the last one ends."""
+    seconds: float
+    """Time of the whole swap."""
+    carried: tuple[str, ...] = ()
+    """Buffers that requests had changed, and that were taken over from the version before."""
+    notes: tuple[str, ...] = ()
+
+    def __repr__(self) -> str:
+        served = f"{self.source} into {self.target}: version {self.version} serves, after {self.previous}"
+        return f"<{type(self).__name__}: {served}, {self.tensors} tensors, {size(self.bytes)}>"
+
+    def __str__(self) -> str:
+        lines = [
+            f"{self.source} into {self.target}: version {self.version} serves, after {self.previous}",
+            f"  {self.tensors} tensors, {size(self.bytes)}, at most {self.copies} copies of them at once ({self.mode})",
+            f"  staged in {self.staged_seconds:.3f} s, canary {self.canary_seconds:.3f} s, "
+            f"flip {self.flip_seconds * 1e3:.3f} ms, drain {self.drain_seconds:.3f} s",
+        ]
+        if not self.drained:
+            lines.append(f"  requests of version {self.previous} are still under way")
+        if self.carried:
+            lines.append(f"  carried over: {', '.join(self.carried[:8])}")
+        return "\n".join([*lines, *(f"  note: {note}" for note in self.notes)])
+
+
+class Event(NamedTuple):
+    """A row of `Live.history()`."""
+
+    action: str
+    """ "started", "swapped", "rolled back" or "refused"."""
+    version: int
+    """The id of the version that served afterwards."""
+    source: str
+    time: float
+    """Seconds since 1970."""
+    seconds: float
+    error: str = ""
+    """The class and text of the error; empty without an error."""
+
+
+class Clock(defaultdict[str, float]):
+    """Seconds by phase: `with clock("staged"): ...` adds the time of the block to the phase."""
+
+    def __init__(self) -> None:
+        super().__init__(float)
+        self._began = time.perf_counter()
+
+    @property
+    def seconds(self) -> float:
+        """Seconds since the clock was made."""
+        return time.perf_counter() - self._began
+
+    @contextmanager
+    def __call__(self, name: str) -> Iterator[None]:
+        began = time.perf_counter()
+        try:
+            yield
+        finally:
+            self[name] += time.perf_counter() - began
+
+
+_REMEDIES: dict[type[Problem], str] = {
+    Missing: "take a checkpoint that has them: a version has all of its weights. rules=[...] can make what is computed",
+    Unexpected: "if they are not needed: rules=[ms.rules.Ignore(name)]; if they are missing ones in another spelling: "
+    "rules=[ms.rules.Rename(name, other)]",
+}
 
 
 class SwapSource:
@@ -111,9 +209,9 @@ class SwapSource:
         """Checks a swap in place before any bytes are read. Raises `PlanError` and what the checks raise."""
         skeleton = self._skeleton
         # Buffers may differ at this time: requests replace them, and `Target.renew` restores them before the load.
-        if _parameter_names(skeleton) != _parameter_names(serving.weights_module) or type(skeleton) is not type(
-            serving.weights_module
-        ):
+        modules = (skeleton, serving.weights_module)
+        new, old = ({name for name, _ in module.named_parameters(remove_duplicate=False)} for module in modules)
+        if new != old or type(skeleton) is not type(serving.weights_module):
             raise LiveTargetError(
                 "only the module's own loading code can read these weights, and it cannot read them in place",
                 where=self._target.name,
@@ -175,8 +273,139 @@ def _kinds(module: nn.Module) -> dict[str, Kind]:
     return {name: kind_of(tensor) for name, tensor in runtime_state(module).items()}
 
 
-def _parameter_names(module: nn.Module) -> set[str]:
-    return {name for name, _ in module.named_parameters(remove_duplicate=False)}
+# Checks of the weights.
+
+
+_LISTED = 8
+_EXACT = "give the weights as the program has them, or swap with exact=False, which copies and converts what it can"
+
+
+def check_layout(part: Checkpoint, slots: Mapping[str, torch.Tensor | None], where: str) -> None:
+    """Requires contiguous tensors, or the strides of the slot, and a storage for each tensor.
+
+    A compiled library reads weights by pointer, and would read views of a flat buffer and transposed views incorrectly.
+    The check is the same for every kind of target, so that a source fits all of them or none. Raises
+    `WeightsError`.
+    """
+    strided: list[tuple[str, str]] = []
+    shared: list[tuple[str, str]] = []
+    for name, spec in part.items():
+        stored = spec.stored
+        if isinstance(stored, torch.Tensor):
+            if stored.layout is not torch.strided or len(payload_of(stored)) > 1:
+                continue
+            is_contiguous, storage_bytes = stored.is_contiguous(), storage_of(stored).nbytes() if stored.numel() else 0
+        elif isinstance(stored, StoredTensor):
+            is_contiguous, storage_bytes = stored.is_contiguous, stored.storage.nbytes if stored.nbytes else 0
+        else:
+            continue
+        slot = slots.get(name)
+        as_slot = slot is not None and slot.layout is torch.strided and tuple(slot.stride()) == spec.stride
+        if not is_contiguous and not as_slot:
+            strided.append((name, f"stride {spec.stride} of shape {spec.shape}"))
+        if storage_bytes and storage_bytes != spec.nbytes:
+            shared.append((name, f"{spec.nbytes:,} bytes of a storage of {storage_bytes:,}"))
+    if strided:
+        raise _error("elements of weights lie in another order", strided, where, "contiguous tensors")
+    if shared:
+        what = "weights are parts of a larger storage"
+        raise _error(what, shared, where, "a storage for each tensor")
+
+
+def kind_of(tensor: torch.Tensor) -> Kind:
+    """Returns the kind of a tensor."""
+    return None if is_plain(tensor) else (tensor.layout, torch.Tensor if type(tensor) is nn.Parameter else type(tensor))
+
+
+def check_kinds(weights: Mapping[str, object], kinds: Mapping[str, Kind], where: str) -> None:
+    """Raises `WeightsError` for sparse tensors and subclasses, except where the program has the same kind."""
+    wrong = []
+    for name, weight in weights.items():
+        if name not in kinds:
+            continue
+        if isinstance(weight, StoredComposite):
+            if "sparse" in weight.kind and kinds[name] is None:  # other composites may be made of plain tensors
+                wrong.append((name, weight.kind))
+        elif isinstance(weight, torch.Tensor) and kind_of(weight) not in (None, kinds[name]):
+            wrong.append((name, f"{type(weight).__name__}, {weight.layout}"))
+    if wrong:
+        what = "weights are another kind of tensor than the program's: sparse, or of a class of their own"
+        special = remedies_for(weights[name] for name, _ in wrong)
+        remedy = "; ".join(special) or "give plain tensors: weight.to_dense(), weight.as_subclass(torch.Tensor)"
+        raise _error(what, wrong, where, "the kind that the program has", remedy)
+
+
+def check_casts(steps: Iterable[Step], where: str) -> None:
+    """Raises `WeightsError` where a step casts, or would cast, a weight."""
+    cast = [(step.name, step.cast) for step in steps if step.cast]
+    if cast:
+        what = "weights have another dtype than the program"
+        raise _error(what, cast, where, "the dtype of the program")
+
+
+def dtype_error(problems: Sequence[Problem], where: str) -> WeightsError | None:
+    """Returns the error for a plan whose only problems are lossy casts; None for any other plan."""
+    wrong = [problem for problem in problems if isinstance(problem, WrongDtype)]
+    if not wrong or len(wrong) < len(problems):
+        return None
+    found = [(problem.name, f"{problem.found}, which would have to be cast to {problem.expected}") for problem in wrong]
+    remedy = "give the weights as the program has them, or cast them: rules=[modelstate.rules.Cast(name, dtype)]"
+    what = "weights have another dtype than the program"
+    return _error(what, found, where, "the dtype of the program", remedy)
+
+
+def check_finite(new: nn.Module, serving: Callable[[], Mapping[str, torch.Tensor]], where: str) -> None:
+    """Raises `WeightsError` for elements that are not finite, unless the serving ones are not finite either."""
+    suspects = {name: tensor for name, tensor in runtime_state(new).items() if not _is_finite(tensor)}
+    if not suspects:
+        return
+    before = serving()
+    found = []
+    for name, tensor in suspects.items():
+        wrong = ~torch.isfinite(_comparable(tensor))
+        old = before.get(name)
+        if old is not None and old.shape == tensor.shape:
+            wrong &= torch.isfinite(_comparable(old))
+        count = int(wrong.sum())
+        if count:
+            found.append((name, f"{count} of {tensor.numel()} elements"))
+    if found:
+        expected = "finite values wherever those that serve are finite"
+        remedy = "look at the training run; check_finite=False lets them through"
+        raise _error("weights are NaN or infinite", found, where, expected, remedy)
+
+
+def _is_finite(tensor: torch.Tensor) -> bool:
+    """Whether all elements are finite. The sum is cheap, and finite only if every element is."""
+    if not (tensor.is_floating_point() or tensor.is_complex()) or tensor.is_meta:
+        return True
+    with torch.no_grad():
+        plain = _comparable(tensor)
+        return bool(torch.isfinite(plain.sum())) or bool(torch.isfinite(plain).all())
+
+
+def _comparable(tensor: torch.Tensor) -> torch.Tensor:
+    tensor = tensor.detach()
+    return tensor.float() if tensor.is_floating_point() and tensor.itemsize == 1 else tensor
+
+
+def _error(
+    what: str,
+    found: list[tuple[str, str]],
+    where: str,
+    expected: str,
+    remedy: str = _EXACT,
+) -> WeightsError:
+    names = [name for name, _ in found]
+    return WeightsError(what, where=where, expected=expected, found=_lines(found), remedy=remedy, names=names)
+
+
+def _lines(found: list[tuple[str, str]]) -> str:
+    more = f"; and {len(found) - _LISTED} more" if len(found) > _LISTED else ""
+    return "; ".join(f"{name}: {what}" for name, what in found[:_LISTED]) + more
+
+
+# Swaps in place.
 
 
 class Undo:
@@ -256,98 +485,3 @@ def _tensors_in(value: object, depth: int) -> Iterator[torch.Tensor]:
     elif depth and isinstance(value, list | tuple | set | dict) and not isinstance(value, nn.Module):
         for item in list(value.values()) if isinstance(value, dict) else list(value):
             yield from _tensors_in(item, depth - 1)
-
-
-class Clock(defaultdict[str, float]):
-    """Seconds by phase: `with clock("staged"): ...` adds the time of the block to the phase."""
-
-    def __init__(self) -> None:
-        super().__init__(float)
-        self._began = time.perf_counter()
-
-    @property
-    def seconds(self) -> float:
-        """Seconds since the clock was made."""
-        return time.perf_counter() - self._began
-
-    @contextmanager
-    def __call__(self, name: str) -> Iterator[None]:
-        began = time.perf_counter()
-        try:
-            yield
-        finally:
-            self[name] += time.perf_counter() - began
-
-
-Mode = Literal["available", "in_place"]
-
-
-@dataclass(frozen=True, slots=True, repr=False)
-class SwapReport:
-    """The result of `Live.swap`. Printing it shows the versions, sizes and times.
-
-    Example:
-        >>> report = live.swap("step-2000.safetensors")
-        >>> report.version, report.previous
-        (2, 1)
-    """
-
-    version: int
-    """The id of the version that serves now."""
-    previous: int
-    """The id of the version before."""
-    target: str
-    source: str
-    mode: Mode
-    tensors: int
-    """The number of weights that were filled; a tied weight counts once."""
-    bytes: int
-    """The size of these weights."""
-    copies: int
-    """The largest number of copies of the weights at one time, with kept versions and an undo copy."""
-    staged_seconds: float
-    """Time to read and check the weights. In the mode "in_place" requests wait during this time."""
-    canary_seconds: float
-    flip_seconds: float
-    """Time to carry buffers over and to make the version the current one."""
-    drain_seconds: float
-    """Time spent waiting for requests of the version before: after the flip, or at the start in the mode "in_place"."""
-    drained: bool
-    """Whether all requests of the version before have ended; otherwise it is freed when the last one ends."""
-    seconds: float
-    """Time of the whole swap."""
-    carried: tuple[str, ...] = ()
-    """Buffers that requests had changed, and that were taken over from the version before."""
-    notes: tuple[str, ...] = ()
-
-    def __repr__(self) -> str:
-        served = f"{self.source} into {self.target}: version {self.version} serves, after {self.previous}"
-        return f"<{type(self).__name__}: {served}, {self.tensors} tensors, {size(self.bytes)}>"
-
-    def __str__(self) -> str:
-        lines = [
-            f"{self.source} into {self.target}: version {self.version} serves, after {self.previous}",
-            f"  {self.tensors} tensors, {size(self.bytes)}, at most {self.copies} copies of them at once ({self.mode})",
-            f"  staged in {self.staged_seconds:.3f} s, canary {self.canary_seconds:.3f} s, "
-            f"flip {self.flip_seconds * 1e3:.3f} ms, drain {self.drain_seconds:.3f} s",
-        ]
-        if not self.drained:
-            lines.append(f"  requests of version {self.previous} are still under way")
-        if self.carried:
-            lines.append(f"  carried over: {', '.join(self.carried[:8])}")
-        return "\n".join([*lines, *(f"  note: {note}" for note in self.notes)])
-
-
-class Event(NamedTuple):
-    """A row of `Live.history()`."""
-
-    action: str
-    """ "started", "swapped", "rolled back" or "refused"."""
-    version: int
-    """The id of the version that served afterwards."""
-    source: str
-    time: float
-    """Seconds since 1970."""
-    seconds: float
-    error: str = ""
-    """The class and text of the error; empty without an error."""

@@ -1,71 +1,130 @@
-"""Chooses the kind of target for what `Live` is given, and serves modules, compiled or not.
+"""The kinds of programs that `Live` serves: their interface, modules, and what they have in common.
 
-Exported programs are in `exported.py`, packages of AOTInductor in `aoti.py`.
+A `Target` makes the programs, one for each version; requests call a `Program`. Exported programs are in `exported.py`,
+packages of AOTInductor in `aoti.py`.
 """
 
-import os
-from collections.abc import Callable, Collection
-from typing import Any
+import types
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Collection, Mapping
+from typing import Any, NamedTuple, Protocol
 
 import torch
+import xxhash
 from torch import nn
 
-from modelstate.errors import LiveTargetError, OptionError
-from modelstate.io.files import local_path
+from modelstate.errors import LiveTargetError
 from modelstate.problems import REAL
-from modelstate.serve.buffers import renew_buffers
-from modelstate.serve.checks import check_graph_mode, check_mode
-from modelstate.serve.meta_clone import check_captured_references, meta_clone
-from modelstate.serve.state_names import NameMap, runtime_state
-from modelstate.serve.target import Program, ReadPlan, Target
-from modelstate.torch_compat.plain import is_fake, is_sharded
+from modelstate.rules.rule import Rule
+from modelstate.serve.meta_clone import check_captured_references, meta_clone, runtime_state, state_module
+from modelstate.serve.state_names import NameMap
+from modelstate.torch_compat.modules import has_forward_hooks, non_persistent_buffers, own_buffers
+from modelstate.torch_compat.plain import is_fake, is_plain, is_sharded
 from modelstate.torch_compat.private import (
+    arguments_of_node,
     compiled_like,
     compiled_module,
-    exported_program_class,
     has_compiled_call,
     unwrapped,
 )
 
 
-def target_factory(target: object, names: NameMap | nn.Module | None, training: bool = False) -> Target:
-    """Returns the target for an argument of `Live`. Raises as `Live` does."""
-    if isinstance(target, str | os.PathLike):
-        return target_of_file(local_path(os.fspath(target)), names, training)
-    program_class = exported_program_class()
-    if program_class is not None and isinstance(target, program_class):
-        from modelstate.serve.exported import ExportedTarget
+class Program(Protocol):
+    """One version of a target with its weights: the callable that answers requests.
 
-        check_graph_mode(target, training, "ExportedProgram")
-        return ExportedTarget(target, names)
-    if isinstance(target, nn.Module):
-        if names is not None:
-            raise OptionError("names= is for exported programs", found="a module, which has its names with it")
-        return ModuleTarget(target, training)
-    raise LiveTargetError(
-        "this cannot be served",
-        expected="a module, a compiled module, an ExportedProgram, or the path of a .pt2",
-        found=f"{type(target).__module__}.{type(target).__qualname__}",
-        remedy="of a function, serve the module that it calls; of a package that was loaded, give the path",
-    )
+    A swap in place changes the weights of a program; a swap beside it makes another program.
+    """
+
+    @property
+    def weights_module(self) -> nn.Module:
+        """The module whose parameters and buffers are the weights; loading into it changes the program."""
+
+    @property
+    def module(self) -> nn.Module | None:
+        """The module whose methods a request may call; None for a program without methods."""
+
+    @property
+    def buffers(self) -> dict[str, torch.Tensor]:
+        """All tensors that a request may change, by name."""
+
+    def end(self) -> None:
+        """Releases what the program holds beyond its own memory. The program is not called afterwards."""
+
+    def __call__(self, *args: object, **named: object) -> Any: ...
 
 
-def target_of_file(path: str, names: NameMap | nn.Module | None, training: bool = False) -> Target:
-    """Returns the target for a `.pt2` file. Raises as `Live` does."""
-    from modelstate.serve.program_file import read_program_file
+class RunnerPool(Protocol):
+    """The two runners of a target whose programs cannot run by themselves: one for the version that serves, one spare.
 
-    file = read_program_file(path)
-    if file.kind == "aoti":
-        from modelstate.serve.aoti import AotiTarget
+    A program without a runner holds weights only, and cannot be called.
+    """
 
-        return AotiTarget(file, names)
-    from modelstate.serve.exported import ExportedTarget
+    def holds(self, program: Program) -> bool:
+        """Whether a runner is attached to a program."""
 
-    if names is None and file.manifest is not None:
-        names = file.manifest.names
-    program = file.program()
-    check_graph_mode(program, training, path)
-    return ExportedTarget(program, names, path)
+    def next_evicted(self, serving: Program) -> Program | None:
+        """The program that loses its runner at the next `attach`; no request may use it at that time."""
+
+    def attach(self, program: Any, serving: Program | None) -> None:
+        """Gives a program a runner that the serving program does not use."""
+
+    def after_fork(self) -> None:
+        """Replaces locks in the child of a fork, where the threads that held them do not exist."""
+
+
+class ReadPlan(NamedTuple):
+    """How a target reads a checkpoint with certain names."""
+
+    skeleton: nn.Module
+    """A module without memory, into which the checkpoint is loaded."""
+    rules: tuple[Rule, ...] = ()
+    """Rules that rename the entries of the checkpoint for the skeleton."""
+    without_hooks: bool = False
+    """Whether the names are runtime names, which the skeleton's state-dict hooks would not accept."""
+
+
+class Target(ABC):
+    """A kind of program that can be served. Requests call programs, and nothing of the target."""
+
+    kind: str
+    """ "eager", "compiled", "exported" or "aoti"."""
+    name: str
+    """The name in reports and errors: a class, or the path of a file."""
+    fixed: tuple[str, ...] = ()
+    """Tensors that no swap changes, as far as they are known."""
+    runners: RunnerPool | None = None
+    """None where each program runs by itself."""
+    _first: Program | None
+
+    def first(self) -> Program:
+        """Version 1: the target in its own memory. Returned once, so that no other reference keeps that memory."""
+        first, self._first = self._first, None
+        assert first is not None
+        return first
+
+    @abstractmethod
+    def names(self) -> Collection[str]:
+        """The names that a checkpoint of the target has."""
+
+    @abstractmethod
+    def read_plan(self, names: Collection[str]) -> ReadPlan:
+        """How a checkpoint with these names is read."""
+
+    @abstractmethod
+    def hidden(self) -> dict[str, torch.Tensor]:
+        """Buffers that no checkpoint contains, with the values of a new version. Read-only."""
+
+    @abstractmethod
+    def program(self, filled: nn.Module) -> Program:
+        """A new version with the weights of a filled skeleton. It shares no tensor that a request may change."""
+
+    @abstractmethod
+    def renew(self, program: Program) -> None:
+        """Restores the set of buffers of a program whose requests have replaced, added or deleted buffers."""
+
+    def unexpected_error(self, unexpected: list[str]) -> Exception | None:
+        """A more precise error than the plan's for names that the target does not have; None for the plan's own."""
+        return None
 
 
 class ModuleTarget(Target):
@@ -154,3 +213,269 @@ def _check_tensors(module: nn.Module, name: str) -> None:
             raise LiveTargetError(
                 "a module with fake tensors cannot be served", where=f"{name}.{path}", found="a FakeTensor", remedy=REAL
             )
+
+
+class GraphTarget(Target):
+    """An exported program or a package. Checkpoints have its own names, those of a map, or those of its module.
+
+    Args:
+        name: the name in reports and errors.
+        state: the tensors of version 1 by their runtime names.
+        names: the map of names, or the module that was exported.
+    """
+
+    _hidden: dict[str, torch.Tensor]
+
+    def __init__(self, name: str, state: Mapping[str, torch.Tensor], names: NameMap | nn.Module | None) -> None:
+        self.name = name
+        # On meta: a reference to the tensors would keep the memory of version 1 alive.
+        on_meta = runtime_state(state_module(state))
+        self._state = {name: on_meta[name] for name in state}
+        self._map = names if isinstance(names, NameMap) else None
+        self._module = meta_clone(names) if isinstance(names, nn.Module) else None
+
+    def names(self) -> Collection[str]:
+        if self._module is not None:
+            return list(self._module.state_dict())
+        return list(self._state if self._map is None else self._map.runtime)
+
+    def read_plan(self, names: Collection[str]) -> ReadPlan:
+        # The module's loading code is for the names that it saves. The program's own names do not need it.
+        if self._module is not None and not set(names) <= self._state.keys():
+            return ReadPlan(meta_clone(self._module))
+        return ReadPlan(state_module(self._state), () if self._map is None else (self._map,))
+
+    def hidden(self) -> dict[str, torch.Tensor]:
+        return self._hidden
+
+    def renew(self, program: Program) -> None:
+        """Does nothing: a graph writes into buffers, and replaces none."""
+
+
+def check_names(state: Collection[str], names: NameMap | nn.Module | None, where: str) -> None:
+    """Raises `LiveTargetError` where `names` belongs to another module than the one that was exported."""
+    if names is None:
+        return
+    expected = runtime_state(names) if isinstance(names, nn.Module) else names.eager
+    if set(expected) != set(state):
+        differing = sorted(set(expected) ^ set(state))
+        raise LiveTargetError(
+            "names= is of another module than the program",
+            where=where,
+            expected="the module that was exported, or NameMap.of(module)",
+            found=f"names that only one of them has: {', '.join(differing[:8])}",
+        )
+
+
+# Buffers that requests change.
+
+
+BufferDigests = dict[str, object]
+"""A digest of the values of each buffer, by name."""
+
+
+def buffer_digests(program: Program) -> BufferDigests:
+    """Returns digests of the present buffers, for a later `modified_buffers`."""
+    return {name: _digest(buffer) for name, buffer in program.buffers.items()}
+
+
+def modified_buffers(program: Program, since: BufferDigests) -> dict[str, torch.Tensor | None]:
+    """Returns the buffers that requests have changed, and None for buffers that they have set to None."""
+    modified: dict[str, torch.Tensor | None] = {}
+    for name, buffer in program.buffers.items():
+        if since.get(name) != _digest(buffer):
+            modified[name] = buffer
+    for path, module in program.weights_module.named_modules():
+        unset = [last for last, buffer in own_buffers(module).items() if buffer is None]
+        names = [f"{path}.{last}" if path else last for last in unset]
+        modified.update({name: None for name in names if name in since})
+    return modified
+
+
+def carry_over(buffers: Mapping[str, torch.Tensor | None], program: Program) -> tuple[str, ...]:
+    """Copies the values of these buffers into a program. Returns their names."""
+    present = program.buffers
+    for name, value in buffers.items():
+        if value is not None and name in present and _fits(present[name], value):
+            _overwrite(present[name], value)
+        else:  # requests replace the buffer by another tensor, such as a cache that grows
+            path, _, last = name.rpartition(".")
+            owner = own_buffers(program.weights_module.get_submodule(path))
+            owner[last] = None if value is None else value.detach().clone()
+    return tuple(buffers)
+
+
+def buffer_restorer(program: Program, copies: Mapping[int, torch.Tensor] | None = None) -> Callable[[], None]:
+    """Returns a function that restores the present buffers: their values, and the set of buffers of each module.
+
+    Args:
+        program: the program.
+        copies: copies of the buffers by `id` of the buffer; without them the buffers are copied here.
+    """
+    modules = list(program.weights_module.modules())
+    tables = [(own_buffers(module), dict(own_buffers(module))) for module in modules]
+    hidden = [(non_persistent_buffers(module), {*non_persistent_buffers(module)}) for module in modules]
+    saved = [
+        (buffer, buffer.detach().clone() if copies is None else copies[id(buffer)])
+        for buffer in program.buffers.values()
+    ]
+
+    def restore() -> None:
+        resized: dict[int, torch.Tensor] = {}
+        for buffer, value in saved:
+            if _fits(buffer, value):
+                _overwrite(buffer, value)
+            else:
+                resized[id(buffer)] = value
+        for table, buffers in tables:
+            table.clear()
+            table.update({name: resized.get(id(buffer), buffer) for name, buffer in buffers.items()})
+        for names, before in hidden:
+            names.clear()
+            names.update(before)
+
+    return restore
+
+
+def renew_buffers(module: nn.Module, skeleton: nn.Module) -> None:
+    """Restores the set of buffers of a skeleton in a module whose code has replaced, added or deleted buffers.
+
+    A buffer that has the right shape and dtype stays, whatever its values. Where the skeleton's buffer is on meta, a
+    missing buffer gets uninitialized memory.
+    """
+    device = next((parameter.device for parameter in module.parameters()), torch.device("cpu"))
+    renewed: dict[int, torch.Tensor] = {}
+    for path, wanted in skeleton.named_modules(remove_duplicate=False):
+        owner = module.get_submodule(path)
+        table: dict[str, torch.Tensor | None] = {}
+        for name, slot in own_buffers(wanted).items():
+            present = own_buffers(owner).get(name)
+            if slot is not None and id(slot) not in renewed:
+                if present is not None and _fits(present, slot):
+                    renewed[id(slot)] = present
+                elif slot.is_meta:
+                    renewed[id(slot)] = torch.empty_strided(slot.shape, slot.stride(), dtype=slot.dtype, device=device)
+                else:
+                    renewed[id(slot)] = slot.detach().clone()
+            table[name] = None if slot is None else renewed[id(slot)]
+        own_buffers(owner).clear()
+        own_buffers(owner).update(table)
+        non_persistent_buffers(owner).clear()
+        non_persistent_buffers(owner).update(non_persistent_buffers(wanted))
+
+
+def _fits(tensor: torch.Tensor, value: torch.Tensor) -> bool:
+    """Whether the value can be copied into the tensor without conversion."""
+    return (tensor.shape, tensor.dtype, tensor.layout) == (value.shape, value.dtype, value.layout)
+
+
+def _overwrite(tensor: torch.Tensor, value: torch.Tensor) -> None:
+    """Copies into a tensor, which a request in inference mode may have created."""
+    with torch.inference_mode(tensor.is_inference()), torch.no_grad():
+        tensor.detach().copy_(value)
+
+
+def _digest(buffer: torch.Tensor) -> object:
+    """A digest of the values. Autograd's version counter does not suffice: batch norm writes past it."""
+    if not is_plain(buffer) or buffer.is_meta:
+        return id(buffer)
+    with torch.no_grad():
+        flat = buffer.detach().resolve_conj().resolve_neg().cpu().contiguous().reshape(-1)
+        content: Any = flat.view(torch.uint8).numpy()  # its type stubs do not declare the buffer protocol
+        return buffer.shape, xxhash.xxh3_128_digest(content)
+
+
+# The mode of a target.
+
+
+_LISTED_MODULES = 4
+
+
+def check_mode(module: nn.Module, training: object) -> None:
+    """Raises `LiveTargetError` where the module or one of its submodules is in training mode.
+
+    Layers of torch that compute the same in both modes, such as `Linear`, may be in either.
+    """
+    if training:
+        return
+    found = [
+        path or "the module itself"
+        for path, submodule in module.named_modules()
+        if submodule.training and not _is_mode_free(submodule)
+    ]
+    if found:
+        raise _mode_error(
+            type(module).__name__, found, "call module.eval() first; training=True takes the module as it is"
+        )
+
+
+def check_graph_mode(program: Any, training: object, where: str) -> None:
+    """Raises `LiveTargetError` for an exported program with operators in training mode."""
+    if training:
+        return
+    found = [node.name for node in program.graph.nodes if node.op == "call_function" and _trains(node)]
+    if found:
+        raise _mode_error(where, found, "export module.eval(); training=True takes the program as it is")
+
+
+def _mode_error(where: str, found: list[str], remedy: str) -> LiveTargetError:
+    more = f", and {len(found) - _LISTED_MODULES} more" if found[_LISTED_MODULES:] else ""
+    return LiveTargetError(
+        "this is in training mode: dropout would be active, and requests would change statistics",
+        where=where,
+        expected="eval mode",
+        found=f"training mode in {', '.join(found[:_LISTED_MODULES])}{more}",
+        remedy=remedy,
+    )
+
+
+def _is_mode_free(module: nn.Module) -> bool:
+    """Whether a module runs only code of torch, and that code does not read the mode.
+
+    This is so for exact classes of `torch.nn.modules` without hooks, and without a function of the user in an
+    attribute such as `forward` or `activation`.
+    """
+    cls = type(module)
+    if getattr(nn.modules, cls.__name__, None) is not cls or has_forward_hooks(module):
+        return False
+    if "forward" in vars(module) or not isinstance(cls.forward, types.FunctionType):
+        return False
+    if any(callable(value) and not _is_of_torch(value) for value in vars(module).values()):
+        return False
+    bases = [base for base in cls.__mro__ if base not in nn.Module.__mro__]
+    members = [getattr(value, "__func__", value) for base in bases for value in vars(base).values()]
+    members = [value.fget if isinstance(value, property) else value for value in members]
+    functions = [value for value in members if isinstance(value, types.FunctionType)]
+    return all(_is_of_torch(function) and not _reads_mode(function.__code__) for function in functions)
+
+
+def _is_of_torch(value: object) -> bool:
+    """Whether a value is a function or class of torch, and not a wrapper of a function, which may be the user's.
+
+    The `__module__` of a function does not tell, since `functools.wraps` copies it.
+    """
+    if isinstance(value, types.FunctionType):
+        name = "" if hasattr(value, "__wrapped__") else value.__globals__.get("__name__")
+    else:
+        name = value.__module__ if isinstance(value, (type, types.BuiltinFunctionType)) else ""
+    return str(name).partition(".")[0] == "torch"
+
+
+def _reads_mode(code: types.CodeType) -> bool:
+    """Whether code, or a nested function, refers to the name `training`."""
+    inner = [value for value in code.co_consts if isinstance(value, types.CodeType)]
+    return "training" in (*code.co_names, *code.co_consts) or any(map(_reads_mode, inner))
+
+
+def _trains(node: Any) -> bool:
+    """Whether a node of a graph is active dropout, or normalization that updates statistics."""
+    arguments = arguments_of_node(node)
+    if arguments is None:
+        return False
+    if arguments.get("dropout_p", 0) != 0:  # of attention
+        return True
+    mode = arguments.get("train", arguments.get("training", arguments.get("use_input_stats")))
+    if "norm" in str(node.target):
+        return mode is True and arguments.get("running_mean") is not None
+    has_rate = arguments.get("p", arguments.get("dropout")) != 0
+    return has_rate and (mode is True or (mode is None and "native_dropout" in str(node.target)))

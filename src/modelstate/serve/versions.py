@@ -27,8 +27,7 @@ from modelstate.errors import (
     SwapTimeoutError,
     VersionGoneError,
 )
-from modelstate.serve.buffers import BufferDigests
-from modelstate.serve.target import Program
+from modelstate.serve.targets import BufferDigests, Program
 
 T = TypeVar("T")
 
@@ -555,7 +554,7 @@ class VersionGate:
 
 
 class SwapLock:
-    """Serializes swaps: a second swap waits, or is refused.
+    """Serializes swaps: a second swap waits, or does not take place.
 
     The oldest live guard in a queue holds the lock. No separate state says so, which an interrupt could leave wrong.
     """
@@ -564,7 +563,10 @@ class SwapLock:
         self.queue: list[WeakHandle[SwapLockGuard]] = []
 
     def held(self, wait: bool, timeout_seconds: float | None) -> "SwapLockGuard":
-        """A context in which this thread holds the lock. Entering raises `SwapBusyError` and `SwapTimeoutError`."""
+        """A context in which this thread holds the lock. Raises `SwapBusyError` and `SwapTimeoutError`.
+
+        The context yields False, and the lock is not held, where `wait` is false and another thread holds it.
+        """
         return SwapLockGuard(self, wait, timeout_seconds)
 
     def check_not_nested(self) -> None:
@@ -595,7 +597,7 @@ class SwapLockGuard:
         self._lock, self._wait, self._timeout_seconds = lock, wait, timeout_seconds
         self._handle = WeakHandle(self)
 
-    def __enter__(self) -> None:
+    def __enter__(self) -> bool:
         try:
             self._lock.check_not_nested()
             deadline = None if self._timeout_seconds is None else time.monotonic() + self._timeout_seconds
@@ -606,13 +608,13 @@ class SwapLockGuard:
                     with suppress(ValueError):
                         queue.remove(first)
                 elif not self._wait:
-                    raise SwapBusyError(
-                        "another swap is under way", remedy="try again later, or leave when_busy='wait'"
-                    )
+                    self.__exit__()
+                    return False
                 elif not first.wait(deadline):
                     raise SwapTimeoutError(
                         "another swap did not end in time", remedy="give more time with timeout_seconds="
                     )
+            return True
         except BaseException:
             self.__exit__()
             raise
