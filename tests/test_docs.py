@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.programs import run_program
 from tests.serve.packages import needs_a_compiler
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -19,7 +20,7 @@ WITH_CODE = [path for path in PAGES if "```python" in path.read_text() and path.
 COMPILED = 'kind="aoti"'
 """What only runs where a C++ compiler is."""
 
-NOT_OURS = "ignore::FutureWarning:lightning.pytorch.utilities._pytree"
+NOT_OURS = "lightning.pytorch.utilities._pytree"
 """What lightning does that torch is going to do otherwise."""
 
 MODULE = """
@@ -34,13 +35,17 @@ def blocks(path: Path, language: str) -> list[str]:
     return re.findall(rf"^```{language}\n(.*?)^```$", path.read_text(), re.MULTILINE | re.DOTALL)
 
 
-def run(folder: Path, *command: str, given: str | None = None) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(command, cwd=folder, input=given, capture_output=True, text=True, check=False)
-
-
 def run_in_order(folder: Path, code: list[str]) -> None:
-    done = run(folder, sys.executable, "-W", "error::FutureWarning", "-W", NOT_OURS, "-c", "\n".join(code))
+    done = run_program("\n".join(code), cwd=folder, errors=FutureWarning, ignored_warnings=[NOT_OURS])
     assert done.returncode == 0, done.stderr
+
+
+def run_commands(folder: Path, commands: list[list[str]]) -> None:
+    """Runs what the console script `modelstate` runs."""
+    for command in commands:
+        done = run_program("from modelstate.cli.main import main; main()", *command[1:], cwd=folder)
+        assert done.returncode == 0, done.stderr
+        assert done.stdout
 
 
 @pytest.mark.slow
@@ -60,7 +65,9 @@ def test_python_blocks_that_compile_run_as_well(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_the_quick_start_can_be_pasted_into_an_interpreter(tmp_path: Path) -> None:
     code = "\n".join(blocks(ROOT / "README.md", "python"))
-    done = run(tmp_path, sys.executable, "-q", "-i", given=code)
+    done = subprocess.run(
+        [sys.executable, "-q", "-i"], cwd=tmp_path, input=code, capture_output=True, text=True, check=False
+    )
     assert "Error" not in done.stderr.replace("PlanError", "")
     assert "torch.Size([8, 10])" in done.stdout
 
@@ -73,7 +80,7 @@ def test_the_quick_start_is_short() -> None:
 def test_the_commands_of_the_readme_run(tmp_path: Path) -> None:
     (tmp_path / "mypackage").mkdir()
     (tmp_path / "mypackage" / "models.py").write_text(MODULE)
-    run(tmp_path, sys.executable, "-c", "\n".join(blocks(ROOT / "README.md", "python")))
+    run_in_order(tmp_path, blocks(ROOT / "README.md", "python"))
     lines = "".join(blocks(ROOT / "README.md", "sh")).splitlines()
     commands = [shlex.split(line, comments=True) for line in lines if line.startswith("modelstate ")]
     assert [command[1] for command in commands] == [
@@ -86,22 +93,16 @@ def test_the_commands_of_the_readme_run(tmp_path: Path) -> None:
         "store",
         "explain",
     ]
-    for command in commands:
-        done = run(tmp_path, str(Path(sys.executable).with_name("modelstate")), *command[1:])
-        assert done.returncode == 0, done.stderr
-        assert done.stdout
+    run_commands(tmp_path, commands)
 
 
 @pytest.mark.slow
 def test_the_commands_of_their_page_run(tmp_path: Path) -> None:
     page = ROOT / "docs" / "cli.md"
-    run(tmp_path, sys.executable, "-c", "\n".join(blocks(page, "python")))
+    run_in_order(tmp_path, blocks(page, "python"))
     lines = "".join(blocks(page, "sh")).splitlines()
     assert len(lines) == 9
-    for command in (shlex.split(line, comments=True) for line in lines):
-        done = run(tmp_path, str(Path(sys.executable).with_name("modelstate")), *command[1:])
-        assert done.returncode == 0, done.stderr
-        assert done.stdout
+    run_commands(tmp_path, [shlex.split(line, comments=True) for line in lines])
 
 
 @pytest.mark.parametrize("path", PAGES, ids=lambda path: path.name)

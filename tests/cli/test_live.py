@@ -220,8 +220,10 @@ def test_it_follows_until_a_signal(
     app.answers += [(409, {"error": "SwapBusyError", "detail": "busy"})] * 3
     app.answers += [(422, {"error": "WeightsError", "detail": "NaN"})]
     save(store, 4)
-    while app.answers:
+    until = time.monotonic() + 60
+    while app.answers and time.monotonic() < until:
         time.sleep(0.01)
+    assert not app.answers, "the weights of step 4 were not sent"
     save(store, 5)
     assert process.line().startswith("step 5: version 4 serves")
     code, out, err = process.end(number)

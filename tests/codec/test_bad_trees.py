@@ -175,6 +175,7 @@ _JSON = st.recursive(
 )
 
 
+@pytest.mark.slow
 @settings(max_examples=200, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(_JSON)
 def test_any_json_gives_a_value_or_an_error(tree: Any) -> None:

@@ -2,8 +2,6 @@
 
 import os
 import re
-import subprocess
-import sys
 from collections import Counter, OrderedDict, defaultdict
 from contextlib import nullcontext
 from pathlib import Path
@@ -33,6 +31,7 @@ from modelstate.formats.manifest import BLOCK_BYTES
 from tests.formats.dcp_files import halves
 from tests.formats.dcp_files import write as write_dcp
 from tests.formats.files import same
+from tests.programs import run_program
 
 DTYPES = [torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.int64, torch.uint8, torch.bool]
 
@@ -490,9 +489,7 @@ def test_memory_does_not_grow_with_the_file(tmp_path: Path, options: str, most_b
     with open(source, "wb") as file:
         file.write(len(text).to_bytes(8, "little") + text)
         file.truncate(8 + len(text) + at)  # zeros that take no room on the disk
-    done = subprocess.run(
-        [sys.executable, "-c", PROGRAM, source, tmp_path / "b", options], capture_output=True, text=True, check=False
-    )
+    done = run_program(PROGRAM, source, tmp_path / "b", options)
     assert done.returncode == 0, done.stderr
     assert int(done.stdout) < most_bytes
     assert ms.open(tmp_path / "b").nbytes == at // (2 if "bfloat16" in options else 1)

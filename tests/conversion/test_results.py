@@ -1,7 +1,5 @@
 """Results of other classes and layouts than the tensor that they replace, by `convert` and by `reference_keeping`."""
 
-import subprocess
-import sys
 from typing import Any
 
 import pytest
@@ -13,6 +11,7 @@ from torch.testing._internal.two_tensor import TwoTensor
 import modelstate as ms
 from modelstate import errors
 from tests.loading.fingerprint import holding, whole
+from tests.programs import run_program
 
 WAYS = ["convert", "keeping"]
 
@@ -79,7 +78,7 @@ CASES = (
 def test_a_result_of_another_class(case: str, way: str) -> None:
     """In a process of its own, since torch ends a process that uses a tensor of a wrong class."""
     code = SCRIPT.format(case=case, way=way)
-    done = subprocess.run([sys.executable, "-W", "ignore", "-c", code], capture_output=True, text=True, timeout=300)
+    done = run_program(code)
     assert done.returncode == 0, (done.returncode, done.stderr[-2000:])
     assert done.stdout == "done\n"
 
@@ -112,7 +111,7 @@ dist.destroy_process_group()
 @pytest.mark.slow
 def test_a_parameter_cannot_become_a_dtensor() -> None:
     """Python cannot assign that class to the object of a parameter: its objects have another layout."""
-    done = subprocess.run([sys.executable, "-W", "ignore", "-c", DTENSOR], capture_output=True, text=True, timeout=300)
+    done = run_program(DTENSOR)
     assert done.returncode == 0, done.stderr[-2000:]
     assert done.stdout.count("torch cannot put the new tensor in the place of the old one") == 2
 

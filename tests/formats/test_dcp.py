@@ -254,6 +254,7 @@ def of_three_ranks(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return directory
 
 
+@pytest.mark.slow
 def test_sharded_by_several_ranks(of_three_ranks: Path) -> None:
     directory = of_three_ranks / "checkpoint"
     assert_as_by_torch(directory)

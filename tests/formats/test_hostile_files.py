@@ -6,6 +6,8 @@ import sys
 
 import pytest
 
+pytestmark = pytest.mark.slow
+
 OUTCOMES_OK = {
     # A save replaces a damaged store.json, and one that leads nowhere; the lock's content does not matter.
     "saving again: store.json: dangling",

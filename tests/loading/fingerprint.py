@@ -4,7 +4,8 @@ import linecache
 import os
 import signal
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Collection
+from types import CodeType
 from typing import Any
 
 import torch
@@ -86,23 +87,31 @@ def whole(module: nn.Module) -> Any:
     return described_module(module), identities(module)
 
 
-def interrupted_at(line: int, function: Callable[[], Any]) -> int:
+def interrupted_at(step: int, function: Callable[[], Any], codes: Collection[CodeType] | None = None) -> int:
     """Calls a function with Ctrl-C at one of the lines of the library; returns how many lines ran.
+
+    With `codes`, only the calls and lines of these functions count.
 
     Lines with a `with` do not count: Python never handles a signal between the end of its body and its exit, which a
     trace function would.
     """
     count = 0
 
+    def inside(path: str) -> bool:
+        return f"{os.sep}modelstate{os.sep}" in path
+
     def trace(frame: Any, event: str, arg: Any) -> Any:
         nonlocal count
-        if f"{os.sep}modelstate{os.sep}" not in frame.f_code.co_filename:
+        if not (inside(frame.f_code.co_filename) if codes is None else frame.f_code in codes):
             return None  # no events for its lines
         if event == "line":
             text = linecache.getline(frame.f_code.co_filename, frame.f_lineno).lstrip()
-            count += not text.startswith(("with ", "@contextmanager"))
-            if count == line and not text.startswith("with "):
-                signal.raise_signal(signal.SIGINT)
+            counts = not text.startswith(("with ", "@contextmanager"))
+        else:
+            counts = event == "call" and codes is not None
+        count += counts
+        if counts and count == step:
+            signal.raise_signal(signal.SIGINT)
         return trace
 
     sys.settrace(trace)

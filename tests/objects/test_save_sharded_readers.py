@@ -3,9 +3,12 @@
 import threading
 from pathlib import Path
 
+import pytest
 import torch
 
 import modelstate as ms
+
+pytestmark = pytest.mark.slow
 
 
 def test_a_reader_finds_the_old_shards_or_the_new_ones(tmp_path: Path) -> None:

@@ -13,6 +13,8 @@ from modelstate.errors import LiveTargetError, WeightsError
 from tests.pains.conftest import StockFails
 from tests.serve.packages import needs_a_compiler, package_of
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).resolve().parents[2]
 X = torch.ones(4, 16)
 
@@ -53,7 +55,6 @@ def outcome(script: str, path: Path) -> tuple[int, str]:
     return done.returncode, done.stdout
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     "weight",
     ["torch.full((16, 8), 2.).half()", "torch.full((16, 8), 2.).double()", "torch.arange(300.)[7:135].view(16, 8)"],
@@ -93,7 +94,6 @@ def test_small_tensors_are_built_in(ours: Path, stocks: Path, stock_fails: Stock
         ms.Live(stocks).swap(state)
 
 
-@pytest.mark.slow
 def test_a_package_without_weights_is_called(tmp_path: Path, stock_fails: StockFails) -> None:
     needs_a_compiler()
     path = tmp_path / "bare.pt2"

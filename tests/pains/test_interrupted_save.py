@@ -4,10 +4,13 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 import torch
 
 import modelstate as ms
 from tests.pains.conftest import StockFails
+
+pytestmark = pytest.mark.slow
 
 LIMITED = """
 import resource, sys, torch, modelstate as ms

@@ -5,12 +5,15 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+import pytest
 import torch
 from safetensors.torch import save_file
 
 import modelstate as ms
 from tests.pains.conftest import StockFails
 from tests.store.killed import said, save_in_place, start
+
+pytestmark = pytest.mark.slow
 
 ROUNDS = 12
 """As many as show that ours survives."""

@@ -4,11 +4,14 @@ import threading
 import time
 from collections.abc import Callable
 
+import pytest
 import torch
 from torch import nn
 
 import modelstate as ms
 from tests.pains.conftest import StockFails
+
+pytestmark = pytest.mark.slow
 
 X = torch.ones(16, 64)
 

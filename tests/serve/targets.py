@@ -6,12 +6,15 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import pytest
 import torch
 from torch import nn
 
 from tests.serve.packages import package_of
 
-KINDS = ("eager", "compiled", "exported", "aoti")
+AOTI = pytest.param("aoti", marks=pytest.mark.slow)
+"""Compiling a package takes seconds."""
+KINDS = ("eager", "compiled", "exported", AOTI)
 
 
 def target_of(kind: str, module: nn.Module, x: torch.Tensor, *, training: bool = False) -> Any:

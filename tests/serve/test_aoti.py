@@ -114,6 +114,7 @@ def test_what_comes_to_the_path_later_is_not_looked_at(tmp_path: Path, after: st
         assert torch.allclose(live(X), trained(X), atol=1e-5)
 
 
+@pytest.mark.slow
 def test_a_package_that_is_replaced_while_it_is_opened(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path, real = tmp_path / "served.pt2", ProgramFile.weights
     shutil.copy(package_of(Small(), X), path)
@@ -238,6 +239,7 @@ def test_inputs_in_another_order_in_memory_are_put_into_the_librarys() -> None:
         assert torch.allclose(live(x), x @ weight.T, atol=1e-6)
 
 
+@pytest.mark.slow
 def test_a_swap_waits_until_a_library_is_free() -> None:
     live = ms.Live(package_of(linear(1), X), keep_versions=0)
     pinned, leave = threading.Event(), threading.Event()
@@ -335,6 +337,7 @@ def test_nothing_grows_over_two_hundred_swaps() -> None:
     assert found[1][1] <= found[0][1]
 
 
+@pytest.mark.slow
 def test_the_memory_of_a_retired_version_is_free() -> None:
     live = ms.Live(package_of(Constant(2, 8), torch.ones(2, 8)), keep_versions=0)
 

@@ -180,6 +180,7 @@ def test_a_package_checks_what_the_program_was_exported_for() -> None:
         live(torch.ones(100_000, 3), torch.ones(2, 3))
 
 
+@pytest.mark.slow
 def test_what_a_package_writes_to_is_not_copied() -> None:
     live = ms.Live(package_of(Writes(), *rows(4, 6), dynamic_shapes=(DYNAMIC, DYNAMIC)))
     x, y = rows(4, 6)

@@ -20,7 +20,7 @@ from modelstate.errors import (
     VersionGoneError,
 )
 from tests.serve.models import Constant, Decoder, Everything, randomised, weights_of
-from tests.serve.targets import KINDS, target_of
+from tests.serve.targets import AOTI, KINDS, target_of
 
 X = torch.randn(3, 4, generator=torch.Generator().manual_seed(1))
 every_kind = pytest.mark.parametrize("kind", KINDS)
@@ -116,7 +116,7 @@ def test_after_a_swap_in_place_there_is_nothing_to_roll_back_to() -> None:
 
 @pytest.mark.slow
 @every_mode
-@pytest.mark.parametrize("kind", ["eager", "exported", "aoti"])
+@pytest.mark.parametrize("kind", ["eager", "exported", AOTI])
 def test_ties_buffers_and_modes(kind: str, mode: Any) -> None:
     torch.manual_seed(0)
     module, trained = Everything(), randomised(Everything())
@@ -136,7 +136,7 @@ def test_ties_buffers_and_modes(kind: str, mode: Any) -> None:
 
 
 @every_mode
-@pytest.mark.parametrize("kind", ["eager", "exported", "aoti"])
+@pytest.mark.parametrize("kind", ["eager", "exported", AOTI])
 def test_buffers_that_requests_change_are_carried_over_or_reset(kind: str, mode: Any) -> None:
     torch.manual_seed(0)
     module = Everything()

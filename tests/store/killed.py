@@ -4,7 +4,6 @@ import hashlib
 import os
 import signal
 from collections.abc import Callable
-from multiprocessing import get_context
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -13,13 +12,8 @@ from safetensors.torch import save_file
 from torch import nn
 
 import modelstate as ms
-from modelstate import process
+from tests.programs import CONTEXT, as_process_of_its_own
 from tests.store.common import failing_call
-
-CONTEXT: Any = get_context("forkserver")
-CONTEXT.set_forkserver_preload(
-    ["torch", "safetensors.torch", "torch._dynamo", "torchdata.stateful_dataloader", "modelstate"]
-)
 
 
 class Job:
@@ -68,14 +62,9 @@ def said(by: Connection) -> list[Any]:
         return found
 
 
-def _as_a_process_of_its_own() -> None:
-    process._is_forked = False  # what it was forked from had no threads, so that none is missing
-    torch.set_num_threads(1)
-
-
 def train(report: Connection, directory: str, steps: int) -> None:
     """Goes on from the latest checkpoint, and says which step is saved, each time that the store has said so."""
-    _as_a_process_of_its_own()
+    as_process_of_its_own()
     job, store = Job(), ms.Store(directory, keep=2)
     at = 0
     if store.latest() is not None:
@@ -98,7 +87,7 @@ def train(report: Connection, directory: str, steps: int) -> None:
 
 def killed_at(report: Connection, directory: str, number: int) -> None:
     """Saves, and is killed in the second save just before one of the calls that change the disk."""
-    _as_a_process_of_its_own()
+    as_process_of_its_own()
     job, store = Job(), ms.Store(directory, keep=1)
     store.save(1, job.objects(1))
     report.send(("saved", 1))
@@ -110,7 +99,7 @@ def killed_at(report: Connection, directory: str, number: int) -> None:
 
 def save_in_place(report: Connection, how: str, path: str) -> None:
     """Saves over and over to one path."""
-    _as_a_process_of_its_own()
+    as_process_of_its_own()
     save: dict[str, Callable[[Any, str], object]] = {"torch": torch.save, "safetensors": save_file, "ours": ms.save}
     for number in range(10_000):
         save[how]({f"w{index}": torch.full((1 << 19,), float(number)) for index in range(4)}, path)

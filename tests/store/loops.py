@@ -19,7 +19,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, get_worker_in
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 import modelstate as ms
-from modelstate import process
+from tests.programs import as_process_of_its_own
 
 EPOCH, BATCH, STEPS = 44, 4, 34
 """Samples in an epoch (11 batches), and steps of a run: three epochs and a bit."""
@@ -260,9 +260,8 @@ LOOPS: dict[str, Callable[[Loop], Said]] = {
 def run(report: Connection, directory: str | None, name: str) -> None:
     """Trains, and says what each step gave."""
     os.setsid()  # the processes of the loaders belong to it, and are killed with it
+    as_process_of_its_own()
     set_start_method("fork", force=True)  # of the workers of loaders
-    process._is_forked = False
-    torch.set_num_threads(1)
     is_resumed = directory is not None and any(Path(directory).glob("*/step-*"))
     torch.manual_seed(os.getpid() if is_resumed else 0)
     random.seed(os.getpid() if is_resumed else 1)

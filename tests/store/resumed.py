@@ -10,7 +10,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import modelstate as ms
-from modelstate import process
+from tests.programs import as_process_of_its_own
 
 LENGTH = 12
 LETTERS = "abcdefgh ."
@@ -68,8 +68,7 @@ class Batches:
 
 def run(report: Connection, directory: str | None, steps: int) -> None:
     """Trains, from the latest checkpoint on if there is one, and says each step's loss."""
-    process._is_forked = False
-    torch.set_num_threads(1)
+    as_process_of_its_own()
     torch.manual_seed(0 if directory is None else os.getpid())  # what is drawn here is not what counts
     batches = Batches()
     torch.manual_seed(1)

@@ -176,6 +176,7 @@ def test_a_disk_that_has_become_read_only(tmp_path: Path, code: int) -> None:
     store.save(2, training.objects)
 
 
+@pytest.mark.slow
 def test_a_prune_that_fails(tmp_path: Path) -> None:
     store = ms.Store(tmp_path)
     for number in range(1, 100):

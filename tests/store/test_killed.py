@@ -6,9 +6,13 @@ import signal
 import time
 from pathlib import Path
 
+import pytest
+
 import modelstate as ms
 from tests.store.common import litter
 from tests.store.killed import Job, killed_at, said, start, train
+
+pytestmark = pytest.mark.slow
 
 KILLS = int(os.environ.get("MODELSTATE_KILLS", "8"))
 """At random moments; the figures in the docs are of 300."""

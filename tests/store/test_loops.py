@@ -20,17 +20,8 @@ from tests.store.loops import LOOPS, run
 KILLS = 2
 
 
-SLOW = (
-    "compiled",
-    "two workers",
-    "two workers and a generator",
-    "workers that persist",
-    "epochs of a loader with workers that persist",
-    "epochs with workers that persist",
-)
-
-
-@pytest.mark.parametrize("name", [pytest.param(name, marks=[pytest.mark.slow] * (name in SLOW)) for name in LOOPS])
+@pytest.mark.slow
+@pytest.mark.parametrize("name", LOOPS)
 def test_a_run_that_is_killed_has_the_losses_of_one_that_is_not(tmp_path: Path, name: str) -> None:
     if name == "compiled":
         needs_a_compiler()

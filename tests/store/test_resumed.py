@@ -4,8 +4,12 @@ import random
 import time
 from pathlib import Path
 
+import pytest
+
 from tests.store.killed import said, start
 from tests.store.resumed import run
+
+pytestmark = pytest.mark.slow
 
 STEPS, KILLS = 160, 5
 

@@ -1,9 +1,7 @@
 """The transaction: a block that does not commit leaves the model as it was, also when interrupts arrive."""
 
 import signal
-import sys
 from collections.abc import Callable, Iterator
-from types import FrameType
 from typing import Any
 
 import pytest
@@ -13,7 +11,7 @@ from torch import nn
 from modelstate import errors
 from modelstate.transaction.exclusive import exclusive
 from modelstate.transaction.transaction import Transaction, Write
-from tests.loading.fingerprint import whole
+from tests.loading.fingerprint import interrupted_at, whole
 
 
 class Copy(Write):
@@ -203,32 +201,8 @@ def test_protected_tensors_are_restored_where_model_code_uses_them() -> None:
 # Interrupts.
 
 
-def interrupt_at(step: int, function: Callable[[], None], codes: set[Any]) -> int:
-    """Calls a function with an interrupt at one of the starts and lines of some functions; returns their number."""
-    count = 0
-
-    def trace(frame: FrameType, event: str, arg: object) -> Any:
-        nonlocal count
-        if frame.f_code not in codes:
-            return None
-        if event in ("call", "line"):
-            count += 1
-            if count == step:
-                signal.raise_signal(signal.SIGINT)
-        return trace
-
-    sys.settrace(trace)
-    try:
-        function()
-    except KeyboardInterrupt:
-        pass
-    finally:
-        sys.settrace(None)
-    return count
-
-
 def steps_of(function: Callable[[], None], codes: set[Any]) -> Iterator[int]:
-    return iter(range(1, interrupt_at(0, function, codes) + 1))
+    return iter(range(1, interrupted_at(0, function, codes) + 1))
 
 
 def load(model: Any, *, commits: bool) -> None:
@@ -247,7 +221,7 @@ def test_an_interrupt_at_each_step_of_the_undo() -> None:
     for step in steps_of(lambda: load(make_model(), commits=False), UNDO):
         model = make_model()
         before = whole(model)
-        interrupt_at(step, lambda: load(model, commits=False), UNDO)  # noqa: B023
+        interrupted_at(step, lambda: load(model, commits=False), UNDO)  # noqa: B023
         assert whole(model) == before, f"step {step}"
 
 
@@ -282,7 +256,7 @@ def test_an_interrupt_at_each_step_of_the_commit_keeps_all_or_nothing() -> None:
     for step in steps_of(lambda: load(make_model(), commits=True), COMMIT):
         model = make_model()
         before = whole(model)
-        interrupt_at(step, lambda: load(model, commits=True), COMMIT)  # noqa: B023
+        interrupted_at(step, lambda: load(model, commits=True), COMMIT)  # noqa: B023
         committed = not model.log and model[1].bias.tolist() == [7, 7]
         assert committed or whole(model) == before, f"step {step}"
         outcomes.add(committed)

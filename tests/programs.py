@@ -1,0 +1,106 @@
+"""Programs in processes of their own, forked from one that has imported torch: an import takes seconds, a fork 50 ms.
+
+For programs that need a new interpreter (other environment variables, `atexit`, limits of memory, imports that are
+measured) tests use `subprocess`.
+"""
+
+import atexit
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import traceback
+import types
+import warnings
+from collections.abc import Iterable
+from multiprocessing import get_context, set_start_method
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from modelstate import process
+
+CONTEXT: Any = get_context("forkserver")
+CONTEXT.set_forkserver_preload(
+    [
+        "torch",
+        "safetensors.torch",
+        "torch._dynamo",
+        "torch.distributed.checkpoint",
+        "torchdata.stateful_dataloader",
+        "modelstate.conversion",
+        "modelstate.loading",
+        "modelstate.serve",
+        "modelstate.store",
+        "tests.programs",
+    ]
+)
+
+
+def as_process_of_its_own() -> None:
+    """Makes a forked process like a new one: what it was forked from had no threads, so that none is missing."""
+    process._is_forked = False
+    set_start_method(None, force=True)  # for the workers of data loaders: that of the platform
+    torch.set_num_threads(1)
+
+
+def run_program(
+    code: str,
+    *arguments: object,
+    cwd: Path | None = None,
+    ignored_warnings: Iterable[str] = (),
+    errors: type[Warning] | None = None,
+    timeout: float = 300,
+) -> subprocess.CompletedProcess[str]:
+    """Runs Python code as `python -c` does, and returns how it ended and what it wrote.
+
+    Args:
+        code: The program.
+        arguments: `sys.argv[1:]`.
+        cwd: Its working directory.
+        ignored_warnings: Modules whose warnings are ignored.
+        errors: Warnings that are errors.
+        timeout: Seconds after which it is killed, and `subprocess.TimeoutExpired` is raised.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        given = [str(argument) for argument in arguments]
+        child = CONTEXT.Process(
+            target=_main, args=(code, given, cwd or Path.cwd(), folder, errors, [*ignored_warnings])
+        )
+        child.start()
+        child.join(timeout)
+        if child.exitcode is None:
+            child.kill()
+            child.join()
+            raise subprocess.TimeoutExpired("a program", timeout)
+        out, err = ((Path(folder) / name).read_text() for name in ("out", "err"))
+        return subprocess.CompletedProcess(given, child.exitcode, out, err)
+
+
+def _main(
+    code: str, arguments: list[str], cwd: Path, folder: str, errors: type[Warning] | None, ignored: list[str]
+) -> None:
+    as_process_of_its_own()
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # which the server of the forks ignores
+    for descriptor, name in ((1, "out"), (2, "err")):
+        file = os.open(os.path.join(folder, name), os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+        os.dup2(file, descriptor)
+        os.close(file)
+    os.chdir(cwd)
+    sys.argv = ["-c", *arguments]
+    if errors is not None:
+        warnings.simplefilter("error", errors)
+    for module in ignored:
+        warnings.filterwarnings("ignore", module=module)
+    main = sys.modules["__main__"] = types.ModuleType("__main__")
+    try:
+        exec(compile(code, "<string>", "exec"), vars(main))
+    except SystemExit:
+        raise
+    except BaseException:
+        traceback.print_exc()
+        sys.exit(1)
+    finally:
+        atexit._run_exitfuncs()
