@@ -162,19 +162,19 @@ def test_very_small_tensors_take_what_is_said(tmp_path: Path, monkeypatch: pytes
         assert 0 < sum(made) <= report.peak_memory_bytes <= (budget or 10**9)
 
 
-def test_a_step_says_the_way(path: Path) -> None:
-    def ways(**options: Any) -> dict[str, str]:
+def test_a_step_says_the_route(path: Path) -> None:
+    def routes(**options: Any) -> dict[str, str]:
         with ms.skeleton():
             module = nn.Linear(300, 4000)
-        found = {step.name: step.way for step in ms.plan(module, path, **options).steps}
-        assert found == {step.name: step.way for step in ms.load(module, path, **options).steps}
+        found = {step.name: step.route for step in ms.plan(module, path, **options).steps}
+        assert found == {step.name: step.route for step in ms.load(module, path, **options).steps}
         return found
 
-    assert ways() == {"weight": "mapped", "bias": "mapped"}
-    assert ways(map=False) == {"weight": "direct", "bias": "direct"}
-    assert ways(dtype=torch.float16) == {"weight": "streamed", "bias": "streamed"}
-    assert ways(transform={"bias": lambda name, tensor: tensor + 1}) == {"weight": "mapped", "bias": "whole"}
-    assert ways(transform=ByRows()) == {"weight": "streamed", "bias": "mapped"}
+    assert routes() == {"weight": "mapped", "bias": "mapped"}
+    assert routes(map=False) == {"weight": "direct", "bias": "direct"}
+    assert routes(dtype=torch.float16) == {"weight": "streamed", "bias": "streamed"}
+    assert routes(transform={"bias": lambda name, tensor: tensor + 1}) == {"weight": "mapped", "bias": "whole"}
+    assert routes(transform=ByRows()) == {"weight": "streamed", "bias": "mapped"}
 
 
 class Writing(ByRows):

@@ -177,7 +177,7 @@ def test_two_threads_that_wait_for_each_other() -> None:
 
 
 def test_a_hook_that_waits_for_a_thread_that_waits_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys.modules["modelstate.transaction.exclusive"], "_TIMEOUT_SECONDS", 0.3)
+    monkeypatch.setattr(sys.modules["modelstate.transaction.transaction"], "_TIMEOUT_SECONDS", 0.3)
     module, raised = nn.Sequential(nn.Linear(2, 2)), []
 
     def hook(*_: Any) -> None:

@@ -9,8 +9,7 @@ import torch
 from torch import nn
 
 from modelstate import errors
-from modelstate.transaction.exclusive import exclusive
-from modelstate.transaction.transaction import Transaction, Write
+from modelstate.transaction.transaction import Transaction, Write, exclusive
 from tests.loading.fingerprint import interrupted_at, whole
 
 

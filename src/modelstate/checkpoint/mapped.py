@@ -51,15 +51,36 @@ class Maps:
             # A tensor that is created in inference mode cannot be trained later.
             with torch.inference_mode(False):
                 return self.tensor(stored)
-        if isinstance(stored, StoredTensor):
-            if stored.nbytes == 0:
-                return torch.empty_strided(stored.shape, stored.stride, dtype=stored.dtype, device="cpu")
-            return self._strided(stored)
         if isinstance(stored, StoredComposite):
             return stored.build([self.tensor(part) for part in stored.parts])
         if isinstance(stored, Combined):
             return self.read(stored)  # computed tensors have no place in a file
-        return stored.detach()
+        if not isinstance(stored, StoredTensor):
+            return stored.detach()
+        if stored.nbytes == 0:
+            return torch.empty_strided(stored.shape, stored.stride, dtype=stored.dtype, device="cpu")
+        region, dtype = stored.extent, stored.dtype
+        key = region, dtype.itemsize
+        shown, address = self._shown.get(key, _NOTHING_SHOWN)
+        # The code that received the first tensor may have changed its storage.
+        if shown is None or shown.data_ptr() != address or shown.untyped_storage().nbytes() != region.nbytes:
+            # Its storage is no larger than these bytes, even if the stored storage is.
+            path, start, nbytes = region
+            file = self._maps.get(path)
+            if file is None or start + nbytes > len(file):
+                file = self._map(region)
+            if start % dtype.itemsize == 0:
+                shown = torch.frombuffer(file, dtype=dtype, count=nbytes // dtype.itemsize, offset=start)
+            else:  # torch's vectorised code may assume that a number lies at a multiple of its size
+                raw = torch.frombuffer(file, dtype=torch.uint8, count=nbytes, offset=start)
+                shown = torch.empty(0, dtype=dtype, device="cpu").set_(raw.clone().untyped_storage())
+            self._shown[key] = shown, shown.data_ptr()
+            if stored.is_contiguous:
+                # Reshaped in place: no other object is created, and torch parses single numbers faster than a tuple.
+                shape = stored.shape
+                return shown if len(shape) == 1 else shown.resize_(*shape) if shape else shown.resize_(shape)
+        empty = torch.empty(0, dtype=dtype, device="cpu")
+        return empty.set_(shown.untyped_storage(), 0, stored.shape, stored.stride)
 
     def tensor_for_user(self, stored: Stored, asked: bool | None) -> torch.Tensor:
         """The tensor as a view of its file where `may_show` allows that, else in memory of its own.
@@ -75,7 +96,7 @@ class Maps:
                 path = stored.extent.path
                 shared = asked is None and self._in_use(stored) is not None
                 if not shared and self.may_show(path, asked, _changed_ns(path)):
-                    return self._strided(stored)
+                    return self.tensor(stored)
             return self._in_memory(stored)
         if isinstance(stored, StoredComposite):
             return stored.build([self.tensor_for_user(part, asked) for part in stored.parts])
@@ -178,31 +199,8 @@ class Maps:
             for what, names in self._notes.items()
         ]
 
-    def _strided(self, stored: StoredTensor) -> torch.Tensor:
-        region, dtype = stored.extent, stored.dtype
-        key = region, dtype.itemsize
-        shown, address = self._shown.get(key, _NOTHING_SHOWN)
-        # The code that received the first tensor may have changed its storage.
-        if shown is None or shown.data_ptr() != address or shown.untyped_storage().nbytes() != region.nbytes:
-            shown = self._flat(region, dtype)
-            self._shown[key] = shown, shown.data_ptr()
-            if stored.is_contiguous:
-                # Reshaped in place: no other object is created, and torch parses single numbers faster than a tuple.
-                shape = stored.shape
-                return shown if len(shape) == 1 else shown.resize_(*shape) if shape else shown.resize_(shape)
-        empty = torch.empty(0, dtype=dtype, device="cpu")
-        return empty.set_(shown.untyped_storage(), 0, stored.shape, stored.stride)
-
-    def _flat(self, region: ByteRange, dtype: torch.dtype) -> torch.Tensor:
-        """A tensor of these bytes, whose storage is no larger, even if the stored storage is."""
-        file, (_, start, nbytes), itemsize = self._map(region), region, dtype.itemsize
-        if start % itemsize == 0:
-            return torch.frombuffer(file, dtype=dtype, count=nbytes // itemsize, offset=start)
-        # torch's vectorised code may assume that a number lies at a multiple of its size.
-        raw = torch.frombuffer(file, dtype=torch.uint8, count=nbytes, offset=start)
-        return torch.empty(0, dtype=dtype, device="cpu").set_(raw.clone().untyped_storage())
-
     def _map(self, region: ByteRange) -> mmap.mmap:
+        """The map of a file that has these bytes. Raises `ReadFailedError`."""
         mapped = self._maps.get(region.path)
         if mapped is None:
             descriptor = open_unchanged(region.path, self._fingerprints.get(region.path))

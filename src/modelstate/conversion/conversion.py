@@ -28,7 +28,7 @@ from modelstate.conversion.tensors import (
     swappable,
 )
 from modelstate.errors import MemoryBudgetError, ModelStateError, PlacementError, SwapError, TransformError
-from modelstate.planning.placement import Placement
+from modelstate.planning.assignment import Placement
 from modelstate.process import cached_attribute, deferred_signals
 from modelstate.torch_compat.dtypes import Overflows, nonfinite, short
 from modelstate.torch_compat.modules import call_apply, has_custom_apply, modules_of, own_buffers, own_parameters

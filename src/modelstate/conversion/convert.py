@@ -20,9 +20,8 @@ from modelstate.process import gc_paused
 from modelstate.torch_compat.dtypes import floating_dtype
 from modelstate.torch_compat.modules import has_custom_apply, modules_of
 from modelstate.torch_compat.private import unwrapped
-from modelstate.transaction.exclusive import exclusive
 from modelstate.transaction.optimizers import check_optimizers, following_state, left_behind, other_optimizers, placed
-from modelstate.transaction.transaction import Transaction
+from modelstate.transaction.transaction import Transaction, exclusive
 
 
 @argument_order("ms.convert", is_module, lambda value: isinstance(value, torch.dtype | str))

@@ -11,8 +11,7 @@ from modelstate.conversion.tensors import Target
 from modelstate.process import fork_safe_lock, gc_paused
 from modelstate.torch_compat.overrides import MethodOverride, Overrides
 from modelstate.torch_compat.private import is_fake, is_faking
-from modelstate.transaction.exclusive import exclusive
-from modelstate.transaction.transaction import Transaction
+from modelstate.transaction.transaction import Transaction, exclusive
 
 Apply = Callable[[torch.Tensor], torch.Tensor]
 _switches: "list[reference_keeping]" = []

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from modelstate.errors import ModelStateError, PlacementError, TransformError
-from modelstate.planning.placement import COPYABLE, Placement
+from modelstate.planning.assignment import COPYABLE, Placement
 from modelstate.planning.plan import Step
 from modelstate.torch_compat.dtypes import Overflows, device_name, short
 from modelstate.torch_compat.plain import has_its_memory, is_plain

@@ -30,7 +30,7 @@ import torch
 import xxhash
 
 from modelstate.codec.codec import decode
-from modelstate.codec.walk import Collisions
+from modelstate.codec.walk import Collisions, looks_like_tag
 from modelstate.errors import (
     CUT_SHORT,
     ChecksumError,
@@ -210,15 +210,25 @@ def _checksums(fields: dict[str, Any], tensors: Mapping[str, StoredTensor], wher
         stored: object = tensors[name]
         if not isinstance(stored, StoredTensor):
             raise _damaged(where, f"a digest of {quote(name)}, which is not a plain tensor")
-        storage = stored.storage
-        try:
-            checksums[storage] = checksum_of(digests[name], storage.nbytes)
-        except ValueError as error:
-            raise _damaged(where, f"{quote(name)}: {error}") from error
+        storage, digests_of_blocks = stored.storage, digests[name]
+        length = -(-storage.nbytes // BLOCK_BYTES) * HEX
+        if (
+            type(digests_of_blocks) is not str
+            or len(digests_of_blocks) != length
+            or digests_of_blocks.strip("0123456789abcdef")
+        ):
+            found = f"no digest of {storage.nbytes:,} bytes: {str(digests_of_blocks)[:60]}"
+            raise _damaged(where, f"{quote(name)}: {found}")
+        checksums[storage] = Checksum(ALGORITHM, BLOCK_BYTES, digests_of_blocks)
     return checksums
 
 
 def _versions(tree: object, where: str) -> OrderedDict[str, Any]:
+    # Almost all modules have torch's version number alone, which is encoded as it is.
+    if type(tree) is dict and not looks_like_tag(tree):
+        usual = (type(e) is dict and e.keys() == {"version"} and type(e["version"]) is int for e in tree.values())
+        if all(usual):
+            return OrderedDict(tree)
     try:
         versions = decode(tree)
     except CodecError as error:
@@ -406,11 +416,3 @@ def check_seal(data: bytes, seal: str, where: str) -> None:
         remedy="get the file again from where it came; if another program has changed it on purpose, have it leave "
         f"out the key {quote(SEAL)}",
     )
-
-
-def checksum_of(value: object, nbytes: int) -> Checksum:
-    """Parses the digests that a manifest stores for a tensor of `nbytes` bytes. Raises `ValueError`."""
-    blocks = -(-nbytes // BLOCK_BYTES)
-    if type(value) is not str or len(value) != blocks * HEX or not set(value) <= set("0123456789abcdef"):
-        raise ValueError(f"no digest of {nbytes:,} bytes: {str(value)[:60]}")
-    return Checksum(ALGORITHM, BLOCK_BYTES, value)

@@ -107,6 +107,10 @@ class _Flattener:
         self.nodes += len(children)
         for name, child in children:
             below = f"{path}.{name}" if depth else name
+            if type(child) is StoredTensor and below not in self.flat.tensors and below not in self.flat.values:
+                self.flat.tensors[below] = child  # the usual case, without a call
+                has_tensors = True
+                continue
             if _is_tensor(child):
                 self.add(self.flat.tensors, below, child)
                 has_tensors = True

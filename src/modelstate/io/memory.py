@@ -14,6 +14,7 @@ import os
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
+from itertools import islice
 
 import torch
 
@@ -109,11 +110,15 @@ def fresh_tensors(
     Raises `MemoryBudgetError` where the system has no memory.
     """
     tensors: list[torch.Tensor] = []
-    sizes = [_span(shape, stride) * dtype.itemsize for shape, stride, dtype in like]
+    counts = [shape.numel() if stride is None else _span(shape, stride) for shape, stride, _ in like]
+    sizes = [
+        -(-count * dtype.itemsize // TENSOR_ALIGN_BYTES) * TENSOR_ALIGN_BYTES
+        for count, (_, _, dtype) in zip(counts, like, strict=True)
+    ]
     arena: mmap.mmap | None = None
     free = left = 0
-    for index, ((shape, stride, dtype), nbytes) in enumerate(zip(like, sizes, strict=True)):
-        if nbytes == 0:
+    for index, ((shape, stride, dtype), count, nbytes) in enumerate(zip(like, counts, sizes, strict=True)):
+        if count == 0:
             tensors.append(torch.empty(shape, dtype=dtype, device="cpu"))
             continue
         if arena is None or nbytes > left:
@@ -127,31 +132,26 @@ def fresh_tensors(
                     found=error,
                     remedy="map=True on a skeleton and in_place=True elsewhere need the least",
                 ) from error
-        storage = torch.frombuffer(arena, dtype=torch.uint8, count=nbytes, offset=free).untyped_storage()
-        used = aligned(nbytes)
-        free, left = free + used, left - used
-        empty = torch.empty(0, dtype=dtype, device="cpu")
-        tensors.append(empty.set_(storage, 0, shape, stride or contiguous_stride(shape)))
+        flat = torch.frombuffer(arena, dtype=dtype, count=count, offset=free)
+        free, left = free + nbytes, left - nbytes
+        # Reshaped in place, without another object.
+        tensors.append(flat.resize_(shape) if stride is None else flat.as_strided_(shape, stride))
     return tensors
 
 
 def _arena_bytes(sizes: Sequence[int], start: int) -> int:
     """The size of an arena for as many of the next tensors as may share one."""
     total = 0
-    for nbytes in sizes[start:]:
-        used = aligned(nbytes)
-        if total and total + used > _ARENA_BYTES:
+    for nbytes in islice(sizes, start, None):
+        if total and total + nbytes > _ARENA_BYTES:
             break
-        total += used
+        total += nbytes
     return total
 
 
-def _span(shape: Sequence[int], stride: Sequence[int] | None) -> int:
+def _span(shape: Sequence[int], stride: Sequence[int]) -> int:
     """The number of elements from the first to the last in memory."""
-    if 0 in shape:
-        return 0
-    steps = stride or contiguous_stride(shape)
-    return 1 + sum((size - 1) * step for size, step in zip(shape, steps, strict=True))
+    return 0 if 0 in shape else 1 + sum((size - 1) * step for size, step in zip(shape, stride, strict=True))
 
 
 # Filling memory by userfaultfd.

@@ -7,6 +7,7 @@ from modelstate.lazy import attach
 if TYPE_CHECKING:
     from modelstate.loading.background import LoadHandle as LoadHandle
     from modelstate.loading.quantize import Quantize as Quantize
+    from modelstate.planning.assignment import ReadRoute as ReadRoute
     from modelstate.planning.transforms import ModuleTransform as ModuleTransform
     from modelstate.planning.transforms import RowsWriter as RowsWriter
 else:
@@ -16,6 +17,7 @@ else:
             "LoadHandle": "modelstate.loading.background",
             "ModuleTransform": "modelstate.planning.transforms",
             "Quantize": "modelstate.loading.quantize",
+            "ReadRoute": "modelstate.planning.assignment",
             "RowsWriter": "modelstate.planning.transforms",
         },
     )
@@ -24,5 +26,6 @@ __all__ = [
     "LoadHandle",
     "ModuleTransform",
     "Quantize",
+    "ReadRoute",
     "RowsWriter",
 ]

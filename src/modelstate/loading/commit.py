@@ -9,8 +9,7 @@ import torch
 from modelstate.checkpoint.checkpoint import what_to_verify
 from modelstate.loading.stage import Progress, stage, stage_one
 from modelstate.loading.staging import Staging, bring_in, prefetch_range
-from modelstate.planning.assignment import Assignment
-from modelstate.planning.placement import copy_cannot_fail
+from modelstate.planning.assignment import Assignment, copy_cannot_fail
 from modelstate.planning.plan import LoadPlan
 from modelstate.rules.expression import Derived, Source
 from modelstate.torch_compat.plain import is_plain
@@ -25,7 +24,7 @@ class Place(Write):
     __slots__ = ("assignment", "staging")
 
     def __init__(self, staging: Staging, assignment: Assignment) -> None:
-        super().__init__(assignment.param, assignment.value)
+        self.target, self.value, self.done, self.order = assignment.param, assignment.value, False, 0
         self.staging, self.assignment = staging, assignment
 
     @property
@@ -46,15 +45,18 @@ class Place(Write):
         if assignment.final is None:
             if transaction is not None:
                 assignment.placement = replace(assignment.placement, mapped=False)  # model code uses the value
+                assignment.choose_route()
             stage_one(self.staging, assignment)
         final = assignment.final
         assert final is not None
         if final is param:
             return  # the value was read in place
         if transaction is None:
-            with torch.no_grad():
-                param.copy_(final)
-        elif param.is_meta and not assignment.placement.by_handler and is_plain(final):
+            param.copy_(final)
+        elif param.is_meta and (
+            (final is assignment.value and assignment.plain)
+            or (not assignment.placement.by_handler and is_plain(final))
+        ):
             transaction.register_undo(give_memory(param, final))
         else:
             with torch.no_grad():

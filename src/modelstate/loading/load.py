@@ -28,10 +28,9 @@ from modelstate.process import gc_paused
 from modelstate.rules.rule import Rule
 from modelstate.rules.schema import Schema
 from modelstate.torch_compat.plain import is_plain
-from modelstate.transaction.exclusive import exclusive
 from modelstate.transaction.optimizers import check_optimizers, following_state, placed
 from modelstate.transaction.references import lost_references
-from modelstate.transaction.transaction import Transaction
+from modelstate.transaction.transaction import Transaction, exclusive
 
 Source = str | os.PathLike[str] | Mapping[str, Any] | Checkpoint
 _OF_TORCH = {
@@ -236,7 +235,7 @@ def load(
         1.0
     """
     model = check_model(model)
-    checked_optimizers = check_optimizers(optimizers, model)
+    checked_optimizers = check_optimizers(optimizers, model) if optimizers != () else ()
     check_budget_option(max_memory_bytes)
     load_options = _LoadOptions(checked_optimizers, verify, progress, max_memory_bytes, prefault, time.perf_counter())
     options = options_of(
@@ -310,7 +309,8 @@ def _stage_in_background(
             preparation, staging = _prepare(transaction, source, options, call_extra_state=False)
         preparation.check()
         staging.limit_memory(load_options.max_memory_bytes)
-        _check_optimizers(staging, load_options.optimizers)
+        if load_options.optimizers:
+            _check_optimizers(staging, load_options.optimizers)
         return StagedLoad(preparation.plan(), staging, load_options.verify, preparation.notes_on_mapping())
 
 
@@ -326,7 +326,7 @@ def _execute(
 
     All references to the preparation are gone when the function returns.
     """
-    before = placed(load_options.optimizers)
+    before = placed(load_options.optimizers) if load_options.optimizers else {}
     preparation, staging = _prepare(
         transaction,
         source,
@@ -336,7 +336,8 @@ def _execute(
     )
     preparation.check()
     staging.limit_memory(load_options.max_memory_bytes)
-    _check_optimizers(staging, load_options.optimizers)
+    if load_options.optimizers:
+        _check_optimizers(staging, load_options.optimizers)
     notes = preparation.notes
     if staged is None:
         verified = staging.checkpoint.verify() if load_options.verify else 0
@@ -350,7 +351,7 @@ def _execute(
         new_state = (
             following_state(load_options.optimizers, _final_values(staging), before) if load_options.optimizers else []
         )
-        _place_fallible(transaction)
+        _place_fallible(transaction, staging.options)
         if load_options.prefault and staged is None:
             notes += bring_in(staging.assignments, lambda _: None)
         if any(assignment.placement.mapped for assignment in staging.assignments):
@@ -393,8 +394,6 @@ def _check_optimizers(staging: Staging, optimizers: tuple[torch.optim.Optimizer,
 
     The state that fits the new tensor is unknown.
     """
-    if not optimizers:
-        return
     optimized_parameters = {
         param for optimizer in optimizers for group in optimizer.param_groups for param in group["params"]
     }
@@ -417,15 +416,14 @@ def _final_values(staging: Staging) -> dict[torch.Tensor, torch.Tensor]:
     }
 
 
-def _place_fallible(transaction: Transaction) -> None:
+def _place_fallible(transaction: Transaction, options: Options) -> None:
     """Places the values that may run code of a tensor subclass, while every change can still be undone."""
+    # What planning has checked holds as long as no code of a user has run.
+    is_as_planned = not (transaction.armed or options.transform or options.rules)
     for write in transaction.writes:
-        if (
-            isinstance(write, Place)
-            and not write.done
-            and not write.assignment.placement.direct
-            and not write.cannot_fail
-        ):
+        if not isinstance(write, Place) or write.done or write.assignment.placement.direct:
+            continue
+        if write.target.is_meta or not ((is_as_planned and write.assignment.is_checked_copy) or write.cannot_fail):
             try:
                 write.run(transaction)
             except ModelStateError:

@@ -5,6 +5,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from itertools import cycle
+from operator import attrgetter
 from typing import TypeVar
 
 import torch
@@ -16,8 +17,15 @@ from modelstate.io.memory import HeapTrim, aligned, fresh_tensors
 from modelstate.io.tensors import elements
 from modelstate.loading.staging import Staging
 from modelstate.loading.stream import read_streamed
-from modelstate.planning.assignment import BY_TRANSFORM, Assignment, apply_module_transform, as_target, called
-from modelstate.planning.placement import after_transform
+from modelstate.planning.assignment import (
+    BY_TRANSFORM,
+    Assignment,
+    ReadRoute,
+    after_transform,
+    apply_module_transform,
+    as_target,
+    called,
+)
 from modelstate.planning.transforms import Transform
 from modelstate.process import prefetch_one
 from modelstate.rules.expression import Derived, values_of
@@ -39,39 +47,39 @@ def stage(staging: Staging, progress: Progress) -> None:
     """
     for assignment in staging.moves:
         _finish(assignment, assignment.value)
-    waiting = [
-        assignment for assignment in staging.assignments if assignment.final is None and not assignment.placement.direct
-    ]
-    shown, waiting = _split(waiting, _is_shown)
-    for assignment in shown:
-        assignment.final = assignment.value
+    shown: list[Assignment] = []
+    straight: list[Assignment] = []
+    streamed: list[Assignment] = []
+    together: list[Assignment] = []
+    alone: list[Assignment] = []
+    for assignment in staging.assignments:
+        if assignment.final is not None or assignment.placement.direct:
+            continue
+        match assignment.route:
+            case ReadRoute.MAPPED if not assignment.placement.by_handler:
+                assignment.final = assignment.value
+                shown.append(assignment)
+            case ReadRoute.DIRECT if assignment.own_stride is None:
+                straight.append(assignment)
+            case ReadRoute.STREAMED:
+                streamed.append(assignment)
+            case _:
+                (together if assignment.is_read_together else alone).append(assignment)
     progress(sum(assignment.nbytes for assignment in shown))
-    if not waiting:
-        return
-    waiting.sort(key=_place_in_file)
-    ways: dict[str, list[Assignment]] = {"direct": [], "streamed": [], "through a buffer": [], "alone": []}
-    for assignment in waiting:
-        way = assignment.way
-        if way not in ways:
-            way = "through a buffer" if assignment.is_read_together else "alone"
-        ways[way].append(assignment)
-    straight, streamed, others, rest = ways.values()
-    finals = fresh_tensors([assignment.layout for assignment in straight])
-    in_order, strided = _split(list(zip(straight, finals, strict=True)), lambda pair: is_plain_memory(pair[1]))
-    staging.held.take(sum(assignment.staged_bytes for assignment, _ in in_order))
-    _read(staging, in_order, progress, is_fresh=staging.strategy.cached)
-    for assignment, final in in_order:
+    for group in (straight, streamed, together, alone):
+        group.sort(key=attrgetter("position"))
+    finals = fresh_tensors([(assignment.param.size(), None, assignment.dtype) for assignment in straight])
+    staging.held.take(sum(assignment.nbytes for assignment in straight if assignment.placement.staged))
+    if straight:
+        _read(staging, list(zip(straight, finals, strict=True)), progress, is_fresh=staging.strategy.cached)
+    for assignment, final in zip(straight, finals, strict=True):
         assignment.final = final
-    read_streamed(staging, streamed, progress)
-    through = [*others, *(assignment for assignment, _ in strided)]
-    _read_through_scratch(staging, through, progress, partial(_finish_staged, staging))
-    transformed, rest = _split(rest, lambda assignment: assignment.transform is not None)
-    trim = HeapTrim()
-    for assignment in rest:
-        stage_one(staging, assignment)
-        trim.on_freed(assignment.remake_bytes)
-        progress(assignment.nbytes)
-    _stage_transformed(staging, transformed, progress)
+    if streamed:
+        read_streamed(staging, streamed, progress)
+    if together:
+        _read_through_scratch(staging, together, progress, partial(_finish_staged, staging))
+    if alone:
+        _stage_alone(staging, alone, progress)
 
 
 def read_in_place(staging: Staging, progress: Progress) -> None:
@@ -90,7 +98,7 @@ def read_in_place(staging: Staging, progress: Progress) -> None:
     for assignment in live:  # they are copied when all is read
         stage_one(staging, assignment)
         progress(assignment.nbytes)
-    streamed, cast = _split(cast, lambda assignment: assignment.is_streamed)
+    streamed, cast = _split(cast, lambda assignment: assignment.route is ReadRoute.STREAMED)
     # The buffer for casts is made before anything is written.
     _read_through_scratch(staging, cast, progress, _finish_in_place)
     read_streamed(staging, streamed, progress)
@@ -131,11 +139,6 @@ def _given_bytes(assignment: Assignment) -> int:
     if assignment.transform is not None:
         return assignment.passing_bytes
     return assignment.passing_bytes + (assignment.buffer_bytes if assignment.needs_buffer else 0)
-
-
-def _is_shown(assignment: Assignment) -> bool:
-    """Whether the slot becomes a map of the file without a call of a handler or a transform."""
-    return assignment.placement.mapped and not assignment.placement.by_handler and assignment.transform is None
 
 
 def _stage_one(staging: Staging, assignment: Assignment, read: torch.Tensor | None) -> None:
@@ -273,8 +276,14 @@ def _as_asked(
     return result if fits else result.clone(memory_format=torch.contiguous_format)
 
 
-def _stage_transformed(staging: Staging, transformed: Sequence[Assignment], progress: Progress) -> None:
-    """Transforms values one after the other, and reads the next value in the meantime."""
+def _stage_alone(staging: Staging, assignments: Sequence[Assignment], progress: Progress) -> None:
+    """Computes values one after the other. While a transform runs, the next value is read."""
+    transformed, rest = _split(assignments, lambda assignment: assignment.transform is not None)
+    trim = HeapTrim()
+    for assignment in rest:
+        stage_one(staging, assignment)
+        trim.on_freed(assignment.remake_bytes)
+        progress(assignment.nbytes)
     ahead = staging.strategy.ahead and len(transformed) > 1
 
     def fetch(item: tuple[Assignment, torch.Tensor | None], check: Callable[[], None]) -> None:
@@ -380,12 +389,6 @@ def _read(staging: Staging, pairs: Pairs, progress: Progress, *, alone: bool = F
     seconds, total = time.perf_counter() - started, sum(assignment.nbytes for assignment, _ in pairs)
     for assignment, _ in pairs:
         assignment.seconds += seconds * assignment.nbytes / max(total, 1)
-
-
-def _place_in_file(assignment: Assignment) -> tuple[str, int]:
-    if isinstance(assignment.stored, StoredTensor):
-        return assignment.stored.extent.path, assignment.stored.extent.start
-    return "", 0
 
 
 def _split(items: Sequence[_T], goes_first: Callable[[_T], bool]) -> tuple[list[_T], list[_T]]:

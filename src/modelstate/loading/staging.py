@@ -51,8 +51,11 @@ class Staging:
     def limit_memory(self, max_memory_bytes: int | None) -> None:
         """Chooses a read strategy that keeps to the memory budget. Raises `MemoryBudgetError` if there is none."""
         self.max_memory_bytes = max_memory_bytes
+        if max_memory_bytes is None:
+            return
         self.strategy = strategy_within(self.assignments, max_memory_bytes)
-        if max_memory_bytes is None or (needed := peak_bytes(self.assignments, self.strategy)) <= max_memory_bytes:
+        needed = peak_bytes(self.assignments, self.strategy)
+        if needed <= max_memory_bytes:
             return
         could = not self.options.in_place and any(assignment.staged_bytes for assignment in self.assignments)
         raise MemoryBudgetError(

@@ -10,8 +10,7 @@ from modelstate.errors import TransformError
 from modelstate.io.engine import BUFFER_BYTES, Block, Part, Wait, Wanted
 from modelstate.io.memory import MemoryTracker, fresh_tensors
 from modelstate.loading.staging import Staging
-from modelstate.planning.assignment import Assignment, remade, transform_errors
-from modelstate.planning.placement import after_remaking
+from modelstate.planning.assignment import Assignment, after_remaking, remade, transform_errors
 from modelstate.planning.transforms import RowsWriter, asked_writer
 from modelstate.spec import StoredTensor, contiguous_stride
 from modelstate.torch_compat.dtypes import can_overflow

@@ -49,8 +49,7 @@ from modelstate.planning.matching import Patterns
 from modelstate.problems import Missing, OptimizerMisfit, OtherNames, Unexpected, WrongShape, plan_error
 from modelstate.rules.rule import Rule, Scoped
 from modelstate.rules.schema import Schema, check_rules
-from modelstate.transaction.exclusive import exclusive
-from modelstate.transaction.transaction import Transaction
+from modelstate.transaction.transaction import Transaction, exclusive
 
 Source = str | os.PathLike[str] | Mapping[str, Any] | Checkpoint
 RulesOf = Iterable[Rule] | Schema | Mapping[str, Iterable[Rule] | Schema]

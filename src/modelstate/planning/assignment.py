@@ -1,24 +1,155 @@
-"""An assignment of a value to a slot: how its bytes are read, and how transforms change it."""
+"""Assignments of values to slots: where the bytes go, how they are read, and how transforms change them."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from enum import StrEnum
 
 import torch
 from torch import nn
 
 from modelstate.errors import ModelStateError, TransformError
 from modelstate.io.memory import fresh_tensors
-from modelstate.planning.placement import Placement, after_remaking
 from modelstate.planning.transforms import Bound, Transform
 from modelstate.rules.expression import Derived, Source
 from modelstate.spec import StoredComposite, StoredTensor, contiguous_stride
 from modelstate.torch_compat.dtypes import Overflows, nonfinite
-from modelstate.torch_compat.plain import is_dense, is_plain
+from modelstate.torch_compat.plain import are_plain, has_its_memory, is_dense, is_plain
 from modelstate.torch_compat.private import payload_of, storage_id, storage_owners
+
+COPYABLE = frozenset(
+    [
+        *(torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.complex64, torch.complex128),
+        *(torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool),
+    ]
+)
+"""Dtypes between which a copy of torch cannot fail."""
+
+
+@dataclass(frozen=True, slots=True)
+class Placement:
+    """How a value gets into its slot, and why."""
+
+    name: str
+    """"copy", "data", "swap" or "call"."""
+    why: str
+    mapped: bool = False
+    """The memory of the slot is a map of the file."""
+    direct: bool = False
+    """The bytes are read directly into the memory of the slot. An I/O error does not restore the old values."""
+    by_handler: bool = False
+    """The `module_load` handler of a tensor subclass decides."""
+
+    staged: bool = field(init=False, repr=False, compare=False)
+    """Whether the value is read into temporary memory, and copied when all values are read."""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "staged", self.name == "copy" and not self.direct)
+
+
+CALL = Placement("call", "passed to set_extra_state")
+"""The placement of extra state."""
+_MAPPED = Placement("swap", "was on meta: becomes a map of the file", mapped=True)
+_NEW_MEMORY = Placement("swap", "was on meta: gets memory")
+_DIRECT = Placement("copy", "into the existing memory, directly", direct=True)
+_STAGED = Placement("copy", "into the existing memory, after all reads")
+
+
+def choose(
+    param: torch.Tensor,
+    value: torch.Tensor,
+    dtype: torch.dtype,
+    device: torch.device,
+    *,
+    map: bool,
+    in_place: bool,
+    transformed: bool,
+) -> Placement:
+    """Returns the placement of a value in a slot.
+
+    Args:
+        param: The tensor of the slot.
+        value: The value as it is in the checkpoint.
+        dtype: The dtype of the slot after the load.
+        device: The device of the slot after the load.
+        map: Whether the slot may be a map of the file.
+        in_place: Whether the bytes may be read directly into the memory of the slot.
+        transformed: Whether a transform may still change the value.
+    """
+    if not are_plain(param, value):
+        is_mapped = map and param.is_meta and is_plain(value) and dtype == value.dtype
+        return Placement(
+            "swap", "a tensor subclass or layout decides in module_load", mapped=is_mapped, by_handler=True
+        )
+    if param.is_meta:
+        is_mapped = map and dtype == value.dtype and device.type == "cpu" and value.stride() == param.stride()
+        return _MAPPED if is_mapped else _NEW_MEMORY
+    if dtype != param.dtype:
+        return Placement("data", f"changes its dtype to {str(dtype).removeprefix('torch.')}")
+    if device != param.device:
+        return Placement("data", f"moves to {device}")
+    if in_place and not transformed and _copy_cannot_fail(param, value):
+        return _DIRECT
+    return _STAGED
+
+
+def after_transform(planned: Placement, param: torch.Tensor, result: torch.Tensor, value: torch.Tensor) -> Placement:
+    """Returns the placement of the result of a transform, whose class and dtype the slot gets."""
+    if not is_plain(result):
+        return Placement("swap", "takes the class of the result of the transform")
+    if not is_plain(param):
+        return Placement("swap", "a tensor subclass decides in module_load", by_handler=True)
+    if param.is_meta:
+        is_mapped = planned.mapped and storage_id(result) == storage_id(value)
+        return planned if is_mapped else Placement("swap", "was on meta: gets the result of the transform")
+    if result.dtype != param.dtype:
+        return Placement("data", f"changes its dtype to {str(result.dtype).removeprefix('torch.')}")
+    return planned
+
+
+def after_remaking(planned: Placement, param: torch.Tensor, result: torch.Tensor) -> Placement:
+    """Returns the placement of the result of a module's transform, whose class and dtype the slot gets."""
+    if not is_plain(result):
+        return Placement("swap", f"{type(result).__name__} {planned.why}")
+    return choose(param, result, result.dtype, result.device, map=False, in_place=False, transformed=True)
+
+
+def copy_cannot_fail(target: torch.Tensor, value: torch.Tensor) -> bool:
+    """Whether `target.copy_(value)` cannot fail, for equal shapes."""
+    return are_plain(target, value) and _copy_cannot_fail(target, value)
+
+
+def _copy_cannot_fail(target: torch.Tensor, value: torch.Tensor) -> bool:
+    """`copy_cannot_fail` for plain tensors."""
+    return (
+        target.dtype in COPYABLE
+        and value.dtype in COPYABLE
+        and not value.is_meta
+        and not target.is_inference()
+        and target.is_complex() >= value.is_complex()  # torch warns, and a warning may be made an error
+        and (target.is_meta or target.is_contiguous() or is_dense(target))
+        and (target.is_meta or has_its_memory(target))
+        and (storage_id(target) != storage_id(value))
+    )
+
 
 LEAST_AHEAD_BYTES = 64 << 10
 """Reading fewer bytes takes less time than handing them to another thread."""
+
+
+class ReadRoute(StrEnum):
+    """How the bytes of a value get from their source to its final memory."""
+
+    MAPPED = "mapped"
+    """Not at all: the memory of the slot is a map of the file."""
+    IN_MEMORY = "in memory"
+    """The source is a tensor in memory."""
+    DIRECT = "direct"
+    """Read into the final memory."""
+    STREAMED = "streamed"
+    """Cast, moved or transformed in blocks while they are read."""
+    WHOLE = "whole"
+    """Read into a buffer first."""
 
 
 @dataclass(slots=True, eq=False)
@@ -37,6 +168,8 @@ class Assignment:
     stored: Source | None
     """The source of the value; None where the model's code computed the value, or may have changed it."""
     placement: Placement
+    plain: bool
+    """Whether the tensor and the value are plain tensors."""
     dtype: torch.dtype
     """After the load."""
     device: torch.device
@@ -56,21 +189,51 @@ class Assignment:
     final: torch.Tensor | None = None
     """The final value; None until the value has been read, cast and transformed."""
     seconds: float = 0.0
+    is_checked_copy: bool = False
+    """Whether planning has checked that a new plain tensor of `dtype` can be copied into the slot."""
     nbytes: int = field(init=False)
     """Bytes to read: the sum of the parts for a value that is computed from several tensors."""
     is_run_of_bytes: bool = field(init=False)
     """Whether the value is one contiguous range of a file."""
     on_cpu: bool = field(init=False)
+    own_stride: tuple[int, ...] | None = field(init=False)
+    """The stride of a slot whose elements are dense in memory and in another order than a new tensor's; else None."""
+    position: tuple[str, int] = field(init=False)
+    """The file and the place in it; an empty path for values that are not in a file."""
+    route: ReadRoute = field(init=False)
 
     def __post_init__(self) -> None:
-        stored = self.stored
+        stored, param = self.stored, self.param
         if isinstance(stored, (StoredTensor, StoredComposite, Derived)):
             self.nbytes = stored.nbytes
         else:
             parts = sum(part.numel() * part.itemsize for part in payload_of(self.value))
             self.nbytes = parts or self.value.numel() * self.value.itemsize
-        self.is_run_of_bytes = isinstance(stored, StoredTensor) and self.nbytes > 0 and stored.is_contiguous
+        self.is_run_of_bytes, self.position = False, ("", 0)
+        if isinstance(stored, StoredTensor):
+            self.is_run_of_bytes = self.nbytes > 0 and stored.is_contiguous
+            self.position = stored.extent[:2]
         self.on_cpu = self.device.type == "cpu"
+        self.own_stride = None
+        if (self.plain or is_plain(param)) and not param.is_contiguous() and is_dense(param):
+            self.own_stride = tuple(param.stride())
+        self.choose_route()
+
+    def choose_route(self) -> None:
+        """Sets `route`. Called again where `placement` or the transforms change before the value is read."""
+        if self.placement.mapped:
+            self.route = ReadRoute.MAPPED
+        elif self.stored is None or isinstance(self.stored, torch.Tensor):
+            self.route = ReadRoute.IN_MEMORY
+        elif not self.is_run_of_bytes or self.transform is not None or self.placement.by_handler:
+            self.route = ReadRoute.WHOLE
+        elif self.value.dtype == self.dtype and self.on_cpu and self.remake is None:
+            self.route = ReadRoute.DIRECT
+        elif self.placement.direct:
+            self.route = ReadRoute.STREAMED if self.param.is_contiguous() else ReadRoute.WHOLE
+        else:
+            in_rows = self.own_stride is None and (self.remake is None or self.remake_rows > 0)
+            self.route = ReadRoute.STREAMED if in_rows else ReadRoute.WHOLE
 
     @property
     def buffer_bytes(self) -> int:
@@ -102,7 +265,7 @@ class Assignment:
         """Whether the value is read into, or computed in, temporary memory."""
         if self.placement.mapped or isinstance(self.stored, torch.Tensor):
             return False
-        changes = self.value.dtype != self.dtype or self.remake is not None or self.layout[1] is not None
+        changes = self.value.dtype != self.dtype or self.remake is not None or self.own_stride is not None
         return changes or not self.on_cpu or not self.is_run_of_bytes
 
     @property
@@ -125,35 +288,12 @@ class Assignment:
     @property
     def layout(self) -> tuple[torch.Size, tuple[int, ...] | None, torch.dtype]:
         """Shape, stride and dtype of new memory for the slot. The stride is None unless it is a dense memory format."""
-        param = self.param
-        keeps_stride = is_plain(param) and not param.is_contiguous() and is_dense(param)
-        return param.size(), tuple(param.stride()) if keeps_stride else None, self.dtype
+        return self.param.size(), self.own_stride, self.dtype
 
     @property
     def stride(self) -> tuple[int, ...]:
         """The stride of new memory for the slot."""
-        shape, stride, _ = self.layout
-        return stride or contiguous_stride(shape)
-
-    @property
-    def is_streamed(self) -> bool:
-        """Whether the value is cast, moved or transformed in blocks while it is read."""
-        if not (self.is_run_of_bytes and self.reads_plainly) or self.reads_unchanged:
-            return False
-        if self.placement.direct:
-            return self.param.is_contiguous()
-        return self.layout[1] is None and (self.remake is None or self.remake_rows > 0)
-
-    @property
-    def way(self) -> str:
-        """How the bytes are read: see `Step.way`."""
-        if self.placement.mapped:
-            return "mapped"
-        if self.stored is None or isinstance(self.stored, torch.Tensor):
-            return "in memory"
-        if self.is_streamed:
-            return "streamed"
-        return "direct" if self.is_run_of_bytes and self.reads_plainly and self.reads_unchanged else "whole"
+        return self.own_stride or contiguous_stride(self.param.size())
 
     @property
     def unit_bytes(self) -> int:
@@ -171,19 +311,10 @@ class Assignment:
         return self.remake_bytes + (2 if self.value.dtype != self.dtype else 1) * result
 
     @property
-    def reads_plainly(self) -> bool:
-        """Whether the value is read, and perhaps cast, without a map, a function or a handler."""
-        return self.transform is None and not self.placement.mapped and not self.placement.by_handler
-
-    @property
     def is_read_together(self) -> bool:
         """Whether the value is read in one batch with others, not separately."""
-        return self.is_run_of_bytes and (self.placement.direct or self.reads_plainly)
-
-    @property
-    def reads_unchanged(self) -> bool:
-        """Whether the bytes are read without a cast, a move or a transform."""
-        return self.value.dtype == self.dtype and self.on_cpu and self.remake is None
+        alone = self.transform is not None or self.placement.by_handler or self.placement.mapped
+        return self.is_run_of_bytes and not alone
 
 
 BY_TRANSFORM = "transform="

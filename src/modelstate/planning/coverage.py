@@ -23,7 +23,7 @@ from modelstate.problems import (
     wrong_shape,
 )
 from modelstate.torch_compat.dtypes import short
-from modelstate.torch_compat.plain import is_plain
+from modelstate.torch_compat.plain import are_plain
 from modelstate.transaction.slots import HIDDEN, Slot, same_values
 
 
@@ -49,11 +49,12 @@ class CoverageCheck:
         initialised = self._initialised(missing, allowed) if self.of.options.init_missing else {}
         problems += self._differences([name for name in missing if name not in allowed], unexpected)
         problems += [Complaint("", message) for message in self.outcome.errors]
-        unfilled = [slot for slot in self.of.slots.tensors if not self.of.is_filled(slot.tensor)]
+        unfilled = [slot for slot in self.of.slots.tensors if id(slot.tensor) not in self.of.filled]
         problems += self._uninitialised(unfilled, (set(missing) - allowed).union(problem.name for problem in problems))
         problems += self.may_miss.idle() + self.may_exceed.idle()
         problems += [IdlePattern(rule, option="rules") for rule in self.of.matched.applied.idle]
-        problems += [*self.of.transforms.problems, *self.of.transforms.idle()]
+        if self.of.transforms is not None:
+            problems += [*self.of.transforms.problems, *self.of.transforms.idle()]
         self._move(unfilled)
         if any(slot.kind != HIDDEN for slot in self.of.slots.tensors) and not has_matches and not problems:
             problems.append(NothingFits(type(self.of.model).__name__))
@@ -80,7 +81,7 @@ class CoverageCheck:
         misfits = {problem.name for problem in self.of.problems}  # names with a value that does not fit
         initialised: dict[str, str] = {}
         for slot in wanted:
-            if self.of.is_filled(slot.tensor) or is_lazy(slot.tensor) or not misfits.isdisjoint(slot.names):
+            if id(slot.tensor) in self.of.filled or is_lazy(slot.tensor) or not misfits.isdisjoint(slot.names):
                 continue
             if how := self.of.initialise(slot):
                 initialised[slot.name] = how
@@ -88,11 +89,13 @@ class CoverageCheck:
 
     def _methods_for(self, slot: Slot) -> str:
         """The methods of the model that initialise a tensor; empty without such methods."""
-        return next((initialiser.how for name in slot.names if (initialiser := self.of.initialisers.find(name))), "")
+        return next(
+            (initialiser.how for name in slot.names if (initialiser := self.of.view.initialisers.find(name))), ""
+        )
 
     def _is_filled(self, name: str) -> bool:
         slot = self.of.slots.by_name.get(name)
-        return slot is not None and self.of.is_filled(slot.tensor)
+        return slot is not None and id(slot.tensor) in self.of.filled
 
     def _fitting(self) -> set[str]:
         """Names that are the same on both sides."""
@@ -138,7 +141,7 @@ class CoverageCheck:
 
     @staticmethod
     def _equal(value: torch.Tensor, buffer: torch.Tensor) -> bool:
-        if not (is_plain(value) and is_plain(buffer)) or value.is_meta:
+        if not are_plain(value, buffer) or value.is_meta:
             return False
         if (value.dtype, value.device) == (buffer.dtype, buffer.device):
             return same_values(value, buffer)

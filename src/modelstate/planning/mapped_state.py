@@ -15,6 +15,7 @@ from modelstate.io.tensors import same_bytes
 from modelstate.planning.initialise import Initialiser, Initialisers
 from modelstate.planning.matching import Rewrapped, fits, matching_part, wrapper_rule
 from modelstate.planning.plan import MatchedCheckpoint, Options
+from modelstate.process import cached_attribute
 from modelstate.rules.expression import Derived, Source, to_be_computed, values_of
 from modelstate.rules.rule import Entries, Entry, Rule, Value, Wanted, describe
 from modelstate.rules.schema import Applied, apply_rules, renamed_by, way_back
@@ -30,30 +31,35 @@ class ModelSchemaView:
     """The slots of a model, what initialises them, and both as rules see them."""
 
     def __init__(self, model: nn.Module) -> None:
-        self.model, self.slots, self.initialisers = model, slots_of(model), Initialisers(model)
+        self.model, self.slots = model, slots_of(model)
+
+    @cached_attribute
+    def initialisers(self) -> Initialisers:
+        """What initialises the tensors of the model."""
+        return Initialisers(self.model)
 
     def before(self, rules: Iterable[Rule]) -> Wanted:
         """Returns the slots by the names that they have before these rules."""
         back = way_back(rules)
         wanted = [slot.name for slot in self.slots.tensors if slot.kind != HIDDEN]
-        return _Before(self.slots, self.initialisers, {renamed_by(back, name): name for name in wanted})
+        return _Before(self, {renamed_by(back, name): name for name in wanted})
 
 
 class _Before:
-    def __init__(self, slots: Slots, initialisers: Initialisers, names: dict[str, str]) -> None:
-        self._slots, self._initialisers, self._names = slots, initialisers, names
+    def __init__(self, view: ModelSchemaView, names: dict[str, str]) -> None:
+        self._view, self._names = view, names
 
     def lacking(self, entries: Entries) -> Iterator[str]:
         return (name for name in self._names if name not in entries)
 
     def shape_and_dtype(self, name: str) -> tuple[tuple[int, ...], torch.dtype] | None:
-        slot = self._slots.by_name.get(self._names.get(name, ""))
+        slot = self._view.slots.by_name.get(self._names.get(name, ""))
         if slot is None or torch.nn.parameter.is_lazy(slot.tensor):
             return None
         return tuple(slot.tensor.shape), slot.tensor.dtype
 
     def initialiser(self, name: str) -> Callable[[], torch.Tensor] | None:
-        initialiser = self._initialisers.find(self._names.get(name, ""))
+        initialiser = self._view.initialisers.find(self._names.get(name, ""))
         return None if initialiser is None else initialiser.make
 
 
@@ -92,7 +98,8 @@ def entries_of(checkpoint: Checkpoint) -> Entries:
     """Returns the entries of a checkpoint by their names, before rules."""
     computed: dict[Stored, Derived] = {}
     entries = {
-        name: Entry(to_be_computed(stored, computed), (name,)) for name, stored in checkpoint.flat.tensors.items()
+        name: Entry(stored if type(stored) is StoredTensor else to_be_computed(stored, computed), (name,))
+        for name, stored in checkpoint.flat.tensors.items()
     }
     return entries | {name: Entry(Value(_decoded(checkpoint, name)), (name,)) for name in checkpoint.extra}
 
@@ -101,6 +108,8 @@ def renamed_versions(
     versions: Mapping[str, dict[str, Any]], applied: Applied, rules: Sequence[Rule]
 ) -> dict[str, dict[str, Any]]:
     """Returns the versions of modules by their names after the rules."""
+    if not rules:
+        return dict(versions)
     # A module gets the new path of its tensors.
     moved: dict[str, set[str]] = {}
     for name, entry in applied.entries.items():
@@ -129,7 +138,8 @@ def match(checkpoint: Checkpoint, asked: Options, view: ModelSchemaView) -> Matc
     if applied is None:
         entries = entries_of(part)
         applied = apply_rules(options.rules, entries, part.read, view.before) if options.rules else Applied(entries)
-    notes += notes_of(options.rules, applied)
+    if options.rules:
+        notes += notes_of(options.rules, applied)
     rules, before_wrappers = options.rules, dict[str, str]()
     if wrappers := _wrapper_rule(applied.entries, slots, model):
         applied, before_wrappers = _rewrapped(applied, wrappers)
@@ -235,12 +245,8 @@ class MappedState:
 
     def source_of(self, name: str) -> str:
         """Returns the name in the checkpoint for a name of the model; several names for a result of several tensors."""
-        return self.source_and_rules(name)[0]
-
-    def source_and_rules(self, name: str) -> tuple[str, tuple[str, ...]]:
-        """Returns the name in the checkpoint for a name of the model, and the rules that lead to the latter."""
         entry = self.entries.get(name)
-        return (name, ()) if entry is None else (", ".join(entry.sources), entry.rules)
+        return name if entry is None else ", ".join(entry.sources)
 
     def _state_dict(self) -> dict[str, Any]:
         """Returns the state dict, by the names of the model, with mapped tensors."""

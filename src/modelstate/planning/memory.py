@@ -6,18 +6,16 @@ from operator import attrgetter
 
 from modelstate.io.engine import ReadStrategy, uncached_threads
 from modelstate.io.memory import aligned
-from modelstate.planning.assignment import Assignment
+from modelstate.planning.assignment import Assignment, ReadRoute
 from modelstate.planning.transforms import asked_bytes
 
 
-def strategy_within(assignments: Sequence[Assignment], max_bytes: int | None) -> ReadStrategy:
+def strategy_within(assignments: Sequence[Assignment], max_bytes: int) -> ReadStrategy:
     """The fastest strategy that needs at most `max_bytes`; the one that needs least, if none does.
 
     Where fewer threads and smaller blocks are not enough, transforms get fewer rows at a time.
     """
     usual = ReadStrategy.fastest()
-    if max_bytes is None:
-        return usual
     while True:
         for strategy in (usual, *usual.smaller()):
             if peak_bytes(assignments, strategy) <= max_bytes:
@@ -56,7 +54,7 @@ def peak_bytes(assignments: Iterable[Assignment], strategy: ReadStrategy) -> int
     streamed: list[Assignment] = []
     whole: list[Assignment] = []
     for assignment in needing:
-        (streamed if assignment.is_streamed else whole).append(assignment)
+        (streamed if assignment.route is ReadRoute.STREAMED else whole).append(assignment)
     staged = sum(assignment.staged_bytes for assignment in needing)
     # These reads follow each other, and each frees its memory.
     read = strategy.uncached_bytes if any(assignment.is_run_of_bytes for assignment in whole) else 0

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 
 from modelstate.checkpoint.checkpoint import Checkpoint
-from modelstate.planning.placement import Placement
+from modelstate.planning.assignment import Placement, ReadRoute
 from modelstate.planning.transforms import ModuleTransform, Pairs, Transform
 from modelstate.problems import Problem, explain
 from modelstate.rules.expression import Source
@@ -92,9 +92,8 @@ class Step(NamedTuple):
     """Other names of the same tensor in the model."""
     rules: tuple[str, ...] = ()
     """The rules that lead from the source to the name; with `init_missing=`, the methods that initialise the tensor."""
-    way: str = ""
-    """How the bytes are read: "mapped"; "direct", into their final memory; "streamed", cast, moved or quantized in
-    blocks while they are read; "whole", into a buffer first; "in memory", not at all."""
+    route: ReadRoute | None = None
+    """How the bytes get to the slot; None for extra state."""
     expression: Source | None = None
     """The source: a stored tensor, or the result of rules over several tensors. None in a report, which holds no
     tensor, and where the model's code computes the value."""
@@ -153,7 +152,7 @@ class Step(NamedTuple):
             "mapped": self.mapped,
             "ties": list(self.ties),
             "rules": list(self.rules),
-            "way": self.way,
+            "route": self.route or "",
         }
 
 
@@ -283,15 +282,15 @@ def placements(steps: tuple[Step, ...]) -> list[str]:
     """Returns a line for each kind of placement, and for each cast."""
     ways: Counter[tuple[str, str]] = Counter()
     casts: Counter[str] = Counter()
-    read: Counter[str] = Counter()
+    read: Counter[str | None] = Counter()
     sizes: Counter[tuple[str, str]] = Counter()
     for step in steps:
         ways[step.placement, step.why] += 1
         sizes[step.placement, step.why] += step.nbytes
         if step.cast:
             casts[step.cast] += 1
-        if step.way and step.way != "in memory":
-            read[step.way] += step.nbytes
+        if step.route not in (None, ReadRoute.IN_MEMORY):
+            read[step.route] += step.nbytes
     lines = [
         f"{placement}: {count} tensors, {size(sizes[placement, why])}: {why}"
         if placement != "call"
@@ -299,5 +298,5 @@ def placements(steps: tuple[Step, ...]) -> list[str]:
         for (placement, why), count in ways.most_common()
     ]
     if read:
-        lines.append("bytes: " + ", ".join(f"{size(nbytes)} {way}" for way, nbytes in read.most_common()))
+        lines.append("bytes: " + ", ".join(f"{size(nbytes)} {route}" for route, nbytes in read.most_common()))
     return lines + [f"cast: {count} tensors from {cast}" for cast, count in casts.most_common()]

@@ -14,11 +14,10 @@ from torch.nn.parameter import is_lazy
 
 from modelstate.errors import CodecError, ExtraStateError, ModelStateError, StalePlanError
 from modelstate.io.engine import ReadStrategy
-from modelstate.planning.assignment import Assignment
+from modelstate.planning.assignment import CALL, Assignment
 from modelstate.planning.coverage import CoverageCheck
 from modelstate.planning.mapped_state import DecodeFailure, ModelSchemaView
 from modelstate.planning.memory import peak_bytes
-from modelstate.planning.placement import CALL
 from modelstate.planning.plan import Binding, LoadPlan, MatchedCheckpoint, Step
 from modelstate.planning.recorder import IncompatibleKeys, Owner, runs_code, walk
 from modelstate.planning.slot_assignments import SlotAssignments
@@ -124,7 +123,7 @@ class Preparation(SlotAssignments):
         for name in plan.binding.moved:
             self.move(self.slots.by_name[name], self.device_after(self.slots.by_name[name].tensor))
         for slot in self.slots.tensors:
-            if is_lazy(slot.tensor) and not self.is_filled(slot.tensor):
+            if is_lazy(slot.tensor) and id(slot.tensor) not in self.filled:
                 self.uninitialised.update(dict.fromkeys(slot.names, slot.tensor))
 
     def notes_on_mapping(self) -> list[str]:
@@ -204,7 +203,7 @@ class Preparation(SlotAssignments):
                 self.uninitialised[key] = param
             else:
                 self.problems.append(NotYetInitialised(key))
-        elif param.shape != value.shape and self.transforms.of(key).first is None:
+        elif param.shape != value.shape and (self.transforms is None or self.transforms.of(key).first is None):
             seen_by_rules = self.matched.name_for_rules(given)
             self.problems.append(wrong_shape(key, tuple(param.size()), tuple(value.size()), seen_by_rules))
         else:
@@ -219,7 +218,7 @@ class Preparation(SlotAssignments):
         converts: dict[type, bool] = {}
         for assignment in self.assignments:
             is_transformed = assignment.transform is not None or assignment.remake is not None
-            if is_plain(assignment.value) or assignment.param.is_meta or is_transformed:
+            if assignment.plain or assignment.param.is_meta or is_transformed or is_plain(assignment.value):
                 continue
             if not (is_plain(assignment.param) and is_quantized(assignment.value)) or lacks_values(assignment.value):
                 continue
@@ -286,7 +285,7 @@ class Preparation(SlotAssignments):
     @property
     def slot_count(self) -> int:
         """The number of slots that need a value."""
-        tensors = sum(1 for slot in self.slots.tensors if slot.kind != HIDDEN or self.is_filled(slot.tensor))
+        tensors = sum(1 for slot in self.slots.tensors if slot.kind != HIDDEN or id(slot.tensor) in self.filled)
         return tensors + len(self.slots.extra) - len({id(param) for param in self.uninitialised.values()})
 
     def steps(self, *, with_sources: bool = True) -> tuple[Step, ...]:
@@ -294,14 +293,14 @@ class Preparation(SlotAssignments):
 
         Steps without their sources hold no tensor.
         """
-        ties, source_and_rules = self._ties, self.incoming.source_and_rules
+        ties, entries = self._ties, self.incoming.entries
         steps = []
         for assignment in self.assignments:
-            source, rules = source_and_rules(assignment.given)
+            entry = entries.get(assignment.given)
             step = Step(
                 assignment.name,
                 assignment.kind,
-                source,
+                "" if entry is None else ", ".join(entry.sources),
                 assignment.placement,
                 assignment.param.shape,
                 assignment.dtype,
@@ -309,13 +308,13 @@ class Preparation(SlotAssignments):
                 assignment.device,
                 assignment.nbytes,
                 ties.get(assignment.name, ()),
-                rules,
-                assignment.way,
+                () if entry is None else entry.rules,
+                assignment.route,
                 assignment.stored if with_sources else None,
                 assignment.seconds,
             )
             steps.append(step)
-        return (*steps, *(Step(name, EXTRA, source_and_rules(name)[0], CALL) for name in self.extra_states))
+        return (*steps, *(Step(name, EXTRA, self.incoming.source_of(name), CALL) for name in self.extra_states))
 
     @cached_attribute
     def _ties(self) -> dict[str, tuple[str, ...]]:
@@ -328,5 +327,5 @@ def _same_but_for_mapping(step: Step | None, planned: Step | None) -> bool:
     if step is None or planned is None or step == planned:
         return step == planned
     is_same_placement = replace(step.how, why="", mapped=False) == replace(planned.how, why="", mapped=False)
-    rest_is_same = step._replace(how=planned.how, way=planned.way) == planned
+    rest_is_same = step._replace(how=planned.how, route=planned.route) == planned
     return is_same_placement and step.mapped != planned.mapped and rest_is_same

@@ -5,11 +5,10 @@ from typing import Any
 
 import torch
 
-from modelstate.planning.assignment import Assignment
+from modelstate.planning.assignment import COPYABLE, Assignment, Placement, choose
 from modelstate.planning.mapped_state import MappedState, ModelSchemaView
-from modelstate.planning.placement import Placement, choose
 from modelstate.planning.plan import MatchedCheckpoint, Step
-from modelstate.planning.transforms import ModuleTransform, Transforms, asked_bytes, asked_rows, bound
+from modelstate.planning.transforms import NO_TRANSFORM, ModuleTransform, Transforms, asked_bytes, asked_rows, bound
 from modelstate.problems import (
     FakeTensors,
     FreedMemory,
@@ -23,7 +22,15 @@ from modelstate.problems import (
 from modelstate.rules.expression import Derived, Source, lacks_values
 from modelstate.spec import ByteRange, StoredTensor, overlapping
 from modelstate.torch_compat.dtypes import Overflows, cast_between, short
-from modelstate.torch_compat.plain import has_its_memory, is_fake, is_plain, is_quantized, is_sharded, same_place
+from modelstate.torch_compat.plain import (
+    are_plain,
+    has_its_memory,
+    is_fake,
+    is_plain,
+    is_quantized,
+    is_sharded,
+    same_place,
+)
 from modelstate.torch_compat.private import storage_id
 from modelstate.transaction.slots import Slot, clash, overlap
 from modelstate.transaction.transaction import Transaction, Write
@@ -50,8 +57,9 @@ class SlotAssignments:
         self.checkpoint, self.options = matched.part, matched.options
         self.slots = self.slots_before = view.slots
         """The slots of the model. `slots` is updated after the walk: the model's code may have replaced tensors."""
-        self.transforms = Transforms(self.options.transform, transaction.root, self.slots)
-        self.initialisers = view.initialisers
+        transform = self.options.transform
+        self.transforms = None if transform is None else Transforms(transform, transaction.root, self.slots)
+        self.view = view
         self.incoming = incoming = MappedState(matched, transaction)
         self.problems: list[Problem] = []
         self.notes: list[str] = []
@@ -69,7 +77,8 @@ class SlotAssignments:
         self.compared: list[str] = []
         """Names of non-persistent buffers that equal the checkpoint's values."""
         self._make_write = make_write
-        self._by_param: dict[int, Assignment] = {}
+        self.filled: dict[int, Assignment] = {}
+        """By the ids of the tensors that get a value, under whatever name."""
         self._by_storage: dict[int, list[Assignment]] = {}
         self._shown: dict[ByteRange, list[ByteRange]] = {}
         quantized = (self.slots.by_name.get(name) for name in incoming.quantized)
@@ -86,15 +95,15 @@ class SlotAssignments:
         """Assigns `value` to `param`, or adds the problem that keeps it from going there."""
         given, stored = self.incoming.origin_of(value)
         self.used.add(given)
-        first = self._by_param.get(id(param))
+        first = self.filled.get(id(param))
         if first is not None:
             if first.value is not value and not self.incoming.are_equal(first.value, value):
                 self.problems.append(TieConflict(name, (first.name,)))
             return
         assignment = self._assignment(name, kind, param, value, given, stored)
-        self._by_param[id(param)] = assignment
+        self.filled[id(param)] = assignment
         self.assignments.append(assignment)
-        if not (is_plain(param) and is_plain(value)) and self._has_other_class(assignment):
+        if not assignment.plain and self._has_other_class(assignment):
             return  # the value is never written, even where the model's own code uses the tensor
         if value.is_meta or (isinstance(stored, torch.Tensor) and lacks_values(stored)):
             self.problems.append(NoValues(name))
@@ -124,7 +133,8 @@ class SlotAssignments:
         value = slot.tensor.detach()
         placement = Placement("data", f"moves to {device}")
         assignment = Assignment(
-            slot.name, slot.kind, slot.tensor, value, "", value, placement, value.dtype, device, self.overflows
+            *(slot.name, slot.kind, slot.tensor, value, "", value, placement, is_plain(slot.tensor)),
+            *(value.dtype, device, self.overflows),
         )
         self.moves.append(assignment)
         self.transaction.add(self._make_write(assignment))
@@ -132,7 +142,7 @@ class SlotAssignments:
     def initialise(self, slot: Slot) -> str:
         """Assigns an initial value, computed by the model's own methods. Returns their names; empty without methods."""
         for name in slot.names:
-            if (initialiser := self.initialisers.find(name)) is not None:
+            if (initialiser := self.view.initialisers.find(name)) is not None:
                 value = self.incoming.initialised(name, slot.tensor, initialiser)
                 self.assign(slot.name, slot.kind, slot.tensor, value)
                 self.initialised.update(slot.names)
@@ -144,7 +154,7 @@ class SlotAssignments:
         given, stored = self.incoming.origin_of(value)
         assert step.dtype is not None
         assert step.device is not None
-        placement, choice = step.how, self.transforms.of(step.name)
+        placement, choice = step.how, NO_TRANSFORM if self.transforms is None else self.transforms.of(step.name)
         is_read = (
             placement.mapped
             and isinstance(stored, StoredTensor)
@@ -163,6 +173,7 @@ class SlotAssignments:
                 given,
                 stored,
                 placement,
+                are_plain(slot.tensor, value),
                 step.dtype,
                 step.device,
                 self.overflows,
@@ -173,23 +184,26 @@ class SlotAssignments:
             assignment.remake = bound(choice)
             self._measure_remaking(assignment, choice.last)
         self.used.add(given)
-        self._by_param[id(slot.tensor)] = assignment
+        self.filled[id(slot.tensor)] = assignment
         self.assignments.append(assignment)
         self.transaction.add(self._make_write(assignment))
         return is_read
 
     def _check_memory(self, assignment: Assignment) -> None:
         """Adds problems of slots whose memory is freed, or shared with a slot that gets other values."""
-        param = assignment.param
-        if not is_plain(param):
+        param, is_copied = assignment.param, assignment.placement.name == "copy"
+        if not (assignment.plain or is_plain(param)):
             return
-        if assignment.placement.name == "copy" and not has_its_memory(param):
+        if is_copied and not has_its_memory(param):
             self.problems.append(FreedMemory(assignment.name, param.nbytes, param.untyped_storage().nbytes()))
             return
+        if is_copied and assignment.plain and assignment.transform is None:
+            is_dense = assignment.own_stride is not None or param.is_contiguous()
+            assignment.is_checked_copy = is_dense and assignment.dtype in COPYABLE and not param.is_inference()
         others = self._by_storage.setdefault(storage_id(param), [])
         for other in others:
-            if other.value.shape == other.param.shape and overlap(other.param, assignment.param):
-                if assignment.placement.name != "copy":
+            if other.value.shape == other.param.shape and overlap(other.param, param):
+                if not is_copied:
                     self.notes.append(f"{other.name} and {assignment.name} share memory now, and not after the load")
                 elif self._clash(other, assignment):
                     self.problems.append(TieConflict(assignment.name, (other.name,)))
@@ -212,18 +226,19 @@ class SlotAssignments:
             and value.is_floating_point()
         ):
             dtype = options.dtype or (value.dtype if param.is_meta else dtype)
-        device = self.device_after(param)
-        choice = self.transforms.of(name)
+        device = options.device or (_CPU if param.is_meta else param.device)
+        choice = NO_TRANSFORM if self.transforms is None else self.transforms.of(name)
         placement = choose(
             param,
             value,
             dtype,
             device,
             # The argument of a transform is read: a mapped file must not be truncated while the transform uses it.
-            map=options.map is not False and choice.first is None and param.is_meta and self._may_show(stored),
+            map=param.is_meta and options.map is not False and choice.first is None and self._may_show(stored),
             in_place=options.in_place and self._can_be_read_straight(stored),
             transformed=choice.first is not None,
         )
+        plain = not placement.by_handler
         if choice.last is not None:
             placement = Placement("swap", f"made by {choice.last}")
         elif placement.mapped and isinstance(stored, StoredTensor):
@@ -231,7 +246,7 @@ class SlotAssignments:
                 placement = choose(param, value, dtype, device, map=False, in_place=False, transformed=False)
             self._shown.setdefault(stored.storage, []).append(stored.extent)
         assignment = Assignment(
-            name, kind, param, value, given, stored, placement, dtype, device, self.overflows, choice.first
+            name, kind, param, value, given, stored, placement, plain, dtype, device, self.overflows, choice.first
         )
         if choice.last is not None:
             assignment.remake = bound(choice)
@@ -242,10 +257,11 @@ class SlotAssignments:
     def _measure_remaking(assignment: Assignment, last: ModuleTransform) -> None:
         """Sets the rows and the memory of each call of a module's transform."""
         shape = tuple(assignment.param.shape)
-        if shape and assignment.layout[1] is None and assignment.is_run_of_bytes:
+        if shape and assignment.own_stride is None and assignment.is_run_of_bytes:
             assignment.remake_rows = min(asked_rows(last, assignment.name, shape, assignment.dtype) or 0, shape[0])
         part = (assignment.remake_rows, *shape[1:]) if assignment.remake_rows else shape
         assignment.remake_bytes = asked_bytes(last, assignment.name, part, assignment.dtype)
+        assignment.choose_route()
 
     @staticmethod
     def _can_be_read_straight(stored: Source | None) -> bool:
@@ -280,10 +296,6 @@ class SlotAssignments:
             self.problems.append(
                 WrongDtype(assignment.name, short(assignment.dtype), short(assignment.value.dtype), cast)
             )
-
-    def is_filled(self, param: torch.Tensor) -> bool:
-        """Whether a value is assigned to this tensor, under any of its names."""
-        return id(param) in self._by_param
 
     def value_of(self, name: str) -> Any:
         """Returns the checkpoint's value for a name of the model, or None."""

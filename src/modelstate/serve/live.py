@@ -59,7 +59,7 @@ from modelstate.serve.versions import (
 from modelstate.torch_compat.private import (
     exported_program_class,
 )
-from modelstate.transaction.exclusive import exclusive
+from modelstate.transaction.transaction import exclusive
 
 _HISTORY = 1000
 _ALL: "ConcurrentWeakSet[Live]" = ConcurrentWeakSet()

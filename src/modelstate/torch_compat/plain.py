@@ -48,6 +48,14 @@ def is_plain(tensor: torch.Tensor) -> bool:
     return (cls in _PLAIN or _is_mere_parameter(cls)) and tensor.layout is torch.strided
 
 
+def are_plain(*tensors: torch.Tensor) -> bool:
+    """Whether all the tensors are plain: see `is_plain`."""
+    return all(
+        tensor.layout is torch.strided and (type(tensor) in _PLAIN or _is_mere_parameter(type(tensor)))
+        for tensor in tensors
+    )
+
+
 @lru_cache(maxsize=1024)
 def _is_mere_parameter(cls: Any) -> bool:
     """Whether a class is one of parameters that differ from torch's in their attributes only."""
@@ -62,8 +70,12 @@ def _is_mere_parameter(cls: Any) -> bool:
 
 def is_dense(tensor: torch.Tensor) -> bool:
     """Whether no two elements share memory and none lie apart: the strides only order the dimensions."""
-    order = sorted(range(tensor.dim()), key=tensor.stride, reverse=True)
-    return tensor.permute(order).is_contiguous()
+    step = 1
+    for stride, size in sorted(zip(tensor.stride(), tensor.size(), strict=True)):
+        if size > 1 and stride != step:
+            return not tensor.numel()
+        step *= size
+    return True
 
 
 _FAKE = "torch._subclasses.fake_tensor.FakeTensor"

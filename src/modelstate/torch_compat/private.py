@@ -72,9 +72,8 @@ def is_transforming() -> bool:
     return torch._C._functorch.peek_interpreter_stack() is not None
 
 
-def swap_impl(a: torch.Tensor, b: torch.Tensor) -> None:
-    """Exchanges what two Python tensors stand for in torch's core; classes and attributes stay where they are."""
-    torch._C._swap_tensor_impl(a, b)
+swap_impl: Callable[[torch.Tensor, torch.Tensor], None] = torch._C._swap_tensor_impl
+"""Exchanges what two Python tensors stand for in torch's core; classes and attributes stay where they are."""
 
 
 def can_set_data(tensor: torch.Tensor, value: torch.Tensor) -> bool:
@@ -93,9 +92,11 @@ def storage_of(tensor: torch.Tensor) -> torch.UntypedStorage:
 def storage_id(tensor: torch.Tensor) -> int:
     """The address of the storage object of a tensor; 0 where it has none of its own (sparse, wrapper subclasses)."""
     try:
-        storage = storage_of(tensor)
+        is_usual = type(tensor) is torch.Tensor or type(tensor) is torch.nn.Parameter
+        storage = tensor.untyped_storage() if is_usual else storage_of(tensor)
         storage.data_ptr()  # raises for the storage of a wrapper, which is there in name only
-        return int(storage._cdata)
+        identity: int = storage._cdata
+        return identity
     except (NotImplementedError, RuntimeError):
         return 0
 
@@ -135,12 +136,15 @@ def address_range(tensor: torch.Tensor) -> tuple[int, int]:
     return storage.data_ptr(), storage.data_ptr() + storage.nbytes()
 
 
-def keep_hooks(tensor: torch.Tensor) -> Callable[[], None]:
-    """Takes down the gradient hooks of a tensor; the function returned gives them to what the tensor is then."""
+def keep_hooks(tensor: torch.Tensor) -> Callable[[], None] | None:
+    """Takes down the gradient hooks of a tensor; the function returned gives them to what the tensor is then.
+
+    None where it has no hooks.
+    """
     held: Any = tensor
     backward, accumulated = held._backward_hooks, held._post_accumulate_grad_hooks
     if backward is None and accumulated is None:
-        return _nothing
+        return None
 
     def restore() -> None:
         if held.requires_grad:
@@ -170,10 +174,6 @@ def save_hooks(tensor: torch.Tensor) -> Callable[[], None]:
                     setattr(leaf, name, None)
 
     return restore
-
-
-def _nothing() -> None:
-    pass
 
 
 _FILLS = frozenset(

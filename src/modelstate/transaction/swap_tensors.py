@@ -9,7 +9,7 @@ from torch import nn
 
 from modelstate.errors import OptionError, SwapError
 from modelstate.process import deferred_signals
-from modelstate.torch_compat.plain import is_plain
+from modelstate.torch_compat.plain import are_plain
 from modelstate.torch_compat.private import is_transforming, keep_hooks, slots_of_class, swap_impl
 from modelstate.transaction.object_snapshot import has_dispatch, set_grad
 from modelstate.transaction.references import holders_of
@@ -54,7 +54,8 @@ def give_memory(tensor: torch.Tensor, value: torch.Tensor) -> Undo:
     if tensor.requires_grad and (value.is_floating_point() or value.is_complex()):
         other.requires_grad = True
     swap_impl(tensor, other)
-    restore_hooks()
+    if restore_hooks is not None:
+        restore_hooks()
     return partial(swap_impl, tensor, other)
 
 
@@ -146,7 +147,8 @@ def become(tensor: torch.Tensor, value: torch.Tensor, grad: torch.Tensor | None 
         raise
     for name, attribute in attributes.items():
         tensor.__dict__.setdefault(name, attribute)
-    restore_hooks()
+    if restore_hooks is not None:
+        restore_hooks()
     undo_grad: Undo = _nothing
     if old_grad is not None and grad is not None and tensor.requires_grad:
         try:
@@ -181,7 +183,7 @@ def as_slot(slot: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
 def _replace(grad: torch.Tensor, new: torch.Tensor, undoable: bool = True) -> Undo:
     if new is grad:
         return _nothing
-    if is_plain(grad) and is_plain(new) and not (grad.is_meta or new.is_meta):
+    if are_plain(grad, new) and not (grad.is_meta or new.is_meta):
         return point_to(grad, new, undoable=undoable)
     return exchange(grad, new)
 

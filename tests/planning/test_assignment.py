@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from modelstate.planning.placement import Placement, after_transform, choose, copy_cannot_fail
+from modelstate.planning.assignment import Placement, after_transform, choose, copy_cannot_fail
 from modelstate.torch_compat.plain import is_plain
 from tests.formats.torch_files import DTYPES
 
