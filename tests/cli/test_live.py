@@ -171,7 +171,7 @@ class Command:
 
     def __init__(self, directory: str, url: str, *options: str) -> None:
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "modelstate.cli", "live", "follow", directory, url, "--poll", "0.02", *options],
+            [sys.executable, "-m", "modelstate", "live", "follow", directory, url, "--poll", "0.02", *options],
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             stdin=subprocess.DEVNULL,

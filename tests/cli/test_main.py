@@ -342,7 +342,7 @@ class TestUsage:
 @pytest.mark.slow
 def test_in_a_pipe_that_closes_early(project: Path) -> None:
     save_file({f"a.{i}.{i}": torch.zeros(i + 1) for i in range(3000)}, project / "many.safetensors")
-    command = f"{sys.executable} -m modelstate.cli inspect many.safetensors | head -n 3"
+    command = f"{sys.executable} -m modelstate inspect many.safetensors | head -n 3"
     done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, check=False)
     assert len(done.stdout.splitlines()) == 3
     assert "Traceback" not in done.stderr
@@ -354,7 +354,7 @@ def test_no_colours_and_no_wrapping_in_a_pipe(project: Path) -> None:
     name = "a_very_long_name" * 20
     save_file({name: torch.zeros(3), f"{name}.b.c": torch.zeros(3)}, project / "long.safetensors")
     done = subprocess.run(
-        [sys.executable, "-m", "modelstate.cli", "inspect", "long.safetensors"],
+        [sys.executable, "-m", "modelstate", "inspect", "long.safetensors"],
         capture_output=True,
         text=True,
         check=True,

@@ -1,4 +1,9 @@
-"""Shared parts of the commands: reporting errors, finding a model by its name, and parsing options."""
+"""Shared parts of the commands: reporting errors, finding a model by its name, and parsing options.
+
+What needs torch is imported where it is used: help, versions, error pages and wrong command lines do not wait for it.
+"""
+
+from __future__ import annotations
 
 import contextlib
 import importlib
@@ -9,17 +14,17 @@ import sys
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from operator import attrgetter
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
-import torch
 import typer
 
 import modelstate as ms
-from modelstate.checkpoint.write import format_of
 from modelstate.cli import spelling
-from modelstate.rules.rule import Rule
-from modelstate.rules.schema import check_rules
-from modelstate.torch_compat.dtypes import dtype_named
+
+if TYPE_CHECKING:
+    import torch
+
+    from modelstate.rules.rule import Rule
 
 PROBLEMS = 1
 """Exit code for problems: an error of modelstate or of the model's code, or a plan that is not ok."""
@@ -99,6 +104,8 @@ def model_factory(spec: str, debug: bool = False) -> Callable[[], object]:
     For a module instance, it returns a callable that returns the instance. Raises `typer.BadParameter` for anything
     else.
     """
+    import torch
+
     factory = _named(spec, "no model: give package.module:factory, where factory() returns a torch.nn.Module", debug)
     if isinstance(factory, torch.nn.Module):
         return lambda: factory
@@ -137,6 +144,8 @@ def build_model(spec: str, factory: Callable[[], object], *, skeleton: bool = Tr
 
     The output of the model's code goes to stderr. Raises `FactoryError`.
     """
+    import torch
+
     try:
         with user_code(), ms.skeleton() if skeleton else contextlib.nullcontext():
             model = factory()
@@ -168,6 +177,8 @@ def parse_dtype(name: str | None) -> torch.dtype | None:
     """Returns the floating-point dtype of a name that `dtype=` takes. Raises `typer.BadParameter`."""
     if name is None:
         return None
+    from modelstate.torch_compat.dtypes import dtype_named
+
     dtype = dtype_named(name)
     if dtype is None or not dtype.is_floating_point:
         raise typer.BadParameter(f"{name!r} is not a floating dtype of torch: give float32, bfloat16, float16, ...")
@@ -192,6 +203,8 @@ def parse_format(text: str | None, target: str) -> str:
 
     Raises `typer.BadParameter` for an unknown suffix, and if suffix and format contradict each other.
     """
+    from modelstate.checkpoint.write import format_of
+
     try:
         return format_of(target, text)
     except ms.errors.OptionError as error:
@@ -204,6 +217,8 @@ def parse_device(name: str | None) -> torch.device | None:
     """Returns the device with this name. Raises `modelstate.errors.OptionError` if this machine does not have it."""
     if name is None:
         return None
+    import torch
+
     try:
         device = torch.device(name)
     except RuntimeError as error:
@@ -224,6 +239,8 @@ def parse_device(name: str | None) -> torch.device | None:
 
 
 def _devices() -> list[str]:
+    import torch
+
     accelerator = torch.accelerator.current_accelerator(check_available=True)
     return ["cpu"] + [f"{accelerator.type}:{index}" for index in range(torch.accelerator.device_count()) if accelerator]
 
@@ -256,6 +273,8 @@ def parse_rules(
         raise typer.BadParameter(str(error)) from error
     if named is None:
         return tuple(rules)
+    from modelstate.rules.schema import check_rules
+
     value = _named(named, "no rules: give package.module:name of a list of rules, or of a Schema", debug)
     if not isinstance(value, ms.rules.Schema):
         try:

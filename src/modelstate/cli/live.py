@@ -1,17 +1,20 @@
 """`modelstate live`: puts new weights into programs that serve."""
 
+from __future__ import annotations
+
 import os
 import signal
 import sys
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 import modelstate as ms
 from modelstate.cli.common import PROBLEMS, Debug, reported
 from modelstate.errors import OptionError
-from modelstate.serve.app import ServingApp
-from modelstate.serve.follow import FollowEvent
+
+if TYPE_CHECKING:
+    from modelstate.serve.follow import FollowEvent
 
 TOKEN = "MODELSTATE_TOKEN"
 _WAIT_SECONDS = 0.2
@@ -56,6 +59,8 @@ def follow(
     ended it; 1 the app does not take the token, or nothing from this directory; 2 the command line is wrong. With
     --once: 0 the app serves the checkpoint that was wanted; 1 it does not, or one was skipped.
     """
+
+    from modelstate.serve.app import ServingApp
 
     def print_swap(event: FollowEvent) -> None:
         typer.echo(f"step {event.step}: version {event.version} serves, from {event.source}")

@@ -1,5 +1,7 @@
 """The commands of `modelstate`. Each parses its options and calls one public function."""
 
+from __future__ import annotations
+
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from importlib.metadata import version

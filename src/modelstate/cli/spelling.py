@@ -8,8 +8,6 @@ import shlex
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import torch
-
 from modelstate import errors
 from modelstate import problems as causes
 from modelstate.problems import SUGGEST, Problem, grouped
@@ -95,13 +93,10 @@ def _rules(members: Sequence[causes.OtherNames]) -> list[str]:
 
 
 def _casts(members: Sequence[causes.WrongDtype]) -> list[str]:
-    floats = [
-        member.expected
-        for member in members
-        if member.how == "lossy"
-        and isinstance(dtype := getattr(torch, member.expected, None), torch.dtype)
-        and dtype.is_floating_point
-    ]
+    from modelstate.torch_compat.dtypes import dtype_named
+
+    lossy = [member.expected for member in members if member.how == "lossy"]
+    floats = [name for name in lossy if (dtype := dtype_named(name)) is not None and dtype.is_floating_point]
     lines = [f"--dtype {floats[0]}"] if floats else []
     return lines if len(floats) == len(members) else [*lines, _IN_PYTHON]
 

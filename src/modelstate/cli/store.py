@@ -1,5 +1,7 @@
 """`modelstate store`: lists, verifies and prunes the checkpoints of a store, and writes an object as a file."""
 
+from __future__ import annotations
+
 import json
 import os
 import shlex
@@ -25,8 +27,6 @@ from modelstate.cli.common import (
 )
 from modelstate.errors import DamagedCheckpointError, SourceNotFoundError, SourceTypeError, StepNotFoundError
 from modelstate.io.files import not_found
-from modelstate.store.directory import STORE_FILE, places, store_file_problem
-from modelstate.store.store import newest_whole, problem_now
 from modelstate.text_format import columns, count, in_a_line, size
 
 app = typer.Typer(
@@ -43,6 +43,8 @@ Step = Annotated[int | None, typer.Option(metavar="STEP", help="The step that is
 
 def is_store(path: str) -> bool:
     """Whether a directory is a store."""
+    from modelstate.store.directory import STORE_FILE, places
+
     try:
         return os.path.isfile(os.path.join(path, STORE_FILE)) or bool(places(path))
     except OSError:
@@ -54,6 +56,8 @@ def _store(path: str) -> ms.Store:
 
     Raises `SourceTypeError` for a file, and `SourceNotFoundError` where there is no store.
     """
+    from modelstate.store.directory import STORE_FILE
+
     if not os.path.lexists(path):
         raise SourceNotFoundError("there is no such directory", where=path)
     if not os.path.exists(path):
@@ -124,6 +128,9 @@ def verify_steps(directory: str, step: int | None = None) -> None:
 
     Another process may delete and save steps meanwhile. If no step could be read, the new ones are read.
     """
+    from modelstate.store.directory import STORE_FILE, store_file_problem
+    from modelstate.store.store import problem_now
+
     store = _store(directory)
     read = problems = 0
     if step is None and (problem := store_file_problem(directory)):
@@ -228,6 +235,8 @@ def restore(
 
 def _whole(store: ms.Store, step: int | None) -> int:
     """Returns the step, or the newest whole one if none is given. Raises if it is damaged or does not exist."""
+    from modelstate.store.store import newest_whole, problem_now
+
     if step is None:
         newest = newest_whole(store, _report_skipped)
         if newest is None:

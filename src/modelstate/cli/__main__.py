@@ -1,5 +1,0 @@
-"""Runs the command line as `python -m modelstate.cli`, without the installed command."""
-
-from modelstate.cli.main import main
-
-main()
