@@ -3,12 +3,14 @@
 import gc
 import math
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Generator, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 from hypothesis import HealthCheck, settings
 
+from modelstate.errors import ModelStateError
 from modelstate.store import deadline, resumable
 from tests.real_files import FILES, path_of
 
@@ -21,6 +23,30 @@ def pytest_configure() -> None:
     """Tests interrupt themselves. A shell has what it runs in the background ignore that."""
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_setup() -> Generator[None]:
+    """Skips the tests of a feature for which this torch is too old."""
+    with _skipped_by_an_old_torch():
+        return (yield)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_call() -> Generator[None]:
+    """As `pytest_runtest_setup`."""
+    with _skipped_by_an_old_torch():
+        return (yield)
+
+
+@contextmanager
+def _skipped_by_an_old_torch() -> Iterator[None]:
+    try:
+        yield
+    except ModelStateError as error:
+        if error.has_fields and error.what.endswith("need a newer PyTorch"):
+            pytest.skip(f"{error.what}: {error.expected}")
+        raise
 
 
 @pytest.fixture(autouse=True, scope="module")

@@ -15,8 +15,13 @@ import torch
 from torch import nn
 
 import modelstate as ms
+from modelstate.torch_compat.versions import OLDEST, torch_version
 
 _MAX_AGE_SECONDS = 24 * 3600
+
+needs_aoti = pytest.mark.skipif(
+    torch_version() < OLDEST["AOTInductor packages"], reason="this torch is too old for AOTInductor packages"
+)
 
 
 @functools.cache

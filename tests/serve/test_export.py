@@ -31,7 +31,7 @@ from modelstate.serve.export import perturbed_values, verify_export
 from modelstate.serve.exported import ExportedTarget
 from modelstate.serve.program_file import NAME
 from tests.serve.models import Decoder, Everything, Fused, Nested, randomised
-from tests.serve.packages import needs_a_compiler, package_of
+from tests.serve.packages import needs_a_compiler, needs_aoti, package_of
 
 X = torch.randn(3, 4, generator=torch.Generator().manual_seed(3))
 
@@ -201,6 +201,7 @@ def test_random_answers_prove_nothing_of_a_package(tmp_path: Path) -> None:
     assert os.listdir(tmp_path) == ["a.pt2"]
 
 
+@needs_aoti
 def test_no_compiler_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def compile(*_: object) -> Any:
         raise RuntimeError("No working C++ compiler found in torch._inductor.config.cpp.cxx")

@@ -17,11 +17,13 @@ import modelstate as ms
 from modelstate.errors import ExportError, LiveTargetError, ManifestError, ProgramInputError
 from modelstate.serve.export import _specialized_sizes as specialized_sizes
 from modelstate.serve.inputs import conditions, is_equality
+from modelstate.torch_compat.versions import torch_version
 from tests.serve.guarded import DYNAMIC, Even, Longer, Many, Pairs, Product, Same, Within, Writes, rows
-from tests.serve.packages import package_of
+from tests.serve.packages import needs_aoti, package_of
 from tests.serve.test_export import edited, rewritten
 
 Making = Callable[..., tuple[torch.Tensor, ...]]
+needs_guards = pytest.mark.skipif(torch_version() < (2, 9), reason="this torch finds no guards")
 
 
 def flat_and_square(long: int, wide: int, flat: int) -> tuple[torch.Tensor, ...]:
@@ -72,6 +74,7 @@ def _loaded(program: Any) -> Any:
     return torch.export.load(io.BytesIO(file.getvalue()))
 
 
+@needs_guards
 @pytest.mark.parametrize("strict", [False, True])
 def test_the_inputs_of_a_guard_are_found_wherever_they_are(strict: bool) -> None:
     shapes = {"xs": (DYNAMIC, DYNAMIC), "of": {"a": [DYNAMIC]}, "n": Dim.DYNAMIC}
@@ -104,6 +107,7 @@ def test_a_size_that_is_twice_another_one() -> None:
             live(*rows(count))
 
 
+@needs_guards
 def test_guards_that_are_no_conditions_of_ours_are_torchs_to_check() -> None:
     program = torch.export.export(Longer(), rows(6, 3), dynamic_shapes=(DYNAMIC, DYNAMIC))
     program._guards_code.append("L['x'].stride()[0] == 3")
@@ -115,6 +119,7 @@ def test_guards_that_are_no_conditions_of_ours_are_torchs_to_check() -> None:
             live(*wrong)
 
 
+@needs_guards
 def test_guards_that_nobody_can_check_are_no_target(monkeypatch: pytest.MonkeyPatch) -> None:
     def refusing(program: object) -> None:
         raise ValueError("no path to its inputs")
@@ -208,6 +213,7 @@ def test_packages_from_before_conditions_open(tmp_path: Path) -> None:
             ms.Live(rewritten(path, edited(inputs=inputs | bad)))
 
 
+@needs_aoti
 def test_what_cannot_be_written_down_is_not_compiled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("modelstate.serve.exported.guards_of", lambda program: ["L['x'].stride()[0] == 3"])
     with pytest.raises(ExportError, match="cannot be written down"):
@@ -216,6 +222,7 @@ def test_what_cannot_be_written_down_is_not_compiled(tmp_path: Path, monkeypatch
     ms.export(Even().eval(), rows(4), tmp_path / "program.pt2", dynamic_shapes=(DYNAMIC,))
 
 
+@needs_guards
 def test_what_the_compiler_relies_on_is_checked_and_what_it_chooses_by_is_not(monkeypatch: pytest.MonkeyPatch) -> None:
     program = torch.export.export(Even(), rows(4), dynamic_shapes=(DYNAMIC,))
     found = ["L['x'].size()[0] <= 4096", "L['x'].size()[0] % 4 == 0", *program._guards_code]

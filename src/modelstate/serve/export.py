@@ -39,6 +39,7 @@ from modelstate.torch_compat.private import (
     unflatten,
     written_inputs,
 )
+from modelstate.torch_compat.versions import require_torch
 
 _OPTIONS: dict[str, object] = {
     # The compiler would turn small tensors, and results of uniform tensors, into numbers in the code.
@@ -104,6 +105,8 @@ def export(
     where = target_path(path)
     check_choice("kind", kind, ("exported", "aoti"))
     _check_arguments(module, args, where, kind, options)
+    if kind == "aoti":
+        require_torch("AOTInductor packages", ExportError, where, "export with kind='exported'")
     check_target(where, overwrite=overwrite)
     kwargs = dict(kwargs or {})
     check_captured_references(module, meta_clone(module))

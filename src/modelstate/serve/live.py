@@ -59,6 +59,7 @@ from modelstate.serve.versions import (
 from modelstate.torch_compat.private import (
     exported_program_class,
 )
+from modelstate.torch_compat.versions import require_torch
 from modelstate.transaction.transaction import exclusive
 
 _HISTORY = 1000
@@ -123,6 +124,7 @@ def _target_of_file(path: str, names: NameMap | nn.Module | None, training: bool
 
     file = read_program_file(path)
     if file.kind == "aoti":
+        require_torch("AOTInductor packages", LiveTargetError, path, "serve the module, or an exported program")
         from modelstate.serve.aoti import AotiTarget
 
         return AotiTarget(file, names)

@@ -4,6 +4,7 @@ Each is used by torch's own `nn.Module`, `torch.utils.swap_tensors` or `torch.ex
 """
 
 import sys
+import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
@@ -303,9 +304,36 @@ def unflatten(leaves: list[Any], spec: Any) -> Any:
     return torch.utils._pytree.tree_unflatten(leaves, spec)
 
 
+@contextmanager
+def without_recomputation() -> Iterator[None]:
+    """A context in which this thread does not run a forward pass again to read what `torch.utils.checkpoint` left out.
+
+    The read raises `RuntimeError` instead.
+    """
+    import torch.utils.checkpoint
+
+    module: Any = torch.utils.checkpoint
+    hook, thread = module._recomputation_hook, threading.get_ident()
+
+    def guarded(*args: Any) -> Any:
+        if threading.get_ident() == thread:
+            raise RuntimeError("the forward pass would be run again")
+        return hook(*args)
+
+    module._recomputation_hook = guarded
+    try:
+        yield
+    finally:
+        module._recomputation_hook = hook
+
+
 def keyword_order(spec: Any) -> list[str]:
     """The names of keyword arguments, in the order in which the structure of a program's inputs has them."""
-    return list(spec.child(1).context)
+    return list(_child(spec, 1).context)
+
+
+def _child(spec: Any, place: int) -> Any:
+    return spec.child(place) if hasattr(spec, "child") else spec.children_specs[place]  # before torch 2.10
 
 
 def expression_of(size: object) -> Any:
@@ -399,7 +427,7 @@ def _nothing_of(*inputs: object) -> None:
 
 def argument_names(program: Any) -> list[str]:
     """The names of a program's positional arguments, each of `*args` alone."""
-    signature, count = program.module_call_graph[0].signature, program.call_spec.in_spec.child(0).num_children
+    signature, count = program.module_call_graph[0].signature, _child(program.call_spec.in_spec, 0).num_children
     names = list((signature.forward_arg_names if signature is not None else None) or ())
     return (names if len(names) >= count else [f"arg_{place}" for place in range(count)])[:count]
 

@@ -10,6 +10,7 @@ import inspect
 import sys
 from collections import OrderedDict, deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import cache
 from itertools import combinations, compress
@@ -21,7 +22,13 @@ from torch import nn
 from torch.autograd.graph import get_gradient_edge
 
 from modelstate.torch_compat.plain import is_plain
-from modelstate.torch_compat.private import has_gradient_node, slots_of_class, use_count, without_subclasses
+from modelstate.torch_compat.private import (
+    has_gradient_node,
+    slots_of_class,
+    use_count,
+    without_recomputation,
+    without_subclasses,
+)
 from modelstate.transaction.slots import Slots, overlap, sharing, slots_of
 
 
@@ -292,7 +299,10 @@ def _saved_by(node: object) -> tuple[bool, list[Any]]:
             if any(getattr(value, "unpack_hook", None) is not None for value in packed):
                 values += [value.data for value in packed]
                 continue
-            saved = getattr(node, name)
+            # An older torch does not say which values have hooks.
+            older = any(not hasattr(value, "unpack_hook") for value in packed)
+            with without_recomputation() if older else nullcontext():
+                saved = getattr(node, name)
         except RuntimeError as error:
             is_freed = is_freed or "second time" in str(error) or "already been freed" in str(error)
             continue
