@@ -24,6 +24,10 @@ Work = Callable[[threading.Event], None]
 """The function that each thread runs until there is no more work, or the event is set."""
 
 
+_thread_state = threading.local()
+"""`computes` is set in threads of `parallel_for` that compute with torch."""
+
+
 def run_detached(work: Callable[[], None]) -> None:
     """Runs optional work in a thread that is never waited for.
 
@@ -42,11 +46,13 @@ def parallel_for(work: Work, threads: int, *, with_torch: bool = False) -> None:
         work: What each thread runs.
         threads: The number of threads.
         with_torch: Whether `work` computes with torch. Then its operations start no threads of their own: they would
-            compete with these threads, and wait for each other longer than they compute.
+            compete with these threads, and wait for each other longer than they compute. Nor does such a call within
+            another one.
     """
     stop = threading.Event()
     # While the program ends, in a function of `atexit`, no threads can be started.
-    if threads <= 1 or (with_torch and _is_forked) or not threading.main_thread().is_alive():
+    is_nested = with_torch and getattr(_thread_state, "computes", False)
+    if threads <= 1 or is_nested or (with_torch and _is_forked) or not threading.main_thread().is_alive():
         work(stop)
         return
     running: list[None] = []
@@ -56,6 +62,7 @@ def parallel_for(work: Work, threads: int, *, with_torch: bool = False) -> None:
         running.append(None)  # before it reads `stop`: the code that sets `stop` looks at `running` afterwards
         try:
             if single_threaded is not None and not stop.is_set():
+                _thread_state.computes = True
                 single_threaded.enter()
             work(stop)
         finally:

@@ -306,6 +306,10 @@ Stored = StoredTensor | StoredComposite | Combined | torch.Tensor
 
 AT_ONCE_BYTES = 8 << 20
 """The size of the pieces in which a tensor is read or computed piece by piece."""
+PIECE_BYTES = 1 << 20
+"""The size of the pieces in which several threads combine tensors."""
+MOST_THREADS = 8
+"""The most threads that read, or compute, at once."""
 
 
 def own_bytes(stored: Stored) -> int:
@@ -317,10 +321,13 @@ def own_bytes(stored: Stored) -> int:
     if isinstance(stored, StoredComposite):
         return sum(map(own_bytes, stored.parts))
     read = [own_bytes(part) for part in stored.parts]
+    result_bytes = math.prod(stored.shape) * stored.dtype.itemsize
     if stored.is_read_in_pieces:
-        # A piece of the result is computed beside the result.
-        read = [*(min(nbytes, AT_ONCE_BYTES) for nbytes in read), min(max(read), AT_ONCE_BYTES)]
-    return sum(read) + math.prod(stored.shape) * stored.dtype.itemsize + stored.scratch_bytes
+        # Each thread computes a piece of the result beside the result.
+        threads = min(-(-max(read) // PIECE_BYTES), MOST_THREADS)
+        pieces = sum(min(nbytes, PIECE_BYTES) for nbytes in (*read, max(read)))
+        return threads * (pieces + stored.scratch_bytes) + result_bytes
+    return sum(read) + stored.scratch_bytes + result_bytes
 
 
 def pieces(stored: Stored) -> Iterator[StoredTensor | torch.Tensor]:

@@ -107,6 +107,24 @@ def test_the_threads_compute_alone_and_leave_the_setting_as_it_was() -> None:
         torch.set_num_threads(before)
 
 
+def test_a_nested_call_starts_no_threads() -> None:
+    before = torch.get_num_threads()
+    try:
+        torch.set_num_threads(3)
+        threads, new = set[int](), list[int]()
+
+        def inner(_: threading.Event) -> None:
+            threads.add(threading.get_ident())
+
+        parallel_for(lambda _: parallel_for(inner, 4, with_torch=True), 2, with_torch=True)
+        other = threading.Thread(target=lambda: new.append(torch.get_num_threads()))
+        other.start()
+        other.join()
+        assert (len(threads), new) == (2, [3])
+    finally:
+        torch.set_num_threads(before)
+
+
 @pytest.mark.parametrize("with_torch", [False, True])
 @pytest.mark.parametrize("error", [ValueError("no"), KeyboardInterrupt()])
 def test_an_error_of_one_thread_stops_the_others(error: BaseException, with_torch: bool) -> None:

@@ -34,7 +34,7 @@ from modelstate.io import linux, system
 from modelstate.io.files import FileFingerprint, check_unchanged, open_unchanged
 from modelstate.io.memory import HUGE_PAGE_BYTES, UffdFiller, aligned, empty_cpu
 from modelstate.process import parallel_for
-from modelstate.spec import GAP_BYTES, ByteRange
+from modelstate.spec import GAP_BYTES, MOST_THREADS, ByteRange
 
 BATCH_BYTES = 8 << 20
 """The most that one call reads: large enough to amortise the call, small enough to share the work out evenly."""
@@ -66,7 +66,7 @@ _Item = TypeVar("_Item")
 def read_threads() -> int:
     """The number of threads for a read: as many as there are processors for this process, up to 8."""
     affinity = getattr(os, "sched_getaffinity", None)
-    return min(len(affinity(0)) if affinity else os.cpu_count() or 1, 8)
+    return min(len(affinity(0)) if affinity else os.cpu_count() or 1, MOST_THREADS)
 
 
 def uncached_threads(usual: int) -> int:

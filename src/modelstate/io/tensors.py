@@ -4,18 +4,24 @@ Values that are only displayed may be mapped. Values that code computes with are
 meanwhile is then an error, and does not end the process with SIGBUS at the first use of a map.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Protocol
 
 import torch
 
 from modelstate.errors import ReadFailedError
-from modelstate.io.engine import Request
+from modelstate.io.engine import Request, for_each, read_threads
 from modelstate.io.memory import empty_cpu
-from modelstate.spec import AT_ONCE_BYTES, ByteRange, Combined, Stored, StoredComposite, StoredTensor
+from modelstate.spec import AT_ONCE_BYTES, PIECE_BYTES, ByteRange, Combined, Stored, StoredComposite, StoredTensor
 from modelstate.torch_compat.plain import has_its_memory
 
-ReadAll = Callable[[list[Request]], None]
-"""Executes read requests."""
+
+class ReadAll(Protocol):
+    """Executes read requests, with the arguments of `read_ranges`."""
+
+    def __call__(self, requests: list[Request], *, threads: int | None = None) -> None:
+        """Executes the requests with at most this many threads."""
 
 
 def read_tensor(stored: Stored, read_all: ReadAll) -> torch.Tensor:
@@ -81,12 +87,32 @@ def _read_strided(stored: StoredTensor, read_all: ReadAll) -> torch.Tensor:
 
 
 def _read_in_pieces(stored: Combined, read_all: ReadAll) -> torch.Tensor:
-    """Combines the parts piece by piece, so that only a piece of each part is in memory at a time."""
+    """Combines the parts piece by piece on several threads, each with memory for a piece of each part.
+
+    Pieces that stay in the cache of the processor are combined several times as fast as whole tensors.
+    """
     result = empty_cpu(stored.shape, stored.dtype)
     flat = result.view(-1)
-    step = AT_ONCE_BYTES // max(part.dtype.itemsize for part in stored.parts)
-    for start in range(0, flat.numel(), step):
-        count = min(step, flat.numel() - start)
-        parts = (part for part in stored.parts if isinstance(part, StoredTensor))
-        flat[start : start + count].copy_(stored.build([elements(part, start, count, read_all) for part in parts]))
+    parts = [part for part in stored.parts if isinstance(part, StoredTensor)]
+    step = PIECE_BYTES // max(part.dtype.itemsize for part in parts)
+
+    @contextmanager
+    def worker() -> Iterator[Callable[[int], None]]:
+        buffers = [torch.empty(min(step, flat.numel()), dtype=part.dtype, device="cpu") for part in parts]
+
+        def compute(start: int) -> None:
+            pieces = [buffer[: flat.numel() - start] for buffer in buffers]
+            requests = []
+            for part, piece in zip(parts, pieces, strict=True):
+                path, first, _ = part.extent
+                source = ByteRange(path, first + start * part.dtype.itemsize, piece.nbytes)
+                requests.append(Request(source, piece.data_ptr()))
+            read_all(requests, threads=1)
+            with torch.no_grad():
+                flat[start : start + step].copy_(stored.build(pieces))
+
+        yield compute
+
+    starts = range(0, flat.numel(), step)
+    for_each(starts, worker, min(read_threads(), len(starts)), with_torch=True)
     return result

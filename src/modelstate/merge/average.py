@@ -14,10 +14,10 @@ from modelstate.checkpoint.combine import Combination, Merged, check_values, is_
 from modelstate.errors import CombineError, OptionError
 from modelstate.formats.tree import FlatTree, same_tensor
 from modelstate.io.memory import empty_cpu
-from modelstate.spec import Combined, Stored, StoredTensor, bytes_key
+from modelstate.spec import PIECE_BYTES, Combined, Stored, StoredTensor, bytes_key
 from modelstate.text_format import listed
 
-_CHUNK = 1 << 17
+_CHUNK = 1 << 15
 """Elements that are summed at once, so that the sums stay in the processor's cache."""
 _COMPUTED_IN = {
     torch.float16: torch.float32,
@@ -167,10 +167,14 @@ def _sum(
 ) -> torch.Tensor:
     """Returns the weighted sum. With `keep`, an element that is equal in all tensors is kept, without rounding."""
     wide = _COMPUTED_IN[dtype]
-    out = empty_cpu(shape, dtype)
+    out = (
+        empty_cpu(shape, dtype)
+        if not tensors or tensors[0].nbytes > PIECE_BYTES
+        else torch.empty(shape, dtype=dtype, device="cpu")
+    )
     flat = [tensor.detach().to("cpu").resolve_conj().resolve_neg().reshape(-1) for tensor in tensors]
     flat_out = out.view(-1)
-    scratch = empty_cpu((2, min(_CHUNK, flat_out.numel())), wide)  # reused by all chunks
+    scratch = torch.empty((2, min(_CHUNK, flat_out.numel())), dtype=wide, device="cpu")  # reused by all chunks
     for start in range(0, flat_out.numel() if flat else 0, _CHUNK):
         pieces = [tensor[start : start + _CHUNK] for tensor in flat]
         total, widened = scratch[:, : pieces[0].numel()]
@@ -178,10 +182,11 @@ def _sum(
         for piece, weight in zip(pieces[1:], weights[1:], strict=True):
             total.add_(widened.copy_(piece), alpha=weight)
         if keep:
-            same = torch.ones_like(total, dtype=torch.bool)
-            for piece in pieces[1:]:
-                same &= piece == pieces[0]
-            total = torch.where(same, pieces[0], total)
+            same = pieces[0] == pieces[-1]
+            if same.any():
+                for piece in pieces[1:-1]:
+                    same &= piece == pieces[0]
+                total = torch.where(same, pieces[0], total)
         flat_out[start : start + _CHUNK].copy_(total)
     return out
 
