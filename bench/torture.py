@@ -25,6 +25,8 @@ Request = Callable[[], tuple[int, torch.Tensor]]
 """What a reader does: the version that has answered, -1 where nothing is known of versions, and the answer."""
 Swap = Callable[[int], object]
 _FOLDERS: list[tempfile.TemporaryDirectory[str]] = []
+_PACKAGES: dict[tuple[object, ...], Path] = {}
+"""Compiled programs, by the class of the module, and the shapes of its input and weights."""
 
 
 class Constant(nn.Module):
@@ -45,9 +47,12 @@ def target_of(kind: str, module: nn.Module, x: torch.Tensor) -> Any:
     """What is served of a module."""
     module.eval()
     if kind == "aoti":
-        path = _folder() / "program.pt2"
-        ms.export(module, (x,), path, kind="aoti")
-        return path
+        key = (type(module), x.shape, *(param.shape for param in module.parameters()))
+        if key not in _PACKAGES:
+            path = _folder() / "program.pt2"
+            ms.export(module, (x,), path, kind="aoti")
+            _PACKAGES[key] = path
+        return _PACKAGES[key]
     if kind == "compiled":
         return torch.compile(module, backend="aot_eager")
     return torch.export.export(module, (x,)) if kind == "exported" else module

@@ -15,6 +15,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch._inductor.runtime.cache_dir_utils import cache_dir
 
 import modelstate as ms
 from bench.serving import NAMES, TEXTS, TOKEN, TOLERANCE, Server, expected_of, load, serving, write_weights
@@ -446,7 +447,8 @@ def test_a_compiled_program(folder: Path, expected: Expected) -> None:
     os.link(folder / "checkpoints" / NAMES[1], directory / NAMES[1])
     made = folder / "temporary"
     made.mkdir()
-    with serving(directory, "--kind", "aoti", environment={"TMPDIR": str(made)}) as server:
+    environment = {"TMPDIR": str(made), "TORCHINDUCTOR_CACHE_DIR": cache_dir()}  # the cache would be below TMPDIR
+    with serving(directory, "--kind", "aoti", environment=environment) as server:
         client = Client(server.port, TOKEN)
         answers = []
 
